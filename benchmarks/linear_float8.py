@@ -1,16 +1,20 @@
 """Linear layers in FP8 beside bf16: ``python -m benchmarks.linear_float8 [PART ...]``.
 
-Every part is forward and backward; variants take turns, and times are medians.
+Every part is forward and backward; variants take turns, and times are medians. A device waits for
+the host before every call. Of layers, ``row_ms`` is a call among ten that it does not wait for.
 
 * ``kernels``: what one layer consists of: rounding, and the GEMMs of the library.
 * ``codes``: norms and activations that write codes, beside the 16-bit result and its rounding in a
   pass of its own; the codes are compared first. Forward alone.
 * ``adapters``: ``lora_mlp`` and ``lora_qkv`` of Llama-3-8B over a base in bf16 and in FP8, beside
   layers in FP8 with ``lora_update``; errors are relative to the variant in bf16.
+* ``mlp``: ``gated_mlp`` of Llama-3-8B and 3.2-1B, its weights trained or frozen, beside
+  ``gated_mlp_float8`` and layers in FP8 around the activation; errors as of ``adapters``.
 * ``linear``: one layer, its weight trained or frozen, beside torchao's ``rowwise_with_gw_hp``
   (compiled) where that is installed; errors are relative to fp32 GEMMs, by the Frobenius norm.
 * ``layer``: a decoder layer of Llama-3-8B, patched, with and without ``linear_float8``.
 * ``model`` and ``lora``: whole steps, checkpointed; of LoRA with the bytes of the base.
+  ``gradients`` is a step of ``model`` without its optimizer, for cards that do not hold the states.
 
 ``--tiny`` tries it on a CPU.
 """
@@ -77,6 +81,19 @@ class Place:
                 self.wait()
                 times[name].append(1e3 * (time.perf_counter() - start))
         return {name: statistics.median(found) for name, found in times.items()}
+
+    def in_a_row(self, call: Call) -> float:
+        """Milliseconds of a call among others, where the host is ahead of the device."""
+        count, found = (2, 1) if self.tiny else (10, 3)
+        times = []
+        for _ in range(found):
+            self.wait()
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            self.wait()
+            times.append(1e3 * (time.perf_counter() - start) / count)
+        return min(times)
 
     def peak(self, call: Call) -> int:
         """Bytes that a call held at most beyond what was there."""
@@ -248,11 +265,11 @@ def adapters(place: Place) -> Iterator[Row]:
             "layers": functools.partial(apart, x, layers, held),
         }
         shown = f"{tokens}x{width}" + f"x{inner}" * (name == "lora_mlp")
-        yield from _both_ways(place, name, shown, calls, [x, *thin])
+        yield from _both_ways(place, "adapters", name, shown, calls, [x, *thin])
 
 
 def _both_ways(
-    place: Place, name: str, shape: str, calls: Mapping[str, Callable[[], Tensor]],
+    place: Place, part: str, name: str, shape: str, calls: Mapping[str, Callable[[], Tensor]],
     wanted: list[Tensor],
 ) -> Iterator[Row]:  # fmt: skip
     """Forward and backward of every variant, with errors of y and dx beside the first."""
@@ -268,9 +285,40 @@ def _both_ways(
     for variant, run in runs.items():
         errors = [_error(got, right.float()) for got, right in zip(run(), exact, strict=True)]
         assert max(errors) < 0.2, (name, variant, errors)
-        yield {"part": "adapters", "name": name, "shape": shape, "variant": variant,
-               "both_ms": times[variant], "extra_bytes": place.peak(run),
+        yield {"part": part, "name": name, "shape": shape, "variant": variant,
+               "both_ms": times[variant], "row_ms": place.in_a_row(run),
+               "extra_bytes": place.peak(run),
                "error": {"y": errors[0], "dx": errors[1]}}  # fmt: skip
+
+
+def mlp(place: Place) -> Iterator[Row]:
+    """A whole gated MLP, its weights trained or frozen."""
+    for tokens, width, inner in (
+        ((64, 32, 48),) if place.tiny else ((8192, 4096, 14336), (16384, 2048, 8192))
+    ):  # fmt: skip
+        x = place.normal(tokens, width).requires_grad_()
+        shapes = ((inner, width), (inner, width), (width, inner))
+        for trained in (True, False):
+            weights = [
+                place.normal(*shape, scale=shape[1] ** -0.5).requires_grad_(trained)
+                for shape in shapes
+            ]
+
+            def by_layers(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+                first, rows = ops.linear_float8(x, gate, return_quantized=True)
+                second = ops.linear_float8(x, up, quantized=rows)
+                y, codes = ops.swiglu(first, second, quantize="float8_e4m3")
+                assert y is not None
+                return ops.linear_float8(y, down, quantized=codes)
+
+            calls: dict[str, Callable[[], Tensor]] = {
+                "bf16": functools.partial(ops.gated_mlp, x, *weights),
+                "float8": functools.partial(ops.gated_mlp_float8, x, *weights),
+                "layers": functools.partial(by_layers, x, *weights),
+            }
+            name, shown = "trained" if trained else "frozen", f"{tokens}x{width}x{inner}"
+            wanted = [x, *weights] if trained else [x]
+            yield from _both_ways(place, "mlp", name, shown, calls, wanted)
 
 
 def _error(got: Tensor, exact: Tensor) -> float:
@@ -326,7 +374,7 @@ def linear(place: Place) -> Iterator[Row]:
                 yield {
                     "part": "linear", "name": "trained" if trained else "frozen",
                     "shape": f"{tokens}x{width}x{out}", "variant": name, "both_ms": times[name],
-                    "extra_bytes": place.peak(call),
+                    "row_ms": place.in_a_row(call), "extra_bytes": place.peak(call),
                     "error": dict(zip(("y", "dx", "dweight"), errors, strict=False)),
                 }  # fmt: skip
 
@@ -342,6 +390,7 @@ SIZES: dict[str, tuple[str, int, int, bool]] = {
     "layer": ("llama-3-8b", 2, 4096, False),
     "small": ("llama-3.2-1b", 4, 4096, False),
     "model": ("llama-3-8b", 2, 4096, True),
+    "gradients": ("llama-3-8b", 2, 4096, True),
     "lora": ("llama-3-8b", 2, 4096, True),
 }
 
@@ -375,30 +424,23 @@ def layer(place: Place) -> Iterator[Row]:
 
 
 def _compared(place: Place, part: str, model: Any, once: Call, rounds: int = 0) -> Iterator[Row]:
-    """The patched model with and without FP8, in turns."""
-    smallest = {"smallest": 0} if place.tiny else {}
-
-    def switched(float8: Any) -> Call:
-        def call() -> None:
-            once()
-
-        def prepared() -> dict[str, float]:
-            liger_multi.patch(model, linear_float8=float8)
-            return place.in_turns({"": call}, rounds)
-
-        return prepared
-
-    settings = {"bf16": False, "float8": smallest or True}
+    """The patched model with and without FP8, and with MLPs as layers, in turns."""
+    float8: dict[str, Any] = {"linear_float8": {"smallest": 0} if place.tiny else True}
+    settings = {"bf16": {}, "float8": float8, "layers": {**float8, "swiglu": {"whole": False}}}
     times: dict[str, list[float]] = {name: [] for name in settings}
-    peaks = {}
+    peaks, rows = {}, {}
     for _ in range(2):
-        for name, float8 in settings.items():
-            times[name].append(switched(float8)()[""])
+        for name, patches in settings.items():
+            liger_multi.patch(model, **patches)
+            times[name].append(place.in_turns({"": once}, rounds)[""])
             peaks[name] = place.peak(once)
+            if part == "layer":
+                rows[name] = {"row_ms": place.in_a_row(once)}
     for name, found in times.items():
         yield {
             "part": part, "name": SIZES[part][0], "shape": "x".join(map(str, SIZES[part][1:3])),
-            "variant": name, "both_ms": min(found), "extra_bytes": peaks[name],
+            "variant": name, "both_ms": min(found), **rows.get(name, {}),
+            "extra_bytes": peaks[name],
         }  # fmt: skip
 
 
@@ -421,6 +463,18 @@ def _whole(place: Place, part: str) -> Iterator[Row]:
 def model(place: Place) -> Iterator[Row]:
     """Checkpointed steps of an 8B model, all of it trained: about 75 GiB."""
     yield from _whole(place, "model")
+
+
+def gradients(place: Place) -> Iterator[Row]:
+    """The same without an optimizer; a gradient is dropped when it is there: about 20 GiB."""
+    model, ids = _built(place, "gradients")
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+    def once() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    yield from _compared(place, "gradients", model, once, 2 if place.tiny else 4)
 
 
 def small(place: Place) -> Iterator[Row]:
@@ -455,8 +509,8 @@ def lora(place: Place) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
-    "kernels": kernels, "codes": codes, "linear": linear, "adapters": adapters, "layer": layer,
-    "small": small, "lora": lora, "model": model,
+    "kernels": kernels, "codes": codes, "linear": linear, "mlp": mlp, "adapters": adapters,
+    "layer": layer, "small": small, "lora": lora, "gradients": gradients, "model": model,
 }  # fmt: skip
 
 

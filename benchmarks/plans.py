@@ -93,7 +93,7 @@ def executed(case: Case, settings: Settings, steps: int, device: torch.device) -
         total = module.get_device_properties(0).total_memory
         module.set_per_process_memory_fraction(min(1.0, parse_bytes(case.memory, "memory") / total))
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if settings.precision in ("bf16", "fp8") else torch.float32
     with device:
         model: Any = AutoModelForCausalLM.from_config(case.config(), dtype=dtype)
     model.tie_weights()

@@ -18,6 +18,9 @@ ACCUMULATE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Dtypes in which gradients of weights are summed."""
 meta_autocast: ContextVar[torch.dtype | None] = ContextVar("liger_multi_autocast", default=None)
 
+keeps_products: ContextVar[bool] = ContextVar("liger_multi_keeps_products", default=False)
+"""Whether a recompute policy keeps GEMMs one by one, so that each is an operator of its own."""
+
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype that autocast asks for on a device, or None; PyTorch has none of meta tensors."""

@@ -527,12 +527,16 @@ def cards() -> list[str]:
     """Published figures that times are predicted with."""
     from liger_multi.memory.planning.cost import CARDS
 
-    columns = "| name | card | GB | bf16, TFLOPS | fp32, TFLOPS | memory, GB/s | link, GB/s "
-    lines = [columns + "| host, GB/s | from |", "|---|---|---|---|---|---|---|---|---|"]
+    columns = "| name | card | GB | bf16, TFLOPS | fp32, TFLOPS | FP8, TFLOPS | memory, GB/s "
+    lines = [
+        columns + "| link, GB/s | host, GB/s | from |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
     for key, card in CARDS.items():
-        rates = [card.products16 / 1e12, card.products32 / 1e12]
+        rates = [card.products16 / 1e12, card.products32 / 1e12, card.products8 / 1e12]
         rates += [rate / 1e9 for rate in (card.bandwidth, card.link, card.host)]
-        cells = [f"`{key}`", card.name, f"{card.memory / 1e9:g}", *(f"{r:,.6g}" for r in rates)]
+        shown = (f"{rate:,.6g}" if rate else "-" for rate in rates)
+        cells = [f"`{key}`", card.name, f"{card.memory / 1e9:g}", *shown]
         lines.append(f"| {' | '.join([*cells, card.source])} |")
     return lines
 

@@ -53,6 +53,7 @@ ROWS: dict[str, Row] = {
     "fused_scaled_add_rms_norm": PLAIN,
     "gated_delta_rule": PLAIN,
     "gated_mlp": PLAIN,
+    "gated_mlp_float8": PLAIN,
     "gated_rms_norm": PLAIN,
     "gated_short_conv": PLAIN,
     "geglu": KERNEL,

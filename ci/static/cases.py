@@ -552,6 +552,18 @@ def _coded(rows: int, cols: int, format: torch.dtype, dtype: torch.dtype = BF16)
         gated_rows.forward("swiglu", "silu", x, x, (0.5, 2.0), each)
 
 
+def _coded_gradients(rows: int, cols: int, format: torch.dtype, dtype: torch.dtype = BF16) -> None:
+    """Gradients of gated activations that leave in FP8, beside those in 16 bits or alone."""
+    x, columns = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=FP32)
+    room, given = _room(rows, cols, format), (x, x, x, gated.NONE)
+    both = (room, room), (columns, columns)
+    for activation in ("silu", "gelu", "gelu_tanh"):
+        how = ("swiglu", activation, *given)
+        gated_rows.backward(*how, *both, (True, True), True)
+        gated_rows.backward(*how, *both, (False, False), False)
+    gated_rows.backward(*how, (room, None), (columns, None), (False, True), False)
+
+
 def _split(rows: int, cols: int, axis: int, beside: int = 1) -> None:
     x = _meta(rows, cols * beside, dtype=FP32)[:, :cols]
     split(x, (0, 1, 2) if axis else (0, 1, 0, 1, 2, 0), axis)
@@ -828,6 +840,10 @@ LOSSES = (
         for cols in (4096, 14336, 28672)
     ]),
     Launches("codes {}x{} {}", _coded, [
+        (8192, cols, format)
+        for format in (torch.float8_e4m3fn, torch.float8_e4m3fnuz) for cols in (4096, 8192, 14336)
+    ]),
+    Launches("codes of gradients {}x{} {}", _coded_gradients, [
         (8192, cols, format)
         for format in (torch.float8_e4m3fn, torch.float8_e4m3fnuz) for cols in (4096, 8192, 14336)
     ]),

@@ -371,8 +371,7 @@ SPILLED = {
     ),
     "_sparse_attention_forward_": (
         {"sm90": 296},
-        "64 heads by 64 listed keys of 576 channels take a third of the time of 32 by 32 on an "
-        "H100; see launch/sm90.yaml",
+        "tiles of 64 by 64 take a third of the time of 32 by 32 on an H100; see launch/sm90.yaml",
     ),
     "_sparse_attention_backward_": ({"sm90": 1712}, "likewise, two fifths of the time"),
 }

@@ -335,6 +335,7 @@ WORK: dict[str, Callable[..., Work]] = {
     "swiglu_quantized": _elementwise(3, 8, 1),
     "swiglu_packed": _gated_packed,
     "gated_mlp": _gated_mlp,
+    "gated_mlp_float8": _gated_mlp,
     "linear": _plain_linear,
     "linear_float8": _plain_linear,
     "lora_mlp": _lora_mlp,

@@ -29,7 +29,7 @@ from liger_multi.errors import unknown
 PRODUCTS = (
     *("aten::mm", "aten::addmm", "aten::linear", "aten::_scaled_mm", "aten::_grouped_mm"),
     *("aten::convolution", "aten::mkldnn_linear*", "bitsandbytes::*"),
-    *("liger_multi::fused_moe_*", "liger_multi::lora_moe_*"),
+    *("liger_multi::fused_moe_*", "liger_multi::lora_moe_*", "liger_multi::linear_float8_*"),
 )
 ATTENTION = (
     *(
@@ -158,15 +158,19 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return bool(given)
 
 
-def _width(args: tuple[Any, ...]) -> tuple[int, int] | None:
-    """Columns of the input and of the result of a product; its last two matrices are factors."""
+def _width(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
+    """Columns of the input and of the result of a product; its last two matrices are factors.
+
+    The second factor of PyTorch's is (columns in, columns out), that of our layers the weight.
+    """
     factors = [a for a in args[:3] if isinstance(a, torch.Tensor) and a.ndim > 1]
-    return (factors[-2].shape[-1], factors[-1].shape[-1]) if len(factors) > 1 else None
+    out = 0 if _name(func).startswith("liger_multi::linear_float8") else -1
+    return (factors[-2].shape[-1], factors[-1].shape[out]) if len(factors) > 1 else None
 
 
 def keeps(policy: Policy, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether the result of this call of an operator is kept."""
-    width = _width(args) if not policy.widening and _is_product(func) else None
+    width = _width(func, args) if not policy.widening and _is_product(func) else None
     return _kept(policy, func, width) and not _draws(func, args, kwargs)
 
 
@@ -315,9 +319,17 @@ class _Recomputed:
         skip = self.skip if self.skip is not None else self.learned.get(key)
         counted = Counted(self.policy, skip)
         options["context_fn"] = lambda: create_selective_checkpoint_contexts(counted)
-        result = checkpoint(self.original, *args, **options, **kwargs)
+        result = checkpoint(self._by_products, *args, **options, **kwargs)
         self.skip = self.learned[key] = counted.last
         return result
+
+    def _by_products(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer, with an operator for each GEMM; now and when it is computed again."""
+        token = checks.keeps_products.set(True)
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            checks.keeps_products.reset(token)
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Computing a layer again would write into the cache again."""

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from liger_multi.checks import meta_autocast
 from liger_multi.dispatch import registry
 from liger_multi.memory.measure import tensors_in
+from liger_multi.memory.meta_kernels import CHUNKED, around_kernels
 from liger_multi.memory.recorder import Block, Recorder
 from liger_multi.memory.scratch import SCRATCH
 
@@ -203,8 +204,6 @@ def _forms(result: Any, given: list[Tensor]) -> tuple[_Form, ...] | None:
 
 # --- a step ---
 
-CHUNKED = ("fused_linear_cross_entropy", "fused_linear_log_prob", "gated_mlp")
-
 
 class Simulation(Recorder):
     """A recorder of meta tensors that stand for those of another device.
@@ -349,118 +348,27 @@ class Simulation(Recorder):
     def ours(self, primitive: Any, args: tuple[Any, ...]) -> Any:
         """The reference, where it will run; else its loops around kernels that only allocate."""
         from liger_multi.reference.common.chunking import assumed_free
+        from liger_multi.reference.float8.rows import assumed_gemms
 
         name = primitive.op.name
         if self._target != "cpu" and name not in CHUNKED:
             given = dict(zip(primitive.params, args, strict=True))
-            if name == "linear_float8":
-                _float8_scratch(given)
             made = primitive.fake(*args)
             if name in SCRATCH:
                 SCRATCH[name](given)
             return made
         direction = getattr(registry.module(registry.REFERENCE, name), primitive.direction)
         if self._target != "cpu":
-            made = _around_kernels(name)
+            made = around_kernels(name)
             direction = made[0] if primitive.direction == "forward" else made[1]
         capacity = self._capacity or 2**60
-        token = assumed_free.set(0 if self._target == "cpu" else max(1, capacity - self.live))
+        free = assumed_free.set(0 if self._target == "cpu" else max(1, capacity - self.live))
+        gemms = assumed_gemms.set(self._target != "cpu")
         try:
             return direction(*args)
         finally:
-            assumed_free.reset(token)
-
-
-def _float8_scratch(given: Mapping[str, Any]) -> None:
-    """Codes that live during a GEMM, and its result: all but the result goes before the next GEMM.
-
-    Forward rounds x and the weight, unless there are codes of them. Backward rounds the upstream
-    gradient, and lays codes of the weight out the other way round.
-    """
-    weight, back = given["weight"], "dy" in given
-    if weight is None or (back and not given["needs_x"]):
-        return
-    rows = given["dy"] if back else given["x"]
-    known = (
-        (False, False) if back else (given["codes"] is not None, given["weight_scale"] is not None)
-    )
-    factors = zip((rows, weight), known, strict=True)
-    codes = [torch.empty_like(t, dtype=torch.uint8) for t, held in factors if not held]
-    rows.new_empty((*rows.shape[:-1], weight.shape[1 if back else 0]))
-    del codes
-
-
-class _Rounding:
-    """Rounding to FP8 by a kernel: a copy in one layout, or in two."""
-
-    def rounded(self, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
-        from liger_multi.reference.common.float8 import Rounded
-
-        return Rounded(torch.empty_like(x, dtype=dtype), x.new_empty((), dtype=torch.float32))
-
-    def both_ways(self, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
-        return self.rounded(x, dtype), self.rounded(x.t(), dtype)
-
-
-class _LossKernels:
-    """Row kernels of losses that write into what is there, and numbers of rows."""
-
-    rounding = _Rounding()
-
-    def statistics(
-        self, raw: Tensor, target: Tensor, weight: Any, objective: Any, outputs: str
-    ) -> Any:
-        from liger_multi.reference.cross_entropy.rows import RowStats
-
-        return RowStats.empty(raw.shape[0], objective, outputs, raw)
-
-    def statistics_and_gradient_(
-        self, raw: Tensor, target: Tensor, weight: Any, objective: Any, scales: Any, outputs: str
-    ) -> Any:
-        return self.statistics(raw, target, weight, objective, outputs)
-
-    def results(self, *args: Any) -> Any:
-        from liger_multi.reference.cross_entropy.reduction import results
-
-        return results(*args)
-
-    def gradient_(self, *_: Any) -> None:
-        return None
-
-    log_prob_gradient_ = gradient_
-
-    def scale(self, gradient: Tensor, factor: Any, dtype: torch.dtype, by: Any = None) -> Tensor:
-        if factor is None and gradient.dtype == dtype:
-            return gradient
-        return torch.empty_like(gradient, dtype=dtype)
-
-
-class _ActivationKernels:
-    """The activation of a gated MLP as one kernel."""
-
-    def product(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        return torch.empty_like(gate)
-
-    def gradients(
-        self, dproduct: Tensor, gate: Tensor, up: Tensor, activation: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.empty_like(gate), torch.empty_like(up), dproduct
-
-
-def _around_kernels(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward of one of :data:`CHUNKED`, around kernels that only allocate."""
-    from liger_multi.reference.activations import operators as activations
-    from liger_multi.reference.cross_entropy import (
-        fused_linear_cross_entropy,
-        fused_linear_log_prob,
-    )
-
-    if name == "gated_mlp":
-        return activations.implement_gated_mlp(_ActivationKernels())
-    kernels: Any = _LossKernels()
-    if name == "fused_linear_log_prob":
-        return fused_linear_log_prob.implement_fused_linear_log_prob(kernels)
-    return fused_linear_cross_entropy.implement_fused_linear_cross_entropy(kernels)
+            assumed_free.reset(free)
+            assumed_gemms.reset(gemms)
 
 
 def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

@@ -27,6 +27,7 @@ from liger_multi.ops.fused_scaled_add_rms_norm import (
 )
 from liger_multi.ops.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from liger_multi.ops.gated_mlp import gated_mlp as gated_mlp
+from liger_multi.ops.gated_mlp_float8 import gated_mlp_float8 as gated_mlp_float8
 from liger_multi.ops.gated_rms_norm import gated_rms_norm as gated_rms_norm
 from liger_multi.ops.gated_short_conv import gated_short_conv as gated_short_conv
 from liger_multi.ops.geglu import geglu as geglu

@@ -26,6 +26,7 @@ from liger_multi.ops.fused_scaled_add_rms_norm import (
     fused_scaled_add_rms_norm as fused_scaled_add_rms_norm,
 )
 from liger_multi.ops.gated_mlp import gated_mlp as gated_mlp
+from liger_multi.ops.gated_mlp_float8 import gated_mlp_float8 as gated_mlp_float8
 from liger_multi.ops.gated_rms_norm import gated_rms_norm as gated_rms_norm
 from liger_multi.ops.gated_short_conv import gated_short_conv as gated_short_conv
 from liger_multi.ops.geglu_packed import geglu_packed as geglu_packed
@@ -94,6 +95,7 @@ __all__ = [
     "fused_scaled_add_rms_norm",
     "gated_delta_rule",
     "gated_mlp",
+    "gated_mlp_float8",
     "gated_rms_norm",
     "gated_short_conv",
     "geglu",

@@ -1,5 +1,6 @@
 """Contract of ``linear_float8``."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -178,6 +179,18 @@ def one_dtype_but_codes(
     first = cast["x"]
     assert first is not None
     return first, [cast[n] for n in (*weights, *biases)]
+
+
+def row_scales(weight: Tensor) -> Tensor:
+    """The scales that the rows of a weight will be rounded with."""
+    from liger_multi.reference.float8.rows import format_of, scale_of
+
+    rows, columns = weight.shape
+    if columns:
+        most = torch.linalg.vector_norm(weight, math.inf, dim=1).float()
+    else:
+        most = weight.new_zeros(rows, dtype=torch.float32)
+    return scale_of(most.view(torch.int32) & 0x7FFFFFFF, format_of(weight.device))
 
 
 def typed(codes: Tensor, scale: Tensor) -> Float8Rows:

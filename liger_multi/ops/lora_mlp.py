@@ -1,6 +1,5 @@
 """Contract of ``lora_mlp``."""
 
-from dataclasses import replace
 from typing import Any, Optional
 
 import torch
@@ -8,19 +7,22 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
+from liger_multi.dispatch.early import Early, empty_of
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._float8 import OUTPUTS
 from liger_multi.ops.gated_mlp import ACTIVATIONS
 from liger_multi.ops.gated_mlp import _shapes_fit as shapes_fit
+from liger_multi.ops.gated_mlp_float8 import activated
 from liger_multi.ops.linear import linear_of_mode
 from liger_multi.ops.linear_float8 import (
-    CODES,
     Float8Rows,
     fitting,
     linear_float8,
     one_dtype_but_codes,
     weight_scales_fit,
 )
-from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen, lora_update
+from liger_multi.ops.lora_qkv import op as qkv_op
+from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen, in_float8, lora_update
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -142,16 +144,22 @@ def lora_mlp(
         for layer, scale in zip(LAYERS, (gate_scale, up_scale, down_scale), strict=True)
     )
     coded = fitting("lora_mlp", x, quantized)
-    if checks.in_checkpoint():
-        return _in_steps(x, wide, adapted, scales, activation, own, quantized)
-    return op(x, *wide[:3], *adapted, *wide[3:], *scales, activation, *own, *coded)  # type: ignore[no-any-return]
+    every = (x, *wide[:3], *adapted, *wide[3:], *scales, activation, *own, *coded)
+    if not checks.in_checkpoint():
+        return op(*every)  # type: ignore[no-any-return]
+    if checks.keeps_products.get():
+        return _in_layers(x, wide, adapted, scales, activation, own, quantized)
+    return _early(*every)
 
 
-def _in_steps(
+# --- under checkpointing ---
+
+
+def _in_layers(
     x: Tensor, wide: list[Tensor | None], thin: list[Tensor | None], scales: tuple[float, ...],
     activation: str, own: tuple[Tensor | None, ...], rows: Float8Rows | None,
 ) -> Tensor:  # fmt: skip
-    """The same as steps of their own, of which checkpointing does not compute the last again."""
+    """The same as steps of their own, for a policy that keeps GEMMs and not activations."""
     from liger_multi.ops import geglu, swiglu
 
     def layer(i: int, x: Tensor, rows: Float8Rows | None) -> tuple[Tensor, Float8Rows | None]:
@@ -168,13 +176,55 @@ def _in_steps(
 
     gate, rows = layer(0, x, rows)
     up, _ = layer(1, x, rows)
+    if own[2] is not None:
+        inner, rows = activated(gate, up, activation)
+        assert inner is not None
+        return layer(2, inner, rows)[0]
     approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
-    how = {} if approximate is None else {"approximate": approximate}
-    act: Any = swiglu if approximate is None else geglu
-    if own[2] is None:
-        return layer(2, act(gate, up, **how), None)[0]
-    inner, rows = act(gate, up, **how, quantize="float8_e4m3")
-    return layer(2, inner, rows)[0]
+    inner = swiglu(gate, up) if approximate is None else geglu(gate, up, approximate)
+    return layer(2, inner, None)[0]
+
+
+def _layers(x: Tensor, given: Any, which: tuple[int, ...], *codes: Tensor | None) -> list[Tensor]:
+    """Some layers of one input, as ``lora_qkv``; ``given`` are the arguments of the operator."""
+
+    def part(place: int, step: int = 1, of: int = 1) -> list[Any]:
+        some = [t for i in which for t in given[place + step * i : place + step * i + of]]
+        return [*some, *[None] * of * (3 - len(which))]
+
+    scales = [given[13 + i] for i in which] + [1.0] * (3 - len(which))
+    return qkv_op.fwd.run(  # type: ignore[no-any-return]
+        x, *part(1), *part(4, 2, 2), *part(10), *scales, *part(17), *codes
+    )[: len(which)]
+
+
+def _first(*given: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    """Gate and up, and a result that is empty."""
+    x, down = given[0], given[3]
+    kinds = {t.dtype for t in (given[4], given[6]) if t is not None}
+    if len(kinds) < 2:
+        gate, up = _layers(x, given, (0, 1), *given[20:22])
+    else:
+        gate, up = (_layers(x, given, (i,), *given[20:22])[0] for i in (0, 1))
+    return (empty_of(x, *x.shape[:-1], down.shape[0]), gate, up), (gate, up)
+
+
+def _rest(handed: tuple[Tensor, Tensor], *given: Any) -> Tensor:
+    """The result, from gate and up; without an adapter, their product is only needed in FP8."""
+    from liger_multi.ops import geglu, swiglu
+
+    activation, coded = given[16], given[19] is not None
+    if coded:
+        outputs = OUTPUTS if given[8] is not None else ("quantized",)
+        inner, rows = activated(*handed, activation, outputs)
+        inner = empty_of(handed[0], *handed[0].shape) if inner is None else inner
+        return _layers(inner, given, (2,), rows.codes.view(torch.uint8), rows.scale)[0]
+    approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
+    inner = swiglu(*handed) if approximate is None else geglu(*handed, approximate)
+    return _layers(inner, given, (2,), None, None)[0]
+
+
+_early = Early(op, _first, _rest)
 
 
 def _case(
@@ -199,19 +249,6 @@ def _case(
 def _bias(inner: int, out: int) -> dict[str, T]:
     sizes = {"gate_bias": inner, "up_bias": inner, "down_bias": out}
     return {name: T((size,), scale=0.3, grad=False) for name, size in sizes.items()}
-
-
-def in_float8(tensors: dict[str, T], *names: str) -> dict[str, T]:
-    """The same tensors in fp32, of which the weights of some layers are codes with scales.
-
-    Inner rows are rounded to FP8: what 16 bits round before that is no small error of a result.
-    """
-    made = {name: replace(t, dtype=torch.float32) for name, t in tensors.items()}
-    for name in (f"{layer}_weight" for layer in names):
-        rows, columns = made[name].shape
-        made[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
-        made[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
-    return made
 
 
 _FROZEN: Any = {f"{layer}_{part}": True for layer in LAYERS for part in "ab"}

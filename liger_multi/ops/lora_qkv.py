@@ -15,8 +15,7 @@ from liger_multi.ops.linear_float8 import (
     one_dtype_but_codes,
     weight_scales_fit,
 )
-from liger_multi.ops.lora_mlp import in_float8
-from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen
+from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen, in_float8
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 

@@ -1,11 +1,14 @@
 """Contract of ``lora_update``."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops.linear_float8 import CODES
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -118,6 +121,19 @@ def case(rows: tuple[int, ...], width: int, out: int, rank: int, **specs: T) -> 
         "b": T((out, rank), scale=max(1, rank) ** -0.5),
     }
     return made | specs
+
+
+def in_float8(tensors: dict[str, T], *names: str) -> dict[str, T]:
+    """The same tensors in fp32, of which the weights of some layers are codes with scales.
+
+    Inner rows are rounded to FP8: what 16 bits round before that is no small error of a result.
+    """
+    made = {name: replace(t, dtype=torch.float32) for name, t in tensors.items()}
+    for name in (f"{layer}_weight" for layer in names):
+        rows, columns = made[name].shape
+        made[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
+        made[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
+    return made
 
 
 SAMPLES = (

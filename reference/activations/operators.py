@@ -7,7 +7,7 @@ backward from a backend's activation; the products are PyTorch's. The squared re
 """
 
 from collections.abc import Callable
-from typing import Any, Optional, Protocol
+from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
 from torch import Tensor
@@ -141,13 +141,45 @@ class Activation(Protocol):
         """The gradients of gate and up, and the product, which may stand in ``dproduct``."""
 
 
+Columns = tuple[Optional[Tensor], Optional[Tensor]]
+"""Scales of the rows of gate's and up's weight, by which a gradient is multiplied before it is
+coded; None: no codes."""
+
+
+class CodedGradients(NamedTuple):
+    """Gradients of a gated activation, empty where they are not wanted, and their codes.
+
+    Attributes:
+        dgate: Of gate.
+        dup: Of up.
+        product: act(gate) * up; what was given as its gradient where that is not wanted.
+        dgate_rows: Of gate, times the numbers of columns.
+        dup_rows: Of up, times the numbers of columns.
+    """
+
+    dgate: Tensor
+    dup: Tensor
+    product: Tensor
+    dgate_rows: Optional[Float8Rows]
+    dup_rows: Optional[Float8Rows]
+
+
 class CodedActivation(Activation, Protocol):
-    """The same for an MLP whose last weight may be held in FP8."""
+    """The same for an MLP whose weights may be held in FP8."""
 
     def coded(
         self, gate: Tensor, up: Tensor, activation: str, wanted: bool
     ) -> tuple[Tensor, Float8Rows]:
         """act(gate) * up where it is wanted, and its rows in FP8."""
+
+    def coded_gradients(
+        self, dproduct: Tensor, gate: Tensor, up: Tensor, activation: str, columns: Columns,
+        wanted: tuple[bool, bool], product: bool,
+    ) -> CodedGradients:  # fmt: skip
+        """The gradients where they are wanted, and codes of those with numbers per column.
+
+        All are rows. The product, if it is wanted, may stand in ``dproduct``.
+        """
 
 
 class ReferenceActivation:
@@ -158,6 +190,22 @@ class ReferenceActivation:
         """act(gate) * up where it is wanted, and its rows in FP8."""
         y = gated.forward(gate, up, activation)
         return y if wanted else y.new_empty(0), rows_of(y, None, PLAIN)
+
+    @staticmethod
+    def coded_gradients(
+        dproduct: Tensor, gate: Tensor, up: Tensor, activation: str, columns: Columns,
+        wanted: tuple[bool, bool], product: bool,
+    ) -> CodedGradients:  # fmt: skip
+        """The gradients where they are wanted, and codes of those with numbers per column."""
+        if product:
+            *made, dproduct = gated.gradients_and_product(dproduct, gate, up, activation)
+        else:
+            needs = [w or c is not None for w, c in zip(wanted, columns, strict=True)]
+            made = list(gated.backward(dproduct, gate, up, activation, needs[0], needs[1]))
+        pairs = zip(made, columns, strict=True)
+        codes = [None if c is None else rows_of(grad, c, PLAIN) for grad, c in pairs]
+        kept = [g if w else g.new_empty(0) for g, w in zip(made, wanted, strict=True)]
+        return CodedGradients(kept[0], kept[1], dproduct, *codes)
 
     product = staticmethod(gated.forward)
     gradients = staticmethod(gated.gradients_and_product)

@@ -349,16 +349,28 @@ def implement_lora_mlp(
         rows, upstream = as_rows(x), as_rows(dy)
         wide = held(down_weight, down_weight_scale)
         dinner, low = input_gradient(thin, upstream, wide, down_a, down_b, down_scale)
-        dgate, dup, inner = kernels.gradients(dinner, as_rows(gate), as_rows(up), activation)
         needs = (needs_down_a, needs_down_b)
+        columns = (gate_weight_scale, up_weight_scale) if needs_x else (None, None)
+        wanted = [  # by adapters, and by a weight that is not in FP8
+            b is not None or (needs_x and scale is None)
+            for b, scale in ((gate_b, gate_weight_scale), (up_b, up_weight_scale))
+        ]
+        made = kernels.coded_gradients(
+            dinner, as_rows(gate), as_rows(up), activation, columns, (wanted[0], wanted[1]),
+            any(needs),
+        )  # fmt: skip
+        dgate, dup, inner, gate_rows, up_rows = made
         ddown = adapter_gradients(thin, inner, upstream, low, down_a, down_b, down_scale, *needs)
-        del inner, dinner
+        del inner, dinner, made
         wide = held(gate_weight, gate_weight_scale)
-        dx, low = input_gradient(thin, dgate, wide, gate_a, gate_b, gate_scale, None, needs_x)
+        dx, low = input_gradient(
+            thin, dgate, wide, gate_a, gate_b, gate_scale, None, needs_x, gate_rows
+        )
         needs = (needs_gate_a, needs_gate_b)
         dgates = adapter_gradients(thin, rows, dgate, low, gate_a, gate_b, gate_scale, *needs)
+        del dgate, gate_rows
         wide = held(up_weight, up_weight_scale)
-        dx, low = input_gradient(thin, dup, wide, up_a, up_b, up_scale, dx, needs_x)
+        dx, low = input_gradient(thin, dup, wide, up_a, up_b, up_scale, dx, needs_x, up_rows)
         dups = adapter_gradients(thin, rows, dup, low, up_a, up_b, up_scale, needs_up_a, needs_up_b)
         return (dx.view(x.shape) if needs_x else dx, *dgates, *dups, *ddown)
 
@@ -379,12 +391,13 @@ def adapted_layer(
 def input_gradient(
     thin: LowRank, dy: Tensor, weight: Weight, a: Optional[Tensor], b: Optional[Tensor],
     scale: float, into: Tensor | None = None, needed: bool = True,
+    left: Optional[Float8Rows] = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradient of a layer's input, added to ``into``, and ``dy @ b``."""
+    """The gradient of a layer's input, added to ``into``, and ``dy @ b``; ``left``: dy in FP8."""
     low = dy.new_empty(0) if b is None else thin.narrow(dy, b)
     if not needed:
         return dy.new_empty(0), low
-    dx = frozen_gradient(dy, weight, thin.to, into)
+    dx = frozen_gradient(dy, weight, thin.to, into, left)
     return (dx if a is None else thin.add_(dx, low, a, scale)), low
 
 

@@ -1,9 +1,15 @@
-"""GEMMs with a frozen weight, which may be held in FP8."""
+"""GEMMs with a weight that is held in FP8, or is rounded to it, or is neither.
+
+``y = q(x) q(w)'`` with a scale per row of x and of w; ``dx = q(dy s_w) c(w)``, where ``c(w)`` are
+the codes of forward and ``s_w`` their scales, which go into the rows of dy before these are
+rounded. So both GEMMs use one rounding of w, and dx is the gradient of what forward computed.
+"""
 
 from __future__ import annotations
 
 from typing import Optional
 
+import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import as_rows
@@ -26,15 +32,39 @@ def held(weight: Tensor, scale: Optional[Tensor]) -> Weight:
     return weight if scale is None else Float8Rows(weight, scale)
 
 
+def coded_weight(
+    weight: Tensor, scale: Optional[Tensor], format: torch.dtype, to: Quantizer
+) -> Float8Rows:
+    """A weight in FP8: as it is where there are scales, else rounded."""
+    return to.rows(as_rows(weight), None, format) if scale is None else Float8Rows(weight, scale)
+
+
+def given_rows(
+    x: Tensor, codes: Optional[Tensor], scale: Optional[Tensor], to: Quantizer
+) -> Float8Rows:
+    """Rows of an input in FP8: those given, as bytes, or rounded."""
+    if codes is None or scale is None:
+        return rows_of(x, None, to)
+    return Float8Rows(as_rows(codes).view(format_of(x.device)), scale.reshape(-1))
+
+
 def shared_rows(
     x: Tensor, codes: Optional[Tensor], scale: Optional[Tensor], to: Quantizer, *weights: object
 ) -> Optional[Float8Rows]:
     """Rows of the input of layers: those given, as bytes, or rounded; None where all are plain."""
     if not any(isinstance(weight, Float8Rows) for weight in weights):
         return None
-    if codes is None or scale is None:
-        return rows_of(x, None, to)
-    return Float8Rows(as_rows(codes).view(format_of(x.device)), scale.reshape(-1))
+    return given_rows(x, codes, scale, to)
+
+
+def coded_linear(
+    left: Float8Rows, weight: Float8Rows, bias: Optional[Tensor], dtype: torch.dtype
+) -> Tensor:
+    """``left @ weight.T + bias``."""
+    if apart():
+        return linear(dequantized(left, dtype), dequantized(weight, dtype), bias)
+    y = product(left, weight, dtype, fast=True)
+    return y if bias is None else y.add_(bias)
 
 
 def frozen_linear(
@@ -44,22 +74,37 @@ def frozen_linear(
     if isinstance(weight, Tensor):
         return linear(rows, weight, bias)
     assert left is not None
+    return coded_linear(left, weight, bias, rows.dtype)
+
+
+def coded_gradient(
+    left: Float8Rows, weight: Tensor, scale: Optional[Tensor], to: Quantizer, dtype: torch.dtype,
+    onto: Optional[Tensor] = None,
+) -> Tensor:  # fmt: skip
+    """``left @ codes(weight)``, added to ``onto`` in its buffer.
+
+    Args:
+        left: Rows of a gradient, times the scales of the weight.
+        weight: Codes, or numbers.
+        scale: Of its rows, where they are numbers: they are rounded as in forward.
+        to: What makes codes.
+        dtype: Of the result.
+        onto: What it is added to.
+    """
+    across = to.across(weight, scale, left.codes.dtype)
     if apart():
-        return linear(dequantized(left, rows.dtype), dequantized(weight, rows.dtype), bias)
-    y = product(left, weight, rows.dtype, fast=True)
-    return y if bias is None else y.add_(bias)
+        return matmul(dequantized(left, dtype), across.t().to(dtype), onto)
+    ones = left.scale.new_ones(across.shape[0])
+    made = product(left, Float8Rows(across, ones), dtype)
+    return made if onto is None else onto.add_(made)
 
 
 def frozen_gradient(
-    dy: Tensor, weight: Weight, to: Quantizer, onto: Optional[Tensor] = None
-) -> Tensor:
-    """``dy @ weight``, added to ``onto`` in its buffer; scales of a weight go into the rows."""
+    dy: Tensor, weight: Weight, to: Quantizer, onto: Optional[Tensor] = None,
+    left: Optional[Float8Rows] = None,
+) -> Tensor:  # fmt: skip
+    """``dy @ weight``, added to ``onto`` in its buffer; ``left`` are its rows in FP8, if known."""
     if isinstance(weight, Tensor):
         return matmul(dy, weight, onto)
-    left = rows_of(dy, weight.scale, to)
-    if apart():
-        return matmul(dequantized(left, dy.dtype), weight.codes.to(dy.dtype), onto)
-    across = to.across(weight.codes, None, left.codes.dtype)
-    ones = weight.scale.new_ones(across.shape[0])
-    made = product(left, Float8Rows(across, ones), dy.dtype)
-    return made if onto is None else onto.add_(made)
+    left = rows_of(dy, weight.scale, to) if left is None else left
+    return coded_gradient(left, weight.codes, None, to, dy.dtype, onto)

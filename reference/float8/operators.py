@@ -1,9 +1,9 @@
-"""A linear layer whose products of rows are FP8.
+"""Layers whose GEMMs of rows are FP8: one linear layer, and a gated MLP.
 
-``y = q(x) q(w)'`` with a scale per row of x and of w; ``dx = q(dy s_w) c(w)``, where ``c(w)`` are
-the codes of forward and ``s_w`` their scales, which go into the rows of dy before these are
-rounded. So both products use one rounding of w, and dx is the gradient of what forward computed.
-The gradient of w is a product of unrounded numbers.
+The GEMMs stand in frozen.py. The gradient of a weight is a GEMM of unrounded numbers. A gated MLP
+keeps x, gate and up, and rounds three times what layers around an activation round: x, the product
+``act(gate) * up`` and, by the kernel that makes them, the gradients of gate and up. Its bits are
+those of such layers.
 """
 
 from __future__ import annotations
@@ -14,16 +14,53 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from liger_multi.reference.common.chunking import as_rows
+from liger_multi.reference.activations.operators import CodedActivation, ReferenceActivation
+from liger_multi.reference.common.chunking import as_rows, statistics_dtype
 from liger_multi.reference.common.implementation import Implementation
-from liger_multi.reference.float8.rows import (
-    PLAIN,
-    Float8Rows,
-    Quantizer,
-    format_of,
-    product,
-    rows_of,
+from liger_multi.reference.float8.frozen import (
+    coded_gradient,
+    coded_linear,
+    coded_weight,
+    given_rows,
 )
+from liger_multi.reference.float8.rows import PLAIN, Float8Rows, Quantizer, rows_of
+
+# --- parts of both ---
+
+
+def _layer(
+    left: Float8Rows, weight: Tensor, scale: Optional[Tensor], bias: Optional[Tensor],
+    dtype: torch.dtype, to: Quantizer,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A layer's output, and the scales of its weight; empty where they were given."""
+    right = coded_weight(weight, scale, left.codes.dtype, to)
+    y = coded_linear(left, right, bias, dtype)
+    return y, right.scale if scale is None else right.scale.new_empty(0)
+
+
+def _input_gradient(
+    left: Float8Rows, weight: Tensor, given: Optional[Tensor], own: Tensor, to: Quantizer,
+    dtype: torch.dtype, onto: Optional[Tensor] = None,
+) -> Tensor:  # fmt: skip
+    """The gradient of a layer's input; a weight without given scales is rounded by its own."""
+    return coded_gradient(left, weight, own if given is None else None, to, dtype, onto)
+
+
+def _weight_gradient(dy: Tensor, x: Optional[Tensor], needed: bool, dtype: torch.dtype) -> Tensor:
+    """``dy' x``, or nothing."""
+    if not needed or x is None:
+        return dy.new_empty(0, dtype=dtype)
+    return (dy.t() @ as_rows(x)).to(dtype)
+
+
+def _bias_gradient(dy: Tensor, needed: bool) -> Tensor:
+    """The sum of rows, or nothing."""
+    if not needed:
+        return dy.new_empty(0)
+    return dy.sum(0, dtype=statistics_dtype(dy.dtype)).to(dy.dtype)
+
+
+# --- a linear layer ---
 
 
 def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -33,20 +70,12 @@ def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable
         x: Tensor, weight: Tensor, bias: Optional[Tensor], weight_scale: Optional[Tensor],
         codes: Optional[Tensor], codes_scale: Optional[Tensor], needs_x: bool, needs_weight: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        lead, none = x.shape[:-1], x.new_empty(0, dtype=torch.float32)
-        if codes is None or codes_scale is None:
-            left = rows_of(x, None, to)
-            bytes_of = left.codes.view(torch.uint8)
-            made = bytes_of.view(x.shape), left.scale.view(lead)
-        else:
-            typed = as_rows(codes).view(format_of(x.device))
-            left = Float8Rows(typed, codes_scale.reshape(-1))
-            made = codes.new_empty(0), none
-        right = _weight(weight, weight_scale, left.codes.dtype, to)
-        y = product(left, right, x.dtype, fast=True)
-        if bias is not None:
-            y += bias
-        kept = right.scale if weight_scale is None else none
+        lead = x.shape[:-1]
+        left = given_rows(x, codes, codes_scale, to)
+        made = x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
+        if codes is None:
+            made = left.codes.view(torch.uint8).view(x.shape), left.scale.view(lead)
+        y, kept = _layer(left, weight, weight_scale, bias, x.dtype, to)
         return y.view(*lead, weight.shape[0]), *made, kept
 
     def backward(
@@ -54,33 +83,89 @@ def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable
         scale: Tensor, weight_dtype: torch.dtype, needs_x: bool, needs_weight: bool,
         needs_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        upstream = as_rows(dy)
-        dx, dweight, dbias = (dy.new_empty(0) for _ in range(3))
+        upstream, dx = as_rows(dy), dy.new_empty(0)
         if weight is not None and needs_x:
-            own = scale if weight_scale is None else weight_scale
-            left = rows_of(dy, own, to)
-            across = to.across(weight, scale if weight_scale is None else None, left.codes.dtype)
-            right = Float8Rows(across, own.new_ones(across.shape[0]))
-            dx = product(left, right, dy.dtype).view(*dy.shape[:-1], across.shape[0])
-        if needs_weight and x is not None:
-            dweight = upstream.t() @ as_rows(x)
-        if needs_bias:
-            dbias = upstream.sum(0, dtype=_wide(dy.dtype)).to(dy.dtype)
-        return dx, dweight.to(weight_dtype), dbias
+            left = rows_of(dy, scale if weight_scale is None else weight_scale, to)
+            dx = _input_gradient(left, weight, weight_scale, scale, to, dy.dtype)
+            dx = dx.view(*dy.shape[:-1], weight.shape[1])
+        dweight = _weight_gradient(upstream, x, needs_weight, weight_dtype)
+        return dx, dweight, _bias_gradient(upstream, needs_bias)
 
     return forward, backward
 
 
-def _weight(
-    weight: Tensor, scale: Optional[Tensor], format: torch.dtype, to: Quantizer
-) -> Float8Rows:
-    return to.rows(as_rows(weight), None, format) if scale is None else Float8Rows(weight, scale)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32
-
-
 linear_float8 = Implementation(*implement_linear_float8(PLAIN))
 
-OPERATORS = {"linear_float8": linear_float8}
+
+# --- a gated MLP ---
+
+
+def implement_gated_mlp_float8(
+    kernels: CodedActivation, to: Quantizer
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the contract over a backend's activation."""
+
+    def forward(
+        x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+        gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
+        activation: str, gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
+        down_weight_scale: Optional[Tensor], codes: Optional[Tensor],
+        codes_scale: Optional[Tensor], needs_x: bool, needs_gate_weight: bool,
+        needs_up_weight: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        left, lead = given_rows(x, codes, codes_scale, to), x.shape[:-1]
+        gate, first = _layer(left, gate_weight, gate_weight_scale, gate_bias, x.dtype, to)
+        up, second = _layer(left, up_weight, up_weight_scale, up_bias, x.dtype, to)
+        _, left = kernels.coded(gate, up, activation, False)
+        y, third = _layer(left, down_weight, down_weight_scale, down_bias, x.dtype, to)
+        y, gate, up = [t.view(*lead, t.shape[1]) for t in (y, gate, up)]
+        return y, gate, up, first, second, third
+
+    def backward(
+        dy: Tensor, x: Optional[Tensor], gate_weight: Optional[Tensor],
+        up_weight: Optional[Tensor], down_weight: Tensor, gate: Tensor, up: Tensor,
+        activation: str, gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
+        down_weight_scale: Optional[Tensor], gate_scale: Tensor, up_scale: Tensor,
+        down_scale: Tensor, gate_weight_dtype: torch.dtype, up_weight_dtype: torch.dtype,
+        needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool, needs_down_weight: bool,
+        needs_gate_bias: bool, needs_up_bias: bool, needs_down_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        upstream, kind = as_rows(dy), dy.dtype
+        left = rows_of(dy, down_scale if down_weight_scale is None else down_weight_scale, to)
+        dproduct = _input_gradient(left, down_weight, down_weight_scale, down_scale, to, kind)
+        own = (
+            gate_scale if gate_weight_scale is None else gate_weight_scale,
+            up_scale if up_weight_scale is None else up_weight_scale,
+        )
+        wanted = needs_gate_weight or needs_gate_bias, needs_up_weight or needs_up_bias
+        dgate, dup, product, gate_rows, up_rows = kernels.coded_gradients(
+            dproduct, as_rows(gate), as_rows(up), activation, own if needs_x else (None, None),
+            wanted, needs_down_weight,
+        )  # fmt: skip
+        del dproduct
+        ddown = _weight_gradient(upstream, product, needs_down_weight, down_weight.dtype)
+        del product
+        dx = gate.new_empty(0)
+        if gate_rows is not None and up_rows is not None:
+            assert gate_weight is not None
+            assert up_weight is not None
+            dx = _input_gradient(gate_rows, gate_weight, gate_weight_scale, gate_scale, to, kind)
+            del gate_rows
+            dx = _input_gradient(up_rows, up_weight, up_weight_scale, up_scale, to, kind, dx)
+            dx = dx.view(*dy.shape[:-1], gate_weight.shape[1])
+        return (
+            dx,
+            _weight_gradient(dgate, x, needs_gate_weight, gate_weight_dtype),
+            _weight_gradient(dup, x, needs_up_weight, up_weight_dtype),
+            ddown,
+            _bias_gradient(dgate, needs_gate_bias),
+            _bias_gradient(dup, needs_up_bias),
+            _bias_gradient(upstream, needs_down_bias),
+        )
+
+    return forward, backward
+
+
+gated_mlp_float8 = Implementation(*implement_gated_mlp_float8(ReferenceActivation(), PLAIN))
+
+OPERATORS = {"linear_float8": linear_float8, "gated_mlp_float8": gated_mlp_float8}

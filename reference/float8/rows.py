@@ -13,6 +13,7 @@ in bf16 too.
 from __future__ import annotations
 
 import functools
+from contextvars import ContextVar
 from typing import NamedTuple, Optional, Protocol
 
 import torch
@@ -89,6 +90,9 @@ PLAIN = PlainQuantizer()
 
 # --- GEMMs ---
 
+assumed_gemms: ContextVar[bool] = ContextVar("liger_multi_assumed_gemms", default=False)
+"""Whether meta tensors stand for those of a device that has FP8 GEMMs."""
+
 
 def product(a: Float8Rows, b: Float8Rows, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """``a @ b.T`` of rows (M, C) and (N, C), in ``dtype``.
@@ -131,14 +135,20 @@ def dequantized(rows: Float8Rows, dtype: torch.dtype) -> Tensor:
     return rows.codes.to(dtype) * scale.to(dtype)
 
 
-@functools.cache
 def unsupported(device: torch.device, format: torch.dtype, *shape: int) -> str | None:
     """Why a device multiplies rows by those of a matrix of ``shape`` dequantized; None if not."""
-    if device.type in ("cpu", "meta"):
+    return _unsupported(device, format, device.type == "meta" and assumed_gemms.get(), *shape)
+
+
+@functools.cache
+def _unsupported(
+    device: torch.device, format: torch.dtype, assumed: bool, *shape: int
+) -> str | None:
+    if device.type in ("cpu", "meta") and not assumed:
         return f"no FP8 GEMM with a scale per row on a {device.type} device"
     if any(size % ALIGNED or not size for size in shape):
         return f"both axes must be multiples of {ALIGNED}, got {shape}"
-    return _refused(device, format)
+    return None if assumed else _refused(device, format)
 
 
 @functools.cache
@@ -169,7 +179,7 @@ def _refused(device: torch.device, format: torch.dtype) -> str | None:
 
 @functools.cache
 def _writes(device: torch.device, format: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether the product can be written in a dtype."""
+    """Whether the product can be written in a dtype; of assumed GEMMs it can."""
     try:
         _tried(device, format, dtype)
     except (RuntimeError, ValueError):

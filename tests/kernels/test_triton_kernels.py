@@ -27,16 +27,20 @@ pytest.importorskip("triton")
 if (DEVICE := harness.device_of("triton")) is None:
     pytest.skip("kernels on a CPU need TRITON_INTERPRET=1", allow_module_level=True)
 
+from liger_multi.backends.triton.activations import gated_rows
 from liger_multi.backends.triton.attention import multi_token_attention as kernels
+from liger_multi.backends.triton.common.float8 import FORMATS as CODE_FORMATS
 from liger_multi.backends.triton.common.rows import sum_rows
 from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
 from liger_multi.backends.triton.cross_entropy.softmax import TileConfig
 from liger_multi.backends.triton.experts import grouped, lora_moe, pairs
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
+from liger_multi.backends.triton.float8.rows import CodeRoom
 from liger_multi.backends.triton.linear_attention import selective_scan, ssd_scan
 from liger_multi.reference.common.float8 import FORMATS
 from liger_multi.reference.cross_entropy.float8 import PLAIN
 from liger_multi.reference.experts.fused_moe import sorted_pairs
+from liger_multi.reference.float8 import rows as float8_rows
 from liger_multi.reference.linear_attention import selective_scan as scan_reference
 
 # --- multi_token_attention ---
@@ -510,3 +514,97 @@ def test_scans_of_too_many_states_are_refused():
     wide = torch.empty(1, 4, 257)
     assert selective_scan.supports(wide[..., :256]) is None
     assert "up to 256 states of a channel (registers), got 257" in selective_scan.supports(wide)
+
+
+# --- gradients of gated activations as codes ---
+
+CODES = float8_rows.CODES
+NONE = (None, None)
+
+
+def gated_case(rows, cols, dtype, by=NONE):
+    """dy, gate and up, which are strided halves, numbers of columns, and plain gradients."""
+    torch.manual_seed(0)
+    gate, up = torch.randn(rows, 2 * cols, device=DEVICE).to(dtype).chunk(2, -1)
+    dy = torch.randn(rows, cols, device=DEVICE).to(dtype)
+    columns = torch.randn(2, cols, device=DEVICE).mul_(3).round_().exp2_()
+    how = {"gate_multiplier": by[0] or 1.0, "down_multiplier": by[1] or 1.0}
+    leaves = [t.detach().clone().requires_grad_() for t in (gate, up)]
+    with liger_multi.use(swiglu="triton"):
+        right = torch.autograd.grad(ops.swiglu(*leaves, **how), leaves, dy)
+    return dy, gate, up, tuple(columns), right
+
+
+def coded_backward(dy, gate, up, columns, wanted, product, format, by=NONE):
+    """Gradients, codes of those with columns, and what stands in dy."""
+
+    def code_room(x):
+        codes = torch.empty(x.shape, dtype=torch.uint8, device=DEVICE)
+        scale = torch.empty(x.shape[0], device=DEVICE)
+        return CodeRoom(codes, scale, CODE_FORMATS[format][1], False)
+
+    dy = dy.clone()
+    rooms = tuple(None if c is None else code_room(gate) for c in columns)
+    made = gated_rows.backward("swiglu", "silu", dy, gate, up, by, rooms, columns, wanted, product)
+    return made, [None if r is None else r.rows_of(format) for r in rooms], dy
+
+
+def same_rows(found, right):
+    return torch.equal(found.scale, right.scale) and torch.equal(
+        found.codes.view(torch.uint8), right.codes.view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("format", CODES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "cols"), [(3, 37), (2, 2500)])
+def test_codes_of_gradients_are_those_of_the_rounded_gradients(rows, cols, dtype, format):
+    """Of rows in one step and in two; beside gradients and a product, or in their place."""
+    dy, gate, up, columns, right = gated_case(rows, cols, dtype)
+    for by in (NONE, (0.5, 2.0)) if cols == 37 else (NONE,):
+        dy, gate, up, columns, right = gated_case(rows, cols, dtype, by)
+        both, codes, product = coded_backward(dy, gate, up, columns, (True, True), True, format, by)
+        assert all(torch.equal(a, b) for a, b in zip(both, right, strict=True))
+        for found, grad, column in zip(codes, both, columns, strict=True):
+            assert same_rows(found, float8_rows.PLAIN.rows(grad, column, format))
+        if by == NONE:
+            with liger_multi.use(swiglu="triton"):
+                assert torch.equal(product, ops.swiglu(gate, up))
+        none, alone, kept = coded_backward(dy, gate, up, columns, (False, False), False, format, by)
+        assert not any(t.numel() for t in none)
+        assert torch.equal(kept, dy)
+        assert all(same_rows(a, b) for a, b in zip(alone, codes, strict=True))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_codes_of_one_gradient_and_the_other_itself(first):
+    dy, gate, up, columns, right = gated_case(4, 48, torch.bfloat16)
+    some = (columns[0], None) if first else (None, columns[1])
+    wanted = (not first, first)
+    made, codes, _ = coded_backward(dy, gate, up, some, wanted, False, CODES[0])
+    at = 0 if first else 1
+    assert torch.equal(made[1 - at], right[1 - at])
+    assert made[at].numel() == 0
+    assert codes[1 - at] is None
+    assert same_rows(codes[at], float8_rows.PLAIN.rows(right[at], columns[at], CODES[0]))
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_gradient_that_is_not_finite_makes_its_row_nan_alone(bad):
+    dy, gate, up, columns, _ = gated_case(4, 2100, torch.bfloat16)
+    dy[1, 2077] = bad
+    _, codes, _ = coded_backward(dy, gate, up, columns, (False, False), False, CODES[0])
+    for found in codes:
+        assert found.scale.isnan().tolist() == [False, True, False, False]
+        assert found.codes.float().isnan().all(1).tolist() == [False, True, False, False]
+
+
+def test_gradients_of_no_rows_and_of_zeros():
+    dy, gate, up, columns, _ = gated_case(0, 48, torch.bfloat16)
+    _, codes, _ = coded_backward(dy, gate, up, columns, (True, True), True, CODES[0])
+    assert all(found.codes.shape == (0, 48) for found in codes)
+    dy, gate, up, columns, _ = gated_case(2, 48, torch.bfloat16)
+    _, codes, _ = coded_backward(0 * dy, gate, up, columns, (False, False), False, CODES[0])
+    for found in codes:
+        assert not found.codes.float().any()
+        assert torch.isfinite(1 / found.scale).all()

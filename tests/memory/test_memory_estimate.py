@@ -63,6 +63,7 @@ def test_within_ten_percent_of_a_measured_step(case):
 FLOAT8 = {
     "trained": (False, {"smallest": 0}),
     "frozen": (True, {"smallest": 0, "frozen": True}),
+    "checkpointed": (False, {"smallest": 0}),
 }
 
 
@@ -74,10 +75,14 @@ def test_layers_in_float8_within_ten_percent_of_a_measured_step(name):
         pytest.importorskip("peft")
     case = Case("dense", 4, 128, "bfloat16", lora=lora)
     model, patched = case.build("cpu"), {"linear_float8": options}
+    again = name == "checkpointed"
     found = estimate(
-        model, 4, 128, dtype="bfloat16", optimizer="adamw_loop", device="cpu", patched=patched
-    )
+        model, 4, 128, dtype="bfloat16", optimizer="adamw_loop", device="cpu", patched=patched,
+        checkpointing=again,
+    )  # fmt: skip
     liger_multi.patch(model, **patched)
+    if again:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
     optimizer, step = case.step(model)
     for _ in range(2):  # norms hand out codes from the second step on
         step()
@@ -115,21 +120,26 @@ def test_codes_of_a_card_live_during_a_gemm(held):
     """Of x and a weight beside the output; of the gradient and the weight beside that of x."""
     op, (rows, width, out) = OPS["linear_float8"], (64, 32, 48)
     x = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
-    weight = torch.empty(out, width, dtype=torch.bfloat16, device="meta")
+    kind = torch.float8_e4m3fn if held else torch.bfloat16
+    weight = torch.empty(out, width, dtype=kind, device="meta")
     scale = torch.empty(out, device="meta") if held else None
     recorder = Simulation("cuda", None, torch.nn.Module(), None, 1)
     with recorder.surroundings():
-        recorder.ours(op.fwd, (x, weight, None, scale, None, None, True, False))
-        forward = max(itertools.accumulate(size for _, size in recorder.events))
+        for t in (x, weight, scale):
+            if t is not None:
+                recorder.see(t, made=False)
+        given = sum(size for _, size in recorder.events)
+        made = recorder.ours(op.fwd, (x, weight, None, scale, None, None, True, False))
+        del made
+        forward = max(itertools.accumulate(size for _, size in recorder.events)) - given
         dy, own = x.new_empty(rows, out), torch.empty(out, device="meta")
         before = len(recorder.events)
         recorder.ours(op.bwd, (dy, None, weight, scale, own, x.dtype, True, False, False))
-    events = [size for _, size in recorder.events]
-    beside = 4 * rows if held else weight.nbytes + out * width  # scales of x come with the output
-    assert forward == x.nbytes + rows * (width + 2 * out) + beside
-    gradient = max(itertools.accumulate(events[before:]))
-    beside = weight.nbytes if held else 0  # which forward had not to read
-    assert gradient == rows * (out + 2 * width) + out * width + beside
+    gradient = max(itertools.accumulate(size for _, size in recorder.events[before:]))
+    codes = 0 if held else (width + 4) * out  # of the weight, with their scales
+    assert forward == rows * (width + 4) + codes + 2 * rows * out
+    # codes of dy with their scales, those of the weight across, a scale for each of its columns
+    assert gradient == rows * (out + 4) + (out + 4) * width + 2 * rows * width
 
 
 @pytest.mark.parametrize("kind", ["dense", "tied", "gqa"])

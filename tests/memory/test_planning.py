@@ -526,14 +526,88 @@ def test_limits_are_searched_with_few_chunks():
             {"batch": 3, "devices": 2, "space": Space(layouts=((1, 1),))},
             "batch=3 cannot be divided over 2 devices",
         ),
-        ({"precision": "fp8"}, "unknown precision 'fp8'"),
+        ({"precision": "fp4"}, "unknown precision 'fp4'"),
+        ({"precision": "fp8", "memory": "a100-80gb"}, "FP8 GEMMs, got NVIDIA A100 80GB.*'bf16'"),
+        ({"precision": "fp8", "memory": "v100"}, "FP8 GEMMs, got NVIDIA V100 SXM2.*'fp16'"),
+        ({"precision": "fp8", "device": "cpu"}, "FP8 GEMMs, got device='cpu'"),
         ({"optimizer": "adam"}, "did you mean 'adamw'"),
         ({"headroom": 1}, "share from 0 to below 1, got 1"),
     ],
 )
 def test_wrong_options(options, said):
     with pytest.raises(ValueError, match=said):
-        plan(config_of(), "24GiB", **{"sequence": 8, **options})
+        plan(config_of(), **{"memory": "24GiB", "sequence": 8, **options})
+
+
+# --- FP8 ---
+
+WIDE = Space(
+    precisions=("bf16", "fp8"), policies=("none",), patched=(True,), offload=False, tiled=False,
+    offload_states=(None,), layouts=((1, 1),),
+)  # fmt: skip
+
+
+def wide_config(layers=4):
+    config = config_of(layers=layers)
+    for name, value in {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 4096,
+    }.items():  # fmt: skip
+        setattr(config, name, value)
+    return config
+
+
+def ways(made):
+    return {c.settings.precision: c for c in made.candidates if c.settings.micro_batch == 2}
+
+
+def test_fp8_is_planned_and_estimated():
+    """GEMMs at the rate of FP8 pay for the bytes that rounding moves; the peak is estimate's."""
+    made = plan(wide_config(), "h200", batch=2, sequence=4096, space=WIDE, limits=False)
+    found = ways(made)
+    assert made.best.settings.precision == "fp8"
+    assert 0.65 < found["fp8"].seconds / found["bf16"].seconds < 0.95
+    patched = {
+        "linear_float8": True,
+        "fused_linear_cross_entropy": {"chunk": found["fp8"].settings.chunk},
+    }
+    right = estimate(wide_config(), 2, 4096, dtype="bfloat16", optimizer="adamw", patched=patched)
+    assert found["fp8"].peak_bytes == right.peak_bytes
+    assert any("FP8" in note for note in made.notes)
+    assert "patched, fp8" in str(made)
+
+
+def test_fp8_keeps_a_frozen_base_in_half_of_the_memory():
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    from liger_multi.memory.recorder import stored
+
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(wide_config(3), dtype=torch.bfloat16).train()
+        model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear"))
+    found = ways(plan(model, "h200", batch=2, sequence=4096, space=WIDE, limits=False))
+    assert found["fp8"].seconds < found["bf16"].seconds
+    parts = {name: c.parts["parameters"] for name, c in found.items()}
+    assert parts["fp8"] < 0.56 * parts["bf16"]
+    # what the plan applies, and what that holds
+    with apply(found["fp8"], model):
+        held = sum(t.nbytes for p in model.parameters() for t in stored(p))
+    standing = sum(b.nbytes for b in model.buffers())
+    assert held <= parts["fp8"] <= held + standing
+    assert not any(hasattr(p, "codes") for p in model.parameters())
+
+
+def test_fp8_of_several_devices():
+    """Divided layers stay in 16 bits, and engines with fp32 copies have no such precision."""
+    space = replace(WIDE, layouts=None)
+    made = plan(
+        wide_config(), "h200", 2, batch=2, sequence=128, space=replace(space, precisions=("fp8",)),
+        limits=False,
+    )  # fmt: skip
+    assert {c.settings.tensor for c in made.candidates} == {1}
+    assert {c.settings.spread for c in made.candidates} <= {"none", "ddp", "fsdp2"}
+    assert {"ddp", "fsdp2"} <= {c.settings.spread for c in made.candidates}
 
 
 def test_the_command(tmp_path, capsys):

@@ -524,3 +524,32 @@ def test_the_search_for_the_longest_sequence(limit, start):
     assert failed - longest <= max(LENGTH_STEP, 0.02 * failed)
     assert len(tries) == len({n for n, _ in tries}) <= 24
     assert not list(search(lambda n: True, start, 0.02, lambda: 0.0)), "no time, no try"
+
+
+FP8_LAYERS = [("norms_and_mlp", True, True), ("narrow", False, True), ("full", False, False)]
+
+
+@pytest.mark.parametrize(("policy", "widening", "narrowing"), FP8_LAYERS)
+def test_layers_in_float8_are_products(policy, widening, narrowing):
+    """Of a weight, unlike of a factor of PyTorch's, the first axis is what comes out."""
+    op = torch.ops.liger_multi.linear_float8_forward.default
+    x = torch.empty(4, 32, device="meta")
+    for out, kept in ((64, widening), (16, narrowing)):
+        args = (x, torch.empty(out, 32, device="meta"), None)
+        assert keeps(POLICIES[policy], op, args, {}) == kept
+
+
+@pytest.mark.parametrize("policy", ["norms_and_mlp", "narrow", "full"])
+def test_a_model_in_float8_computes_the_same_again(policy):
+    found = []
+    for again in (None, policy):
+        model = Case("dense", 2, 16, "float32").build("cpu").train()
+        liger_multi.patch(model, linear_float8={"smallest": 0})
+        if again is not None:
+            apply_recompute(model, again)
+        ids = torch.arange(32).view(2, 16)
+        for _ in range(2):  # norms hand out codes from the second step on
+            model.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

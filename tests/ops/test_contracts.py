@@ -96,7 +96,7 @@ def test_shape_rules_equal_what_runs(device, op, sample):
             assert strides[0] == strides[1] or not got.numel(), (prim.direction, name)
 
 
-STEPPED = ("linear_float8",)
+STEPPED = ("linear_float8", "gated_mlp_float8")
 """Operators that round their inputs: steps, whose numeric derivative is 0."""
 
 

@@ -8,6 +8,7 @@ import torch
 
 import liger_multi
 from liger_multi import ops
+from liger_multi.ops.linear_float8 import row_scales
 from liger_multi.reference.float8.rows import CODES, PLAIN, Float8Rows, dequantized, product
 from tests import harness
 
@@ -203,6 +204,150 @@ def test_outliers_of_aligned_gate_and_up_weights():
     dy = torch.randn_like(y)
     dx, right = (torch.autograd.grad(one, inner, dy, retain_graph=True)[0] for one in (y, exact))
     assert (dx - right).norm() / right.norm() < 0.06
+
+
+# --- a gated MLP ---
+
+ACTS = {
+    "silu": ops.swiglu,
+    "gelu": lambda gate, up: ops.geglu(gate, up, approximate="none"),
+    "gelu_tanh": ops.geglu,
+}
+
+
+def mlp_case(dtype=torch.float32, trained=("x", "gate", "up", "down"), rows=(3, 5)):
+    """x, the three weights and biases; those of ``trained`` have gradients."""
+    shapes = {"gate": (96, 64), "up": (96, 64), "down": (48, 96)}
+    x = torch.randn(*rows, 64, dtype=dtype).requires_grad_("x" in trained)
+    made = [
+        torch.randn(*shape, dtype=dtype).mul_(shape[-1] ** -0.5).requires_grad_(name in trained)
+        for name, shape in (*shapes.items(), *((n, s[:1]) for n, s in shapes.items()))
+    ]
+    return x, made[:3], made[3:]
+
+
+def mlp(x, weights, biases, activation="silu", **how):
+    named = dict(zip(("gate_bias", "up_bias", "down_bias"), biases, strict=True))
+    return ops.gated_mlp_float8(x, *weights, **named, activation=activation, **how)
+
+
+def mlp_in_layers(x, weights, biases, activation="silu"):
+    gate, up = (ops.linear_float8(x, w, b) for w, b in zip(weights[:2], biases[:2], strict=True))
+    return ops.linear_float8(ACTS[activation](gate, up), weights[2], biases[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", ACTS)
+def test_a_gated_mlp_has_the_bits_of_its_layers(activation, dtype):
+    x, weights, biases = mlp_case(dtype)
+    given = [x, *weights, *biases]
+    one, other = mlp(x, weights, biases, activation), mlp_in_layers(x, weights, biases, activation)
+    dy = torch.randn_like(one)
+    assert torch.equal(one, other)
+    found, right = (torch.autograd.grad(y, given, dy) for y in (one, other))
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["trained", "codes"])
+@pytest.mark.parametrize("activation", ACTS)
+def test_checkpointing_of_a_gated_mlp_gives_its_bits(activation, given):
+    x, weights, biases = mlp_case(torch.bfloat16)
+    wanted, how = [x, *weights, *biases], {}
+    if given:
+        names = [f"{n}_weight_scale" for n in ("gate", "up", "down")]
+        weights, scales = zip(*(rows(w.detach()) for w in weights), strict=True)
+        wanted, how = [x, *biases], dict(zip(names, scales, strict=True))
+    right = mlp(x, weights, biases, activation, **how)
+    dy = torch.randn_like(right)
+
+    def run(x):
+        return mlp(x, weights, biases, activation, **how)
+
+    found = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+    found += 0  # the result may be written to
+    one, other = ([y, *torch.autograd.grad(y, wanted, dy)] for y in (found, right))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_scales_of_a_weight_are_those_of_its_rows(dtype):
+    w = torch.randn(7, 40).to(dtype)
+    w[1], w[2, 3], w[3, 4], w[4, 5] = 0, torch.nan, -torch.inf, -torch.nan
+    assert torch.equal(row_scales(w).view(torch.int32), rows(w).scale.view(torch.int32))
+    assert torch.equal(row_scales(w[:, :0]), rows(w[:, :0]).scale)
+
+
+@pytest.mark.parametrize("trained", [("x",), ("gate",), ("down",), ("up", "x"), ("x", "down")])
+def test_a_gated_mlp_computes_the_gradients_that_are_wanted(trained):
+    x, weights, biases = mlp_case(trained=trained)
+    given = [t for t in (x, *weights, *biases) if t.requires_grad]
+    found = [run(x, weights, biases) for run in (mlp, mlp_in_layers)]
+    one, other = (torch.autograd.grad(y, given, torch.ones_like(y)) for y in found)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_codes_of_the_weights_and_the_input_of_a_gated_mlp():
+    x, weights, biases = mlp_case(trained=("x",))
+    right = mlp(x, weights, biases)
+    codes, scales = zip(*map(rows, weights), strict=True)
+    named = dict(zip((f"{n}_weight_scale" for n in ("gate", "up", "down")), scales, strict=True))
+    _, quantized = ops.linear_float8(x, weights[0], return_quantized=True)
+    frozen = mlp(x, codes, biases, quantized=quantized, **named)
+    assert torch.equal(frozen, right)
+    dy = torch.randn_like(right)
+    assert torch.equal(*(torch.autograd.grad(y, x, dy)[0] for y in (right, frozen)))
+
+
+def test_a_gated_mlp_under_autocast_rounds_weights_as_they_are():
+    """Of x, both layers' gradients are added before they are cast; else no bit differs."""
+    x, weights, biases = mlp_case()
+    given = [x, *weights, *biases]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = mlp(x, weights, biases), mlp_in_layers(x, weights, biases)
+    assert found[0].dtype == torch.bfloat16
+    assert torch.equal(*found)
+    one, other = (torch.autograd.grad(y, given, torch.ones_like(y)) for y in found)
+    assert all(g.dtype == torch.float32 for g in one)
+    assert all(torch.equal(a, b) for a, b in zip(one[1:], other[1:], strict=True))
+    torch.testing.assert_close(one[0], other[0], rtol=2**-7, atol=2**-7)
+
+
+BAD_MLP = {
+    "an activation": (lambda x, w, b: mlp(x, w, b, "relu"), ValueError, "relu"),
+    "codes without scales": (
+        lambda x, w, b: mlp(x, [rows(w[0]).codes, *w[1:]], b), TypeError,
+        "gate_weight_scale beside codes",
+    ),
+    "two dtypes": (
+        lambda x, w, b: mlp(x, [w[0].double(), *w[1:]], b), TypeError, "gate_weight float64"
+    ),
+    "widths": (
+        lambda x, w, b: mlp(x, [*w[:2], w[2][:, :5]], b), ValueError, "down_weight must have shape"
+    ),
+    "a bias of another layer": (
+        lambda x, w, b: mlp(x, w, [b[2], *b[1:]]), ValueError, r"gate_bias must have shape \(96,\)"
+    ),
+    "rows of another input": (
+        lambda x, w, b: mlp(x, w, b, quantized=ops.Float8Rows(*rows(x[0]))), ValueError,
+        "quantized must hold",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_MLP)
+def test_bad_input_of_a_gated_mlp_is_refused_by_name(name):
+    call, error, text = BAD_MLP[name]
+    with pytest.raises(error, match=text):
+        call(*mlp_case())
+
+
+def test_an_mlp_without_rows_has_empty_and_zero_gradients():
+    x, weights, biases = mlp_case(rows=(0,))
+    y = mlp(x, weights, biases)
+    assert y.shape == (0, 48)
+    found = torch.autograd.grad(y, [x, *weights, *biases], torch.ones_like(y))
+    assert found[0].shape == x.shape
+    assert not any(g.any() for g in found)
 
 
 # --- codes of norms and gated activations ---

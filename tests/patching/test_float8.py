@@ -424,9 +424,9 @@ def test_no_gradient_of_a_frozen_weight_and_no_dequantized_weight_in_a_step(monk
         shapes.append((a.codes.dtype, b.codes.dtype))
         return a.scale.new_zeros(len(a.scale), len(b.scale), dtype=dtype)
 
-    from liger_multi.reference.float8 import operators
+    from liger_multi.reference.float8 import frozen
 
-    monkeypatch.setattr(operators, "product", recorded)
+    monkeypatch.setattr(frozen, "product", recorded)
     with Largest() as mode:
         step(made, ids(1, 4) % 31)
     assert {kind for pair in shapes for kind in pair} == {torch.float8_e4m3fn}
@@ -453,20 +453,24 @@ def recorded(*names):
 
 
 def roundings(seen):
-    """How many layers rounded their input, of how many."""
-    place = OPS["linear_float8"].fwd.params.index("codes")
-    calls = seen["linear_float8"]
-    return sum(args[place] is None for args in calls), len(calls)
+    """How many layers, or MLPs of them, rounded their input, of how many."""
+    found = [
+        args[OPS[name].fwd.params.index("codes")] is None
+        for name in ("linear_float8", "gated_mlp_float8")
+        for args in seen.get(name, [])
+    ]
+    return sum(found), len(found)
 
 
-CODED = ("rms_norm_quantized", "swiglu_quantized", "linear_float8")
+CODED = ("rms_norm_quantized", "swiglu_quantized", "linear_float8", "gated_mlp_float8")
+IN_LAYERS = {"swiglu": {"whole": False}}
 
 
 @pytest.mark.parametrize("options", [ALL, FROZEN], ids=["trained", "frozen"])
 def test_norms_and_activations_round_for_the_layers_that_follow(options):
     """From the second step on; of the layers of a block only o_proj rounds, and no bit differs."""
     made = model(torch.bfloat16, frozen=options is FROZEN)
-    patch(made, linear_float8=options)
+    patch(made, linear_float8=options, **IN_LAYERS)
     with recorded(*CODED) as seen:
         first = step(made)
     assert not seen["rms_norm_quantized"]
@@ -478,6 +482,118 @@ def test_norms_and_activations_round_for_the_layers_that_follow(options):
         assert len(seen["rms_norm_quantized"]) == 4
         assert len(seen["swiglu_quantized"]) == 2
         assert roundings(seen) == (2, 14)
+
+
+# --- a whole MLP of layers in FP8 ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [ALL, FROZEN], ids=["trained", "frozen"])
+def test_a_whole_mlp_has_the_bits_of_its_layers(options, dtype):
+    """Also where the norm before it hands out codes, from the second step on."""
+    frozen = options is FROZEN
+    made, layers = model(dtype, frozen), model(dtype, frozen)
+    report = patch(made, linear_float8=options)
+    assert {e.replaced_by for e in report.entries if e.op == "swiglu"} == {"gated_mlp_float8[silu]"}
+    patch(layers, linear_float8=options, **IN_LAYERS)
+    for rounding in (True, False):
+        with recorded(*CODED) as seen:
+            found = step(made)
+        assert equal(found, step(layers))
+        assert roundings(seen) == ((6, 10) if rounding else (2, 10))
+        assert not seen["swiglu_quantized"]
+
+
+def kept_bytes(made):
+    """Bytes that a step keeps for backward, each storage once, but for parameters."""
+    own = {p.untyped_storage().data_ptr() for p in made.parameters()}
+    seen = {}
+
+    def pack(t):
+        place = t.untyped_storage()
+        if place.data_ptr() not in own:
+            seen[place.data_ptr()] = (t, place.nbytes())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = made(input_ids=ids(), labels=ids()).loss
+    kept = sum(size for _, size in seen.values())
+    loss.backward()
+    return kept
+
+
+def test_a_whole_mlp_keeps_one_activation_less():
+    found = []
+    for how in ({}, IN_LAYERS):
+        made = model(torch.bfloat16)
+        patch(made, linear_float8=ALL, **how)
+        found.append(kept_bytes(made))
+    inner = ids().numel() * made.config.intermediate_size * 2
+    assert found[1] - found[0] == made.config.num_hidden_layers * inner
+
+
+@pytest.mark.parametrize("kind", ["trained", "adapters"])
+def test_the_last_gemm_of_an_mlp_is_not_computed_again(kind):
+    """Nor is the product before it; bits are those of a model that keeps all."""
+    make = adapted if kind == "adapters" else model
+    made, right = make(torch.bfloat16), make(torch.bfloat16)
+    for each in (made, right):
+        patch(each, linear_float8=FROZEN if kind == "adapters" else ALL)
+    made.gradient_checkpointing_enable({"use_reentrant": False})
+    made.enable_input_require_grads()
+    made.train()
+    names = ("linear_float8", "lora_qkv", "swiglu_quantized", "gated_mlp_float8", "lora_mlp")
+    with recorded(*names) as seen:
+        found = step(made)
+    assert equal(found, step(right))
+    # of a layer twice: q, k and v, o, gate and up; once: the product and down
+    layers, fused = made.config.num_hidden_layers, kind == "adapters"
+    wanted = (2, 2 + 2 + 1, 1, 0, 0) if fused else (2 * 6 + 1, 0, 1, 0, 0)
+    assert [len(seen[n]) for n in names] == [count * layers for count in wanted]
+
+
+def test_a_whole_mlp_accumulates_and_takes_a_second_backward():
+    made, layers = model(torch.bfloat16), model(torch.bfloat16)
+    patch(made, linear_float8=ALL)
+    patch(layers, linear_float8=ALL, **IN_LAYERS)
+    for each in (made, layers):
+        for _ in range(2):
+            loss = each(input_ids=ids(), labels=ids()).loss
+            loss.backward(retain_graph=True)
+        loss.backward()
+    pairs = zip(made.parameters(), layers.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_a_whole_mlp_compiled_equals_eager():
+    made = model()
+    patch(made, linear_float8=ALL)
+    mlp = made.model.layers[0].mlp
+    torch._dynamo.reset()
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (6, 9):
+        x = torch.randn(2, rows, made.config.hidden_size, requires_grad=True)
+        given = [x, *mlp.parameters()]
+        found = [[y, *torch.autograd.grad(y.sum(), given)] for y in (compiled(x), mlp(x))]
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("what", ["a hook", "a small layer", "a backend"])
+def test_an_mlp_of_other_layers_runs_them(what):
+    """A hook is called, a layer in 16 bits multiplies in them, and a named backend serves all."""
+    made, right = model(), model()
+    for each, how in ((made, {}), (right, IN_LAYERS)):
+        eight = dict(ALL, **({"backend": "reference"} if what == "a backend" else {}))
+        patch(each, linear_float8=eight, **how)
+        for layer in each.model.layers:
+            if what == "a hook":
+                layer.mlp.up_proj.register_forward_hook(lambda m, a, y: 2 * y)
+            elif what == "a small layer":
+                unpatch(layer.mlp.up_proj)
+    with recorded(*CODED) as seen:
+        found = step(made)
+    assert not seen["gated_mlp_float8"]
+    assert equal(found, step(right))
 
 
 def test_models_without_such_layers_hand_out_nothing():
@@ -717,7 +833,7 @@ def test_fused_adapters_take_weights_in_float8_and_codes_of_norms():
 
 
 def test_adapters_on_some_layers_of_a_frozen_base():
-    """q and v are fused; k, and the MLP around its activation, run over codes as layers."""
+    """q and v are fused; k runs over codes as a layer, and the MLP as a whole."""
     peft = pytest.importorskip("peft")
     found = []
     for options in (FROZEN, ALL):
@@ -726,12 +842,11 @@ def test_adapters_on_some_layers_of_a_frozen_base():
         made = peft.get_peft_model(model(), config)
         patch(made, linear_float8=options)
         step(made)
-        with recorded(*FUSED, "swiglu_quantized") as seen:
+        with recorded(*FUSED, "gated_mlp_float8") as seen:
             found.append(step(made))
         if options is FROZEN:
             assert given(seen, "lora_qkv") == [True, True]
-            assert roundings(seen) == (2, 10)  # of k, o, gate, up and down, o
-            assert len(seen["swiglu_quantized"]) == 2
+            assert roundings(seen) == (2, 6)  # of k, o and the MLP, o
     assert found[0][0] == found[1][0]
     assert apart(found[0][1], found[1][1]) < 1e-5
 

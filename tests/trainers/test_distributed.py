@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import traceback
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from liger_multi import ops
+from liger_multi.dispatch.primitive import Primitive
 from liger_multi.errors import PackingError
 from liger_multi.patching import patch
 from tests.comparing import assert_same_gradients
@@ -268,8 +270,14 @@ def in_float8(run, stock, wrap, eight=EIGHT):
         assert patch(model, linear_float8=eight).count("linear_float8") == 14
     wrap(ours)
     wrapped = nn.parallel.DistributedDataParallel(ours) if wrap is id else ours
-    loss, right, other = run.train(wrapped), run.right(one), run.right(stock)
+    with mock.patch.object(Primitive, "call", autospec=True, side_effect=Primitive.call) as calls:
+        loss = run.train(wrapped)
+    right, other = run.right(one), run.right(stock)
     torch.testing.assert_close(loss, right[0], rtol=1e-3, atol=0)
+    names = [call.args[0].op.name for call in calls.call_args_list]
+    # of two layers forward and backward; under checkpointing forward is two steps
+    calls_of_mlp = 0 if "frozen" in eight else 2 if stock.is_gradient_checkpointing else 4
+    assert names.count("gated_mlp_float8") == calls_of_mlp
     found = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
     assert found.keys() == right[1].keys() > set()
     apart = []

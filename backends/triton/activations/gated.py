@@ -109,6 +109,26 @@ def gated_product(
 
 
 @triton.jit
+def gated_gradients(
+    dy, gate, up, gate_multiplier, down_multiplier, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr
+):
+    """The gradients of gate and up, and act(gate), in fp32; act is rounded to DTYPE, gate's own.
+
+    dy, gate and up are in fp32. What is not used of the three costs nothing.
+    """
+    if gate_multiplier is not None:
+        gate = round_to(gate * gate_multiplier, DTYPE).to(tl.float32)
+    if down_multiplier is not None:
+        dy *= down_multiplier
+    p = _share(gate, ACTIVATION)
+    act = round_to(gate * p, DTYPE).to(tl.float32)
+    dgate = dy * up * (p + gate * _slope(gate, p, ACTIVATION))
+    if gate_multiplier is not None:
+        dgate *= gate_multiplier
+    return dgate, dy * act, act
+
+
+@triton.jit
 def _gated_forward_kernel(
     gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, cols, tiles, gate_multiplier,
     down_multiplier, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
@@ -137,9 +157,9 @@ def _gated_backward_kernel(
 ):  # fmt: skip
     """Gradients of gate and up of one piece of a row; PRODUCT: act(gate) * up overwrites dy.
 
-    Program: BLOCK columns of one row; reads dy, gate and up, writes dup and dgate where they are
-    wanted. PRODUCT serves a layer whose next gradient needs act(gate) * up, which forward has not
-    kept; dup and dgate are wanted then.
+    Program: BLOCK columns of one row; reads dy, gate and, for dgate, up; writes dup and dgate where
+    they are wanted. PRODUCT serves a layer whose next gradient needs act(gate) * up, which forward
+    has not kept; dup and dgate are wanted then.
     """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = (tl.program_id(0) % tiles) * BLOCK
@@ -148,23 +168,21 @@ def _gated_backward_kernel(
     mask = col < cols
     dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
-    if gate_multiplier is not None:
-        gate = round_to(gate * gate_multiplier, gate_ptr.dtype.element_ty).to(tl.float32)
-    if down_multiplier is not None:
-        dy *= down_multiplier
-    p = _share(gate, ACTIVATION)
-    if dup_ptr is not None:
-        act = round_to(gate * p, gate_ptr.dtype.element_ty).to(tl.float32)
-        dup = round_to(dy * act, dup_ptr.dtype.element_ty)
-        tl.store(dup_ptr + row * out_stride + col, dup, mask=mask)
     if dgate_ptr is not None:
         up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
-        if PRODUCT:  # dup is wanted then, so act exists
-            product = round_to(act * up, dy_ptr.dtype.element_ty)
-            tl.store(dy_ptr + row * dy_stride + col, product, mask=mask)
-        dgate = dy * up * (p + gate * _slope(gate, p, ACTIVATION))
-        if gate_multiplier is not None:
-            dgate *= gate_multiplier
+    else:  # its gradient reads no up
+        up = dy
+    kind: tl.constexpr = gate_ptr.dtype.element_ty
+    dgate, dup, act = gated_gradients(
+        dy, gate, up, gate_multiplier, down_multiplier, kind, ACTIVATION
+    )
+    if dup_ptr is not None:
+        dup = round_to(dup, dup_ptr.dtype.element_ty)
+        tl.store(dup_ptr + row * out_stride + col, dup, mask=mask)
+    if PRODUCT:
+        product = round_to(act * up, dy_ptr.dtype.element_ty)
+        tl.store(dy_ptr + row * dy_stride + col, product, mask=mask)
+    if dgate_ptr is not None:
         dgate = round_to(dgate, dgate_ptr.dtype.element_ty)
         tl.store(dgate_ptr + row * out_stride + col, dgate, mask=mask)
 
@@ -241,25 +259,19 @@ def forward(op: str, activation: str, gate: Tensor, up: Tensor, by: Multipliers 
 
 def backward(
     op: str, activation: str, dy: Tensor, gate: Tensor, up: Tensor, needs_gate: bool,
-    needs_up: bool, by: Multipliers = NONE,
+    needs_up: bool, by: Multipliers = NONE, product: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of gate and up; one that nobody needs is an empty tensor."""
+    """Gradients of gate and up; one that nobody needs is an empty tensor.
+
+    With ``product``, which takes both, act(gate) * up is written over dy.
+    """
     dgate = empty_contiguous(gate) if needs_gate else gate.new_empty(0)
     dup = empty_contiguous(up) if needs_up else up.new_empty(0)
     if (needs_gate or needs_up) and dy.numel():
         rooms = (dgate if needs_gate else dup, dup if needs_up else dgate)
-        _launch_backward(op, activation, by, by_rows(dy, gate, up, *rooms), needs_gate, needs_up)
+        given = by_rows(dy, gate, up, *rooms)
+        _launch_backward(op, activation, by, given, needs_gate, needs_up, product)
     return dgate, dup
-
-
-def backward_and_product(
-    op: str, activation: str, dy: Tensor, gate: Tensor, up: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gate and up, and act(gate) * up in the place of dy."""
-    dgate, dup = empty_contiguous(gate), empty_contiguous(up)
-    if dy.numel():
-        _launch_backward(op, activation, NONE, by_rows(dy, gate, up, dgate, dup), product=True)
-    return dgate, dup, dy
 
 
 def packed_forward(op: str, activation: str, gate_up: Tensor, by: Multipliers = NONE) -> Tensor:

@@ -18,7 +18,12 @@ from liger_multi.backends.triton.activations import gated, gated_rows
 from liger_multi.backends.triton.activations.gated import GELU, multipliers
 from liger_multi.backends.triton.activations.pointwise import pointwise
 from liger_multi.backends.triton.float8.rows import code_room
-from liger_multi.reference.activations.operators import Linear, implement_gated_mlp
+from liger_multi.reference.activations.operators import (
+    CodedGradients,
+    Columns,
+    Linear,
+    implement_gated_mlp,
+)
 from liger_multi.reference.common.implementation import Implementation
 from liger_multi.reference.float8.rows import Float8Rows, format_of
 
@@ -176,7 +181,23 @@ class TritonActivation:
         dproduct: Tensor, gate: Tensor, up: Tensor, activation: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of gate and up; act(gate) * up overwrites ``dproduct``."""
-        return gated.backward_and_product("gated_mlp", activation, dproduct, gate, up)
+        given = ("gated_mlp", activation, dproduct, gate, up, True, True)
+        return *gated.backward(*given, product=True), dproduct
+
+    @staticmethod
+    def coded_gradients(
+        dproduct: Tensor, gate: Tensor, up: Tensor, activation: str, columns: Columns,
+        wanted: tuple[bool, bool], product: bool,
+    ) -> CodedGradients:  # fmt: skip
+        """The gradients, and codes of each times a number per column; the product on wish."""
+        pairs = zip((gate, up), columns, strict=True)
+        first, second = rooms = [None if c is None else code_room(x, False) for x, c in pairs]
+        made = gated_rows.backward(
+            "gated_mlp", activation, dproduct, gate, up, gated.NONE, (first, second), columns,
+            wanted, product,
+        )  # fmt: skip
+        codes = [None if room is None else room.rows_of(format_of(gate.device)) for room in rooms]
+        return CodedGradients(*made, dproduct, *codes)
 
 
 gated_mlp = Implementation(*implement_gated_mlp(TritonActivation()))

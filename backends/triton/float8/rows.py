@@ -195,13 +195,19 @@ class CodeRoom(NamedTuple):
         assert self.scale is not None
         return self.wanted(y), self.codes, self.scale
 
-    def fill(self, y: Tensor) -> None:
-        """Round a result in a pass of its own."""
+    def rows_of(self, format: torch.dtype) -> Float8Rows:
+        """The codes, typed, and scales."""
+        assert self.codes is not None
+        assert self.scale is not None
+        return Float8Rows(self.codes.view(format), self.scale)
+
+    def fill(self, y: Tensor, columns: Optional[Tensor] = None) -> None:
+        """Round a result, times a number per column where these are given, in a pass of its own."""
         if self.codes is None or self.scale is None:
             return
         cols, format = y.shape[-1], format_of(y.device)
         if y.numel():
-            _quantize_into(self.codes, self.scale, y.view(-1, cols), None, format)
+            _quantize_into(self.codes, self.scale, y.view(-1, cols), columns, format)
         elif self.scale.numel():  # rows of no columns
             self.scale.copy_(PLAIN.rows(y.view(self.scale.numel(), 0), None, format).scale)
 

@@ -105,9 +105,9 @@ class Applied:
 def apply(plan: Any, model: nn.Module) -> Applied:
     """Do with a model what a plan says and this process can do.
 
-    Patching, the chunk of the loss, recompute policies, tiled MLPs, offloaded activations and the
-    attention implementation are applied. Shards, precision, accumulation and the optimizer are the
-    training loop's: the files of :meth:`Plan.write` are for it.
+    Patching, the chunk of the loss, layers in FP8, recompute policies, tiled MLPs, offloaded
+    activations and the attention implementation are applied. Shards, other precisions, accumulation
+    and the optimizer are the training loop's: the files of :meth:`Plan.write` are for it.
 
     Args:
         plan: A :class:`Plan`, :class:`Candidate` or :class:`Settings`.
@@ -163,8 +163,30 @@ def _patch(made: Applied, model: Any, settings: Settings, simulated: bool) -> No
     options: dict[str, Any] = {}
     if settings.chunk is not None:
         options["fused_linear_cross_entropy"] = {"chunk": settings.chunk}
+    if settings.precision == "fp8":
+        options["linear_float8"] = float8_of(model)
     report = patch(model, **options)
     made.add(f"patched {report.target}", lambda: unpatch(model))
+
+
+def float8_of(model: nn.Module) -> dict[str, Any] | bool:
+    """The option ``linear_float8`` of a patch: frozen bases are kept in FP8.
+
+    A model has a frozen base where no weight of its layers is trained that is wide enough.
+    """
+    from liger_multi.patching.options import Float8Options
+
+    least = Float8Options().smallest
+    _, layers = layers_of(model)
+    wide = [p for p in layers.parameters() if p.ndim == 2 and p.numel() >= least]
+    return True if any(p.requires_grad for p in wide) else {"frozen": True}
+
+
+def in_float8(model: nn.Module) -> None:
+    """Patch a model of shapes, and nothing but its wide layers."""
+    from liger_multi.patching import patch
+
+    patch(model, linear_float8=float8_of(model))
 
 
 def mlps_of(model: nn.Module) -> list[nn.Module]:

@@ -20,6 +20,7 @@ from liger_multi.memory.planning.cost import PARKED
 from liger_multi.memory.planning.result import Settings
 from liger_multi.memory.planning.shapes import Shapes
 from liger_multi.memory.planning.traces import Body, Cutting, Head, Trace
+from liger_multi.memory.recorder import stored
 from liger_multi.memory.setup import DTYPES
 
 Piece = TypeVar("Piece", Body, Head)
@@ -216,7 +217,8 @@ class Passes:
         simulation.step(settings.micro_batch, settings.sequence, 0)
         model.zero_grad()
         body, head = simulation.recorded()
-        body.buffers = simulation.standing() - sum(p.nbytes for p in model.parameters())
+        held = sum(t.nbytes for p in model.parameters() for t in stored(p))
+        body.buffers = simulation.standing() - held
         offload = prepared.around.offload
         if offload is not None:
             body.offloaded = offload.offloaded_bytes / len(layers)
@@ -227,9 +229,8 @@ class Passes:
 
 def _body_key(settings: Settings, recompute: str) -> Settings:
     """What layers depend on, beside the number of sequences."""
-    kind, autocast, _ = DTYPES[settings.dtype]
     return Settings(
-        sequence=settings.sequence, precision=f"{kind} {autocast}", patched=settings.patched,
+        sequence=settings.sequence, precision=_kinds(settings), patched=settings.patched,
         recompute=recompute, tiles=settings.tiles, attention=settings.attention,
         offload_activations=settings.offload_activations, tensor=settings.tensor,
     )  # fmt: skip
@@ -240,15 +241,20 @@ def _head_key(settings: Settings) -> Settings:
 
     The last layer's output is not freed where it was offloaded.
     """
-    kind, autocast, _ = DTYPES[settings.dtype]
     chunk = settings.chunk
     if chunk and settings.micro_batch * settings.sequence <= chunk:
         chunk = 0
     return Settings(
-        sequence=settings.sequence, precision=f"{kind} {autocast}", patched=settings.patched,
+        sequence=settings.sequence, precision=_kinds(settings), patched=settings.patched,
         chunk=chunk, attention=settings.attention,
         offload_activations=settings.offload_activations,
     )  # fmt: skip
+
+
+def _kinds(settings: Settings) -> str:
+    """What a simulation depends on of a precision."""
+    kind, autocast, _ = DTYPES[settings.dtype]
+    return f"{kind} {autocast}{' fp8' * (settings.precision == 'fp8')}"
 
 
 def _name(key: Settings, device: str) -> str:

@@ -105,8 +105,8 @@ class Predictor:
     ) -> None:
         self.shapes, self.card, self.device = shapes, card, device
         self.passes = Passes(shapes, device, said or (lambda _: None))
-        self._held: dict[tuple[str, str, int], Held] = {}
-        self._static: dict[tuple[str, str, int, int, int], Static] = {}
+        self._held: dict[tuple[str, str, int, bool], Held] = {}
+        self._static: dict[tuple[Any, ...], Static] = {}
 
     @property
     def simulations(self) -> int:
@@ -115,11 +115,12 @@ class Predictor:
 
     def held(self, settings: Settings) -> Held:
         """What parameters take."""
-        key = settings.dtype, settings.optimizer, settings.tensor
+        float8 = settings.precision == "fp8"
+        key = settings.dtype, settings.optimizer, settings.tensor, float8
         if key not in self._held:
             kind, _, copies = DTYPES[settings.dtype]
             spec = OPTIMIZERS[settings.optimizer]
-            forms = self.shapes.forms(settings.tensor)
+            forms = self.shapes.forms(settings.tensor, float8)
             blocks = [weights(block, kind) for block in forms.blocks]
             beside = weights(forms.beside, kind)
             levels = {"zero2": 2, "zero3": 3, "fsdp2": 3}
@@ -208,7 +209,7 @@ class Predictor:
 
     def _of_stage(self, settings: Settings, begin: int, end: int) -> Static:
         """Of some layers; what is outside of layers stands at the first and the last one."""
-        key = settings.dtype, settings.optimizer, settings.tensor, begin, end
+        key = settings.precision, settings.dtype, settings.optimizer, settings.tensor, begin, end
         if key not in self._static:
             held, spec = self.held(settings), OPTIMIZERS[settings.optimizer]
             total = held.outside if begin == 0 or end == self.shapes.count else Static()

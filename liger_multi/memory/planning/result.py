@@ -22,7 +22,9 @@ from liger_multi.pictures import INK, PAPER, PARTS, figure
 # --- what is decided, and what is predicted ---
 
 SPREADS = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp2")
-PRECISIONS = ("bf16", "amp", "fp16", "fp32")
+PRECISIONS = ("bf16", "fp8", "amp", "fp16", "fp32")
+PURE = ("bf16", "fp8")
+"""Precisions with weights and optimizer states in bfloat16."""
 CHOICES = {
     "spread": SPREADS,
     "precision": PRECISIONS,
@@ -42,9 +44,10 @@ class Settings:
         sequence: Tokens of a sequence.
         micro_batch: Sequences of a device and pass.
         accumulation: Passes before the optimizer's step.
-        precision: ``"bf16"``: everything in bfloat16; ``"amp"``: fp32 weights and states with
-            products in bfloat16 (autocast, or 16-bit copies where an engine shards); ``"fp16"``:
-            the same in float16 with loss scaling; ``"fp32"``.
+        precision: ``"bf16"``: everything in bfloat16; ``"fp8"``: the same with the GEMMs of wide
+            linear layers in FP8, whose frozen weights are kept in it; ``"amp"``: fp32 weights and
+            states with products in bfloat16 (autocast, or 16-bit copies where an engine shards);
+            ``"fp16"``: the same in float16 with loss scaling; ``"fp32"``.
         optimizer: As of :func:`liger_multi.memory.estimate`.
         patched: Whether the model runs this library's operators.
         chunk: Rows of logits that exist at a time, where patched.
@@ -83,8 +86,10 @@ class Settings:
     def dtype(self) -> str:
         """The name that :func:`liger_multi.memory.estimate` has for the precision."""
         kind = "float16" if self.precision == "fp16" else "bfloat16"
-        if self.precision in ("bf16", "fp32"):
-            return {"bf16": "bfloat16", "fp32": "float32"}[self.precision]
+        if self.precision in PURE:
+            return "bfloat16"
+        if self.precision == "fp32":
+            return "float32"
         sharded = self.level or self.offload_states
         return f"{kind}-mixed" if sharded else f"{kind}-autocast"
 
@@ -460,7 +465,7 @@ def deepspeed(settings: Settings, devices: int, compression: bool = False) -> di
         "train_batch_size": settings.sequences,
         "gradient_clipping": 1.0,
         "zero_optimization": zero,
-        "bf16": {"enabled": settings.precision in ("amp", "bf16")},
+        "bf16": {"enabled": settings.precision in (*PURE, "amp")},
     }
     if settings.precision == "fp16":
         made["fp16"] = {

@@ -16,6 +16,7 @@ from liger_multi.memory.planning.cost import Card, card_of
 from liger_multi.memory.planning.predict import Predictor
 from liger_multi.memory.planning.result import (
     PRECISIONS,
+    PURE,
     SPREADS,
     Candidate,
     Settings,
@@ -101,8 +102,9 @@ def plan(
             what the devices take. None: what is fastest for each way.
         sequence: Tokens of each.
         optimizer: As of :func:`liger_multi.memory.estimate`.
-        precision: One of ``"bf16"``, ``"amp"``, ``"fp16"``, ``"fp32"`` or several; None: what the
-            card is fast in, and fp32.
+        precision: One of ``"bf16"``, ``"fp8"``, ``"amp"``, ``"fp16"``, ``"fp32"`` or several; None:
+            what the card is fast in, and fp32. ``"fp8"`` is bf16 whose wide linear layers multiply
+            in FP8 and keep frozen weights in it.
         device: Device type.
         headroom: Share of the memory that a plan leaves free.
         space: What may be chosen.
@@ -124,6 +126,7 @@ def plan(
     card, size = card_of(memory)
     space = _space(space, precision, card)
     _check(devices, batch, sequence, optimizer, headroom, space)
+    _check_float8(space, card, device)
     store = _store(model_or_config) if cache else Store()
     given = model_or_config
     if isinstance(given, Source) and not store.names("facts"):
@@ -204,6 +207,19 @@ def _check(
             known(what, name, table)
 
 
+def _check_float8(space: Space, card: Card, device: str) -> None:
+    """FP8 is planned for where it saves time."""
+    if "fp8" not in space.precisions:
+        return
+    instead = "precision='fp8' is planned for devices with FP8 GEMMs, got"
+    if device == "cpu":
+        raise ValueError(f"{instead} device='cpu'; ask for 'bf16' or 'fp32'")
+    if not card.products8:
+        raise ValueError(f"{instead} {card.name}; ask for {'bf16' if card.bf16 else 'fp16'!r}")
+    if not any(space.patched):
+        raise ValueError("precision='fp8' is a patch of this library, got space.patched without")
+
+
 class _Search:
     """Candidates of all kinds, the best of each kind kept.
 
@@ -240,6 +256,7 @@ class _Search:
             for tensor, pipeline in layouts
             for data in [devices // (tensor * pipeline)]
             if batch is None or batch % data == 0
+            if precision != "fp8" or tensor == 1  # divided layers stay in 16 bits
         ]
         if self.processes > 1:
             self._simulate_in_two(ways, batch)
@@ -349,6 +366,8 @@ class _Search:
         for attention in space.attentions:
             for patched in space.patched:
                 base = replace(plain, patched=patched, attention=attention)
+                if not patched and plain.precision == "fp8":
+                    continue
                 if not patched:
                     yield from self._policies(base, ("none", "full") if main else ("none",) * first)
                     continue
@@ -382,6 +401,8 @@ class _Search:
         for away in self.space.offload_states:
             if not _exists(some.precision, spread, away):
                 continue
+            if some.precision == "fp8" and spread == "fsdp2" and self.shapes.facts.adapted:
+                continue  # shards of a frozen weight are of the dequantized one
             settings = replace(some, spread=spread, offload_states=away)
             found = self.predictor.predict(settings, self.budget)
             if not found.fits and settings.layers:
@@ -487,12 +508,12 @@ def _rank_shown(found: Candidate) -> tuple[bool, float, bool]:
     """Times as they are shown; equal ones go to what loses no updates of weights."""
     if not found.fits:
         return True, 0.0, False
-    return False, round(found.relative, 2), found.settings.precision == "bf16"
+    return False, round(found.relative, 2), found.settings.precision in PURE
 
 
 def _exists(precision: str, spread: str, away: str | None) -> bool:
     """Whether an engine does so: DeepSpeed keeps fp32 weights, DDP offloads nothing."""
-    if precision == "bf16":
+    if precision in PURE:
         return not spread.startswith("zero") and (spread == "fsdp2" or not away)
     return not (away and spread == "ddp") and not (away == "nvme" and spread == "fsdp2")
 
@@ -531,10 +552,15 @@ def _lengths(settings: Any, plan: TrainingPlan, shapes: Shapes) -> Iterator[str]
 
 
 def _precision(settings: Any, card: Card) -> Iterator[str]:
-    if settings.precision == "bf16":
+    if settings.precision in PURE:
         yield (
             "Weights and AdamW states in bfloat16: updates below a 256th of a weight are lost. "
             "precision='amp' keeps fp32 weights at 16 bytes a trained parameter."
+        )
+    if settings.precision == "fp8":
+        yield (
+            "apply(plan, model) has wide linear layers multiply in FP8 (linear_float8); the loss "
+            "of a run in FP8 differs: compare some steps with bf16 first (docs/fp8.md)."
         )
     elif settings.precision == "amp":
         yield (
@@ -547,12 +573,12 @@ def _precision(settings: Any, card: Card) -> Iterator[str]:
             "unscale_ before clipping), skip steps with infinite gradients, keep fp32 weights. "
             "Trainer and accelerate do so with fp16, DeepSpeed by its fp16 section."
         )
-    else:
+    elif settings.precision == "fp32":
         yield (
             "fp32 products run at the rate without TF32; "
             "torch.set_float32_matmul_precision('high') is faster where 10 bits of mantissa do."
         )
-    if not card.bf16 and settings.precision in ("bf16", "amp"):
+    if not card.bf16 and settings.precision in (*PURE, "amp"):
         yield f"{card.name} has no bfloat16 products in hardware; ask for precision='fp16'."
 
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.memory.estimation import blocks_of, meta_model
-from liger_multi.memory.planning.applying import layers_of, mlps_of
+from liger_multi.memory.planning.applying import in_float8, layers_of, mlps_of
 from liger_multi.memory.planning.store import Store
+from liger_multi.memory.recorder import stored
 from liger_multi.memory.simulation import on_meta
 from liger_multi.memory.sizes import positions_of
 
@@ -148,8 +149,9 @@ class Forms:
 
         def forms(parameters: Iterable[Any]) -> list[Form]:
             return [
-                (list(p.shape), p.requires_grad, MAIN if p.dtype == main else str(p.dtype)[6:])
+                (list(t.shape), p.requires_grad, MAIN if t.dtype == main else str(t.dtype)[6:])
                 for p in parameters
+                for t in stored(p)
             ]
 
         def outside(parts: Iterable[nn.Module]) -> list[Form]:
@@ -306,13 +308,21 @@ class Shapes:
         """Put what is known into the store."""
         self.store.write("facts", "", self.facts.as_data())
 
-    def forms(self, parts: int) -> Forms:
-        """Parameters of one of so many devices that heads and MLPs are divided over."""
-        known = self.facts.forms
-        if str(parts) not in known:
+    def forms(self, parts: int, float8: bool = False) -> Forms:
+        """Parameters of one of so many devices that heads and MLPs are divided over.
+
+        Args:
+            parts: Devices.
+            float8: Whether frozen weights are kept in FP8.
+        """
+        known, key = self.facts.forms, f"{parts}{' in FP8' * float8}"
+        if key not in known:
             full = self._part(parts)
-            known[str(parts)] = Forms.of(full, layers_of(full)[1])
-        return known[str(parts)]
+            if float8:
+                full = on_meta(full, torch.bfloat16)
+                in_float8(full)
+            known[key] = Forms.of(full, layers_of(full)[1])
+        return known[key]
 
     def model(
         self, dtype: torch.dtype, attention: str, parts: int = 1, depth: int | None = None

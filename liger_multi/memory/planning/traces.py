@@ -33,6 +33,7 @@ _PRODUCTS = {
     "aten::addmm.out": (1, 2), "aten::addmm.dtype": (1, 2), "aten::addmm.dtype_out": (1, 2),
     "aten::mm.out": (0, 1), "aten::mm.dtype": (0, 1), "aten::mm.dtype_out": (0, 1),
     "aten::_grouped_mm": (0, 1), "aten::matmul": (0, 1), "aten::linear": (0, 1),
+    "aten::_scaled_mm": (0, 1),
 }  # fmt: skip
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach")
 
@@ -699,7 +700,7 @@ def _bytes(tensor: Tensor) -> int:
 def _entered(target: str) -> tuple[str, ...]:
     """Operators whose inner operators are seen and counted one by one."""
     from liger_multi.dispatch.op import OPS
-    from liger_multi.memory.simulation import CHUNKED
+    from liger_multi.memory.meta_kernels import CHUNKED
 
     return tuple(OPS) if target == "cpu" else CHUNKED
 

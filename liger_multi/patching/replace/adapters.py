@@ -33,7 +33,7 @@ from liger_multi.patching.recognize.signature import (
     is_plain_linear,
     is_watched,
 )
-from liger_multi.patching.replace.float8 import bare_float8, shared_codes, wide_parts
+from liger_multi.patching.replace.float8 import bare_frozen_float8, shared_codes, wide_parts
 from liger_multi.patching.replace.rotary import FusedRotary
 from liger_multi.patching.replace.swap import (
     Patched,
@@ -121,7 +121,7 @@ def one_adapter(layer: Any) -> Adapter | None:
     base = getattr(layer, "base_layer", None)
     if base is None or not looks_like_lora(layer) or is_watched(layer):
         return None
-    if not is_plain_linear(base) and not bare_float8(base):
+    if not is_plain_linear(base) and not bare_frozen_float8(base):
         return None
     # FSDP and nn.DataParallel put tensors that are no parameters there
     if any(p is not None and p.requires_grad for p in (base.weight, base.bias)):
@@ -277,7 +277,8 @@ def _run(found: Sequence[tuple[Any, Adapter]], x: Tensor) -> Sequence[Tensor]:
         given |= {f"{slot}_weight": weight, f"{slot}_bias": layer.base_layer.bias}
         given |= {f"{slot}_weight_scale": scale}
         given |= {f"{slot}_a": adapter.a, f"{slot}_b": adapter.b, f"{slot}_scale": adapter.scale}
-    return lora_qkv(x, **given, quantized=shared_codes(x, scales))  # type: ignore[return-value]
+    known = None if all(scale is None for scale in scales) else shared_codes(x)
+    return lora_qkv(x, **given, quantized=known)  # type: ignore[return-value]
 
 
 def share(module: nn.Module, wanted: bool) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -235,18 +235,25 @@ def _apply(layer: Any, x: Tensor) -> Tensor:
     return cast(Tensor, y)
 
 
-# --- weights in FP8 of operators that take several layers ---
+# --- layers of operators that take several of them ---
 
 
 def bare_float8(layer: nn.Module | None) -> bool:
-    """Whether a layer does nothing but multiply by a frozen weight that is kept in FP8."""
+    """Whether a layer does nothing but multiply in FP8, on a backend that nobody named."""
     kind = type(layer)
-    if layer is None or not issubclass(kind, Float8Linear) or held(layer) is None:
+    if layer is None or not issubclass(kind, Float8Linear):
         return False
     options = cast(Float8Settings, kind._liger_multi_swap.settings).options
-    bias = layer._parameters.get("bias")
-    plain = bias is None or type(bias) in PLAIN
-    return plain and options.backend is None and code_holds(kind) and not is_watched(layer)
+    if options.backend is not None or not code_holds(kind) or is_watched(layer):
+        return False
+    weight, bias = layer.weight, layer.bias  # tensors may stand in the place of parameters
+    plain = type(weight) in PLAIN or (held(layer) is not None and not weight.requires_grad)
+    return plain and (bias is None or type(bias) in PLAIN)
+
+
+def bare_frozen_float8(layer: nn.Module | None) -> bool:
+    """The same of a layer whose weight is kept in FP8."""
+    return layer is not None and bare_float8(layer) and held(layer) is not None
 
 
 def wide_parts(layer: Any) -> tuple[Tensor, Tensor | None]:
@@ -255,9 +262,9 @@ def wide_parts(layer: Any) -> tuple[Tensor, Tensor | None]:
     return (weight.codes, weight.scale) if isinstance(weight, Float8Weight) else (weight, None)
 
 
-def shared_codes(x: Tensor, scales: Sequence[Tensor | None]) -> Any:
+def shared_codes(x: Tensor) -> Any:
     """Codes of the input of layers, if a module handed them out; it is asked to otherwise."""
-    if torch.compiler.is_compiling() or all(scale is None for scale in scales):
+    if torch.compiler.is_compiling():
         return None
     known = codes_of(x)
     if known is None:

@@ -27,6 +27,7 @@ from liger_multi.patching.recognize.signature import (
 from liger_multi.patching.replace.adapters import Adapter, fits, one_adapter
 from liger_multi.patching.replace.float8 import (
     bare_float8,
+    bare_frozen_float8,
     handed_out,
     hands_out,
     shared_codes,
@@ -68,6 +69,8 @@ class MlpSettings:
         """What the report says that runs now."""
         if self.kind.activation and _bare(module, self.names) and self.options.whole:
             return f"gated_mlp[{self.kind.activation}]"
+        if self.kind.activation and self.options.whole and _in_float8(module, self.names):
+            return f"gated_mlp_float8[{self.kind.activation}]"
         if self.kind.activation and self.lora and _adapted(module, self.names):
             return f"lora_mlp[{self.kind.activation}]"
         op = self.kind.op if self.names.up else f"{self.kind.op}_packed"
@@ -92,7 +95,7 @@ class FusedMlp(Patched):
         if not known or not serves(self, settings):
             return cast(Tensor, original(kind)(self, *args, **kwargs))
         op = settings.kind.op
-        ops = ("gated_mlp", "lora_mlp", op, f"{op}_packed")
+        ops = ("gated_mlp", "gated_mlp_float8", "lora_mlp", op, f"{op}_packed")
         return cast(Tensor, run_bound(settings.options, ops, apply_mlp, self, args[0], settings))
 
 
@@ -149,6 +152,8 @@ def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
     layers = [module._modules[name] for name in names.all]
     parts = [bare_parts(layer) for layer in layers]
     if None in parts:
+        if settings.options.whole and _in_float8(module, names):
+            return _float8(x, layers, settings.kind.activation)
         thin = _adapted(module, names) if settings.lora else None
         if thin is None:
             return None
@@ -168,6 +173,21 @@ def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
     return ops.gated_mlp(
         x, gate, up, down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
         activation=settings.kind.activation,
+    )  # fmt: skip
+
+
+def _float8(x: Tensor, layers: Sequence[Any], activation: str) -> Tensor | None:
+    """The MLP by layers that multiply in FP8; None for an input that they do not take."""
+    from liger_multi import ops
+
+    if not _one_dtype(x, *[layer.weight for layer in layers]):
+        return None
+    weights, own = zip(*map(wide_parts, layers), strict=True)
+    biases = [layer.bias for layer in layers]
+    return ops.gated_mlp_float8(
+        x, *weights, gate_bias=biases[0], up_bias=biases[1], down_bias=biases[2],
+        activation=activation, gate_weight_scale=own[0], up_weight_scale=own[1],
+        down_weight_scale=own[2], quantized=shared_codes(x),
     )  # fmt: skip
 
 
@@ -193,7 +213,7 @@ def _with_adapters(
         gate_weight_scale=own[0],
         up_weight_scale=own[1],
         down_weight_scale=own[2],
-        quantized=shared_codes(x, own[:2]),
+        quantized=None if own[:2] == (None, None) else shared_codes(x),
     )
 
 
@@ -225,6 +245,13 @@ def _bare(module: nn.Module, names: MlpNames) -> bool:
     return all(is_plain_linear(module._modules[name]) for name in names.all)
 
 
+def _in_float8(module: nn.Module, names: MlpNames) -> bool:
+    """Whether gate, up and down do nothing but multiply in FP8."""
+    if names.up is None or globally_hooked():
+        return False
+    return all(bare_float8(module._modules[name]) for name in names.all)
+
+
 def _adapted(module: nn.Module, names: MlpNames) -> list[Adapter | None] | None:
     """The adapters of layers that are frozen and otherwise bare; None where not all are."""
     if names.up is None or globally_hooked():
@@ -232,7 +259,7 @@ def _adapted(module: nn.Module, names: MlpNames) -> list[Adapter | None] | None:
     found = []
     for name in names.all:
         layer: Any = module._modules[name]
-        bare = is_plain_linear(layer) or bare_float8(layer)
+        bare = is_plain_linear(layer) or bare_frozen_float8(layer)
         adapter = None if bare else one_adapter(layer)
         if adapter is None and not (bare and _frozen(layer)):
             return None

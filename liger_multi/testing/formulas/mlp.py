@@ -142,6 +142,20 @@ def linear_float8(
     return y if bias is None else y + bias
 
 
+def gated_mlp_float8(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, *,
+    gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    activation: str = "silu", gate_weight_scale: Tensor | None = None,
+    up_weight_scale: Tensor | None = None, down_weight_scale: Tensor | None = None,
+    quantized: Any = None,
+) -> Tensor:  # fmt: skip
+    """A gated MLP of such layers."""
+    gate = linear_float8(x, gate_weight, gate_bias, weight_scale=gate_weight_scale)
+    up = linear_float8(x, up_weight, up_bias, weight_scale=up_weight_scale)
+    inner = gated(gate, up, activation)
+    return linear_float8(inner, down_weight, down_bias, weight_scale=down_weight_scale)
+
+
 # --- adapters ---
 
 

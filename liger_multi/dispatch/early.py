@@ -1,0 +1,92 @@
+"""Operators that keep what backward reads before they compute the rest of their result.
+
+Under checkpointing PyTorch computes a layer again until all is there that backward needs, and then
+stops. An ``autograd.Function`` hands its tensors over when its forward is over: the last operator
+of a layer would always run to its end, and the GEMM that gives its result would run for nothing.
+
+Here forward is two functions. The first computes what is kept, and gives an empty result of the
+right shape, without memory. The second computes the result, and takes the first one's place in the
+graph. Where a layer is computed again, it ends in the first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_multi.dispatch import flat
+from liger_multi.dispatch.autograd import make_function
+from liger_multi.dispatch.op import Op
+
+
+class _Result(torch.autograd.Function):
+    """The result, with the gradient of the empty one."""
+
+    @staticmethod
+    def forward(ctx: Any, empty: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """Compute it."""
+        ctx.set_materialize_grads(False)
+        y = compute()
+        return y.detach() if y._is_view() else y  # a view made in here could not be written to
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        """The gradient as it comes."""
+        return upstream[0], None
+
+
+class _Handed(threading.local):
+    """What a first function leaves for the second."""
+
+    value: Any = None
+
+
+class Early:
+    """An operator with one visible output, in two functions.
+
+    Args:
+        op: Of which backward is.
+        first: Takes the arguments of forward, and returns its outputs, the result as
+            :func:`empty_of` gives it, and what the second function needs.
+        rest: Takes the arguments of the call and what the first left; returns the result.
+    """
+
+    def __init__(
+        self, op: Op, first: Callable[..., tuple[tuple[Tensor, ...], Any]],
+        rest: Callable[..., Tensor],
+    ) -> None:  # fmt: skip
+        self._op, self._rest, self._handed = op, rest, _Handed()
+        names = op.fwd.params
+        self._flags = [names.index(n[6:]) for n in names if n.startswith("needs_")]
+
+        def run(*args: Any) -> tuple[Tensor, ...]:
+            outputs, self._handed.value = first(*args)
+            return outputs
+
+        self._function = make_function(op, run, op.bwd.run)
+
+    def __call__(self, *args: Any) -> Tensor:
+        """Call with the arguments of the operator."""
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        needed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        odd = torch._C._is_tracing() or torch._C._are_functorch_transforms_active()
+        if not needed or odd or any(type(t) not in flat.PLAIN for t in tensors):
+            return self._op(*args)  # type: ignore[no-any-return]
+        given = (args[i] for i in self._flags)
+        flags = [isinstance(a, Tensor) and a.requires_grad for a in given]
+        try:
+            made = self._function.apply(*args, *flags)
+            handed = self._handed.value
+        finally:
+            self._handed.value = None
+        empty = made[0] if isinstance(made, tuple) else made
+        return _Result.apply(empty, lambda: self._rest(handed, *args))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def empty_of(x: Tensor, *shape: int) -> Tensor:
+    """A tensor like ``x`` of a shape, in the memory of one element."""
+    return x.new_empty(1).expand(shape)

@@ -1,0 +1,168 @@
+"""Operators on the meta device as a card runs them: their references, around kernels that allocate.
+
+Loops over chunks, GEMMs and adapters are the reference's own, so that memory and work are those of
+the code that runs. What a backend computes by a kernel only allocates here; what it reads and
+writes besides is read and written by one operation of PyTorch, so that a planner counts the bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from liger_multi.reference.activations.operators import CodedGradients
+    from liger_multi.reference.float8.rows import Float8Rows
+
+CHUNKED = (
+    "fused_linear_cross_entropy", "fused_linear_log_prob", "gated_mlp", "gated_mlp_float8",
+    "linear_float8", "lora_mlp", "lora_qkv", "lora_update",
+)  # fmt: skip
+"""Operators of more than one kernel."""
+
+
+class _Rounding:
+    """Rounding to FP8 by a kernel: a copy in one layout, or in two."""
+
+    def rounded(self, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
+        from liger_multi.reference.common.float8 import Rounded
+
+        return Rounded(torch.empty_like(x, dtype=dtype), x.new_empty((), dtype=torch.float32))
+
+    def both_ways(self, x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
+        return self.rounded(x, dtype), self.rounded(x.t(), dtype)
+
+
+class _LossKernels:
+    """Row kernels of losses that write into what is there, and numbers of rows."""
+
+    rounding = _Rounding()
+
+    def statistics(
+        self, raw: Tensor, target: Tensor, weight: Any, objective: Any, outputs: str
+    ) -> Any:
+        from liger_multi.reference.cross_entropy.rows import RowStats
+
+        return RowStats.empty(raw.shape[0], objective, outputs, raw)
+
+    def statistics_and_gradient_(
+        self, raw: Tensor, target: Tensor, weight: Any, objective: Any, scales: Any, outputs: str
+    ) -> Any:
+        return self.statistics(raw, target, weight, objective, outputs)
+
+    def results(self, *args: Any) -> Any:
+        from liger_multi.reference.cross_entropy.reduction import results
+
+        return results(*args)
+
+    def gradient_(self, *_: Any) -> None:
+        return None
+
+    log_prob_gradient_ = gradient_
+
+    def scale(self, gradient: Tensor, factor: Any, dtype: torch.dtype, by: Any = None) -> Tensor:
+        if factor is None and gradient.dtype == dtype:
+            return gradient
+        return torch.empty_like(gradient, dtype=dtype)
+
+
+class _RowQuantizer:
+    """Rounding of rows by a kernel: a conversion, which reads and writes as much."""
+
+    def rows(self, x: Tensor, columns: Any, format: torch.dtype) -> Float8Rows:
+        from liger_multi.reference.float8.rows import Float8Rows
+
+        return Float8Rows(x.to(format), x.new_empty(x.shape[0], dtype=torch.float32))
+
+    def across(self, x: Tensor, scale: Any, format: torch.dtype) -> Tensor:
+        if x.dtype == format:
+            return x.t().clone(memory_format=torch.contiguous_format)
+        return x.t().to(format, memory_format=torch.contiguous_format)
+
+    def of(self, x: Tensor) -> Float8Rows:
+        """Rows in the format of their device."""
+        from liger_multi.reference.float8.rows import format_of
+
+        return self.rows(x, None, format_of(x.device))
+
+
+_ROWS = _RowQuantizer()
+
+
+class _ActivationKernels:
+    """The activation of a gated MLP as one kernel.
+
+    What it reads and writes is read and written by multiplications, which are counted.
+    """
+
+    def product(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        return gate * up
+
+    def gradients(
+        self, dproduct: Tensor, gate: Tensor, up: Tensor, activation: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return dproduct * gate, dproduct * up, dproduct
+
+    def coded(
+        self, gate: Tensor, up: Tensor, activation: str, wanted: bool
+    ) -> tuple[Tensor, Float8Rows]:
+        return gate * up if wanted else gate.new_empty(0), _ROWS.of(gate)
+
+    def coded_gradients(
+        self, dproduct: Tensor, gate: Tensor, up: Tensor, activation: str, columns: Any,
+        wanted: tuple[bool, bool], product: bool,
+    ) -> CodedGradients:  # fmt: skip
+        from liger_multi.reference.activations.operators import CodedGradients
+
+        made = [
+            dproduct * x if w else x.new_empty(0) for x, w in zip((gate, up), wanted, strict=True)
+        ]
+        pairs = zip((gate, up), columns, strict=True)
+        codes = [None if column is None else _ROWS.of(x) for x, column in pairs]
+        return CodedGradients(made[0], made[1], dproduct, codes[0], codes[1])
+
+
+def _parts_of_thin(x: Tensor, order: Sequence[int], axis: int) -> Tensor:
+    """A thin matrix as parts in bf16, by one kernel."""
+    shape = list(x.shape)
+    shape[axis] *= len(order)
+    return x.new_empty(shape, dtype=torch.bfloat16)
+
+
+Directions = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+@functools.cache
+def around_kernels(name: str) -> Directions:
+    """Forward and backward of one of :data:`CHUNKED`."""
+    from liger_multi.reference.activations import operators as activations
+    from liger_multi.reference.adapters import operators as adapters
+    from liger_multi.reference.cross_entropy import (
+        fused_linear_cross_entropy,
+        fused_linear_log_prob,
+    )
+    from liger_multi.reference.float8 import operators as float8
+
+    loss: Any = _LossKernels()
+    thin: Any = adapters.LowRank(_parts_of_thin, _ROWS)
+    makers: Mapping[str, Callable[[], Directions]] = {
+        "fused_linear_cross_entropy": functools.partial(
+            fused_linear_cross_entropy.implement_fused_linear_cross_entropy, loss
+        ),
+        "fused_linear_log_prob": functools.partial(
+            fused_linear_log_prob.implement_fused_linear_log_prob, loss
+        ),
+        "gated_mlp": functools.partial(activations.implement_gated_mlp, _ActivationKernels()),
+        "gated_mlp_float8": functools.partial(
+            float8.implement_gated_mlp_float8, _ActivationKernels(), _ROWS
+        ),
+        "linear_float8": functools.partial(float8.implement_linear_float8, _ROWS),
+        "lora_mlp": functools.partial(adapters.implement_lora_mlp, _ActivationKernels(), thin),
+        "lora_qkv": functools.partial(adapters.implement_lora_qkv, thin),
+        "lora_update": functools.partial(adapters.implement_lora_update, thin),
+    }
+    return makers[name]()

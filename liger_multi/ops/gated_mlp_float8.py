@@ -1,0 +1,298 @@
+"""Contract of ``gated_mlp_float8``."""
+
+from dataclasses import replace
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi import checks
+from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
+from liger_multi.dispatch.early import Early, empty_of
+from liger_multi.dispatch.op import Op
+from liger_multi.ops._float8 import OUTPUTS, QuantizedOutput
+from liger_multi.ops.gated_mlp import ACTIVATIONS
+from liger_multi.ops.gated_mlp import _shapes_fit as shapes_fit
+from liger_multi.ops.linear_float8 import (
+    CODES,
+    Float8Rows,
+    fitting,
+    linear_float8,
+    row_scales,
+    weight_scales_fit,
+)
+from liger_multi.ops.linear_float8 import op as linear_op
+from liger_multi.testing.samples import Sample
+from liger_multi.testing.samples import Tensor as T
+
+LAYERS = ("gate", "up", "down")
+_WIDE = tuple(f"{layer}_weight" for layer in LAYERS)
+op = Op(
+    "gated_mlp_float8",
+    family="float8",
+    rows=("x", "dy", "gate", "up", "codes", "codes_scale"),
+    replicated=[f"{n}_{part}" for n in LAYERS for part in ("weight", "bias", "weight_scale")],
+    bitwise=bitwise(BY_OUR_GEMM, "x y gate up codes codes_scale", 1),
+)
+
+
+@op.forward(
+    returns="y gate up gate_scale up_scale down_scale",
+    residuals="gate up gate_scale up_scale down_scale",
+)
+def forward(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+    gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
+    activation: str, gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
+    down_weight_scale: Optional[Tensor], codes: Optional[Tensor], codes_scale: Optional[Tensor],
+    needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Shape rule."""
+    lead = x.shape[:-1]
+    inner = (*lead, gate_weight.shape[0])
+    pairs = (
+        (gate_weight, gate_weight_scale), (up_weight, up_weight_scale),
+        (down_weight, down_weight_scale),
+    )  # fmt: skip
+    kept = [
+        x.new_empty((weight.shape[0] if scale is None else 0,), dtype=torch.float32)
+        for weight, scale in pairs
+    ]
+    y = x.new_empty((*lead, down_weight.shape[0]))
+    return y, x.new_empty(inner), x.new_empty(inner), kept[0], kept[1], kept[2]
+
+
+def _unread(needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool) -> tuple[str, ...]:
+    weights = () if needs_x else ("gate_weight", "up_weight")
+    return weights if needs_gate_weight or needs_up_weight else (*weights, "x")
+
+
+def _gradients(**given: Any) -> tuple[Tensor, ...]:
+    """Of a width that is known from whichever tensor was kept, or is not needed."""
+    x, first, down, gate = (given[n] for n in ("x", "gate_weight", "down_weight", "gate"))
+    inner, outer = gate.shape[-1], down.shape[0]
+    width = x.shape[-1] if x is not None else 0 if first is None else first.shape[1]
+    kinds = {n: given[f"{n}_weight_dtype"] for n in ("gate", "up")} | {"down": down.dtype}
+    shapes = {
+        "x": (*gate.shape[:-1], width), "gate_weight": (inner, width), "up_weight": (inner, width),
+        "down_weight": (outer, inner), "gate_bias": (inner,), "up_bias": (inner,),
+        "down_bias": (outer,),
+    }  # fmt: skip
+    return tuple([
+        gate.new_empty(
+            shape if given[f"needs_{n}"] else (0,),
+            dtype=kinds[n.removesuffix("_weight")] if n.endswith("_weight") else gate.dtype,
+        )
+        for n, shape in shapes.items()
+    ])  # fmt: skip
+
+
+op.backward(
+    reads="dy x? gate_weight? up_weight? down_weight gate up activation gate_weight_scale "
+    "up_weight_scale down_weight_scale gate_scale up_scale down_scale gate_weight_dtype "
+    "up_weight_dtype",
+    returns="dx dgate_weight dup_weight ddown_weight dgate_bias dup_bias ddown_bias",
+    not_saved=_unread,
+    rule=_gradients,
+)
+
+
+def gated_mlp_float8(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, *,
+    gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    activation: str = "silu", gate_weight_scale: Tensor | None = None,
+    up_weight_scale: Tensor | None = None, down_weight_scale: Tensor | None = None,
+    quantized: Float8Rows | None = None,
+) -> Tensor:  # fmt: skip
+    """A whole gated MLP whose outputs and input gradients are FP8 GEMMs.
+
+    Math:
+        ``gate``, ``up`` and ``y`` of ``gated_mlp``, each layer as ``linear_float8``: x is rounded
+        once for both, ``act(gate) * up`` by the kernel that computes it, and so are the gradients
+        of gate and up, each times the scales of its layer's weight. The bits are those of three
+        ``linear_float8`` around ``swiglu`` or ``geglu``. Weight gradients are GEMMs of unrounded
+        numbers.
+
+    Shapes:
+        x ``(..., H)`` with any strides, gate_weight and up_weight ``(F, H)``, down_weight
+        ``(D, F)``, gate_bias and up_bias ``(F,)``, down_bias ``(D,)``; y ``(..., D)``, contiguous.
+        Scales of weights in FP8 ``(F,)`` and ``(D,)``; quantized, if x has been rounded before:
+        codes ``(..., H)`` and scale ``(...)``.
+
+    Dtypes:
+        In: x, weights and biases of one floating dtype; under autocast, which sets the dtype of x
+        and biases, weights are quantized as they are. With its scale (fp32), a weight holds codes
+        (float8_e4m3fn, or float8_e4m3fnuz on AMD's CDNA3) and is frozen. Inside: as
+        ``linear_float8``; the activation is fp32 (fp64 for fp64), rounded to the dtype of gate.
+        Out: that of x.
+
+    Memory:
+        Kept for backward: x, gate and up, the weights that somebody needs, 4 bytes per row of
+        weight; layers around an activation keep ``(..., F)`` once more. Backward holds three of
+        ``(..., F)`` and codes of two for a while. Under PyTorch's checkpointing, neither the
+        product nor the last GEMM is computed again.
+
+    Raises:
+        TypeError: An argument is not a floating-point tensor, dtypes differ without autocast, or
+            codes and scales of a weight do not come together.
+        ValueError: Shapes do not fit together, mixed devices, unknown activation, or codes that
+            require a gradient.
+
+    Source:
+        Shazeer 2020 (arXiv:2002.05202); torchao's ``rowwise_with_gw_hp``, with the scales of
+        weights in the rows of gradients.
+    """
+    name = "gated_mlp_float8"
+    weights = dict(zip(_WIDE, (gate_weight, up_weight, down_weight), strict=True))
+    biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
+    own = (gate_weight_scale, up_weight_scale, down_weight_scale)
+    checks.floating(name, x=x, **weights, **biases, optional=tuple(biases))
+    checks.one_of(name, "activation", activation, ACTIVATIONS)
+    shapes_fit(name, x, gate_weight, up_weight, down_weight)
+    for bias, given in biases.items():
+        rows = f"{bias.removesuffix('bias')}weight"
+        checks.vector(name, bias, given, weights[rows].shape[0], f"rows of {rows}")
+    weight_scales_fit(name, weights, own)
+    under = checks.autocast_dtype(x.device.type) is not None
+    plain = {n: w for (n, w), s in zip(weights.items(), own, strict=True) if s is None}
+    tensors = {"x": x, **biases} if under else {"x": x, **plain, **biases}
+    cast = dict(zip(tensors, checks.one_dtype(name, tensors), strict=True))
+    first = cast["x"]
+    assert first is not None
+    wide = (*weights.values(), *(cast[bias] for bias in biases))
+    every = (first, *wide, activation, *own, *fitting(name, x, quantized))
+    if not checks.in_checkpoint():
+        return op(*every)  # type: ignore[no-any-return]
+    if checks.keeps_products.get():
+        return _in_layers(first, wide, own, activation, quantized)
+    return _early(*every)
+
+
+# --- under checkpointing ---
+
+
+def _first(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None, activation: str,
+    gate_own: Tensor | None, up_own: Tensor | None, down_own: Tensor | None,
+    codes: Tensor | None, codes_scale: Tensor | None, *needs: bool,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:  # fmt: skip
+    """Gate and up, the scales of all weights, and a result that is empty."""
+    run = linear_op.fwd.run
+    gate, *made, first = run(x, gate_weight, gate_bias, gate_own, codes, codes_scale, False, False)
+    rows = made if codes is None else (codes, codes_scale)
+    up, _, _, second = run(x, up_weight, up_bias, up_own, *rows, False, False)
+    third = row_scales(down_weight) if down_own is None else first.new_empty(0)
+    empty = empty_of(x, *x.shape[:-1], down_weight.shape[0])
+    return (empty, gate, up, first, second, third), (gate, up)
+
+
+def _rest(handed: tuple[Tensor, Tensor], *given: Any) -> Tensor:
+    """The result, from gate and up; their product is only computed in FP8."""
+    weight, bias, activation, own = given[3], given[6], given[7], given[10]
+    _, rows = activated(*handed, activation, ("quantized",))
+    inner = empty_of(handed[0], *handed[0].shape)  # nobody reads it beside its codes
+    y, *_ = linear_op(inner, weight, bias, own, rows.codes.view(torch.uint8), rows.scale)
+    return y  # type: ignore[no-any-return]
+
+
+_early = Early(op, _first, _rest)
+
+
+def _in_layers(
+    x: Tensor, wide: tuple[Tensor | None, ...], own: tuple[Tensor | None, ...], activation: str,
+    rows: Float8Rows | None,
+) -> Tensor:  # fmt: skip
+    """The same as steps of their own, for a policy that keeps GEMMs and not activations."""
+
+    def layer(i: int, x: Tensor, rows: Float8Rows | None) -> tuple[Tensor, Float8Rows]:
+        weight = wide[i]
+        assert weight is not None
+        return linear_float8(  # type: ignore[return-value]
+            x, weight, wide[3 + i], weight_scale=own[i], quantized=rows, return_quantized=True
+        )
+
+    gate, rows = layer(0, x, rows)
+    up, _ = layer(1, x, rows)
+    inner, rows = activated(gate, up, activation)
+    assert inner is not None
+    return layer(2, inner, rows)[0]
+
+
+def activated(
+    gate: Tensor, up: Tensor, activation: str, outputs: tuple[str, ...] = OUTPUTS
+) -> QuantizedOutput:
+    """``act(gate) * up`` and its codes."""
+    from liger_multi.ops import geglu, swiglu
+
+    approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
+    how = {} if approximate is None else {"approximate": approximate}
+    act: Any = swiglu if approximate is None else geglu
+    made: QuantizedOutput = act(gate, up, **how, quantize="float8_e4m3", outputs=outputs)
+    return made
+
+
+def _case(
+    rows: tuple[int, ...], hidden: int, inner: int, outer: int = 0, bias: bool = False,
+    **frozen: bool,
+) -> dict[str, T]:  # fmt: skip
+    """Tensors of a sample; names in ``frozen`` get no gradient.
+
+    Inner rows are rounded to FP8: what 16 bits round before that is no small error of a result.
+    """
+    outer = outer or hidden
+    shapes: dict[str, tuple[int, ...]] = {
+        "x": (*rows, hidden), "gate_weight": (inner, hidden), "up_weight": (inner, hidden),
+        "down_weight": (outer, inner),
+    }  # fmt: skip
+    if bias:
+        shapes |= {"gate_bias": (inner,), "up_bias": (inner,), "down_bias": (outer,)}
+    scale = {n: 0.3 if len(s) == 1 else max(1, s[-1]) ** -0.5 for n, s in shapes.items()}
+    scale["x"] = 1.0
+    return {
+        n: T(s, torch.float32, scale[n], grad=not frozen.get(n, False)) for n, s in shapes.items()
+    }
+
+
+def _coded(tensors: dict[str, T], *names: str) -> dict[str, T]:
+    """The same, of which the weights of some layers are codes with scales."""
+    made = dict(tensors)
+    for name in (f"{layer}_weight" for layer in names):
+        rows, columns = made[name].shape
+        made[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
+        made[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
+    return made
+
+
+_FROZEN: Any = dict.fromkeys(_WIDE, True)
+SAMPLES = (
+    Sample("rows", _case((2, 5), 16, 32)),
+    Sample("gelu", _case((6,), 16, 32), {"activation": "gelu"}),
+    Sample("gelu-tanh", _case((6,), 16, 32), {"activation": "gelu_tanh"}),
+    Sample("biases", _case((3, 4), 16, 32, 48, True)),
+    Sample("odd-widths", _case((7,), 13, 19, 11, True)),
+    Sample("one-row", _case((1,), 16, 48)),
+    Sample("one-axis", _case((), 16, 32)),
+    Sample("no-rows", _case((0,), 16, 32, 0, True)),
+    Sample("sliced", _case((6,), 16, 32) | {"x": T((6, 16), torch.float32, layout="sliced")}),
+    Sample("frozen-x", _case((4,), 16, 32, 0, True, x=True)),
+    Sample("frozen-weights", _case((4,), 16, 32, **_FROZEN)),
+    Sample("only-down-trained", _case((4,), 16, 32, gate_weight=True, up_weight=True, x=True)),
+    Sample("only-gate-trained", _case((4,), 16, 32, down_weight=True, up_weight=True)),
+    Sample("codes", _coded(_case((2, 5), 16, 32), *LAYERS)),
+    Sample("codes-of-up", _coded(_case((6,), 16, 32, 0, True), "up")),
+    # of so many different rows, fp32 and fp64 would round one to different codes
+    Sample(
+        "past-65535-rows",
+        _case((65537,), 16, 16, **_FROZEN)
+        | {"x": T((65537, 16), torch.float32, layout="expanded", grad=False)},
+        size="thin",
+    ),
+    *(
+        Sample(name, {n: replace(t, dtype=None) for n, t in _case(*shape).items()}, size="bench")
+        for name, shape in {
+            "8192x4096x14336": ((8192,), 4096, 14336),
+            "16384x2048x8192": ((16384,), 2048, 8192),
+        }.items()
+    ),
+)
