@@ -17,7 +17,7 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -240,6 +240,39 @@ def explained() -> list[dict[str, Any]]:
     return rows
 
 
+_QWEN: dict[str, Any] = {"head_dim": 256, "linear_num_key_heads": 16, "vocab_size": 248320,
+                         "max_position_embeddings": 262144}  # fmt: skip
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "0.8B": {**_QWEN, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
+             "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_value_heads": 16,
+             "tie_word_embeddings": True},
+    "9B": {**_QWEN, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+           "num_attention_heads": 16, "num_key_value_heads": 4, "linear_num_value_heads": 32,
+           "tie_word_embeddings": False},
+}  # fmt: skip
+"""Models of the sizes of Qwen3.5, forward and backward of which were measured on an H200."""
+
+
+def hybrids(tokens: Sequence[int] = (8192, 32768, 131072)) -> Iterator[str]:
+    """Estimates for :data:`HYBRIDS` in bf16 without an optimizer; unpatched, the last take hours.
+
+    Args:
+        tokens: Lengths of the one row of a step.
+    """
+    import transformers
+
+    for name, sizes in HYBRIDS.items():
+        for length in tokens:
+            for patched in (True, False):
+                made = estimate(
+                    transformers.Qwen3_5TextConfig(**sizes), 1, length, patched=patched,
+                    checkpointing=True, optimizer="none", capacity=141 * 10**9,
+                )  # fmt: skip
+                how = "patched" if patched else "unpatched"
+                peak = f"{made.peak_bytes / 2**30:.1f}"
+                yield f"{name} {length} checkpointing, {how}, peak [GiB]: {peak}"
+
+
 def on_cpu(case: Case) -> dict[str, Any]:
     """Measure a small case by tracking storages."""
     model = case.build("cpu")
@@ -399,6 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, estimate and write; 1 where an estimate is off by more than a tenth."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
     parser.add_argument("--cpu", action="store_true", help="the small cases, storages tracked")
+    parser.add_argument("--hybrids", action="store_true", help="print estimates of hybrid models")
     parser.add_argument("--explain", action="store_true", help="only the estimates of the page")
     parser.add_argument("--only", default="", help="cases whose name contains this, nothing else")
     parser.add_argument("--parts", default="cases,reuse,profile", help="what to do")
@@ -413,6 +447,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             found = reused() if given.part == "reuse" else profiled()
         sys.stdout.write(json.dumps(found) + "\n")
+        return 0
+    if given.hybrids:
+        for line in hybrids():
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
         return 0
     head: dict[str, Any] = {"date": store.now(), "commit": given.commit}
     head["versions"] = report.versions()

@@ -15,7 +15,7 @@ from torch import Tensor
 Given = Mapping[str, Any]
 FP32 = torch.float32
 CHUNK = 64  # tokens of a chunk of linear attention
-CHANNELS = 32  # of a program of the selective scan; a step of 8 tokens leaves its states
+CHANNELS, TOKENS = 32, 6  # of a program of the selective scan, and between states in memory
 
 
 def _experts(given: Given) -> list[Tensor]:
@@ -109,7 +109,7 @@ def _scan(given: Given) -> list[Tensor]:
     held = [x.new_empty(x.shape, dtype=FP32) for x in (given["B"], given["C"]) if x.dtype != FP32]
     if "dy" in given:
         blocks = -(-cols // CHANNELS)
-        held += [u.new_empty(batch, -(-length // 8), states + 1, cols, dtype=FP32)]
+        held += [u.new_empty(batch, -(-length // TOKENS), states + 1, cols, dtype=FP32)]
         held += [
             u.new_empty(blocks, batch, length, states, dtype=FP32)
             for needed in (given["needs_B"], given["needs_C"])

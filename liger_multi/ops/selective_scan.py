@@ -66,8 +66,9 @@ def selective_scan(
 
     Memory:
         Kept for backward: the arguments. Backward computes the states again. For the time of
-        backward, kernels take N fp32 numbers of a channel per 8 tokens, and 2 N of a token per 16
-        channels or more; the reference takes some channels and spans of tokens at a time.
+        backward, kernels take N fp32 numbers of a channel per 6 tokens, and 2 N of a token per 32
+        channels (16 where N is above 128); the reference takes some channels and spans of tokens
+        at a time.
 
     Raises:
         TypeError: An argument has not the dtype that it must have.

@@ -492,17 +492,15 @@ def test_scans_of_several_blocks_and_chunks(length, states, upstream):
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=2e-5 * scale)
 
 
-@pytest.mark.parametrize("span", [8, 16])
 @pytest.mark.parametrize(
     ("length", "states", "given"),
-    [(35, 16, {}), (24, 3, {"state": False}), (33, 4, {"packed": False}),
-     (19, 40, {"upstream": False}), (20, 1, {"state": False, "packed": False})],
-)  # fmt: skip
-def test_scans_whose_tokens_several_programs_share(monkeypatch, span, length, states, given):
+    [(20, 16, {}), (13, 3, {"state": False, "packed": False}), (15, 40, {"upstream": False})],
+)
+def test_scans_whose_tokens_several_programs_share(monkeypatch, length, states, given):
     """Sequences begin within spans, at their first tokens, and nowhere."""
 
     def shared(name, formula, device, **shape):
-        return replace(launch.launch_config(name, formula, device, **shape), span=span)
+        return replace(launch.launch_config(name, formula, device, **shape), span=8)
 
     monkeypatch.setattr(selective_scan, "launch_config", shared)
     for got, exact in zip(*scanned(length, states, **given), strict=True):

@@ -111,20 +111,6 @@ def reciprocal_near(x):
 
 
 @triton.jit
-def recomputed(x):
-    """``x``, of which the compiler does not know that it is ``x``.
-
-    What is computed of it is computed again, and is not kept in registers from an earlier time.
-    """
-    if _nvidia():
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
-        )
-    else:
-        return x
-
-
-@triton.jit
 def at_most(x, limit: tl.constexpr):
     """The smaller of x and ``limit``, and ``limit`` where x is NaN.
 

@@ -12,22 +12,21 @@ gate:
 
 A program owns some channels of one span of tokens, and passes over the tokens with a tile of states
 in registers, states by channels. Where spans are shorter than the sequence, programs of all spans
-run at the same time in two passes. The first starts every span from zeros and leaves its last state
-and the sum of its step sizes, S. The decay of a whole span is exp(S A), so a short second kernel
-turns the last states into the states before spans. The second pass starts from these.
+run at the same time, in two passes. The first starts every span from zeros and leaves its last
+state and the sum of its step sizes, S. The decay of a whole span is exp(S A), so a short second
+kernel turns last states into states before spans. The second pass starts from these.
 
-Backward needs the gradient after every span as well, and has the same form in reverse: the first
-pass leaves sum over t of (a_first ... a_t) dy_t C_t. It also leaves the state before every chunk of
-tokens. Its state before the span was zero; the true one, h, adds exp(S A) h, with S up to the chunk.
-The second pass goes through the chunks from the last to the first, and through parts of a chunk in
-the same way: it computes the states of a part again, keeps them in registers, and goes through its
-tokens in reverse. Sums over channels leave as one partial a program, sums over tokens as one a span;
-a second kernel adds them in a fixed order.
+Backward needs the gradient after every span as well, in the same form in reverse: the first pass
+leaves the sum over t of (a_first ... a_t) dy_t C_t. It also leaves the state before every chunk of
+tokens. Its state before the span was zero; the true one, h, adds exp(S A) h, with S up to the
+chunk. The second pass goes through the chunks from the last to the first, and through parts of a
+chunk in the same way: it computes the states of a part again, keeps them in registers, and goes
+through its tokens in reverse. Sums over channels leave as one partial a program, sums over tokens
+as one a span; a second kernel adds them in a fixed order.
 
-Where no sum over channels is wanted, a thread holds all states of a channel: sums over states and
-functions of step sizes then take no other thread. Compilers choose that layout for tiles in whose
-memory they see no neighbors, so strides of 1 are arguments (``unit``). Backward sums over both axes,
-and its threads have four neighboring channels and every fourth state.
+A thread holds all states of a channel, so sums over states and functions of step sizes take no
+other thread. Compilers choose that layout for tiles of neighboring channels that they cannot load
+by more than one element: offsets contain a 0 that they do not know (``zero``).
 
 Past the last token, steps are of size 0: they keep the state and its gradient.
 """
@@ -53,7 +52,7 @@ from liger_multi.backends.triton.linear_attention.convolution_kernels import (
 
 @triton.jit
 def _place(cols, spans, BLOCK: tl.constexpr):
-    """Of a program: its sequence, span, block of channels, first channel and channels to the end."""
+    """Of a program: its sequence, span, block, first channel, and channels to the end."""
     blocks = tl.cdiv(cols, BLOCK)
     assume_cols(cols)
     pid = tl.program_id(0)
@@ -63,22 +62,20 @@ def _place(cols, spans, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_states(ptr, lane, left, of_state, of_channel, DIM: tl.constexpr, SIZE: tl.constexpr):
-    """A tile (states, channels) of a matrix with these strides, zeros where it has none."""
+def _load_states(ptr, lane, left, cols, zero, DIM: tl.constexpr, SIZE: tl.constexpr):
+    """A tile (states, channels) of a matrix (DIM, cols), zeros where it has none."""
     n = tl.arange(0, SIZE)
     mask = (n < DIM)[:, None] & (lane < left)[None, :]
-    at = n[:, None] * of_state + lane[None, :] * of_channel
+    at = n[:, None] * cols + (lane + zero)[None, :]
     return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_states(
-    ptr, value, lane, left, of_state, of_channel, DIM: tl.constexpr, SIZE: tl.constexpr
-):
+def _store_states(ptr, value, lane, left, cols, zero, DIM: tl.constexpr, SIZE: tl.constexpr):
     """Write a tile (states, channels)."""
     n = tl.arange(0, SIZE)
     mask = (n < DIM)[:, None] & (lane < left)[None, :]
-    tl.store(ptr + (n[:, None] * of_state + lane[None, :] * of_channel), value, mask=mask)
+    tl.store(ptr + (n[:, None] * cols + (lane + zero)[None, :]), value, mask=mask)
 
 
 @triton.jit
@@ -191,17 +188,17 @@ def _decays(steps, a, gap, PACKED: tl.constexpr):
 # --- kernels ---
 
 
-@triton.jit(do_not_specialize=["chunks", "unit"])  # a loop that is always a loop
+@triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
 def _selective_scan_states_kernel(
-    u_ptr, delta_ptr, a_ptr, b_ptr, c_ptr, dy_ptr, z_ptr, bias_ptr, initial_ptr, first_ptr, ends_ptr,
-    sums_ptr, states_ptr, reached_ptr, dends_ptr, dy_steps, u_steps, delta_steps, b_steps, c_steps,
-    z_steps, first_step, length, cols, spans, chunks, unit, DIM: tl.constexpr, SIZE: tl.constexpr,
-    SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    u_ptr, delta_ptr, a_ptr, b_ptr, c_ptr, dy_ptr, z_ptr, bias_ptr, initial_ptr, first_ptr,
+    ends_ptr, sums_ptr, states_ptr, reached_ptr, dends_ptr, dy_steps, u_steps, delta_steps,
+    b_steps, c_steps, z_steps, first_step, length, cols, spans, chunks, zero, DIM: tl.constexpr,
+    SIZE: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
     """What spans leave, and the states before their chunks.
 
-    Program: BLOCK channels of a span of one sequence, ``chunks`` chunks of tokens.
+    Program: BLOCK channels of a span of one sequence, ``chunks`` chunks of PARTS times STEP tokens.
     Reads u, delta, A, B and the bias; C, dy and z for the gradient. Writes what there are tensors
     for. Of spans: the last state and the gradient of the one before them, (batch, spans, DIM,
     channels), and the sum of step sizes, (batch, spans, channels). Of chunks, the states before
@@ -209,7 +206,7 @@ def _selective_scan_states_kernel(
     """
     batch, span, _, start, left = _place(cols, spans, BLOCK)
     lane, n = tl.arange(0, BLOCK), tl.arange(0, SIZE)
-    origin = span.to(tl.int64) * chunks * CHUNK
+    origin = span.to(tl.int64) * chunks * PARTS * STEP
     u_ptr += batch * u_steps[0] + start
     delta_ptr += batch * delta_steps[0] + start
     b_ptr += batch * b_steps[0]
@@ -220,12 +217,12 @@ def _selective_scan_states_kernel(
             z_ptr += batch * z_steps[0] + start
     if first_ptr is not None:
         first_ptr += batch * first_step
-    a = _load_states(a_ptr + start * DIM, lane, left, unit, DIM * unit, DIM, SIZE) * LOG2E
+    a = _load_states(a_ptr + start, lane, left, cols, zero, DIM, SIZE) * LOG2E
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
     state = tl.zeros([SIZE, BLOCK], tl.float32)
     if initial_ptr is not None:
-        given = initial_ptr + (batch * cols + start) * DIM
-        state += _load_states(given, lane, left, unit, DIM * unit, DIM, SIZE)
+        given = initial_ptr + batch * cols * DIM + start
+        state += _load_states(given, lane, left, cols, zero, DIM, SIZE)
     total = tl.zeros([BLOCK], tl.float32)
     through, dstate = tl.full([SIZE, BLOCK], 1.0, tl.float32), tl.zeros([SIZE, BLOCK], tl.float32)
     place = batch * spans + span
@@ -240,8 +237,9 @@ def _selective_scan_states_kernel(
         if states_ptr is not None:
             if step % PARTS == 0:
                 here = (place * chunks + step // PARTS) * cols
+                again = cols + zero * step  # else offsets of all states would be kept in registers
                 _store_states(
-                    states_ptr + (here * DIM + start), state, lane, left, cols, unit, DIM, SIZE
+                    states_ptr + (here * DIM + start), state, lane, left, again, zero, DIM, SIZE
                 )
                 if reached_ptr is not None:
                     tl.store(reached_ptr + (here + start) + lane, total, mask=lane < left)
@@ -261,10 +259,10 @@ def _selective_scan_states_kernel(
                 dstate += through * (up[None, :] * c[:, None])
     at = place * cols * DIM + start
     if ends_ptr is not None:
-        _store_states(ends_ptr + at, state, lane, left, cols, unit, DIM, SIZE)
+        _store_states(ends_ptr + at, state, lane, left, cols, zero, DIM, SIZE)
         tl.store(sums_ptr + (place * cols + start) + lane, total, mask=lane < left)
     if dends_ptr is not None:
-        _store_states(dends_ptr + at, dstate, lane, left, cols, unit, DIM, SIZE)
+        _store_states(dends_ptr + at, dstate, lane, left, cols, zero, DIM, SIZE)
 
 
 @triton.jit
@@ -282,9 +280,9 @@ def _selective_scan_spans_kernel(
     pid = tl.program_id(0)
     batch = (pid // blocks).to(tl.int64)
     element = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
-    mask, n, channel = element < cols * DIM, element // cols, element % cols
-    a = tl.load(a_ptr + (channel * DIM + n), mask=mask, other=0.0).to(tl.float32) * LOG2E
-    state = load_or(given_ptr, batch * cols * DIM + channel * DIM + n, mask, 0.0)
+    mask, channel = element < cols * DIM, element % cols
+    a = tl.load(a_ptr + element, mask=mask, other=0.0).to(tl.float32) * LOG2E
+    state = load_or(given_ptr, batch * cols * DIM + element, mask, 0.0)
     if first_ptr is not None:
         first_ptr += batch * first_step
     for step in tl.range(0, spans):
@@ -298,12 +296,12 @@ def _selective_scan_spans_kernel(
         state = exp2_near(total * a + passes) * state + left
 
 
-@triton.jit(do_not_specialize=["chunks", "unit"])  # a loop that is always a loop
+@triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
 def _selective_scan_forward_kernel(
     u_ptr, delta_ptr, a_ptr, b_ptr, c_ptr, skip_ptr, z_ptr, bias_ptr, initial_ptr, before_ptr,
-    first_ptr, y_ptr, final_ptr, u_steps, delta_steps, b_steps, c_steps, z_steps, first_step, length,
-    cols, spans, chunks, unit, DIM: tl.constexpr, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    first_ptr, y_ptr, final_ptr, u_steps, delta_steps, b_steps, c_steps, z_steps, first_step,
+    length, cols, spans, chunks, zero, DIM: tl.constexpr, SIZE: tl.constexpr,
+    SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Results of all tokens.
 
@@ -323,16 +321,16 @@ def _selective_scan_forward_kernel(
         z_ptr += batch * z_steps[0] + start
     if first_ptr is not None:
         first_ptr += batch * first_step
-    a = _load_states(a_ptr + start * DIM, lane, left, unit, DIM * unit, DIM, SIZE) * LOG2E
+    a = _load_states(a_ptr + start, lane, left, cols, zero, DIM, SIZE) * LOG2E
     skip = load_or(skip_ptr, start + lane, lane < left, 0.0)
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
     state = tl.zeros([SIZE, BLOCK], tl.float32)
-    whole = (batch * cols + start) * DIM
+    whole = batch * cols * DIM + start
     if before_ptr is not None:
         at = before_ptr + (batch * spans + span) * cols * DIM + start
-        state += _load_states(at, lane, left, cols, unit, DIM, SIZE)
+        state += _load_states(at, lane, left, cols, zero, DIM, SIZE)
     elif initial_ptr is not None:
-        state += _load_states(initial_ptr + whole, lane, left, unit, DIM * unit, DIM, SIZE)
+        state += _load_states(initial_ptr + whole, lane, left, cols, zero, DIM, SIZE)
     u = _load_tokens(u_ptr, origin, u_steps[1], lane, length, left, CHUNK)
     raw = _load_tokens(delta_ptr, origin, delta_steps[1], lane, length, left, CHUNK)
     z = _load_tokens(z_ptr, origin, z_steps[1], lane, length, left, CHUNK)
@@ -359,12 +357,47 @@ def _selective_scan_forward_kernel(
         u, raw, z = next_u, next_raw, next_z
     if final_ptr is not None:
         if span == spans - 1:
-            _store_states(final_ptr + whole, state, lane, left, unit, DIM * unit, DIM, SIZE)
+            _store_states(final_ptr + whole, state, lane, left, cols, zero, DIM, SIZE)
 
 
 @triton.jit
-def _exchanged(x, lane, ROWS: tl.constexpr, BLOCK: tl.constexpr, FAR: tl.constexpr):
-    """Half of the rows of a tile (2 ROWS, BLOCK), each summed over pairs of columns FAR apart.
+def _states_of(
+    state, u, raw, bias, a, gaps, b_ptr, b_step, first, length, n, DIM: tl.constexpr,
+    SOFTPLUS: tl.constexpr, PACKED: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """The states before COUNT tokens from ``first`` on and after the last, sizes and slopes."""
+    states, sizes, slopes = (state,), (), ()
+    for i in tl.static_range(COUNT):
+        steps, slope = _steps_and_slopes(raw[i], bias, first + i < length, SOFTPLUS)
+        decays = _decays(steps, a, gaps[i] if PACKED else 0.0, PACKED)
+        b = _load_numbers(b_ptr, first + i, b_step, n, length, DIM)
+        state = decays * state + (steps * u[i].to(tl.float32))[None, :] * b[:, None]
+        states, sizes = _append(states, state), _append(sizes, steps)
+        slopes = _append(slopes, slope)
+    return states, sizes, slopes
+
+
+@triton.jit
+def _states_before(
+    states_ptr, reached_ptr, before_ptr, first_ptr, at, of_span, origin, first, length, a, start,
+    lane, left, cols, zero, DIM: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The states before a chunk: as the first pass left them, and what came from before the span.
+
+    ``at`` is the chunk's place among numbers of chunks and channels.
+    """
+    state = _load_states(states_ptr + (at * DIM + start), lane, left, cols, zero, DIM, SIZE)
+    if before_ptr is not None:
+        total = load_or(reached_ptr + (at + start), lane, lane < left, 0.0)
+        passes = _passes(first_ptr, origin, tl.minimum(first, length))
+        h = _load_states(before_ptr + of_span, lane, left, cols, zero, DIM, SIZE)
+        state += exp2_near(total[None, :] * a + passes) * h
+    return state
+
+
+@triton.jit
+def _exchanged(x, factor, lane, ROWS: tl.constexpr, BLOCK: tl.constexpr, FAR: tl.constexpr):
+    """Half of the rows of a tile (2 ROWS, BLOCK) times factors, summed over columns FAR apart.
 
     Columns with the bit FAR keep the second half of the rows, others the first: each of a pair
     gives the other what it does not keep.
@@ -372,15 +405,16 @@ def _exchanged(x, lane, ROWS: tl.constexpr, BLOCK: tl.constexpr, FAR: tl.constex
     low, high = tl.split(tl.permute(tl.reshape(x, (2, ROWS, BLOCK)), (1, 2, 0)))
     upper = ((lane & FAR) != 0)[None, :]
     partner = tl.broadcast_to((lane ^ FAR)[None, :], (ROWS, BLOCK))
-    return tl.where(upper, high, low) + tl.gather(tl.where(upper, low, high), partner, 1)
+    given = tl.gather(tl.where(upper, low, high) * factor, partner, 1)
+    return tl.where(upper, high, low) * factor + given
 
 
 @triton.jit
 def _put_sums(
-    ptr, x, t, length, lane, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    ptr, at, x, factor, t, length, lane, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     EXCHANGE: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums over the channels of a tile (states, channels), as a row of token t.
+    """Write sums over the channels of a tile (states, channels) times factors: a row of token t.
 
     By tl.sum, all threads would get each of the sums, from five exchanges a state (of 32 threads).
     Where threads exchange halves of what is left, the number of states is halved with every step.
@@ -388,11 +422,15 @@ def _put_sums(
     if ptr is not None:
         LEFT: tl.constexpr = SIZE >> EXCHANGE  # rows that stay: other threads have them
         MANY: tl.constexpr = 1 << EXCHANGE
-        for half in tl.static_range(EXCHANGE):
-            x = _exchanged(x, lane, SIZE >> (half + 1), BLOCK, BLOCK >> (half + 1))
+        if EXCHANGE:
+            x = _exchanged(x, factor[None, :], lane, SIZE // 2, BLOCK, BLOCK // 2)
+            for half in tl.static_range(1, EXCHANGE):
+                x = _exchanged(x, 1.0, lane, SIZE >> (half + 1), BLOCK, BLOCK >> (half + 1))
+        else:
+            x *= factor[None, :]
         sums = tl.sum(tl.reshape(x, (LEFT, MANY, BLOCK // MANY)), 2)
         n = tl.arange(0, LEFT)[:, None] + LEFT * tl.arange(0, MANY)[None, :]
-        tl.store(ptr + t * DIM + n, sums, mask=n < tl.where(t < length, DIM, 0))
+        tl.store(ptr + at + t * DIM + n, sums, mask=n < tl.where(t < length, DIM, 0))
 
 
 @triton.jit
@@ -404,85 +442,73 @@ def _through_gate(dy, z, h, c, skip, u):
     return dy * gate * p, dy * y * p * (1.0 + gate * (1.0 - p))
 
 
-@triton.jit(do_not_specialize=["chunks", "unit"])  # a loop that is always a loop
+@triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
 def _selective_scan_backward_kernel(
     u_ptr, dy_ptr, delta_ptr, a_ptr, b_ptr, c_ptr, skip_ptr, z_ptr, bias_ptr, first_ptr, states_ptr,
     reached_ptr, before_ptr, after_ptr, du_ptr, ddelta_ptr, dz_ptr, da_ptr, db_ptr, dc_ptr,
     dskip_ptr, dbias_ptr, dinitial_ptr, dy_steps, u_steps, delta_steps, b_steps, c_steps, z_steps,
-    first_step, length, cols, spans, chunks, batches, unit, DIM: tl.constexpr, SIZE: tl.constexpr,
-    SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    KEPT: tl.constexpr, EXCHANGE: tl.constexpr, AGAIN: tl.constexpr,
+    first_step, length, cols, spans, chunks, batches, zero, DIM: tl.constexpr, SIZE: tl.constexpr,
+    SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr,
+    EXCHANGE: tl.constexpr,
 ):  # fmt: skip
     """All gradients.
 
     Program: BLOCK channels of a span of one sequence, from its last chunk to the first.
     Reads all inputs, the states before chunks and spans, and the gradients after spans. Writes du,
-    ddelta and dz; the channels' part of dB and dC, (blocks, batch, tokens, DIM); the span's part of
-    dA, (batch, spans, DIM, channels), and of the gradients of D and the bias, (batch, spans,
-    channels); and the gradient of the first state, (batch, DIM, channels).
+    ddelta, dz, and the gradient of the first state, (batch, DIM, channels); the channels' part of
+    dB and dC, (blocks, batch, tokens, DIM); the span's part of dA, (batch, spans, DIM, channels),
+    and of the gradients of D and the bias, (batch, spans, channels).
     """
     batch, span, block, start, left = _place(cols, spans, BLOCK)
     lane, n = tl.arange(0, BLOCK), tl.arange(0, SIZE)
-    rows = batch * length * cols + start
-    place = batch * spans + span
-    origin = span.to(tl.int64) * chunks * CHUNK
+    rows, place = batch * length * cols + start, batch * spans + span
+    origin = span.to(tl.int64) * chunks * PARTS * KEPT
     dy_ptr += batch * dy_steps[0] + start
     u_ptr += batch * u_steps[0] + start
     delta_ptr += batch * delta_steps[0] + start
     b_ptr += batch * b_steps[0]
     c_ptr += batch * c_steps[0]
     parts = (block.to(tl.int64) * batches + batch) * length * DIM
-    if db_ptr is not None:
-        db_ptr += parts
-    if dc_ptr is not None:
-        dc_ptr += parts
     if z_ptr is not None:
         z_ptr += batch * z_steps[0] + start
     if first_ptr is not None:
         first_ptr += batch * first_step
-    a = _load_states(a_ptr + start * DIM, lane, left, unit, DIM * unit, DIM, SIZE) * LOG2E
+    a = _load_states(a_ptr + start, lane, left, cols, zero, DIM, SIZE) * LOG2E
     skip = load_or(skip_ptr, start + lane, lane < left, 0.0)
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
     carry, da = tl.zeros([SIZE, BLOCK], tl.float32), tl.zeros([SIZE, BLOCK], tl.float32)
     dskip, dbias = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     of_span = place * cols * DIM + start
     if after_ptr is not None:
-        carry += _load_states(after_ptr + of_span, lane, left, cols, unit, DIM, SIZE)
+        carry += _load_states(after_ptr + of_span, lane, left, cols, zero, DIM, SIZE)
     for step in tl.range(0, chunks * PARTS):
         chunk, part = (chunks * PARTS - 1 - step) // PARTS, PARTS - 1 - step % PARTS
-        first = origin + chunk * CHUNK
+        first = origin + chunk * PARTS * KEPT
         at = (place * chunks + chunk) * cols
-        state = _load_states(states_ptr + (at * DIM + start), lane, left, cols, unit, DIM, SIZE)
-        if before_ptr is not None:
-            total = load_or(reached_ptr + (at + start), lane, lane < left, 0.0)
-            passes = _passes(first_ptr, origin, tl.minimum(first, length))
-            h = _load_states(before_ptr + of_span, lane, left, cols, unit, DIM, SIZE)
-            state += exp2_near(total[None, :] * a + passes) * h
+        again = cols + zero * step  # else offsets of all states would be kept in registers
+        state = _states_before(
+            states_ptr, reached_ptr, before_ptr, first_ptr, at, of_span, origin, first, length, a,
+            start, lane, left, again, zero, DIM, SIZE,
+        )  # fmt: skip
         for _ in tl.range(0, part):
             u = _load_tokens(u_ptr, first, u_steps[1], lane, length, left, KEPT)
             raw = _load_tokens(delta_ptr, first, delta_steps[1], lane, length, left, KEPT)
             gaps = _load_gaps(first_ptr, first, length, KEPT)
-            for i in tl.static_range(KEPT):
-                steps = _step_sizes(raw[i], bias, first + i < length, SOFTPLUS)
-                gap = gaps[i] if first_ptr is not None else 0.0
-                decays = _decays(steps, a, gap, first_ptr is not None)
-                into = _load_numbers(b_ptr, first + i, b_steps[1], n, length, DIM)
-                state = decays * state + (steps * u[i].to(tl.float32))[None, :] * into[:, None]
+            h, sizes, slopes = _states_of(
+                state, u, raw, bias, a, gaps, b_ptr, b_steps[1], first, length, n, DIM, SOFTPLUS,
+                first_ptr is not None, KEPT,
+            )  # fmt: skip
+            state = h[KEPT]
             first += KEPT
         u = _load_tokens(u_ptr, first, u_steps[1], lane, length, left, KEPT)
         raw = _load_tokens(delta_ptr, first, delta_steps[1], lane, length, left, KEPT)
         dy = _load_tokens(dy_ptr, first, dy_steps[1], lane, length, left, KEPT)
         z = _load_tokens(z_ptr, first, z_steps[1], lane, length, left, KEPT)
         gaps = _load_gaps(first_ptr, first, length, KEPT)
-        h, kept, sizes, slopes = (state,), (), (), ()
-        for i in tl.static_range(KEPT):
-            steps, slope = _steps_and_slopes(raw[i], bias, first + i < length, SOFTPLUS)
-            gap = gaps[i] if first_ptr is not None else 0.0
-            decays = _decays(steps, a, gap, first_ptr is not None)
-            into = _load_numbers(b_ptr, first + i, b_steps[1], n, length, DIM)
-            state = decays * state + (steps * u[i].to(tl.float32))[None, :] * into[:, None]
-            h, kept = _append(h, state), _append(kept, decays)
-            sizes, slopes = _append(sizes, steps), _append(slopes, slope)
+        h, sizes, slopes = _states_of(
+            state, u, raw, bias, a, gaps, b_ptr, b_steps[1], first, length, n, DIM, SOFTPLUS,
+            first_ptr is not None, KEPT,
+        )  # fmt: skip
         for i in tl.static_range(KEPT - 1, -1, -1):
             t = first + i
             now, up = u[i].to(tl.float32), dy[i].to(tl.float32)
@@ -491,20 +517,15 @@ def _selective_scan_backward_kernel(
             if z_ptr is not None:
                 up, dz = _through_gate(up, z[i], h[i + 1], out, skip, now)
                 _put_token(dz_ptr, rows, dz, t, length, cols, lane, left)
-            dc = up[None, :] * h[i + 1]
-            _put_sums(dc_ptr, dc, t, length, lane, DIM, SIZE, BLOCK, EXCHANGE)
+            _put_sums(dc_ptr, parts, h[i + 1], up, t, length, lane, DIM, SIZE, BLOCK, EXCHANGE)
             m = carry + up[None, :] * out
-            db = m * (sizes[i] * now)[None, :]
-            _put_sums(db_ptr, db, t, length, lane, DIM, SIZE, BLOCK, EXCHANGE)
+            _put_sums(db_ptr, parts, m, sizes[i] * now, t, length, lane, DIM, SIZE, BLOCK, EXCHANGE)
             added = tl.sum(m * into, 0)  # gradient of delta u
-            du = sizes[i] * added + skip * up
-            _put_token(du_ptr, rows, du, t, length, cols, lane, left)
+            _put_token(du_ptr, rows, sizes[i] * added + skip * up, t, length, cols, lane, left)
             dskip += up * now
             gap = gaps[i] if first_ptr is not None else 0.0
-            if AGAIN:
-                carry = m * _decays(sizes[i] * unit, a, gap, first_ptr is not None)
-            else:
-                carry = m * kept[i]
+            # computed again: kept decays would take as much room as states
+            carry = m * _decays(sizes[i] * (zero + 1), a, gap, first_ptr is not None)
             through = carry * h[i]  # gradient of the logarithm of decays
             da += through * sizes[i][None, :]
             dsteps = (tl.sum(through * a, 0) * LN2 + now * added) * slopes[i]
@@ -513,8 +534,8 @@ def _selective_scan_backward_kernel(
     if dinitial_ptr is not None:
         if span == 0:
             at = dinitial_ptr + batch * cols * DIM + start
-            _store_states(at, carry, lane, left, cols, unit, DIM, SIZE)
+            _store_states(at, carry, lane, left, cols, zero, DIM, SIZE)
     if da_ptr is not None:
-        _store_states(da_ptr + of_span, da, lane, left, cols, unit, DIM, SIZE)
+        _store_states(da_ptr + of_span, da, lane, left, cols, zero, DIM, SIZE)
     _put_token(dskip_ptr, start, dskip, place, place + 1, cols, lane, left)
     _put_token(dbias_ptr, start, dbias, place, place + 1, cols, lane, left)

@@ -7,6 +7,7 @@ launch of its own around the scan.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
@@ -307,7 +308,8 @@ class Pieces:
             return found if like is None else like.new_empty(0)
         if not shared:
             return found.view(like.shape)
-        return found.unflatten(-1, (-1, self.count)).sum(-1).to(like.dtype)
+        pieces = found.unflatten(-1, (-1, self.count)).unbind(-1)
+        return functools.reduce(torch.add, pieces).to(like.dtype)
 
 
 def _forward_in_pieces(**given: Any) -> tuple[Tensor, Tensor]:
