@@ -105,8 +105,10 @@ def test_checkpointing(reentrant):
     assert seen.calls[KEY] == 4 * len(attentions(ours))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", pytest.param("olmo2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@every
 def test_compiled(kind):
+    """As many graphs as unpatched, of any length."""
     stock, ours, _ = pair(kind)
     graphs = {}
     for model in (stock, ours):

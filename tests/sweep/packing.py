@@ -71,6 +71,9 @@ def judge(pair: Pair) -> Verdict:
     except Exception as error:
         made.why = _said(error)
         return made
+    if wanted[0].shape[1] != sum(LENGTHS):
+        made.why = f"its logits are not those of its tokens: {tuple(wanted[0].shape)}"
+        return made
     made.status, made.why = packed(model, ids, wanted)
     for name, told in TOLD.items():
         made.beside[name] = [*packed(model, ids, wanted, told)]
