@@ -15,6 +15,7 @@ from torch import Tensor
 Given = Mapping[str, Any]
 FP32 = torch.float32
 CHUNK = 64  # tokens of a chunk of linear attention
+SPAN = 256  # tokens of a program of the selective scan, in forward
 CHANNELS, TOKENS = 32, 6  # of a program of the selective scan, and between states in memory
 
 
@@ -103,11 +104,14 @@ def _state_space(given: Given) -> list[Tensor]:
 
 
 def _scan(given: Given) -> list[Tensor]:
-    """B and C in fp32; for backward, states before steps, and parts of the gradients of B and C."""
-    u, states = given["u"], given["B"].shape[2]
+    """B and C in fp32, states of spans; for backward, also of chunks, and parts of dB and dC."""
+    u, states, back = given["u"], given["B"].shape[2], "dy" in given
     batch, length, cols = u.shape
     held = [x.new_empty(x.shape, dtype=FP32) for x in (given["B"], given["C"]) if x.dtype != FP32]
-    if "dy" in given:
+    spans = -(-length // (2 * SPAN if back else SPAN))
+    if spans > 1:
+        held += [u.new_empty(batch, spans, (1 + back) * states + 1, cols, dtype=FP32)]
+    if back:
         blocks = -(-cols // CHANNELS)
         held += [u.new_empty(batch, -(-length // TOKENS), states + 1, cols, dtype=FP32)]
         held += [
