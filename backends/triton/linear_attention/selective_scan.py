@@ -77,7 +77,7 @@ def forward_config(info: DeviceInfo, length: int, cols: int, states: int) -> Sca
     """One channel a thread.
 
     Spans cost a second pass, which pays even where all channels fill the cores with one warp each:
-    3.4 ms in place of 7.0 for 2x8192x8192 (H100, Triton 3.6, 2026-11).
+    3.4 ms in place of 7.0 for 2x8192x8192 (H100, Triton 3.6, 2026-11; with another layout).
 
     Args:
         info: Limits of the device.
