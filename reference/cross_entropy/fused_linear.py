@@ -237,8 +237,10 @@ def scale_to(
     The factor has one axis, because a tensor without axes would be rounded to the gradient's dtype
     first.
     """
-    if factor is None or not gradient.numel():
+    if factor is None:
         return gradient.to(dtype)
+    if not gradient.numel():
+        return torch.empty_like(gradient, dtype=dtype)
     if by is not None:
         factor = divide(factor, by[1])
     return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient, dtype=dtype))
