@@ -243,7 +243,7 @@ def test_refuses_with_the_nearest():
 def test_two_numbers_of_sequences_tell_about_others(changes):
     settings = replace(BASE, **{"chunk": 16 * LENGTH, "precision": "amp", **changes})
     short = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
-    for n in (4, 6):
+    for n in (6, 8):  # of few tokens, a head counts no rows
         short.predict(replace(settings, micro_batch=n))
     before = short.simulations
     found = short.predict(replace(settings, micro_batch=16))

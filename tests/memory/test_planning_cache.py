@@ -285,6 +285,7 @@ def planned(**options):
     return plan(config_of(), "80MiB", sequence=LENGTH, space=BROAD, limits=False, **options)
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_plan_of_one(two, monkeypatch, tmp_path):
     """Each simulates some; the first one alone tells what it does."""
     alone, simulated, told = planned(), Passes._simulated, []
@@ -306,6 +307,7 @@ def test_two_processes_make_the_plan_of_one(two, monkeypatch, tmp_path):
     assert 0 < len(told) < 0.8 * alone.simulations
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_is_done_without(two, monkeypatch):
     main, simulated = os.getpid(), Passes._simulated
 

@@ -142,10 +142,13 @@ def test_sums_of_a_layer_that_is_computed_again():
     ("layers", "options", "most"),
     [
         (2, {"memory": "80MiB", "sequence": 64}, 84),
-        (2, {"memory": "24GiB", "sequence": 64}, 70),
-        (6, {"memory": "200MiB", "sequence": 128, "devices": 4, "limits": False}, 90),
+        pytest.param(2, {"memory": "24GiB", "sequence": 64}, 70, marks=pytest.mark.slow),
+        pytest.param(
+            6, {"memory": "200MiB", "sequence": 128, "devices": 4, "limits": False}, 90,
+            marks=pytest.mark.slow,
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_plan_needs_few_simulations(layers, options, most):
     """There were 125, 67 and 114 before layers and heads were told apart."""
     config = config_of(layers=layers, num_attention_heads=8, num_key_value_heads=8, head_dim=12)

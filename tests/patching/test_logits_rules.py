@@ -299,6 +299,7 @@ def swept(name, dtype=torch.float32):
     return stock, ours, given
 
 
+@pytest.mark.slow
 def test_a_compiled_model_that_masks_its_own_logits():
     """Chameleon writes to the logits of image tokens in its forward."""
     stock, ours, given = swept("chameleon/ChameleonForConditionalGeneration")

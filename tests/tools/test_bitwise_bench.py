@@ -48,7 +48,7 @@ def test_a_process_that_ends_ends_no_other_name(monkeypatch):
     assert all("the process ended" in rows[0]["failure"] for _, rows in told)
 
 
-@pytest.mark.parametrize("broken", ["repeat", "rows"])
+@pytest.mark.parametrize("broken", ["repeat", pytest.param("rows", marks=pytest.mark.slow)])
 def test_a_broken_promise_is_found(broken):
     original, count = Primitive.call, iter(range(10**6))
 

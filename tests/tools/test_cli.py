@@ -423,7 +423,16 @@ def filled(command, place):
     return [*command.split(), *(part.format(tmp=place) for part in ARGUMENTS[command])]
 
 
-@pytest.mark.parametrize("command", list(commands(_parser())))
+LONG = {"bench", "demo", "memory-demo"}  # commands that measure or train
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.slow] * (command in LONG))
+        for command in commands(_parser())
+    ],
+)
 def test_every_command_writes_one_json_document(capsys, a_model, command):
     for name in {"bench": ["rich"], "demo": ["accelerate", "rich", "matplotlib"]}.get(command, []):
         pytest.importorskip(name)

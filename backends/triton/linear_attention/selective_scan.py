@@ -23,7 +23,7 @@ from liger_multi.backends.triton.common.rows import (
 from liger_multi.backends.triton.linear_attention.selective_scan_kernels import (
     _selective_scan_backward_kernel,
     _selective_scan_forward_kernel,
-    _selective_scan_spans_kernel,
+    _selective_scan_join_kernel,
     _selective_scan_states_kernel,
 )
 from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
@@ -264,7 +264,7 @@ def _first_pass(
     for made, given, reverse in ((before, c.initial, False), (after, dfinal, True)):
         if made is not None:
             launch(
-                _selective_scan_spans_kernel, batch * cdiv(cols * states, JOINED),
+                _selective_scan_join_kernel, batch * cdiv(cols * states, JOINED),
                 (made, sums, c.A, given, c.first, c.first_step, length, cols, spans, parts.tokens),
                 (states, JOINED, reverse), 4,
             )  # fmt: skip

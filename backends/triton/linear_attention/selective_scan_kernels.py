@@ -266,7 +266,7 @@ def _selective_scan_states_kernel(
 
 
 @triton.jit
-def _selective_scan_spans_kernel(
+def _selective_scan_join_kernel(
     ends_ptr, sums_ptr, a_ptr, given_ptr, first_ptr, first_step, length, cols, spans, tokens,
     DIM: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
