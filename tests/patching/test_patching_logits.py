@@ -277,6 +277,13 @@ def test_what_is_not_known_is_computed(models, second):
     assert_same_gradients(gradients(models[1]), gradients(models[0]))
 
 
+def test_an_index_of_no_class_raises_as_stock(models):
+    for model in models:
+        logits = model(input_ids=IDS).logits
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            logits.log_softmax(-1).gather(-1, IDS[..., None] + VOCABULARY)
+
+
 def test_what_is_known_goes_with_the_weights(models):
     logits = lazy(models[1])
     logits.logsumexp(-1)

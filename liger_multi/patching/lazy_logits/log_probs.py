@@ -9,6 +9,7 @@ of the same rows take one pass over the vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,7 +35,8 @@ def gather(deferred: DeferredLogits, dim: Any, index: Tensor, *, sparse_grad: bo
     found = None
     one = index.shape[-1:] == (1,) and index.dtype == torch.int64
     if one and reductions.along_classes(deferred, dim):
-        found = _token(deferred, index.squeeze(-1))
+        with contextlib.suppress(IndexError):  # of no class: PyTorch says it in its own words
+            found = _token(deferred, index.squeeze(-1))
     if found is None:
         return reductions.gather(deferred, dim, index, sparse_grad=sparse_grad)
     return found.to(deferred.dtype).unsqueeze(-1)
