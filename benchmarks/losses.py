@@ -15,6 +15,7 @@ is in a step, which tells what the rest of a step takes.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import statistics
 import sys
@@ -137,6 +138,56 @@ def jsd(
     return losses.distillation_loss(_head(hidden, weight, **o), teacher, target)[0]
 
 
+def policy(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, **o: Any) -> Tensor:
+    """A policy gradient with a bonus of entropy, of one call's statistics."""
+    found = losses.tokens(_head(hidden, weight, **o), target, ("log_prob", "entropy"))
+    assert found.log_prob is not None
+    assert found.entropy is not None
+    return _policy(found.log_prob, found.entropy, target, advantages)
+
+
+def _policy(log_prob: Tensor, entropy: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
+    each = log_prob * advantages.unsqueeze(1) + 0.01 * entropy
+    return -each.sum() / (target >= 0).sum()
+
+
+# --- a user's code, on logits ---
+
+
+def policy_of_logits(logits: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
+    """The same of logits, as a training script writes it."""
+    log_p = torch.log_softmax(logits.float(), -1)
+    own = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    kept = target >= 0
+    return _policy(torch.where(kept, own, 0), torch.where(kept, entropy, 0), target, advantages)
+
+
+@functools.cache
+def _headed(classes: int, width: int) -> Any:
+    """A patched model of no layers: its logits are those of what goes in."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=classes, hidden_size=width, num_hidden_layers=0, num_attention_heads=1,
+        num_key_value_heads=1, intermediate_size=1, tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    model.model.norm = torch.nn.Identity()
+    model.model.rotary_emb = torch.nn.Identity()
+    liger_multi.patch(model, rope=False, rms_norm=False, swiglu=False)
+    return model
+
+
+def lazy_policy(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
+    """The same of the lazy logits of a patched model."""
+    head = _headed(*weight.shape).lm_head
+    head._parameters.pop("weight", None)
+    head.weight = weight  # the tensor itself, whose gradient is asked for
+    return policy_of_logits(head(hidden), target, advantages)
+
+
 # --- plain PyTorch ---
 
 
@@ -182,6 +233,11 @@ def torch_gspo(
     return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
 
 
+def torch_policy(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
+    """The same, eager."""
+    return policy_of_logits(hidden @ weight.mT, target, advantages)
+
+
 def torch_jsd(
     hidden: Tensor, weight: Tensor, target: Tensor, other: Tensor, other_weight: Tensor
 ) -> Tensor:
@@ -214,9 +270,9 @@ def liger_dpo() -> Loss:
     return call
 
 
-def nobody() -> Loss:
+def nobody(why: str = "its DPO wants the reference's head") -> Loss:
     """No such loss."""
-    raise ImportError("has no such loss (its DPO wants the reference's head)")
+    raise ImportError(f"has no such loss ({why})")
 
 
 def liger_grpo() -> Loss:
@@ -270,13 +326,17 @@ def liger_jsd() -> Loss:
 
 @dataclass(frozen=True)
 class Case:
-    """A loss: ours, plain PyTorch, a peer, and the inputs that it takes beside a head."""
+    """A loss: ours, plain PyTorch, a peer, and the inputs that it takes beside a head.
+
+    ``lazy`` is a user's code on lazy logits.
+    """
 
     ours: Loss
     torch: Loss
     liger: Callable[[], Loss]
     beside: tuple[str, ...]
     teacher: bool = False
+    lazy: Loss | None = None
 
 
 CASES: dict[str, Case] = {
@@ -287,7 +347,11 @@ CASES: dict[str, Case] = {
     "grpo": Case(grpo, torch_grpo, liger_grpo, ("target", "advantages", "old")),
     "gspo": Case(gspo, torch_gspo, liger_gspo, ("target", "advantages", "old")),
     "jsd": Case(jsd, torch_jsd, liger_jsd, ("target", "other", "other_weight"), True),
-}
+    "policy": Case(
+        policy, torch_policy, functools.partial(nobody, "its GRPO has no entropy"),
+        ("target", "advantages"), lazy=lazy_policy,
+    ),
+}  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours-1GiB": {"keep": "996MiB", "chunk": "256MiB"},
@@ -323,6 +387,10 @@ def providers(case: Case, names: Sequence[str]) -> list[Provider]:
             found.append(Provider(name, floor(case), floor=True))
         elif name == "torch":
             found.append(Provider(name, case.torch))
+        elif name == "lazy":
+            if case.lazy is None:
+                raise ImportError("no user's code of this loss on logits")
+            found.append(Provider(name, case.lazy))
         elif name == "liger":
             found.append(Provider(name, case.liger()))
     return found
@@ -412,7 +480,7 @@ def whole_losses(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.losses", description=__doc__)
     parser.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
     parser.add_argument("--shape", default="", help="TOKENSxWIDTHxCLASSES")
-    parser.add_argument("--providers", default="products,ours,ours-1GiB,ours-two,torch,liger")
+    parser.add_argument("--providers", default="products,ours,ours-1GiB,ours-two,torch,liger,lazy")
     parser.add_argument("--seconds", type=float, default=5.0)
     store.add_options(parser)
     given = parser.parse_args(arguments)
