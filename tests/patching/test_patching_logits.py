@@ -284,6 +284,36 @@ def test_an_index_of_no_class_raises_as_stock(models):
             logits.log_softmax(-1).gather(-1, IDS[..., None] + VOCABULARY)
 
 
+WRITES = {
+    "without gradients": lambda z: _zeroed(z.logsumexp(-1)),
+    "to what is detached": lambda z: z.logsumexp(-1).detach().zero_(),
+    "of one row": lambda z: (z.logsumexp(-1), _zeroed(z[0].logsumexp(-1))),
+    "with gradients": lambda z: (z.logsumexp(-1) * 1).zero_(),
+    "to an entropy": lambda z: _zeroed(_entropy(z)),
+    "to tokens": lambda z: _zeroed(z.gather(-1, IDS[..., None])),
+    "by a hook": lambda z: z.logsumexp(-1).register_hook(lambda grad: grad * 0),
+}
+
+
+def _zeroed(made):
+    with torch.no_grad():
+        return made.zero_()
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_who_writes_to_a_result_changes_no_other(models, name):
+    found = []
+    for i, model in enumerate(models):
+        logits = model(input_ids=IDS).logits
+        if i:  # PyTorch's own results are apart from each other
+            WRITES[name](logits)
+        results = (logits.logsumexp(-1), _entropy(logits))
+        sum(r.mean() for r in results).backward()
+        found.append(torch.stack(results).detach())
+    torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=2e-5)
+    assert_same_gradients(gradients(models[1]), gradients(models[0]))
+
+
 def test_what_is_known_goes_with_the_weights(models):
     logits = lazy(models[1])
     logits.logsumexp(-1)

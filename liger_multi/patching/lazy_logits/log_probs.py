@@ -49,7 +49,8 @@ def logsumexp(deferred: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
         found = _answer(deferred, deferred.steps)
     if found is None:
         return reductions.logsumexp(deferred, dim, keepdim)
-    return reductions.shaped(found.lse.to(deferred.dtype).unsqueeze(-1), keepdim)
+    own = found.lse.to(deferred.dtype, copy=True)  # what is kept is nobody's to write to
+    return reductions.shaped(own.unsqueeze(-1), keepdim)
 
 
 def total(
