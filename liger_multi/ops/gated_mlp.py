@@ -1,6 +1,6 @@
 """Contract of ``gated_mlp``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 from torch import Tensor
@@ -36,28 +36,33 @@ def forward(
     return x.new_empty((*lead, down_weight.shape[0])), x.new_empty(inner), x.new_empty(inner)
 
 
-def _unread(needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool) -> tuple[str, ...]:
+def unread(needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool) -> tuple[str, ...]:
+    """What backward does not read."""
     weights = () if needs_x else ("gate_weight", "up_weight")
     return weights if needs_gate_weight or needs_up_weight else (*weights, "x")
 
 
-def _gradients(**given: Any) -> tuple[Tensor, ...]:
-    """Of a width that is known from whichever tensor was kept, or is not needed."""
+def shapes_of(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of gradients, of a width that is known from whichever tensor was kept, or is not needed."""
     x, first, down, gate = (given[n] for n in ("x", "gate_weight", "down_weight", "gate"))
     inner, outer = gate.shape[-1], down.shape[0]
     width = x.shape[-1] if x is not None else 0 if first is None else first.shape[1]
-    shapes = {
+    return {
         "x": (*gate.shape[:-1], width), "gate_weight": (inner, width), "up_weight": (inner, width),
-        "down_weight": down.shape, "gate_bias": (inner,), "up_bias": (inner,),
+        "down_weight": (outer, inner), "gate_bias": (inner,), "up_bias": (inner,),
         "down_bias": (outer,),
     }  # fmt: skip
+
+
+def _gradients(**given: Any) -> tuple[Tensor, ...]:
+    gate, shapes = given["gate"], shapes_of(given)
     return tuple([gate.new_empty(s if given[f"needs_{n}"] else (0,)) for n, s in shapes.items()])
 
 
 op.backward(
     reads="dy x? gate_weight? up_weight? down_weight gate up activation",
     returns="dx dgate_weight dup_weight ddown_weight dgate_bias dup_bias ddown_bias",
-    not_saved=_unread,
+    not_saved=unread,
     rule=_gradients,
 )
 
@@ -109,7 +114,7 @@ def gated_mlp(
     }
     checks.floating("gated_mlp", **tensors, optional=("gate_bias", "up_bias", "down_bias"))
     checks.one_of("gated_mlp", "activation", activation, ACTIVATIONS)
-    _shapes_fit("gated_mlp", x, gate_weight, up_weight, down_weight)
+    shapes_fit("gated_mlp", x, gate_weight, up_weight, down_weight)
     inner, outer = gate_weight.shape[0], down_weight.shape[0]
     checks.vector("gated_mlp", "gate_bias", gate_bias, inner, "rows of gate_weight")
     checks.vector("gated_mlp", "up_bias", up_bias, inner, "rows of up_weight")
@@ -135,7 +140,8 @@ def _in_steps(
     return linear_of_mode(inner, down, down_bias)
 
 
-def _shapes_fit(op: str, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
+def shapes_fit(op: str, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
+    """Raise for weights that are no layers of one gated MLP of ``x``."""
     if gate.ndim != 2 or up.shape != gate.shape:
         checks.refuse(op, "gate_weight and up_weight must have one shape (F, H)",
                       f"{tuple(gate.shape)} and {tuple(up.shape)}")  # fmt: skip

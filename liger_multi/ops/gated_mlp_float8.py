@@ -11,8 +11,7 @@ from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.early import Early, empty_of
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._float8 import OUTPUTS, QuantizedOutput
-from liger_multi.ops.gated_mlp import ACTIVATIONS
-from liger_multi.ops.gated_mlp import _shapes_fit as shapes_fit
+from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit, shapes_of, unread
 from liger_multi.ops.linear_float8 import (
     CODES,
     Float8Rows,
@@ -62,22 +61,10 @@ def forward(
     return y, x.new_empty(inner), x.new_empty(inner), kept[0], kept[1], kept[2]
 
 
-def _unread(needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool) -> tuple[str, ...]:
-    weights = () if needs_x else ("gate_weight", "up_weight")
-    return weights if needs_gate_weight or needs_up_weight else (*weights, "x")
-
-
 def _gradients(**given: Any) -> tuple[Tensor, ...]:
-    """Of a width that is known from whichever tensor was kept, or is not needed."""
-    x, first, down, gate = (given[n] for n in ("x", "gate_weight", "down_weight", "gate"))
-    inner, outer = gate.shape[-1], down.shape[0]
-    width = x.shape[-1] if x is not None else 0 if first is None else first.shape[1]
-    kinds = {n: given[f"{n}_weight_dtype"] for n in ("gate", "up")} | {"down": down.dtype}
-    shapes = {
-        "x": (*gate.shape[:-1], width), "gate_weight": (inner, width), "up_weight": (inner, width),
-        "down_weight": (outer, inner), "gate_bias": (inner,), "up_bias": (inner,),
-        "down_bias": (outer,),
-    }  # fmt: skip
+    gate, shapes = given["gate"], shapes_of(given)
+    kinds = {n: given[f"{n}_weight_dtype"] for n in ("gate", "up")}
+    kinds["down"] = given["down_weight"].dtype
     return tuple([
         gate.new_empty(
             shape if given[f"needs_{n}"] else (0,),
@@ -92,7 +79,7 @@ op.backward(
     "up_weight_scale down_weight_scale gate_scale up_scale down_scale gate_weight_dtype "
     "up_weight_dtype",
     returns="dx dgate_weight dup_weight ddown_weight dgate_bias dup_bias ddown_bias",
-    not_saved=_unread,
+    not_saved=unread,
     rule=_gradients,
 )
 

@@ -10,8 +10,7 @@ from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.early import Early, empty_of
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._float8 import OUTPUTS
-from liger_multi.ops.gated_mlp import ACTIVATIONS
-from liger_multi.ops.gated_mlp import _shapes_fit as shapes_fit
+from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit
 from liger_multi.ops.gated_mlp_float8 import activated
 from liger_multi.ops.linear import linear_of_mode
 from liger_multi.ops.linear_float8 import (

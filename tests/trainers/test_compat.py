@@ -23,15 +23,6 @@ from liger_multi.errors import PatchError
 NAMES = yaml.safe_load((Path(__file__).parents[1] / "alias_names.yaml").read_text())
 
 
-@pytest.fixture
-def installed():
-    if importlib.util.find_spec("liger_kernel"):
-        pytest.skip("the real package is installed")
-    alias.install()
-    yield
-    alias.uninstall()
-
-
 def named(path):
     """What a dotted name is, its modules imported."""
     parts = path.split(".")

@@ -1,6 +1,5 @@
 """Scripts written for Liger-Kernel run here: what its README, its pages and its examples do."""
 
-import importlib.util
 import inspect
 import types
 
@@ -13,14 +12,7 @@ from liger_multi.compat import liger_kernel as alias
 from liger_multi.compat.liger_kernel.models import MODELS
 from tests.models import ARCHITECTURES, build
 
-
-@pytest.fixture(autouse=True)
-def installed():
-    if importlib.util.find_spec("liger_kernel"):
-        pytest.skip("the real package is installed")
-    alias.install()
-    yield
-    alias.uninstall()
+pytestmark = pytest.mark.usefixtures("installed")
 
 
 @pytest.fixture
