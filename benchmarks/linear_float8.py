@@ -16,6 +16,9 @@ the host before every call. Of layers, ``row_ms`` is a call among ten that it do
 * ``model`` and ``lora``: whole steps, checkpointed; of LoRA with the bytes of the base.
   ``gradients`` is a step of ``model`` without its optimizer, for cards that do not hold the states.
 
+Steps and layers are traced once per variant: milliseconds of the device by kind of kernel
+(:data:`KERNELS`), and of the whole span.
+
 ``--tiny`` tries it on a CPU.
 """
 
@@ -25,6 +28,7 @@ import argparse
 import functools
 import gc
 import importlib
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +49,16 @@ SHAPES = (
     (8192, 4096, 1024), (16384, 2048, 2048), (8192, 896, 4864),
 )  # fmt: skip
 TINY_SHAPES = ((64, 32, 48),)
+KERNELS = {
+    "FP8 GEMM": "e4m3|f8f8|nvjet_(sm[0-9]+_)?qq",
+    "rounding": "quantize|_across_kernel",
+    "attention": "cudnn|flash|fmha|attention",
+    "16-bit GEMM": "nvjet|gemm|cutlass|xmma|splitk|_update_kernel|_split_kernel|_thin",
+    "activation": "swiglu|geglu|gated",
+    "norm, RoPE, loss": "norm|rope|cross_entropy",
+    "other": "",
+}
+"""Kinds of kernels of a trace, by the first pattern that is in a name."""
 Row = dict[str, Any]
 Call = Callable[[], Any]
 
@@ -94,6 +108,24 @@ class Place:
             self.wait()
             times.append(1e3 * (time.perf_counter() - start) / count)
         return min(times)
+
+    def traced(self, call: Call) -> dict[str, float]:
+        """Milliseconds of a call's kernels by kind, and from the first one to the last."""
+        if self.device.type == "cpu":
+            return {}
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            call()
+            self.wait()
+        found = dict.fromkeys(KERNELS, 0.0)
+        ran = [event for event in seen.events() or () if event.device_type == DeviceType.CUDA]
+        for event in ran:
+            kind = next(k for k, p in KERNELS.items() if re.search(p, event.name.lower()))
+            found[kind] += event.time_range.elapsed_us() / 1e3
+        ends = max(e.time_range.end for e in ran) - min(e.time_range.start for e in ran)
+        return found | {"span": ends / 1e3}
 
     def peak(self, call: Call) -> int:
         """Bytes that a call held at most beyond what was there."""
@@ -428,14 +460,16 @@ def _compared(place: Place, part: str, model: Any, once: Call, rounds: int = 0) 
     float8: dict[str, Any] = {"linear_float8": {"smallest": 0} if place.tiny else True}
     settings = {"bf16": {}, "float8": float8, "layers": {**float8, "swiglu": {"whole": False}}}
     times: dict[str, list[float]] = {name: [] for name in settings}
-    peaks, rows = {}, {}
+    peaks: dict[str, int] = {}
+    rows: dict[str, Row] = {}
     for _ in range(2):
         for name, patches in settings.items():
             liger_multi.patch(model, **patches)
             times[name].append(place.in_turns({"": once}, rounds)[""])
             peaks[name] = place.peak(once)
+            rows[name] = {"trace_ms": place.traced(once)}
             if part == "layer":
-                rows[name] = {"row_ms": place.in_a_row(once)}
+                rows[name]["row_ms"] = place.in_a_row(once)
     for name, found in times.items():
         yield {
             "part": part, "name": SIZES[part][0], "shape": "x".join(map(str, SIZES[part][1:3])),
@@ -505,6 +539,7 @@ def lora(place: Place) -> Iterator[Row]:
         yield {
             "part": "lora", "name": "llama-3-8b", "shape": "2x4096", "variant": name,
             "both_ms": times[name], "extra_bytes": place.peak(once), "held_bytes": held,
+            "trace_ms": place.traced(once),
         }  # fmt: skip
 
 

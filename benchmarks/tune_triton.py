@@ -57,6 +57,7 @@ class Mask(NamedTuple):
 
 
 MASKS = {
+    "causal": Mask(32, 8, 128),
     "window": Mask(32, 8, 128, (1023, 0)),
     "global": Mask(12, 12, 64, (256, 256), 64),
     "sinks-window": Mask(64, 8, 64, (127, 0), sinks=True),
