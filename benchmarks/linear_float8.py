@@ -113,14 +113,13 @@ class Place:
         """Milliseconds of a call's kernels by kind, and from the first one to the last."""
         if self.device.type == "cpu":
             return {}
-        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
             call()
             self.wait()
         found = dict.fromkeys(KERNELS, 0.0)
-        ran = [event for event in seen.events() or () if event.device_type == DeviceType.CUDA]
+        ran = [event for event in seen.events() or () if event.device_type.name == "CUDA"]
         for event in ran:
             kind = next(k for k, p in KERNELS.items() if re.search(p, event.name.lower()))
             found[kind] += event.time_range.elapsed_us() / 1e3
