@@ -119,7 +119,10 @@ class Place:
             call()
             self.wait()
         found = dict.fromkeys(KERNELS, 0.0)
-        ran = [event for event in seen.events() or () if event.device_type.name == "CUDA"]
+        ran = [
+            event for event in seen.events() or ()
+            if event.device_type.name == "CUDA" and not event.is_user_annotation
+        ]  # fmt: skip
         for event in ran:
             kind = next(k for k, p in KERNELS.items() if re.search(p, event.name.lower()))
             found[kind] += event.time_range.elapsed_us() / 1e3

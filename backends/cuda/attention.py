@@ -2,7 +2,8 @@
 
 cuDNN's and Flash's kernels take and keep the contract's own residual, the logarithm of the sums:
 with a sink in it their backward is exact, because the gradient of a score is ``p (dp - sum(dy y))``
-whatever else adds to the sum. The table :data:`ROUTES` chooses between them, by measurements.
+whatever else adds to the sum. The tables :data:`ROUTES` and :data:`ORDERED` choose between them, by
+measurements.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from liger_multi.dispatch.bitwise import bitwise, promise
 from liger_multi.reference.attention.attention import unless_causal
 from liger_multi.reference.common.strict import ordered_attention, strict
 
-__all__ = ["BITWISE", "ROUTES", "backward", "forward", "route", "supports"]
+__all__ = ["BITWISE", "ORDERED", "ROUTES", "backward", "forward", "route", "supports"]
 
 _CUDNN = "cuDNN does not promise that its backward adds in one order"
 _ORDERS = "PyTorch's fused kernels split the work by sizes and the card"
@@ -39,6 +40,12 @@ ROUTES: dict[tuple[int, int], tuple[str, ...]] = {
     (10, 128): ("cudnn", "flash"),
     (10, 256): ("flash",),
 }
+# the same for a backward that has to repeat: cuDNN's does not, and on Hopper Flash's takes longer
+# than Triton's when it adds in one order
+ORDERED: dict[tuple[int, int], tuple[str, ...]] = {
+    key: () if key == (9, 128) else tuple(name for name in names if name != "cudnn")
+    for key, names in ROUTES.items()
+}
 _forced: list[str] = []  # by benchmarks of one route
 
 
@@ -57,10 +64,9 @@ def route(
     if not (q.numel() and k.numel()):
         return "triton"
     major = torch.cuda.get_device_capability(q.device)[0]
-    routes = ROUTES.get((major, 128 if q.shape[3] <= 128 else 256), ())
-    for name in routes:
-        ordered = not (backward and strict())  # that of cuDNN is in no fixed order
-        if name != "cudnn" or (torch.backends.cuda.cudnn_sdp_enabled() and ordered):
+    routes = ORDERED if backward and strict() else ROUTES
+    for name in routes.get((major, 128 if q.shape[3] <= 128 else 256), ()):
+        if name != "cudnn" or torch.backends.cuda.cudnn_sdp_enabled():
             return name
     return "triton"
 

@@ -14,6 +14,7 @@ from liger_multi import ops
 from liger_multi.dispatch import launch
 from liger_multi.ops.attention import from_lengths, key_ranges
 from liger_multi.reference.attention import attention as reference
+from liger_multi.reference.common import strict
 from liger_multi.reference.residuals import attention_residuals as depth_reference
 from liger_multi.testing.tolerance import excess
 from tests import harness
@@ -177,6 +178,10 @@ def test_routes_take_what_they_can(monkeypatch):
     assert routes.route(q, k, v, None, True, 0.0) == "cudnn"
     wide = [x.repeat(1, 1, 1, 32) for x in (q, k, v)]
     assert routes.route(*wide, None, True, 0.0) == "flash"
+    with strict.within("deterministic", None):  # backward repeats, forward always does
+        assert routes.route(q, k, v, None, True, 0.0) == "cudnn"
+        assert routes.route(q, k, v, None, True, 0.0, backward=True) == "triton"
+        assert routes.route(*wide, None, True, 0.0, backward=True) == "flash"
     ends = torch.arange(1, 17, dtype=torch.int32)
     marked = looked_at(torch.stack([torch.zeros_like(ends), ends], -1)[None], 16)
     assert routes.route(q, k, v, marked, False, 0.0) == "cudnn"
