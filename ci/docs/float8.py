@@ -105,12 +105,12 @@ def traces() -> str:
             newest[store.device(run), row["part"], row["name"], row["variant"]] = run, row
     parts = []
     for card in dict.fromkeys(key[0] for key in newest):
-        found = [(run, row) for key, (run, row) in newest.items() if key[0] == card]
+        found = [each for key, each in newest.items() if key[0] == card]
         lines = [["", "variant", *KERNELS, "all kernels", "wall"], ["---"] * (4 + len(KERNELS))]
-        for _, row in found:
-            spent = [row["trace_ms"][kind] for kind in KERNELS]
-            cells = [f"{ms:.1f}" for ms in (*spent, sum(spent), row["both_ms"])]
-            lines.append([PARTS[row["part"]].format(name=row["name"]), row["variant"], *cells])
+        for _, each in found:
+            spent = [each["trace_ms"][kind] for kind in KERNELS]
+            cells = [f"{ms:.1f}" for ms in (*spent, sum(spent), each["both_ms"])]
+            lines.append([PARTS[each["part"]].format(name=each["name"]), each["variant"], *cells])
         parts.append(f"Milliseconds, {_said(found[-1][0])}\n\n{_rows(lines)}")
     return "\n\n".join(parts)
 
