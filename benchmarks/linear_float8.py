@@ -12,7 +12,8 @@ the host before every call. Of layers, ``row_ms`` is a call among ten that it do
   ``gated_mlp_float8`` and layers in FP8 around the activation; errors as of ``adapters``.
 * ``linear``: one layer, its weight trained or frozen, beside torchao's ``rowwise_with_gw_hp``
   (compiled) where that is installed; errors are relative to fp32 GEMMs, by the Frobenius norm.
-* ``layer``: a decoder layer of Llama-3-8B, patched, with and without ``linear_float8``.
+* ``layer``: a decoder layer of Llama-3-8B, patched, with and without ``linear_float8``, and beside
+  torchao's with the compiler; ``gradients`` has it too.
 * ``model`` and ``lora``: whole steps, checkpointed; of LoRA with the bytes of the base.
   ``gradients`` is a step of ``model`` without its optimizer, for cards that do not hold the states.
 
@@ -373,16 +374,32 @@ def _linear_variants(
 
 
 def _torchao(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
+    layer = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], False, weight.device))
+    layer[0].weight = weight
+    return torch.compile(layer) if _to_torchao(layer.to(weight.dtype)) else None
+
+
+def _to_torchao(module: nn.Module) -> bool:
+    """Let torchao run the linear layers of a module in FP8; False where it is not there."""
     try:
         peer = importlib.import_module("torchao.float8")
     except ImportError as missing:
         print(f"torchao does not run: {missing}", flush=True)
-        return None
-    layer = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], False, weight.device))
-    layer[0].weight = weight
+        return False
     config = peer.Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
-    made = peer.convert_to_float8_training(layer.to(weight.dtype), config=config)
-    return torch.compile(made)
+    peer.convert_to_float8_training(module, config=config)
+    return True
+
+
+def _converted(model: Any) -> bool:
+    """Unpatch a model, and let torchao and the compiler run its decoder layers."""
+    liger_multi.unpatch(model)
+    layers = model.model.layers
+    if next(layers.parameters()).device.type == "cpu" or not _to_torchao(layers):
+        return False
+    for each in layers:
+        each.compile()
+    return True
 
 
 def linear(place: Place) -> Iterator[Row]:
@@ -458,7 +475,7 @@ def layer(place: Place) -> Iterator[Row]:
 
 
 def _compared(place: Place, part: str, model: Any, once: Call, rounds: int = 0) -> Iterator[Row]:
-    """The patched model with and without FP8, and with MLPs as layers, in turns."""
+    """The patched model with and without FP8, and with MLPs as layers, in turns; torchao last."""
     float8: dict[str, Any] = {"linear_float8": {"smallest": 0} if place.tiny else True}
     settings = {"bf16": {}, "float8": float8, "layers": {**float8, "swiglu": {"whole": False}}}
     times: dict[str, list[float]] = {name: [] for name in settings}
@@ -472,6 +489,11 @@ def _compared(place: Place, part: str, model: Any, once: Call, rounds: int = 0) 
             rows[name] = {"trace_ms": place.traced(once)}
             if part == "layer":
                 rows[name]["row_ms"] = place.in_a_row(once)
+    if part in ("layer", "gradients") and _converted(model):
+        times["torchao"] = [place.in_turns({"": once}, rounds)[""]]
+        peaks["torchao"], rows["torchao"] = place.peak(once), {"trace_ms": place.traced(once)}
+        if part == "layer":
+            rows["torchao"]["row_ms"] = place.in_a_row(once)
     for name, found in times.items():
         yield {
             "part": part, "name": SIZES[part][0], "shape": "x".join(map(str, SIZES[part][1:3])),
