@@ -67,7 +67,10 @@ def _line(run: Mapping[str, Any], row: Row) -> list[str] | None:
     base = next((r for r in same if r["variant"] == "bf16"), None)
     if base is None:
         return None
-    peer = next((r for r in same if r["variant"] in PEERS), None)
+    peer = min(
+        (r for r in same if r["variant"] in PEERS), key=lambda r: PEERS.index(r["variant"]),
+        default=None,
+    )  # fmt: skip
     held = [r.get("held_bytes", 0) + r["extra_bytes"] for r in (base, row)]
     errors = row.get("error", {})
     return [
@@ -101,7 +104,7 @@ def traces() -> str:
     """Device time by kind of kernel, of the newest traced layers and steps on every card."""
     newest: dict[tuple[str, ...], tuple[Mapping[str, Any], Row]] = {}
     for run, row in store.rows("linear-float8"):
-        if row.get("trace_ms"):
+        if row.get("trace_ms") and row["variant"] != "layers":
             newest[store.device(run), row["part"], row["name"], row["variant"]] = run, row
     parts = []
     for card in dict.fromkeys(key[0] for key in newest):
