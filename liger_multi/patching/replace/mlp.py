@@ -213,7 +213,7 @@ def _with_adapters(
         gate_weight_scale=own[0],
         up_weight_scale=own[1],
         down_weight_scale=own[2],
-        quantized=None if own[:2] == (None, None) else shared_codes(x),
+        quantized=shared_codes(x) if any(scale is not None for scale in own[:2]) else None,
     )
 
 
