@@ -89,7 +89,7 @@ def _convolution(op: str, stock: Callable[..., Any], options: Options) -> Callab
         activation: str | None = None, seq_idx: Tensor | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         kind = "silu" if activation == "swish" else activation
-        unknown = _CONVOLUTION_STATES & kwargs.keys()
+        unknown = [name for name in _CONVOLUTION_STATES if name in kwargs]
         if unknown or kind not in (None, "silu") or type(hidden_states).__name__ == "DTensor":
             given = kwargs if seq_idx is None else kwargs | {"seq_idx": seq_idx}
             result: Tensor = stock(hidden_states, weight, bias, activation=activation, **given)

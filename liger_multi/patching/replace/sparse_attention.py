@@ -279,16 +279,6 @@ class _Config:
 class SparseAttention(Patched):
     """Multi-head latent attention over keys that its indexer lists, or that of a layer before."""
 
-    @property
-    def config(self) -> Any:
-        """The configuration of the module; while it is served, our attention function is in it."""
-        held = vars(self)["config"]
-        return _Config(held) if _serving.get() is self else held
-
-    @config.setter
-    def config(self, config: Any) -> None:
-        vars(self)["config"] = config
-
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """The latents themselves, as keys and values of one head.
 
@@ -308,11 +298,22 @@ class SparseAttention(Patched):
         given = None if torch.compiler.is_compiling() else _served(self, kind, args, kwargs)
         if given is None:
             return inner(self, *args, **kwargs)
-        token = _serving.set(self)
+        served = _naming_ours(self)
+        token = _serving.set(served)
         try:
-            return inner(self, **given)
+            return inner(served, **given)
         finally:
             _serving.reset(token)
+
+
+def _naming_ours(module: Any) -> Any:
+    """A module of one call, whose parts and values are the module's and whose attention is ours.
+
+    Other threads, and graphs that are compiled, meet the module with its own configuration.
+    """
+    made = object.__new__(type(module))
+    vars(made).update(vars(module), config=_Config(module.config))
+    return made
 
 
 def _served(
@@ -324,7 +325,7 @@ def _served(
     if not isinstance(hidden, Tensor) or type(hidden).__name__ == "DTensor":
         return None
     by_us = indexer is None or isinstance(indexer, SparseIndexer)
-    if not by_us or vars(module)["config"]._attn_implementation not in SERVED:
+    if not by_us or module.config._attn_implementation not in SERVED:
         return None
     if module.training and module.attention_dropout:
         return None
