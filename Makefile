@@ -6,6 +6,7 @@
 #   TORCH, TORCH_INDEX       PyTorch for a machine whose $(PYTHON) has none (CPU build, or CUDA with an NVIDIA device)
 #   CONSTRAINT=file          versions of everything else (ci/constraints/pinned.txt; empty for the newest)
 #   WORKERS=2                test processes
+#   WHOLE=1                  every sample of the operators on a CPU, too, in place of a third (tests/thinned.yaml)
 #   PART=1/4                 the first of four parts of test or test-full, which together are all of it
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,6 +16,7 @@ CONSTRAINT ?= ci/constraints/pinned.txt
 BACKEND ?=
 WORKERS ?= 2
 PART ?=
+WHOLE ?=
 RESULTS ?=
 ARGS ?=
 
@@ -35,6 +37,8 @@ endif
 # One thread a process: the processes already fill the cores, and tiny tensors gain nothing from more.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(RUN) -m pytest -q $(PART:%=--part %)
+# What `make test` leaves to `make test-full`: slow tests, and on a CPU without WHOLE=1 the samples outside of its share.
+NOT_SLOW = -m "not slow$(if $(WHOLE)$(DEVICE),, and not sampled)"
 # $(call keep,part): where a part of the suite leaves its results
 keep = $(if $(RESULTS),--results $(RESULTS)/$(1).json --junitxml $(RESULTS)/$(1).xml)
 # $(call skipped,part,reason): a part that this machine cannot run, with its reason, on the screen and among the results
@@ -70,13 +74,13 @@ ifeq ($(DEVICE),)
 test: $(ENV)  ## the suite: references natively, kernels interpreted and cross-compiled (BACKEND=cuda: on a device)
 	@failed=0; \
 	echo "== native"; \
-	$(PYTEST) -m "not slow" $(PROCESSES) $(COMPILED:%=--ignore=%) $(call keep,native) $(ARGS) || failed=1; \
+	$(PYTEST) $(NOT_SLOW) $(PROCESSES) $(COMPILED:%=--ignore=%) $(call keep,native) $(ARGS) || failed=1; \
 	$(SUITE_TRITON) \
 	$(MAKE) --no-print-directory test-npu-some ARGS= || failed=1; \
 	exit $$failed
 else
 test: $(ENV)
-	$(PYTEST) -m "not slow" --backend $(DEVICE) $(PROCESSES) $(call keep,$(DEVICE)) $(ARGS)
+	$(PYTEST) $(NOT_SLOW) --backend $(DEVICE) $(PROCESSES) $(call keep,$(DEVICE)) $(ARGS)
 endif
 
 test-portable: $(ENV)  ## the native suite under other instruction sets, numbers of threads and orders (hours; ROWS=1,4 for some)
@@ -124,8 +128,8 @@ if ! $(RUN) -c 'import triton' 2>/dev/null; then \
   $(call skipped,interpreted,"no Triton on this machine") \
   $(call skipped,cross-compiled,"no Triton on this machine") \
 else \
-  $(if $(INTERPRETED),echo "== kernels$(comma) interpreted"; TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(PROCESSES) --backend triton $(INTERPRETED) $(call keep,interpreted) $(ARGS) || failed=1;) \
-  $(if $(COMPILED),echo "== kernels$(comma) cross-compiled"; $(PYTEST) -m "not slow" $(COMPILED) $(call keep,cross-compiled) $(ARGS) || failed=1;) \
+  $(if $(INTERPRETED),echo "== kernels$(comma) interpreted"; TRITON_INTERPRET=1 $(PYTEST) $(NOT_SLOW) $(PROCESSES) --backend triton $(INTERPRETED) $(call keep,interpreted) $(ARGS) || failed=1;) \
+  $(if $(COMPILED),echo "== kernels$(comma) cross-compiled"; $(PYTEST) $(NOT_SLOW) $(COMPILED) $(call keep,cross-compiled) $(ARGS) || failed=1;) \
   true; \
 fi;
 endef
@@ -156,7 +160,7 @@ endef
 
 test-full: $(ENV)  ## the suite with the slow tests (PART=1/4: the first of four parts)
 	@failed=0; \
-	$(MAKE) --no-print-directory test || failed=1; \
+	$(MAKE) --no-print-directory test WHOLE=1 || failed=1; \
 	echo "== slow"; \
 	$(PYTEST) -m slow $(if $(DEVICE),--backend $(DEVICE)) $(call keep,$(addsuffix -,$(DEVICE))slow) $(ARGS) || failed=1; \
 	$(if $(DEVICE),,$(SLOW_TRITON)) \
@@ -188,7 +192,7 @@ lint: $(ENV)  ## format, lint, types, layering, generated pages
 	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 check: lint  ## lint and the fast tests, under two minutes
-	$(PYTEST) -m "not slow" $(PROCESSES) $(FAST) $(ARGS)
+	$(PYTEST) $(NOT_SLOW) $(PROCESSES) $(FAST) $(ARGS)
 
 static: $(ENV)  ## compile some launches of every kernel for 8 GPUs and print what they cost there
 	$(RUN) -m ci.static --store build/static.txt $(ARGS)

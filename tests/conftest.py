@@ -97,8 +97,9 @@ def pytest_report_header(config):
 
 
 def pytest_itemcollected(item):
-    if harness.leaves(item, THINNED):
-        item.add_marker(pytest.mark.slow)
+    left = harness.left_as(item, THINNED)
+    if left is not None:
+        item.add_marker(left)
 
 
 @pytest.hookimpl(trylast=True)

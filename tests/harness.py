@@ -17,6 +17,7 @@ import fnmatch
 import functools
 import json
 import textwrap
+import zlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -167,19 +168,23 @@ def backends_of_test(item: pytest.Item, named: list[str]) -> set[str]:
     return found if found == {"reference"} else found | set(named)
 
 
-def read_thinned(file: Path) -> dict[tuple[str, str], list[str]]:
-    """Of tests that `make test` runs a part of: globs of the parameters that stay."""
+def read_thinned(file: Path) -> dict[tuple[str, str], list[str] | str]:
+    """Of tests that `make test` runs a part of: globs of the parameters that stay, or a share."""
     text = yaml.safe_load(file.read_text(encoding="utf-8"))
     return {(name, test): keep for name, tests in text.items() for test, keep in tests.items()}
 
 
-def leaves(item: pytest.Item, thinned: dict[tuple[str, str], list[str]]) -> bool | None:
-    """Whether a test is left to `make test-full`; None where its kind is not thinned."""
+def left_as(item: pytest.Item, thinned: dict[tuple[str, str], list[str] | str]) -> str | None:
+    """The marker of a test that `make test` leaves out; None for one that it runs."""
     keep = thinned.get((item.path.name, getattr(item, "originalname", item.name)))
     if keep is None:
         return None
     callspec = getattr(item, "callspec", None)
-    return not any(fnmatch.fnmatchcase(callspec.id if callspec else "", glob) for glob in keep)
+    parameters = callspec.id if callspec else ""
+    if isinstance(keep, str):
+        stay, of = map(int, keep.split("/"))
+        return None if zlib.crc32(parameters.encode()) % of < stay else "sampled"
+    return None if any(fnmatch.fnmatchcase(parameters, glob) for glob in keep) else "slow"
 
 
 # --- parts ---
@@ -206,7 +211,7 @@ def unit(nodeid):
 def run_name(config):
     """What times are recorded under: kernels that are interpreted take others, as do slow tests."""
     kind = "interpreted" if harness.interpreted() else "native"
-    return f"{kind} {config.getoption('markexpr')}".strip()
+    return f"{kind} {config.getoption('markexpr').removesuffix(' and not sampled')}".strip()
 
 
 def recorded():

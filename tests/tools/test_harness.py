@@ -224,7 +224,7 @@ def test_thinned_tests_exist():
 def test_of_thinned_tests_something_stays(request):
     """Of those that this run collected whole."""
     narrowed = {Path(arg.partition("::")[0]).name for arg in request.config.args if "::" in arg}
-    marked = request.config.getoption("markexpr") != "not slow"
+    marked = not request.config.getoption("markexpr").startswith("not slow")
     kept = {(i.path.name, getattr(i, "originalname", i.name)) for i in request.session.items}
     files = {file for file, _ in kept} - narrowed
     if marked or request.config.getoption("keyword") or request.config.getoption("--part"):
@@ -245,10 +245,20 @@ class Item:
 def test_what_is_thinned_is_slow_but_for_what_stays():
     thinned = {("test_a.py", "test_one"): ["x", "y-*"], ("test_a.py", "test_gone"): []}
     found = [
-        harness.leaves(item, thinned)
+        harness.left_as(item, thinned)
         for item in (
             Item("test_one", id="x"), Item("test_one", id="y-2"), Item("test_one", id="z"),
             Item("test_gone"), Item("test_other", id="z"),
         )
     ]  # fmt: skip
-    assert found == [False, False, True, True, None]
+    assert found == [None, None, "slow", "slow", None]
+
+
+def test_a_share_stays_the_same_and_the_rest_is_sampled():
+    """The same third in every process, and every sample is in it or marked."""
+    items = [Item("test_one", id=f"softmax-{n}-float32") for n in range(300)]
+    found = [harness.left_as(item, {("test_a.py", "test_one"): "1/3"}) for item in items]
+    assert set(found) == {None, "sampled"}
+    assert 70 < found.count(None) < 130
+    whole = [harness.left_as(item, {("test_a.py", "test_one"): "3/3"}) for item in items]
+    assert set(whole) == {None}
