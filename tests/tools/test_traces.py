@@ -1,0 +1,55 @@
+"""Traces of a device: idle time, and what belongs to the head of a step."""
+
+import pytest
+
+from benchmarks import traces
+from benchmarks.traces import Span
+
+STEP = [
+    Span("_rms_norm_forward_kernel", 0, 5),
+    Span("Memcpy DtoH (Device -> Pinned)", 6, 8),
+    Span("nvjet_gemm", 28, 40),
+    Span("_cross_entropy_forward_kernel", 40, 50),
+    Span("nvjet_gemm", 50, 60),
+    Span("_cross_entropy_forward_kernel", 61, 70),  # a second chunk, of the same head
+    Span("_rms_norm_backward_kernel", 90, 95),
+]
+
+
+def test_idle_time_is_where_nothing_runs():
+    assert traces.idle([]) == 0
+    assert traces.idle([Span("a", 0, 10), Span("b", 2, 5), Span("c", 9, 12)]) == 0
+    assert traces.idle([Span("c", 20, 21), Span("a", 0, 10), Span("b", 2, 5)]) == 10
+
+
+def test_a_head_reaches_from_the_last_norm_to_the_first_loss():
+    (head,) = traces.heads_of(STEP)
+    assert head == STEP[:4]
+    assert traces.idle(head) == 1 + 20
+    assert len(traces.heads_of(STEP * 3)) == 3
+    assert traces.heads_of(STEP[1:3]) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["stalls", "tiny:2x32", "--steps", "1", "--forms", "accumulation,stage"],
+        ["heads", "--shapes", "64x32x500", "--chunks", "auto,64KiB", "--rounds", "2"],
+        ["operators", "--ops", "layer_norm", "--samples", "8192x4096", "--calls", "1"],
+    ],
+    ids=lambda given: given[0],
+)
+def test_a_trial_on_a_cpu(arguments, capsys):
+    assert traces.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    wanted = {"stalls": 2, "heads": 3 + 2 * 4, "operators": 3}[arguments[0]]
+    assert (
+        len([line for line in lines if " us" in line or " ms" in line or "TB/s" in line]) == wanted
+    )
+
+
+def test_a_gemm_is_known_by_its_name():
+    for name in ("nvjet_tst_128x256", "sm90_xmma_gemm_bf16", "cutlass_80_tensorop", "aten::mm"):
+        assert traces.GEMM.search(name)
+    for name in ("_cross_entropy_forward_kernel", "aten::mul", "elementwise_kernel"):
+        assert not traces.GEMM.search(name)
