@@ -8,6 +8,8 @@ run in turns, because the clock of a busy card falls.
 
 ``operators``: time of every kernel of an operator, beside the bytes that it cannot do without.
 
+``adapters``: of layers with LoRA, PEFT's and ours, the kernels by name and the host's time.
+
 Every command prints lines; ``benchmarks.store --notes`` keeps them.
 """
 
@@ -18,6 +20,7 @@ import itertools
 import re
 import statistics
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -428,9 +431,94 @@ def operator_line(
     )
 
 
+# --- adapters ---
+
+
+def adapters(arguments: Sequence[str]) -> int:
+    """Print kernels and host time of layers with adapters."""
+    import copy
+    from contextlib import nullcontext
+
+    from benchmarks.lora import FORMS as PRECISIONS
+    from benchmarks.lora import LAYER, TINY, adapted, parts
+    from liger_multi import patch
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.traces adapters")
+    parser.add_argument("--parts", default="qkv as one,mlp")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--names", type=int, default=0, help="how many kernels to list")
+    given = parser.parse_args(arguments)
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    cpu = device.type == "cpu"
+    stock = adapted({**LAYER, **(TINY if cpu else {})}, device, 16)
+    models = {"PEFT": stock, "ours": copy.deepcopy(stock)}
+    patch(models["ours"])
+    made = {name: parts(model, 64 if cpu else 8192, device) for name, model in models.items()}
+    for part, form in itertools.product(given.parts.split(","), PRECISIONS):
+        calls = {}
+        for name, runs in made.items():
+
+            def call(run: Call = runs[part], model: Any = models[name], form: str = form) -> None:
+                on = form == "autocast"
+                with torch.autocast(device.type, torch.bfloat16) if on else nullcontext():
+                    value = run()
+                value.backward()
+                model.zero_grad(set_to_none=True)
+
+            calls[name] = call
+        traces = in_turns(calls, device, given.rounds)
+        for name, found in traces.items():
+            kernels = statistics.median(sum(s.length for s in one) for one in found)
+            say(
+                f"{part}, {form}: {name:5} {len(found[-1])} launches, kernels "
+                f"{kernels / 1e3:.3f} ms, the host enqueues in {enqueued(calls[name], device):.3f} "
+                f"ms, both {waited(calls[name], device):.3f} ms"
+            )
+            for line in by_name(found[-1])[: given.names]:
+                say("    " + line)
+    return 0
+
+
+def by_name(found: Sequence[Span]) -> list[str]:
+    """Kernels of one name together, the longest first."""
+    lengths: dict[str, list[float]] = defaultdict(list)
+    for span in found:
+        lengths[span.name[:90]].append(span.length)
+    order = sorted(lengths.items(), key=lambda item: -sum(item[1]))
+    return [f"{sum(each):8.1f} us in {len(each)}: {name}" for name, each in order]
+
+
+def timed(call: Call, device: torch.device, until: Call) -> float:
+    """Median milliseconds of a call, which begins at an idle device."""
+    found = []
+    for _ in range(9):
+        wait(device)
+        start = time.perf_counter()
+        call()
+        until()
+        found.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(found)
+
+
+def enqueued(call: Call, device: torch.device) -> float:
+    """Milliseconds until the host has enqueued a call."""
+    return timed(call, device, lambda: None)
+
+
+def waited(call: Call, device: torch.device) -> float:
+    """Milliseconds until the device has done a call."""
+    return timed(call, device, lambda: wait(device))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read traces of heads in training steps, of losses, or of operators."""
-    return store.run_command({"stalls": stalls, "heads": heads, "operators": operators}, arguments)
+    """Read traces of heads in training steps, of losses, of operators, or of adapters."""
+    commands: dict[str, Callable[[Sequence[str]], int]] = {
+        "stalls": stalls,
+        "heads": heads,
+        "operators": operators,
+        "adapters": adapters,
+    }
+    return store.run_command(commands, arguments)
 
 
 if __name__ == "__main__":

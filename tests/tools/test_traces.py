@@ -36,13 +36,14 @@ def test_a_head_reaches_from_the_last_norm_to_the_first_loss():
         ["stalls", "tiny:2x32", "--steps", "1", "--forms", "accumulation,stage"],
         ["heads", "--shapes", "64x32x500", "--chunks", "auto,64KiB", "--rounds", "2"],
         ["operators", "--ops", "layer_norm", "--samples", "8192x4096", "--calls", "1"],
+        ["adapters", "--parts", "qkv as one", "--rounds", "1"],
     ],
     ids=lambda given: given[0],
 )
 def test_a_trial_on_a_cpu(arguments, capsys):
     assert traces.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
-    wanted = {"stalls": 2, "heads": 3 + 2 * 4, "operators": 3}[arguments[0]]
+    wanted = {"stalls": 2, "heads": 3 + 2 * 4, "operators": 3, "adapters": 4}[arguments[0]]
     assert (
         len([line for line in lines if " us" in line or " ms" in line or "TB/s" in line]) == wanted
     )
