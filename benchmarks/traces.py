@@ -455,7 +455,7 @@ def adapters(arguments: Sequence[str]) -> int:
     patch(models["ours"])
     made = {name: parts(model, 64 if cpu else 8192, device) for name, model in models.items()}
     for part, form in itertools.product(given.parts.split(","), PRECISIONS):
-        calls = {}
+        calls: dict[str, Call] = {}
         for name, runs in made.items():
 
             def call(run: Call = runs[part], model: Any = models[name], form: str = form) -> None:
