@@ -8,6 +8,9 @@ run in turns, because the clock of a busy card falls.
 
 ``operators``: time of every kernel of an operator, beside the bytes that it cannot do without.
 
+``fusion``: what a fused head could save at most: the row kernel on a second stream beside the GEMM
+of the next chunk, and a Triton GEMM, in whose end the statistics would be, beside the vendor's.
+
 ``adapters``: of layers with LoRA, PEFT's and ours, the kernels by name and the host's time.
 
 Every command prints lines; ``benchmarks.store --notes`` keeps them.
@@ -337,6 +340,78 @@ def heads(arguments: Sequence[str]) -> int:
     return 0
 
 
+def fusion_ways(rows: int, width: int, classes: int) -> dict[str, Call]:
+    """The GEMM of the logits and the row kernel, alone and beside each other."""
+    from liger_multi.backends.triton.common.gemm import gemm_by_rows
+    from liger_multi.backends.triton.cross_entropy.operators import TritonRows
+    from liger_multi.reference.cross_entropy.rows import Objective
+
+    device, objective = torch.device("cuda"), Objective(-100, 0.0, 0.0, None)
+    second = torch.cuda.Stream()
+    hidden, weight = (torch.randn(n, width, device=device).bfloat16() for n in (rows, classes))
+    weight.mul_(width**-0.5)
+    target = torch.randint(classes, (rows,), device=device)
+    logits = torch.empty(rows, classes, device=device, dtype=torch.bfloat16)
+    every, halves = slice(0, rows), (slice(0, rows // 2), slice(rows // 2, rows))
+
+    def gemm(part: slice) -> None:
+        torch.mm(hidden[part], weight.mT, out=logits[part])
+
+    def row_kernel(part: slice) -> None:
+        TritonRows.statistics_and_gradient_(logits[part], target[part], None, objective, None, "")
+
+    def one_stream() -> None:
+        for part in halves:
+            gemm(part)
+            row_kernel(part)
+
+    def two_streams() -> None:
+        first = torch.cuda.current_stream()
+        for part in halves:
+            gemm(part)
+            second.wait_stream(first)
+            with torch.cuda.stream(second):
+                row_kernel(part)
+        first.wait_stream(second)
+
+    return {
+        "GEMM of the logits": lambda: gemm(every),
+        "the same by Triton": lambda: gemm_by_rows(hidden, weight.mT, None, logits),
+        "row kernel": lambda: row_kernel(every),
+        "both, in halves, one stream": one_stream,
+        "both, in halves, two streams": two_streams,
+    }
+
+
+def fusion(arguments: Sequence[str]) -> int:
+    """Print what overlap and a GEMM of our own would give a head."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.traces fusion")
+    parser.add_argument("--shapes", default="8192x4096x128256,8192x2048x151936")
+    given = parser.parse_args(arguments)
+    for text in given.shapes.split(","):
+        ways = fusion_ways(*map(int, text.split("x")))
+        for call in ways.values():
+            call()
+        times: dict[str, list[float]] = defaultdict(list)
+        for _ in range(7):
+            for name, call in ways.items():
+                times[name].append(by_events(call))
+        for name, found in times.items():
+            say(f"{text} {name:30} {statistics.median(found):8.3f} ms, least {min(found):8.3f}")
+    return 0
+
+
+def by_events(call: Call) -> float:
+    """Milliseconds of the device for one call, behind enough work that the host is ahead."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(2_000_000)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
 def show(shape: str, floor: str, found: dict[str, list[list[Span]]]) -> None:
     """A line a call."""
     base = statistics.median(sum(s.length for s in one) for one in found[floor])
@@ -511,10 +586,11 @@ def waited(call: Call, device: torch.device) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read traces of heads in training steps, of losses, of operators, or of adapters."""
+    """Read traces of heads in training steps, of losses, of operators or of adapters."""
     commands: dict[str, Callable[[Sequence[str]], int]] = {
         "stalls": stalls,
         "heads": heads,
+        "fusion": fusion,
         "operators": operators,
         "adapters": adapters,
     }
