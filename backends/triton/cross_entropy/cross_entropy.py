@@ -274,7 +274,8 @@ def finish(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The outputs of the contract and the denominators; ``ce`` holds ``zl`` too for none."""
     wanted = outputs.split(",")
-    predicted = rows.argmax if "predicted_tokens" in wanted else rows.argmax.new_empty(0)
+    kept = "predicted_tokens" in wanted or not rows.argmax.numel()
+    predicted = rows.argmax if kept else rows.argmax.new_empty(0)
     if reduction == "none":
         z_loss = rows.zl if "z_loss" in wanted else rows.ce.new_empty(0)
         loss, by, accuracy = rows.ce, rows.ce.new_ones(2), rows.ce.new_empty(0)
