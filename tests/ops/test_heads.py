@@ -570,6 +570,12 @@ def test_places_of_a_device_are_those_of_nonzero(share, monkeypatch):
     assert device.log == ["recorded", "waited"]
 
 
+def test_who_has_places_without_a_wait():
+    assert not fused_linear.has_static_nonzero("cpu")
+    assert not fused_linear.has_static_nonzero("meta")
+    assert not fused_linear.has_static_nonzero("npu")  # unless its package brings a kernel
+
+
 def test_a_device_goes_on_while_its_valid_rows_are_counted(device):
     if device.type != "cuda":
         pytest.skip("needs a device that says who waits for it")
