@@ -213,19 +213,24 @@ def stalls(arguments: Sequence[str]) -> int:
         for _ in range(4):
             call()
         found = spans(lambda call=call: [call() for _ in range(given.steps)], device)  # type: ignore[misc]
-        heads = heads_of(found)
-        at_head = [idle(head) for head in heads] or [float("nan")]
-        copies = sum("dtoh" in s.name.lower() for head in heads for s in head)
-        whole = sum(s.length for s in found)
-        say(
-            f"{given.label:8} {name:22} {form:13} idle at the head, us: median "
-            f"{statistics.median(at_head):8.1f} least {min(at_head):8.1f} most {max(at_head):8.1f} "
-            f"of {len(heads)} heads, {copies} copies to the host; kernels of a step "
-            f"{whole / given.steps / 1e3:8.2f} ms, idle {idle(found) / given.steps / 1e3:7.2f} ms"
-        )
+        say(f"{given.label:8} {name:22} {form:13} {stall_line(found, given.steps)}")
         del call
         release()
     return 0
+
+
+def stall_line(found: list[Span], steps: int) -> str:
+    """Idle time at the heads of some steps, and of the steps."""
+    heads = heads_of(found)
+    at_head = [idle(head) for head in heads] or [float("nan")]
+    copies = sum("dtoh" in s.name.lower() for head in heads for s in head)
+    whole = sum(s.length for s in found)
+    return (
+        f"idle at the head, us: median {statistics.median(at_head):8.1f} least "
+        f"{min(at_head):8.1f} most {max(at_head):8.1f} of {len(heads)} heads, {copies} copies to "
+        f"the host; kernels of a step {whole / steps / 1e3:8.2f} ms, idle "
+        f"{idle(found) / steps / 1e3:7.2f} ms"
+    )
 
 
 def release() -> None:
@@ -397,8 +402,13 @@ def fusion(arguments: Sequence[str]) -> int:
             for name, call in ways.items():
                 times[name].append(by_events(call))
         for name, found in times.items():
-            say(f"{text} {name:30} {statistics.median(found):8.3f} ms, least {min(found):8.3f}")
+            say(f"{text} {name:30} {fusion_line(found)}")
     return 0
+
+
+def fusion_line(found: list[float]) -> str:
+    """Milliseconds of one way."""
+    return f"{statistics.median(found):8.3f} ms, least {min(found):8.3f}"
 
 
 def by_events(call: Call) -> float:
@@ -487,13 +497,18 @@ def traced(runner: Any, clock: Any) -> dict[str, list[Span]]:
         }
 
 
+def plain(name: str) -> str:
+    """A kernel's name without what its template was made for."""
+    return name.partition("<")[0].removeprefix("void ").replace(",", "")[:60]
+
+
 def operator_line(
     case: Any, direction: str, found: list[list[Span]], least: float, peak: Any
 ) -> str:
     """Time of each kernel in order, the sum, and what the least bytes are of a copy's time."""
     every = statistics.median(sum(s.length for s in one) for one in found)
     alone = [
-        f"{parts[0].name[:60]} {statistics.median(s.length for s in parts):.1f}"
+        f"{plain(parts[0].name)} {statistics.median(s.length for s in parts):.1f}"
         for parts in (zip(*found) if len({len(one) for one in found}) == 1 else ())
     ]
     share = ""
@@ -543,15 +558,20 @@ def adapters(arguments: Sequence[str]) -> int:
             calls[name] = call
         traces = in_turns(calls, device, given.rounds)
         for name, found in traces.items():
-            kernels = statistics.median(sum(s.length for s in one) for one in found)
-            say(
-                f"{part}, {form}: {name:5} {len(found[-1])} launches, kernels "
-                f"{kernels / 1e3:.3f} ms, the host enqueues in {enqueued(calls[name], device):.3f} "
-                f"ms, both {waited(calls[name], device):.3f} ms"
-            )
+            times = enqueued(calls[name], device), waited(calls[name], device)
+            say(f"{part}, {form}: {name:5} {adapter_line(found, *times)}")
             for line in by_name(found[-1])[: given.names]:
                 say("    " + line)
     return 0
+
+
+def adapter_line(found: list[list[Span]], host: float, both: float) -> str:
+    """Launches and medians, in milliseconds."""
+    kernels = statistics.median(sum(s.length for s in one) for one in found)
+    return (
+        f"{len(found[-1])} launches, kernels {kernels / 1e3:.3f} ms, the host enqueues in "
+        f"{host:.3f} ms, both {both:.3f} ms"
+    )
 
 
 def by_name(found: Sequence[Span]) -> list[str]:

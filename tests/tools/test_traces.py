@@ -1,9 +1,12 @@
 """Traces of a device: idle time, and what belongs to the head of a step."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from benchmarks import traces
 from benchmarks.traces import Span
+from ci.docs import traces as pages
 
 STEP = [
     Span("_rms_norm_forward_kernel", 0, 5),
@@ -54,3 +57,36 @@ def test_a_gemm_is_known_by_its_name():
         assert traces.GEMM.search(name)
     for name in ("_cross_entropy_forward_kernel", "aten::mul", "elementwise_kernel"):
         assert not traces.GEMM.search(name)
+
+
+CASE = SimpleNamespace(op="jsd", label="logits-8x9")
+PEAK = SimpleNamespace(copy_bytes_per_second=3e12)
+KERNELS = [Span("_jsd_kernel", 0, 8), Span("void at::reduce<int, 4>(int)", 9, 60)]
+LINES = {
+    "stalls": [f"new      m:8x512   step     {traces.stall_line(STEP, 1)}"],
+    "heads": [
+        traces.head_line("8x4x9 three GEMMs", [STEP], 0),
+        traces.head_line("8x4x9 chunk=auto", [STEP], 30.0),
+    ],
+    "fusion": [f"8x4x9 {'GEMM of the logits':30} {traces.fusion_line([12.0, 11.9])}"],
+    "operators": [
+        traces.operator_line(CASE, "forward", [KERNELS], 2**20, PEAK),
+        traces.operator_line(CASE, "backward", [KERNELS], 0, PEAK),
+    ],
+    "adapters": [f"qkv as one, fp32 adapters: {'PEFT':5} {traces.adapter_line([KERNELS], 2, 3.5)}"],
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_the_page_has_every_line_that_is_printed(name):
+    table = pages.TABLES[name]
+    found = pages.rows(table, [*LINES[name], "    12.0 us in 3: a kernel"])
+    assert len(found) == len(LINES[name])
+    assert all(len(cells) == len(table.heads) for cells in found)
+    assert all(cells[-1] for cells in found)
+
+
+def test_the_page_names_the_longest_kernels():
+    (cells,) = pages.rows(pages.TABLES["operators"], LINES["operators"][:1])
+    assert cells[-1] == "at::reduce 51.0; _jsd_kernel 8.0"
+    assert cells[:4] == ["jsd", "logits-8x9", "forward", "2"]
