@@ -25,7 +25,8 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -203,20 +204,41 @@ def stalls(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="+", help="MODEL:BATCHxTOKENS")
     parser.add_argument("--forms", default=",".join(FORMS), help="with commas")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--label", default="", help="what is measured, in front of every line")
+    parser.add_argument("--counts", default="nonzero,event", help="how rows are counted")
     given = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     for name, form in itertools.product(given.runs, given.forms.split(",")):
         if form == "graph" and device.type != "cuda":
             continue
         call = FORMS[form](Trainer(name, device))
-        for _ in range(4):
-            call()
-        found = spans(lambda call=call: [call() for _ in range(given.steps)], device)  # type: ignore[misc]
-        say(f"{given.label:8} {name:22} {form:13} {stall_line(found, given.steps)}")
+        for count in ("none",) if form == "graph" else given.counts.split(","):
+            with counted_by(count):
+                for _ in range(4):
+                    call()
+                found = spans(repeated(call, given.steps), device)
+            say(f"{count:8} {name:22} {form:13} {stall_line(found, given.steps)}")
         del call
         release()
     return 0
+
+
+def repeated(call: Call, times: int) -> Call:
+    """The same some times over."""
+    return lambda: [call() for _ in range(times)]
+
+
+@contextmanager
+def counted_by(way: str) -> Iterator[None]:
+    """Count valid rows by ``nonzero``, which waits, or behind an event, where a device can."""
+    from liger_multi.reference.cross_entropy import fused_linear
+
+    able = fused_linear.has_static_nonzero
+    if way == "nonzero":
+        fused_linear.has_static_nonzero = lambda kind: False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        fused_linear.has_static_nonzero = able
 
 
 def stall_line(found: list[Span], steps: int) -> str:

@@ -24,7 +24,7 @@ class Table(NamedTuple):
 TABLES = {
     "stalls": Table(
         "stalls",
-        ("code", "model", "form", "idle at a head, us: median", "least", "most", "copies",
+        ("count", "model", "form", "idle at a head, us: median", "least", "most", "copies",
          "kernels of a step, ms", "idle in a step, ms"),
         rf"(\w+) +(\S+) +(\w+) +idle at the head, us: median{NUMBER} least{NUMBER} most{NUMBER} of "
         rf"\d+ heads, (\d+) copies to the host; kernels of a step{NUMBER} ms, idle{NUMBER} ms",
