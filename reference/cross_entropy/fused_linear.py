@@ -62,16 +62,19 @@ class Places:
 
     A device that ran ``nonzero``, which waits for its own result, would then wait for the host.
     Here the number is copied behind an event: what is enqueued until :meth:`get` keeps the device
-    busy meanwhile.
+    busy meanwhile (llama-4-layers:8x4096 on an H100, 2026-11: idle at the head 0.79 to 0.37 ms).
+    That takes more calls, 0.16 ms of that host in place of 0.07, so a device that has nothing to
+    do, whose host is late already, is asked at once.
     """
 
     def __init__(self, kept: Tensor) -> None:
         self._kept, self._event = kept, None
         if has_static_nonzero(kept.device.type):
-            self._count = kept.sum().to("cpu", non_blocking=True)
-            module = torch.get_device_module(kept.device)
-            self._event = module.current_stream(kept.device).record_event()
-            self._padded = torch.nonzero_static(kept, size=kept.numel()).squeeze(1)
+            stream = torch.get_device_module(kept.device).current_stream(kept.device)
+            if not stream.query():
+                self._count = kept.sum().to("cpu", non_blocking=True)
+                self._event = stream.record_event()
+                self._padded = torch.nonzero_static(kept, size=kept.numel()).squeeze(1)
 
     def get(self) -> Tensor:
         """The places, in order."""
