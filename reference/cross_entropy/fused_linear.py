@@ -63,7 +63,7 @@ class Places:
     A device that ran ``nonzero``, which waits for its own result, would then wait for the host.
     Here the number is copied behind an event: what is enqueued until :meth:`get` keeps the device
     busy meanwhile (llama-4-layers:8x4096 on an H100, 2026-11: idle at the head 0.79 to 0.37 ms).
-    That takes more calls, 0.16 ms of that host in place of 0.07, so a device that has nothing to
+    That takes more calls, 0.16 to 0.34 ms of that host for 0.07, so a device that has nothing to
     do, whose host is late already, is asked at once.
     """
 
