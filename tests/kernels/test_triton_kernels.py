@@ -40,6 +40,7 @@ from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
 from liger_multi.backends.triton.float8.rows import CodeRoom
 from liger_multi.backends.triton.linear_attention import selective_scan, ssd_scan
 from liger_multi.reference.common.float8 import FORMATS
+from liger_multi.reference.common.strict import within
 from liger_multi.reference.cross_entropy.float8 import PLAIN
 from liger_multi.reference.cross_entropy.rows import Objective
 from liger_multi.reference.experts.fused_moe import sorted_pairs
@@ -544,6 +545,24 @@ def test_columns_that_are_kept_change_no_result(monkeypatch, kept, cols):
         rows = TritonRows.statistics_and_gradient_(raw, target, None, objective, None, "loss")
         torch.testing.assert_close(rows.ce.double(), loss.detach(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(raw.double(), exact.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [None, True, "rows"])
+def test_equal_bits_ask_for_one_launch_with_and_without_gradient(monkeypatch, mode):
+    """A log-probability that no gradient was asked of is that of a training step."""
+    asked = []
+
+    def recorded(name, formula, device, **shape):
+        asked.append(shape.get("gradient"))
+        return launch.launch_config(name, formula, device, **shape)
+
+    monkeypatch.setattr(row_kernels, "launch_config", recorded)
+    raw, target = torch.randn(4, 300, device=DEVICE), torch.arange(4, device=DEVICE)
+    objective = Objective(-100, 0.0, 0.0, None)
+    with within("" if mode is None else "rows" if mode == "rows" else "deterministic", None):
+        TritonRows.statistics(raw, target, None, objective, "loss")
+        TritonRows.statistics_and_gradient_(raw, target, None, objective, None, "loss")
+    assert asked == [0, 1 if mode is None else 0]
 
 
 # --- gradients of gated activations as codes ---

@@ -42,6 +42,7 @@ from liger_multi.backends.triton.common.rows import (
     warps,
 )
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.reference.common.strict import strict
 from liger_multi.reference.cross_entropy.reduction import check_targets
 from liger_multi.reference.cross_entropy.rows import Objective, RowStats
 
@@ -557,7 +558,7 @@ def _launch_rows(
     sums = _sums(options) + (rows.entropy.numel() > 0) + 2 * (rows.argmax.numel() > 0)
     k = launch_config(
         "cross_entropy.forward", row_config, logits.device, rows=count, cols=cols, sums=sums,
-        gradient=int(gradient),
+        gradient=int(gradient and not strict()),  # equal bits: the same launch for statistics alone
     )  # fmt: skip
     launch(
         _cross_entropy_forward_kernel, count,
