@@ -41,7 +41,40 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
          "tie_word_embeddings": True},
     ),
     "llama-4-layers": ("Llama", {**SIZES["llama-3.2-1b"][1], "num_hidden_layers": 4}),
+    # as google/gemma-3-1b-pt, Qwen/Qwen3-30B-A3B (48 layers) and Qwen/Qwen2.5-VL-3B-Instruct (36
+    # layers of text and 32 of vision) on the Hugging Face hub
+    "gemma-3-1b": (
+        "Gemma3",
+        {"hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+         "vocab_size": 262144, "sliding_window": 512, "tie_word_embeddings": True},
+    ),
+    "qwen3-30b-a3b-4-layers": (
+        "Qwen3Moe",
+        {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+         "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4,
+         "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+         "vocab_size": 151936, "tie_word_embeddings": False},
+    ),
+    "qwen2.5-vl-3b-8-layers": (
+        "Qwen2_5_VL",
+        {"vocab_size": 151936, "image_token_id": 151655, "tie_word_embeddings": True,
+         "text_config": {
+             "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 8,
+             "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936,
+             "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0,
+                                 "mrope_section": [16, 24, 24]}},
+         "vision_config": {
+             "hidden_size": 1280, "intermediate_size": 3420, "depth": 8, "num_heads": 16,
+             "out_hidden_size": 2048, "fullatt_block_indexes": [3, 7]}},
+    ),
 }  # fmt: skip
+NAMES = {
+    "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "Qwen2_5_VL": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration"),
+}
+"""Classes of a family that does not name them as most do."""
+PATCHES = 32  # of a picture along each side, of which 2 x 2 become a token
 WARM_STEPS = 3
 
 
@@ -116,19 +149,41 @@ def build(run: Run, device: torch.device) -> Any:
     import transformers
 
     family, sizes = MODELS[run.model]
-    sizes = {"max_position_embeddings": max(2048, run.tokens), **sizes}
-    config = getattr(transformers, f"{family}Config")(**sizes)
+    sizes = dict(sizes)
+    text = sizes.get("text_config")
+    if text is None:
+        sizes = {"max_position_embeddings": max(2048, run.tokens), **sizes}
+    names = NAMES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
+    config, kind = (getattr(transformers, name) for name in names)
+    config = config(**sizes)
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     with torch.device(device):
-        model = getattr(transformers, f"{family}ForCausalLM")._from_config(
-            config, dtype=torch.bfloat16
-        )
+        model = kind._from_config(config, dtype=torch.bfloat16)
     model.train()
-    model.config.use_cache = False
+    model.config.get_text_config().use_cache = False
     if run.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def pictures(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """A picture in every sequence, whose tokens are the first; nothing for a model of text."""
+    token = getattr(model.config, "image_token_id", None)
+    if token is None:
+        return {}
+    vision = model.config.vision_config
+    count, width = ids.shape[0], 3 * vision.temporal_patch_size * vision.patch_size**2
+    ids.masked_fill_(ids == token, 0)
+    ids[:, : (PATCHES // vision.spatial_merge_size) ** 2] = token
+    return {
+        "pixel_values": torch.randn(
+            count * PATCHES**2, width, device=ids.device, dtype=torch.bfloat16
+        ),
+        "image_grid_thw": torch.tensor([[1, PATCHES, PATCHES]] * count, device=ids.device),
+        "mm_token_type_ids": (ids == token).to(torch.int32),
+        "labels": ids.masked_fill(ids == token, -100),
+    }
 
 
 def measure(run: Run, variant: str, steps: int, limit_gb: float | None) -> dict[str, Any]:
@@ -145,11 +200,12 @@ def measure(run: Run, variant: str, steps: int, limit_gb: float | None) -> dict[
     times, loss = [], torch.zeros(())
     for step in range(WARM_STEPS + steps):
         ids = torch.randint(vocabulary, (run.batch, run.tokens), generator=generator, device=device)
+        batch = {"input_ids": ids, "labels": ids, **pictures(model, ids)}
         if step == WARM_STEPS and device.type != "cpu":
             module.reset_peak_memory_stats()
         torch.accelerator.synchronize() if device.type != "cpu" else None
         start = time.perf_counter()
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = model(**batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -33,6 +33,7 @@ from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import bitwise as docs_bitwise
 from ci.docs import float8 as docs_float8
 from ci.docs import status as docs_status
+from ci.docs import traces as docs_traces
 from ci.npu import levels
 from ci.trainers import page as trainers
 
@@ -400,6 +401,7 @@ def pages() -> dict[Path, Callable[[str], str]]:
         docs / "memory.md": docs_benchmarks.memory_page,
         docs / "planning.md": docs_benchmarks.planning_page,
         docs / "recompute.md": docs_benchmarks.recompute_page,
+        docs / "traces.md": docs_traces.page,
         docs / "trainers.md": trainers.page,
         ROOT / "examples" / "README.md": docs_benchmarks.examples_page,
     }

@@ -41,6 +41,8 @@ your own device:
 Times are medians of one run. Each row is the newest of its implementation, and "/ ours" divides it
 by ours in the same run. Do not compare times of different runs; compare ratios, or use
 `python -m benchmarks.store compare OLD NEW`. [Performance](performance.md) has targets and limits.
+"wrong" is an error beyond the tolerance of the tests, "failed" an exception; neither has a time.
+"error" is in tolerances of the tests.
 
 | who | meaning |
 |---|---|
@@ -48,6 +50,7 @@ by ours in the same run. Do not compare times of different runs; compare ratios,
 | stock | the unpatched model |
 | torch, aten, compile | the plain formula, PyTorch's own function, `torch.compile` of the formula |
 | liger, cce, flex, cudnn, flash | Liger-Kernel, Cut Cross Entropy, and kernels of attention |
+| torch-fused | `torch.nn.functional.linear_cross_entropy` |
 | products | the GEMMs of a loss on an LM head alone, a lower bound |
 """
 
@@ -111,20 +114,25 @@ def _size(count: float | None) -> str:
 
 
 def _group(sample: str, rows: Mapping[str, Row]) -> list[str]:
-    """Lines of the providers of one sample, ours first, with bars."""
-    timed = [r for r in rows.values() if r.row.get("both_ms")]
-    longest = max((r.row["both_ms"] for r in timed), default=1.0)
+    """Lines of the providers of one sample, ours first and those without a time last, with bars."""
+    longest = max((r.row.get("both_ms") or 0.0 for r in rows.values()), default=0.0)
     lines = []
-    for one in sorted(timed, key=lambda r: (r.row["provider"] != "ours", r.row["both_ms"])):
-        row = one.row
-        bar = "█" * max(1, round(BAR * row["both_ms"] / longest))
+    for one in sorted(rows.values(), key=_order):
+        row, time = one.row, one.row.get("both_ms")
         peak = (row.get("percent_of_peak") or {}).get("both")
+        error = (row.get("error") or {}).get("tolerances")
         cells = (
-            sample, row["provider"], f"{row['both_ms']:.3g}", one.of_ours("both_ms"), bar,
+            sample, row["provider"], f"{time:.3g}" if time else row["status"],
+            one.of_ours("both_ms"), "█" * max(1, round(BAR * time / longest)) if time else "",
             "-" if peak is None else f"{peak:.0f} %", _size(row.get("extra_bytes")),
+            "-" if error is None else f"{error:.2f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _order(one: Row) -> tuple[bool, float]:
+    return one.row["provider"] != "ours", one.row.get("both_ms") or float("inf")
 
 
 def _operators() -> list[str]:
@@ -139,8 +147,8 @@ def _operators() -> list[str]:
         sources = {f"{r.source} ({_versions(r.data)})" for r in every}
         lines += [f"\n## {op} on {device}\n", f"Measured {'; '.join(sorted(sources))}.\n"]
         lines += [
-            "| sample | who | fwd+bwd, ms | / ours | | % of peak | extra, MiB |",
-            "|---|---|---|---|---|---|---|",
+            "| sample | who | fwd+bwd, ms | / ours | | % of peak | extra, MiB | error |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for sample, providers in samples.items():
             lines += _group(sample, providers)

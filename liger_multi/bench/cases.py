@@ -562,7 +562,18 @@ def draw(sample: Sample, device: torch.device, dtype: torch.dtype) -> dict[str, 
         )
         laid = samples._LAYOUTS[spec.layout](values.to(spec.dtype or dtype), spec.shape)
         made[name] = laid.requires_grad_(spec.grad)
+    for name in {"cos", "sin"} & made.keys():
+        made[name] = of_pairs(made[name], next(iter(made.values())), sample.options.get("style"))
     return made
+
+
+def of_pairs(angles: Tensor, turned: Tensor, style: object) -> Tensor:
+    """Both channels of a pair have one angle, as in a model: peers read the half of them only."""
+    half = angles.shape[-1] // 2
+    if angles.shape[-1] < turned.shape[-1]:
+        return angles  # one value a pair
+    one = angles[..., :half]
+    return one.repeat_interleave(2, -1) if style == "interleaved" else torch.cat((one, one), -1)
 
 
 def upstream(

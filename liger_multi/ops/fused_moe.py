@@ -248,6 +248,8 @@ SAMPLES = (
     Sample("past-65535-rows", _case((33000,), 2, 3, 2, 2, frozen=_WEIGHTS), size="thin"),
     Sample("8192x2048 768 of 128", _case((8192,), 8, 128, 2048, 768), size="bench"),
     Sample("512x2048 768 of 128", _case((512,), 8, 128, 2048, 768), size="bench"),
+    Sample("64x2048 768 of 128", _case((64,), 8, 128, 2048, 768), size="bench"),
+    Sample("32768x2048 768 of 128", _case((32768,), 8, 128, 2048, 768), size="bench"),
     Sample("8192x4096 14336 of 8", _case((8192,), 2, 8, 4096, 14336), size="bench"),
     Sample("8192x2880 2880 of 32", _case((8192,), 4, 32, 2880, 2880, transposed=True, bias=True),
            _GPT_OSS, size="bench"),

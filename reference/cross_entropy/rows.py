@@ -66,7 +66,7 @@ class RowStats(NamedTuple):
         parts.append(like.new_empty(rows if needs_argmax(outputs) else 0, dtype=torch.int64))
         made = RowStats._make(parts)
         if ignored:
-            for part in made:
+            for part in filter(Tensor.numel, made):
                 part.fill_(-1 if part.dtype == torch.int64 else 0)
         return made
 

@@ -31,14 +31,18 @@ from liger_multi.backends.triton.activations import gated_rows
 from liger_multi.backends.triton.attention import multi_token_attention as kernels
 from liger_multi.backends.triton.common.float8 import FORMATS as CODE_FORMATS
 from liger_multi.backends.triton.common.rows import sum_rows
+from liger_multi.backends.triton.cross_entropy import cross_entropy as row_kernels
 from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
+from liger_multi.backends.triton.cross_entropy.operators import TritonRows
 from liger_multi.backends.triton.cross_entropy.softmax import TileConfig
 from liger_multi.backends.triton.experts import grouped, lora_moe, pairs
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
 from liger_multi.backends.triton.float8.rows import CodeRoom
 from liger_multi.backends.triton.linear_attention import selective_scan, ssd_scan
 from liger_multi.reference.common.float8 import FORMATS
+from liger_multi.reference.common.strict import within
 from liger_multi.reference.cross_entropy.float8 import PLAIN
+from liger_multi.reference.cross_entropy.rows import Objective
 from liger_multi.reference.experts.fused_moe import sorted_pairs
 from liger_multi.reference.float8 import rows as float8_rows
 from liger_multi.reference.linear_attention import selective_scan as scan_reference
@@ -512,6 +516,53 @@ def test_scans_of_too_many_states_are_refused():
     wide = torch.empty(1, 4, 257)
     assert selective_scan.supports(wide[..., :256]) is None
     assert "up to 256 states of a channel (registers), got 257" in selective_scan.supports(wide)
+
+
+# --- rows of logits, of which some columns stay in registers ---
+
+
+@pytest.mark.parametrize("kept", [0, 256, 512])
+@pytest.mark.parametrize("cols", [5, 128, 700, 1024, 1301])
+def test_columns_that_are_kept_change_no_result(monkeypatch, kept, cols):
+    """Also where the anchor is no good, and for a scale that turns the order of the classes."""
+
+    def with_kept(name, formula, device, **shape):
+        found = launch.launch_config(name, formula, device, **shape)
+        return (
+            replace(found, block=128, kept=4 * kept) if name == "cross_entropy.forward" else found
+        )
+
+    monkeypatch.setattr(row_kernels, "launch_config", with_kept)
+    generator = torch.Generator().manual_seed(0)
+    for scale, size in ((1.0, 1.0), (0.5, 300.0), (-0.7, 300.0)):
+        raw = (torch.randn(4, cols, generator=generator) * size).to(DEVICE)
+        target = torch.randint(cols, (4,), generator=generator).to(DEVICE)
+        target[1] = -100
+        exact = raw.double().requires_grad_()
+        loss = torch.nn.functional.cross_entropy(exact * scale, target, reduction="none")
+        loss.sum().backward()
+        objective = Objective(-100, 0.0, 0.0, None, scale)
+        rows = TritonRows.statistics_and_gradient_(raw, target, None, objective, None, "loss")
+        torch.testing.assert_close(rows.ce.double(), loss.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(raw.double(), exact.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [None, True, "rows"])
+def test_equal_bits_ask_for_one_launch_with_and_without_gradient(monkeypatch, mode):
+    """A log-probability that no gradient was asked of is that of a training step."""
+    asked = []
+
+    def recorded(name, formula, device, **shape):
+        asked.append(shape.get("gradient"))
+        return launch.launch_config(name, formula, device, **shape)
+
+    monkeypatch.setattr(row_kernels, "launch_config", recorded)
+    raw, target = torch.randn(4, 300, device=DEVICE), torch.arange(4, device=DEVICE)
+    objective = Objective(-100, 0.0, 0.0, None)
+    with within("" if mode is None else "rows" if mode == "rows" else "deterministic", None):
+        TritonRows.statistics(raw, target, None, objective, "loss")
+        TritonRows.statistics_and_gradient_(raw, target, None, objective, None, "loss")
+    assert asked == [0, 1 if mode is None else 0]
 
 
 # --- gradients of gated activations as codes ---

@@ -538,6 +538,75 @@ def test_a_device_waits_for_no_more_than_a_product_after_the_count_is_read(op, c
     assert launches[poison:] == ["index"]  # of the hidden states
 
 
+class Behind:
+    """A device's module and its streams: an event after which a copied number may be read."""
+
+    def __init__(self, busy):
+        self.busy, self.log = busy, []
+
+    def query(self):
+        return not self.busy
+
+    def current_stream(self, device):
+        return self
+
+    def record_event(self):
+        self.log.append("recorded")
+        return self
+
+    def synchronize(self):
+        self.log.append("waited")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_places_of_a_device_are_those_of_nonzero(share, monkeypatch):
+    device = Behind(busy=True)
+    monkeypatch.setattr(fused_linear, "has_static_nonzero", lambda kind: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
+    kept = torch.rand(97, generator=torch.Generator().manual_seed(0)) < share
+    seen = calls_of(lambda: device.log.append(fused_linear.Places(kept)))
+    assert "nonzero_static" in seen
+    assert not {"nonzero", "_local_scalar_dense"}.intersection(seen)
+    places = device.log.pop()
+    assert device.log == ["recorded"]
+    assert torch.equal(places.get(), kept.nonzero().squeeze(1))
+    assert device.log == ["recorded", "waited"]
+
+
+def test_an_idle_device_is_asked_at_once(monkeypatch):
+    """Its host is late already, and a count behind an event takes more calls."""
+    device = Behind(busy=False)
+    monkeypatch.setattr(fused_linear, "has_static_nonzero", lambda kind: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
+    kept = torch.tensor([True, False, True])
+    seen = calls_of(lambda: device.log.append(fused_linear.Places(kept).get()))
+    assert not {"nonzero_static", "sum"}.intersection(seen)
+    assert torch.equal(device.log.pop(), torch.tensor([0, 2]))
+    assert not device.log
+
+
+def test_who_has_places_without_a_wait():
+    assert not fused_linear.has_static_nonzero("cpu")
+    assert not fused_linear.has_static_nonzero("meta")
+    assert not fused_linear.has_static_nonzero("npu")  # unless its package brings a kernel
+
+
+def test_a_busy_device_goes_on_while_its_valid_rows_are_counted(device):
+    if device.type != "cuda":
+        pytest.skip("needs a device that says who waits for it")
+    hidden, weight, target = (x.detach().to(device) for x in head(rows=640))
+    hidden.requires_grad_()
+    for ignored in (0, 100, 640):
+        target[:ignored] = -100
+        fused_linear_cross_entropy(hidden, weight, target).backward()  # compiles
+        torch.cuda._sleep(100_000_000)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            fused_linear_cross_entropy(hidden, weight, target).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("op", ["cross_entropy", "log_prob", "jsd"])
 def test_few_rows_of_a_device_are_not_counted(op, monkeypatch):
     """The wait for their number would take longer than the products of those that are ignored."""

@@ -1,5 +1,6 @@
 """The benchmark runner: what it writes, what it refuses, and its arithmetic."""
 
+import dataclasses
 import gc
 import json
 import math
@@ -464,3 +465,25 @@ def test_whoever_overwrites_works_on_copies():
     (first,), (second,) = runner.both()[0], runner.both()[0]
     assert torch.equal(first, second)
     assert torch.equal(tensors["x"].detach(), before)
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_both_channels_of_a_pair_turn_by_one_angle(style):
+    """Peers read half of cos and sin: with angles of each channel's own, they were called wrong."""
+    sample = next(
+        s for s in samples.of("rope")
+        if s.size == "bench" and s.options.get("style", "half") == style
+    )  # fmt: skip
+    tensors = {
+        name: dataclasses.replace(t, shape=(*t.shape[:-2], 4, 8))
+        for name, t in sample.tensors.items()
+    }
+    small = dataclasses.replace(sample, tensors=tensors)
+    made = bench_cases.draw(small, torch.device("cpu"), torch.float32)
+    for angles in (made["cos"], made["sin"]):
+        pairs = angles.unflatten(-1, (4, 2) if style == "interleaved" else (2, 4))
+        a, b = pairs.unbind(-1 if style == "interleaved" else -2)
+        assert torch.equal(a, b)
+        assert a.unique().numel() == a.numel()
+    few = torch.randn(4, 4)
+    assert bench_cases.of_pairs(few, made["q"], style) is few

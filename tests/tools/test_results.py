@@ -448,9 +448,9 @@ def test_the_page_shows_the_newest_rows_in_whatever_order_they_are_kept(tmp_path
     assert [timed_run["commit"] for timed_run in store.load(path)] == ["aa", "bb"]
     monkeypatch.setattr(store, "RESULTS", tmp_path)
     page = docs_benchmarks.page()
-    assert "| 8x4 | ours | 5 | 1.00 | ████████████████████████ | 80 % | 16 |" in page
+    assert "| 8x4 | ours | 5 | 1.00 | ████████████████████████ | 80 % | 16 | 0.50 |" in page
     # what was not measured again stands beside ours of its own run
-    assert "| 8x4 | liger | 2 | 0.50 | ██████████ | 80 % | 16 |" in page
+    assert "| 8x4 | liger | 2 | 0.50 | ██████████ | 80 % | 16 | 0.50 |" in page
     assert "Measured 2026-01-02, aa (torch 2); 2026-01-03, bb (torch 2)." in page
 
 

@@ -42,6 +42,7 @@ from liger_multi.backends.triton.common.rows import (
     warps,
 )
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.reference.common.strict import strict
 from liger_multi.reference.cross_entropy.reduction import check_targets
 from liger_multi.reference.cross_entropy.rows import Objective, RowStats
 
@@ -120,16 +121,39 @@ def fill_zero(row_ptr, cols, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _gradient_of(
+    raw, col, mask, target, anchor, log2_total, own, p_scale, part, weight_ptr, scale, softcap,
+    SMOOTHING: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a tile of raw logits; see :func:`write_gradient`."""
+    z = logit(raw, scale, softcap)
+    dz = tl.exp2((z - anchor) * LOG2E - log2_total) * p_scale
+    if SMOOTHING != 0.0:
+        if weight_ptr is not None:
+            dz -= part * tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        else:
+            dz -= part
+    dz = tl.where(col == target, dz - own, dz)
+    if softcap is not None:
+        share = z * (1.0 / softcap)
+        dz *= 1.0 - share * share
+    if scale is not None:
+        dz *= scale
+    return dz
+
+
+@triton.jit
 def write_gradient(
     row_ptr, out_ptr, weight_ptr, weight_sum_ptr, target, cols, anchor, log2_total, lse,
-    ce_scale, zl_scale, z_weight, scale, softcap,
-    SMOOTHING: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    ce_scale, zl_scale, z_weight, scale, softcap, kept, kept_after,
+    SMOOTHING: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Write ce_scale * d ce + zl_scale * d zl of one row, p = exp(z - anchor) / 2^log2_total.
 
     The pass runs from the last columns to the first. Where the rows in flight do not fit into the
     cache together, it still holds the columns that the pass before read last (8192x128256 on an
-    H200: 1381 to 1248 us).
+    H200: 1381 to 1248 us). KEPT: so many columns, from :func:`kept_from` on, are ``kept``, and the
+    second half of them ``kept_after``.
     """
     own = (1.0 - SMOOTHING) * ce_scale
     if weight_ptr is not None:
@@ -138,27 +162,58 @@ def write_gradient(
     part = ce_scale * SMOOTHING / cols
     if SMOOTHING != 0.0:
         p_scale += part * (tl.load(weight_sum_ptr) if weight_sum_ptr is not None else cols)
-    last = (tl.cdiv(cols, BLOCK) - 1) * BLOCK
-    for start in tl.range(0, cols, BLOCK, loop_unroll_factor=UNROLL):
+    read = kept_from(cols, BLOCK, KEPT)
+    if KEPT > 0:
+        for after in tl.static_range(2):
+            end = read + after * (KEPT // 2) + tl.arange(0, KEPT // 2)
+            last_dz = _gradient_of(
+                kept_after if after else kept, end, end < cols, target, anchor, log2_total, own,
+                p_scale, part, weight_ptr, scale, softcap, SMOOTHING,
+            )  # fmt: skip
+            tl.store(
+                out_ptr + end, round_to(last_dz, out_ptr.dtype.element_ty), mask=end < cols,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+    last = (tl.cdiv(read, BLOCK) - 1) * BLOCK
+    for start in tl.range(0, read, BLOCK, loop_unroll_factor=UNROLL):
         first = last - start
         assume_cols(first)
         col = first + tl.arange(0, BLOCK)
         mask = col < cols
         raw = tl.load(row_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
-        z = logit(raw, scale, softcap)
-        dz = tl.exp2((z - anchor) * LOG2E - log2_total) * p_scale
-        if SMOOTHING != 0.0:
-            if weight_ptr is not None:
-                dz -= part * tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
-            else:
-                dz -= part
-        dz = tl.where(col == target, dz - own, dz)
-        if softcap is not None:
-            share = z * (1.0 / softcap)
-            dz *= 1.0 - share * share
-        if scale is not None:
-            dz *= scale
-        tl.store(out_ptr + col, round_to(dz, out_ptr.dtype.element_ty), mask=mask)
+        dz = _gradient_of(
+            raw, col, mask, target, anchor, log2_total, own, p_scale, part, weight_ptr, scale,
+            softcap, SMOOTHING,
+        )  # fmt: skip
+        tl.store(
+            out_ptr + col, round_to(dz, out_ptr.dtype.element_ty), mask=mask,
+            eviction_policy="evict_first",
+        )  # fmt: skip
+
+
+@triton.jit
+def kept_from(cols, BLOCK: tl.constexpr, KEPT: tl.constexpr):
+    """The first column of those that stay in registers between two passes over a row."""
+    tl.static_assert(KEPT == 0 or KEPT >= BLOCK)  # whole steps come before them
+    if KEPT > 0:
+        return tl.cdiv(tl.maximum(cols - KEPT, 0), BLOCK) * BLOCK
+    else:
+        return cols
+
+
+@triton.jit
+def _keep(row_ptr, first, cols, anchor, scale, COLS: tl.constexpr):
+    """COLS columns from ``first`` on, and the sum of their exp(z - anchor)."""
+    col = first + tl.arange(0, COLS)
+    raw = tl.load(row_ptr + col, mask=col < cols, other=0.0, eviction_policy="evict_first")
+    return raw, _kept_sum(raw, col < cols, anchor, scale)
+
+
+@triton.jit
+def _kept_sum(kept, mask, anchor, scale):
+    """Sum of exp(z - anchor) of columns that are in registers."""
+    z = tl.where(mask, logit(kept, scale, None), float("-inf"))
+    return tl.sum(tl.exp2((z - anchor) * LOG2E), axis=0)
 
 
 # --- from rows to the loss ---
@@ -274,7 +329,8 @@ def finish(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The outputs of the contract and the denominators; ``ce`` holds ``zl`` too for none."""
     wanted = outputs.split(",")
-    predicted = rows.argmax if "predicted_tokens" in wanted else rows.argmax.new_empty(0)
+    kept = "predicted_tokens" in wanted or not rows.argmax.numel()
+    predicted = rows.argmax if kept else rows.argmax.new_empty(0)
     if reduction == "none":
         z_loss = rows.zl if "z_loss" in wanted else rows.ce.new_empty(0)
         loss, by, accuracy = rows.ce, rows.ce.new_ones(2), rows.ce.new_empty(0)
@@ -292,15 +348,22 @@ def finish(
 
 @dataclass(frozen=True)
 class RowConfig:
-    """Columns a step, warps a program, and how often the compiler unrolls the loop over steps."""
+    """Columns a step, warps a program, and how often the compiler unrolls the loop over steps.
+
+    ``kept``: bytes of a row that stay in registers until the gradient overwrites them; 0: none.
+    """
 
     block: int
     num_warps: int
     unroll: int
+    kept: int = 0
 
 
-def row_config(info: DeviceInfo, rows: int, cols: int, sums: int) -> RowConfig:
-    """16 columns a thread, fewer where more than one sum a column must stay in registers."""
+def row_config(info: DeviceInfo, rows: int, cols: int, sums: int, gradient: int = 0) -> RowConfig:
+    """16 columns a thread, fewer where more than one sum a column must stay in registers.
+
+    ``gradient``: 1 where the gradient overwrites the row; entries of launch tables ask for it.
+    """
     block = min(power_of_2(checked_cols(cols)), 16384 if cols > 65536 else 8192)
     if sums > 1:  # with 4096 columns and 5 values each, sm100 spills (triton 3.6)
         block = min(block, 4096 if sums < 5 else 2048)
@@ -332,7 +395,7 @@ def _cross_entropy_forward_kernel(
     logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, scales_ptr, ce_ptr, zl_ptr, lse_ptr,
     log_prob_ptr, entropy_ptr, argmax_ptr, row_stride, target_stride, cols, ignore_index, z_weight,
     scale, softcap, SMOOTHING: tl.constexpr, ADD_ZL: tl.constexpr, GRADIENT: tl.constexpr,
-    INVERSE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    INVERSE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Loss and statistics of one row of logits; with GRADIENT, its gradient overwrites them.
 
@@ -341,7 +404,8 @@ def _cross_entropy_forward_kernel(
     good (maximum, then the sums again). Writes ce, and those of zl, lse, log_prob, entropy and
     argmax that have a pointer.
     GRADIENT: a last pass overwrites the logits, scaled by the two numbers at ``scales_ptr``, if
-    there are any; INVERSE: by their inverses, with 0 for 0.
+    there are any; INVERSE: by their inverses, with 0 for 0. KEPT: so many of the last columns stay
+    in registers between the passes, where nothing but the sum is asked for.
     An ignored row gives zeros and the argmax -1. A target that is no class never becomes an
     address: the row gets a NaN loss and a zero gradient.
     """
@@ -363,17 +427,28 @@ def _cross_entropy_forward_kernel(
     anchor = own
     ENTROPY: tl.constexpr = entropy_ptr is not None
     ARGMAX: tl.constexpr = argmax_ptr is not None
+    tl.static_assert(KEPT == 0 or not (SMOOTHING or ENTROPY or ARGMAX or softcap is not None))
+    read = kept_from(cols, BLOCK, KEPT)
     total, spread, smooth, argmax = row_pass(
-        row_ptr, weight_ptr, cols, anchor, scale, softcap, SMOOTHING != 0.0, ENTROPY, ARGMAX,
+        row_ptr, weight_ptr, read, anchor, scale, softcap, SMOOTHING != 0.0, ENTROPY, ARGMAX,
         BLOCK, UNROLL,
     )  # fmt: skip
+    kept, kept_after = 0.0, 0.0
+    if KEPT > 0:
+        kept, sum_kept = _keep(row_ptr, read, cols, anchor, scale, KEPT // 2)
+        kept_after, sum_after = _keep(row_ptr, read + KEPT // 2, cols, anchor, scale, KEPT // 2)
+        total += sum_kept + sum_after
     # entropy is a difference, which loses digits where the anchor lies far below the maximum
     if (total >= (4294967296.0 if ENTROPY else float("inf"))) | (total != total):
         anchor = row_maximum(row_ptr, cols, scale, softcap, BLOCK)
         total, spread, smooth, argmax = row_pass(
-            row_ptr, weight_ptr, cols, anchor, scale, softcap, SMOOTHING != 0.0, ENTROPY, ARGMAX,
+            row_ptr, weight_ptr, read, anchor, scale, softcap, SMOOTHING != 0.0, ENTROPY, ARGMAX,
             BLOCK, 1,
         )  # fmt: skip
+        if KEPT > 0:
+            lane = read + tl.arange(0, KEPT // 2)
+            total += _kept_sum(kept, lane < cols, anchor, scale)
+            total += _kept_sum(kept_after, lane + KEPT // 2 < cols, anchor, scale)
     log2_total = tl.log2(total)
     log_total = log2_total * LN2
     lse = anchor + log_total
@@ -398,7 +473,8 @@ def _cross_entropy_forward_kernel(
                     zl_scale = tl.where(zl_scale == 0.0, 0.0, 1.0 / zl_scale)
             write_gradient(
                 row_ptr, row_ptr, weight_ptr, weight_sum_ptr, target, cols, anchor, log2_total, lse,
-                ce_scale, zl_scale, z_weight, scale, softcap, SMOOTHING, BLOCK, UNROLL,
+                ce_scale, zl_scale, z_weight, scale, softcap, kept, kept_after,
+                SMOOTHING, BLOCK, UNROLL, KEPT,
             )  # fmt: skip
         else:
             fill_zero(row_ptr, cols, BLOCK)
@@ -438,7 +514,7 @@ def _cross_entropy_backward_kernel(
     row_ptr = logits_ptr + row * row_stride
     write_gradient(
         row_ptr, out_ptr, weight_ptr, weight_sum_ptr, target.to(tl.int32), cols, lse, 0.0, lse,
-        ce_scale, zl_scale, z_weight, scale, softcap, SMOOTHING, BLOCK, UNROLL,
+        ce_scale, zl_scale, z_weight, scale, softcap, 0.0, 0.0, SMOOTHING, BLOCK, UNROLL, 0,
     )  # fmt: skip
 
 
@@ -481,13 +557,15 @@ def _launch_rows(
     # each of these keeps one or two more fp32 values a column through the pass
     sums = _sums(options) + (rows.entropy.numel() > 0) + 2 * (rows.argmax.numel() > 0)
     k = launch_config(
-        "cross_entropy.forward", row_config, logits.device, rows=count, cols=cols, sums=sums
-    )
+        "cross_entropy.forward", row_config, logits.device, rows=count, cols=cols, sums=sums,
+        gradient=int(gradient and not strict()),  # equal bits: the same launch for statistics alone
+    )  # fmt: skip
     launch(
         _cross_entropy_forward_kernel, count,
         (logits, target, weight, total, scales, *(filled(r) for r in rows), logits.stride(0),
          target.stride(0), cols, options.ignore_index, options.z_loss_weight, *curve(options)),
-        (options.label_smoothing, add_zl, gradient, inverse, k.block, k.unroll),
+        (options.label_smoothing, add_zl, gradient, inverse, k.block, k.unroll,
+         k.kept // logits.element_size()),
         k.num_warps,
     )  # fmt: skip
 

@@ -1,0 +1,100 @@
+"""Traces of a device: idle time, and what belongs to the head of a step."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import traces
+from benchmarks.traces import Span
+from ci.docs import traces as pages
+
+STEP = [
+    Span("_rms_norm_forward_kernel", 0, 5),
+    Span("Memcpy DtoH (Device -> Pinned)", 6, 8),
+    Span("nvjet_gemm", 28, 40),
+    Span("_cross_entropy_forward_kernel", 40, 50),
+    Span("nvjet_gemm", 50, 60),
+    Span("_cross_entropy_forward_kernel", 61, 70),  # a second chunk, of the same head
+    Span("_rms_norm_backward_kernel", 90, 95),
+]
+
+
+def test_idle_time_is_where_nothing_runs():
+    assert traces.idle([]) == 0
+    assert traces.idle([Span("a", 0, 10), Span("b", 2, 5), Span("c", 9, 12)]) == 0
+    assert traces.idle([Span("c", 20, 21), Span("a", 0, 10), Span("b", 2, 5)]) == 10
+
+
+def test_a_head_reaches_from_the_last_norm_to_the_first_loss():
+    (head,) = traces.heads_of(STEP)
+    assert head == STEP[:4]
+    assert traces.idle(head) == 1 + 20
+    assert len(traces.heads_of(STEP * 3)) == 3
+    assert traces.heads_of(STEP[1:3]) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["stalls", "tiny:2x32", "--steps", "1", "--forms", "accumulation,stage"],
+        ["heads", "--shapes", "64x32x500", "--chunks", "auto,64KiB", "--rounds", "2"],
+        ["operators", "--ops", "layer_norm", "--samples", "8192x4096", "--calls", "1"],
+        ["adapters", "--parts", "qkv as one", "--rounds", "1"],
+    ],
+    ids=lambda given: given[0],
+)
+def test_a_trial_on_a_cpu(arguments, capsys):
+    assert traces.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    wanted = {"stalls": 4, "heads": 3 + 2 * 4, "operators": 3, "adapters": 4}[arguments[0]]
+    assert (
+        len([line for line in lines if " us" in line or " ms" in line or "TB/s" in line]) == wanted
+    )
+
+
+def test_a_gemm_is_known_by_its_name():
+    for name in ("nvjet_tst_128x256", "sm90_xmma_gemm_bf16", "cutlass_80_tensorop", "aten::mm"):
+        assert traces.GEMM.search(name)
+    for name in ("_cross_entropy_forward_kernel", "aten::mul", "elementwise_kernel"):
+        assert not traces.GEMM.search(name)
+
+
+CASE = SimpleNamespace(op="jsd", label="logits-8x9")
+PEAK = SimpleNamespace(copy_bytes_per_second=3e12)
+KERNELS = [Span("_jsd_kernel", 0, 8), Span("void at::reduce<int, 4>(int)", 9, 60)]
+LINES = {
+    "stalls": [f"new      m:8x512   step     {traces.stall_line(STEP, 1)}"],
+    "heads": [
+        traces.head_line("8x4x9 three GEMMs", [STEP], 0),
+        traces.head_line("8x4x9 chunk=auto", [STEP], 30.0),
+    ],
+    "fusion": [f"8x4x9 {'GEMM of the logits':30} {traces.fusion_line([12.0, 11.9])}"],
+    "operators": [
+        traces.operator_line(CASE, "forward", [KERNELS], 2**20, PEAK),
+        traces.operator_line(CASE, "backward", [KERNELS[:1]], 2**21, PEAK),
+    ],
+    "adapters": [f"qkv as one, fp32 adapters: {'PEFT':5} {traces.adapter_line([KERNELS], 2, 3.5)}"],
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_the_page_has_every_line_that_is_printed(name):
+    table = pages.TABLES[name]
+    found = pages.rows(table, [*LINES[name], "    12.0 us in 3: a kernel"])
+    assert len(found) == {"heads": 2}.get(name, 1)
+    assert all(len(cells) == len(table.heads) for cells in found)
+    assert all(cells[-1] for cells in found)
+
+
+def test_the_page_joins_both_directions_and_names_the_longest_kernels():
+    (cells,) = pages.rows(pages.TABLES["operators"], LINES["operators"])
+    assert cells == [
+        "jsd", "logits-8x9", "3", "67.0", "3.0", "1.0", "1", "at::reduce 51.0; _jsd_kernel 8.0"
+    ]  # fmt: skip
+    lines = [
+        x.replace("at::reduce 51.0", "void at::reduce<int, 4>(a, b) 51.0")
+        for x in LINES["operators"]
+    ]
+    assert pages.rows(pages.TABLES["operators"], lines) == [cells]
+    unknown = traces.operator_line(CASE, "forward", [KERNELS], 0, PEAK)
+    assert pages.rows(pages.TABLES["operators"], [unknown])[0][4:7] == ["-", "-", "-"]
