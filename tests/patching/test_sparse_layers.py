@@ -188,6 +188,36 @@ def test_checkpointing_and_autocast(equal):
     assert loss.isfinite()
 
 
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_of_a_long_sequence_some_queries_are_absorbed_at_a_time(reentrant, equal, monkeypatch):
+    stock = built()
+    if reentrant is not None:
+        stock.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        stock.enable_input_require_grads()
+    model, given = copy.deepcopy(stock), batch(stock)
+    liger_multi.patch(model)
+    seen, run = [], sparse._run
+
+    def counted(q, *rest):
+        seen.append(q.shape[2])
+        return run(q, *rest)
+
+    monkeypatch.setattr(sparse, "_run", counted)
+    assert equal(stock, model, given) == CALLED
+    whole = list(seen)
+    config = stock.config
+    each = config.qk_rope_head_dim + 2 * config.kv_lora_rank
+    rows, width = given["input_ids"].shape[0] * config.num_attention_heads, 4
+    monkeypatch.setattr(sparse, "ABSORBED_BYTES", 20 * each * rows * width)
+    seen.clear()
+    assert equal(stock, model, given) == CALLED
+    assert set(whole) == {TOKENS}
+    assert set(seen) == {20, TOKENS % 20}
+    with torch.no_grad():
+        found = model.eval()(**given).loss
+    torch.testing.assert_close(found, stock.eval()(**given).loss)
+
+
 def test_adapters_on_the_matrix_that_expands_latents(equal):
     """It runs by itself then: its weight alone says no more what it computes."""
     peft = pytest.importorskip("peft")
