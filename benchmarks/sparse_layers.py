@@ -1,9 +1,10 @@
 """A layer of sparse attention by its length: ``python -m benchmarks.sparse_layers``.
 
 Memory and time of the attention of a layer of DeepSeek-V3.2 (MLA and an indexer, 671B sizes) in
-bf16 with random weights: forward and backward of one sequence, every weight trained but the indexer's, which no loss
-reaches. Unpatched it runs with ``sdpa``; patched with ``liger_multi``, which makes no mask. First,
-both are compared on a short sequence in fp32. ``--tiny`` tries it on a CPU.
+bf16 with random weights: forward and backward of one sequence, every weight trained but the
+indexer's, which no loss reaches. Unpatched it runs with ``sdpa``; patched with ``liger_multi``,
+which makes no mask. First, both are compared on a short sequence in fp32. ``--tiny`` tries it on a
+CPU.
 """
 
 from __future__ import annotations
