@@ -284,6 +284,26 @@ def test_sinks_are_refused():
     assert not report.count("sparse_attention")
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "qwen4_exp", "minimax_m3_vl", "glm5_next"])
+def test_other_ways_to_select_are_said(model_type):
+    found = [p for p in cases.registered() if p.type == model_type]
+    if not found:
+        pytest.skip(f"this transformers has no {model_type}")
+    config = cases.configuration(found[0])
+    for part in cases._within(config):
+        if model_type == "minimax_m3_vl" and hasattr(part, "layer_types"):
+            part.layer_types = ["full_attention", "minimax_m3_sparse"]
+    model = getattr(transformers, found[0].cls)(config)
+    report = liger_multi.patch(model)
+    owners = {n.rpartition(".")[0] for n, _ in model.named_modules() if n.endswith(".indexer")}
+    said = {s.path: s.reason for s in report.skipped if s.op == "sparse_attention"}
+    assert owners
+    assert {p for p in owners if p in said} == owners
+    assert not report.count("sparse_attention")
+    report = liger_multi.patch(model, sparse_attention=False)
+    assert not [s for s in report.skipped if s.op == "sparse_attention"]
+
+
 def indexer_of(base, change):
     """An indexer of another class, with its own way to score."""
 
