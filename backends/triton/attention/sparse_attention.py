@@ -18,7 +18,7 @@ from liger_multi.backends.triton.attention.sparse_attention_kernels import (
     _sparse_attention_weights_kernel,
 )
 from liger_multi.backends.triton.common.launching import launch
-from liger_multi.backends.triton.common.rows import INTERPRETED, cdiv, power_of_2
+from liger_multi.backends.triton.common.rows import INTERPRETED, cdiv, power_of_2, warps
 from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
 
 # --- launches ---
@@ -142,10 +142,11 @@ def backward_config(
 
 
 def keys_config(info: DeviceInfo, heads: int, width: int, item: int) -> KeysConfig:
-    """A GEMM of few rows: tiles of a quarter of a core's registers; fp32 has no matrix units."""
+    """Small tiles, many programs a core: a GEMM of few heads. fp32 has no matrix units."""
     if item == 4 or INTERPRETED:
         return KeysConfig(32, 32, 16, 1, 4)
-    return KeysConfig(64, min(64, power_of_2(width)), min(64, _padded(heads)), 2, 4)
+    block_c, block_h = min(64, power_of_2(width)), min(64, _padded(heads))
+    return KeysConfig(64, block_c, block_h, 2, warps(128, info.warp_size))
 
 
 def weights_config(

@@ -283,8 +283,8 @@ def _sparse_attention_keys_kernel(
         dy_ptr += query * dy_strides[2] + first * dy_strides[1]
         total = _add_heads(total, p_ptr + pair, dy_ptr, dy_strides[1], slot, value, count, shared,
                            VALUE, BLOCK_H, STAGES)  # fmt: skip
-    parts_ptr += (row * groups + group) * count * WIDTH
-    at = parts_ptr + (slot.to(tl.int64) * WIDTH)[:, None] + col[None, :]
+    parts_ptr += ((row * groups + group) * count + start) * WIDTH
+    at = parts_ptr + (tl.arange(0, BLOCK_N)[:, None] * WIDTH + col[None, :])
     tl.store(at, total, mask=(slot < count)[:, None] & (col < WIDTH)[None, :])
 
 
