@@ -144,7 +144,7 @@ def backward_config(
 def keys_config(info: DeviceInfo, heads: int, width: int, item: int) -> KeysConfig:
     """Small tiles, many programs a core: a GEMM of few heads. fp32 has no matrix units."""
     if item == 4 or INTERPRETED:
-        return KeysConfig(32, 32, 16, 1, 4)
+        return KeysConfig(32, 32, 16, 1, warps(128, info.warp_size))
     block_c, block_h = min(64, power_of_2(width)), min(64, _padded(heads))
     return KeysConfig(64, block_c, block_h, 2, warps(128, info.warp_size))
 
@@ -354,7 +354,8 @@ def _of_keys(c: Call, up: Upstream, dq: Tensor | None) -> Tensor:
                      n.stages)  # fmt: skip
         launch(_sparse_attention_keys_kernel, some * tiles, args, constants, n.num_warps)
 
-    return summed(c.lists, groups, keys if slots else 0, channels.width, write)
+    beside = 2 * heads * c.q.element_size()
+    return summed(c.lists, groups, keys if slots else 0, channels.width, write, beside)
 
 
 def _as_heads(total: Tensor, x: Tensor) -> Tensor:
