@@ -32,6 +32,7 @@ KERNEL = Row("kernel", COMPILED)
 BOTH = Row("torch_npu and kernel", COMPILED)
 FUSED = Row("torch_npu and reference", SIMULATED)
 HEAD = Row("products and kernel", COMPILED)
+IN_TURN = Row("rms_norm, then rope", SIMULATED)
 PLAIN = Row(REFERENCE, SIMULATED)
 
 ROWS: dict[str, Row] = {
@@ -85,7 +86,7 @@ ROWS: dict[str, Row] = {
     "relu_squared": PLAIN,
     "rms_norm": BOTH,
     "rms_norm_quantized": PLAIN,
-    "rms_norm_rope": PLAIN,
+    "rms_norm_rope": IN_TURN,
     "rope": BOTH,
     "rope_complex": PLAIN,
     "rope_multimodal": PLAIN,

@@ -67,7 +67,8 @@ def rms_norm_rope(
         mean(x^2) + eps)``, ``dweight`` the sum of ``g * n``.
 
     Shapes:
-        x ``(B, H, S, D)`` for ``unsqueeze_dim=1``, ``(B, S, H, D)`` for 2; any strides. weight
+        x ``(B, H, S, D)`` for ``unsqueeze_dim=1``, ``(B, S, H, D)`` for 2, or ``(S, H, D)`` with 1;
+        any strides. weight
         ``(D,)`` or ``(H * D,)``. cos and sin ``(S, D)``, ``(1, S, D)`` or ``(B, S, D)``. y has the
         shape of x; it is dense and keeps the order of axes that x has in memory, as dx does.
 
@@ -92,8 +93,8 @@ def rms_norm_rope(
     """
     name = "rms_norm_rope"
     checks.floating(name, x=x, weight=weight, cos=cos, sin=sin)
-    if x.ndim != 4:
-        checks.refuse(name, "x must have shape (B, H, S, D) or (B, S, H, D)", x)
+    if x.ndim not in (3, 4):
+        checks.refuse(name, "x must have shape (B, H, S, D), (B, S, H, D) or (S, H, D)", x)
     checks.one_of(name, "casting", casting, CASTINGS)
     checks.one_of(name, "rope_casting", rope_casting, ROPE_CASTINGS)
     heads = head_axis(name, x, unsqueeze_dim)
@@ -106,6 +107,9 @@ def rms_norm_rope(
     if weight.ndim != 1 or weight.shape[0] not in (width, x.shape[heads] * width):
         wanted = f"({width},), or ({x.shape[heads] * width},) for a norm of all heads"
         checks.refuse(name, f"weight must have shape {wanted}", weight)
+    if x.ndim == 3:
+        how: Any = {"offset": offset, "casting": casting, "rope_casting": rope_casting}
+        return rms_norm_rope(x[None], weight, cos, sin, eps, unsqueeze_dim=2, **how)[0]
     rest = (*numbers(name, eps, offset), casting, rope_casting, heads, order(x))
     kinds = {t.dtype for t in (x, weight, cos, sin)}
     if torch.float64 in kinds and len(kinds) > 1:
@@ -123,7 +127,11 @@ def _case(
     batch: int, heads: int, tokens: int, width: int, *, angles: tuple[int, ...] = (1,),
     axis: int = 1, whole: bool = False, layout: str = "contiguous", kind: Any = None, **weight: Any,
 ) -> dict[str, T]:  # fmt: skip
-    shape = (batch, heads, tokens, width) if axis == 1 else (batch, tokens, heads, width)
+    shape: tuple[int, ...] = (batch, heads, tokens, width)
+    if axis == 2:
+        shape = (batch, tokens, heads, width)
+    if not batch:
+        shape = (tokens, heads, width)
     angle = T((*angles, tokens, width), dtype=kind, grad=False)
     return {
         "x": T(shape, layout=layout),
@@ -163,6 +171,8 @@ SAMPLES = (
     Sample("transposed", _case(2, 2, 4, 8, layout="transposed")),
     Sample("row-gaps", _case(2, 2, 3, 16, layout="rows")),
     Sample("expanded", _case(3, 2, 3, 8, layout="expanded")),
+    Sample("without-a-batch", _case(0, 3, 5, 16, angles=())),
+    Sample("without-a-batch-tokens", _case(0, 3, 5, 16, angles=(), whole=True), GEMMA),
     *each_frozen(_case(2, 2, 3, 8), "x weight"),
     Sample("tokens-frozen-weight", _case(2, 2, 3, 8, whole=True, grad=False), GEMMA),
     Sample("past-65535-rows", _case(1, 2, 65537, 4), size="thin"),

@@ -47,7 +47,7 @@ from liger_multi.patching.recognize.norms import (
     worth_a_line,
 )
 from liger_multi.patching.recognize.rotated_norms import refusal as rotated_refusal
-from liger_multi.patching.recognize.sparse_attention import behavior_of
+from liger_multi.patching.recognize.sparse_attention import behavior_of, selects_otherwise
 from liger_multi.patching.recognize.sparse_attention import refusal as sparse_refusal
 from liger_multi.patching.replace.adapters import (
     FusedLora,
@@ -406,6 +406,8 @@ def _sparse(report: PatchReport, request: Request, model: nn.Module) -> None:
     for path, module in model.named_modules():
         behavior = behavior_of(module)
         if behavior is None:
+            found = None if options is None else selects_otherwise(module)
+            report.skipped += [] if found is None else [Skipped(path, SPARSE, found)]
             continue
         # an indexer comes after its attention module, without which it has nothing to select for
         wanted = options is not None and (behavior is SparseAttention or id(module) in served)

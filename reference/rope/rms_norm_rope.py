@@ -38,12 +38,12 @@ def statistics_shape(x: Tensor, weight: Tensor, head_axis: int) -> tuple[int, ..
     return tuple(x.shape[:-1])
 
 
-def _rows(x: Tensor, head_axis: int, whole: bool) -> Tensor:
+def rows_of(x: Tensor, head_axis: int, whole: bool) -> Tensor:
     """The rows of the norm on the last axis."""
     return x.movedim(head_axis, 2).flatten(2) if whole else x
 
 
-def _heads(rows: Tensor, like: Tensor, head_axis: int, whole: bool) -> Tensor:
+def heads_of(rows: Tensor, like: Tensor, head_axis: int, whole: bool) -> Tensor:
     """The way back."""
     if not whole:
         return rows
@@ -57,8 +57,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Normalize, then rotate."""
     whole = of_tokens(x, weight)
-    u, rstd = rms_norm.forward(_rows(x, head_axis, whole), weight, eps, offset, casting)
-    u = _heads(u, x, head_axis, whole)
+    u, rstd = rms_norm.forward(rows_of(x, head_axis, whole), weight, eps, offset, casting)
+    u = heads_of(u, x, head_axis, whole)
     how = ("half", head_axis, x.shape[-1], rope_casting, x_order)
     dtype = output_dtype(x, weight, cos, sin, casting, rope_casting)
     return rope.rotate(u, cos, sin, *how, dtype), rstd
@@ -74,10 +74,10 @@ def backward(
     wide = dy.to(statistics_dtype(dy.dtype))
     how = ("half", head_axis, x.shape[-1], rope_casting, x_order)
     g = rope.rotate(wide, cos, sin, *how, wide.dtype, inverse=True)
-    g, rows = _rows(g, head_axis, whole), _rows(x, head_axis, whole)
+    g, rows = rows_of(g, head_axis, whole), rows_of(x, head_axis, whole)
     how_norm = (offset, casting, needs_x, needs_weight)
     dx, dweight = rms_norm.backward(g, rows, weight, rstd, *how_norm)
     if not needs_x:
         return dx, dweight
-    dx = _heads(dx, x, head_axis, whole)
+    dx = heads_of(dx, x, head_axis, whole)
     return rope.dense(x, x_order, x.dtype).copy_(dx), dweight

@@ -55,7 +55,7 @@ def test_queries_in_several_parts_have_the_same_gradients(monkeypatch):
     where = lists(2, 7, 5, keys=9)
     i, j, w = normal(2, 7, 3, 16), normal(2, 9, 16), normal(2, 7, 3)
     found = []
-    for size in (1, 3 * 4 * 2 * 5 * 24, 2**30):
+    for size in (1, 3 * 5 * (4 * 2 * 24 + 2 * 4 * 4), 2**30):
         monkeypatch.setattr(pairs_of_lists, "PARTS_BYTES", size)
         made = all_gradients((q, k, v), ops.sparse_attention(q, k, v, where))
         scores = ops.indexer_scores(i, j, w, where).masked_fill(where < 0, 0)
@@ -100,7 +100,12 @@ def test_few_heads_and_many_take_other_tiles(monkeypatch):
 
     right = run()
     wide = sparse_attention.SparseConfig(64, 32, 1, 4)
-    monkeypatch.setattr(sparse_attention, "launch_config", lambda *args, **shape: wide)
+    keys = sparse_attention.KeysConfig(64, 16, 32, 1, 4)
+
+    def other(name, *args, **shape):
+        return keys if name.endswith(".keys") else wide
+
+    monkeypatch.setattr(sparse_attention, "launch_config", other)
     for a, b in zip(run(), right, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 

@@ -174,11 +174,53 @@ def test_axes_of_positions():
                 parameter.normal_(std=0.2)
     patch(model)
     ids, place = tokens().clamp(10, 60), positions()
-    for given in (place, place.expand(3, -1, -1)):
+    for given in (place, place.expand(3, -1, -1), place.expand(3, -1, -1) + 1):
         with pytest.raises(PackingError, match=re.escape("position_ids of shape (4, B, T)")):
             model(input_ids=ids, position_ids=given, labels=ids, **APART)
     four = place.expand(4, -1, -1)
     assert model(input_ids=ids, position_ids=four, labels=ids, **APART).loss > 0
+
+
+NUMBERED = torch.repeat_interleave(torch.tensor([1, 2, 0]), torch.tensor([9, TOKENS - 13, 4]))[None]
+
+
+def test_masks_that_number_samples(counted):
+    """Every number but 0 is 1 to transformers; patches of FlashAttention alone read them."""
+    model, ids = patched(), tokens()
+    with pytest.warns(UserWarning, match="an attention_mask that numbers samples"):
+        model(input_ids=ids, attention_mask=NUMBERED, **APART)
+    assert not counted, "ranks may differ in what masks have, so that nothing is tried"
+    with pytest.raises(PackingError, match="no attention_mask"):
+        model(input_ids=ids, attention_mask=NUMBERED, position_ids=positions(), **APART)
+    assert model(input_ids=ids, position_ids=positions(), **APART).logits.any()
+
+
+def test_a_model_that_reads_the_numbers_of_a_mask(monkeypatch):
+    """As patches of FlashAttention do: the mask of a trial has numbers, too."""
+
+    def read(*args, inputs_embeds, attention_mask, **given):
+        mask = attention_mask
+        mask = torch.ones(inputs_embeds.shape[:2]) if mask is None else mask
+        return (mask[:, :, None] == mask[:, None])[:, None].tril()
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", read)
+    model, ids = patched(), tokens()
+    logits = model(input_ids=ids, attention_mask=NUMBERED, position_ids=positions(), **APART).logits
+    alone = model(
+        input_ids=ids[:, :9], attention_mask=NUMBERED[:, :9], position_ids=positions()[:, :9]
+    ).logits
+    torch.testing.assert_close(logits[:, :9], alone)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(2, TOKENS), torch.ones(2, TOKENS).long(), torch.tensor([[2] + [1] * (TOKENS - 1)])],
+    ids=["fp32", "ones", "global attention"],
+)
+def test_masks_that_number_nothing(mask, counted):
+    model, ids = patched(), tokens(len(mask))
+    assert model(input_ids=ids, attention_mask=mask, **APART).logits.any()
+    assert not counted
 
 
 def test_embeddings_in_place_of_ids():

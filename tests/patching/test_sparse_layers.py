@@ -188,6 +188,36 @@ def test_checkpointing_and_autocast(equal):
     assert loss.isfinite()
 
 
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_of_a_long_sequence_some_queries_are_absorbed_at_a_time(reentrant, equal, monkeypatch):
+    stock = built()
+    if reentrant is not None:
+        stock.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        stock.enable_input_require_grads()
+    model, given = copy.deepcopy(stock), batch(stock)
+    liger_multi.patch(model)
+    seen, run = [], sparse._run
+
+    def counted(q, *rest):
+        seen.append(q.shape[2])
+        return run(q, *rest)
+
+    monkeypatch.setattr(sparse, "_run", counted)
+    assert equal(stock, model, given) == CALLED
+    whole = list(seen)
+    config = stock.config
+    each = config.qk_rope_head_dim + 2 * config.kv_lora_rank
+    rows, width = given["input_ids"].shape[0] * config.num_attention_heads, 4
+    monkeypatch.setattr(sparse, "ABSORBED_BYTES", 20 * each * rows * width)
+    seen.clear()
+    assert equal(stock, model, given) == CALLED
+    assert set(whole) == {TOKENS}
+    assert set(seen) == {20, TOKENS % 20}
+    with torch.no_grad():
+        found = model.eval()(**given).loss
+    torch.testing.assert_close(found, stock.eval()(**given).loss)
+
+
 def test_adapters_on_the_matrix_that_expands_latents(equal):
     """It runs by itself then: its weight alone says no more what it computes."""
     peft = pytest.importorskip("peft")
@@ -252,6 +282,26 @@ def test_sinks_are_refused():
     reasons = {s.reason for s in report.skipped if s.op == "sparse_attention"}
     assert reasons == {"HYV4Attention has attention sinks, which sparse_attention does not know"}
     assert not report.count("sparse_attention")
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "qwen4_exp", "minimax_m3_vl", "glm5_next"])
+def test_other_ways_to_select_are_said(model_type):
+    found = [p for p in cases.registered() if p.type == model_type]
+    if not found:
+        pytest.skip(f"this transformers has no {model_type}")
+    config = cases.configuration(found[0])
+    for part in cases._within(config):
+        if model_type == "minimax_m3_vl" and hasattr(part, "layer_types"):
+            part.layer_types = ["full_attention", "minimax_m3_sparse"]
+    model = getattr(transformers, found[0].cls)(config)
+    report = liger_multi.patch(model)
+    owners = {n.rpartition(".")[0] for n, _ in model.named_modules() if n.endswith(".indexer")}
+    said = {s.path: s.reason for s in report.skipped if s.op == "sparse_attention"}
+    assert owners
+    assert {p for p in owners if p in said} == owners
+    assert not report.count("sparse_attention")
+    report = liger_multi.patch(model, sparse_attention=False)
+    assert not [s for s in report.skipped if s.op == "sparse_attention"]
 
 
 def indexer_of(base, change):

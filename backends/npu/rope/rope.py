@@ -154,10 +154,11 @@ def _exchanged(sin: Tensor, style: str) -> Tensor:
     return -sin.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 
-def _rotate(
+def rotate_within_limits(
     x: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, rotary_dim: int, casting: str,
     order: str, dtype: torch.dtype, inverse: bool,
 ) -> Tensor:  # fmt: skip
+    """A rotation, or its inverse, by npu_rotary_mul where that takes it."""
     fits = dtype == x.dtype and rotation(x, _batched(cos), sin, style, rotary_dim, order) is None
     if not fits:
         how = (style, head_axis, rotary_dim, casting, order, dtype, inverse)
@@ -181,8 +182,8 @@ def forward(
     how = (cos, sin, style, head_axis, rotary_dim, casting)
     dtypes = [reference.output_dtype(x, cos, sin, casting) for x in (q, k)]
     return (
-        _rotate(q, *how, q_order, dtypes[0], False),
-        _rotate(k, *how, k_order, dtypes[1], False),
+        rotate_within_limits(q, *how, q_order, dtypes[0], False),
+        rotate_within_limits(k, *how, k_order, dtypes[1], False),
     )
 
 
@@ -195,7 +196,7 @@ def backward(
     how = (cos, sin, style, head_axis, rotary_dim, casting)
     dq, dk = cos.new_empty(0, dtype=q_dtype), cos.new_empty(0, dtype=k_dtype)
     if needs_q and dq_out is not None:
-        dq = _rotate(dq_out, *how, q_order, q_dtype, True)
+        dq = rotate_within_limits(dq_out, *how, q_order, q_dtype, True)
     if needs_k and dk_out is not None:
-        dk = _rotate(dk_out, *how, k_order, k_dtype, True)
+        dk = rotate_within_limits(dk_out, *how, k_order, k_dtype, True)
     return dq, dk

@@ -26,7 +26,7 @@ from liger_multi.backends.triton.common.rows import (
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 PARTS_BYTES = 2**30
-"""Parts of pairs that exist at a time; at least those of one query."""
+"""Parts of pairs that exist at a time, and what they are made of; at least those of one query."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,9 @@ def add_up(total: Tensor, parts: Tensor, lists: Tensor, keys: int) -> None:
 
 
 def summed(
-    lists: Tensor, groups: int, keys: int, width: int, write: Callable[[Tensor, int, slice], None]
-) -> Tensor:
+    lists: Tensor, groups: int, keys: int, width: int,
+    write: Callable[[Tensor, int, slice], None], beside: int = 0,
+) -> Tensor:  # fmt: skip
     """Sums of what pairs give to keys, ``(B, groups, keys, width)`` fp32.
 
     Args:
@@ -120,10 +121,11 @@ def summed(
         keys: Number of keys.
         width: Numbers that a pair gives.
         write: Fills the parts of some queries of one element of the batch.
+        beside: Bytes of a slot that this takes meanwhile.
     """
     batch, _, queries, slots = lists.shape
     total = torch.zeros((batch, groups, keys, width), dtype=torch.float32, device=lists.device)
-    step = max(1, PARTS_BYTES // max(1, 4 * groups * slots * width))
+    step = max(1, PARTS_BYTES // max(1, slots * (4 * groups * width + beside)))
     size = (min(step, queries), groups, slots, width)
     parts = torch.empty(size, dtype=torch.float32, device=lists.device)
     for b, rows in _blocks(batch, queries, step):

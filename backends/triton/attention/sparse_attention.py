@@ -18,7 +18,7 @@ from liger_multi.backends.triton.attention.sparse_attention_kernels import (
     _sparse_attention_weights_kernel,
 )
 from liger_multi.backends.triton.common.launching import launch
-from liger_multi.backends.triton.common.rows import INTERPRETED, cdiv, power_of_2
+from liger_multi.backends.triton.common.rows import INTERPRETED, cdiv, power_of_2, warps
 from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
 
 # --- launches ---
@@ -73,23 +73,36 @@ class Channels(NamedTuple):
         return self.lead + self.rest + (0 if self.shared else self.value)
 
 
-# Tiles (heads, listed keys, stages, warps) of forward, backward, backward of the keys and weights,
-# by kind of core and widest channels: the widest that ci.static finds to spill no register.
+@dataclass(frozen=True)
+class KeysConfig:
+    """Tile of listed keys by columns of their gradients; ``block_h`` heads at a time."""
+
+    block_n: int
+    block_c: int
+    block_h: int
+    stages: int
+    num_warps: int
+
+
+# Tiles (heads, listed keys, stages, warps) of forward, backward and weights, by kind of core and
+# widest channels: the widest that ci.static finds to spill no register.
 TILES = {
-    ("much memory", 512): ((32, 32, 1, 8), (32, 32, 1, 8), (16, 16, 1, 4), (64, 32, 1, 8)),
-    ("much memory", 256): ((64, 64, 2, 8), (32, 32, 1, 8), (32, 32, 1, 8), (64, 64, 1, 8)),
-    ("much memory", 128): ((64, 64, 2, 16), (64, 32, 1, 8), (32, 64, 1, 8), (64, 64, 1, 8)),
-    ("some memory", 512): ((64, 32, 2, 8), (32, 32, 1, 8), (16, 16, 1, 4), (32, 32, 1, 4)),
-    ("some memory", 256): ((64, 64, 2, 16), (32, 32, 1, 8), (32, 32, 1, 8), (64, 64, 1, 8)),
-    ("some memory", 128): ((64, 64, 2, 16), (64, 32, 1, 8), (32, 32, 1, 8), (64, 64, 1, 8)),
-    ("waves of 64", 512): ((32, 16, 1, 8), (16, 32, 1, 4), (16, 32, 1, 4), (32, 32, 1, 4)),
-    ("waves of 64", 256): ((32, 32, 1, 8), (32, 16, 1, 8), (16, 32, 1, 8), (64, 64, 1, 8)),
-    ("waves of 64", 128): ((64, 32, 2, 8), (64, 32, 1, 8), (16, 32, 1, 8), (64, 64, 1, 8)),
-    ("little memory", 64): ((16, 16, 1, 4),) * 4,
+    ("much memory", 512): ((32, 32, 1, 8), (32, 32, 1, 8), (64, 32, 1, 8)),
+    ("much memory", 256): ((64, 64, 2, 8), (32, 32, 1, 8), (64, 64, 1, 8)),
+    ("much memory", 128): ((64, 64, 2, 16), (64, 32, 1, 8), (64, 64, 1, 8)),
+    ("some memory", 512): ((64, 32, 2, 8), (32, 32, 1, 8), (32, 32, 1, 4)),
+    ("some memory", 256): ((64, 64, 2, 16), (32, 32, 1, 8), (64, 64, 1, 8)),
+    ("some memory", 128): ((64, 64, 2, 16), (64, 32, 1, 8), (64, 64, 1, 8)),
+    ("waves of 64", 512): ((32, 16, 1, 8), (16, 32, 1, 4), (32, 32, 1, 4)),
+    ("waves of 64", 256): ((32, 32, 1, 8), (32, 16, 1, 8), (64, 64, 1, 8)),
+    ("waves of 64", 128): ((64, 32, 2, 8), (64, 32, 1, 8), (64, 64, 1, 8)),
+    ("little memory", 64): ((16, 16, 1, 4),) * 3,
 }
 FEW_HEADS, WIDE = (16, 16, 1, 4), (16, 16, 1, 8)
 """Tiles where few heads share a list, and of fp32, whose GEMMs have no matrix units."""
 WIDEST_FP32 = 128
+LARGEST_LIST = 1024
+"""Slots that are looked at together for where a list ends."""
 
 
 def _class(dim: int, value: int, shared: bool) -> int:
@@ -128,18 +141,19 @@ def backward_config(
     return _tile(info, 1, heads, Channels(lead, rest, value, bool(shared)), item)
 
 
-def keys_config(
-    info: DeviceInfo, heads: int, lead: int, rest: int, value: int, shared: int, item: int
-) -> SparseConfig:
-    """A tile of keys stays; gradients of its keys and values are in registers."""
-    return _tile(info, 2, heads, Channels(lead, rest, value, bool(shared)), item)
+def keys_config(info: DeviceInfo, heads: int, width: int, item: int) -> KeysConfig:
+    """Small tiles, many programs a core: a GEMM of few heads. fp32 has no matrix units."""
+    if item == 4 or INTERPRETED:
+        return KeysConfig(32, 32, 16, 1, warps(128, info.warp_size))
+    block_c, block_h = min(64, power_of_2(width)), min(64, _padded(heads))
+    return KeysConfig(64, block_c, block_h, 2, warps(128, info.warp_size))
 
 
 def weights_config(
     info: DeviceInfo, heads: int, lead: int, rest: int, value: int, shared: int, item: int
 ) -> SparseConfig:
     """Nothing but a number for each key is summed; queries of heads pass by a tile of keys."""
-    return _tile(info, 3, heads, Channels(lead, rest, value, bool(shared)), item)
+    return _tile(info, 2, heads, Channels(lead, rest, value, bool(shared)), item)
 
 
 def supports(q: Tensor, v: Optional[Tensor], value_dim: int) -> str | None:
@@ -207,6 +221,12 @@ class Call(NamedTuple):
         (_, heads, queries, _), (_, groups, keys, _) = self.q.shape, self.k.shape
         return heads, groups, queries, keys, self.lists.shape[3], self.scale
 
+    def of_batch(self, b: int) -> Call:
+        """One element of the batch."""
+        v = None if self.v is None else self.v[b, None]
+        q, k, lists = (x[b, None] for x in (self.q, self.k, self.lists))
+        return Call(q, k, v, lists, self.channels, self.scale)
+
     def config(self, name: str, formula: Callable[..., SparseConfig]) -> SparseConfig:
         """Numbers of a launch."""
         c = self.channels
@@ -216,15 +236,16 @@ class Call(NamedTuple):
             shared=int(c.shared), item=self.q.element_size(),
         )  # fmt: skip
 
-    def programs(self, block_h: int) -> int:
-        """Programs of blocks of heads of all queries."""
-        batch, heads, queries, _ = self.q.shape
-        return batch * queries * self.k.shape[1] * cdiv(heads // self.k.shape[1], block_h)
+    def programs(self, block_h: int, queries: int) -> int:
+        """Programs of blocks of heads of some queries."""
+        groups = self.k.shape[1]
+        return queries * groups * cdiv(self.q.shape[1] // groups, block_h)
 
     def constants(self, k: SparseConfig) -> tuple[int, ...]:
         """Constants of the kernels."""
         c = self.channels
-        return (*c.constants, c.value, _padded(c.value), k.block_h, k.block_n, k.stages)
+        sizes = (c.value, _padded(c.value), k.block_h, k.block_n, k.stages)
+        return (*c.constants, *sizes, min(LARGEST_LIST, power_of_2(max(1, self.lists.shape[3]))))
 
 
 def _ordered(like: Tensor, size: int) -> Tensor:
@@ -246,8 +267,8 @@ def forward(
             c.q, c.k, c.v, c.lists, y, lse, _steps(c.q), _steps(c.k), _steps(c.v), c.list_steps,
             *c.sizes,
         )  # fmt: skip
-        launch(_sparse_attention_forward_kernel, c.programs(n.block_h), args, c.constants(n),
-               n.num_warps)  # fmt: skip
+        count = c.programs(n.block_h, q.shape[0] * q.shape[2])
+        launch(_sparse_attention_forward_kernel, count, args, c.constants(n), n.num_warps)
     if weights.numel():
         _weights(c, lse, weights)
     return y, weights, lse
@@ -270,42 +291,71 @@ def backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, y: Tensor, lse: Tensor,
     value_dim: int, scale: float, needs_q: bool, needs_k: bool, needs_v: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Queries first: that kernel writes the sums of ``dy y`` that keys need."""
+    """Queries alone, or with what keys are given by some queries at a time."""
     c = Call.of(q, k, v, indices, value_dim, scale)
-    dy, y, lse, inner = _near(dy), _near(y), lse.contiguous(), torch.empty_like(lse)
+    up = Upstream(_near(dy), _near(y), lse.contiguous())
     dq = _ordered(q, q.shape[3]) if needs_q else q.new_empty(0)
-    if lse.numel():
-        n = c.config("backward", backward_config)
-        args = (
-            c.q, c.k, c.v, c.lists, dy, y, lse, dq if needs_q else None, inner, _steps(c.q),
-            _steps(c.k), _steps(c.v), c.list_steps, _steps(dy), _steps(y), *c.sizes,
-        )  # fmt: skip
-        launch(_sparse_attention_backward_kernel, c.programs(n.block_h), args, c.constants(n),
-               n.num_warps)  # fmt: skip
+    some = dq if needs_q else None
     if not needs_k and not (needs_v and v is not None):
+        if lse.numel():
+            _of_queries(c, up, some, q.shape[0] * q.shape[2], 0, None)
         return dq, k.new_empty(0), k.new_empty(0)
-    total = _of_keys(c, dy, lse, inner)
+    total = _of_keys(c, up, some)
     dk = _as_heads(total[..., : q.shape[3]], k) if needs_k else k.new_empty(0)
     if v is None or not needs_v:
         return dq, dk, k.new_empty(0)
     return dq, dk, _as_heads(total[..., q.shape[3] :], v)
 
 
-def _of_keys(c: Call, dy: Tensor, lse: Tensor, inner: Tensor) -> Tensor:
-    """Gradients of keys and values beside each other, (B, G, S, width) fp32."""
-    n = c.config("keys", keys_config)
-    _, groups, _, keys, slots, _ = c.sizes
+class Upstream(NamedTuple):
+    """What backward has beside the inputs."""
+
+    dy: Tensor
+    y: Tensor
+    lse: Tensor
+
+
+def _of_queries(
+    c: Call, up: Upstream, dq: Tensor | None, queries: int, begin: int, pairs: Tensor | None
+) -> None:
+    """Gradients of some queries; ``pairs`` takes probabilities and gradients of scores."""
+    n = c.config("backward", backward_config)
+    p, ds = (None, None) if pairs is None else pairs.unbind()
+    args = (
+        c.q, c.k, c.v, c.lists, up.dy, up.y, up.lse, dq, p, ds, _steps(c.q), _steps(c.k),
+        _steps(c.v), c.list_steps, _steps(up.dy), _steps(up.y), begin, *c.sizes,
+    )  # fmt: skip
+    launch(_sparse_attention_backward_kernel, c.programs(n.block_h, queries), args, c.constants(n),
+           n.num_warps)  # fmt: skip
+
+
+def _of_keys(c: Call, up: Upstream, dq: Tensor | None) -> Tensor:
+    """Gradients of keys and values beside each other, (B, G, S, width) fp32; dq is written."""
+    heads, groups, _, keys, slots, scale = c.sizes
+    channels, dim = c.channels, c.q.shape[3]
+    n = launch_config("sparse_attention.keys", keys_config, c.q.device, heads=heads // groups,
+                      width=channels.width, item=c.q.element_size())  # fmt: skip
+    tiles = groups * cdiv(slots, n.block_n) * cdiv(channels.width, n.block_c)
+    pairs = c.q.new_empty(0)
 
     def write(parts: Tensor, b: int, rows: slice) -> None:
+        nonlocal pairs
+        some = rows.stop - rows.start
+        if not pairs.numel():
+            pairs = c.q.new_empty(2, parts.shape[0], slots, heads)
+        one = c.of_batch(b)
+        here = Upstream(up.dy[b, None], up.y[b, None], up.lse[b, None])
+        _of_queries(one, here, None if dq is None else dq[b, None], some, rows.start, pairs)
         args = (
-            c.q[b], c.k[b], None if c.v is None else c.v[b], c.lists[b], dy[b], lse[b], inner[b],
-            parts, _steps(c.q), _steps(c.k), _steps(c.v), c.list_steps, _steps(dy), rows.start,
-            *c.sizes,
+            *pairs.unbind(), one.q, here.dy, one.lists, parts, _steps(one.q), _steps(here.dy),
+            one.list_steps, rows.start, groups, heads // groups, slots, scale,
         )  # fmt: skip
-        count = (rows.stop - rows.start) * groups * cdiv(slots, n.block_n)
-        launch(_sparse_attention_keys_kernel, count, args, c.constants(n), n.num_warps)
+        constants = (channels.shared, dim, channels.value, n.block_n, n.block_c, n.block_h,
+                     n.stages)  # fmt: skip
+        launch(_sparse_attention_keys_kernel, some * tiles, args, constants, n.num_warps)
 
-    return summed(c.lists, groups, keys if slots else 0, c.channels.width, write)
+    beside = 2 * heads * c.q.element_size()
+    return summed(c.lists, groups, keys if slots else 0, channels.width, write, beside)
 
 
 def _as_heads(total: Tensor, x: Tensor) -> Tensor:

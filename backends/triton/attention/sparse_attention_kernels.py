@@ -5,9 +5,10 @@ listed keys, a tile of them at a time, with a running softmax. So does backward 
 
 A listed key is read by all heads of a query, but by few queries of those nearby. So the gradients
 of keys are not summed by a program of each key, which would read all heads of every query that
-lists it: 144 KiB for a key of 1 KiB. A program owns a tile of one query's list instead, and writes
-what that query gives to each of its keys. :mod:`.pairs_of_lists` then adds up the parts of every
-key in order.
+lists it: 144 KiB for a key of 1 KiB. What a query gives to the keys that it lists is a GEMM over
+its heads instead: of probabilities and gradients of scores, which backward of the queries writes
+for some queries at a time, with dy and queries. :mod:`.pairs_of_lists` then adds up the parts of
+every key in order.
 Channels of a key are in two parts, each padded to a power of two: LEAD and REST. Without values of
 their own (SHARED), the LEAD channels are the value.
 Source: Dao 2023 (arXiv:2307.08691) for the running softmax.
@@ -21,7 +22,7 @@ from liger_multi.backends.triton.attention.attention_kernels import (
     product,
     store_rows,
 )
-from liger_multi.backends.triton.common.rows import LN2, LOG2E
+from liger_multi.backends.triton.common.rows import LN2, LOG2E, round_to
 
 
 @triton.jit
@@ -68,6 +69,17 @@ def load_list(indices_ptr, start, count, keys, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _end_of_list(indices_ptr, count, BLOCK: tl.constexpr):
+    """One past the last slot that is not absent: indexers list what few keys there are first."""
+    end = 0
+    for start in range(0, count, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        place = tl.load(indices_ptr + slot, mask=slot < count, other=-1)
+        end = tl.maximum(end, tl.max(tl.where(place >= 0, slot + 1, 0), 0))
+    return end
+
+
+@triton.jit
 def _place_of_query(heads, groups, queries, BLOCK_H: tl.constexpr):
     """First head, group, query and batch of a program; programs of one query are adjacent."""
     shared = heads // groups
@@ -89,7 +101,7 @@ def _sparse_attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, indices_ptr, y_ptr, lse_ptr, q_strides, k_strides, v_strides, list_strides,
     heads, groups, queries, keys, count, scale, LEAD: tl.constexpr, LEAD_SIZE: tl.constexpr,
     REST: tl.constexpr, REST_SIZE: tl.constexpr, VALUE: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
     """Attention forward of one query over its list.
 
@@ -113,7 +125,8 @@ def _sparse_attention_forward_kernel(
     acc = tl.zeros([BLOCK_H, VALUE_SIZE], tl.float32)
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    for start in tl.range(0, count, BLOCK_N, num_stages=STAGES):
+    end = _end_of_list(indices_ptr, count, LIST)
+    for start in tl.range(0, end, BLOCK_N, num_stages=STAGES):
         place, inside = load_list(indices_ptr, start, count, keys, BLOCK_N)
         k, k_rest = load_two(k_ptr, place, inside, k_strides[2], LEAD, LEAD_SIZE, REST, REST_SIZE)
         s = product_of_two(q, q_rest, k, k_rest, REST) * (scale * LOG2E)
@@ -141,20 +154,21 @@ def _sparse_attention_forward_kernel(
 
 @triton.jit
 def _sparse_attention_backward_kernel(
-    q_ptr, k_ptr, v_ptr, indices_ptr, dy_ptr, y_ptr, lse_ptr, dq_ptr, inner_ptr, q_strides,
-    k_strides, v_strides, list_strides, dy_strides, y_strides, heads, groups, queries, keys, count,
-    scale, LEAD: tl.constexpr, LEAD_SIZE: tl.constexpr, REST: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, indices_ptr, dy_ptr, y_ptr, lse_ptr, dq_ptr, p_ptr, ds_ptr, q_strides,
+    k_strides, v_strides, list_strides, dy_strides, y_strides, begin, heads, groups, queries, keys,
+    count, scale, LEAD: tl.constexpr, LEAD_SIZE: tl.constexpr, REST: tl.constexpr,
     REST_SIZE: tl.constexpr, VALUE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the heads of one query, and the sums of dy * y that gradients of keys need.
+    """Gradient of the heads of one query, and what gradients of keys are made of.
 
-    Program: as in forward.
-    Reads dy and y first, and writes their sum of products per head to ``inner_ptr``. With
-    ``dq_ptr``, it then reads q, lse and the listed keys, and writes dq in the order (batch, query,
-    head).
+    Program: as in forward; the first query is ``begin``.
+    Reads dy, y, q and lse once, then the listed keys. With ``dq_ptr``, it writes dq in the order
+    (batch, query, head); with ``p_ptr``, probabilities and gradients of scores before ``scale``, in
+    the order (query, group, slot, head) from ``begin`` on, but for tiles after the last key.
     """
-    first, shared, group, query, batch = _place_of_query(heads, groups, queries, BLOCK_H)
+    first, shared, group, place, batch = _place_of_query(heads, groups, queries, BLOCK_H)
+    query = begin + place
     row = tl.arange(0, BLOCK_H)
     own = first + row < shared
     head = group * shared + first + row
@@ -164,33 +178,39 @@ def _sparse_attention_backward_kernel(
     y = load_places(y_ptr, head, own, y_strides[1], VALUE, VALUE_SIZE)
     inner = tl.sum(dy.to(tl.float32) * y.to(tl.float32), axis=1)
     here = (batch * heads + head) * queries + query
-    tl.store(inner_ptr + here, inner, mask=own)
-    if dq_ptr is not None:
-        lse = tl.load(lse_ptr + here, mask=own, other=float("inf")) * LOG2E
-        q_ptr += batch * q_strides[0] + query * q_strides[2]
-        k_ptr += batch * k_strides[0] + group.to(tl.int64) * k_strides[1]
-        if v_ptr is not None:
-            v_ptr += batch * v_strides[0] + group.to(tl.int64) * v_strides[1]
-        indices_ptr += batch * list_strides[0] + group * list_strides[1] + query * list_strides[2]
-        q, q_rest = load_two(q_ptr, head, own, q_strides[1], LEAD, LEAD_SIZE, REST, REST_SIZE)
-        dq = tl.zeros([BLOCK_H, LEAD_SIZE], tl.float32)
-        dq_rest = tl.zeros([BLOCK_H, REST_SIZE], tl.float32)
-        for start in tl.range(0, count, BLOCK_N, num_stages=STAGES):
-            place, inside = load_list(indices_ptr, start, count, keys, BLOCK_N)
-            k, k_rest = load_two(
-                k_ptr, place, inside, k_strides[2], LEAD, LEAD_SIZE, REST, REST_SIZE
-            )
-            s = product_of_two(q, q_rest, k, k_rest, REST) * (scale * LOG2E)
-            p = tl.where((place >= 0)[None, :], tl.exp2(s - lse[:, None]), 0.0)
-            if v_ptr is None:
-                dp = product(dy, tl.trans(k))
-            else:
-                v = load_places(v_ptr, place, inside, v_strides[2], VALUE, VALUE_SIZE)
-                dp = product(dy, tl.trans(v))
-            ds = p * (dp - inner[:, None])
+    lse = tl.load(lse_ptr + here, mask=own, other=float("inf")) * LOG2E
+    q_ptr += batch * q_strides[0] + query * q_strides[2]
+    k_ptr += batch * k_strides[0] + group.to(tl.int64) * k_strides[1]
+    if v_ptr is not None:
+        v_ptr += batch * v_strides[0] + group.to(tl.int64) * v_strides[1]
+    indices_ptr += batch * list_strides[0] + group * list_strides[1] + query * list_strides[2]
+    q, q_rest = load_two(q_ptr, head, own, q_strides[1], LEAD, LEAD_SIZE, REST, REST_SIZE)
+    dq = tl.zeros([BLOCK_H, LEAD_SIZE], tl.float32)
+    dq_rest = tl.zeros([BLOCK_H, REST_SIZE], tl.float32)
+    end = _end_of_list(indices_ptr, count, LIST)
+    for start in tl.range(0, end, BLOCK_N, num_stages=STAGES):
+        at, inside = load_list(indices_ptr, start, count, keys, BLOCK_N)
+        k, k_rest = load_two(k_ptr, at, inside, k_strides[2], LEAD, LEAD_SIZE, REST, REST_SIZE)
+        s = product_of_two(q, q_rest, k, k_rest, REST) * (scale * LOG2E)
+        p = tl.where((at >= 0)[None, :], tl.exp2(s - lse[:, None]), 0.0)
+        if v_ptr is None:
+            dp = product(dy, tl.trans(k))
+        else:
+            v = load_places(v_ptr, at, inside, v_strides[2], VALUE, VALUE_SIZE)
+            dp = product(dy, tl.trans(v))
+        ds = p * (dp - inner[:, None])
+        if p_ptr is not None:
+            slot = start + tl.arange(0, BLOCK_N)
+            pair = ((place * groups + group) * count + slot)[None, :] * shared
+            pair += (first + row)[:, None]
+            mask = own[:, None] & (slot < count)[None, :]
+            tl.store(p_ptr + pair, round_to(p, p_ptr.dtype.element_ty), mask=mask)
+            tl.store(ds_ptr + pair, round_to(ds, ds_ptr.dtype.element_ty), mask=mask)
+        if dq_ptr is not None:
             dq = add_product(dq, ds, k)
             if REST > 0:
                 dq_rest = add_product(dq_rest, ds, k_rest)
+    if dq_ptr is not None:
         dq_ptr += ((batch * queries + query) * heads + group * shared) * (LEAD + REST)
         store_rows(dq_ptr, dq * scale, first, LEAD + REST, shared, BLOCK_H, LEAD, LEAD_SIZE)
         if REST > 0:
@@ -200,73 +220,72 @@ def _sparse_attention_backward_kernel(
 
 
 @triton.jit
-def _place_of_tile(groups, queries, count, BLOCK_N: tl.constexpr):
+def _place_of_tile(pid, groups, count, BLOCK_N: tl.constexpr):
     """First slot, group and query of a program; programs of one query are adjacent."""
     tiles = (count + BLOCK_N - 1) // BLOCK_N
-    pid = tl.program_id(0)
     tile, rest = pid % tiles, pid // tiles
     return tile * BLOCK_N, rest % groups, (rest // groups).to(tl.int64)
 
 
 @triton.jit
+def _add_heads(
+    total, pairs_ptr, x_ptr, x_stride, slot, col, count, shared, COLS: tl.constexpr,
+    BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``total + pairs @ x`` of pairs (slot, head) and rows of heads, of which some columns."""
+    for first in tl.range(0, shared, BLOCK_H, num_stages=STAGES):
+        head = first + tl.arange(0, BLOCK_H)
+        at = pairs_ptr + (slot[:, None] * shared + head[None, :])
+        mask = (slot < count)[:, None] & (head < shared)[None, :]
+        pairs = tl.load(at, mask=mask, other=0.0)
+        at = x_ptr + (head.to(tl.int64) * x_stride)[:, None] + col[None, :]
+        mask = (head < shared)[:, None] & ((col >= 0) & (col < COLS))[None, :]
+        total += product(pairs, tl.load(at, mask=mask, other=0.0))
+    return total
+
+
+@triton.jit
 def _sparse_attention_keys_kernel(
-    q_ptr, k_ptr, v_ptr, indices_ptr, dy_ptr, lse_ptr, inner_ptr, parts_ptr, q_strides, k_strides,
-    v_strides, list_strides, dy_strides, begin, heads, groups, queries, keys, count, scale,
-    LEAD: tl.constexpr, LEAD_SIZE: tl.constexpr, REST: tl.constexpr, REST_SIZE: tl.constexpr,
-    VALUE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    p_ptr, ds_ptr, q_ptr, dy_ptr, indices_ptr, parts_ptr, q_strides, dy_strides, list_strides,
+    begin, groups, shared, count, scale, SHARED: tl.constexpr, DIM: tl.constexpr,
+    VALUE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What one query gives to the gradients of the keys and values that it lists.
+    """What queries give to the gradients of the keys and values that they list.
 
-    Program: BLOCK_N listed keys of one query, of one head of keys, of one element of the batch to
-    which all pointers point already; the first query is ``begin``.
-    Reads its keys and values once, then q, dy, lse and inner of the heads that share them, BLOCK_H
-    at a time. Writes fp32 rows in the order (query, group, slot): the gradient of the key, then
-    that of the value, which is added to the first where the LEAD channels are the value. Nobody
-    reads the rows of absent slots.
+    Program: BLOCK_N slots by BLOCK_C columns of one query, of one head of keys, of one element of
+    the batch to which q, dy and lists point already; the first query is ``begin``. Columns are
+    those of the key, then of the value, which is added to the first ones where it is SHARED.
+    Reads probabilities and gradients of scores, (query, group, slot, head) from ``begin`` on, with
+    dy and q of the heads. Writes fp32 rows in the order (query, group, slot). A tile without keys
+    is left out: nobody reads the rows of absent slots.
     """
-    start, group, row = _place_of_tile(groups, queries, count, BLOCK_N)
-    query, shared = begin + row, heads // groups
-    k_ptr += group.to(tl.int64) * k_strides[1]
+    WIDTH: tl.constexpr = DIM if SHARED else DIM + VALUE
+    COLUMNS: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
+    pid = tl.program_id(0)
+    start, group, row = _place_of_tile(pid // COLUMNS, groups, count, BLOCK_N)
+    query = begin + row
+    slot, col = start + tl.arange(0, BLOCK_N), (pid % COLUMNS) * BLOCK_C + tl.arange(0, BLOCK_C)
     indices_ptr += group * list_strides[1] + query * list_strides[2]
-    q_ptr += query * q_strides[2]
-    dy_ptr += query * dy_strides[2]
-    place, inside = load_list(indices_ptr, start, count, keys, BLOCK_N)
-    k, k_rest = load_two(k_ptr, place, inside, k_strides[2], LEAD, LEAD_SIZE, REST, REST_SIZE)
-    dk = tl.zeros([BLOCK_N, LEAD_SIZE], tl.float32)
-    dk_rest = tl.zeros([BLOCK_N, REST_SIZE], tl.float32)
-    if v_ptr is not None:
-        v_ptr += group.to(tl.int64) * v_strides[1]
-        v = load_places(v_ptr, place, inside, v_strides[2], VALUE, VALUE_SIZE)
-        dv = tl.zeros([BLOCK_N, VALUE_SIZE], tl.float32)
-    for first in tl.range(0, shared, BLOCK_H, num_stages=STAGES):
-        lane = first + tl.arange(0, BLOCK_H)
-        own, head = lane < shared, group * shared + lane
-        q, q_rest = load_two(q_ptr, head, own, q_strides[1], LEAD, LEAD_SIZE, REST, REST_SIZE)
-        dy = load_places(dy_ptr, head, own, dy_strides[1], VALUE, VALUE_SIZE)
-        here = head.to(tl.int64) * queries + query
-        lse = tl.load(lse_ptr + here, mask=own, other=float("inf")) * LOG2E
-        inner = tl.load(inner_ptr + here, mask=own, other=0.0)
-        s = product_of_two(k, k_rest, q, q_rest, REST) * (scale * LOG2E)
-        p = tl.where(inside[:, None], tl.exp2(s - lse[None, :]), 0.0)
-        if v_ptr is None:
-            dp = product(k, tl.trans(dy))
-            dk = add_product(dk, p, dy)
-        else:
-            dp = product(v, tl.trans(dy))
-            dv = add_product(dv, p, dy)
-        ds = p * (dp - inner[None, :]) * scale
-        dk = add_product(dk, ds, q)
-        if REST > 0:
-            dk_rest = add_product(dk_rest, ds, q_rest)
-    WIDTH: tl.constexpr = LEAD + REST if v_ptr is None else LEAD + REST + VALUE
-    parts_ptr += (row * groups + group) * count * WIDTH
-    store_rows(parts_ptr, dk, start, WIDTH, count, BLOCK_N, LEAD, LEAD_SIZE)
-    if REST > 0:
-        store_rows(parts_ptr + LEAD, dk_rest, start, WIDTH, count, BLOCK_N, REST, REST_SIZE)
-    if v_ptr is not None:
-        parts_ptr += LEAD + REST
-        store_rows(parts_ptr, dv, start, WIDTH, count, BLOCK_N, VALUE, VALUE_SIZE)
+    place = tl.load(indices_ptr + slot, mask=slot < count, other=-1)
+    if tl.max(place, 0) < 0:
+        return
+    first = group.to(tl.int64) * shared
+    pair = (row * groups + group) * count * shared
+    total = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    if (pid % COLUMNS) * BLOCK_C < DIM:
+        q_ptr += query * q_strides[2] + first * q_strides[1]
+        total = _add_heads(total, ds_ptr + pair, q_ptr, q_strides[1], slot, col, count, shared, DIM,
+                           BLOCK_H, STAGES)  # fmt: skip
+        total *= scale
+    value = col if SHARED else col - DIM
+    if (tl.max(value, 0) >= 0) & (tl.min(value, 0) < VALUE):
+        dy_ptr += query * dy_strides[2] + first * dy_strides[1]
+        total = _add_heads(total, p_ptr + pair, dy_ptr, dy_strides[1], slot, value, count, shared,
+                           VALUE, BLOCK_H, STAGES)  # fmt: skip
+    parts_ptr += ((row * groups + group) * count + start) * WIDTH
+    at = parts_ptr + (tl.arange(0, BLOCK_N)[:, None] * WIDTH + col[None, :])
+    tl.store(at, total, mask=(slot < count)[:, None] & (col < WIDTH)[None, :])
 
 
 @triton.jit
@@ -282,7 +301,7 @@ def _sparse_attention_weights_kernel(
     Reads lse and, for every head of keys, the listed keys and its queries. Writes weights (batch,
     list, query, slot); 0 where absent.
     """
-    start, which, at = _place_of_tile(lists, queries, count, BLOCK_N)
+    start, which, at = _place_of_tile(tl.program_id(0), lists, count, BLOCK_N)
     query, batch, shared = at % queries, at // queries, heads // groups
     q_ptr += batch * q_strides[0] + query * q_strides[2]
     k_ptr += batch * k_strides[0]

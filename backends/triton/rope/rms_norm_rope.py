@@ -65,27 +65,29 @@ class TileConfig:
 def forward_config(
     info: DeviceInfo, tokens: int, heads: int, width: int, whole: bool
 ) -> TileConfig:
-    """Tiles of 4096 channels, 16 of them a thread; all heads of a token where the norm wants it."""
-    return _tiles(info, tokens, heads, width, whole, 4096)
+    """Tiles of 1024 channels, 16 of them a thread; all heads of a token where the norm wants it."""
+    elements = 4096 if whole else 1024
+    return _tiles(info, tokens, heads, width, whole, elements, 16, 2)
 
 
 def backward_config(
     info: DeviceInfo, tokens: int, heads: int, width: int, whole: bool
 ) -> TileConfig:
-    """Half of that: a thread keeps two tensors, and the sums of the weight."""
-    return _tiles(info, tokens, heads, width, whole, 2048)
+    """A thread keeps two tensors and the sums of the weight: 8 channels, of many threads a core."""
+    return _tiles(info, tokens, heads, width, whole, 2048, 16 if whole else 8, 2 if whole else 4)
 
 
 def _tiles(
-    info: DeviceInfo, tokens: int, heads: int, width: int, whole: bool, elements: int
-) -> TileConfig:
+    info: DeviceInfo, tokens: int, heads: int, width: int, whole: bool, elements: int, each: int,
+    per_core: int,
+) -> TileConfig:  # fmt: skip
     row = power_of_2(width)
     every = power_of_2(max(heads, 1))
     block = every if whole else max(1, min(every, 8, elements // row))
     per_tile = max(1, min(elements // (block * row), 32, power_of_2(max(tokens, 1))))
-    threads = min(max(block * per_tile * row // 16, 32), 512)
+    threads = min(max(block * per_tile * row // each, 32), 512)
     parts = 1 if whole else cdiv(max(heads, 1), block)
-    programs = max(1, min(cdiv(tokens, per_tile), cdiv(2 * info.cores, parts)))
+    programs = max(1, min(cdiv(tokens, per_tile), cdiv(per_core * info.cores, parts)))
     return TileConfig(per_tile, block, warps(threads, info.warp_size), programs)
 
 

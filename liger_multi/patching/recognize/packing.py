@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.errors import summary
+from liger_multi.patching.replace.samples import is_numbered
 
 Arguments: TypeAlias = dict[str, Any]
 TOKENS = 64  # of a trial, where a model has as many positions
@@ -133,6 +134,11 @@ def _positions(row: Row, value: Tensor) -> Tensor:
     return made if value.ndim < 3 else made.expand(value.shape[0], -1, -1)
 
 
+def _mask(row: Row, value: Tensor) -> Tensor:
+    ones = value.new_ones(1, row.tokens)
+    return ones + row.samples().to(value.dtype) if is_numbered(value) else ones
+
+
 _ANEW: dict[str, Callable[[Row, Any], Any]] = {
     "position_ids": _positions,
     "seq_idx": lambda row, value: row.samples().to(value.dtype),
@@ -140,7 +146,7 @@ _ANEW: dict[str, Callable[[Row, Any], Any]] = {
     "cu_seq_lens_k": lambda row, value: row.ends().to(value.dtype),
     "max_length_q": lambda row, value: row.first,
     "max_length_k": lambda row, value: row.first,
-    "attention_mask": lambda row, value: value.new_ones(1, row.tokens),
+    "attention_mask": _mask,
 }
 
 # --- what to pass instead ---

@@ -56,6 +56,20 @@ def behavior_of(module: nn.Module) -> type[Patched] | None:
     return SparseAttention if sparse and lists else None
 
 
+def selects_otherwise(module: nn.Module) -> str | None:
+    """Why a module that is no such layer is left, where it has an indexer all the same."""
+    indexer = module._modules.get("indexer")
+    if indexer is None:
+        return None
+    kind = unpatched_class(indexer)
+    if not any("topk" in redirect.names(method) for method in redirect.methods(kind).values()):
+        return None
+    return (
+        f"{kind.__name__} selects pools, blocks or compressed entries of keys, and "
+        "sparse_attention takes lists of single keys"
+    )
+
+
 def refusal(module: nn.Module, behavior: type[Patched]) -> str | None:
     """Why a layer is left as it is, or None."""
     kind, config = unpatched_class(module), vars(module).get("config")

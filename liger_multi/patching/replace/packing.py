@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from liger_multi.errors import PackingError
 from liger_multi.patching.lazy_logits.protocol import warn_once
 from liger_multi.patching.recognize.packing import Verdict, text_config, trial
-from liger_multi.patching.replace.samples import rows_of, several
+from liger_multi.patching.replace.samples import is_numbered, rows_of, several
 from liger_multi.patching.replace.swap import Patched, Swap, swapped, unpatched_class
 
 TOLD_BY = ("position_ids", "seq_idx", "cu_seq_lens_q")
@@ -56,6 +56,8 @@ def _checked(cls: Any) -> Callable[..., Any]:
             given = {**dict(zip(_names(swap.stock.forward), args, strict=False)), **kwargs}
             if any(given.get(name) is not None for name in TOLD_BY):
                 check(self, functools.partial(below.forward, self), given)
+            elif _has_numbered_masks(self, given):
+                warn_once(_NUMBERED.format(unpatched_class(self).__name__), "numbered masks")
         return below.forward(self, *args, **kwargs)
 
     return forward
@@ -64,6 +66,29 @@ def _checked(cls: Any) -> Callable[..., Any]:
 @functools.lru_cache(maxsize=1024)
 def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
+
+
+_numbered: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+_NUMBERED = (
+    "{} got an attention_mask that numbers samples, and nothing else that tells them. transformers "
+    "takes all numbers but 0 alike, so samples of a row see each other, unless other code reads "
+    "the numbers. Pass position_ids that begin again with every sample, and no attention_mask"
+)
+
+
+def _has_numbered_masks(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether the masks of a model number samples: the first one tells, as to look is to wait.
+
+    Ranks may differ in that, so nothing that runs the model follows from it.
+    """
+    mask = given.get("attention_mask")
+    if type(mask) is not Tensor or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return False
+    if model not in _numbered:
+        _numbered[model] = not getattr(model, "_is_replica", False) and is_numbered(mask)
+    return _numbered[model]
 
 
 class _Verdicts(dict[Hashable, Verdict]):
@@ -109,6 +134,7 @@ def check(model: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any
 def forget(model: nn.Module) -> None:
     """Try a model again: what it runs is not what it was."""
     _verdicts.pop(model, None)
+    _numbered.pop(model, None)
 
 
 def _left(model: Any, rows: Tensor, given: Mapping[str, Any]) -> bool:
@@ -138,6 +164,7 @@ def _form(model: Any, given: Mapping[str, Any]) -> Hashable:
         frozenset(tensors.items()),
         positions.shape[0] if isinstance(positions, Tensor) and positions.ndim == 3 else 0,
         given.get("use_cache"),
+        _has_numbered_masks(model, given),
         *(getattr(c, name, None) for c in (config, text) for name in _SETTINGS),
         # which turns the cache off in training
         any(getattr(m, "gradient_checkpointing", False) for m in model.modules()),

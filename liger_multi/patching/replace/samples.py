@@ -20,7 +20,7 @@ def sample_ids(given: Mapping[str, Any]) -> Tensor | None:
     """Ids of the sample that every token belongs to, ``(B, T)`` or ``(1, T)``; None if not told.
 
     As given, or from ``cu_seq_lens_q``, or from where ``position_ids`` do not go on. Of positions
-    in three axes (images), those that are 0 in each begin a sample.
+    in three axes (images), those that are the lowest of their row in each begin a sample.
     """
     ids: Tensor | None = given.get("seq_idx")
     if ids is not None:
@@ -33,7 +33,7 @@ def sample_ids(given: Mapping[str, Any]) -> Tensor | None:
     if positions is None:
         return None
     if positions.ndim == 3 and positions.shape[0] == 3:
-        begins = (positions == 0).all(0)
+        begins = (positions == positions.amin((0, 2), keepdim=True)).all(0)
     else:
         positions = positions[0] if positions.ndim == 3 else positions
         begins = positions[:, 1:] != positions[:, :-1] + 1
@@ -53,6 +53,19 @@ def unmasked(begins: Tensor, given: Mapping[str, Any]) -> Tensor:
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == begins.shape[1] + 1:
         return begins & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
     return begins
+
+
+def is_numbered(mask: Any) -> bool:
+    """Whether a mask ``(B, T)`` numbers the samples of rows, as some collators' (1, 1, 2, 2, 0) do.
+
+    This waits for the device. transformers takes all numbers but 0 alike.
+    """
+    if type(mask) is not Tensor or mask.ndim != 2 or mask.dtype == torch.bool or not mask.numel():
+        return False
+    if mask.is_floating_point() or mask.device.type == "meta":
+        return False
+    on = ((mask[:, 1:] >= mask[:, :-1]) | (mask[:, 1:] == 0)).all()
+    return bool(on & (mask.amax() > 1))
 
 
 def several(given: Mapping[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from liger_multi import checks
 from liger_multi.errors import ConfigurationError
@@ -34,6 +35,9 @@ from liger_multi.patching.replace.swap import Patched, Swap
 OPS = ("sparse_attention", "indexer_topk")
 NAME = "liger_multi_sparse"
 """The attention implementation that modules of :class:`SparseAttention` name while they run."""
+ABSORBED_BYTES = 2**31
+"""Absorbed queries with their outputs that are kept; of a longer sequence, those of some queries
+exist at a time, and are made again in backward."""
 SERVED = ("sdpa", attention.NAME)
 """Attention implementations of a model whose sparse layers are served; eager returns weights."""
 _serving: ContextVar[nn.Module | None] = ContextVar("liger_multi_sparse", default=None)
@@ -363,12 +367,38 @@ def attend(
         kind = checks.autocast_dtype(value.device.type) or value.dtype
         q, k, v = (x.to(kind) for x in (query, key, value))
         return run(q, k, v, indices, None, scaling).transpose(1, 2), None
-    nope, rank = module.qk_nope_head_dim, module.kv_lora_rank
+    rank = module.kv_lora_rank
     matrix = module.kv_b_proj.weight.view(query.shape[1], -1, rank)
-    absorbed = query[..., :nope] @ matrix[:, :nope].to(query.dtype)
-    q = torch.cat([absorbed, query[..., nope:].to(absorbed.dtype)], -1)
-    y = run(q, key.to(q.dtype), None, indices, rank, scaling)
-    return (y @ matrix[:, nope:].to(y.dtype).mT).transpose(1, 2), None
+    absorbed = _Absorbed(run, module.qk_nope_head_dim, rank, scaling)
+    each = (query.shape[3] - absorbed.nope + 2 * rank) * query[:, :, :1, 0].numel()
+    step = max(1, ABSORBED_BYTES // max(1, each * query.element_size()))
+    if step >= query.shape[2]:
+        return absorbed(query, key, matrix, indices), None
+    # gradients of keys and matrix are sums over the parts: they are taken in fp32
+    wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (key, matrix)]
+    made = []
+    for some in zip(query.split(step, 2), indices.split(step, 1), strict=True):
+        given = (some[0], *wide, some[1])
+        kept: Any = {"use_reentrant": False, "preserve_rng_state": False}
+        grads = torch.is_grad_enabled()
+        made.append(checkpoint(absorbed, *given, **kept) if grads else absorbed(*given))
+    return torch.cat(made, 1), None
+
+
+class _Absorbed(NamedTuple):
+    """Attention of queries over latents: queries and outputs go through the expanding matrix."""
+
+    run: Callable[..., Tensor]
+    nope: int
+    rank: int
+    scaling: float
+
+    def __call__(self, query: Tensor, latents: Tensor, matrix: Tensor, indices: Tensor) -> Tensor:
+        """Outputs in the order (batch, query, head)."""
+        first = query[..., : self.nope] @ matrix[:, : self.nope].to(query.dtype)
+        q = torch.cat([first, query[..., self.nope :].to(first.dtype)], -1)
+        y = self.run(q, latents.to(q.dtype), None, indices, self.rank, self.scaling)
+        return (y @ matrix[:, self.nope :].to(y.dtype).mT).transpose(1, 2)
 
 
 def _run(

@@ -314,12 +314,12 @@ def rms_norm_rope(
     rope_casting: str = "llama",
 ) -> Tensor:
     """The rotation of the norm of every head, or of every token where weight is as wide."""
-    rows = x
+    rows, last = x, x.ndim - 2
     if weight.shape[0] != x.shape[-1]:
-        rows = x.movedim(unsqueeze_dim, 2).flatten(2)
+        rows = x.movedim(unsqueeze_dim, last).flatten(last)
     u = weighted(rms_normalized(wide(rows), eps).to(x.dtype), weight, offset)
     if weight.shape[0] != x.shape[-1]:
-        u = u.unflatten(2, (x.shape[unsqueeze_dim], -1)).movedim(2, unsqueeze_dim)
+        u = u.unflatten(last, (x.shape[unsqueeze_dim], -1)).movedim(last, unsqueeze_dim)
     return rope(u, u, cos, sin, unsqueeze_dim=unsqueeze_dim)[0]
 
 
