@@ -11,6 +11,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,33 +46,50 @@ def attempt(case: cases.Case) -> dict[str, Any]:
     return {k: x.detach().cpu() if isinstance(x, Tensor) else x for k, x in found.items()}
 
 
-def ran(group: Any) -> dict[str, Any]:
-    """The cases of a group by name."""
-    return {name: attempt(case) for name, case in group()}
+@dataclass(frozen=True)
+class Part:
+    """Every ``of``-th case, from the ``first`` one on, for processes that share the work."""
+
+    first: int = 0
+    of: int = 1
+
+    def ran(self, group: Any) -> dict[str, Any]:
+        """These cases of a group by name."""
+        return {name: attempt(case) for name, case in [*group()][self.first :: self.of]}
 
 
-def every(exact: bool) -> dict[str, Found]:
-    """Results of all groups; with ``exact`` also those that 16 bits are compared with."""
-    made = {name: ran(group) for name, group in {**cases.GROUPS, **kernel_cases.GROUPS}.items()}
-    wide = {}
+def every(part: Part, exact: bool) -> Iterator[dict[str, Found]]:
+    """Results of all groups so far; with ``exact`` also those that 16 bits are compared with."""
+    found: dict[str, Found] = {"groups": {}, "exact": {}}
+    for name, group in {**cases.GROUPS, **kernel_cases.GROUPS}.items():
+        found["groups"][name] = part.ran(group)
+        yield found
     for name, (group, half) in SIXTEEN.items():
         dtype = half if torch.get_default_device().type == "cpu" else torch.bfloat16
         title = f"{name}, {NAMES[dtype]}"
-        with using(dtype, dtype):
-            made[title] = ran(group)
         if exact:
             with using(dtype, torch.float32):
-                wide[title] = ran(group)
-    return {"groups": made, "exact": wide}
+                found["exact"][title] = part.ran(group)
+        with using(dtype, dtype):
+            found["groups"][title] = part.ran(group)
+        yield found
+
+
+def save(found: dict[str, Any], file: Path) -> None:
+    """Write a whole file or nothing: a run may be cut."""
+    torch.save(found, file.with_suffix(".part"))
+    file.with_suffix(".part").replace(file)
 
 
 def main() -> int:
     """Run the cases and save what came."""
     parser = argparse.ArgumentParser(description="Run the cases with the package that is found.")
-    parser.add_argument("file")
+    parser.add_argument("file", type=Path)
     parser.add_argument("--alias", action="store_true")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("FIRST", "OF"))
     asked = parser.parse_args()
+    started = time.perf_counter()
     if asked.device != "cpu":  # which sets a mode, that every function goes through
         torch.set_default_device(asked.device)
     importlib.import_module("torch.distributed.tensor")  # the real package reads it unimported
@@ -77,7 +98,11 @@ def main() -> int:
     elif os.environ.get(interpreted.VARIABLE) == "1":
         interpreted.prepare()
     version = importlib.import_module("importlib.metadata").version("liger-kernel")
-    torch.save({"version": version, **every(exact=not asked.alias)}, asked.file)
+    for found in every(Part(*asked.part), exact=not asked.alias):
+        save({"version": version, **found}, asked.file)
+        who, name = "alias" if asked.alias else "liger-kernel", [*found["groups"]][-1]
+        seconds = time.perf_counter() - started
+        print(f"{who} {asked.part}: {name} after {seconds:.0f} s", flush=True)
     return 0
 
 
