@@ -37,7 +37,6 @@ SKIPPED = {
     "transformers.moe*": "needs liger_cute_kernels",
     "transformers.model.output_classes*": "outputs with accuracies, which patched models lack",
     "transformers.model.*.lce_maybe_trainable_lm_head": "a part of forwards that are not copied",
-    "megatron*": "needs Megatron-Core, with which nobody has run it here",
     "triton.monkey_patch.LigerTritonFileCacheManager": "Triton's own cache is used",
     "utils.infer_device_arch": "names of chips, which no trainer asks for",
     "testing*": "test helpers of the package itself",

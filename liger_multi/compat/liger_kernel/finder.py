@@ -79,6 +79,9 @@ _PATCHES = (
     "_patch_swiglu_module"
 )
 
+_MEGATRON = "LigerMegatronCrossEntropy LigerMegatronRMSNorm LigerMegatronSwiGLU"
+_TO_MEGATRON = "apply_liger_kernel_to_megatron"
+
 _CHOICE = "available_impls get_impl set_impl available_backends get_backend set_backend"
 _IMPLS = (
     f"{_CHOICE} BackendNotAvailableError ImplNotAvailableError LigerBackendFallbackWarning "
@@ -166,6 +169,11 @@ _SUBMODULES: dict[str, tuple[str, str]] = {
     "transformers.auto_model": ("", ""),
     "transformers.trainer_integration": ("models", "_apply_liger_kernel"),
     "transformers.fsdp": ("helpers", "_FSDPForwardRedirection"),
+    "megatron": ("megatron", f"{_MEGATRON} {_TO_MEGATRON}"),
+    "megatron.rms_norm": ("megatron", "LigerMegatronRMSNorm"),
+    "megatron.cross_entropy": ("megatron", "LigerMegatronCrossEntropy"),
+    "megatron.swiglu": ("megatron", "LigerMegatronSwiGLU"),
+    "megatron.monkey_patch": ("megatron", _TO_MEGATRON),
     "transformers.trainer": ("", ""),
     "transformers.trainer.orpo_trainer": ("helpers", "_FSDPForwardRedirection"),
     "chunked_loss": ("chunked", CHUNKED),
@@ -463,6 +471,9 @@ def uninstall() -> None:
     choosing = sys.modules.get(f"{HERE}.choosing")
     if choosing is not None:
         choosing.set_impl(None)
+    megatron = sys.modules.get(f"{HERE}.megatron")
+    if megatron is not None:
+        megatron.restore()
     sys.meta_path.remove(_FINDER)
     _forget()
     _look_again()
