@@ -392,10 +392,11 @@ def liger_jsd() -> Loss:
 
 def _trl_columns() -> int:
     """Classes of a tile in TRL's trainers, whose module wants packages that the tile does not."""
-    found = importlib.util.find_spec("trl.trainer")
-    if found is None or found.origin is None:
+    home = importlib.util.find_spec("trl")
+    if home is None or home.origin is None:
         raise ImportError("trl is not installed")
-    text = Path(found.origin).with_name("utils.py").read_text(encoding="utf-8")
+    utils = Path(home.origin).parent / "trainer" / "utils.py"
+    text = utils.read_text(encoding="utf-8")
     given = re.search(r"^_CHUNKED_LOGPROB_CHUNK_SIZE = (\d+)$", text, re.MULTILINE)
     if given is None:
         raise ImportError("this trl has no _CHUNKED_LOGPROB_CHUNK_SIZE in trl/trainer/utils.py")
