@@ -615,7 +615,9 @@ def whole_losses(arguments: Sequence[str]) -> int:
     text = given.shape or ("256x32x500" if device.type == "cpu" else "8192x4096x128256")
     shape = Shape(*map(int, text.split("x")))
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    tensors, rows = draw(shape, device, dtype), []
+    tensors, rows = draw(shape, device, dtype), list[dict[str, Any]]()
+    run: dict[str, Any] = {"kind": "losses", "date": store.now(), "commit": given.commit}
+    run |= {"device": report.device_facts(device), "versions": report.versions(), "rows": rows}
     for name in given.cases:
         case = CASES[name]
         asked = given.providers.split(",") if given.providers else every(case)
@@ -624,9 +626,7 @@ def whole_losses(arguments: Sequence[str]) -> int:
         for provider, row in found.items():
             print(line(f"{name} {shape}", provider, row, floor_ms), flush=True)
             rows.append({"case": name, "shape": asdict(shape), "provider": provider, **row})
-    run: dict[str, Any] = {"kind": "losses", "date": store.now(), "commit": given.commit}
-    run |= {"device": report.device_facts(device), "versions": report.versions(), "rows": rows}
-    store.keep(run, given)
+        store.keep(run, given)
     ours = [row for row in rows if row["provider"].startswith("ours")]
     return int(any(row["status"] != "ok" or row["error"] > 1 for row in ours))
 

@@ -161,6 +161,7 @@ _SUBMODULES: dict[str, tuple[str, str]] = {
     "transformers.mhc": ("block_modules", "LigerMHC"),
     "transformers.multi_token_attention": ("block_modules", "LigerMultiTokenAttention"),
     "transformers.model": ("", ""),
+    "transformers.model.output_classes": ("", ""),
     "transformers.model.loss_utils": (
         "losses",
         "LigerForCausalLMLoss fixed_fused_linear_cross_entropy unpack_cross_entropy_result",
@@ -313,6 +314,7 @@ TREE = _table()
 DYNAMIC = {
     **dict.fromkeys(("transformers", "transformers.monkey_patch"), ("models", "")),
     **{path: ("forwards", names) for path, names in FORWARDS.items()},
+    "transformers.model.output_classes": ("output_classes", ""),
 }
 """Submodules that also have what ``functions(path, names)`` of a module here makes."""
 

@@ -6,11 +6,13 @@ of a model notes the forwards of its classes, since assigning one takes the clas
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from liger_multi import patching
+from liger_multi.compat.liger_kernel.model_forward import answer, dress
 from liger_multi.patching.options import BUILT_IN
 from liger_multi.patching.replace.swap import swapped
 
@@ -42,6 +44,7 @@ def _make_ready(model: Any) -> None:
     found = (swapped(module) for module in model.modules())
     if not any(swap is not None and swap.op in _HEADS for swap in found):
         patching.patch(model, **_HEAD_ALONE)
+    dress(model)
     setattr(model, _READY, True)
 
 
@@ -53,10 +56,10 @@ _make_ready._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 )
 
 
-def lce_forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+def lce_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The model's own forward, whose head is patched at the first call.
 
-    ``skip_logits`` changes nothing: logits are computed if they are read.
+    Its keywords are those of :func:`model_forward.answer`. Logits are computed if they are read.
 
     Raises:
         TypeError: A class whose file of ``liger_kernel.transformers.model`` was not imported.
@@ -69,7 +72,7 @@ def lce_forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs
         )
     if not getattr(self, _READY, False):
         _make_ready(self)
-    return stock(self, *args, **kwargs)
+    return answer(self, functools.partial(stock, self), args, kwargs)
 
 
 def functions(path: str, names: str) -> dict[str, Callable[..., Any]]:
