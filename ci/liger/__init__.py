@@ -4,7 +4,7 @@ FOLDER is where the real package is installed by itself::
 
     pip install --target FOLDER --no-deps liger-kernel==0.8.5
 
-Both packages run :mod:`ci.liger.cases` and :mod:`ci.liger.kernel_cases`, each in a process of its
+Both packages run the cases of this folder, each in a process of its
 own on the CPU, and what they return is compared. The real package's kernels are interpreted, which
 takes some minutes. ``docs/liger-differences.md`` is written with the result; with ``--check`` an
 unexplained difference, or an explanation of none, is an error and nothing is written. With
@@ -33,7 +33,11 @@ Run = dict[str, Any]
 
 
 def both(
-    folder: Path, device: str = "cpu", processes: int = 1, seconds: float | None = None
+    folder: Path,
+    device: str = "cpu",
+    processes: int = 1,
+    seconds: float | None = None,
+    results: Path | None = None,
 ) -> tuple[Run, Run, bool]:
     """What the cases return with the package in a folder and with the alias, and whether all ran.
 
@@ -42,12 +46,15 @@ def both(
         device: Where the cases run.
         processes: How many share the cases of a package.
         seconds: When processes are ended; of what they did not reach there is no result.
+        results: Where they leave their results; nowhere if it is not given.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as temporary:
+        made = results or Path(temporary)
+        made.mkdir(parents=True, exist_ok=True)
         started = [
             [
-                _started(Path(made) / f"{who}{part}.pt", place, device, (part, processes))
+                _started(made / f"{who}{part}.pt", place, device, (part, processes))
                 for part in range(processes)
             ]
             for who, place in (("real", folder), ("alias", None))

@@ -39,13 +39,16 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help=f"another is kept in {DEVICES.name}")
     parser.add_argument("--processes", type=int, default=1, help="that share a package's cases")
     parser.add_argument("--seconds", type=float, help="when they are ended")
+    parser.add_argument("--results", type=Path, help="where results stay, to look at tensors")
     asked = parser.parse_args()
     if not (asked.folder / "liger_kernel").is_dir():
         parser.error(
             f"no liger_kernel in {asked.folder}: pip install --target {asked.folder} --no-deps "
             "liger-kernel==0.8.5"
         )
-    real, alias, whole = both(asked.folder.resolve(), asked.device, asked.processes, asked.seconds)
+    real, alias, whole = both(
+        asked.folder.resolve(), asked.device, asked.processes, asked.seconds, asked.results
+    )
     found = differences(real, alias)
     made = {"groups": counts(real, alias, found), "differences": found}
     if not whole:

@@ -551,7 +551,7 @@ def chosen() -> Iterator[Case]:
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "norms": norms, "activations": activations, "losses of logits and heads": losses,
-    "policies of logits": policies, "slopes": slopes, "blocks": blocks, "functional": chosen,
+    "blocks": blocks, "functional": chosen, "policies of logits": policies, "slopes": slopes,
 }  # fmt: skip
 """Groups of cases, by their titles on the page."""
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ci.liger import cases, interpreted, kernel_cases
+from ci.liger import cases, interpreted, kernel_cases, model_cases
 from ci.liger.precision import using
 
 Found = dict[str, dict[str, Any]]
@@ -61,7 +61,7 @@ class Part:
 def every(part: Part, exact: bool) -> Iterator[dict[str, Found]]:
     """Results of all groups so far; with ``exact`` also those that 16 bits are compared with."""
     found: dict[str, Found] = {"groups": {}, "exact": {}}
-    for name, group in {**cases.GROUPS, **kernel_cases.GROUPS}.items():
+    for name, group in {**cases.GROUPS, **kernel_cases.GROUPS, **model_cases.GROUPS}.items():
         found["groups"][name] = part.ran(group)
         yield found
     for name, (group, half) in SIXTEEN.items():
@@ -95,8 +95,10 @@ def main() -> int:
     importlib.import_module("torch.distributed.tensor")  # the real package reads it unimported
     if asked.alias:
         importlib.import_module("liger_multi.compat.liger_kernel").install(force=True)
-    elif os.environ.get(interpreted.VARIABLE) == "1":
-        interpreted.prepare()
+    else:
+        interpreted.first_configuration()
+        if os.environ.get(interpreted.VARIABLE) == "1":
+            interpreted.prepare()
     version = importlib.import_module("importlib.metadata").version("liger-kernel")
     for found in every(Part(*asked.part), exact=not asked.alias):
         save({"version": version, **found}, asked.file)
