@@ -111,6 +111,8 @@ KEPT = {
     "bf16 logits in distillation": "softmax in fp32. Liger-Kernel computes it in bf16.",
     "Overwritten inputs": "`swiglu`, `geglu` and `rope` write nothing over their inputs, so that a "
     "tensor can be used twice.",
+    "`LigerLayerNorm(bias=True)`, `LigerGroupNorm(bias=True)`": "the bias starts at zero. "
+    "Liger-Kernel draws it at random.",
     "3-D logits": "accepted by cross entropy and JSD. An odd number of rows is refused in losses "
     "of pairs.",
     "KTO with `kl` of shape (B,)": "one number per answer. Liger-Kernel broadcasts it over the "

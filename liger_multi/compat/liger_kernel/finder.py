@@ -341,7 +341,7 @@ NAME = "liger_kernel"
 
 
 _FILES = {
-    "METADATA": f"Metadata-Version: 2.1\nName: liger-kernel\nVersion: {VERSION}\n"
+    "METADATA": f"Metadata-Version: 2.1\nName: liger_kernel\nVersion: {VERSION}\n"
     "Summary: import names of Liger-Kernel, served by liger_multi\n",
     "top_level.txt": f"{NAME}\n",
 }

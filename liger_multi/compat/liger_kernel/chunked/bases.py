@@ -118,9 +118,13 @@ def reference_answers(
 
 
 def every_logit(head: losses.Head, target: Tensor) -> Tensor:
-    """The mean of the logits of every sequence, padding included, without gradients."""
+    """The mean of the logits of every sequence, padding included, without gradients.
+
+    It has the dtype of the hidden states, also under autocast.
+    """
     name = "the mean of all logits"
-    return mean_logits(head, torch.zeros_like(target), -100, name).mean(-1)
+    found = mean_logits(head, torch.zeros_like(target), -100, name).mean(-1)
+    return found.to(head.hidden.dtype)
 
 
 class LigerFusedLinearPreferenceBase(_EagerGradients):
