@@ -78,7 +78,7 @@ def test_metadata_and_availability(installed):
 
     for name in ("liger-kernel", "liger_kernel"):
         assert parse(importlib.metadata.version(name)) >= parse("0.8.2"), "TRL asks for it"
-    assert importlib.metadata.packages_distributions()["liger_kernel"] == ["liger-kernel"]
+    assert importlib.metadata.packages_distributions()["liger_kernel"] == ["liger_kernel"]
     assert is_liger_kernel_available()
     assert importlib.util.find_spec("liger_kernel") is not None
     alias.uninstall()
