@@ -38,6 +38,7 @@ def both(
     processes: int = 1,
     seconds: float | None = None,
     results: Path | None = None,
+    only: str = "",
 ) -> tuple[Run, Run, bool]:
     """What the cases return with the package in a folder and with the alias, and whether all ran.
 
@@ -47,6 +48,7 @@ def both(
         processes: How many share the cases of a package.
         seconds: When processes are ended; of what they did not reach there is no result.
         results: Where they leave their results; nowhere if it is not given.
+        only: A pattern for the titles of groups.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as temporary:
@@ -54,7 +56,7 @@ def both(
         made.mkdir(parents=True, exist_ok=True)
         started = [
             [
-                _started(made / f"{who}{part}.pt", place, device, (part, processes))
+                _started(made / f"{who}{part}.pt", place, device, (part, processes), only)
                 for part in range(processes)
             ]
             for who, place in (("real", folder), ("alias", None))
@@ -65,13 +67,13 @@ def both(
 
 
 def _started(
-    file: Path, folder: Path | None, device: str, part: tuple[int, int]
+    file: Path, folder: Path | None, device: str, part: tuple[int, int], only: str
 ) -> tuple[subprocess.Popen[bytes], Path]:
     """A process that runs a part of the cases, with the package in a folder or with the alias."""
     places = [str(folder)] if folder else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*places, os.getcwd()])}
     command = [sys.executable, "-W", "ignore", "-m", "ci.liger.runs", str(file)]
-    command += ["--device", device, "--part", *map(str, part)]
+    command += ["--device", device, "--part", *map(str, part), "--only", only]
     command += [] if folder else ["--alias"]
     if folder and device == "cpu":
         environment[VARIABLE] = "1"

@@ -14,19 +14,54 @@ from ci.trainers.__main__ import provenance
 from liger_multi.bench import report
 from liger_multi.memory.measure import resolve_device
 
+Kept = dict[str, Any]
 
-def devices() -> dict[str, Any]:
+
+def devices() -> Kept:
     """What was kept of runs on devices."""
-    kept: dict[str, Any] = json.loads(DEVICES.read_text(encoding="utf-8"))
+    kept: Kept = json.loads(DEVICES.read_text(encoding="utf-8"))
     return kept
 
 
-def keep(device: str, made: dict[str, Any]) -> str:
-    """Keep a run on a device; returns the device's name."""
+def merged(old: Kept, groups: dict[str, Any], found: dict[str, Any]) -> Kept:
+    """What is kept of a device after some groups ran again."""
+    left = {n: how for n, how in old["differences"].items() if n.partition(": ")[0] not in groups}
+    return {"groups": {**old["groups"], **groups}, "differences": {**left, **found}}
+
+
+def keep(device: str, whole: bool, cases: dict[str, Any], found: dict[str, Any]) -> None:
+    """Keep what ran on a device; groups that did not run now stay as they are."""
     name: str = report.device_facts(resolve_device(device))["name"]
-    kept = {**devices(), name: {**provenance(), "versions": report.versions(), **made}}
+    groups = {t: {**provenance(), "whole": whole, "cases": [*n]} for t, n in cases.items()}
+    kept = devices()
+    now = merged(kept.get(name, {"groups": {}, "differences": {}}), groups, found)
+    kept[name] = {"versions": report.versions(), **now}
     DEVICES.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    return name
+    print(f"kept what ran on {name}")
+
+
+def unexplained(runs: dict[str, dict[str, Any]], whole: bool) -> bool:
+    """Print differences without a reason, and of whole runs reasons that none of them has."""
+    by = {name: explained(found) for name, found in runs.items()}
+    lines = [
+        f"not explained on {n}: {line}" for n, (_, unknown, _) in by.items() for line in unknown
+    ]
+    if whole:
+        idle = set.intersection(*({*reasons} for _, _, reasons in by.values()))
+        lines += [f"explains nothing: {reason.cases}" for reason in idle]
+    for line in lines:
+        print(line)
+    return bool(lines)
+
+
+def write(page: str, check: bool) -> bool:
+    """Write the page, or say whether it is stale."""
+    stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page
+    if stale and check:
+        print(f"{PAGE.name} is stale")
+    elif stale:
+        PAGE.write_text(page, encoding="utf-8")
+    return stale and check
 
 
 def main() -> int:
@@ -37,45 +72,31 @@ def main() -> int:
         "--check", action="store_true", help="write nothing; 1 if the page is stale"
     )
     parser.add_argument("--device", default="cpu", help=f"another is kept in {DEVICES.name}")
+    parser.add_argument("--only", default="", help="a pattern for groups; writes no page")
     parser.add_argument("--processes", type=int, default=1, help="that share a package's cases")
     parser.add_argument("--seconds", type=float, help="when they are ended")
     parser.add_argument("--results", type=Path, help="where results stay, to look at tensors")
-    asked = parser.parse_args()
-    if not (asked.folder / "liger_kernel").is_dir():
+    o = parser.parse_args()
+    if not (o.folder / "liger_kernel").is_dir():
         parser.error(
-            f"no liger_kernel in {asked.folder}: pip install --target {asked.folder} --no-deps "
+            f"no liger_kernel in {o.folder}: pip install --target {o.folder} --no-deps "
             "liger-kernel==0.8.5"
         )
     real, alias, whole = both(
-        asked.folder.resolve(), asked.device, asked.processes, asked.seconds, asked.results
+        o.folder.resolve(), o.device, o.processes, o.seconds, o.results, o.only
     )
     found = differences(real, alias)
-    made = {"groups": counts(real, alias, found), "differences": found}
+    cases = counts(real, alias, found)
     if not whole:
         print("not all cases ran: a process failed or was ended")
-    if asked.device != "cpu":
-        print(f"kept what ran on {keep(asked.device, {'whole': whole, **made})}")
-    elif not whole:
-        return 1
+    if o.device != "cpu":
+        keep(o.device, whole, cases, found)
+    if o.device != "cpu" or o.only:
+        return int(unexplained({o.device: found}, whole=False) or not whole)
     kept = devices()
-    every = {"a CPU": made, **kept} if asked.device == "cpu" else kept
-    by = {name: explained(one["differences"]) for name, one in every.items()}
-    unknown = [f"{name}: {line}" for name, (_, lines, _) in by.items() for line in lines]
-    for line in unknown:
-        print("not explained on", line)
-    if asked.device != "cpu":
-        return int(bool(unknown) or not whole)
-    idle = set.intersection(*({*reasons} for _, _, reasons in by.values()))
-    for reason in idle:
-        print("explains nothing:", reason.cases)
-    page = text(real["version"], made, kept)
-    if not asked.check and not unknown and not idle:
-        PAGE.write_text(page, encoding="utf-8")
-        return 0
-    stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page
-    if stale:
-        print(f"{PAGE.name} is stale")
-    return int(bool(unknown or idle or stale))
+    runs = {"a CPU": found, **{name: run["differences"] for name, run in kept.items()}}
+    wrong = unexplained(runs, whole=True) or not whole
+    return int(wrong or write(text(real["version"], cases, found, kept), o.check))
 
 
 if __name__ == "__main__":

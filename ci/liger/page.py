@@ -49,27 +49,32 @@ def _reasons(differences: dict[str, Any]) -> list[str]:
 
 def _device(name: str, run: dict[str, Any], known: set[str]) -> list[str]:
     """A device's counts, and the reasons that the CPU does not have."""
+    groups = run["groups"].values()
     versions = ", ".join(f"{k} {v}" for k, v in run["versions"].items())
+    commits = ", ".join(sorted({f"{group['commit'][:7]} ({group['date']})" for group in groups}))
     by, _, _ = explained(run["differences"])
     names = [name for reason, names in by.items() if reason.why not in known for name in names]
     only = {name: run["differences"][name] for name in names}
     others = len(run["differences"]) - len(only)
-    cut = "" if run["whole"] else " The run was cut: not all cases are in it."
+    cut = "" if all(group["whole"] for group in groups) else " Not all cases ran."
     return [
-        f"{name}, {run['date']}, commit {run['commit'][:7]}; {versions}.{cut}", "",
-        f"| Cases | {COLUMNS}", "|---|---|---|---|---|", *_rows(run["groups"]), "",
+        f"{name}, {versions}; commits {commits}.{cut}", "",
+        f"| Cases | {COLUMNS}", "|---|---|---|---|---|",
+        *_rows({title: group["cases"] for title, group in run["groups"].items()}), "",
         f"{others} of the cases that differ have a reason of the table above. The others:", "",
         *_reasons(only),
     ]  # fmt: skip
 
 
-def text(version: str, run: dict[str, Any], devices: dict[str, Any]) -> str:
+def text(
+    version: str, cases: dict[str, Any], found: dict[str, Any], devices: dict[str, Any]
+) -> str:
     """The page of a run on a CPU, and of those that were kept of devices."""
-    known = {reason.why for reason, names in explained(run["differences"])[0].items() if names}
+    known = {reason.why for reason, names in explained(found)[0].items() if names}
     out = [
         NOTE, "", "# Differences from Liger-Kernel", "", HOW.format(version=version),
-        f"| Cases | {COLUMNS}", "|---|---|---|---|---|", *_rows(run["groups"]),
-        "", "## Cases that differ, and why", "", *_reasons(run["differences"]),
+        f"| Cases | {COLUMNS}", "|---|---|---|---|---|", *_rows(cases),
+        "", "## Cases that differ, and why", "", *_reasons(found),
         "", "## Further differences", "", "These are not among the cases.", "",
         "| What | Here |", "|---|---|", *(f"| {what} | {here} |" for what, here in KEPT.items()),
     ]  # fmt: skip

@@ -82,6 +82,16 @@ REASONS = (
         "The entropy is fp32. Liger-Kernel's form without CuTe rounds it to the input's dtype.",
     ),
     Reason(
+        r": scaled_cross_entropy ", r"error",
+        "Runs on Hopper as anywhere. Liger-Kernel's form for Hopper needs the CuTe DSL.",
+    ),
+    Reason(
+        r": (fused_moe|mhc coefficients|neighborhood_attention|model mixtral)",
+        rf"output \d|{GRADIENTS}|gradient of",
+        "In fp32, products are exact: a GPU and a CPU give the same here. Kernels of Liger-Kernel "
+        "round their inputs to TF32 on a GPU, Triton's default for `tl.dot`.",
+    ),
+    Reason(
         r"multi_token_attention sparse=True", r"error",
         "16 bits are served. Liger-Kernel takes fp32 only.",
     ),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,15 +59,21 @@ class Part:
         return {name: attempt(case) for name, case in [*group()][self.first :: self.of]}
 
 
-def every(part: Part, exact: bool) -> Iterator[dict[str, Found]]:
-    """Results of all groups so far; with ``exact`` also those that 16 bits are compared with."""
+def every(part: Part, exact: bool, only: str = "") -> Iterator[dict[str, Found]]:
+    """Results of all groups so far; with ``exact`` also those that 16 bits are compared with.
+
+    ``only`` is a pattern that the titles of groups have to match.
+    """
     found: dict[str, Found] = {"groups": {}, "exact": {}}
     for name, group in {**cases.GROUPS, **kernel_cases.GROUPS, **model_cases.GROUPS}.items():
-        found["groups"][name] = part.ran(group)
-        yield found
+        if re.search(only, name):
+            found["groups"][name] = part.ran(group)
+            yield found
     for name, (group, half) in SIXTEEN.items():
         dtype = half if torch.get_default_device().type == "cpu" else torch.bfloat16
         title = f"{name}, {NAMES[dtype]}"
+        if not re.search(only, title):
+            continue
         if exact:
             with using(dtype, torch.float32):
                 found["exact"][title] = part.ran(group)
@@ -88,6 +95,7 @@ def main() -> int:
     parser.add_argument("--alias", action="store_true")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("FIRST", "OF"))
+    parser.add_argument("--only", default="")
     asked = parser.parse_args()
     started = time.perf_counter()
     if asked.device != "cpu":  # which sets a mode, that every function goes through
@@ -100,7 +108,7 @@ def main() -> int:
         if os.environ.get(interpreted.VARIABLE) == "1":
             interpreted.prepare()
     version = importlib.import_module("importlib.metadata").version("liger-kernel")
-    for found in every(Part(*asked.part), exact=not asked.alias):
+    for found in every(Part(*asked.part), exact=not asked.alias, only=asked.only):
         save({"version": version, **found}, asked.file)
         who, name = "alias" if asked.alias else "liger-kernel", [*found["groups"]][-1]
         seconds = time.perf_counter() - started
