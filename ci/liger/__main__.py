@@ -43,9 +43,7 @@ def keep(device: str, whole: bool, cases: dict[str, Any], found: dict[str, Any])
 def unexplained(runs: dict[str, dict[str, Any]], whole: bool) -> bool:
     """Print differences without a reason, and of whole runs reasons that none of them has."""
     by = {name: explained(found) for name, found in runs.items()}
-    lines = [
-        f"not explained on {n}: {line}" for n, (_, unknown, _) in by.items() for line in unknown
-    ]
+    lines = [f"not explained on {name}: {line}" for name in by for line in by[name][1]]
     if whole:
         idle = set.intersection(*({*reasons} for _, _, reasons in by.values()))
         lines += [f"explains nothing: {reason.cases}" for reason in idle]

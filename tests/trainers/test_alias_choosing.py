@@ -252,3 +252,17 @@ def test_decorators_of_autocast():
     x = torch.ones(2, requires_grad=True)
     Twice.apply(x).sum().backward()
     assert x.grad.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [((7, 5), "volta_turing"), ((8, 9), "ampere_ada"), ((9, 0), "hopper"), ((10, 0), "blackwell"),
+     ((10, 3), "blackwell_ultra"), ((12, 0), "blackwell_consumer"), ((6, 1), "sm_61")],
+)  # fmt: skip
+def test_families_of_gpus_have_the_names_of_liger_kernel(monkeypatch, capability, name):
+    monkeypatch.setattr(helpers, "infer_device", lambda: "cuda")
+    monkeypatch.setattr(helpers, "is_hip", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert helpers.infer_device_arch() == name
+    monkeypatch.setattr(helpers, "infer_device", lambda: "npu")
+    assert helpers.infer_device_arch() == "npu"

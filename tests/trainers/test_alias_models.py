@@ -23,6 +23,7 @@ SIZES = {
 IDS = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(1))
 LABELS = IDS.clone()
 LABELS[0, :3] = LABELS[1, 7] = -100
+LABELS[0, 4], LABELS[1, 2] = 34, 35  # the likeliest tokens of build(), so that some are right
 WEIGHT = torch.rand(50, generator=torch.Generator().manual_seed(2)) + 0.5
 
 
@@ -145,7 +146,7 @@ def test_outputs_that_are_asked_for(made):
     torch.testing.assert_close(asked.loss, plain.loss)
     logits, target = build()(IDS).logits, shifted(LABELS)
     kept, best = target != -100, logits.argmax(-1)
-    assert asked.token_accuracy == ((best == target) & kept).sum() / kept.sum()
+    assert asked.token_accuracy == ((best == target) & kept).sum() / kept.sum() > 0
     assert torch.equal(asked.predicted_tokens, torch.where(kept, best, -1).flatten())
     again = pickle.loads(pickle.dumps(asked))
     assert (type(again), again.token_accuracy) == (type(asked), asked.token_accuracy)
@@ -285,3 +286,25 @@ def test_recomputation_and_a_compiler(checkpointing):
             for p, gradient in zip(model.parameters(), wanted, strict=True):
                 torch.testing.assert_close(p.grad, gradient, rtol=1e-5, atol=1e-6)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("made", [build, patched])
+def test_the_loss_of_a_head(made):
+    from liger_kernel.transformers.model.llama import lce_maybe_trainable_lm_head as loss_of
+
+    model, hidden = made(), torch.randn(2, 9, 32, requires_grad=True)
+    right = formula(hidden @ build().lm_head.weight.T, shifted(LABELS), label_smoothing=0.1)
+    found = loss_of(model, hidden, 32, LABELS, None, label_smoothing=0.1)
+    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-6)
+    found.backward()
+    assert hidden.grad.abs().sum() > 0
+    asked = loss_of(model, hidden, 32, None, shifted(LABELS), return_token_accuracy=True)
+    assert asked.token_accuracy is not None
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    adapted = peft.get_peft_model(model, config).base_model.model
+    with torch.no_grad():
+        adapted.lm_head.modules_to_save["default"].weight.mul_(2)
+    right = formula(hidden @ (2 * build().lm_head.weight).T, shifted(LABELS))
+    found = loss_of(adapted, hidden, 32, LABELS, None)
+    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-6)

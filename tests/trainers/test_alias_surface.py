@@ -36,11 +36,8 @@ SKIPPED = {
     "ops.experimental.mm_int8int2*": "a matrix product of 8 and 2 bits, which no operator uses",
     "transformers.moe*": "needs liger_cute_kernels",
     "transformers.model.output_classes*": "derives from a class that this transformers lacks",
-    "transformers.model.*.lce_maybe_trainable_lm_head": "a part of forwards that are not copied",
     "triton.monkey_patch.LigerTritonFileCacheManager": "Triton's own cache is used",
-    "utils.infer_device_arch": "names of chips, which no trainer asks for",
     "testing*": "test helpers of the package itself",
-    "*.logger": "loggers of the package itself",
 }
 """Patterns of names below the package that are not served, with the reason."""
 

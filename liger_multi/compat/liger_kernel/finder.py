@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -97,8 +98,8 @@ _CHOSEN = (
     "layer_norm rms_norm rope softmax swiglu"
 )
 _UTILS = (
-    "PEFT_AVAILABLE get_total_gpu_memory infer_comm_backend infer_device is_npu_available "
-    "is_peft_available transformers_version_dispatch"
+    "PEFT_AVAILABLE get_total_gpu_memory infer_comm_backend infer_device infer_device_arch "
+    "is_npu_available is_peft_available transformers_version_dispatch"
 )
 _OPS_UTILS = (
     "calculate_settings compare_version device_context ensure_contiguous get_amp_custom_fwd_bwd "
@@ -250,6 +251,7 @@ FORWARDS = {
     f"transformers.model.{file}": names
     for file, names in {
         **dict.fromkeys(_CAUSAL.split(), "lce_forward"),
+        **dict.fromkeys(("llama", "smollm3"), "lce_forward lce_maybe_trainable_lm_head"),
         "pixtral": "",
         **dict.fromkeys(("gemma3", "gemma4"), "causal_forward multimodal_forward"),
         "qwen3_5": "lce_forward lce_forward_for_multimodal",
@@ -367,7 +369,7 @@ class _Loader(Loader):
         path = module.__name__.partition(".")[2]
         module.__doc__ = "Replica of liger_multi; see liger_multi.compat.liger_kernel."
         names = vars(module)
-        names["__file__"] = __file__
+        names["__file__"], names["logger"] = __file__, logging.getLogger(module.__name__)
         if not path:
             names["__version__"] = VERSION
         for name in TREE[path]:  # a function of a module's name goes before the module

@@ -11,8 +11,16 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor
+
 from liger_multi import patching
+from liger_multi.compat.liger_kernel.losses import (
+    LigerForCausalLMLoss,
+    unpack_cross_entropy_result,
+)
 from liger_multi.compat.liger_kernel.model_forward import answer, dress
+from liger_multi.compat.liger_kernel.outputs import CrossEntropyOutput
+from liger_multi.losses import Head
 from liger_multi.patching.options import BUILT_IN
 from liger_multi.patching.replace.swap import swapped
 
@@ -75,8 +83,25 @@ def lce_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return answer(self, functools.partial(stock, self), args, kwargs)
 
 
+def lce_maybe_trainable_lm_head(
+    self: Any, hidden_states: Tensor, hidden_size: int, labels: Tensor | None,
+    shift_labels: Tensor | None, **loss_kwargs: Any,
+) -> Any:  # fmt: skip
+    """The fused loss of a model's head, which may have an adapter or be sharded by FSDP."""
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+        return unpack_cross_entropy_result(LigerForCausalLMLoss(
+            hidden, weight, labels, hidden_size, shift_labels=shift_labels, **loss_kwargs
+        ))  # fmt: skip
+
+    found, *beside = Head(hidden_states, self.lm_head).run(loss)
+    asked = any(x is not None for x in beside)
+    return CrossEntropyOutput(found, *beside) if asked else found
+
+
 def functions(path: str, names: str) -> dict[str, Callable[..., Any]]:
     """The forwards of a file, by their names."""
     file = path.rpartition(".")[2]
     remember((file, f"{file}_dense", f"{file}_moe"))
-    return dict.fromkeys(names.split(), lce_forward)
+    of_head = {"lce_maybe_trainable_lm_head": lce_maybe_trainable_lm_head}
+    return {name: of_head.get(name, lce_forward) for name in names.split()}

@@ -192,6 +192,26 @@ def infer_device() -> str:
     return "cpu" if found is None else found.type
 
 
+_CHIPS = {
+    7: "volta_turing", 8: "ampere_ada", 9: "hopper", 10: "blackwell", 12: "blackwell_consumer",
+}  # fmt: skip
+_ULTRA = (10, 3)
+
+
+def infer_device_arch(device_id: int = 0) -> str:
+    """The family of an NVIDIA GPU, the architecture of an AMD GPU, else the type of the device."""
+    kind = infer_device()
+    if kind != "cuda":
+        return kind
+    if is_hip():
+        name: str = torch.cuda.get_device_properties(device_id).gcnArchName
+        return name.partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device_id)
+    if (major, minor) == _ULTRA:
+        return f"{_CHIPS[major]}_ultra"
+    return _CHIPS.get(major, f"sm_{major}{minor}")
+
+
 def calculate_settings(n: int) -> tuple[int, int]:
     """Block size and warps for rows of ``n`` elements.
 
