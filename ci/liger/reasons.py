@@ -121,6 +121,8 @@ KEPT = {
     "bf16 logits in distillation": "softmax in fp32. Liger-Kernel computes it in bf16.",
     "Overwritten inputs": "`swiglu`, `geglu` and `rope` write nothing over their inputs, so that a "
     "tensor can be used twice.",
+    "`logits` of a training step with labels": "[lazy](logits.md), and there. Liger-Kernel returns "
+    "None unless `skip_logits=False`.",
     "`LigerLayerNorm(bias=True)`, `LigerGroupNorm(bias=True)`": "the bias starts at zero. "
     "Liger-Kernel draws it at random.",
     "3-D logits": "accepted by cross entropy and JSD. An odd number of rows is refused in losses "
