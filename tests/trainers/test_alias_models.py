@@ -229,6 +229,7 @@ def test_a_loss_that_options_do_not_reach_is_told():
     alone = Alone(transformers.LlamaConfig(**SIZES)).train()
     _apply_liger_kernel_to_instance(model=alone)
     assert alone(IDS, labels=LABELS).loss is not None
+    assert alone(IDS, labels=LABELS, return_token_accuracy=True).token_accuracy is None
     with pytest.raises(NotImplementedError, match="Alone computes its loss itself, and label_smo"):
         alone(IDS, labels=LABELS, label_smoothing=0.1)
 

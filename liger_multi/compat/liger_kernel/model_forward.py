@@ -72,12 +72,13 @@ def answer(
         return extended(stock(*args, **kwargs))
     found: dict[str, Any] = {}
     output = stock(*args, **kwargs, **{_FOUND: found})
-    if not found:
+    lost = [] if found else [name for name in asked if not name.startswith("return_")]
+    if lost:  # what is only returned is None then
         raise NotImplementedError(
-            f"{type(model).__name__} computes its loss itself, and {', '.join(asked)} did not "
+            f"{type(model).__name__} computes its loss itself, and {', '.join(lost)} did not "
             "reach it; compute the loss of outputs.logits with liger_multi.losses"
         )
-    return extended(output, **{name: found[name] for name in _BESIDE})
+    return extended(output, **{name: found.get(name) for name in _BESIDE})
 
 
 def _off(option: Any) -> bool:
