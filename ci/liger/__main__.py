@@ -29,13 +29,15 @@ def merged(old: Kept, groups: dict[str, Any], found: dict[str, Any]) -> Kept:
     return {"groups": {**old["groups"], **groups}, "differences": {**left, **found}}
 
 
-def keep(device: str, whole: bool, cases: dict[str, Any], found: dict[str, Any]) -> None:
+def keep(
+    device: str, version: str, whole: bool, cases: dict[str, Any], found: dict[str, Any]
+) -> None:
     """Keep what ran on a device; groups that did not run now stay as they are."""
     name: str = report.device_facts(resolve_device(device))["name"]
     groups = {t: {**provenance(), "whole": whole, "cases": [*n]} for t, n in cases.items()}
     kept = devices()
     now = merged(kept.get(name, {"groups": {}, "differences": {}}), groups, found)
-    kept[name] = {"versions": report.versions(), **now}
+    kept[name] = {"versions": {**report.versions(), "liger-kernel": version}, **now}
     DEVICES.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     print(f"kept what ran on {name}")
 
@@ -88,7 +90,7 @@ def main() -> int:
     if not whole:
         print("not all cases ran: a process failed or was ended")
     if o.device != "cpu":
-        keep(o.device, whole, cases, found)
+        keep(o.device, real["version"], whole, cases, found)
     if o.device != "cpu" or o.only:
         return int(unexplained({o.device: found}, whole=False) or not whole)
     kept = devices()
