@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -255,14 +256,14 @@ def test_decorators_of_autocast():
 
 
 @pytest.mark.parametrize(
-    ("capability", "name"),
-    [((7, 5), "volta_turing"), ((8, 9), "ampere_ada"), ((9, 0), "hopper"), ((10, 0), "blackwell"),
-     ((10, 3), "blackwell_ultra"), ((12, 0), "blackwell_consumer"), ((6, 1), "sm_61")],
+    ("arch", "name"),
+    [("sm75", "volta_turing"), ("sm89", "ampere_ada"), ("sm90", "hopper"), ("sm100", "blackwell"),
+     ("sm103", "blackwell_ultra"), ("sm120", "blackwell_consumer"), ("sm61", "sm_61"),
+     ("gfx942", "gfx942")],
 )  # fmt: skip
-def test_families_of_gpus_have_the_names_of_liger_kernel(monkeypatch, capability, name):
+def test_families_of_gpus_have_the_names_of_liger_kernel(monkeypatch, arch, name):
     monkeypatch.setattr(helpers, "infer_device", lambda: "cuda")
-    monkeypatch.setattr(helpers, "is_hip", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(helpers, "device_info", lambda _: SimpleNamespace(arch=arch))
     assert helpers.infer_device_arch() == name
     monkeypatch.setattr(helpers, "infer_device", lambda: "npu")
     assert helpers.infer_device_arch() == "npu"

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_multi.dispatch.launch import device_info
+
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 IMPL_REGISTRY: dict[str, Any] = {}
 """Liger's alternative sets of operators; ``liger_multi.configure`` chooses backends here."""
@@ -193,23 +195,20 @@ def infer_device() -> str:
 
 
 _CHIPS = {
-    7: "volta_turing", 8: "ampere_ada", 9: "hopper", 10: "blackwell", 12: "blackwell_consumer",
+    "sm103": "blackwell_ultra", "sm10": "blackwell", "sm12": "blackwell_consumer",
+    "sm9": "hopper", "sm8": "ampere_ada", "sm7": "volta_turing",
 }  # fmt: skip
-_ULTRA = (10, 3)
+"""Beginning of an architecture's key to Liger-Kernel's name; the first counts."""
 
 
 def infer_device_arch(device_id: int = 0) -> str:
-    """The family of an NVIDIA GPU, the architecture of an AMD GPU, else the type of the device."""
+    """The family of a GPU by its name in Liger-Kernel, else the type of the device."""
     kind = infer_device()
     if kind != "cuda":
         return kind
-    if is_hip():
-        name: str = torch.cuda.get_device_properties(device_id).gcnArchName
-        return name.partition(":")[0]
-    major, minor = torch.cuda.get_device_capability(device_id)
-    if (major, minor) == _ULTRA:
-        return f"{_CHIPS[major]}_ultra"
-    return _CHIPS.get(major, f"sm_{major}{minor}")
+    arch = device_info(torch.device(kind, device_id)).arch
+    named = (name for start, name in _CHIPS.items() if arch.startswith(start))
+    return next(named, arch.replace("sm", "sm_", 1))
 
 
 def calculate_settings(n: int) -> tuple[int, int]:
