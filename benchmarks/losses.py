@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import importlib.util
+import re
 import statistics
 import sys
 import time
@@ -93,6 +95,24 @@ def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, Te
 # --- ours ---
 
 
+def nll(hidden: Tensor, weight: Tensor, target: Tensor, **o: Any) -> Tensor:
+    """The mean over tokens, as a patched model computes it; gradients are made in forward."""
+    o.pop("keep", None)  # no logits stay
+    found: Any = fused_linear_cross_entropy(hidden, weight, target, **o)
+    return found  # type: ignore[no-any-return]
+
+
+def log_prob_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """The same of every token's log-probability; backward computes the logits once more."""
+    found = losses.tokens(_head(hidden, weight), target, ("log_prob",))
+    assert found.log_prob is not None
+    return _mean(found.log_prob, target)
+
+
+def _mean(log_prob: Tensor, target: Tensor) -> Tensor:
+    return -log_prob.sum() / (target >= 0).sum()
+
+
 def _head(hidden: Tensor, weight: Tensor, **options: Any) -> losses.Head:
     return losses.Head(hidden, weight, **options)
 
@@ -147,8 +167,7 @@ def policy(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, *
 
 
 def _policy(log_prob: Tensor, entropy: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
-    each = log_prob * advantages.unsqueeze(1) + 0.01 * entropy
-    return -each.sum() / (target >= 0).sum()
+    return _mean(log_prob * advantages.unsqueeze(1) + 0.01 * entropy, target)
 
 
 # --- a user's code, on logits ---
@@ -180,12 +199,27 @@ def _headed(classes: int, width: int) -> Any:
     return model
 
 
-def lazy_policy(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
-    """The same of the lazy logits of a patched model."""
+def _lazy(hidden: Tensor, weight: Tensor) -> Tensor:
+    """The lazy logits of a patched model."""
     head = _headed(*weight.shape).lm_head
     head._parameters.pop("weight", None)
     head.weight = weight  # the tensor itself, whose gradient is asked for
-    return policy_of_logits(head(hidden), target, advantages)
+    return head(hidden)  # type: ignore[no-any-return]
+
+
+def lazy_policy(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
+    """The same of lazy logits."""
+    return policy_of_logits(_lazy(hidden, weight), target, advantages)
+
+
+def nll_of_logits(logits: Tensor, target: Tensor) -> Tensor:
+    """The loss of tokens, as a training script writes it."""
+    return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
+
+
+def lazy_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """The same of lazy logits."""
+    return nll_of_logits(_lazy(hidden, weight), target)
 
 
 # --- plain PyTorch ---
@@ -195,6 +229,11 @@ def _rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     log_p = torch.log_softmax((hidden @ weight.mT).float(), -1)
     found = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return torch.where(target >= 0, found, 0)
+
+
+def torch_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """The same, eager."""
+    return nll_of_logits(hidden @ weight.mT, target)
 
 
 def torch_dpo(hidden: Tensor, weight: Tensor, target: Tensor, old: Tensor) -> Tensor:
@@ -249,11 +288,35 @@ def torch_jsd(
     return (each * (target >= 0)).sum() / (target >= 0).sum()
 
 
-# --- Liger's chunked losses ---
+# --- Liger's losses ---
 
 
 def _peer(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"liger_kernel.chunked_loss.{module}"), name)
+
+
+def liger_nll(accumulate: torch.dtype | None = None) -> Loss:
+    """Its fused cross entropy; the weight's gradient is summed in its own dtype by default."""
+    home = importlib.import_module("liger_kernel.transformers.fused_linear_cross_entropy")
+    loss = home.LigerFusedLinearCrossEntropyLoss(accum_dtype=accumulate)
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return loss(weight, hidden.flatten(0, 1), target.flatten())  # type: ignore[no-any-return]
+
+    return call
+
+
+def liger_policy() -> Loss:
+    """Its scaled cross entropy, which verl's fused head calls, with entropies."""
+    home = importlib.import_module("liger_kernel.ops")
+    apply = home.LigerFusedLinearScaledCrossEntropyFunction.apply
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
+        found = apply(hidden.flatten(0, 1), weight, target.flatten(), 1.0, -100, 1, True)
+        each, entropy = (x.view(target.shape) for x in found)
+        return _policy(-each, torch.where(target >= 0, entropy, 0), target, advantages)
+
+    return call
 
 
 def liger_dpo() -> Loss:
@@ -324,32 +387,91 @@ def liger_jsd() -> Loss:
     return call
 
 
+# --- TRL's chunked log-probabilities, of which its trainers make NLL and policy losses ---
+
+
+def _trl_columns() -> int:
+    """Classes of a tile in TRL's trainers, whose module wants packages that the tile does not."""
+    home = importlib.util.find_spec("trl")
+    if home is None or home.origin is None:
+        raise ImportError("trl is not installed")
+    utils = Path(home.origin).parent / "trainer" / "utils.py"
+    text = utils.read_text(encoding="utf-8")
+    given = re.search(r"^_CHUNKED_LOGPROB_CHUNK_SIZE = (\d+)$", text, re.MULTILINE)
+    if given is None:
+        raise ImportError("this trl has no _CHUNKED_LOGPROB_CHUNK_SIZE in trl/trainer/utils.py")
+    return int(given[1])
+
+
+def trl_tokens(*outputs: str) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]]:
+    """Log-probabilities of tokens and ``outputs``; like its trainers, of tokens that count."""
+    apply = importlib.import_module("trl.kernels").ChunkedLogProbFunction.apply
+    columns = _trl_columns()
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]:
+        kept = target != -100
+        found = apply(
+            hidden[kept], weight, None, target[kept], 1.0, columns, None, 1.0, outputs
+        )[: 1 + len(outputs)]  # fmt: skip
+        return [x.new_zeros(kept.shape).masked_scatter(kept, x) for x in found]
+
+    return call
+
+
+def trl_nll() -> Loss:
+    """Its SFT loss ``nll``, which ``chunked_nll`` became another name of."""
+    tokens = trl_tokens()
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return _mean(tokens(hidden, weight, target)[0], target)
+
+    return call
+
+
+def trl_policy() -> Loss:
+    """A policy loss of its log-probabilities and entropies."""
+    tokens = trl_tokens("entropy")
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
+        log_prob, entropy = tokens(hidden, weight, target)
+        return _policy(log_prob, entropy, target, advantages)
+
+    return call
+
+
 @dataclass(frozen=True)
 class Case:
-    """A loss: ours, plain PyTorch, a peer, and the inputs that it takes beside a head.
+    """A loss: ours, plain PyTorch, and the inputs that it takes beside a head.
 
-    ``lazy`` is a user's code on lazy logits.
+    ``others`` are peers and other ways of ours to the same loss, by the provider's name.
     """
 
     ours: Loss
     torch: Loss
-    liger: Callable[[], Loss]
     beside: tuple[str, ...]
+    others: Mapping[str, Callable[[], Loss]]
     teacher: bool = False
-    lazy: Loss | None = None
 
 
 CASES: dict[str, Case] = {
-    "dpo": Case(dpo, torch_dpo, nobody, ("target", "old")),
-    "dpo-reference": Case(
-        dpo_reference, torch_dpo_reference, liger_dpo, ("target", "other", "other_weight"), True
+    "nll": Case(
+        nll, torch_nll, ("target",),
+        {
+            "log-prob": lambda: log_prob_nll, "lazy": lambda: lazy_nll, "liger": liger_nll,
+            "liger-fp32": lambda: liger_nll(torch.float32), "trl": trl_nll,
+        },
     ),
-    "grpo": Case(grpo, torch_grpo, liger_grpo, ("target", "advantages", "old")),
-    "gspo": Case(gspo, torch_gspo, liger_gspo, ("target", "advantages", "old")),
-    "jsd": Case(jsd, torch_jsd, liger_jsd, ("target", "other", "other_weight"), True),
+    "dpo": Case(dpo, torch_dpo, ("target", "old"), {"liger": nobody}),
+    "dpo-reference": Case(
+        dpo_reference, torch_dpo_reference, ("target", "other", "other_weight"),
+        {"liger": liger_dpo}, True,
+    ),
+    "grpo": Case(grpo, torch_grpo, ("target", "advantages", "old"), {"liger": liger_grpo}),
+    "gspo": Case(gspo, torch_gspo, ("target", "advantages", "old"), {"liger": liger_gspo}),
+    "jsd": Case(jsd, torch_jsd, ("target", "other", "other_weight"), {"liger": liger_jsd}, True),
     "policy": Case(
-        policy, torch_policy, functools.partial(nobody, "its GRPO has no entropy"),
-        ("target", "advantages"), lazy=lazy_policy,
+        policy, torch_policy, ("target", "advantages"),
+        {"lazy": lambda: lazy_policy, "liger": liger_policy, "trl": trl_policy},
     ),
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -374,26 +496,27 @@ def floor(case: Case) -> Loss:
     return call
 
 
-def providers(case: Case, names: Sequence[str]) -> list[Provider]:
-    """Who is measured."""
-    found = []
-    for name in names:
-        if name in VARIANTS:
-            options = dict(VARIANTS[name])
-            if name == "ours-two" and case.ours is grpo:
-                options["passes"] = "two"
-            found.append(Provider(name, _with(case.ours, options)))
-        elif name == "products":
-            found.append(Provider(name, floor(case), floor=True))
-        elif name == "torch":
-            found.append(Provider(name, case.torch))
-        elif name == "lazy":
-            if case.lazy is None:
-                raise ImportError("no user's code of this loss on logits")
-            found.append(Provider(name, case.lazy))
-        elif name == "liger":
-            found.append(Provider(name, case.liger()))
-    return found
+def provider(case: Case, name: str) -> Provider:
+    """Who is measured.
+
+    Raises:
+        ImportError: It is not installed, or has no such loss.
+    """
+    if name in VARIANTS:
+        options = dict(VARIANTS[name])
+        if name == "ours-two" and case.ours is grpo:
+            options["passes"] = "two"
+        return Provider(name, _with(case.ours, options))
+    if name == "products":
+        return Provider(name, floor(case), floor=True)
+    if name not in (*case.others, "torch"):
+        raise ImportError("has no such loss")
+    return Provider(name, case.torch if name == "torch" else case.others[name]())
+
+
+def every(case: Case) -> tuple[str, ...]:
+    """Who can be measured."""
+    return ("products", *VARIANTS, "torch", *case.others)
 
 
 def _with(function: Loss, options: Mapping[str, Any]) -> Loss:
@@ -418,7 +541,7 @@ def measured(
             row |= _alone(runner, right, tensors["weight"].numel(), device)
             flushes = clock.flushes(host_us(runner, clock, 3)[1])
         except Exception as failure:
-            row |= {"status": f"{type(failure).__name__}: {str(failure).splitlines()[0][:120]}"}
+            row |= {"status": f"{type(failure).__name__}: {str(failure)[:120]!r}"}
             continue
         runners[provider.name] = (runner, flushes)
     release(device)
@@ -431,7 +554,7 @@ def _available(case: Case, names: Sequence[str], rows: dict[str, dict[str, Any]]
     found = []
     for name in names:
         try:
-            found += providers(case, [name])
+            found.append(provider(case, name))
         except ImportError as failure:
             rows[name] = {"status": str(failure)}
     return found
@@ -457,6 +580,7 @@ def _alone(
         found["loss"], found["right"] = float(loss), float(right[0])
         kind = runner.tensors["weight"].dtype
         found["error"] = max(error(g, right[1][n], kind)[0] for n, g in grads.items())
+        found["off"] = dict(zip(grads, _off([*grads.values()], [right[1][n] for n in grads])))
     del loss, grads
     release(device)
     found["extra_bytes"], found["peak_bytes"] = memory_bytes(runner, 4 * weight, device)
@@ -468,7 +592,10 @@ def line(name: str, provider: str, row: Mapping[str, Any], floor_ms: float | Non
     if row["status"] != "ok":
         return f"{name:24s} {provider:10s} {row['status']}"
     ratio = f"{row['both_ms'] / floor_ms:6.3f}" if floor_ms else "     -"
-    wrong = f"error {row['error']:8.2f}" if "error" in row else " " * 14
+    wrong = ""
+    if "error" in row:
+        off = ", ".join(f"{n} {x:.1e}" for n, x in row["off"].items())
+        wrong = f"error {row['error']:8.2f}  loss {row['loss']:.6f} ({row['right']:.6f})  {off}"
     return (
         f"{name:24s} {provider:10s} {row['both_ms']:9.3f} ms  {ratio} x products  "
         f"extra {format_bytes(row['extra_bytes']):>10s}  {wrong}"
@@ -480,7 +607,7 @@ def whole_losses(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.losses", description=__doc__)
     parser.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
     parser.add_argument("--shape", default="", help="TOKENSxWIDTHxCLASSES")
-    parser.add_argument("--providers", default="products,ours,ours-1GiB,ours-two,torch,liger,lazy")
+    parser.add_argument("--providers", default="", help="with commas; else all that a loss has")
     parser.add_argument("--seconds", type=float, default=5.0)
     store.add_options(parser)
     given = parser.parse_args(arguments)
@@ -488,16 +615,18 @@ def whole_losses(arguments: Sequence[str]) -> int:
     text = given.shape or ("256x32x500" if device.type == "cpu" else "8192x4096x128256")
     shape = Shape(*map(int, text.split("x")))
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    tensors, rows = draw(shape, device, dtype), []
+    tensors, rows = draw(shape, device, dtype), list[dict[str, Any]]()
+    run: dict[str, Any] = {"kind": "losses", "date": store.now(), "commit": given.commit}
+    run |= {"device": report.device_facts(device), "versions": report.versions(), "rows": rows}
     for name in given.cases:
-        found = measured(CASES[name], tensors, given.providers.split(","), given.seconds)
+        case = CASES[name]
+        asked = given.providers.split(",") if given.providers else every(case)
+        found = measured(case, tensors, asked, given.seconds)
         floor_ms = found.get("products", {}).get("both_ms")
         for provider, row in found.items():
             print(line(f"{name} {shape}", provider, row, floor_ms), flush=True)
             rows.append({"case": name, "shape": asdict(shape), "provider": provider, **row})
-    run: dict[str, Any] = {"kind": "losses", "date": store.now(), "commit": given.commit}
-    run |= {"device": report.device_facts(device), "versions": report.versions(), "rows": rows}
-    store.keep(run, given)
+        store.keep(run, given)
     ours = [row for row in rows if row["provider"].startswith("ours")]
     return int(any(row["status"] != "ok" or row["error"] > 1 for row in ours))
 

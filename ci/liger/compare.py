@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def usual_errors(results: dict[str, Result], exact: dict[str, Result]) -> dict[s
     """The largest errors of single numbers of a group in 16 bits, by key."""
     found: dict[str, float] = {}
     for name, wide in exact.items():
-        for key, value in wide.items():
+        for key, value in wide.items() if name in results else ():
             near = results[name].get(key)
             if isinstance(value, Tensor) and not value.ndim and isinstance(near, Tensor):
                 found[key] = max(found.get(key, 0.0), error(near, value))
@@ -107,12 +108,24 @@ def differences(real: Result, alias: Result) -> dict[str, Differences]:
         exact = real["exact"].get(group, {})
         usual = usual_errors(cases, exact)
         rounding = ROUNDINGS.get(group.rpartition(", ")[2], 0.0)
+        others = alias["groups"].get(group, {})  # a run that was cut has fewer
         for name, result in cases.items():
-            if not impossible(result):
+            if name in others and not impossible(result):
                 found[f"{group}: {name}"] = difference(
-                    result, alias["groups"][group][name], exact.get(name), rounding, usual
+                    result, others[name], exact.get(name), rounding, usual
                 )
     return {name: how for name, how in found.items() if how}
+
+
+def counts(real: Result, alias: Result, found: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Cases of each group: that ran, that agree, that differ, without a result of liger-kernel."""
+    made: dict[str, tuple[int, ...]] = {}
+    for group, cases in real["groups"].items():
+        ran = {n: r for n, r in cases.items() if n in alias["groups"].get(group, {})}
+        without = sum(map(impossible, ran.values()))
+        differ = sum(f"{group}: {name}" in found for name in ran)
+        made[group] = (len(ran), len(ran) - differ - without, differ, without)
+    return made
 
 
 def impossible(real: Result) -> bool:

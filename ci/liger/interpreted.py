@@ -34,8 +34,8 @@ def _floats() -> None:
     interpreter._implicit_cvt = converted
 
 
-def _first_configuration() -> None:
-    """Let the autotuner take the first of its configurations."""
+def first_configuration() -> None:
+    """Let the autotuner take the first of its configurations, also on a device, for the time."""
     autotuner: Any = importlib.import_module("triton.runtime.autotuner")
     prune: Callable[..., Any] = autotuner.Autotuner.prune_configs
     autotuner.Autotuner.prune_configs = lambda self, kwargs: prune(self, kwargs)[:1]
@@ -62,5 +62,4 @@ def prepare() -> None:
         if not found.ispkg and "cut" not in found.name:
             importlib.import_module(found.name)
     _floats()
-    _first_configuration()
     _libdevice()

@@ -129,6 +129,24 @@ def _modulated_mixed(d: Inputs) -> Any:
     return function("ModulatedRMSNorm")(x, w, scale.float(), shift.float(), EPS)
 
 
+def _wide(d: Inputs, *shape: int) -> Tensor:
+    """A leaf that reaches the operator in fp32, whatever the others have."""
+    return d.leaf(*shape).float()
+
+
+WIDE_NORMS: dict[str, Callable[[Inputs], Any]] = {
+    "rms_norm": lambda d: function("RMSNorm")(d.leaf(ROWS, WIDTH), _wide(d, WIDTH), EPS),
+    "rms_norm gemma": lambda d: function("RMSNorm")(
+        d.leaf(ROWS, WIDTH), _wide(d, WIDTH), EPS, 1.0, "gemma"),
+    "fused_add_rms_norm": lambda d: function("FusedAddRMSNorm")(
+        d.leaf(ROWS, WIDTH), d.leaf(ROWS, WIDTH), _wide(d, WIDTH), EPS),
+    "layer_norm": lambda d: function("LayerNorm")(
+        d.leaf(ROWS, WIDTH), _wide(d, WIDTH), _wide(d, WIDTH), EPS),
+    "poly_norm": lambda d: function("PolyNorm")(
+        d.leaf(ROWS, WIDTH), _wide(d, 3), _wide(d, 1).reshape(()), EPS, False),
+}  # fmt: skip
+
+
 def _norm_module(d: Inputs, name: str, args: tuple[Any, ...] = (WIDTH,)) -> Any:
     made = _named(f"transformers.{name}")(*args).to(d.dtype)
     shapes = (2, 4, 6) if name.endswith("LigerGroupNorm") else (ROWS, WIDTH)
@@ -152,6 +170,8 @@ def norms() -> Iterator[Case]:
         d.leaf(2, 6, 5), d.leaf(6), d.leaf(6), 6, 3, EPS))  # fmt: skip
     yield from _cases("poly_norm", lambda d: function("PolyNorm")(
         d.leaf(ROWS, WIDTH), d.leaf(3), d.leaf(1).reshape(()), EPS, False))  # fmt: skip
+    for name, build in WIDE_NORMS.items():
+        yield from _cases(f"{name} of fp32 weights", build)
     for beta in (True, False):
         yield from _cases(f"dyt beta={beta}", functools.partial(_dyt, beta=beta))
     for name in ("RMSNorm", "RMSNormForGemma", "RMSNormForGemma2", "RMSNormForGemma3",
@@ -173,10 +193,14 @@ def _dyt(d: Inputs, beta: bool) -> Any:
 # --- activations, softmaxes, rotary embeddings ---
 
 
-def _rope(d: Inputs, rotary_dim: int | None = None, unsqueeze_dim: int = 1, batch: int = 2) -> Any:
+def _rope(
+    d: Inputs, rotary_dim: int | None = None, unsqueeze_dim: int = 1, batch: int = 2,
+    wide: bool = False,
+) -> Any:  # fmt: skip
     q, k = d.leaf(2, 4, 5, 8), d.leaf(2, 2, 5, 8)
     angle = d.fixed(batch, 5, (rotary_dim or 8) // 2).float()
-    cos, sin = (torch.cat([f(angle)] * 2, -1).to(d.dtype) for f in (torch.cos, torch.sin))
+    kind = torch.float32 if wide else d.dtype
+    cos, sin = (torch.cat([f(angle)] * 2, -1).to(kind) for f in (torch.cos, torch.sin))
     return function("Rope")(q, k, cos, sin, None, unsqueeze_dim, rotary_dim)
 
 
@@ -217,6 +241,9 @@ def activations() -> Iterator[Case]:
             lambda d, in_place: function("FusedGateUpSiLUMul")(d.leaf(*shape), in_place),
             in_place=in_place))  # fmt: skip
     yield from _cases("geglu", lambda d: function("GELUMul")(d.leaf(*shape), d.leaf(*shape)))
+    for op in ("SiLUMul", "GELUMul"):
+        yield from _cases(f"{op} of an fp32 factor", functools.partial(
+            lambda d, op: function(op)(d.leaf(*shape), _wide(d, *shape)), op=op))  # fmt: skip
     yield from _cases("relu_squared", lambda d: function("ReLUSquared")(d.leaf(*shape)))
     yield from _cases("softmax", lambda d: function("Softmax")(d.leaf(*shape)))
     yield from _cases("softmax of three axes", lambda d: function("Softmax")(d.leaf(2, *shape)))
@@ -228,7 +255,7 @@ def activations() -> Iterator[Case]:
                       ("LigerTiledSwiGLUMLP", "silu"),
                       ("LigerTiledGEGLUMLP", "gelu_pytorch_tanh")):  # fmt: skip
         yield from _cases(f"module {path}", functools.partial(_mlp_module, path=path, act=act))
-    yield from _cases("rope", _rope, {}, {"rotary_dim": 4}, {"batch": 1})
+    yield from _cases("rope", _rope, {}, {"rotary_dim": 4}, {"batch": 1}, {"wide": True})
     yield from _cases("rope of several axes", _mrope)
     for of, batch in (("a sequence", False), ("a batch", True)):
         yield from _cases(f"rope of complex numbers, angles of {of}", functools.partial(
@@ -551,7 +578,7 @@ def chosen() -> Iterator[Case]:
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "norms": norms, "activations": activations, "losses of logits and heads": losses,
-    "policies of logits": policies, "slopes": slopes, "blocks": blocks, "functional": chosen,
+    "blocks": blocks, "functional": chosen, "policies of logits": policies, "slopes": slopes,
 }  # fmt: skip
 """Groups of cases, by their titles on the page."""
 

@@ -82,6 +82,16 @@ REASONS = (
         "The entropy is fp32. Liger-Kernel's form without CuTe rounds it to the input's dtype.",
     ),
     Reason(
+        r": scaled_cross_entropy ", r"error",
+        "Runs on Hopper as anywhere. Liger-Kernel's form for Hopper needs the CuTe DSL.",
+    ),
+    Reason(
+        r": (fused_moe|mhc coefficients|neighborhood_attention|model mixtral)",
+        rf"output \d|{GRADIENTS}|gradient of",
+        "In fp32, products are exact: a GPU and a CPU give the same here. Kernels of Liger-Kernel "
+        "round their inputs to TF32 on a GPU, Triton's default for `tl.dot`.",
+    ),
+    Reason(
         r"multi_token_attention sparse=True", r"error",
         "16 bits are served. Liger-Kernel takes fp32 only.",
     ),
@@ -111,6 +121,10 @@ KEPT = {
     "bf16 logits in distillation": "softmax in fp32. Liger-Kernel computes it in bf16.",
     "Overwritten inputs": "`swiglu`, `geglu` and `rope` write nothing over their inputs, so that a "
     "tensor can be used twice.",
+    "`logits` of a training step with labels": "[lazy](logits.md), and there. Liger-Kernel returns "
+    "None unless `skip_logits=False`.",
+    "`LigerLayerNorm(bias=True)`, `LigerGroupNorm(bias=True)`": "the bias starts at zero. "
+    "Liger-Kernel draws it at random.",
     "3-D logits": "accepted by cross entropy and JSD. An odd number of rows is refused in losses "
     "of pairs.",
     "KTO with `kl` of shape (B,)": "one number per answer. Liger-Kernel broadcasts it over the "

@@ -11,12 +11,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ci.liger import cases, interpreted, kernel_cases
+from ci.liger import cases, interpreted, kernel_cases, model_cases
 from ci.liger.precision import using
 
 Found = dict[str, dict[str, Any]]
@@ -42,42 +47,72 @@ def attempt(case: cases.Case) -> dict[str, Any]:
     return {k: x.detach().cpu() if isinstance(x, Tensor) else x for k, x in found.items()}
 
 
-def ran(group: Any) -> dict[str, Any]:
-    """The cases of a group by name."""
-    return {name: attempt(case) for name, case in group()}
+@dataclass(frozen=True)
+class Part:
+    """Every ``of``-th case, from the ``first`` one on, for processes that share the work."""
+
+    first: int = 0
+    of: int = 1
+
+    def ran(self, group: Any) -> dict[str, Any]:
+        """These cases of a group by name."""
+        return {name: attempt(case) for name, case in [*group()][self.first :: self.of]}
 
 
-def every(exact: bool) -> dict[str, Found]:
-    """Results of all groups; with ``exact`` also those that 16 bits are compared with."""
-    made = {name: ran(group) for name, group in {**cases.GROUPS, **kernel_cases.GROUPS}.items()}
-    wide = {}
+def every(part: Part, exact: bool, only: str = "") -> Iterator[dict[str, Found]]:
+    """Results of all groups so far; with ``exact`` also those that 16 bits are compared with.
+
+    ``only`` is a pattern that the titles of groups have to match.
+    """
+    found: dict[str, Found] = {"groups": {}, "exact": {}}
+    for name, group in {**cases.GROUPS, **kernel_cases.GROUPS, **model_cases.GROUPS}.items():
+        if re.search(only, name):
+            found["groups"][name] = part.ran(group)
+            yield found
     for name, (group, half) in SIXTEEN.items():
         dtype = half if torch.get_default_device().type == "cpu" else torch.bfloat16
         title = f"{name}, {NAMES[dtype]}"
-        with using(dtype, dtype):
-            made[title] = ran(group)
+        if not re.search(only, title):
+            continue
         if exact:
             with using(dtype, torch.float32):
-                wide[title] = ran(group)
-    return {"groups": made, "exact": wide}
+                found["exact"][title] = part.ran(group)
+        with using(dtype, dtype):
+            found["groups"][title] = part.ran(group)
+        yield found
+
+
+def save(found: dict[str, Any], file: Path) -> None:
+    """Write a whole file or nothing: a run may be cut."""
+    torch.save(found, file.with_suffix(".part"))
+    file.with_suffix(".part").replace(file)
 
 
 def main() -> int:
     """Run the cases and save what came."""
     parser = argparse.ArgumentParser(description="Run the cases with the package that is found.")
-    parser.add_argument("file")
+    parser.add_argument("file", type=Path)
     parser.add_argument("--alias", action="store_true")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("FIRST", "OF"))
+    parser.add_argument("--only", default="")
     asked = parser.parse_args()
+    started = time.perf_counter()
     if asked.device != "cpu":  # which sets a mode, that every function goes through
         torch.set_default_device(asked.device)
     importlib.import_module("torch.distributed.tensor")  # the real package reads it unimported
     if asked.alias:
         importlib.import_module("liger_multi.compat.liger_kernel").install(force=True)
-    elif os.environ.get(interpreted.VARIABLE) == "1":
-        interpreted.prepare()
+    else:
+        interpreted.first_configuration()
+        if os.environ.get(interpreted.VARIABLE) == "1":
+            interpreted.prepare()
     version = importlib.import_module("importlib.metadata").version("liger-kernel")
-    torch.save({"version": version, **every(exact=not asked.alias)}, asked.file)
+    for found in every(Part(*asked.part), exact=not asked.alias, only=asked.only):
+        save({"version": version, **found}, asked.file)
+        who, name = "alias" if asked.alias else "liger-kernel", [*found["groups"]][-1]
+        seconds = time.perf_counter() - started
+        print(f"{who} {asked.part}: {name} after {seconds:.0f} s", flush=True)
     return 0
 
 

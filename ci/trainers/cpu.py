@@ -8,6 +8,12 @@ from typing import Any
 
 import torch
 
+ALONE = {
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "0",
+}  # fmt: skip
+"""What ``torchrun`` sets, for one process."""
+
 
 def _none(*_: Any) -> int:
     """Bytes of a device without memory of its own."""

@@ -90,6 +90,7 @@ KNOWN_PACKAGES = frozenset(
         "axolotl",
         "torchtitan",
         "verl",
+        "megatron-core",
     ]
 )
 

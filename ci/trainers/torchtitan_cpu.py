@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.flex_attention import create_mask
 
-from ci.trainers.cpu import accelerator
+from ci.trainers.cpu import ALONE, accelerator
 
 
 def sum_only(unit: FSDPModule, factor: float) -> None:
@@ -39,12 +39,6 @@ for owner, name, value in (
 
 from torchtitan.config import derive, override  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
-
-ALONE = {
-    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "0",
-}  # fmt: skip
-"""What ``torchrun`` sets, for one process."""
 
 
 class MaskedAttention(FlexAttention):  # type: ignore[misc]

@@ -24,7 +24,7 @@ from liger_multi.memory.measure import format_bytes
 from liger_multi.pictures import ALARM, INK, OURS, STOCK, figure
 
 NOISY_PERCENT = 3
-PACKAGES = ("triton", "liger-kernel")
+PACKAGES = ("triton", "liger-kernel", "trl")
 Row = Mapping[str, Any]
 
 

@@ -20,6 +20,7 @@ from liger_multi.dispatch.double_backward import first_derivatives_only
 from liger_multi.ops.fused_linear_log_prob import LogProbOutput
 
 SMOOTHINGS = ("torch", "megatron")
+SMOOTHED = ("vocabulary", "part")
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -175,6 +176,7 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     smoothing: str = "torch",
+    smoothed: str = "vocabulary",
     softcap: float | None = None,
     reduction: str = "mean",
 ) -> Tensor:
@@ -189,6 +191,8 @@ def vocab_parallel_cross_entropy(
         ignore_index: Rows with this target cost nothing.
         label_smoothing: Share of the uniform distribution over the whole vocabulary.
         smoothing: ``megatron`` takes ``label_smoothing * V / (V - 1)`` as that share.
+        smoothed: ``part`` takes the uniform distribution over the classes of this process, and
+            their number as ``V``, as Megatron-Core does: every process then has another loss.
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
         reduction: mean (over valid rows), sum or none.
 
@@ -197,6 +201,7 @@ def vocab_parallel_cross_entropy(
     """
     name = "vocab_parallel_cross_entropy"
     checks.floating(name, logits=logits)
+    checks.one_of(name, "smoothed", smoothed, SMOOTHED)
     _options(name, target, logits.shape[:-1], logits, label_smoothing, smoothing, reduction)
     part = _Part(name, logits.shape[-1], target, vocabulary, start, group, ignore_index)
     if logits.shape[-1]:
@@ -207,12 +212,13 @@ def vocab_parallel_cross_entropy(
     else:
         found = _absent(target.shape, logits)
     log_prob, lse, _, _ = _joined_rows(part, found, group)
-    mean = None
+    mean, own = None, smoothed == "part"
+    classes = max(1, logits.shape[-1]) if own else vocabulary
     if label_smoothing:
         wide = logits.to(lse.dtype)
         wide = wide if softcap is None else softcap * torch.tanh(wide / softcap)
-        mean = _sum(wide.sum(-1), group) / vocabulary
-    return _loss(part, log_prob, lse, mean, vocabulary, label_smoothing, smoothing, reduction)
+        mean = (wide.sum(-1) if own else _sum(wide.sum(-1), group)) / classes
+    return _loss(part, log_prob, lse, mean, classes, label_smoothing, smoothing, reduction)
 
 
 def vocab_parallel_fused_linear_cross_entropy(

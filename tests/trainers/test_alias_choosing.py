@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -252,3 +253,17 @@ def test_decorators_of_autocast():
     x = torch.ones(2, requires_grad=True)
     Twice.apply(x).sum().backward()
     assert x.grad.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [("sm75", "volta_turing"), ("sm89", "ampere_ada"), ("sm90", "hopper"), ("sm100", "blackwell"),
+     ("sm103", "blackwell_ultra"), ("sm120", "blackwell_consumer"), ("sm61", "sm_61"),
+     ("gfx942", "gfx942")],
+)  # fmt: skip
+def test_families_of_gpus_have_the_names_of_liger_kernel(monkeypatch, arch, name):
+    monkeypatch.setattr(helpers, "infer_device", lambda: "cuda")
+    monkeypatch.setattr(helpers, "device_info", lambda _: SimpleNamespace(arch=arch))
+    assert helpers.infer_device_arch() == name
+    monkeypatch.setattr(helpers, "infer_device", lambda: "npu")
+    assert helpers.infer_device_arch() == "npu"

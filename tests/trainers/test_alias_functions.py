@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_multi.compat.liger_kernel import finder
+from liger_multi.compat.liger_kernel import finder, functional, modules
 from tests import processes
 
 TARGET = torch.tensor([1, -100, 3, 4, 10, 0])
@@ -557,12 +557,19 @@ for formula, share in (("pytorch", 0.1), ("megatron", 0.1 * 12 / 11)):
     got.sum().backward()
     torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mine.grad.double(), whole.grad[:, part], rtol=1e-5, atol=1e-5)
-try:
-    apply(mine, target, group, -100, 0.1, "megatron", "partition")
-except NotImplementedError as error:
-    assert "label_smoothing_mode='partition'" in str(error)
-else:
-    raise AssertionError("partition")
+own = range(12)[part]  # every rank smooths over its own classes, as Megatron-Core does
+for formula, share in (("pytorch", 0.1), ("megatron", 0.1 * len(own) / (len(own) - 1))):
+    whole = (hidden @ weight.T).double().requires_grad_()
+    p = whole.log_softmax(-1)
+    nll = F.nll_loss(p, target, reduction="none")
+    right = torch.where(target == -100, 0, (1 - share) * nll - share * p[:, part].mean(-1))
+    mine = (hidden @ weight.T)[:, part].clone().requires_grad_()
+    got = apply(mine, target, group, -100, 0.1, formula, "partition")
+    right.sum().backward()
+    got.sum().backward()
+    torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-5)
+    # a rank's loss reaches its own logits only through its own classes and the normalizer
+    torch.testing.assert_close(mine.grad.double(), whole.grad[:, part], rtol=1e-5, atol=1e-5)
 torch.testing.assert_close(
     apply(mine, target, group, -100, 0.0, "megatron", "partition").double(),
     F.cross_entropy(whole, target, reduction="none"), rtol=1e-5, atol=1e-5,
@@ -577,3 +584,32 @@ def test_a_vocabulary_of_two_processes(tmp_path):
     every = [[str(rank), str(tmp_path / "meeting")] for rank in range(2)]
     for code, text in processes.run(script, tmp_path, every, {}, 120, False):
         assert code == 0, text
+
+
+MIXED = {
+    "rms_norm": lambda f, x, w: f.liger_rms_norm(x, w, 1e-5),
+    "rms_norm of gemma": lambda f, x, w: f.liger_rms_norm(x, w, 1e-5, 1.0, "gemma"),
+    "layer_norm": lambda f, x, w: f.liger_layer_norm(x, w, w, 1e-5),
+    "poly_norm": lambda f, x, w: f.liger_poly_norm(x, w[:3], w[0]),
+    "fused_add_rms_norm": lambda f, x, w: f.liger_fused_add_rms_norm(x, x, w, 1e-5),
+    "swiglu": lambda f, x, w: f.liger_swiglu(x, w.expand(3, 8)),
+    "geglu": lambda f, x, w: f.liger_geglu(x, w.expand(3, 8)),
+    "rope": lambda f, x, w: f.liger_rope(x.view(1, 1, 3, 8), x.view(1, 1, 3, 8), *ANGLES),
+    "rms_norm module": lambda f, x, w: modules.LigerRMSNorm(8)(x),
+    "gemma module": lambda f, x, w: modules.LigerRMSNormForGemma3(8)(x),
+    "fused_add_rms_norm module": lambda f, x, w: modules.LigerFusedAddRMSNorm(8)(x, x),
+    "poly_norm module": lambda f, x, w: modules.LigerPolyNorm()(x),
+}
+ANGLES = torch.ones(1, 3, 8), torch.zeros(1, 3, 8)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_results_have_the_dtype_of_the_input_whatever_the_weights_have(name):
+    """As Liger-Kernel's kernels write them, where PyTorch's types would promote."""
+    x, w = R(3, 8).bfloat16().requires_grad_(), R(8).requires_grad_()
+    found = MIXED[name](functional, x, w)
+    found = found if isinstance(found, tuple) else (found,)
+    assert {y.dtype for y in found} == {torch.bfloat16}
+    sum(y.float().square().sum() for y in found).backward()
+    assert x.grad.dtype == torch.bfloat16
+    assert w.grad is None or w.grad.dtype == torch.float32

@@ -78,7 +78,7 @@ def test_metadata_and_availability(installed):
 
     for name in ("liger-kernel", "liger_kernel"):
         assert parse(importlib.metadata.version(name)) >= parse("0.8.2"), "TRL asks for it"
-    assert importlib.metadata.packages_distributions()["liger_kernel"] == ["liger-kernel"]
+    assert importlib.metadata.packages_distributions()["liger_kernel"] == ["liger_kernel"]
     assert is_liger_kernel_available()
     assert importlib.util.find_spec("liger_kernel") is not None
     alias.uninstall()
@@ -161,7 +161,7 @@ def counts(model):
     from liger_multi.patching.replace.swap import Patched, swapped
 
     found = [swapped(m).op for m in model.modules() if isinstance(m, Patched)]
-    return {op: found.count(op) for op in sorted(set(found))}
+    return {op: found.count(op) for op in sorted({*found} - {"loss options"})}  # the model itself
 
 
 EVERY = {"fused_linear_cross_entropy": 1, "rms_norm": 5, "rope": 2, "swiglu": 2}

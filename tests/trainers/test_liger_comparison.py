@@ -1,10 +1,16 @@
 """How results of liger-kernel and this library are compared; `python -m ci.liger` runs them."""
 
+import functools
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from ci.liger import compare, kernel_cases, precision
-from ci.liger.compare import difference, differences, explained, fitting
+import ci.liger as comparison
+from ci.liger import __main__ as command
+from ci.liger import compare, kernel_cases, precision, runs
+from ci.liger.compare import counts, difference, differences, explained, fitting
 from ci.liger.page import text
 from ci.liger.reasons import REASONS, Reason
 
@@ -69,10 +75,55 @@ def test_a_reason_covers_its_cases_and_its_keys_alone(monkeypatch):
 
 def test_reasons_are_different_and_the_page_shows_them():
     assert len({r.why for r in REASONS}) == len(REASONS)
-    real = {"version": "0", "groups": {"norms": {"a": {"error": ["InterpreterError"]}, "b": {}}}}
-    page = text(real, {"norms: b": {"y": "off"}}, {REASONS[0]: ["norms: b"]})
+    real = {"groups": {"norms": {"a": {"error": ["InterpreterError"]}, "dyt": {}, "late": {}}}}
+    cut = {"groups": {"norms": {"a": {}, "dyt": {}}}}
+    found = {"norms: dyt": {"error": "off"}}
+    reason = fitting("norms: dyt", found["norms: dyt"])
+    page = text("0", counts(real, cut, found), found, {})
     assert "| norms | 2 | 0 | 1 | 1 |" in page
-    assert f"| `norms: b` | 1 | {REASONS[0].why} |" in page
+    assert f"| `norms: dyt` | 1 | {reason.why} |" in page
+    assert "## On a device" not in page
+
+
+def test_the_page_shows_of_a_device_what_no_cpu_shows():
+    of_cpu = {"norms: dyt": {"error": "off"}}
+    more = {"policies: grpo delta=1.1": {"aux 1": "off"}}
+    ran = {"commit": "0123456789", "date": "2000-01-01", "whole": False, "cases": [1, 0, 1, 0]}
+    kept = {"groups": {"policies": ran}, "versions": {"torch": "1"}, "differences": of_cpu | more}
+    here, there = text("0", {}, of_cpu, {"Some card": kept}).split("## On a device")
+    assert "Some card, torch 1; commits 0123456 (2000-01-01). Not all cases ran." in there
+    assert "| policies | 1 | 0 | 1 | 0 |" in there
+    assert "`policies: grpo delta=1.1` | 1 |" in there
+    assert "norms: dyt" in here
+    assert "norms: dyt" not in there
+
+
+def test_groups_that_ran_again_take_the_place_of_the_older():
+    old = {"groups": {"norms": 1, "pairs": 1}, "differences": {"norms: a": "x", "pairs: a": "y"}}
+    now = command.merged(old, {"pairs": 2}, {"pairs: b": "z"})
+    assert now["groups"] == {"norms": 1, "pairs": 2}
+    assert now["differences"] == {"norms: a": "x", "pairs: b": "z"}
+
+
+def test_processes_share_the_cases():
+    cases = [(f"case {i}", functools.partial(dict, i=i)) for i in range(7)]
+    parts = [runs.Part(first, 3).ran(lambda: iter(cases)) for first in range(3)]
+    assert sorted(name for part in parts for name in part) == [name for name, _ in cases]
+    assert [*map(len, parts)] == [3, 2, 2]
+
+
+def test_a_run_that_was_cut_keeps_what_it_reached(tmp_path, monkeypatch):
+    """A process that hangs after its first group, and one that fails."""
+
+    def started(file, folder, device, part, only):
+        runs.save({"version": "0", "groups": {"a": {"x": {}}}, "exact": {}}, file)
+        code = "import time; time.sleep(600)" if folder else "raise SystemExit(1)"
+        return subprocess.Popen([sys.executable, "-S", "-c", code]), file
+
+    monkeypatch.setattr(comparison, "_started", started)
+    real, alias, whole = comparison.both(tmp_path, "cuda", 1, seconds=1)
+    assert not whole
+    assert real["groups"] == alias["groups"] == {"a": {"x": {}}}
 
 
 def test_inputs_of_sixteen_bits_are_those_of_what_they_are_compared_with():

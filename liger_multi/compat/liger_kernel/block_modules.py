@@ -14,6 +14,7 @@ from liger_multi import nn as ours
 from liger_multi import ops
 from liger_multi.compat.liger_kernel import functional_blocks as functional
 from liger_multi.compat.liger_kernel.function_classes import blocks
+from liger_multi.compat.liger_kernel.functional import liger_rms_norm
 from liger_multi.compat.liger_kernel.modules import LigerRMSNorm, LigerRMSNormForGemma2
 
 # --- MLPs and norms ---
@@ -86,10 +87,9 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalize the last axis, whatever its width where there is no weight."""
-        return ops.rms_norm(
-            hidden_states, self.weight, self.variance_epsilon, offset=self.offset,
-            casting=self.casting,
-        )  # fmt: skip
+        return liger_rms_norm(
+            hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode
+        )
 
 
 class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,6 +80,9 @@ _PATCHES = (
     "_patch_swiglu_module"
 )
 
+_MEGATRON = "LigerMegatronCrossEntropy LigerMegatronRMSNorm LigerMegatronSwiGLU"
+_TO_MEGATRON = "apply_liger_kernel_to_megatron"
+
 _CHOICE = "available_impls get_impl set_impl available_backends get_backend set_backend"
 _IMPLS = (
     f"{_CHOICE} BackendNotAvailableError ImplNotAvailableError LigerBackendFallbackWarning "
@@ -94,8 +98,8 @@ _CHOSEN = (
     "layer_norm rms_norm rope softmax swiglu"
 )
 _UTILS = (
-    "PEFT_AVAILABLE get_total_gpu_memory infer_comm_backend infer_device is_npu_available "
-    "is_peft_available transformers_version_dispatch"
+    "PEFT_AVAILABLE get_total_gpu_memory infer_comm_backend infer_device infer_device_arch "
+    "is_npu_available is_peft_available transformers_version_dispatch"
 )
 _OPS_UTILS = (
     "calculate_settings compare_version device_context ensure_contiguous get_amp_custom_fwd_bwd "
@@ -158,6 +162,7 @@ _SUBMODULES: dict[str, tuple[str, str]] = {
     "transformers.mhc": ("block_modules", "LigerMHC"),
     "transformers.multi_token_attention": ("block_modules", "LigerMultiTokenAttention"),
     "transformers.model": ("", ""),
+    "transformers.model.output_classes": ("", ""),
     "transformers.model.loss_utils": (
         "losses",
         "LigerForCausalLMLoss fixed_fused_linear_cross_entropy unpack_cross_entropy_result",
@@ -166,6 +171,11 @@ _SUBMODULES: dict[str, tuple[str, str]] = {
     "transformers.auto_model": ("", ""),
     "transformers.trainer_integration": ("models", "_apply_liger_kernel"),
     "transformers.fsdp": ("helpers", "_FSDPForwardRedirection"),
+    "megatron": ("megatron", f"{_MEGATRON} {_TO_MEGATRON}"),
+    "megatron.rms_norm": ("megatron", "LigerMegatronRMSNorm"),
+    "megatron.cross_entropy": ("megatron", "LigerMegatronCrossEntropy"),
+    "megatron.swiglu": ("megatron", "LigerMegatronSwiGLU"),
+    "megatron.monkey_patch": ("megatron", _TO_MEGATRON),
     "transformers.trainer": ("", ""),
     "transformers.trainer.orpo_trainer": ("helpers", "_FSDPForwardRedirection"),
     "chunked_loss": ("chunked", CHUNKED),
@@ -241,6 +251,7 @@ FORWARDS = {
     f"transformers.model.{file}": names
     for file, names in {
         **dict.fromkeys(_CAUSAL.split(), "lce_forward"),
+        **dict.fromkeys(("llama", "smollm3"), "lce_forward lce_maybe_trainable_lm_head"),
         "pixtral": "",
         **dict.fromkeys(("gemma3", "gemma4"), "causal_forward multimodal_forward"),
         "qwen3_5": "lce_forward lce_forward_for_multimodal",
@@ -305,6 +316,7 @@ TREE = _table()
 DYNAMIC = {
     **dict.fromkeys(("transformers", "transformers.monkey_patch"), ("models", "")),
     **{path: ("forwards", names) for path, names in FORWARDS.items()},
+    "transformers.model.output_classes": ("output_classes", ""),
 }
 """Submodules that also have what ``functions(path, names)`` of a module here makes."""
 
@@ -331,7 +343,7 @@ NAME = "liger_kernel"
 
 
 _FILES = {
-    "METADATA": f"Metadata-Version: 2.1\nName: liger-kernel\nVersion: {VERSION}\n"
+    "METADATA": f"Metadata-Version: 2.1\nName: liger_kernel\nVersion: {VERSION}\n"
     "Summary: import names of Liger-Kernel, served by liger_multi\n",
     "top_level.txt": f"{NAME}\n",
 }
@@ -357,7 +369,7 @@ class _Loader(Loader):
         path = module.__name__.partition(".")[2]
         module.__doc__ = "Replica of liger_multi; see liger_multi.compat.liger_kernel."
         names = vars(module)
-        names["__file__"] = __file__
+        names["__file__"], names["logger"] = __file__, logging.getLogger(module.__name__)
         if not path:
             names["__version__"] = VERSION
         for name in TREE[path]:  # a function of a module's name goes before the module
@@ -463,6 +475,9 @@ def uninstall() -> None:
     choosing = sys.modules.get(f"{HERE}.choosing")
     if choosing is not None:
         choosing.set_impl(None)
+    megatron = sys.modules.get(f"{HERE}.megatron")
+    if megatron is not None:
+        megatron.restore()
     sys.meta_path.remove(_FINDER)
     _forget()
     _look_again()

@@ -6,11 +6,21 @@ of a model notes the forwards of its classes, since assigning one takes the clas
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor
+
 from liger_multi import patching
+from liger_multi.compat.liger_kernel.losses import (
+    LigerForCausalLMLoss,
+    unpack_cross_entropy_result,
+)
+from liger_multi.compat.liger_kernel.model_forward import answer, dress
+from liger_multi.compat.liger_kernel.outputs import CrossEntropyOutput
+from liger_multi.losses import Head
 from liger_multi.patching.options import BUILT_IN
 from liger_multi.patching.replace.swap import swapped
 
@@ -42,6 +52,7 @@ def _make_ready(model: Any) -> None:
     found = (swapped(module) for module in model.modules())
     if not any(swap is not None and swap.op in _HEADS for swap in found):
         patching.patch(model, **_HEAD_ALONE)
+    dress(model)
     setattr(model, _READY, True)
 
 
@@ -53,10 +64,10 @@ _make_ready._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 )
 
 
-def lce_forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+def lce_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The model's own forward, whose head is patched at the first call.
 
-    ``skip_logits`` changes nothing: logits are computed if they are read.
+    Its keywords are those of :func:`model_forward.answer`. Logits are computed if they are read.
 
     Raises:
         TypeError: A class whose file of ``liger_kernel.transformers.model`` was not imported.
@@ -69,11 +80,28 @@ def lce_forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs
         )
     if not getattr(self, _READY, False):
         _make_ready(self)
-    return stock(self, *args, **kwargs)
+    return answer(self, functools.partial(stock, self), args, kwargs)
+
+
+def lce_maybe_trainable_lm_head(
+    self: Any, hidden_states: Tensor, hidden_size: int, labels: Tensor | None,
+    shift_labels: Tensor | None, **loss_kwargs: Any,
+) -> Any:  # fmt: skip
+    """The fused loss of a model's head, which may have an adapter or be sharded by FSDP."""
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+        return unpack_cross_entropy_result(LigerForCausalLMLoss(
+            hidden, weight, labels, hidden_size, shift_labels=shift_labels, **loss_kwargs
+        ))  # fmt: skip
+
+    found, *beside = Head(hidden_states, self.lm_head).run(loss)
+    asked = any(x is not None for x in beside)
+    return CrossEntropyOutput(found, *beside) if asked else found
 
 
 def functions(path: str, names: str) -> dict[str, Callable[..., Any]]:
     """The forwards of a file, by their names."""
     file = path.rpartition(".")[2]
     remember((file, f"{file}_dense", f"{file}_moe"))
-    return dict.fromkeys(names.split(), lce_forward)
+    of_head = {"lce_maybe_trainable_lm_head": lce_maybe_trainable_lm_head}
+    return {name: of_head.get(name, lce_forward) for name in names.split()}

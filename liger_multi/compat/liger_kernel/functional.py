@@ -257,7 +257,11 @@ def fused_selective_log_softmax(
     return found.log_prob
 
 
-# --- norms and activations ---
+# --- norms and activations: results have the dtype of the first input, whatever the weights' ---
+
+
+def _like(found: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return found[0].to(q.dtype), found[1].to(k.dtype)
 
 
 def liger_rms_norm(
@@ -265,7 +269,8 @@ def liger_rms_norm(
     in_place: bool = True, row_mode: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """:func:`liger_multi.ops.rms_norm`."""
-    return ops.rms_norm(X, W, eps, offset=offset, casting=casting_of("rms_norm", casting_mode))
+    casting = casting_of("rms_norm", casting_mode)
+    return ops.rms_norm(X, W, eps, offset=offset, casting=casting).to(X.dtype)
 
 
 def liger_fused_add_rms_norm(
@@ -274,7 +279,8 @@ def liger_fused_add_rms_norm(
 ) -> ops.FusedAddRMSNormOutput:  # fmt: skip
     """:func:`liger_multi.ops.fused_add_rms_norm`."""
     casting = casting_of("fused_add_rms_norm", casting_mode)
-    return ops.fused_add_rms_norm(X, R, W, eps, offset=offset, casting=casting)
+    found = ops.fused_add_rms_norm(X, R, W, eps, offset=offset, casting=casting)
+    return type(found)(*_like(found, X, X))
 
 
 def liger_modulated_rms_norm(
@@ -304,7 +310,7 @@ def liger_poly_norm(
     X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True
 ) -> Tensor:
     """:func:`liger_multi.ops.poly_norm`."""
-    return ops.poly_norm(X, W, B.reshape(1), eps)
+    return ops.poly_norm(X, W, B.reshape(1), eps).to(X.dtype)
 
 
 def liger_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:
@@ -331,12 +337,13 @@ def liger_swiglu(
     a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
 ) -> Tensor:
     """:func:`liger_multi.ops.swiglu`."""
-    return ops.swiglu(a, b, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+    found = ops.swiglu(a, b, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+    return found.to(a.dtype)
 
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
     """:func:`liger_multi.ops.geglu`, the tanh form."""
-    return ops.geglu(a, b, approximate="tanh")
+    return ops.geglu(a, b, approximate="tanh").to(a.dtype)
 
 
 # --- rotary embeddings: new tensors come back, and q and k stay what they are ---
@@ -347,7 +354,8 @@ def liger_rotary_pos_emb(
     unsqueeze_dim: int = 1, rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`liger_multi.ops.rope`."""
-    return ops.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim)
+    found = ops.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim)
+    return _like(found, q, k)
 
 
 liger_rope = liger_rotary_pos_emb
@@ -358,14 +366,15 @@ def liger_rotary_pos_emb_vision(
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope` of ``(S, H, D)`` in fp32, rounded at the end."""
     wide = ops.rope(q.float(), k.float(), cos.float(), sin.float(), unsqueeze_dim=-2)
-    return wide[0].to(q.dtype), wide[1].to(k.dtype)
+    return _like(wide, q, k)
 
 
 def liger_multimodal_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Any, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope_multimodal`, sections one after another."""
-    return ops.rope_multimodal(q, k, cos, sin, list(mrope_section), unsqueeze_dim=unsqueeze_dim)
+    sections = list(mrope_section)
+    return _like(ops.rope_multimodal(q, k, cos, sin, sections, unsqueeze_dim=unsqueeze_dim), q, k)
 
 
 liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb
@@ -375,7 +384,7 @@ def liger_llama4_text_rotary_pos_emb(
     xq: Tensor, xk: Tensor, freqs_cis: Tensor
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope_complex`."""
-    return ops.rope_complex(xq, xk, freqs_cis)
+    return _like(ops.rope_complex(xq, xk, freqs_cis), xq, xk)
 
 
 def liger_llama4_vision_rotary_pos_emb(
@@ -383,7 +392,7 @@ def liger_llama4_vision_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope_complex` of images, whose angles may have an axis of heads."""
     angles = freqs_ci.squeeze(-2) if freqs_ci.ndim == 3 else freqs_ci
-    return ops.rope_complex(query, key, angles)
+    return _like(ops.rope_complex(query, key, angles), query, key)
 
 
 def apply_liger_llama4_rope_full(modeling_module: Any) -> None:
@@ -399,4 +408,4 @@ def liger_rotary_pos_emb_gpt_oss(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope`, an angle a pair."""
-    return ops.rope(q, k, cos, sin, rotary_dim=2 * cos.shape[-1])
+    return _like(ops.rope(q, k, cos, sin, rotary_dim=2 * cos.shape[-1]), q, k)

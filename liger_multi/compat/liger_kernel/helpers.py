@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_multi.dispatch.launch import device_info
+
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 IMPL_REGISTRY: dict[str, Any] = {}
 """Liger's alternative sets of operators; ``liger_multi.configure`` chooses backends here."""
@@ -190,6 +192,23 @@ def infer_device() -> str:
     """The type of the accelerator that PyTorch drives, or ``cpu``."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if found is None else found.type
+
+
+_CHIPS = {
+    "sm103": "blackwell_ultra", "sm10": "blackwell", "sm12": "blackwell_consumer",
+    "sm9": "hopper", "sm8": "ampere_ada", "sm7": "volta_turing",
+}  # fmt: skip
+"""Beginning of an architecture's key to Liger-Kernel's name; the first counts."""
+
+
+def infer_device_arch(device_id: int = 0) -> str:
+    """The family of a GPU by its name in Liger-Kernel, else the type of the device."""
+    kind = infer_device()
+    if kind != "cuda":
+        return kind
+    arch = device_info(torch.device(kind, device_id)).arch
+    named = (name for start, name in _CHIPS.items() if arch.startswith(start))
+    return next(named, arch.replace("sm", "sm_", 1))
 
 
 def calculate_settings(n: int) -> tuple[int, int]:

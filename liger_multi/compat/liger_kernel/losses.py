@@ -197,14 +197,11 @@ class LigerVocabParallelCrossEntropy(_Options):
         self, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "none",
         label_smoothing_formula: str = "pytorch", label_smoothing_mode: str = "global",
     ) -> None:  # fmt: skip
-        name = type(self).__name__
-        checks.one_of(name, "reduction", reduction, ("none",))
-        formulas, modes = function_classes.FORMULAS, function_classes.MODES
-        checks.one_of(name, "label_smoothing_formula", label_smoothing_formula, formulas)
-        checks.one_of(name, "label_smoothing_mode", label_smoothing_mode, modes)
+        super().__init__(locals())
+        checks.one_of(type(self).__name__, "reduction", reduction, ("none",))
+        function_classes.validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
         if not 0.0 <= label_smoothing < 1.0:
             raise ArgumentError(f"label_smoothing must be in [0, 1), got {label_smoothing}.")
-        super().__init__(locals())
 
     def forward(
         self, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from liger_multi import patching
-from liger_multi.compat.liger_kernel import functional
+from liger_multi.compat.liger_kernel import functional, model_forward
 from liger_multi.errors import PatchError, unknown
 from liger_multi.patching import PatchReport, modeltypes
 from liger_multi.patching.options import BUILT_IN, OFF, PACKING
@@ -91,13 +92,16 @@ def _choices(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in made.items() if value is not _ON.get(name, True)}
 
 
+def _fuses(choices: Mapping[str, Any]) -> bool:
+    return choices.get("fused_linear_cross_entropy", True) is not False
+
+
 def _refuse_replaced_loss(choices: Mapping[str, Any]) -> None:
     """Who puts another function in Liger's place expects it to be called; here nobody would."""
     public = sys.modules.get("liger_kernel.transformers.functional")
     name = "liger_fused_linear_cross_entropy"
     now = getattr(public, name, None)
-    on = choices.get("fused_linear_cross_entropy", True)
-    if on and now is not None and now is not getattr(functional, name):
+    if _fuses(choices) and now is not None and now is not getattr(functional, name):
         raise PatchError(
             f"liger_kernel.transformers.functional.{name} was replaced by {now!r}, which patched "
             "models do not call; pass options of fused_linear_cross_entropy instead, or "
@@ -108,13 +112,17 @@ def _refuse_replaced_loss(choices: Mapping[str, Any]) -> None:
 def _patch_instance(model: nn.Module, flags: Mapping[str, Any]) -> PatchReport:
     choices = _choices(flags)
     _refuse_replaced_loss(choices)
-    return patching.patch(model, **choices)
+    report = patching.patch(model, **choices)
+    if _fuses(choices):
+        model_forward.dress(model)
+    return report
 
 
 def _patch_type(model_type: str, flags: Mapping[str, Any]) -> None:
     choices = _choices(flags)
     _refuse_replaced_loss(choices)
-    patching.patch(model_type, **choices)
+    patching.patch(model_type, **choices)  # which checks what is asked for
+    modeltypes.register(model_type, functools.partial(_patch_instance, flags=dict(flags)))
     _types.add(model_type)
 
 

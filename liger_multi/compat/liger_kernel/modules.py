@@ -42,6 +42,10 @@ class LigerRMSNorm(ours.RMSNorm):
             self.weight.data.copy_(_filled(name, init_fn, hidden_size))
         self.casting_mode, self.in_place, self.row_mode = casting_mode, in_place, row_mode
 
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalize; the result has the dtype of the input."""
+        return super().forward(hidden_states).to(hidden_states.dtype)
+
 
 class LigerRMSNormForGemma(LigerRMSNorm):
     """The norm of Gemma: in fp32, its weight is what is added to one."""
@@ -117,6 +121,15 @@ class LigerFusedAddRMSNorm(ours.FusedAddRMSNorm):
         assert self.weight is not None
         self.weight.data.copy_(_filled(name, init_fn, hidden_size))
         self.casting_mode, self.in_place = casting_mode, in_place
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, residual: Tensor
+    ) -> ops.FusedAddRMSNormOutput:
+        """Add and normalize; both results have the dtype of the first input."""
+        return functional.liger_fused_add_rms_norm(
+            hidden_states, residual, self.weight, self.variance_epsilon, self.offset,  # type: ignore[arg-type]
+            self.casting_mode,
+        )  # fmt: skip
 
 
 class LigerModulatedRMSNorm(LigerRMSNorm):
@@ -194,7 +207,7 @@ class LigerPolyNorm(ours.PolyNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Mix the norms of powers."""
-        return ops.poly_norm(hidden_states, self.weight, self.bias.reshape(1), self.eps)
+        return functional.liger_poly_norm(hidden_states, self.weight, self.bias, self.eps)
 
 
 class LigerDyT(nn.Module):

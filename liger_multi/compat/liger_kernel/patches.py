@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from liger_multi import ops
-from liger_multi.compat.liger_kernel.functional import casting_of
+from liger_multi.compat.liger_kernel.functional import casting_of, liger_rms_norm
 
 
 def _bind_method_to_module(module: nn.Module, method_name: str, new_method: Callable) -> None:  # type: ignore[type-arg]
@@ -32,8 +32,8 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
-    return ops.rms_norm(
-        hidden_states, self.weight, self.variance_epsilon, offset=self.offset, casting=self.casting
+    return liger_rms_norm(
+        hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode
     )
 
 

@@ -313,22 +313,25 @@ class LazyLogits(Tensor):
 
         Its weight is a function, which runs a loss in the head's own call.
         """
-        deferred = self._slot.deferred
-        options, epilogue = deferred.settings.fused, deferred.epilogue
-        if options is None or epilogue is None or not is_lazy(self):
-            return None
-        if deferred.sharded or deferred.scales:  # a head is one whole weight there
-            return None
-        self._slot.group.consumed = True
-        return {
-            "hidden": deferred.hidden,
-            "weight": functools.partial(_run, deferred),
-            "logit_scale": epilogue[0],
-            "softcap": epilogue[1],
-            "chunk": options.chunk,
-            "accumulate": options.accumulate,
-            "compact": options.compact,
-        }
+        found = head_of(self._slot.deferred) if is_lazy(self) else None
+        self._slot.group.consumed |= found is not None
+        return found
+
+
+def head_of(deferred: DeferredLogits) -> dict[str, Any] | None:
+    """The arguments of a ``losses.Head``; None where a head is not one whole weight."""
+    options, epilogue = deferred.settings.fused, deferred.epilogue
+    if options is None or epilogue is None or deferred.sharded or deferred.scales:
+        return None
+    return {
+        "hidden": deferred.hidden,
+        "weight": functools.partial(_run, deferred),
+        "logit_scale": epilogue[0],
+        "softcap": epilogue[1],
+        "chunk": options.chunk,
+        "accumulate": options.accumulate,
+        "compact": options.compact,
+    }
 
 
 def _run(deferred: DeferredLogits, hidden: Tensor, loss: Callable[..., Any]) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.patching.lazy_logits import steps
 from liger_multi.patching.lazy_logits.deferred import DeferredLogits
-from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits, real_tensor
+from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits, head_of, real_tensor
 from liger_multi.patching.lazy_logits.loss import CrossEntropyCall, fused, on_real
 from liger_multi.patching.lazy_logits.protocol import (
     GRADIENT_BY_LOGITS,
@@ -132,6 +132,13 @@ class TracedLogits:
             return loss
         options = self.deferred.settings.on_real
         return None if options is None else on_real(self.real(), options, call)
+
+    def as_head(self) -> dict[str, Any] | None:
+        """As :meth:`LazyLogits.as_head`."""
+        self._check()
+        found = None if self._is_real() else head_of(self.deferred)
+        self.shared.consumed |= found is not None
+        return found
 
     def _is_real(self) -> bool:
         """Whether an operation is PyTorch's: on real logits, or on a bound view."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from liger_multi import losses, ops
 from liger_multi.compat.liger_kernel.errors import ArgumentError
+from liger_multi.compat.liger_kernel.functional import wide
 from liger_multi.dispatch.double_backward import not_differentiable
 from liger_multi.losses.one_pass import curved, mean_logits, tiled_sum
 from liger_multi.losses.pairs import sequences
@@ -118,9 +119,12 @@ def reference_answers(
 
 
 def every_logit(head: losses.Head, target: Tensor) -> Tensor:
-    """The mean of the logits of every sequence, padding included, without gradients."""
+    """The mean of the logits of every sequence, padding included, without gradients.
+
+    It is in fp32 at least, also under autocast.
+    """
     name = "the mean of all logits"
-    return mean_logits(head, torch.zeros_like(target), -100, name).mean(-1)
+    return wide(mean_logits(head, torch.zeros_like(target), -100, name).mean(-1))
 
 
 class LigerFusedLinearPreferenceBase(_EagerGradients):

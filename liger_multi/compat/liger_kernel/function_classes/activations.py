@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from liger_multi import ops
+from liger_multi.compat.liger_kernel import functional
 from liger_multi.compat.liger_kernel.function_classes.making import function_class
 
 
@@ -15,7 +16,7 @@ def LigerSiLUMulFunction(
     a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
 ) -> Tensor:
     """:func:`liger_multi.ops.swiglu`."""
-    return ops.swiglu(a, b, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+    return functional.liger_swiglu(a, b, gate_multiplier, down_multiplier)
 
 
 @function_class
@@ -27,7 +28,7 @@ def LigerFusedGateUpSiLUMulFunction(y: Tensor, in_place: bool = False) -> Tensor
 @function_class
 def LigerGELUMulFunction(a: Tensor, b: Tensor) -> Tensor:
     """:func:`liger_multi.ops.geglu`, the tanh form."""
-    return ops.geglu(a, b, approximate="tanh")
+    return functional.liger_geglu(a, b)
 
 
 @function_class
@@ -55,7 +56,7 @@ def LigerRopeFunction(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`liger_multi.ops.rope`; ``position_ids`` is not read, as in Liger-Kernel."""
     angles = cos.detach(), sin.detach()
-    return ops.rope(q, k, *angles, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim)
+    return functional.liger_rope(q, k, *angles, None, unsqueeze_dim, rotary_dim)
 
 
 @function_class
@@ -64,7 +65,7 @@ def LigerQwen2VLMRopeFunction(
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope_multimodal`, sections one after another."""
     angles = cos.detach(), sin.detach()
-    return ops.rope_multimodal(q, k, *angles, list(mrope_section), unsqueeze_dim=unsqueeze_dim)
+    return functional.liger_qwen2vl_mrope(q, k, *angles, mrope_section, unsqueeze_dim)
 
 
 @function_class
@@ -72,4 +73,4 @@ def LigerLlama4RopeFunction(
     q: Tensor, k: Tensor, freqs_cis: Tensor, BLOCK_SIZE: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope_complex`."""
-    return ops.rope_complex(q, k, freqs_cis.detach())
+    return functional.liger_llama4_text_rotary_pos_emb(q, k, freqs_cis.detach())

@@ -16,7 +16,7 @@ CrossEntropies = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """The loss, the z-loss, the share of right tokens and the likeliest tokens; None: not asked for."""
 
 FORMULAS = {"pytorch": "torch", "megatron": "megatron"}
-MODES = ("global", "partition")
+MODES = {"global": "vocabulary", "partition": "part"}
 
 
 def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode: str) -> None:
@@ -65,7 +65,6 @@ def LigerVocabParallelCEFunction(
     label_smoothing: float, label_smoothing_formula: str, label_smoothing_mode: str,
 ) -> Tensor:  # fmt: skip
     """The loss of every token in fp32, of logits whose classes are split over processes."""
-    name = "LigerVocabParallelCEFunction"
     validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
     smoothing = FORMULAS[label_smoothing_formula]
     local = vocab_parallel_logits.shape[-1]
@@ -75,15 +74,10 @@ def LigerVocabParallelCEFunction(
             vocab_parallel_logits, target, ignore_index=ignore_index, label_smoothing=share,
             reduction="none",
         )  # fmt: skip
-    if label_smoothing and label_smoothing_mode == "partition":
-        raise NotImplementedError(
-            f"{name}: label_smoothing_mode='partition' gives every process another loss; here "
-            f"label_smoothing={label_smoothing!r} covers the whole vocabulary, pass 'global'"
-        )
     return vocab_parallel_cross_entropy(
         vocab_parallel_logits, target, tp_group, vocabulary=local * dist.get_world_size(tp_group),
         ignore_index=ignore_index, label_smoothing=label_smoothing, smoothing=smoothing,
-        reduction="none",
+        smoothed=MODES[label_smoothing_mode], reduction="none",
     )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from torch import Tensor
 from liger_multi import ops
 from liger_multi.compat.liger_kernel import functional
 from liger_multi.compat.liger_kernel.function_classes.making import function_class
-from liger_multi.compat.liger_kernel.functional import casting_of
 
 
 @function_class
@@ -16,7 +15,7 @@ def LigerRMSNormFunction(
     in_place: bool = True, row_mode: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """:func:`liger_multi.ops.rms_norm`."""
-    return ops.rms_norm(X, W, eps, offset=offset, casting=casting_of("rms_norm", casting_mode))
+    return functional.liger_rms_norm(X, W, eps, offset, casting_mode)
 
 
 @function_class
@@ -25,8 +24,7 @@ def LigerFusedAddRMSNormFunction(
     casting_mode: str | int = "llama", in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`liger_multi.ops.fused_add_rms_norm`."""
-    casting = casting_of("fused_add_rms_norm", casting_mode)
-    y, total = ops.fused_add_rms_norm(X, R, W, eps, offset=offset, casting=casting)
+    y, total = functional.liger_fused_add_rms_norm(X, R, W, eps, offset, casting_mode)
     return y, total
 
 
@@ -59,7 +57,7 @@ def LigerPolyNormFunction(
     X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True
 ) -> Tensor:
     """:func:`liger_multi.ops.poly_norm`; the bias has no axis."""
-    return ops.poly_norm(X, W, B.reshape(1), eps)
+    return functional.liger_poly_norm(X, W, B, eps)
 
 
 @function_class

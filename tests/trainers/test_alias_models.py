@@ -1,0 +1,311 @@
+"""What the forward of a model takes and returns that is patched by the names of Liger-Kernel."""
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_multi import unpatch
+from liger_multi.compat import liger_kernel as alias
+from liger_multi.errors import PatchError
+from liger_multi.patching.replace.swap import Patched
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+}  # fmt: skip
+IDS = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(1))
+LABELS = IDS.clone()
+LABELS[0, :3] = LABELS[1, 7] = -100
+LABELS[0, 4], LABELS[1, 2] = 34, 35  # the likeliest tokens of build(), so that some are right
+WEIGHT = torch.rand(50, generator=torch.Generator().manual_seed(2)) + 0.5
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    alias.install(force=True)
+    yield
+    alias.uninstall()
+
+
+def build(kind="Llama", **more):
+    """A tiny model, and its name in functions."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **more)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).train()
+
+
+def patched(kind="Llama", **more):
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    model = build(kind, **more)
+    _apply_liger_kernel_to_instance(model=model)
+    return model
+
+
+def of_type(kind="Llama", **more):
+    """A model of a type that was patched before."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama()
+    try:
+        return build(kind, **more)
+    finally:
+        unpatch("llama")
+
+
+def assigned(kind="Llama", **more):
+    """A model with the forward of ``liger_kernel.transformers.model``."""
+    from types import MethodType
+
+    from liger_kernel.transformers.model.llama import lce_forward
+
+    model = build(kind, **more)
+    model.forward = MethodType(lce_forward, model)
+    return model
+
+
+def formula(logits, target, **o):
+    """The loss by PyTorch, of logits ``(B, T, V)`` and targets that are shifted."""
+    z, t = logits.double().flatten(0, 1), target.flatten()
+    cap = o.get("final_logit_softcapping")
+    z = z if cap is None else cap * torch.tanh(z / cap)
+    weight = o.get("ce_weight")
+    each = F.cross_entropy(
+        z, t, weight=None if weight is None else weight.double(), reduction="none",
+        label_smoothing=o.get("label_smoothing", 0.0),
+    )  # fmt: skip
+    kept = t != -100
+    of_target = kept.double() if weight is None else weight.double()[t * kept] * kept
+    scale = 1.0
+    if o.get("use_token_scaling"):
+        scale = z.softmax(-1).gather(-1, (t * kept).unsqueeze(-1)).squeeze(-1).detach()
+    items = o.get("num_items_in_batch")
+    squares = o.get("lse_square_scale", 0.0) * z.logsumexp(-1).square() * kept
+    loss, squares = (each * scale).sum(), (squares * scale).sum()
+    if items is None:
+        return loss / of_target.sum() + squares / kept.sum()
+    return (loss + squares) / items
+
+
+def shifted(labels):
+    return F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+
+
+OPTIONS = [
+    {"label_smoothing": 0.1},
+    {"lse_square_scale": 0.01},
+    {"use_token_scaling": True},
+    {"use_token_scaling": True, "num_items_in_batch": torch.tensor(7)},
+    {"ce_weight": WEIGHT},
+    {"final_logit_softcapping": 0.5},
+    {"accum_dtype": torch.float32},
+    {"label_smoothing": 0.1, "lse_square_scale": 0.01, "num_items_in_batch": 7},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o))
+@pytest.mark.parametrize("made", [patched, of_type, assigned])
+def test_options_of_a_forward_reach_the_loss(made, options):
+    stock, model = build(), made()
+    model(IDS, labels=LABELS)  # which readies a forward that was assigned
+    right = formula(stock(IDS).logits, shifted(LABELS), **options)
+    right.backward()
+    found = model(IDS, labels=LABELS, **options)
+    found.loss.backward()
+    torch.testing.assert_close(found.loss.double(), right, rtol=1e-5, atol=1e-6)
+    for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Granite", "Cohere"])
+def test_scales_and_caps_of_a_model_stay(kind):
+    more = {"logits_scaling": 3.0} if kind == "Granite" else {}
+    stock, model = build(kind, **more), patched(kind, **more)
+    right = formula(stock(IDS).logits, shifted(LABELS), label_smoothing=0.2)
+    found = model(IDS, labels=LABELS, label_smoothing=0.2).loss
+    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("made", [patched, assigned])
+def test_outputs_that_are_asked_for(made):
+    from liger_kernel.transformers.model import output_classes
+
+    model = made()
+    plain = model(IDS, labels=LABELS)
+    assert type(plain) is output_classes.LigerCausalLMOutputWithPast
+    assert plain.token_accuracy is None
+    assert "token_accuracy" not in plain
+    asked = model(IDS, labels=LABELS, return_token_accuracy=True, return_predicted_tokens=True)
+    torch.testing.assert_close(asked.loss, plain.loss)
+    logits, target = build()(IDS).logits, shifted(LABELS)
+    kept, best = target != -100, logits.argmax(-1)
+    assert asked.token_accuracy == ((best == target) & kept).sum() / kept.sum() > 0
+    assert torch.equal(asked.predicted_tokens, torch.where(kept, best, -1).flatten())
+    again = pickle.loads(pickle.dumps(asked))
+    assert (type(again), again.token_accuracy) == (type(asked), asked.token_accuracy)
+    loss, *_, accuracy = model(IDS, labels=LABELS, return_token_accuracy=True, return_dict=False)
+    assert (loss, accuracy) == (asked.loss, asked.token_accuracy)
+
+
+def test_experts_have_their_own_output_and_loss():
+    from liger_kernel.transformers.model import output_classes
+
+    more = {"num_local_experts": 4, "output_router_logits": True}
+    stock, model = build("Mixtral", **more), patched("Mixtral", **more)
+    right, found = stock(IDS, labels=LABELS), model(IDS, labels=LABELS, label_smoothing=0.1)
+    assert type(found) is output_classes.LigerMoeCausalLMOutputWithPast
+    torch.testing.assert_close(found.aux_loss, right.aux_loss)
+    wanted = formula(right.logits, shifted(LABELS), label_smoothing=0.1)
+    wanted = wanted + stock.router_aux_loss_coef * right.aux_loss
+    torch.testing.assert_close(found.loss.double(), wanted.double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_shifted_labels_alone_have_a_loss(training):
+    model, stock = patched().train(training), build().train(training)
+    right = stock(IDS, labels=LABELS).loss
+    for given in ({"shift_labels": shifted(LABELS)},
+                  {"shift_labels": shifted(LABELS), "labels": LABELS}):  # fmt: skip
+        torch.testing.assert_close(model(IDS, **given).loss, right)
+        asked = model(IDS, label_smoothing=0.1, skip_logits=True, **given).loss
+        wanted = formula(stock(IDS).logits, shifted(LABELS), label_smoothing=0.1)
+        torch.testing.assert_close(asked.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_options_count_where_liger_kernel_fuses_the_loss():
+    model = patched().eval()
+    plain = model(IDS, labels=LABELS)
+    found = model(IDS, labels=LABELS, label_smoothing=0.1, return_token_accuracy=True)
+    assert torch.equal(found.loss, plain.loss)
+    assert found.token_accuracy is None
+    forced = model(IDS, labels=LABELS, label_smoothing=0.1, skip_logits=True)
+    assert forced.loss != plain.loss
+    left = model.train()(IDS, labels=LABELS, label_smoothing=0.1, skip_logits=False)
+    assert torch.equal(left.loss, plain.loss)
+    with pytest.raises(ValueError, match="skip_logits is True, but labels"):
+        model(IDS, skip_logits=True)
+    assert model(IDS).loss is None
+    off = model(IDS, labels=LABELS, return_token_accuracy=False, ce_weight=None)
+    assert (off.token_accuracy, off.loss) == (None, plain.loss)
+
+
+@pytest.mark.parametrize("why", ["hook", "adapter"])
+def test_a_head_whose_logits_are_computed(why):
+    model = patched()
+    if why == "hook":
+        model.lm_head.register_forward_hook(lambda *_: None)
+    else:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    options = {"label_smoothing": 0.1, "ce_weight": WEIGHT, "return_token_accuracy": True}
+    found = model(input_ids=IDS, labels=LABELS, **options)
+    options.pop("return_token_accuracy")
+    right = formula(build()(IDS).logits, shifted(LABELS), **options)
+    torch.testing.assert_close(found.loss.double(), right, rtol=1e-5, atol=1e-6)
+    assert found.token_accuracy is not None
+    with pytest.raises(NotImplementedError, match="loss_type='dft'"):
+        model(input_ids=IDS, labels=LABELS, use_token_scaling=True)
+
+
+def test_a_loss_that_options_do_not_reach_is_told():
+    model = patched()
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().mean() * 0 + 7
+    assert model(IDS, labels=LABELS).loss == 7  # a user's own
+
+    class Alone(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):
+            logits = super().forward(input_ids, **kwargs).logits
+            return transformers.modeling_outputs.CausalLMOutputWithPast(logits.mean(), logits)
+
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    alone = Alone(transformers.LlamaConfig(**SIZES)).train()
+    _apply_liger_kernel_to_instance(model=alone)
+    assert alone(IDS, labels=LABELS).loss is not None
+    assert alone(IDS, labels=LABELS, return_token_accuracy=True).token_accuracy is None
+    with pytest.raises(NotImplementedError, match="Alone computes its loss itself, and label_smo"):
+        alone(IDS, labels=LABELS, label_smoothing=0.1)
+
+
+def test_a_model_stays_what_it_is():
+    model = patched()
+    right = model(IDS, labels=LABELS, label_smoothing=0.1).loss
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    copies = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)),
+              torch.load(saved, weights_only=False))  # fmt: skip
+    for other in copies:
+        assert torch.equal(other(IDS, labels=LABELS, label_smoothing=0.1).loss, right)
+    assert inspect.signature(model.forward) == inspect.signature(build().forward)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert model.generate(IDS, max_new_tokens=2, do_sample=False).shape == (2, 11)
+    unpatch(model)
+    assert not any(isinstance(m, Patched) for m in model.modules())
+    assert type(model) is transformers.LlamaForCausalLM
+    assert type(model(IDS)) is transformers.modeling_outputs.CausalLMOutputWithPast
+
+
+def test_a_model_without_the_fused_loss_is_not_touched():
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    model = build()
+    apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False)
+    assert type(model) is transformers.LlamaForCausalLM
+    other = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES))
+    apply_liger_kernel_to_llama(model=other)
+    assert type(other) is transformers.LlamaForSequenceClassification
+    with pytest.raises(PatchError, match="unknown kernel option"):
+        apply_liger_kernel_to_llama(model=model, fused_loss=True)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_recomputation_and_a_compiler(checkpointing):
+    model = patched()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    right = model(IDS, labels=LABELS, label_smoothing=0.1, use_cache=False)
+    right.loss.backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=not checkpointing)
+    for length in (9, 5):
+        options = {"labels": LABELS[:, :length], "label_smoothing": 0.1, "use_cache": False}
+        found = compiled(IDS[:, :length], return_token_accuracy=True, **options)
+        assert found.token_accuracy is not None
+        if length == 9:
+            found.loss.backward()
+            torch.testing.assert_close(found.loss, right.loss)
+            for p, gradient in zip(model.parameters(), wanted, strict=True):
+                torch.testing.assert_close(p.grad, gradient, rtol=1e-5, atol=1e-6)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("made", [build, patched])
+def test_the_loss_of_a_head(made):
+    from liger_kernel.transformers.model.llama import lce_maybe_trainable_lm_head as loss_of
+
+    model, hidden = made(), torch.randn(2, 9, 32, requires_grad=True)
+    right = formula(hidden @ build().lm_head.weight.T, shifted(LABELS), label_smoothing=0.1)
+    found = loss_of(model, hidden, 32, LABELS, None, label_smoothing=0.1)
+    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-6)
+    found.backward()
+    assert hidden.grad.abs().sum() > 0
+    asked = loss_of(model, hidden, 32, None, shifted(LABELS), return_token_accuracy=True)
+    assert asked.token_accuracy is not None
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    adapted = peft.get_peft_model(model, config).base_model.model
+    with torch.no_grad():
+        adapted.lm_head.modules_to_save["default"].weight.mul_(2)
+    right = formula(hidden @ (2 * build().lm_head.weight).T, shifted(LABELS))
+    found = loss_of(adapted, hidden, 32, LABELS, None)
+    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-6)
