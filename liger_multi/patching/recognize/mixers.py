@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from liger_multi.dispatch.explain import passed_over
 from liger_multi.patching.recognize.probe import probe_context, random
+from liger_multi.patching.recognize.reached import Place, reached
 from liger_multi.patching.replace import redirect
 
 SERVED = {
@@ -79,11 +80,15 @@ def refusal(function: FunctionType, name: str, called: Any) -> str | None:
     body = inspect.unwrap(called) if callable(called) else None
     if not isinstance(body, FunctionType):
         return f"{name} is {type(called).__name__}, not a function"
-    return _known(name, body)
+    places = reached([body])
+    return f"{name}: {places}" if isinstance(places, str) else _known(name, body, places)
 
 
-def differs(name: str, body: Callable[..., Any]) -> str | None:
-    """Whether a function computes something else than its operator; None where they agree."""
+def differs(name: str, body: Callable[..., Any], places: tuple[Place, ...] = ()) -> str | None:
+    """Whether a function computes something else than its operator; None where they agree.
+
+    It may compute something else when ``places`` have other values.
+    """
     try:
         with probe_context() as generator:
             same = _PROBES[name](body, functools.partial(random, generator))

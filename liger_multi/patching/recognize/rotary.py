@@ -23,6 +23,7 @@ from liger_multi.patching.recognize.kinds import (
     RotaryKind,
 )
 from liger_multi.patching.recognize.probe import probe_context, random
+from liger_multi.patching.recognize.reached import reached
 
 Key: TypeAlias = "tuple[int, int, int | None, bool]"
 """Axes of q and of cos, the ``unsqueeze_dim`` in force if there is one, and whether cos is as wide
@@ -109,12 +110,15 @@ def recognized(function: Callable[..., Any]) -> Rotary | str:
     theirs = conflicts.owner(function)
     if theirs:
         return f"{theirs} put its {_name(function)} into the modeling file"
+    places = reached([getattr(function, "forward", function)])
+    if isinstance(places, str):
+        return f"{_name(function)}: {places}"
     try:
-        found = _known.get(function)
+        found = _known.get((function, places))
     except TypeError:  # cannot be hashed
         return _measure(function)
     if found is None:
-        found = _known[function] = _measure(function)
+        found = _known[function, places] = _measure(function)
     return found
 
 
