@@ -3,6 +3,9 @@
 
 import copy
 import functools
+import os
+import subprocess
+import sys
 import types
 
 import pytest
@@ -550,3 +553,52 @@ def test_conditions_that_had_one_outcome(function, inputs, one_sided):
         for x in inputs:
             function(State(), x)
     assert bool(outcomes.one_sided(given=1)) == one_sided
+
+
+# --- other processes ---
+
+
+FILE = """
+import torch
+from torch import nn
+FACTOR = 1.0
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(12, 16), nn.Linear(12, 16)
+        self.down_proj, self.act_fn = nn.Linear(16, 12), nn.SiLU()
+
+    def forward(self, x):
+        return FACTOR * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+"""
+LOAD = """
+import copy, torch, liger_multi
+from liger_multi.patching import unpatch
+model, x = torch.load("model.pt", weights_only=False), torch.ones(3, 12)
+y = model(x)
+unpatch(model)
+torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5)
+"""
+
+
+@pytest.mark.parametrize(("old", "new"), [("= 1.0", "= 2.0"), ("act_fn(", "act_fn(0.5 * ")])
+def test_a_module_that_is_loaded_where_its_code_is_another(old, new, tmp_path):
+    """A probe says nothing of code that was edited since the model was saved."""
+    file = tmp_path / "code_of_somebody.py"
+    file.write_text(FILE)
+    save = """
+import torch, liger_multi
+from torch import nn
+from code_of_somebody import Mlp
+report = liger_multi.patch(model := nn.Sequential(Mlp()), fused_linear_cross_entropy=False)
+assert report.count("swiglu") == 1
+torch.save(model, "model.pt")
+"""
+    for script, code in ((save, FILE), (LOAD, FILE), (LOAD, FILE.replace(old, new))):
+        file.write_text(code)
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", script], cwd=tmp_path, capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr

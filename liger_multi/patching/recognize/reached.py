@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import hashlib
 import logging
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from liger_multi.patching.recognize.tokens import token
+from liger_multi.patching.recognize.tokens import is_plain, token
 
 Place: TypeAlias = "tuple[Any, str, Any]"
 """Something with attributes, the name of one, and its value."""
@@ -116,13 +117,35 @@ class Reached:
                 self.refusal = f"its code reads {_said(owner, name, value)}, which may change later"
         return more
 
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """What stands at which place."""
+        return tuple((owner, name, value) for (owner, name), value in self.found.items())
+
+    @property
+    def digest(self) -> tuple[Any, ...]:
+        """What tells in another process whether code and values are the same ones."""
+        code = hashlib.sha256()
+        for function in self.functions:
+            code.update(_said_by(function.__code__))
+        values = [(name, value) for _, name, value in self.places if is_plain(value)]
+        return (code.hexdigest(), *values)
+
+
+@functools.lru_cache(maxsize=4096)
+def _said_by(code: CodeType) -> bytes:
+    """The instructions, names and constants of code, wherever its file is."""
+    parts = list(codes(code))
+    constants = [c for part in parts for c in part.co_consts if not isinstance(c, CodeType)]
+    # sets have another order in every process
+    known = [sorted(map(repr, c)) if isinstance(c, frozenset) else c for c in constants]
+    return repr([*[(part.co_code, part.co_names) for part in parts], known]).encode()
+
 
 def reached(starts: Iterable[Any]) -> tuple[Place, ...] | str:
     """What functions depend on, or why that cannot be told; see :class:`Reached`."""
     found = Reached(starts)
-    if found.refusal:
-        return found.refusal
-    return tuple((owner, name, value) for (owner, name), value in found.found.items())
+    return found.refusal or found.places
 
 
 def _said(owner: Any, name: str, value: Any) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias, cast
 
@@ -121,6 +121,7 @@ class Signature:
         absent: Tables (``_parameters``, ``_buffers``, ``_modules``) and names that hold None.
         inherited: Methods and values of the class, which no attribute may hide.
         missing: Names that the forward asked for in vain.
+        code: What tells whether a process that unpickles the module has the code of the probe.
     """
 
     plain: Plain = ()
@@ -129,6 +130,7 @@ class Signature:
     absent: tuple[tuple[str, str], ...] = ()
     inherited: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    code: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -214,8 +216,10 @@ def code_of(kind: type[nn.Module], signature: Signature | None) -> tuple[reached
         found += _code(part.kind, ("forward", "__call__", *part.signature.inherited))
     if signature is None:
         return (*found, *([(F, "linear", _LINEAR)] if kind.forward is _FORWARD else []))
-    places = reached.reached(functions_of(kind, signature))
-    return (*found, *(() if isinstance(places, str) else places))
+    now = reached.Reached(functions_of(kind, signature))
+    if signature.code and signature.code != now.digest:
+        return ((kind, "forward", None),)  # unpickled where the code is another: it never holds
+    return (*found, *now.places)
 
 
 def functions_of(kind: type[nn.Module], signature: Signature) -> list[Any]:
@@ -306,8 +310,8 @@ def signature_of(
         inherited=tuple(sorted(of_class)),
         missing=tuple(sorted(missing)),
     )
-    places = reached.reached(functions_of(kind, found))
-    return places if isinstance(places, str) else found
+    code = reached.Reached(functions_of(kind, found))
+    return code.refusal or replace(found, code=code.digest)
 
 
 def _fields(holder: Any, names: Collection[str]) -> list[tuple[str, type, Any]]:

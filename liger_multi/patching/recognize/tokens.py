@@ -13,6 +13,13 @@ from torch import nn
 _VALUES = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, type)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text or another one that is equal in another process."""
+    if isinstance(value, tuple):
+        return all(map(is_plain, value))
+    return isinstance(value, (*_VALUES, enum.Enum)) and not isinstance(value, type)
+
+
 def token(value: Any, owner: nn.Module | None = None) -> tuple[type, Any] | None:
     """Type and value of an attribute that can be compared at every call, or None.
 
