@@ -602,3 +602,34 @@ torch.save(model, "model.pt")
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
+
+
+# --- transforms of torch.func ---
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe", "phi3"])
+def test_transforms_of_torch_func_run_what_is_unpatched(kind):
+    """Gradients of each sample, and a derivative forwards."""
+    stock, model = pair(kind, attn_implementation="eager")
+    patch(model)
+    given = batch(rows=3)
+    found = []
+    for each in (stock, model):
+        weights = {name: p.detach() for name, p in each.named_parameters()}
+
+        def loss(weights, ids, each=each):
+            given = {"input_ids": ids, "labels": ids, "use_cache": False}
+            return torch.func.functional_call(each, weights, (), given).loss
+
+        def of_a_sample(weights, ids, loss=loss):
+            return loss(weights, ids[None])
+
+        ids, along = given["input_ids"], {n: torch.ones_like(w) for n, w in weights.items()}
+        results = [torch.func.grad(loss)(weights, ids)]
+        if kind != "qwen3_moe":  # its grouped GEMM has neither of them
+            by_sample = torch.func.vmap(torch.func.grad(of_a_sample), in_dims=(None, 0))
+            results.append(by_sample(weights, ids))
+            forwards = functools.partial(loss, ids=ids)
+            results.append(torch.func.jvp(forwards, (weights,), (along,)))
+        found.append(results)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

@@ -180,10 +180,17 @@ def code_holds(kind: Any) -> bool:
     """Whether the code behind a class of ours, and what it reads, is as it was at the patch.
 
     A compiled graph would keep values that the code reads, so the original forward is traced there.
+    Under transforms of ``torch.func``, which operators do not have, it runs as well.
     """
     if kind._liger_multi_reads and torch.compiler.is_compiling():
         return False
-    return _code_holds(kind)
+    return _code_holds(kind) and not transforming()
+
+
+@constant_in_graphs
+def transforming() -> bool:
+    """Whether a transform of ``torch.func`` runs, such as ``grad`` or ``vmap``."""
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 @constant_in_graphs

@@ -65,7 +65,8 @@ def while_current(function: FunctionType, name: str, target: FunctionType) -> Fu
 
     @constant_in_graphs
     def current() -> bool:
-        return home.get(name) is stock and reached.holds(places)
+        transforming = torch._C._are_functorch_transforms_active()
+        return home.get(name) is stock and reached.holds(places) and not transforming
 
     def followed(*args: Any, **kwargs: Any) -> Any:
         if current() and not (reads and torch.compiler.is_compiling()):
