@@ -98,7 +98,7 @@ class Reached:
         if is_of_library(function):
             places = [place for place in _places(function) if _is_function(place[2])]
             self.found.update({(owner, name): value for owner, name, value in places})
-            return []
+            return [value for owner, _, value in places if isinstance(owner, Cell)]  # a decorator
         self.functions.append(function)
         more: list[Any] = []
         if written := _loads(function.__code__).written:
