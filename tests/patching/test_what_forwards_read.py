@@ -436,6 +436,20 @@ def test_branches_that_no_probe_took(make):
     assert "a branch that depends on its input" in reasons(report)
 
 
+def test_a_branch_of_a_rotary_function(monkeypatch):
+    own = modeling_llama.apply_rotary_pos_emb
+
+    def longer(q, k, cos, sin, unsqueeze_dim=1):
+        if q.shape[-2] > 4096:
+            q = q * 2
+        return own(q, k, cos, sin, unsqueeze_dim)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", longer)
+    report = patch(build("llama"))
+    assert not report.count("rope")
+    assert "a branch that depends on its input" in reasons(report)
+
+
 class Checking(Mlp):
     def forward(self, x):
         if x.shape[-1] != 12 and x.shape[-1] != 24:

@@ -96,7 +96,7 @@ class Outcomes:
                 other = sum(jump.sides) - taken
                 if not _raises(code, other) and not self._meet(code, taken, other):
                     place = f"{code.co_filename}:{jump.line}"
-                    return f"its forward has a branch that depends on its input ({place})"
+                    return f"it has a branch that depends on its input ({place})"
         return None
 
     def _went(self, code: CodeType, at: int) -> set[int]:
