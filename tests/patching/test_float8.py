@@ -673,6 +673,32 @@ def test_a_result_that_is_not_the_one_is_rounded(what):
     torch.testing.assert_close(y, right)
 
 
+@pytest.mark.parametrize("where", ["norm", "layer", "all modules"])
+def test_hooks_that_write_past_the_version_counter(where):
+    """What a hook does through ``.data`` no version tells, so codes do not pass by one."""
+    block, x = learned(Block(nn.RMSNorm(32, eps=1e-5)), torch.randn(4, 32)), torch.randn(4, 32)
+
+    def after(module, args, y):
+        if module is block.norm:
+            y.data.mul_(-3.0)
+
+    def before(module, args):
+        args[0].data.mul_(-3.0)
+
+    if where == "norm":
+        hook = block.norm.register_forward_hook(after)
+    elif where == "layer":
+        hook = block.layer.register_forward_pre_hook(before)
+    else:
+        hook = nn.modules.module.register_module_forward_hook(after)
+    with torch.no_grad():
+        y = block(x)
+        hook.remove()
+        right = -3.0 * nn.functional.rms_norm(x, (32,), block.norm.weight, 1e-5)
+        right = ops.linear_float8(right, block.layer.weight, block.layer.bias)
+    torch.testing.assert_close(y, right)
+
+
 def test_autocast_decides_whether_codes_fit():
     """A layer rounds what autocast makes of a result: of the same dtype, that is the result."""
     block = Block(nn.RMSNorm(32, eps=1e-5))

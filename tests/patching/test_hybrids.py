@@ -6,6 +6,7 @@ Parameters are drawn again: with those of a new model, a sample barely sees the 
 import copy
 import functools
 import inspect
+import sys
 import threading
 
 import pytest
@@ -17,6 +18,7 @@ from tests.comparing import assert_same_gradients, gradients
 
 transformers = pytest.importorskip("transformers")
 from liger_multi.patching.recognize.kinds import MIXER_OPS  # noqa: E402
+from liger_multi.patching.recognize.mixers import SERVED as SERVED_BY  # noqa: E402
 from liger_multi.patching.recognize.mixers import differs, sizes_of  # noqa: E402
 from liger_multi.patching.replace import mixers  # noqa: E402
 from liger_multi.patching.replace.mixers import FusedMixer  # noqa: E402
@@ -314,6 +316,42 @@ def test_packages_that_transformers_would_call_are_not(monkeypatch):
         apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
         together = model(input_ids=row, use_cache=False, **told["position_ids"]).logits
         torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        *[("qwen3_next", name) for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")],
+        ("bamba", "mamba2_chunk_scan"),
+        ("mamba", "mamba_selective_scan"),
+    ],
+)
+def test_a_function_that_stops_a_gradient_is_left(model_type, name):
+    """What comes out is the same, so outputs alone do not tell it."""
+    stock, _ = built(model_type)
+    own = getattr(sys.modules[type(stock).__module__], name)
+
+    @functools.wraps(own)
+    def stopped(x, *args, **kwargs):
+        return own(x.detach(), *args, **kwargs)
+
+    del stopped.__wrapped__
+    assert differs(name, own) is None
+    assert differs(name, stopped) == f"{name} computes something else than {SERVED_BY[name]}"
+
+
+def test_a_helper_of_a_function_that_is_replaced_after_the_patch(monkeypatch):
+    """The delta rule of this file is decorated, and normalizes by a function of its file."""
+    stock, model = built("qwen3_next")
+    file = sys.modules[type(stock).__module__]
+    own = file.l2norm
+    monkeypatch.setattr(file, "l2norm", lambda x, **options: 0.5 * own(x, **options))
+    ids = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(0))
+    losses = [each(input_ids=ids, labels=ids, use_cache=False).loss for each in (stock, model)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(gradients(model), gradients(stock), rtol=1e-4)
 
 
 def test_padding_is_no_sample():

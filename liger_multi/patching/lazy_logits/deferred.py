@@ -244,7 +244,7 @@ class DeferredLogits:
             _gathered_again(self.head, weight) or self._held_by(self.head)
         ):
             try:
-                return self.head(hidden, job)
+                return getattr(self.head, "asked", self.head)(hidden, job)
             except TypeError:
                 if isinstance(self.head, Patched):
                     raise

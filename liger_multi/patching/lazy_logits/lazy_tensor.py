@@ -46,6 +46,7 @@ from liger_multi.patching.lazy_logits.protocol import (
     WRITTEN_SINCE,
     as_saved_by_the_head,
     asked_for,
+    asking,
     called,
     is_infrastructure,
     recording,
@@ -460,6 +461,7 @@ for _name in ("register_hook", *[f"__i{name}__" for name in _AUGMENTED]):
 
 
 def _serve(func: Any, args: Any, kwargs: Any) -> Any:
+    func = asking(func)
     first: Any = args[0] if args else None
     pending = isinstance(first, LazyLogits) and first._slot.cached is None
     kept = func in METADATA or (not pending and getattr(func, "__name__", "") == "__set__")

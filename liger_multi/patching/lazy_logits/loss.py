@@ -18,6 +18,7 @@ from liger_multi.patching.lazy_logits.protocol import (
     GRADIENT_BY_LOGITS,
     HOOKS,
     asked_for,
+    asking,
     refuse_late_hook,
 )
 from liger_multi.patching.options import FusedOptions, LossOptions, Options
@@ -329,6 +330,9 @@ def without_hooks(logits: Tensor) -> Tensor:
     return logits
 
 
+_CROSS_ENTROPY = F.cross_entropy
+
+
 class LossLogits(Tensor):
     """A tensor like any other but for the loss that is computed from it, and perhaps for hooks."""
 
@@ -351,14 +355,14 @@ class LossLogits(Tensor):
         """Our loss for ``F.cross_entropy``; what keeps logits logits keeps this class."""
         if any(getattr(kind, "_becomes_real", False) for kind in types):
             return NotImplemented  # lazy logits among the arguments become real first
-        kwargs = kwargs or {}
+        func, kwargs = asking(func), kwargs or {}
         first = args[0] if args and isinstance(args[0], LossLogits) else None
         if func in HOOKS and first is not None and first._late:
             refuse_late_hook(func, args)
         if func is torch.autograd.grad and any(map(_is_late, asked_for(*args, **kwargs))):
             raise RuntimeError(GRADIENT_BY_LOGITS)
         with torch._C.DisableTorchFunctionSubclass():
-            if func is F.cross_entropy:
+            if func is _CROSS_ENTROPY:
                 loss = _loss(CrossEntropyCall(*args, **kwargs))
                 if loss is not None:
                     return loss

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from liger_multi.dispatch.explain import passed_over
 from liger_multi.patching.recognize.probe import probe_context, random
+from liger_multi.patching.recognize.reached import Place, reached
 from liger_multi.patching.replace import redirect
 
 SERVED = {
@@ -79,14 +80,18 @@ def refusal(function: FunctionType, name: str, called: Any) -> str | None:
     body = inspect.unwrap(called) if callable(called) else None
     if not isinstance(body, FunctionType):
         return f"{name} is {type(called).__name__}, not a function"
-    return _known(name, body)
+    places = reached([body])
+    return f"{name}: {places}" if isinstance(places, str) else _known(name, body, places)
 
 
-def differs(name: str, body: Callable[..., Any]) -> str | None:
-    """Whether a function computes something else than its operator; None where they agree."""
+def differs(name: str, body: Callable[..., Any], places: tuple[Place, ...] = ()) -> str | None:
+    """Whether a function computes something else than its operator; None where they agree.
+
+    It may compute something else when ``places`` have other values.
+    """
     try:
         with probe_context() as generator:
-            same = _PROBES[name](body, functools.partial(random, generator))
+            same = _PROBES[name](body, _Draw(generator))
     except Exception as error:  # a function of another signature
         return f"{name} cannot be probed: {type(error).__name__}: {error}"
     return None if same else f"{name} computes something else than {SERVED[name]}"
@@ -95,16 +100,46 @@ def differs(name: str, body: Callable[..., Any]) -> str | None:
 _known = functools.lru_cache(maxsize=256)(differs)
 
 
-def _close(ours: Tensor, theirs: Tensor) -> bool:
-    return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+class _Draw:
+    """Makes the inputs of two functions, and compares their results and the gradients."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.leaves: list[Tensor] = []
+
+    def __call__(self, *shape: int) -> Tensor:
+        leaf = random(self.generator, *shape).requires_grad_()
+        self.leaves.append(leaf)
+        return leaf * 1  # to which a function may write
+
+    def close(self, ours: Tensor, theirs: Tensor) -> bool:
+        """Whether one result is the other, and so are all gradients."""
+        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5):
+            return False
+        upstream = random(self.generator, *ours.shape)
+        return all(
+            torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max().clamp(min=1)))
+            for a, b in zip(*(self._gradients(y, upstream) for y in (ours, theirs)), strict=True)
+        )
+
+    def _gradients(self, result: Tensor, upstream: Tensor) -> list[Tensor]:
+        if not result.requires_grad:
+            return [torch.zeros_like(leaf) for leaf in self.leaves]
+        found = torch.autograd.grad(
+            result, self.leaves, upstream, allow_unused=True, retain_graph=True
+        )
+        return [
+            torch.zeros_like(leaf) if grad is None else grad
+            for leaf, grad in zip(self.leaves, found, strict=True)
+        ]
 
 
-def _convolves(body: Callable[..., Tensor], draw: Callable[..., Tensor]) -> bool:
+def _convolves(body: Callable[..., Tensor], draw: _Draw) -> bool:
     from liger_multi import ops
 
     x, weight, bias = draw(2, 5, 9), draw(5, 4), draw(5)
     return all(
-        _close(
+        draw.close(
             ops.causal_conv1d(x, weight, b, activation=activation, channel_axis=1),
             body(x, weight, b, activation=activation),
         )
@@ -113,15 +148,11 @@ def _convolves(body: Callable[..., Tensor], draw: Callable[..., Tensor]) -> bool
     )
 
 
-def _follows_a_delta_rule(
-    op: str, body: Callable[..., tuple[Tensor, Tensor]], draw: Callable[..., Tensor]
-) -> bool:
+def _follows_a_delta_rule(op: str, body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> bool:
     return _same_rule(op, body, draw, 2) and _same_rule(op, body, draw, 4)
 
 
-def _same_rule(
-    op: str, body: Callable[..., tuple[Tensor, Tensor]], draw: Callable[..., Tensor], many: int
-) -> bool:
+def _same_rule(op: str, body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw, many: int) -> bool:
     """Whether results agree for two heads of keys and ``many`` of values."""
     from liger_multi import ops
 
@@ -137,10 +168,10 @@ def _same_rule(
             raise
         return True  # its callers repeat the keys themselves
     ours = getattr(ops, op)(q, k, v, g, beta, qk_l2norm=True, **options)
-    return all(_close(a, b) for a, b in zip(ours, theirs, strict=True))
+    return all(draw.close(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def _scans_heads(body: Callable[..., tuple[Tensor, Tensor]], draw: Callable[..., Tensor]) -> bool:
+def _scans_heads(body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> bool:
     from liger_multi import ops
 
     x, dt, a, d = draw(2, 37, 4, 6), draw(2, 37, 4), -draw(4).abs(), draw(4)
@@ -155,12 +186,10 @@ def _scans_heads(body: Callable[..., tuple[Tensor, Tensor]], draw: Callable[...,
     ours = ops.ssd_scan(
         x, dt, a, b, c, initial_state=state, output_final_state=True, chunk=16, **options
     )
-    return all(_close(p, q) for p, q in zip(ours, theirs, strict=True))
+    return all(draw.close(p, q) for p, q in zip(ours, theirs, strict=True))
 
 
-def _scans_channels(
-    body: Callable[..., tuple[Tensor, Tensor]], draw: Callable[..., Tensor]
-) -> bool:
+def _scans_channels(body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> bool:
     from liger_multi import ops
 
     u, delta, z, a = draw(2, 6, 11), draw(2, 6, 11), draw(2, 6, 11), -draw(6, 4).abs()
@@ -170,16 +199,16 @@ def _scans_channels(
     ours = ops.selective_scan(
         u.mT, delta.mT, a, b.mT, c.mT, z=z.mT, output_final_state=True, **options
     )
-    return _close(ours[0].mT, theirs[0]) and _close(ours[1], theirs[1])
+    return draw.close(ours[0].mT, theirs[0]) and draw.close(ours[1], theirs[1])
 
 
-def _does_nothing(body: Callable[..., Any], draw: Callable[..., Tensor]) -> bool:
+def _does_nothing(body: Callable[..., Any], draw: _Draw) -> bool:
     taken = inspect.signature(body).parameters.values()
     needed = [p for p in taken if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     return body(*[draw(2, 2) for _ in needed]) is None
 
 
-_PROBES: dict[str, Callable[[Any, Callable[..., Tensor]], bool]] = {
+_PROBES: dict[str, Callable[[Any, _Draw], bool]] = {
     "causal_conv1d_fn": _convolves,
     "torch_chunk_gated_delta_rule": functools.partial(_follows_a_delta_rule, "gated_delta_rule"),
     "chunk_kimi_delta_attention": functools.partial(_follows_a_delta_rule, "kimi_delta_attention"),

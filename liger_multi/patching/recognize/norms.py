@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from liger_multi.patching.options import Options
 from liger_multi.patching.recognize import registered
+from liger_multi.patching.recognize.branches import Outcomes
 from liger_multi.patching.recognize.kinds import (
     EPS_NAMES,
     GATE_NAMES,
@@ -30,6 +31,7 @@ from liger_multi.patching.recognize.kinds import (
 from liger_multi.patching.recognize.probe import (
     MODES,
     Watch,
+    differs_at_extremes,
     disagreement,
     probe_context,
     random,
@@ -37,8 +39,10 @@ from liger_multi.patching.recognize.probe import (
     set_mode,
     skeleton,
 )
+from liger_multi.patching.recognize.reached import Reached
 from liger_multi.patching.recognize.signature import (
     code_of,
+    functions_of,
     signature_of,
 )
 from liger_multi.patching.replace.norms import NormSettings, apply_norm
@@ -163,7 +167,12 @@ def norm_settings(module: nn.Module, likely: str) -> NormSettings | str:
     key = (kind, code_of(kind, signature), signature, beside)
     known = _known.get(key)
     if known is None:
-        known = _known[key] = _measure(module, likely)
+        taken = Outcomes(Reached(functions_of(kind, signature)).functions)
+        with taken.watched():
+            known = _measure(module, likely)
+        if isinstance(known, NormSettings):
+            known = taken.one_sided(given=2 if known.kind.gated else 1) or known
+        _known[key] = known
     return known
 
 
@@ -354,6 +363,8 @@ def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) ->
             return _equal(a, b, False)
 
         found = disagreement(replica, stock, ours, inputs, close, generator)
+        if not found and differs_at_extremes(stock, ours, inputs, close):
+            found = "its output differs for numbers that are large or not finite"
     if watch.written:
         found = f"its forward sets its {', '.join(sorted(watch.written))}"
     if found:

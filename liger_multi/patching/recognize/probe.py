@@ -215,6 +215,21 @@ def disagreement(
     return None
 
 
+@torch.no_grad()
+def differs_at_extremes(stock: Call, ours: Call, inputs: Sequence[Tensor], close: Close) -> bool:
+    """Whether a forward bounds large numbers, or replaces NaN and infinity."""
+    x, *more = inputs
+    if any(not close(stock(x * by, *more), ours(x * by, *more)) for by in (1e3, 1e6)):
+        return True
+    for number in (float("nan"), float("inf")):
+        given = x.clone()
+        given.view(-1)[0] = number
+        wanted, got = stock(given, *more), ours(given, *more)
+        if not torch.equal(wanted.isfinite(), got.isfinite()):
+            return True
+    return False
+
+
 def _found(
     replica: nn.Module,
     stock: Call,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.patching.recognize import conflicts
+from liger_multi.patching.recognize.branches import Outcomes
 from liger_multi.patching.recognize.kinds import (
     ROTARY_ARGUMENTS,
     ROTARY_COMPLEX,
@@ -23,6 +24,7 @@ from liger_multi.patching.recognize.kinds import (
     RotaryKind,
 )
 from liger_multi.patching.recognize.probe import probe_context, random
+from liger_multi.patching.recognize.reached import Reached
 
 Key: TypeAlias = "tuple[int, int, int | None, bool]"
 """Axes of q and of cos, the ``unsqueeze_dim`` in force if there is one, and whether cos is as wide
@@ -109,13 +111,25 @@ def recognized(function: Callable[..., Any]) -> Rotary | str:
     theirs = conflicts.owner(function)
     if theirs:
         return f"{theirs} put its {_name(function)} into the modeling file"
+    code = Reached([getattr(function, "forward", function)])
+    if code.refusal:
+        return f"{_name(function)}: {code.refusal}"
     try:
-        found = _known.get(function)
+        found = _known.get((function, code.places))
     except TypeError:  # cannot be hashed
-        return _measure(function)
+        return _followed(function, code)
     if found is None:
-        found = _known[function] = _measure(function)
+        found = _known[function, code.places] = _followed(function, code)
     return found
+
+
+def _followed(function: Callable[..., Any], code: Reached) -> Rotary | str:
+    """As :func:`_measure`, but for a function with branches that no form of a call took."""
+    taken = Outcomes(code.functions)
+    with taken.watched():
+        found = _measure(function)
+    where = taken.one_sided(given=0) if isinstance(found, Rotary) else None
+    return f"{_name(function)}: {where}" if where else found
 
 
 def _name(function: Any) -> str:

@@ -9,24 +9,27 @@ such as a buffer or a configuration object, is a reason to leave the module alon
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable, Collection, Iterable, Sized
-from dataclasses import dataclass
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from dataclasses import dataclass, replace
+from types import FunctionType, MethodType
 from typing import Any, TypeAlias, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as module_of_torch
 
 from liger_multi.dispatch.primitive import constant_in_graphs
+from liger_multi.patching.recognize import reached
+from liger_multi.patching.recognize.tokens import token
 from liger_multi.patching.replace import redirect
 
 # --- linear layers that do nothing but multiply ---
 
 PLAIN = (Tensor, nn.Parameter)
 _CALL, _FORWARD = nn.Module.__call__, nn.Linear.forward
+_LINEAR = cast(Any, torch)._C._nn.linear  # under another name somebody's may stand at import
 
 
 def globally_hooked() -> bool:
@@ -34,13 +37,22 @@ def globally_hooked() -> bool:
     m = module_of_torch
     before, after = m._global_forward_pre_hooks, m._global_forward_hooks
     hooked = before or after or m._global_backward_pre_hooks or m._global_backward_hooks
-    return bool(hooked) or _calls_replaced()
+    return bool(hooked) or calls_replaced()
+
+
+def global_hooks() -> list[Any]:
+    """Hooks on the calls of every module."""
+    m = module_of_torch
+    every = (m._global_forward_pre_hooks, m._global_forward_hooks,
+             m._global_backward_pre_hooks, m._global_backward_hooks)  # fmt: skip
+    return [hook for hooks in every for hook in hooks.values()]
 
 
 @constant_in_graphs
-def _calls_replaced() -> bool:
+def calls_replaced() -> bool:
     """Whether somebody put functions of theirs into PyTorch's classes."""
-    return nn.Linear.__call__ is not _CALL or nn.Linear.forward is not _FORWARD
+    replaced = nn.Linear.__call__ is not _CALL or nn.Linear.forward is not _FORWARD
+    return replaced or F.linear is not _LINEAR
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -97,8 +109,6 @@ def is_plain_linear(layer: nn.Module | None) -> bool:
 Plain: TypeAlias = "tuple[tuple[str, type, Any], ...]"
 """Attributes by name, with their types and values."""
 
-_VALUES = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, type)
-
 
 @dataclass(frozen=True)
 class Signature:
@@ -111,6 +121,7 @@ class Signature:
         absent: Tables (``_parameters``, ``_buffers``, ``_modules``) and names that hold None.
         inherited: Methods and values of the class, which no attribute may hide.
         missing: Names that the forward asked for in vain.
+        code: What tells whether a process that unpickles the module has the code of the probe.
     """
 
     plain: Plain = ()
@@ -119,6 +130,7 @@ class Signature:
     absent: tuple[tuple[str, str], ...] = ()
     inherited: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    code: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,12 +176,28 @@ def holds(module: nn.Module, signature: Signature) -> bool:
     return True
 
 
-@constant_in_graphs
 def code_holds(kind: Any) -> bool:
-    """Whether the classes behind one of ours have the functions that they had at the patch."""
-    for owner, name, held in kind._liger_multi_code:  # noqa: SIM110  (half the time of a generator)
-        if getattr(owner, name, None) is not held:
-            return False
+    """Whether the code behind a class of ours, and what it reads, is as it was at the patch.
+
+    A compiled graph would keep values that the code reads, so the original forward is traced there.
+    Under transforms of ``torch.func``, which operators do not have, it runs as well.
+    """
+    if kind._liger_multi_reads and torch.compiler.is_compiling():
+        return False
+    return _code_holds(kind) and not transforming()
+
+
+@constant_in_graphs
+def transforming() -> bool:
+    """Whether a transform of ``torch.func`` runs, such as ``grad`` or ``vmap``."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+@constant_in_graphs
+def _code_holds(kind: Any) -> bool:
+    for owner, name, held in kind._liger_multi_code:
+        if getattr(owner, name, None) is not held:  # the rest is rarely needed
+            return reached.holds(kind._liger_multi_code)
     return True
 
 
@@ -185,28 +213,44 @@ def _equal(now: Any, value: Any, owner: nn.Module) -> bool:
 # --- at the patch ---
 
 
-def code_of(
-    kind: type[nn.Module], signature: Signature | None
-) -> tuple[tuple[type, str, Any], ...]:
-    """The functions and values of classes on which a forward depends, as they are now."""
+def code_of(kind: type[nn.Module], signature: Signature | None) -> tuple[reached.Place, ...]:
+    """The functions and values on which a forward depends, as they are now.
+
+    Without a signature, what the functions read in turn is not followed.
+    """
     found = _code(kind, ("forward", *(signature.inherited if signature else ())))
     for part in signature.parts if signature else ():
         found += _code(part.kind, ("forward", "__call__", *part.signature.inherited))
-    return tuple(found)
+    if signature is None:
+        return (*found, *([(F, "linear", _LINEAR)] if kind.forward is _FORWARD else []))
+    now = reached.Reached(functions_of(kind, signature))
+    if signature.code and signature.code != now.digest:
+        return ((kind, "forward", None),)  # unpickled where the code is another: it never holds
+    return (*found, *now.places)
+
+
+def functions_of(kind: type[nn.Module], signature: Signature) -> list[Any]:
+    """The functions that run in a forward, of the classes and of the attributes."""
+    found = methods_of(kind, ("forward", *signature.inherited))[1]
+    found += [value for _, _, value in signature.plain]
+    for part in signature.parts:
+        found += functions_of(part.kind, part.signature)
+    return found
 
 
 def watched_code(kind: type[nn.Module], signature: Signature) -> Callable[[], bool]:
     """Tells whether :func:`code_of` a class is still what it is now."""
     code = code_of(kind, signature)
+    reads = reached.reads_values(code)
 
     @constant_in_graphs
     def unchanged() -> bool:
-        return all(getattr(owner, name, None) is held for owner, name, held in code)
+        return reached.holds(code)
 
-    return unchanged
+    return lambda: not (reads and torch.compiler.is_compiling()) and unchanged()
 
 
-def _code(kind: type, names: Iterable[str]) -> list[tuple[type, str, Any]]:
+def _code(kind: type, names: Iterable[str]) -> list[reached.Place]:
     """``super()`` reaches the bases, so all that define a name count."""
     found = []
     for name in dict.fromkeys(names):
@@ -232,17 +276,17 @@ def signature_of(
         starts: The methods that run.
     """
     starts, seen = tuple(starts), set(names or ())
-    names = {*seen, *named_by(kind, starts), *(s for s in starts if s != "forward")}
+    names = {*seen, *methods_of(kind, starts)[0], *(s for s in starts if s != "forward")}
     names -= {*taken, *_of_every_module()}
     held = vars(module)
     plain, fields, absent, parts = [], [], [], []
     for name in sorted(names & held.keys()):
-        token = _token(held[name], module)
-        inside = [] if token else _fields(held[name], names)
-        if token is None and not inside:
+        compared = token(held[name], module)
+        inside = [] if compared else _fields(held[name], names)
+        if compared is None and not inside:
             what = type(held[name]).__name__
             return f"its forward reads its {name} ({what}), which may change later"
-        plain += [(name, *token)] if token else []
+        plain += [(name, *compared)] if compared else []
         fields += [(name, *field) for field in inside]
     for table in ("_parameters", "_buffers", "_modules"):
         for name in sorted(names & held[table].keys()):
@@ -260,7 +304,12 @@ def signature_of(
     of_class = {n for n in names - held.keys() if n != "forward" and _on_class(kind, n)}
     known = {*held, *of_class, *(n for _, n in absent), *(p.name for p in parts)}
     missing = {n for n in seen & names - known if not hasattr(kind, n)}
-    return Signature(
+    for name in sorted(of_class):
+        value = getattr(kind, name)
+        if not (token(value) or callable(value) or isinstance(value, property)):
+            what = type(value).__name__
+            return f"its forward reads {name} ({what}) of its class, which may change later"
+    found = Signature(
         plain=tuple(plain),
         fields=tuple(fields),
         parts=tuple(parts),
@@ -268,6 +317,8 @@ def signature_of(
         inherited=tuple(sorted(of_class)),
         missing=tuple(sorted(missing)),
     )
+    code = reached.Reached(functions_of(kind, found))
+    return code.refusal or replace(found, code=code.digest)
 
 
 def _fields(holder: Any, names: Collection[str]) -> list[tuple[str, type, Any]]:
@@ -275,7 +326,7 @@ def _fields(holder: Any, names: Collection[str]) -> list[tuple[str, type, Any]]:
     if isinstance(holder, (torch.Tensor, nn.Module, Sized)) or callable(holder):
         return []
     found = {n: getattr(holder, n) for n in sorted(names) if hasattr(holder, n)}
-    tokens = {n: _token(value, None) for n, value in found.items()}
+    tokens = {n: token(value) for n, value in found.items()}
     return [] if None in tokens.values() else [(n, *t) for n, t in tokens.items() if t]
 
 
@@ -305,19 +356,21 @@ def _of_every_module() -> frozenset[str]:
     return frozenset(vars(nn.Module())) | {"forward", "__class__", "__dict__"}
 
 
-def named_by(kind: type, starts: Iterable[str]) -> set[str]:
-    """The names that the code of methods loads, and that of the methods which these name."""
-    found: set[str] = set()
+def methods_of(kind: type, starts: Iterable[str]) -> tuple[set[str], list[FunctionType]]:
+    """The names that the code of methods loads, and that of the methods which these name; they."""
+    names: set[str] = set()
+    found: list[FunctionType] = []
     todo = list(starts)
     while todo:
         name = todo.pop()
         for owner in kind.__mro__:
             if owner not in (nn.Module, object):
                 for function in _functions(vars(owner).get(name)):
-                    fresh = redirect.names(function) - found
-                    found |= fresh
+                    fresh = redirect.names(function) - names
+                    names |= fresh
                     todo += fresh
-    return found
+                    found.append(function)
+    return names, found
 
 
 def _functions(value: Any) -> list[FunctionType]:
@@ -325,35 +378,3 @@ def _functions(value: Any) -> list[FunctionType]:
         return [f for f in (value.fget,) if isinstance(f, FunctionType)]
     value = getattr(value, "__func__", value)  # of a static or class method
     return [value] if isinstance(value, FunctionType) else []
-
-
-def _token(value: Any, owner: nn.Module | None) -> tuple[type, Any] | None:
-    """Type and value of an attribute that can be compared at every call, or None.
-
-    The owner of a bound method is left out, so that equal modules have equal tokens.
-    """
-    kind = type(value)
-    if isinstance(value, (*_VALUES, enum.Enum)):
-        return kind, value
-    if kind is tuple:
-        return (kind, value) if all(_token(v, None) for v in value) else None
-    if kind is FunctionType:
-        inside = (_held(cell) for cell in value.__closure__ or ())
-        return (kind, value) if all(_token(v, None) for v in inside) else None
-    if kind is BuiltinFunctionType:
-        of = getattr(value, "__self__", None)
-        return (kind, value) if isinstance(of, (type(None), ModuleType, type)) else None
-    if kind is MethodType:
-        same = value.__self__ is owner and owner is not None
-        return (kind, value.__func__) if same else None
-    if kind is functools.partial:
-        parts = (value.func, value.args, *value.keywords.items())
-        return (kind, parts) if all(_token(v, None) for v in parts) else None
-    return None
-
-
-def _held(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None

@@ -26,7 +26,13 @@ from liger_multi.dispatch.primitive import automatic
 from liger_multi.errors import PatchError
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Float8Options
-from liger_multi.patching.recognize.signature import PLAIN, code_holds, is_watched
+from liger_multi.patching.recognize.signature import (
+    PLAIN,
+    code_holds,
+    globally_hooked,
+    is_watched,
+    is_watched_by_users,
+)
 from liger_multi.patching.replace.float8_weight import Float8Weight, freeze, held, thaw
 from liger_multi.patching.replace.linear import linear_refusal
 from liger_multi.patching.replace.swap import Patched, original
@@ -106,9 +112,13 @@ def handed_out(module: nn.Module, op: str, call: Callable[..., Any]) -> Tensor:
     """What an operator gives to a module, with codes where a layer rounded the last result.
 
     Not where a backend was pinned, for it may have no codes, and not under dispatch modes, some of
-    which compare the calls of a recomputation with those of forward.
+    which compare the calls of a recomputation with those of forward. A hook may write to the result
+    through ``.data``, which no version counts, so not where one stands on the module either.
     """
     if torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack():
+        return cast(Tensor, call())
+    if is_hooked(module):
+        _uses.pop(module, None)
         return cast(Tensor, call())
     use = _uses.get(module)
     if use is not None and use.taken and automatic(op):
@@ -212,6 +222,11 @@ def _alike(layer: Any, x: Tensor) -> bool:
     return fits and x.device == weight.device and (bias is None or bias.dtype == x.dtype)
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody's code runs between a module's call and its forward."""
+    return is_watched_by_users(module) or globally_hooked()
+
+
 def _apply(layer: Any, x: Tensor) -> Tensor:
     from liger_multi.ops.linear_float8 import Float8Rows, linear_float8, op
 
@@ -220,7 +235,7 @@ def _apply(layer: Any, x: Tensor) -> Tensor:
     weight, scale = (weight, None) if frozen is None else (frozen.codes, frozen.scale)
     if torch.compiler.is_compiling():
         return cast(Tensor, linear_float8(x, weight, layer.bias, weight_scale=scale))
-    known = codes_of(x)
+    known = None if is_hooked(layer) else codes_of(x)
     if known is None:
         _ask(x)
     if autocast_dtype(x.device.type) is not None:

@@ -30,7 +30,11 @@ from liger_multi.patching.lazy_logits.loss import loss_logits
 from liger_multi.patching.lazy_logits.protocol import is_infrastructure, warn_once
 from liger_multi.patching.lazy_logits.traced import ReplicaLogits, TracedLogits, loss_takes_tensors
 from liger_multi.patching.options import HeadSettings
-from liger_multi.patching.recognize.signature import is_plain_linear
+from liger_multi.patching.recognize.signature import (
+    calls_replaced,
+    global_hooks,
+    is_plain_linear,
+)
 from liger_multi.patching.replace.adapters import adapters, fits, looks_like_lora
 from liger_multi.patching.replace.swap import (
     Patched,
@@ -114,6 +118,12 @@ class LazyHead(Patched):
             return ReplicaLogits(deferred) if grad else kind.stock_forward(self, hidden)
         return lazy_logits(deferred)
 
+    def asked(self, hidden: Tensor, job: Job) -> Any:
+        """What ``job`` asks for, through the hooks that gather the weight and through no others."""
+        if torch.compiler.is_compiling() or any(is_infrastructure(h) for h in hooks_of(self)):
+            return self(hidden, job)
+        return self.forward(hidden, job)
+
 
 class LazyAdaptedHead(LazyHead):
     """The same for a linear layer with LoRA adapters, which are part of every chunk of logits."""
@@ -160,7 +170,8 @@ def may_be_lazy(head: LazyHead, hidden: Tensor, grad: bool) -> bool:
     if torch.compiler.is_compiling():
         # the flag behind is_exporting(), to which Dynamo of torch < 2.12 answers True in any graph
         exporting = torch.compiler._is_exporting_flag
-        return grad and not exporting and not hooks_of(head)
+        watched = hooks_of(head) or global_hooks() or calls_replaced()
+        return grad and not exporting and not watched
     if not grad and (hidden.ndim < 3 or hidden.shape[1] == 1 or torch.is_inference_mode_enabled()):
         return False  # one position a sequence is a step of generation, which reads its logits
     plain = type(hidden) in (Tensor, nn.Parameter) and hidden.is_floating_point()
@@ -179,8 +190,13 @@ def hooks_of(head: nn.Module) -> list[Any]:
 
 
 def _conflicting_hook(head: nn.Module) -> bool:
-    """Whether somebody else's hook looks at what the head returns; it gets real logits, once."""
-    for hook in hooks_of(head):
+    """Whether somebody else's hook looks at what the head returns; it gets real logits, once.
+
+    So does somebody's function in the place of PyTorch's for linear layers.
+    """
+    if calls_replaced():
+        return True
+    for hook in (*hooks_of(head), *global_hooks()):
         if not is_infrastructure(hook):
             name = getattr(hook, "__qualname__", type(hook).__name__)
             warn_once(
@@ -247,6 +263,10 @@ class ShardedHead(LazyHead):
         guard = Guard(self, hidden, settled=False)
         weights = (self.weight, self.bias)
         return lazy_logits(DeferredLogits(self, weights, hidden, settings, dtype, grad, guard))
+
+    def asked(self, hidden: Tensor, job: Job) -> Any:
+        """What ``job`` asks for."""
+        return self(hidden, job)
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
         """The call with all that collects its result."""

@@ -25,7 +25,10 @@ from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType
 from typing import Any, cast
 
+import torch
+
 from liger_multi.dispatch.primitive import constant_in_graphs
+from liger_multi.patching.recognize import reached
 
 
 def methods(kind: type) -> dict[str, FunctionType]:
@@ -49,17 +52,26 @@ def calls(function: FunctionType, wanted: Callable[[str, Any], bool]) -> dict[st
 
 
 def while_current(function: FunctionType, name: str, target: FunctionType) -> FunctionType:
-    """``target``, as long as a method finds under a global name what it finds there now."""
+    """``target``, as long as a method finds under a global name what it finds there now.
+
+    And as long as that reads what it reads now; a compiled graph would keep values among it.
+    """
     layers = [layer for layer in _layers(function) if name in _names(layer.__code__)]
     home = next(layer.__globals__ for layer in layers if name in layer.__globals__)
     stock = home[name]
+    found = reached.reached([getattr(stock, "forward", stock)])
+    places = () if isinstance(found, str) else found
+    reads = reached.reads_values(places)
 
     @constant_in_graphs
     def current() -> bool:
-        return home.get(name) is stock
+        transforming = torch._C._are_functorch_transforms_active()
+        return home.get(name) is stock and reached.holds(places) and not transforming
 
     def followed(*args: Any, **kwargs: Any) -> Any:
-        return target(*args, **kwargs) if current() else home[name](*args, **kwargs)
+        if current() and not (reads and torch.compiler.is_compiling()):
+            return target(*args, **kwargs)
+        return home[name](*args, **kwargs)
 
     followed.__name__ = target.__name__
     return cast(FunctionType, followed)
@@ -75,7 +87,7 @@ def names(function: FunctionType) -> frozenset[str]:
 def refusal(function: FunctionType, name: str) -> str | None:
     """Why a copy cannot be told to load another global instead of ``name``, or None."""
     for layer in _layers(function):
-        for code in _codes(layer.__code__):
+        for code in reached.codes(layer.__code__):
             for step in dis.get_instructions(code):
                 named = step.opcode in dis.hasname and step.argval == name
                 if named and step.opname != "LOAD_GLOBAL":
@@ -146,16 +158,8 @@ def _held(cell: CellType) -> Any:
         return None
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and of the functions and comprehensions in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
 def _names(code: CodeType) -> set[str]:
-    return {name for part in _codes(code) for name in part.co_names}
+    return {name for part in reached.codes(code) for name in part.co_names}
 
 
 def _renamed(code: CodeType, names: Mapping[str, str]) -> CodeType:

@@ -24,12 +24,13 @@ from typing import Any, ClassVar, TypeAlias, cast
 from torch import nn
 
 from liger_multi.errors import PatchError
+from liger_multi.patching.recognize.reached import Place, reads_values
 from liger_multi.patching.recognize.signature import Signature, code_of
 
 # --- one module ---
 
-Code: TypeAlias = "tuple[tuple[type, str, Any], ...]"
-"""Functions of classes: where they stand, their names, and what they were at the patch."""
+Code: TypeAlias = "tuple[Place, ...]"
+"""Functions, and values that they read: where they stand, their names, what was there."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Patched(nn.Module):
     """Whether a module may be called unpatched while somebody's class is on top of this one."""
     _liger_multi_swap: ClassVar[Swap]
     _liger_multi_code: ClassVar[Code]
+    _liger_multi_reads: ClassVar[bool]
     _liger_multi_inner: ClassVar[type[nn.Module]]
 
     @staticmethod
@@ -99,7 +101,6 @@ def _class_of(swap: Swap) -> type[nn.Module]:
             bases = (swap.around, _class_of(replace(swap, around=None, around_settings=None)))
         namespace = {
             "_liger_multi_swap": swap,
-            "_liger_multi_code": _code(swap),
             "_liger_multi_inner": bases[-1],
             "__module__": stock.__module__,
             "__qualname__": stock.__qualname__,
@@ -107,6 +108,7 @@ def _class_of(swap: Swap) -> type[nn.Module]:
         }
         fresh = type(stock.__name__, bases, namespace)
         fresh._liger_multi_made = fresh  # type: ignore[attr-defined]  # a subclass inherits it, and is not it
+        _note_code(fresh, swap)
         made = _classes.setdefault(swap, fresh)
     return made
 
@@ -116,9 +118,11 @@ def made_class(swap: Swap) -> type[nn.Module]:
     return _class_of(swap)
 
 
-def _code(swap: Swap) -> Code:
+def _note_code(kind: Any, swap: Swap) -> None:
+    """Note on a class of ours what code it was probed with, and whether that reads values."""
     signature = getattr(swap.settings, "signature", None)
-    return code_of(swap.stock, signature if isinstance(signature, Signature) else None)
+    code = code_of(swap.stock, signature if isinstance(signature, Signature) else None)
+    kind._liger_multi_code, kind._liger_multi_reads = code, reads_values(code)
 
 
 def _new(swap: Swap) -> nn.Module:
@@ -157,7 +161,7 @@ def apply(module: nn.Module, swap: Swap) -> str:
     """Give ``module`` the class of ``swap``; return what happened, in the report's words."""
     found = swapped(module)
     _drop_own_forward(module)
-    _class_of(swap)._liger_multi_code = _code(swap)  # type: ignore[attr-defined]  # probed just now
+    _note_code(_class_of(swap), swap)  # probed just now
     if found == swap:
         swap.behavior.entered(module, swap.settings)  # weights may have been replaced since
         return "already patched"
