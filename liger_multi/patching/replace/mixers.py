@@ -30,6 +30,7 @@ from liger_multi.patching.recognize.mixers import (
     mixer_calls,
     refusal,
     unserved,
+    without_padding,
 )
 from liger_multi.patching.replace.calling import Call, Calling, named
 from liger_multi.patching.replace.samples import rows_of, sample_ids, unmasked
@@ -42,6 +43,7 @@ class MixerSettings:
 
     causal_conv1d: Options | None
     gated_delta_rule: Options | None
+    gated_short_conv: Options | None
     kimi_delta_attention: Options | None
     selective_scan: Options | None
     ssd_scan: Options | None
@@ -63,6 +65,34 @@ class FusedMixer(Calling):
         if options is None:
             return named(_left(called), f"stock_{name}", Options())
         return named(_MADE[name](op, called, options), name, options)
+
+    @staticmethod
+    def whole(name: str, copy: FunctionType, settings: Any) -> FunctionType:
+        """The forward of a gated convolution is one operator between two projections."""
+        options = settings.gated_short_conv
+        return copy if options is None or name != "forward" else _gated(copy, options)
+
+
+def _gated(copy: FunctionType, options: Options) -> FunctionType:
+    from liger_multi import ops
+
+    @functools.wraps(copy)
+    def forward(
+        self: Any, hidden_states: Tensor, past_key_values: Any = None,
+        attention_mask: Tensor | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        inner = self.conv
+        hooked = inner._forward_hooks or inner._forward_pre_hooks or hasattr(inner, "_hf_hook")
+        by_parts = past_key_values is not None or hooked or _CONVOLUTION_STATES & kwargs.keys()
+        if by_parts or type(inner.weight).__name__ == "DTensor":
+            return copy(self, hidden_states, past_key_values, attention_mask, **kwargs)
+        call = functools.partial(ops.gated_short_conv, seq_idx=kwargs.get("seq_idx"))
+        rows = self.in_proj(without_padding(hidden_states, attention_mask))
+        weight = inner.weight.squeeze(1)
+        made = run_bound(options, ("gated_short_conv",), call, rows, weight, inner.bias)
+        return self.out_proj(made)
+
+    return cast(FunctionType, forward)
 
 
 def _left(called: Callable[..., Any]) -> Callable[..., Any]:
