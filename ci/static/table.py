@@ -369,6 +369,10 @@ SPILLED = {
         {"sm90": 640, "sm80": 8},
         "sums of 64 tokens by 128 states stay in registers; see launch/sm90.yaml",
     ),
+    "_kimi_delta_scores_": (
+        {"sm90": 48},
+        "4 warps take three quarters of the time of 8 on an H100; see launch/sm90.yaml",
+    ),
     "_sparse_attention_forward_": (
         {"sm90": 296},
         "tiles of 64 by 64 take a third of the time of 32 by 32 on an H100; see launch/sm90.yaml",
