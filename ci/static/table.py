@@ -373,6 +373,10 @@ SPILLED = {
         {"sm90": 64},
         "plain causal masks, heads of 128: 4.6 ms in place of 5.8 on an H100; see launch/sm90.yaml",
     ),
+    "_kimi_delta_scores_": (
+        {"sm90": 48},
+        "4 warps take three quarters of the time of 8 on an H100; see launch/sm90.yaml",
+    ),
     "_sparse_attention_forward_": (
         {"sm90": 296, "gfx90a": 12, "gfx942": 12},
         "64 by 64 take a third of the time of 32 by 32 on an H100; three registers of a wave of 64",

@@ -107,18 +107,15 @@ def _scan(given: Given) -> list[Tensor]:
     """B and C in fp32, states of spans; for backward, also of chunks, and parts of dB and dC."""
     u, states, back = given["u"], given["B"].shape[2], "dy" in given
     batch, length, cols = u.shape
-    held = [x.new_empty(x.shape, dtype=FP32) for x in (given["B"], given["C"]) if x.dtype != FP32]
+    held = [x.new_empty(x.shape, dtype=FP32) for x in (given["B"], given["C"])]
     spans = -(-length // (2 * SPAN if back else SPAN))
     if spans > 1:
         held += [u.new_empty(batch, spans, (1 + back) * states + 1, cols, dtype=FP32)]
     if back:
         blocks = -(-cols // CHANNELS)
         held += [u.new_empty(batch, -(-length // TOKENS), states + 1, cols, dtype=FP32)]
-        held += [
-            u.new_empty(blocks, batch, length, states, dtype=FP32)
-            for needed in (given["needs_B"], given["needs_C"])
-            if needed
-        ]
+        if given["needs_B"] or given["needs_C"]:  # side by side
+            held += [u.new_empty(blocks, batch, length, 2, states, dtype=FP32)]
     return held
 
 

@@ -32,7 +32,13 @@ from liger_multi.patching.recognize.heads import (
     with_heads,
 )
 from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_OPS, NORM_OPS, SPARSE
-from liger_multi.patching.recognize.mixers import SERVED, mixer_calls, refusal, without_kernels
+from liger_multi.patching.recognize.mixers import (
+    SERVED,
+    gates,
+    mixer_calls,
+    refusal,
+    without_kernels,
+)
 from liger_multi.patching.recognize.mlp import (
     are_other_experts,
     experts_kind,
@@ -381,6 +387,10 @@ def _mixer(report: PatchReport, request: Request, path: str, module: nn.Module) 
     settings = MixerSettings(*(request.get(op) for op in MIXER_OPS))
     overridden = conflicts.of_module(module)
     reasons = {SERVED[rest[1]]: overridden or refusal(*rest) for _, *rest in calls}
+    if settings.gated_short_conv is not None and gates(module):
+        reasons["gated_short_conv"] = reasons["causal_conv1d"]  # of which it is more
+    else:
+        settings = replace(settings, gated_short_conv=None)
     on = {op: why for op, why in reasons.items() if getattr(settings, op) is not None}
     report.skipped += [Skipped(path, op, why) for op, why in on.items() if why]
     served = sorted(op for op, why in on.items() if not why)

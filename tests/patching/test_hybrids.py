@@ -19,7 +19,7 @@ from tests.comparing import assert_same_gradients, gradients
 transformers = pytest.importorskip("transformers")
 from liger_multi.patching.recognize.kinds import MIXER_OPS  # noqa: E402
 from liger_multi.patching.recognize.mixers import SERVED as SERVED_BY  # noqa: E402
-from liger_multi.patching.recognize.mixers import differs, sizes_of  # noqa: E402
+from liger_multi.patching.recognize.mixers import differs, gates, sizes_of  # noqa: E402
 from liger_multi.patching.replace import mixers  # noqa: E402
 from liger_multi.patching.replace.mixers import FusedMixer  # noqa: E402
 from tests.models import Calls  # noqa: E402
@@ -31,8 +31,8 @@ SERVED = {
     "bamba": SCAN,
     "falcon_h1": SCAN,
     "kimi_linear": {"causal_conv1d", "kimi_delta_attention"},
-    "lfm2_moe": {"causal_conv1d"},
-    "lfm3": {"causal_conv1d"},
+    "lfm2_moe": {"gated_short_conv"},
+    "lfm3": {"gated_short_conv"},
     "nemotron_h": SCAN,
     "olmo_hybrid": {"causal_conv1d", "gated_delta_rule"},
     "qwen3_5_moe_text": {"causal_conv1d", "gated_delta_rule"},
@@ -132,9 +132,63 @@ def test_equal_to_unpatched(model_type, monkeypatch):
         torch.testing.assert_close(*losses)
         assert_same_gradients(gradients(model), gradients(stock), rtol=rtol)
     assert all(calls[op] >= 2 for op in SERVED[model_type])
-    mixing = SERVED[model_type] - {"causal_conv1d"}
+    mixing = SERVED[model_type] - {"causal_conv1d", "gated_short_conv"}
     sizes = [sizes_of(op, m) for op in mixing for m in model.modules() if isinstance(m, FusedMixer)]
     assert not mixing or any(sizes), "the report knows what kernels will be asked for"
+
+
+@pytest.mark.parametrize("model_type", ["lfm2_moe", "lfm3"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_convolution_between_gates_is_one_operator(model_type, padded, monkeypatch):
+    """Without a cache. With one, and with a hook on the convolution, its parts run."""
+    stock, model = built(model_type)
+    ids, mask = torch.randint(10, 60, (2, 30)), torch.ones(2, 30, dtype=torch.int64)
+    mask[0, :7] = 0 if padded else 1
+    hooked = copy.deepcopy(model)
+    for mixer in (m for m in hooked.modules() if isinstance(m, FusedMixer)):
+        mixer.conv.register_forward_hook(lambda *_: None)
+    for m, cached, op in (
+        (model, False, "gated_short_conv"),
+        (model, True, "causal_conv1d"),
+        (hooked, False, "causal_conv1d"),
+    ):
+        found, calls = [], Calls(monkeypatch)
+        for one in (m, stock):
+            one.zero_grad()
+            loss = one(input_ids=ids, labels=ids, attention_mask=mask, use_cache=cached).loss
+            loss.backward()
+            found.append((loss, gradients(one)))
+        torch.testing.assert_close(found[0][0], found[1][0])
+        assert_same_gradients(found[0][1], found[1][1], rtol=1e-4)
+        run = {name for name in ("causal_conv1d", "gated_short_conv") if calls[name]}
+        assert run == {op}
+
+
+def test_a_gated_convolution_that_does_more_keeps_its_parts(monkeypatch):
+    """Another function of a class that looks alike, and a key that is off."""
+    stock, _ = built("lfm3")
+    mixers_of = [m for m in stock.modules() if hasattr(m, "conv_kernel_size")]
+    assert mixers_of
+    assert all(gates(m) for m in mixers_of)
+    kind = type(mixers_of[0])
+
+    class More(kind):
+        def forward(self, hidden_states, past_key_values=None, attention_mask=None, **kwargs):
+            return super().forward(hidden_states, past_key_values, attention_mask, **kwargs) * 2
+
+    more = copy.deepcopy(mixers_of[0])
+    more.__class__ = More
+    assert not gates(more)
+    wide = copy.deepcopy(mixers_of[0])
+    wide.conv.dilation = (2,)
+    assert not gates(wide)
+    model = copy.deepcopy(stock)
+    report = liger_multi.patch(model, gated_short_conv=False)
+    assert not report.count("gated_short_conv")
+    calls = Calls(monkeypatch)
+    model(input_ids=torch.randint(10, 60, (1, 9)), use_cache=False)
+    assert calls["causal_conv1d"]
+    assert not calls["gated_short_conv"]
 
 
 @pytest.mark.parametrize("model_type", SERVED)
@@ -151,7 +205,7 @@ def test_text_is_generated_as_unpatched(model_type):
     assert torch.equal(model.eval().generate(ids, **options), wanted)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm3"])
 def test_under_autocast(model_type):
     stock, model = built(model_type)
     ids = torch.randint(10, 60, (2, 40))
@@ -187,7 +241,7 @@ def test_samples_of_a_row_do_not_see_each_other(model_type, kind):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("model_type", ["qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "nemotron_h", "lfm3"])
 def test_samples_stay_apart_when_layers_run_again(model_type, reentrant):
     _, model = built(model_type)
     _, row, told = packed()
@@ -460,3 +514,20 @@ def test_a_rule_whose_callers_repeat_the_keys_is_recognized():
         return liger_multi.ops.gated_delta_rule(query, key, value, g, beta, **options)
 
     assert differs("torch_chunk_gated_delta_rule", rule) is None
+
+
+def test_a_gated_convolution_whose_forward_reads_something_else_runs_it(monkeypatch):
+    """A helper of the modeling file that is replaced after the patch takes effect at once."""
+    lfm2 = pytest.importorskip("transformers.models.lfm2.modeling_lfm2")
+    unpatched, model = built("lfm2")
+    samples, *_ = packed()
+    rows = torch.cat([samples[0], samples[0]])
+    mask = torch.ones_like(rows)
+    mask[0, :2] = 0
+    before = model(input_ids=rows, attention_mask=mask, use_cache=False).logits
+    stock = lfm2.apply_mask_to_padding_states
+    monkeypatch.setattr(lfm2, "apply_mask_to_padding_states", lambda x, mask: 2 * stock(x, mask))
+    after = model(input_ids=rows, attention_mask=mask, use_cache=False).logits
+    same = unpatched(input_ids=rows, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(after, same)
+    assert not torch.allclose(after, before, atol=1e-3)

@@ -229,6 +229,7 @@ def test_every_model_type_is_patched_as_its_instances_are(kind):
         *(
             "causal_conv1d",
             "gated_delta_rule",
+            "gated_short_conv",
             "kimi_delta_attention",
             "selective_scan",
             "ssd_scan",

@@ -111,6 +111,16 @@ def reciprocal_near(x):
 
 
 @triton.jit
+def fetch(ptr):
+    """Ask for the cache lines of pointers before they are loaded, on NVIDIA."""
+    if _nvidia():
+        tl.inline_asm_elementwise(
+            "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [ptr], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def at_most(x, limit: tl.constexpr):
     """The smaller of x and ``limit``, and ``limit`` where x is NaN.
 

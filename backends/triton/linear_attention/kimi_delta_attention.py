@@ -63,11 +63,13 @@ def tiles_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int)
     return DeltaConfig(chunk, 1, warps)
 
 
-def scores_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
+def scores_config(
+    info: DeviceInfo, tokens: int, dim: int, value: int, item: int
+) -> ChannelConfig:  # fmt: skip
     """As many warps as hold the tiles of keys, and squares of a chunk, 16 numbers a thread each."""
     made = tiles_config(info, tokens, dim, value, item)
     squares = min(8, made.block**2 // (16 * info.warp_size))
-    return replace(made, num_warps=max(made.num_warps, squares))
+    return ChannelConfig(made.block, made.stages, max(made.num_warps, squares), _padded(dim))
 
 
 def gradients_config(
@@ -133,12 +135,13 @@ def _prepare(c: Call, backward: bool) -> Prepared:
         c.q, c.k, c.g, c.first, *made[:6], _steps(c.k), _steps(c.g), c.first_step, *c.sizes(),
     )  # fmt: skip
     launch(_kimi_delta_gates_kernel, count, args, (*c.keys(), c.chunk), warps)
-    warps = c.config("scores", scores_config).num_warps
+    k = c.config("scores", scores_config)
     args = (
         c.q, c.k, c.beta, c.first, sums, rstd, *made[6:], _steps(c.k), c.beta.stride(),
         c.first_step, *c.sizes(),
     )  # fmt: skip
-    launch(_kimi_delta_scores_kernel, count, args, (*c.keys(), c.chunk, _levels(c)), warps)
+    constants = (*c.keys(), c.chunk, min(k.channels, size), _levels(c))
+    launch(_kimi_delta_scores_kernel, count, args, constants, k.num_warps)
     return made
 
 

@@ -184,34 +184,43 @@ def _kimi_delta_gates_kernel(
     coarse, fine = _sums(g, EXACT)
     at = sums_ptr + whole * CHUNK * SIZE + (row[:, None] * SIZE + col[None, :])
     if EXACT:
-        tl.store(at, coarse)
         tl.store(at + tl.cast(plane, tl.int64) * SIZE, fine)
     else:
-        tl.store(at, coarse + tl.floor(fine * STEPS + 0.5) * (1.0 / STEPS))
+        coarse += tl.floor(fine * STEPS + 0.5) * (1.0 / STEPS)
+        fine = tl.zeros([CHUNK, SIZE], tl.float32)
+    tl.store(at, coarse)
     end, rest = _last_row(coarse, CHUNK), _last_row(fine, CHUNK)
-    e, z = tl.exp2(coarse + fine), tl.exp2(end + rest)
-    r = tl.exp2((end[None, :] - coarse) + (rest[None, :] - fine))
+    z = tl.exp2(end + rest)
     if first_ptr is not None:
         begun, last = _near_ends(first_ptr + batch * first_step, start, tokens, CHUNK)
-        e, r = tl.where(begun[:, None], e, 0.0), tl.where(last[:, None], r, 0.0)
         z = tl.where(_last(begun.to(tl.int32), CHUNK) > 0, z, 0.0)
     tl.store(z_ptr + whole * SIZE + col, z)
+    rstd_ptr = rstd_ptr + (key_head * chunks * CHUNK + start) if NORMED else rstd_ptr
+    at = whole * CHUNK * DIM
+    tl.debug_barrier()  # q and k are loaded after gates have left: fewer registers
     q = _tile(q_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
               CHUNK, DIM, SIZE).to(tl.float32)  # fmt: skip
+    if NORMED:
+        rstd = tl.rsqrt(tl.sum(q * q, 1) + NORM_EPS)
+        if member == 0:
+            tl.store(rstd_ptr + row, rstd)
+        q *= rstd[:, None]
+    e = tl.exp2(coarse + fine)
+    if first_ptr is not None:
+        e = tl.where(begun[:, None], e, 0.0)
+    _store_tile(queries_ptr + at, q * scale * e, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
+    tl.debug_barrier()
     k = _tile(k_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
               CHUNK, DIM, SIZE).to(tl.float32)  # fmt: skip
     if NORMED:
-        q_rstd = tl.rsqrt(tl.sum(q * q, 1) + NORM_EPS)
-        k_rstd = tl.rsqrt(tl.sum(k * k, 1) + NORM_EPS)
+        rstd = tl.rsqrt(tl.sum(k * k, 1) + NORM_EPS)
         if member == 0:
-            rstd_ptr += key_head * chunks * CHUNK + start
-            tl.store(rstd_ptr + row, q_rstd)
-            tl.store(rstd_ptr + rstd_plane + row, k_rstd)
-        q *= q_rstd[:, None]
-        k *= k_rstd[:, None]
-    at = whole * CHUNK * DIM
-    _store_tile(queries_ptr + at, q * scale * e, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
+            tl.store(rstd_ptr + rstd_plane + row, rstd)
+        k *= rstd[:, None]
     _store_tile(keys_ptr + at, k * e, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
+    r = tl.exp2((end[None, :] - coarse) + (rest[None, :] - fine))
+    if first_ptr is not None:
+        r = tl.where(last[:, None], r, 0.0)
     _store_tile(kept_ptr + at, k * r, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
 
 
@@ -220,11 +229,11 @@ def _kimi_delta_scores_kernel(
     q_ptr, k_ptr, beta_ptr, first_ptr, sums_ptr, rstd_ptr, scores_ptr, solve_ptr, adjoint_ptr,
     k_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane, scale,
     GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """P and C of every chunk.
 
-    Program: a chunk of one value head; those of a key head are neighbors.
+    Program: a chunk of one value head, WIDTH channels at a time; those of a key head are neighbors.
     Reads q, k, beta and G. Writes P and C, and A where there is room for it, (CHUNK, CHUNK) each.
     """
     pid = tl.program_id(0).to(tl.int64)
@@ -242,20 +251,23 @@ def _kimi_delta_scores_kernel(
     if NORMED:
         rstd_ptr += key_head * chunks * CHUNK
     at = batch * k_steps[0] + head * k_steps[2]
-    q = _scaled(q_ptr + at, rstd_ptr, start, k_steps[1], tokens, 0, scale, NORMED, DIM, SIZE,
-                CHUNK)  # fmt: skip
-    k = _scaled(k_ptr + at, rstd_ptr + rstd_plane if NORMED else rstd_ptr, start, k_steps[1],
-                tokens, 0, 1.0, NORMED, DIM, SIZE, CHUNK)  # fmt: skip
-    p = tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
+    k_rstd_ptr = rstd_ptr + rstd_plane if NORMED else rstd_ptr
+    p = tl.zeros([CHUNK, CHUNK], tl.float32)
     b = tl.zeros([CHUNK, CHUNK], tl.float32)
     rest = tl.cast(plane, tl.int64) * SIZE
-    for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
-        decay = _decay(sums_ptr, rest, level, kind == tl.float32, SIZE, SIZE, CHUNK)
-        x, y = round_to(q * decay, kind), round_to(k * decay, kind)
-        lower, upper = _meet(level, CHUNK)
-        meet = lower[:, None] == upper[None, :]
-        p = tl.where(meet, product(x, tl.trans(y)), p)
-        b = tl.where(meet, product(y, tl.trans(y)), b)
+    for channel in tl.range(0, SIZE, WIDTH, num_stages=1):
+        q = _scaled(q_ptr + at, rstd_ptr, start, k_steps[1], tokens, channel, scale, NORMED, DIM,
+                    WIDTH, CHUNK)  # fmt: skip
+        k = _scaled(k_ptr + at, k_rstd_ptr, start, k_steps[1], tokens, channel, 1.0, NORMED, DIM,
+                    WIDTH, CHUNK)  # fmt: skip
+        p += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
+        for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
+            decay = _decay(sums_ptr + channel, rest, level, kind == tl.float32, SIZE, WIDTH, CHUNK)
+            x, y = round_to(q * decay, kind), round_to(k * decay, kind)
+            lower, upper = _meet(level, CHUNK)
+            meet = lower[:, None] == upper[None, :]
+            p += tl.where(meet, product(x, tl.trans(y)), 0.0)
+            b += tl.where(meet, product(y, tl.trans(y)), 0.0)
     if first_ptr is not None:
         seen, _ = _seen(first_ptr + batch * first_step, start, tokens, CHUNK)
         p, b = tl.where(seen, p, 0.0), tl.where(seen, b, 0.0)

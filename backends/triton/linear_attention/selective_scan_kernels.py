@@ -24,6 +24,9 @@ chunk in the same way: it computes the states of a part again, keeps them in reg
 through its tokens in reverse. Sums over channels leave as one partial a program, sums over tokens
 as one a span; a second kernel adds them in a fixed order.
 
+Of B and C, every thread reads all numbers of a token; they are side by side, and tiles of states
+are adjacent, so that a compiler knows where the next one is. Rows are loaded a step ahead.
+
 A thread holds all states of a channel, so sums over states and functions of step sizes take no
 other thread. Compilers choose that layout for tiles of neighboring channels that they cannot load
 by more than one element: offsets contain a 0 that they do not know (``zero``).
@@ -39,13 +42,12 @@ from liger_multi.backends.triton.common.rows import (
     LOG2E,
     assume_cols,
     exp2_near,
+    fetch,
     load_or,
     reciprocal_near,
+    round_to,
 )
-from liger_multi.backends.triton.linear_attention.convolution_kernels import (
-    _append,
-    _store_token,
-)
+from liger_multi.backends.triton.linear_attention.convolution_kernels import _append
 
 # --- helpers of the kernels ---
 
@@ -79,10 +81,31 @@ def _store_states(ptr, value, lane, left, cols, zero, DIM: tl.constexpr, SIZE: t
 
 
 @triton.jit
-def _put_token(ptr, at, value, t, length, stride, lane, left):
-    """Write a row of token t, if there is a tensor and the token is one of ``length``."""
+def _in_tile(lane, zero, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a tile (states, channels) of its own has its elements: known distances apart."""
+    return tl.arange(0, SIZE)[:, None] * BLOCK + (lane + zero)[None, :]
+
+
+@triton.jit
+def _at_token(ptr, t, stride):
+    """The row of token t."""
+    return ptr + tl.cast(t, tl.int64) * stride
+
+
+@triton.jit
+def _put_tokens(
+    ptr, at, rows, first, stride, lane, length, left, BACK: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """Write rows of COUNT tokens from ``first`` on, if there is a tensor; BACK: in reverse.
+
+    ``at`` is where it has the first token of all.
+    """
     if ptr is not None:
-        _store_token(ptr + at, value, t, 0, length, stride, lane, left)
+        ptr = _at_token(ptr + at, first, stride)
+        for i in tl.static_range(COUNT):
+            row = round_to(rows[COUNT - 1 - i if BACK else i], ptr.dtype.element_ty)
+            tl.store(ptr + lane, row, mask=lane < tl.where(first + i < length, left, 0))
+            ptr += stride
 
 
 @triton.jit
@@ -93,7 +116,7 @@ def _load_tokens(ptr, first, stride, lane, length, left, COUNT: tl.constexpr):
     """
     rows = ()
     if ptr is not None:
-        ptr += first * stride
+        ptr = _at_token(ptr, first, stride)
         for i in tl.static_range(COUNT):
             limit = tl.where(first + i < length, left, 0)
             rows = _append(rows, tl.load(ptr + lane, mask=lane < limit, other=0.0))
@@ -102,9 +125,16 @@ def _load_tokens(ptr, first, stride, lane, length, left, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _load_numbers(ptr, t, stride, n, length, DIM: tl.constexpr):
-    """B or C of token t; past the last one, that of the last."""
-    return tl.load(ptr + tl.minimum(t, length - 1) * stride + n, mask=n < DIM, other=0.0)
+def _load_step(
+    u_ptr, delta_ptr, dy_ptr, z_ptr, u_step, delta_step, dy_step, z_step, first, lane, length, left,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """Rows of u, delta, dy and z of COUNT tokens."""
+    u = _load_tokens(u_ptr, first, u_step, lane, length, left, COUNT)
+    raw = _load_tokens(delta_ptr, first, delta_step, lane, length, left, COUNT)
+    dy = _load_tokens(dy_ptr, first, dy_step, lane, length, left, COUNT)
+    z = _load_tokens(z_ptr, first, z_step, lane, length, left, COUNT)
+    return u, raw, dy, z
 
 
 @triton.jit
@@ -190,29 +220,30 @@ def _decays(steps, a, gap, PACKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
 def _selective_scan_states_kernel(
-    u_ptr, delta_ptr, a_ptr, b_ptr, c_ptr, dy_ptr, z_ptr, bias_ptr, initial_ptr, first_ptr,
-    ends_ptr, sums_ptr, states_ptr, reached_ptr, dends_ptr, dy_steps, u_steps, delta_steps,
-    b_steps, c_steps, z_steps, first_step, length, cols, spans, chunks, zero, DIM: tl.constexpr,
-    SIZE: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    STEP: tl.constexpr,
+    u_ptr, delta_ptr, a_ptr, pairs_ptr, dy_ptr, z_ptr, bias_ptr, initial_ptr, first_ptr, ends_ptr,
+    sums_ptr, states_ptr, reached_ptr, dends_ptr, dy_steps, u_steps, delta_steps, z_steps,
+    first_step, length, cols, spans, chunks, zero, DIM: tl.constexpr, SIZE: tl.constexpr,
+    SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """What spans leave, and the states before their chunks.
 
     Program: BLOCK channels of a span of one sequence, ``chunks`` chunks of PARTS times STEP tokens.
-    Reads u, delta, A, B and the bias; C, dy and z for the gradient. Writes what there are tensors
-    for. Of spans: the last state and the gradient of the one before them, (batch, spans, DIM,
-    channels), and the sum of step sizes, (batch, spans, channels). Of chunks, the states before
-    them, (batch, spans, chunks, DIM, channels), and the sum of step sizes since the span began.
+    Reads u, delta, A, B and the bias; C, dy and z for the gradient; a step ahead. Writes what there
+    are tensors for. Of spans: the last state and the gradient of the one before them, a tile each,
+    and the sum of step sizes, (batch, spans, channels). Of chunks, the states before them, (batch,
+    spans, blocks, chunks) tiles, and the sum of step sizes since the span began.
     """
-    batch, span, _, start, left = _place(cols, spans, BLOCK)
+    batch, span, block, start, left = _place(cols, spans, BLOCK)
     lane, n = tl.arange(0, BLOCK), tl.arange(0, SIZE)
-    origin = span.to(tl.int64) * chunks * PARTS * STEP
+    place = batch * spans + span
+    tile = place * tl.cdiv(cols, BLOCK) + block
+    tokens = chunks * (PARTS * STEP)
+    origin = span * tokens
     u_ptr += batch * u_steps[0] + start
     delta_ptr += batch * delta_steps[0] + start
-    b_ptr += batch * b_steps[0]
+    pairs_ptr += place * tokens * (2 * SIZE)
     if dy_ptr is not None:
         dy_ptr += batch * dy_steps[0] + start
-        c_ptr += batch * c_steps[0]
         if z_ptr is not None:
             z_ptr += batch * z_steps[0] + start
     if first_ptr is not None:
@@ -225,29 +256,32 @@ def _selective_scan_states_kernel(
         state += _load_states(given, lane, left, cols, zero, DIM, SIZE)
     total = tl.zeros([BLOCK], tl.float32)
     through, dstate = tl.full([SIZE, BLOCK], 1.0, tl.float32), tl.zeros([SIZE, BLOCK], tl.float32)
-    place = batch * spans + span
+    gate_ptr = z_ptr if dy_ptr is not None else None
+    u, raw, dy, z = _load_step(
+        u_ptr, delta_ptr, dy_ptr, gate_ptr, u_steps[1], delta_steps[1], dy_steps[1], z_steps[1],
+        origin, lane, length, left, STEP,
+    )  # fmt: skip
     for step in tl.range(0, chunks * PARTS):
         first = origin + step * STEP
-        u = _load_tokens(u_ptr, first, u_steps[1], lane, length, left, STEP)
-        raw = _load_tokens(delta_ptr, first, delta_steps[1], lane, length, left, STEP)
+        after = first + STEP
         gaps = _load_gaps(first_ptr, first, length, STEP)
-        if dy_ptr is not None:
-            dy = _load_tokens(dy_ptr, first, dy_steps[1], lane, length, left, STEP)
-            z = _load_tokens(z_ptr, first, z_steps[1], lane, length, left, STEP)
+        next_u, next_raw, next_dy, next_z = _load_step(
+            u_ptr, delta_ptr, dy_ptr, gate_ptr, u_steps[1], delta_steps[1], dy_steps[1], z_steps[1],
+            after, lane, length, left, STEP,
+        )  # fmt: skip
         if states_ptr is not None:
             if step % PARTS == 0:
-                here = (place * chunks + step // PARTS) * cols
-                again = cols + zero * step  # else offsets of all states would be kept in registers
-                _store_states(
-                    states_ptr + (here * DIM + start), state, lane, left, again, zero, DIM, SIZE
-                )
+                chunk = step // PARTS
+                at = states_ptr + (tile * chunks + chunk) * (SIZE * BLOCK)
+                tl.store(at + _in_tile(lane, zero, SIZE, BLOCK), state)
                 if reached_ptr is not None:
-                    tl.store(reached_ptr + (here + start) + lane, total, mask=lane < left)
+                    at = reached_ptr + (place * chunks + chunk) * cols + start
+                    tl.store(at + lane, total, mask=lane < left)
         for i in tl.static_range(STEP):
             steps = _step_sizes(raw[i], bias, first + i < length, SOFTPLUS)
             gap = gaps[i] if first_ptr is not None else 0.0
             decays = _decays(steps, a, gap, first_ptr is not None)
-            b = _load_numbers(b_ptr, first + i, b_steps[1], n, length, DIM)
+            b = tl.load(pairs_ptr + (2 * SIZE * i + n))
             state = decays * state + (steps * u[i].to(tl.float32))[None, :] * b[:, None]
             total += steps
             if dy_ptr is not None:
@@ -255,67 +289,72 @@ def _selective_scan_states_kernel(
                 if z_ptr is not None:
                     up *= _silu(z[i])
                 through *= decays
-                c = _load_numbers(c_ptr, first + i, c_steps[1], n, length, DIM)
+                c = tl.load(pairs_ptr + (2 * SIZE * i + SIZE + n))
                 dstate += through * (up[None, :] * c[:, None])
-    at = place * cols * DIM + start
+        pairs_ptr += 2 * SIZE * STEP
+        u, raw, dy, z = next_u, next_raw, next_dy, next_z
     if ends_ptr is not None:
-        _store_states(ends_ptr + at, state, lane, left, cols, zero, DIM, SIZE)
+        tl.store(ends_ptr + tile * (SIZE * BLOCK) + _in_tile(lane, zero, SIZE, BLOCK), state)
         tl.store(sums_ptr + (place * cols + start) + lane, total, mask=lane < left)
     if dends_ptr is not None:
-        _store_states(dends_ptr + at, dstate, lane, left, cols, zero, DIM, SIZE)
+        tl.store(dends_ptr + tile * (SIZE * BLOCK) + _in_tile(lane, zero, SIZE, BLOCK), dstate)
 
 
 @triton.jit
 def _selective_scan_join_kernel(
     ends_ptr, sums_ptr, a_ptr, given_ptr, first_ptr, first_step, length, cols, spans, tokens,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
 ):  # fmt: skip
     """From what spans leave to what is before them; with REVERSE, gradients after them.
 
-    Program: BLOCK elements of (DIM, channels) of one sequence, span after span of ``tokens``.
-    Reads A, the sums of step sizes, and the state before the first span (after the last), (batch,
-    channels, DIM). Reads and overwrites (batch, spans, DIM, channels).
+    Program: BLOCK elements of the tiles (SIZE, WIDTH) of one sequence, span after span of
+    ``tokens``. Reads A, the sums of step sizes, and the state before the first span (after the
+    last), (batch, channels, DIM). Reads and overwrites the tiles.
     """
-    blocks = tl.cdiv(cols * DIM, BLOCK)
+    many = tl.cdiv(cols, WIDTH) * (SIZE * WIDTH)
+    blocks = tl.cdiv(many, BLOCK)
     pid = tl.program_id(0)
     batch = (pid // blocks).to(tl.int64)
     element = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
-    mask, channel = element < cols * DIM, element % cols
-    a = tl.load(a_ptr + element, mask=mask, other=0.0).to(tl.float32) * LOG2E
-    state = load_or(given_ptr, batch * cols * DIM + element, mask, 0.0)
+    inside, n = element < many, element // WIDTH % SIZE
+    channel = element // (SIZE * WIDTH) * WIDTH + element % WIDTH
+    mask, plain = inside & (channel < cols) & (n < DIM), n * cols + channel
+    a = tl.load(a_ptr + plain, mask=mask, other=0.0).to(tl.float32) * LOG2E
+    state = load_or(given_ptr, batch * cols * DIM + plain, mask, 0.0)
     if first_ptr is not None:
         first_ptr += batch * first_step
     for step in tl.range(0, spans):
         span = spans - 1 - step if REVERSE else step
-        at = ends_ptr + (batch * spans + span) * cols * DIM + element
-        left = tl.load(at, mask=mask, other=0.0)
+        at = ends_ptr + (batch * spans + span) * many + element
+        left = tl.load(at, mask=inside, other=0.0)
         total = tl.load(sums_ptr + (batch * spans + span) * cols + channel, mask=mask, other=0.0)
-        begin = span.to(tl.int64) * tokens
+        begin = span * tokens
         passes = _passes(first_ptr, begin, tl.minimum(begin + tokens, length))
-        tl.store(at, state, mask=mask)
+        tl.store(at, state, mask=inside)
         state = exp2_near(total * a + passes) * state + left
 
 
 @triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
 def _selective_scan_forward_kernel(
-    u_ptr, delta_ptr, a_ptr, b_ptr, c_ptr, skip_ptr, z_ptr, bias_ptr, initial_ptr, before_ptr,
-    first_ptr, y_ptr, final_ptr, u_steps, delta_steps, b_steps, c_steps, z_steps, first_step,
-    length, cols, spans, chunks, zero, DIM: tl.constexpr, SIZE: tl.constexpr,
-    SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    u_ptr, delta_ptr, a_ptr, pairs_ptr, skip_ptr, z_ptr, bias_ptr, initial_ptr, before_ptr,
+    first_ptr, y_ptr, final_ptr, u_steps, delta_steps, z_steps, first_step, length, cols, spans,
+    chunks, zero, DIM: tl.constexpr, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Results of all tokens.
 
     Program: BLOCK channels of a span of one sequence, ``chunks`` chunks of tokens.
-    Reads all inputs, a chunk ahead, and the state before the span, (batch, spans, DIM, channels),
-    or before the sequence, (batch, channels, DIM). Writes y and the last state.
+    Reads all inputs, a chunk ahead, and the state before the span, a tile, or before the sequence,
+    (batch, channels, DIM). Writes y and the last state.
     """
-    batch, span, _, start, left = _place(cols, spans, BLOCK)
+    batch, span, block, start, left = _place(cols, spans, BLOCK)
     lane, n = tl.arange(0, BLOCK), tl.arange(0, SIZE)
-    origin = span.to(tl.int64) * chunks * CHUNK
+    place = batch * spans + span
+    origin = span * chunks * CHUNK
     u_ptr += batch * u_steps[0] + start
     delta_ptr += batch * delta_steps[0] + start
-    b_ptr += batch * b_steps[0]
-    c_ptr += batch * c_steps[0]
+    pairs_ptr += place * chunks * (CHUNK * 2 * SIZE)
     y_ptr += batch * length * cols + start
     if z_ptr is not None:
         z_ptr += batch * z_steps[0] + start
@@ -327,33 +366,37 @@ def _selective_scan_forward_kernel(
     state = tl.zeros([SIZE, BLOCK], tl.float32)
     whole = batch * cols * DIM + start
     if before_ptr is not None:
-        at = before_ptr + (batch * spans + span) * cols * DIM + start
-        state += _load_states(at, lane, left, cols, zero, DIM, SIZE)
+        at = before_ptr + (place * tl.cdiv(cols, BLOCK) + block) * (SIZE * BLOCK)
+        state += tl.load(at + _in_tile(lane, zero, SIZE, BLOCK))
     elif initial_ptr is not None:
         state += _load_states(initial_ptr + whole, lane, left, cols, zero, DIM, SIZE)
-    u = _load_tokens(u_ptr, origin, u_steps[1], lane, length, left, CHUNK)
-    raw = _load_tokens(delta_ptr, origin, delta_steps[1], lane, length, left, CHUNK)
-    z = _load_tokens(z_ptr, origin, z_steps[1], lane, length, left, CHUNK)
+    u, raw, _, z = _load_step(
+        u_ptr, delta_ptr, None, z_ptr, u_steps[1], delta_steps[1], 0, z_steps[1], origin, lane,
+        length, left, CHUNK,
+    )  # fmt: skip
     for chunk in tl.range(0, chunks):
         first = origin + chunk * CHUNK
         after = first + CHUNK
         gaps = _load_gaps(first_ptr, first, length, CHUNK)
-        next_u = _load_tokens(u_ptr, after, u_steps[1], lane, length, left, CHUNK)
-        next_raw = _load_tokens(delta_ptr, after, delta_steps[1], lane, length, left, CHUNK)
-        next_z = _load_tokens(z_ptr, after, z_steps[1], lane, length, left, CHUNK)
+        next_u, next_raw, _, next_z = _load_step(
+            u_ptr, delta_ptr, None, z_ptr, u_steps[1], delta_steps[1], 0, z_steps[1], after, lane,
+            length, left, CHUNK,
+        )  # fmt: skip
+        rows = ()  # written last: a load after a store would wait for it
         for i in tl.static_range(CHUNK):
-            t = first + i
-            steps = _step_sizes(raw[i], bias, t < length, SOFTPLUS)
+            steps = _step_sizes(raw[i], bias, first + i < length, SOFTPLUS)
             now = u[i].to(tl.float32)
             gap = gaps[i] if first_ptr is not None else 0.0
             decays = _decays(steps, a, gap, first_ptr is not None)
-            b = _load_numbers(b_ptr, t, b_steps[1], n, length, DIM)
-            c = _load_numbers(c_ptr, t, c_steps[1], n, length, DIM)
+            b = tl.load(pairs_ptr + (2 * SIZE * i + n))
+            c = tl.load(pairs_ptr + (2 * SIZE * i + SIZE + n))
             state = decays * state + (steps * now)[None, :] * b[:, None]
             y = tl.sum(state * c[:, None], 0) + skip * now
             if z_ptr is not None:
                 y *= _silu(z[i])
-            _store_token(y_ptr, y, t, 0, length, cols, lane, left)
+            rows = _append(rows, y)
+        _put_tokens(y_ptr, 0, rows, first, cols, lane, length, left, False, CHUNK)
+        pairs_ptr += 2 * SIZE * CHUNK
         u, raw, z = next_u, next_raw, next_z
     if final_ptr is not None:
         if span == spans - 1:
@@ -362,35 +405,40 @@ def _selective_scan_forward_kernel(
 
 @triton.jit
 def _states_of(
-    state, u, raw, bias, a, gaps, b_ptr, b_step, first, length, n, DIM: tl.constexpr,
+    state, u, raw, bias, a, gaps, pairs_ptr, first, length, n, SIZE: tl.constexpr,
     SOFTPLUS: tl.constexpr, PACKED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The states before COUNT tokens from ``first`` on and after the last, sizes and slopes."""
+    """The states before COUNT tokens from ``first`` on and after the last, sizes and slopes.
+
+    And the decays of the last token.
+    """
     states, sizes, slopes = (state,), (), ()
     for i in tl.static_range(COUNT):
         steps, slope = _steps_and_slopes(raw[i], bias, first + i < length, SOFTPLUS)
         decays = _decays(steps, a, gaps[i] if PACKED else 0.0, PACKED)
-        b = _load_numbers(b_ptr, first + i, b_step, n, length, DIM)
+        b = tl.load(pairs_ptr + (2 * SIZE * i + n))
         state = decays * state + (steps * u[i].to(tl.float32))[None, :] * b[:, None]
         states, sizes = _append(states, state), _append(sizes, steps)
         slopes = _append(slopes, slope)
-    return states, sizes, slopes
+    return states, sizes, slopes, decays
 
 
 @triton.jit
 def _states_before(
-    states_ptr, reached_ptr, before_ptr, first_ptr, at, of_span, origin, first, length, a, start,
-    lane, left, cols, zero, DIM: tl.constexpr, SIZE: tl.constexpr,
+    states_ptr, reached_ptr, before_ptr, first_ptr, tile, place, chunk, chunks, origin, first,
+    length, cols, start, a, lane, left, zero, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The states before a chunk: as the first pass left them, and what came from before the span.
 
-    ``at`` is the chunk's place among numbers of chunks and channels.
+    ``tile`` is the number of the span's block, ``place`` that of the span.
     """
-    state = _load_states(states_ptr + (at * DIM + start), lane, left, cols, zero, DIM, SIZE)
+    at = _in_tile(lane, zero, SIZE, BLOCK)
+    state = tl.load(states_ptr + (tile * chunks + chunk) * (SIZE * BLOCK) + at)
     if before_ptr is not None:
-        total = load_or(reached_ptr + (at + start), lane, lane < left, 0.0)
+        reached_ptr += (place * chunks + chunk) * cols + start
+        total = load_or(reached_ptr, lane, lane < left, 0.0)
         passes = _passes(first_ptr, origin, tl.minimum(first, length))
-        h = _load_states(before_ptr + of_span, lane, left, cols, zero, DIM, SIZE)
+        h = tl.load(before_ptr + tile * (SIZE * BLOCK) + at)
         state += exp2_near(total[None, :] * a + passes) * h
     return state
 
@@ -410,27 +458,63 @@ def _exchanged(x, factor, lane, ROWS: tl.constexpr, BLOCK: tl.constexpr, FAR: tl
 
 
 @triton.jit
-def _put_sums(
-    ptr, at, x, factor, t, length, lane, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    EXCHANGE: tl.constexpr,
+def _channel_sums(
+    x, factor, lane, SIZE: tl.constexpr, BLOCK: tl.constexpr, EXCHANGE: tl.constexpr
 ):  # fmt: skip
-    """Write sums over the channels of a tile (states, channels) times factors: a row of token t.
+    """Sums over the channels of a tile (states, channels) times factors, a column after the other.
 
     By tl.sum, all threads would get each of the sums, from five exchanges a state (of 32 threads).
     Where threads exchange halves of what is left, the number of states is halved with every step.
     """
+    LEFT: tl.constexpr = SIZE >> EXCHANGE  # rows that stay: other threads have them
+    MANY: tl.constexpr = 1 << EXCHANGE
+    if EXCHANGE:
+        x = _exchanged(x, factor[None, :], lane, SIZE // 2, BLOCK, BLOCK // 2)
+        for half in tl.static_range(1, EXCHANGE):
+            x = _exchanged(x, 1.0, lane, SIZE >> (half + 1), BLOCK, BLOCK >> (half + 1))
+    else:
+        x *= factor[None, :]
+    return tl.sum(tl.reshape(x, (LEFT, MANY, BLOCK // MANY)), 2)
+
+
+@triton.jit
+def _put_sums(ptr, sums, SIZE: tl.constexpr, EXCHANGE: tl.constexpr):
+    """Write what :func:`_channel_sums` made."""
+    LEFT: tl.constexpr = SIZE >> EXCHANGE
+    column = tl.arange(0, 1 << EXCHANGE)[None, :]
+    tl.store(ptr + tl.arange(0, LEFT)[:, None] + LEFT * column, sums)
+
+
+@triton.jit
+def _put_all_sums(
+    ptr, at, db, dc, SIZE: tl.constexpr, EXCHANGE: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """Write sums for dB and dC of COUNT tokens, the last of which is first."""
     if ptr is not None:
-        LEFT: tl.constexpr = SIZE >> EXCHANGE  # rows that stay: other threads have them
-        MANY: tl.constexpr = 1 << EXCHANGE
-        if EXCHANGE:
-            x = _exchanged(x, factor[None, :], lane, SIZE // 2, BLOCK, BLOCK // 2)
-            for half in tl.static_range(1, EXCHANGE):
-                x = _exchanged(x, 1.0, lane, SIZE >> (half + 1), BLOCK, BLOCK >> (half + 1))
-        else:
-            x *= factor[None, :]
-        sums = tl.sum(tl.reshape(x, (LEFT, MANY, BLOCK // MANY)), 2)
-        n = tl.arange(0, LEFT)[:, None] + LEFT * tl.arange(0, MANY)[None, :]
-        tl.store(ptr + at + t * DIM + n, sums, mask=n < tl.where(t < length, DIM, 0))
+        ptr += at
+        for i in tl.static_range(COUNT):
+            _put_sums(ptr + 2 * SIZE * i, db[COUNT - 1 - i], SIZE, EXCHANGE)
+            _put_sums(ptr + (2 * SIZE * i + SIZE), dc[COUNT - 1 - i], SIZE, EXCHANGE)
+
+
+@triton.jit
+def _states_again(
+    state, u_ptr, delta_ptr, first_ptr, pairs_ptr, u_step, delta_step, first, part, bias, a, lane,
+    n, length, left, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """The state before a part of a chunk: ``part`` times COUNT tokens on from ``first``."""
+    for _ in tl.range(0, part):
+        u = _load_tokens(u_ptr, first, u_step, lane, length, left, COUNT)
+        raw = _load_tokens(delta_ptr, first, delta_step, lane, length, left, COUNT)
+        gaps = _load_gaps(first_ptr, first, length, COUNT)
+        h, _, _, _ = _states_of(
+            state, u, raw, bias, a, gaps, pairs_ptr, first, length, n, SIZE, SOFTPLUS,
+            first_ptr is not None, COUNT,
+        )  # fmt: skip
+        state = h[COUNT]
+        first += COUNT
+        pairs_ptr += COUNT * 2 * SIZE
+    return state
 
 
 @triton.jit
@@ -442,33 +526,72 @@ def _through_gate(dy, z, h, c, skip, u):
     return dy * gate * p, dy * y * p * (1.0 + gate * (1.0 - p))
 
 
+@triton.jit
+def _back(
+    carry, sums, h, sizes, slopes, decays, u, dy, z, gaps, pairs_ptr, a, skip, lane, n, first,
+    length, zero, SIZE: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, SUMMED: tl.constexpr, EXCHANGE: tl.constexpr, FROM: tl.constexpr,
+    TO: tl.constexpr,
+):  # fmt: skip
+    """Back through the tokens FROM down to TO of a part.
+
+    ``carry`` is what reaches a token's state from later ones, ``sums`` those over tokens for dA, dD
+    and the bias, ``decays`` those of token FROM. Returns both of them, and rows of the tokens.
+    """
+    da, dskip, dbias = sums
+    du, ddelta, dz, db, dc = (), (), (), (), ()
+    for i in tl.static_range(FROM, TO - 1, -1):
+        now, up = u[i].to(tl.float32), dy[i].to(tl.float32)
+        into = tl.load(pairs_ptr + (2 * SIZE * i + n))[:, None]
+        out = tl.load(pairs_ptr + (2 * SIZE * i + SIZE + n))[:, None]
+        if GATED:
+            up, of_gate = _through_gate(up, z[i], h[i + 1], out, skip, now)
+            dz = _append(dz, of_gate)
+        m = carry + up[None, :] * out
+        if SUMMED:
+            dc = _append(dc, _channel_sums(h[i + 1], up, lane, SIZE, BLOCK, EXCHANGE))
+            db = _append(db, _channel_sums(m, sizes[i] * now, lane, SIZE, BLOCK, EXCHANGE))
+        added = tl.sum(m * into, 0)  # gradient of delta u
+        du = _append(du, sizes[i] * added + skip * up)
+        dskip += up * now
+        if i < FROM:  # computed again: kept decays would take as much room as states
+            decays = _decays(sizes[i] * (zero + 1), a, gaps[i] if PACKED else 0.0, PACKED)
+        carry = m * decays
+        through = carry * h[i]  # gradient of the logarithm of decays
+        da += through * sizes[i][None, :]
+        dsteps = (tl.sum(through * a, 0) * LN2 + now * added) * slopes[i]
+        dbias += tl.where(first + i < length, dsteps, 0.0)
+        ddelta = _append(ddelta, dsteps)
+    return carry, (da, dskip, dbias), (du, ddelta, dz, db, dc)
+
+
 @triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
 def _selective_scan_backward_kernel(
-    u_ptr, dy_ptr, delta_ptr, a_ptr, b_ptr, c_ptr, skip_ptr, z_ptr, bias_ptr, first_ptr, states_ptr,
-    reached_ptr, before_ptr, after_ptr, du_ptr, ddelta_ptr, dz_ptr, da_ptr, db_ptr, dc_ptr,
-    dskip_ptr, dbias_ptr, dinitial_ptr, dy_steps, u_steps, delta_steps, b_steps, c_steps, z_steps,
-    first_step, length, cols, spans, chunks, batches, zero, DIM: tl.constexpr, SIZE: tl.constexpr,
-    SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr,
-    EXCHANGE: tl.constexpr,
+    u_ptr, dy_ptr, delta_ptr, a_ptr, pairs_ptr, skip_ptr, z_ptr, bias_ptr, first_ptr, states_ptr,
+    reached_ptr, before_ptr, after_ptr, du_ptr, ddelta_ptr, dz_ptr, da_ptr, dpairs_ptr, dskip_ptr,
+    dbias_ptr, dinitial_ptr, dy_steps, u_steps, delta_steps, z_steps, first_step, length, cols,
+    spans, chunks, batches, zero, DIM: tl.constexpr, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr, EXCHANGE: tl.constexpr,
 ):  # fmt: skip
     """All gradients.
 
     Program: BLOCK channels of a span of one sequence, from its last chunk to the first.
-    Reads all inputs, the states before chunks and spans, and the gradients after spans. Writes du,
-    ddelta, dz, and the gradient of the first state, (batch, DIM, channels); the channels' part of
-    dB and dC, (blocks, batch, tokens, DIM); the span's part of dA, (batch, spans, DIM, channels),
-    and of the gradients of D and the bias, (batch, spans, channels).
+    Reads all inputs, the tiles of states before chunks and spans, and of gradients after spans.
+    Writes du, ddelta, dz, and the gradient of the first state, (batch, DIM, channels); the
+    channels' part of dB and dC, (blocks, batch, tokens, 2, SIZE); the span's part of dA, (batch,
+    spans, DIM, channels), and of the gradients of D and the bias, (batch, spans, channels).
     """
     batch, span, block, start, left = _place(cols, spans, BLOCK)
     lane, n = tl.arange(0, BLOCK), tl.arange(0, SIZE)
-    rows, place = batch * length * cols + start, batch * spans + span
-    origin = span.to(tl.int64) * chunks * PARTS * KEPT
+    place = batch * spans + span
+    tile = place * tl.cdiv(cols, BLOCK) + block
+    tokens = chunks * (PARTS * KEPT)
+    origin, rows = span * tokens, batch * length * cols + start
+    of_pairs = (block.to(tl.int64) * batches * spans + place) * tokens * (2 * SIZE)
     dy_ptr += batch * dy_steps[0] + start
     u_ptr += batch * u_steps[0] + start
     delta_ptr += batch * delta_steps[0] + start
-    b_ptr += batch * b_steps[0]
-    c_ptr += batch * c_steps[0]
-    parts = (block.to(tl.int64) * batches + batch) * length * DIM
+    pairs_ptr += place * tokens * (2 * SIZE)
     if z_ptr is not None:
         z_ptr += batch * z_steps[0] + start
     if first_ptr is not None:
@@ -476,66 +599,58 @@ def _selective_scan_backward_kernel(
     a = _load_states(a_ptr + start, lane, left, cols, zero, DIM, SIZE) * LOG2E
     skip = load_or(skip_ptr, start + lane, lane < left, 0.0)
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
-    carry, da = tl.zeros([SIZE, BLOCK], tl.float32), tl.zeros([SIZE, BLOCK], tl.float32)
-    dskip, dbias = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    of_span = place * cols * DIM + start
+    carry, none = tl.zeros([SIZE, BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    sums = (carry, none, none)
     if after_ptr is not None:
-        carry += _load_states(after_ptr + of_span, lane, left, cols, zero, DIM, SIZE)
+        carry += tl.load(after_ptr + tile * (SIZE * BLOCK) + _in_tile(lane, zero, SIZE, BLOCK))
+    next_u, next_raw, next_dy, next_z = _load_step(
+        u_ptr, delta_ptr, dy_ptr, z_ptr, u_steps[1], delta_steps[1], dy_steps[1], z_steps[1],
+        origin + tokens - KEPT, lane, length, left, KEPT,
+    )  # fmt: skip
     for step in tl.range(0, chunks * PARTS):
-        chunk, part = (chunks * PARTS - 1 - step) // PARTS, PARTS - 1 - step % PARTS
-        first = origin + chunk * PARTS * KEPT
-        at = (place * chunks + chunk) * cols
-        again = cols + zero * step  # else offsets of all states would be kept in registers
+        index = chunks * PARTS - 1 - step  # of a part
+        part, first = index % PARTS, origin + index * KEPT
+        begin = first - part * KEPT  # of its chunk
+        u, raw, dy, z = next_u, next_raw, next_dy, next_z
+        at_ptr = pairs_ptr + index * (KEPT * 2 * SIZE)
         state = _states_before(
-            states_ptr, reached_ptr, before_ptr, first_ptr, at, of_span, origin, first, length, a,
-            start, lane, left, again, zero, DIM, SIZE,
+            states_ptr, reached_ptr, before_ptr, first_ptr, tile, place, index // PARTS, chunks,
+            origin, begin, length, cols, start, a, lane, left, zero * step, SIZE, BLOCK,
         )  # fmt: skip
-        for _ in tl.range(0, part):
-            u = _load_tokens(u_ptr, first, u_steps[1], lane, length, left, KEPT)
-            raw = _load_tokens(delta_ptr, first, delta_steps[1], lane, length, left, KEPT)
-            gaps = _load_gaps(first_ptr, first, length, KEPT)
-            h, sizes, slopes = _states_of(
-                state, u, raw, bias, a, gaps, b_ptr, b_steps[1], first, length, n, DIM, SOFTPLUS,
-                first_ptr is not None, KEPT,
-            )  # fmt: skip
-            state = h[KEPT]
-            first += KEPT
-        u = _load_tokens(u_ptr, first, u_steps[1], lane, length, left, KEPT)
-        raw = _load_tokens(delta_ptr, first, delta_steps[1], lane, length, left, KEPT)
-        dy = _load_tokens(dy_ptr, first, dy_steps[1], lane, length, left, KEPT)
-        z = _load_tokens(z_ptr, first, z_steps[1], lane, length, left, KEPT)
+        earlier = tile * chunks + tl.maximum(index - 1, 0) // PARTS  # the tile of the next step
+        line = 32 * tl.arange(0, max(1, SIZE * BLOCK // 32))
+        fetch(states_ptr + earlier * (SIZE * BLOCK) + line)
+        state = _states_again(
+            state, u_ptr, delta_ptr, first_ptr, at_ptr - part * (KEPT * 2 * SIZE), u_steps[1],
+            delta_steps[1], begin, part, bias, a, lane, n, length, left, SIZE, SOFTPLUS, KEPT,
+        )  # fmt: skip
         gaps = _load_gaps(first_ptr, first, length, KEPT)
-        h, sizes, slopes = _states_of(
-            state, u, raw, bias, a, gaps, b_ptr, b_steps[1], first, length, n, DIM, SOFTPLUS,
+        h, sizes, slopes, decays = _states_of(
+            state, u, raw, bias, a, gaps, at_ptr, first, length, n, SIZE, SOFTPLUS,
             first_ptr is not None, KEPT,
         )  # fmt: skip
-        for i in tl.static_range(KEPT - 1, -1, -1):
-            t = first + i
-            now, up = u[i].to(tl.float32), dy[i].to(tl.float32)
-            into = _load_numbers(b_ptr, t, b_steps[1], n, length, DIM)[:, None]
-            out = _load_numbers(c_ptr, t, c_steps[1], n, length, DIM)[:, None]
-            if z_ptr is not None:
-                up, dz = _through_gate(up, z[i], h[i + 1], out, skip, now)
-                _put_token(dz_ptr, rows, dz, t, length, cols, lane, left)
-            _put_sums(dc_ptr, parts, h[i + 1], up, t, length, lane, DIM, SIZE, BLOCK, EXCHANGE)
-            m = carry + up[None, :] * out
-            _put_sums(db_ptr, parts, m, sizes[i] * now, t, length, lane, DIM, SIZE, BLOCK, EXCHANGE)
-            added = tl.sum(m * into, 0)  # gradient of delta u
-            _put_token(du_ptr, rows, sizes[i] * added + skip * up, t, length, cols, lane, left)
-            dskip += up * now
-            gap = gaps[i] if first_ptr is not None else 0.0
-            # computed again: kept decays would take as much room as states
-            carry = m * _decays(sizes[i] * (zero + 1), a, gap, first_ptr is not None)
-            through = carry * h[i]  # gradient of the logarithm of decays
-            da += through * sizes[i][None, :]
-            dsteps = (tl.sum(through * a, 0) * LN2 + now * added) * slopes[i]
-            dbias += tl.where(t < length, dsteps, 0.0)
-            _put_token(ddelta_ptr, rows, dsteps, t, length, cols, lane, left)
+        carry, sums, made = _back(
+            carry, sums, h, sizes, slopes, decays, u, dy, z, gaps, at_ptr, a, skip, lane, n, first,
+            length, zero, SIZE, BLOCK, z_ptr is not None, first_ptr is not None,
+            dpairs_ptr is not None, EXCHANGE, KEPT - 1, 0,
+        )  # fmt: skip
+        next_u, next_raw, next_dy, next_z = _load_step(
+            u_ptr, delta_ptr, dy_ptr, z_ptr, u_steps[1], delta_steps[1], dy_steps[1], z_steps[1],
+            tl.maximum(first - KEPT, origin), lane, length, left, KEPT,
+        )  # fmt: skip
+        # written last: a load after a store would wait for it
+        _put_tokens(du_ptr, rows, made[0], first, cols, lane, length, left, True, KEPT)
+        _put_tokens(ddelta_ptr, rows, made[1], first, cols, lane, length, left, True, KEPT)
+        _put_tokens(dz_ptr, rows, made[2], first, cols, lane, length, left, True, KEPT)
+        at = of_pairs + index * (KEPT * 2 * SIZE)
+        _put_all_sums(dpairs_ptr, at, made[3], made[4], SIZE, EXCHANGE, KEPT)
+    at = place * cols + start
+    _put_tokens(dskip_ptr, at, (sums[1],), 0, cols, lane, 1, left, False, 1)
+    _put_tokens(dbias_ptr, at, (sums[2],), 0, cols, lane, 1, left, False, 1)
+    if da_ptr is not None:
+        at = da_ptr + (place * cols * DIM + start)
+        _store_states(at, sums[0], lane, left, cols, zero, DIM, SIZE)
     if dinitial_ptr is not None:
         if span == 0:
             at = dinitial_ptr + batch * cols * DIM + start
             _store_states(at, carry, lane, left, cols, zero, DIM, SIZE)
-    if da_ptr is not None:
-        _store_states(da_ptr + of_span, da, lane, left, cols, zero, DIM, SIZE)
-    _put_token(dskip_ptr, start, dskip, place, place + 1, cols, lane, left)
-    _put_token(dbias_ptr, start, dbias, place, place + 1, cols, lane, left)

@@ -313,7 +313,8 @@ ROTARY_FORMS = (
 # --- mixers of hybrid models ---
 
 MIXER_OPS = (
-    *("causal_conv1d", "gated_delta_rule", "kimi_delta_attention", "selective_scan", "ssd_scan"),
+    *("causal_conv1d", "gated_delta_rule", "gated_short_conv", "kimi_delta_attention"),
+    *("selective_scan", "ssd_scan"),
 )
 
 SPARSE = "sparse_attention"

@@ -16,9 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.dispatch.explain import passed_over
-from liger_multi.patching.recognize.probe import probe_context, random
+from liger_multi.patching.recognize.probe import (
+    disagreement,
+    linear,
+    probe_context,
+    random,
+    scalars,
+    skeleton,
+)
 from liger_multi.patching.recognize.reached import Place, reached
 from liger_multi.patching.replace import redirect
+from liger_multi.patching.replace.swap import unpatched_class
 
 SERVED = {
     "causal_conv1d_fn": "causal_conv1d",
@@ -132,6 +140,101 @@ class _Draw:
             torch.zeros_like(leaf) if grad is None else grad
             for leaf, grad in zip(self.leaves, found, strict=True)
         ]
+
+
+# --- a convolution with gates around it, and projections ---
+
+
+def without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Tokens in a batch of several rows, 0 where the mask is."""
+    if mask is None or mask.shape[1] < 2 or mask.shape[0] < 2:
+        return x
+    return (x * mask[:, :, None]).to(x.dtype)
+
+
+_TAKEN = ("self", "hidden_states", "past_key_values", "attention_mask")
+
+
+def gates(module: nn.Module) -> bool:
+    """Whether a mixer is a gated convolution between two projections, as ``Lfm2ShortConv``.
+
+    A small copy is compared with the operator, with and without a mask, as ``gated_short_conv``
+    and its projections compute it.
+    """
+    inner, into, out = (getattr(module, n, None) for n in ("conv", "in_proj", "out_proj"))
+    projected = all(isinstance(getattr(m, "in_features", None), int) for m in (into, out))
+    if type(inner) is not nn.Conv1d or not projected or inner.padding_mode != "zeros":
+        return False
+    width = inner.in_channels
+    like = (inner.groups, inner.out_channels, inner.padding, inner.stride, inner.dilation)
+    plain = (width, width, (inner.kernel_size[0] - 1,), (1,), (1,))
+    if like != plain or (into.in_features, into.out_features) != (width, 3 * width):  # type: ignore[union-attr]
+        return False
+    kind = unpatched_class(module)
+    parameters = inspect.signature(kind.forward).parameters.values()
+    named = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+    if named != _TAKEN or len(named) == len(parameters):
+        return False
+    biased = tuple(getattr(m, "bias", None) is not None for m in (inner, into, out))
+    return _gates(kind, scalars(module), biased, inner.kernel_size[0], module)
+
+
+def _gates(
+    kind: type, known: Any, biased: tuple[bool, ...], reach: int, module: nn.Module
+) -> bool:  # fmt: skip
+    key = (kind, getattr(kind, "forward", None), known, biased, reach)
+    found = _GATES.get(key)
+    if found is None:
+        try:
+            with probe_context() as generator:
+                found = _is_gated(skeleton(module), biased, reach, generator)
+        except Exception:  # somebody's forward: any failure means that it is not one of ours
+            found = False
+        _GATES[key] = found
+    return found
+
+
+_GATES: dict[Any, bool] = {}
+
+
+def _is_gated(
+    replica: Any, biased: tuple[bool, ...], reach: int, generator: torch.Generator
+) -> bool:  # fmt: skip
+    from liger_multi import ops
+
+    width, (bias, into, out) = 6, biased
+    replica.in_proj = linear(generator, width, 3 * width, into)
+    replica.out_proj = linear(generator, width, width, out)
+    shape = {"kernel_size": reach, "padding": reach - 1, "groups": width, "bias": bias}
+    replica.conv = nn.Conv1d(width, width, **shape, device="meta")  # type: ignore[arg-type]
+    replica.conv.weight = nn.Parameter(random(generator, width, 1, reach))
+    if bias:
+        replica.conv.bias = nn.Parameter(random(generator, width))
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+
+    def by(mask: Tensor | None) -> str | None:
+        def stock(x: Tensor) -> Any:
+            return replica.forward(x, attention_mask=mask)
+
+        def ours(x: Tensor) -> Tensor:
+            rows = replica.in_proj(without_padding(x, mask))
+            weight = replica.conv.weight.squeeze(1)
+            made: Tensor = replica.out_proj(ops.gated_short_conv(rows, weight, replica.conv.bias))
+            return made
+
+        return disagreement(
+            replica, stock, ours, [random(generator, 2, 9, width)], _close, generator
+        )
+
+    return by(None) is None and by(mask) is None
+
+
+# --- functions ---
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def _convolves(body: Callable[..., Tensor], draw: _Draw) -> bool:

@@ -38,6 +38,11 @@ class Calling(Patched):
         """The function that stands for one; :func:`named` by its options."""
         raise NotImplementedError
 
+    @staticmethod
+    def whole(method: Any, copy: FunctionType, settings: Any) -> FunctionType:
+        """What stands for a method, of which ``copy`` calls the functions that are served."""
+        return copy
+
 
 def renew(kind: type) -> None:
     """Make the methods of a class of ours from those that its original class has now."""
@@ -68,13 +73,14 @@ def _while_it_holds(copy: FunctionType, swap: Swap, name: str) -> FunctionType:
 
     It may be called, by somebody who holds it, when the module has its original class again.
     """
-    behavior, stock = swap.behavior, swap.stock
+    behavior, stock = cast("type[Calling]", swap.behavior), swap.stock
+    ours = behavior.whole(getattr(stock, name), copy, swap.settings)
 
     @functools.wraps(copy)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         kind = type(self)
         if issubclass(kind, behavior) and _method_holds(kind, name):
-            return copy(self, *args, **kwargs)
+            return ours(self, *args, **kwargs)
         return getattr(stock, name)(self, *args, **kwargs)
 
     return cast(FunctionType, method)

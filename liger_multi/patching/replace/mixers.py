@@ -21,8 +21,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Options
+from liger_multi.patching.recognize import reached
 from liger_multi.patching.recognize.mixers import (
     SERVED,
     WHOLE,
@@ -30,6 +32,7 @@ from liger_multi.patching.recognize.mixers import (
     mixer_calls,
     refusal,
     unserved,
+    without_padding,
 )
 from liger_multi.patching.replace.calling import Call, Calling, named
 from liger_multi.patching.replace.samples import rows_of, sample_ids, unmasked
@@ -42,6 +45,7 @@ class MixerSettings:
 
     causal_conv1d: Options | None
     gated_delta_rule: Options | None
+    gated_short_conv: Options | None
     kimi_delta_attention: Options | None
     selective_scan: Options | None
     ssd_scan: Options | None
@@ -63,6 +67,47 @@ class FusedMixer(Calling):
         if options is None:
             return named(_left(called), f"stock_{name}", Options())
         return named(_MADE[name](op, called, options), name, options)
+
+    @staticmethod
+    def whole(method: Any, copy: FunctionType, settings: Any) -> FunctionType:
+        """The forward of a gated convolution is one operator between two projections."""
+        options = settings.gated_short_conv
+        if options is None or method.__name__ != "forward":
+            return copy
+        return _gated(method, copy, options)
+
+
+def _gated(method: Any, copy: FunctionType, options: Options) -> FunctionType:
+    from liger_multi import ops
+
+    found = reached.reached([method])
+    if isinstance(found, str):  # what it does may change in ways that nothing tells
+        return copy
+    places = tuple(place for place in found if place[1] not in SERVED)  # the copy follows those
+    reads = reached.reads_values(places)
+
+    @constant_in_graphs
+    def unchanged() -> bool:
+        return reached.holds(places)
+
+    @functools.wraps(copy)
+    def forward(
+        self: Any, hidden_states: Tensor, past_key_values: Any = None,
+        attention_mask: Tensor | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        inner = self.conv
+        hooked = inner._forward_hooks or inner._forward_pre_hooks or hasattr(inner, "_hf_hook")
+        by_parts = past_key_values is not None or hooked or _has_states(kwargs)
+        by_parts = by_parts or (reads and torch.compiler.is_compiling()) or not unchanged()
+        if by_parts or type(inner.weight).__name__ == "DTensor":
+            return copy(self, hidden_states, past_key_values, attention_mask, **kwargs)
+        call = functools.partial(ops.gated_short_conv, seq_idx=kwargs.get("seq_idx"))
+        rows = self.in_proj(without_padding(hidden_states, attention_mask))
+        weight = inner.weight.squeeze(1)
+        made = run_bound(options, ("gated_short_conv",), call, rows, weight, inner.bias)
+        return self.out_proj(made)
+
+    return cast(FunctionType, forward)
 
 
 def _left(called: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,8 +134,11 @@ def _convolution(op: str, stock: Callable[..., Any], options: Options) -> Callab
         activation: str | None = None, seq_idx: Tensor | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         kind = "silu" if activation == "swish" else activation
-        unknown = [name for name in _CONVOLUTION_STATES if name in kwargs]
-        if unknown or kind not in (None, "silu") or type(hidden_states).__name__ == "DTensor":
+        if (
+            _has_states(kwargs)
+            or kind not in (None, "silu")
+            or type(hidden_states).__name__ == "DTensor"
+        ):
             given = kwargs if seq_idx is None else kwargs | {"seq_idx": seq_idx}
             result: Tensor = stock(hidden_states, weight, bias, activation=activation, **given)
             return result
@@ -104,7 +152,12 @@ def _convolution(op: str, stock: Callable[..., Any], options: Options) -> Callab
     return served
 
 
-_CONVOLUTION_STATES = {"initial_states", "return_final_states", "final_states_out"}
+_CONVOLUTION_STATES = ("initial_states", "return_final_states", "final_states_out")
+
+
+def _has_states(kwargs: dict[str, Any]) -> bool:
+    """Whether a convolution is given states, or asked for them."""
+    return any(name in kwargs for name in _CONVOLUTION_STATES)
 
 
 def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
