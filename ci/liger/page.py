@@ -79,7 +79,8 @@ def text(
         "| What | Here |", "|---|---|", *(f"| {what} | {here} |" for what, here in KEPT.items()),
     ]  # fmt: skip
     if devices:
-        out += ["", "## On a device", "", ON_DEVICES]
-    for name, kept in devices.items():
-        out += _device(name, kept, known)
+        out += ["", "## On a device", "", ON_DEVICES, "<!-- devices:start -->", ""]
+        for name, kept in devices.items():
+            out += _device(name, kept, known)
+        out += ["", "<!-- devices:end -->"]
     return "\n".join([*out, ""])

@@ -19,6 +19,8 @@ import liger_multi
 from liger_multi import ops
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, patched, real_logits, register_attention, unpatch
+from liger_multi.patching.recognize import signature
+from liger_multi.patching.replace import swap
 from liger_multi.patching.replace.linear import LinearByRows
 from tests.models import VOCABULARY, batch, build
 
@@ -34,7 +36,10 @@ def by_batch(x, weight, bias=None):
 
 @pytest.fixture
 def library(monkeypatch):
+    """That function is PyTorch's own, so that nobody takes it for a user's."""
     monkeypatch.setattr(F, "linear", by_batch)
+    monkeypatch.setattr(signature, "_LINEAR", by_batch)
+    monkeypatch.setattr(swap, "_classes", {})
 
 
 @pytest.fixture
