@@ -18,7 +18,7 @@ from liger_multi.compat.liger_kernel.losses import (
     LigerForCausalLMLoss,
     unpack_cross_entropy_result,
 )
-from liger_multi.compat.liger_kernel.model_forward import answer, dress
+from liger_multi.compat.liger_kernel.model_forward import answer, dress, names_of
 from liger_multi.compat.liger_kernel.outputs import CrossEntropyOutput
 from liger_multi.losses import Head
 from liger_multi.patching.options import BUILT_IN
@@ -80,7 +80,8 @@ def lce_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         )
     if not getattr(self, _READY, False):
         _make_ready(self)
-    return answer(self, functools.partial(stock, self), args, kwargs)
+    names = names_of(stock) if args else ()
+    return answer(self, functools.partial(stock, self), args, kwargs, names)
 
 
 def lce_maybe_trainable_lm_head(

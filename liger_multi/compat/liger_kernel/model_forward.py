@@ -38,9 +38,15 @@ _BESIDE = ("token_accuracy", "predicted_tokens")
 _OUTPUTS = ("loss", "z_loss", *_BESIDE)
 
 
+def names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a forward's arguments after the model."""
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
 def answer(
-    model: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+    model: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+    names: tuple[str, ...],
+) -> Any:  # fmt: skip
     """Call a model's own forward, with the options of Liger-Kernel's.
 
     Args:
@@ -50,6 +56,7 @@ def answer(
         kwargs: Of the call. ``skip_logits`` is what Liger-Kernel fuses the loss by, in training if
             it is not given; options count there alone. ``shift_labels`` without ``labels`` have a
             loss.
+        names: Of the arguments that ``args`` may be.
 
     Raises:
         ValueError: ``skip_logits`` without labels.
@@ -58,7 +65,6 @@ def answer(
     if _FOUND in kwargs:  # a forward that was assigned to a class, below the one here
         return stock(*args, **kwargs)
     skip = kwargs.pop("skip_logits", None)
-    names = inspect.signature(stock).parameters if args else ()
     given = {**dict(zip(names, args)), **kwargs}
     labels, shifted = given.get("labels"), given.get("shift_labels")
     if labels is None and shifted is None:
@@ -163,9 +169,13 @@ def _forward(cls: Any) -> Callable[..., Any]:
     swap: Swap = vars(cls)["_liger_multi_swap"]
     below: Any = vars(cls)["_liger_multi_inner"]  # its forward may be replaced at any time
 
+    known, names = below.forward, names_of(below.forward)  # no compiler traces a signature
+
     @functools.wraps(swap.stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return answer(self, functools.partial(below.forward, self), args, kwargs)
+        now = below.forward
+        order = names if now is known else names_of(now)
+        return answer(self, functools.partial(now, self), args, kwargs, order)
 
     return forward
 

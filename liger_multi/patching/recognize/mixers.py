@@ -153,6 +153,10 @@ def without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 _TAKEN = ("self", "hidden_states", "past_key_values", "attention_mask")
+_FORMS = (
+    (*_TAKEN, "kwargs"),
+    (*_TAKEN, "seq_idx"),
+)  # of LFM2, and of LFM2-MoE in transformers 5.17
 
 
 def gates(module: nn.Module) -> bool:
@@ -171,9 +175,7 @@ def gates(module: nn.Module) -> bool:
     if like != plain or (into.in_features, into.out_features) != (width, 3 * width):  # type: ignore[union-attr]
         return False
     kind = unpatched_class(module)
-    parameters = inspect.signature(kind.forward).parameters.values()
-    named = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
-    if named != _TAKEN or len(named) == len(parameters):
+    if tuple(inspect.signature(kind.forward).parameters) not in _FORMS:
         return False
     biased = tuple(getattr(m, "bias", None) is not None for m in (inner, into, out))
     return _gates(kind, scalars(module), biased, inner.kernel_size[0], module)

@@ -93,8 +93,9 @@ def _gated(method: Any, copy: FunctionType, options: Options) -> FunctionType:
     @functools.wraps(copy)
     def forward(
         self: Any, hidden_states: Tensor, past_key_values: Any = None,
-        attention_mask: Tensor | None = None, **kwargs: Any,
+        attention_mask: Tensor | None = None, *last: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
+        kwargs |= dict(zip(("seq_idx",), last, strict=True)) if last else {}
         inner = self.conv
         hooked = inner._forward_hooks or inner._forward_pre_hooks or hasattr(inner, "_hf_hook")
         by_parts = past_key_values is not None or hooked or _has_states(kwargs)
