@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+import threading
 import types
 
 import pytest
@@ -648,3 +649,47 @@ def test_transforms_of_torch_func_run_what_is_unpatched(kind):
             results.append(torch.func.jvp(forwards, (weights,), (along,)))
         found.append(results)
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_debugger_has_every_place_for_tools():
+    """From Python 3.12 on, conditions are seen by ``sys.monitoring``, which has six places."""
+    if sys.version_info < (3, 12):
+        pytest.skip("sys.monitoring is of Python 3.12")
+    taken = [i for i in range(6) if sys.monitoring.get_tool(i) is None]
+    for i in taken:
+        sys.monitoring.use_tool_id(i, "somebody")
+    try:
+        assert is_served(report_of(of(lambda y: y * FACTOR)))
+        assert not is_served(report_of(of(lambda y: y * 2 if y.shape[1] > 1000 else y)))
+        assert all(sys.monitoring.get_tool(i) == "somebody" for i in taken)
+    finally:
+        for i in taken:
+            sys.monitoring.free_tool_id(i)
+
+
+def test_a_trace_of_the_thread_comes_back():
+    def trace(frame, event, arg):
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        assert is_served(report_of(of(lambda y: y * FACTOR)))
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(before)
+
+
+def test_threads_that_patch_at_once():
+    found, start = [], threading.Barrier(8)
+
+    def run():
+        module = of(lambda y: y * FACTOR)
+        start.wait()
+        found.append(is_served(report_of(module)))
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for step in ("start", "join"):
+        for thread in threads:
+            getattr(thread, step)()
+    assert found == [True] * 8

@@ -19,6 +19,8 @@ from typing import Any
 
 from liger_multi.patching.recognize.reached import codes
 
+_monitoring = threading.RLock()
+
 
 class Outcomes:
     """Where the conditions of some functions went."""
@@ -33,11 +35,22 @@ class Outcomes:
 
     @contextlib.contextmanager
     def _monitored(self) -> Iterator[None]:
+        """By branch events, one thread at a time: there are six places for tools in a process.
+
+        Where debuggers and profilers took all of them, by a trace.
+        """
+        with _monitoring:
+            tools: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
+            free = [i for i in range(6) if tools.get_tool(i) is None]
+            with self._events(free[-1]) if free else self._traced():
+                yield
+
+    @contextlib.contextmanager
+    def _events(self, tool: int) -> Iterator[None]:
         """By branch events of these functions alone, beside debuggers and profilers."""
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
         kinds = [getattr(monitoring.events, name, 0) for name in ("BRANCH_LEFT", "BRANCH_RIGHT")]
         kinds = [kind for kind in kinds if kind] or [monitoring.events.BRANCH]
-        tool = next(i for i in reversed(range(6)) if monitoring.get_tool(i) is None)
         thread = threading.get_ident()
 
         def branch(code: CodeType, at: int, to: int) -> None:
@@ -54,6 +67,8 @@ class Outcomes:
         finally:
             for code in self.codes:
                 monitoring.set_local_events(tool, code, 0)
+            for kind in kinds:
+                monitoring.register_callback(tool, kind, None)
             monitoring.free_tool_id(tool)
 
     @contextlib.contextmanager
