@@ -6,7 +6,7 @@
 #   TORCH, TORCH_INDEX       PyTorch for a machine whose $(PYTHON) has none (CPU build, or CUDA with an NVIDIA device)
 #   CONSTRAINT=file          versions of everything else (ci/constraints/pinned.txt; empty for the newest)
 #   WORKERS=2                test processes
-#   WHOLE=1                  every sample of the operators on a CPU, too, in place of a third (tests/thinned.yaml)
+#   WHOLE=1                  every test and sample on a CPU, in place of the shares of tests/thinned.yaml
 #   PART=1/4                 the first of four parts of test or test-full, which together are all of it
 PYTHON ?= python3
 VENV ?= .venv
@@ -37,7 +37,7 @@ endif
 # One thread a process: the processes already fill the cores, and tiny tensors gain nothing from more.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(RUN) -m pytest -q $(PART:%=--part %)
-# What `make test` leaves to `make test-full`: slow tests, and on a CPU without WHOLE=1 the samples outside of its share.
+# What `make test` leaves to `make test-full`: slow tests, and on a CPU without WHOLE=1 what is outside of its shares.
 NOT_SLOW = -m "not slow$(if $(WHOLE)$(DEVICE),, and not sampled)"
 # $(call keep,part): where a part of the suite leaves its results
 keep = $(if $(RESULTS),--results $(RESULTS)/$(1).json --junitxml $(RESULTS)/$(1).xml)

@@ -175,16 +175,27 @@ def read_thinned(file: Path) -> dict[tuple[str, str], list[str] | str]:
 
 
 def left_as(item: pytest.Item, thinned: dict[tuple[str, str], list[str] | str]) -> str | None:
-    """The marker of a test that `make test` leaves out; None for one that it runs."""
-    keep = thinned.get((item.path.name, getattr(item, "originalname", item.name)))
-    if keep is None:
-        return None
+    """The marker of a test that `make test` leaves out; None for one that it runs.
+
+    The share of a file, under ``*``, is of its tests that have none of their own.
+    """
+    test = getattr(item, "originalname", item.name)
     callspec = getattr(item, "callspec", None)
     parameters = callspec.id if callspec else ""
+    keep = thinned.get((item.path.name, test), ["*"])
     if isinstance(keep, str):
-        stay, of = map(int, keep.split("/"))
-        return None if zlib.crc32(parameters.encode()) % of < stay else "sampled"
-    return None if any(fnmatch.fnmatchcase(parameters, glob) for glob in keep) else "slow"
+        return None if _in_share(parameters, keep) else "sampled"
+    if not any(fnmatch.fnmatchcase(parameters, glob) for glob in keep):
+        return "slow"
+    whole = thinned.get((item.path.name, "*"), "1/1")
+    assert isinstance(whole, str)
+    return None if _in_share(f"{test} {parameters}", whole) else "sampled"
+
+
+def _in_share(name: str, share: str) -> bool:
+    """Whether a name is one of, say, the third that stays."""
+    stay, of = map(int, share.split("/"))
+    return zlib.crc32(name.encode()) % of < stay
 
 
 # --- parts ---

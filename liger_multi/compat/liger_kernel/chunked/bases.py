@@ -336,7 +336,7 @@ def check_policy(
     name: str, loss_type: str, length: int | None, use_reference: bool, reference: tuple[Any, Any]
 ) -> None:
     """What a loss of a policy needs, is there."""
-    if use_reference and reference == (None, None):
+    if use_reference and all(given is None for given in reference):
         raise ArgumentError(
             f"{name}: If use_ref_model is True, ref_per_token_logps or ref_input must be provided"
         )
