@@ -10,9 +10,12 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from liger_multi import ops
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+from liger_multi import ops, use
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, unpatch
+from liger_multi.patching.recognize import rotated_norms as recognize
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import Graphs, assert_same_training, batch, build
 from tests.sweep.run import executed
@@ -31,7 +34,7 @@ def pair(kind="qwen3", **options):
             if "_norm" in name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
     ours = copy.deepcopy(stock)
-    return stock, ours, patch(ours, **{KEY: True, **options})
+    return stock, ours, patch(ours, **options)
 
 
 def loss_of(model):
@@ -62,7 +65,7 @@ def test_numbers_are_those_of_both_operators(kind):
     """The reference rounds where both do, so in bf16 every bit of the logits is equal."""
     stock, ours, _ = pair(kind)
     apart = copy.deepcopy(stock)
-    patch(apart)
+    patch(apart, **{KEY: False})
     for model in (ours, apart):
         model.bfloat16().eval()
     with torch.no_grad():
@@ -74,14 +77,17 @@ def test_numbers_are_those_of_both_operators(kind):
 def test_the_classes_come_back(kind):
     stock, ours, _ = pair(kind)
     patched = [type(m) for m in attentions(ours)]
-    patch(ours)
+    patch(ours, **{KEY: False})
     apart = [type(m) for m in attentions(ours)]
     assert all(a is not b for a, b in zip(patched, apart, strict=True))
     with executed(ours) as seen:
         assert_same_training(stock, ours, loss_of)
     assert not seen.calls[KEY]
-    patch(ours, **{KEY: True})
+    report = patch(ours)
     assert [type(m) for m in attentions(ours)] == patched
+    again = patch(ours)
+    assert {e.status for e in again.entries if e.op == KEY} == {"already patched"}
+    assert {e.status for e in report.entries if e.op == KEY} == {"options changed"}
     unpatch(ours)
     assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
 
@@ -161,6 +167,52 @@ def test_a_rotary_function_that_is_replaced_later(monkeypatch):
     assert not seen.calls[KEY]
 
 
+def test_a_helper_of_the_rotary_function_that_is_replaced_later(monkeypatch):
+    from transformers.models.qwen3 import modeling_qwen3
+
+    stock, ours, _ = pair()
+    monkeypatch.setattr(modeling_qwen3, "rotate_half", lambda x: 2 * x)
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, loss_of)
+    assert not seen.calls[KEY]
+
+
+def test_a_cache_gets_the_angles_themselves():
+    """Older forwards hand cos and sin to the cache."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    class Older(modeling_qwen3.Qwen3Attention):
+        def forward(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+        ):
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+            k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+            v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+            cos, sin = position_embeddings
+            q, k = apply_rotary_pos_emb(q, k, cos, sin)
+            if past_key_values is not None:
+                cache_kwargs = {"sin": sin, "cos": cos}
+                past_key_values.given.append(cache_kwargs)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            return self.o_proj(y.transpose(1, 2).flatten(2)), None
+
+    class Cache:
+        given = []
+
+    model = build("qwen3")
+    attention = attentions(model)[0]
+    attention.__class__ = Older
+    patch(model)
+    x = torch.randn(2, 5, model.config.hidden_size)
+    angles = (torch.randn(1, 5, attention.head_dim), torch.randn(1, 5, attention.head_dim))
+    for cache, calls in ((None, 2), (Cache, 0)):
+        with executed(model) as seen:
+            attention(x, position_embeddings=angles, attention_mask=None, past_key_values=cache)
+        assert seen.calls[KEY] == calls
+    assert Cache.given[0]["cos"] is angles[0]
+
+
 def test_angles_of_a_part_of_the_channels():
     """Refused where a configuration says so, and left to the model where only a call does."""
     stock, ours, _ = pair()
@@ -205,10 +257,55 @@ def test_what_stands_between_norm_and_rotation_is_seen():
     assert not report.count(KEY)
 
 
-def test_it_is_off_by_default_and_raises_where_there_is_nothing():
-    assert not patch(build("qwen3")).count(KEY)
-    with pytest.raises(PatchError, match="no module of this kind"):
-        patch(build("llama"), strict=True, **{KEY: True})
+# --- by default ---
+
+
+def test_a_default_that_finds_nothing_says_nothing():
+    """Both operators run apart there, which is what a model without the key has."""
+    other = build("qwen3")
+    other.config.rope_parameters["partial_rotary_factor"] = 0.5
+    for model in (build("llama"), other):
+        report = patch(model, strict=True)
+        assert not report.count(KEY)
+        assert not [s for s in report.skipped if s.op == KEY]
+        with pytest.raises(PatchError, match=r"no module of this kind|a part of its channels"):
+            patch(model, strict=True, **{KEY: True})
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "rope"])
+def test_a_backend_named_for_one_of_both_operators_is_binding(op):
+    stock, ours, report = pair("qwen3", **{op: "reference"})
+    assert not report.count(KEY)
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, loss_of)
+    assert not seen.calls[KEY]
+    assert patch(ours, **{op: "reference", KEY: True}).count(KEY)
+    assert not patch(ours, **{op: False}).count(KEY)
+
+
+def test_a_backend_named_for_the_key_serves_it():
+    """More than what is configured, here one that a CPU does not have."""
+    _, named, _ = pair("qwen3", **{KEY: "reference", "rms_norm": "reference"})
+    _, unnamed, _ = pair("qwen3")
+    with use(**{KEY: "triton"}):
+        loss_of(named)
+        with pytest.raises(RuntimeError, match="triton"):
+            loss_of(unnamed)
+
+
+def test_layers_that_are_alike_are_tried_once(monkeypatch):
+    """Their numbers differ, which no forward reads before it has a cache."""
+    tried = []
+    measured = recognize._refusal
+    monkeypatch.setattr(
+        recognize, "_refusal", lambda *given: tried.append(given) or measured(*given)
+    )
+    model = build("qwen3", num_hidden_layers=4)
+    assert patch(model).count(KEY) == 4
+    assert len(tried) == 1
+    attentions(model)[2].scaling = 0.5
+    patch(model)
+    assert len(tried) == 3
 
 
 @pytest.mark.parametrize("whole", [False, True])
