@@ -129,6 +129,112 @@ def test_compiled(kind):
     assert_same_gradients(gradients(ours), gradients(stock))
 
 
+@pytest.mark.parametrize("first", ["patch", "adapters"])
+def test_beside_adapters_on_the_projections(first):
+    """Queries and keys come from one call for both projections, and go into this operator."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(model):
+        settings = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"])
+        torch.manual_seed(3)
+        made = peft.get_peft_model(model, settings)
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+        return made
+
+    stock, model = adapted(build("qwen3")), build("qwen3")
+    if first == "patch":
+        patch(model)
+    ours = adapted(model)
+    kinds = [type(m) for m in attentions(stock)]
+    for _ in range(2):
+        report = patch(ours)
+        assert report.count(KEY) == 2
+        with executed(ours) as seen:
+            assert_same_training(stock, ours, loss_of)
+        assert (seen.calls[KEY], seen.calls["lora_qkv"], seen.calls["rope"]) == (4, 2, 0)
+    assert {e.status for e in report.entries if e.op == KEY} == {"already patched"}
+    for options, calls in (({KEY: False}, (0, 2)), ({"lora": False}, (4, 0))):
+        patch(ours, **options)
+        with executed(ours) as seen:
+            assert_same_training(stock, ours, loss_of)
+        assert (seen.calls[KEY], seen.calls["lora_qkv"]) == calls
+    unpatch(ours)
+    assert [type(m) for m in attentions(ours)] == kinds
+
+
+def test_other_names_of_the_norms():
+    stock = transformers.Lfm2ForCausalLM(
+        transformers.Lfm2Config(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=223, layer_types=["full_attention"], pad_token_id=0,
+        )
+    )  # fmt: skip
+    ours = copy.deepcopy(stock)
+    assert patch(ours).count(KEY) == 1
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, loss_of)
+    assert seen.calls[KEY] == 2
+
+
+def _autocast(model):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return loss_of(model)
+
+
+def _in_rows(model):
+    with use(deterministic="rows"):
+        return loss_of(model)
+
+
+def _packed(model):
+    ids = batch()["input_ids"][:1]
+    positions = torch.cat([torch.arange(5), torch.arange(ids.shape[1] - 5)])[None]
+    return model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss
+
+
+def _cached(model):
+    ids = batch()["input_ids"]
+    first = model(input_ids=ids[:, :4], use_cache=True)
+    rest = model(input_ids=ids[:, 4:], past_key_values=first.past_key_values)
+    return rest.logits.float().pow(2).mean()
+
+
+@every
+@pytest.mark.parametrize("run", [_autocast, _in_rows, _packed, _cached])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_in_other_surroundings(kind, run, frozen):
+    stock, ours, _ = pair(kind)
+    for model in (stock, ours):
+        for attention in attentions(model) if frozen else ():
+            attention.q_norm.requires_grad_(False)
+            attention.k_norm.requires_grad_(False)
+    bound = 2e-2 if run is _autocast else 2e-5  # gradients of roundings to bf16
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, run, rtol=bound)
+    assert seen.calls[KEY] >= 2 * len(attentions(ours))  # a packed row is tried in short ones
+    assert not seen.calls["rope"]
+
+
+def test_sharded_queries_are_left_to_the_model(one_process):
+    """Queries that are DTensors: the norm and the rotary function of the model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_module
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    stock, ours, _ = pair("olmo2")
+    mesh = init_device_mesh("cpu", (1,))
+    for model in (stock, ours):
+        model.set_attn_implementation("eager")  # that of the CPU has no rule for shards
+        distribute_module(model.model.layers[0].self_attn, mesh)
+    with implicit_replication(), executed(ours) as seen:
+        wanted, got = (loss_of(model) for model in (stock, ours))
+    torch.testing.assert_close(got, wanted)
+    assert not seen.calls[KEY]
+
+
 # --- what runs both operators, or the model's own ---
 
 
