@@ -177,7 +177,7 @@ def _compared(
         said = disagreement(replica, stock, ours, [x], close, generator)
     if said and not seen.calls[ROTATED]:
         return "it rotates nothing: a layer without positions"
-    return said
+    return said and f"it does more than normalize and then rotate: {said}"
 
 
 def _first(output: Any) -> Any:
