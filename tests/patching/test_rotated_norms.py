@@ -399,6 +399,18 @@ def test_a_backend_named_for_the_key_serves_it():
             loss_of(unnamed)
 
 
+def test_norms_that_no_kernel_keeps_are_apart():
+    """A norm of all heads is one row."""
+    for heads, together in ((64, True), (80, False)):
+        config = transformers.Olmo2Config(
+            hidden_size=128 * heads, intermediate_size=48, num_hidden_layers=1,
+            num_attention_heads=heads, vocab_size=8, pad_token_id=0,
+        )  # fmt: skip
+        with torch.device("meta"):
+            model = transformers.Olmo2ForCausalLM(config)
+        assert patch(model).count(KEY) == together
+
+
 def test_layers_that_are_alike_are_tried_once(monkeypatch):
     """Their numbers differ, which no forward reads before it has a cache."""
     tried = []

@@ -235,7 +235,7 @@ def in_groups(
     device = x.device.type
     autocast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     groups = _Groups(run, parts, tuple(thin), others, autocast)
-    return cast(Tensor, _InGroups.apply(groups, x, index, routing, *thin.values()))
+    return cast(Tensor, cast(Any, _InGroups).apply(groups, x, index, routing, *thin.values()))
 
 
 in_groups._torchdynamo_disable = True  # type: ignore[attr-defined]  # the host prepares groups
