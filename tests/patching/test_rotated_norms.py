@@ -157,6 +157,7 @@ def test_beside_adapters_on_the_projections(first):
         assert (seen.calls[KEY], seen.calls["lora_qkv"], seen.calls["rope"]) == (4, 2, 0)
     assert {e.status for e in report.entries if e.op == KEY} == {"already patched"}
     for options, calls in (({KEY: False}, (0, 2)), ({"lora": False}, (4, 0))):
+        patch(ours)
         patch(ours, **options)
         with executed(ours) as seen:
             assert_same_training(stock, ours, loss_of)
