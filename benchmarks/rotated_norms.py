@@ -44,7 +44,7 @@ KINDS = {
     "attention": ("flash", "fmha", "attention", "cudnn"),
 }
 """Words in the names of kernels; the first kind that has one counts, and everything else."""
-VARIANTS = {"apart": {}, "together": {"rms_norm_rope": True}}
+VARIANTS = {"apart": {"rms_norm_rope": False}, "together": {}}
 
 
 def made(name: str, variant: str, device: torch.device, tiny: bool) -> Any:

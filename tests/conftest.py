@@ -231,3 +231,15 @@ def nothing_compiled():
     dynamo = sys.modules.get("torch._dynamo")
     if hasattr(dynamo, "reset"):
         dynamo.reset()
+
+
+@pytest.fixture
+def one_process():
+    """A process group of one process, over gloo."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("torch is built without gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

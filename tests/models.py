@@ -33,6 +33,7 @@ class Architecture:
         name: Prefix of the classes of configuration and model.
         counts: Modules that run an operator, by its patch key; rope stands in both layers, the head
             is one.
+        rotated: Whether norms of queries and keys are computed with their rotation.
         rope: How the report calls the rotary function.
         packed: Whether gate and up are one layer.
         tied: Whether the head shares its weight with the embedding.
@@ -44,6 +45,7 @@ class Architecture:
     name: str
     counts: dict[str, int]
     rope: str = "half"
+    rotated: bool = False
     packed: bool = False
     tied: bool = False
     config: dict[str, Any] = field(default_factory=dict)
@@ -53,13 +55,17 @@ class Architecture:
     @property
     def every(self) -> dict[str, int]:
         """Modules by patch key, those that all architectures have included."""
-        return {**self.counts, "rope": 2, "fused_linear_cross_entropy": 1}
+        rotated = {"rms_norm_rope": 2} if self.rotated else {}
+        return {**self.counts, "rope": 2, **rotated, "fused_linear_cross_entropy": 1}
 
     @property
     def calls(self) -> dict[str, int]:
         """Calls of operators in one forward pass with labels."""
         names = {op: f"{op}_packed" if self.packed else "gated_mlp" for op in ("swiglu", "geglu")}
-        return {names.get(op, op): n for op, n in self.every.items()}
+        found = {names.get(op, op): n for op, n in self.every.items()}
+        if self.rotated:  # a call for queries and one for keys of each layer
+            found |= {"rms_norm": found["rms_norm"] - 4, "rms_norm_rope": 4, "rope": 0}
+        return found
 
 
 _ROUTED = {
@@ -71,13 +77,14 @@ _SOFTCAPPED = {"query_pre_attn_scalar": 8, "final_logit_softcapping": 7.0, "slid
 ARCHITECTURES = {
     "llama": Architecture("Llama", {"rms_norm": 5, "swiglu": 2}),
     "qwen2": Architecture("Qwen2", {"rms_norm": 5, "swiglu": 2}, tied=True),
-    "qwen3": Architecture("Qwen3", {"rms_norm": 9, "swiglu": 2}, tied=True),
+    "qwen3": Architecture("Qwen3", {"rms_norm": 9, "swiglu": 2}, rotated=True, tied=True),
     "mistral": Architecture("Mistral", {"rms_norm": 5, "swiglu": 2}),
     "gemma": Architecture("Gemma", {"rms_norm": 5, "geglu": 2}, tied=True),
     "gemma2": Architecture("Gemma2", {"rms_norm": 9, "geglu": 2}, tied=True, config=_SOFTCAPPED),
     "gemma3_text": Architecture(
         "Gemma3",
         {"rms_norm": 13, "geglu": 2},
+        rotated=True,
         tied=True,
         config={**_SOFTCAPPED, "sliding_window_pattern": 2},
         config_name="Gemma3Text",
@@ -91,7 +98,9 @@ ARCHITECTURES = {
         packed=True,
         config={"partial_rotary_factor": 0.5},
     ),
-    "olmo2": Architecture("Olmo2", {"rms_norm": 9, "swiglu": 2}, rope="half, cast back"),
+    "olmo2": Architecture(
+        "Olmo2", {"rms_norm": 9, "swiglu": 2}, rope="half, cast back", rotated=True
+    ),
     "granite": Architecture(
         "Granite",
         {"rms_norm": 5, "swiglu": 2},
@@ -116,6 +125,7 @@ ARCHITECTURES = {
     "qwen3_moe": Architecture(
         "Qwen3Moe",
         {"rms_norm": 9, "swiglu": 1, "fused_moe": 1},
+        rotated=True,
         config=_ROUTED | {"num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
         fewest_layers=2,
     ),

@@ -227,6 +227,7 @@ FAMILIES = {
     "rotary": ("rope",),
     "head": ("fused_linear_cross_entropy",),
 }
+ROTATED = "rms_norm_rope"
 NOT_MEASURED = "not measured"
 COVERAGE_HEAD = """\
 # Models that were compared
@@ -301,6 +302,7 @@ def coverage_page() -> str:
         rows += [_row(o) for o in sorted(some, key=lambda o: (o["type"], o["cls"]))]
         text += f"## {kind.capitalize()}\n\n" + "\n".join(rows) + "\n\n"
     text += "## Packed rows\n\n" + "\n".join(_packed()) + "\n\n"
+    text += "## Norms of queries and keys\n\n" + "\n".join(_rotated(pairs)) + "\n\n"
     text += "## Skipped modules\n\n" + "\n".join(_reasons(pairs)) + "\n\n"
     text += "## On devices\n\n" + "\n".join(_devices()) + "\n\n"
     return text + "## Other versions of transformers\n\n" + "\n".join(_generations()) + "\n"
@@ -473,7 +475,8 @@ def _executed(pairs: list[dict[str, Any]]) -> list[str]:
 def _totals(pairs: list[dict[str, Any]]) -> str:
     """Totals of patched modules, of those that ran, and of those that called an operator."""
     patched, ran, served = (
-        sum(sum(o[which].values()) for o in pairs) for which in ("modules", "ran", "served")
+        sum(n for o in pairs for op, n in o[which].items() if op != ROTATED)  # they rotate, too
+        for which in ("modules", "ran", "served")
     )
     return (
         f"{patched:,} modules were patched in the equal pairs, {ran:,} ran, **{served:,} called an "
@@ -534,12 +537,27 @@ def _listed(names: Iterable[str], word: str = "and") -> str:
     return f"{', '.join(most)} {word} {last}" if most else last
 
 
+def _rotated(pairs: list[dict[str, Any]]) -> list[str]:
+    """Types whose queries and keys are normalized and rotated by one operator, and others."""
+    served = sorted({o["type"] for o in pairs if equal(o) and o["served"].get(ROTATED)})
+    types: dict[str, set[str]] = {}
+    for outcome in pairs:
+        for reason in outcome["skipped"].get(ROTATED, ()):
+            types.setdefault(reason, set()).add(outcome["type"])
+    return [
+        f"`{ROTATED}` serves layers of {len(served)} types: {', '.join(served)}.\n",
+        "| norms and rotation apart, why | layers of model types |",
+        "|---|---|",
+        *(f"| {reason} | {', '.join(sorted(names))} |" for reason, names in sorted(types.items())),
+    ]
+
+
 def _reasons(pairs: list[dict[str, Any]]) -> list[str]:
     """Reasons by operator, with the types; a model that has no such module needs none."""
     types: dict[tuple[str, str], list[str]] = {}
     for outcome in pairs:
         for op, reasons in outcome["skipped"].items():
-            for reason in reasons:
+            for reason in reasons if op != ROTATED else ():  # it has a table of its own
                 if not reason.startswith("the model has no module of this kind"):
                     where = types.setdefault((NOTE.get(op, op), reason), [])
                     if outcome["type"] not in where:

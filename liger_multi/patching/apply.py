@@ -52,7 +52,7 @@ from liger_multi.patching.recognize.norms import (
     norm_settings,
     worth_a_line,
 )
-from liger_multi.patching.recognize.rotated_norms import refusal as rotated_refusal
+from liger_multi.patching.recognize.rotated_norms import Probed
 from liger_multi.patching.recognize.sparse_attention import behavior_of, selects_otherwise
 from liger_multi.patching.recognize.sparse_attention import refusal as sparse_refusal
 from liger_multi.patching.replace.adapters import (
@@ -85,7 +85,12 @@ from liger_multi.patching.replace.mlp import ExpertsSettings, FusedExperts, Fuse
 from liger_multi.patching.replace.norms import FusedNorm
 from liger_multi.patching.replace.packing import CheckedModel, CheckSettings, checked, forget
 from liger_multi.patching.replace.rotary import FusedRotary, rotary_calls, rotary_kinds
-from liger_multi.patching.replace.rotated_norms import NORMS, RotatedNorms, RotatedNormsSettings
+from liger_multi.patching.replace.rotated_norms import (
+    APART,
+    AROUND,
+    RotatedNormsSettings,
+    names_of,
+)
 from liger_multi.patching.replace.sparse_attention import SparseAttention, SparseIndexer
 from liger_multi.patching.replace.sparse_attention import register as register_sparse
 from liger_multi.patching.replace.swap import (
@@ -135,11 +140,11 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
         **ops: Operator name to True, False, a backend's name, or a mapping of options.
             ``rms_norm``, ``swiglu``, ``geglu``, ``fused_moe``, ``rope``, ``lora``,
             ``causal_conv1d``, ``gated_delta_rule``, ``kimi_delta_attention``, ``ssd_scan``,
-            ``selective_scan``, ``sparse_attention`` and
-            ``fused_linear_cross_entropy`` are on by default, ``cross_entropy`` is off. With both
-            losses on, ``cross_entropy`` serves the calls that cannot be fused. ``linear`` is on
-            where ``deterministic="rows"`` is in force when the patch is made, ``linear_float8`` is
-            off.
+            ``selective_scan``, ``sparse_attention`` and ``fused_linear_cross_entropy`` are on by
+            default, and so is ``rms_norm_rope`` where ``rms_norm`` and ``rope`` name no backend.
+            ``cross_entropy`` is off. With both losses on, ``cross_entropy`` serves the calls that
+            cannot be fused. ``linear`` is on where ``deterministic="rows"`` is in force when the
+            patch is made, ``linear_float8`` is off.
 
     Returns:
         What was replaced by what, and what was skipped and why.
@@ -356,27 +361,33 @@ def _around(module: nn.Module) -> tuple[type[Patched] | None, Hashable]:
 
 def _rotated(report: PatchReport, request: Request, model: nn.Module) -> None:
     """Norms of queries and keys that are computed with their rotation, where both are served."""
-    options = request.get(ROTATED)
+    options, probed = _rotated_options(request), Probed()
     for path, module in model.named_modules():
         held = swapped(module)
         if held is None or held.behavior is not FusedRotary:
             continue
-        if options is None or not set(NORMS) <= module._modules.keys():
-            if held.around is RotatedNorms:
-                apply(module, replace(held, around=None, around_settings=None))
-            continue
-        if held.around not in (None, RotatedNorms):
-            report.skipped.append(Skipped(path, ROTATED, "something stands around its attention"))
-            continue
-        settings = RotatedNormsSettings(options)
-        swap = replace(held, around=RotatedNorms, around_settings=settings)
-        found = rotated_refusal(module, made_class(swap))
-        if found:
-            apply(module, replace(held, around=None, around_settings=None))
+        names = names_of(module)
+        found = None if options is None or names is None else "something stands around its forward"
+        if options is not None and names is not None and held.around in AROUND:
+            settings = RotatedNormsSettings(options, names)
+            swap = replace(held, around=AROUND[held.around], around_settings=settings)
+            found = probed.refusal(module, made_class(swap), names)
+            if found is None:
+                status, name = apply(module, swap), swap.stock.__name__
+                entry = Entry(path, ROTATED, name, ROTATED, options.shown(), status)
+                report.entries.append(entry)
+                continue
+        if held.around in APART:
+            apply(module, replace(held, around=APART[held.around], around_settings=None))
+        if found is not None and ROTATED in request.named:  # else both run, one after the other
             report.skipped.append(Skipped(path, ROTATED, found))
-        else:
-            status, name = apply(module, swap), swap.stock.__name__
-            report.entries.append(Entry(path, ROTATED, name, ROTATED, options.shown(), status))
+
+
+def _rotated_options(request: Request) -> Any:
+    """The options; None also by default, where a backend is named for one of both operators."""
+    named = (options.backend for op in ("rms_norm", "rope") if (options := request.get(op)))
+    apart = any(named) and ROTATED not in request.named
+    return None if apart else request.get(ROTATED)
 
 
 def _mixer(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:

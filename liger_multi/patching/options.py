@@ -125,7 +125,7 @@ _DEFAULTS: dict[str, bool | Callable[[], bool]] = {
     ),
     "linear": by_rows,
     "linear_float8": False,
-    ROTATED: False,
+    ROTATED: True,
     "cross_entropy": False,
     "fused_linear_cross_entropy": True,
 }

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.loss import _Loss
 
 from liger_multi.dispatch.op import Op
 from liger_multi.patching.options import ROTATED
@@ -30,11 +31,13 @@ class Executed:
         called: Operators by the path of the module whose forward called them; calls in the forward
             of a submodule are those of the submodule, and None stands for calls outside of all.
         paths: The model's modules by identity.
+        losses: Paths of modules that are a loss, and compute that of a head elsewhere.
     """
 
     ran: set[str] = field(default_factory=set)
     called: dict[str | None, Counter[str]] = field(default_factory=dict)
     paths: Mapping[int, str] = field(default_factory=dict, repr=False)
+    losses: tuple[str, ...] = ()
 
     @property
     def calls(self) -> Counter[str]:
@@ -56,7 +59,9 @@ def executed(model: nn.Module) -> Iterator[Executed]:
 
     Blocks may overlap. What was compiled runs without its modules and is not seen.
     """
-    found = Executed(paths={id(module): path for path, module in model.named_modules()})
+    named = list(model.named_modules())
+    losses = tuple(path for path, module in named if isinstance(module, _Loss))
+    found = Executed(paths={id(module): path for path, module in named}, losses=losses)
     with _lock:
         _records.append(found)
         if len(_records) == 1:
@@ -115,7 +120,7 @@ def _dispatch(op: Op, *args: Any) -> Any:
 def serves(op: str, path: str, seen: Executed) -> bool:
     """Whether a module that was patched for an operator called it in a block."""
     if op in _HEADS:  # the loss may be computed around the head, or after the model
-        return any(seen.calls_of(at)[op] for at in (None, *_with_outer(path)))
+        return any(seen.calls_of(at)[op] for at in (None, *_with_outer(path), *seen.losses))
     if op == "lora":
         return bool(seen.calls_of(path)) or _together(path, seen)
     if op in ("rope", ROTATED) and _with_norms(path, seen):

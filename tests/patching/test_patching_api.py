@@ -237,6 +237,7 @@ def test_every_model_type_is_patched_as_its_instances_are(kind):
         ),
         "fused_linear_cross_entropy",
         "packing",
+        "rms_norm_rope",
     }
     try:
         ours = build(kind)

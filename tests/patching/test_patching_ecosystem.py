@@ -342,17 +342,6 @@ def test_trainer_patched_again_on_every_train(tmp_path):
     assert {e.status for e in PatchOnStart.reports[1].entries} == {"already patched"}
 
 
-@pytest.fixture
-def one_process():
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("torch is built without gloo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("unused", [False, True])
 def test_distributed_data_parallel(one_process, unused, fused):
     stock, ours = pair("llama")

@@ -163,7 +163,7 @@ def test_a_step_is_that_of_the_dequantized_weights(kind, nested, adapters, quant
     for _ in range(2):  # PEFT's own second forward fails on them
         groups.clear()
         assert_same_training(stock, ours, loss_of, rtol=1e-4)
-        assert groups == [2, 2, 1] * 2 + [1, 2, 2] * 2  # backward, from the last group
+        assert groups == [2, 2, 1] * 4  # two layers, forward and backward
     unpatch(ours)
     assert not any(hasattr(type(m), "_liger_multi_swap") for m in ours.modules())
 
@@ -186,6 +186,42 @@ def test_under_checkpointing(quantize):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     patch(ours, strict=True)
     assert_same_training(stock, ours, loss_of, rtol=1e-4)
+
+
+def test_backward_runs_under_the_autocast_of_forward(quantize, monkeypatch):
+    seen, stock = [], ops.lora_moe
+
+    def noted(x, *args, **options):
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+        return stock(x, *args, **options)
+
+    monkeypatch.setattr(ops, "lora_moe", noted)
+    full, ours = pair("mixtral", quantize)
+    patch(ours, strict=True)
+    found = []
+    for model in (full, ours):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model)
+        loss.backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert seen == [(True, False)] * 6 + [(True, True)] * 6
+    assert found[0].keys() == found[1].keys()
+    for name, wanted in found[0].items():
+        assert (found[1][name] - wanted).norm() < 0.05 * wanted.norm(), name
+
+
+def test_what_is_kept_for_backward(quantize):
+    """Inputs and factors, nothing of a group."""
+    _, ours = pair("mixtral", quantize)
+    patch(ours, strict=True)
+    experts = ours.base_model.model.model.layers[0].mlp.experts
+    x = torch.randn(40, 128, requires_grad=True)
+    index = torch.stack([torch.randperm(5)[:2] for _ in range(40)])
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        experts(x, index, torch.rand(40, 2))
+    thin = sum(p.numel() for n, p in experts.named_parameters() if "lora_" in n)
+    assert sum(t.numel() for t in kept) == x.numel() + 2 * index.numel() + thin
 
 
 def test_no_dequantized_tensor_has_the_size_of_a_stack(quantize):

@@ -314,6 +314,19 @@ def test_packed_rows_are_as_the_page_says(kind):
     assert found.beside.keys() == docs_status.BESIDE.keys()
 
 
+def test_attention_of_models_without_text_is_judged_with_what_they_take():
+    from liger_multi.patching import register_attention, unregister_attention
+    from tests.sweep import attention
+
+    register_attention()
+    try:
+        pair = next(p for p in PAIRS if p.cls == "WhisperForConditionalGeneration")
+        found = attention.judge(pair)
+    finally:
+        unregister_attention()
+    assert (found.status, found.why, found.causal) == ("served", "", True)
+
+
 def test_packed_rows_are_apart_or_refused():
     """With positions alone, and with ids of samples or their lengths beside them."""
     file = docs_status.RESULTS.with_name("packing.json")

@@ -37,6 +37,17 @@ def test_a_step_in_which_all_modules_call_their_operator(watched):
     assert row.split() == ["swiglu", "model.layers.*.mlp", "2", "2", "0", "0"]
 
 
+def test_a_loss_that_is_a_module_serves_its_head():
+    config = transformers.DistilBertConfig(
+        vocab_size=64, dim=16, hidden_dim=32, n_layers=1, n_heads=2
+    )
+    model, ids = transformers.DistilBertForMaskedLM(config), torch.randint(0, 64, (2, 5))
+    report = patch(model)
+    with report.watch(model) as seen:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert "vocab_projector" in paths(seen.served)
+
+
 def test_modules_that_run_without_and_that_do_not_run(watched):
     """A hook on an activation leaves its MLP to transformers; logits that are read need no loss."""
     model, report = watched

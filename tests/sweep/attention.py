@@ -47,14 +47,17 @@ class Verdict:
 def judge(pair: Pair) -> Verdict:
     """Compare the ways to ask for our attention with eager, in this process."""
     made = Verdict(pair.kind, pair.type, pair.cls)
-    try:
-        eager = build(pair, "eager")
-        cases = batches(pair, eager)
-        wanted = {name: logits(eager, batch) for name, batch in cases.items()}
-    except Exception as error:
-        made.why = _said(error)
+    for text in (True, False):
+        try:
+            eager = build(pair, "eager")
+            cases = batches(pair, eager, text)
+            wanted = {name: logits(eager, batch) for name, batch in cases.items()}
+            break
+        except Exception as error:
+            made.why = _said(error)
+    else:
         return made
-    found = {}
+    made.why, found = "", {}
     for way in (constructed, switched, forced):
         with counted() as calls:
             refusals, wrong = _compared(way, pair, eager, cases, wanted, made)
@@ -107,13 +110,13 @@ def forced(pair: Pair, eager: Any) -> Any:
     return model
 
 
-def batches(pair: Pair, model: Any) -> dict[str, Batch]:
-    """Inputs without padding, and with padding on either side."""
-    whole = inputs(pair, model, text=True)
+def batches(pair: Pair, model: Any, text: bool) -> dict[str, Batch]:
+    """Inputs without padding, and with padding on either side: text alone, or all that it takes."""
+    whole = inputs(pair, model, text=text)
     ids, mask = whole.get("input_ids"), whole.get("attention_mask")
-    if ids is not None and getattr(model.config, "is_encoder_decoder", False):
-        whole.setdefault("decoder_input_ids", ids.clone())
-        del whole["labels"]
+    if getattr(model.config, "is_encoder_decoder", False) and "labels" in whole:
+        spoken = whole.pop("labels").clamp(min=10) if ids is None else ids.clone()
+        whole.setdefault("decoder_input_ids", spoken)
     found = {"no padding": whole}
     if ids is None or mask is None or mask.shape != ids.shape:
         return found

@@ -1,7 +1,8 @@
 """RMSNorm of queries or keys and their rotation: the operators of both, one after the other.
 
 What comes out of the norm exists for a moment; backward rotates back in fp32 into what the norm's
-backward reads.
+backward reads. Rows of the norm are taken in the order that they have in memory, so that neither x
+nor a gradient is copied into another one.
 """
 
 from __future__ import annotations
@@ -22,16 +23,32 @@ def supports(casting: str) -> Optional[str]:
     return RMSNorm.supports(casting)
 
 
+def _ordered(x: Tensor, axes: list[int]) -> Tensor:
+    """A tensor whose axes stand in the order of ``axes``, a view."""
+    return x.permute(axes[: x.dim()])
+
+
+def _orders(x_order: str) -> tuple[list[int], list[int]]:
+    """Axes from the outermost in memory to the innermost, and the way back."""
+    axes = [int(digit) for digit in x_order]
+    return axes, sorted(range(len(axes)), key=axes.__getitem__)
+
+
 def forward(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float, casting: str,
     rope_casting: str, head_axis: int, x_order: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Normalize, then rotate."""
-    whole = of_tokens(x, weight)
-    u, rstd = RMSNorm.forward(rows_of(x, head_axis, whole), weight, eps, offset, casting)
+    if of_tokens(x, weight):
+        rows, rstd = RMSNorm.forward(rows_of(x, head_axis, True), weight, eps, offset, casting)
+        u = heads_of(rows, x, head_axis, True)
+    else:
+        there, back = _orders(x_order)
+        rows, rstd = RMSNorm.forward(_ordered(x, there), weight, eps, offset, casting)
+        u, rstd = _ordered(rows, back), _ordered(rstd, back).contiguous()
     dtype = output_dtype(x, weight, cos, sin, casting, rope_casting)
     how = ("half", head_axis, x.shape[-1], rope_casting, x_order, dtype, False)
-    return rotate_within_limits(heads_of(u, x, head_axis, whole), cos, sin, *how), rstd
+    return rotate_within_limits(u, cos, sin, *how), rstd
 
 
 def backward(
@@ -40,11 +57,18 @@ def backward(
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate the gradient back, then differentiate the norm."""
-    whole = of_tokens(x, weight)
+    whole, (there, back) = of_tokens(x, weight), _orders(x_order)
     how = ("half", head_axis, x.shape[-1], rope_casting, x_order, torch.float32, True)
-    g, rows = (rows_of(t, head_axis, whole) for t in (rotate(dy, cos, sin, *how), x))
+    g = rotate(dy, cos, sin, *how)
+    if whole:
+        g, rows = (rows_of(t, head_axis, True) for t in (g, x))
+    else:
+        g, rows, rstd = (_ordered(t, there) for t in (g, x, rstd))
     needs = (needs_x, needs_weight)
-    dx, dweight = RMSNorm.backward(g, rows, weight, rstd, offset, casting, *needs)
+    dx, dweight = RMSNorm.backward(g, rows, weight, rstd.contiguous(), offset, casting, *needs)
     if not needs_x:
         return dx, dweight
-    return dense(x, x_order, x.dtype).copy_(heads_of(dx, x, head_axis, whole)), dweight
+    dx = heads_of(dx, x, head_axis, True) if whole else _ordered(dx, back)
+    if _ordered(dx, there).is_contiguous():
+        return dx, dweight
+    return dense(x, x_order, x.dtype).copy_(dx), dweight

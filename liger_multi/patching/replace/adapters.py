@@ -14,7 +14,8 @@ a gradient adds nothing to that of the input.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -215,16 +216,23 @@ class SharedInput(Patched):
         kind = type(self)
         if not issubclass(kind, SharedInput):
             return kind.forward(self, *args, **kwargs)
-        inner = kind._liger_multi_inner.forward
-        group = None if torch.compiler.is_compiling() else _group(self, args, kwargs)
-        if group is None:
-            return inner(self, *args, **kwargs)
-        token = together.set(group)
-        try:
-            return inner(self, *args, **kwargs)
-        finally:
-            together.reset(token)
-            group.made = group.x = None  # a traceback may hold this frame
+        inner = functools.partial(kind._liger_multi_inner.forward, self, *args, **kwargs)
+        return in_one(self, inner, args, kwargs)
+
+
+def in_one(
+    module: nn.Module, inner: Callable[[], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What ``inner`` returns, while the projections of a module are computed together."""
+    group = None if torch.compiler.is_compiling() else _group(module, args, kwargs)
+    if group is None:
+        return inner()
+    token = together.set(group)
+    try:
+        return inner()
+    finally:
+        together.reset(token)
+        group.made = group.x = None  # a traceback may hold this frame
 
 
 def _group(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Together | None:
@@ -289,9 +297,9 @@ def share(module: nn.Module, wanted: bool) -> bool:
     if wanted and held is None:
         apply(module, Swap("lora", type(module), SharedInput, None))
     elif wanted and held is not None and held.behavior is FusedRotary:
-        apply(module, replace(held, around=SharedInput))
-    elif held is not None and held.around is SharedInput:
-        apply(module, replace(held, around=None))
+        apply(module, replace(held, around=SharedInput, around_settings=None))
+    elif held is not None and held.around is not None and issubclass(held.around, SharedInput):
+        apply(module, replace(held, around=None, around_settings=None))
     elif not wanted:
         restore(module)
     return isinstance(module, SharedInput)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
 from liger_multi.checks import autocast_dtype
 from liger_multi.patching.lazy_logits.loss import run_bound
-from liger_multi.patching.options import Options
+from liger_multi.patching.options import ROTATED, Options
 from liger_multi.patching.recognize.kinds import (
     NormKind,
 )
@@ -62,9 +62,9 @@ class FusedNorm(Patched):
             return cast(Tensor, kind.forward(self, *args, **kwargs))
         settings = cast(NormSettings, kind._liger_multi_swap.settings)
         if "rotation" in kwargs:  # of an attention module of ours, which has looked at the norm
-            rotated = (self, args[0], kwargs["rotation"], settings)
-            options = settings.options
-            return cast(Tensor, run_bound(options, ("rms_norm_rope",), apply_rotated, *rotated))
+            rotation: Rotation = kwargs["rotation"]
+            rotated = (self, args[0], rotation, settings)
+            return cast(Tensor, run_bound(rotation.options, (ROTATED,), apply_rotated, *rotated))
         gate = kwargs.get("gate", args[1] if len(args) == 2 else None)
         form = len(args) + len(kwargs) == (1 if gate is None else 2) and len(args) > 0
         known = form and code_holds(kind)
@@ -75,13 +75,21 @@ class FusedNorm(Patched):
         return cast(Tensor, run_bound(settings.options, (settings.kind.op,), apply_norm, *bound))
 
 
-def apply_rotated(
-    module: Any, x: Tensor, rotation: tuple[Tensor, Tensor, int, str], settings: NormSettings
-) -> Tensor:
+class Rotation(NamedTuple):
+    """The rotation of queries or keys: angles, the axis of the heads, its casting, options."""
+
+    cos: Tensor
+    sin: Tensor
+    axis: int
+    casting: str
+    options: Options
+
+
+def apply_rotated(module: Any, x: Tensor, rotation: Rotation, settings: NormSettings) -> Tensor:
     """The norm of queries or keys, and their rotation, with heads on an axis."""
     from liger_multi import ops
 
-    cos, sin, axis, casting = rotation
+    cos, sin, axis, casting, _ = rotation
     weight, eps = getattr(module, settings.tensors[0][1] or ""), getattr(module, settings.eps or "")
     options = dict(settings.kind.options)
     return ops.rms_norm_rope(

@@ -56,8 +56,20 @@ def while_current(function: FunctionType, name: str, target: FunctionType) -> Fu
 
     And as long as that reads what it reads now; a compiled graph would keep values among it.
     """
-    layers = [layer for layer in _layers(function) if name in _names(layer.__code__)]
-    home = next(layer.__globals__ for layer in layers if name in layer.__globals__)
+    home, holds = _home(function, name), still(function, name)
+
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        if holds():
+            return target(*args, **kwargs)
+        return home[name](*args, **kwargs)
+
+    followed.__name__ = target.__name__
+    return cast(FunctionType, followed)
+
+
+def still(function: FunctionType, name: str) -> Callable[[], bool]:
+    """Tells whether a method finds under a global name what it finds there now, as above."""
+    home = _home(function, name)
     stock = home[name]
     found = reached.reached([getattr(stock, "forward", stock)])
     places = () if isinstance(found, str) else found
@@ -68,19 +80,24 @@ def while_current(function: FunctionType, name: str, target: FunctionType) -> Fu
         transforming = torch._C._are_functorch_transforms_active()
         return home.get(name) is stock and reached.holds(places) and not transforming
 
-    def followed(*args: Any, **kwargs: Any) -> Any:
-        if current() and not (reads and torch.compiler.is_compiling()):
-            return target(*args, **kwargs)
-        return home[name](*args, **kwargs)
+    return lambda: current() and not (reads and torch.compiler.is_compiling())
 
-    followed.__name__ = target.__name__
-    return cast(FunctionType, followed)
+
+def _home(function: FunctionType, name: str) -> dict[str, Any]:
+    """The globals in which a method, or what it decorates, finds a name."""
+    layers = [layer for layer in _layers(function) if name in _names(layer.__code__)]
+    return next(layer.__globals__ for layer in layers if name in layer.__globals__)
 
 
 @functools.lru_cache(maxsize=1024)
 def names(function: FunctionType) -> frozenset[str]:
     """The attributes and globals that a method and what it decorates load."""
     return frozenset(name for layer in _layers(function) for name in _names(layer.__code__))
+
+
+def variables(function: FunctionType) -> set[str]:
+    """The names of the variables of a method and of what it decorates."""
+    return {name for layer in _layers(function) for name in layer.__code__.co_varnames}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,19 +4,21 @@ A norm is called where the queries are made, and the rotation later, by another 
 of an attention module is copied once more (:mod:`liger_multi.patching.replace.redirect`): in this
 copy the norms pass their input on, and what stands for the rotary function has both modules with
 the angles, and calls the norms with these.
+
+Projections with adapters may be computed together in the same module, around the copy.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.patching.options import Options
 from liger_multi.patching.recognize.rotary import Rotary, recognized
 from liger_multi.patching.recognize.signature import (
@@ -26,41 +28,75 @@ from liger_multi.patching.recognize.signature import (
     is_watched,
 )
 from liger_multi.patching.replace import redirect
-from liger_multi.patching.replace.norms import FusedNorm, NormSettings
+from liger_multi.patching.replace.adapters import SharedInput, in_one
+from liger_multi.patching.replace.norms import FusedNorm, NormSettings, Rotation
 from liger_multi.patching.replace.rotary import rotary_calls
 from liger_multi.patching.replace.swap import Patched, Swap, swapped
 
-NORMS = ("q_norm", "k_norm")
+NORMS = (
+    ("q_norm", "k_norm"),
+    ("q_layernorm", "k_layernorm"),
+    ("query_layernorm", "key_layernorm"),
+    ("qk_norm", "qk_norm"),
+)
 """Names of the norms of queries and of keys."""
 ANGLES = "position_embeddings"
 """The argument that has cos and sin."""
-_BARE = {name: f"_liger_multi_bare_{name}" for name in NORMS}
+CACHE = "past_key_values"
+WIDEST = 8192
+"""Channels of a norm of all heads that kernels keep in registers."""
+_BARE = {name: f"_liger_multi_bare_{name}" for names in NORMS for name in names}
+
+
+def names_of(module: nn.Module) -> tuple[str, str] | None:
+    """The names of a module's norms of queries and keys, if it has both."""
+    return next((names for names in NORMS if set(names) <= module._modules.keys()), None)
 
 
 @dataclass(frozen=True)
 class RotatedNormsSettings:
-    """The options of the patch."""
+    """The options of the patch, and the names of both norms."""
 
     options: Options
+    norms: tuple[str, str]
 
 
 class Angles(NamedTuple):
-    """What stands for cos in the copy: cos itself, and the norms that it is to be used after."""
+    """What stands for cos in the copy: cos itself, the norms to use before, and the options."""
 
     cos: Tensor
     norms: tuple[Any, Any]
+    options: Options
+
+
+class Copy(NamedTuple):
+    """The copy of a forward.
+
+    Attributes:
+        run: The copy.
+        made_from: The forward of the class, as it was copied.
+        holds: Whether the rotary function is what it was.
+        caches_get_cos: Whether it gives cos to a cache, which wants the tensor.
+    """
+
+    run: FunctionType
+    made_from: FunctionType
+    holds: Callable[[], bool]
+    caches_get_cos: bool
 
 
 class RotatedNorms(Patched):
     """An attention module whose queries and keys are normalized and rotated in one go."""
 
-    _liger_multi_rotated: ClassVar[tuple[FunctionType, FunctionType, Any] | None]
+    _liger_multi_rotated: ClassVar[Copy | None]
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Make the copy with the class."""
         super().__init_subclass__(**keywords)
         if "_liger_multi_swap" in vars(cls):
-            cls._liger_multi_rotated = copied(vars(cls)["_liger_multi_swap"].stock)
+            swap: Swap = vars(cls)["_liger_multi_swap"]
+            names = cast(RotatedNormsSettings, swap.around_settings).norms
+            cls._liger_multi_rotated = copied(cast(Any, swap.stock), names)
             for name in _BARE.values():
                 setattr(cls, name, _bare)
 
@@ -69,16 +105,51 @@ class RotatedNorms(Patched):
         kind = type(self)
         if not issubclass(kind, RotatedNorms):
             return cast(Any, kind).forward(self, *args, **kwargs)
-        below: Any = next(k for k in kind.__mro__ if "_liger_multi_swap" in vars(k))
-        below = vars(below)["_liger_multi_inner"]
-        found = kind._liger_multi_rotated
-        given = kwargs.get(ANGLES)
-        known = found is not None and _copy_holds(kind) and _norms_hold(self)
-        if found is None or not known or not _angles_fit(self, args, kwargs, given):
-            return below.forward(self, *args, **kwargs)
-        norms = (self._modules[NORMS[0]], self._modules[NORMS[1]])
-        cos, sin = cast(Any, given)
-        return found[0](self, *args, **{**kwargs, ANGLES: (Angles(cos, norms), sin)})
+        return _rotated(self, kind, args, kwargs)
+
+
+class SharedRotatedNorms(SharedInput, RotatedNorms):
+    """The same, with projections that are computed together."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the first, around that of the second."""
+        kind = type(self)
+        if not issubclass(kind, SharedRotatedNorms):
+            return cast(Any, kind).forward(self, *args, **kwargs)
+        return in_one(self, functools.partial(_rotated, self, kind, args, kwargs), args, kwargs)
+
+
+AROUND: dict[type[Patched] | None, type[Patched]] = {
+    None: RotatedNorms,
+    RotatedNorms: RotatedNorms,
+    SharedInput: SharedRotatedNorms,
+    SharedRotatedNorms: SharedRotatedNorms,
+}
+"""What stands around an attention module, by what stood there."""
+APART: dict[type[Patched] | None, type[Patched] | None] = {
+    RotatedNorms: None,
+    SharedRotatedNorms: SharedInput,
+}
+"""What stands there without the norms."""
+
+
+def _rotated(
+    module: Any, kind: type[RotatedNorms], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The copy of the forward, or the rotary functions and norms one after the other."""
+    below: Any = next(k for k in kind.__mro__ if "_liger_multi_swap" in vars(k))
+    swap, inner = vars(below)["_liger_multi_swap"], vars(below)["_liger_multi_inner"]
+    found, settings = kind._liger_multi_rotated, cast(RotatedNormsSettings, swap.around_settings)
+    given, names = kwargs.get(ANGLES), settings.norms
+    known = found is not None and _copy_holds(found, swap.stock) and _norms_hold(module, names)
+    if found is None or not known or not _angles_fit(module, args, kwargs, given):
+        return inner.forward(module, *args, **kwargs)
+    if found.caches_get_cos and kwargs.get(CACHE) is not None:
+        return inner.forward(module, *args, **kwargs)
+    norms = (module._modules[names[0]], module._modules[names[1]])
+    cos, sin = cast(Any, given)
+    angles = (Angles(cos, norms, settings.options), sin)
+    return found.run(module, *args, **{**kwargs, ANGLES: angles})
 
 
 def _bare(self: Any, x: Tensor) -> Tensor:
@@ -87,8 +158,8 @@ def _bare(self: Any, x: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def copied(stock: Any) -> tuple[FunctionType, FunctionType, Any] | None:
-    """The copy of a forward, what it was made from, and its rotary function; None without one."""
+def copied(stock: Any, norms: tuple[str, str]) -> Copy | None:
+    """The copy of a forward, or None where it is not of that form."""
     calls = rotary_calls(stock)
     if len(calls) != 1 or calls[0][0] != "forward":
         return None
@@ -101,26 +172,30 @@ def copied(stock: Any) -> tuple[FunctionType, FunctionType, Any] | None:
     plain = (
         kind.style == "half" and kind.angles == "channel" and not (kind.backwards or kind.sorted)
     )
-    if not plain or rotary.single or not set(NORMS) <= redirect.names(function):
+    if not plain or rotary.single or not set(norms) <= redirect.names(function):
         return None
-    targets: dict[str, FunctionType] = {name: _served(name, rotary)}
-    for norm, bare in _BARE.items():
+    targets: dict[str, FunctionType] = {name: _served(name, rotary, called)}
+    for norm in norms:
 
         def passed(x: Tensor) -> Tensor:
             return x
 
-        passed.__name__ = bare  # an attribute of the class has this name
+        passed.__name__ = _BARE[norm]  # an attribute of the class has this name
         targets[norm] = cast(FunctionType, passed)
-    return redirect.redirected(function, targets), function, called
+    made, holds = redirect.redirected(function, targets), redirect.still(function, name)
+    return Copy(made, function, holds, "cache_kwargs" in redirect.variables(function))
 
 
-def _served(name: str, rotary: Rotary) -> FunctionType:
+def _served(name: str, rotary: Rotary, stock: Any) -> FunctionType:
     """What stands for a rotary function in the copy."""
     casting, default, axes = rotary.kind.casting, rotary.unsqueeze_dim, rotary.axes
 
     def served(q: Tensor, k: Tensor, cos: Any, sin: Tensor, **named: Any) -> tuple[Tensor, Tensor]:
         axis = axes[q.ndim, cos.cos.ndim, named.get("unsqueeze_dim", default), True]
-        rotation = (cos.cos, sin, axis, casting)
+        if type(q).__name__ == "DTensor" or type(k).__name__ == "DTensor":
+            q, k = (_normalized(norm, x, axis) for norm, x in zip(cos.norms, (q, k), strict=True))
+            return cast("tuple[Tensor, Tensor]", stock(q, k, cos.cos, sin, **named))
+        rotation = Rotation(cos.cos, sin, axis, casting, cos.options)
         first, second = cos.norms
         return first(q, rotation=rotation), second(k, rotation=rotation)
 
@@ -128,13 +203,17 @@ def _served(name: str, rotary: Rotary) -> FunctionType:
     return cast(FunctionType, served)
 
 
-@constant_in_graphs
-def _copy_holds(kind: Any) -> bool:
+def _normalized(norm: Any, x: Tensor, axis: int) -> Tensor:
+    """The norm alone, of heads or of all heads of a token."""
+    if norm.weight.shape[0] == x.shape[-1]:
+        return cast(Tensor, norm(x))
+    rows = norm(x.movedim(axis, 2).flatten(2))
+    return cast(Tensor, rows.unflatten(2, (-1, x.shape[-1])).movedim(2, axis))
+
+
+def _copy_holds(copy: Copy, stock: Any) -> bool:
     """Whether the class has the forward that was copied, and that its rotary function."""
-    _, function, called = kind._liger_multi_rotated
-    stock = kind._liger_multi_swap.stock
-    calls = rotary_calls(stock)
-    return getattr(stock, "forward", None) is function and [c[3] for c in calls] == [called]
+    return getattr(stock, "forward", None) is copy.made_from and copy.holds()
 
 
 def _angles_fit(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> bool:
@@ -153,11 +232,11 @@ def _angles_fit(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], give
     )
 
 
-def _norms_hold(module: nn.Module) -> bool:
+def _norms_hold(module: nn.Module, names: tuple[str, str]) -> bool:
     """Whether both norms are patched as they were, and nobody looks on."""
     if globally_hooked():
         return False
-    return all(norm is not None and _norm_holds(norm) for norm in map(module._modules.get, NORMS))
+    return all(norm is not None and _norm_holds(norm) for norm in map(module._modules.get, names))
 
 
 def _norm_holds(norm: nn.Module) -> bool:
@@ -178,4 +257,6 @@ def norm_of(norm: nn.Module | None) -> NormSettings | None:
     casting = dict(kind.options).get("casting")
     weighted = [name for _, name in settings.tensors] == ["weight"]
     usual = known and weighted and settings.eps is not None
+    weight = norm._parameters.get("weight") if usual and norm is not None else None
+    usual = usual and (weight is None or weight.numel() <= WIDEST)
     return settings if usual and casting in ("llama", "olmo", "gemma") else None
