@@ -33,6 +33,7 @@ from liger_multi.patching.recognize.signature import (
     is_watched,
     is_watched_by_users,
 )
+from liger_multi.patching.replace.float8_kept import follow_optimizers, kept_rows
 from liger_multi.patching.replace.float8_shards import (
     GatheredWeight,
     TrainedShard,
@@ -188,6 +189,8 @@ class Float8Linear(Patched):
     def entered(module: nn.Module, settings: Any) -> None:
         """Keep the weight in FP8 where that was asked for."""
         _process["rounds"] = True
+        if settings.options.cache:
+            follow_optimizers()
         if not settings.stored:
             thaw(module)
         elif not is_sharded(module._parameters.get("weight")):
@@ -288,6 +291,16 @@ def _apply(layer: Any, x: Tensor) -> Tensor:
 # --- layers of operators that take several of them ---
 
 
+def _kept(layer: Any, weight: Tensor) -> tuple[Tensor, Tensor] | tuple[()]:
+    """Scales and codes of a trained weight, where they are kept between its uses."""
+    kind = type(layer)
+    settings: Any = kind._liger_multi_swap.settings if issubclass(kind, Float8Linear) else None
+    if settings is None or not settings.options.cache or torch.compiler.is_compiling():
+        return ()
+    rows = kept_rows(weight) if weight.requires_grad and torch.is_grad_enabled() else None
+    return () if rows is None else (rows.scale, rows.codes)
+
+
 def bare_float8(layer: nn.Module | None) -> bool:
     """Whether a layer does nothing but multiply in FP8, on a backend that nobody named."""
     kind = type(layer)
@@ -321,7 +334,7 @@ def wide_parts(layer: Any) -> Wide:
     """The weight of a layer: codes where it is kept in FP8, or was gathered in it."""
     weight = layer.weight
     if not isinstance(weight, Float8Weight):
-        return Wide(weight)
+        return Wide(weight, *_kept(layer, weight))
     if isinstance(weight, GatheredWeight) and weight.requires_grad:
         return Wide(weight.master(), weight.scale, weight.codes)
     return Wide(weight.codes, weight.scale)
