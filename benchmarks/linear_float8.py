@@ -16,6 +16,7 @@ the host before every call. Of layers, ``row_ms`` is a call among ten that it do
   torchao's with the compiler; ``gradients`` has it too.
 * ``model`` and ``lora``: whole steps, checkpointed; of LoRA with the bytes of the base.
   ``gradients`` is a step of ``model`` without its optimizer, for cards that do not hold the states.
+* ``accumulated``: steps of four micro-batches, with codes of weights made at each use, and kept.
 
 Steps and layers are traced once per variant: milliseconds of the device by kind of kernel
 (:data:`KERNELS`), and of the whole span.
@@ -443,6 +444,7 @@ SIZES: dict[str, tuple[str, int, int, bool]] = {
     "model": ("llama-3-8b", 2, 4096, True),
     "gradients": ("llama-3-8b", 2, 4096, True),
     "lora": ("llama-3-8b", 2, 4096, True),
+    "accumulated": ("llama-3-8b", 2, 4096, True),
 }
 
 
@@ -535,6 +537,42 @@ def gradients(place: Place) -> Iterator[Row]:
     yield from _compared(place, "gradients", model, once, 2 if place.tiny else 4)
 
 
+def accumulated(place: Place) -> Iterator[Row]:
+    """Steps of four micro-batches, codes made at each use or kept: about 50 GiB."""
+    model, ids = _built(place, "accumulated")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def once() -> None:
+        for _ in range(4):
+            model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    options: dict[str, Any] = {"smallest": 0} if place.tiny else {}
+    settings: dict[str, Any] = {
+        "bf16": False,
+        "float8": options,
+        "kept": {**options, "cache": True},
+    }
+    times: dict[str, list[float]] = {name: [] for name in settings}
+    peaks: dict[str, int] = {}
+    for turn in range(3 if place.tiny else 5):
+        for name, chosen in settings.items():
+            liger_multi.patch(model, linear_float8=chosen)
+            if turn == 0:
+                once()
+                peaks[name] = place.peak(once)
+            place.wait()
+            start = time.perf_counter()
+            once()
+            place.wait()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    for name, found in times.items():
+        yield {"part": "accumulated", "name": SIZES["accumulated"][0], "shape": "4x2x4096",
+               "variant": name, "both_ms": statistics.median(found),
+               "extra_bytes": peaks[name]}  # fmt: skip
+
+
 def small(place: Place) -> Iterator[Row]:
     """Steps of a 1B model."""
     yield from _whole(place, "small")
@@ -569,7 +607,8 @@ def lora(place: Place) -> Iterator[Row]:
 
 PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
     "kernels": kernels, "codes": codes, "linear": linear, "mlp": mlp, "adapters": adapters,
-    "layer": layer, "small": small, "lora": lora, "gradients": gradients, "model": model,
+    "layer": layer, "small": small, "lora": lora, "gradients": gradients,
+    "accumulated": accumulated, "model": model,
 }  # fmt: skip
 
 

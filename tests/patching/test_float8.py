@@ -22,6 +22,7 @@ from liger_multi.errors import PatchError
 from liger_multi.patching import patch, patched, unpatch
 from liger_multi.patching.replace import float8
 from liger_multi.patching.replace.float8 import Float8Linear
+from liger_multi.patching.replace.float8_shards import GatheredWeight
 from liger_multi.patching.replace.float8_weight import Float8Weight
 from liger_multi.reference.float8.rows import PLAIN, Float8Rows, dequantized
 from tests.models import VOCABULARY, build
@@ -1102,6 +1103,38 @@ def test_adapters_added_saved_and_merged(tmp_path):
     unpatch(wrapped)
     merged = wrapped.merge_and_unload()
     assert merged(input_ids=ids(), labels=ids()).loss < losses[0]
+
+
+# --- weights that FSDP2 gathered in FP8; what it does with them is tested on two ranks ---
+
+
+def test_gathered_weights_are_trained_in_eager_and_compiled_code():
+    block, plain = (nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32)) for _ in "ab")
+    plain.load_state_dict(block.state_dict())
+    for one in (block, plain):
+        patch(one, linear_float8=ALL)
+    for layer in (block[0], block[2]):
+        rows = PLAIN.rows(layer.weight.detach(), None, torch.float8_e4m3fn)
+        weight = GatheredWeight(*rows, torch.float32)
+        layer._parameters["weight"] = nn.Parameter(weight)
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (6, 9):
+        x, found = torch.randn(rows, 32), []
+        for call, held in ((plain, plain), (block, block), (compiled, block)):
+            held.zero_grad()
+            given = x.clone().requires_grad_()
+            y = call(given)
+            y.square().sum().backward()
+            found.append([y.detach(), given.grad, *(p.grad.clone() for p in held.parameters())])
+        for right, eager, late in zip(*found, strict=True):
+            assert torch.equal(eager, right)
+            torch.testing.assert_close(late, right)
+    by_hand = torch.nn.functional.linear(x, block[0].weight)  # a reader that knows no codes
+    assert torch.equal(by_hand, torch.nn.functional.linear(x, block[0].weight.dequantized()))
+    by_hand.sum().backward()
+    with pytest.raises(PatchError, match="unpatch the model first"), torch.no_grad():
+        block[0].weight.mul_(2)
 
 
 # --- models that torchao has converted ---

@@ -462,6 +462,28 @@ def fsdp2_gathers_codes_under_autocast(run):
     same_bits(run, run.build(), changes(run, gather=True), autocast=True)
 
 
+@case(slow=True)
+def fsdp2_gathers_codes_of_compiled_layers(run):
+    """Blocks are compiled one by one, within what FSDP2 does around them."""
+    stock = run.build()
+    one, ours = copy.deepcopy(stock), copy.deepcopy(stock)
+    patch(one, linear_float8=EIGHT)
+    patch(ours, linear_float8={**EIGHT, "gather": True})
+    for layer in ours.model.layers:
+        layer.compile(backend="aot_eager")
+    shards(run)(ours)
+    for _ in range(2):
+        losses = [m(**run.batch()).loss for m in (one, ours)]
+        run.close(*losses)
+        for loss in losses:
+            loss.backward()
+        for name, p in one.named_parameters():
+            gradient = ours.get_parameter(name).grad.full_tensor()
+            assert (gradient - p.grad).norm() < 0.01 * p.grad.norm(), name
+        for m in (one, ours):
+            m.zero_grad()
+
+
 @case()
 def fsdp2_gathers_codes_of_weights_in_float32_for_steps_in_bfloat16(run):
     """Codes are rounded from what the optimizer holds, and not from its 16 bits."""
