@@ -77,7 +77,7 @@ from liger_multi.patching.replace.float8 import (
     GatheringFloat8Linear,
     float8_refusal,
 )
-from liger_multi.patching.replace.float8_shards import has_run
+from liger_multi.patching.replace.float8_shards import unit_of, units
 from liger_multi.patching.replace.head import LazyHead
 from liger_multi.patching.replace.linear import LinearByRows, linear_refusal, looks_like_linear
 from liger_multi.patching.replace.mixers import (
@@ -651,7 +651,7 @@ def _float8(report: PatchReport, request: Request, model: nn.Module) -> None:
     heads = {id(m) for _, head in find_heads(model)[0] for m in head.modules()}
     holders = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     thin = {id(m) for lora in model.modules() if looks_like_lora(lora) for m in matrices(lora)}
-    ran = has_run(model)
+    sharded = units(model)
     for path, module in model.named_modules():
         ours = isinstance(module, Float8Linear)
         free = ours or not isinstance(module, Patched) or isinstance(module, LinearByRows)
@@ -662,7 +662,10 @@ def _float8(report: PatchReport, request: Request, model: nn.Module) -> None:
         shared = alone and holders[id(getattr(module, "weight", None))] > 1
         tied = shared and "its weight is that of another layer too, which would lose it"
         found = options and (
-            head or tied or conflicts.of_module(module) or float8_refusal(module, options, ran)
+            head
+            or tied
+            or conflicts.of_module(module)
+            or float8_refusal(module, options, unit_of(path, sharded))
         )
         swap = None
         if options is not None and not found:

@@ -38,6 +38,7 @@ from liger_multi.patching.replace.float8_shards import (
     GatheredWeight,
     TrainedShard,
     gather_codes,
+    has_run,
     is_sharded,
     local,
     saved,
@@ -353,18 +354,21 @@ def shared_codes(x: Tensor) -> Any:
 # --- which layers ---
 
 
-def float8_refusal(layer: nn.Module, options: Float8Options, ran: bool) -> str | None:
-    """Why a linear layer stays in its dtype, or None; ``ran``: FSDP2 has gathered before."""
+def float8_refusal(
+    layer: nn.Module, options: Float8Options, unit: nn.Module | None = None
+) -> str | None:
+    """Why a linear layer stays in its dtype, or None; ``unit``: of FSDP2, which it is part of."""
     from liger_multi.reference.float8.rows import format_of, unsupported
 
     reason = linear_refusal(layer)
     if reason is not None:
         return reason
     weight = cast(Tensor, layer._parameters.get("weight"))
-    if is_sharded(weight):
-        if type(local(weight)) is Tensor and options.frozen:
+    if unit is not None and is_sharded(weight):
+        plain = type(local(weight)) is Tensor
+        if plain and options.frozen:
             return "FSDP2 has sharded its weight in 16 bits or more: patch before sharding"
-        if type(local(weight)) is Tensor and options.gather and ran:
+        if plain and options.gather and has_run(unit):
             return "FSDP2 has gathered its weight before: patch before the first step"
     elif weight is None or (type(weight) not in PLAIN and not isinstance(weight, Float8Weight)):
         return f"its weight is a {type(layer.weight).__name__}"

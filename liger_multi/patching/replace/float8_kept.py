@@ -49,9 +49,24 @@ def _key(weight: Tensor) -> tuple[Any, ...]:
     return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight._version
 
 
+def _ordered(weight: Tensor) -> bool:
+    """Whether what runs now follows what ran before on the device of a weight.
+
+    A graph that is captured runs later, and another stream at any time.
+    """
+    from liger_multi.reference.common.chunking import capturing
+
+    device = weight.device
+    if device.type == "cpu":
+        return True
+    module: Any = torch.get_device_module(device)
+    usual: bool = module.current_stream(device) == module.default_stream(device)
+    return usual and not capturing(device)
+
+
 def kept_rows(weight: Tensor) -> Any:
     """Codes and scales of a weight, made at its first use after a step; None before the first."""
-    if weight not in _stepped:
+    if weight not in _stepped or not _ordered(weight):
         return None
     found, key = _kept.get(weight), _key(weight)
     if found is None or found.key != key:

@@ -11,6 +11,7 @@ its own dtype, where the optimizer changes it, and a shard is rounded whenever i
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -166,7 +167,17 @@ def saved(weight: Any) -> Any:
     )
 
 
-def has_run(model: nn.Module) -> bool:
-    """Whether FSDP2 has gathered parameters of a model; how it does is fixed from then on."""
-    states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]  # type: ignore[operator]
-    return any(getattr(state, "_is_root", None) is not None for state in states)
+def units(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that FSDP2 shards as one, by path; what belongs to several is of the last."""
+    return {path: m for path, m in model.named_modules() if hasattr(m, "_get_fsdp_state")}
+
+
+def unit_of(path: str, found: Mapping[str, nn.Module]) -> nn.Module | None:
+    """The innermost unit that a module is part of."""
+    around = [unit for unit in found if not unit or f"{path}.".startswith(f"{unit}.")]
+    return found[max(around, key=len)] if around else None
+
+
+def has_run(unit: Any) -> bool:
+    """Whether FSDP2 has gathered the parameters of a unit; how it does is fixed from then on."""
+    return getattr(unit._get_fsdp_state(), "_is_root", None) is not None

@@ -164,8 +164,10 @@ def _to(
     return type(weight)(made.codes, made.scale, wanted, original, weight.whole)
 
 
-def _copy(weight: Float8Weight, source: Tensor, non_blocking: bool = False) -> Float8Weight:
+def _copy(weight: Float8Weight, source: Tensor, non_blocking: bool = False) -> Float8Weight | None:
     """Load numbers: they are quantized, and are the original from here on."""
+    if weight.ndim != 2:
+        return None
     if isinstance(source, Float8Weight):
         codes, scale, original = source.codes, source.scale, source.original
         if original is None and weight.original is not None:
