@@ -14,7 +14,8 @@ the host before every call. Of layers, ``row_ms`` is a call among ten that it do
   (compiled) where that is installed; errors are relative to fp32 GEMMs, by the Frobenius norm.
 * ``layer``: a decoder layer of Llama-3-8B, patched, with and without ``linear_float8``, and beside
   torchao's with the compiler; ``gradients`` has it too.
-* ``model`` and ``lora``: whole steps, checkpointed; of LoRA with the bytes of the base.
+* ``model`` and ``lora``: whole steps, checkpointed; of LoRA with the bytes of the base, and also
+  with the head in FP8.
   ``gradients`` is a step of ``model`` without its optimizer, for cards that do not hold the states.
 * ``accumulated``: steps of four micro-batches, with codes of weights made at each use, and kept.
 
@@ -590,19 +591,21 @@ def lora(place: Place) -> Iterator[Row]:
     thin = [p for p in wrapped.parameters() if p.requires_grad]
     once = _step(wrapped, ids, torch.optim.AdamW(thin, lr=1e-5))
     smallest = {"smallest": 0} if place.tiny else {"smallest": 2**20}
-    for name in ("peft", "bf16", "float8"):
+    frozen = {"frozen": True, "originals": False, **smallest}
+    for name in ("peft", "bf16", "float8", "float8 and head"):
         if name != "peft":
-            frozen = {"frozen": True, "originals": False, **smallest}
-            liger_multi.patch(wrapped, linear_float8=frozen if name == "float8" else False)
+            liger_multi.patch(wrapped, linear_float8=frozen if "float8" in name else False)
         gc.collect()
         on_card = place.device.type != "cpu"
         held = torch.get_device_module(place.device).memory_allocated() if on_card else 0
+        liger_multi.configure({"head_gemms": "float8" if "head" in name else "exact"})
         times = place.in_turns({name: once}, 2 if place.tiny else 6)
+        peak, trace = place.peak(once), place.traced(once)
         yield {
             "part": "lora", "name": "llama-3-8b", "shape": "2x4096", "variant": name,
-            "both_ms": times[name], "extra_bytes": place.peak(once), "held_bytes": held,
-            "trace_ms": place.traced(once),
+            "both_ms": times[name], "extra_bytes": peak, "held_bytes": held, "trace_ms": trace,
         }  # fmt: skip
+    liger_multi.configure(None)
 
 
 PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
