@@ -45,6 +45,7 @@ import liger_multi
 from benchmarks import models, store
 from liger_multi import ops
 from liger_multi.bench import report
+from liger_multi.patching.replace.float8_kept import bit_sums
 from liger_multi.patching.replace.float8_weight import Float8Weight
 
 SHAPES = (
@@ -176,6 +177,7 @@ def kernels(place: Place) -> Iterator[Row]:
         "round weight": lambda: to.rows(w, None, format),
         "round dy": lambda: to.rows(dy, right.scale, format),
         "weight across": lambda: to.across(w, right.scale, format),
+        "sum of the bits of weight": lambda: bit_sums(w),
         "codes across": lambda: to.across(right.codes, None, format),
         "y": lambda: product(left, right, torch.bfloat16, True),
         "dx": lambda: product(grad, turned, torch.bfloat16),

@@ -164,7 +164,7 @@ def trained_codes_fit(
     if codes is None:
         codes_fit(op, name, weight, scale)
         return
-    checks.floating(op, **{name: weight, f"{name}_codes": codes})
+    checks.floating(op, optional=(), **{name: weight, f"{name}_codes": codes})
     if weight.dtype in CODES or codes.dtype not in CODES or codes.shape != weight.shape:
         wanted = f"{name}_codes must hold E4M3 codes of {name}, which is in another dtype"
         checks.refuse(op, wanted, f"{checks.describe(codes)} and {checks.describe(weight)}")

@@ -458,6 +458,22 @@ def fsdp2_gathers_codes_of_uneven_shards(run):
 
 
 @case()
+def fsdp2_gathers_codes_of_one_rank_and_of_replicas(run):
+    """FSDP2 has code of its own for a mesh of one rank, which copies."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(run.device.type, (WORLD, 1), mesh_dim_names=("replicate", "shard"))
+    for part in (mesh["shard"], mesh):
+        run.mesh = lambda part=part: part
+        for frozen in (False, True):
+            stock = run.build(intermediate_size=49)
+            stock = lora_everywhere(stock) if frozen else stock
+            change = changes(run, **({"frozen": True} if frozen else {"gather": True}))
+            same_bits(run, stock, change, frozen=frozen)
+    del run.mesh
+
+
+@case()
 def fsdp2_gathers_codes_under_autocast(run):
     same_bits(run, run.build(), changes(run, gather=True), autocast=True)
 

@@ -74,14 +74,14 @@ def kept_rows(weight: Tensor) -> Any:
 
         _read_answers()
         with torch.no_grad():
-            found = _kept[weight] = _Kept(key, rounded_rows(weight), _sums(weight))
+            found = _kept[weight] = _Kept(key, rounded_rows(weight), bit_sums(weight))
     return found.rows
 
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-def _sums(weight: Tensor) -> Tensor:
+def bit_sums(weight: Tensor) -> Tensor:
     """A number per row, of all of its bits."""
     rows, width = weight.detach().contiguous(), weight.shape[1] * weight.itemsize
     kind = next(kind for kind in _WORDS if width % kind.itemsize == 0)
@@ -112,7 +112,7 @@ def _before_step(optimizer: Any, *_: Any) -> None:
     with torch.no_grad():
         for weight, kept in list(_kept.items()):
             if kept.key == _key(weight):
-                same.setdefault(weight.device, []).append((_sums(weight) == kept.sums).all())
+                same.setdefault(weight.device, []).append((bit_sums(weight) == kept.sums).all())
     _answers.extend(_on_host(torch.stack(found).all(), device) for device, found in same.items())
     if all(event is None for _, event in _answers):
         _read_answers()

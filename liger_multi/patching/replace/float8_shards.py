@@ -99,7 +99,7 @@ class TrainedShard(Tensor):
         made = memo[id(self)] = TrainedShard(self.plain().clone(), self.whole)
         return made
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[Outputs, None]:
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[Outputs, torch.dtype]:
         """What every rank gives: codes of its rows, made now."""
         from liger_multi.ops.linear_float8 import rounded_rows
 
@@ -107,14 +107,12 @@ class TrainedShard(Tensor):
         return to_gather(rows.codes, rows.scale, self.whole, mesh)
 
     def fsdp_post_all_gather(
-        self, gathered: Outputs, metadata: None, dtype: torch.dtype, *, out: Any = None
+        self, gathered: Outputs, format: torch.dtype, dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Float8Weight, list[Tensor]] | None:
-        """The weight of a layer, of what all ranks gave."""
-        return (
-            None
-            if out is not None
-            else gathered_weight(GatheredWeight, gathered, self.whole, dtype)
-        )
+        """The weight of a layer, of what all ranks gave; once, for FSDP2 refills it in place."""
+        if out is not None:
+            return None
+        return gathered_weight(GatheredWeight, gathered, self.whole, format, dtype)
 
 
 _KEPT = {

@@ -78,15 +78,17 @@ class Float8Weight(Tensor):
             return self.dequantized()
         return self.original.to(self.device, self.dtype)
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[Outputs, None]:
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[Outputs, torch.dtype]:
         """What every rank gives to FSDP2."""
         return to_gather(self.codes, self.scale, self.whole, mesh)
 
     def fsdp_post_all_gather(
-        self, gathered: Outputs, metadata: None, dtype: torch.dtype, *, out: Any = None
+        self, gathered: Outputs, format: torch.dtype, dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Float8Weight, list[Tensor]] | None:
         """The weight of a layer, of what all ranks gave; once, for FSDP2 refills it in place."""
-        return gathered_weight(Float8Weight, gathered, self.whole, dtype) if out is None else None
+        if out is not None:
+            return None
+        return gathered_weight(Float8Weight, gathered, self.whole, format, dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Its shape; the numbers would have to be dequantized."""
@@ -193,18 +195,28 @@ def _padded(rows: Tensor, count: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
 
-def to_gather(codes: Tensor, scale: Tensor, whole: int, mesh: Any) -> tuple[Outputs, None]:
-    """Codes and scales of this rank, of as many rows as every rank has."""
+def to_gather(codes: Tensor, scale: Tensor, whole: int, mesh: Any) -> tuple[Outputs, torch.dtype]:
+    """Codes and scales of this rank, of as many rows as every rank has, and the format of codes.
+
+    A single rank copies only the first of several tensors, so both are in one.
+    """
+    rows = codes.view(torch.uint8)
+    if mesh.size() == 1:
+        return (torch.cat([scale.view(torch.uint8), rows.reshape(-1)]),), codes.dtype
     count = -(-whole // mesh.size())
-    made = _padded(codes.view(torch.uint8), count).view(codes.dtype)
-    return (made, _padded(scale, count)), None
+    return (_padded(rows, count).view(codes.dtype), _padded(scale, count)), codes.dtype
 
 
 def gathered_weight(
-    kind: type[Float8Weight], gathered: Outputs, whole: int, dtype: torch.dtype
-) -> tuple[Float8Weight, list[Tensor]]:
+    kind: type[Float8Weight], gathered: Outputs, whole: int, format: torch.dtype,
+    dtype: torch.dtype,
+) -> tuple[Float8Weight, list[Tensor]]:  # fmt: skip
     """The weight over the tensors that FSDP2 gathers into, and no others for it to free."""
-    codes, scale = (t[:whole] for t in gathered)
+    if len(gathered) == 1:
+        scale, rows = gathered[0].split([4 * whole, gathered[0].numel() - 4 * whole])
+        scale, codes = scale.view(torch.float32), rows.view(format).view(whole, -1)
+    else:
+        codes, scale = (t[:whole] for t in gathered)
     return kind(codes, scale, dtype), []
 
 
