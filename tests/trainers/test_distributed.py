@@ -634,7 +634,7 @@ def fsdp2_with_codes_has_no_way_back(run):
 
 
 def converted(model):
-    """A model whose decoder layers multiply by torchao's tensor-wise recipe, gathered in FP8."""
+    """A model whose decoder layers are torchao's, with a scale per tensor, and gathered in FP8."""
     from torchao import float8 as ao
 
     config = ao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
