@@ -1108,6 +1108,23 @@ def test_adapters_added_saved_and_merged(tmp_path):
 # --- weights that FSDP2 gathered in FP8; what it does with them is tested on two ranks ---
 
 
+def test_gather_changes_nothing_where_nothing_is_sharded():
+    made, other = model(), model()
+    before = step(made)
+    patch(made, linear_float8={**ALL, "gather": True})
+    patch(other, linear_float8=ALL)
+    right = step(other)
+    for one in (made, copy.deepcopy(made)):
+        assert equal(step(one), right)
+        linears(one)[0].weight = nn.Parameter(linears(one)[0].weight.detach().clone())
+        assert equal(step(one), right)
+    patch(made, linear_float8=ALL)
+    assert equal(step(made), right)
+    unpatch(made)
+    assert all(type(m) is nn.Linear for m in linears(made))
+    assert equal(step(made), before)
+
+
 def test_gathered_weights_are_trained_in_eager_and_compiled_code():
     block, plain = (nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32)) for _ in "ab")
     plain.load_state_dict(block.state_dict())

@@ -474,6 +474,22 @@ def fsdp2_gathers_codes_of_one_rank_and_of_replicas(run):
 
 
 @case()
+def fsdp2_gathers_codes_over_micro_batches(run):
+    """Gradients are summed before they are reduced, and codes serve both micro-batches."""
+    stock = run.build()
+    one, ours = copy.deepcopy(stock), copy.deepcopy(stock)
+    patch(one, linear_float8=EIGHT)
+    changes(run, gather=True)(ours)
+    for last in (False, True):
+        ours.set_requires_gradient_sync(last)
+        ours.set_reshard_after_backward(last)
+        for model in (one, ours):
+            model(**run.batch()).loss.backward()
+    for name, p in one.named_parameters():
+        assert torch.equal(ours.get_parameter(name).grad.full_tensor(), p.grad), name
+
+
+@case()
 def fsdp2_gathers_codes_under_autocast(run):
     same_bits(run, run.build(), changes(run, gather=True), autocast=True)
 
