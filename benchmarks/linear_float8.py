@@ -14,8 +14,10 @@ the host before every call. Of layers, ``row_ms`` is a call among ten that it do
   (compiled) where that is installed; errors are relative to fp32 GEMMs, by the Frobenius norm.
 * ``layer``: a decoder layer of Llama-3-8B, patched, with and without ``linear_float8``, and beside
   torchao's with the compiler; ``gradients`` has it too.
-* ``model`` and ``lora``: whole steps, checkpointed; of LoRA with the bytes of the base.
+* ``model`` and ``lora``: whole steps, checkpointed; of LoRA with the bytes of the base, and also
+  with the head in FP8.
   ``gradients`` is a step of ``model`` without its optimizer, for cards that do not hold the states.
+* ``accumulated``: steps of four micro-batches, with codes of weights made at each use, and kept.
 
 Steps and layers are traced once per variant: milliseconds of the device by kind of kernel
 (:data:`KERNELS`), and of the whole span.
@@ -43,6 +45,7 @@ import liger_multi
 from benchmarks import models, store
 from liger_multi import ops
 from liger_multi.bench import report
+from liger_multi.patching.replace.float8_kept import bit_sums
 from liger_multi.patching.replace.float8_weight import Float8Weight
 
 SHAPES = (
@@ -174,6 +177,7 @@ def kernels(place: Place) -> Iterator[Row]:
         "round weight": lambda: to.rows(w, None, format),
         "round dy": lambda: to.rows(dy, right.scale, format),
         "weight across": lambda: to.across(w, right.scale, format),
+        "sum of the bits of weight": lambda: bit_sums(w),
         "codes across": lambda: to.across(right.codes, None, format),
         "y": lambda: product(left, right, torch.bfloat16, True),
         "dx": lambda: product(grad, turned, torch.bfloat16),
@@ -443,6 +447,7 @@ SIZES: dict[str, tuple[str, int, int, bool]] = {
     "model": ("llama-3-8b", 2, 4096, True),
     "gradients": ("llama-3-8b", 2, 4096, True),
     "lora": ("llama-3-8b", 2, 4096, True),
+    "accumulated": ("llama-3-8b", 2, 4096, True),
 }
 
 
@@ -535,6 +540,42 @@ def gradients(place: Place) -> Iterator[Row]:
     yield from _compared(place, "gradients", model, once, 2 if place.tiny else 4)
 
 
+def accumulated(place: Place) -> Iterator[Row]:
+    """Steps of four micro-batches, codes made at each use or kept: about 50 GiB."""
+    model, ids = _built(place, "accumulated")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def once() -> None:
+        for _ in range(4):
+            model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    options: dict[str, Any] = {"smallest": 0} if place.tiny else {}
+    settings: dict[str, Any] = {
+        "bf16": False,
+        "float8": options,
+        "kept": {**options, "cache": True},
+    }
+    times: dict[str, list[float]] = {name: [] for name in settings}
+    peaks: dict[str, int] = {}
+    for turn in range(3 if place.tiny else 5):
+        for name, chosen in settings.items():
+            liger_multi.patch(model, linear_float8=chosen)
+            if turn == 0:
+                once()
+                peaks[name] = place.peak(once)
+            place.wait()
+            start = time.perf_counter()
+            once()
+            place.wait()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    for name, found in times.items():
+        yield {"part": "accumulated", "name": SIZES["accumulated"][0], "shape": "4x2x4096",
+               "variant": name, "both_ms": statistics.median(found),
+               "extra_bytes": peaks[name]}  # fmt: skip
+
+
 def small(place: Place) -> Iterator[Row]:
     """Steps of a 1B model."""
     yield from _whole(place, "small")
@@ -552,24 +593,27 @@ def lora(place: Place) -> Iterator[Row]:
     thin = [p for p in wrapped.parameters() if p.requires_grad]
     once = _step(wrapped, ids, torch.optim.AdamW(thin, lr=1e-5))
     smallest = {"smallest": 0} if place.tiny else {"smallest": 2**20}
-    for name in ("peft", "bf16", "float8"):
+    frozen = {"frozen": True, "originals": False, **smallest}
+    for name in ("peft", "bf16", "float8", "float8 and head"):
         if name != "peft":
-            frozen = {"frozen": True, "originals": False, **smallest}
-            liger_multi.patch(wrapped, linear_float8=frozen if name == "float8" else False)
+            liger_multi.patch(wrapped, linear_float8=frozen if "float8" in name else False)
         gc.collect()
         on_card = place.device.type != "cpu"
         held = torch.get_device_module(place.device).memory_allocated() if on_card else 0
+        liger_multi.configure({"head_gemms": "float8" if "head" in name else "exact"})
         times = place.in_turns({name: once}, 2 if place.tiny else 6)
+        peak, trace = place.peak(once), place.traced(once)
         yield {
             "part": "lora", "name": "llama-3-8b", "shape": "2x4096", "variant": name,
-            "both_ms": times[name], "extra_bytes": place.peak(once), "held_bytes": held,
-            "trace_ms": place.traced(once),
+            "both_ms": times[name], "extra_bytes": peak, "held_bytes": held, "trace_ms": trace,
         }  # fmt: skip
+    liger_multi.configure(None)
 
 
 PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
     "kernels": kernels, "codes": codes, "linear": linear, "mlp": mlp, "adapters": adapters,
-    "layer": layer, "small": small, "lora": lora, "gradients": gradients, "model": model,
+    "layer": layer, "small": small, "lora": lora, "gradients": gradients,
+    "accumulated": accumulated, "model": model,
 }  # fmt: skip
 
 

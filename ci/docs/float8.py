@@ -19,11 +19,12 @@ PARTS = {
     "small": "a step of {name}",
     "model": "a step of {name}, checkpointed",
     "gradients": "forward and backward of {name}, checkpointed, no optimizer",
+    "accumulated": "a step of {name}, checkpointed, 4 micro-batches",
     "lora": "a step of LoRA on {name}, checkpointed",
 }
 """Parts of the speed benchmark, and how the page calls a row of one."""
 OURS = ("ours", "float8")
-PEERS = ("torchao", "peft", "apart", "layers")
+PEERS = ("torchao", "peft", "apart", "layers", "kept")
 Row = Mapping[str, Any]
 
 

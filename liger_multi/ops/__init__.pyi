@@ -437,6 +437,7 @@ def linear_float8(
     bias: torch.Tensor | None = ...,
     *,
     weight_scale: torch.Tensor | None = ...,
+    weight_codes: torch.Tensor | None = ...,
     quantized: Float8Rows | None = ...,
     return_quantized: Literal[False] = ...,
 ) -> torch.Tensor: ...
@@ -447,6 +448,7 @@ def linear_float8(
     bias: torch.Tensor | None = ...,
     *,
     weight_scale: torch.Tensor | None = ...,
+    weight_codes: torch.Tensor | None = ...,
     quantized: Float8Rows | None = ...,
     return_quantized: Literal[True],
 ) -> LinearFloat8Output: ...
@@ -457,6 +459,7 @@ def linear_float8(
     bias: torch.Tensor | None = ...,
     *,
     weight_scale: torch.Tensor | None = ...,
+    weight_codes: torch.Tensor | None = ...,
     quantized: Float8Rows | None = ...,
     return_quantized: bool,
 ) -> torch.Tensor | LinearFloat8Output: ...

@@ -30,7 +30,9 @@ op = Op(
     "gated_mlp_float8",
     family="float8",
     rows=("x", "dy", "gate", "up", "codes", "codes_scale"),
-    replicated=[f"{n}_{part}" for n in LAYERS for part in ("weight", "bias", "weight_scale")],
+    replicated=[
+        f"{n}_{part}" for n in LAYERS for part in ("weight", "bias", "weight_scale", "weight_codes")
+    ],
     bitwise=bitwise(BY_OUR_GEMM, "x y gate up codes codes_scale", 1),
 )
 
@@ -44,7 +46,9 @@ def forward(
     gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
     activation: str, gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
     down_weight_scale: Optional[Tensor], codes: Optional[Tensor], codes_scale: Optional[Tensor],
-    needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool,
+    gate_weight_codes: Optional[Tensor], up_weight_codes: Optional[Tensor],
+    down_weight_codes: Optional[Tensor], needs_x: bool, needs_gate_weight: bool,
+    needs_up_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
     lead = x.shape[:-1]
@@ -76,8 +80,8 @@ def _gradients(**given: Any) -> tuple[Tensor, ...]:
 
 op.backward(
     reads="dy x? gate_weight? up_weight? down_weight gate up activation gate_weight_scale "
-    "up_weight_scale down_weight_scale gate_scale up_scale down_scale gate_weight_dtype "
-    "up_weight_dtype",
+    "up_weight_scale down_weight_scale gate_weight_codes up_weight_codes down_weight_codes "
+    "gate_scale up_scale down_scale gate_weight_dtype up_weight_dtype",
     returns="dx dgate_weight dup_weight ddown_weight dgate_bias dup_bias ddown_bias",
     not_saved=unread,
     rule=_gradients,
@@ -89,7 +93,8 @@ def gated_mlp_float8(
     gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu", gate_weight_scale: Tensor | None = None,
     up_weight_scale: Tensor | None = None, down_weight_scale: Tensor | None = None,
-    quantized: Float8Rows | None = None,
+    gate_weight_codes: Tensor | None = None, up_weight_codes: Tensor | None = None,
+    down_weight_codes: Tensor | None = None, quantized: Float8Rows | None = None,
 ) -> Tensor:  # fmt: skip
     """A whole gated MLP whose outputs and input gradients are FP8 GEMMs.
 
@@ -103,15 +108,16 @@ def gated_mlp_float8(
     Shapes:
         x ``(..., H)`` with any strides, gate_weight and up_weight ``(F, H)``, down_weight
         ``(D, F)``, gate_bias and up_bias ``(F,)``, down_bias ``(D,)``; y ``(..., D)``, contiguous.
-        Scales of weights in FP8 ``(F,)`` and ``(D,)``; quantized, if x has been rounded before:
-        codes ``(..., H)`` and scale ``(...)``.
+        Scales of weights in FP8 ``(F,)`` and ``(D,)``; beside a trained weight that has been
+        rounded before, codes of its shape, which are read in its place; quantized, if x has been
+        rounded before: codes ``(..., H)`` and scale ``(...)``.
 
     Dtypes:
         In: x, weights and biases of one floating dtype; under autocast, which sets the dtype of x
         and biases, weights are quantized as they are. With its scale (fp32), a weight holds codes
-        (float8_e4m3fn, or float8_e4m3fnuz on AMD's CDNA3) and is frozen. Inside: as
-        ``linear_float8``; the activation is fp32 (fp64 for fp64), rounded to the dtype of gate.
-        Out: that of x.
+        (float8_e4m3fn, or float8_e4m3fnuz on AMD's CDNA3) and is frozen, or has codes beside it.
+        Inside: as ``linear_float8``; the activation is fp32 (fp64 for fp64), rounded to the dtype
+        of gate. Out: that of x.
 
     Memory:
         Kept for backward: x, gate and up, the weights that somebody needs, 4 bytes per row of
@@ -133,25 +139,26 @@ def gated_mlp_float8(
     weights = dict(zip(_WIDE, (gate_weight, up_weight, down_weight), strict=True))
     biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
     own = (gate_weight_scale, up_weight_scale, down_weight_scale)
+    beside = (gate_weight_codes, up_weight_codes, down_weight_codes)
     checks.floating(name, x=x, **weights, **biases, optional=tuple(biases))
     checks.one_of(name, "activation", activation, ACTIVATIONS)
     shapes_fit(name, x, gate_weight, up_weight, down_weight)
     for bias, given in biases.items():
         rows = f"{bias.removesuffix('bias')}weight"
         checks.vector(name, bias, given, weights[rows].shape[0], f"rows of {rows}")
-    weight_scales_fit(name, weights, own)
+    weight_scales_fit(name, weights, own, beside)
     under = checks.autocast_dtype(x.device.type) is not None
-    plain = {n: w for (n, w), s in zip(weights.items(), own, strict=True) if s is None}
+    plain = {n: w for n, w in weights.items() if w.dtype not in CODES}
     tensors = {"x": x, **biases} if under else {"x": x, **plain, **biases}
     cast = dict(zip(tensors, checks.one_dtype(name, tensors), strict=True))
     first = cast["x"]
     assert first is not None
     wide = (*weights.values(), *(cast[bias] for bias in biases))
-    every = (first, *wide, activation, *own, *fitting(name, x, quantized))
+    every = (first, *wide, activation, *own, *fitting(name, x, quantized), *beside)
     if not checks.in_checkpoint():
         return op(*every)  # type: ignore[no-any-return]
     if checks.keeps_products.get():
-        return _in_layers(first, wide, own, activation, quantized)
+        return _in_layers(first, wide, own, beside, activation, quantized)
     return _early(*every)
 
 
@@ -162,13 +169,15 @@ def _first(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
     gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None, activation: str,
     gate_own: Tensor | None, up_own: Tensor | None, down_own: Tensor | None,
-    codes: Tensor | None, codes_scale: Tensor | None, *needs: bool,
+    codes: Tensor | None, codes_scale: Tensor | None, gate_codes: Tensor | None,
+    up_codes: Tensor | None, down_codes: Tensor | None, *needs: bool,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:  # fmt: skip
     """Gate and up, the scales of all weights, and a result that is empty."""
-    run = linear_op.fwd.run
-    gate, *made, first = run(x, gate_weight, gate_bias, gate_own, codes, codes_scale, False, False)
+    run, rest = linear_op.fwd.run, (False, False)
+    given = (gate_weight, gate_bias, gate_own, codes, codes_scale, gate_codes)
+    gate, *made, first = run(x, *given, *rest)
     rows = made if codes is None else (codes, codes_scale)
-    up, _, _, second = run(x, up_weight, up_bias, up_own, *rows, False, False)
+    up, _, _, second = run(x, up_weight, up_bias, up_own, *rows, up_codes, *rest)
     third = row_scales(down_weight) if down_own is None else first.new_empty(0)
     empty = empty_of(x, *x.shape[:-1], down_weight.shape[0])
     return (empty, gate, up, first, second, third), (gate, up)
@@ -176,10 +185,10 @@ def _first(
 
 def _rest(handed: tuple[Tensor, Tensor], *given: Any) -> Tensor:
     """The result, from gate and up; their product is only computed in FP8."""
-    weight, bias, activation, own = given[3], given[6], given[7], given[10]
+    weight, bias, activation, own, beside = (given[i] for i in (3, 6, 7, 10, 15))
     _, rows = activated(*handed, activation, ("quantized",))
     inner = empty_of(handed[0], *handed[0].shape)  # nobody reads it beside its codes
-    y, *_ = linear_op(inner, weight, bias, own, rows.codes.view(torch.uint8), rows.scale)
+    y, *_ = linear_op(inner, weight, bias, own, rows.codes.view(torch.uint8), rows.scale, beside)
     return y  # type: ignore[no-any-return]
 
 
@@ -187,8 +196,8 @@ _early = Early(op, _first, _rest)
 
 
 def _in_layers(
-    x: Tensor, wide: tuple[Tensor | None, ...], own: tuple[Tensor | None, ...], activation: str,
-    rows: Float8Rows | None,
+    x: Tensor, wide: tuple[Tensor | None, ...], own: tuple[Tensor | None, ...],
+    beside: tuple[Tensor | None, ...], activation: str, rows: Float8Rows | None,
 ) -> Tensor:  # fmt: skip
     """The same as steps of their own, for a policy that keeps GEMMs and not activations."""
 
@@ -196,7 +205,13 @@ def _in_layers(
         weight = wide[i]
         assert weight is not None
         return linear_float8(  # type: ignore[return-value]
-            x, weight, wide[3 + i], weight_scale=own[i], quantized=rows, return_quantized=True
+            x,
+            weight,
+            wide[3 + i],
+            weight_scale=own[i],
+            weight_codes=beside[i],
+            quantized=rows,
+            return_quantized=True,
         )
 
     gate, rows = layer(0, x, rows)
@@ -251,6 +266,14 @@ def _coded(tensors: dict[str, T], *names: str) -> dict[str, T]:
     return made
 
 
+def _rounded(tensors: dict[str, T], *names: str) -> dict[str, T]:
+    """The same of trained weights beside codes."""
+    coded, wide = _coded(tensors, *names), [f"{layer}_weight" for layer in names]
+    return {
+        **coded, **{n: tensors[n] for n in wide}, **{f"{n}_codes": coded[n] for n in wide}
+    }  # fmt: skip
+
+
 _FROZEN: Any = dict.fromkeys(_WIDE, True)
 SAMPLES = (
     Sample("rows", _case((2, 5), 16, 32)),
@@ -267,6 +290,8 @@ SAMPLES = (
     Sample("only-down-trained", _case((4,), 16, 32, gate_weight=True, up_weight=True, x=True)),
     Sample("only-gate-trained", _case((4,), 16, 32, down_weight=True, up_weight=True)),
     Sample("codes", _coded(_case((2, 5), 16, 32), *LAYERS)),
+    Sample("codes-of-trained", _rounded(_case((2, 5), 16, 32), *LAYERS)),
+    Sample("codes-of-trained-down", _rounded(_case((6,), 16, 32, 0, True), "down")),
     Sample("codes-of-up", _coded(_case((6,), 16, 32, 0, True), "up")),
     # of so many different rows, fp32 and fp64 would round one to different codes
     Sample(

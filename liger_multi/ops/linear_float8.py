@@ -19,7 +19,7 @@ op = Op(
     "linear_float8",
     family="float8",
     rows=("x", "dy", "codes", "codes_scale"),
-    replicated=("weight", "bias", "weight_scale"),
+    replicated=("weight", "bias", "weight_scale", "weight_codes"),
     bitwise=bitwise(BY_OUR_GEMM, "x y x_codes x_scale codes codes_scale", 1),
 )
 
@@ -43,7 +43,8 @@ class LinearFloat8Output(NamedTuple):
 )
 def forward(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], weight_scale: Optional[Tensor],
-    codes: Optional[Tensor], codes_scale: Optional[Tensor], needs_x: bool, needs_weight: bool,
+    codes: Optional[Tensor], codes_scale: Optional[Tensor], weight_codes: Optional[Tensor],
+    needs_x: bool, needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
     lead, made, kept = x.shape[:-1], codes is None, weight_scale is None
@@ -56,7 +57,7 @@ def forward(
 
 
 def _unread(needs_x: bool, needs_weight: bool) -> tuple[str, ...]:
-    weight = () if needs_x else ("weight",)
+    weight = () if needs_x else ("weight", "weight_codes")
     return weight if needs_weight else (*weight, "x")
 
 
@@ -72,14 +73,15 @@ def _gradients(**given: Any) -> tuple[Tensor, ...]:
 
 
 op.backward(
-    reads="dy x? weight? weight_scale scale weight_dtype", returns="dx dweight dbias",
+    reads="dy x? weight? weight_scale weight_codes scale weight_dtype", returns="dx dweight dbias",
     not_saved=_unread, rule=_gradients,
 )  # fmt: skip
 
 
 def linear_float8(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, weight_scale: Tensor | None = None,
-    quantized: Float8Rows | None = None, return_quantized: bool = False,
+    weight_codes: Tensor | None = None, quantized: Float8Rows | None = None,
+    return_quantized: bool = False,
 ) -> Tensor | LinearFloat8Output:  # fmt: skip
     """A linear layer whose output and input gradient are FP8 GEMMs.
 
@@ -91,17 +93,19 @@ def linear_float8(
 
     Shapes:
         x ``(..., K)`` with any strides, weight ``(N, K)``, bias ``(N,)``, weight_scale ``(N,)``;
-        quantized, if x has been rounded before: codes ``(..., K)`` and scale ``(...)``. y
-        ``(..., N)``, contiguous; with return_quantized a ``LinearFloat8Output`` of y and the
-        rounded x, for the next layer that reads it.
+        weight_codes ``(N, K)``, if a trained weight has been rounded before: then nobody reads the
+        numbers of weight, which has the gradient and names its dtype; quantized, if x has been
+        rounded before: codes ``(..., K)`` and scale ``(...)``. y ``(..., N)``, contiguous; with
+        return_quantized a ``LinearFloat8Output`` of y and the rounded x, for the next layer that
+        reads it.
 
     Dtypes:
         In: x, weight and bias of one floating dtype; under autocast, which sets the dtype of x and
-        bias, weight is quantized as it is. With weight_scale (fp32), weight holds codes
-        (float8_e4m3fn, or float8_e4m3fnuz on AMD's CDNA3), is frozen and never held in another
-        dtype. Inside: FP8 GEMMs for results of 16 bits, whose sums keep fewer digits than fp32 on
-        the device (about 14 bits on Hopper); wider results are GEMMs of dequantized rows. Out:
-        that of x.
+        bias, weight is quantized as it is. With weight_scale (fp32), weight or weight_codes hold
+        codes (float8_e4m3fn, or float8_e4m3fnuz on AMD's CDNA3); those of weight are frozen, and
+        never held in another dtype. Inside: FP8 GEMMs for results of 16 bits, whose sums keep fewer
+        digits than fp32 on the device (about 14 bits on Hopper); wider results are GEMMs of
+        dequantized rows. Out: that of x.
 
     Memory:
         Kept for backward: x where weight needs a gradient, weight where x needs one, 4 bytes per
@@ -128,20 +132,20 @@ def linear_float8(
                       f"{tuple(weight.shape)}", x)  # fmt: skip
     checks.vector(name, "bias", bias, weight.shape[0], "rows of weight")
     checks.vector(name, "weight_scale", weight_scale, weight.shape[0], "rows of weight")
-    codes_fit(name, "weight", weight, weight_scale)
+    trained_codes_fit(name, "weight", weight, weight_scale, weight_codes)
     codes, scale = fitting(name, x, quantized)
     apart = weight_scale is not None or checks.autocast_dtype(x.device.type) is not None
     wide = {"x": x, "bias": bias} if apart else tensors
     cast = dict(zip(wide, checks.one_dtype(name, wide), strict=True))
-    y, *made = op(cast["x"], weight, cast["bias"], weight_scale, codes, scale)
+    y, *made = op(cast["x"], weight, cast["bias"], weight_scale, codes, scale, weight_codes)
     if not checks.boolean(name, "return_quantized", return_quantized):
         return y  # type: ignore[no-any-return]
     return LinearFloat8Output(y, typed(*made) if quantized is None else quantized)
 
 
-def codes_fit(op: str, name: str, weight: Tensor, scale: Tensor | None) -> None:
+def codes_fit(op: str, name: str, weight: Tensor, scale: Tensor | None, scales: str = "") -> None:
     """Codes and scales of a weight come together, and have no gradient."""
-    coded, scales = weight.dtype in CODES, f"{name}_scale"
+    coded, scales = weight.dtype in CODES, scales or f"{name}_scale"
     if coded != (scale is not None):
         wanted = f"{scales} beside codes" if coded else f"codes (float8_e4m3fn) for {scales}"
         raise TypeError(f"{op}: {wanted} needed, got {name} {checks.describe(weight)}")
@@ -153,11 +157,36 @@ def codes_fit(op: str, name: str, weight: Tensor, scale: Tensor | None) -> None:
         raise ValueError(f"{op}: codes and {scales} are frozen, got one that requires a gradient")
 
 
-def weight_scales_fit(
-    op: str, weights: Mapping[str, Tensor | None], scales: Sequence[Tensor | None]
+def trained_codes_fit(
+    op: str, name: str, weight: Tensor, scale: Tensor | None, codes: Tensor | None
 ) -> None:
-    """Every weight of several layers holds numbers, or codes with scales of its rows."""
-    for (name, weight), scale in zip(weights.items(), scales, strict=True):
+    """A weight holds codes or numbers, and codes may stand beside numbers."""
+    if codes is None:
+        codes_fit(op, name, weight, scale)
+        return
+    checks.floating(op, optional=(), **{name: weight, f"{name}_codes": codes})
+    if weight.dtype in CODES or codes.dtype not in CODES or codes.shape != weight.shape:
+        wanted = f"{name}_codes must hold E4M3 codes of {name}, which is in another dtype"
+        checks.refuse(op, wanted, f"{checks.describe(codes)} and {checks.describe(weight)}")
+    codes_fit(op, f"{name}_codes", codes, scale, f"{name}_scale")
+
+
+def rounded_rows(x: Tensor) -> Float8Rows:
+    """The rows of a matrix in FP8, by the backend that serves ``linear_float8``.
+
+    For weights that are rounded apart from their GEMMs; it is a layer without outputs.
+    """
+    with torch.no_grad():
+        _, *made = op(x, x.new_empty(0, x.shape[1]), None, None, None, None, None)
+    return typed(*made)
+
+
+def weight_scales_fit(
+    op: str, weights: Mapping[str, Tensor | None], scales: Sequence[Tensor | None],
+    beside: Sequence[Tensor | None] = (None, None, None),
+) -> None:  # fmt: skip
+    """Every weight of several layers holds numbers, or has codes with scales of its rows."""
+    for (name, weight), scale, codes in zip(weights.items(), scales, beside, strict=True):
         if weight is None:
             if scale is not None:
                 raise ValueError(f"{op}: {name}_scale needs {name} beside it, got None")
@@ -165,7 +194,7 @@ def weight_scales_fit(
         if scale is not None:
             checks.floating(op, optional=(), **{name: weight, f"{name}_scale": scale})
         checks.vector(op, f"{name}_scale", scale, weight.shape[0], f"rows of {name}")
-        codes_fit(op, name, weight, scale)
+        trained_codes_fit(op, name, weight, scale, codes)
 
 
 def one_dtype_but_codes(
@@ -238,6 +267,13 @@ def _coded(rows: tuple[int, ...], width: int, out: int, bias: bool = False) -> d
     return _case(rows, width, out, bias, weight=codes, weight_scale=scale)
 
 
+def _rounded(rows: tuple[int, ...], width: int, out: int, bias: bool = False) -> dict[str, T]:
+    """The same of a trained weight beside its codes."""
+    coded = _coded(rows, width, out, bias)
+    weight = _case(rows, width, out)["weight"]
+    return {**coded, "weight": weight, "weight_codes": coded["weight"]}
+
+
 def _frozen(*shape: int) -> T:
     return T(shape, grad=False)
 
@@ -261,6 +297,8 @@ SAMPLES = (
     Sample("only-bias", _case((4,), 16, 32, True, x=_frozen(4, 16), weight=_frozen(32, 16))),
     Sample("codes", _coded((2, 5), 16, 32)),
     Sample("codes-bias", _coded((6,), 48, 16, True)),
+    Sample("codes-of-trained", _rounded((2, 5), 16, 32)),
+    Sample("codes-of-trained-bias", _rounded((6,), 13, 19, True)),
     Sample("past-65535-rows", _case((65537,), 16, 16, weight=_frozen(16, 16)), size="thin"),
     Sample("8192x4096x14336", _case((8192,), 4096, 14336), size="bench"),
     Sample("16384x2048x8192", _case((16384,), 2048, 8192), size="bench"),

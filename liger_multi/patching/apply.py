@@ -71,7 +71,13 @@ from liger_multi.patching.replace.expert_adapters import (
     factors,
     outermost_wrappers,
 )
-from liger_multi.patching.replace.float8 import Float8Linear, Float8Settings, float8_refusal
+from liger_multi.patching.replace.float8 import (
+    Float8Linear,
+    Float8Settings,
+    GatheringFloat8Linear,
+    float8_refusal,
+)
+from liger_multi.patching.replace.float8_shards import unit_of, units
 from liger_multi.patching.replace.head import LazyHead
 from liger_multi.patching.replace.linear import LinearByRows, linear_refusal, looks_like_linear
 from liger_multi.patching.replace.mixers import (
@@ -656,24 +662,36 @@ def _float8(report: PatchReport, request: Request, model: nn.Module) -> None:
     heads = {id(m) for _, head in find_heads(model)[0] for m in head.modules()}
     holders = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     thin = {id(m) for lora in model.modules() if looks_like_lora(lora) for m in matrices(lora)}
+    sharded = units(model)
     for path, module in model.named_modules():
         ours = isinstance(module, Float8Linear)
         free = ours or not isinstance(module, Patched) or isinstance(module, LinearByRows)
         if not looks_like_linear(module) or id(module) in thin or not free:
             continue
         head = id(module) in heads and "it is the output embedding, whose loss has head_gemms"
-        shared = options and options.frozen and holders[id(getattr(module, "weight", None))] > 1
+        alone = options and (options.frozen or options.gather)
+        shared = alone and holders[id(getattr(module, "weight", None))] > 1
         tied = shared and "its weight is that of another layer too, which would lose it"
         found = options and (
-            head or tied or conflicts.of_module(module) or float8_refusal(module, options)
+            head
+            or tied
+            or conflicts.of_module(module)
+            or float8_refusal(module, options, unit_of(path, sharded))
         )
-        if ours and (found or options is None):
+        swap = None
+        if options is not None and not found:
+            settings = Float8Settings(options, options.frozen)
+            kind = GatheringFloat8Linear if options.gather else Float8Linear
+            swap = Swap("linear_float8", stock_class(module), kind, settings)
+        held = swapped(module) if ours else None
+        if held is not None and held != swap and (fixed := held.behavior.fixed(module)):
+            report.skipped.append(Skipped(path, "linear_float8", f"{fixed}; options are fixed"))
+            continue
+        if ours and swap is None:
             _restore(report, path, module)
         if found:
             report.skipped.append(Skipped(path, "linear_float8", found, strict=False))
-        elif options is not None:
-            settings = Float8Settings(options, options.frozen)
-            swap = Swap("linear_float8", stock_class(module), Float8Linear, settings)
+        elif swap is not None:
             by = f"linear_float8{'[weight in FP8]' * options.frozen}"
             _apply(report, path, module, swap, by, options.shown())
 

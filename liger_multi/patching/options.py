@@ -87,11 +87,16 @@ class Float8Options(Options):
         originals: Whether frozen weights are kept on the CPU too, so that ``unpatch`` and
             checkpoints have them exactly; else they are what was kept.
         smallest: Layers whose weights have fewer elements stay as they are.
+        gather: Whether FSDP2 gathers trained weights in FP8 too, rather than in 16 bits.
+        cache: Whether codes of trained weights are kept between passes with gradients until an
+            optimizer has stepped, rather than made in each.
     """
 
     frozen: bool = False
     originals: bool = True
     smallest: int = 2**22 + 1
+    gather: bool = False
+    cache: bool = False
 
 
 ROTATED = "rms_norm_rope"
@@ -268,6 +273,8 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "whole": _BOOLEAN,
     "frozen": _BOOLEAN,
     "originals": _BOOLEAN,
+    "gather": _BOOLEAN,
+    "cache": _BOOLEAN,
     "smallest": ("an integer >= 0", lambda v: _is_int(v) and v >= 0),
     "compact": _BOOLEAN,
     "chunk": ("'auto', a number of rows >= 1 or a byte budget such as '512MiB'", _is_chunk),

@@ -9,7 +9,7 @@ those of such layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,13 @@ from liger_multi.reference.float8.frozen import (
 from liger_multi.reference.float8.rows import PLAIN, Float8Rows, Quantizer, rows_of
 
 # --- parts of both ---
+
+Weight = TypeVar("Weight", Tensor, Optional[Tensor])
+
+
+def _read(weight: Weight, codes: Optional[Tensor]) -> Weight:
+    """What is read of a weight: the codes beside it, where it has been rounded before."""
+    return weight if codes is None else codes
 
 
 def _layer(
@@ -68,9 +75,11 @@ def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable
 
     def forward(
         x: Tensor, weight: Tensor, bias: Optional[Tensor], weight_scale: Optional[Tensor],
-        codes: Optional[Tensor], codes_scale: Optional[Tensor], needs_x: bool, needs_weight: bool,
+        codes: Optional[Tensor], codes_scale: Optional[Tensor], weight_codes: Optional[Tensor],
+        needs_x: bool, needs_weight: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         lead = x.shape[:-1]
+        weight = _read(weight, weight_codes)
         left = given_rows(x, codes, codes_scale, to)
         made = x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
         if codes is None:
@@ -80,10 +89,11 @@ def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable
 
     def backward(
         dy: Tensor, x: Optional[Tensor], weight: Optional[Tensor], weight_scale: Optional[Tensor],
-        scale: Tensor, weight_dtype: torch.dtype, needs_x: bool, needs_weight: bool,
-        needs_bias: bool,
+        weight_codes: Optional[Tensor], scale: Tensor, weight_dtype: torch.dtype, needs_x: bool,
+        needs_weight: bool, needs_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         upstream, dx = as_rows(dy), dy.new_empty(0)
+        weight = _read(weight, weight_codes)
         if weight is not None and needs_x:
             left = rows_of(dy, scale if weight_scale is None else weight_scale, to)
             dx = _input_gradient(left, weight, weight_scale, scale, to, dy.dtype)
@@ -110,9 +120,13 @@ def implement_gated_mlp_float8(
         gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
         activation: str, gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
         down_weight_scale: Optional[Tensor], codes: Optional[Tensor],
-        codes_scale: Optional[Tensor], needs_x: bool, needs_gate_weight: bool,
-        needs_up_weight: bool,
+        codes_scale: Optional[Tensor], gate_weight_codes: Optional[Tensor],
+        up_weight_codes: Optional[Tensor], down_weight_codes: Optional[Tensor], needs_x: bool,
+        needs_gate_weight: bool, needs_up_weight: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        gate_weight = _read(gate_weight, gate_weight_codes)
+        up_weight = _read(up_weight, up_weight_codes)
+        down_weight = _read(down_weight, down_weight_codes)
         left, lead = given_rows(x, codes, codes_scale, to), x.shape[:-1]
         gate, first = _layer(left, gate_weight, gate_weight_scale, gate_bias, x.dtype, to)
         up, second = _layer(left, up_weight, up_weight_scale, up_bias, x.dtype, to)
@@ -125,12 +139,17 @@ def implement_gated_mlp_float8(
         dy: Tensor, x: Optional[Tensor], gate_weight: Optional[Tensor],
         up_weight: Optional[Tensor], down_weight: Tensor, gate: Tensor, up: Tensor,
         activation: str, gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
-        down_weight_scale: Optional[Tensor], gate_scale: Tensor, up_scale: Tensor,
-        down_scale: Tensor, gate_weight_dtype: torch.dtype, up_weight_dtype: torch.dtype,
-        needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool, needs_down_weight: bool,
+        down_weight_scale: Optional[Tensor], gate_weight_codes: Optional[Tensor],
+        up_weight_codes: Optional[Tensor], down_weight_codes: Optional[Tensor],
+        gate_scale: Tensor, up_scale: Tensor, down_scale: Tensor,
+        gate_weight_dtype: torch.dtype, up_weight_dtype: torch.dtype, needs_x: bool,
+        needs_gate_weight: bool, needs_up_weight: bool, needs_down_weight: bool,
         needs_gate_bias: bool, needs_up_bias: bool, needs_down_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        upstream, kind = as_rows(dy), dy.dtype
+        upstream, kind, down_dtype = as_rows(dy), dy.dtype, down_weight.dtype
+        gate_weight = _read(gate_weight, gate_weight_codes)
+        up_weight = _read(up_weight, up_weight_codes)
+        down_weight = _read(down_weight, down_weight_codes)
         left = rows_of(dy, down_scale if down_weight_scale is None else down_weight_scale, to)
         dproduct = _input_gradient(left, down_weight, down_weight_scale, down_scale, to, kind)
         own = (
@@ -143,7 +162,7 @@ def implement_gated_mlp_float8(
             wanted, needs_down_weight,
         )  # fmt: skip
         del dproduct
-        ddown = _weight_gradient(upstream, product, needs_down_weight, down_weight.dtype)
+        ddown = _weight_gradient(upstream, product, needs_down_weight, down_dtype)
         del product
         dx = gate.new_empty(0)
         if gate_rows is not None and up_rows is not None:

@@ -120,6 +120,8 @@ def product(a: Float8Rows, b: Float8Rows, dtype: torch.dtype, fast: bool = False
 
 def _dequantized_product(a: Float8Rows, b: Float8Rows, dtype: torch.dtype) -> Tensor:
     kind = dtype if dtype in (torch.bfloat16, torch.float64) else torch.float32
+    if not len(b.scale):
+        return a.scale.new_empty(len(a.scale), 0, dtype=dtype)
     left, out = dequantized(a, kind), a.scale.new_empty(len(a.scale), len(b.scale), dtype=dtype)
     for block in row_blocks(len(b.scale), b.codes.shape[1] * kind.itemsize):
         right = dequantized(Float8Rows(b.codes[block], b.scale[block]), kind)

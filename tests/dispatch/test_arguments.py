@@ -192,7 +192,7 @@ def other_shapes(x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         yield "a longer last axis", torch.cat([plain, plain[..., :1]], -1)
         yield "a longer first axis", torch.cat([plain, plain[:1]])
         yield "no elements", plain[..., :0]
-        yield "one axis less", plain.sum(0)
+        yield "one axis less", plain.new_zeros(plain.shape[1:])
 
 
 @pytest.mark.parametrize("op", OPERATORS)

@@ -129,12 +129,12 @@ def test_codes_of_a_card_live_during_a_gemm(held):
             if t is not None:
                 recorder.see(t, made=False)
         given = sum(size for _, size in recorder.events)
-        made = recorder.ours(op.fwd, (x, weight, None, scale, None, None, True, False))
+        made = recorder.ours(op.fwd, (x, weight, None, scale, None, None, None, True, False))
         del made
         forward = max(itertools.accumulate(size for _, size in recorder.events)) - given
         dy, own = x.new_empty(rows, out), torch.empty(out, device="meta")
         before = len(recorder.events)
-        recorder.ours(op.bwd, (dy, None, weight, scale, own, x.dtype, True, False, False))
+        recorder.ours(op.bwd, (dy, None, weight, scale, None, own, x.dtype, True, False, False))
     gradient = max(itertools.accumulate(size for _, size in recorder.events[before:]))
     codes = 0 if held else (width + 4) * out  # of the weight, with their scales
     assert forward == rows * (width + 4) + codes + 2 * rows * out

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import gc
 import io
 import threading
 import weakref
@@ -21,6 +22,7 @@ from liger_multi.errors import PatchError
 from liger_multi.patching import patch, patched, unpatch
 from liger_multi.patching.replace import float8
 from liger_multi.patching.replace.float8 import Float8Linear
+from liger_multi.patching.replace.float8_shards import GatheredWeight
 from liger_multi.patching.replace.float8_weight import Float8Weight
 from liger_multi.reference.float8.rows import PLAIN, Float8Rows, dequantized
 from tests.models import VOCABULARY, build
@@ -158,6 +160,160 @@ def test_weights_written_past_the_version_counter_are_seen():
         for a in made.parameters():
             a.data.mul_(0.5)
         assert not torch.equal(first, made(input_ids=ids()).logits.detach())
+
+
+CACHED = {**ALL, "cache": True}
+
+
+def optimizer_of(made, kind=torch.optim.SGD):
+    """An optimizer that has stepped, as codes are kept from then on."""
+    optimizer = kind(made.parameters(), lr=0.0)
+    step(made)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.05
+    return optimizer
+
+
+@contextlib.contextmanager
+def weights_rounded():
+    """How many weights were rounded apart from their GEMMs, and how many by these."""
+    seen, call = {"apart": 0, "within": 0}, Primitive.call
+
+    def spy(prim, *args):
+        given = dict(zip(prim.params, args, strict=True))
+        for name, t in given.items():
+            if "float8" in prim.op.name and prim.direction == "forward" and name.endswith("weight"):
+                scale = given.get(f"{name}_scale", ...)
+                if scale is None and isinstance(t, torch.Tensor):
+                    seen["within" if t.numel() else "apart"] += 1
+        return call(prim, *args)
+
+    with mock.patch.object(Primitive, "call", spy):
+        yield seen
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_codes_that_are_kept_are_those_of_each_use(kind, checkpointing):
+    """Once per step of the optimizer, whatever the number of micro-batches; and the same bits."""
+    made, other = model(), model()
+    patch(made, linear_float8=CACHED)
+    patch(other, linear_float8=ALL)
+    for one in (made, other):
+        if checkpointing:
+            one.gradient_checkpointing_enable({"use_reentrant": False})
+            one.enable_input_require_grads()
+            one.train()
+    optimizers = [optimizer_of(one, kind) for one in (made, other)]
+    for _ in range(2):
+        with weights_rounded() as seen:
+            for _ in range(3):
+                assert equal(step(made), step(other))
+        assert seen["apart"] == 14
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_kept_codes_follow_every_write_that_counts():
+    made, other = model(), model()
+    patch(made, linear_float8=CACHED)
+    patch(other, linear_float8=ALL)
+    optimizer_of(made)
+    writes = (
+        lambda m: [p.mul_(1.1) for p in m.parameters()],
+        lambda m: m.load_state_dict(copy.deepcopy(model().state_dict())),
+        lambda m: [setattr(p, "data", p.data * 1.2) for p in m.parameters()],
+        lambda m: m.double(),
+    )
+    for write in writes:
+        step(made)
+        with torch.no_grad():
+            write(made)
+            write(other)
+        assert equal(step(made), step(other))
+
+
+def test_a_step_of_an_optimizer_that_counts_no_version():
+    """As those in C: the hooks of its class tell."""
+
+    class Uncounted(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(p.grad, alpha=-self.param_groups[0]["lr"])
+
+    made, other = model(), model()
+    patch(made, linear_float8=CACHED)
+    patch(other, linear_float8=ALL)
+    optimizers = [optimizer_of(one, Uncounted) for one in (made, other)]
+    for _ in range(3):
+        assert equal(step(made), step(other))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_codes_are_not_kept_where_no_optimizer_steps():
+    """A loop that writes to ``p.data`` itself has no hook."""
+    made, other = model(), model()
+    patch(made, linear_float8=CACHED)
+    patch(other, linear_float8=ALL)
+    for _ in range(3):
+        assert equal(step(made), step(other))
+        for p in [*made.parameters(), *other.parameters()]:
+            p.data.add_(p.grad, alpha=-0.05)
+
+
+def test_writes_that_nothing_counts_are_an_error_before_the_step():
+    made = model()
+    patch(made, linear_float8=CACHED)
+    optimizer = optimizer_of(made)
+    step(made)
+    weight = linears(made)[3].weight
+    weight.data[5, 7] += 1e-6 + weight.data[5, 7].abs()
+    before = copy.deepcopy(made.state_dict())
+    with pytest.raises(PatchError, match="leave cache=True of linear_float8 out"):
+        optimizer.step()
+    assert all(torch.equal(before[n], t) for n, t in made.state_dict().items())
+    patch(made, linear_float8=ALL)
+    step(made)
+    optimizer.step()
+
+
+def test_passes_without_gradients_do_not_read_kept_codes():
+    """An evaluation with averaged weights writes them through ``.data``, and back."""
+    made, other = model(), model()
+    patch(made, linear_float8=CACHED)
+    patch(other, linear_float8=ALL)
+    optimizer = optimizer_of(made)
+    right = step(made)
+    own = [p.detach().clone() for p in made.parameters()]
+    with torch.no_grad():
+        for p, q in zip(made.parameters(), other.parameters(), strict=True):
+            p.data.mul_(0.5)
+            q.data.copy_(p)
+        assert torch.equal(made(input_ids=ids()).logits + 0, other(input_ids=ids()).logits + 0)
+        for p, value in zip(made.parameters(), own, strict=True):
+            p.data.copy_(value)
+    assert equal(step(made), right)
+    optimizer.step()
+
+
+def test_kept_codes_go_with_the_step_and_with_the_model():
+    from liger_multi.patching.replace import float8_kept
+
+    made = model()
+    patch(made, linear_float8=CACHED)
+    optimizer = optimizer_of(made)
+    count = len(float8_kept._kept)
+    step(made)
+    assert len(float8_kept._kept) == count + 14
+    optimizer.step()
+    assert len(float8_kept._kept) == 0
+    step(made)
+    unpatch(made)
+    del made, optimizer
+    gc.collect()
+    assert len(float8_kept._kept) == 0
 
 
 def test_an_input_that_was_written_to_is_rounded_again():
@@ -949,6 +1105,55 @@ def test_adapters_added_saved_and_merged(tmp_path):
     assert merged(input_ids=ids(), labels=ids()).loss < losses[0]
 
 
+# --- weights that FSDP2 gathered in FP8; what it does with them is tested on two ranks ---
+
+
+def test_gather_changes_nothing_where_nothing_is_sharded():
+    made, other = model(), model()
+    before = step(made)
+    patch(made, linear_float8={**ALL, "gather": True})
+    patch(other, linear_float8=ALL)
+    right = step(other)
+    for one in (made, copy.deepcopy(made)):
+        assert equal(step(one), right)
+        linears(one)[0].weight = nn.Parameter(linears(one)[0].weight.detach().clone())
+        assert equal(step(one), right)
+    patch(made, linear_float8=ALL)
+    assert equal(step(made), right)
+    unpatch(made)
+    assert all(type(m) is nn.Linear for m in linears(made))
+    assert equal(step(made), before)
+
+
+def test_gathered_weights_are_trained_in_eager_and_compiled_code():
+    block, plain = (nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32)) for _ in "ab")
+    plain.load_state_dict(block.state_dict())
+    for one in (block, plain):
+        patch(one, linear_float8=ALL)
+    for layer in (block[0], block[2]):
+        rows = PLAIN.rows(layer.weight.detach(), None, torch.float8_e4m3fn)
+        weight = GatheredWeight(*rows, torch.float32)
+        layer._parameters["weight"] = nn.Parameter(weight)
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (6, 9):
+        x, found = torch.randn(rows, 32), []
+        for call, held in ((plain, plain), (block, block), (compiled, block)):
+            held.zero_grad()
+            given = x.clone().requires_grad_()
+            y = call(given)
+            y.square().sum().backward()
+            found.append([y.detach(), given.grad, *(p.grad.clone() for p in held.parameters())])
+        for right, eager, late in zip(*found, strict=True):
+            assert torch.equal(eager, right)
+            torch.testing.assert_close(late, right)
+    by_hand = torch.nn.functional.linear(x, block[0].weight)  # a reader that knows no codes
+    assert torch.equal(by_hand, torch.nn.functional.linear(x, block[0].weight.dequantized()))
+    by_hand.sum().backward()
+    with pytest.raises(PatchError, match="unpatch the model first"), torch.no_grad():
+        block[0].weight.mul_(2)
+
+
 # --- models that torchao has converted ---
 
 
@@ -990,6 +1195,8 @@ def test_models_converted_by_torchao_keep_its_layers_and_get_our_norms(scaling):
         ({"smallest": -1}, "smallest must be an integer >= 0"),
         ({"originals": "cpu"}, "originals must be True or False"),
         ({"smalest": 1}, "smallest"),
+        ({"gather": 1}, "gather must be True or False"),
+        ({"cache": None}, "cache must be True or False"),
     ],
 )
 def test_bad_options_change_nothing(options, text):

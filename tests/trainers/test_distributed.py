@@ -319,6 +319,368 @@ def fsdp2_of_adapters_on_a_base_in_float8(run):
     in_float8(run, stock, wrap, {**EIGHT, "frozen": True})
 
 
+def shards(run, **options):
+    """Shard the decoder layers and the rest of a model."""
+    from torch.distributed.fsdp import fully_shard
+
+    def wrap(ours):
+        layers = next(m for n, m in ours.named_modules() if n.endswith("layers"))
+        for unit in (*layers, ours):
+            fully_shard(unit, mesh=run.mesh(), **options)
+
+    return wrap
+
+
+def changes(run, order="patch shard", options={}, **eight):  # noqa: B006
+    """Patch and shard a model, in an order."""
+
+    def change(ours):
+        for each in order.split():
+            if each == "shard":
+                shards(run, **options)(ours)
+                continue
+            report = patch(ours, linear_float8={**EIGHT, **eight})
+            assert report.count("linear_float8") == 14, report
+
+    return change
+
+
+def coded_parts(ours):
+    """This rank's parts of the weights of linear layers."""
+    return {
+        n: p._local_tensor for n, p in ours.named_parameters()
+        if "proj" in n and "lora" not in n and n.endswith("weight")
+    }  # fmt: skip
+
+
+def same_bits(run, stock, change, steps=2, autocast=False, frozen=False):
+    """Steps of a sharded model have the bits of one process, as all ranks have the same batch."""
+    one, ours = copy.deepcopy(stock), copy.deepcopy(stock)
+    patch(one, linear_float8={**EIGHT, "frozen": frozen})
+    change(ours)
+    sgd = [
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
+        for m in (one, ours)
+    ]  # fmt: skip
+    call, coded = Primitive.call, []
+
+    def seen(prim, *args):
+        given = dict(zip(prim.params, args, strict=True))
+        weights = {n: t for n, t in given.items() if f"{n}_scale" in given and n.endswith("weight")}
+        coded.extend(
+            (prim.op.name, given[f"{n}_scale"] is not None)
+            for n, t in weights.items()
+            if t is not None and t.numel()  # a shard is rounded beside a weight of no rows
+        )
+        return call(prim, *args)
+
+    for _ in range(steps):
+        found = []
+        for model in (one, ours):
+            coded.clear()
+            with mock.patch.object(Primitive, "call", seen), torch.autocast(
+                run.device.type, torch.bfloat16, enabled=autocast
+            ):  # fmt: skip
+                loss = model(**run.batch()).loss
+                loss.backward()
+            found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
+        assert len(coded) >= 28
+        assert all(held for _, held in coded), coded
+        (right, wanted), (loss, gradients) = found
+        assert torch.equal(loss, right)
+        for name, gradient in wanted.items():
+            if gradient is not None:
+                assert torch.equal(gradients[name].full_tensor(), gradient), name
+        for optimizer in sgd:
+            optimizer.step()
+            optimizer.zero_grad()
+    return one, ours
+
+
+ORDERS = {"patched first": "patch shard", "sharded first": "shard patch"}
+for _name, _order in ORDERS.items():
+
+    def _trained(run, order=_order):
+        from liger_multi.patching.replace.float8_shards import TrainedShard
+
+        _, ours = same_bits(run, run.build(), changes(run, order, gather=True))
+        assert all(type(t) is TrainedShard for t in coded_parts(ours).values())
+
+    CASES[f"fsdp2 gathers codes of trained weights, {_name}"] = _trained
+
+
+@case()
+def fsdp2_gathers_codes_of_adapters_on_a_frozen_base(run):
+    """A rank holds a byte per weight of its rows, and four per row."""
+    from liger_multi.patching.replace.float8_weight import Float8Weight
+
+    change = changes(run, frozen=True)
+    stock = lora_everywhere(run.build())
+    _, ours = same_bits(run, stock, change, frozen=True)
+    for name, part in coded_parts(ours).items():
+        whole = stock.get_parameter(name)
+        assert type(part) is Float8Weight
+        assert part.codes.shape == (len(whole) // WORLD, whole.shape[1])
+        assert part.codes.untyped_storage().nbytes() == part.codes.numel()
+        assert torch.equal(part.original, whole.detach().chunk(WORLD)[run.rank].cpu())
+    late = lora_everywhere(run.build())
+    shards(run)(late)
+    report = patch(late, linear_float8={**EIGHT, "frozen": True})
+    reasons = {s.reason for s in report.skipped if s.op == "linear_float8" and "proj" in s.path}
+    assert reasons == {"FSDP2 has sharded its weight in 16 bits or more: patch before sharding"}
+
+
+@case()
+def fsdp2_gathers_codes_under_checkpointing(run):
+    """Backward gathers again, and finds the codes of forward."""
+    for frozen in (False, True):
+        stock = lora_everywhere(run.build()) if frozen else run.build()
+        stock.enable_input_require_grads()
+        stock.gradient_checkpointing_enable({"use_reentrant": False})
+        stock.train()
+        change = changes(run, frozen=True) if frozen else changes(run, gather=True)
+        same_bits(run, stock, change, frozen=frozen)
+
+
+@case()
+def fsdp2_gathers_codes_of_uneven_shards(run):
+    """49 rows of two ranks, and one row; weights stay gathered between forward and backward."""
+    sizes = {"intermediate_size": 49, "num_key_value_heads": 1, "head_dim": 1}
+    for options in ({}, {"reshard_after_forward": False}):
+        for frozen in (False, True):
+            stock = run.build(**sizes)
+            stock = lora_everywhere(stock) if frozen else stock
+            kind = {"frozen": True} if frozen else {"gather": True}
+            change = changes(run, options=options, **kind)
+            _, ours = same_bits(run, stock, change, frozen=frozen)
+            rows = {len(t) for n, t in coded_parts(ours).items() if "up_proj" in n}
+            assert rows == {25 - run.rank}
+
+
+@case()
+def fsdp2_gathers_codes_of_one_rank_and_of_replicas(run):
+    """FSDP2 has code of its own for a mesh of one rank, which copies."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(run.device.type, (WORLD, 1), mesh_dim_names=("replicate", "shard"))
+    for part in (mesh["shard"], mesh):
+        run.mesh = lambda part=part: part
+        for frozen in (False, True):
+            stock = run.build(intermediate_size=49)
+            stock = lora_everywhere(stock) if frozen else stock
+            change = changes(run, **({"frozen": True} if frozen else {"gather": True}))
+            same_bits(run, stock, change, frozen=frozen)
+    del run.mesh
+
+
+@case()
+def fsdp2_gathers_codes_over_micro_batches(run):
+    """Gradients are summed before they are reduced, and codes serve both micro-batches."""
+    stock = run.build()
+    one, ours = copy.deepcopy(stock), copy.deepcopy(stock)
+    patch(one, linear_float8=EIGHT)
+    changes(run, gather=True)(ours)
+    for last in (False, True):
+        ours.set_requires_gradient_sync(last)
+        ours.set_reshard_after_backward(last)
+        for model in (one, ours):
+            model(**run.batch()).loss.backward()
+    for name, p in one.named_parameters():
+        assert torch.equal(ours.get_parameter(name).grad.full_tensor(), p.grad), name
+
+
+@case()
+def fsdp2_gathers_codes_under_autocast(run):
+    same_bits(run, run.build(), changes(run, gather=True), autocast=True)
+
+
+@case(slow=True)
+def fsdp2_gathers_codes_of_compiled_layers(run):
+    """Blocks are compiled one by one, within what FSDP2 does around them."""
+    stock = run.build()
+    one, ours = copy.deepcopy(stock), copy.deepcopy(stock)
+    patch(one, linear_float8=EIGHT)
+    patch(ours, linear_float8={**EIGHT, "gather": True})
+    for layer in ours.model.layers:
+        layer.compile(backend="aot_eager")
+    shards(run)(ours)
+    for _ in range(2):
+        losses = [m(**run.batch()).loss for m in (one, ours)]
+        run.close(*losses)
+        for loss in losses:
+            loss.backward()
+        for name, p in one.named_parameters():
+            gradient = ours.get_parameter(name).grad.full_tensor()
+            assert (gradient - p.grad).norm() < 0.01 * p.grad.norm(), name
+        for m in (one, ours):
+            m.zero_grad()
+
+
+@case()
+def fsdp2_gathers_codes_of_weights_in_float32_for_steps_in_bfloat16(run):
+    """Codes are rounded from what the optimizer holds, and not from its 16 bits."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from liger_multi.reference.float8.rows import PLAIN
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found, stock = [], run.build()
+    for kind in ({}, {"gather": True}):
+        ours = copy.deepcopy(stock)
+        changes(run, options={"mp_policy": policy}, **kind)(ours)
+        loss = ours(**run.batch()).loss
+        loss.backward()
+        found.append({n: p.grad.full_tensor() for n, p in ours.named_parameters()})
+    for name, right in found[0].items():
+        gradient = found[1][name]
+        assert gradient.dtype == right.dtype == torch.float32
+        assert torch.cosine_similarity(gradient.flatten(), right.flatten(), 0) > 0.98, name
+    layer = ours.model.layers[0]
+    layer.unshard()
+    weight = layer.self_attn.q_proj.weight
+    wide = stock.model.layers[0].self_attn.q_proj.weight
+    codes, scale = PLAIN.rows(wide.detach(), None, weight.codes.dtype)
+    assert torch.equal(weight.codes.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(weight.scale, scale)
+    assert weight.dtype == torch.bfloat16
+
+
+@case()
+def fsdp2_with_codes_saves_and_loads_numbers(run):
+    """Files hold what one process would save; what is loaded is what the next step runs with."""
+    import io
+
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        set_model_state_dict,
+    )
+
+    other = run.build()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.5)
+    for frozen in (False, True):
+        stock = run.build(intermediate_size=49)
+        with torch.no_grad():
+            other = copy.deepcopy(stock)
+            for p in other.parameters():
+                p.mul_(1.3)
+        if frozen:
+            stock.requires_grad_(False)
+            stock.model.embed_tokens.requires_grad_(True)
+        ours, kind = copy.deepcopy(stock), {"frozen": True} if frozen else {"gather": True}
+        changes(run, **kind)(ours)
+        state = ours.state_dict()
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        for t in torch.load(file, weights_only=True).values():
+            assert type(t._local_tensor) is torch.Tensor
+        for name, right in stock.state_dict().items():
+            assert type(state[name]._local_tensor) is torch.Tensor
+            assert torch.equal(state[name].full_tensor(), right), name
+        whole = StateDictOptions(full_state_dict=True)
+        for name, found in get_model_state_dict(ours, options=whole).items():
+            assert torch.equal(found, stock.state_dict()[name]), name
+        set_model_state_dict(ours, other.state_dict(), options=whole)
+        for name, right in other.state_dict().items():
+            assert torch.equal(ours.state_dict()[name].full_tensor(), right), name
+        patch(other, linear_float8=EIGHT)
+        with torch.no_grad():
+            assert torch.equal(ours(**run.batch()).loss, other(**run.batch()).loss)
+
+
+@case()
+def fsdp2_with_codes_of_a_model_without_numbers(run):
+    """Built on the meta device, patched, sharded, given room and then numbers."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    for frozen in (False, True):
+        stock = run.build()
+        if frozen:
+            stock.requires_grad_(False)
+            stock.model.embed_tokens.requires_grad_(True)
+        buffers = {n: b.clone() for n, b in stock.named_buffers()}
+        ours, kind = (
+            copy.deepcopy(stock).to("meta"),
+            {"frozen": True} if frozen else {"gather": True},
+        )
+        changes(run, **kind)(ours)
+        ours.to_empty(device=run.device)
+        for name, buffer in ours.named_buffers():
+            buffer.copy_(buffers[name])
+        whole = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(ours, stock.state_dict(), options=whole)
+        for name, right in stock.state_dict().items():
+            assert torch.equal(ours.state_dict()[name].full_tensor(), right), name
+        same_bits(run, stock, lambda _, ours=ours: None, steps=0)
+        patch(stock, linear_float8={**EIGHT, "frozen": frozen})
+        losses = [m(**run.batch()).loss for m in (ours, stock)]
+        assert torch.equal(*losses)
+        losses[0].backward()
+
+
+@case()
+def fsdp2_with_codes_has_no_way_back(run):
+    from liger_multi.errors import PatchError
+    from liger_multi.patching import unpatch
+
+    for kind in ({"gather": True}, {"frozen": True}):
+        ours = run.build().requires_grad_("frozen" not in kind)
+        changes(run, **kind)(ours)
+        kinds = [type(m) for m in ours.modules()]
+        with pytest.raises(PatchError, match="unpatch before sharding"):
+            unpatch(ours)
+        report = patch(ours)
+        reasons = {s.reason for s in report.skipped if "proj" in s.path}
+        assert reasons == {"FSDP2 gathers its weight in FP8; options are fixed"}
+        again = patch(ours, linear_float8={**EIGHT, **kind})
+        assert {e.status for e in again.entries if e.op == "linear_float8"} == {"already patched"}
+        assert [type(m) for m in ours.modules()] == kinds
+    ours = run.build()
+    shards(run)(ours)
+    ours(**run.batch()).loss.backward()
+    report = patch(ours, linear_float8={**EIGHT, "gather": True})
+    assert report.count("linear_float8") == 0
+    reasons = {s.reason for s in report.skipped if "proj" in s.path}
+    assert reasons == {"FSDP2 has gathered its weight before: patch before the first step"}
+    assert patch(ours, linear_float8=EIGHT).count("linear_float8") == 14
+    ours(**run.batch()).loss.backward()
+
+
+def converted(model):
+    """A model whose decoder layers are torchao's, with a scale per tensor, and gathered in FP8."""
+    from torchao import float8 as ao
+
+    config = ao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    ao.convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, name: "proj" in name
+    )
+    return model
+
+
+@case()
+def fsdp2_of_models_converted_by_torchao(run):
+    """Its own tensors are gathered by its own rules, beside our norms and activations."""
+    for order in ("patch shard", "shard patch"):
+        alone, ours = (converted(m) for m in run.pair(hidden_size=64, intermediate_size=128))
+        shards(run)(alone)
+        for each in order.split():
+            shards(run)(ours) if each == "shard" else patch(ours, linear_float8=EIGHT)
+        kinds = {type(t).__name__ for t in coded_parts(ours).values()}
+        assert kinds == {"WeightWithDynamicFloat8CastTensor"}
+        found = []
+        for model in (alone, ours):
+            loss = model(**run.mine(run.batch())).loss
+            loss.backward()
+            found.append((loss, {n: p.grad for n, p in model.named_parameters()}))
+        run.close(*(loss for loss, _ in found))
+        for name, right in found[0][1].items():
+            right, gradient = right.full_tensor(), found[1][1][name].full_tensor()
+            assert (gradient - right).norm() <= 0.01 * right.norm(), name
+
+
 def lora_everywhere(model):
     import peft
 
@@ -680,7 +1042,7 @@ def rank_of_cases():
 
 # --- both ranks ---
 
-NEEDS = {"adapters": "peft", "deepspeed": "deepspeed"}
+NEEDS = {"adapters": "peft", "deepspeed": "deepspeed", "torchao": "torchao"}
 
 
 class Ranks:

@@ -280,7 +280,7 @@ def _run(found: Sequence[tuple[Any, Adapter]], x: Tensor) -> Sequence[Tensor]:
     given: dict[str, Any] = {}
     scales = []
     for slot, (layer, adapter) in zip(_SLOTS, found, strict=False):
-        weight, scale = wide_parts(layer.base_layer)
+        weight, scale, _ = wide_parts(layer.base_layer)
         scales.append(scale)
         given |= {f"{slot}_weight": weight, f"{slot}_bias": layer.base_layer.bias}
         given |= {f"{slot}_weight_scale": scale}

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,16 @@ from liger_multi.patching.recognize.signature import (
     globally_hooked,
     is_watched,
     is_watched_by_users,
+)
+from liger_multi.patching.replace.float8_kept import follow_optimizers, kept_rows
+from liger_multi.patching.replace.float8_shards import (
+    GatheredWeight,
+    TrainedShard,
+    gather_codes,
+    has_run,
+    is_sharded,
+    local,
+    saved,
 )
 from liger_multi.patching.replace.float8_weight import Float8Weight, freeze, held, thaw
 from liger_multi.patching.replace.linear import linear_refusal
@@ -180,15 +190,24 @@ class Float8Linear(Patched):
     def entered(module: nn.Module, settings: Any) -> None:
         """Keep the weight in FP8 where that was asked for."""
         _process["rounds"] = True
-        if settings.stored:
-            freeze(module, settings.options.originals)
-        else:
+        if settings.options.cache:
+            follow_optimizers()
+        if not settings.stored:
             thaw(module)
+        elif not is_sharded(module._parameters.get("weight")):
+            freeze(module, settings.options.originals)
 
     @staticmethod
     def left(module: nn.Module) -> None:
         """Give the weight back."""
         thaw(module)
+
+    @staticmethod
+    def fixed(module: nn.Module) -> str | None:
+        """FSDP2 has no way back from what it gathers."""
+        weight = module._parameters.get("weight")
+        coded = is_sharded(weight) and isinstance(local(weight), (Float8Weight, TrainedShard))
+        return "FSDP2 gathers its weight in FP8" if coded else None
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -196,8 +215,29 @@ class Float8Linear(Patched):
         """Checkpoints hold the original weight, or the dequantized one where that was dropped."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         weight = held(self)
+        name = f"{prefix}weight"
         if weight is not None:
-            destination[f"{prefix}weight"] = weight.restored()
+            destination[name] = weight.restored()
+        elif is_sharded(destination.get(name)):
+            destination[name] = saved(destination[name])
+
+
+class GatheringFloat8Linear(Float8Linear):
+    """One whose trained weight FSDP2 gathers in FP8."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """FSDP2 puts a sharded weight here before it looks how that is gathered."""
+        if name == "weight" and is_sharded(value):
+            gather_codes(value)
+        super().__setattr__(name, value)
+
+    @staticmethod
+    def entered(module: nn.Module, settings: Any) -> None:
+        """The same of a weight that is sharded already."""
+        Float8Linear.entered(module, settings)
+        weight = module._parameters.get("weight")
+        if is_sharded(weight):
+            gather_codes(weight)
 
 
 def _served(layer: Any, x: Tensor) -> bool:
@@ -205,7 +245,7 @@ def _served(layer: Any, x: Tensor) -> bool:
     if type(x) not in PLAIN or not x.is_floating_point():
         return False
     if isinstance(weight, Float8Weight):
-        if weight.requires_grad:
+        if weight.requires_grad and not isinstance(weight, GatheredWeight):
             raise PatchError(
                 "the weight of this layer is kept in FP8 and cannot be trained, got "
                 f"requires_grad=True on {weight!r}; unpatch the model first"
@@ -230,20 +270,19 @@ def is_hooked(module: nn.Module) -> bool:
 def _apply(layer: Any, x: Tensor) -> Tensor:
     from liger_multi.ops.linear_float8 import Float8Rows, linear_float8, op
 
-    weight = layer.weight
-    frozen = weight if isinstance(weight, Float8Weight) else None
-    weight, scale = (weight, None) if frozen is None else (frozen.codes, frozen.scale)
+    weight, scale, beside = wide_parts(layer)
+    given: Any = {"weight_scale": scale, "weight_codes": beside}
     if torch.compiler.is_compiling():
-        return cast(Tensor, linear_float8(x, weight, layer.bias, weight_scale=scale))
+        return cast(Tensor, linear_float8(x, weight, layer.bias, **given))
     known = None if is_hooked(layer) else codes_of(x)
     if known is None:
         _ask(x)
     if autocast_dtype(x.device.type) is not None:
         y, rows = linear_float8(
-            x, weight, layer.bias, weight_scale=scale, quantized=known, return_quantized=True
+            x, weight, layer.bias, **given, quantized=known, return_quantized=True
         )
     else:  # what the function checks, _served and the report have seen
-        y, *made = op(x, weight, layer.bias, scale, *(known or (None, None)))
+        y, *made = op(x, weight, layer.bias, scale, *(known or (None, None)), beside)
         rows = Float8Rows(*made)
     if known is None and not x.is_inference():
         remember(x, rows)
@@ -251,6 +290,16 @@ def _apply(layer: Any, x: Tensor) -> Tensor:
 
 
 # --- layers of operators that take several of them ---
+
+
+def _kept(layer: Any, weight: Tensor) -> tuple[Tensor, Tensor] | tuple[()]:
+    """Scales and codes of a trained weight, where they are kept between its uses."""
+    kind = type(layer)
+    settings: Any = kind._liger_multi_swap.settings if issubclass(kind, Float8Linear) else None
+    if settings is None or not settings.options.cache or torch.compiler.is_compiling():
+        return ()
+    rows = kept_rows(weight) if weight.requires_grad and torch.is_grad_enabled() else None
+    return () if rows is None else (rows.scale, rows.codes)
 
 
 def bare_float8(layer: nn.Module | None) -> bool:
@@ -262,19 +311,34 @@ def bare_float8(layer: nn.Module | None) -> bool:
     if options.backend is not None or not code_holds(kind) or is_watched(layer):
         return False
     weight, bias = layer.weight, layer.bias  # tensors may stand in the place of parameters
-    plain = type(weight) in PLAIN or (held(layer) is not None and not weight.requires_grad)
+    frozen = held(layer) is not None and not weight.requires_grad
+    plain = type(weight) in PLAIN or frozen or isinstance(weight, GatheredWeight)
     return plain and (bias is None or type(bias) in PLAIN)
 
 
 def bare_frozen_float8(layer: nn.Module | None) -> bool:
     """The same of a layer whose weight is kept in FP8."""
-    return layer is not None and bare_float8(layer) and held(layer) is not None
+    if layer is None or not bare_float8(layer):
+        return False
+    return held(layer) is not None and not layer.weight.requires_grad
 
 
-def wide_parts(layer: Any) -> tuple[Tensor, Tensor | None]:
-    """The weight of a layer as operators take it: with its scales, where it is kept in FP8."""
+class Wide(NamedTuple):
+    """The weight of a layer as operators take it: numbers or codes, scales, and codes beside."""
+
+    weight: Tensor
+    scale: Tensor | None = None
+    codes: Tensor | None = None
+
+
+def wide_parts(layer: Any) -> Wide:
+    """The weight of a layer: codes where it is kept in FP8, or was gathered in it."""
     weight = layer.weight
-    return (weight.codes, weight.scale) if isinstance(weight, Float8Weight) else (weight, None)
+    if not isinstance(weight, Float8Weight):
+        return Wide(weight, *_kept(layer, weight))
+    if isinstance(weight, GatheredWeight) and weight.requires_grad:
+        return Wide(weight.master(), weight.scale, weight.codes)
+    return Wide(weight.codes, weight.scale)
 
 
 def shared_codes(x: Tensor) -> Any:
@@ -290,15 +354,23 @@ def shared_codes(x: Tensor) -> Any:
 # --- which layers ---
 
 
-def float8_refusal(layer: nn.Module, options: Float8Options) -> str | None:
-    """Why a linear layer stays in its dtype, or None."""
+def float8_refusal(
+    layer: nn.Module, options: Float8Options, unit: nn.Module | None = None
+) -> str | None:
+    """Why a linear layer stays in its dtype, or None; ``unit``: of FSDP2, which it is part of."""
     from liger_multi.reference.float8.rows import format_of, unsupported
 
     reason = linear_refusal(layer)
     if reason is not None:
         return reason
     weight = cast(Tensor, layer._parameters.get("weight"))
-    if weight is None or (type(weight) not in PLAIN and not isinstance(weight, Float8Weight)):
+    if unit is not None and is_sharded(weight):
+        plain = type(local(weight)) is Tensor
+        if plain and options.frozen:
+            return "FSDP2 has sharded its weight in 16 bits or more: patch before sharding"
+        if plain and options.gather and has_run(unit):
+            return "FSDP2 has gathered its weight before: patch before the first step"
+    elif weight is None or (type(weight) not in PLAIN and not isinstance(weight, Float8Weight)):
         return f"its weight is a {type(layer.weight).__name__}"
     if weight.numel() < options.smallest:
         return (

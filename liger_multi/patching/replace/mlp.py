@@ -182,12 +182,13 @@ def _float8(x: Tensor, layers: Sequence[Any], activation: str) -> Tensor | None:
 
     if not _one_dtype(x, *[layer.weight for layer in layers]):
         return None
-    weights, own = zip(*map(wide_parts, layers), strict=True)
+    weights, own, beside = zip(*map(wide_parts, layers), strict=True)
     biases = [layer.bias for layer in layers]
     return ops.gated_mlp_float8(
         x, *weights, gate_bias=biases[0], up_bias=biases[1], down_bias=biases[2],
         activation=activation, gate_weight_scale=own[0], up_weight_scale=own[1],
-        down_weight_scale=own[2], quantized=shared_codes(x),
+        down_weight_scale=own[2], gate_weight_codes=beside[0], up_weight_codes=beside[1],
+        down_weight_codes=beside[2], quantized=shared_codes(x),
     )  # fmt: skip
 
 
@@ -198,7 +199,7 @@ def _with_adapters(
 
     pairs = [(None, None) if a is None else (a.a, a.b) for a in thin]
     scales = [1.0 if a is None else a.scale for a in thin]
-    weights, own = zip(*map(wide_parts, layers), strict=True)
+    weights, own, _ = zip(*map(wide_parts, layers), strict=True)
     return lora_mlp(
         x,
         *weights,

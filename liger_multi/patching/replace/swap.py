@@ -80,6 +80,11 @@ class Patched(nn.Module):
     def left(module: nn.Module) -> None:
         """Undo that, in a module that gets another behavior or its original class."""
 
+    @staticmethod
+    def fixed(module: nn.Module) -> str | None:
+        """Why that cannot be undone now, or None."""
+        return None
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deepcopy through the original class; the made class has no importable name."""
         reduced = super().__reduce_ex__(protocol)
@@ -205,11 +210,12 @@ def _drop_own_forward(module: nn.Module) -> None:
 
 
 def refuse_buried(modules: Iterable[tuple[str, nn.Module]], action: str) -> None:
-    """Raise, before anything is changed, when a class on top of ours is in the way.
+    """Raise, before anything is changed, when a class on top of ours or a module is in the way.
 
     Raises:
         PatchError: Names the first module and its class.
     """
+    modules = list(modules)
     found = [
         (path, type(m).__name__)
         for path, m in modules
@@ -223,6 +229,11 @@ def refuse_buried(modules: Iterable[tuple[str, nn.Module]], action: str) -> None
             "after the patch and is now "
             f"{name} (FSDP2 does this); {action} before wrapping the model"
         )
+    for path, module in modules:
+        swap = swapped(module)
+        reason = None if swap is None else swap.behavior.fixed(module)
+        if reason is not None:
+            raise PatchError(f"cannot {action} {path!r}: {reason}; {action} before sharding")
 
 
 def swap_of(kind: type[nn.Module]) -> Swap | None:

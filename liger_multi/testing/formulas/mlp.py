@@ -119,26 +119,29 @@ class _LinearFloat8(torch.autograd.Function):
     """Both rounded products; rounding itself has no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-        codes, own = rounded(weight) if scale is None else (weight.to(x.dtype), scale[:, None])
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, given: Tensor | None
+    ) -> Tensor:
+        held = weight if given is None else given
+        codes, own = rounded(weight) if scale is None else (held.to(x.dtype), scale[:, None])
         ctx.save_for_backward(x, codes, own)
         rows, rows_scale = rounded(x)
         return F.linear(rows, codes) * rows_scale * own.squeeze(1)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (dy,), (x, codes, scale) = upstream, ctx.saved_tensors
         rows, rows_scale = rounded(dy * scale.squeeze(1))
         dweight = torch.atleast_2d(dy).flatten(0, -2).t() @ torch.atleast_2d(x).flatten(0, -2)
-        return (rows @ codes) * rows_scale, dweight, None
+        return (rows @ codes) * rows_scale, dweight, None, None
 
 
 def linear_float8(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, weight_scale: Tensor | None = None,
-    quantized: Any = None, return_quantized: bool = False,
+    weight_codes: Tensor | None = None, quantized: Any = None, return_quantized: bool = False,
 ) -> Tensor:  # fmt: skip
     """``q(x) @ q(weight).T + bias``, and the input gradient from the same codes of weight."""
-    y: Tensor = _LinearFloat8.apply(x, weight, weight_scale)  # type: ignore[no-untyped-call]
+    y: Tensor = _LinearFloat8.apply(x, weight, weight_scale, weight_codes)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 
 
@@ -147,13 +150,19 @@ def gated_mlp_float8(
     gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu", gate_weight_scale: Tensor | None = None,
     up_weight_scale: Tensor | None = None, down_weight_scale: Tensor | None = None,
-    quantized: Any = None,
+    gate_weight_codes: Tensor | None = None, up_weight_codes: Tensor | None = None,
+    down_weight_codes: Tensor | None = None, quantized: Any = None,
 ) -> Tensor:  # fmt: skip
     """A gated MLP of such layers."""
-    gate = linear_float8(x, gate_weight, gate_bias, weight_scale=gate_weight_scale)
-    up = linear_float8(x, up_weight, up_bias, weight_scale=up_weight_scale)
+
+    def layer(x: Tensor, *given: Any) -> Tensor:
+        weight, bias, scale, codes = given
+        return linear_float8(x, weight, bias, weight_scale=scale, weight_codes=codes)
+
+    gate = layer(x, gate_weight, gate_bias, gate_weight_scale, gate_weight_codes)
+    up = layer(x, up_weight, up_bias, up_weight_scale, up_weight_codes)
     inner = gated(gate, up, activation)
-    return linear_float8(inner, down_weight, down_bias, weight_scale=down_weight_scale)
+    return layer(inner, down_weight, down_bias, down_weight_scale, down_weight_codes)
 
 
 # --- adapters ---
