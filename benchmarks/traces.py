@@ -206,7 +206,7 @@ def stalls(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--counts", default="nonzero,event", help="how rows are counted")
     given = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     for name, form in itertools.product(given.runs, given.forms.split(",")):
         if form == "graph" and device.type != "cuda":
             continue
@@ -346,7 +346,7 @@ def heads(arguments: Sequence[str]) -> int:
     parser.add_argument("--losses", default="grpo,dpo,dpo-reference,jsd", help="of the first shape")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     for place, text in enumerate(given.shapes.split(",")):
         tensors = draw(Shape(*map(int, text.split("x"))), device, dtype)
@@ -470,7 +470,7 @@ def operators(arguments: Sequence[str]) -> int:
     parser.add_argument("--samples", default="*")
     parser.add_argument("--calls", type=int, default=5)
     given = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     cpu = device.type == "cpu"
     dtype, clock = (torch.float32 if cpu else torch.bfloat16), Clock(device)
     peak = ceilings(clock, dtype, quick=cpu)
@@ -560,7 +560,7 @@ def adapters(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--names", type=int, default=0, help="how many kernels to list")
     given = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     cpu = device.type == "cpu"
     stock = adapted({**LAYER, **(TINY if cpu else {})}, device, 16)
     models = {"PEFT": stock, "ours": copy.deepcopy(stock)}
