@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -312,10 +312,11 @@ class Worker:
     def turn(self, steps: int) -> None:
         """Measure some steps, unless an earlier turn failed."""
         if self.failure is None:
+            start = time.perf_counter()
             self.ask(steps)
             found = self.answer()
             self.failure = found.get("failure")
-            self.turns.append(found)
+            self.turns.append({**found, "turn": time.perf_counter() - start})
 
     def end(self) -> None:
         """Let the process go."""
@@ -324,6 +325,11 @@ class Worker:
             self.process.stdin.close()
         self.process.wait()
         self.errors.close()
+
+    @property
+    def spent(self) -> str:
+        """Seconds of every turn, building and warming up included."""
+        return ", ".join(f"{turn['turn']:.0f}" for turn in self.turns) + " s"
 
     def found(self) -> dict[str, Any]:
         """Medians of all turns; a failure is a row too."""
@@ -344,7 +350,7 @@ def compiled(variant: str) -> bool:
     return variant.endswith("+compile")
 
 
-def in_turns(workers: Sequence[Worker], rounds: int, steps: int) -> None:
+def in_turns(workers: Sequence[Worker], rounds: int, steps: int) -> Iterator[int]:
     """Give every process its turns, one after the other; those that compile do so together."""
     compiling = [one for one in workers if compiled(one.variant)]
     for one in compiling:
@@ -354,6 +360,7 @@ def in_turns(workers: Sequence[Worker], rounds: int, steps: int) -> None:
     for number in range(rounds):
         for one in workers[:: 1 if number % 2 == 0 else -1]:
             one.turn(steps)
+        yield number
 
 
 def line(run: Run, variant: str, found: dict[str, Any], baseline: dict[str, Any]) -> str:
@@ -400,26 +407,28 @@ def whole_models(arguments: Sequence[str]) -> int:
 
 
 def report(runs: list[Run], variants: list[str], given: argparse.Namespace) -> int:
-    """Run everything, with progress on the screen; what is done is kept after every run."""
+    """Run everything, and print how it went; what is done is kept after every round."""
     from liger_multi.bench import report as bench_report
 
     # all load their packages at once; the device's memory is taken at the first turn
     workers = {run: [Worker(run, name, given.limit_gb) for name in variants] for run in runs}
     head = {"kind": "models", "date": store.now(), "commit": given.commit}
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     rows: list[dict[str, Any]] = []
+    paths: list[Path] = []
     for run, own in workers.items():
-        in_turns(own, given.rounds, given.steps)
-        found = {one.variant: one.found() for one in own}
+        for _ in in_turns(own, given.rounds, given.steps):
+            found = {one.variant: one.found() for one in own}
+            new = [{"run": str(run), "variant": name, **row} for name, row in found.items()]
+            facts = bench_report.device_facts(device)
+            kept = {**head, "device": facts, "versions": bench_report.versions()}
+            paths = store.keep({**kept, "limit_gb": given.limit_gb, "rows": rows + new}, given)
+        rows += new
         for one in own:
-            one.end()
             text = line(run, one.variant, found[one.variant], found.get("stock", {}))
-            sys.stdout.write(text + "\n")
+            sys.stdout.write(f"{text}  turns of {one.spent}\n")
             sys.stdout.flush()
-            rows.append({"run": str(run), "variant": one.variant, **found[one.variant]})
-        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        facts = {"device": bench_report.device_facts(device), "versions": bench_report.versions()}
-        kept = {**head, **facts, "limit_gb": given.limit_gb, "rows": rows}
-        paths = store.keep(kept, given)
+            one.end()
     for file in paths:
         sys.stdout.write(f"written to {file}\n")
     return int(any("failure" in row and row["variant"] != "stock" for row in rows))

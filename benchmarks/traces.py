@@ -283,6 +283,16 @@ def bare(hidden: Tensor, weight: Tensor, other: tuple[Tensor, Tensor] | None) ->
     return torch.no_grad()(call)
 
 
+def passes(hidden: Tensor, weight: Tensor) -> dict[str, Call]:
+    """What a head must do beside its GEMMs if no GEMM does it: each tensor is moved once."""
+    logits = torch.randn(hidden.shape[0], weight.shape[0], device=hidden.device, dtype=hidden.dtype)
+    total = torch.randn(weight.shape, device=weight.device)
+    return {
+        "one pass over the logits": lambda: logits.mul_(1.0),
+        "weight gradient rounded": lambda: total.to(weight.dtype),
+    }
+
+
 def cross_entropy_of(tensors: dict[str, Tensor], chunk: str) -> Call:
     """The loss without ignored targets, forward and backward."""
     from liger_multi import ops
@@ -354,6 +364,7 @@ def heads(arguments: Sequence[str]) -> int:
         teacher = tensors["other"].flatten(0, 1), tensors["other_weight"]
         calls = {"three GEMMs": bare(*flat, None)}
         calls |= {f"chunk={c}": cross_entropy_of(tensors, c) for c in given.chunks.split(",")}
+        calls |= passes(*flat)
         show(text, "three GEMMs", in_turns(calls, device, given.rounds))
         names = [n for n in given.losses.split(",") if n and place == 0]
         kept = tensors["target"].flatten() >= 0  # a tenth is padding, which no loss computes
