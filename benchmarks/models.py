@@ -587,11 +587,13 @@ class Trained:
         )
 
 
-def time_models(names: Sequence[str], steps: int, device: torch.device, wait: Call) -> None:
+def time_models(
+    names: Sequence[str], variants: Sequence[str], steps: int, device: torch.device, wait: Call
+) -> None:
     """Every variant of every run, step by step in turns, in one process."""
     runs = [Run.parse(name) for name in names]
     longest = max(runs, key=lambda run: run.tokens)
-    trained = [Trained(name, longest, device) for name in HOST_VARIANTS]
+    trained = [Trained(name, longest, device) for name in variants]
     for run in runs:
         for _ in range(3 + steps):
             for one in trained:
@@ -617,6 +619,7 @@ def host_time(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("runs", nargs="*", help="MODEL:BATCHxTOKENS to train some steps of")
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--variant", action="append", choices=HOST_VARIANTS)
     given = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     import liger_multi
@@ -630,7 +633,8 @@ def host_time(arguments: Sequence[str]) -> int:
     wait: Call = _nothing if device.type == "cpu" else torch.accelerator.synchronize
     time_operators(device, wait)
     if given.runs:
-        time_models(given.runs, given.steps, device, wait)
+        variants = given.variant or list(HOST_VARIANTS)
+        time_models(given.runs, variants, given.steps, device, wait)
     return 0
 
 
