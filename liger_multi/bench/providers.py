@@ -328,8 +328,9 @@ def _liger(provider: str, case: Case, device: torch.device) -> Provider | str:
         return "has no such operator"
     if device.type == "cpu":
         return "runs on accelerators only"
-    if os.environ.get(CHOICE, "") != LIGERS[provider]:
-        return f"runs in processes with {CHOICE}={LIGERS[provider]}"
+    wanted = LIGERS[provider]
+    if os.environ.get(CHOICE, "") != wanted:
+        return f"runs in processes with{f' {CHOICE}={wanted}' if wanted else f'out {CHOICE}'}"
     name, adapt = LIGER[case.op]
     try:
         module, _, name = name.rpartition(":")
