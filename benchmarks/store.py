@@ -404,10 +404,10 @@ def value(key: str) -> str:
     """What a quote names, as pages write it.
 
     ``KIND WHAT WHO UNIT``, or ``KIND@h100 ...`` of another card: of kind ``models`` WHAT is a run
-    and WHO a variant, of ``ops`` and ``losses`` WHAT is ``operator/sample`` or ``case/shape`` and WHO a provider. Of ``float8``
-    WHAT is a shape and WHO also a part, of ``lora`` WHAT is ``part/form``, of ``longest`` a model,
-    with ``/24GB`` within so much, of ``bitwise`` ``part/name/shape``. ``ours/liger`` is a ratio;
-    both numbers are of one run.
+    and WHO a variant, of ``ops`` and ``losses`` WHAT is ``operator/sample`` or ``case/shape`` and
+    WHO a provider. Of ``float8`` WHAT is a shape and WHO also a part, of ``lora`` WHAT is
+    ``part/form``, of ``longest`` a model, with ``/24GB`` within so much, of ``bitwise``
+    ``part/name/shape``. ``ours/liger`` is a ratio; both numbers are of one run.
 
     Raises:
         ValueError: No result has it.
