@@ -17,6 +17,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -307,7 +308,8 @@ class Worker:
                 return json.loads(text)  # type: ignore[no-any-return]
         self.errors.seek(0)
         lines = self.errors.read().strip().splitlines() or ["the process ended without a word"]
-        return {"failure": lines[-1][:200]}
+        errors = [text for text in lines if re.match(r"[\w.]*Error\b", text)]
+        return {"failure": (errors or lines)[-1][:200]}
 
     def turn(self, steps: int) -> None:
         """Measure some steps, unless an earlier turn failed."""
