@@ -672,7 +672,7 @@ def _off(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
 def float8_row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
     """One shape: exact and in FP8."""
     rows, width, classes = shape
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     generator = torch.Generator(device).manual_seed(0)
     options: dict[str, Any] = {"generator": generator, "device": device}
     hidden = torch.randn(rows, width, **options).bfloat16().requires_grad_()
@@ -743,7 +743,7 @@ def float8(arguments: Sequence[str]) -> int:
     shapes = list(FLOAT8_SHAPES)
     if given.shapes:
         shapes = [tuple(map(int, text.split("x"))) for text in given.shapes.split(",")]  # type: ignore[misc]
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     data: dict[str, Any] = {"kind": "float8", "date": store.now(), "commit": given.commit}
     data |= {"device": report.device_facts(device), "versions": report.versions(), "rows": []}
     for shape in shapes:

@@ -1,9 +1,9 @@
 """Whole models: ``python -m benchmarks.models``, and their host time: ``... models host-time``.
 
 Tokens a second and peak memory: model x size x variant, each in a process of its own (peers patch
-modules of the whole process), one after the other: random weights and tokens, fused AdamW, SDPA
-attention, bf16. The loss of every variant stands beside its time, so that a fast wrong answer is
-seen.
+modules of the whole process), which train some steps in turns: random weights and tokens, fused
+AdamW, SDPA attention, bf16. The loss of every variant stands beside its time, so that a fast wrong
+answer is seen.
 
 ``host-time`` prints the host time of operators, and of steps of small models (:func:`host_time`).
 """
@@ -11,15 +11,20 @@ seen.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import importlib
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,52 +191,178 @@ def pictures(model: Any, ids: Tensor) -> dict[str, Tensor]:
     }
 
 
-def measure(run: Run, variant: str, steps: int, limit_gb: float | None) -> dict[str, Any]:
-    """Train some steps in this process; median step time, peak memory and the last loss."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    module = torch.get_device_module(device)
-    if limit_gb is not None:
-        total = module.get_device_properties(0).total_memory
-        module.set_per_process_memory_fraction(limit_gb * 1e9 / total)
-    model = VARIANTS[variant](build(run, device))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
-    generator = torch.Generator(device).manual_seed(1)
-    vocabulary = MODELS[run.model][1]["vocab_size"]
-    times, loss = [], torch.zeros(())
-    for step in range(WARM_STEPS + steps):
-        ids = torch.randint(vocabulary, (run.batch, run.tokens), generator=generator, device=device)
-        batch = {"input_ids": ids, "labels": ids, **pictures(model, ids)}
-        if step == WARM_STEPS and device.type != "cpu":
-            module.reset_peak_memory_stats()
-        torch.accelerator.synchronize() if device.type != "cpu" else None
-        start = time.perf_counter()
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        torch.accelerator.synchronize() if device.type != "cpu" else None
-        times.append(time.perf_counter() - start)
-    kept = times[WARM_STEPS:]
-    return {
-        "tokens_per_second": run.batch * run.tokens / statistics.median(kept),
-        "spread_percent": 100 * (max(kept) - min(kept)) / statistics.median(kept),
-        "peak_bytes": module.max_memory_allocated() if device.type != "cpu" else None,
-        "loss": loss.item(),
-    }
+class Training:
+    """A model under one variant, trained some steps at a time, in turns with other processes.
+
+    Between two turns it leaves the device's memory. A compiled model keeps its weights alone, for
+    its graphs hold them; the others are built anew, with the weights that they began with.
+    """
+
+    def __init__(self, run: Run, variant: str, limit_gb: float | None) -> None:
+        self.run, self.variant, self.limit_gb = run, variant, limit_gb
+        self.device = torch.accelerator.current_accelerator(check_available=True) or torch.device(
+            "cpu"
+        )
+        self.model: Any = None
+
+    def turn(self, steps: int) -> dict[str, Any]:
+        """Times of some steps, the peak of memory and the last loss; or why there are none.
+
+        Without steps it compiles: forward and backward run, and the weights stay as they are.
+        """
+        failure = None
+        try:
+            return self.train(steps)
+        except Exception as error:
+            memory = "out of memory" in str(error)
+            failure = "out of memory" if memory else f"{type(error).__name__}: {error}"[:200]
+            traceback.print_exc()
+        finally:
+            self.leave(failure is not None)
+        return {"failure": failure}
+
+    def train(self, steps: int) -> dict[str, Any]:
+        """The same, without what follows a turn."""
+        device, module = self.device, torch.get_device_module(self.device)
+        if self.limit_gb is not None:
+            total = module.get_device_properties(0).total_memory
+            module.set_per_process_memory_fraction(self.limit_gb * 1e9 / total)
+        if self.model is None:
+            self.model = VARIANTS[self.variant](build(self.run, device))
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=device.type == "cuda")
+        generator = torch.Generator(device).manual_seed(1)
+        times, loss = [], torch.zeros(())
+        for step in range(WARM_STEPS + steps):
+            batch = self.batch(generator)
+            if step == WARM_STEPS and device.type != "cpu":
+                module.reset_peak_memory_stats()
+            self.wait()
+            start = time.perf_counter()
+            loss = self.model(**batch).loss
+            loss.backward()
+            if steps:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            self.wait()
+            times.append(time.perf_counter() - start)
+        peak = module.max_memory_allocated() if device.type != "cpu" else None
+        return {"seconds": times[WARM_STEPS:], "peak_bytes": peak, "loss": loss.item()}
+
+    def batch(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Random tokens, and pictures where the model sees them."""
+        vocabulary, run = MODELS[self.run.model][1]["vocab_size"], self.run
+        ids = torch.randint(
+            vocabulary, (run.batch, run.tokens), generator=generator, device=self.device
+        )
+        return {"input_ids": ids, "labels": ids, **pictures(self.model, ids)}
+
+    def leave(self, failed: bool) -> None:
+        """Free what the next process needs."""
+        if failed or not compiled(self.variant):
+            self.model = None
+        gc.collect()
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).empty_cache()
+
+    def wait(self) -> None:
+        """Until the device is idle."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
 
-def child(run: Run, variant: str, steps: int, limit_gb: float | None) -> dict[str, Any]:
-    """The same in a process of its own; a failure is a row too."""
-    command = [sys.executable, "-m", "benchmarks.models", "--child", str(run), variant]
-    command += ["--steps", str(steps)]
-    command += [] if limit_gb is None else ["--limit-gb", str(limit_gb)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode == 0 and lines:
-        return json.loads(lines[-1])  # type: ignore[no-any-return]
-    memory = "out of memory" in done.stderr or "OutOfMemoryError" in done.stderr
-    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    return {"failure": "out of memory" if memory else last[:200]}
+def child(run: Run, variant: str, limit_gb: float | None) -> None:
+    """Take a turn for every line of the input, which says how many steps."""
+    training = Training(run, variant, limit_gb)
+    for text in sys.stdin:
+        sys.stdout.write(json.dumps(training.turn(int(text))) + "\n")
+        sys.stdout.flush()
+
+
+class Worker:
+    """A process of its own for a run under one variant, and what its turns found."""
+
+    def __init__(self, run: Run, variant: str, limit_gb: float | None) -> None:
+        self.run, self.variant = run, variant
+        self.turns: list[dict[str, Any]] = []
+        self.failure: str | None = None
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        command = [sys.executable, "-m", "benchmarks.models", "--child", str(run), variant]
+        command += [] if limit_gb is None else ["--limit-gb", str(limit_gb)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=self.errors, text=True
+        )
+
+    def ask(self, steps: int) -> None:
+        """Begin a turn."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(f"{steps}\n")
+            self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """What the turn found, once it has ended."""
+        assert self.process.stdout is not None
+        for text in self.process.stdout:
+            if text.startswith("{"):
+                return json.loads(text)  # type: ignore[no-any-return]
+        self.errors.seek(0)
+        lines = self.errors.read().strip().splitlines() or ["the process ended without a word"]
+        errors = [text for text in lines if re.match(r"[\w.]*Error\b", text)]
+        return {"failure": (errors or lines)[-1][:200]}
+
+    def turn(self, steps: int) -> None:
+        """Measure some steps, unless an earlier turn failed."""
+        if self.failure is None:
+            start = time.perf_counter()
+            self.ask(steps)
+            found = self.answer()
+            self.failure = found.get("failure")
+            self.turns.append({**found, "turn": time.perf_counter() - start})
+
+    def end(self) -> None:
+        """Let the process go."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait()
+        self.errors.close()
+
+    @property
+    def spent(self) -> str:
+        """Seconds of every turn, building and warming up included."""
+        return ", ".join(f"{turn['turn']:.0f}" for turn in self.turns) + " s"
+
+    def found(self) -> dict[str, Any]:
+        """Medians of all turns; a failure is a row too."""
+        if self.failure is not None or not self.turns:
+            return {"failure": self.failure or "no turn"}
+        times = [seconds for turn in self.turns for seconds in turn["seconds"]]
+        middle = statistics.median(times)
+        return {
+            "tokens_per_second": self.run.batch * self.run.tokens / middle,
+            "spread_percent": 100 * (max(times) - min(times)) / middle,
+            "peak_bytes": max(turn["peak_bytes"] or 0 for turn in self.turns) or None,
+            "loss": self.turns[0]["loss"],  # later, a compiled model is trained further
+        }
+
+
+def compiled(variant: str) -> bool:
+    """Whether the variant passes through ``torch.compile``."""
+    return variant.endswith("+compile")
+
+
+def in_turns(workers: Sequence[Worker], rounds: int, steps: int) -> Iterator[int]:
+    """Give every process its turns, one after the other; those that compile do so together."""
+    compiling = [one for one in workers if compiled(one.variant)]
+    for one in compiling:
+        one.ask(0)
+    for one in compiling:
+        one.answer()  # what failed for want of memory is tried again alone
+    for number in range(rounds):
+        for one in workers[:: 1 if number % 2 == 0 else -1]:
+            one.turn(steps)
+        yield number
 
 
 def line(run: Run, variant: str, found: dict[str, Any], baseline: dict[str, Any]) -> str:
@@ -255,7 +386,8 @@ def whole_models(arguments: Sequence[str]) -> int:
         "runs", nargs="*", default=["tiny:2x32"], help="MODEL:BATCHxTOKENS[+checkpointing]"
     )
     parser.add_argument("--variants", default="stock,liger,ours")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4, help="of a turn, beside those to warm up")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of every variant")
     parser.add_argument(
         "--limit-gb", type=float, help="memory that a process may take, in 1e9 bytes"
     )
@@ -263,8 +395,7 @@ def whole_models(arguments: Sequence[str]) -> int:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.child:
-        run, variant = Run.parse(given.runs[0]), given.runs[1]
-        sys.stdout.write(json.dumps(measure(run, variant, given.steps, given.limit_gb)) + "\n")
+        child(Run.parse(given.runs[0]), given.runs[1], given.limit_gb)
         return 0
     variants = given.variants.split(",")
     try:
@@ -278,25 +409,30 @@ def whole_models(arguments: Sequence[str]) -> int:
 
 
 def report(runs: list[Run], variants: list[str], given: argparse.Namespace) -> int:
-    """Run everything, with progress on the screen."""
-    from rich.console import Console
-    from rich.progress import track
-
+    """Run everything, and print how it went; what is done is kept after every round."""
     from liger_multi.bench import report as bench_report
 
-    console, rows = Console(), []
-    jobs = [(run, variant) for run in runs for variant in variants]
-    found: dict[tuple[Run, str], dict[str, Any]] = {}
-    for run, variant in track(jobs, "models", console=console):
-        found[run, variant] = child(run, variant, given.steps, given.limit_gb)
-        text = line(run, variant, found[run, variant], found.get((run, "stock"), {}))
-        console.print(text, highlight=False, soft_wrap=True)
-        rows.append({"run": str(run), "variant": variant, **found[run, variant]})
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    # all load their packages at once; the device's memory is taken at the first turn
+    workers = {run: [Worker(run, name, given.limit_gb) for name in variants] for run in runs}
     head = {"kind": "models", "date": store.now(), "commit": given.commit}
-    head |= {"device": bench_report.device_facts(device), "versions": bench_report.versions()}
-    for file in store.keep({**head, "limit_gb": given.limit_gb, "rows": rows}, given):
-        console.print(f"written to {file}")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    rows: list[dict[str, Any]] = []
+    paths: list[Path] = []
+    for run, own in workers.items():
+        for _ in in_turns(own, given.rounds, given.steps):
+            found = {one.variant: one.found() for one in own}
+            new = [{"run": str(run), "variant": name, **row} for name, row in found.items()]
+            facts = bench_report.device_facts(device)
+            kept = {**head, "device": facts, "versions": bench_report.versions()}
+            paths = store.keep({**kept, "limit_gb": given.limit_gb, "rows": rows + new}, given)
+        rows += new
+        for one in own:
+            text = line(run, one.variant, found[one.variant], found.get("stock", {}))
+            sys.stdout.write(f"{text}  turns of {one.spent}\n")
+            sys.stdout.flush()
+            one.end()
+    for file in paths:
+        sys.stdout.write(f"written to {file}\n")
     return int(any("failure" in row and row["variant"] != "stock" for row in rows))
 
 
@@ -453,11 +589,13 @@ class Trained:
         )
 
 
-def time_models(names: Sequence[str], steps: int, device: torch.device, wait: Call) -> None:
+def time_models(
+    names: Sequence[str], variants: Sequence[str], steps: int, device: torch.device, wait: Call
+) -> None:
     """Every variant of every run, step by step in turns, in one process."""
     runs = [Run.parse(name) for name in names]
     longest = max(runs, key=lambda run: run.tokens)
-    trained = [Trained(name, longest, device) for name in HOST_VARIANTS]
+    trained = [Trained(name, longest, device) for name in variants]
     for run in runs:
         for _ in range(3 + steps):
             for one in trained:
@@ -483,8 +621,9 @@ def host_time(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("runs", nargs="*", help="MODEL:BATCHxTOKENS to train some steps of")
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--variant", action="append", choices=HOST_VARIANTS)
     given = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     import liger_multi
 
     if device.type == "cpu":
@@ -496,7 +635,8 @@ def host_time(arguments: Sequence[str]) -> int:
     wait: Call = _nothing if device.type == "cpu" else torch.accelerator.synchronize
     time_operators(device, wait)
     if given.runs:
-        time_models(given.runs, given.steps, device, wait)
+        variants = given.variant or list(HOST_VARIANTS)
+        time_models(given.runs, variants, given.steps, device, wait)
     return 0
 
 

@@ -117,7 +117,7 @@ def rows_of(run: Run, variants: Sequence[str], steps: int | None) -> Iterator[di
     """Every variant, unpatched and patched; estimates only where no steps are asked for."""
     device = torch.device("meta")
     if steps is not None:
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model = build(run, device)
     fused = {"fused": True} if device.type == "cuda" else {"foreach": False}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **fused)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def policies(arguments: Sequence[str]) -> int:
     wrong = [name for name in variants if name not in VARIANTS]
     if wrong:
         parser.error(f"unknown variant {wrong[0]!r}; known: {', '.join(VARIANTS)}")
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     head: dict[str, Any] = {"kind": "recompute-estimates" if given.predict else "recompute"}
     head |= {"date": store.now(), "commit": given.commit}
     head["device"] = store.ESTIMATED if given.predict else report.device_facts(device)
@@ -292,7 +292,7 @@ def search(
 def measure_longest(model_name: str, provider: str, given: argparse.Namespace) -> dict[str, Any]:
     """Search in this process."""
     began = time.monotonic()
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     module = torch.get_device_module(device)
     room = int((given.limit_gb or 0) * 1e9)
     if device.type != "cpu":
@@ -385,7 +385,7 @@ def longest(arguments: Sequence[str]) -> int:
     if given.child:
         print(json.dumps(measure_longest(given.model, providers[0], given)))
         return 0
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     data: dict[str, Any] = {"kind": "longest", "date": store.now(), "commit": given.commit}
     data |= {"device": report.device_facts(device), "versions": report.versions()}
     data |= {"limit_gb": given.limit_gb, "rows": []}

@@ -357,8 +357,9 @@ def merge_files(arguments: Sequence[str]) -> int:
 
 # --- numbers in pages ---
 
-QUOTED_DEVICE = "NVIDIA H200"  # whose numbers pages quote
-_KEY = re.compile(r"(\w+) (.+) (\S+) (\S+)")
+QUOTED_DEVICE = "NVIDIA H200"  # whose numbers pages quote where they name no other
+DEVICES = {None: QUOTED_DEVICE, "h100": "NVIDIA H100 80GB HBM3"}
+_KEY = re.compile(r"(\w+)(?:@(\w+))? (.+) (\S+) (\S+)")
 QUOTE = re.compile(r"(<!-- = ([^>]*?) -->)(.*?)(<!-- / -->)")
 UNITS: dict[str, tuple[str, Callable[[float], str]]] = {
     "GiB": ("peak_bytes", lambda x: f"{x / 2**30:.1f}"),
@@ -385,34 +386,43 @@ def quotes(text: str) -> list[tuple[str, str]]:
     return [(match[2], match[3]) for match in QUOTE.finditer(text)]
 
 
+def parts(key: str) -> tuple[str, str, str, str, str]:
+    """Kind, card, what, who and unit of a quote.
+
+    Raises:
+        ValueError: It has another form, or names a card, kind or unit that is not known.
+    """
+    found = _KEY.fullmatch(key)
+    kind, card, what, who, unit = found.groups() if found else (None,) * 5
+    if kind not in _QUOTED_KINDS or card not in DEVICES or unit not in UNITS:
+        known = f"one of {', '.join(_QUOTED_KINDS)}; a unit one of {', '.join(UNITS)}"
+        raise ValueError(f"a quote is KIND WHAT WHO UNIT, KIND {known}; got {key!r}")
+    return kind, DEVICES[card], str(what), str(who), unit
+
+
 def value(key: str) -> str:
     """What a quote names, as pages write it.
 
-    ``KIND WHAT WHO UNIT``: of kind ``models`` WHAT is a run and WHO a variant, of ``ops`` and
-    ``losses`` WHAT is ``operator/sample`` or ``case/shape`` and WHO a provider. Of ``float8``
-    WHAT is a shape and WHO also a part, of ``lora`` WHAT is ``part/form``, of ``longest`` a model,
-    with ``/24GB`` within so much, of ``bitwise`` ``part/name/shape``. ``ours/liger`` is a ratio;
-    both numbers are of one run.
+    ``KIND WHAT WHO UNIT``, or ``KIND@h100 ...`` of another card: of kind ``models`` WHAT is a run
+    and WHO a variant, of ``ops`` and ``losses`` WHAT is ``operator/sample`` or ``case/shape`` and
+    WHO a provider. Of ``float8`` WHAT is a shape and WHO also a part, of ``lora`` WHAT is
+    ``part/form``, of ``longest`` a model, with ``/24GB`` within so much, of ``bitwise``
+    ``part/name/shape``. ``ours/liger`` is a ratio; both numbers are of one run.
 
     Raises:
         ValueError: No result has it.
     """
-    try:
-        kind, what, who, unit = _KEY.fullmatch(key).groups()  # type: ignore[union-attr]
-        field, shown = UNITS[unit]
-        rows = _QUOTED_KINDS[kind]
-    except (AttributeError, KeyError):
-        known = f"one of {', '.join(_QUOTED_KINDS)}; a unit one of {', '.join(UNITS)}"
-        raise ValueError(f"a quote is KIND WHAT WHO UNIT, KIND {known}; got {key!r}") from None
+    kind, card, what, who, unit = parts(key)
+    (field, shown), rows = UNITS[unit], _QUOTED_KINDS[kind]
     names = who.split("/")
     for data in reversed(read(_STORED.get(kind, kind))):
-        if device(data) == QUOTED_DEVICE:
+        if device(data) == card:
             found = {w: _number(row, field) for w, row in rows(data, what) if w in names}
             numbers = [found.get(name) for name in names]
             if all(number is not None for number in numbers):
                 first, *rest = (float(number or 0.0) for number in numbers)
                 return f"{first / rest[0]:.2f}" if rest else shown(first)
-    raise ValueError(f"no result of {QUOTED_DEVICE} in benchmarks/results has {key!r}")
+    raise ValueError(f"no result of {card} in benchmarks/results has {key!r}")
 
 
 def _number(row: Mapping[str, Any], field: str) -> float | None:

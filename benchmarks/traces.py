@@ -206,7 +206,7 @@ def stalls(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--counts", default="nonzero,event", help="how rows are counted")
     given = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     for name, form in itertools.product(given.runs, given.forms.split(",")):
         if form == "graph" and device.type != "cuda":
             continue
@@ -283,6 +283,16 @@ def bare(hidden: Tensor, weight: Tensor, other: tuple[Tensor, Tensor] | None) ->
     return torch.no_grad()(call)
 
 
+def passes(hidden: Tensor, weight: Tensor) -> dict[str, Call]:
+    """What a head must do beside its GEMMs if no GEMM does it: each tensor is moved once."""
+    logits = torch.randn(hidden.shape[0], weight.shape[0], device=hidden.device, dtype=hidden.dtype)
+    total = torch.randn(weight.shape, device=weight.device)
+    return {
+        "one pass over the logits": lambda: logits.mul_(1.0),
+        "weight gradient rounded": lambda: total.to(weight.dtype),
+    }
+
+
 def cross_entropy_of(tensors: dict[str, Tensor], chunk: str) -> Call:
     """The loss without ignored targets, forward and backward."""
     from liger_multi import ops
@@ -346,7 +356,7 @@ def heads(arguments: Sequence[str]) -> int:
     parser.add_argument("--losses", default="grpo,dpo,dpo-reference,jsd", help="of the first shape")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     for place, text in enumerate(given.shapes.split(",")):
         tensors = draw(Shape(*map(int, text.split("x"))), device, dtype)
@@ -354,6 +364,7 @@ def heads(arguments: Sequence[str]) -> int:
         teacher = tensors["other"].flatten(0, 1), tensors["other_weight"]
         calls = {"three GEMMs": bare(*flat, None)}
         calls |= {f"chunk={c}": cross_entropy_of(tensors, c) for c in given.chunks.split(",")}
+        calls |= passes(*flat)
         show(text, "three GEMMs", in_turns(calls, device, given.rounds))
         names = [n for n in given.losses.split(",") if n and place == 0]
         kept = tensors["target"].flatten() >= 0  # a tenth is padding, which no loss computes
@@ -470,7 +481,7 @@ def operators(arguments: Sequence[str]) -> int:
     parser.add_argument("--samples", default="*")
     parser.add_argument("--calls", type=int, default=5)
     given = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     cpu = device.type == "cpu"
     dtype, clock = (torch.float32 if cpu else torch.bfloat16), Clock(device)
     peak = ceilings(clock, dtype, quick=cpu)
@@ -560,7 +571,7 @@ def adapters(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--names", type=int, default=0, help="how many kernels to list")
     given = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     cpu = device.type == "cpu"
     stock = adapted({**LAYER, **(TINY if cpu else {})}, device, 16)
     models = {"PEFT": stock, "ours": copy.deepcopy(stock)}

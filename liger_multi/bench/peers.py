@@ -389,6 +389,49 @@ def _cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor
     return found
 
 
+def _quack(name: str) -> Any:
+    """A function of QuACK, by its module and name."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(f"quack.{module}"), function)
+
+
+def _quack_rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0
+) -> Tensor:
+    found: Tensor = _quack("rmsnorm:rmsnorm")(x, weight, eps=eps, weight_offset=offset)
+    return found
+
+
+def _quack_fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = _quack("rmsnorm:rmsnorm")(
+        x, weight, residual=residual, eps=eps, prenorm=True
+    )
+    return found
+
+
+def _quack_softmax(x: Tensor) -> Tensor:
+    found: Tensor = _quack("softmax:softmax")(x)
+    return found
+
+
+def _quack_cross_entropy(inplace: bool) -> Formula:
+    def call(logits: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = _quack("cross_entropy:cross_entropy")(
+            logits, target, inplace_backward=inplace
+        )
+        return loss
+
+    return call
+
+
+def _quack_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    call = _quack("linear_cross_entropy:chunked_linear_cross_entropy")
+    found: Tensor = call(hidden, weight, target)
+    return found
+
+
 # --- lower bounds: the GEMMs alone ---
 
 
@@ -455,13 +498,14 @@ def _pair_products(
 
 _PEERS: dict[str, dict[str, Formula]] = {
     **ATTENTION_PEERS,
-    "cross_entropy": {"aten": _cross_entropy_aten},
-    "cross_entropy_inplace": {"aten": _cross_entropy_aten},
-    "fused_add_rms_norm": {"aten": _fused_add_rms_norm_aten},
+    "cross_entropy": {"aten": _cross_entropy_aten, "quack": _quack_cross_entropy(False)},
+    "cross_entropy_inplace": {"aten": _cross_entropy_aten, "quack": _quack_cross_entropy(True)},
+    "fused_add_rms_norm": {"aten": _fused_add_rms_norm_aten, "quack": _quack_fused_add_rms_norm},
     "fused_linear_cross_entropy": {
         "aten": _linear_cross_entropy_aten,
         "torch-fused": _torch_fused,
         "cce": _cut_cross_entropy,
+        "quack": _quack_linear_cross_entropy,
         "products": _products,
     },
     "fused_linear_jsd": {"products": _pair_products},
@@ -472,8 +516,9 @@ _PEERS: dict[str, dict[str, Formula]] = {
     "kl_div": {"aten": _kl_aten},
     "kl_div_inplace": {"aten": _kl_aten},
     "layer_norm": {"aten": _layer_norm_aten},
-    "rms_norm": {"aten": _rms_norm_aten},
+    "rms_norm": {"aten": _rms_norm_aten, "quack": _quack_rms_norm},
     "selective_log_softmax": {"aten": _selective_aten},
+    "softmax": {"quack": _quack_softmax},
     "token_log_prob": {"aten": _token_log_prob_aten},
 }
 TABLE: dict[str, dict[str, Formula]] = {
@@ -481,5 +526,5 @@ TABLE: dict[str, dict[str, Formula]] = {
 }
 """Eager PyTorch and peers by operator."""
 FLOORS = ("products",)
-PACKAGES = {"cce": "cut_cross_entropy"}
+PACKAGES = {"cce": "cut_cross_entropy", "quack": "quack"}
 """Packages that peers import."""

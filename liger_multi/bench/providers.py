@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import inspect
 import operator
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,10 @@ from liger_multi.testing.formulas import Formula
 # --- Liger-Kernel, by our operators ---
 
 LIGER_MODULE = "liger_kernel.transformers.functional"
+CHOICE = "LIGER_KERNEL_IMPL"
+"""The variable by which a process chooses among Liger's implementations, before it imports them."""
+LIGERS = {"liger": "", "liger-cute": "cutedsl"}
+"""Providers of Liger-Kernel, and what the variable says for them."""
 ROTARY = "liger_kernel.transformers"
 
 
@@ -263,7 +268,7 @@ class Provider:
 def known() -> list[str]:
     """Every name that ``--providers`` takes, in the order of the tables."""
     formulas = dict.fromkeys(name for each in TABLE.values() for name in each)
-    return list(dict.fromkeys(["ours", "reference", *packages(), *formulas, "compile", "liger"]))
+    return list(dict.fromkeys(["ours", "reference", *packages(), *formulas, "compile", *LIGERS]))
 
 
 def default() -> list[str]:
@@ -275,8 +280,8 @@ def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
     """The provider of a case, or why there is none."""
     if name == "ours" or name in packages():
         return _own(name, case, device, dtype)
-    if name == "liger":
-        return _liger(case, device)
+    if name in LIGERS:
+        return _liger(name, case, device)
     formula = TABLE.get(case.op, {}).get("torch" if name == "compile" else name)
     if formula is None:
         return "has no such operator"
@@ -318,11 +323,14 @@ def _using(op: str, backend: str) -> contextlib.AbstractContextManager[None]:
     return liger_multi.use(**{op: backend})
 
 
-def _liger(case: Case, device: torch.device) -> Provider | str:
+def _liger(provider: str, case: Case, device: torch.device) -> Provider | str:
     if case.op not in LIGER:
         return "has no such operator"
     if device.type == "cpu":
         return "runs on accelerators only"
+    wanted = LIGERS[provider]
+    if os.environ.get(CHOICE, "") != wanted:
+        return f"runs in processes with{f' {CHOICE}={wanted}' if wanted else f'out {CHOICE}'}"
     name, adapt = LIGER[case.op]
     try:
         module, _, name = name.rpartition(":")
@@ -331,10 +339,10 @@ def _liger(case: Case, device: torch.device) -> Provider | str:
     except Exception as failure:  # an import may fail in any way: a missing package, a driver
         return f"{type(failure).__name__}: {failure}"
     formula = adapt(function)
-    options = _options("liger", case, formula)
+    options = _options(provider, case, formula)
     if isinstance(options, str):
         return options
-    return Provider("liger", _with(formula, options), overwrites=True)
+    return Provider(provider, _with(formula, options), overwrites=True)
 
 
 def _options(name: str, case: Case, formula: Formula) -> dict[str, Any] | str:

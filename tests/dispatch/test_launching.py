@@ -198,3 +198,47 @@ def test_runs_of_whole_models_are_named():
             bench_models.Run.parse(wrong)
     text = bench_models.line(run, "ours", {"failure": "out of memory"}, {})
     assert text.endswith("out of memory")
+
+
+def test_models_are_measured_in_turns(monkeypatch):
+    run = bench_models.Run.parse("tiny:2x16")
+    training = bench_models.Training(run, "ours", None)
+    found = training.turn(2)
+    assert len(found["seconds"]) == 2
+    assert training.model is None, "the next process has the memory"
+    monkeypatch.setitem(bench_models.VARIANTS, "stock+compile", lambda model: model)
+    compiled = bench_models.Training(run, "stock+compile", None)
+    assert compiled.turn(0)["seconds"] == []
+    torch.manual_seed(0)
+    fresh = bench_models.build(run, compiled.device)
+    for kept, made in zip(compiled.model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(kept, made), "compiling trains nothing"
+    monkeypatch.setitem(bench_models.VARIANTS, "liger", lambda model: 1 / 0)
+    assert "division by zero" in bench_models.Training(run, "liger", None).turn(1)["failure"]
+
+
+def test_those_that_compile_do_so_together_and_then_take_turns():
+    said = []
+
+    class Worker:
+        def __init__(self, variant):
+            self.variant = variant
+
+        def ask(self, steps):
+            said.append(f"ask {self.variant} {steps}")
+
+        def answer(self):
+            said.append(f"answer {self.variant}")
+
+        def turn(self, steps):
+            said.append(f"{self.variant} {steps}")
+
+    workers = [Worker(name) for name in ("ours", "ours+compile", "stock+compile")]
+    rounds = bench_models.in_turns(workers, 2, 3)
+    next(rounds)
+    together = ["ask ours+compile 0", "ask stock+compile 0"]
+    together += ["answer ours+compile", "answer stock+compile"]
+    once = ["ours 3", "ours+compile 3", "stock+compile 3"]
+    assert said == together + once
+    assert list(rounds) == [1]
+    assert said == together + once + once[::-1]

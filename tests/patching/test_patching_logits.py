@@ -17,6 +17,7 @@ from liger_multi import ops
 from liger_multi.patching import patch, real_logits
 from liger_multi.patching.lazy_logits import lazy_tensor as lazy_tensors
 from liger_multi.patching.lazy_logits import reductions
+from liger_multi.patching.lazy_logits.deferred import Guard
 from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
 from tests.comparing import assert_same_gradients, difference, gradients
 from tests.models import VOCABULARY, FusedCalls, Widest, assert_same_training, batch, pair
@@ -336,6 +337,23 @@ def test_reductions_accumulate_the_weight_gradient_in_fp32(small_chunks):
             reference = exact.lm_head.weight.grad
         errors.append((model.lm_head.weight.grad.double() - reference).norm() / reference.norm())
     assert errors[1] <= 1.1 * errors[0]
+
+
+def test_a_loss_behind_its_head_enters_no_contexts(models, monkeypatch):
+    """Contexts of PyTorch took longer than the checks of a call; others bring what has changed."""
+    _, patched = models
+    entered, restored = [], Guard._restored
+    monkeypatch.setattr(Guard, "_restored", lambda g, on: entered.append(on) or restored(g, on))
+    labels = torch.randint(VOCABULARY, (2, 8))
+    F.cross_entropy(lazy(patched).flatten(0, 1)[:16], labels.flatten())
+    assert entered == []
+    logits = lazy(patched).flatten(0, 1)[:16]
+    right = F.cross_entropy(real_logits(lazy(patched)).flatten(0, 1)[:16], labels.flatten())
+    entered.clear()
+    with torch.autocast("cpu", torch.bfloat16):  # the head ran outside
+        found = F.cross_entropy(logits, labels.flatten())
+    assert entered == [True]
+    torch.testing.assert_close(found, right)
 
 
 def test_metadata_needs_no_values(models):

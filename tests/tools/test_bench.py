@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import importlib
 import json
 import math
 
@@ -487,3 +488,16 @@ def test_both_channels_of_a_pair_turn_by_one_angle(style):
         assert a.unique().numel() == a.numel()
     few = torch.randn(4, 4)
     assert bench_cases.of_pairs(few, made["q"], style) is few
+
+
+def test_a_peer_that_cannot_run_says_why(monkeypatch):
+    monkeypatch.delenv(bench_providers.CHOICE, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (case,) = bench_cases.cases("rms_norm", "8192x4096", torch.bfloat16, None)
+    device = torch.device("cuda")
+    assert bench_providers.find("quack", case, device, torch.bfloat16) == "quack is not installed"
+    said = bench_providers.find("liger-cute", case, device, torch.bfloat16)
+    assert said == "runs in processes with LIGER_KERNEL_IMPL=cutedsl"
+    monkeypatch.setenv(bench_providers.CHOICE, "cutedsl")  # Liger reads it when it is imported
+    said = bench_providers.find("liger", case, device, torch.bfloat16)
+    assert said == "runs in processes without LIGER_KERNEL_IMPL"

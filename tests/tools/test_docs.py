@@ -324,12 +324,10 @@ def test_the_page_of_benchmarks_shows_what_others_quote(site):
     quoted = {key for path in EVERY for key, _ in store.quotes(path.read_text("utf-8"))}
     seen = 0
     for key in quoted:
-        kind, what, who, unit = re.fullmatch(r"(\w+) (.+) (\S+) (\S+)", key).groups()
+        kind, card, what, who, unit = store.parts(key)
         if kind != "models" or "/" in who:
             continue
-        (row,) = [
-            r for r in lines if r[0].startswith(f"{what}, {store.QUOTED_DEVICE}") and r[1] == who
-        ]
+        (row,) = [r for r in lines if r[0].startswith(f"{what}, {card}") and r[1] == who]
         shown = row[4] if unit == "GiB" else f"{float(row[2].replace(',', '')) / 1000:.1f}k"
         assert shown == store.value(key), key
         seen += 1
@@ -412,7 +410,13 @@ def test_a_block_names_the_text_of_its_figures(page, wrong, tmp_path):
 
 @pytest.mark.parametrize(
     "key",
-    ["models none ours GiB", "models llama-3.2-1b:8x4096 ours", "ops a ours mm", "plans a b ms"],
+    [
+        "models none ours GiB",
+        "models llama-3.2-1b:8x4096 ours",
+        "ops a ours mm",
+        "plans a b ms",
+        "models@h999 llama-3.2-1b:8x4096 ours GiB",
+    ],
 )
 def test_a_quote_of_nothing_is_refused(key):
     with pytest.raises(ValueError, match=re.escape(repr(key))):
@@ -429,6 +433,10 @@ def test_quoted_ratios_are_of_one_run(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "RESULTS", tmp_path)
     assert store.value("models m:1x2 ours tokens") == "5.0k"
     assert store.value("models m:1x2 ours/liger tokens") == "2.00"
+    rows = [{"run": "m:1x2", "variant": "ours", "tokens_per_second": 7e3}]
+    store.add([{**head, "device": {"name": store.DEVICES["h100"]}, "rows": rows}], tmp_path)
+    assert store.value("models@h100 m:1x2 ours tokens") == "7.0k"
+    assert store.value("models m:1x2 ours tokens") == "5.0k", "no row of another card"
 
 
 # --- pictures ---

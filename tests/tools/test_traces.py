@@ -46,7 +46,7 @@ def test_a_head_reaches_from_the_last_norm_to_the_first_loss():
 def test_a_trial_on_a_cpu(arguments, capsys):
     assert traces.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
-    wanted = {"stalls": 4, "heads": 3 + 2 * 4, "operators": 3, "adapters": 4}[arguments[0]]
+    wanted = {"stalls": 4, "heads": 5 + 2 * 4, "operators": 3, "adapters": 4}[arguments[0]]
     assert (
         len([line for line in lines if " us" in line or " ms" in line or "TB/s" in line]) == wanted
     )

@@ -382,9 +382,22 @@ class _Circumstances:
         self.strict = mode_in_force()
         self.trained = [(t, t.requires_grad) for t in weights]
 
+    def entered(self, grad: bool) -> contextlib.AbstractContextManager[None]:
+        """Grad mode, autocast and bits as in the forward pass; weights are frozen as they were.
+
+        A loss right behind the head finds them so, and enters nothing: the contexts of PyTorch take
+        longer than all that is asked here.
+        """
+        unchanged = (
+            (grad or not torch.is_grad_enabled())
+            and self.autocast_dtype == autocast_dtype(self.device_type)
+            and (not self.strict or self.strict == mode_in_force())
+            and all(tensor.requires_grad == wanted for tensor, wanted in self.trained)
+        )
+        return contextlib.nullcontext() if unchanged else self._restored(grad)
+
     @contextlib.contextmanager
-    def entered(self, grad: bool) -> Iterator[None]:
-        """Grad mode, autocast and bits as in the forward pass; weights are frozen as they were."""
+    def _restored(self, grad: bool) -> Iterator[None]:
         kind, dtype = self.device_type, self.autocast_dtype
         with contextlib.ExitStack() as stack:
             if kind != "meta":

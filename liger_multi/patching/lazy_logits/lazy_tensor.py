@@ -32,6 +32,7 @@ from liger_multi.patching.lazy_logits.log_probs import REDUCTIONS
 from liger_multi.patching.lazy_logits.loss import (
     SWAPS,
     CrossEntropyCall,
+    LogitsShape,
     fused,
     loss_logits,
     negative_log_likelihood,
@@ -504,8 +505,12 @@ def _answer(func: Any, first: Any, args: Any, kwargs: Any) -> Any:
 
 def _cross_entropy(*args: Any, **kwargs: Any) -> Any:
     call = CrossEntropyCall(*args, **kwargs)
-    loss = fused(call.input._slot.deferred, call) if is_lazy(call.input) else None
-    return _consumed(call.input, loss)
+    logits = call.input
+    if not is_lazy(logits):
+        return NotImplemented
+    deferred = logits._slot.deferred
+    call.input = LogitsShape(deferred)
+    return _consumed(logits, fused(deferred, call))
 
 
 def _nll_loss(input: Any, *args: Any, **kwargs: Any) -> Any:

@@ -233,12 +233,12 @@ def negative_log_likelihood(deferred: DeferredLogits, *args: Any, **kwargs: Any)
     if not deferred.steps or deferred.steps[-1][0] != "log_softmax":
         return None
     before = deferred.undone()
-    call = CrossEntropyCall(_Rows(before), *args, **kwargs)
+    call = CrossEntropyCall(LogitsShape(before), *args, **kwargs)
     return fused(before, call)
 
 
-class _Rows:
-    """The shape of logits, for checks of a call."""
+class LogitsShape:
+    """The shape of lazy logits for checks of a call, which would ask them through PyTorch."""
 
     def __init__(self, deferred: DeferredLogits) -> None:
         self.shape, self.ndim = deferred.shape, len(deferred.shape)
