@@ -373,9 +373,11 @@ def _gradients(
     return dweight, dbias
 
 
-def _supports(weight: Tensor) -> Optional[str]:
+def _supports(x: Tensor, weight: Tensor) -> Optional[str]:
     if weight.shape[1] > WIDEST:
         return f"takes filters of up to {WIDEST} weights a channel, got {weight.shape[1]}"
+    if x.shape[1] * max(x.stride(1), x.shape[2]) >= 2**31:
+        return f"takes sequences of fewer than 2^31 elements, got {tuple(x.shape)}"
     return None
 
 
