@@ -3,9 +3,10 @@
 ``python -m ci.npu.blocks`` searches and writes two things, of every kernel, chip and type of
 elements: ``backends/npu/launch/<family>.yaml``, the largest block with which every form of the
 kernel compiles within the unified buffer, double buffers included; and ``ci/npu/forms/<chip>.txt``,
-what each of those forms takes there, and which one refuses the next larger block. A search is
-finished when both ends are known, and an entry says so. tests/kernels/test_npu.py compares the
-second file with today's sources, and compiles some of it again.
+what each of those forms takes there, and which one refuses the next larger block. ``--kernel``
+searches for some kernels and leaves what stands of the others. A search is finished when both ends
+are known, and an entry says so. tests/kernels/test_npu.py compares the second file with today's
+sources, and compiles some of it again.
 
 The calls are of real models' widths and reach every kernel in every form that it has. Sizes are
 plain arguments of the kernels, so that few rows compile what many would.
@@ -17,9 +18,10 @@ import argparse
 import contextlib
 import functools
 import importlib.metadata
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -83,6 +85,29 @@ def _rope(cols: int, angles: int, dtype: torch.dtype | None = None) -> dict[str,
     return made | {n: T((1, ROWS, angles), dtype=dtype, grad=False) for n in ("cos", "sin")}
 
 
+def _convolution(cols: int, width: int, more: str = "") -> dict[str, T]:
+    made = {
+        "x": T((1, 24, cols)), "weight": T((cols, width)), "bias": T((cols,)),
+        "initial_state": T((1, width - 1, cols)), "seq_idx": T((1, 24), classes=2, grad=False),
+    }  # fmt: skip
+    return {n: t for n, t in made.items() if n in ("x", "weight", *more.split())}
+
+
+def _scan(cols: int, size: int, more: str = "D delta_bias") -> dict[str, T]:
+    made = {
+        **{n: T((1, 17, cols)) for n in ("u", "delta", "z")},
+        **{n: T((1, 17, size)) for n in "BC"}, "A": T((cols, size), torch.float32, negative=True),
+        "D": T((cols,)), "delta_bias": T((cols,)), "initial_state": T((1, cols, size)),
+        "seq_idx": T((1, 17), classes=2, grad=False),
+    }  # fmt: skip
+    return {n: t for n, t in made.items() if n in ("u", "delta", *"ABC", *more.split())}
+
+
+MANY = 65536  # channels, with which every core has a block of the largest size
+MANY = 65536  # channels, with which every core has a block of the largest size
+SOFT: dict[str, object] = {"delta_softplus": True}
+FILTER = (("weight", (3,)), ("bias", ()))
+SILU: dict[str, object] = {"activation": "silu"}
 W32 = T((4096,), dtype=torch.float32)
 PLAIN = {"x": T((ROWS, 4096)), "residual": T((ROWS, 4096))}
 CASES: dict[str, tuple[tuple[dict[str, T], dict[str, object]], ...]] = {
@@ -135,6 +160,26 @@ CASES: dict[str, tuple[tuple[dict[str, T], dict[str, object]], ...]] = {
         (_norm(4096, alpha=T((1,)), weight=T((4096,)), bias=T((4096,))), {}),
         (_norm(16384, alpha=T((1,)), weight=T((16384,))), {}),
     ),
+    "causal_conv1d": (
+        (_convolution(8192, 4), SILU),
+        (_convolution(8192, 4, "seq_idx"), SILU),
+        (_convolution(4352, 4, "bias seq_idx"), SILU),
+        (_convolution(8192, 4, "bias initial_state seq_idx"), SILU),
+        (_convolution(8192, 3), {}),
+    ),
+    "gated_short_conv": (
+        (_convolution(6144, 3) | {"weight": T((2048, 3))}, {}),
+        (_convolution(6144, 3, "seq_idx") | {"weight": T((2048, 3))}, {}),
+        (_convolution(6144, 3, "bias seq_idx") | {n: T((2048, *s)) for n, s in FILTER}, {}),
+    ),
+    "selective_scan": (
+        (_scan(8192, 16), SOFT),
+        (_scan(MANY, 16), SOFT),
+        (_scan(MANY, 16, "D z delta_bias"), SOFT),
+        (_scan(MANY, 16, "D z delta_bias seq_idx"), SOFT),
+        (_scan(MANY, 16, "initial_state"), {"output_final_state": True}),
+        (_scan(MANY // 4, 128), SOFT),
+    ),
 }  # fmt: skip
 
 
@@ -172,7 +217,7 @@ def launches_of(
     found: dict[str, Launch] = {}
     with (
         Device(), launching.simulate(info(chip)), blocks(of),
-        caught(lambda made: found.update({made.key: made}), chip),
+        caught(lambda made: found.update({made.key: replace(made, arguments={})}), chip),
     ):  # fmt: skip
         for op, calls in CASES.items():
             assert op in OPS, op
@@ -202,12 +247,13 @@ TYPES = {2: torch.bfloat16, 4: torch.float32}
 NAMES = (
     "row_statistics", "row_gradient", "pair_sums", "pair_gradient", "norm_forward",
     "norm_backward", "norm_weight", "gated_forward", "gated_backward", "dyt_forward",
-    "dyt_backward", "rope",
+    "dyt_backward", "rope", "conv_forward", "conv_backward", "scan_forward", "scan_reverse",
 )  # fmt: skip
 # by whose elements a kernel's block is chosen
 ASKED = {
     "row": "raw", "pair": "student", "norm_forward": "y", "norm_backward": "dx", "norm_weight": "x",
     "gated_forward": "y", "gated_backward": "dy", "dyt": "x", "rope": "x",
+    "conv": "x", "scan": "u",
 }  # fmt: skip
 SIZE = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
 HEAD = """# Columns a step, written by `python -m ci.npu.blocks` with bishengir-compile {version} for {chip}:
@@ -337,23 +383,39 @@ def entry(size: int, found: Found, chip: Chip) -> str:
     )
 
 
+def _standing(chip: Chip, names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Entries of the launch table by kernel, and lines of forms, of kernels that are not named."""
+    table, listed = files(chip)
+    if set(names) == set(NAMES):
+        return {}, []
+    parts = re.split(r"^  (\w+):\n", table.read_text(encoding="utf-8"), flags=re.M)[1:]
+    entries = {n: t for n, t in zip(parts[::2], parts[1::2], strict=True) if n not in names}
+    lines = listed.read_text(encoding="utf-8").splitlines()
+    return entries, [n for n in lines if n[0] != "#" and n.split()[0] not in names]
+
+
+def files(chip: Chip) -> tuple[Path, Path]:
+    """The launch table of a chip's family, and the list of forms."""
+    return FOLDER / f"{'a5' if chip.a5 else 'a2'}.yaml", HERE / "forms" / f"{chip.name}.txt"
+
+
 def write(chip: Chip, names: Iterable[str] = NAMES) -> list[Path]:
     """The table of a chip's family, and what the compiler said of every form."""
-    table = FOLDER / f"{'a5' if chip.a5 else 'a2'}.yaml"
-    listed = HERE / "forms" / f"{chip.name}.txt"
-    lines, entries = [], []
-    for name in sorted(names):
-        entries.append(f"  {name}:\n")
+    table, listed = files(chip)
+    entries, lines = _standing(chip, names)
+    for name in names:
+        entries[name] = ""
         for size in TYPES:
             found = search(name, chip, size)
-            entries.append(entry(size, found, chip))
+            entries[name] += entry(size, found, chip)
             lines += [row(size, *each) for each in found.forms]
             if found.refused is not None:
                 lines.append(row(size, *found.refused))
             print(lines[-1], flush=True)
     version = importlib.metadata.version("ascendnpu-ir")
     head = HEAD.format(version=version, chip=chip.name, buffer=chip.buffer)
-    table.write_text(head + "".join(entries), encoding="utf-8")
+    text = "".join(f"  {name}:\n{entries[name]}" for name in sorted(entries))
+    table.write_text(head + text, encoding="utf-8")
     launching.table.cache_clear()
     # rows narrower than a block take a smaller one: what models launch beside the search
     kept = {text.split()[3] for text in lines}
@@ -367,6 +429,7 @@ def write(chip: Chip, names: Iterable[str] = NAMES) -> list[Path]:
         f"# Written by `python -m ci.npu.blocks` with bishengir-compile {version}: kernel, type,\n"
     )
     head += "# columns a step, hash of source and arguments, the compiler's verdict, form.\n"
+    lines.sort(key=lambda line: line.split()[0])  # stable: by the order of the search
     listed.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
     return [table, listed]
 
@@ -375,8 +438,10 @@ def main() -> None:
     """Write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("chips", nargs="*", default=list(CHIPS))
-    for chip in parser.parse_args().chips:
-        for file in write(CHIPS[chip]):
+    parser.add_argument("--kernel", action="append", choices=NAMES, help="this one, or several")
+    given = parser.parse_args()
+    for chip in given.chips:
+        for file in write(CHIPS[chip], given.kernel or NAMES):
             print(file)
 
 

@@ -33,12 +33,13 @@ BOTH = Row("torch_npu and kernel", COMPILED)
 FUSED = Row("torch_npu and reference", SIMULATED)
 HEAD = Row("products and kernel", COMPILED)
 IN_TURN = Row("rms_norm, then rope", SIMULATED)
+BATCHED = Row("batched matmuls", SIMULATED)
 PLAIN = Row(REFERENCE, SIMULATED)
 
 ROWS: dict[str, Row] = {
     "attention": FUSED,
     "attention_residuals": PLAIN,
-    "causal_conv1d": PLAIN,
+    "causal_conv1d": KERNEL,
     "cross_entropy": KERNEL,
     "cross_entropy_inplace": KERNEL,
     "dyt": KERNEL,
@@ -52,11 +53,11 @@ ROWS: dict[str, Row] = {
     "fused_linear_tvd": HEAD,
     "fused_moe": FUSED,
     "fused_scaled_add_rms_norm": PLAIN,
-    "gated_delta_rule": PLAIN,
+    "gated_delta_rule": BATCHED,
     "gated_mlp": PLAIN,
     "gated_mlp_float8": PLAIN,
     "gated_rms_norm": PLAIN,
-    "gated_short_conv": PLAIN,
+    "gated_short_conv": KERNEL,
     "geglu": KERNEL,
     "geglu_packed": BOTH,
     "geglu_quantized": PLAIN,
@@ -68,7 +69,7 @@ ROWS: dict[str, Row] = {
     "indexer_topk": PLAIN,
     "jsd": KERNEL,
     "jsd_inplace": KERNEL,
-    "kimi_delta_attention": PLAIN,
+    "kimi_delta_attention": BATCHED,
     "kl_div": KERNEL,
     "kl_div_inplace": KERNEL,
     "layer_norm": PLAIN,
@@ -93,11 +94,11 @@ ROWS: dict[str, Row] = {
     "rope_positions": PLAIN,
     "rope_sorted": PLAIN,
     "selective_log_softmax": PLAIN,
-    "selective_scan": PLAIN,
+    "selective_scan": KERNEL,
     "softmax": PLAIN,
     "sparse_attention": PLAIN,
     "sparsemax": PLAIN,
-    "ssd_scan": PLAIN,
+    "ssd_scan": BATCHED,
     "swiglu": KERNEL,
     "swiglu_clamped": PLAIN,
     "swiglu_clamped_packed": PLAIN,

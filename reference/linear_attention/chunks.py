@@ -22,7 +22,8 @@ computes the others again. What depends on no state is computed for all chunks o
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Optional
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -237,10 +238,7 @@ class Span:
         self.beta = beta.unsqueeze(-1)
         self.starts = _starts(given.first, heads, part, chunk)
         self.decays(g)
-        eye = torch.eye(chunk, dtype=kind, device=g.device)
-        self.inverse = torch.linalg.solve_triangular(
-            self.inner * self.beta, eye.expand_as(self.inner), upper=False, unitriangular=True
-        )
+        self.inverse = self.invert(self.inner * self.beta)
         self.w = self.inverse @ (self.beta * self.e * self.k)
         self.kept = self.r * self.k
 
@@ -248,6 +246,20 @@ class Span:
     def floats(chunk: int, size: int, value: int) -> int:
         """What a chunk of a head takes in memory, in numbers."""
         raise NotImplementedError
+
+    @classmethod
+    def blocks(cls, given: Inputs) -> tuple[list[Heads], list[slice]]:
+        """Blocks of heads, and spans of chunks."""
+        return _blocks(given, cls.floats(given.chunk, given.k.shape[3], given.v.shape[3]))
+
+    @staticmethod
+    def invert(lower: Tensor) -> Tensor:
+        """``(I + lower)^-1`` of what is 0 on and above the diagonal."""
+        eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+        found: Tensor = torch.linalg.solve_triangular(
+            lower, eye.expand_as(lower), upper=False, unitriangular=True
+        )
+        return found
 
     def decays(self, g: Tensor) -> None:
         """Set e, r and z, P as ``scores`` and B as ``inner``, from the gates."""
@@ -342,7 +354,7 @@ def run_forward(rule: type[Span], given: Inputs, output_final_state: bool) -> tu
     y, (batch, _, heads, value) = v.new_empty(v.shape), v.shape
     shape = (batch, heads, size, value) if output_final_state else (0,)
     final_state = v.new_empty(shape, dtype=given.kind)
-    blocks, spans = _blocks(given, rule.floats(given.chunk, size, value))
+    blocks, spans = rule.blocks(given)
     for block in blocks:
         state = given.states(block)
         for part in spans:
@@ -373,8 +385,7 @@ def run_backward(
     dinitial = given.q.new_empty(0)
     if initial is not None:
         dinitial = initial.new_empty(initial.shape if needs[5] else 0)
-    floats = rule.floats(given.chunk, given.k.shape[3], given.v.shape[3])
-    blocks, spans = _blocks(given, floats)
+    blocks, spans = rule.blocks(given)
     for block in blocks:
         before = [given.states(block)]
         for part in spans[:-1]:
@@ -410,3 +421,28 @@ def _span_backward(
             whole = gradient if i < 2 else gradient.flatten(1, 2)
             room[block.batch, part, where] = _tokens(whole, length).to(room.dtype)
     return dstate
+
+
+def implement(rule: type[Span]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of a delta rule."""
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Optional[Tensor],
+        first: Optional[Tensor], scale: float, qk_l2norm: bool, output_final_state: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Span after span."""
+        given = Inputs(q, k, v, g, beta, initial_state, first, scale, qk_l2norm)
+        return run_forward(rule, given, output_final_state)
+
+    def backward(
+        dy: Optional[Tensor], dfinal_state: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor,
+        g: Tensor, beta: Tensor, initial_state: Optional[Tensor], first: Optional[Tensor],
+        scale: float, qk_l2norm: bool, needs_q: bool, needs_k: bool, needs_v: bool, needs_g: bool,
+        needs_beta: bool, needs_initial_state: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """The spans in reverse."""
+        given = Inputs(q, k, v, g, beta, initial_state, first, scale, qk_l2norm)
+        needs = (needs_q, needs_k, needs_v, needs_g, needs_beta, needs_initial_state)
+        return run_backward(rule, given, dy, dfinal_state, needs)
+
+    return forward, backward

@@ -17,17 +17,13 @@ other tokens; nor by their gradients, which go back through the same tree of sum
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
 from liger_multi.reference.linear_attention.chunks import (
-    Inputs,
     Span,
     _ends,
-    run_backward,
-    run_forward,
+    implement,
 )
 
 
@@ -119,22 +115,4 @@ class ChannelSpan(Span):
         return dq, dk, de
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Optional[Tensor],
-    first: Optional[Tensor], scale: float, qk_l2norm: bool, output_final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Span after span."""
-    given = Inputs(q, k, v, g, beta, initial_state, first, scale, qk_l2norm)
-    return run_forward(ChannelSpan, given, output_final_state)
-
-
-def backward(
-    dy: Optional[Tensor], dfinal_state: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor,
-    g: Tensor, beta: Tensor, initial_state: Optional[Tensor], first: Optional[Tensor],
-    scale: float, qk_l2norm: bool, needs_q: bool, needs_k: bool, needs_v: bool, needs_g: bool,
-    needs_beta: bool, needs_initial_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The spans in reverse."""
-    given = Inputs(q, k, v, g, beta, initial_state, first, scale, qk_l2norm)
-    needs = (needs_q, needs_k, needs_v, needs_g, needs_beta, needs_initial_state)
-    return run_backward(ChannelSpan, given, dy, dfinal_state, needs)
+forward, backward = implement(ChannelSpan)

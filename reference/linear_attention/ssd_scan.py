@@ -19,7 +19,8 @@ Blocks of heads and spans of chunks bound memory, as in :mod:`.chunks`.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Optional
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -140,6 +141,11 @@ def _blocks(given: Inputs) -> tuple[list[Heads], list[slice]]:
 class Span:
     """The tensors of a span. Axes: batch, groups, heads of a group, chunks, rows."""
 
+    @staticmethod
+    def blocks(given: Inputs) -> tuple[list[Heads], list[slice]]:
+        """Blocks of heads, and spans of chunks."""
+        return _blocks(given)
+
     def __init__(self, given: Inputs, heads: Heads, part: slice) -> None:
         kind, self.chunk = given.kind, given.chunk
         self.length, self.groups = part.stop - part.start, _groups(heads)
@@ -255,23 +261,17 @@ def _before_gate(given: Inputs, span: Span, heads: Heads, part: slice, states: T
     return y
 
 
-def forward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
-    z: Optional[Tensor], dt_bias: Optional[Tensor], initial_state: Optional[Tensor],
-    first: Optional[Tensor], dt_softplus: bool, dt_min: float, dt_max: float, chunk: int,
-    output_final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def run_forward(rule: type[Span], given: Inputs, output_final_state: bool) -> tuple[Tensor, Tensor]:
     """Some heads at a time, span after span."""
-    given = _given(x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min, dt_max,
-                   chunk)  # fmt: skip
+    x, z = given.x, given.z
     y, (batch, _, many, value) = x.new_empty(x.shape), x.shape
-    shape = (batch, many, value, B.shape[3]) if output_final_state else (0,)
+    shape = (batch, many, value, given.B.shape[3]) if output_final_state else (0,)
     final_state = x.new_empty(shape, dtype=given.kind)
-    blocks, spans = _blocks(given)
+    blocks, spans = rule.blocks(given)
     for heads in blocks:
         state = given.states(heads)
         for part in spans:
-            span = Span(given, heads, part)
+            span = rule(given, heads, part)
             states, state = span.forward(state)
             made = _before_gate(given, span, heads, part, states)
             gate = None if z is None else given.rows(z, heads, part)
@@ -282,12 +282,12 @@ def forward(
 
 
 def _add_span(
-    total: Gradients, heads: Heads, part: slice, state: Tensor, dy: Optional[Tensor],
-    dstate: Tensor,
+    rule: type[Span], total: Gradients, heads: Heads, part: slice, state: Tensor,
+    dy: Optional[Tensor], dstate: Tensor,
 ) -> Tensor:  # fmt: skip
     """Add the gradients of a span; return that of the state before it."""
     given: Inputs = total.given
-    span, rows = Span(given, heads, part), (heads.batch, part, heads.value)
+    span, rows = rule(given, heads, part), (heads.batch, part, heads.value)
     states, _ = span.forward(state)
     x = given.rows(given.x, heads, part)
     up = torch.zeros_like(x) if dy is None else given.rows(dy, heads, part)
@@ -316,31 +316,58 @@ def _add_span(
     return dstate
 
 
-def backward(
-    dy: Optional[Tensor], dfinal_state: Optional[Tensor], x: Tensor, dt: Tensor, A: Tensor,
-    B: Tensor, C: Tensor, D: Optional[Tensor], z: Optional[Tensor], dt_bias: Optional[Tensor],
-    initial_state: Optional[Tensor], first: Optional[Tensor], dt_softplus: bool, dt_min: float,
-    dt_max: float, chunk: int, needs_x: bool, needs_dt: bool, needs_A: bool, needs_B: bool,
-    needs_C: bool, needs_D: bool, needs_z: bool, needs_dt_bias: bool, needs_initial_state: bool,
+def run_backward(
+    rule: type[Span], given: Inputs, dy: Optional[Tensor], dfinal_state: Optional[Tensor],
+    needs: dict[str, bool],
 ) -> Nine:  # fmt: skip
     """Some heads at a time: forward over the spans for their states, then the spans in reverse."""
-    given = _given(x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min, dt_max,
-                   chunk)  # fmt: skip
-    needs = {
-        "x": needs_x, "dt": needs_dt, "A": needs_A, "B": needs_B, "C": needs_C, "D": needs_D,
-        "z": needs_z, "dt_bias": needs_dt_bias, "initial_state": needs_initial_state,
-    }  # fmt: skip
     total = Gradients(given, needs, "x dt z initial_state")
-    blocks, spans = _blocks(given)
+    blocks, spans = rule.blocks(given)
     for heads in blocks:
         before = [given.states(heads)]
         for part in spans[:-1]:
-            before.append(Span(given, heads, part).forward(before[-1])[1])
+            before.append(rule(given, heads, part).forward(before[-1])[1])
         dstate = torch.zeros_like(before[0])
         if dfinal_state is not None:
             dstate = given.side_by_side(dfinal_state, heads)
         for part in reversed(spans):
-            dstate = _add_span(total, heads, part, before.pop(), dy, dstate)
+            dstate = _add_span(rule, total, heads, part, before.pop(), dy, dstate)
         total.put("initial_state", (heads.batch, heads.value), given.apart(dstate))
     grads: Nine = total.results()
     return grads
+
+
+def implement(rule: type[Span]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the operator, by the spans of a backend."""
+
+    def forward(
+        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
+        z: Optional[Tensor], dt_bias: Optional[Tensor], initial_state: Optional[Tensor],
+        first: Optional[Tensor], dt_softplus: bool, dt_min: float, dt_max: float, chunk: int,
+        output_final_state: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Span after span."""
+        given = _given(x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min,
+                       dt_max, chunk)  # fmt: skip
+        return run_forward(rule, given, output_final_state)
+
+    def backward(
+        dy: Optional[Tensor], dfinal_state: Optional[Tensor], x: Tensor, dt: Tensor, A: Tensor,
+        B: Tensor, C: Tensor, D: Optional[Tensor], z: Optional[Tensor], dt_bias: Optional[Tensor],
+        initial_state: Optional[Tensor], first: Optional[Tensor], dt_softplus: bool, dt_min: float,
+        dt_max: float, chunk: int, needs_x: bool, needs_dt: bool, needs_A: bool, needs_B: bool,
+        needs_C: bool, needs_D: bool, needs_z: bool, needs_dt_bias: bool, needs_initial_state: bool,
+    ) -> Nine:  # fmt: skip
+        """The spans in reverse."""
+        given = _given(x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min,
+                       dt_max, chunk)  # fmt: skip
+        needs = {
+            "x": needs_x, "dt": needs_dt, "A": needs_A, "B": needs_B, "C": needs_C, "D": needs_D,
+            "z": needs_z, "dt_bias": needs_dt_bias, "initial_state": needs_initial_state,
+        }  # fmt: skip
+        return run_backward(rule, given, dy, dfinal_state, needs)
+
+    return forward, backward
+
+
+forward, backward = implement(Span)

@@ -7,6 +7,7 @@ who waits.
 
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -23,12 +24,14 @@ if importlib.util.find_spec("ascendnpuir") is None or importlib.util.find_spec("
 from torch._subclasses import FakeTensorMode
 
 import liger_multi
-from ci.npu import blocks, levels, lowering
+from ci.npu import blocks, launches, levels, lowering
 from ci.npu.fused import REFERENCES
 from ci.npu.lowering import CHIPS, LARGEST_GRID
 from ci.npu.simulate import READ
 from liger_multi import ops
 from liger_multi.backends.npu.experts import fused_moe as ours
+from liger_multi.backends.npu.linear_attention import chunks
+from liger_multi.backends.npu.linear_attention import operators as convolutions
 from liger_multi.dispatch import launch as launch_config
 from liger_multi.dispatch.launch import device_info
 from liger_multi.dispatch.op import OPS
@@ -448,3 +451,125 @@ def test_a_backward_follows_any_forward_of_experts():
     ]  # fmt: skip
     for other in gradients[1:]:
         torch.testing.assert_close(other, gradients[0])
+
+
+# --- hybrid models ---
+
+BATCHED = ("ssd_scan", "gated_delta_rule", "kimi_delta_attention")
+KEYS, VALUES = {"q": 4, "k": 4, "v": 6}, {"x": (4, 6), "B": (2, 8), "C": (2, 8)}
+
+
+def hybrid(op, length, batch=2):
+    """Tensors in fp64 of an operator of chunks, and options."""
+    draw = torch.Generator().manual_seed(0)
+
+    def drawn(*shape):
+        return torch.randn(batch, length, *shape, generator=draw, dtype=torch.float64)
+
+    ids = torch.arange(length).square() // 4000  # segments that become shorter
+    if op == "ssd_scan":
+        made = {n: drawn(*shape) for n, shape in VALUES.items()}
+        made |= {"dt": drawn(4), "A": -drawn(4)[0, 0].abs(), "D": drawn(4)[0, 0]}
+        made |= {"initial_state": drawn(4, 6, 8)[:, 0]}
+        return made, {"seq_idx": ids.expand(batch, -1), "dt_softplus": True}
+    kimi = op == "kimi_delta_attention"
+    made = {n: drawn(2 if n in "qk" and not kimi else 4, size) for n, size in KEYS.items()}
+    gates = (4, 4) if kimi else (4,)
+    made |= {"g": -drawn(*gates).abs() * 3, "beta": drawn(4).sigmoid() * 2}
+    made |= {"initial_state": drawn(4, 4, 6)[:, 0]}
+    return made, {"documents": ids.expand(batch, -1), "qk_l2norm": True}
+
+
+def both_ways(op, device, dtype, tensors, options):
+    """Results and gradients."""
+    given = {n: t.to(device, dtype).requires_grad_() for n, t in tensors.items()}
+    more = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in options.items()}
+    made = getattr(ops, op)(**given, **more, output_final_state=True)
+    torch.autograd.backward(made, [torch.ones_like(t) / 8 for t in made])
+    return [t.detach().cpu().double() for t in (*made, *(t.grad for t in given.values()))]
+
+
+@pytest.mark.parametrize("budget", [1, 2**17, 2**30])
+@pytest.mark.parametrize("op", BATCHED)
+def test_blocks_and_spans_change_no_result(monkeypatch, op, budget):
+    monkeypatch.setattr(chunks, "BUDGET", budget)
+    tensors, options = hybrid(op, 330)
+    with liger_multi.use(**{op: "npu"}):
+        found = both_ways(op, NPU, torch.float32, tensors, options)
+    for got, wanted in zip(found, both_ways(op, "cpu", torch.float64, tensors, options)):
+        assert (got - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+
+
+def test_memory_of_blocks_and_spans():
+    for rows, length in ((1, 1), (64, 8192), (3, 131072), (4096, 64), (100000, 64)):
+        many, parts = chunks.spans(length, 64, rows, 750_000)
+        assert 1 <= many <= rows
+        assert (parts[0].start, parts[-1].stop) == (0, length)
+        assert all(a.stop == b.start for a, b in itertools.pairwise(parts))
+        assert many * 750_000 * -(-parts[0].stop // 64) <= chunks.BUDGET
+        assert len(parts) <= 2 + (length / 64) ** 0.5 * 1.5
+
+
+@pytest.mark.parametrize("case", ["drawn", "repeated keys", "strong"])
+def test_inverses_by_doubling(case):
+    """Repeated keys with beta = 2 have an inverse of entries of 2, and powers of 1e18."""
+    torch.manual_seed(0)
+    lower = torch.randn(2, 3, 64, 64, dtype=torch.float64).tril(-1) / 8
+    if case == "repeated keys":
+        lower = torch.full_like(lower, 2.0).tril(-1)
+    if case == "strong":
+        lower = lower * torch.logspace(0, -30, 64, dtype=torch.float64)
+    wanted = torch.linalg.inv(lower + torch.eye(64, dtype=torch.float64))
+    found = chunks.Batched.invert(lower.float().to(NPU)).cpu().double()
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("op", launches.CASES)
+def test_hybrids_start_what_torch_npu_has_and_share_it_among_heads(op):
+    """No operator falls back to the CPU, and launches do not depend on the batch."""
+    small, large = (launches.run(op, "npu", 128, batch) for batch in (2, 3))
+    for way, count in small.items():
+        assert count.launches == large[way].launches
+        for name in (n for n in count.launches if "_kernel" not in n):
+            keys = ("PrivateUse1", "CompositeExplicitAutograd")
+            assert any(torch._C._dispatch_has_kernel_for_dispatch_key(name, k) for k in keys), name
+
+
+@pytest.mark.parametrize("op", BATCHED)
+def test_a_chunk_more_is_a_launch_more_in_each_pass_over_states(op):
+    few, many = (launches.run(op, "npu", 64 * count) for count in (3, 7))
+    more = {way: many[way].launches.total() - few[way].launches.total() for way in few}
+    assert more == {"forward": 4, "backward": 8}
+
+
+@pytest.mark.parametrize(("op", "counts"), [("causal_conv1d", 1), ("gated_short_conv", 1)])
+def test_convolutions_are_one_kernel_in_each_direction(op, counts):
+    for count in launches.run(op, "npu", 256).values():
+        assert sum(n for name, n in count.launches.items() if "_kernel" in name) == counts
+
+
+@pytest.mark.parametrize(
+    ("op", "tensors"),
+    [
+        ("causal_conv1d", {"x": (1, 9, 4), "weight": (4, 5)}),
+        ("gated_short_conv", {"x": (1, 9, 12), "weight": (4, 5)}),
+        (
+            "selective_scan",
+            {"u": (1, 2, 3), "delta": (1, 2, 3), "A": (3, 129), "B": (1, 2, 129), "C": (1, 2, 129)},
+        ),
+    ],
+)
+def test_what_kernels_of_hybrids_refuse_runs_by_the_reference(op, tensors):
+    given = {n: torch.randn(shape, device=NPU) for n, shape in tensors.items()}
+    with pytest.raises(BackendUnavailableError, match="takes"), liger_multi.use(**{op: "npu"}):
+        getattr(ops, op)(**given)
+    found = getattr(ops, op)(**given).cpu()
+    torch.testing.assert_close(found, getattr(ops, op)(**{n: t.cpu() for n, t in given.items()}))
+
+
+def test_convolutions_of_sequences_that_32_bits_do_not_count_are_refused():
+    rows = torch.empty(1, 2**18, 8192, device="meta")
+    weight = torch.empty(8192, 4, device="meta")
+    for op in convolutions.OPERATORS.values():
+        assert "2^31" in op.supports(rows, weight)
+        assert op.supports(rows[:, 1:], weight) is None

@@ -45,6 +45,17 @@ FORMS = {"form": "logits", "teacher_form": "logits"}
 ANGLES = {n: Tensor((1, 21, 128), grad=False) for n in ("cos", "sin")}
 OUTSIDE = ANGLES | {n: Tensor((2, heads, 21, 132)) for n, heads in (("q", 3), ("k", 1))}
 INSIDE = ANGLES | {n: Tensor((2, 21, heads, 132)) for n, heads in (("q", 3), ("k", 1))}
+IDS = {"seq_idx": Tensor((2, ROWS), classes=3, grad=False), "bias": COLUMN}
+PACKED = {"x": Tensor((2, ROWS, COLS)), "weight": Tensor((COLS, 4)), **IDS}
+PACKED |= {"initial_state": Tensor((2, 3, COLS))}
+GATED = {"x": Tensor((2, ROWS, 3 * COLS)), "weight": Tensor((COLS, 3)), **IDS}
+SCAN = {n: Tensor((2, 37, COLS), scale=0.4) for n in ("u", "delta", "z")}
+SCAN |= {n: Tensor((2, 37, 3), scale=0.4) for n in "BC"} | dict.fromkeys(
+    ("D", "delta_bias"), COLUMN
+)
+SCAN |= {"A": Tensor((COLS, 3), negative=True), "initial_state": Tensor((2, COLS, 3))}
+SCAN |= {"seq_idx": Tensor((2, 37), classes=3, grad=False)}
+STEPS = {"delta_softplus": True, "output_final_state": True}
 # an operator, tensors, options, and which kernels it is here for
 CALLS = {
     "norm": ("rms_norm", {"x": X}, {}, ("forward", "backward")),
@@ -53,6 +64,9 @@ CALLS = {
     "pair": ("jsd", PAIR, FORMS, ("sums", "gradient")),
     "gated": ("swiglu", {"gate": X, "up": X}, {}, ("forward", "backward")),
     "dyt": ("dyt", {"x": X, "alpha": Tensor((1,)), "weight": COLUMN}, {}, ("forward", "backward")),
+    "conv": ("causal_conv1d", PACKED, {"activation": "silu"}, ("forward", "backward")),
+    "conv with gates": ("gated_short_conv", GATED, {}, ("forward", "backward")),
+    "scan": ("selective_scan", SCAN, STEPS, ("forward", "reverse")),
     "rope": ("rope", INSIDE, {"unsqueeze_dim": 2}, ("",)),
     "rope of neighbors": ("rope", OUTSIDE, {"style": "interleaved"}, ("",)),
 }

@@ -1,0 +1,1 @@
+"""Short convolutions, state spaces and delta rules."""

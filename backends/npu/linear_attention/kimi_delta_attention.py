@@ -1,0 +1,90 @@
+"""Kimi delta attention (arXiv:2510.26692) on cube cores, as :mod:`.chunks` has it.
+
+As in the reference, a pair of tokens in neighboring blocks of s rows has the decay between them as
+a product of two factors of at most 1, from the earlier one to its block's end, and from there to
+the later one. There the matmuls are of s rows, down to one. Here each s has one matmul of whole
+chunks, of which the pairs of such blocks are taken:
+
+    W_s = exp(T_s g),  P + B = sum over s of M_s ([Q W_s; K W_s] (K W_s)'),  s = 1, 2, 4 ...
+
+Row i of the 0-1 matrix T_s adds the gates from the beginning of its block to i if the block is a
+later one, and those after i to the block's end otherwise; M_s are the pairs. All sums of gates are
+one matmul, and so is their gradient: no difference of sums is formed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_multi.backends.npu.linear_attention.chunks import Batched, levels
+from liger_multi.reference.linear_attention.chunks import GONE, _ends, implement
+from liger_multi.reference.linear_attention.kimi_delta_attention import ChannelSpan
+
+
+def ranges(chunk: int, device: torch.device) -> Tensor:
+    """Which gates the factors of rows add, bool (levels + 2, chunk, chunk).
+
+    First those T_s, then those of e, from the chunk's beginning, and r, to its end.
+    """
+    place = torch.arange(chunk, device=device)
+    sizes = 2 ** torch.arange(chunk.bit_length() - 1, device=device)[:, None, None]
+    row, gate = place.unsqueeze(-1), place
+    same = row // sizes == gate // sizes
+    later = (row // sizes) % 2 == 1
+    inner = same & torch.where(later, gate <= row, gate > row)
+    ends = torch.stack([gate <= row, gate > row])
+    return torch.cat([inner, ends])
+
+
+class BatchedChannelSpan(Batched, ChannelSpan):
+    """A span whose gates are vectors."""
+
+    @staticmethod
+    def floats(chunk: int, size: int, value: int) -> int:
+        """Rows of keys, nine for every level, rows of values, and squares of a chunk."""
+        steps = chunk.bit_length() - 1
+        return chunk * ((14 + 9 * steps) * size + 5 * value + (8 + 4 * steps) * chunk)
+
+    def decays(self, g: Tensor) -> None:
+        """All levels at once."""
+        chunk = g.shape[-2]
+        self.sums = ranges(chunk, g.device).flatten(0, 1).to(g.dtype)
+        self.pairs = levels(chunk, g.device).unsqueeze(-3)
+        seen = None
+        if self.starts is not None:
+            seen = self.starts.unsqueeze(-1) <= torch.arange(chunk, device=g.device)
+            self.pairs = self.pairs & seen[..., None, None, :, :]
+        factors = (self.sums @ g.clamp(min=GONE[g.dtype])).exp_().unflatten(-2, (-1, chunk))
+        *_, self.e, self.r = factors.unbind(-3)
+        self.z = self.e[..., -1, :].unsqueeze(-1)
+        self.factors = factors[..., :-2, :, :].unsqueeze(-3)
+        self.scaled = (
+            torch.stack([self.q, self.k.expand_as(self.q)], -3).unsqueeze(-4) * self.factors
+        )
+        made = (self.scaled @ self.scaled[..., 1:, :, :].mT).masked_fill_(~self.pairs, 0).sum(-4)
+        self.scores, self.inner = made.unbind(-3)
+        self.scores.diagonal(dim1=-2, dim2=-1).copy_((self.q * self.k).sum(-1))
+        if self.starts is not None:
+            carried, last, whole = _ends(self.starts)
+            self.e, self.r = self.e * carried.unsqueeze(-1), self.r * last.unsqueeze(-1)
+            self.z = self.z * whole[..., None, None]
+
+    def through(
+        self, dp: Tensor, db: Tensor, de: Tensor, dr: Tensor, dz: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """All levels at once."""
+        upstream = torch.stack([dp, db], -3).unsqueeze(-4) * self.pairs
+        columns = self.scaled[..., 1:, :, :]
+        to_rows = upstream @ columns
+        to_columns = (upstream.mT @ self.scaled).sum(-3)
+        logs = (to_rows * self.scaled).sum(-3).addcmul_(to_columns, columns.squeeze(-3))
+        to_rows[..., 1, :, :] += to_columns
+        dq, dk = (to_rows * self.factors).sum(-4).unbind(-3)
+        own = dp.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        de[..., -1, :] += dz
+        every = torch.cat([logs, torch.stack([de, dr], -3)], -3).flatten(-3, -2)
+        return dq + own * self.k, dk + own * self.q, self.sums.mT @ every
+
+
+forward, backward = implement(BatchedChannelSpan)

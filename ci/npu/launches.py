@@ -1,0 +1,175 @@
+"""What operators of hybrid models start on an NPU, beside the reference: launches, bytes, memory.
+
+``python -m ci.npu.launches`` runs forward and backward of both on FakeTensors of the device
+``npu``, at sizes of models, and counts. A launch is an operator of PyTorch that writes memory, or
+an Ascend kernel. Its bytes are those of its tensors, each read or written once. The peak is of all
+tensors that a direction makes, gradients and results included, arguments not. Nothing is computed,
+and no time follows from this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from liger_multi.dispatch.registry import module, operators
+
+TOKENS = 1024
+NOT_STARTED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+NPU = torch.device("npu", 0)
+
+
+class Case(NamedTuple):
+    """Shapes of tensors by name, with B sequences of T tokens, options, and which are in fp32."""
+
+    shapes: dict[str, tuple[Any, ...]]
+    options: dict[str, Any]
+    wide: str = ""
+
+
+B, T = "B", "T"
+ROWS, KEYS = (B, T, 8192), (B, T, 32, 128)
+DELTA = dict.fromkeys("qkv", KEYS)
+RULE = {"scale": 0.1, "qk_l2norm": True, "output_final_state": False}
+CASES = {
+    "causal_conv1d": Case({"x": ROWS, "weight": (8192, 4)}, {"activation": "silu"}),
+    "gated_short_conv": Case({"x": (B, T, 6144), "weight": (2048, 3)}, {}),
+    "selective_scan": Case(
+        {"u": ROWS, "delta": ROWS, "A": (8192, 16), "B": (B, T, 16), "C": (B, T, 16),
+         "D": (8192,), "z": ROWS, "delta_bias": (8192,)},
+        {"delta_softplus": True, "output_final_state": False}, "A D delta_bias",
+    ),
+    "ssd_scan": Case(
+        {"x": (B, T, 128, 64), "dt": (B, T, 128), "A": (128,), "B": (B, T, 8, 128),
+         "C": (B, T, 8, 128), "D": (128,), "dt_bias": (128,)},
+        {"dt_softplus": True, "dt_min": 0.0, "dt_max": float("inf"), "chunk": 256,
+         "output_final_state": False}, "A D dt_bias",
+    ),
+    "gated_delta_rule": Case(
+        {**DELTA, "q": (B, T, 16, 128), "k": (B, T, 16, 128), "g": (B, T, 32), "beta": (B, T, 32)},
+        RULE, "g",
+    ),
+    "kimi_delta_attention": Case({**DELTA, "g": KEYS, "beta": (B, T, 32)}, RULE, "g"),
+}  # fmt: skip
+
+
+def _memory(t: Tensor) -> int:
+    """Bytes of a tensor; what is expanded counts once."""
+    return (
+        t.element_size()
+        * torch.Size(s for s, step in zip(t.shape, t.stride(), strict=True) if step).numel()
+    )
+
+
+class Count(TorchDispatchMode):
+    """Launches by name, with overloads, their bytes, and the peak of what they made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.launches: Counter[str] = Counter()
+        self.bytes = self.peak = 0
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def add(self, name: str, tensors: list[Tensor]) -> None:
+        """One launch."""
+        self.launches[name] += 1
+        self.bytes += sum(_memory(t) for t in tensors)
+
+    def made(self, tensors: list[Tensor]) -> None:
+        """Results, whose memory may be new."""
+        self.alive = {k: held for k, held in self.alive.items() if not held[0].expired()}
+        for t in tensors:
+            weak = StorageWeakRef(t.untyped_storage())
+            self.alive[weak.cdata] = (weak, t.untyped_storage().nbytes())
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator on FakeTensors."""
+        out = func(*args, **(kwargs or {}))
+        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        given = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        if func.is_view or not results:
+            return out
+        if func.overloadpacket.__name__ not in NOT_STARTED:
+            self.add(func.name(), [*given.values(), *(t for t in results if id(t) not in given)])
+        self.made([t for t in results if id(t) not in given])
+        return out
+
+
+@contextlib.contextmanager
+def counted(found: Any) -> Iterator[Count]:
+    """Count what runs inside, kernels of this implementation included."""
+    count = Count()
+
+    def start(kernel: Any, pieces: int, *args: Any, **constants: Any) -> None:
+        count.add(kernel.__name__, [t for t in args if isinstance(t, Tensor)])
+
+    home = importlib.import_module(found.forward.__module__)
+    started = (
+        mock.patch.object(home, "start", start)
+        if hasattr(home, "start")
+        else contextlib.nullcontext()
+    )
+    with started, count:
+        yield count
+
+
+def run(op: str, backend: str, tokens: int, batch: int = 1) -> dict[str, Count]:
+    """Both directions of an operator in bf16, gates and parameters in fp32."""
+    case, found = CASES[op], module(backend, op)
+    counts = {}
+    with FakeTensorMode(), torch.no_grad():
+        given: dict[str, Any] = {
+            n: torch.empty(
+                [{"T": tokens, "B": batch}.get(s, s) for s in shape], device=NPU,
+                dtype=torch.float32 if n in case.wide.split() else torch.bfloat16,
+            )
+            for n, shape in case.shapes.items()
+        }  # fmt: skip
+        contract = importlib.import_module(f"liger_multi.ops.{op}").op
+        given |= case.options | {f"needs_{n}": True for n in given}
+        for way, half, function in (
+            ("forward", contract.fwd, found.forward), ("backward", contract.bwd, found.backward),
+        ):  # fmt: skip
+            absent = {n: n[:6] != "needs_" and None for n in half.params}
+            with counted(found) as count:
+                made = function(**{n: given.get(n, absent[n]) for n in half.params})
+            given["dy"] = made[0] if isinstance(made, tuple) else made
+            counts[way] = count
+            del made
+    return counts
+
+
+def main() -> None:
+    """Print a line for every operator, direction and implementation."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("ops", nargs="*", default=list(CASES), help="operators, all by default")
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    given = parser.parse_args()
+    operators()
+    for op in given.ops:
+        for backend in ("reference", "npu"):
+            for way, count in run(op, backend, given.tokens).items():
+                print(
+                    f"{op} {way} {backend}, {given.tokens} tokens: {count.launches.total()} "
+                    f"launches, {count.bytes / 2**30:.2f} GiB, peak {count.peak / 2**30:.2f} GiB",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
