@@ -456,14 +456,16 @@ def test_heads_in_pieces(monkeypatch, by_column):
 # --- selective_scan ---
 
 
-def scanned(length, states, upstream=True, state=True, packed=True):
-    """All results of forward and backward, of the kernels and of the reference in fp64."""
+def scanned(length, states, upstream=True, state=True, packed=True, cols=37):
+    """All results of forward and backward, of the kernels and of the reference in fp64.
+
+    Of 37 channels, there are some blocks, the last one short.
+    """
     generator = torch.Generator().manual_seed(length)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator).to(DEVICE)
 
-    cols = 37  # some blocks of channels, the last one short
     rows, pairs = (normal(2, length, cols) for _ in range(3)), (2, length, states)
     u, delta, z = rows
     A, before = -normal(cols, states).exp(), normal(2, cols, states)
@@ -498,10 +500,18 @@ def test_scans_of_several_blocks_and_chunks(length, states, upstream):
 
 @pytest.mark.parametrize(
     ("length", "states", "given"),
-    [(20, 16, {}), (13, 3, {"state": False, "packed": False}), (15, 40, {"upstream": False})],
+    [
+        (20, 16, {}),
+        (13, 3, {"state": False, "packed": False}),
+        (15, 40, {"upstream": False}),
+        (72, 4, {"cols": 64}),
+    ],
 )
 def test_scans_whose_tokens_several_programs_share(monkeypatch, length, states, given):
-    """Sequences begin within spans, at their first tokens, and nowhere."""
+    """Sequences begin within spans, at their first tokens, and nowhere.
+
+    Spans and blocks that nothing is past the last of are kernels of their own.
+    """
 
     def shared(name, formula, device, **shape):
         return replace(launch.launch_config(name, formula, device, **shape), span=8)

@@ -111,6 +111,21 @@ def reciprocal_near(x):
 
 
 @triton.jit
+def of_thread(zero):
+    """0 as a number of each thread, which a compiler does not know to be one for all of a warp.
+
+    ``zero`` is 0, which it must not know either.
+    """
+    if _nvidia():
+        return tl.inline_asm_elementwise(
+            "{ .reg .u32 t; mov.u32 t, %laneid; mul.lo.u32 $0, t, $1; }", "=r,r", [zero],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return 0
+
+
+@triton.jit
 def fetch(ptr):
     """Ask for the cache lines of pointers before they are loaded, on NVIDIA."""
     if _nvidia():

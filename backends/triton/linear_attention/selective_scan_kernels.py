@@ -44,6 +44,7 @@ from liger_multi.backends.triton.common.rows import (
     exp2_near,
     fetch,
     load_or,
+    of_thread,
     reciprocal_near,
     round_to,
 )
@@ -81,9 +82,9 @@ def _store_states(ptr, value, lane, left, cols, zero, DIM: tl.constexpr, SIZE: t
 
 
 @triton.jit
-def _in_tile(lane, zero, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a tile (states, channels) of its own has its elements: known distances apart."""
-    return tl.arange(0, SIZE)[:, None] * BLOCK + (lane + zero)[None, :]
+def _in_tile(ptr, lane, zero, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The elements of a tile (states, channels) of its own: one address, and known distances."""
+    return (ptr + (lane + zero))[None, :] + (tl.arange(0, SIZE) * BLOCK)[:, None]
 
 
 @triton.jit
@@ -94,47 +95,85 @@ def _at_token(ptr, t, stride):
 
 @triton.jit
 def _put_tokens(
-    ptr, at, rows, first, stride, lane, length, left, BACK: tl.constexpr, COUNT: tl.constexpr
+    ptr, at, rows, first, stride, lane, length, left, BACK: tl.constexpr, COUNT: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """Write rows of COUNT tokens from ``first`` on, if there is a tensor; BACK: in reverse.
 
-    ``at`` is where it has the first token of all.
+    ``at`` is where it has the first of them.
     """
     if ptr is not None:
-        ptr = _at_token(ptr + at, first, stride)
+        ptr += at
         for i in tl.static_range(COUNT):
             row = round_to(rows[COUNT - 1 - i if BACK else i], ptr.dtype.element_ty)
-            tl.store(ptr + lane, row, mask=lane < tl.where(first + i < length, left, 0))
+            if EVEN:
+                tl.store(ptr + lane, row)
+            else:
+                tl.store(ptr + lane, row, mask=lane < tl.where(first + i < length, left, 0))
             ptr += stride
 
 
 @triton.jit
-def _load_tokens(ptr, first, stride, lane, length, left, COUNT: tl.constexpr):
+def _load_tokens(
+    ptr, at, stride, first, lane, length, left, COUNT: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
     """Rows of COUNT tokens from ``first`` on, zeros past the last; none where there is no tensor.
 
-    They are loaded before anything waits for one of them.
+    They are loaded before anything waits for one of them. ``at`` tokens on from ``ptr``, it has the
+    first of them. EVEN says that all tokens and channels exist.
     """
     rows = ()
     if ptr is not None:
-        ptr = _at_token(ptr, first, stride)
+        ptr = _at_token(ptr, at, stride)
         for i in tl.static_range(COUNT):
-            limit = tl.where(first + i < length, left, 0)
-            rows = _append(rows, tl.load(ptr + lane, mask=lane < limit, other=0.0))
+            if EVEN:
+                row = tl.load(ptr + lane)
+            else:
+                limit = tl.where(first + i < length, left, 0)
+                row = tl.load(ptr + lane, mask=lane < limit, other=0.0)
+            rows = _append(rows, row)
             ptr += stride
     return rows
 
 
 @triton.jit
 def _load_step(
-    u_ptr, delta_ptr, dy_ptr, z_ptr, u_step, delta_step, dy_step, z_step, first, lane, length, left,
-    COUNT: tl.constexpr,
+    u_ptr, delta_ptr, dy_ptr, z_ptr, at, steps, first, lane, length, left, COUNT: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Rows of u, delta, dy and z of COUNT tokens."""
-    u = _load_tokens(u_ptr, first, u_step, lane, length, left, COUNT)
-    raw = _load_tokens(delta_ptr, first, delta_step, lane, length, left, COUNT)
-    dy = _load_tokens(dy_ptr, first, dy_step, lane, length, left, COUNT)
-    z = _load_tokens(z_ptr, first, z_step, lane, length, left, COUNT)
+    """Rows of u, delta, dy and z of COUNT tokens; ``steps`` are their strides."""
+    u = _load_tokens(u_ptr, at, steps[0], first, lane, length, left, COUNT, EVEN)
+    raw = _load_tokens(delta_ptr, at, steps[1], first, lane, length, left, COUNT, EVEN)
+    dy = _load_tokens(dy_ptr, at, steps[2], first, lane, length, left, COUNT, EVEN)
+    z = _load_tokens(z_ptr, at, steps[3], first, lane, length, left, COUNT, EVEN)
     return u, raw, dy, z
+
+
+@triton.jit
+def _own(ptr, zero):
+    """A pointer that all threads share, as a number of each thread: it stays in its registers.
+
+    NVIDIA's assembler keeps shared addresses in registers of the warp, which loads cannot take with
+    a distance: it copied both halves of them for every load of B or C (Triton 3.6).
+    """
+    return ptr + 32 * of_thread(zero)  # as aligned as before
+
+
+@triton.jit
+def _fetch_pairs(pairs_ptr, SIZE: tl.constexpr, COUNT: tl.constexpr):
+    """Ask for B and C of COUNT tokens from ``pairs_ptr`` on."""
+    FLOATS: tl.constexpr = COUNT * 2 * SIZE
+    LINES: tl.constexpr = triton.next_power_of_2((FLOATS + 31) // 32)
+    fetch(pairs_ptr + 32 * tl.arange(0, LINES))
+
+
+@triton.jit
+def _fetch_rows(ptr, first, stride, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    """Ask for rows of COUNT tokens from ``first`` on: both halves of BLOCK channels."""
+    if ptr is not None:
+        i = tl.arange(0, 2 * triton.next_power_of_2(COUNT))
+        token = tl.minimum(first + i // 2, first + COUNT - 1).to(tl.int64)
+        fetch(ptr + (token * stride + (i % 2) * (BLOCK // 2)))
 
 
 @triton.jit
@@ -185,7 +224,7 @@ def _steps_and_slopes(raw, bias, inside, SOFTPLUS: tl.constexpr):
         half = reciprocal_near(1.0 + u)
         slopes = tl.where(x < 0.0, u * half, half)
         x = tl.maximum(x, 0.0) + s * odd
-    return tl.where(inside, x, 0.0), slopes
+    return x if inside is True else tl.where(inside, x, 0.0), slopes
 
 
 @triton.jit
@@ -217,23 +256,27 @@ def _decays(steps, a, gap, PACKED: tl.constexpr):
 
 # --- kernels ---
 
+TOGETHER = tl.constexpr(8)  # spans whose ends are loaded at a time
+
 
 @triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
 def _selective_scan_states_kernel(
     u_ptr, delta_ptr, a_ptr, pairs_ptr, dy_ptr, z_ptr, bias_ptr, initial_ptr, first_ptr, ends_ptr,
     sums_ptr, states_ptr, reached_ptr, dends_ptr, dy_steps, u_steps, delta_steps, z_steps,
-    first_step, length, cols, spans, chunks, zero, DIM: tl.constexpr, SIZE: tl.constexpr,
+    first_step, length, cols, spans, active, chunks, zero, DIM: tl.constexpr, SIZE: tl.constexpr,
     SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
+    AHEAD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """What spans leave, and the states before their chunks.
 
-    Program: BLOCK channels of a span of one sequence, ``chunks`` chunks of PARTS times STEP tokens.
+    Program: BLOCK channels of one of the first ``active`` spans of a sequence, ``chunks`` chunks of
+    PARTS times STEP tokens.
     Reads u, delta, A, B and the bias; C, dy and z for the gradient; a step ahead. Writes what there
     are tensors for. Of spans: the last state and the gradient of the one before them, a tile each,
     and the sum of step sizes, (batch, spans, channels). Of chunks, the states before them, (batch,
     spans, blocks, chunks) tiles, and the sum of step sizes since the span began.
     """
-    batch, span, block, start, left = _place(cols, spans, BLOCK)
+    batch, span, block, start, left = _place(cols, active, BLOCK)
     lane, n = tl.arange(0, BLOCK), tl.arange(0, SIZE)
     place = batch * spans + span
     tile = place * tl.cdiv(cols, BLOCK) + block
@@ -242,6 +285,8 @@ def _selective_scan_states_kernel(
     u_ptr += batch * u_steps[0] + start
     delta_ptr += batch * delta_steps[0] + start
     pairs_ptr += place * tokens * (2 * SIZE)
+    if dy_ptr is None:
+        pairs_ptr = _own(pairs_ptr, zero)
     if dy_ptr is not None:
         dy_ptr += batch * dy_steps[0] + start
         if z_ptr is not None:
@@ -257,28 +302,30 @@ def _selective_scan_states_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     through, dstate = tl.full([SIZE, BLOCK], 1.0, tl.float32), tl.zeros([SIZE, BLOCK], tl.float32)
     gate_ptr = z_ptr if dy_ptr is not None else None
+    strides = (u_steps[1], delta_steps[1], dy_steps[1], z_steps[1])
     u, raw, dy, z = _load_step(
-        u_ptr, delta_ptr, dy_ptr, gate_ptr, u_steps[1], delta_steps[1], dy_steps[1], z_steps[1],
-        origin, lane, length, left, STEP,
-    )  # fmt: skip
+        u_ptr, delta_ptr, dy_ptr, gate_ptr, origin, strides, origin, lane, length, left, STEP, EVEN
+    )
     for step in tl.range(0, chunks * PARTS):
         first = origin + step * STEP
-        after = first + STEP
+        after = tl.minimum(first + STEP, origin + tokens - STEP)
         gaps = _load_gaps(first_ptr, first, length, STEP)
+        if AHEAD > 0:
+            _fetch_pairs(pairs_ptr + (after - first) * (2 * SIZE), SIZE, STEP)
         next_u, next_raw, next_dy, next_z = _load_step(
-            u_ptr, delta_ptr, dy_ptr, gate_ptr, u_steps[1], delta_steps[1], dy_steps[1], z_steps[1],
-            after, lane, length, left, STEP,
+            u_ptr, delta_ptr, dy_ptr, gate_ptr, after, strides, after, lane, length, left, STEP,
+            EVEN,
         )  # fmt: skip
         if states_ptr is not None:
             if step % PARTS == 0:
                 chunk = step // PARTS
                 at = states_ptr + (tile * chunks + chunk) * (SIZE * BLOCK)
-                tl.store(at + _in_tile(lane, zero, SIZE, BLOCK), state)
+                tl.store(_in_tile(at, lane, zero, SIZE, BLOCK), state)
                 if reached_ptr is not None:
                     at = reached_ptr + (place * chunks + chunk) * cols + start
                     tl.store(at + lane, total, mask=lane < left)
         for i in tl.static_range(STEP):
-            steps = _step_sizes(raw[i], bias, first + i < length, SOFTPLUS)
+            steps = _step_sizes(raw[i], bias, EVEN or first + i < length, SOFTPLUS)
             gap = gaps[i] if first_ptr is not None else 0.0
             decays = _decays(steps, a, gap, first_ptr is not None)
             b = tl.load(pairs_ptr + (2 * SIZE * i + n))
@@ -294,10 +341,10 @@ def _selective_scan_states_kernel(
         pairs_ptr += 2 * SIZE * STEP
         u, raw, dy, z = next_u, next_raw, next_dy, next_z
     if ends_ptr is not None:
-        tl.store(ends_ptr + tile * (SIZE * BLOCK) + _in_tile(lane, zero, SIZE, BLOCK), state)
+        tl.store(_in_tile(ends_ptr + tile * (SIZE * BLOCK), lane, zero, SIZE, BLOCK), state)
         tl.store(sums_ptr + (place * cols + start) + lane, total, mask=lane < left)
     if dends_ptr is not None:
-        tl.store(dends_ptr + tile * (SIZE * BLOCK) + _in_tile(lane, zero, SIZE, BLOCK), dstate)
+        tl.store(_in_tile(dends_ptr + tile * (SIZE * BLOCK), lane, zero, SIZE, BLOCK), dstate)
 
 
 @triton.jit
@@ -309,8 +356,9 @@ def _selective_scan_join_kernel(
     """From what spans leave to what is before them; with REVERSE, gradients after them.
 
     Program: BLOCK elements of the tiles (SIZE, WIDTH) of one sequence, span after span of
-    ``tokens``. Reads A, the sums of step sizes, and the state before the first span (after the
-    last), (batch, channels, DIM). Reads and overwrites the tiles.
+    ``tokens``. It waits once for what TOGETHER spans left. Reads A, the sums of step sizes, and the
+    state before the first span (after the last), (batch, channels, DIM). Reads and overwrites the
+    tiles.
     """
     many = tl.cdiv(cols, WIDTH) * (SIZE * WIDTH)
     blocks = tl.cdiv(many, BLOCK)
@@ -324,15 +372,24 @@ def _selective_scan_join_kernel(
     state = load_or(given_ptr, batch * cols * DIM + plain, mask, 0.0)
     if first_ptr is not None:
         first_ptr += batch * first_step
-    for step in tl.range(0, spans):
-        span = spans - 1 - step if REVERSE else step
-        at = ends_ptr + (batch * spans + span) * many + element
-        left = tl.load(at, mask=inside, other=0.0)
-        total = tl.load(sums_ptr + (batch * spans + span) * cols + channel, mask=mask, other=0.0)
-        begin = span * tokens
-        passes = _passes(first_ptr, begin, tl.minimum(begin + tokens, length))
-        tl.store(at, state, mask=inside)
-        state = exp2_near(total * a + passes) * state + left
+    for begun in tl.range(0, spans, TOGETHER):
+        ends = ()
+        for i in tl.static_range(TOGETHER):
+            step = tl.minimum(begun + i, spans - 1)
+            span = batch * spans + (spans - 1 - step if REVERSE else step)
+            left = tl.load(ends_ptr + span * many + element, mask=inside, other=0.0)
+            total = tl.load(sums_ptr + span * cols + channel, mask=mask, other=0.0)
+            ends = _append(ends, (left, total))
+        for i in tl.static_range(TOGETHER):
+            left, total = ends[i]
+            limit = tl.where(begun + i < spans, many, 0)
+            step = tl.minimum(begun + i, spans - 1)
+            span = spans - 1 - step if REVERSE else step
+            begin = span * tokens
+            passes = _passes(first_ptr, begin, tl.minimum(begin + tokens, length))
+            at = ends_ptr + (batch * spans + span) * many + element
+            tl.store(at, state, mask=element < limit)
+            state = exp2_near(total * a + passes) * state + left
 
 
 @triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
@@ -340,7 +397,7 @@ def _selective_scan_forward_kernel(
     u_ptr, delta_ptr, a_ptr, pairs_ptr, skip_ptr, z_ptr, bias_ptr, initial_ptr, before_ptr,
     first_ptr, y_ptr, final_ptr, u_steps, delta_steps, z_steps, first_step, length, cols, spans,
     chunks, zero, DIM: tl.constexpr, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Results of all tokens.
 
@@ -354,7 +411,7 @@ def _selective_scan_forward_kernel(
     origin = span * chunks * CHUNK
     u_ptr += batch * u_steps[0] + start
     delta_ptr += batch * delta_steps[0] + start
-    pairs_ptr += place * chunks * (CHUNK * 2 * SIZE)
+    pairs_ptr = _own(pairs_ptr + place * chunks * (CHUNK * 2 * SIZE), zero)
     y_ptr += batch * length * cols + start
     if z_ptr is not None:
         z_ptr += batch * z_steps[0] + start
@@ -367,24 +424,25 @@ def _selective_scan_forward_kernel(
     whole = batch * cols * DIM + start
     if before_ptr is not None:
         at = before_ptr + (place * tl.cdiv(cols, BLOCK) + block) * (SIZE * BLOCK)
-        state += tl.load(at + _in_tile(lane, zero, SIZE, BLOCK))
+        state += tl.load(_in_tile(at, lane, zero, SIZE, BLOCK))
     elif initial_ptr is not None:
         state += _load_states(initial_ptr + whole, lane, left, cols, zero, DIM, SIZE)
+    strides = (u_steps[1], delta_steps[1], 0, z_steps[1])
     u, raw, _, z = _load_step(
-        u_ptr, delta_ptr, None, z_ptr, u_steps[1], delta_steps[1], 0, z_steps[1], origin, lane,
-        length, left, CHUNK,
-    )  # fmt: skip
+        u_ptr, delta_ptr, None, z_ptr, origin, strides, origin, lane, length, left, CHUNK, EVEN
+    )
     for chunk in tl.range(0, chunks):
         first = origin + chunk * CHUNK
-        after = first + CHUNK
+        after = tl.minimum(first + CHUNK, origin + (chunks - 1) * CHUNK)
         gaps = _load_gaps(first_ptr, first, length, CHUNK)
+        if AHEAD > 0:
+            _fetch_pairs(pairs_ptr + (after - first) * (2 * SIZE), SIZE, CHUNK)
         next_u, next_raw, _, next_z = _load_step(
-            u_ptr, delta_ptr, None, z_ptr, u_steps[1], delta_steps[1], 0, z_steps[1], after, lane,
-            length, left, CHUNK,
-        )  # fmt: skip
+            u_ptr, delta_ptr, None, z_ptr, after, strides, after, lane, length, left, CHUNK, EVEN
+        )
         rows = ()  # written last: a load after a store would wait for it
         for i in tl.static_range(CHUNK):
-            steps = _step_sizes(raw[i], bias, first + i < length, SOFTPLUS)
+            steps = _step_sizes(raw[i], bias, EVEN or first + i < length, SOFTPLUS)
             now = u[i].to(tl.float32)
             gap = gaps[i] if first_ptr is not None else 0.0
             decays = _decays(steps, a, gap, first_ptr is not None)
@@ -395,7 +453,8 @@ def _selective_scan_forward_kernel(
             if z_ptr is not None:
                 y *= _silu(z[i])
             rows = _append(rows, y)
-        _put_tokens(y_ptr, 0, rows, first, cols, lane, length, left, False, CHUNK)
+        row = tl.cast(first, tl.int64) * cols
+        _put_tokens(y_ptr, row, rows, first, cols, lane, length, left, False, CHUNK, EVEN)
         pairs_ptr += 2 * SIZE * CHUNK
         u, raw, z = next_u, next_raw, next_z
     if final_ptr is not None:
@@ -406,7 +465,7 @@ def _selective_scan_forward_kernel(
 @triton.jit
 def _states_of(
     state, u, raw, bias, a, gaps, pairs_ptr, first, length, n, SIZE: tl.constexpr,
-    SOFTPLUS: tl.constexpr, PACKED: tl.constexpr, COUNT: tl.constexpr,
+    SOFTPLUS: tl.constexpr, PACKED: tl.constexpr, COUNT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The states before COUNT tokens from ``first`` on and after the last, sizes and slopes.
 
@@ -414,7 +473,7 @@ def _states_of(
     """
     states, sizes, slopes = (state,), (), ()
     for i in tl.static_range(COUNT):
-        steps, slope = _steps_and_slopes(raw[i], bias, first + i < length, SOFTPLUS)
+        steps, slope = _steps_and_slopes(raw[i], bias, EVEN or first + i < length, SOFTPLUS)
         decays = _decays(steps, a, gaps[i] if PACKED else 0.0, PACKED)
         b = tl.load(pairs_ptr + (2 * SIZE * i + n))
         state = decays * state + (steps * u[i].to(tl.float32))[None, :] * b[:, None]
@@ -432,13 +491,13 @@ def _states_before(
 
     ``tile`` is the number of the span's block, ``place`` that of the span.
     """
-    at = _in_tile(lane, zero, SIZE, BLOCK)
-    state = tl.load(states_ptr + (tile * chunks + chunk) * (SIZE * BLOCK) + at)
+    states_ptr += (tile * chunks + chunk) * (SIZE * BLOCK)
+    state = tl.load(_in_tile(states_ptr, lane, zero, SIZE, BLOCK))
     if before_ptr is not None:
         reached_ptr += (place * chunks + chunk) * cols + start
         total = load_or(reached_ptr, lane, lane < left, 0.0)
         passes = _passes(first_ptr, origin, tl.minimum(first, length))
-        h = tl.load(before_ptr + tile * (SIZE * BLOCK) + at)
+        h = tl.load(_in_tile(before_ptr + tile * (SIZE * BLOCK), lane, zero, SIZE, BLOCK))
         state += exp2_near(total[None, :] * a + passes) * h
     return state
 
@@ -501,15 +560,16 @@ def _put_all_sums(
 def _states_again(
     state, u_ptr, delta_ptr, first_ptr, pairs_ptr, u_step, delta_step, first, part, bias, a, lane,
     n, length, left, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr, COUNT: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """The state before a part of a chunk: ``part`` times COUNT tokens on from ``first``."""
     for _ in tl.range(0, part):
-        u = _load_tokens(u_ptr, first, u_step, lane, length, left, COUNT)
-        raw = _load_tokens(delta_ptr, first, delta_step, lane, length, left, COUNT)
+        u = _load_tokens(u_ptr, first, u_step, first, lane, length, left, COUNT, EVEN)
+        raw = _load_tokens(delta_ptr, first, delta_step, first, lane, length, left, COUNT, EVEN)
         gaps = _load_gaps(first_ptr, first, length, COUNT)
         h, _, _, _ = _states_of(
             state, u, raw, bias, a, gaps, pairs_ptr, first, length, n, SIZE, SOFTPLUS,
-            first_ptr is not None, COUNT,
+            first_ptr is not None, COUNT, EVEN,
         )  # fmt: skip
         state = h[COUNT]
         first += COUNT
@@ -530,8 +590,8 @@ def _through_gate(dy, z, h, c, skip, u):
 def _back(
     carry, sums, h, sizes, slopes, decays, u, dy, z, gaps, pairs_ptr, a, skip, lane, n, first,
     length, zero, SIZE: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, SUMMED: tl.constexpr, EXCHANGE: tl.constexpr, FROM: tl.constexpr,
-    TO: tl.constexpr,
+    PACKED: tl.constexpr, SUMMED: tl.constexpr, EXCHANGE: tl.constexpr, EVEN: tl.constexpr,
+    FROM: tl.constexpr, TO: tl.constexpr,
 ):  # fmt: skip
     """Back through the tokens FROM down to TO of a part.
 
@@ -560,9 +620,33 @@ def _back(
         through = carry * h[i]  # gradient of the logarithm of decays
         da += through * sizes[i][None, :]
         dsteps = (tl.sum(through * a, 0) * LN2 + now * added) * slopes[i]
-        dbias += tl.where(first + i < length, dsteps, 0.0)
+        dbias += dsteps if EVEN else tl.where(first + i < length, dsteps, 0.0)
         ddelta = _append(ddelta, dsteps)
     return carry, (da, dskip, dbias), (du, ddelta, dz, db, dc)
+
+
+@triton.jit
+def _fetch_earlier(
+    states_ptr, tile, pairs_ptr, index, u_ptr, delta_ptr, dy_ptr, z_ptr, strides, origin,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Ask for what steps after that of part ``index`` load.
+
+    The tile of states of the next step; by AHEAD, also B and C of a chunk of tokens before the
+    part, and rows of the tokens that are a chunk before it.
+    """
+    earlier = tile + tl.maximum(index - 1, 0) // PARTS
+    line = 32 * tl.arange(0, max(1, SIZE * BLOCK // 32))
+    fetch(states_ptr + earlier * (SIZE * BLOCK) + line)
+    ahead = tl.maximum(index - PARTS, 0) * KEPT
+    if AHEAD > 0:
+        _fetch_pairs(pairs_ptr + ahead * (2 * SIZE), SIZE, PARTS * KEPT)
+    if AHEAD > 1:
+        _fetch_rows(u_ptr, origin + ahead, strides[0], BLOCK, KEPT)
+        _fetch_rows(delta_ptr, origin + ahead, strides[1], BLOCK, KEPT)
+        _fetch_rows(dy_ptr, origin + ahead, strides[2], BLOCK, KEPT)
+        _fetch_rows(z_ptr, origin + ahead, strides[3], BLOCK, KEPT)
 
 
 @triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
@@ -572,6 +656,7 @@ def _selective_scan_backward_kernel(
     dbias_ptr, dinitial_ptr, dy_steps, u_steps, delta_steps, z_steps, first_step, length, cols,
     spans, chunks, batches, zero, DIM: tl.constexpr, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr, EXCHANGE: tl.constexpr,
+    AHEAD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """All gradients.
 
@@ -592,6 +677,7 @@ def _selective_scan_backward_kernel(
     u_ptr += batch * u_steps[0] + start
     delta_ptr += batch * delta_steps[0] + start
     pairs_ptr += place * tokens * (2 * SIZE)
+    strides = (u_steps[1], delta_steps[1], dy_steps[1], z_steps[1])
     if z_ptr is not None:
         z_ptr += batch * z_steps[0] + start
     if first_ptr is not None:
@@ -602,11 +688,11 @@ def _selective_scan_backward_kernel(
     carry, none = tl.zeros([SIZE, BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     sums = (carry, none, none)
     if after_ptr is not None:
-        carry += tl.load(after_ptr + tile * (SIZE * BLOCK) + _in_tile(lane, zero, SIZE, BLOCK))
+        carry += tl.load(_in_tile(after_ptr + tile * (SIZE * BLOCK), lane, zero, SIZE, BLOCK))
+    before = origin + tokens - KEPT
     next_u, next_raw, next_dy, next_z = _load_step(
-        u_ptr, delta_ptr, dy_ptr, z_ptr, u_steps[1], delta_steps[1], dy_steps[1], z_steps[1],
-        origin + tokens - KEPT, lane, length, left, KEPT,
-    )  # fmt: skip
+        u_ptr, delta_ptr, dy_ptr, z_ptr, before, strides, before, lane, length, left, KEPT, EVEN
+    )
     for step in tl.range(0, chunks * PARTS):
         index = chunks * PARTS - 1 - step  # of a part
         part, first = index % PARTS, origin + index * KEPT
@@ -617,36 +703,39 @@ def _selective_scan_backward_kernel(
             states_ptr, reached_ptr, before_ptr, first_ptr, tile, place, index // PARTS, chunks,
             origin, begin, length, cols, start, a, lane, left, zero * step, SIZE, BLOCK,
         )  # fmt: skip
-        earlier = tile * chunks + tl.maximum(index - 1, 0) // PARTS  # the tile of the next step
-        line = 32 * tl.arange(0, max(1, SIZE * BLOCK // 32))
-        fetch(states_ptr + earlier * (SIZE * BLOCK) + line)
+        _fetch_earlier(
+            states_ptr, tile * chunks, pairs_ptr, index, u_ptr, delta_ptr, dy_ptr, z_ptr, strides,
+            origin, SIZE, BLOCK, PARTS, KEPT, AHEAD,
+        )  # fmt: skip
         state = _states_again(
             state, u_ptr, delta_ptr, first_ptr, at_ptr - part * (KEPT * 2 * SIZE), u_steps[1],
-            delta_steps[1], begin, part, bias, a, lane, n, length, left, SIZE, SOFTPLUS, KEPT,
+            delta_steps[1], begin, part, bias, a, lane, n, length, left, SIZE, SOFTPLUS, KEPT, EVEN,
         )  # fmt: skip
         gaps = _load_gaps(first_ptr, first, length, KEPT)
         h, sizes, slopes, decays = _states_of(
             state, u, raw, bias, a, gaps, at_ptr, first, length, n, SIZE, SOFTPLUS,
-            first_ptr is not None, KEPT,
+            first_ptr is not None, KEPT, EVEN,
         )  # fmt: skip
         carry, sums, made = _back(
             carry, sums, h, sizes, slopes, decays, u, dy, z, gaps, at_ptr, a, skip, lane, n, first,
             length, zero, SIZE, BLOCK, z_ptr is not None, first_ptr is not None,
-            dpairs_ptr is not None, EXCHANGE, KEPT - 1, 0,
+            dpairs_ptr is not None, EXCHANGE, EVEN, KEPT - 1, 0,
         )  # fmt: skip
+        before = tl.maximum(first - KEPT, origin)
         next_u, next_raw, next_dy, next_z = _load_step(
-            u_ptr, delta_ptr, dy_ptr, z_ptr, u_steps[1], delta_steps[1], dy_steps[1], z_steps[1],
-            tl.maximum(first - KEPT, origin), lane, length, left, KEPT,
+            u_ptr, delta_ptr, dy_ptr, z_ptr, before, strides, before, lane, length, left, KEPT,
+            EVEN,
         )  # fmt: skip
         # written last: a load after a store would wait for it
-        _put_tokens(du_ptr, rows, made[0], first, cols, lane, length, left, True, KEPT)
-        _put_tokens(ddelta_ptr, rows, made[1], first, cols, lane, length, left, True, KEPT)
-        _put_tokens(dz_ptr, rows, made[2], first, cols, lane, length, left, True, KEPT)
+        at = rows + tl.cast(first, tl.int64) * cols
+        _put_tokens(du_ptr, at, made[0], first, cols, lane, length, left, True, KEPT, EVEN)
+        _put_tokens(ddelta_ptr, at, made[1], first, cols, lane, length, left, True, KEPT, EVEN)
+        _put_tokens(dz_ptr, at, made[2], first, cols, lane, length, left, True, KEPT, EVEN)
         at = of_pairs + index * (KEPT * 2 * SIZE)
         _put_all_sums(dpairs_ptr, at, made[3], made[4], SIZE, EXCHANGE, KEPT)
     at = place * cols + start
-    _put_tokens(dskip_ptr, at, (sums[1],), 0, cols, lane, 1, left, False, 1)
-    _put_tokens(dbias_ptr, at, (sums[2],), 0, cols, lane, 1, left, False, 1)
+    _put_tokens(dskip_ptr, at, (sums[1],), 0, cols, lane, 1, left, False, 1, EVEN)
+    _put_tokens(dbias_ptr, at, (sums[2],), 0, cols, lane, 1, left, False, 1, EVEN)
     if da_ptr is not None:
         at = da_ptr + (place * cols * DIM + start)
         _store_states(at, sums[0], lane, left, cols, zero, DIM, SIZE)
