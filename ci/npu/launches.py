@@ -163,12 +163,16 @@ def main() -> None:
     operators()
     for op in given.ops:
         for backend in ("reference", "npu"):
-            for way, count in run(op, backend, given.tokens).items():
+            counts = run(op, backend, given.tokens)
+            for way, count in counts.items():
                 print(
                     f"{op} {way} {backend}, {given.tokens} tokens: {count.launches.total()} "
                     f"launches, {count.bytes / 2**30:.2f} GiB, peak {count.peak / 2**30:.2f} GiB",
                     flush=True,
                 )
+            launches = sum(count.launches.total() for count in counts.values())
+            moved = sum(count.bytes for count in counts.values())
+            print(f"{op} both {backend}: {launches} launches, {moved / 2**30:.2f} GiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -351,7 +351,7 @@ class Sums(NamedTuple):
     bias: Optional[Tensor]
 
 
-class Rows(NamedTuple):
+class TokenGradients(NamedTuple):
     """Gradients of every token, those that are needed."""
 
     u: Optional[Tensor]
@@ -362,7 +362,13 @@ class Rows(NamedTuple):
 
 
 def _reverse(
-    given: Inputs, dy: Tensor, part: slice, states: Tensor, dstate: Tensor, rows: Rows, sums: Sums
+    given: Inputs,
+    dy: Tensor,
+    part: slice,
+    states: Tensor,
+    dstate: Tensor,
+    rows: TokenGradients,
+    sums: Sums,
 ) -> None:
     """One launch over the tokens of a span, and sums over programs."""
     batch, size, cols = given.sizes
@@ -384,7 +390,12 @@ def _reverse(
 
 
 def _over_spans(
-    given: Inputs, dy: Tensor, initial: Optional[Tensor], dstate: Tensor, rows: Rows, sums: Sums
+    given: Inputs,
+    dy: Tensor,
+    initial: Optional[Tensor],
+    dstate: Tensor,
+    rows: TokenGradients,
+    sums: Sums,
 ) -> None:
     """The states before every span, then the spans in reverse; dstate becomes that of the first."""
     length = given.u.shape[1]
@@ -416,7 +427,7 @@ def backward(
     """Two launches for every span of tokens."""
     given = _given("scan_reverse", u, delta, A, B, C, D, z, delta_bias, first, delta_softplus)
     (batch, size, cols), wide = given.sizes, torch.float32
-    rows = Rows(*(
+    rows = TokenGradients(*(
         x.new_empty(x.shape) if needed and x is not None else None
         for x, needed in ((u, needs_u), (delta, needs_delta), (z, needs_z), (B, needs_B),
                           (C, needs_C))

@@ -17,10 +17,10 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from liger_multi.errors import PatchError
 
@@ -40,8 +40,18 @@ class _Kept:
     sums: Tensor
 
 
-_stepped: Any = WeakIdKeyDictionary()  # weights that an optimizer has
-_kept: Any = WeakIdKeyDictionary()
+@dataclass
+class _Weight:
+    """A weight that an optimizer has, which is held so that its ``id`` is no other's."""
+
+    weight: Tensor
+    kept: _Kept | None = None
+
+
+# Optimizers that have stepped. Each has its weights as an attribute, by id, which go with it; no
+# weak reference is made, for PyTorch swaps no tensor that has one.
+_stepped: WeakSet[Any] = WeakSet()
+_WEIGHTS = "_liger_multi_weights"
 _answers: list[tuple[Tensor, Any]] = []  # whether sums agree, on the host, and when that is known
 
 
@@ -66,16 +76,17 @@ def _ordered(weight: Tensor) -> bool:
 
 def kept_rows(weight: Tensor) -> Any:
     """Codes and scales of a weight, made at its first use after a step; None before the first."""
-    if weight not in _stepped or not _ordered(weight):
+    place = next((held[id(weight)] for held in _held() if id(weight) in held), None)
+    if place is None or not _ordered(weight):
         return None
-    found, key = _kept.get(weight), _key(weight)
-    if found is None or found.key != key:
+    key = _key(weight)
+    if place.kept is None or place.kept.key != key:
         from liger_multi.ops.linear_float8 import rounded_rows
 
         _read_answers()
         with torch.no_grad():
-            found = _kept[weight] = _Kept(key, rounded_rows(weight), bit_sums(weight))
-    return found.rows
+            place.kept = _Kept(key, rounded_rows(weight), bit_sums(weight))
+    return place.kept.rows
 
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -105,21 +116,36 @@ def follow_optimizers() -> None:
 
 def _before_step(optimizer: Any, *_: Any) -> None:
     """Sum again what codes were made of."""
-    for group in optimizer.param_groups:
-        _stepped.update(dict.fromkeys(group["params"]))
     _read_answers()
     same: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
-        for weight, kept in list(_kept.items()):
-            if kept.key == _key(weight):
+        for place in _places():
+            weight, kept = place.weight, place.kept
+            if kept is not None and kept.key == _key(weight):
                 same.setdefault(weight.device, []).append((bit_sums(weight) == kept.sums).all())
     _answers.extend(_on_host(torch.stack(found).all(), device) for device, found in same.items())
     if all(event is None for _, event in _answers):
         _read_answers()
 
 
-def _after_step(*_: Any) -> None:
-    _kept.clear()
+def _after_step(optimizer: Any, *_: Any) -> None:
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    setattr(optimizer, _WEIGHTS, {id(p): _Weight(p) for p in weights})
+    _stepped.add(optimizer)
+    _drop()
+
+
+def _held() -> list[dict[int, _Weight]]:
+    return [getattr(optimizer, _WEIGHTS) for optimizer in _stepped]
+
+
+def _places() -> list[_Weight]:
+    return [place for held in _held() for place in held.values()]
+
+
+def _drop() -> None:
+    for place in _places():
+        place.kept = None
 
 
 def _on_host(result: Tensor, device: torch.device) -> tuple[Tensor, Any]:
@@ -141,7 +167,7 @@ def _read_answers() -> None:
     agree = all(result.item() for result, _ in _answers)
     _answers.clear()
     if not agree:
-        _kept.clear()
+        _drop()
         raise PatchError(
             "a weight was written through .data, or by code that counts no version, after its "
             "codes were made: gradients were computed with codes of old weights; leave cache=True "

@@ -18,7 +18,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+
+from liger_multi.dispatch.double_backward import first_derivatives_only
 
 GROUP_BYTES = 2**29  # of dequantized weights at a time; the host needs some ms a group
 _PARAMETRIZATION = ("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
@@ -182,10 +183,10 @@ class _InGroups(torch.autograd.Function):
         return cast(Tensor, total)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    @first_derivatives_only("mixture of experts")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
         """Sums over groups for what all have, and slices of the factors' gradients."""
-        x, index, routing, *thin = ctx.saved_tensors
+        x, index, routing, *thin = saved
         needs = ctx.needs_input_grad[1:]
         wide = [_sums(t) if need else None for t, need in ((x, needs[0]), (routing, needs[2]))]
         sliced = [torch.zeros_like(t) if n else None for t, n in zip(thin, needs[3:], strict=True)]
