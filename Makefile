@@ -40,7 +40,7 @@ PYTEST := $(TEST_ENV) $(RUN) -m pytest -q $(PART:%=--part %)
 # What `make test` leaves to `make test-full`: slow tests, and on a CPU without WHOLE=1 what is outside of its shares.
 NOT_SLOW = -m "not slow$(if $(WHOLE)$(DEVICE),, and not sampled)"
 # $(call keep,part): where a part of the suite leaves its results
-keep = $(if $(RESULTS),--results $(RESULTS)/$(1).json --junitxml $(RESULTS)/$(1).xml)
+keep = $(if $(RESULTS),--results=$(RESULTS)/$(1).json --junitxml=$(RESULTS)/$(1).xml)
 # $(call skipped,part,reason): a part that this machine cannot run, with its reason, on the screen and among the results
 skipped = echo "== $(1): not run: "$(2); $(if $(RESULTS),$(RUN) -m ci.results --not-run $(2) $(RESULTS)/$(1).json;)
 PROCESSES := $(if $(filter-out 0 1,$(WORKERS)),-n $(WORKERS))
