@@ -298,6 +298,24 @@ def test_writes_that_nothing_counts_are_an_error_before_the_step():
     optimizer.step()
 
 
+def test_writes_that_nothing_counts_are_an_error_where_they_are_undone():
+    """Methods that take a gradient elsewhere write through ``.data``, and back before the step."""
+    made = model()
+    patch(made, linear_float8=CACHED)
+    optimizer = optimizer_of(made)
+    step(made)
+    own = [p.detach().clone() for p in made.parameters()]
+    for p in made.parameters():
+        p.data.mul_(1.5)
+    step(made)
+    for p, value in zip(made.parameters(), own, strict=True):
+        p.data.copy_(value)
+    with pytest.raises(PatchError, match="leave cache=True of linear_float8 out"):
+        optimizer.step()
+    step(made)
+    optimizer.step()
+
+
 def test_passes_without_gradients_do_not_read_kept_codes():
     """An evaluation with averaged weights writes them through ``.data``, and back."""
     made, other = model(), model()
@@ -321,7 +339,7 @@ def test_kept_codes_go_with_the_step_and_with_the_model():
     from liger_multi.patching.replace import float8_kept
 
     def count():
-        return sum(place.kept is not None for place in float8_kept._places())
+        return sum(w.kept is not None for f in float8_kept._followed() for w in f.weights.values())
 
     made = model()
     patch(made, linear_float8=CACHED)

@@ -6,18 +6,19 @@ version, so a step of any drops all codes. Those of weights that no optimizer of
 stepped are not kept, as nothing would tell of a change.
 
 Code that writes through ``.data`` changes a weight without its version too. So the bits of every
-row are summed when its weight is rounded, and again before the next step of an optimizer. Where
-sums differ, gradients were computed with codes of old weights, which is an error. A device has the
-answer later: it is read without a wait, before the next rounding or step. Passes without gradients,
-such as an evaluation with other weights, round for themselves.
+row are summed when its weight is rounded, and again before the next step of an optimizer. Such a
+write may be undone before that, as by methods that take a gradient elsewhere; so each use sums some
+rows. Where sums differ, gradients were computed with codes of other weights, which is an error. A
+device has the answer later: it is read without a wait, before the next rounding or step. Passes
+without gradients, such as an evaluation with other weights, round for themselves.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -33,26 +34,46 @@ class _Kept:
         key: What a weight must still be.
         rows: Codes and scales.
         sums: Of the bits of each row.
+        some: The sum of those of every :data:`EVERY`-th row.
     """
 
     key: tuple[Any, ...]
     rows: Any
     sums: Tensor
+    some: Tensor
 
 
 @dataclass
 class _Weight:
-    """A weight that an optimizer has, which is held so that its ``id`` is no other's."""
+    """A weight that an optimizer has, which is held so that its ``id`` is no other's.
+
+    Attributes:
+        weight: The tensor.
+        kept: Its codes, since the last step of any optimizer.
+        uses: Sums of some rows, as they were and at a use, since the last step of its optimizer.
+    """
 
     weight: Tensor
     kept: _Kept | None = None
+    uses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
-# Optimizers that have stepped. Each has its weights as an attribute, by id, which go with it; no
-# weak reference is made, for PyTorch swaps no tensor that has one.
-_stepped: WeakSet[Any] = WeakSet()
-_WEIGHTS = "_liger_multi_weights"
-_answers: list[tuple[Tensor, Any]] = []  # whether sums agree, on the host, and when that is known
+@dataclass
+class _Followed:
+    """Of an optimizer that has stepped, and an attribute of it, which goes with it.
+
+    Attributes:
+        weights: By ``id``; nothing refers to them weakly, for PyTorch swaps no tensor then.
+        answers: Whether sums agree, on the host, and when that is known.
+    """
+
+    weights: dict[int, _Weight] = field(default_factory=dict)
+    answers: list[tuple[Tensor, Any]] = field(default_factory=list)
+
+
+_stepped: list[ref[Any]] = []  # optimizers; copied at once where it is read, for threads add to it
+_NAME = "_liger_multi_followed"
+EVERY = 32
 
 
 def _key(weight: Tensor) -> tuple[Any, ...]:
@@ -76,17 +97,21 @@ def _ordered(weight: Tensor) -> bool:
 
 def kept_rows(weight: Tensor) -> Any:
     """Codes and scales of a weight, made at its first use after a step; None before the first."""
-    place = next((held[id(weight)] for held in _held() if id(weight) in held), None)
-    if place is None or not _ordered(weight):
+    found = next((f for f in _followed() if id(weight) in f.weights), None)
+    if found is None or not _ordered(weight):
         return None
-    key = _key(weight)
-    if place.kept is None or place.kept.key != key:
+    place, key = found.weights[id(weight)], _key(weight)
+    kept = place.kept
+    if kept is None or kept.key != key:
         from liger_multi.ops.linear_float8 import rounded_rows
 
-        _read_answers()
+        _read(found)
         with torch.no_grad():
-            place.kept = _Kept(key, rounded_rows(weight), bit_sums(weight))
-    return place.kept.rows
+            sums = bit_sums(weight)
+            kept = place.kept = _Kept(key, rounded_rows(weight), sums, sums[::EVERY].sum())
+    else:
+        place.uses.append((kept.some, bit_sums(weight.detach()[::EVERY]).sum()))
+    return kept.rows
 
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -114,37 +139,45 @@ def follow_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
+def _followed() -> list[_Followed]:
+    return [getattr(found, _NAME) for one in list(_stepped) if (found := one()) is not None]
+
+
 def _before_step(optimizer: Any, *_: Any) -> None:
     """Sum again what codes were made of."""
-    _read_answers()
+    found = getattr(optimizer, _NAME, None)
+    if found is None:
+        return
+    _read(found)
     same: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
-        for place in _places():
-            weight, kept = place.weight, place.kept
-            if kept is not None and kept.key == _key(weight):
-                same.setdefault(weight.device, []).append((bit_sums(weight) == kept.sums).all())
-    _answers.extend(_on_host(torch.stack(found).all(), device) for device, found in same.items())
-    if all(event is None for _, event in _answers):
-        _read_answers()
+        for place in found.weights.values():
+            made = same.setdefault(place.weight.device, [])
+            made += [before == at_use for before, at_use in place.uses]
+            place.uses.clear()
+            kept = place.kept
+            if kept is not None and kept.key == _key(place.weight):
+                made.append((bit_sums(place.weight) == kept.sums).all())
+    found.answers += [_on_host(torch.stack(s).all(), device) for device, s in same.items() if s]
+    if all(event is None for _, event in found.answers):
+        _read(found)
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
+    """Drop all codes: an optimizer may write where another has its weights."""
+    found = getattr(optimizer, _NAME, None)
+    if found is None:
+        found = _Followed()
+        setattr(optimizer, _NAME, found)
+        _stepped.append(ref(optimizer, _stepped.remove))
     weights = [p for group in optimizer.param_groups for p in group["params"]]
-    setattr(optimizer, _WEIGHTS, {id(p): _Weight(p) for p in weights})
-    _stepped.add(optimizer)
-    _drop()
+    found.weights = {id(p): _Weight(p) for p in weights}
+    for other in _followed():
+        _drop(other)
 
 
-def _held() -> list[dict[int, _Weight]]:
-    return [getattr(optimizer, _WEIGHTS) for optimizer in _stepped]
-
-
-def _places() -> list[_Weight]:
-    return [place for held in _held() for place in held.values()]
-
-
-def _drop() -> None:
-    for place in _places():
+def _drop(found: _Followed) -> None:
+    for place in list(found.weights.values()):
         place.kept = None
 
 
@@ -160,14 +193,14 @@ def _on_host(result: Tensor, device: torch.device) -> tuple[Tensor, Any]:
     return made, event
 
 
-def _read_answers() -> None:
-    for _, event in _answers:
+def _read(found: _Followed) -> None:
+    for _, event in found.answers:
         if event is not None:
             event.synchronize()  # it was recorded a step ago
-    agree = all(result.item() for result, _ in _answers)
-    _answers.clear()
+    agree = all(result.item() for result, _ in found.answers)
+    found.answers.clear()
     if not agree:
-        _drop()
+        _drop(found)
         raise PatchError(
             "a weight was written through .data, or by code that counts no version, after its "
             "codes were made: gradients were computed with codes of old weights; leave cache=True "
