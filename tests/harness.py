@@ -168,13 +168,16 @@ def backends_of_test(item: pytest.Item, named: list[str]) -> set[str]:
     return found if found == {"reference"} else found | set(named)
 
 
-def read_thinned(file: Path) -> dict[tuple[str, str], list[str] | str]:
-    """Of tests that `make test` runs a part of: globs of the parameters that stay, or a share."""
+Kept = list[str] | dict[str, list[str]] | str
+
+
+def read_thinned(file: Path) -> dict[tuple[str, str], Kept]:
+    """Of tests that `make test` runs a part of: what stays (tests/thinned.yaml says how)."""
     text = yaml.safe_load(file.read_text(encoding="utf-8"))
     return {(name, test): keep for name, tests in text.items() for test, keep in tests.items()}
 
 
-def left_as(item: pytest.Item, thinned: dict[tuple[str, str], list[str] | str]) -> str | None:
+def left_as(item: pytest.Item, thinned: dict[tuple[str, str], Kept]) -> str | None:
     """The marker of a test that `make test` leaves out; None for one that it runs.
 
     The share of a file, under ``*``, is of its tests that have none of their own.
@@ -185,11 +188,17 @@ def left_as(item: pytest.Item, thinned: dict[tuple[str, str], list[str] | str]) 
     keep = thinned.get((item.path.name, test), ["*"])
     if isinstance(keep, str):
         return None if _in_share(parameters, keep) else "sampled"
-    if not any(fnmatch.fnmatchcase(parameters, glob) for glob in keep):
+    if isinstance(keep, dict):
+        return None if _is_one_of(parameters, keep["stay"]) else "sampled"
+    if not _is_one_of(parameters, keep):
         return "slow"
     whole = thinned.get((item.path.name, "*"), "1/1")
     assert isinstance(whole, str)
     return None if _in_share(f"{test} {parameters}", whole) else "sampled"
+
+
+def _is_one_of(name: str, globs: list[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
 def _in_share(name: str, share: str) -> bool:

@@ -267,6 +267,12 @@ def test_a_share_stays_the_same_and_the_rest_is_sampled():
     assert set(whole) == {None}
 
 
+def test_what_is_not_named_to_stay_is_sampled():
+    thinned = {("test_a.py", "test_one"): {"stay": ["x", "y-*"]}, ("test_a.py", "*"): "0/1"}
+    items = [Item("test_one", id=name) for name in ("x", "y-2", "z")]
+    assert [harness.left_as(i, thinned) for i in items] == [None, None, "sampled"]
+
+
 def test_the_share_of_a_file_is_of_tests_without_an_entry():
     thinned = {
         ("test_a.py", "*"): "1/3",
