@@ -115,7 +115,7 @@ class LazyHead(Patched):
         deferred = DeferredLogits(
             self, (*weights, *thin), hidden, settings, dtype, grad, guard, scales=scales
         )
-        if settings.fused is None or _conflicting_hook(self) or _detached(self):
+        if settings.fused is None or _conflicting_hook(self) or _detached(self) or _grouped(self):
             return loss_logits(kind.stock_forward(self, hidden), deferred)
         if getattr(self, "_is_replica", False):
             return ReplicaLogits(deferred) if grad else kind.stock_forward(self, hidden)
@@ -222,6 +222,23 @@ def _detached(head: nn.Module) -> bool:
             "DeepSpeed ZeRO-3 puts its hooks on the output embedding, so its logits are computed "
             "and the loss is not fused",
             "deepspeed",
+        )
+    return found
+
+
+def _grouped(head: Any) -> bool:
+    """Whether FSDP2 shards the head in one unit with modules that run before it.
+
+    A call of the head alone, which the loss would be, has that unit freed as soon as the gradient
+    of the hidden states is there. The others, such as the last norm, still need theirs.
+    """
+    state = getattr(head, "_get_fsdp_state", None)
+    found = state is not None and len(getattr(state(), "_modules", ())) > 1
+    if found:
+        warn_once(
+            "FSDP2 shards the output embedding in one unit with other modules, so its logits are "
+            "computed and the loss is not fused; fully_shard(head) gives it a unit of its own",
+            "grouped",
         )
     return found
 
