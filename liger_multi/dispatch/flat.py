@@ -12,6 +12,7 @@ that know every case. The call of ``rms_norm`` is::
             _compiling()
             or _tracing()
             or _transformed()
+            or _forward_ad._current_level >= 0
             or (type(x) not in _PLAIN or _is_wrapped(x))
             or (weight is not None and (type(weight) not in _PLAIN or _is_wrapped(weight)))
         ):
@@ -51,6 +52,7 @@ NAMES: dict[str, Any] = {
     "compiling": torch.compiler.is_compiling,
     "current": current,
     "follows_torch": bitwise.follows_torch,
+    "forward_ad": torch.autograd.forward_ad,
     "grad_enabled": torch.is_grad_enabled,
     "increment_version": increment_version,
     "is_legacy_batched": is_legacy_batchedtensor,
@@ -93,7 +95,7 @@ def primitive_source(prim: Primitive) -> str:
     args, first = ", ".join(prim.params), prim.params[prim.anchor]
     odd = ["_compiling() or _profiled() or _tracing() or _modes() or _Primitive.call is not _call"]
     for name in (prim.params[i] for i in prim.places):
-        test = f"type({name}) not in _PLAIN or {name}.is_meta"
+        test = f"type({name}) not in _PLAIN or {name}.is_neg()"
         odd.append(f"({test})" if name == first else f"({name} is not None and ({test}))")
     return f"def {prim.direction}({args}):\n" + block(
         "if (",
@@ -106,7 +108,12 @@ def primitive_source(prim: Primitive) -> str:
         "    _mode = _follows_torch()",
         f"_plan = _config.plans.get((_prim, _device, {first}.dtype, _mode))",
         "_module = _module_of_several(_device)",
-        "if _plan is None or (_module is not None and _module.current_device() != _device.index):",
+        "if (",
+        block(
+            '_plan is None or _device.type == "meta" or',
+            "(_module is not None and _module.current_device() != _device.index)",
+        ),
+        "):",
         f"    return _general({args})",
         f"_run = _plan.direct or _plan.function({tuple_of(prim.params)})",
         "if _autocast():",
@@ -123,7 +130,8 @@ def call_source(op: Op) -> str:
     """Code of an operator's call, without the ``needs_*`` flags."""
     given = [name for name in op.fwd.params if not name.startswith("needs_")]
     tensors = [op.fwd.params[i] for i in op.fwd.places]
-    odd, wants = ["_compiling() or _tracing() or _transformed()"], []
+    asked_first = "_compiling() or _tracing() or _transformed() or _forward_ad._current_level >= 0"
+    odd, wants = [asked_first], []
     for name in tensors:
         optional = "" if name == op.fwd.params[op.fwd.anchor] else f"{name} is not None and "
         odd.append(f"({optional}(type({name}) not in _PLAIN or _is_wrapped({name})))")

@@ -44,6 +44,7 @@ from liger_multi.dispatch.primitive import (
     sources,
 )
 from liger_multi.dispatch.registry import OPS
+from liger_multi.dispatch.transforms import is_transformed
 from liger_multi.errors import ContractError, TransformError
 
 __all__ = ["OPS", "Op", "inline_ops"]
@@ -337,10 +338,10 @@ class Op:
         return self._run(args, apply, self.fwd.run)
 
     def _run(self, args: tuple[Any, ...], apply: Any, forward: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
+        if is_transformed(args[i] for i in self.fwd.places):
             raise TransformError(
                 f"liger_multi.{self.name} does not support functorch transforms "
-                f"(torch.func.grad, vmap, jvp); "
+                f"(torch.func.grad, vmap, jvp) and forward-mode derivatives (dual tensors); "
                 "call it outside of them, or use plain PyTorch operations there"
             )
         grad = torch.is_grad_enabled()

@@ -348,7 +348,9 @@ class Primitive:
             return self.overload(*args)
         for i in self.places:
             a = args[i]
-            if a is not None and (type(a) not in flat.PLAIN or a.is_meta):
+            # kernels read memory, and not the bit of a negated view (the imaginary part of a
+            # conjugate); PyTorch's dispatcher resolves it
+            if a is not None and (type(a) not in flat.PLAIN or a.is_meta or a.is_neg()):
                 return self.overload(*args)
         return self.call(*args)
 

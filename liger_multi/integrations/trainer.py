@@ -8,7 +8,7 @@ import transformers
 
 from liger_multi.errors import PatchError
 from liger_multi.patching import PatchReport
-from liger_multi.patching.apply import HeldPatch
+from liger_multi.patching.held import HeldPatch
 from liger_multi.patching.options import OpChoice
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import concurrent.futures
+import contextlib
 import copy
 import functools
 import inspect
@@ -15,6 +16,7 @@ import types
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import liger_multi
 from liger_multi import errors, ops
@@ -22,7 +24,7 @@ from liger_multi.dispatch import flat, registry
 from liger_multi.dispatch.backend import Backend
 from liger_multi.dispatch.config import configure, current, forget, parse_bytes
 from liger_multi.dispatch.op import OPS, Op, inline_ops
-from liger_multi.dispatch.primitive import resolve
+from liger_multi.dispatch.primitive import plan_for, resolve
 from liger_multi.testing.samples import of
 from liger_multi.testing.tolerance import excess
 
@@ -456,6 +458,44 @@ def test_functorch_transforms_raise_a_message_of_ours():
         torch.func.grad(lambda x: ops.rms_norm(x).sum())(torch.randn(3, 8))
     with pytest.raises(errors.TransformError, match="vmap"):
         torch.func.vmap(lambda x: ops.rms_norm(x))(torch.randn(3, 2, 8))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_tangent_is_not_lost(trained):
+    """Kernels have no derivative forwards: their results would have none, which reads as zero."""
+    x = torch.randn(3, 8).requires_grad_(trained)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones(3, 8))
+        with pytest.raises(errors.TransformError, match="forward-mode derivatives"):
+            ops.rms_norm(dual)
+        with pytest.raises(errors.TransformError, match="forward-mode derivatives"):
+            ops.rms_norm(torch.randn(3, 8), dual[0])
+        assert ops.rms_norm(x).requires_grad is trained
+
+
+@pytest.mark.parametrize("profiled", [False, True])
+def test_backends_get_numbers_and_no_sign_beside_them(monkeypatch, profiled):
+    """Kernels read memory. The imaginary part of a conjugate is a view with a bit for the sign."""
+    x = torch.view_as_complex(torch.randn(3, 8, 2)).conj().imag.requires_grad_()
+    op, seen = OPS["rms_norm"], []
+
+    def noted(run, *args):
+        seen.extend(a.is_neg() for a in args if isinstance(a, torch.Tensor))
+        return run(*args)
+
+    for prim in op.primitives:
+        plan = plan_for(prim, x)
+        monkeypatch.setattr(plan, "direct", functools.partial(noted, plan.direct))
+    with torch.profiler.profile() if profiled else contextlib.nullcontext():
+        y = ops.rms_norm(x)
+        z = torch.complex(torch.zeros_like(y), y).conj()
+        z.imag.square().sum().backward()
+    assert x.is_neg()
+    assert len(seen) == 4
+    assert not any(seen)
+    other = x.detach().clone().requires_grad_()
+    ops.rms_norm(other).square().sum().backward()
+    assert torch.equal(x.grad, other.grad)
 
 
 def test_no_function_where_nothing_needs_a_gradient(monkeypatch):

@@ -282,6 +282,34 @@ def test_codes_are_not_kept_where_no_optimizer_steps():
             p.data.add_(p.grad, alpha=-0.05)
 
 
+def test_a_loop_of_ones_own_that_follows_an_optimizer():
+    """The optimizer is still there, and does not step any more: uses are counted too."""
+    from liger_multi.patching.replace import float8_kept
+
+    made = model()
+    patch(made, linear_float8=CACHED)
+    optimizer = optimizer_of(made)
+    for _ in range(2 * float8_kept.USES):
+        step(made)
+    waiting = float8_kept._followed()[-1].weights.values()
+    assert max(len(w.uses) for w in waiting) < float8_kept.USES
+
+    def train():
+        step(made)
+        for p in made.parameters():
+            p.data.add_(p.grad, alpha=-0.05)
+
+    with pytest.raises(PatchError, match="leave cache=True of linear_float8 out"):
+        repeated(train, 2 * float8_kept.USES)
+    step(made)
+    optimizer.step()
+
+
+def repeated(function, times):
+    for _ in range(times):
+        function()
+
+
 def test_writes_that_nothing_counts_are_an_error_before_the_step():
     made = model()
     patch(made, linear_float8=CACHED)

@@ -263,6 +263,48 @@ def test_a_forward_that_somebody_puts_around_the_heads(models, around, compiled)
     assert_same_training(*models, lambda m: loss_of(logits_of(inner if m is models[1] else m)))
 
 
+def test_a_hook_of_accelerate_that_changes_what_goes_in_and_out(models):
+    """It stands around the forward, and has acted once when the loss is computed."""
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Scaled(hooks.ModelHook):
+        def pre_forward(self, module, hidden):
+            return (hidden / 2,), {}
+
+        def post_forward(self, module, output):
+            return output + 1
+
+    for model in models:
+        hooks.add_hook_to_module(model.lm_head, Scaled())
+    assert_same_training(*models, lambda model: loss_of(logits_of(model)))
+    assert_same_training(*models, lambda model: logits_of(model).sin().mean())
+
+
+class OwnProduct(torch.Tensor):
+    """A weight that multiplies in its own way, as those of quantized layers do."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        if function is not F.linear:
+            return result
+        return 2 * result.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_weight_that_multiplies_in_its_own_way(models, grad):
+    """It came after the patch: torchao quantizes a layer by another weight."""
+    for model in models:
+        weight = model.lm_head.weight.detach().as_subclass(OwnProduct)
+        model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    with torch.set_grad_enabled(grad):
+        losses = [model(input_ids=IDS, labels=IDS).loss for model in models]
+        logits = [logits_of(model) for model in models]
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(logits[1], logits[0])
+    assert type(logits[1]) is torch.Tensor
+
+
 def test_attributes_of_users_stay(models):
     """A tensor that becomes real keeps what somebody wrote on it."""
     for read in (lambda z: z.sin(), lambda z: z.mul_(2), lambda z: real_logits(z)):

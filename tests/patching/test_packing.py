@@ -103,6 +103,34 @@ def test_what_is_let_through_equals_the_samples(kind):
     assert_same_gradients(gradients(model), wanted, rtol=1e-4)
 
 
+def test_routers_that_add_noise_in_training():
+    """The noise of a row is not that of its samples by themselves, which is no leak."""
+    model, ids = patched("mixtral", router_jitter_noise=0.2).train(), tokens()
+    assert model(input_ids=ids, position_ids=positions(), labels=ids, **APART).loss > 0
+    with pytest.raises(PackingError, match=r"With use_cache=False they are kept apart"):
+        model(input_ids=ids, position_ids=positions(), labels=ids, use_cache=True)
+
+
+class Counting(nn.Module):
+    """A layer whose output follows the number of its calls."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.inner(x) + 0.1 * self.calls
+
+
+def test_a_model_with_a_state_of_its_own_cannot_be_tried(recwarn):
+    model, ids = patched("mistral"), tokens()  # of each class, it is said once
+    model.model.layers[0].mlp = counting = Counting(model.model.layers[0].mlp)
+    assert model(input_ids=ids, position_ids=positions(), labels=ids, **APART).loss > 0
+    assert counting.calls == 1
+    assert "another one in a second run" in str(recwarn.list[-1].message)
+
+
 def test_masks_that_know_no_positions():
     layers = {"layer_types": ["full_attention"] * 2, "output_router_logits": False}
     model, ids = patched("gpt_oss", **layers), tokens()

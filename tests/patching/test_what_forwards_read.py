@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as hooks_of_all
 
 transformers = pytest.importorskip("transformers")
@@ -577,6 +578,7 @@ def test_conditions_that_had_one_outcome(function, inputs, one_sided):
 FILE = """
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 FACTOR = 1.0
 
 class Mlp(nn.Module):
@@ -606,6 +608,7 @@ def test_a_module_that_is_loaded_where_its_code_is_another(old, new, tmp_path):
     save = """
 import torch, liger_multi
 from torch import nn
+from torch.autograd import forward_ad
 from code_of_somebody import Mlp
 report = liger_multi.patch(model := nn.Sequential(Mlp()), fused_linear_cross_entropy=False)
 assert report.count("swiglu") == 1
@@ -648,6 +651,24 @@ def test_transforms_of_torch_func_run_what_is_unpatched(kind):
             forwards = functools.partial(loss, ids=ids)
             results.append(torch.func.jvp(forwards, (weights,), (along,)))
         found.append(results)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "phi3"])
+def test_derivatives_forwards_run_what_is_unpatched(kind):
+    """Dual tensors, without a transform of ``torch.func`` around them."""
+    stock, model = pair(kind, attn_implementation="eager")
+    patch(model)
+    ids, found = batch()["input_ids"], []
+    for each in (stock, model):
+        with forward_ad.dual_level():
+            weights = {
+                name: forward_ad.make_dual(p.detach(), torch.ones_like(p))
+                for name, p in each.named_parameters()
+            }
+            given = {"input_ids": ids, "labels": ids, "use_cache": False}
+            loss = torch.func.functional_call(each, weights, (), given).loss
+            found.append(forward_ad.unpack_dual(loss).tangent)
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 

@@ -192,6 +192,41 @@ def fully_sharded(run, model, *units):
         fully_shard(unit, mesh=run.mesh())
 
 
+def in_one_unit(run, wrap):
+    """The last norm and the head, as torchtitan has them; both ways to keep the unit."""
+    from torch.distributed.fsdp import fully_shard
+
+    for freed in (True, False):
+        stock, ours = run.pair()
+        wrap(ours, lambda model, freed=freed: fully_shard(
+            [model.model.norm, model.lm_head], mesh=run.mesh(), reshard_after_forward=freed
+        ))  # fmt: skip
+        right = run.right(stock)
+        for _ in range(2):
+            ours.zero_grad()
+            run.same(ours, run.train(ours, fused=0), right)
+
+
+@case()
+def fsdp2_with_the_head_and_a_norm_in_one_unit(run):
+    def wrap(ours, group):
+        patch(ours, strict=True)
+        group(ours)
+        fully_sharded(run, ours, *ours.model.layers)
+
+    in_one_unit(run, wrap)
+
+
+@case()
+def fsdp2_with_one_unit_before_the_patch(run):
+    def wrap(ours, group):
+        group(ours)
+        fully_sharded(run, ours, *ours.model.layers)
+        patch(ours, strict=True)
+
+    in_one_unit(run, wrap)
+
+
 @case()
 def fsdp2_of_the_root(run):
     stock, ours = run.pair()

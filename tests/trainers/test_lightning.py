@@ -63,7 +63,7 @@ assert callback.report.count("rms_norm") == 5
 assert callback.report.count("fused_linear_cross_entropy") == 1
 assert patched(ours) == 0
 run(ours, LightningCallback())
-assert patched(ours) == 10
+assert patched(ours) == 11
 print("same")
 """
 

@@ -256,8 +256,8 @@ class DeferredLogits:
         kind = type(head)  # once: another thread may give the class back
         if not hasattr(kind, "thin") or head.weight is not self.weights[0]:
             return False
-        if "forward" in head.__dict__ and not hasattr(head, "_hf_hook"):
-            return False  # somebody's, around ours; accelerate's hooks bring weights
+        if "forward" in head.__dict__:
+            return False  # somebody's, around ours, which has run; accelerate's hooks put one there
         thin, recorded = kind.thin(head), self.weights[2:]
         same = len(thin) == len(recorded) and kind.scales(head) == self.scales
         return same and all(a is b for a, b in zip(thin, recorded, strict=True))

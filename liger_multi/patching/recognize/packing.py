@@ -5,6 +5,10 @@ with other tokens in one of the samples, and each sample by itself. What comes o
 to be the same every time. So nothing needs to be known of a model: masks, caches, convolutions and
 recurrences are all seen. The tokens are made up and the same on every device, so ranks that call a
 sharded model together also try it together.
+
+Routers may add noise in training. The same random numbers make the same noise for a row of the same
+length, but not for a sample by itself, so that such a model is tried by rows alone. One that gives
+something else whenever it runs, as a layer that counts its calls may, cannot be tried.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -241,6 +245,11 @@ def trial(
         tried = Trial(forward, row, embeds, _coarse(model, rows.device))
         try:
             change = tried.change(arguments)
+            if change and tried.varies(arguments, seed=0):
+                return Verdict(untried="its output is another one in a second run of equal tokens")
+            if change and tried.varies(arguments, seed=1):
+                tried = replace(tried, noisy=True)
+                change = tried.change(arguments)
         except Exception as error:  # of any model's code, which meets inputs of ours
             return Verdict(untried=summary(error))
         if not change:
@@ -271,12 +280,14 @@ class Trial:
         row: Two samples.
         embeds: What stands in place of ids, ``(1, tokens, ...)``, if anything.
         coarse: Whether rounding may choose other experts for a few tokens.
+        noisy: Whether random numbers are part of what comes out.
     """
 
     forward: Callable[..., Any]
     row: Row
     embeds: Tensor | None
     coarse: bool
+    noisy: bool = False
 
     def change(self, arguments: Arguments) -> float:
         """How much a sample differs with its surroundings, relative to its size; 0: by rounding."""
@@ -287,15 +298,26 @@ class Trial:
             other = self._run(arguments, *moved)
             changes = _relative(plain[mine], other[mine])
             found = max(found, _above(float(changes.max()), limit))
-            for of_both, part, by in ((plain, mine, 0), (other, theirs, SHIFT)):
+            for of_both, part, by in (
+                () if self.noisy else ((plain, mine, 0), (other, theirs, SHIFT))
+            ):
                 changes = _relative(of_both[part], self._alone(arguments, part, by))
-                most = changes.median() if self.coarse else changes.max()
-                found = max(found, _above(float(most), ALONE * limit))
+                found = max(found, _above(self._most(changes), ALONE * limit))
         return found
 
-    def _run(self, arguments: Arguments, first: int = 0, second: int = 0) -> Tensor:
+    def varies(self, arguments: Arguments, seed: int) -> bool:
+        """Whether a second run of the same tokens gives something else, with random numbers so."""
+        changes = _relative(self._run(arguments), self._run(arguments, seed=seed))
+        return _above(self._most(changes), COARSE if self.coarse else FINE) > 0
+
+    def _most(self, changes: Tensor) -> float:
+        return float(changes.median() if self.coarse else changes.max())
+
+    def _run(
+        self, arguments: Arguments, first: int = 0, second: int = 0, *, seed: int = 0
+    ) -> Tensor:
         """What comes out for every token, with the tokens of a sample moved on."""
-        torch.manual_seed(0)  # routers may add noise
+        torch.manual_seed(seed)
         return _per_token(self.forward(**self._rows(first, second), **arguments), self.row.tokens)
 
     def _alone(self, arguments: Arguments, part: slice, by: int) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_of_torch
 
 from liger_multi.dispatch.primitive import constant_in_graphs
+from liger_multi.dispatch.transforms import transforming
 from liger_multi.patching.recognize import reached
 from liger_multi.patching.recognize.tokens import token
 from liger_multi.patching.replace import redirect
@@ -184,13 +185,12 @@ def code_holds(kind: Any) -> bool:
     """
     if kind._liger_multi_reads and torch.compiler.is_compiling():
         return False
-    return _code_holds(kind) and not transforming()
+    return _code_holds(kind) and not _transforming()
 
 
 @constant_in_graphs
-def transforming() -> bool:
-    """Whether a transform of ``torch.func`` runs, such as ``grad`` or ``vmap``."""
-    return bool(torch._C._are_functorch_transforms_active())
+def _transforming() -> bool:
+    return transforming()
 
 
 @constant_in_graphs

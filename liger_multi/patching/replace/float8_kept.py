@@ -9,13 +9,16 @@ Code that writes through ``.data`` changes a weight without its version too. So 
 row are summed when its weight is rounded, and again before the next step of an optimizer. Such a
 write may be undone before that, as by methods that take a gradient elsewhere; so each use sums some
 rows. Where sums differ, gradients were computed with codes of other weights, which is an error. A
-device has the answer later: it is read without a wait, before the next rounding or step. Passes
-without gradients, such as an evaluation with other weights, round for themselves.
+device has the answer later: it is read without a wait, before the next rounding or step. There may
+be neither, where a loop of one's own takes over from an optimizer; so sums of a weight are compared
+after some uses, too. Passes without gradients, such as an evaluation with other weights, round for
+themselves.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -50,7 +53,7 @@ class _Weight:
     Attributes:
         weight: The tensor.
         kept: Its codes, since the last step of any optimizer.
-        uses: Sums of some rows, as they were and at a use, since the last step of its optimizer.
+        uses: Sums of some rows, as they were and at a use, which were not compared yet.
     """
 
     weight: Tensor
@@ -74,6 +77,8 @@ class _Followed:
 _stepped: list[ref[Any]] = []  # optimizers; copied at once where it is read, for threads add to it
 _NAME = "_liger_multi_followed"
 EVERY = 32
+USES = 8
+"""Uses of codes, after which their sums are compared."""
 
 
 def _key(weight: Tensor) -> tuple[Any, ...]:
@@ -111,6 +116,9 @@ def kept_rows(weight: Tensor) -> Any:
             kept = place.kept = _Kept(key, rounded_rows(weight), sums, sums[::EVERY].sum())
     else:
         place.uses.append((kept.some, bit_sums(weight.detach()[::EVERY]).sum()))
+        if len(place.uses) == USES:
+            _read(found)
+            _compare(found, {weight.device: _compared(place)})
     return kept.rows
 
 
@@ -153,11 +161,22 @@ def _before_step(optimizer: Any, *_: Any) -> None:
     with torch.no_grad():
         for place in found.weights.values():
             made = same.setdefault(place.weight.device, [])
-            made += [before == at_use for before, at_use in place.uses]
-            place.uses.clear()
+            made += _compared(place)
             kept = place.kept
             if kept is not None and kept.key == _key(place.weight):
                 made.append((bit_sums(place.weight) == kept.sums).all())
+    _compare(found, same)
+
+
+def _compared(place: _Weight) -> list[Tensor]:
+    """Whether sums of some rows were at each use what they had been."""
+    made = [before == at_use for before, at_use in place.uses]
+    place.uses.clear()
+    return made
+
+
+def _compare(found: _Followed, same: Mapping[torch.device, list[Tensor]]) -> None:
+    """Ask whether sums agree, by device; a CPU knows at once."""
     found.answers += [_on_host(torch.stack(s).all(), device) for device, s in same.items() if s]
     if all(event is None for _, event in found.answers):
         _read(found)
@@ -196,11 +215,13 @@ def _on_host(result: Tensor, device: torch.device) -> tuple[Tensor, Any]:
 def _read(found: _Followed) -> None:
     for _, event in found.answers:
         if event is not None:
-            event.synchronize()  # it was recorded a step ago
+            event.synchronize()  # it was recorded a step ago, or some uses
     agree = all(result.item() for result, _ in found.answers)
     found.answers.clear()
     if not agree:
         _drop(found)
+        for place in found.weights.values():
+            place.uses.clear()  # one error for all of them
         raise PatchError(
             "a weight was written through .data, or by code that counts no version, after its "
             "codes were made: gradients were computed with codes of old weights; leave cache=True "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.primitive import by_rows
+from liger_multi.dispatch.transforms import transforming
 from liger_multi.patching.lazy_logits.deferred import (
     DeferredLogits,
     Guard,
@@ -31,6 +32,7 @@ from liger_multi.patching.lazy_logits.protocol import is_infrastructure, warn_on
 from liger_multi.patching.lazy_logits.traced import ReplicaLogits, TracedLogits, loss_takes_tensors
 from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.recognize.signature import (
+    PLAIN,
     calls_replaced,
     global_hooks,
     is_plain_linear,
@@ -93,7 +95,8 @@ class LazyHead(Patched):
         grad = torch.is_grad_enabled()
         dtype = output_dtype(hidden, self.weight)
         fits = hidden.shape[-1] == self.weight.shape[1] if hidden.ndim > 1 else False
-        whole = not hasattr(self.weight, "device_mesh")  # else a part, which nobody gathered
+        # a DTensor is a part, which nobody gathered; another subclass multiplies in its own way
+        whole = type(self.weight) in PLAIN and (self.bias is None or type(self.bias) in PLAIN)
         if dtype is None or not fits or not whole or not may_be_lazy(self, hidden, grad):
             return kind.stock_forward(self, hidden)
         weights = (self.weight, self.bias)
@@ -112,7 +115,7 @@ class LazyHead(Patched):
         deferred = DeferredLogits(
             self, (*weights, *thin), hidden, settings, dtype, grad, guard, scales=scales
         )
-        if settings.fused is None or _conflicting_hook(self) or _detached(self):
+        if settings.fused is None or _conflicting_hook(self) or _detached(self) or _grouped(self):
             return loss_logits(kind.stock_forward(self, hidden), deferred)
         if getattr(self, "_is_replica", False):
             return ReplicaLogits(deferred) if grad else kind.stock_forward(self, hidden)
@@ -175,7 +178,7 @@ def may_be_lazy(head: LazyHead, hidden: Tensor, grad: bool) -> bool:
     if not grad and (hidden.ndim < 3 or hidden.shape[1] == 1 or torch.is_inference_mode_enabled()):
         return False  # one position a sequence is a step of generation, which reads its logits
     plain = type(hidden) in (Tensor, nn.Parameter) and hidden.is_floating_point()
-    return plain and not torch._C._is_tracing() and not torch._C._are_functorch_transforms_active()
+    return plain and not torch._C._is_tracing() and not transforming()
 
 
 def hooks_of(head: nn.Module) -> list[Any]:
@@ -219,6 +222,23 @@ def _detached(head: nn.Module) -> bool:
             "DeepSpeed ZeRO-3 puts its hooks on the output embedding, so its logits are computed "
             "and the loss is not fused",
             "deepspeed",
+        )
+    return found
+
+
+def _grouped(head: Any) -> bool:
+    """Whether FSDP2 shards the head in one unit with modules that run before it.
+
+    A call of the head alone, which the loss would be, has that unit freed as soon as the gradient
+    of the hidden states is there. The others, such as the last norm, still need theirs.
+    """
+    state = getattr(head, "_get_fsdp_state", None)
+    found = state is not None and len(getattr(state(), "_modules", ())) > 1
+    if found:
+        warn_once(
+            "FSDP2 shards the output embedding in one unit with other modules, so its logits are "
+            "computed and the loss is not fused; fully_shard(head) gives it a unit of its own",
+            "grouped",
         )
     return found
 

@@ -86,9 +86,11 @@ def _has_numbered_masks(model: nn.Module, given: Mapping[str, Any]) -> bool:
     mask = given.get("attention_mask")
     if type(mask) is not Tensor or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
-    if model not in _numbered:
-        _numbered[model] = not getattr(model, "_is_replica", False) and is_numbered(mask)
-    return _numbered[model]
+    found = _numbered.get(model)  # once: a patch in another thread forgets it
+    if found is None:
+        found = not getattr(model, "_is_replica", False) and is_numbered(mask)
+        _numbered[model] = found
+    return found
 
 
 class _Verdicts(dict[Hashable, Verdict]):

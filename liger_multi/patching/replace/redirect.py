@@ -28,6 +28,7 @@ from typing import Any, cast
 import torch
 
 from liger_multi.dispatch.primitive import constant_in_graphs
+from liger_multi.dispatch.transforms import transforming
 from liger_multi.patching.recognize import reached
 
 
@@ -77,8 +78,7 @@ def still(function: FunctionType, name: str) -> Callable[[], bool]:
 
     @constant_in_graphs
     def current() -> bool:
-        transforming = torch._C._are_functorch_transforms_active()
-        return home.get(name) is stock and reached.holds(places) and not transforming
+        return home.get(name) is stock and reached.holds(places) and not transforming()
 
     return lambda: current() and not (reads and torch.compiler.is_compiling())
 
