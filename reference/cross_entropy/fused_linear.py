@@ -142,6 +142,8 @@ class Chunks:
         every, size = target.numel(), self.like.element_size()
         limits = (plan.chunk, plan.budget)
         self.whole = is_whole(every, hidden.shape[1], weight.shape[0], size, *limits)
+        if self.places is None:  # nothing to wait for
+            self.index, self.rows = None, every
         self.free = None if self.whole or any(limits) else free_bytes(hidden.device)
 
     @functools.cached_property
@@ -160,9 +162,11 @@ class Chunks:
     @functools.cached_property
     def step(self) -> int:
         """Rows of a chunk."""
+        if self.whole:
+            return max(1, self.rows)
         limits = (self.plan.chunk, self.plan.budget)
         step = chunk_rows(self.rows, self.like, self.weight.shape[0], *limits, self.free)
-        return divided(min(step, max(1, self.rows)), self.whole)
+        return divided(min(step, max(1, self.rows)))
 
     @functools.cached_property
     def buffer(self) -> Tensor:
@@ -197,20 +201,17 @@ class Collected:
     ) -> None:
         self.chunks, self.options = chunks, (objective, outputs)
         self.loss = loss
-        self.whole: RowStats | None = None
 
     @functools.cached_property
     def rows(self) -> RowStats:
         """The statistics; room for them until all chunks are through."""
-        if self.whole is not None:
-            return self.whole
         count, like, ignored = self.chunks.target.numel(), self.chunks.like, self.chunks.drops
         return RowStats.empty(count, *self.options, like, ignored=ignored, loss=self.loss)
 
     def put(self, where: Tensor | slice, made: RowStats) -> None:
         """Take those of one chunk."""
         if isinstance(where, slice) and where == slice(0, self.chunks.target.numel()):
-            self.whole = made
+            self.rows = made
         else:
             self.rows.put(where, made)
 
