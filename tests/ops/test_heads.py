@@ -659,7 +659,7 @@ def test_options_are_checked_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "right, wrong, error",
+    ("right", "wrong", "error"),
     [
         ({"compact": True}, {"compact": 1}, TypeError),
         ({"ignore_index": 1}, {"ignore_index": True}, TypeError),
@@ -710,3 +710,35 @@ def test_the_table_of_options_does_not_grow(monkeypatch):
     for value in (1, 1, True, 1.0, 2, 1):
         assert type(check(value)[0]) is type(value)
     assert asked == [1, True, 1.0, 2, 1]  # the fourth question empties the table
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "log_prob", "jsd"])
+@pytest.mark.parametrize("ignored", [0, 13, 45, 48])
+def test_the_first_of_many_chunks_does_not_wait_for_the_count(op, ignored, monkeypatch):
+    hidden, weight, target = head(dtype=torch.float32)
+    target[torch.randperm(48, generator=torch.Generator().manual_seed(0))[:ignored]] = -100
+
+    def run():
+        if op == "log_prob":
+            loss = fused_linear_log_prob(hidden, weight, target, chunk=6).log_prob.sum()
+        elif op == "jsd":
+            teacher = (hidden.detach() + 0.1, weight.detach())
+            loss = fused_linear_jsd(hidden, weight, *teacher, target, chunk=6)
+        else:
+            loss = fused_linear_cross_entropy(hidden, weight, target, chunk=6)
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    right, device, multiply = run(), Behind(busy=False), fused_linear.multiply
+
+    def noted(*args):
+        device.log.append("multiplied")
+        return multiply(*args)
+
+    monkeypatch.setattr(fused_linear, "has_static_nonzero", lambda kind: True)
+    monkeypatch.setattr(fused_linear, "multiply", noted)
+    monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
+    with torch.autograd.set_multithreading_enabled(False):
+        found = run()
+    assert device.log[:3] == ["recorded", "multiplied", "waited"]
+    for own, other in zip(found, right, strict=True):
+        torch.testing.assert_close(own, other)
