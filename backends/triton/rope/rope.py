@@ -316,7 +316,7 @@ class Geometry(NamedTuple):
         num_warps: Warps a program.
     """
 
-    copied: tuple[bool, bool, bool, bool]
+    copied: tuple[bool, ...]
     programs: int
     numbers: tuple[Any, ...]
     constants: tuple[Any, ...]
