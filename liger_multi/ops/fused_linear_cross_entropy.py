@@ -154,13 +154,15 @@ def fused_linear_cross_entropy(
     checks.vector(name, "class_weight", class_weight, weight.shape[0], "number of classes")
     checks.constant(name, "class_weight", class_weight)
     rows_chunk, budget = head.rows_and_budget(name, chunk)
+    lead = target.shape
+    if len(lead) != 1:  # a view costs the host a tensor and a node of the graph
+        hidden, target = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
     results = op(
-        hidden.reshape(target.numel(), hidden.shape[-1]), weight,
-        target.reshape(-1).to(torch.int64), bias, class_weight,
+        hidden, weight, target.to(torch.int64), bias, class_weight,
         ignored, smoothing, z, cap, reduction, scale, rows_chunk, budget, accumulate,
         head.compute_dtype(name, hidden, weight, bias), compact, validate, wanted,
     )  # fmt: skip
-    return named(results, target.shape, reduction, wanted)
+    return named(results, lead, reduction, wanted)
 
 
 _ALL = {**EVERYTHING, "logit_scale": 0.7, "chunk": 4}

@@ -143,7 +143,8 @@ def _fused(deferred: DeferredLogits, call: CrossEntropyCall) -> Tensor | None:
 def _of_dtype(loss: Tensor, logits: torch.dtype) -> Tensor:
     """A loss in the dtype of PyTorch's: that of the logits, and fp32 under autocast."""
     autocast = autocast_dtype(loss.device.type) is not None and logits != torch.float64
-    return loss.to(torch.float32 if autocast else logits)
+    wanted = torch.float32 if autocast else logits
+    return loss if loss.dtype == wanted else loss.to(wanted)
 
 
 def _of_shards(
