@@ -65,7 +65,8 @@ class Places:
 
     A device that ran ``nonzero``, which waits for its own result, would then wait for the host.
     Here the number is copied behind an event: what is enqueued until :meth:`get` keeps the device
-    busy meanwhile (llama-4-layers:8x4096 on an H100, 2026-11: idle at the head 0.79 to 0.37 ms).
+    busy meanwhile (llama-4-layers:8x4096 on an H100, 2026-11: idle at the head 0.79 to 0.37 ms,
+    and 0.62 to 0.03 on a slower host where the first chunk's logits are part of that).
     That takes more calls, 0.16 to 0.34 ms of that host for 0.07, so a device that has nothing to
     do, whose host is late already, is asked at once; unless ``ahead`` says that work for it
     follows whatever the number is, which :meth:`first` finds.
