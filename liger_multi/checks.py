@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
-from typing import NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,39 @@ def in_checkpoint() -> bool:
         return False
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+Given = ParamSpec("Given")
+Checked = TypeVar("Checked")
+_VALUES = frozenset({bool, float, int, str, tuple, torch.dtype, type(None)})
+_MOST = 1024  # a program that draws options anew at every call does not fill the memory
+
+
+def remembered(check: Callable[Given, Checked]) -> Callable[Given, Checked]:
+    """Let a check of values, not of tensors, answer from a table what it was asked before.
+
+    Types are a part of the question, because Python takes 1 for True and for 1.0. A refusal is not
+    remembered, nor is what a compiler asks: its integers may be symbols.
+    """
+    known: dict[Any, Any] = {}
+
+    @functools.wraps(check)
+    def run(*args: Given.args, **named: Given.kwargs) -> Checked:
+        kinds = tuple(map(type, args))
+        if named or torch.compiler.is_compiling() or not _VALUES.issuperset(kinds):
+            return check(*args, **named)
+        question = (args, kinds)
+        try:
+            found = known.get(question)
+        except TypeError:  # a tuple that holds a list
+            return check(*args, **named)
+        if found is None:
+            if len(known) >= _MOST:
+                known.clear()
+            found = known[question] = check(*args, **named)
+        return found
+
+    return run
 
 
 def describe(x: object) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
 from liger_multi.dispatch import flat
-from liger_multi.dispatch.config import current, within
+from liger_multi.dispatch.config import Configuration, current, within
 from liger_multi.dispatch.double_backward import not_differentiable
 from liger_multi.errors import ContractError, TransformError
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from liger_multi.dispatch.op import Op
 
 Given = tuple["Tensor | None", ...]
-Gradients = Callable[[Any, Given, Given], Given]
-"""From the context, the upstream gradients and the saved tensors."""
+Gradients = Callable[[Any, Given, Given, Configuration], Given]
+"""From the context, the upstream gradients, the saved tensors and the configuration in force."""
 
 # --- what is known when an operator is declared ---
 
@@ -63,7 +63,10 @@ def sources_of(op: Op) -> list[tuple[str, str]]:
 
 
 def make_function(op: Op, run_forward: Callable[..., Any], run_backward: Callable[..., Any]) -> Any:
-    """The ``autograd.Function`` of an operator, over functions that run forward and backward."""
+    """The ``autograd.Function`` of an operator, over functions that run forward and backward.
+
+    Both take the configuration in force, and then the arguments of the direction.
+    """
     code = flat.joining_code(op, sources_of(op))
     names = {"run_forward": run_forward, "run_backward": run_backward, "not_saved": op.not_saved}
     gradients = flat.compiled(code.gradients, f"{op.name} gradients", names)
@@ -94,7 +97,7 @@ def carefully(name: str, gradients: Gradients, ctx: Any, ups: Given, saved: Give
 def _configured(name: str, gradients: Gradients, ctx: Any, ups: Given, saved: Given) -> Given:
     """The gradients, under the configuration of forward."""
     if torch.compiler.is_compiling():
-        return gradients(ctx, ups, saved)
+        return gradients(ctx, ups, saved, current())
     for g in ups:
         if g is not None and is_legacy_batchedtensor(g):
             raise TransformError(
@@ -102,6 +105,6 @@ def _configured(name: str, gradients: Gradients, ctx: Any, ups: Given, saved: Gi
                 "(is_grads_batched, vectorize=True)"
             )
     if ctx.configuration is current():
-        return gradients(ctx, ups, saved)
+        return gradients(ctx, ups, saved, ctx.configuration)
     with within(ctx.configuration):
-        return gradients(ctx, ups, saved)
+        return gradients(ctx, ups, saved, current())

@@ -267,12 +267,12 @@ class Configuration:
                 return found
         return Choice(AUTO, False, "default")
 
-    @property
+    @functools.cached_property
     def chunk_bytes(self) -> int:
         """Byte budget of a logits chunk; 0 stands for a share of the free memory."""
         return next((x.chunk_bytes for x in self.layers if x.chunk_bytes is not None), 0)
 
-    @property
+    @functools.cached_property
     def head_gemms(self) -> str:
         """How heads with a loss multiply: ``exact``, ``float8`` or ``float8_logits``."""
         return next((x.head_gemms for x in self.layers if x.head_gemms), "exact")
@@ -328,7 +328,15 @@ _scope: ContextVar[Scope] = ContextVar("liger_multi_scope", default=(None, False
 _base: Configuration | None = None
 _known: dict[tuple[Any, ...], Configuration] = {}
 HANDED = "liger_multi.scope"
-_local = threading.local()
+
+
+class _Local(threading.local):
+    """What this thread hands over, once it has entered a scope."""
+
+    caller: _Caller | None = None
+
+
+_local = _Local()
 
 
 class _OfProcess:
@@ -372,7 +380,6 @@ class _Caller:
     """
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
         self.scope: Scope = (None, False)
         before = sys.getrefcount(self)
         torch._C._stash_obj_in_tls(HANDED, self)
@@ -385,14 +392,9 @@ def _hand_over() -> None:
     scope = _scope.get()[0]
     said = None if scope is None else _innermost(scope.scopes)
     _of_thread.deterministic = _of_process.scope = said
-    if not hasattr(_local, "caller"):
+    if _local.caller is None:
         _local.caller = _Caller()
     _local.caller.scope = _scope.get()
-
-
-def _handed_over() -> Scope:
-    caller: _Caller = torch._C._get_obj_in_tls(HANDED)
-    return (None, False) if caller.thread == threading.get_ident() else caller.scope
 
 
 def current() -> Configuration:
@@ -402,7 +404,10 @@ def current() -> Configuration:
     if scope is None:
         if not torch._C._is_key_in_tls(HANDED):
             return base
-        scope, pinned = _handed_over()
+        caller: _Caller = torch._C._get_obj_in_tls(HANDED)
+        if caller is _local.caller:
+            return base  # what this thread handed over itself, for a scope that it has left
+        scope, pinned = caller.scope
         if scope is None:
             return base
     if pinned or scope.base is base.layers:

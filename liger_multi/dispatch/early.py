@@ -20,6 +20,7 @@ from torch import Tensor
 
 from liger_multi.dispatch import flat
 from liger_multi.dispatch.autograd import make_function
+from liger_multi.dispatch.config import Configuration
 from liger_multi.dispatch.op import Op
 from liger_multi.dispatch.transforms import transforming
 
@@ -64,11 +65,11 @@ class Early:
         names = op.fwd.params
         self._flags = [names.index(n[6:]) for n in names if n.startswith("needs_")]
 
-        def run(*args: Any) -> tuple[Tensor, ...]:
+        def run(_: Configuration, *args: Any) -> tuple[Tensor, ...]:
             outputs, self._handed.value = first(*args)
             return outputs
 
-        self._function = make_function(op, run, op.bwd.run)
+        self._function = make_function(op, run, op.bwd.run_in)
 
     def __call__(self, *args: Any) -> Tensor:
         """Call with the arguments of the operator."""

@@ -9,7 +9,7 @@ that know every case. The call of ``rms_norm`` is::
 
     def call(x, weight, eps, offset, casting):
         if (
-            _compiling()
+            _compiler._is_compiling_flag
             or _tracing()
             or _transformed()
             or _forward_ad._current_level >= 0
@@ -49,7 +49,7 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 NAMES: dict[str, Any] = {
     "PLAIN": PLAIN,
     "autocast": torch._C._is_any_autocast_enabled,
-    "compiling": torch.compiler.is_compiling,
+    "compiler": torch.compiler,
     "current": current,
     "follows_torch": bitwise.follows_torch,
     "forward_ad": torch.autograd.forward_ad,
@@ -64,6 +64,8 @@ NAMES: dict[str, Any] = {
     "without_autocast": torch._C._DisableAutocast,
 }
 """What the code may call, each with an underscore in front: no argument of a contract has one."""
+COMPILING = "_compiler._is_compiling_flag"
+"""What ``torch.compiler.is_compiling()`` returns outside of TorchScript, without two calls."""
 
 
 def compiled(source: str, name: str, names: Mapping[str, Any]) -> Callable[..., Any]:
@@ -90,19 +92,25 @@ def tuple_of(parts: Iterable[str]) -> str:
 # --- the choice of a backend ---
 
 
-def primitive_source(prim: Primitive) -> str:
-    """Code of a direction: look the function up and call it."""
+def primitive_source(prim: Primitive, configured: bool = False) -> str:
+    """Code of a direction: look the function up and call it.
+
+    Args:
+        prim: The direction.
+        configured: Whether the caller hands in the configuration, before the arguments.
+    """
     args, first = ", ".join(prim.params), prim.params[prim.anchor]
-    odd = ["_compiling() or _profiled() or _tracing() or _modes() or _Primitive.call is not _call"]
+    odd = [f"{COMPILING} or _profiled() or _tracing() or _modes() or _Primitive.call is not _call"]
     for name in (prim.params[i] for i in prim.places):
         test = f"type({name}) not in _PLAIN or {name}.is_neg()"
         odd.append(f"({test})" if name == first else f"({name} is not None and ({test}))")
-    return f"def {prim.direction}({args}):\n" + block(
+    return f"def {prim.direction}({'_config, ' * configured}{args}):\n" + block(
         "if (",
         block(" or\n".join(odd)),
         "):",
         f"    return _general({args})",
-        "_config, _device = _current(), " + f"{first}.device",
+        None if configured else "_config = _current()",
+        f"_device = {first}.device",
         "_mode = _config.deterministic",
         "if _mode is None:",
         "    _mode = _follows_torch()",
@@ -130,8 +138,8 @@ def call_source(op: Op) -> str:
     """Code of an operator's call, without the ``needs_*`` flags."""
     given = [name for name in op.fwd.params if not name.startswith("needs_")]
     tensors = [op.fwd.params[i] for i in op.fwd.places]
-    asked_first = "_compiling() or _tracing() or _transformed() or _forward_ad._current_level >= 0"
-    odd, wants = [asked_first], []
+    asked_first = "_tracing() or _transformed() or _forward_ad._current_level >= 0"
+    odd, wants = [f"{COMPILING} or {asked_first}"], []
     for name in tensors:
         optional = "" if name == op.fwd.params[op.fwd.anchor] else f"{name} is not None and "
         odd.append(f"({optional}(type({name}) not in _PLAIN or _is_wrapped({name})))")
@@ -179,16 +187,17 @@ def forward_source(op: Op, saved: list[str], plain: list[str], not_saved: list[s
     found = tuple_of(outs.values()) if len(outs) > 1 else outs[returns[0]]
     results = [outs[n] for n in (*visible, *op.anchor)]
     return f"def forward(ctx, {', '.join(params)}):\n" + block(
-        f"{found} = _run_forward({', '.join(params)})",
+        "_config = _current()",
+        f"{found} = _run_forward(_config, {', '.join(params)})",
         # views made in here could not be written to
-        *(f"if {y}._is_view():\n    {y} = {y}.detach()" for y in outs.values()),
+        *(f"if {y}._is_view():\n    {y} = {y}.detach()" for y in results),
         f"_increment_version({op.inplace})" if op.inplace else None,
         None if not_saved is None else f"_left = _not_saved({', '.join(not_saved)})",
         f"ctx.save_for_backward({', '.join(kept)})",
         f"ctx.plain = {tuple_of(values)}",
         "ctx.set_materialize_grads(False)",
         f"ctx.mark_non_differentiable({', '.join(unsmooth)})" if unsmooth else None,
-        "ctx.configuration = _current()",
+        "ctx.configuration = _config",
         f"return {results[0] if len(results) == 1 else tuple_of(results)}",
     )
 
@@ -202,13 +211,13 @@ def backward_source(op: Op) -> str:
     return f"def backward(ctx, {', '.join(ups)}):\n" + block(
         f"if {' and '.join(f'{d} is None' for d in ups)}:",
         f"    return {none}",
-        "_saved = ctx.saved_tensors",
+        "_saved, _config = ctx.saved_tensors, _current()",
         "if (",
-        "    _grad_enabled() or _compiling() or ctx.configuration is not _current() or",
+        f"    _grad_enabled() or {COMPILING} or ctx.configuration is not _config or",
         f"    {' or '.join(batched)}",
         "):",
         f"    return _general(ctx, {tuple_of(ups)}, _saved)",
-        f"return _gradients(ctx, {tuple_of(ups)}, _saved)",
+        f"return _gradients(ctx, {tuple_of(ups)}, _saved, _config)",
     )
 
 
@@ -239,12 +248,12 @@ def gradients_source(
     if op.inplace:
         buffer = tensors[op.inplace]
         found = [f"{buffer}.detach()" if name == op.inplace else "None" for name in params]
-        return "def gradients(ctx, ups, saved):\n" + block(
-            *lines, f"_run_backward({read})", f"_increment_version({buffer})",
+        return "def gradients(ctx, ups, saved, config):\n" + block(
+            *lines, f"_run_backward(config, {read})", f"_increment_version({buffer})",
             f"return {tuple_of(found)}",
         )  # fmt: skip
     made = {name: f"_{name}" for name in op.bwd.returns}
-    lines += [f"{', '.join(made.values())} = _run_backward({read})"]
+    lines += [f"{', '.join(made.values())} = _run_backward(config, {read})"]
     smooth = [ups[n] for n in visible if n not in op.non_differentiable]
     if len(ups) > 1 and smooth:  # an input that no upstream gradient reaches has an empty gradient
         lines += [f"if {' or '.join(f'{d} is None' for d in smooth)}:"]
@@ -261,7 +270,7 @@ def gradients_source(
             test += f" and {g} is not None"
             g += f".to({values[f'{name}_dtype']})"
         found.append(f"{g} if {test} else None")
-    return "def gradients(ctx, ups, saved):\n" + block(*lines, f"return {tuple_of(found)}")
+    return "def gradients(ctx, ups, saved, config):\n" + block(*lines, f"return {tuple_of(found)}")
 
 
 # --- all of it ---

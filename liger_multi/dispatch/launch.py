@@ -59,6 +59,24 @@ def _device_info(device: torch.device) -> DeviceInfo:
 
 
 _found: dict[tuple[Any, ...], Any] = {}
+_MOST = 16384  # of as many different shapes, most do not come again
+
+
+def kept(question: tuple[Any, ...], make: Callable[[], Config]) -> Config:
+    """What follows from a question of hashable values, made once.
+
+    A question names the kernel and whatever decides: sizes, strides, dtypes, the device. Launch
+    configurations may be part of the answer.
+    """
+    if _simulated:
+        return make()
+    key = (*question, any_rows.get())
+    found: Config | None = _found.get(key)
+    if found is None:
+        if len(_found) > _MOST:
+            _found.clear()
+        found = _found[key] = make()
+    return found
 
 
 def launch_config(
@@ -78,7 +96,7 @@ def launch_config(
     key = (name, device, any_rows.get(), *shape.values())
     found: Config | None = _found.get(key)
     if found is None:
-        if len(_found) > 16384:  # of as many different shapes, most do not come again
+        if len(_found) > _MOST:
             _found.clear()
         found = _found[key] = _config(name, formula, device_info(device), shape)
     return found

@@ -35,6 +35,7 @@ from torch.nn import Parameter
 from liger_multi.dispatch import flat
 from liger_multi.dispatch.autograd import anchor_of, make_function
 from liger_multi.dispatch.bitwise import NO_PROMISE, Bitwise
+from liger_multi.dispatch.config import Configuration
 from liger_multi.dispatch.primitive import (
     LIBRARY,
     Primitive,
@@ -277,14 +278,15 @@ class Op:
     @functools.cached_property
     def function(self) -> Any:
         """The ``autograd.Function`` that calls backends."""
-        return make_function(self, self.fwd.run, self.bwd.run)
+        return make_function(self, self.fwd.run_in, self.bwd.run_in)
 
     @functools.cached_property
     def traced(self) -> Any:
         """The one that a compiler looks into, where it may."""
         if self.compile != "trace":
             return self.function
-        return make_function(self, self.fwd.trace, self.bwd.trace)
+        traces = (functools.partial(_anywhere, prim.trace) for prim in self.primitives)
+        return make_function(self, *traces)
 
     @functools.cached_property
     def apply(self) -> Any:
@@ -368,6 +370,11 @@ class Op:
                 prepare(self, args)
                 return True
         return found
+
+
+def _anywhere(function: Callable[..., Any], _: Configuration, *args: Any) -> Any:
+    """A function that asks for no configuration, for a caller that hands it one."""
+    return function(*args)
 
 
 # --- DTensor inputs ---

@@ -296,12 +296,19 @@ class Primitive:
     @functools.cached_property
     def run(self) -> Callable[..., Any]:
         """The call of what is usual, written out; the other calls are :meth:`__call__`'s."""
+        return self._written(flat.primitive_source(self), "of a backend")
+
+    @functools.cached_property
+    def run_in(self) -> Callable[..., Any]:
+        """The same for a caller that knows the configuration in force: its first argument."""
+        return self._written(flat.primitive_source(self, configured=True), "in a configuration")
+
+    def _written(self, source: str, title: str) -> Callable[..., Any]:
         names = {
             "prim": self, "general": self.__call__, "Primitive": Primitive, "call": _CALL,
             "module_of_several": _module_of_several,
         }  # fmt: skip
-        name = f"{self.op.name} {self.direction} of a backend"
-        return flat.compiled(flat.primitive_source(self), name, names)
+        return flat.compiled(source, f"{self.op.name} {self.direction} {title}", names)
 
     def call(self, *args: Any) -> Any:
         """Run the chosen backend's function on the device of the tensors, dtypes as they are."""

@@ -71,9 +71,10 @@ def run(
         teacher_weight=teacher_weight, bias=bias, teacher_bias=teacher_bias,
         optional=("bias", "teacher_bias"),
     )  # fmt: skip
-    head.shapes_fit(name, hidden, weight, accumulate)
+    head.accumulator(name, accumulate)
+    head.shapes_fit(name, hidden, weight)
     lead = hidden.shape[:-1]
-    head.shapes_fit(f"{name}, of the teacher", teacher_hidden, teacher_weight, accumulate)
+    head.shapes_fit(f"{name}, of the teacher", teacher_hidden, teacher_weight)
     if teacher_hidden.shape[:-1] != lead:
         checks.refuse(
             name, f"teacher_hidden must have the rows of hidden, {tuple(lead)}", teacher_hidden

@@ -25,9 +25,8 @@ def accumulator(name: str, accumulate: object) -> None:
         )
 
 
-def shapes_fit(name: str, hidden: Tensor, weight: Tensor, accumulate: torch.dtype) -> None:
-    """Hidden states and weight can be multiplied; the accumulator has a floating dtype."""
-    accumulator(name, accumulate)
+def shapes_fit(name: str, hidden: Tensor, weight: Tensor) -> None:
+    """Hidden states and weight can be multiplied."""
     if weight.numel() == 0:
         raise ValueError(
             f"{name}: weight has no elements, shape {tuple(weight.shape)}: it looks like a "

@@ -80,6 +80,22 @@ op.backward(
 )
 
 
+@checks.remembered
+def _options(
+    label_smoothing: float, z_loss: float, softcap: float | None, reduction: str,
+    outputs: tuple[str, ...], logit_scale: float, accumulate: torch.dtype, ignore_index: int,
+    compact: bool, validate: bool,
+) -> tuple[float, float, float | None, str, float, int]:  # fmt: skip
+    """What is not a tensor, checked: smoothing, z-loss, softcap, outputs, scale, ignored index."""
+    name = op.name
+    head.accumulator(name, accumulate)
+    checked = options(name, label_smoothing, z_loss, softcap, reduction, outputs)
+    checks.boolean(name, "compact", compact)
+    checks.boolean(name, "validate", validate)
+    scale = checks.number(name, "logit_scale", logit_scale)
+    return *checked, scale, checks.integer(name, "ignore_index", ignore_index)
+
+
 def fused_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
     class_weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
@@ -123,29 +139,30 @@ def fused_linear_cross_entropy(
         As :func:`cross_entropy`; chunking and gradients in the forward pass: Hsu et al. 2024
         (arXiv:2410.10989), Wijmans et al. 2024 (arXiv:2411.09009).
     """
-    name = "fused_linear_cross_entropy"
+    name = op.name
     checks.floating(
         name, hidden=hidden, weight=weight, bias=bias, class_weight=class_weight,
         optional=("bias", "class_weight"),
     )  # fmt: skip
-    head.shapes_fit(name, hidden, weight, accumulate)
+    smoothing, z, cap, wanted, scale, ignored = _options(
+        label_smoothing, z_loss, softcap, reduction, outputs, logit_scale, accumulate,
+        ignore_index, compact, validate,
+    )  # fmt: skip
+    head.shapes_fit(name, hidden, weight)
     checks.targets(name, target, hidden.shape[:-1], hidden)
     checks.vector(name, "bias", bias, weight.shape[0], "number of classes")
     checks.vector(name, "class_weight", class_weight, weight.shape[0], "number of classes")
     checks.constant(name, "class_weight", class_weight)
-    smoothing, z, cap, wanted = options(name, label_smoothing, z_loss, softcap, reduction, outputs)
-    scale = checks.number(name, "logit_scale", logit_scale)
     rows_chunk, budget = head.rows_and_budget(name, chunk)
+    lead = target.shape
+    if len(lead) != 1:  # a view costs the host a tensor and a node of the graph
+        hidden, target = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
     results = op(
-        hidden.reshape(target.numel(), hidden.shape[-1]), weight,
-        target.reshape(-1).to(torch.int64), bias, class_weight,
-        checks.integer(name, "ignore_index", ignore_index), smoothing, z, cap, reduction, scale,
-        rows_chunk, budget, accumulate,
-        head.compute_dtype(name, hidden, weight, bias),
-        checks.boolean(name, "compact", compact), checks.boolean(name, "validate", validate),
-        wanted,
+        hidden, weight, target.to(torch.int64), bias, class_weight,
+        ignored, smoothing, z, cap, reduction, scale, rows_chunk, budget, accumulate,
+        head.compute_dtype(name, hidden, weight, bias), compact, validate, wanted,
     )  # fmt: skip
-    return named(results, target.shape, reduction, wanted)
+    return named(results, lead, reduction, wanted)
 
 
 _ALL = {**EVERYTHING, "logit_scale": 0.7, "chunk": 4}

@@ -125,7 +125,8 @@ def prepared(
     """The checked arguments of the operator."""
     name = "fused_linear_log_prob"
     checks.floating(name, hidden=hidden, weight=weight, bias=bias, optional=("bias",))
-    head.shapes_fit(name, hidden, weight, accumulate)
+    head.accumulator(name, accumulate)
+    head.shapes_fit(name, hidden, weight)
     checks.targets(name, target, hidden.shape[:-1], hidden)
     checks.vector(name, "bias", bias, weight.shape[0], "number of classes")
     wanted = checks.names(name, outputs, OUTPUTS)

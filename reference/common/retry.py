@@ -29,13 +29,10 @@ _attempt: ContextVar[Attempt | None] = ContextVar("liger_multi_attempt", default
 _said: set[str] = set()
 
 
-def divided(step: int, whole: bool) -> int:
-    """Rows of a chunk in the attempt that is running.
-
-    A single chunk stays: smaller ones would need an accumulator that costs as much as its logits.
-    """
+def divided(step: int) -> int:
+    """Rows of a chunk in the attempt that is running."""
     attempt = _attempt.get()
-    if attempt is None or whole:
+    if attempt is None:
         return step
     step = max(1, step // attempt.divisor)
     attempt.rows = max(attempt.rows, step)

@@ -57,24 +57,33 @@ visited: ContextVar[Callable[[Iterable[slice]], Iterable[slice]]] = ContextVar(
 )
 
 
+AHEAD = 8  # the first chunk is at most this part of the rows, or it waits for their number
+
+
 class Places:
     """Places of the rows that are kept, whose number the host reads while the device goes on.
 
     A device that ran ``nonzero``, which waits for its own result, would then wait for the host.
     Here the number is copied behind an event: what is enqueued until :meth:`get` keeps the device
-    busy meanwhile (llama-4-layers:8x4096 on an H100, 2026-11: idle at the head 0.79 to 0.37 ms).
+    busy meanwhile (llama-4-layers:8x4096 on an H100, 2026-11: idle at the head 0.79 to 0.37 ms,
+    and 0.62 to 0.03 on a slower host where the first chunk's logits are part of that).
     That takes more calls, 0.16 to 0.34 ms of that host for 0.07, so a device that has nothing to
-    do, whose host is late already, is asked at once.
+    do, whose host is late already, is asked at once; unless ``ahead`` says that work for it
+    follows whatever the number is, which :meth:`first` finds.
     """
 
-    def __init__(self, kept: Tensor) -> None:
+    def __init__(self, kept: Tensor, ahead: bool = False) -> None:
         self._kept, self._event = kept, None
         if has_static_nonzero(kept.device.type):
             stream = torch.get_device_module(kept.device).current_stream(kept.device)
-            if not stream.query():
+            if ahead or not stream.query():
                 self._count = kept.sum().to("cpu", non_blocking=True)
                 self._event = stream.record_event()
                 self._padded = torch.nonzero_static(kept, size=kept.numel()).squeeze(1)
+
+    def first(self, rows: int) -> Tensor:
+        """The first places, before anybody knows how many there are: 0 where one is missing."""
+        return self._padded[:rows].clamp(min=0)
 
     def get(self) -> Tensor:
         """The places, in order."""
@@ -113,11 +122,14 @@ class Chunks:
     How many rows are valid is asked first and needed last: by ``index`` and what follows from it,
     ``rows``, ``step`` and ``buffer``. Until the answer is there the host waits. All that can be
     launched or looked up without it comes in between, and has the device work until the host goes
-    on: work that surrounds the loop asks ``drops`` and ``like``.
+    on: work that surrounds the loop asks ``drops`` and ``like``. Where there are many chunks, the
+    logits of the first are launched before the host waits. They belong to the rows of the first
+    places; should there be fewer, the rest of them is not used.
 
     Attributes:
         drops: Whether rows without a valid target may be left out.
         like: An empty tensor of the device and dtype of the logits.
+        ahead: Whether the logits of the first chunk do not wait for the number of rows.
 
     ``rounding`` is how a head in 8 bits rounds, ``wanted`` whether it makes gradients of hidden.
     """
@@ -136,13 +148,21 @@ class Chunks:
                 raise ValueError(SCALES)
             self.float8 = Head(self.weight, plan.compute_dtype == GRADIENT, wanted, rounding)
         self.drops = plan.compact and not (thin(target) or capturing(hidden.device))
-        self.places = Places(target != objective.ignore_index) if self.drops else None
+        kept = target != objective.ignore_index if self.drops else None
         self.like = hidden.new_empty(0, hidden.shape[1], dtype=kind)
         # of all rows, dropped or not: nothing that only the run knows decides a dtype
         every, size = target.numel(), self.like.element_size()
         limits = (plan.chunk, plan.budget)
         self.whole = is_whole(every, hidden.shape[1], weight.shape[0], size, *limits)
         self.free = None if self.whole or any(limits) else free_bytes(hidden.device)
+        self.ahead, self.places = False, None
+        if kept is None:  # nothing to wait for
+            self.index, self.rows = None, every
+        else:
+            several = has_static_nonzero(kept.device.type) and not self.whole
+            fits = several and AHEAD * self._step_of(every) <= every
+            self.ahead = fits and self.float8 is None  # whose scale is of the chunk's own rows
+            self.places = Places(kept, self.ahead)
 
     @functools.cached_property
     def index(self) -> Tensor | None:
@@ -160,26 +180,45 @@ class Chunks:
     @functools.cached_property
     def step(self) -> int:
         """Rows of a chunk."""
+        return self._step_of(self.target.numel() if self.ahead else self.rows)
+
+    def _step_of(self, rows: int) -> int:
+        if self.whole:
+            return max(1, rows)
         limits = (self.plan.chunk, self.plan.budget)
-        step = chunk_rows(self.rows, self.like, self.weight.shape[0], *limits, self.free)
-        return divided(min(step, max(1, self.rows)), self.whole)
+        step = chunk_rows(rows, self.like, self.weight.shape[0], *limits, self.free)
+        return divided(min(step, max(1, rows)))
 
     @functools.cached_property
     def buffer(self) -> Tensor:
         """Room for the logits of a chunk."""
-        return self.like.new_empty(min(self.step, self.rows), self.weight.shape[0])
+        rows = self.step if self.ahead else min(self.step, self.rows)
+        return self.like.new_empty(rows, self.weight.shape[0])
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor | slice, Tensor, Tensor, Tensor]]:
         """Place among the valid rows, place among all rows, hidden states, targets, raw logits."""
+        first = self._first() if self.ahead else None
         for place in visited.get()(row_blocks(self.rows, 1, self.step)):
-            yield self.at(place, self.buffer[: place.stop - place.start])
+            rows = place.stop - place.start
+            known = None if first is None or place.start else first[:rows]
+            yield self.at(place, self.buffer[:rows], known is not None, known)
+
+    def _first(self) -> Tensor:
+        """Hidden states of the first chunk; its logits are in the buffer."""
+        assert self.places is not None
+        h = self.hidden[self.places.first(self.step)].to(self.kind)
+        multiply(h, self.weight.t(), self.bias, self.buffer)
+        return h
 
     def at(
-        self, place: slice, raw: Tensor, ready: bool = False
+        self, place: slice, raw: Tensor, ready: bool = False, hidden: Tensor | None = None
     ) -> tuple[slice, Tensor | slice, Tensor, Tensor, Tensor]:
-        """One chunk, whose logits are written into ``raw`` unless they are there already."""
+        """One chunk, whose logits are written into ``raw`` unless they are there already.
+
+        Its hidden states may be there, too.
+        """
         where = place if self.index is None else self.index[place]
-        h = self.hidden[where].to(self.kind)
+        h = self.hidden[where].to(self.kind) if hidden is None else hidden
         if ready:
             pass
         elif self.float8 is not None:
@@ -197,20 +236,17 @@ class Collected:
     ) -> None:
         self.chunks, self.options = chunks, (objective, outputs)
         self.loss = loss
-        self.whole: RowStats | None = None
 
     @functools.cached_property
     def rows(self) -> RowStats:
         """The statistics; room for them until all chunks are through."""
-        if self.whole is not None:
-            return self.whole
         count, like, ignored = self.chunks.target.numel(), self.chunks.like, self.chunks.drops
         return RowStats.empty(count, *self.options, like, ignored=ignored, loss=self.loss)
 
     def put(self, where: Tensor | slice, made: RowStats) -> None:
         """Take those of one chunk."""
         if isinstance(where, slice) and where == slice(0, self.chunks.target.numel()):
-            self.whole = made
+            self.rows = made
         else:
             self.rows.put(where, made)
 

@@ -74,8 +74,10 @@ def implement_fused_linear_cross_entropy(
     ]:  # fmt: skip
         reduction_of.check_targets(target, weight.shape[0], ignore_index, validate)
         spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale)
-        plan, rowwise = ChunkSpec(chunk, budget, compute_dtype, compact), reduction == "none"
-        needs = tuple(n and not rowwise for n in (needs_hidden, needs_weight, needs_bias))
+        plan = ChunkSpec(chunk, budget, compute_dtype, compact)
+        needs = (needs_hidden, needs_weight, needs_bias)
+        if reduction == "none":
+            needs = (False, False, False)
         chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs[0])
         scales = None
         if class_weight is not None and reduction == "mean":  # to a mean of one

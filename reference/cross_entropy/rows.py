@@ -63,8 +63,8 @@ class RowStats(NamedTuple):
         zl = "z_loss" in wanted or objective.z_loss_weight != 0
         keep = (loss, zl, True, "log_prob" in wanted, "entropy" in wanted)
         parts = [like.new_empty(rows if kept else 0, dtype=kind) for kept in keep]
-        parts.append(like.new_empty(rows if needs_argmax(outputs) else 0, dtype=torch.int64))
-        made = RowStats._make(parts)
+        places = rows if outputs and needs_argmax(outputs) else 0
+        made = RowStats._make((*parts, like.new_empty(places, dtype=torch.int64)))
         if ignored:
             for part in filter(Tensor.numel, made):
                 part.fill_(-1 if part.dtype == torch.int64 else 0)

@@ -6,6 +6,7 @@ give. The selective scan: several blocks of channels, and sequences that begin a
 chunks. Sums over rows: the same bits on every card of an architecture.
 """
 
+import itertools
 import types
 from dataclasses import replace
 
@@ -667,3 +668,27 @@ def test_gradients_of_no_rows_and_of_zeros():
     for found in codes:
         assert not found.codes.float().any()
         assert torch.isfinite(1 / found.scale).all()
+
+
+# --- launches that are looked up ---
+
+
+def test_a_rotation_of_equal_sizes_is_launched_by_its_own_strides_and_options():
+    """What is kept of one call must not be another one's."""
+    near = torch.randn(2, 4, 4, 16, device=DEVICE)
+    far = torch.randn(2, 4, 4, 32, device=DEVICE)[..., ::2]
+    angle = torch.randn(2, 1, 4, 16, device=DEVICE)
+    tables = {"row": angle[:1, 0], "sequence": angle[:, 0], "far": angle.mT.contiguous().mT[:, 0]}
+    for q, cos, axis, style, kind in itertools.product(
+        (near, far, near.transpose(1, 2)), tables.values(), (1, 2), ("half", "interleaved"),
+        (torch.float32, torch.bfloat16),
+    ):  # fmt: skip
+        both = [x.detach().requires_grad_() for x in (q, q[:, :, :2] if axis == 2 else q)]
+        given = (*both, cos.to(kind), cos.to(kind).flip(0))
+        found = []
+        for backend in ("triton", "reference"):
+            with liger_multi.use(rope=backend):
+                made = ops.rope(*given, unsqueeze_dim=axis, style=style)
+                found.append((*made, *torch.autograd.grad([y.sum() for y in made], both)))
+        for own, right in zip(*found, strict=True):
+            torch.testing.assert_close(own, right)

@@ -5,6 +5,8 @@ processes: the losses and gradients of one process. By PyTorch's own linear_cros
 configuration names it.
 """
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_multi
+from liger_multi import checks
 from liger_multi.dispatch.op import inline_ops
 from liger_multi.errors import BackendUnavailableError, ConfigurationError
 from liger_multi.nn import vocab_parallel as nn
@@ -21,6 +24,8 @@ from liger_multi.reference.cross_entropy import float8, fused_linear, reduction
 from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop
 from liger_multi.reference.cross_entropy.float8 import PLAIN
 from tests import harness
+
+contract = sys.modules["liger_multi.ops.fused_linear_cross_entropy"]  # a function has its name
 
 # --- products in 8 bits ---
 
@@ -638,3 +643,102 @@ def test_which_rows_are_few():
     assert fused_linear.thin(torch.empty(512, device="meta"))
     assert not fused_linear.thin(torch.empty(513, device="meta"))
     assert not fused_linear.thin(torch.empty(1))
+
+
+# --- checks of options, which are remembered ---
+
+
+def test_options_are_checked_once(monkeypatch):
+    hidden, weight, target = head()
+    first = fused_linear_cross_entropy(hidden, weight, target, label_smoothing=0.125)
+    monkeypatch.setattr(contract, "options", None)  # the check, which nobody may call again
+    again = fused_linear_cross_entropy(hidden, weight, target, label_smoothing=0.125)
+    assert torch.equal(first, again)
+    with pytest.raises(TypeError):
+        fused_linear_cross_entropy(hidden, weight, target, label_smoothing=0.0625)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "error"),
+    [
+        ({"compact": True}, {"compact": 1}, TypeError),
+        ({"ignore_index": 1}, {"ignore_index": True}, TypeError),
+        ({"ignore_index": 1}, {"ignore_index": 1.0}, TypeError),
+        ({"softcap": 1}, {"softcap": True}, TypeError),
+        ({"outputs": ("lse",)}, {"outputs": "lse"}, TypeError),
+        ({"outputs": ()}, {"outputs": ([],)}, ValueError),
+        ({"z_loss": 0.0}, {"z_loss": float("nan")}, ValueError),
+        ({"softcap": 2.0}, {"softcap": torch.tensor(2.0)}, TypeError),
+    ],
+)
+def test_a_remembered_option_is_no_excuse_for_an_equal_one(right, wrong, error):
+    hidden, weight, target = head()
+    for _ in range(2):
+        fused_linear_cross_entropy(hidden, weight, target, **right)
+        with pytest.raises(error):
+            fused_linear_cross_entropy(hidden, weight, target, **wrong)
+
+
+def test_what_a_configuration_says_is_not_remembered(monkeypatch):
+    hidden, weight, target = head()
+    seen = []
+    record = fused_linear.ChunkSpec.__init__
+
+    def noted(self, chunk, budget, compute_dtype, compact):
+        seen.append((budget, compute_dtype))
+        record(self, chunk, budget, compute_dtype, compact)
+
+    monkeypatch.setattr(fused_linear.ChunkSpec, "__init__", noted)
+    try:
+        for given in (None, {"chunk_bytes": 4096}, {"head_gemms": "float8"}, None):
+            liger_multi.configure(given)
+            fused_linear_cross_entropy(hidden, weight, target)
+    finally:
+        liger_multi.configure(None)
+    assert seen == [(0, None), (4096, None), (0, GRADIENT), (0, None)]
+
+
+def test_the_table_of_options_does_not_grow(monkeypatch):
+    monkeypatch.setattr(checks, "_MOST", 3)
+    asked = []
+
+    @checks.remembered
+    def check(value):
+        asked.append(value)
+        return (value,)
+
+    for value in (1, 1, True, 1.0, 2, 1):
+        assert type(check(value)[0]) is type(value)
+    assert asked == [1, True, 1.0, 2, 1]  # the fourth question empties the table
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "log_prob", "jsd"])
+@pytest.mark.parametrize("ignored", [0, 13, 45, 48])
+def test_the_first_of_many_chunks_does_not_wait_for_the_count(op, ignored, monkeypatch):
+    hidden, weight, target = head(dtype=torch.float32)
+    target[torch.randperm(48, generator=torch.Generator().manual_seed(0))[:ignored]] = -100
+
+    def run():
+        if op == "log_prob":
+            loss = fused_linear_log_prob(hidden, weight, target, chunk=6).log_prob.sum()
+        elif op == "jsd":
+            teacher = (hidden.detach() + 0.1, weight.detach())
+            loss = fused_linear_jsd(hidden, weight, *teacher, target, chunk=6)
+        else:
+            loss = fused_linear_cross_entropy(hidden, weight, target, chunk=6)
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    right, device, multiply = run(), Behind(busy=False), fused_linear.multiply
+
+    def noted(*args):
+        device.log.append("multiplied")
+        return multiply(*args)
+
+    monkeypatch.setattr(fused_linear, "has_static_nonzero", lambda kind: True)
+    monkeypatch.setattr(fused_linear, "multiply", noted)
+    monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
+    with torch.autograd.set_multithreading_enabled(False):
+        found = run()
+    assert device.log[:3] == ["recorded", "multiplied", "waited"]
+    for own, other in zip(found, right, strict=True):
+        torch.testing.assert_close(own, other)

@@ -286,9 +286,9 @@ def _cross_entropy_reduce_kernel(
         tl.store(accuracy_ptr, tl.sum(hits, axis=0).to(tl.float32) / tl.maximum(counted, 1.0))
 
 
-def filled(x: Optional[Tensor]) -> Optional[Tensor]:
-    """None in place of an output that nobody asked for."""
-    return x if x is not None and x.numel() else None
+def filled(*outputs: Optional[Tensor]) -> list[Optional[Tensor]]:
+    """None in place of every output that nobody asked for."""
+    return [x if x is not None and x.numel() else None for x in outputs]
 
 
 def reduce_rows(
@@ -305,19 +305,18 @@ def reduce_rows(
     Without ``rows`` only the denominators are computed.
     """
     wanted = outputs.split(",") if rows is not None else []
-
-    def empty(keep: bool) -> Tensor:
-        return target.new_empty(() if keep else (0,), dtype=torch.float32)
-
-    loss, by = empty(rows is not None), target.new_empty(2, dtype=torch.float32)
-    z_loss, accuracy = empty("z_loss" in wanted), empty("token_accuracy" in wanted)
+    keep = (rows is not None, "z_loss" in wanted, "token_accuracy" in wanted)
+    loss, z_loss, accuracy = [
+        target.new_empty(() if kept else (0,), dtype=torch.float32) for kept in keep
+    ]
+    by = target.new_empty(2, dtype=torch.float32)
     ce, zl, argmax = (rows.ce, rows.zl, rows.argmax) if rows is not None else (None, None, None)
     count = target.shape[0]
     k = launch_config("cross_entropy.reduce", reduce_config, target.device, rows=count)
     launch(
         _cross_entropy_reduce_kernel, 1,
-        (target, weight, filled(ce), filled(zl), filled(argmax), filled(loss),
-         filled(z_loss), filled(accuracy), by, target.stride(0), count, cols, ignore_index),
+        (target, weight, *filled(ce, zl, argmax, loss, z_loss, accuracy), by, target.stride(0),
+         count, cols, ignore_index),
         (reduction == "mean", k.block), k.num_warps,
     )  # fmt: skip
     return loss, z_loss, accuracy, by
@@ -562,7 +561,7 @@ def _launch_rows(
     )  # fmt: skip
     launch(
         _cross_entropy_forward_kernel, count,
-        (logits, target, weight, total, scales, *(filled(r) for r in rows), logits.stride(0),
+        (logits, target, weight, total, scales, *filled(*rows), logits.stride(0),
          target.stride(0), cols, options.ignore_index, options.z_loss_weight, *curve(options)),
         (options.label_smoothing, add_zl, gradient, inverse, k.block, k.unroll,
          k.kept // logits.element_size()),

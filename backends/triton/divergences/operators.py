@@ -502,7 +502,7 @@ def _rows(
     k = launch_config(f"{name}.forward", sum_config, student.device, **shape)
     launch(
         _divergence_forward_kernel, count,
-        (student, teacher, target, factor, *(filled(r) for r in kept), student.stride(0),
+        (student, teacher, target, factor, *filled(*kept), student.stride(0),
          teacher.stride(0), _step(target), _step(factor), cols, spec.ignore_index, spec.scale,
          _beta(spec)),
         _constants(spec, k.block), k.num_warps,
@@ -545,7 +545,7 @@ class TritonPairs:
         k = launch_config(f"{self.name}.backward", gradient_config, student.device, **shape)
         launch(
             _divergence_backward_kernel, count,
-            (student, teacher, target, factor, *(filled(r) for r in rows[1:]), out,
+            (student, teacher, target, factor, *filled(*rows[1:]), out,
              student.stride(0), teacher.stride(0), _step(target), _step(factor), out.stride(0),
              cols, spec.ignore_index, spec.scale, _beta(spec)),
             _constants(spec, k.block), k.num_warps,

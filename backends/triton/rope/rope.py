@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import triton
@@ -33,7 +33,7 @@ from liger_multi.backends.triton.common.rows import (
     short_offsets,
     warps,
 )
-from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.dispatch.launch import DeviceInfo, kept, launch_config
 from liger_multi.reference.rope.rope import dense, output_dtype
 
 # --- tiles: each in one sequence, its elements near a scalar base ---
@@ -305,44 +305,84 @@ def _rope_kernel(
     )  # fmt: skip
 
 
-def _launch(
-    given: tuple[Tensor | None, Tensor | None], made: tuple[Tensor, Tensor], cos: Tensor,
-    sin: Tensor, style: str, head_axis: int, rotary_dim: int, inverse: bool,
-) -> None:  # fmt: skip
-    """Rotate q and k into ``made``; one of them may be absent."""
-    heads = [0 if x is None else x.shape[head_axis] for x in given]
-    near = [None if x is None else near_channels(x) for x in given]
-    some = near[1] if near[0] is None else near[0]
-    assert some is not None
-    q, q_out = (some, some) if near[0] is None else (near[0], made[0])
-    k, k_out = (some, some) if near[1] is None else (near[1], made[1])
-    angle = cos.stride()
-    if angle[-1] != 1 or sin.stride() != angle:
-        cos, sin = cos.contiguous(), sin.contiguous()
-    cos, sin = near_angles(cos), near_angles(sin)
-    angle = cos.stride()
-    width = some.shape[-1]
-    tokens = some.numel() // max(some.shape[head_axis] * width, 1)
+class Geometry(NamedTuple):
+    """A launch but for its tensors, which follows from their sizes, strides and dtypes.
+
+    Attributes:
+        copied: Which of q, k, cos and sin are copied first, to bring what a tile reads together.
+        programs: Size of the grid.
+        numbers: The arguments behind the tensors.
+        constants: Values of the ``constexpr`` parameters.
+        num_warps: Warps a program.
+    """
+
+    copied: tuple[bool, ...]
+    programs: int
+    numbers: tuple[Any, ...]
+    constants: tuple[Any, ...]
+    num_warps: int
+
+
+def _geometry(
+    tensors: tuple[Tensor, ...], heads: tuple[int, int], style: str, head_axis: int,
+    rotary_dim: int, inverse: bool,
+) -> Geometry:  # fmt: skip
+    """How to rotate q and k by cos and sin; q, k, cos, sin, and the results of q and k."""
+    whole = [*map(near_channels, tensors[:2]), *map(near_angles, tensors[2:4])]
+    copied = tuple(a is not b for a, b in zip(whole, tensors, strict=False))
+    q, k, cos, _ = whole
+    q_out, k_out = (x if there else near for x, there, near in zip(tensors[4:], heads, whole))
+    width, angle, seq = q.shape[-1], cos.stride(), cos.shape[-2]
+    tokens = q.numel() // max(q.shape[head_axis] * width, 1)
     if sum(heads) == 0 or tokens == 0:
-        return
-    plain = style == "half" and cos.shape[-1] == width
-    key = "rope.backward" if inverse else "rope.forward"
+        return Geometry(copied, 0, (), (), 1)
     n = launch_config(
-        key, rope_config, q.device, rows=tokens, cols=width, q_heads=heads[0], k_heads=heads[1],
-        plain=plain,
+        "rope.backward" if inverse else "rope.forward", rope_config, q.device, rows=tokens,
+        cols=width, q_heads=heads[0], k_heads=heads[1],
+        plain=style == "half" and cos.shape[-1] == width,
     )  # fmt: skip
     steps = [strides(x, head_axis) for x in (q, k, q_out, k_out)]
-    n, seq = near_tile(n, steps, (q, k, q_out, k_out)), cos.shape[-2]
+    n = near_tile(n, steps, (q, k, q_out, k_out))
     groups = cdiv(cdiv(heads[0], n.heads) + cdiv(heads[1], n.heads), n.share)
     passed = power_of_2(width - rotary_dim) if width > rotary_dim else 0
-    launch(
-        _rope_kernel, tokens // seq * cdiv(seq, n.tokens) * groups,
-        (q, k, cos, sin, q_out, k_out, steps[0], steps[1], steps[2][:3], steps[3][:3],
+    return Geometry(
+        copied, tokens // seq * cdiv(seq, n.tokens) * groups,
+        (steps[0], steps[1], steps[2][:3], steps[3][:3],
          (angle[0] if len(angle) == 3 and cos.shape[0] > 1 else 0, angle[-2]), *heads, seq,
          cdiv(seq, n.tokens), groups, n.share),
         (width, rotary_dim, cos.shape[-1] != rotary_dim, style == "interleaved", inverse,
          n.tokens, n.heads, power_of_2(rotary_dim // 2), passed), n.num_warps,
     )  # fmt: skip
+
+
+def _launch(
+    given: tuple[Tensor | None, Tensor | None], made: tuple[Tensor, Tensor], cos: Tensor,
+    sin: Tensor, style: str, head_axis: int, rotary_dim: int, inverse: bool,
+) -> None:  # fmt: skip
+    """Rotate q and k into ``made``; one of them may be absent."""
+    some = given[1] if given[0] is None else given[0]
+    assert some is not None
+    q, q_out = (some, some) if given[0] is None else (given[0], made[0])
+    k, k_out = (some, some) if given[1] is None else (given[1], made[1])
+    angle = cos.stride()
+    if angle[-1] != 1 or sin.stride() != angle:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    heads = (
+        0 if given[0] is None else q.shape[head_axis],
+        0 if given[1] is None else k.shape[head_axis],
+    )
+    tensors = (q, k, cos, sin, q_out, k_out)
+    rest = (heads, style, head_axis, rotary_dim, inverse)
+    seen = [(x.shape, x.stride(), x.dtype) for x in tensors]
+    n = kept(("rope", q.device, *rest, *seen), lambda: _geometry(tensors, *rest))
+    if not n.programs:
+        return
+    if True in n.copied:
+        near = (x.contiguous() if moved else x for x, moved in zip(tensors, n.copied, strict=False))
+        q, k, cos, sin = near
+        q_out, k_out = q_out if heads[0] else q, k_out if heads[1] else k
+    args = (q, k, cos, sin, q_out, k_out, *n.numbers)
+    launch(_rope_kernel, n.programs, args, n.constants, n.num_warps)
 
 
 def forward(

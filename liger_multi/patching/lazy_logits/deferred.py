@@ -210,7 +210,7 @@ class DeferredLogits:
     def strides(self) -> tuple[int, ...]:
         """Strides of the logits."""
         width = self.hidden.shape[-1]
-        return (*(s // width * self.vocabulary for s in self.hidden.stride()[:-1]), 1)
+        return (*[s // width * self.vocabulary for s in self.hidden.stride()[:-1]], 1)
 
     def copy(self) -> DeferredLogits:
         """An equal deferred logits that is another object."""
@@ -241,7 +241,7 @@ class DeferredLogits:
         """
         weight = cast(Tensor, self.weights[0])
         if isinstance(self.head, Patched) and (
-            _gathered_again(self.head, weight) or self._held_by(self.head)
+            self._held_by(self.head) or _gathered_again(self.head, weight)
         ):
             try:
                 return getattr(self.head, "asked", self.head)(hidden, job)
@@ -259,6 +259,8 @@ class DeferredLogits:
         if "forward" in head.__dict__:
             return False  # somebody's, around ours, which has run; accelerate's hooks put one there
         thin, recorded = kind.thin(head), self.weights[2:]
+        if not thin and not recorded:
+            return True
         same = len(thin) == len(recorded) and kind.scales(head) == self.scales
         return same and all(a is b for a, b in zip(thin, recorded, strict=True))
 
@@ -372,6 +374,9 @@ def _is_softcap(last: list[Step]) -> bool:
     return (divide, sinkhorn, multiply) == ("div", "tanh", "mul") and by == back
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class _Circumstances:
     """Autocast of the head's forward, how equal bits had to be, which weights required grad."""
 
@@ -381,6 +386,7 @@ class _Circumstances:
         self.autocast_dtype = autocast_dtype(kind)
         self.strict = mode_in_force()
         self.trained = [(t, t.requires_grad) for t in weights]
+        self.required = [wanted for _, wanted in self.trained]
 
     def entered(self, grad: bool) -> contextlib.AbstractContextManager[None]:
         """Grad mode, autocast and bits as in the forward pass; weights are frozen as they were.
@@ -392,9 +398,9 @@ class _Circumstances:
             (grad or not torch.is_grad_enabled())
             and self.autocast_dtype == autocast_dtype(self.device_type)
             and (not self.strict or self.strict == mode_in_force())
-            and all(tensor.requires_grad == wanted for tensor, wanted in self.trained)
+            and [tensor.requires_grad for tensor, _ in self.trained] == self.required
         )
-        return contextlib.nullcontext() if unchanged else self._restored(grad)
+        return _NOTHING if unchanged else self._restored(grad)
 
     @contextlib.contextmanager
     def _restored(self, grad: bool) -> Iterator[None]:
@@ -435,11 +441,14 @@ class Guard(_Circumstances):
         super().__init__(hidden, weights.values())
         for tensor in weights.values():
             watch_version(tensor)
-        self.weight: Tensor = head.weight
-        self.seen = {
-            name: (t, version_of(t)) for name, t in {"hidden states": hidden, **weights}.items()
-        }
-        self.places = {name: _place(t) for name, t in weights.items()} if settled else {}
+        self.weight: Tensor = weights["head's weights"]
+        # name, tensor, version, and for weights that stay where they are the place of their values
+        self.seen: list[tuple[str, Tensor, tuple[int, int], int | None]] = [
+            ("hidden states", hidden, version_of(hidden), None)
+        ]
+        for name, tensor in weights.items():
+            place = _place(tensor) if settled else None
+            self.seen.append((name, tensor, version_of(tensor), place))
         self.known: list[Any] = []  # what was computed of the logits' rows
 
     def check(self, head: Any) -> None:
@@ -452,12 +461,12 @@ class Guard(_Circumstances):
             raise RuntimeError(_stale("its head's adapters have been merged into the weights"))
         gathered = _gathered_again(head, self.weight)
         now = _parameters(head) if gathered else {}
-        for name, (tensor, version) in self.seen.items():
-            if now.get(name, tensor) is not tensor:
+        for name, tensor, version, place in self.seen:
+            if gathered and now.get(name, tensor) is not tensor:
                 continue
             if version_of(tensor) != version:
                 raise RuntimeError(_stale(f"its {name} have been modified in place"))
-            if not gathered and self.places.get(name) not in (None, _place(tensor)):
+            if not gathered and place is not None and _place(tensor) != place:
                 raise RuntimeError(_stale(f"its {name} have been replaced through .data"))
 
 
@@ -493,9 +502,10 @@ def _stale(what: str) -> str:
 
 def _gathered_again(head: Any, weight: Tensor) -> bool:
     """Whether a sharding library puts the weight of the forward pass into the head's next call."""
-    return isinstance(head, Patched) and (
-        buried(head) or hasattr(head.weight, "device_mesh") or weight.untyped_storage().size() == 0
-    )
+    if not isinstance(head, Patched):
+        return False
+    held: Any = head.weight
+    return buried(head) or hasattr(held, "device_mesh") or weight.untyped_storage().nbytes() == 0
 
 
 def _place(tensor: Tensor) -> int | None:
@@ -506,7 +516,10 @@ def _place(tensor: Tensor) -> int | None:
 
 def _parameters(head: Any) -> dict[str, Tensor]:
     """The parameters of a linear head, under the words that messages use."""
-    found = {"head's weights": head.weight, "head's bias": head.bias}
+    found, bias = {"head's weights": head.weight}, head.bias
+    if bias is not None:
+        found["head's bias"] = bias
     thin = getattr(head, "thin", None)  # an adapter's factors
-    found |= {f"head's adapters ({i})": t for i, t in enumerate(thin() if thin else ())}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    for i, tensor in enumerate(thin() if thin else ()):
+        found[f"head's adapters ({i})"] = tensor
+    return found

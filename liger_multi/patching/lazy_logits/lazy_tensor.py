@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_map
 
 from liger_multi.dispatch.double_backward import not_differentiable
@@ -75,8 +76,7 @@ class Group:
 
     def living(self) -> list[LazyLogits]:
         """The members that somebody still holds."""
-        found = [ref() for ref in self.members]
-        return [member for member in found if member is not None]
+        return [member for ref in self.members if (member := ref()) is not None]
 
     def materialize(self) -> None:
         """Turn every member into an ordinary tensor, parents first."""
@@ -207,8 +207,9 @@ def _check_unwritten(group: Group) -> None:
         RuntimeError: A lazy tensor's version counter, which such views share, has moved.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        if any(member._version for member in group.living()):
-            raise RuntimeError(WRITTEN_BELOW)
+        for member in group.living():
+            if member._version:
+                raise RuntimeError(WRITTEN_BELOW)
 
 
 def _has_own_node(member: LazyLogits) -> bool:
@@ -261,7 +262,8 @@ class _Connect(torch.autograd.Function):
         return (None, *found)
 
 
-_connect: Any = _Connect.apply
+_connect: Any = super(torch.autograd.Function, _Connect).apply
+"""The part of ``apply`` in C++; what Python does around it serves functorch."""
 
 
 class LazyLogits(Tensor):
@@ -357,9 +359,14 @@ def lazy_logits(
     """Lazy logits of deferred logits; the other arguments as in :class:`Slot`."""
     slot = Slot(deferred, parents, derive, shares)
     connected = deferred.grad and torch.is_grad_enabled()
-    made = _connect(slot, deferred.hidden, *deferred.weights) if connected else LazyLogits(slot)
+    if not connected:
+        made = LazyLogits(slot)
+    else:
+        plain = not (_transformed() or is_functorch_wrapped_tensor(deferred.hidden))
+        connect: Any = _connect if plain else _Connect.apply
+        made = connect(slot, deferred.hidden, *deferred.weights)
     slot.group.members.append(weakref.ref(made))
-    return cast(LazyLogits, made)
+    return made
 
 
 def real_tensor(value: Any) -> Any:
@@ -420,8 +427,7 @@ def _nobody_traces() -> bool:
     """Whether neither this frame is being compiled nor the ones that it calls will be."""
     if torch.compiler.is_compiling():
         return False
-    asked = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-    return asked is not None and asked() is None
+    return _frame_callback is not None and _frame_callback() is None
 
 
 def _untraced() -> Callable[..., Any]:
@@ -492,8 +498,9 @@ def _answer(func: Any, first: Any, args: Any, kwargs: Any) -> Any:
     others = (*args[1:], *kwargs.values())
     if func in JOINS and len(args) == 2 and not kwargs and is_lazy(args[1]):
         return _joined(func, *args)
-    if any(isinstance(other, LazyLogits) for other in others):
-        return NotImplemented
+    for other in others:
+        if isinstance(other, LazyLogits):
+            return NotImplemented
     for table, follow in _TABLES:
         if func in table:
             return follow(func, first, args[1:], kwargs)
@@ -620,7 +627,9 @@ def _recorded(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
     added = step.steps[len(deferred.steps) :]
     if not added:  # clone or contiguous
         return lazy_logits(step, (slot,), lambda real: func(real, *args, **kwargs))
-    step = called(RECORDED[func], (deferred.packed(), *args), kwargs)
+    packed = deferred.packed()
+    if packed is not deferred:
+        step = called(RECORDED[func], (packed, *args), kwargs)
     return lazy_logits(step, (slot,), lambda real: finished(real, added))
 
 
@@ -639,7 +648,7 @@ def _rows(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
     hidden = called(ROWS[func], (deferred.hidden, deferred.vocabulary, *args), kwargs)
     if hidden is NotImplemented:
         return hidden
-    if kwargs or not all(type(a) is int for a in args):
+    if kwargs or [a for a in args if type(a) is not int]:
         args, kwargs = tree_map(_snapshot, args), tree_map(_snapshot, kwargs)
 
     def derive(real: Tensor) -> Any:
@@ -679,6 +688,8 @@ _GRAD: Any = cast(Any, Tensor).grad.__get__
 _PRINTED_BYTES = 2**20
 _AS_IT_CAME = {torch.ops.aten.view.default, torch.ops.aten.view_as.default}
 _DYNAMO = "torch._dynamo"
+_frame_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+_transformed = torch._C._are_functorch_transforms_active
 _TABLES: tuple[tuple[Any, Callable[..., Any]], ...] = (
     ({Tensor.__repr__}, _print),
     ({_HOOK}, _hook),

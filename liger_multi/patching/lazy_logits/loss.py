@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_multi import ops
 from liger_multi.checks import autocast_dtype
 from liger_multi.patching.lazy_logits.deferred import DeferredLogits, Job
 from liger_multi.patching.lazy_logits.protocol import (
@@ -27,12 +28,12 @@ from liger_multi.patching.options import FusedOptions, LossOptions, Options
 
 
 def run_bound(
-    options: Options, ops: tuple[str, ...], function: Callable[..., Any], *args: Any
+    options: Options, names: tuple[str, ...], function: Callable[..., Any], *args: Any
 ) -> Any:
-    """``function(*args)`` with ``ops`` on the backend that the instance names, if it names one."""
+    """``function(*args)``, operators of ``names`` on the backend of the instance, if it has one."""
     if options.backend is None:
         return function(*args)
-    return _run_scoped(dict.fromkeys(ops, options.backend), function, *args)
+    return _run_scoped(dict.fromkeys(names, options.backend), function, *args)
 
 
 def _run_scoped(choices: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
@@ -118,9 +119,7 @@ def _fused(deferred: DeferredLogits, call: CrossEntropyCall) -> Tensor | None:
     scale, cap = epilogue
 
     def loss(head: Any, hidden: Tensor) -> Any:
-        from liger_multi.ops import fused_linear_cross_entropy
-
-        return fused_linear_cross_entropy(
+        return ops.fused_linear_cross_entropy(
             hidden,
             head.weight,
             call.target,
@@ -144,7 +143,8 @@ def _fused(deferred: DeferredLogits, call: CrossEntropyCall) -> Tensor | None:
 def _of_dtype(loss: Tensor, logits: torch.dtype) -> Tensor:
     """A loss in the dtype of PyTorch's: that of the logits, and fp32 under autocast."""
     autocast = autocast_dtype(loss.device.type) is not None and logits != torch.float64
-    return loss.to(torch.float32 if autocast else logits)
+    wanted = torch.float32 if autocast else logits
+    return loss if loss.dtype == wanted else loss.to(wanted)
 
 
 def _of_shards(
@@ -193,7 +193,6 @@ def _through_adapters(
 
     The fused operator would take the adapters as columns of the weight, whose gradient is dense.
     """
-    from liger_multi.ops import cross_entropy
     from liger_multi.ops._head import rows_and_budget
     from liger_multi.patching.lazy_logits.reductions import by_rows
     from liger_multi.reference.common.chunking import chunk_rows
@@ -209,7 +208,7 @@ def _through_adapters(
         found: Tensor = run_bound(
             options,
             ("cross_entropy",),
-            lambda: cross_entropy(logits, ids.squeeze(-1), reduction="none", **keywords),
+            lambda: ops.cross_entropy(logits, ids.squeeze(-1), reduction="none", **keywords),
         )
         return (found.unsqueeze(-1),)
 
@@ -252,12 +251,10 @@ def on_real(logits: Tensor, options: LossOptions, call: CrossEntropyCall) -> Ten
     """The loss of real logits by our cross entropy, or None when it is a call for PyTorch's."""
     if not call.plain:
         return None
-    from liger_multi.ops import cross_entropy
-
     keywords = call.keywords(options, torch.is_grad_enabled())
 
     def loss() -> Any:
-        return cross_entropy(logits, call.target, call.weight, **keywords)
+        return ops.cross_entropy(logits, call.target, call.weight, **keywords)
 
     return _of_dtype(run_bound(options, ("cross_entropy",), loss), logits.dtype)
 

@@ -71,7 +71,7 @@ def reshape(
 
 def sizes_of_rows(hidden: Tensor, vocabulary: int, sizes: Sequence[int]) -> tuple[int, ...] | None:
     """The shape of hidden states whose logits have the shape ``sizes``, if there is one."""
-    if not sizes or not all(isinstance(s, int) for s in sizes):
+    if not sizes or [size for size in sizes if not isinstance(size, int)]:
         return None
     resolved, total = list(sizes), _product(hidden.shape[:-1]) * vocabulary
     free = [at for at, size in enumerate(resolved) if size == -1]

@@ -6,6 +6,7 @@ numbers.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -138,7 +139,7 @@ class MlpNames:
     up: str | None
     down: str
 
-    @property
+    @functools.cached_property
     def all(self) -> tuple[str, ...]:
         """The names of the layers that exist."""
         return tuple(name for name in (self.gate, self.up, self.down) if name)

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from liger_multi import ops
 from liger_multi.patching.recognize import conflicts
 from liger_multi.patching.recognize.branches import Outcomes
 from liger_multi.patching.recognize.kinds import (
@@ -68,17 +69,13 @@ class Rotary:
 
 def apply_complex_rotary(q: Tensor, k: Tensor, freqs: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """Rotate by complex numbers, with heads on ``axis``."""
-    from liger_multi.ops import rope_complex
-
-    return rope_complex(q, k, freqs, unsqueeze_dim=axis)
+    return ops.rope_complex(q, k, freqs, unsqueeze_dim=axis)
 
 
 def apply_rotary(
     kind: RotaryKind, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, axis: int
 ) -> tuple[Tensor, Tensor]:
     """Rotate as ``kind`` does, with heads on ``axis``."""
-    from liger_multi.ops import rope
-
     rotary = None
     if kind.angles == "pair":
         rotary = 2 * cos.shape[-1]
@@ -89,7 +86,7 @@ def apply_rotary(
         sin = -sin
     if kind.sorted:
         q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
-    return rope(
+    return ops.rope(
         q,
         k,
         cos,

@@ -46,7 +46,7 @@ def global_hooks() -> list[Any]:
     m = module_of_torch
     every = (m._global_forward_pre_hooks, m._global_forward_hooks,
              m._global_backward_pre_hooks, m._global_backward_hooks)  # fmt: skip
-    return [hook for hooks in every for hook in hooks.values()]
+    return [hook for hooks in every if hooks for hook in hooks.values()]
 
 
 @constant_in_graphs
@@ -334,7 +334,7 @@ def _unpatched(module: nn.Module) -> type[nn.Module]:
     """The class of a part; one of ours, which an activation may have, computes the same."""
     kind = type(module)
     ours = getattr(kind, "_liger_multi_made", None) is kind
-    return cast("type[nn.Module]", kind._liger_multi_swap.stock if ours else kind)  # type: ignore[attr-defined]
+    return kind._liger_multi_swap.stock if ours else kind  # type: ignore[attr-defined]
 
 
 def _part(name: str, module: nn.Module) -> Part | str:

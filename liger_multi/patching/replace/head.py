@@ -79,10 +79,11 @@ class LazyHead(Patched):
     def forward(self, input: Tensor, job: Job | None = None) -> Any:
         """Lazy logits, or what ``job`` asks for."""
         kind, hidden = type(self), input  # the name that PyTorch's layer has for callers
-        if self.weight.numel() == 0:
+        weight = self.weight
+        if weight.numel() == 0:
             raise RuntimeError(
                 "the weight of the output embedding has no elements, shape "
-                f"{tuple(self.weight.shape)}: DeepSpeed ZeRO-3 has "
+                f"{tuple(weight.shape)}: DeepSpeed ZeRO-3 has "
                 "partitioned it and its hooks did not gather it for this call. Run the model "
                 "through the DeepSpeed engine, or gather "
                 "the weight with deepspeed.zero.GatheredParameters"
@@ -91,39 +92,41 @@ class LazyHead(Patched):
             return job.run(self, hidden)
         if not issubclass(kind, LazyHead):
             return kind.forward(self, hidden)
-        settings = cast(HeadSettings, kind._liger_multi_swap.settings)
+        settings: HeadSettings = kind._liger_multi_swap.settings  # type: ignore[assignment]
         grad = torch.is_grad_enabled()
-        dtype = output_dtype(hidden, self.weight)
-        fits = hidden.shape[-1] == self.weight.shape[1] if hidden.ndim > 1 else False
+        dtype = output_dtype(hidden, weight)
+        fits = hidden.shape[-1] == weight.shape[1] if hidden.ndim > 1 else False
         # a DTensor is a part, which nobody gathered; another subclass multiplies in its own way
-        whole = type(self.weight) in PLAIN and (self.bias is None or type(self.bias) in PLAIN)
+        whole = type(weight) in PLAIN and (self.bias is None or type(self.bias) in PLAIN)
         if dtype is None or not fits or not whole or not may_be_lazy(self, hidden, grad):
             return kind.stock_forward(self, hidden)
-        weights = (self.weight, self.bias)
+        weights = (weight, self.bias)
         # their rows lie in memory as those of the logits would (DeferredLogits.packed)
         hidden = hidden if hidden.is_contiguous() else hidden.contiguous()
         if torch.compiler.is_compiling():
             if settings.on_real is None and loss_takes_tensors():
                 return kind.stock_forward(self, hidden)
-            traced = TracedGuard(self.weight, hidden)
+            traced = TracedGuard(weight, hidden)
             return TracedLogits(
                 DeferredLogits(self, weights, hidden, settings, dtype, grad, traced)
             )
-        settled = not any(is_infrastructure(hook) for hook in hooks_of(self))
+        hooks = hooks_of(self)
+        settled = not (hooks and any(is_infrastructure(hook) for hook in hooks))
         guard = Guard(self, hidden, settled)
         thin, scales = kind.thin(self), kind.scales(self)
         deferred = DeferredLogits(
             self, (*weights, *thin), hidden, settings, dtype, grad, guard, scales=scales
         )
-        if settings.fused is None or _conflicting_hook(self) or _detached(self) or _grouped(self):
+        if settings.fused is None or _conflicts(self, hooks):
             return loss_logits(kind.stock_forward(self, hidden), deferred)
-        if getattr(self, "_is_replica", False):
+        if self.__dict__.get("_is_replica", False):  # set by DataParallel
             return ReplicaLogits(deferred) if grad else kind.stock_forward(self, hidden)
         return lazy_logits(deferred)
 
     def asked(self, hidden: Tensor, job: Job) -> Any:
         """What ``job`` asks for, through the hooks that gather the weight and through no others."""
-        if torch.compiler.is_compiling() or any(is_infrastructure(h) for h in hooks_of(self)):
+        hooks = hooks_of(self)
+        if torch.compiler.is_compiling() or (hooks and any(is_infrastructure(h) for h in hooks)):
             return self(hidden, job)
         return self.forward(hidden, job)
 
@@ -189,17 +192,22 @@ def hooks_of(head: nn.Module) -> list[Any]:
         head._backward_hooks,
         head._backward_pre_hooks,
     )
-    return [hook for hooks in every for hook in hooks.values()]
+    return [hook for hooks in every if hooks for hook in hooks.values()]
 
 
-def _conflicting_hook(head: nn.Module) -> bool:
+def _conflicts(head: Any, hooks: list[Any]) -> bool:
+    """Whether others need the logits of a head, or its call, as they are without a patch."""
+    return _conflicting_hook(hooks) or (bool(hooks) and _detached(hooks)) or _grouped(head)
+
+
+def _conflicting_hook(hooks: list[Any]) -> bool:
     """Whether somebody else's hook looks at what the head returns; it gets real logits, once.
 
     So does somebody's function in the place of PyTorch's for linear layers.
     """
     if calls_replaced():
         return True
-    for hook in (*hooks_of(head), *global_hooks()):
+    for hook in (*hooks, *global_hooks()):
         if not is_infrastructure(hook):
             name = getattr(hook, "__qualname__", type(hook).__name__)
             warn_once(
@@ -211,12 +219,12 @@ def _conflicting_hook(head: nn.Module) -> bool:
     return False
 
 
-def _detached(head: nn.Module) -> bool:
+def _detached(hooks: list[Any]) -> bool:
     """Whether DeepSpeed's hooks stand on the head: ZeRO-3 returns its output detached.
 
     A node of its own then joins the output to the graph, which a loss of hidden states passes by.
     """
-    found = any(is_infrastructure(hook, ("deepspeed.",)) for hook in hooks_of(head))
+    found = any(is_infrastructure(hook, ("deepspeed.",)) for hook in hooks)
     if found:
         warn_once(
             "DeepSpeed ZeRO-3 puts its hooks on the output embedding, so its logits are computed "

@@ -10,7 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi import ops
 from liger_multi.checks import autocast_dtype
+from liger_multi.ops.linear import linear_of_mode
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import MlpOptions, Options
 from liger_multi.patching.recognize.kinds import MlpKind, MlpNames
@@ -90,13 +92,13 @@ class FusedMlp(Patched):
         kind = type(self)
         if not issubclass(kind, FusedMlp):
             return cast(Tensor, kind.forward(self, *args, **kwargs))
-        settings = cast(MlpSettings, kind._liger_multi_swap.settings)
+        settings: MlpSettings = kind._liger_multi_swap.settings  # type: ignore[assignment]
         known = len(args) == 1 and not kwargs and code_holds(kind)
         if not known or not serves(self, settings):
             return cast(Tensor, original(kind)(self, *args, **kwargs))
         op = settings.kind.op
-        ops = ("gated_mlp", "gated_mlp_float8", "lora_mlp", op, f"{op}_packed")
-        return cast(Tensor, run_bound(settings.options, ops, apply_mlp, self, args[0], settings))
+        names = ("gated_mlp", "gated_mlp_float8", "lora_mlp", op, f"{op}_packed")
+        return run_bound(settings.options, names, apply_mlp, self, args[0], settings)  # type: ignore[no-any-return]
 
 
 def serves(module: nn.Module, settings: MlpSettings) -> bool:
@@ -106,8 +108,6 @@ def serves(module: nn.Module, settings: MlpSettings) -> bool:
 
 def apply_mlp(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
     """Run the operators with the weights of ``module``."""
-    from liger_multi import ops
-
     kind, names = settings.kind, settings.names
     if names.up is not None and kind.activation and _silent(module, settings.inner):
         result = _by_weights(module, x, settings)
@@ -145,9 +145,6 @@ def sparse(gate: Tensor, sparsity: float) -> Tensor:
 
 def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
     """The MLP by the weights of layers that only multiply; None where their calls are needed."""
-    from liger_multi import ops
-    from liger_multi.ops.linear import linear_of_mode
-
     names = settings.names
     layers = [module._modules[name] for name in names.all]
     parts = [bare_parts(layer) for layer in layers]
@@ -163,7 +160,8 @@ def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
         ):
             return _with_adapters(x, layers, thin, settings.kind.activation)
         return None
-    (gate, gate_bias), (up, up_bias), (down, down_bias) = cast(Any, parts)
+    given: Any = parts
+    (gate, gate_bias), (up, up_bias), (down, down_bias) = given
     if globally_hooked() or not _one_dtype(x, gate, up, down):
         return None
     if not settings.options.whole:
@@ -178,8 +176,6 @@ def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
 
 def _float8(x: Tensor, layers: Sequence[Any], activation: str) -> Tensor | None:
     """The MLP by layers that multiply in FP8; None for an input that they do not take."""
-    from liger_multi import ops
-
     if not _one_dtype(x, *[layer.weight for layer in layers]):
         return None
     weights, own, beside = zip(*map(wide_parts, layers), strict=True)
@@ -195,12 +191,10 @@ def _float8(x: Tensor, layers: Sequence[Any], activation: str) -> Tensor | None:
 def _with_adapters(
     x: Tensor, layers: list[Any], thin: list[Adapter | None], activation: str
 ) -> Tensor:
-    from liger_multi.ops import lora_mlp
-
     pairs = [(None, None) if a is None else (a.a, a.b) for a in thin]
     scales = [1.0 if a is None else a.scale for a in thin]
     weights, own, _ = zip(*map(wide_parts, layers), strict=True)
-    return lora_mlp(
+    return ops.lora_mlp(
         x,
         *weights,
         *(t for pair in pairs for t in pair),
@@ -371,8 +365,8 @@ class FusedExperts(Patched):
         if routes is None:
             return cast(Tensor, original(kind)(self, hidden_states, *args, **kwargs))
         bound = (self, settings.kind, hidden_states, *routes)
-        ops = ("fused_moe", "gated_mlp")
-        return cast(Tensor, run_bound(settings.options, ops, apply_experts, *bound))
+        names = ("fused_moe", "gated_mlp")
+        return cast(Tensor, run_bound(settings.options, names, apply_experts, *bound))
 
 
 def routes_of(
@@ -437,8 +431,6 @@ def apply_experts(
 
 def _shared(module: Any, kind: ExpertsKind, x: Tensor, routing: Tensor) -> Tensor:
     """The weighted sum of MLPs that all tokens go through."""
-    from liger_multi import ops
-
     rows, total = x.reshape(-1, x.shape[-1]), None
     stacks = [getattr(module, name).unbind(0) for name in kind.weights]
     for weight, parts in zip(routing.split(1, 1), zip(*stacks, strict=True), strict=True):
@@ -479,8 +471,6 @@ def _run(
     routing: Tensor,
     factors: Mapping[str, Any],
 ) -> Tensor:
-    from liger_multi import ops
-
     weight, down, *biases = parts
     options: dict[str, Any] = kind.options
     if biases:

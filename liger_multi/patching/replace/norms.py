@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from liger_multi import ops
 from liger_multi.checks import autocast_dtype
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import ROTATED, Options
@@ -60,7 +61,7 @@ class FusedNorm(Patched):
         kind = type(self)
         if not issubclass(kind, FusedNorm):
             return cast(Tensor, kind.forward(self, *args, **kwargs))
-        settings = cast(NormSettings, kind._liger_multi_swap.settings)
+        settings: NormSettings = kind._liger_multi_swap.settings  # type: ignore[assignment]
         if "rotation" in kwargs:  # of an attention module of ours, which has looked at the norm
             rotation: Rotation = kwargs["rotation"]
             rotated = (self, args[0], rotation, settings)
@@ -72,7 +73,7 @@ class FusedNorm(Patched):
         if given is None:
             return cast(Tensor, original(kind)(self, *args, **kwargs))
         bound = (self, args[0], gate, given, settings)
-        return cast(Tensor, run_bound(settings.options, (settings.kind.op,), apply_norm, *bound))
+        return run_bound(settings.options, (settings.kind.op,), apply_norm, *bound)  # type: ignore[no-any-return]
 
 
 class Rotation(NamedTuple):
@@ -87,8 +88,6 @@ class Rotation(NamedTuple):
 
 def apply_rotated(module: Any, x: Tensor, rotation: Rotation, settings: NormSettings) -> Tensor:
     """The norm of queries or keys, and their rotation, with heads on an axis."""
-    from liger_multi import ops
-
     cos, sin, axis, casting, _ = rotation
     weight, eps = getattr(module, settings.tensors[0][1] or ""), getattr(module, settings.eps or "")
     options = dict(settings.kind.options)
@@ -164,8 +163,6 @@ def _run(
     module: Any, x: Tensor, gate: Tensor | None, given: list[Any], settings: NormSettings
 ) -> Tensor:
     """The operator on channels that are last."""
-    from liger_multi import ops
-
     kind, options = settings.kind, dict(settings.kind.options)
     if settings.group is not None and not kind.joined:
         name, counts = settings.group
@@ -177,4 +174,4 @@ def _run(
     if kind.weight == "inside" and kind.axis == -1 and hands_out(kind.op):
         call = functools.partial(operator, *first, *given, *eps, **options)
         return handed_out(module, kind.op, call)
-    return cast(Tensor, operator(*first, *given, *eps, **options))
+    return operator(*first, *given, *eps, **options)  # type: ignore[no-any-return]

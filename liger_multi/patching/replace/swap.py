@@ -243,7 +243,7 @@ def swap_of(kind: type[nn.Module]) -> Swap | None:
     was written to the class while it was tracing.
     """
     ours = getattr(kind, "_liger_multi_made", None) is kind
-    return cast("Swap", kind._liger_multi_swap) if ours else None  # type: ignore[attr-defined]
+    return kind._liger_multi_swap if ours else None  # type: ignore[attr-defined]
 
 
 def stock_of(kind: type[nn.Module]) -> type[nn.Module]:
