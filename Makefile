@@ -46,7 +46,7 @@ skipped = echo "== $(1): not run: "$(2); $(if $(RESULTS),$(RUN) -m ci.results --
 PROCESSES := $(if $(filter-out 0 1,$(WORKERS)),-n $(WORKERS))
 DEVICE := $(filter-out cpu,$(BACKEND))
 # Kernel tests that need Triton's interpreter, tests that must not see it, and the ones `make check` runs.
-INTERPRETED = $(wildcard tests/ops/test_ops.py tests/*/test_triton*.py)
+INTERPRETED = $(wildcard tests/ops/test_ops.py tests/ops/test_isolation.py tests/*/test_triton*.py)
 COMPILED = $(wildcard tests/kernels/test_static.py)
 FAST = $(wildcard tests/tools/test_harness.py tests/tools/test_layering.py tests/dispatch/test_import.py tests/dispatch/test_dispatch.py)
 

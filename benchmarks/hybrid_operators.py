@@ -3,8 +3,10 @@
 Each operator runs forward, and forward and backward, in turns with fla-core's function for the same
 recurrence where there is one. Printed are medians by CUDA events, the peak beside the arguments,
 and errors: the RMS of the difference from the recurrence in fp64 over that of the recurrence, the
-largest of the result and all gradients, on a short input of the same kind. ``--lines FILE`` writes
-what is printed, for ``python -m benchmarks.store --notes hybrid-operators``.
+largest of the result and all gradients, on a short input of the same kind. With ``--repeats N``,
+the operator's forward and backward run N times more, and how many of them have other bits than the
+first is printed. ``--lines FILE`` writes what is printed, for
+``python -m benchmarks.store --notes hybrid-operators``.
 """
 
 from __future__ import annotations
@@ -199,7 +201,14 @@ def apart(case: Case, function: Function) -> str:
     return f"{worst:.1e} ({name})"
 
 
-def measured(case: Case, rounds: int) -> Iterator[str]:
+def differing(case: Case, given: Arguments, dy: Tensor, repeats: int) -> int:
+    """How many of so many calls have another result or gradient than the first, in bits."""
+    first = _gradients(case.ours, given, dy)
+    calls = (_gradients(case.ours, given, dy) for _ in range(repeats))
+    return sum(not all(map(torch.equal, first, again)) for again in calls)
+
+
+def measured(case: Case, rounds: int, repeats: int) -> Iterator[str]:
     """One line for the operator and one for each peer, or what it raises."""
     given = drawn(case, 2, 8192, 1)
     dy = torch.randn_like(case.ours(given))
@@ -218,6 +227,8 @@ def measured(case: Case, rounds: int) -> Iterator[str]:
             continue
         times = f"fwd {forward:.3f} ms, fwd+bwd {both:.3f} ms"
         yield f"{head}: {times}, peak {peak:.0f} MiB, error {error}"
+        if repeats and who == "liger_multi":
+            yield f"{head}: {differing(case, given, dy, repeats)} of {repeats} calls differ"
 
 
 def version(name: str) -> str:
@@ -242,6 +253,7 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", help="operators; all by default")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=0)
     parser.add_argument("--lines", type=Path, metavar="FILE")
     given = parser.parse_args()
     lines = [
@@ -253,7 +265,7 @@ def main() -> int:
     for case in CASES:
         if given.names and case.name not in given.names:
             continue
-        for line in measured(case, given.rounds):
+        for line in measured(case, given.rounds, given.repeats):
             lines.append(line)
             print(line, flush=True)
             if given.lines is not None:

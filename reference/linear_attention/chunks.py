@@ -10,7 +10,9 @@ keys alone below the diagonal, both with the decay between the two tokens:
 
 e is 0 outside of the segment that S belongs to, r outside of the last token's segment, z where the
 chunk has a boundary, and P and B between segments. So segments cost nothing, whatever their
-lengths. Backward, from the gradients dy and dS' (of the state after the chunk):
+lengths. Masks replace what they hide (:mod:`.isolation`), and do not multiply it: a NaN or inf
+reaches the later tokens of its own segment. Backward, from the gradients dy and dS' (of the state
+after the chunk):
 
     dN = P' dy + (r K) dS',    dS = z dS' + (e Q)' dy - W' dN,    X = A' dN
     dP = dy N',  dB = -beta X N' below the diagonal,  dV = beta X
@@ -30,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import BLOCK_BYTES, row_blocks, statistics_dtype
+from liger_multi.reference.linear_attention.isolation import kept, solved, spread, spread_vector
 
 CHUNK = 64  # a power of two
 NORM_EPS = 1e-6  # of the l2 norm
@@ -82,6 +85,35 @@ class Inputs(NamedTuple):
         return made
 
 
+def head_blocks(
+    batch: int, heads: int, group: int, head_bytes: int, limit: int, width: int = 0
+) -> list[Heads]:
+    """Blocks of sequences and heads of at most ``limit`` bytes.
+
+    Args:
+        batch: Sequences.
+        heads: Key heads.
+        group: Value heads of each.
+        head_bytes: What a key head takes.
+        limit: Of a block.
+        width: Value heads that a block takes of each of its key heads; all by default.
+    """
+    width = width or group
+    return [
+        Heads(b, h, slice(v, min(v + width * (h.stop - h.start), h.stop * group)))
+        for b in row_blocks(batch, heads * head_bytes, limit)
+        for h in row_blocks(heads, (b.stop - b.start) * head_bytes, limit)
+        for v in range(h.start * group, h.stop * group, width * (h.stop - h.start))
+    ]
+
+
+def token_spans(length: int, chunk: int, steps: int) -> list[slice]:
+    """Spans of about as many tokens, ``steps`` chunks at most."""
+    chunks = max(1, -(-length // chunk))
+    each = -(-chunks // -(-chunks // steps)) * chunk
+    return [slice(t, min(length, t + each)) for t in range(0, length, each)]
+
+
 def _blocks(given: Inputs, floats: int) -> tuple[list[Heads], list[slice]]:
     """Blocks of heads, and spans of chunks.
 
@@ -94,16 +126,9 @@ def _blocks(given: Inputs, floats: int) -> tuple[list[Heads], list[slice]]:
     batch, length, heads, _ = given.k.shape
     group, chunk = given.v.shape[2] // heads, given.chunk
     chunks, unit = max(1, -(-length // chunk)), given.kind.itemsize * group * floats
-    steps = min(chunks, max(8, math.isqrt(chunks), BLOCK_BYTES // unit))
-    steps = -(-chunks // -(-chunks // steps))
-    head_bytes = steps * unit
-    blocks = [
-        Heads(b, h, slice(h.start * group, h.stop * group))
-        for b in row_blocks(batch, heads * head_bytes, BLOCK_BYTES)
-        for h in row_blocks(heads, (b.stop - b.start) * head_bytes, BLOCK_BYTES)
-    ]
-    spans = [slice(t, min(length, t + steps * chunk)) for t in range(0, length, steps * chunk)]
-    return blocks, spans
+    spans = token_spans(length, chunk, min(chunks, max(8, math.isqrt(chunks), BLOCK_BYTES // unit)))
+    steps = max((-(-(span.stop - span.start) // chunk) for span in spans), default=1)
+    return head_blocks(batch, heads, group, steps * unit, BLOCK_BYTES), spans
 
 
 def _chunked(x: Tensor, chunk: int, kind: torch.dtype) -> Tensor:
@@ -154,9 +179,56 @@ def _starts(
     return starts
 
 
-def _ends(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of the state's segment, rows of the last row's, and chunks of the state's alone."""
-    return starts < 0, starts == starts[..., -1:], starts[..., -1] < 0
+class Sight:
+    """Which rows of a chunk see which, and who belongs to the states around it.
+
+    Attributes:
+        seen: Bool (..., i, j): row i sees row j, which is not after it and of its segment.
+        below: The same without the diagonal.
+        same: Rows of one segment.
+        carried: Rows of the segment of the state before the chunk; None for all of them.
+        last: Rows of the last row's segment; None for all.
+        whole: Whether the chunk is of one segment, that of the state before it; None if all are.
+    """
+
+    def __init__(self, chunk: int, starts: Optional[Tensor], device: torch.device) -> None:
+        place = torch.arange(chunk, device=device)
+        self.seen: Tensor = place.unsqueeze(-1) >= place
+        self.carried: Optional[Tensor] = None
+        self.last: Optional[Tensor] = None
+        self.whole: Optional[Tensor] = None
+        if starts is not None:
+            self.seen = self.seen & (starts.unsqueeze(-1) <= place)
+            self.carried, self.last = starts < 0, starts == starts[..., -1:]
+            self.whole = starts[..., -1] < 0
+        self.below = self.seen.tril(-1)
+        self.same = self.seen | self.seen.mT
+
+    def of_state(self, rows: Tensor) -> Tensor:
+        """Rows (..., chunk, columns) of the segment of the state before."""
+        return kept(rows, None if self.carried is None else self.carried.unsqueeze(-1))
+
+    def of_last(self, rows: Tensor) -> Tensor:
+        """Rows of the segment of the state after."""
+        return kept(rows, None if self.last is None else self.last.unsqueeze(-1))
+
+    def by_chunks(
+        self, shape: torch.Size
+    ) -> list[tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]]:
+        """Of every chunk what masks the rows of both states, and what passes.
+
+        Args:
+            shape: The leading axes, of which those before chunks become one.
+        """
+        if self.carried is None or self.last is None or self.whole is None:
+            return [(None, None, None)] * shape[-1]
+        masks = (self.carried[..., None], self.last[..., None], self.whole[..., None, None])
+        parts = (m.expand(*shape, *m.shape[len(shape) :]).flatten(0, len(shape) - 2) for m in masks)
+        return list(zip(*(part.unbind(1) for part in parts), strict=True))
+
+    def over(self, x: Tensor) -> Tensor:
+        """What has two axes for a chunk, of chunks that a state passes."""
+        return kept(x, None if self.whole is None else self.whole[..., None, None])
 
 
 class HeadDecays:
@@ -168,27 +240,21 @@ class HeadDecays:
         z: Over the chunk, 0 if there is a boundary in it.
     """
 
-    def __init__(self, g: Tensor, starts: Optional[Tensor]) -> None:
-        seen = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).tril()
-        if starts is not None:
-            seen = seen & (starts.unsqueeze(-1) <= torch.arange(g.shape[-1], device=g.device))
-        self.seen, self.sums = seen, seen.to(g.dtype)  # from the first token of a segment on
-        coarse, fine = ((self.sums @ x.unsqueeze(-1)).squeeze(-1) for x in _split(g))
+    def __init__(self, g: Tensor, sight: Sight) -> None:
+        self.sight, self.sums = sight, sight.seen.to(g.dtype)  # from a segment's first token on
+        coarse, fine = (spread_vector(self.sums, x, sight.seen) for x in _split(g))
         self.coarse, self.fine = coarse, fine
-        self.e = (coarse + fine).exp()
+        e = (coarse + fine).exp()
         rest = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
-        self.z = self.e[..., -1]
-        if starts is not None:
-            carried, last, whole = _ends(starts)
+        if sight.last is not None:
             # from a row of another segment it may be anything, and its exponential infinite
-            rest = rest.masked_fill(~last, -math.inf)
-            self.e, self.z = self.e * carried, self.z * whole
-        self.r = rest.exp()
+            rest = rest.masked_fill(~sight.last, -math.inf)
+        self.e, self.z, self.r = kept(e, sight.carried), kept(e[..., -1], sight.whole), rest.exp()
 
     def pairs(self) -> Tensor:
         """From row j to a row i that is not before it, 0 between segments."""
         apart, rest = (x.unsqueeze(-1) - x.unsqueeze(-2) for x in (self.coarse, self.fine))
-        return apart.add_(rest).masked_fill_(~self.seen, -math.inf).exp_()
+        return apart.add_(rest).masked_fill_(~self.sight.seen, -math.inf).exp_()
 
     def gradient(self, through: Tensor, de: Tensor, dr: Tensor, dz: Tensor) -> Tensor:
         """Gradients of the gates, each a sum of what decays by it: no sums are subtracted.
@@ -201,9 +267,9 @@ class HeadDecays:
             dr: The same of r.
             dz: The same of z.
         """
-        after = self.sums.mT
-        dg: Tensor = (after @ through).tril_(-1).sum(-1)
-        dg += (after @ de.unsqueeze(-1)).squeeze(-1) + dz.unsqueeze(-1)
+        after, seen = self.sums.mT, self.sight.seen.mT
+        dg: Tensor = spread(after, through, seen).tril_(-1).sum(-1)
+        dg += spread_vector(after, de, seen) + dz.unsqueeze(-1)
         return dg.add_(F.pad(dr[..., :-1], (1, 0)).cumsum(-1))
 
 
@@ -237,10 +303,12 @@ class Span:
         )
         self.beta = beta.unsqueeze(-1)
         self.starts = _starts(given.first, heads, part, chunk)
+        self.sight = Sight(chunk, self.starts, self.v.device)
         self.decays(g)
-        self.inverse = self.invert(self.inner * self.beta)
-        self.w = self.inverse @ (self.beta * self.e * self.k)
-        self.kept = self.r * self.k
+        self.inverse = self.invert(self.inner * self.beta, self.sight.seen)
+        read = self.sight.of_state(self.beta * self.e * self.k)
+        self.w = self.sight.of_state(spread(self.inverse, read, self.sight.seen))
+        self.kept = self.sight.of_last(self.r * self.k)
 
     @staticmethod
     def floats(chunk: int, size: int, value: int) -> int:
@@ -253,13 +321,9 @@ class Span:
         return _blocks(given, cls.floats(given.chunk, given.k.shape[3], given.v.shape[3]))
 
     @staticmethod
-    def invert(lower: Tensor) -> Tensor:
+    def invert(lower: Tensor, seen: Tensor) -> Tensor:
         """``(I + lower)^-1`` of what is 0 on and above the diagonal."""
-        eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
-        found: Tensor = torch.linalg.solve_triangular(
-            lower, eye.expand_as(lower), upper=False, unitriangular=True
-        )
-        return found
+        return solved(lower, seen)
 
     def decays(self, g: Tensor) -> None:
         """Set e, r and z, P as ``scores`` and B as ``inner``, from the gates."""
@@ -285,18 +349,23 @@ class Span:
 
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """States before every chunk, corrected values N, and the state after the last one."""
-        n = self.inverse @ (self.beta * self.v)
-        values, w, kept, z, state = (x.flatten(0, 2) for x in (n, self.w, self.kept, self.z, state))
+        n = spread(self.inverse, self.beta * self.v, self.sight.seen)
+        values, w, rows, z, state = (x.flatten(0, 2) for x in (n, self.w, self.kept, self.z, state))
         states = n.new_empty(state.shape[0], n.shape[3], *state.shape[1:])
-        for i in range(n.shape[3]):
-            states[:, i] = state
-            values[:, i].baddbmm_(w[:, i], state, alpha=-1)
-            state = torch.baddbmm(z[:, i] * state, kept[:, i].mT, values[:, i])
+        for i, (carried, last, whole) in enumerate(self.sight.by_chunks(n.shape[:4])):
+            states[:, i], own = state, values[:, i]
+            own.sub_(kept(w[:, i] @ state, carried))
+            state = torch.baddbmm(kept(z[:, i] * state, whole), rows[:, i].mT, kept(own, last))
         return states.unflatten(0, n.shape[:3]), n, state.unflatten(0, n.shape[:3])
 
     def outputs(self, states: Tensor, values: Tensor) -> Tensor:
         """Make y of all chunks."""
-        return (self.scores @ values).add_((self.e * self.q) @ states)
+        own = spread(self.scores, values, self.sight.seen)
+        return own.add_(self.sight.of_state((self.e * self.q) @ states))
+
+    def to_state(self, dy: Tensor) -> Tensor:
+        """What the states before every chunk get through y."""
+        return self.sight.of_state(self.e * self.q).mT @ self.sight.of_state(dy)
 
     def reverse(self, dy: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the states after every chunk, X, and that of the first state.
@@ -305,33 +374,39 @@ class Span:
             dy: Gradient of y, by chunks.
             dstate: Gradient of the state after the span.
         """
-        dn, own = self.scores.mT @ dy, (self.e * self.q).mT @ dy
-        values, own, w, kept, z, dstate = (
+        before = self.sight.seen.mT
+        dn, own = spread(self.scores.mT, dy, before), self.to_state(dy)
+        values, own, w, rows, z, dstate = (
             x.flatten(0, 2) for x in (dn, own, self.w, self.kept, self.z, dstate)
         )
         after = torch.empty_like(own)
-        for i in reversed(range(dn.shape[3])):
-            after[:, i] = dstate
-            values[:, i].baddbmm_(kept[:, i], dstate)
-            dstate = torch.addcmul(own[:, i], z[:, i], dstate)
-            dstate.baddbmm_(w[:, i].mT, values[:, i], alpha=-1)
+        masks = list(enumerate(self.sight.by_chunks(dn.shape[:4])))
+        for i, (carried, last, whole) in reversed(masks):
+            after[:, i], mine = dstate, values[:, i]
+            mine.add_(kept(rows[:, i] @ dstate, last))
+            dstate = own[:, i] + kept(z[:, i] * dstate, whole)
+            dstate.baddbmm_(w[:, i].mT, kept(mine, carried), alpha=-1)
         shape = dn.shape[:3]
-        return after.unflatten(0, shape), self.inverse.mT @ dn, dstate.unflatten(0, shape)
+        found = spread(self.inverse.mT, dn, before)
+        return after.unflatten(0, shape), found, dstate.unflatten(0, shape)
 
     def gradients(
         self, dy: Tensor, states: Tensor, values: Tensor, after: Tensor, solved: Tensor
     ) -> tuple[Tensor, ...]:
         """Gradients of q, k, v, g and beta by chunks, from what the two passes over states left."""
-        dlower = -(solved @ values.mT).tril_(-1)
-        dq, dk = self.e * (dy @ states.mT), self.r * (values @ after.mT)
-        back = self.e * (solved @ states.mT)
+        sight = self.sight
+        dlower = -(solved @ values.mT).masked_fill_(~sight.below, 0)
+        dq = sight.of_state(self.e * (dy @ states.mT))
+        dk = sight.of_last(self.r * (values @ after.mT))
+        back = sight.of_state(self.e * (solved @ states.mT))
         dbeta = (solved * self.v).sum(-1, keepdim=True) - (self.k * back).sum(-1, keepdim=True)
         dbeta += (dlower * self.inner).sum(-1, keepdim=True)
         back *= self.beta
-        dz = (self.z * states * after).sum(-1)
+        dz = sight.over(self.z * states * after).sum(-1)
         more_q, more_k, dg = self.through(
-            dy @ values.mT, dlower.mul_(self.beta),
-            self.q * dq - self.k * back, self.k * dk, dz,
+            (dy @ values.mT).masked_fill_(~sight.seen, 0),
+            dlower.mul_(self.beta).masked_fill_(~sight.below, 0),
+            sight.of_state(self.q * dq - self.k * back), sight.of_last(self.k * dk), dz,
         )  # fmt: skip
         dq, dk = dq.add_(more_q), dk.add_(more_k).sub_(back)
         dq, dk = dq.sum(2, keepdim=True) * self.scale, dk.sum(2, keepdim=True)

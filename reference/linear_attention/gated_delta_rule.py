@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from liger_multi.reference.linear_attention.chunks import (
-    HeadDecays,
-    Span,
-    implement,
-)
+from liger_multi.reference.linear_attention.chunks import HeadDecays, Span, implement
+from liger_multi.reference.linear_attention.isolation import spread
 
 
 class HeadSpan(Span):
@@ -25,12 +22,12 @@ class HeadSpan(Span):
 
     def decays(self, g: Tensor) -> None:
         """By pairs of rows."""
-        gates = HeadDecays(g, self.starts)
+        gates, sight = HeadDecays(g, self.sight), self.sight
         self.gates, self.decay = gates, gates.pairs()
         self.e, self.r = gates.e.unsqueeze(-1), gates.r.unsqueeze(-1)
         self.z = gates.z[..., None, None]
-        self.scores = (self.q @ self.k.mT) * self.decay
-        self.inner = ((self.k @ self.k.mT) * self.decay).tril_(-1)
+        self.scores = (self.q @ self.k.mT * self.decay).masked_fill_(~sight.seen, 0)
+        self.inner = (self.k @ self.k.mT * self.decay).masked_fill_(~sight.below, 0)
 
     def through(
         self, dp: Tensor, db: Tensor, de: Tensor, dr: Tensor, dz: Tensor
@@ -39,7 +36,9 @@ class HeadSpan(Span):
         through = (dp * self.scores).tril_(-1).addcmul_(db, self.inner)
         dg = self.gates.gradient(through, de.sum(-1), dr.sum(-1), dz.sum(-1))
         dp, db = dp.mul_(self.decay), db.mul_(self.decay)
-        return dp @ self.k, dp.mT @ self.q + (db + db.mT) @ self.k, dg
+        seen, same = self.sight.seen, self.sight.same
+        dk = spread(dp.mT, self.q, seen.mT) + spread(db + db.mT, self.k, same)
+        return spread(dp, self.k, seen), dk, dg
 
 
 forward, backward = implement(HeadSpan)

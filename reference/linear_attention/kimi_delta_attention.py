@@ -17,14 +17,13 @@ other tokens; nor by their gradients, which go back through the same tree of sum
 
 from __future__ import annotations
 
+from typing import NamedTuple, Optional
+
 import torch
 from torch import Tensor
 
-from liger_multi.reference.linear_attention.chunks import (
-    Span,
-    _ends,
-    implement,
-)
+from liger_multi.reference.linear_attention.chunks import Span, implement
+from liger_multi.reference.linear_attention.isolation import kept
 
 
 def _halved(x: Tensor, size: int) -> Tensor:
@@ -38,6 +37,18 @@ def _squares(pairs: Tensor, size: int) -> Tensor:
     halves = pairs.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
     squares: Tensor = halves[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -4)
     return squares
+
+
+class Level(NamedTuple):
+    """What a level multiplies rows of lower and of upper halves by, and which of them meet.
+
+    Those of the segment of the row between them; None for all.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    later: Optional[Tensor]
+    earlier: Optional[Tensor]
 
 
 class ChannelSpan(Span):
@@ -54,39 +65,48 @@ class ChannelSpan(Span):
         chunk, g = g.shape[-2], g.clone()
         after = torch.zeros_like(g)  # gates from the next row on to the end of the block
         pairs = g.new_zeros(*g.shape[:-2], 2, chunk, chunk)
-        self.levels: list[tuple[Tensor, Tensor]] = []
+        self.levels: list[Level] = []
         size = 1
         while size < chunk:
             until, rest = _halved(g, size), _halved(after, size)  # g: from the block's first row
-            lower, upper = until[..., 1, :, :].exp(), rest[..., 0, :, :].exp()
-            if self.starts is not None:
-                begins = self.starts.unflatten(-1, (-1, 2, size)).unsqueeze(-1)
-                at = torch.arange(size - 1, chunk, 2 * size, device=g.device)[:, None, None]
-                lower *= begins[..., 1, :, :] <= at
-                upper *= begins[..., 0, :, :] == begins[..., 0, -1:, :]
-            self.levels.append((lower, upper))
-            rows, columns = self._factors(lower, upper)
+            level = Level(
+                until[..., 1, :, :].exp(), rest[..., 0, :, :].exp(), *self._meeting(chunk, size)
+            )
+            self.levels.append(level)
+            rows, columns = self._factors(level)
             _squares(pairs, size).copy_((rows @ columns.mT).unflatten(-2, (2, size)))
             rest[..., 0, :, :] += until[..., 1, -1:, :]
             until[..., 1, :, :] += until[..., 0, -1:, :]
             size *= 2
-        self.scores, self.inner = pairs.unbind(-3)
+        self.scores, self.inner = kept(pairs, self._seen()).unbind(-3)
         self.scores.diagonal(dim1=-2, dim2=-1).copy_((self.q * self.k).sum(-1))
         self.z = g[..., -1, :].exp().unsqueeze(-1)
-        self.e, self.r = g.exp_(), after.exp_()
-        if self.starts is not None:
-            carried, last, whole = _ends(self.starts)
-            self.e *= carried.unsqueeze(-1)
-            self.r *= last.unsqueeze(-1)
-            self.z *= whole[..., None, None]
+        self.e, self.r = self.sight.of_state(g.exp_()), self.sight.of_last(after.exp_())
+        self.z = self.sight.over(self.z)
 
-    def _factors(self, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    def _seen(self) -> Optional[Tensor]:
+        """Pairs of one segment, where there are several."""
+        return None if self.starts is None else self.sight.seen.unsqueeze(-3)
+
+    def _meeting(self, chunk: int, size: int) -> tuple[Optional[Tensor], Optional[Tensor]]:
+        """Rows of lower and of upper halves of the segment of the upper half's last row."""
+        if self.starts is None:
+            return None, None
+        begins = self.starts.unflatten(-1, (-1, 2, size)).unsqueeze(-1)
+        at = torch.arange(size - 1, chunk, 2 * size, device=begins.device)[:, None, None]
+        upper = begins[..., 0, :, :]
+        return begins[..., 1, :, :] <= at, upper == upper[..., -1:, :]
+
+    def _factors(self, level: Level) -> tuple[Tensor, Tensor]:
         """Queries above keys of the lower halves, and keys of the upper halves."""
-        size = lower.shape[-2]
+        lower, size = level.lower, level.lower.shape[-2]
         rows = lower.new_empty(*lower.shape[:-2], 2, *lower.shape[-2:])
         for i, x in enumerate((self.q, self.k)):
             torch.mul(_halved(x, size)[..., 1, :, :], lower, out=rows[..., i, :, :])
-        return rows.flatten(-3, -2), _halved(self.k, size)[..., 0, :, :] * upper
+        if level.later is not None:
+            rows.masked_fill_(~level.later.unsqueeze(-3), 0)
+        columns = kept(_halved(self.k, size)[..., 0, :, :] * level.upper, level.earlier)
+        return rows.flatten(-3, -2), columns
 
     def through(
         self, dp: Tensor, db: Tensor, de: Tensor, dr: Tensor, dz: Tensor
@@ -95,23 +115,25 @@ class ChannelSpan(Span):
         pairs, own = torch.stack([dp, db], -3), dp.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         dq, dk = own * self.k, own * self.q
         de[..., -1, :] += dz
-        for lower, upper in reversed(self.levels):
-            size = lower.shape[-2]
+        for level in reversed(self.levels):
+            size = level.lower.shape[-2]
             until, rest, to_q, to_k, q, k = (
                 _halved(x, size) for x in (de, dr, dq, dk, self.q, self.k)
             )
             until[..., 0, -1, :] += until[..., 1, :, :].sum(-2)
             until[..., 1, -1, :] += rest[..., 0, :, :].sum(-2)
-            rows, columns = self._factors(lower, upper)
+            rows, columns = self._factors(level)
             square = _squares(pairs, size).flatten(-3, -2)
-            by_rows = (square @ columns).unflatten(-2, (2, size)) * lower.unsqueeze(-3)
-            by_columns = (square.mT @ rows) * upper
-            of_q, of_k = by_rows.unbind(-3)
+            by_rows = (square @ columns).unflatten(-2, (2, size)) * level.lower.unsqueeze(-3)
+            by_columns = kept((square.mT @ rows) * level.upper, level.earlier)
+            of_q, of_k = (kept(x, level.later) for x in by_rows.unbind(-3))
             to_q[..., 1, :, :] += of_q
             to_k[..., 1, :, :] += of_k
             to_k[..., 0, :, :] += by_columns
-            until[..., 1, :, :] += q[..., 1, :, :] * of_q + k[..., 1, :, :] * of_k
-            rest[..., 0, :, :] += k[..., 0, :, :] * by_columns
+            until[..., 1, :, :] += kept(
+                q[..., 1, :, :] * of_q + k[..., 1, :, :] * of_k, level.later
+            )
+            rest[..., 0, :, :] += kept(k[..., 0, :, :] * by_columns, level.earlier)
         return dq, dk, de
 
 

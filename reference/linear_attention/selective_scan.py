@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import BLOCK_BYTES, row_blocks, statistics_dtype
+from liger_multi.reference.linear_attention.isolation import ON_HOST, kept
 from liger_multi.reference.linear_attention.state_space import (
     Gradients,
     Nine,
@@ -94,6 +95,11 @@ def _blocks(given: Inputs) -> tuple[list[Block], list[slice]]:
     return blocks, spans
 
 
+def _pass(own: Tensor, decay: Tensor, state: Tensor, breaks: Optional[Tensor]) -> Tensor:
+    """Add a decayed state to ``own``, but not over a break."""
+    return own.addcmul_(decay, state if breaks is None else state.masked_fill(breaks, 0))
+
+
 class Span:
     """The tensors of a span. Axes: tokens, batch, states, channels."""
 
@@ -106,11 +112,27 @@ class Span:
         self.B, self.C = (x[block.batch, part].to(kind).transpose(0, 1) for x in (given.B, given.C))
         self.A = given.A[block.channels].to(kind).mT.contiguous()
         self.decays = (self.delta.unsqueeze(2) * self.A).exp_()
+        self.within: Optional[Tensor] = None  # tokens at which no sequence begins
+        self.breaks: list[Optional[Tensor]] = [None] * (part.stop - part.start)
         if given.first is not None:
             first = given.first[block.batch] if given.first.shape[0] > 1 else given.first
             place = torch.arange(part.start, part.stop, device=first.device)
             begins = (first[:, part] == place.clamp(min=1)).mT[..., None, None]
             self.decays.masked_fill_(begins, 0)
+            self.within, self.breaks = ~begins, self._breaks(begins)
+
+    @staticmethod
+    def _breaks(begins: Tensor) -> list[Optional[Tensor]]:
+        """Of every token which sequences begin there; None for no one, where a CPU can say so.
+
+        Their decay of 0 would not stop a state that is not finite.
+        """
+        if begins.device.type not in ON_HOST:
+            return list(begins.unbind(0))
+        if begins.is_meta:
+            return [None] * len(begins)
+        some = begins.flatten(1).any(1).tolist()
+        return [b if any_ else None for b, any_ in zip(begins.unbind(0), some, strict=True)]
 
     def forward(self, state: Tensor) -> Tensor:
         """States, that before the span first: one more than there are tokens."""
@@ -119,7 +141,7 @@ class Span:
         torch.mul((self.delta * self.u).unsqueeze(2), self.B.unsqueeze(3), out=states[1:])
         after = states.unbind(0)
         for t, decay in enumerate(self.decays.unbind(0)):
-            after[t + 1].addcmul_(decay, after[t])
+            _pass(after[t + 1], decay, after[t], self.breaks[t])
         return states
 
     def outputs(self, states: Tensor) -> Tensor:
@@ -132,8 +154,8 @@ class Span:
         after, decays = found.unbind(0), self.decays.unbind(0)
         after[-1].add_(dstate)
         for t in reversed(range(1, len(decays))):
-            after[t - 1].addcmul_(decays[t], after[t])
-        return found, decays[0] * after[0]
+            _pass(after[t - 1], decays[t], after[t], self.breaks[t])
+        return found, _pass(torch.zeros_like(dstate), decays[0], after[0], self.breaks[0])
 
 
 # --- the operator ---
@@ -196,7 +218,8 @@ def _add_span(
         total.put("u", rows, (span.delta * added + skip).transpose(0, 1))
     if total.any("D"):
         total.add("D", block.channels, (up * span.u).sum((0, 1)))
-    through = after.mul_(span.decays).mul_(states[:-1])  # gradient of the logarithm of decays
+    # gradient of the logarithm of decays
+    through = kept(after.mul_(span.decays).mul_(states[:-1]), span.within)
     if total.any("delta", "delta_bias"):
         dsteps = torch.addcmul((through * span.A).sum(2), span.u, added)
         raw = given.sizes.gradient(dsteps, span.raw)

@@ -25,15 +25,19 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from liger_multi.reference.common.chunking import BLOCK_BYTES, row_blocks, statistics_dtype
+from liger_multi.reference.common.chunking import BLOCK_BYTES, statistics_dtype
 from liger_multi.reference.linear_attention.chunks import (
     CHUNK,
     HeadDecays,
     Heads,
+    Sight,
     _chunked,
     _starts,
     _tokens,
+    head_blocks,
+    token_spans,
 )
+from liger_multi.reference.linear_attention.isolation import kept, spread
 from liger_multi.reference.linear_attention.state_space import (
     Gradients,
     Nine,
@@ -123,16 +127,10 @@ def _blocks(given: Inputs) -> tuple[list[Heads], list[slice]]:
     width = min(group, max(1, (BLOCK_BYTES // least - shared_bytes) // head_bytes))
     unit = shared_bytes + width * head_bytes
     steps = min(chunks, max(least, BLOCK_BYTES // unit))
-    steps = -(-chunks // -(-chunks // steps))
+    spans = token_spans(length, chunk, steps)
+    steps = max((-(-(span.stop - span.start) // chunk) for span in spans), default=1)
     group_bytes = steps * unit if width == group else BLOCK_BYTES
-    blocks = [
-        Heads(b, g, slice(h, min(h + width * (g.stop - g.start), g.stop * group)))
-        for b in row_blocks(batch, groups * group_bytes, BLOCK_BYTES)
-        for g in row_blocks(groups, (b.stop - b.start) * group_bytes, BLOCK_BYTES)
-        for h in range(g.start * group, g.stop * group, width * (g.stop - g.start))
-    ]
-    spans = [slice(t, min(length, t + steps * chunk)) for t in range(0, length, steps * chunk)]
-    return blocks, spans
+    return head_blocks(batch, groups, group, group_bytes, BLOCK_BYTES, width), spans
 
 
 # --- a span of chunks ---
@@ -158,7 +156,8 @@ class Span:
         self.A = given.A[heads.value].to(kind).unflatten(0, (self.groups, -1))[..., None, None]
         self.values = (self.dt.unsqueeze(-1) * self.x).contiguous()
         starts = _starts(given.first, heads, part, self.chunk)
-        self.gates = HeadDecays(self.dt * self.A, starts)
+        self.sight = Sight(self.chunk, starts, self.x.device)
+        self.gates = HeadDecays(self.dt * self.A, self.sight)
         self.e, self.r = self.gates.e.unsqueeze(-1), self.gates.r.unsqueeze(-1)
         z = self.gates.z.movedim(2, 3)  # a column of the states for every head
         self.z = z.repeat_interleave(self.x.shape[-1], 3).unsqueeze(-2)
@@ -184,20 +183,46 @@ class Span:
         apart: Tensor = x.unflatten(-1, (self.x.shape[2], -1))
         return apart.movedim(4, 2)
 
+    def shared(self, x: Tensor, by: Callable[[Tensor], Tensor]) -> Tensor:
+        """What a mask of heads, by which they do not differ, leaves of a group's rows."""
+        made: Tensor = by(x.unsqueeze(2)).squeeze(2)
+        return made
+
+    def passing(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Of every chunk the decays of the states, and whether they pass."""
+        whole = self.sight.whole  # (batch or 1, 1, 1, chunks)
+        masks = [None] * self.z.shape[2] if whole is None else whole[:, 0].unbind(-1)
+        decays = self.z.unbind(2)
+        pairs = zip(decays, masks, strict=True)
+        return [(z, None if m is None else m[..., None, None]) for z, m in pairs]
+
+    def added(self) -> Tensor:
+        """What every chunk adds to its state."""
+        values = self.sight.of_last(self.values)
+        return self.shared(self.B, self.sight.of_last).mT @ self.beside(values, self.r)
+
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """States before every chunk, and the state after the last one."""
-        states = self.B.mT @ self.beside(self.values, self.r)
-        for i in range(states.shape[2]):
-            after = torch.addcmul(states[:, :, i], self.z[:, :, i], state)
+        states = self.added()
+        for i, (z, whole) in enumerate(self.passing()):
+            after = states[:, :, i] + kept(z * state, whole)
             states[:, :, i] = state
             state = after
         return states, state
 
+    def products(self, pairs: Tensor) -> Tensor:
+        """Products of C and B of pairs that see each other, with their decay."""
+        made = (self.C @ self.B.mT).unsqueeze(2) * pairs
+        return made.masked_fill_(~self.sight.seen, 0)
+
+    def read(self, states: Tensor) -> Tensor:
+        """What y has of the states, without the decay."""
+        return self.sight.of_state(self.split(self.C @ states))
+
     def outputs(self, states: Tensor) -> Tensor:
         """Make y of all chunks, without skip and gate."""
-        scores = (self.C @ self.B.mT).unsqueeze(2) * self.gates.pairs()
-        y = scores @ self.values
-        return y.addcmul_(self.e, self.split(self.C @ states))
+        y = spread(self.products(self.gates.pairs()), self.values, self.sight.seen)
+        return y.addcmul_(self.e, self.read(states))
 
     def reverse(self, own: Tensor, dstate: Tensor) -> Tensor:
         """From the gradients that states have by y to those of the states after every chunk.
@@ -208,8 +233,8 @@ class Span:
             own: What states before every chunk get through y; overwritten.
             dstate: Gradient of the state after the span.
         """
-        for i in reversed(range(own.shape[2])):
-            before = torch.addcmul(own[:, :, i], self.z[:, :, i], dstate)
+        for i, (z, whole) in reversed(list(enumerate(self.passing()))):
+            before = own[:, :, i] + kept(z * dstate, whole)
             own[:, :, i] = dstate
             dstate = before
         return dstate
@@ -224,22 +249,31 @@ class Span:
             states: The states before every chunk.
             dstate: Gradient of the state after the span.
         """
-        pairs, products = self.gates.pairs(), (self.C @ self.B.mT).unsqueeze(2)
-        dvalues = (products * pairs).mT @ dy
-        dproducts = (dy @ self.values.mT).mul_(pairs)
+        pairs, sight, of_state = self.gates.pairs(), self.sight, self.sight.of_state
+        seen = sight.seen if sight.seen.ndim == 2 else sight.seen.squeeze(2)  # of a group
+        dvalues = spread(self.products(pairs).mT, dy, sight.seen.mT)
+        dproducts = (dy @ self.values.mT).mul_(pairs).masked_fill_(~sight.seen, 0)
         shared = dproducts.sum(2)
-        through = dproducts.mul_(products).tril_(-1)
-        read = self.beside(dy, self.e)
-        after = self.C.mT @ read
+        through = dproducts.mul_((self.C @ self.B.mT).unsqueeze(2)).masked_fill_(~sight.below, 0)
+        read = self.beside(of_state(dy), self.e)
+        after = self.shared(self.C, of_state).mT @ read
         dstate = self.reverse(after, dstate)
-        dc = (shared @ self.B).add_(read @ states.mT)
-        db = (shared.mT @ self.C).add_(self.beside(self.values, self.r) @ after.mT)
-        kept = self.r * self.split(self.B @ after)
-        dvalues += kept
-        de = (dy * self.e).mul_(self.split(self.C @ states)).sum(-1)
-        dz = (self.z * states * after).sum(-2).unflatten(-1, (self.x.shape[2], -1)).sum(-1)
-        dg = self.gates.gradient(through, de, kept.mul_(self.values).sum(-1), dz.movedim(3, 2))
+        dc = spread(shared, self.B, seen).add_(self.shared(read @ states.mT, of_state))
+        added = self.beside(self.values, self.r) @ after.mT
+        db = spread(shared.mT, self.C, seen.mT).add_(self.shared(added, sight.of_last))
+        kept_rows = sight.of_last(self.r * self.split(self.B @ after))
+        dvalues += kept_rows
+        de = of_state((dy * self.e).mul_(self.read(states))).sum(-1)
+        dr = sight.of_last(kept_rows.mul_(self.values)).sum(-1)
+        dg = self.gates.gradient(through, de, dr, self.of_passing(states * after))
         return dvalues, dg, db, dc, dstate
+
+    def of_passing(self, through: Tensor) -> Tensor:
+        """Sums for every head of what decays by z, (batch, groups, heads, chunks)."""
+        parts = zip(self.passing(), through.unbind(2), strict=True)
+        made = torch.stack([kept(z * x, whole).sum(-2) for (z, whole), x in parts], 2)
+        sums: Tensor = made.unflatten(-1, (self.x.shape[2], -1)).sum(-1).movedim(3, 2)
+        return sums
 
 
 # --- the operator ---

@@ -39,10 +39,25 @@ from liger_multi.dispatch.registry import operators
 from liger_multi.errors import BackendUnavailableError
 from liger_multi.reference.experts import fused_moe as theirs
 from liger_multi.testing import samples
+from liger_multi.testing.checks import compare
 
 NPU = torch.device("npu", 0)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiled = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process")
+
+
+# --- 16 bits, of which the shares of the common suite take few samples ---
+
+WITH_SEGMENTS = {
+    "gated_delta_rule": "documents", "kimi_delta_attention": "documents", "ssd_scan": "packed",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", WITH_SEGMENTS)
+def test_batched_matmuls_in_16_bits(op, dtype):
+    sample = next(s for s in samples.of(op) if s.name == WITH_SEGMENTS[op])
+    compare(op, sample, dtype, NPU, "npu")
 
 
 # --- level 1: schemas and meta functions ---
@@ -520,7 +535,8 @@ def test_inverses_by_doubling(case):
     if case == "strong":
         lower = lower * torch.logspace(0, -30, 64, dtype=torch.float64)
     wanted = torch.linalg.inv(lower + torch.eye(64, dtype=torch.float64))
-    found = chunks.Batched.invert(lower.float().to(NPU)).cpu().double()
+    seen = torch.ones(64, 64, dtype=torch.bool, device=NPU).tril()
+    found = chunks.Batched.invert(lower.float().to(NPU), seen).cpu().double()
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 

@@ -8,21 +8,26 @@ differs is how many launches they take, and which:
 * A delta rule's chunk maps the state linearly, S' = T S + U with T = z - (r K)' W and U = (r K)' A
   beta V. T and U of all chunks of a span are made at once, and the pass over states is one matmul
   per chunk: S' = U + T S. So is its gradient, dS = V + T' dS' with V = (e Q)' dy - W' P' dy.
-* (I + L)^-1 of a unit triangular matrix grows from blocks of single rows: two blocks A and C of s
-  rows with B below A have the inverse of 2 s rows with -C^-1 B A^-1 below A^-1. Where X holds the
-  inverses of the blocks, and B the blocks below them, that is X - X B X: two matmuls of whole
+* (I + L)^-1 of a unit triangular matrix grows from blocks of single rows, two matmuls of whole
   chunks per doubling, and no solver of triangular systems.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Optional
 
 import torch
 from torch import Tensor
 
-from liger_multi.reference.common.chunking import row_blocks
-from liger_multi.reference.linear_attention.chunks import Heads, Inputs, Span
+from liger_multi.reference.linear_attention.chunks import (
+    Heads,
+    Inputs,
+    Span,
+    head_blocks,
+    token_spans,
+)
+from liger_multi.reference.linear_attention.isolation import doubled, kept, spread
 
 BUDGET = 2**30  # bytes of temporaries of a span; the chips have 32 GiB and more
 
@@ -42,20 +47,14 @@ def spans(length: int, chunk: int, rows: int, row_bytes: int) -> tuple[int, list
     least = max(1, math.isqrt(chunks))
     many = max(1, min(rows, BUDGET // (least * row_bytes)))
     steps = min(chunks, max(least, BUDGET // (many * row_bytes)))
-    each = -(-chunks // -(-chunks // steps)) * chunk
-    return many, [slice(t, min(length, t + each)) for t in range(0, length, each)]
+    return many, token_spans(length, chunk, steps)
 
 
-def levels(chunk: int, device: torch.device) -> Tensor:
-    """Pairs of rows whose blocks of 1, 2, 4 ... rows are neighbors, the later one first.
-
-    Bool, (log2(chunk), chunk, chunk); together, every pair below the diagonal once.
-    """
-    sizes = 2 ** torch.arange(chunk.bit_length() - 1, device=device).unsqueeze(-1)
-    half = torch.arange(chunk, device=device) // sizes
-    pair = half // 2
-    same: Tensor = pair.unsqueeze(-1) == pair.unsqueeze(-2)
-    return same & (half.unsqueeze(-1) > half.unsqueeze(-2))
+def _passed(own: Tensor, move: Tensor, state: Tensor, whole: Optional[Tensor]) -> Tensor:
+    """``own + move @ state`` in the place of own, the latter where the state passes."""
+    if whole is None:
+        return own.baddbmm_(move, state)
+    return own.add_(kept(move @ state, whole))
 
 
 class Batched(Span):
@@ -74,23 +73,12 @@ class Batched(Span):
         floats = cls.floats(chunk, size, value) + 3 * size * (size + value)
         each = given.kind.itemsize * group * floats
         many, parts = spans(length, chunk, batch * heads, each)
-        blocks = [
-            Heads(b, h, slice(h.start * group, h.stop * group))
-            for b in row_blocks(batch, heads, many)
-            for h in row_blocks(heads, b.stop - b.start, many)
-        ]
-        return blocks, parts
+        return head_blocks(batch, heads, group, 1, many), parts
 
     @staticmethod
-    def invert(lower: Tensor) -> Tensor:
+    def invert(lower: Tensor, seen: Tensor) -> Tensor:
         """``(I + lower)^-1``, by doubling blocks."""
-        chunk = lower.shape[-1]
-        below = lower.flatten(0, -3)
-        found = torch.eye(chunk, dtype=lower.dtype, device=lower.device).expand_as(below)
-        for i, mask in enumerate(levels(chunk, lower.device).unbind(0)):
-            part = below * mask
-            found = torch.baddbmm(found, found @ part, found, alpha=-1) if i else found - part
-        return found.reshape(lower.shape)
+        return doubled(lower, seen)
 
     @staticmethod
     def _by_chunks(x: Tensor) -> Tensor:
@@ -104,14 +92,23 @@ class Batched(Span):
 
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """States before every chunk, corrected values N, and the state after the last one."""
-        n, kept, first = self.inverse @ (self.beta * self.v), self.kept.mT, state.flatten(0, 2)
-        eye = torch.eye(kept.shape[-2], dtype=n.dtype, device=n.device)
-        self.move = self._by_chunks(self.z * eye - kept @ self.w)
-        after, last = self._by_chunks(kept @ n), first
-        for own, move in zip(after.unbind(0), self.move.unbind(0), strict=True):
-            last = own.baddbmm_(move, last)
+        sight, rows, first = self.sight, self.kept.mT, state.flatten(0, 2)
+        n = spread(self.inverse, self.beta * self.v, sight.seen)
+        eye = torch.eye(rows.shape[-2], dtype=n.dtype, device=n.device)
+        self.move = self._by_chunks(sight.over(self.z * eye - rows @ sight.of_last(self.w)))
+        after, last = self._by_chunks(rows @ sight.of_last(n)), first
+        for own, move, whole in zip(
+            after.unbind(0), self.move.unbind(0), self._whole(), strict=True
+        ):
+            last = _passed(own, move, last, whole)
         states = self._by_heads(torch.cat([first.unsqueeze(0), after[:-1]]))
-        return states, n - self.w @ states, last.clone().unflatten(0, n.shape[:3])
+        n = n - sight.of_state(self.w @ states)
+        return states, n, last.clone().unflatten(0, n.shape[:3])
+
+    def _whole(self) -> list[Optional[Tensor]]:
+        """Of every chunk whether the state passes it, for all heads."""
+        masks = self.sight.by_chunks(self.v.shape[:4])
+        return [whole for _, _, whole in masks]
 
     def reverse(self, dy: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the states after every chunk, X, and that of the first state.
@@ -120,11 +117,13 @@ class Batched(Span):
             dy: Gradient of y, by chunks.
             dstate: Gradient of the state after the span.
         """
-        dn, last = self.scores.mT @ dy, dstate.flatten(0, 2)
-        own = self._by_chunks((self.e * self.q).mT @ dy - self.w.mT @ dn)
-        before = last
-        for mine, move in reversed(list(zip(own.unbind(0), self.move.unbind(0), strict=True))):
-            before = mine.baddbmm_(move.mT, before)
+        sight, before = self.sight, self.sight.seen.mT
+        dn, last = spread(self.scores.mT, dy, before), dstate.flatten(0, 2)
+        own = self._by_chunks(self.to_state(dy) - self.w.mT @ sight.of_state(dn))
+        first = last
+        steps = zip(own.unbind(0), self.move.unbind(0), self._whole(), strict=True)
+        for mine, move, whole in reversed(list(steps)):
+            first = _passed(mine, move.mT, first, whole)
         after = self._by_heads(torch.cat([own[1:], last.unsqueeze(0)]))
-        solved = self.inverse.mT @ (dn + self.kept @ after)
-        return after, solved, before.clone().unflatten(0, dn.shape[:3])
+        solved = spread(self.inverse.mT, dn + sight.of_last(self.kept @ after), before)
+        return after, solved, first.clone().unflatten(0, dn.shape[:3])

@@ -17,8 +17,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_multi.backends.npu.linear_attention.chunks import Batched, levels
-from liger_multi.reference.linear_attention.chunks import GONE, _ends, implement
+from liger_multi.backends.npu.linear_attention.chunks import Batched
+from liger_multi.reference.linear_attention.chunks import GONE, implement
+from liger_multi.reference.linear_attention.isolation import kept, levels, spread
 from liger_multi.reference.linear_attention.kimi_delta_attention import ChannelSpan
 
 
@@ -49,42 +50,39 @@ class BatchedChannelSpan(Batched, ChannelSpan):
     def decays(self, g: Tensor) -> None:
         """All levels at once."""
         chunk = g.shape[-2]
-        self.sums = ranges(chunk, g.device).flatten(0, 1).to(g.dtype)
+        self.ranges = ranges(chunk, g.device).flatten(0, 1)
+        self.sums, meeting = self.ranges.to(g.dtype), None
         self.pairs = levels(chunk, g.device).unsqueeze(-3)
-        seen = None
         if self.starts is not None:
-            seen = self.starts.unsqueeze(-1) <= torch.arange(chunk, device=g.device)
-            self.pairs = self.pairs & seen[..., None, None, :, :]
-        factors = (self.sums @ g.clamp(min=GONE[g.dtype])).exp_().unflatten(-2, (-1, chunk))
-        *_, self.e, self.r = factors.unbind(-3)
-        self.z = self.e[..., -1, :].unsqueeze(-1)
-        self.factors = factors[..., :-2, :, :].unsqueeze(-3)
-        self.scaled = (
-            torch.stack([self.q, self.k.expand_as(self.q)], -3).unsqueeze(-4) * self.factors
-        )
+            self.pairs = self.pairs & self.sight.seen[..., None, None, :, :]
+            meeting = (self.pairs.any(-1) | self.pairs.any(-2)).unsqueeze(-1)
+        gates = spread(self.sums, g.clamp(min=GONE[g.dtype]), self.ranges)
+        factors = gates.exp_().unflatten(-2, (-1, chunk))
+        *_, e, r = factors.unbind(-3)
+        self.e, self.r = self.sight.of_state(e), self.sight.of_last(r)
+        self.z = self.sight.over(e[..., -1, :].unsqueeze(-1))
+        self.factors = kept(factors[..., :-2, :, :].unsqueeze(-3), meeting)
+        rows = torch.stack([self.q, self.k.expand_as(self.q)], -3).unsqueeze(-4)
+        self.scaled = kept(rows * self.factors, meeting)
         made = (self.scaled @ self.scaled[..., 1:, :, :].mT).masked_fill_(~self.pairs, 0).sum(-4)
         self.scores, self.inner = made.unbind(-3)
         self.scores.diagonal(dim1=-2, dim2=-1).copy_((self.q * self.k).sum(-1))
-        if self.starts is not None:
-            carried, last, whole = _ends(self.starts)
-            self.e, self.r = self.e * carried.unsqueeze(-1), self.r * last.unsqueeze(-1)
-            self.z = self.z * whole[..., None, None]
 
     def through(
         self, dp: Tensor, db: Tensor, de: Tensor, dr: Tensor, dz: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """All levels at once."""
-        upstream = torch.stack([dp, db], -3).unsqueeze(-4) * self.pairs
+        upstream = kept(torch.stack([dp, db], -3).unsqueeze(-4), self.pairs)
         columns = self.scaled[..., 1:, :, :]
-        to_rows = upstream @ columns
-        to_columns = (upstream.mT @ self.scaled).sum(-3)
+        to_rows = spread(upstream, columns, self.pairs)
+        to_columns = spread(upstream.mT, self.scaled, self.pairs.mT).sum(-3)
         logs = (to_rows * self.scaled).sum(-3).addcmul_(to_columns, columns.squeeze(-3))
         to_rows[..., 1, :, :] += to_columns
         dq, dk = (to_rows * self.factors).sum(-4).unbind(-3)
         own = dp.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         de[..., -1, :] += dz
         every = torch.cat([logs, torch.stack([de, dr], -3)], -3).flatten(-3, -2)
-        return dq + own * self.k, dk + own * self.q, self.sums.mT @ every
+        return dq + own * self.k, dk + own * self.q, spread(self.sums.mT, every, self.ranges.mT)
 
 
 forward, backward = implement(BatchedChannelSpan)

@@ -6,13 +6,20 @@ once, and one launch per chunk in each pass over states, S' = U + z S.
 
 from __future__ import annotations
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 
 from liger_multi.backends.npu.linear_attention.chunks import spans
-from liger_multi.reference.common.chunking import row_blocks
-from liger_multi.reference.linear_attention.chunks import Heads
+from liger_multi.reference.linear_attention.chunks import Heads, head_blocks
+from liger_multi.reference.linear_attention.isolation import kept
 from liger_multi.reference.linear_attention.ssd_scan import Inputs, Span, implement
+
+
+def _passed(own: Tensor, state: Tensor, z: Tensor, whole: Optional[Tensor]) -> Tensor:
+    """``own + z state`` in the place of own, the latter where the state passes."""
+    return own.addcmul_(z, state) if whole is None else own.add_(kept(z * state, whole))
 
 
 class BatchedSpan(Span):
@@ -27,12 +34,7 @@ class BatchedSpan(Span):
         shared = chunk * (4 * size + 3 * chunk)
         each = given.kind.itemsize * (group * head + shared)
         rows, parts = spans(length, chunk, batch * groups, each)
-        blocks = [
-            Heads(b, g, slice(g.start * group, g.stop * group))
-            for b in row_blocks(batch, groups, rows)
-            for g in row_blocks(groups, b.stop - b.start, rows)
-        ]
-        return blocks, parts
+        return head_blocks(batch, groups, group, 1, rows), parts
 
     @staticmethod
     def _by_chunks(x: Tensor) -> Tensor:
@@ -41,10 +43,9 @@ class BatchedSpan(Span):
 
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """States before every chunk, and the state after the last one."""
-        after = self._by_chunks(self.B.mT @ self.beside(self.values, self.r))
-        last = state
-        for own, z in zip(after.unbind(0), self._by_chunks(self.z).unbind(0), strict=True):
-            last = own.addcmul_(z, last)
+        after, last = self._by_chunks(self.added()), state
+        for own, passed in zip(after.unbind(0), self.passing(), strict=True):
+            last = _passed(own, last, *passed)
         return torch.cat([state.unsqueeze(0), after[:-1]]).movedim(0, 2), last.clone()
 
     def reverse(self, own: Tensor, dstate: Tensor) -> Tensor:
@@ -57,9 +58,9 @@ class BatchedSpan(Span):
             dstate: Gradient of the state after the span.
         """
         before, last = self._by_chunks(own), dstate
-        pairs = zip(before.unbind(0), self._by_chunks(self.z).unbind(0), strict=True)
-        for mine, z in reversed(list(pairs)):
-            last = mine.addcmul_(z, last)
+        steps = list(zip(before.unbind(0), self.passing(), strict=True))
+        for mine, passed in reversed(steps):
+            last = _passed(mine, last, *passed)
         first = last.clone()  # one chunk leaves ``before`` in the memory of ``own``
         own.copy_(torch.cat([before[1:], dstate.unsqueeze(0)]).movedim(0, 2))
         return first

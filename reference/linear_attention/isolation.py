@@ -1,0 +1,117 @@
+"""Sums over the tokens of a chunk in which a NaN or inf stays with those who see its token.
+
+A matmul multiplies every pair of tokens, and 0 times NaN is NaN: by the zeros of pairs that do not
+see each other, one number would reach every token of its chunk. So what is not finite is taken as 0
+in such a matmul, and the sums of those who see it become NaN. Elsewhere, masks replace and do not
+multiply. Whatever is finite has the same bits as without.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+
+def kept(x: Tensor, mask: Optional[Tensor]) -> Tensor:
+    """``x`` where the mask is true, 0 elsewhere; all of it without a mask."""
+    return x if mask is None else x.masked_fill(~mask, 0)
+
+
+ON_HOST = ("cpu", "meta")  # the meta device stands for a CPU here
+
+
+def sound(x: Tensor) -> bool:
+    """Whether all is finite, where nobody waits for the answer: a CPU takes a pass over it."""
+    kind = x.device.type
+    return kind == "meta" or (kind == "cpu" and bool(x.sum().isfinite()))
+
+
+def spread(pairs: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
+    """``pairs @ rows``, where row i has what is not finite of the rows that it sees.
+
+    Column by column; on a device, which does this for every call, all columns of a row at once.
+
+    Args:
+        pairs: ``(..., i, j)``, 0 where i does not see j.
+        rows: ``(..., j, columns)``.
+        seen: Bool, as pairs.
+    """
+    if sound(rows):
+        return pairs @ rows
+    wrong = ~rows.isfinite()
+    made = pairs @ rows.masked_fill(wrong, 0)
+    wrong = wrong if rows.device.type in ON_HOST else wrong.any(-1, keepdim=True)
+    hit = seen.to(rows.dtype) @ wrong.to(rows.dtype) > 0
+    return made.masked_fill_(hit, math.nan)
+
+
+def spread_vector(pairs: Tensor, numbers: Tensor, seen: Tensor) -> Tensor:
+    """As :func:`spread`, of one number a token."""
+    return spread(pairs, numbers.unsqueeze(-1), seen).squeeze(-1)
+
+
+def levels(chunk: int, device: torch.device) -> Tensor:
+    """Pairs of rows whose blocks of 1, 2, 4 ... rows are neighbors, the later one first.
+
+    Bool, (log2(chunk), chunk, chunk); together, every pair below the diagonal once.
+    """
+    sizes = 2 ** torch.arange(chunk.bit_length() - 1, device=device).unsqueeze(-1)
+    half = torch.arange(chunk, device=device) // sizes
+    pair = half // 2
+    same: Tensor = pair.unsqueeze(-1) == pair.unsqueeze(-2)
+    return same & (half.unsqueeze(-1) > half.unsqueeze(-2))
+
+
+def _without(x: Tensor, wrong: Tensor) -> tuple[Tensor, Tensor]:
+    """The rest of what is not finite, and rows that had it or were wrong before."""
+    found = ~x.isfinite()
+    return x.masked_fill(found, 0), wrong | found.any(-1)
+
+
+def _reached(inverse: Tensor, wrong: Tensor, seen: Tensor) -> Tensor:
+    """An inverse with NaN in the rows that see a wrong one."""
+    hit = (seen.to(inverse.dtype) @ wrong.to(inverse.dtype).unsqueeze(-1)) > 0
+    return inverse.masked_fill(hit & seen, math.nan)
+
+
+def _doubled(lower: Tensor) -> tuple[Tensor, Tensor]:
+    """``(I + lower)^-1`` by blocks of 2, 4, 8 ... rows, and rows that are not finite.
+
+    Two blocks A and C of s rows with B below A have the inverse of 2 s rows with -C^-1 B A^-1 below
+    A^-1. Where X holds the inverses of the blocks, and B the blocks below them, that is X - X B X:
+    two matmuls of whole chunks per doubling, and no solver of triangular systems.
+    """
+    chunk, shape = lower.shape[-1], lower.shape
+    below, wrong = _without(lower.flatten(0, -3), lower.new_zeros((), dtype=torch.bool))
+    found = torch.eye(chunk, dtype=lower.dtype, device=lower.device).expand_as(below)
+    for i, mask in enumerate(levels(chunk, lower.device).unbind(0)):
+        part = below * mask
+        found = torch.baddbmm(found, found @ part, found, alpha=-1) if i else found - part
+        found, wrong = _without(found, wrong)
+    return found.reshape(shape), wrong.reshape(shape[:-1])
+
+
+def doubled(lower: Tensor, seen: Tensor) -> Tensor:
+    """``(I + lower)^-1`` by matmuls alone, of what is 0 on and above the diagonal."""
+    return _reached(*_doubled(lower), seen)
+
+
+def solved(lower: Tensor, seen: Tensor) -> Tensor:
+    """``(I + lower)^-1`` by a triangular solve.
+
+    On a CPU; elsewhere nobody waits to learn whether all is finite, and :func:`doubled` serves.
+    """
+    if lower.device.type not in ON_HOST:
+        return doubled(lower, seen)
+    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
+    found: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
+    if sound(found):
+        return found
+    _, wrong = _doubled(lower)
+    found = torch.linalg.solve_triangular(
+        kept(lower, ~wrong.unsqueeze(-1)), eye, upper=False, unitriangular=True
+    )
+    return _reached(found, wrong, seen)

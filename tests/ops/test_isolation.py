@@ -1,0 +1,130 @@
+"""Documents of a row, and tokens before others: a NaN, inf or large number reaches none of them.
+
+Every operator of hybrid models x backend x tensor x number, compared in bits with the same call of
+ordinary numbers. Triton kernels of the recurrences multiply by the zeros between documents, which
+stops no NaN (docs/hybrids.md, limits).
+"""
+
+import math
+
+import pytest
+import test_ops
+import torch
+
+from liger_multi import ops
+from liger_multi.dispatch.config import use
+from liger_multi.dispatch.registry import module
+from tests import harness
+
+MANY = 1 if harness.interpreted() else 5  # a chunk is 16 tokens of interpreted kernels, and 64
+LENGTHS = (10 * MANY, 17 * MANY, 13 * MANY)  # several in a chunk, and several chunks
+TOKENS, WHERE = sum(LENGTHS), 12 * MANY  # the token of the second document that is changed
+SIZE = 8
+OTHERS = torch.tensor([True, False, True]).repeat_interleave(torch.tensor(LENGTHS))
+NUMBERS = {"NaN": math.nan, "inf": math.inf, "-inf": -math.inf, "1e30": 1e30, "1e12": 1e12}
+
+
+def normal(*shape):
+    return torch.randn(1, TOKENS, *shape)
+
+
+def delta(*gates):
+    made = {"q": normal(1, SIZE), "k": 0.3 * normal(1, SIZE), "v": normal(2, SIZE)}
+    return {**made, "g": -0.3 * normal(2, *gates).abs(), "beta": normal(2).sigmoid()}
+
+
+def heads():
+    rows = {"x": normal(2, SIZE), "dt": normal(2), "B": normal(1, SIZE), "C": normal(1, SIZE)}
+    of_heads = {"A": -torch.rand(2), "D": torch.randn(2), "dt_bias": torch.randn(2)}
+    return {**rows, **of_heads, "z": normal(2, SIZE)}
+
+
+def channels():
+    rows = {"u": normal(SIZE), "delta": normal(SIZE), "B": normal(4), "C": normal(4)}
+    vectors = {"D": torch.randn(SIZE), "delta_bias": torch.randn(SIZE)}
+    return {**rows, **vectors, "A": -torch.rand(SIZE, 4), "z": normal(SIZE)}
+
+
+MULTIPLYING = ("gated_delta_rule", "kimi_delta_attention", "ssd_scan", "selective_scan")
+NORMED = {"qk_l2norm": True}
+CASES = {
+    "gated_delta_rule": ("gated_delta_rule", delta, {}),
+    "gated_delta_rule-normed": ("gated_delta_rule", delta, NORMED),
+    "kimi_delta_attention": ("kimi_delta_attention", lambda: delta(SIZE), {}),
+    "kimi_delta_attention-normed": ("kimi_delta_attention", lambda: delta(SIZE), NORMED),
+    "ssd_scan": ("ssd_scan", heads, {"dt_softplus": True}),
+    "selective_scan": ("selective_scan", channels, {"delta_softplus": True}),
+    "causal_conv1d": (
+        "causal_conv1d", lambda: {"x": normal(SIZE), "weight": torch.randn(SIZE, 4)},
+        {"activation": "silu"},
+    ),
+    "gated_short_conv": (
+        "gated_short_conv", lambda: {"x": normal(3 * SIZE), "weight": torch.randn(SIZE, 3)}, {},
+    ),
+}  # fmt: skip
+
+
+def tensors_of(name):
+    torch.manual_seed(0)
+    return CASES[name][1]()
+
+
+def with_tokens(tensors):
+    return [n for n, x in tensors.items() if x.shape[:2] == (1, TOKENS)]
+
+
+def pytest_generate_tests(metafunc):
+    if "backend" not in metafunc.fixturenames:
+        return
+    given = []
+    for name, (op, *_) in CASES.items():
+        for backend in test_ops.backends_of(metafunc.config):
+            if module(backend, op) is None or (backend == "triton" and op in MULTIPLYING):
+                continue
+            for tensor in (*with_tokens(tensors_of(name)), "dy"):
+                for number in NUMBERS:
+                    case, told = (name, backend, tensor), f"{name}-{backend}-{tensor}-{number}"
+                    given.append(pytest.param(*case, NUMBERS[number], id=told))
+    metafunc.parametrize(["name", "backend", "tensor", "number"], given)
+
+
+def ran(name, backend, device, tensors, dy, packed=True):
+    """The result, and gradients of what has tokens."""
+    op, _, options = CASES[name]
+    leaves = {n: x.to(device).requires_grad_() for n, x in tensors.items()}
+    told = {}
+    if packed:
+        ids = torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor(LENGTHS))[None]
+        told["documents" if "delta" in op else "seq_idx"] = ids.to(device)
+    with use(**{op: test_ops.bound(op, backend)}):
+        y = getattr(ops, op)(**leaves, **options, **told)
+        names = with_tokens(tensors)
+        found = torch.autograd.grad(y, [leaves[n] for n in names], dy.to(y))
+    return {"y": y.detach(), **dict(zip(names, found, strict=True))}
+
+
+def changed(tensor, number):
+    """One element of a token, in a copy."""
+    tensor = tensor.clone()
+    tensor[0, WHERE].view(-1)[0] = number
+    return tensor
+
+
+def test_other_documents_and_earlier_tokens_keep_their_bits(request, name, backend, tensor, number):
+    device = test_ops.place(request, backend)
+    tensors = tensors_of(name)
+    dy = torch.randn(*tensors.get("v", tensors.get("x", tensors.get("u"))).shape)
+    if name == "gated_short_conv":
+        dy = dy[..., :SIZE]
+    usual = ran(name, backend, device, tensors, dy)
+    if tensor == "dy":
+        found = ran(name, backend, device, tensors, changed(dy, number))
+    else:
+        other = {**tensors, tensor: changed(tensors[tensor], number)}
+        found = ran(name, backend, device, other, dy)
+        if math.isnan(number):
+            assert not found["y"][:, ~OTHERS].isfinite().all(), "it is gone"
+        alone = [ran(name, backend, device, x, dy, packed=False)["y"] for x in (tensors, other)]
+        assert torch.equal(alone[0][:, :WHERE], alone[1][:, :WHERE]), "tokens before it see it"
+    apart = [n for n in usual if not torch.equal(usual[n][:, OTHERS], found[n][:, OTHERS])]
+    assert not apart
