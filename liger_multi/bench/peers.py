@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_multi import ops
 from liger_multi.testing.formulas import FORMULAS, Formula
 from liger_multi.testing.formulas.attention import Window, of_all_heads
 from liger_multi.testing.formulas.losses import (
@@ -406,6 +407,15 @@ def _transformers_moe(by: str) -> Formula:
     return call
 
 
+def _within(chunk: str) -> Formula:
+    """Ours with less memory for a chunk of logits."""
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return ops.fused_linear_cross_entropy(hidden, weight, target, chunk=chunk)
+
+    return call
+
+
 def _torch_fused(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     found: Tensor = F.linear_cross_entropy(hidden, weight, target)
     return found
@@ -563,6 +573,7 @@ _PEERS: dict[str, dict[str, Formula]] = {
     "cross_entropy_inplace": {"aten": _cross_entropy_aten, "quack": _quack_cross_entropy(True)},
     "fused_add_rms_norm": {"aten": _fused_add_rms_norm_aten, "quack": _quack_fused_add_rms_norm},
     "fused_linear_cross_entropy": {
+        "ours-512MiB": _within("512MiB"),
         "aten": _linear_cross_entropy_aten,
         "torch-fused": _torch_fused,
         "cce": _cut_cross_entropy,
