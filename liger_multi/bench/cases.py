@@ -635,7 +635,7 @@ def truth(
     rows = _row_tensors(case.sample)
     count = tensors[rows[0]].shape[0]
     step = max(1, int(ORACLE_BYTES // (_widest(case) * dtype.itemsize)))
-    if any(t.positive for t in case.sample.tensors.values()):
+    if any(t.positive and n not in rows for n, t in case.sample.tensors.items()):
         step = count  # class weights: the denominator is not a count of rows
     shared = {n: _widen(t, dtype) for n, t in tensors.items() if n not in rows}
     parts: list[tuple[Tensor, ...]] = []

@@ -303,7 +303,8 @@ def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
     options = _options(name, case, formula)
     if isinstance(options, str):
         return options
-    return Provider(name, _with(formula, options), floor=name in FLOORS)
+    inplace = bool(case.sample.options.get("inplace")) and name in PACKAGES
+    return Provider(name, _with(formula, options), overwrites=inplace, floor=name in FLOORS)
 
 
 def _own(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Provider | str:

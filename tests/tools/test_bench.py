@@ -525,6 +525,15 @@ def test_both_channels_of_a_pair_turn_by_one_angle(style):
     assert bench_cases.of_pairs(few, made["q"], style) is few
 
 
+def test_a_peer_may_write_into_what_is_in_place(monkeypatch):
+    """It was called wrong for what the operator itself does."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    for op, overwrites in (("cross_entropy", False), ("cross_entropy_inplace", True)):
+        (case,) = bench_cases.cases(op, "8192x32000", torch.bfloat16, None)
+        peer = bench_providers.find("quack", case, torch.device("cpu"), torch.bfloat16)
+        assert peer.overwrites is overwrites
+
+
 def test_a_peer_that_cannot_run_says_why(monkeypatch):
     monkeypatch.delenv(bench_providers.CHOICE, raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
