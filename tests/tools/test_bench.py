@@ -453,6 +453,15 @@ def test_truth_of_experts_takes_few_rows_at_a_time():
     assert bench_cases._widest(found) == 128 * 2 * 768
 
 
+def test_ours_with_a_smaller_chunk_is_ours():
+    found = case("fused_linear_cross_entropy", "mean")
+    device = torch.device("cpu")
+    tensors = bench_cases.draw(found.sample, device, torch.float32)
+    less = bench_providers.find("ours-512MiB", found, device, torch.float32)
+    ours = bench_providers.find("ours", found, device, torch.float32)
+    torch.testing.assert_close(less.call(**tensors), ours.call(**tensors))
+
+
 @pytest.mark.parametrize("name", sorted(bench_peers.EXPERTS))
 def test_experts_of_transformers_are_ours(name):
     pytest.importorskip("transformers")
@@ -542,6 +551,8 @@ def test_a_peer_that_cannot_run_says_why(monkeypatch):
     assert bench_providers.find("quack", case, device, torch.bfloat16) == "quack is not installed"
     said = bench_providers.find("liger-cute", case, device, torch.bfloat16)
     assert said == "runs in processes with LIGER_KERNEL_IMPL=cutedsl"
+    said = bench_providers.find("liger-hopper", case, device, torch.bfloat16)
+    assert said == "has no such operator"
     monkeypatch.setenv(bench_providers.CHOICE, "cutedsl")  # Liger reads it when it is imported
     said = bench_providers.find("liger", case, device, torch.bfloat16)
     assert said == "runs in processes without LIGER_KERNEL_IMPL"
