@@ -8,6 +8,7 @@ peak refers to the copy and the matrix product measured in the same run.
 from __future__ import annotations
 
 import datetime
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -78,6 +79,9 @@ class Bench:
 
     def case(self, case: Case) -> None:
         """Check, then measure, every provider of one case."""
+        # garbage is collected for every provider; what stays by now need not be looked through
+        gc.collect()
+        gc.freeze()
         found = self._providers(case)
         rows: dict[str, dict[str, Any]] = {p.name: self._row(case, p) for p in found}
         self.rows += rows.values()
