@@ -107,11 +107,15 @@ def main(
             console.print(f"refused: the suite is red here: {checked['counts']}", markup=False)
             return RED
     plan = replace(plan, facts={**plan.facts, "suite": checked})
-    result = run_plan(plan, console)
+
+    def keep(found: Mapping[str, Any]) -> list[Path]:
+        return store.keep({"kind": "operators", **report.plain(found)}, given)
+
+    result = run_plan(plan, console, keep)
     report.show(console, result)
     if checked is None:
         console.print("the suite was not asked: --unchecked")
-    written = store.keep({"kind": "operators", **report.plain(result)}, given)
+    written = keep(result)
     written += report.save(result, given.output) if given.output else []
     for path in written:
         console.print(f"wrote {path}", markup=False, soft_wrap=True)

@@ -32,6 +32,7 @@ from ci import regressions
 from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import bitwise as docs_bitwise
 from ci.docs import float8 as docs_float8
+from ci.docs import operators as docs_operators
 from ci.docs import status as docs_status
 from ci.docs import traces as docs_traces
 from ci.npu import levels
@@ -399,6 +400,7 @@ def pages() -> dict[Path, Callable[[str], str]]:
         docs / "fp8.md": docs_float8.page,
         docs / "losses.md": losses_page,
         docs / "memory.md": docs_benchmarks.memory_page,
+        docs / "performance-h100.md": docs_operators.page,
         docs / "planning.md": docs_benchmarks.planning_page,
         docs / "recompute.md": docs_benchmarks.recompute_page,
         docs / "traces.md": docs_traces.page,

@@ -46,11 +46,12 @@ by ours in the same run. Do not compare times of different runs; compare ratios,
 
 | who | meaning |
 |---|---|
-| ours | the backend that was chosen automatically |
+| ours | the backend that was chosen automatically; `ours-512MiB`: with a smaller chunk of logits |
 | stock | the unpatched model |
 | torch, aten, compile | the plain formula, PyTorch's own function, `torch.compile` of the formula |
 | liger, cce, flex, cudnn, flash | Liger-Kernel, Cut Cross Entropy, and kernels of attention |
-| liger-cute, quack, trl | Liger-Kernel's CuTe kernels, QuACK, and heads of TRL |
+| liger-cute, liger-hopper, quack, trl | Liger-Kernel's CuTe kernels, QuACK, and heads of TRL |
+| transformers-grouped, -batched, -loop | experts of transformers |
 | torch-fused | `torch.nn.functional.linear_cross_entropy` |
 | products | the GEMMs of a loss on an LM head alone, a lower bound |
 """

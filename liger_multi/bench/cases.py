@@ -634,10 +634,8 @@ def truth(
     """Run the reference on the rounded inputs in ``dtype``, rows in chunks so that fp64 fits."""
     rows = _row_tensors(case.sample)
     count = tensors[rows[0]].shape[0]
-    widest = max(1, *(t.shape[-1] for t in tensors.values() if t.is_floating_point() and t.ndim))
-    widest = max(widest, *(t.classes for t in case.sample.tensors.values()))
-    step = max(1, int(ORACLE_BYTES // (widest * dtype.itemsize)))
-    if any(t.positive for t in case.sample.tensors.values()):
+    step = max(1, int(ORACLE_BYTES // (_widest(case) * dtype.itemsize)))
+    if any(t.positive and n not in rows for n, t in case.sample.tensors.items()):
         step = count  # class weights: the denominator is not a count of rows
     shared = {n: _widen(t, dtype) for n, t in tensors.items() if n not in rows}
     parts: list[tuple[Tensor, ...]] = []
@@ -663,6 +661,17 @@ def truth(
         for each in zip(*parts, strict=True)
     )
     return Truth(totals, joined, "fp64" if dtype == torch.float64 else "fp32")
+
+
+def _widest(case: Case) -> int:
+    """The most columns that a formula has of a row."""
+    shapes = case.shapes
+    found = [shapes[n][-1] for n, t in case.sample.tensors.items() if not t.classes and shapes[n]]
+    found += [t.classes for t in case.sample.tensors.values()]
+    experts = shapes.get("gate_up_weight", ())
+    if len(experts) == 3:  # formulas of experts are dense: a token has columns of each
+        found.append(math.prod(experts) // shapes["x"][-1])
+    return max(1, *found)
 
 
 def _widen(tensor: Tensor, dtype: torch.dtype) -> Tensor:

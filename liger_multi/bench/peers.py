@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_multi import ops
 from liger_multi.testing.formulas import FORMULAS, Formula
 from liger_multi.testing.formulas.attention import Window, of_all_heads
 from liger_multi.testing.formulas.losses import (
@@ -378,6 +379,43 @@ def _kl_aten(
     return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
 
 
+@functools.cache
+def _experts_module(by: str, experts: int, hidden: int, inner: int) -> Any:
+    """Stacked experts of transformers, without weights."""
+    transformers = importlib.import_module("transformers")
+    module = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    config = transformers.Qwen3MoeConfig(
+        num_experts=experts, hidden_size=hidden, moe_intermediate_size=inner
+    )
+    config._experts_implementation = by
+    with torch.device("meta"):
+        return module.Qwen3MoeExperts(config)
+
+
+def _transformers_moe(by: str) -> Formula:
+    """The experts of transformers by one of its implementations."""
+
+    def call(
+        x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor
+    ) -> Tensor:
+        experts, hidden, inner = down_weight.shape
+        module = _experts_module(by, experts, hidden, inner)
+        weights = {"gate_up_proj": gate_up_weight, "down_proj": down_weight}
+        found: Tensor = torch.func.functional_call(module, weights, (x, index, routing))
+        return found
+
+    return call
+
+
+def _within(chunk: str) -> Formula:
+    """Ours with less memory for a chunk of logits."""
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return ops.fused_linear_cross_entropy(hidden, weight, target, chunk=chunk)
+
+    return call
+
+
 def _torch_fused(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     found: Tensor = F.linear_cross_entropy(hidden, weight, target)
     return found
@@ -408,6 +446,33 @@ def _quack_fused_add_rms_norm(
     found: tuple[Tensor, Tensor] = _quack("rmsnorm:rmsnorm")(
         x, weight, residual=residual, eps=eps, prenorm=True
     )
+    return found
+
+
+class _QuackLayerNorm(torch.autograd.Function):
+    """Its kernels forward and backward, which it does not join; weights are cast to its fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """The result, with what backward reads kept."""
+        wide = weight.float()
+        call = _quack("rmsnorm:layernorm_fwd")
+        y, rstd, mean = call(x, wide, bias.float(), eps, return_rstd=True, return_mean=True)
+        ctx.save_for_backward(x, wide, rstd, mean)
+        ctx.dtypes = weight.dtype, bias.dtype
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Gradients of x, weight and bias."""
+        x, wide, rstd, mean = ctx.saved_tensors
+        dx, dweight, dbias = _quack("rmsnorm:layernorm_bwd")(x, wide, dy, rstd, mean)
+        return dx, dweight.to(ctx.dtypes[0]), dbias.to(ctx.dtypes[1]), None
+
+
+def _quack_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    apply: Any = _QuackLayerNorm.apply
+    found: Tensor = apply(x, weight, bias, eps)
     return found
 
 
@@ -496,12 +561,19 @@ def _pair_products(
     return found
 
 
+EXPERTS = {
+    "transformers-grouped": "grouped_mm",
+    "transformers-batched": "batched_mm",
+    "transformers-loop": "eager",
+}
+"""Implementations of experts in transformers, by provider."""
 _PEERS: dict[str, dict[str, Formula]] = {
     **ATTENTION_PEERS,
     "cross_entropy": {"aten": _cross_entropy_aten, "quack": _quack_cross_entropy(False)},
     "cross_entropy_inplace": {"aten": _cross_entropy_aten, "quack": _quack_cross_entropy(True)},
     "fused_add_rms_norm": {"aten": _fused_add_rms_norm_aten, "quack": _quack_fused_add_rms_norm},
     "fused_linear_cross_entropy": {
+        "ours-512MiB": _within("512MiB"),
         "aten": _linear_cross_entropy_aten,
         "torch-fused": _torch_fused,
         "cce": _cut_cross_entropy,
@@ -512,10 +584,11 @@ _PEERS: dict[str, dict[str, Formula]] = {
     "fused_linear_kl_div": {"products": _pair_products},
     "fused_linear_log_prob": {"aten": _linear_log_prob_aten, "products": _log_prob_products},
     "fused_linear_tvd": {"products": _pair_products},
+    "fused_moe": {name: _transformers_moe(by) for name, by in EXPERTS.items()},
     "group_norm": {"aten": _group_norm_aten},
     "kl_div": {"aten": _kl_aten},
     "kl_div_inplace": {"aten": _kl_aten},
-    "layer_norm": {"aten": _layer_norm_aten},
+    "layer_norm": {"aten": _layer_norm_aten, "quack": _quack_layer_norm},
     "rms_norm": {"aten": _rms_norm_aten, "quack": _quack_rms_norm},
     "selective_log_softmax": {"aten": _selective_aten},
     "softmax": {"quack": _quack_softmax},
@@ -526,5 +599,9 @@ TABLE: dict[str, dict[str, Formula]] = {
 }
 """Eager PyTorch and peers by operator."""
 FLOORS = ("products",)
-PACKAGES = {"cce": "cut_cross_entropy", "quack": "quack"}
+PACKAGES = {
+    "cce": "cut_cross_entropy",
+    "quack": "quack",
+    **dict.fromkeys(EXPERTS, "transformers"),
+}
 """Packages that peers import."""

@@ -30,7 +30,7 @@ from liger_multi.testing.formulas import Formula
 LIGER_MODULE = "liger_kernel.transformers.functional"
 CHOICE = "LIGER_KERNEL_IMPL"
 """The variable by which a process chooses among Liger's implementations, before it imports them."""
-LIGERS = {"liger": "", "liger-cute": "cutedsl"}
+LIGERS = {"liger": "", "liger-cute": "cutedsl", "liger-hopper": "cutedsl"}
 """Providers of Liger-Kernel, and what the variable says for them."""
 ROTARY = "liger_kernel.transformers"
 
@@ -235,6 +235,14 @@ LIGER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
     ),
 }
 LIGER |= {f"{name}_inplace": LIGER[name] for name in ("kl_div", "jsd", "tvd")}
+# CuTe kernels for Hopper under a name of their own, where that of LIGER is for Blackwell alone.
+_HOPPER_LOSS = "fused_linear_cross_entropy_sm90"
+HOPPER: dict[str, tuple[str, Callable[[Formula], Formula]]] = {
+    "fused_linear_cross_entropy": (
+        f"liger_kernel.ops.cutedsl.ops.{_HOPPER_LOSS}:liger_{_HOPPER_LOSS}",
+        lambda f: lambda hidden, weight, target: f(hidden, weight, target),
+    ),
+}
 
 
 # --- providers ---
@@ -295,7 +303,8 @@ def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
     options = _options(name, case, formula)
     if isinstance(options, str):
         return options
-    return Provider(name, _with(formula, options), floor=name in FLOORS)
+    inplace = bool(case.sample.options.get("inplace")) and name in PACKAGES
+    return Provider(name, _with(formula, options), overwrites=inplace, floor=name in FLOORS)
 
 
 def _own(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Provider | str:
@@ -324,14 +333,15 @@ def _using(op: str, backend: str) -> contextlib.AbstractContextManager[None]:
 
 
 def _liger(provider: str, case: Case, device: torch.device) -> Provider | str:
-    if case.op not in LIGER:
+    table = HOPPER if provider == "liger-hopper" else LIGER
+    if case.op not in table:
         return "has no such operator"
     if device.type == "cpu":
         return "runs on accelerators only"
     wanted = LIGERS[provider]
     if os.environ.get(CHOICE, "") != wanted:
         return f"runs in processes with{f' {CHOICE}={wanted}' if wanted else f'out {CHOICE}'}"
-    name, adapt = LIGER[case.op]
+    name, adapt = table[case.op]
     try:
         module, _, name = name.rpartition(":")
         owner = importlib.import_module(module or LIGER_MODULE)

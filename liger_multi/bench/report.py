@@ -24,7 +24,10 @@ from liger_multi.memory.measure import format_bytes
 from liger_multi.pictures import ALARM, INK, OURS, STOCK, figure
 
 NOISY_PERCENT = 3
-PACKAGES = ("triton", "liger-kernel", "trl")
+PACKAGES = (
+    *("triton", "transformers", "liger-kernel", "trl"),
+    *("quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy"),
+)
 Row = Mapping[str, Any]
 
 

@@ -8,7 +8,8 @@ peak refers to the copy and the matrix product measured in the same run.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+import gc
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -78,6 +79,9 @@ class Bench:
 
     def case(self, case: Case) -> None:
         """Check, then measure, every provider of one case."""
+        # garbage is collected for every provider; what stays by now need not be looked through
+        gc.collect()
+        gc.freeze()
         found = self._providers(case)
         rows: dict[str, dict[str, Any]] = {p.name: self._row(case, p) for p in found}
         self.rows += rows.values()
@@ -243,17 +247,35 @@ def _failed(row: dict[str, Any], failure: BaseException) -> None:
         row.update(status="failed", reason=f"{type(failure).__name__}: {lines[0]}")
 
 
-def run_plan(plan: BenchConfig, console: Console) -> dict[str, Any]:
-    """Run all cases; the result as plain data."""
+def run_plan(
+    plan: BenchConfig, console: Console, keep: Callable[[dict[str, Any]], object] | None = None
+) -> dict[str, Any]:
+    """Run all cases; the result as plain data.
+
+    Args:
+        plan: What to run.
+        console: Where progress is shown.
+        keep: Takes the result after every case but the last, with the rows so far: a run that is
+            stopped has these.
+    """
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     with Progress(console=console, transient=True) as progress:
         bench = Bench(plan, progress)
         for case in plan.cases:
             bench.case(case)
+            if keep is not None and case is not plan.cases[-1]:
+                keep(_result(bench, date))
+    return _result(bench, date)
+
+
+def _result(bench: Bench, date: str) -> dict[str, Any]:
+    """What a run found so far; its date is that of its begin, and stays."""
+    plan = bench.plan
     return {
         "schema": 1,
         "device": report.device_facts(plan.device),
         "versions": report.versions(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": date,
         **plan.facts,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "seconds": plan.seconds,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import operators as bench
+from benchmarks import store
 from ci import results
 from liger_multi.bench import cases as bench_cases
 from liger_multi.bench import measure as bench_measure
@@ -176,6 +177,23 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, planted):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, "--ops", "swiglu", "--samples", "8192x8192", "--providers", "planted")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stopped_run_keeps_the_samples_that_are_done(tmp_path, planted):
+    def stop_at_the_second(gate, up):
+        if gate.shape[-1] == 11008:
+            raise KeyboardInterrupt
+        return torch.nn.functional.silu(gate) * up
+
+    planted(stop_at_the_second)
+    file = tmp_path / "run.json"
+    arguments = ["--ops", "swiglu", "--samples", "8192x8192,8192x11008", "--providers", "planted"]
+    with pytest.raises(KeyboardInterrupt):
+        bench.main([*QUICK, "--unchecked", "--out", str(file), *arguments])
+    (kept,) = store.load(file)
+    assert [(row["sample"].split()[0], row["status"]) for row in kept["rows"]] == [
+        ("8192x8192", "ok")
+    ]
 
 
 def test_a_file_that_cannot_be_finished_is_not_left(tmp_path):
@@ -412,6 +430,7 @@ def test_truth_in_chunks_is_truth(monkeypatch):
         ("cross_entropy", "quarter-ignored"),
         ("fused_linear_cross_entropy", "mean"),
         ("fused_add_rms_norm", "row-gaps"),
+        ("fused_moe", "sentinels"),
     ):
         found = case(op, name)
         tensors = bench_cases.draw(found.sample, torch.device("cpu"), torch.bfloat16)
@@ -426,6 +445,31 @@ def test_truth_in_chunks_is_truth(monkeypatch):
         assert set(parts.grads) == set(whole.grads)
         for leaf in whole.grads:
             torch.testing.assert_close(parts.grads[leaf], whole.grads[leaf])
+
+
+def test_truth_of_experts_takes_few_rows_at_a_time():
+    """A formula that is dense keeps a row of every expert: one chunk would take the whole card."""
+    (found,) = bench_cases.cases("fused_moe", "32768x2048*", torch.bfloat16, None)
+    assert bench_cases._widest(found) == 128 * 2 * 768
+
+
+def test_ours_with_a_smaller_chunk_is_ours():
+    found = case("fused_linear_cross_entropy", "mean")
+    device = torch.device("cpu")
+    tensors = bench_cases.draw(found.sample, device, torch.float32)
+    less = bench_providers.find("ours-512MiB", found, device, torch.float32)
+    ours = bench_providers.find("ours", found, device, torch.float32)
+    torch.testing.assert_close(less.call(**tensors), ours.call(**tensors))
+
+
+@pytest.mark.parametrize("name", sorted(bench_peers.EXPERTS))
+def test_experts_of_transformers_are_ours(name):
+    pytest.importorskip("transformers")
+    found = case("fused_moe", "wider")
+    tensors = bench_cases.draw(found.sample, torch.device("cpu"), torch.float32)
+    peer = bench_providers.find(name, found, torch.device("cpu"), torch.float32)
+    right = FORMULAS["fused_moe"](**tensors)
+    torch.testing.assert_close(peer.call(**tensors), right)
 
 
 def test_errors_in_pieces_use_the_largest_value_of_all(monkeypatch):
@@ -490,6 +534,15 @@ def test_both_channels_of_a_pair_turn_by_one_angle(style):
     assert bench_cases.of_pairs(few, made["q"], style) is few
 
 
+def test_a_peer_may_write_into_what_is_in_place(monkeypatch):
+    """It was called wrong for what the operator itself does."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    for op, overwrites in (("cross_entropy", False), ("cross_entropy_inplace", True)):
+        (case,) = bench_cases.cases(op, "8192x32000", torch.bfloat16, None)
+        peer = bench_providers.find("quack", case, torch.device("cpu"), torch.bfloat16)
+        assert peer.overwrites is overwrites
+
+
 def test_a_peer_that_cannot_run_says_why(monkeypatch):
     monkeypatch.delenv(bench_providers.CHOICE, raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -498,6 +551,8 @@ def test_a_peer_that_cannot_run_says_why(monkeypatch):
     assert bench_providers.find("quack", case, device, torch.bfloat16) == "quack is not installed"
     said = bench_providers.find("liger-cute", case, device, torch.bfloat16)
     assert said == "runs in processes with LIGER_KERNEL_IMPL=cutedsl"
+    said = bench_providers.find("liger-hopper", case, device, torch.bfloat16)
+    assert said == "has no such operator"
     monkeypatch.setenv(bench_providers.CHOICE, "cutedsl")  # Liger reads it when it is imported
     said = bench_providers.find("liger", case, device, torch.bfloat16)
     assert said == "runs in processes without LIGER_KERNEL_IMPL"

@@ -23,6 +23,7 @@ from benchmarks import examples as example_runs
 from benchmarks import pictures, store
 from ci import docs
 from ci.docs import benchmarks as docs_benchmarks
+from ci.docs import operators as docs_operators
 from ci.docs import status as docs_status
 from liger_multi.cli import main as command_line
 from liger_multi.dispatch import config
@@ -239,6 +240,28 @@ def test_the_site_loads_nothing_from_elsewhere(site):
     assert settings["theme"]["font"] is False
     assert [*settings["extra_css"], *settings.get("extra_javascript", [])] == ["site.css"]
     assert not re.search("@import|url\\(", (site / "docs" / "site.css").read_text())
+
+
+def test_operators_beside_their_peers():
+    """The ratio is that of one run, and who has no time is named by what happened."""
+
+    def run(ours_ms, **others):
+        times = {"ours": ours_ms, **others}
+        rows = [
+            {"op": "rms_norm", "sample": "8x4", "provider": name, "status": "ok", "both_ms": ms}
+            if isinstance(ms, float)
+            else {"op": "rms_norm", "sample": "8x4", "provider": name, "status": ms}
+            for name, ms in times.items()
+        ]
+        return {"device": {"name": "card"}, "rows": rows}
+
+    runs = [run(1.0, aten=2.0, liger="wrong"), run(1.5, quack=2.0)]
+    key = ("rms_norm", "8x4")
+    found = docs_benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    line = docs_operators.line(*key, found[key])
+    assert line[:4] == ["`rms_norm`", "8x4", "1.50", "-"]
+    assert line[4:10] == ["wrong", "-", "2.00", "2.00", "-", "0.75"]
+    assert set(line[10:]) == {"-"}
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("material"), reason="no mkdocs-material")

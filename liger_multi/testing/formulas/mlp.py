@@ -276,9 +276,10 @@ def fused_moe(
     first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
     rows, chosen = x.reshape(-1, x.shape[-1]), index.reshape(-1, index.shape[-1])
     weights, y = routing.reshape(chosen.shape), torch.zeros_like(rows)
-    for e in range(first.shape[0]):
+    # the gradient of unbind is one stack; that of a subscript has the size of all experts, for each
+    for e, (up_weight, weight) in enumerate(zip(first.unbind(), second.unbind(), strict=True)):
         share = torch.where(chosen == e, weights, 0).sum(-1, keepdim=True)
-        inner = rows @ first[e].T + (0 if gate_up_bias is None else gate_up_bias[e])
+        inner = rows @ up_weight.T + (0 if gate_up_bias is None else gate_up_bias[e])
         gate, up = (inner[:, ::2], inner[:, 1::2]) if interleaved else inner.chunk(2, dim=-1)
         if activation == "relu_squared":
             product = relu_squared(inner)
@@ -286,7 +287,7 @@ def fused_moe(
             product = swiglu_clamped(gate, up, limit=limit, alpha=alpha, up_offset=up_offset)
         else:
             product = gated(gate, up, activation)
-        y = y + share * (product @ second[e].T + (0 if down_bias is None else down_bias[e]))
+        y = y + share * (product @ weight.T + (0 if down_bias is None else down_bias[e]))
     return y.view(x.shape)
 
 

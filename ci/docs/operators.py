@@ -1,0 +1,80 @@
+"""The table of every operator beside its peers on an H100, for ``docs/performance-h100.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from benchmarks import store
+from ci.docs import benchmarks
+from ci.docs.benchmarks import Row
+from ci.docs.blocks import filled
+
+CARD = store.DEVICES["h100"]
+PEERS = {
+    "Liger": ("liger",),
+    "Liger CuTe": ("liger-hopper", "liger-cute"),
+    "QuACK": ("quack",),
+    "PyTorch": ("aten", "torch"),
+    "`compile`": ("compile",),
+}
+"""Columns of peers, and the providers of each: the first that was measured stands there."""
+BESIDE = ("Liger", "PyTorch")
+"""Peers whose memory and error stand there too."""
+WORDS = {"out of memory": "memory"}
+
+
+def _time(one: Row | None) -> str:
+    if one is None:
+        return "-"
+    time = one.row.get("both_ms")
+    return f"{time:#.3g}".rstrip(".") if time else WORDS.get(one.row["status"], one.row["status"])
+
+
+def _memory(one: Row | None) -> str:
+    peak = None if one is None else one.row.get("peak_bytes")
+    return "-" if peak is None else f"{peak / 2**30:.2f}"
+
+
+def _error(one: Row | None) -> str:
+    found = None if one is None else (one.row.get("error") or {}).get("tolerances")
+    return "-" if found is None else f"{float(found):.2f}"
+
+
+def line(op: str, sample: str, rows: Mapping[str, Row]) -> list[str]:
+    """Ours and the peers of one sample."""
+    ours = rows["ours"]
+    peers = {
+        head: next((rows[name] for name in names if name in rows), None)
+        for head, names in PEERS.items()
+    }
+    ratios = [
+        one.ours["both_ms"] / one.row["both_ms"]
+        for one in peers.values()
+        if one is not None and one.row.get("both_ms") and one.ours.get("both_ms")
+    ]
+    peak = (ours.row.get("percent_of_peak") or {}).get("both")
+    beside = [ours, *(peers[head] for head in BESIDE)]
+    return [
+        f"`{op}`", sample, _time(ours), "-" if peak is None else f"{peak:.0f}",
+        *map(_time, peers.values()), f"{max(ratios):.2f}" if ratios else "-",
+        *map(_memory, beside), *map(_error, beside),
+    ]  # fmt: skip
+
+
+def every() -> str:
+    """The newest rows of every operator."""
+    runs = [run for run in store.read("operators") if store.device(run) == CARD]
+    found = benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    heads = ["operator", "shape", "ours, ms", "% of peak", *PEERS, "ours / best"]
+    heads += [f"{what}: {who}" for what in ("GiB", "error") for who in ("ours", *BESIDE)]
+    lines = [heads, ["---"] * len(heads)]
+    lines += [line(op, name, rows) for (op, name), rows in sorted(found.items()) if "ours" in rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) if found else ""
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"operators-h100": every}
+
+
+def page(old: str) -> str:
+    """The page with its table."""
+    return filled(old, BLOCKS)
