@@ -400,7 +400,7 @@ def pages() -> dict[Path, Callable[[str], str]]:
         docs / "fp8.md": docs_float8.page,
         docs / "losses.md": losses_page,
         docs / "memory.md": docs_benchmarks.memory_page,
-        docs / "performance-h100.md": docs_operators.page,
+        docs / "operators-h100.md": docs_operators.page,
         docs / "planning.md": docs_benchmarks.planning_page,
         docs / "recompute.md": docs_benchmarks.recompute_page,
         docs / "traces.md": docs_traces.page,

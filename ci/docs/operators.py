@@ -1,4 +1,4 @@
-"""The table of every operator beside its peers on an H100, for ``docs/performance-h100.md``."""
+"""The table of every operator beside its peers on an H100, for ``docs/operators-h100.md``."""
 
 from __future__ import annotations
 
