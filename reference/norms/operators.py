@@ -417,7 +417,8 @@ class GroupNorm:
         mean, rstd = (x.new_empty((samples, num_groups), dtype=kind) for _ in range(2))
         if x.numel() == 0:
             return y, mean.zero_(), rstd.zero_()
-        w, b = (p if p is None else p.to(kind) for p in (weight, bias))
+        # whose kernel on a CPU reads memory without strides
+        w, b = (p if p is None else p.to(kind).contiguous() for p in (weight, bias))
         if w is None and kind != x.dtype:
             w = x.new_ones(channels, dtype=kind)
         # only on a CPU the kernel takes values of another dtype than its parameters
