@@ -199,9 +199,9 @@ def _selective_scan(
     state = _meta(2, channels, states, dtype=FP32) if everything else None
     first = _meta(2, 8192, dtype=torch.int32) if everything else None
     skip, z, bias = (vector, u, vector) if gated else (None, None, None)
-    given = (u, u, a, b, b, skip, z, bias, state, first, True)
-    y, final = selective_scan.forward(*given, everything)
-    selective_scan.backward(y, final if everything else None, *given, *[True] * 9)
+    given = (u, u, a, b, b, skip, z, bias, state, first)
+    y, final, kept = selective_scan.forward(*given, True, everything)
+    selective_scan.backward(y, final if everything else None, *given, kept, True, *[True] * 9)
 
 
 def _fused_add(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "llama") -> None:

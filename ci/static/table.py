@@ -382,6 +382,10 @@ SPILLED = {
         "64 by 64 take a third of the time of 32 by 32 on an H100; three registers of a wave of 64",
     ),
     "_sparse_attention_backward_": ({"sm90": 1712}, "likewise, two fifths of the time"),
+    "_selective_scan_backward_": (
+        {"sm90": 88},
+        "packed rows; four tokens a step take 3.0 ms, and two 3.4 on an H100; see launch/sm90.yaml",
+    ),
 }
 # kernels, by how their names begin, that read a few numbers and stream nothing in
 NOT_READ = ("_zero_groups_", "_sinkhorn_", "_multi_token_zero_", "_ssd_gates_", "_ssd_steps_")

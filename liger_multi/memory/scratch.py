@@ -15,8 +15,9 @@ from torch import Tensor
 Given = Mapping[str, Any]
 FP32 = torch.float32
 CHUNK = 64  # tokens of a chunk of linear attention
-SPAN = 256  # tokens of a program of the selective scan, in forward
-CHANNELS, TOKENS = 32, 6  # of a program of the selective scan, and between states in memory
+SPAN = 256  # tokens of a program of the selective scan
+CHANNELS, TOKENS = 32, 4  # of a program of the selective scan, and between states in memory
+PROGRAMS = 32 * 132  # of backward of the selective scan that run at a time at least
 
 
 def _experts(given: Given) -> list[Tensor]:
@@ -104,18 +105,22 @@ def _state_space(given: Given) -> list[Tensor]:
 
 
 def _scan(given: Given) -> list[Tensor]:
-    """B and C in fp32, states of spans; for backward, also of chunks, and parts of dB and dC."""
+    """A, B and C in order; for backward, parts of sums, and what some sequences at a time have.
+
+    These are gradients after spans and sums of spans, states of chunks, and parts of dB and dC.
+    """
     u, states, back = given["u"], given["B"].shape[2], "dy" in given
     batch, length, cols = u.shape
-    held = [x.new_empty(x.shape, dtype=FP32) for x in (given["B"], given["C"])]
-    spans = -(-length // (2 * SPAN if back else SPAN))
-    if spans > 1:
-        held += [u.new_empty(batch, spans, (1 + back) * states + 1, cols, dtype=FP32)]
+    spans, blocks = -(-length // SPAN), -(-cols // CHANNELS)
+    some = min(batch, -(-PROGRAMS // (spans * blocks)))
+    held = [given[n].new_empty(given[n].shape, dtype=FP32) for n in "ABC"]
     if back:
-        blocks = -(-cols // CHANNELS)
-        held += [u.new_empty(batch, -(-length // TOKENS), states + 1, cols, dtype=FP32)]
+        held += [u.new_empty(some, spans * (spans > 1), states + 1, cols, dtype=FP32)]
+        held += [u.new_empty(some, -(-length // TOKENS), states, cols, dtype=FP32)]
+        held += [u.new_empty(batch, spans, given[f"needs_{n}"] * k, cols, dtype=FP32)
+                 for n, k in (("A", states), ("D", 1), ("delta_bias", 1))]  # fmt: skip
         if given["needs_B"] or given["needs_C"]:  # side by side
-            held += [u.new_empty(blocks, batch, length, 2, states, dtype=FP32)]
+            held += [u.new_empty(blocks, some, length, 2, states, dtype=FP32)]
     return held
 
 

@@ -21,20 +21,23 @@ op = Op(
 )
 
 
-@op.forward(returns="y final_state")
+@op.forward(returns="y final_state states", residuals="states")
 def forward(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
     z: Optional[Tensor], delta_bias: Optional[Tensor], initial_state: Optional[Tensor],
     first: Optional[Tensor], delta_softplus: bool, output_final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
+    from liger_multi.reference.linear_attention.selective_scan import kept_shape
+
     kind = torch.float64 if u.dtype == torch.float64 else torch.float32
     state = (u.shape[0], *A.shape) if output_final_state else (0,)
-    return u.new_empty(u.shape), u.new_empty(state, dtype=kind)
+    final, kept = (u.new_empty(shape, dtype=kind) for shape in (state, kept_shape(u, A)))
+    return u.new_empty(u.shape), final, kept
 
 
 op.backward(
-    reads="dy dfinal_state u delta A B C D z delta_bias initial_state first delta_softplus",
+    reads="dy dfinal_state u delta A B C D z delta_bias initial_state first states delta_softplus",
     returns="du ddelta dA dB dC dD dz ddelta_bias dinitial_state",
 )
 
@@ -65,10 +68,11 @@ def selective_scan(
         of u, states fp32 (fp64 for fp64).
 
     Memory:
-        Kept for backward: the arguments. Backward computes the states again. For the time of
-        backward, kernels take N fp32 numbers of a channel per 6 tokens, and 2 N of a token per 32
-        channels (16 where N is above 128); the reference takes some channels and spans of tokens
-        at a time.
+        Kept for backward: the arguments, and N fp32 numbers of a channel per 256 tokens of longer
+        sequences. Backward computes the other states again. For its time, kernels take N fp32
+        numbers of a channel per 4 tokens and 2 N of a token per 32 channels (16 where N is above
+        128) of as many sequences as are work for the whole card; the reference takes some channels
+        and spans of tokens at a time.
 
     Raises:
         TypeError: An argument has not the dtype that it must have.

@@ -33,6 +33,7 @@ from liger_multi.reference.linear_attention.state_space import (
     gated,
 )
 
+SPAN = 256  # tokens between the states that forward keeps for backward
 CACHED = 2**20  # states of a span on a CPU, whose caches hold no more
 LEAST = 16  # tokens of a span
 
@@ -161,6 +162,15 @@ class Span:
 # --- the operator ---
 
 
+def kept_shape(u: Tensor, A: Tensor) -> tuple[int, ...]:
+    """Of the states before every SPAN tokens, ``(batch, spans, N, channels)``.
+
+    One span has none: its state before is the initial one.
+    """
+    spans = -(-u.shape[1] // SPAN)
+    return (u.shape[0], spans, A.shape[1], A.shape[0]) if spans > 1 else (0,)
+
+
 def _before_gate(given: Inputs, span: Span, block: Block, states: Tensor) -> Tensor:
     y = span.outputs(states)
     return y if given.D is None else y + given.D[block.channels].to(y.dtype) * span.u
@@ -170,13 +180,14 @@ def forward(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
     z: Optional[Tensor], delta_bias: Optional[Tensor], initial_state: Optional[Tensor],
     first: Optional[Tensor], delta_softplus: bool, output_final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Some channels at a time, span after span."""
     sizes = StepSizes(delta_softplus)
     given = Inputs(u, delta, A, B, C, D, z, delta_bias, initial_state, first, sizes)
     y = u.new_empty(u.shape)
     shape = (u.shape[0], *A.shape) if output_final_state else (0,)
     final_state = u.new_empty(shape, dtype=given.kind)
+    kept = u.new_empty(kept_shape(u, A), dtype=given.kind)
     blocks, spans = _blocks(given)
     for block in blocks:
         state = given.states(block)
@@ -186,10 +197,12 @@ def forward(
             made = _before_gate(given, span, block, states)
             made = gated(made, None if z is None else given.rows(z, block, part))
             y[block.batch, part, block.channels] = made.transpose(0, 1).to(y.dtype)
+            for t in range(-(-part.start // SPAN) * SPAN, part.stop, SPAN) if kept.numel() else ():
+                kept[block.batch, t // SPAN, :, block.channels] = states[t - part.start]
             state = states[-1]
         if output_final_state:
             final_state[block] = state.mT
-    return y, final_state
+    return y, final_state, kept
 
 
 def _add_span(
@@ -233,11 +246,14 @@ def _add_span(
 def backward(
     dy: Optional[Tensor], dfinal_state: Optional[Tensor], u: Tensor, delta: Tensor, A: Tensor,
     B: Tensor, C: Tensor, D: Optional[Tensor], z: Optional[Tensor], delta_bias: Optional[Tensor],
-    initial_state: Optional[Tensor], first: Optional[Tensor], delta_softplus: bool, needs_u: bool,
-    needs_delta: bool, needs_A: bool, needs_B: bool, needs_C: bool, needs_D: bool, needs_z: bool,
-    needs_delta_bias: bool, needs_initial_state: bool,
+    initial_state: Optional[Tensor], first: Optional[Tensor], states: Tensor, delta_softplus: bool,
+    needs_u: bool, needs_delta: bool, needs_A: bool, needs_B: bool, needs_C: bool, needs_D: bool,
+    needs_z: bool, needs_delta_bias: bool, needs_initial_state: bool,
 ) -> Nine:  # fmt: skip
-    """Some channels at a time: forward for the states before spans, then the spans in reverse."""
+    """Some channels at a time: forward for the states before spans, then the spans in reverse.
+
+    Its spans are others than those whose ``states`` forward kept.
+    """
     sizes = StepSizes(delta_softplus)
     given = Inputs(u, delta, A, B, C, D, z, delta_bias, initial_state, first, sizes)
     needs = {

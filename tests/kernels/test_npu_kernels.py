@@ -7,6 +7,7 @@ Bugs planted in a kernel are found by running it: the fourth level can fail.
 
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections import Counter
@@ -120,6 +121,21 @@ def test_results_of_a_kernel(started, call):
     errors = [excess(got, right, torch.float32) for got, right in zip(*found, strict=True)]
     assert max(errors) <= 1, errors
     assert all(started[name] for name in kernels(call)), started
+
+
+def test_states_that_a_scan_keeps(monkeypatch):
+    from liger_multi.dispatch import registry
+    from liger_multi.reference.linear_attention import selective_scan as reference
+
+    monkeypatch.setattr(reference, "SPAN", 8)
+    made = Sample("kernel", SCAN, STEPS).make("cpu", torch.float32)
+    made = {n: t.detach() for n, t in made.items()} | {"seq_idx": None}
+    given = {n: made.get(n) for n in inspect.signature(reference.forward).parameters} | STEPS
+    exact = reference.forward(**given)[2]
+    wide = {n: t.to(NPU) if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+    found = registry.module("npu", "selective_scan").forward(**wide)[2].cpu()
+    assert found.shape == exact.shape == (2, 5, 3, COLS)
+    assert excess(found, exact, torch.float32) <= 1
 
 
 # --- planted bugs ---

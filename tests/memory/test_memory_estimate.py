@@ -534,7 +534,7 @@ KERNELS = {
         "u": _meta(2, 8192, 8192), "delta": _meta(2, 8192, 8192), "A": _numbers(8192, 16),
         "B": _meta(2, 8192, 16), "C": _meta(2, 8192, 16), "D": _numbers(8192),
         "z": _meta(2, 8192, 8192), "delta_bias": _numbers(8192), "delta_softplus": True,
-        "output_final_state": False,
+        "output_final_state": False, "states": _numbers(2, 32, 16, 8192),
     },
 }  # fmt: skip
 

@@ -350,6 +350,27 @@ def test_spans_and_blocks_change_nothing(op, monkeypatch):
     near(trained(run, tensors, **options, **FINAL), whole)
 
 
+def test_states_kept_for_backward(monkeypatch):
+    """Those that shorter sequences end with; none where there is one span."""
+    from liger_multi.reference.linear_attention import selective_scan
+
+    monkeypatch.setattr(selective_scan, "SPAN", 8)
+    tensors = channels(20, batch=2)
+    rows = ("u", "delta", "B", "C", "z")
+
+    def run(tokens):
+        given = {n: t[:, :tokens] if n in rows else t for n, t in tensors.items()}
+        return selective_scan.forward(**given, first=None, delta_softplus=True,
+                                      output_final_state=True)  # fmt: skip
+
+    _, _, states = run(20)
+    assert states.shape == (2, 3, 4, 6)
+    assert run(8)[2].numel() == 0
+    near([states[:, 0].mT], [tensors["initial_state"]])
+    for span in (1, 2):
+        near([states[:, span].mT], [run(8 * span)[1]])
+
+
 X, N = torch.ones(1, 4, 2, 8), torch.ones(1, 4, 1, 3)
 T, A = torch.ones(1, 4, 2), -torch.ones(2)
 WRONG = {

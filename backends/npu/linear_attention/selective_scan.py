@@ -30,6 +30,7 @@ from torch import Tensor
 
 from liger_multi.backends.npu.common.launching import block_of, jitted, start
 from liger_multi.dispatch.launch import device_info
+from liger_multi.reference.linear_attention import selective_scan as reference
 from liger_multi.reference.linear_attention.state_space import Nine
 
 MOST = 128  # states of a channel
@@ -329,18 +330,21 @@ def forward(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
     z: Optional[Tensor], delta_bias: Optional[Tensor], initial_state: Optional[Tensor],
     first: Optional[Tensor], delta_softplus: bool, output_final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One launch."""
     y = u.new_empty(u.shape)
     shape = (u.shape[0], *A.shape) if output_final_state else (0,)
     final = u.new_zeros(shape, dtype=torch.float32)
     initial = None if initial_state is None else _across(initial_state)
+    kept = u.new_empty(reference.kept_shape(u, A), dtype=torch.float32)
     if not y.numel():
-        return y, final if initial is None or not output_final_state else _across(initial)
+        last = final if initial is None or not output_final_state else _across(initial)
+        return y, last, kept
     given = _given("scan_forward", u, delta, A, B, C, D, z, delta_bias, first, delta_softplus)
     room = given.states_like()[:, 0] if output_final_state else None
-    _run(given, slice(0, u.shape[1]), u.shape[1], initial, y, None, room)
-    return y, final if room is None else _across(room)
+    each, states = (reference.SPAN, kept) if kept.numel() else (u.shape[1], None)
+    _run(given, slice(0, u.shape[1]), each, initial, y, states, room)
+    return y, final if room is None else _across(room), kept
 
 
 class Sums(NamedTuple):
@@ -420,9 +424,9 @@ def _summed(total: Optional[Tensor], like: Optional[Tensor], u: Tensor) -> Tenso
 def backward(
     dy: Optional[Tensor], dfinal_state: Optional[Tensor], u: Tensor, delta: Tensor, A: Tensor,
     B: Tensor, C: Tensor, D: Optional[Tensor], z: Optional[Tensor], delta_bias: Optional[Tensor],
-    initial_state: Optional[Tensor], first: Optional[Tensor], delta_softplus: bool, needs_u: bool,
-    needs_delta: bool, needs_A: bool, needs_B: bool, needs_C: bool, needs_D: bool, needs_z: bool,
-    needs_delta_bias: bool, needs_initial_state: bool,
+    initial_state: Optional[Tensor], first: Optional[Tensor], states: Tensor, delta_softplus: bool,
+    needs_u: bool, needs_delta: bool, needs_A: bool, needs_B: bool, needs_C: bool, needs_D: bool,
+    needs_z: bool, needs_delta_bias: bool, needs_initial_state: bool,
 ) -> Nine:  # fmt: skip
     """Two launches for every span of tokens."""
     given = _given("scan_reverse", u, delta, A, B, C, D, z, delta_bias, first, delta_softplus)

@@ -1,7 +1,7 @@
 """The selective scan of Mamba by Triton kernels, token after token with states in registers.
 
-Source: Gu and Dao 2023 (arXiv:2312.00752); the kernels are in selective_scan_kernels.py. Backward
-makes the states again; nothing but the arguments is kept between forward and backward.
+Source: Gu and Dao 2023 (arXiv:2312.00752); the kernels are in selective_scan_kernels.py. Forward
+leaves the states before spans of tokens; backward makes the others again.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from liger_multi.reference.linear_attention.state_space import Nine
 
 MOST = 256  # states of a channel
 HELD = 16  # states of a thread
+PROGRAMS = 32  # of a core, that backward has at a time at least
 JOINED = 256  # elements of states that a program takes from span to span
 
 # --- launch configuration ---
@@ -39,14 +40,14 @@ JOINED = 256  # elements of states that a program takes from span to span
 
 @dataclass(frozen=True)
 class ScanConfig:
-    """``block`` channels and ``span`` tokens a program, ``step`` tokens at a time.
+    """``block`` channels a program, ``step`` tokens at a time, which divide a span.
 
     ``ahead`` says what caches are asked for before it is loaded: B and C from 1 on, rows of
-    backward from 2 on.
+    backward from 2 on. From 3 on, rows of forward and of first passes are loaded no step ahead
+    beside that.
     """
 
     block: int
-    span: int
     step: int
     num_warps: int
     ahead: int = 0
@@ -57,15 +58,6 @@ class BackwardConfig(ScanConfig):
     """And ``parts`` steps a chunk; the states of a step's tokens are in registers."""
 
     parts: int = 2
-
-
-def _span(info: DeviceInfo, length: int, blocks: int) -> int:
-    """Tokens of a span, so that one sequence has 8 warps on every core, but 256 tokens or more.
-
-    Other sequences of a batch add programs, but must not change a sum's order.
-    """
-    spans = max(1, min(cdiv(8 * info.cores, blocks), length // 256))
-    return cdiv(max(length, 1), spans)
 
 
 def _shape(info: DeviceInfo, states: int) -> tuple[int, int]:
@@ -91,19 +83,13 @@ def forward_config(info: DeviceInfo, length: int, cols: int, states: int) -> Sca
         states: Of a channel.
     """
     block, count = _shape(info, states)
-    return ScanConfig(block, min(_span(info, length, cdiv(cols, block) * count), 256), 4, count, 1)
-
-
-def states_config(info: DeviceInfo, length: int, cols: int, states: int) -> ScanConfig:
-    """The first pass of both directions, which say what its spans and steps are."""
-    return forward_config(info, length, cols, states)
+    return ScanConfig(block, 4, count, 1)
 
 
 def backward_config(info: DeviceInfo, length: int, cols: int, states: int) -> BackwardConfig:
-    """Of 2, 3 and 4 tokens a step, backward of 2x8192x8192 takes 7.3, 6.4 and 7.2 ms (H100)."""
+    """Two tokens a step, whose states all cards hold in registers, and chunks of two steps."""
     block, count = _shape(info, states)
-    span = min(_span(info, length, cdiv(cols, block) * count), 512)
-    return BackwardConfig(block, span, 3, count, 2)
+    return BackwardConfig(block, 2, count, 2, 2)
 
 
 # --- launchers ---
@@ -168,6 +154,10 @@ class Call(NamedTuple):
         batch, _, cols = self.u.shape
         return self.u.new_empty(batch, *leading, cols, dtype=torch.float32)
 
+    def states(self, spans: int) -> Tensor:
+        """Room for states of all channels."""
+        return self.numbers(spans, self.B.shape[2])
+
     def tiles(self, block: int, *leading: int) -> Tensor:
         """Room for tiles of the states of ``block`` channels: those of a tile are adjacent."""
         batch, _, cols = self.u.shape
@@ -186,7 +176,7 @@ class Call(NamedTuple):
         return made
 
 
-FORMULAS = {"forward": forward_config, "states": states_config, "backward": backward_config}
+FORMULAS = {"forward": forward_config, "backward": backward_config}
 
 
 def _exchanges(c: Call, k: BackwardConfig) -> int:
@@ -209,9 +199,11 @@ class Spans(NamedTuple):
 
     @classmethod
     def of(cls, length: int, k: ScanConfig, parts: int = 1) -> Spans:
-        """Spans of whole chunks."""
-        chunks = cdiv(min(k.span, length), parts * k.step)
-        return cls(cdiv(length, chunks * parts * k.step), chunks, parts, k.step)
+        """Whole chunks of a shorter sequence, or spans of SPAN tokens."""
+        if reference.SPAN % (parts * k.step):
+            raise ValueError(f"a chunk of {parts} x {k.step} tokens must divide {reference.SPAN}")
+        chunks = cdiv(min(reference.SPAN, length), parts * k.step)
+        return cls(cdiv(length, reference.SPAN), chunks, parts, k.step)
 
     @property
     def tokens(self) -> int:
@@ -244,72 +236,71 @@ def _call(
 
 
 class Passed(NamedTuple):
-    """What the first pass leaves: before and after spans, and before chunks.
+    """What the first pass leaves where there are tensors: of spans, and before chunks."""
 
-    Attributes:
-        before: The states before spans, (batch, spans) tiles, None for one span.
-        after: Gradients after spans.
-        states: The states before chunks.
-        reached: Sums of step sizes from the beginning of a span to a chunk.
-    """
-
-    before: Optional[Tensor] = None
-    after: Optional[Tensor] = None
+    ends: Optional[Tensor] = None
+    sums: Optional[Tensor] = None
     states: Optional[Tensor] = None
-    reached: Optional[Tensor] = None
+    dends: Optional[Tensor] = None
 
 
 def _first_pass(
-    c: Call, block: int, parts: Spans, pairs: Tensor, dy: Tensor | None = None,
-    dfinal: Tensor | None = None, backward: bool = False,
-) -> Passed:  # fmt: skip
-    """States before spans; for backward, also those before chunks and gradients after spans."""
-    spans, chunks, *_ = parts
-    split, after = spans > 1, None
-    (batch, length, cols), states = c.u.shape, c.B.shape[2]
-    before = c.tiles(block, spans) if split else None
-    sums = c.numbers(spans) if split else None
-    at_chunks = c.tiles(block, spans, chunks) if backward else None
-    reached = c.numbers(spans, chunks) if backward and split else None
-    if backward:
-        after = c.tiles(block, spans) if split else _tiled(dfinal, block)
-    up = dy if backward and split else None
-    active = spans if backward else spans - 1  # nothing comes after the last
+    c: Call, k: ScanConfig, parts: Spans, pairs: Tensor, out: Passed, dy: Tensor | None = None,
+    before: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Over the tokens of all spans; of all but the last, after which nothing comes, for ends."""
+    active = parts.spans - (out.ends is not None)
+    batch, length, cols = c.u.shape
     args = (
-        c.u, c.delta, c.A, pairs, up, c.z, c.bias, None if split else c.initial, c.first, before,
-        sums, at_chunks, reached, after if split else None,
-        (0, 0) if up is None else (up.stride(0), up.stride(1)), *c.strides, length, cols, spans,
-        active, chunks, 0,
+        c.u, c.delta, c.A, pairs, dy, c.z, c.bias, before, c.first, *out,
+        (0, 0) if dy is None else (dy.stride(0), dy.stride(1)), *c.strides, length, cols,
+        parts.spans, active, parts.chunks, 0,
     )  # fmt: skip
-    k = c.config("states")
-    even, count = c.even(parts.tokens, block), cdiv(cols, block)
-    constants = c.constants(block, parts.parts, parts.step, k.ahead, even)
+    even, count = c.even(parts.tokens, k.block), cdiv(cols, k.block)
+    constants = c.constants(k.block, parts.parts, parts.step, k.ahead, even)
     launch(_selective_scan_states_kernel, batch * active * count, args, constants, k.num_warps)
-    for made, given, reverse in ((before, c.initial, False), (after, dfinal, True)):
-        if made is not None and split:
-            launch(
-                _selective_scan_join_kernel, batch * cdiv(made.shape[-1], JOINED),
-                (made, sums, c.A, given, c.first, c.first_step, length, cols, spans, parts.tokens),
-                (states, power_of_2(states), block, JOINED, reverse), 4,
-            )  # fmt: skip
-    return Passed(before, after, at_chunks, reached)
 
 
-def _tiled(x: Tensor | None, block: int) -> Tensor | None:
-    """States (batch, N, channels) as tiles of ``block`` channels."""
-    if x is None:
-        return None
-    batch, states, cols = x.shape
-    blocks, size = cdiv(cols, block), power_of_2(states)
-    wide = torch.nn.functional.pad(x, (0, blocks * block - cols, 0, size - states))
-    return wide.view(batch, size, blocks, block).transpose(1, 2).contiguous()
+def _join(
+    c: Call, parts: Spans, ends: Tensor, sums: Tensor | None, given: Tensor | None, reverse: bool
+) -> Tensor:
+    """What is before spans (after them, in reverse), in place of what they leave."""
+    batch, length, cols = c.u.shape
+    states = c.B.shape[2]
+    launch(
+        _selective_scan_join_kernel, batch * cdiv(states * cols, JOINED),
+        (ends, sums, c.A, given, c.first, c.first_step, length, cols, parts.spans, parts.tokens),
+        (states, JOINED, reverse), 4,
+    )  # fmt: skip
+    return ends
+
+
+def _states_before(c: Call, k: ScanConfig, parts: Spans, pairs: Tensor) -> Tensor:
+    """The states before spans, (batch, spans, N, channels)."""
+    ends, sums = c.states(parts.spans), c.numbers(parts.spans)
+    _first_pass(c, k, parts, pairs, Passed(ends, sums))
+    return _join(c, parts, ends, sums, c.initial, False)
+
+
+def _known(
+    c: Call, k: ScanConfig, parts: Spans, pairs: Tensor, dy: Tensor, dfinal: Tensor | None,
+    states: Tensor,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """What the reverse pass starts from: gradients after spans, and states before chunks."""
+    at_chunks = c.tiles(k.block, parts.spans, parts.chunks)
+    if parts.spans == 1:
+        _first_pass(c, k, parts, pairs, Passed(states=at_chunks), None, c.initial)
+        return dfinal, at_chunks
+    after, sums = c.states(parts.spans), c.numbers(parts.spans)
+    _first_pass(c, k, parts, pairs, Passed(None, sums, at_chunks, after), dy, states)
+    return _join(c, parts, after, sums, dfinal, True), at_chunks
 
 
 def forward(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
     z: Optional[Tensor], delta_bias: Optional[Tensor], initial_state: Optional[Tensor],
     first: Optional[Tensor], delta_softplus: bool, output_final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One launch, or three where spans of tokens share the work."""
     if not u.numel():
         return reference.forward(
@@ -321,22 +312,28 @@ def forward(
     batch, length, cols = u.shape
     parts = Spans.of(length, k)
     pairs = c.pairs(parts.spans * parts.tokens)
-    before = _first_pass(c, k.block, parts, pairs).before if parts.spans > 1 else None
+    split = parts.spans > 1
+    before = _states_before(c, k, parts, pairs) if split else c.initial
     y = u.new_empty(u.shape)
     final = c.numbers(B.shape[2]) if output_final_state else None
     args = (
-        c.u, c.delta, c.A, pairs, c.D, c.z, c.bias, c.initial, before, c.first, y,
-        final, *c.strides, length, cols, parts.spans, parts.chunks, 0,
+        c.u, c.delta, c.A, pairs, c.D, c.z, c.bias, before, c.first, y, final, *c.strides,
+        length, cols, parts.spans, parts.chunks, 0,
     )  # fmt: skip
     programs = batch * parts.spans * cdiv(cols, k.block)
     constants = c.constants(k.step, k.block, k.ahead, c.even(parts.tokens, k.block))
     launch(_selective_scan_forward_kernel, programs, args, constants, k.num_warps)
-    last = _by_state(final)
-    return y, u.new_empty(0, dtype=torch.float32) if last is None else last
+    none = u.new_empty(0, dtype=torch.float32)
+    last = none if final is None else final.mT.contiguous()
+    return y, last, before if split and before is not None else none
 
 
 class Gradients(NamedTuple):
-    """Where the kernel writes: gradients of rows, and parts of those that are sums."""
+    """Where the kernel writes: gradients of rows, and parts of those that are sums.
+
+    Of every sequence, so that some of them can go first. Parts of the gradients of B and C are side
+    by side, (blocks, batch, tokens, 2, N), and those of some sequences at a time.
+    """
 
     u: Optional[Tensor]
     delta: Optional[Tensor]
@@ -356,51 +353,85 @@ class Gradients(NamedTuple):
             return found.mT.to(like.dtype, memory_format=torch.contiguous_format)
         if name not in SUMS:
             return found
-        total = sum_rows(found.flatten(1), like.dtype)
+        total = sum_rows(found.flatten(0, 1).flatten(1), like.dtype)
         return total.view(like.mT.shape).mT.contiguous() if name == "A" else total.view(like.shape)
-
-    def numbers(self, B: Tensor, C: Tensor, needs: dict[str, bool]) -> tuple[Tensor, Tensor]:
-        """The gradients of B and C, whose parts are side by side."""
-        if self.pairs is None:
-            return B.new_empty(0), C.new_empty(0)
-        total = sum_rows(self.pairs.flatten(1), torch.float32).view(self.pairs.shape[1:])
-
-        def part(name: str, i: int, like: Tensor) -> Tensor:
-            if not needs[name]:
-                return like.new_empty(0)
-            x = total[:, : like.shape[1], i, : like.shape[2]]
-            return x.to(like.dtype, memory_format=torch.contiguous_format)
-
-        return part("B", 0, B), part("C", 1, C)
 
 
 SUMS = ("A", "D", "delta_bias")
 
 
-def _room(c: Call, block: int, spans: Spans, pairs: Tensor, needs: dict[str, bool]) -> Gradients:
+def _room(c: Call, spans: int, needs: dict[str, bool]) -> Gradients:
     """Memory for the gradients that are needed."""
     (batch, _, cols), states = c.u.shape, c.B.shape[2]
-    sums, parts = pairs.new_empty, batch * spans.spans
 
-    def new(name: str, like: Tensor | None, shape: tuple[int, ...]) -> Optional[Tensor]:
+    def new(name: str, like: Tensor | None, *shape: int) -> Optional[Tensor]:
         kind = torch.float32 if like is None else like.dtype
         return c.u.new_empty(shape, dtype=kind) if needs[name] else None
 
     return Gradients(
-        new("u", c.u, c.u.shape), new("delta", c.delta, c.u.shape), new("z", c.z, c.u.shape),
-        new("A", None, (parts, states, cols)),
-        sums(cdiv(cols, block), *pairs.shape) if needs["B"] or needs["C"] else None,
-        new("D", None, (parts, cols)), new("delta_bias", None, (parts, cols)),
-        new("initial_state", None, (batch, states, cols)),
+        new("u", c.u, *c.u.shape), new("delta", c.delta, *c.u.shape), new("z", c.z, *c.u.shape),
+        new("A", None, batch, spans, states, cols), None, new("D", None, batch, spans, cols),
+        new("delta_bias", None, batch, spans, cols),
+        new("initial_state", None, batch, states, cols),
     )  # fmt: skip
+
+
+def _part(given: Any, some: slice) -> Any:
+    """Some sequences of the tensors of a call or of gradients."""
+    whole = ("A", "D", "bias") if isinstance(given, Call) else ()
+    one = isinstance(given, Call) and given.first_step == 0
+    kept = (*whole, "first") if one else whole
+    return given._replace(**{
+        name: x[some] for name, x in given._asdict().items()
+        if isinstance(x, Tensor) and name not in kept
+    })  # fmt: skip
+
+
+def _groups(c: Call, parts: Spans, block: int) -> list[slice]:
+    """Sequences whose programs are work for all cores; each group has its states in turn."""
+    batch, _, cols = c.u.shape
+    programs, cores = parts.spans * cdiv(cols, block), device_info(c.u.device).cores
+    many = cdiv(PROGRAMS * cores, programs)
+    return [slice(b, min(b + many, batch)) for b in range(0, batch, many)]
+
+
+def _reverse(
+    c: Call, k: BackwardConfig, parts: Spans, pairs: Tensor, dy: Tensor, dfinal: Tensor | None,
+    states: Tensor, out: Gradients, summed: bool,
+) -> Tensor | None:  # fmt: skip
+    """Write the gradients of some sequences; return those of B and C, side by side."""
+    batch, length, cols = c.u.shape
+    after, at_chunks = _known(c, k, parts, pairs, dy, dfinal, states)
+    blocks = cdiv(cols, k.block)
+    sums = pairs.new_empty(blocks, *pairs.shape) if summed else None
+    args = (
+        c.u, dy, c.delta, c.A, pairs, c.D, c.z, c.bias, c.first, at_chunks, after,
+        *out._replace(pairs=sums), (dy.stride(0), dy.stride(1)), *c.strides, length, cols,
+        parts.spans, parts.chunks, batch, 0,
+    )  # fmt: skip
+    even = c.even(parts.tokens, k.block)
+    constants = c.constants(k.block, k.parts, k.step, _exchanges(c, k), k.ahead, even)
+    programs = batch * parts.spans * blocks
+    launch(_selective_scan_backward_kernel, programs, args, constants, k.num_warps)
+    if sums is None:
+        return None
+    return sum_rows(sums.flatten(1), torch.float32).view(pairs.shape)
+
+
+def _numbers(total: Tensor | None, i: int, like: Tensor) -> Tensor:
+    """The gradient of B or of C."""
+    if total is None:
+        return like.new_empty(0)
+    x = total[:, : like.shape[1], i, : like.shape[2]]
+    return x.to(like.dtype, memory_format=torch.contiguous_format)
 
 
 def backward(
     dy: Optional[Tensor], dfinal_state: Optional[Tensor], u: Tensor, delta: Tensor, A: Tensor,
     B: Tensor, C: Tensor, D: Optional[Tensor], z: Optional[Tensor], delta_bias: Optional[Tensor],
-    initial_state: Optional[Tensor], first: Optional[Tensor], delta_softplus: bool, needs_u: bool,
-    needs_delta: bool, needs_A: bool, needs_B: bool, needs_C: bool, needs_D: bool, needs_z: bool,
-    needs_delta_bias: bool, needs_initial_state: bool,
+    initial_state: Optional[Tensor], first: Optional[Tensor], states: Tensor, delta_softplus: bool,
+    needs_u: bool, needs_delta: bool, needs_A: bool, needs_B: bool, needs_C: bool, needs_D: bool,
+    needs_z: bool, needs_delta_bias: bool, needs_initial_state: bool,
 ) -> Nine:  # fmt: skip
     """The first pass, the reverse pass, and a launch for every sum of parts."""
     given = {
@@ -409,7 +440,7 @@ def backward(
     }  # fmt: skip
     if not u.numel():
         return reference.backward(
-            dy, dfinal_state, u, delta, A, B, C, D, z, delta_bias, initial_state, first,
+            dy, dfinal_state, u, delta, A, B, C, D, z, delta_bias, initial_state, first, states,
             delta_softplus, needs_u, needs_delta, needs_A, needs_B, needs_C, needs_D, needs_z,
             needs_delta_bias, needs_initial_state,
         )  # fmt: skip
@@ -420,22 +451,21 @@ def backward(
     wanted = {n: need and given[n] is not None for n, need in zip(given, needs, strict=True)}
     c = _call(u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus)
     k = c.config("backward")
-    batch, length, cols = u.shape
-    parts = Spans.of(length, k, k.parts)
-    dy = torch.zeros_like(c.u) if dy is None else _adjacent(dy)
-    pairs = c.pairs(parts.spans * parts.tokens)
-    known = _first_pass(c, k.block, parts, pairs, dy, _by_state(dfinal_state), backward=True)
-    out = _room(c, k.block, parts, pairs, wanted)
-    args = (
-        c.u, dy, c.delta, c.A, pairs, c.D, c.z, c.bias, c.first, known.states,
-        known.reached, known.before, known.after, *out, (dy.stride(0), dy.stride(1)), *c.strides,
-        length, cols, parts.spans, parts.chunks, batch, 0,
-    )  # fmt: skip
-    programs = batch * parts.spans * cdiv(cols, k.block)
-    even = c.even(parts.tokens, k.block)
-    constants = c.constants(k.block, k.parts, k.step, _exchanges(c, k), k.ahead, even)
-    launch(_selective_scan_backward_kernel, programs, args, constants, k.num_warps)
-    db, dc = out.numbers(B, C, wanted)
-    made = {"B": db, "C": dc}
-    found = [made[n] if n in made else out.of(n, u if x is None else x) for n, x in given.items()]
+    parts = Spans.of(u.shape[1], k, k.parts)
+    dy, dfinal = torch.zeros_like(c.u) if dy is None else _adjacent(dy), _by_state(dfinal_state)
+    pairs, out = c.pairs(parts.spans * parts.tokens), _room(c, parts.spans, wanted)
+    summed, totals = wanted["B"] or wanted["C"], []
+    for some in _groups(c, parts, k.block):
+        made = _reverse(
+            _part(c, some), k, parts, pairs[some], dy[some],
+            None if dfinal is None else dfinal[some], states[some], _part(out, some), summed,
+        )  # fmt: skip
+        totals += [] if made is None else [made]
+    total = torch.cat(totals) if totals else None
+    numbers = {"B": (0, B), "C": (1, C)}
+    found = [
+        _numbers(total if wanted[n] else None, *numbers[n]) if n in numbers
+        else out.of(n, u if x is None else x)
+        for n, x in given.items()
+    ]  # fmt: skip
     return tuple(found)  # type: ignore[return-value]

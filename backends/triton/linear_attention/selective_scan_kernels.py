@@ -11,18 +11,17 @@ gate:
     ddelta = u m . B + sum over states of m a h_{t-1} A,  dA = sum over t of m a h_{t-1} delta
 
 A program owns some channels of one span of tokens, and passes over the tokens with a tile of states
-in registers, states by channels. Where spans are shorter than the sequence, programs of all spans
-run at the same time, in two passes. The first starts every span from zeros and leaves its last
-state and the sum of its step sizes, S. The decay of a whole span is exp(S A), so a short second
-kernel turns last states into states before spans. The second pass starts from these.
+in registers, states by channels. Programs of all spans run at the same time, in two passes. The
+first starts every span from zeros and leaves its last state and the sum of its step sizes, S. The
+decay of a whole span is exp(S A), so a short second kernel turns last states into states before
+spans, which are kept for backward. The second pass starts from these.
 
-Backward needs the gradient after every span as well, in the same form in reverse: the first pass
+Backward needs the gradient after every span as well, in the same form in reverse: its first pass
 leaves the sum over t of (a_first ... a_t) dy_t C_t. It also leaves the state before every chunk of
-tokens. Its state before the span was zero; the true one, h, adds exp(S A) h, with S up to the
-chunk. The second pass goes through the chunks from the last to the first, and through parts of a
-chunk in the same way: it computes the states of a part again, keeps them in registers, and goes
-through its tokens in reverse. Sums over channels leave as one partial a program, sums over tokens
-as one a span; a second kernel adds them in a fixed order.
+tokens, from the states before spans. The second pass goes through the chunks from the last to the
+first, and through parts of a chunk in the same way: it computes the states of a part again, keeps
+them in registers, and goes through its tokens in reverse. Sums over channels leave as one partial
+a program, sums over tokens as one a span; a second kernel adds them in a fixed order.
 
 Of B and C, every thread reads all numbers of a token; they are side by side, and tiles of states
 are adjacent, so that a compiler knows where the next one is. Rows are loaded a step ahead.
@@ -75,7 +74,10 @@ def _load_states(ptr, lane, left, cols, zero, DIM: tl.constexpr, SIZE: tl.conste
 
 @triton.jit
 def _store_states(ptr, value, lane, left, cols, zero, DIM: tl.constexpr, SIZE: tl.constexpr):
-    """Write a tile (states, channels)."""
+    """Write a tile (states, channels).
+
+    After a loop, ``zero`` is not that of loads before it: a compiler would keep their addresses.
+    """
     n = tl.arange(0, SIZE)
     mask = (n < DIM)[:, None] & (lane < left)[None, :]
     tl.store(ptr + (n[:, None] * cols + (lane + zero)[None, :]), value, mask=mask)
@@ -177,6 +179,17 @@ def _fetch_rows(ptr, first, stride, BLOCK: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _fetch_all_rows(
+    u_ptr, delta_ptr, dy_ptr, z_ptr, first, strides, BLOCK: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """The same of u, delta, dy and z."""
+    _fetch_rows(u_ptr, first, strides[0], BLOCK, COUNT)
+    _fetch_rows(delta_ptr, first, strides[1], BLOCK, COUNT)
+    _fetch_rows(dy_ptr, first, strides[2], BLOCK, COUNT)
+    _fetch_rows(z_ptr, first, strides[3], BLOCK, COUNT)
+
+
+@triton.jit
 def _load_gaps(first_ptr, first, length, COUNT: tl.constexpr):
     """-inf for those of COUNT tokens that begin a sequence, else 0.
 
@@ -210,20 +223,20 @@ def _passes(first_ptr, begin, end):
 def _steps_and_slopes(raw, bias, inside, SOFTPLUS: tl.constexpr):
     """Step sizes of a token, 0 past the last one, and their derivatives.
 
-    With u = exp(-|x|), softplus is max(x, 0) + log(1 + u). With s = u / (2 + u), at most 1/3, the
-    logarithm is 2 atanh(s), a polynomial in s^2 to 4e-9: it keeps its digits however small u is.
+    With u = exp(-|x|), softplus is max(x, 0) + log(1 + u). The logarithm is u times a polynomial,
+    to 3e-8 of it: it keeps its digits however small u is, and takes no reciprocal.
     """
     x = raw.to(tl.float32) + bias
     slopes = x * 0.0 + 1.0
     if SOFTPLUS:
         u = exp2_near(-tl.abs(x) * LOG2E)
-        s = u * reciprocal_near(2.0 + u)
-        q = s * s
-        odd = 0.40024852752 + q * (0.27961418032 + q * 0.28174656629)
-        odd = 2.0 + q * (0.66666316986 + q * odd)
+        p = -0.02950524012 + u * 0.005232693703
+        p = 0.191060079 + u * (-0.1366324728 + u * (0.07822596093 + u * p))
+        p = -0.4999949315 + u * (0.333190969 + u * (-0.2484298267 + u * p))
+        p = 0.9999999699 + u * p
         half = reciprocal_near(1.0 + u)
         slopes = tl.where(x < 0.0, u * half, half)
-        x = tl.maximum(x, 0.0) + s * odd
+        x = tl.maximum(x, 0.0) + u * p
     return x if inside is True else tl.where(inside, x, 0.0), slopes
 
 
@@ -261,9 +274,9 @@ TOGETHER = tl.constexpr(8)  # spans whose ends are loaded at a time
 
 @triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
 def _selective_scan_states_kernel(
-    u_ptr, delta_ptr, a_ptr, pairs_ptr, dy_ptr, z_ptr, bias_ptr, initial_ptr, first_ptr, ends_ptr,
-    sums_ptr, states_ptr, reached_ptr, dends_ptr, dy_steps, u_steps, delta_steps, z_steps,
-    first_step, length, cols, spans, active, chunks, zero, DIM: tl.constexpr, SIZE: tl.constexpr,
+    u_ptr, delta_ptr, a_ptr, pairs_ptr, dy_ptr, z_ptr, bias_ptr, before_ptr, first_ptr, ends_ptr,
+    sums_ptr, states_ptr, dends_ptr, dy_steps, u_steps, delta_steps, z_steps, first_step, length,
+    cols, spans, active, chunks, zero, DIM: tl.constexpr, SIZE: tl.constexpr,
     SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
     AHEAD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -271,10 +284,11 @@ def _selective_scan_states_kernel(
 
     Program: BLOCK channels of one of the first ``active`` spans of a sequence, ``chunks`` chunks of
     PARTS times STEP tokens.
-    Reads u, delta, A, B and the bias; C, dy and z for the gradient; a step ahead. Writes what there
-    are tensors for. Of spans: the last state and the gradient of the one before them, a tile each,
-    and the sum of step sizes, (batch, spans, channels). Of chunks, the states before them, (batch,
-    spans, blocks, chunks) tiles, and the sum of step sizes since the span began.
+    Reads u, delta, A, B and the bias; C, dy and z for the gradient; a step ahead. Starts from the
+    states before spans, (batch, spans, DIM, channels), or from zeros. Writes what there are tensors
+    for. Of spans: the last state and the gradient of the one before them, of that shape, and the
+    sum of step sizes, (batch, spans, channels). Of chunks, the states before them, (batch, spans,
+    blocks, chunks) tiles.
     """
     batch, span, block, start, left = _place(cols, active, BLOCK)
     lane, n = tl.arange(0, BLOCK), tl.arange(0, SIZE)
@@ -296,34 +310,36 @@ def _selective_scan_states_kernel(
     a = _load_states(a_ptr + start, lane, left, cols, zero, DIM, SIZE) * LOG2E
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
     state = tl.zeros([SIZE, BLOCK], tl.float32)
-    if initial_ptr is not None:
-        given = initial_ptr + batch * cols * DIM + start
+    if before_ptr is not None:
+        given = before_ptr + place * cols * DIM + start
         state += _load_states(given, lane, left, cols, zero, DIM, SIZE)
     total = tl.zeros([BLOCK], tl.float32)
     through, dstate = tl.full([SIZE, BLOCK], 1.0, tl.float32), tl.zeros([SIZE, BLOCK], tl.float32)
     gate_ptr = z_ptr if dy_ptr is not None else None
     strides = (u_steps[1], delta_steps[1], dy_steps[1], z_steps[1])
-    u, raw, dy, z = _load_step(
-        u_ptr, delta_ptr, dy_ptr, gate_ptr, origin, strides, origin, lane, length, left, STEP, EVEN
-    )
+    if AHEAD < 3:
+        u, raw, dy, z = _load_step(
+            u_ptr, delta_ptr, dy_ptr, gate_ptr, origin, strides, origin, lane, length, left, STEP,
+            EVEN,
+        )  # fmt: skip
     for step in tl.range(0, chunks * PARTS):
         first = origin + step * STEP
         after = tl.minimum(first + STEP, origin + tokens - STEP)
         gaps = _load_gaps(first_ptr, first, length, STEP)
         if AHEAD > 0:
             _fetch_pairs(pairs_ptr + (after - first) * (2 * SIZE), SIZE, STEP)
+        at = after if AHEAD < 3 else first
         next_u, next_raw, next_dy, next_z = _load_step(
-            u_ptr, delta_ptr, dy_ptr, gate_ptr, after, strides, after, lane, length, left, STEP,
-            EVEN,
-        )  # fmt: skip
+            u_ptr, delta_ptr, dy_ptr, gate_ptr, at, strides, at, lane, length, left, STEP, EVEN
+        )
+        if AHEAD > 2:
+            u, raw, dy, z = next_u, next_raw, next_dy, next_z
+            _fetch_all_rows(u_ptr, delta_ptr, dy_ptr, gate_ptr, after, strides, BLOCK, STEP)
         if states_ptr is not None:
             if step % PARTS == 0:
                 chunk = step // PARTS
-                at = states_ptr + (tile * chunks + chunk) * (SIZE * BLOCK)
-                tl.store(_in_tile(at, lane, zero, SIZE, BLOCK), state)
-                if reached_ptr is not None:
-                    at = reached_ptr + (place * chunks + chunk) * cols + start
-                    tl.store(at + lane, total, mask=lane < left)
+                chunk_ptr = states_ptr + (tile * chunks + chunk) * (SIZE * BLOCK)
+                tl.store(_in_tile(chunk_ptr, lane, zero, SIZE, BLOCK), state)
         for i in tl.static_range(STEP):
             steps = _step_sizes(raw[i], bias, EVEN or first + i < length, SOFTPLUS)
             gap = gaps[i] if first_ptr is not None else 0.0
@@ -339,37 +355,37 @@ def _selective_scan_states_kernel(
                 c = tl.load(pairs_ptr + (2 * SIZE * i + SIZE + n))
                 dstate += through * (up[None, :] * c[:, None])
         pairs_ptr += 2 * SIZE * STEP
-        u, raw, dy, z = next_u, next_raw, next_dy, next_z
-    if ends_ptr is not None:
-        tl.store(_in_tile(ends_ptr + tile * (SIZE * BLOCK), lane, zero, SIZE, BLOCK), state)
+        if AHEAD < 3:
+            u, raw, dy, z = next_u, next_raw, next_dy, next_z
+    whole, later = place * cols * DIM + start, zero * chunks
+    if sums_ptr is not None:
         tl.store(sums_ptr + (place * cols + start) + lane, total, mask=lane < left)
+    if ends_ptr is not None:
+        _store_states(ends_ptr + whole, state, lane, left, cols, later, DIM, SIZE)
     if dends_ptr is not None:
-        tl.store(_in_tile(dends_ptr + tile * (SIZE * BLOCK), lane, zero, SIZE, BLOCK), dstate)
+        _store_states(dends_ptr + whole, dstate, lane, left, cols, later, DIM, SIZE)
 
 
 @triton.jit
 def _selective_scan_join_kernel(
     ends_ptr, sums_ptr, a_ptr, given_ptr, first_ptr, first_step, length, cols, spans, tokens,
-    DIM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    REVERSE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """From what spans leave to what is before them; with REVERSE, gradients after them.
 
-    Program: BLOCK elements of the tiles (SIZE, WIDTH) of one sequence, span after span of
+    Program: BLOCK numbers of the states (DIM, channels) of one sequence, span after span of
     ``tokens``. It waits once for what TOGETHER spans left. Reads A, the sums of step sizes, and the
-    state before the first span (after the last), (batch, channels, DIM). Reads and overwrites the
-    tiles.
+    state before the first span (after the last), (batch, DIM, channels). Reads and overwrites what
+    spans left, (batch, spans, DIM, channels).
     """
-    many = tl.cdiv(cols, WIDTH) * (SIZE * WIDTH)
+    many = cols * DIM
     blocks = tl.cdiv(many, BLOCK)
     pid = tl.program_id(0)
     batch = (pid // blocks).to(tl.int64)
     element = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside, n = element < many, element // WIDTH % SIZE
-    channel = element // (SIZE * WIDTH) * WIDTH + element % WIDTH
-    mask, plain = inside & (channel < cols) & (n < DIM), n * cols + channel
-    a = tl.load(a_ptr + plain, mask=mask, other=0.0).to(tl.float32) * LOG2E
-    state = load_or(given_ptr, batch * cols * DIM + plain, mask, 0.0)
+    inside, channel = element < many, element % cols
+    a = tl.load(a_ptr + element, mask=inside, other=0.0).to(tl.float32) * LOG2E
+    state = load_or(given_ptr, batch * many + element, inside, 0.0)
     if first_ptr is not None:
         first_ptr += batch * first_step
     for begun in tl.range(0, spans, TOGETHER):
@@ -378,7 +394,7 @@ def _selective_scan_join_kernel(
             step = tl.minimum(begun + i, spans - 1)
             span = batch * spans + (spans - 1 - step if REVERSE else step)
             left = tl.load(ends_ptr + span * many + element, mask=inside, other=0.0)
-            total = tl.load(sums_ptr + span * cols + channel, mask=mask, other=0.0)
+            total = tl.load(sums_ptr + span * cols + channel, mask=inside, other=0.0)
             ends = _append(ends, (left, total))
         for i in tl.static_range(TOGETHER):
             left, total = ends[i]
@@ -394,18 +410,18 @@ def _selective_scan_join_kernel(
 
 @triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
 def _selective_scan_forward_kernel(
-    u_ptr, delta_ptr, a_ptr, pairs_ptr, skip_ptr, z_ptr, bias_ptr, initial_ptr, before_ptr,
-    first_ptr, y_ptr, final_ptr, u_steps, delta_steps, z_steps, first_step, length, cols, spans,
-    chunks, zero, DIM: tl.constexpr, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    u_ptr, delta_ptr, a_ptr, pairs_ptr, skip_ptr, z_ptr, bias_ptr, before_ptr, first_ptr, y_ptr,
+    final_ptr, u_steps, delta_steps, z_steps, first_step, length, cols, spans, chunks, zero,
+    DIM: tl.constexpr, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Results of all tokens.
 
     Program: BLOCK channels of a span of one sequence, ``chunks`` chunks of tokens.
-    Reads all inputs, a chunk ahead, and the state before the span, a tile, or before the sequence,
-    (batch, channels, DIM). Writes y and the last state.
+    Reads all inputs, a chunk ahead, and the state before the span, (batch, spans, DIM, channels).
+    Writes y and the last state.
     """
-    batch, span, block, start, left = _place(cols, spans, BLOCK)
+    batch, span, _, start, left = _place(cols, spans, BLOCK)
     lane, n = tl.arange(0, BLOCK), tl.arange(0, SIZE)
     place = batch * spans + span
     origin = span * chunks * CHUNK
@@ -421,25 +437,27 @@ def _selective_scan_forward_kernel(
     skip = load_or(skip_ptr, start + lane, lane < left, 0.0)
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
     state = tl.zeros([SIZE, BLOCK], tl.float32)
-    whole = batch * cols * DIM + start
     if before_ptr is not None:
-        at = before_ptr + (place * tl.cdiv(cols, BLOCK) + block) * (SIZE * BLOCK)
-        state += tl.load(_in_tile(at, lane, zero, SIZE, BLOCK))
-    elif initial_ptr is not None:
-        state += _load_states(initial_ptr + whole, lane, left, cols, zero, DIM, SIZE)
+        given = before_ptr + place * cols * DIM + start
+        state += _load_states(given, lane, left, cols, zero, DIM, SIZE)
     strides = (u_steps[1], delta_steps[1], 0, z_steps[1])
-    u, raw, _, z = _load_step(
-        u_ptr, delta_ptr, None, z_ptr, origin, strides, origin, lane, length, left, CHUNK, EVEN
-    )
+    if AHEAD < 3:
+        u, raw, _none, z = _load_step(
+            u_ptr, delta_ptr, None, z_ptr, origin, strides, origin, lane, length, left, CHUNK, EVEN
+        )
     for chunk in tl.range(0, chunks):
         first = origin + chunk * CHUNK
         after = tl.minimum(first + CHUNK, origin + (chunks - 1) * CHUNK)
         gaps = _load_gaps(first_ptr, first, length, CHUNK)
         if AHEAD > 0:
             _fetch_pairs(pairs_ptr + (after - first) * (2 * SIZE), SIZE, CHUNK)
-        next_u, next_raw, _, next_z = _load_step(
-            u_ptr, delta_ptr, None, z_ptr, after, strides, after, lane, length, left, CHUNK, EVEN
+        at = after if AHEAD < 3 else first
+        next_u, next_raw, _none, next_z = _load_step(
+            u_ptr, delta_ptr, None, z_ptr, at, strides, at, lane, length, left, CHUNK, EVEN
         )
+        if AHEAD > 2:
+            u, raw, z = next_u, next_raw, next_z
+            _fetch_all_rows(u_ptr, delta_ptr, None, z_ptr, after, strides, BLOCK, CHUNK)
         rows = ()  # written last: a load after a store would wait for it
         for i in tl.static_range(CHUNK):
             steps = _step_sizes(raw[i], bias, EVEN or first + i < length, SOFTPLUS)
@@ -456,10 +474,12 @@ def _selective_scan_forward_kernel(
         row = tl.cast(first, tl.int64) * cols
         _put_tokens(y_ptr, row, rows, first, cols, lane, length, left, False, CHUNK, EVEN)
         pairs_ptr += 2 * SIZE * CHUNK
-        u, raw, z = next_u, next_raw, next_z
+        if AHEAD < 3:
+            u, raw, z = next_u, next_raw, next_z
     if final_ptr is not None:
         if span == spans - 1:
-            _store_states(final_ptr + whole, state, lane, left, cols, zero, DIM, SIZE)
+            last_ptr, later = final_ptr + batch * cols * DIM + start, zero * chunks
+            _store_states(last_ptr, state, lane, left, cols, later, DIM, SIZE)
 
 
 @triton.jit
@@ -480,26 +500,6 @@ def _states_of(
         states, sizes = _append(states, state), _append(sizes, steps)
         slopes = _append(slopes, slope)
     return states, sizes, slopes, decays
-
-
-@triton.jit
-def _states_before(
-    states_ptr, reached_ptr, before_ptr, first_ptr, tile, place, chunk, chunks, origin, first,
-    length, cols, start, a, lane, left, zero, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The states before a chunk: as the first pass left them, and what came from before the span.
-
-    ``tile`` is the number of the span's block, ``place`` that of the span.
-    """
-    states_ptr += (tile * chunks + chunk) * (SIZE * BLOCK)
-    state = tl.load(_in_tile(states_ptr, lane, zero, SIZE, BLOCK))
-    if before_ptr is not None:
-        reached_ptr += (place * chunks + chunk) * cols + start
-        total = load_or(reached_ptr, lane, lane < left, 0.0)
-        passes = _passes(first_ptr, origin, tl.minimum(first, length))
-        h = tl.load(_in_tile(before_ptr + tile * (SIZE * BLOCK), lane, zero, SIZE, BLOCK))
-        state += exp2_near(total[None, :] * a + passes) * h
-    return state
 
 
 @triton.jit
@@ -643,29 +643,28 @@ def _fetch_earlier(
     if AHEAD > 0:
         _fetch_pairs(pairs_ptr + ahead * (2 * SIZE), SIZE, PARTS * KEPT)
     if AHEAD > 1:
-        _fetch_rows(u_ptr, origin + ahead, strides[0], BLOCK, KEPT)
-        _fetch_rows(delta_ptr, origin + ahead, strides[1], BLOCK, KEPT)
-        _fetch_rows(dy_ptr, origin + ahead, strides[2], BLOCK, KEPT)
-        _fetch_rows(z_ptr, origin + ahead, strides[3], BLOCK, KEPT)
+        at = origin + ahead
+        _fetch_all_rows(u_ptr, delta_ptr, dy_ptr, z_ptr, at, strides, BLOCK, KEPT)
 
 
 @triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
 def _selective_scan_backward_kernel(
     u_ptr, dy_ptr, delta_ptr, a_ptr, pairs_ptr, skip_ptr, z_ptr, bias_ptr, first_ptr, states_ptr,
-    reached_ptr, before_ptr, after_ptr, du_ptr, ddelta_ptr, dz_ptr, da_ptr, dpairs_ptr, dskip_ptr,
-    dbias_ptr, dinitial_ptr, dy_steps, u_steps, delta_steps, z_steps, first_step, length, cols,
-    spans, chunks, batches, zero, DIM: tl.constexpr, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr, EXCHANGE: tl.constexpr,
-    AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    after_ptr, du_ptr, ddelta_ptr, dz_ptr, da_ptr, dpairs_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
+    dy_steps, u_steps, delta_steps, z_steps, first_step, length, cols, spans, chunks, batches, zero,
+    DIM: tl.constexpr, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, KEPT: tl.constexpr, EXCHANGE: tl.constexpr, AHEAD: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """All gradients.
 
     Program: BLOCK channels of a span of one sequence, from its last chunk to the first.
-    Reads all inputs, the tiles of states before chunks and spans, and of gradients after spans.
-    Writes du, ddelta, dz, and the gradient of the first state, (batch, DIM, channels); the
-    channels' part of dB and dC, (blocks, batch, tokens, 2, SIZE); the span's part of dA, (batch,
-    spans, DIM, channels), and of the gradients of D and the bias, (batch, spans, channels).
+    Reads all inputs, tiles of states before chunks, and gradients after spans, (batch, spans, DIM,
+    channels). Writes du, ddelta, dz, the gradient of the first state, (batch, DIM, channels), and
+    parts of sums: of dB and dC (blocks, batch, tokens, 2, SIZE), of dA (batch, spans, DIM,
+    channels), of dD and that of the bias (batch, spans, channels).
     """
+    COUNT: tl.constexpr = 2 if KEPT % 2 == 0 else 1  # tokens written together: more take registers
     batch, span, block, start, left = _place(cols, spans, BLOCK)
     lane, n = tl.arange(0, BLOCK), tl.arange(0, SIZE)
     place = batch * spans + span
@@ -688,7 +687,8 @@ def _selective_scan_backward_kernel(
     carry, none = tl.zeros([SIZE, BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     sums = (carry, none, none)
     if after_ptr is not None:
-        carry += tl.load(_in_tile(after_ptr + tile * (SIZE * BLOCK), lane, zero, SIZE, BLOCK))
+        given = after_ptr + place * cols * DIM + start
+        carry += _load_states(given, lane, left, cols, zero, DIM, SIZE)
     before = origin + tokens - KEPT
     next_u, next_raw, next_dy, next_z = _load_step(
         u_ptr, delta_ptr, dy_ptr, z_ptr, before, strides, before, lane, length, left, KEPT, EVEN
@@ -699,10 +699,8 @@ def _selective_scan_backward_kernel(
         begin = first - part * KEPT  # of its chunk
         u, raw, dy, z = next_u, next_raw, next_dy, next_z
         at_ptr = pairs_ptr + index * (KEPT * 2 * SIZE)
-        state = _states_before(
-            states_ptr, reached_ptr, before_ptr, first_ptr, tile, place, index // PARTS, chunks,
-            origin, begin, length, cols, start, a, lane, left, zero * step, SIZE, BLOCK,
-        )  # fmt: skip
+        chunk_ptr = states_ptr + (tile * chunks + index // PARTS) * (SIZE * BLOCK)
+        state = tl.load(_in_tile(chunk_ptr, lane, zero, SIZE, BLOCK))
         _fetch_earlier(
             states_ptr, tile * chunks, pairs_ptr, index, u_ptr, delta_ptr, dy_ptr, z_ptr, strides,
             origin, SIZE, BLOCK, PARTS, KEPT, AHEAD,
@@ -716,30 +714,33 @@ def _selective_scan_backward_kernel(
             state, u, raw, bias, a, gaps, at_ptr, first, length, n, SIZE, SOFTPLUS,
             first_ptr is not None, KEPT, EVEN,
         )  # fmt: skip
-        carry, sums, made = _back(
-            carry, sums, h, sizes, slopes, decays, u, dy, z, gaps, at_ptr, a, skip, lane, n, first,
-            length, zero, SIZE, BLOCK, z_ptr is not None, first_ptr is not None,
-            dpairs_ptr is not None, EXCHANGE, EVEN, KEPT - 1, 0,
-        )  # fmt: skip
         before = tl.maximum(first - KEPT, origin)
         next_u, next_raw, next_dy, next_z = _load_step(
-            u_ptr, delta_ptr, dy_ptr, z_ptr, before, strides, before, lane, length, left, KEPT,
-            EVEN,
-        )  # fmt: skip
-        # written last: a load after a store would wait for it
-        at = rows + tl.cast(first, tl.int64) * cols
-        _put_tokens(du_ptr, at, made[0], first, cols, lane, length, left, True, KEPT, EVEN)
-        _put_tokens(ddelta_ptr, at, made[1], first, cols, lane, length, left, True, KEPT, EVEN)
-        _put_tokens(dz_ptr, at, made[2], first, cols, lane, length, left, True, KEPT, EVEN)
-        at = of_pairs + index * (KEPT * 2 * SIZE)
-        _put_all_sums(dpairs_ptr, at, made[3], made[4], SIZE, EXCHANGE, KEPT)
-    at = place * cols + start
+            u_ptr, delta_ptr, dy_ptr, z_ptr, before, strides, before, lane, length, left, KEPT, EVEN
+        )
+        for last in tl.static_range(KEPT - 1, -1, -COUNT):
+            if last < KEPT - 1:
+                gap = gaps[last] if first_ptr is not None else 0.0
+                decays = _decays(sizes[last] * (zero + 1), a, gap, first_ptr is not None)
+            carry, sums, made = _back(
+                carry, sums, h, sizes, slopes, decays, u, dy, z, gaps, at_ptr, a, skip, lane, n,
+                first, length, zero, SIZE, BLOCK, z_ptr is not None, first_ptr is not None,
+                dpairs_ptr is not None, EXCHANGE, EVEN, last, last - COUNT + 1,
+            )  # fmt: skip
+            t = first + (last - COUNT + 1)
+            at = rows + tl.cast(t, tl.int64) * cols
+            _put_tokens(du_ptr, at, made[0], t, cols, lane, length, left, True, COUNT, EVEN)
+            _put_tokens(ddelta_ptr, at, made[1], t, cols, lane, length, left, True, COUNT, EVEN)
+            _put_tokens(dz_ptr, at, made[2], t, cols, lane, length, left, True, COUNT, EVEN)
+            at = of_pairs + (t - origin) * (2 * SIZE)
+            _put_all_sums(dpairs_ptr, at, made[3], made[4], SIZE, EXCHANGE, COUNT)
+    at, later = place * cols + start, zero * chunks
     _put_tokens(dskip_ptr, at, (sums[1],), 0, cols, lane, 1, left, False, 1, EVEN)
     _put_tokens(dbias_ptr, at, (sums[2],), 0, cols, lane, 1, left, False, 1, EVEN)
     if da_ptr is not None:
         at = da_ptr + (place * cols * DIM + start)
-        _store_states(at, sums[0], lane, left, cols, zero, DIM, SIZE)
+        _store_states(at, sums[0], lane, left, cols, later, DIM, SIZE)
     if dinitial_ptr is not None:
         if span == 0:
             at = dinitial_ptr + batch * cols * DIM + start
-            _store_states(at, carry, lane, left, cols, zero, DIM, SIZE)
+            _store_states(at, carry, lane, left, cols, later, DIM, SIZE)
