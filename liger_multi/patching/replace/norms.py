@@ -59,13 +59,11 @@ class FusedNorm(Patched):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The operator with the instance's parameters; what was not probed runs the original."""
         kind = type(self)
+        if "rotation" in kwargs:  # of an attention module of ours, which has looked at the norm
+            return apply_rotated(self, args[0], kwargs["rotation"])
         if not issubclass(kind, FusedNorm):
             return cast(Tensor, kind.forward(self, *args, **kwargs))
         settings: NormSettings = kind._liger_multi_swap.settings  # type: ignore[assignment]
-        if "rotation" in kwargs:  # of an attention module of ours, which has looked at the norm
-            rotation: Rotation = kwargs["rotation"]
-            rotated = (self, args[0], rotation, settings)
-            return cast(Tensor, run_bound(rotation.options, (ROTATED,), apply_rotated, *rotated))
         gate = kwargs.get("gate", args[1] if len(args) == 2 else None)
         form = len(args) + len(kwargs) == (1 if gate is None else 2) and len(args) > 0
         known = form and code_holds(kind)
@@ -77,18 +75,26 @@ class FusedNorm(Patched):
 
 
 class Rotation(NamedTuple):
-    """The rotation of queries or keys: angles, the axis of the heads, its casting, options."""
+    """The rotation of queries or keys: angles, the axis of the heads, its casting, options.
+
+    And the settings of the norm, whose class may be another one when it runs.
+    """
 
     cos: Tensor
     sin: Tensor
     axis: int
     casting: str
     options: Options
+    settings: NormSettings
 
 
-def apply_rotated(module: Any, x: Tensor, rotation: Rotation, settings: NormSettings) -> Tensor:
+def apply_rotated(module: Any, x: Tensor, rotation: Rotation) -> Tensor:
     """The norm of queries or keys, and their rotation, with heads on an axis."""
-    cos, sin, axis, casting, _ = rotation
+    return run_bound(rotation.options, (ROTATED,), _rotated, module, x, rotation)  # type: ignore[no-any-return]
+
+
+def _rotated(module: Any, x: Tensor, rotation: Rotation) -> Tensor:
+    cos, sin, axis, casting, _, settings = rotation
     weight, eps = getattr(module, settings.tensors[0][1] or ""), getattr(module, settings.eps or "")
     options = dict(settings.kind.options)
     return ops.rms_norm_rope(

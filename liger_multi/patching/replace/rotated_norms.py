@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from liger_multi.patching.options import Options
@@ -29,7 +30,7 @@ from liger_multi.patching.recognize.signature import (
 )
 from liger_multi.patching.replace import redirect
 from liger_multi.patching.replace.adapters import SharedInput, in_one
-from liger_multi.patching.replace.norms import FusedNorm, NormSettings, Rotation
+from liger_multi.patching.replace.norms import FusedNorm, NormSettings, Rotation, apply_rotated
 from liger_multi.patching.replace.rotary import rotary_calls
 from liger_multi.patching.replace.swap import Patched, Swap, swapped
 
@@ -62,11 +63,12 @@ class RotatedNormsSettings:
 
 
 class Angles(NamedTuple):
-    """What stands for cos in the copy: cos itself, the norms to use before, and the options."""
+    """What stands for cos in the copy: cos itself, the norms to use before, options, settings."""
 
     cos: Tensor
     norms: tuple[Any, Any]
     options: Options
+    settings: tuple[NormSettings, NormSettings]
 
 
 class Copy(NamedTuple):
@@ -147,9 +149,21 @@ def _rotated(
     if found.caches_get_cos and kwargs.get(CACHE) is not None:
         return inner.forward(module, *args, **kwargs)
     norms = (module._modules[names[0]], module._modules[names[1]])
+    first, second = norm_of(norms[0]), norm_of(norms[1])
+    if first is None or second is None:  # another thread has just given a class back
+        return inner.forward(module, *args, **kwargs)
     cos, sin = cast(Any, given)
-    angles = (Angles(cos, norms, settings.options), sin)
-    return found.run(module, *args, **{**kwargs, ANGLES: angles})
+    angles = (Angles(cos, norms, settings.options, (first, second)), sin)
+    run = functools.partial(found.run, module, *args, **{**kwargs, ANGLES: angles})
+    if torch.compiler.is_compiling():
+        return run()
+    try:
+        return run()
+    except AttributeError as error:
+        if not any(name in str(error) for name in (_BARE[n] for n in names)):
+            raise
+        # another thread gave the class back before the copy came to a norm
+        return inner.forward(module, *args, **kwargs)
 
 
 def _bare(self: Any, x: Tensor) -> Tensor:
@@ -195,12 +209,19 @@ def _served(name: str, rotary: Rotary, stock: Any) -> FunctionType:
         if type(q).__name__ == "DTensor" or type(k).__name__ == "DTensor":
             q, k = (_normalized(norm, x, axis) for norm, x in zip(cos.norms, (q, k), strict=True))
             return cast("tuple[Tensor, Tensor]", stock(q, k, cos.cos, sin, **named))
-        rotation = Rotation(cos.cos, sin, axis, casting, cos.options)
-        first, second = cos.norms
-        return first(q, rotation=rotation), second(k, rotation=rotation)
+        first, second = (
+            Rotation(cos.cos, sin, axis, casting, cos.options, of) for of in cos.settings
+        )
+        return _turned(cos.norms[0], q, first), _turned(cos.norms[1], k, second)
 
     served.__name__ = f"_liger_multi_normed_{name}"
     return cast(FunctionType, served)
+
+
+def _turned(norm: Any, x: Tensor, by: Rotation) -> Tensor:
+    """A norm with its rotation, also where another thread has just given its class back."""
+    y = norm(x, rotation=by) if isinstance(norm, FusedNorm) else apply_rotated(norm, x, by)
+    return cast(Tensor, y)
 
 
 def _normalized(norm: Any, x: Tensor, axis: int) -> Tensor:
@@ -240,10 +261,11 @@ def _norms_hold(module: nn.Module, names: tuple[str, str]) -> bool:
 
 
 def _norm_holds(norm: nn.Module) -> bool:
+    kind = type(norm)  # once: another thread may give the class back
     settings = norm_of(norm)
-    if settings is None or is_watched(norm) or not code_holds(type(norm)):
+    if settings is None or is_watched(norm) or not issubclass(kind, FusedNorm):
         return False
-    return holds(norm, settings.signature)
+    return code_holds(kind) and holds(norm, settings.signature)
 
 
 def norm_of(norm: nn.Module | None) -> NormSettings | None:
