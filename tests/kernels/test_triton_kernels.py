@@ -516,9 +516,31 @@ def test_scans_whose_tokens_several_programs_share(monkeypatch, length, states, 
     """
 
     monkeypatch.setattr(scan_reference, "SPAN", 8)
+    monkeypatch.setattr(selective_scan, "PROGRAMS", 0)  # backward has a sequence at a time
     for got, exact in zip(*scanned(length, states, **given), strict=True):
         scale = float(exact.abs().max()) if exact.numel() else 0.0
         torch.testing.assert_close(got.double(), exact.double(), rtol=1e-5, atol=2e-5 * scale)
+
+
+def test_scans_by_the_launches_of_hopper(monkeypatch):
+    """Four tokens a step in one part, rows by caches alone."""
+
+    def tabled(name, formula, device, **shape):
+        made = launch.launch_config(name, formula, device, **shape)
+        parts = {"parts": 1} if name.endswith("backward") else {}
+        return replace(made, step=4, ahead=3, **parts)
+
+    monkeypatch.setattr(scan_reference, "SPAN", 8)
+    monkeypatch.setattr(selective_scan, "launch_config", tabled)
+    for got, exact in zip(*scanned(19, 16), strict=True):
+        scale = float(exact.abs().max())
+        torch.testing.assert_close(got.double(), exact.double(), rtol=1e-5, atol=2e-5 * scale)
+
+
+def test_scans_whose_chunks_do_not_divide_a_span_raise(monkeypatch):
+    monkeypatch.setattr(scan_reference, "SPAN", 6)
+    with pytest.raises(ValueError, match="a chunk of 1 x 4 tokens must divide 6"):
+        scanned(17, 16)
 
 
 def test_scans_of_too_many_states_are_refused():

@@ -391,7 +391,7 @@ def _groups(c: Call, parts: Spans, block: int) -> list[slice]:
     """Sequences whose programs are work for all cores; each group has its states in turn."""
     batch, _, cols = c.u.shape
     programs, cores = parts.spans * cdiv(cols, block), device_info(c.u.device).cores
-    many = cdiv(PROGRAMS * cores, programs)
+    many = max(1, cdiv(PROGRAMS * cores, programs))
     return [slice(b, min(b + many, batch)) for b in range(0, batch, many)]
 
 
