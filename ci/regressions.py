@@ -198,7 +198,7 @@ CASES = (
             Break(
                 "the patched head does not check that its weight has elements",
                 "liger_multi/patching/replace/head.py",
-                "if self.weight.numel() == 0:",
+                "if weight.numel() == 0:",
                 "if False:",
                 (
                     "tests/tools/test_regressions.py::test_a_head_without_elements_is_named",
