@@ -270,8 +270,9 @@ class Span:
 
     def of_passing(self, through: Tensor) -> Tensor:
         """Sums for every head of what decays by z, (batch, groups, heads, chunks)."""
-        parts = zip(self.passing(), through.unbind(2), strict=True)
-        made = torch.stack([kept(z * x, whole).sum(-2) for (z, whole), x in parts], 2)
+        whole = self.sight.whole
+        passes = None if whole is None else whole[:, 0][..., None, None]
+        made = kept(self.z * through, passes).sum(-2)
         sums: Tensor = made.unflatten(-1, (self.x.shape[2], -1)).sum(-1).movedim(3, 2)
         return sums
 
