@@ -41,7 +41,8 @@ def interpret_faster() -> None:
     What functions that kernels call replace is what their kernel has replaced already, unless they
     see other modules of the language. It is half of the time of interpreted tests. A quarter of the
     rest goes into conditions of overflow that are dropped, since nothing asserts them without
-    ``debug``, and into a table of dtypes that is made anew at every operation.
+    ``debug``, and into a table of dtypes that is made anew at every operation; a third of what then
+    is left into the types of blocks, which :func:`_remember_types` makes once.
     """
     from triton import language
     from triton.runtime import interpreter
@@ -81,6 +82,68 @@ def interpret_faster() -> None:
     patch_lang.__wrapped__ = original
     interpreter._patch_lang = patch_lang
     interpreter._get_np_dtype = np_dtype
+    _remember_types(language.core)
+    _widen_by_bits(interpreter, language)
+    _broadcast_unequal_alone(interpreter)
+
+
+def _widen_by_bits(interpreter, language) -> None:
+    """Let bfloat16 become fp32 by a shift.
+
+    The interpreter takes numbers apart; of denormal ones it makes others (Triton 3.9).
+    """
+    convert = interpreter._convert_float
+
+    def convert_float(values, source, target, rounding):
+        if source == language.bfloat16 and target == language.float32:
+            return values.view("uint16").astype("uint32") << 16
+        return convert(values, source, target, rounding)
+
+    interpreter._convert_float = convert_float
+
+
+def _remember_types(core) -> None:
+    """Let equal types of blocks share what they hold, and tensors of a type their shape.
+
+    Operations make new types of blocks, and tensors count the elements of theirs: neither changes.
+    """
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    blocks, shapes = {}, {}
+
+    def block(self, element_ty, shape):
+        sizes = tuple([s.value if isinstance(s, core.constexpr) else s for s in shape])
+        key = (str(element_ty), getattr(element_ty, "address_space", None), sizes)
+        if key in blocks:
+            self.__dict__.update(blocks[key])
+        else:
+            make_block(self, element_ty, shape)
+            blocks[key] = self.__dict__
+
+    def tensor(self, handle, type):
+        kept = type.__dict__.get("_of_tensors")
+        if kept is None:
+            make_tensor(self, handle, type)
+            sizes = tuple([s.value for s in self.shape])
+            type._of_tensors = self.shape, self.numel = shapes.setdefault(
+                sizes, (self.shape, self.numel)
+            )
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = kept
+
+    core.block_type.__init__, core.tensor.__init__ = block, tensor
+
+
+def _broadcast_unequal_alone(interpreter) -> None:
+    """Spare tensors of one shape the comparison of what they would be broadcast to."""
+    semantic = type(interpreter.interpreter_semantic)
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_impl_value(self, left, right):
+        equal = left.type.is_block() and right.type.is_block() and left.shape is right.shape
+        return (left, right) if equal else broadcast(self, left, right)
+
+    semantic.broadcast_impl_value = broadcast_impl_value
 
 
 def selected_backends(config: pytest.Config) -> list[str]:

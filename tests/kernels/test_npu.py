@@ -53,7 +53,7 @@ WITH_SEGMENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("op", WITH_SEGMENTS)
 def test_batched_matmuls_in_16_bits(op, dtype):
     sample = next(s for s in samples.of(op) if s.name == WITH_SEGMENTS[op])
