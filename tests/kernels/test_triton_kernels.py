@@ -186,6 +186,30 @@ def test_doubles_are_refused():
     assert kernels.supports(torch.ones(1, 1, 3, 3)) is None
 
 
+# --- an indexer ---
+
+
+@pytest.mark.parametrize("bad", ["q", "k", "w"])
+def test_an_indexer_keeps_what_is_no_number(bad):
+    """Scores and gradients are NaN where the reference has them: a maximum with 0 would drop it."""
+    given = {"q": torch.randn(1, 9, 4, 6), "k": torch.randn(1, 9, 6), "w": torch.randn(1, 9, 4)}
+    given[bad][0, 5] = torch.nan
+    indices = torch.arange(9, dtype=torch.int32).expand(1, 9, 9)
+
+    def made(name):
+        leaves = {n: t.clone().requires_grad_() for n, t in given.items()}
+        with liger_multi.use(indexer_scores=name, indexer_topk=name):
+            scores = ops.indexer_scores(**leaves, indices=indices)
+            chosen = ops.indexer_topk(**given, topk=3, causal=False)
+        scores.backward(torch.ones_like(scores))
+        return scores, chosen.scores, *(t.grad for t in leaves.values())
+
+    right = made("reference")
+    assert all(scores.isnan().any() for scores in right[:2])
+    for found, wanted in zip(made("triton"), right, strict=True):
+        torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
 # --- grouped GEMM ---
 
 

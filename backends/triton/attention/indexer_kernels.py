@@ -20,6 +20,13 @@ from liger_multi.backends.triton.attention.sparse_attention_kernels import (
 )
 from liger_multi.backends.triton.common.rows import assume_rows, round_to
 
+
+@triton.jit
+def _relu(s):
+    """max(s, 0), and NaN of NaN, as in PyTorch: the plain maximum would return 0."""
+    return tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
 # --- scores of listed keys ---
 
 
@@ -48,7 +55,7 @@ def _indexer_scores_kernel(
     for start in tl.range(0, count, BLOCK_N, num_stages=STAGES):
         place, inside = load_list(indices_ptr + pid * count, start, count, keys, BLOCK_N)
         k = load_places(k_ptr, place, inside, k_strides[1], DIM, SIZE)
-        s = tl.maximum(product(k, tl.trans(q)), 0.0)
+        s = _relu(product(k, tl.trans(q)))
         found = tl.sum(s * w[None, :], axis=1) * scale
         found = tl.where(place < 0, float("-inf"), found)
         found = tl.where(place >= keys, float("nan"), found)
@@ -85,8 +92,8 @@ def _indexer_backward_kernel(
         up = tl.load(dscores_ptr + query * count + slot, mask=inside, other=0.0) * scale
         k = load_places(k_ptr, place, inside, k_strides[1], DIM, SIZE)
         s = product(k, tl.trans(q))
-        dw += tl.sum(tl.maximum(s, 0.0) * up[:, None], axis=0)
-        given = tl.where(s > 0.0, up[:, None] * w[None, :], 0.0)
+        dw += tl.sum(_relu(s) * up[:, None], axis=0)
+        given = tl.where(s <= 0.0, 0.0, up[:, None] * w[None, :])
         dq = add_product(dq, tl.trans(given), k)
         if parts_ptr is not None:
             dk = add_product(tl.zeros([BLOCK_N, SIZE], tl.float32), given, q)
@@ -141,7 +148,7 @@ def _indexer_all_scores_kernel(
         at = q_ptr + tl.cast(head, tl.int64) * q_strides[2]
         q = load_rows(at, begin + first, q_strides[1], queries, True, BLOCK_M, DIM, SIZE)
         w = tl.load(w_ptr + tl.cast(head, tl.int64) * w_strides[2], mask=real, other=0.0)
-        total += tl.maximum(product(q, tl.trans(k)), 0.0) * w.to(tl.float32)[:, None]
+        total += _relu(product(q, tl.trans(k))) * w.to(tl.float32)[:, None]
     assume_rows(scores_ptr, scores_stride, BLOCK_M)
     scores_ptr += tl.cast(first, tl.int64) * scores_stride + start
     at = scores_ptr + (rows[:, None] * scores_stride + tl.arange(0, BLOCK_N)[None, :])
