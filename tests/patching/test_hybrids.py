@@ -205,6 +205,21 @@ def test_text_is_generated_as_unpatched(model_type):
     assert torch.equal(model.eval().generate(ids, **options), wanted)
 
 
+@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1", "nemotron_h", "lfm3"])
+def test_gradients_of_a_part_that_goes_on_from_a_cache(model_type):
+    """The cache is written over before backward. Types of delta rules raise there unpatched too."""
+    stock, model = built(model_type)
+    ids = torch.randint(10, 60, (2, 29))
+
+    def gradients_of(model):
+        first = model(input_ids=ids[:, :17], use_cache=True)
+        later = model(input_ids=ids[:, 17:], past_key_values=first.past_key_values)
+        later.logits.square().mean().backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    assert_same_gradients(gradients_of(model), gradients_of(stock))
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm3"])
 def test_under_autocast(model_type):
     stock, model = built(model_type)

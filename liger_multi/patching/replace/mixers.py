@@ -183,6 +183,11 @@ def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callabl
     return served
 
 
+def _kept(state: Tensor | None) -> Tensor | None:
+    """A copy for backward, which transformers' function makes too: a cache writes over its own."""
+    return state.clone() if state is not None and torch.is_grad_enabled() else state
+
+
 def _heads_scan(op: str, stock: Callable[..., Any], options: Options) -> Callable[..., Any]:
     from liger_multi import ops
 
@@ -196,7 +201,7 @@ def _heads_scan(op: str, stock: Callable[..., Any], options: Options) -> Callabl
     ) -> Any:  # fmt: skip
         call = functools.partial(
             ops.ssd_scan, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
-            dt_limit=tuple(dt_limit), initial_state=initial_states, chunk=chunk_size,
+            dt_limit=tuple(dt_limit), initial_state=_kept(initial_states), chunk=chunk_size,
             output_final_state=return_final_states, cu_seqlens=None if seq_idx is not None
             else cu_seqlens, seq_idx=_ids(seq_idx, hidden_states.shape[1]),
         )  # fmt: skip
