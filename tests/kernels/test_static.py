@@ -234,6 +234,14 @@ def test_the_descriptor_of_a_factor_in_registers_is_not_read():
     assert misread(half.replace("UIADD3 UR8, UP0, UR20", "UIADD3 UR8, UP0, UR4")) == ()
 
 
+def test_launches_for_what_is_not_finite_may_spill():
+    spilled = dataclasses.replace(GOOD, spills=8)
+    rare = dataclasses.replace(CASE, constants={**CASE.constants, "ISOLATED": True})
+    usual = dataclasses.replace(CASE, constants={**CASE.constants, "ISOLATED": False})
+    wrong = [failures(Row(case, "sm90", Variant(), spilled)) for case in (rare, usual)]
+    assert wrong == [[], ["8 bytes of spilled registers"]]
+
+
 def test_registers_that_unaligned_arguments_spill_are_shown():
     spilled = dataclasses.replace(GOOD, spills=8)
     rows = [Row(CASE, "sm90", Variant(aligned), spilled) for aligned in (True, False)]

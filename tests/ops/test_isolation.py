@@ -1,10 +1,13 @@
 """Documents of a row, and tokens before others: a NaN, inf or large number reaches none of them.
 
 Every operator of hybrid models x backend x tensor x number, compared in bits with the same call of
-ordinary numbers. Triton kernels of the recurrences multiply by the zeros between documents, which
-stops no NaN (docs/hybrids.md, limits).
+ordinary numbers. Triton kernels of the recurrences keep documents apart, and nothing else: where a
+call is of one document, they multiply by the zeros between tokens, which stops no NaN
+(docs/hybrids.md, limits).
 """
 
+import functools
+import importlib
 import math
 
 import pytest
@@ -14,6 +17,7 @@ import torch
 from liger_multi import ops
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.registry import module
+from liger_multi.reference.linear_attention import selective_scan
 from tests import harness
 
 MANY = 1 if harness.interpreted() else 5  # a chunk is 16 tokens of interpreted kernels, and 64
@@ -30,22 +34,25 @@ def normal(*shape):
 
 def delta(*gates):
     made = {"q": normal(1, SIZE), "k": 0.3 * normal(1, SIZE), "v": normal(2, SIZE)}
-    return {**made, "g": -0.3 * normal(2, *gates).abs(), "beta": normal(2).sigmoid()}
+    made |= {"g": -0.3 * normal(2, *gates).abs(), "beta": normal(2).sigmoid()}
+    return {**made, "initial_state": torch.randn(1, 2, SIZE, SIZE)}
 
 
 def heads():
     rows = {"x": normal(2, SIZE), "dt": normal(2), "B": normal(1, SIZE), "C": normal(1, SIZE)}
     of_heads = {"A": -torch.rand(2), "D": torch.randn(2), "dt_bias": torch.randn(2)}
-    return {**rows, **of_heads, "z": normal(2, SIZE)}
+    state = torch.randn(1, 2, SIZE, SIZE)
+    return {**rows, **of_heads, "z": normal(2, SIZE), "initial_state": state}
 
 
 def channels():
     rows = {"u": normal(SIZE), "delta": normal(SIZE), "B": normal(4), "C": normal(4)}
     vectors = {"D": torch.randn(SIZE), "delta_bias": torch.randn(SIZE)}
-    return {**rows, **vectors, "A": -torch.rand(SIZE, 4), "z": normal(SIZE)}
+    made = {**rows, **vectors, "A": -torch.rand(SIZE, 4), "z": normal(SIZE)}
+    return {**made, "initial_state": torch.randn(1, SIZE, 4)}
 
 
-MULTIPLYING = ("gated_delta_rule", "kimi_delta_attention", "ssd_scan", "selective_scan")
+MULTIPLYING = ("gated_delta_rule", "kimi_delta_attention", "ssd_scan")
 NORMED = {"qk_l2norm": True}
 CASES = {
     "gated_delta_rule": ("gated_delta_rule", delta, {}),
@@ -79,7 +86,7 @@ def pytest_generate_tests(metafunc):
     given = []
     for name, (op, *_) in CASES.items():
         for backend in test_ops.backends_of(metafunc.config):
-            if module(backend, op) is None or (backend == "triton" and op in MULTIPLYING):
+            if module(backend, op) is None or (backend == "triton" and op == "selective_scan"):
                 continue
             for tensor in (*with_tokens(tensors_of(name)), "dy"):
                 for number in NUMBERS:
@@ -89,18 +96,33 @@ def pytest_generate_tests(metafunc):
 
 
 def ran(name, backend, device, tensors, dy, packed=True):
-    """The result, and gradients of what has tokens."""
+    """The result and the last state, and gradients of what has tokens and of the first state."""
     op, _, options = CASES[name]
     leaves = {n: x.to(device).requires_grad_() for n, x in tensors.items()}
     told = {}
     if packed:
         ids = torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor(LENGTHS))[None]
         told["documents" if "delta" in op else "seq_idx"] = ids.to(device)
+    names = [n for n in tensors if n in (*with_tokens(tensors), "initial_state")]
+    if "initial_state" in tensors:
+        told["output_final_state"] = True
     with use(**{op: test_ops.bound(op, backend)}):
-        y = getattr(ops, op)(**leaves, **options, **told)
-        names = with_tokens(tensors)
-        found = torch.autograd.grad(y, [leaves[n] for n in names], dy.to(y))
-    return {"y": y.detach(), **dict(zip(names, found, strict=True))}
+        made = getattr(ops, op)(**leaves, **options, **told)
+        y, *last = made if isinstance(made, tuple) else (made,)
+        ups = [dy.to(y), *(torch.ones_like(state) for state in last)]
+        found = torch.autograd.grad([y, *last], [leaves[n] for n in names], ups)
+    results = {"y": y.detach(), **dict(zip(names, found, strict=True))}
+    return results | dict(zip(["last"], [state.detach() for state in last], strict=False))
+
+
+@functools.cache
+def usual_of(name, backend, device):
+    """Tensors, a gradient and what an ordinary call of them gives."""
+    tensors = tensors_of(name)
+    dy = torch.randn(*tensors.get("v", tensors.get("x", tensors.get("u"))).shape)
+    if name == "gated_short_conv":
+        dy = dy[..., :SIZE]
+    return tensors, dy, ran(name, backend, device, tensors, dy)
 
 
 def changed(tensor, number):
@@ -110,13 +132,12 @@ def changed(tensor, number):
     return tensor
 
 
-def test_other_documents_and_earlier_tokens_keep_their_bits(request, name, backend, tensor, number):
+def test_other_documents_and_earlier_tokens_keep_their_bits(
+    request, monkeypatch, name, backend, tensor, number
+):
+    monkeypatch.setattr(selective_scan, "SPAN", 8)  # documents of several spans, and two in one
     device = test_ops.place(request, backend)
-    tensors = tensors_of(name)
-    dy = torch.randn(*tensors.get("v", tensors.get("x", tensors.get("u"))).shape)
-    if name == "gated_short_conv":
-        dy = dy[..., :SIZE]
-    usual = ran(name, backend, device, tensors, dy)
+    tensors, dy, usual = usual_of(name, backend, device)
     if tensor == "dy":
         found = ran(name, backend, device, tensors, changed(dy, number))
     else:
@@ -124,7 +145,32 @@ def test_other_documents_and_earlier_tokens_keep_their_bits(request, name, backe
         found = ran(name, backend, device, other, dy)
         if math.isnan(number):
             assert not found["y"][:, ~OTHERS].isfinite().all(), "it is gone"
-        alone = [ran(name, backend, device, x, dy, packed=False)["y"] for x in (tensors, other)]
-        assert torch.equal(alone[0][:, :WHERE], alone[1][:, :WHERE]), "tokens before it see it"
-    apart = [n for n in usual if not torch.equal(usual[n][:, OTHERS], found[n][:, OTHERS])]
+        pairs = [(usual["y"], found["y"])]
+        if backend != "triton" or CASES[name][0] not in MULTIPLYING:
+            alone = [ran(name, backend, device, x, dy, packed=False) for x in (tensors, other)]
+            pairs.append((alone[0]["y"], alone[1]["y"]))
+        for a, b in pairs:
+            assert torch.equal(a[:, :WHERE], b[:, :WHERE]), "tokens before it see it"
+    whole = {"initial_state": slice(None), "last": slice(None)}  # of the first and last document
+    kept = {n: whole.get(n, OTHERS) for n in usual}
+    apart = [n for n, part in kept.items() if not torch.equal(usual[n][:, part], found[n][:, part])]
     assert not apart
+
+
+@pytest.mark.skipif(not harness.interpreted(), reason="kernels on a CPU are interpreted")
+@pytest.mark.parametrize("name", ["gated_delta_rule", "kimi_delta_attention", "ssd_scan"])
+def test_kernels_run_again_for_heads_with_something_not_finite(monkeypatch, name):
+    tensors, dy, _ = usual_of(name, "triton", torch.device("cpu"))
+    made = []
+    rule = "ssd_scan" if name == "ssd_scan" else "gated_delta_rule"
+    there = importlib.import_module(f"liger_multi.backends.triton.linear_attention.{rule}")
+    real = there.flags_of
+    monkeypatch.setattr(there, "flags_of", lambda x: made.append(real(x)) or made[-1])
+    ran(name, "triton", torch.device("cpu"), tensors, dy)
+    assert [flags.tolist() for flags in made] == [[0, 0], [0, 0]]
+    del made[:]
+    tensor = "x" if name == "ssd_scan" else "v"
+    rows = tensors[tensor].clone()
+    rows[0, WHERE, 1] = math.nan
+    ran(name, "triton", torch.device("cpu"), {**tensors, tensor: rows}, dy)
+    assert made[0].tolist() == [0, 1]

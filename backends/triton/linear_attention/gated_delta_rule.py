@@ -147,6 +147,7 @@ class Call(NamedTuple):
     normed: bool
     chunk: int
     chunks: int
+    flags: Tensor | None
 
     @property
     def group(self) -> int:
@@ -162,6 +163,11 @@ class Call(NamedTuple):
     def first_step(self) -> int:
         """From the documents of a sequence to those of the next."""
         return 0 if self.first is None or self.first.shape[0] == 1 else self.first.stride(0)
+
+    @property
+    def document_step(self) -> int | None:
+        """The same for kernels that take it where there are documents alone."""
+        return None if self.first is None else self.first_step
 
     def sizes(self) -> tuple[Any, ...]:
         """Numbers that every kernel takes, from the tokens to the scale."""
@@ -203,7 +209,22 @@ def call(
     q, k = _rows(q), _rows(k)
     if q.stride() != k.stride():
         q, k = (_rows(x.contiguous()) for x in (q, k))
-    return Call(rule, q, k, _rows(v), g, beta, first, scale, normed, chunk, chunks)
+    flags = None if first is None else flags_of(v)
+    return Call(rule, q, k, _rows(v), g, beta, first, scale, normed, chunk, chunks, flags)
+
+
+def flags_of(v: Tensor) -> Tensor:
+    """A number for every head, 0 until a kernel finds something that is not finite."""
+    return v.new_zeros(v.shape[0] * v.shape[2], dtype=torch.int32)
+
+
+def launch_isolated(
+    flags: Tensor | None, kernel: Any, programs: int, args: tuple[Any, ...],
+    constants: tuple[Any, ...], num_warps: int,
+) -> None:  # fmt: skip
+    """Run a kernel, and again for heads that are flagged, with their documents kept apart."""
+    for isolated in (False,) if flags is None else (False, True):
+        launch(kernel, programs, args, (*constants, isolated), num_warps)
 
 
 class Prepared(NamedTuple):
@@ -223,12 +244,13 @@ def _prepare(c: Call) -> Prepared:
     heads = c.q.shape[0] * c.q.shape[2]
     rstd = c.q.new_empty(2, heads, padded, dtype=torch.float32) if c.normed else None
     args = (
-        c.q, c.k, c.g, c.beta, c.first, inverse, scores, gates, rstd,
+        c.q, c.k, c.g, c.beta, c.first, inverse, scores, gates, rstd, c.flags,
         _steps(c.k), c.g.stride(), c.beta.stride(), c.first_step, *c.sizes(),
     )  # fmt: skip
     warps = c.config("chunk", chunk_config).num_warps
     count = c.streams * c.chunks
-    launch(_delta_rule_chunks_kernel, count, args, (*c.keys(), c.chunk), warps)
+    constants = (*c.keys(), c.chunk)
+    launch_isolated(c.flags, _delta_rule_chunks_kernel, count, args, constants, warps)
     return Prepared(inverse, scores, gates, rstd)
 
 
@@ -244,13 +266,13 @@ class States(NamedTuple):
 def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None:
     k = c.config("forward" if room.y is not None else "states", states_config)
     args = (
-        c.q, c.k, c.v, c.beta, made.inverse, made.scores, made.gates, made.rstd,
+        c.q, c.k, c.v, c.beta, c.first, made.inverse, made.scores, made.gates, made.rstd, c.flags,
         None if initial is None else initial.contiguous(), *room, _steps(c.k),
-        _steps(c.v), c.beta.stride(), *c.sizes(),
+        _steps(c.v), c.beta.stride(), c.document_step, *c.sizes(),
     )  # fmt: skip
     constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
     count = c.streams * cdiv(c.v.shape[3], constants[5])
-    launch(_delta_rule_forward_kernel, count, args, constants, k.num_warps)
+    launch_isolated(c.flags, _delta_rule_forward_kernel, count, args, constants, k.num_warps)
 
 
 def forward(
@@ -311,13 +333,13 @@ def _reverse(
 ) -> None:  # fmt: skip
     k = c.config("reverse", states_config)
     args = (
-        dy, c.q, c.k, c.beta, made.inverse, made.scores, made.gates, made.rstd,
+        dy, c.q, c.k, c.beta, c.first, made.inverse, made.scores, made.gates, made.rstd, c.flags,
         None if dfinal is None else dfinal.contiguous(), solved, dstates, _given(dinitial),
-        _steps(dy), _steps(c.k), c.beta.stride(), *c.sizes(),
+        _steps(dy), _steps(c.k), c.beta.stride(), c.document_step, *c.sizes(),
     )  # fmt: skip
     constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
     count = c.streams * cdiv(c.v.shape[3], constants[5])
-    launch(_delta_rule_reverse_kernel, count, args, constants, k.num_warps)
+    launch_isolated(c.flags, _delta_rule_reverse_kernel, count, args, constants, k.num_warps)
 
 
 def _gradients(
@@ -340,13 +362,15 @@ def _gradients(
         dy, c.q, c.k, states, made.gates, made.rstd, made.scores, sums, dq, _steps(dy),
         _steps(c.k), *c.sizes(),
     )  # fmt: skip
-    launch(_delta_rule_queries_kernel, count // c.group, args, c.columns(k), k.num_warps)
+    constants = (*c.columns(k), c.first is not None)
+    launch(_delta_rule_queries_kernel, count // c.group, args, constants, k.num_warps)
     k = c.config("keys", keys_config)
     args = (
         c.q, c.k, c.beta, states, dstates, values, solved, made.gates, made.rstd, made.scores,
         made.inverse, sums, dk, _steps(c.k), c.beta.stride(), *c.sizes(),
     )  # fmt: skip
-    launch(_delta_rule_keys_kernel, count // c.group, args, c.columns(k), k.num_warps)
+    constants = (*c.columns(k), c.first is not None)
+    launch(_delta_rule_keys_kernel, count // c.group, args, constants, k.num_warps)
     many, plane = c.v.shape[2], c.streams * c.chunks * c.chunk
     args = (sums, c.first, dg, dbeta, c.first_step, c.q.shape[1], c.chunks, many, plane)
     launch(_delta_rule_gates_kernel, count, args, (c.chunk,), 4)

@@ -19,6 +19,13 @@ and with dS' the gradient of S':
 e is 0 outside of the document that S belongs to, r outside of the last token's, z where the chunk
 has a boundary. No difference of large sums is formed for dg: T leaves out the diagonal.
 
+A GEMM over tokens multiplies what documents have by the zeros between them, and 0 times NaN is NaN.
+A pass over states shows this: what is not finite stays in the state to its end. Where a call has
+several documents, kernels so flag the value heads in which something is not finite, and are
+launched once more to do these again, ISOLATED: what is not finite is taken as 0 in a GEMM, rows
+that see it become NaN, and masks replace what they hide. For the other heads, programs of the
+second launch end at once. A call of one document has none of this.
+
 One kernel prepares A, P and the gates of all chunks. One passes over the chunks of a block of
 value columns with S in registers, one in reverse with dS. Two others run for all chunks at once.
 Operands that are read the other way round come from memory: on Hopper, Triton up to 3.7.0
@@ -123,6 +130,120 @@ def _seen(first_ptr, start, tokens, CHUNK: tl.constexpr):
     return seen, begins
 
 
+# --- several documents ---
+
+
+@triton.jit
+def _finite(x):
+    """``x`` with 0 for what is not finite."""
+    wide = x.to(tl.float32)
+    return tl.where(tl.abs(wide) < float("inf"), wide, 0.0).to(x.dtype)
+
+
+@triton.jit
+def _fits(x, kind: tl.constexpr):
+    """Whether fp32 numbers are finite, and stay so in a dtype."""
+    if kind == tl.float16:
+        return tl.abs(x) < 65520.0
+    elif kind == tl.bfloat16:
+        return tl.abs(x) < 3.3961775292304884e38
+    else:
+        return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def _wrong_rows(is_fine):
+    """1 for rows of a tile of which something is not fine, 0 for the others."""
+    return tl.max(tl.where(is_fine, 0, 1), 1)
+
+
+@triton.jit
+def _finite_rows(x):
+    """``x`` with 0 for what is not finite, and rows that had it."""
+    wide = x.to(tl.float32)
+    is_fine = tl.abs(wide) < float("inf")
+    return tl.where(is_fine, wide, 0.0).to(x.dtype), _wrong_rows(is_fine)
+
+
+@triton.jit
+def _flag(ptr, x, lost=None):
+    """Write 1 if something of a tile is not finite, or a row lost."""
+    wrong = tl.max(_wrong_rows(tl.abs(x) < float("inf")), 0)
+    if lost is not None:
+        wrong += tl.max(lost, 0)
+    tl.store(ptr, 1, mask=wrong > 0)
+
+
+@triton.jit
+def _begins(first_ptr, start, tokens, CHUNK: tl.constexpr):
+    """In which row of the chunk the document of each row begins, below 0 if before it.
+
+    The first token of all has the initial state, as if its document had begun before.
+    """
+    row = tl.arange(0, CHUNK)
+    first = tl.load(first_ptr + tl.minimum(start + row, tokens - 1))
+    return tl.where(first == 0, -1, tl.maximum(first - start, -1)).to(tl.int32)
+
+
+@triton.jit
+def _last_begin(begins, CHUNK: tl.constexpr):
+    """Where the document of the last row begins."""
+    return tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, begins, 0), 0)
+
+
+@triton.jit
+def _bits(rows, CHUNK: tl.constexpr):
+    """An integer with a bit for each row of a chunk that is not 0."""
+    bit = tl.full([CHUNK], 1, tl.int64) << tl.arange(0, CHUNK).to(tl.int64)
+    return tl.sum(tl.where(rows != 0, bit, 0), 0)
+
+
+@triton.jit
+def _after(wrong, begins, CHUNK: tl.constexpr):
+    """Rows of which a wrong one of their document is not after them."""
+    one = tl.full([CHUNK], 1, tl.int64)
+    till = (one << tl.arange(0, CHUNK).to(tl.int64)) * 2 - 1
+    before = (one << tl.maximum(begins, 0).to(tl.int64)) - 1
+    return (_bits(wrong, CHUNK) & till & ~before) != 0
+
+
+@triton.jit
+def _before(wrong, begins, CHUNK: tl.constexpr):
+    """Rows of which a wrong one of their document is not before them."""
+    row = tl.arange(0, CHUNK)
+    bit = tl.full([CHUNK], 1, tl.int64) << row.to(tl.int64)
+    later = _bits(row == begins, CHUNK) & ~(bit * 2 - 1)
+    following = later & -later  # the first row of the next document
+    return (_bits(wrong, CHUNK) & (following - 1) & ~(bit - 1)) != 0
+
+
+@triton.jit
+def _not_gone(x, decay):
+    """``x``, 0 where nothing is left by its decay: it may be of another document."""
+    return tl.where(decay == 0.0, 0.0, x)
+
+
+@triton.jit
+def _of_state(x, begins):
+    """Rows of the document of the state before the chunk, 0 for the others."""
+    return tl.where((begins < 0)[:, None], x, tl.zeros_like(x))
+
+
+@triton.jit
+def _of_last(x, begins, CHUNK: tl.constexpr):
+    """Rows of the document of the state after the chunk, 0 for the others."""
+    return tl.where((begins == _last_begin(begins, CHUNK))[:, None], x, tl.zeros_like(x))
+
+
+@triton.jit
+def _over(x, begins, CHUNK: tl.constexpr):
+    """What passes from the state before the chunk to the one after it: nothing over a boundary."""
+    return tl.where(_last_begin(begins, CHUNK) < 0, x, 0.0)
+
+
+# --- gates ---
+
+
 @triton.jit
 def _gates_of(g, seen, begins, start, SEVERAL: tl.constexpr, CHUNK: tl.constexpr):
     """Both parts of G, e and r, from the gates of a chunk; SEVERAL documents may be in it."""
@@ -203,27 +324,60 @@ def _unit_inverse(lower, EXACT: tl.constexpr, CHUNK: tl.constexpr):
     return found
 
 
+@triton.jit
+def _isolated_inverse(lower, begins, EXACT: tl.constexpr, CHUNK: tl.constexpr):
+    """:func:`_unit_inverse` of several documents; NaN in rows that see one which is not finite."""
+    row = tl.arange(0, CHUNK)
+    i, j = row[:, None], row[None, :]
+    lower, wrong = _finite_rows(lower)
+    found = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, lower, 0.0)
+    size: tl.constexpr = CHUNK
+    for power in tl.static_range(1, 6):
+        if 2**power < size:
+            between = (i // 2 ** (power + 1) == j // 2 ** (power + 1)) & (
+                i // 2**power != j // 2**power
+            )
+            below = tl.where(between, lower, 0.0)
+            read, more = _finite_rows(_solve_product(below, found, EXACT))
+            wrong = tl.maximum(wrong, more)
+            found, more = _finite_rows(found - _solve_product(found, read, EXACT))
+            wrong = tl.maximum(wrong, more)
+    return found, _after(wrong, begins, CHUNK)
+
+
+@triton.jit
+def _spoiled(square, rows, begins, CHUNK: tl.constexpr):
+    """A square of pairs with NaN in some rows, where they see others."""
+    row = tl.arange(0, CHUNK)
+    seen = (row[:, None] >= row[None, :]) & (row[None, :] >= begins[:, None])
+    return tl.where(rows[:, None] & seen, float("nan"), square)
+
+
 # --- what needs no state ---
 
 
 @triton.jit
 def _delta_rule_chunks_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, first_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr,
-    k_steps, g_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane,
+    flags_ptr, k_steps, g_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane,
     scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """A, P, the gates and norms of every chunk.
 
     Program: a chunk of one value head; those of a key head are neighbors.
     Reads q, k, g and beta. Writes A and P, each (CHUNK, CHUNK); e, r and two parts of G, in planes
-    of ``gates_ptr``; and, in the first head of a group, 1 / norm of the rows of q and of k.
+    of ``gates_ptr``; and, in the first head of a group, 1 / norm of the rows of q and of k. A flag
+    if A is not finite.
     """
     pid = tl.program_id(0).to(tl.int64)
     member, chunk = pid % GROUP, (pid // GROUP) % chunks
     key_head = pid // GROUP // chunks
     batch, head = key_head // heads, key_head % heads
     value_head = head * GROUP + member
+    if ISOLATED:
+        if tl.load(flags_ptr + batch * heads * GROUP + value_head) == 0:
+            return
     start = (chunk * CHUNK).to(tl.int32)
     row = tl.arange(0, CHUNK)
     q = _tile(q_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
@@ -259,29 +413,82 @@ def _delta_rule_chunks_kernel(
     decay = _decays(coarse, fine, seen)
     kind = inverse_ptr.dtype.element_ty
     p = product(q, tl.trans(k)) * decay * q_scale[:, None] * k_scale[None, :]
+    if first_ptr is not None:
+        p = tl.where(seen, p, 0.0)
     tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(p, kind))
     lower = product(k, tl.trans(k)) * decay * (beta * k_scale)[:, None] * k_scale[None, :]
     lower = tl.where(row[:, None] > row[None, :], lower, 0.0)
-    a = _unit_inverse(lower, kind == tl.float32, CHUNK)
+    if first_ptr is not None:
+        lower = tl.where(seen, lower, 0.0)
+    if ISOLATED:
+        near = _begins(first_ptr, start, tokens, CHUNK)
+        a, spoiled = _isolated_inverse(lower, near, kind == tl.float32, CHUNK)
+        a = _spoiled(a, spoiled, near, CHUNK)
+    else:
+        a = _unit_inverse(lower, kind == tl.float32, CHUNK)
+        if flags_ptr is not None:
+            _flag(flags_ptr + batch * heads * GROUP + value_head, a)
     tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(a, kind))
 
 
 # --- states ---
 
 
+@triton.jit
+def _seen_by(a, rows, wrong, by, begins, kind: tl.constexpr, CHUNK: tl.constexpr):
+    """``a @ rows``, rows of what each sees, with NaN where it sees a wrong one.
+
+    One that is not finite is wrong, too, or not so in ``kind``, times ``by`` if that is not None.
+    """
+    is_fine = _fits(rows, kind)
+    wrong = tl.maximum(wrong, _wrong_rows(is_fine))
+    found = product(a, round_to(tl.where(is_fine, rows, 0.0), kind))
+    used = found if by is None else found * by[:, None]
+    wrong = tl.maximum(wrong, _wrong_rows(_fits(used, kind)))
+    return tl.where(_after(wrong, begins, CHUNK)[:, None], float("nan"), found)
+
+
+@triton.jit
+def _read(x, state, decay, PACKED: tl.constexpr):
+    """``x @ state``; where a call is PACKED, 0 in rows to which nothing is left by their decay."""
+    found = product(x, state)
+    if PACKED:
+        found = _not_gone(found, decay[:, None])
+    return found
+
+
+@triton.jit
+def _isolated_outputs(y, p, n, kind: tl.constexpr):
+    """``y + p @ n``, with NaN where n is: its other numbers fit into ``kind``."""
+    near = round_to(tl.where(n == n, n, 0.0), kind)
+    return tl.where(n == n, _plus(y, p, near), n)
+
+
+@triton.jit
+def _seen_later(a, rows, wrong, begins, kind: tl.constexpr, CHUNK: tl.constexpr):
+    """``a @ rows``, rows of what sees each, with NaN where a wrong one sees it.
+
+    One that is not finite is wrong, too.
+    """
+    is_fine = _fits(rows, kind)
+    wrong = tl.maximum(wrong, _wrong_rows(is_fine))
+    found = product(a, round_to(tl.where(is_fine, rows, 0.0), kind))
+    return tl.where(_before(wrong, begins, CHUNK)[:, None], float("nan"), found)
+
+
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _delta_rule_forward_kernel(
-    q_ptr, k_ptr, v_ptr, beta_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr, initial_ptr,
-    y_ptr, final_ptr, states_ptr, values_ptr, k_steps, v_steps, beta_steps, tokens,
-    chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, beta_ptr, first_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr,
+    flags_ptr, initial_ptr, y_ptr, final_ptr, states_ptr, values_ptr, k_steps, v_steps, beta_steps,
+    first_step, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
+    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """Pass over the chunks with the state in registers.
 
     Program: BLOCK columns of v of one value head, chunk after chunk.
-    Reads k, v, A and gates, and for y also q and P. Writes what it is given room for: y (batch,
-    tokens, heads, VALUE) and the last state; or the state before every chunk, and N.
+    Reads k, v, A and gates, for y also q and P. Writes y (batch, tokens, heads, VALUE) and the last
+    state, or the state before every chunk and N, if there is room; a flag if one is not finite.
     """
     blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
     pid = tl.program_id(0).to(tl.int64)
@@ -290,6 +497,9 @@ def _delta_rule_forward_kernel(
     many = heads * GROUP
     batch, value_head = stream // many, stream % many
     head = value_head // GROUP
+    if ISOLATED:
+        if tl.load(flags_ptr + stream) == 0:
+            return
     row = tl.arange(0, CHUNK)
     k_ptr += batch * k_steps[0] + head * k_steps[2]
     v_ptr += batch * v_steps[0] + value_head * v_steps[2]
@@ -310,6 +520,7 @@ def _delta_rule_forward_kernel(
     if initial_ptr is not None:
         state += _tile(initial_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE,
                        BLOCK).to(tl.float32)  # fmt: skip
+    lost = tl.zeros([CHUNK], tl.int32)
     for chunk in tl.range(0, chunks, num_stages=STAGES, disable_licm=True):
         start = chunk * CHUNK
         place = tl.cast(start, tl.int64)
@@ -321,22 +532,39 @@ def _delta_rule_forward_kernel(
         z = tl.load(gates_ptr + start + CHUNK - 1)
         by = _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK)
         k, by = _folded(k, by, NORMED and kind == tl.float16)
+        if ISOLATED:
+            begins = _begins(first_ptr + batch * first_step, start, tokens, CHUNK)
+            by = _finite(by)
+            k, wrong = _finite_rows(k)
         narrow = round_to(state, kind)
         if values_ptr is not None:
             _store_tile(states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE, state, 0, VALUE, DIM,
                         column, SIZE, VALUE, BLOCK)  # fmt: skip
-        right = (v - product(k, narrow) * (e * by)[:, None]) * beta[:, None]
-        n = product(a, round_to(right, kind))
+        read, left = product(k, narrow), (e * by)[:, None]
+        if ISOLATED:
+            right = (v - _of_state(read, begins) * left) * beta[:, None]
+            n = _seen_by(a, right, wrong, None, begins, kind, CHUNK)
+        else:
+            n = product(a, round_to((v - read * left) * beta[:, None], kind))
         if values_ptr is not None:
             _store_tile(values_ptr, n, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         if y_ptr is not None:
             q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
             p = tl.load(_square(scores_ptr + place * CHUNK, CHUNK))
             q_by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
-            y = product(q, narrow) * (e * q_by)[:, None]
-            y = _plus(y, p, round_to(n, kind))
+            y = _read(q, narrow, e, flags_ptr is not None) * (e * q_by)[:, None]
+            if ISOLATED:
+                y = _isolated_outputs(_of_state(y, begins), p, n, kind)
+            else:
+                y = _plus(y, p, round_to(n, kind))
             _store_tile(y_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        if ISOLATED:
+            n, state = _of_last(n, begins, CHUNK), _over(state, begins, CHUNK)
+        elif flags_ptr is not None and kind == tl.float16:
+            lost = tl.maximum(lost, _wrong_rows(_fits(n, kind)))
         state = _plus(state * z, tl.trans(k), round_to(n * (r * by)[:, None], kind))
+    if flags_ptr is not None:
+        _flag(flags_ptr + stream, state, lost)
     if final_ptr is not None:
         _store_tile(final_ptr + stream * DIM * VALUE, state, 0, VALUE, DIM, column, SIZE, VALUE,
                     BLOCK)  # fmt: skip
@@ -344,17 +572,17 @@ def _delta_rule_forward_kernel(
 
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _delta_rule_reverse_kernel(
-    dy_ptr, q_ptr, k_ptr, beta_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr, dfinal_ptr,
-    solved_ptr, dstates_ptr, dinitial_ptr, dy_steps, k_steps, beta_steps, tokens, chunks,
-    heads, plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
+    dy_ptr, q_ptr, k_ptr, beta_ptr, first_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr,
+    flags_ptr, dfinal_ptr, solved_ptr, dstates_ptr, dinitial_ptr, dy_steps, k_steps, beta_steps,
+    first_step, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
+    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """Pass over the chunks in reverse with the gradient of the state in registers.
 
     Program: BLOCK columns of v of one value head, from the last chunk to the first.
     Reads dy, q, k, A, P and gates. Writes the gradient of the state after every chunk; Y (batch,
-    tokens, heads, VALUE); and at the end the gradient of the first state.
+    tokens, heads, VALUE); at the end the gradient of the first state; a flag if it is not finite.
     """
     blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
     pid = tl.program_id(0).to(tl.int64)
@@ -363,6 +591,10 @@ def _delta_rule_reverse_kernel(
     many = heads * GROUP
     batch, value_head = stream // many, stream % many
     head = value_head // GROUP
+    if ISOLATED:
+        if tl.load(flags_ptr + stream) == 0:
+            return
+        first_ptr += batch * first_step
     row = tl.arange(0, CHUNK)
     q_ptr += batch * k_steps[0] + head * k_steps[2]
     k_ptr += batch * k_steps[0] + head * k_steps[2]
@@ -398,17 +630,35 @@ def _delta_rule_reverse_kernel(
         q_by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
         k, by = _folded(k, by, NORMED and kind == tl.float16)
         q, q_by = _folded(q, q_by, NORMED and kind == tl.float16)
+        if ISOLATED:
+            begins = _begins(first_ptr, start, tokens, CHUNK)
+            by, q_by = _finite(by), _finite(q_by)
+            k, wrong = _finite_rows(k)
+            q, more = _finite_rows(q)
+            wrong = tl.maximum(wrong, more)
+            dy, more = _finite_rows(dy)
+            wrong = tl.maximum(wrong, more)
         dn = product(k, round_to(dstate, kind)) * (r * by)[:, None]
         own = dy.to(tl.float32) * (e * q_by)[:, None]
+        if ISOLATED:
+            dn, own = _of_last(dn, begins, CHUNK), _of_state(own, begins)
+            dstate = _over(dstate, begins, CHUNK)
         dstate = _plus(dstate * z, tl.trans(q), round_to(own, kind))
         dn = _plus(dn, tl.trans(p), dy)
-        y = product(tl.trans(a), round_to(dn, kind))
+        if ISOLATED:
+            y = _seen_later(tl.trans(a), dn, wrong, begins, kind, CHUNK)
+        else:
+            y = product(tl.trans(a), round_to(dn, kind))
         _store_tile(solved_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         x = y * (beta * e * by)[:, None]
+        if ISOLATED:
+            x = _of_state(x, begins)
         dstate = _plus(dstate, tl.trans(k), round_to(-x, kind))
         dstates_ptr -= DIM * VALUE
         rows = tl.where(chunk > 0, DIM, 0)
         _store_tile(dstates_ptr, dstate, 0, VALUE, rows, column, SIZE, VALUE, BLOCK)
+    if flags_ptr is not None:
+        _flag(flags_ptr + stream, dstate)
     if dinitial_ptr is not None:
         _store_tile(dinitial_ptr + stream * DIM * VALUE, dstate, 0, VALUE, DIM, column, SIZE,
                     VALUE, BLOCK)  # fmt: skip
@@ -471,14 +721,23 @@ def _delta_rule_pairs_kernel(
     at = gates_ptr + whole * CHUNK + row
     decay = _decays(tl.load(at + 2 * plane), tl.load(at + 3 * plane), seen)
     below = row[:, None] > row[None, :]
+    PACKED: tl.constexpr = first_ptr is not None
+    if PACKED:
+        below = below & seen
     dlower = tl.where(below, -dlower, 0.0)
     inner = product(k, tl.trans(k)) * decay * by[:, None] * by[None, :]
+    if PACKED:
+        inner = tl.where(below, inner, 0.0)
     from_pairs = tl.sum(dlower * inner, 1)
     through = dlower * inner * beta[:, None]
     mixed = dlower * decay * beta[:, None]
+    if PACKED:
+        through, mixed = tl.where(below, through, 0.0), tl.where(below, mixed, 0.0)
     kind = inverse_ptr.dtype.element_ty
     tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(mixed, kind))
     dp *= decay
+    if PACKED:
+        dp = tl.where(seen, dp, 0.0)
     tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(dp, kind))
     q = _tile(q_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
               CHUNK, DIM, SIZE)  # fmt: skip
@@ -515,7 +774,7 @@ def _delta_rule_queries_kernel(
     dy_ptr, q_ptr, k_ptr, states_ptr, gates_ptr, rstd_ptr, scores_ptr, sums_ptr, dq_ptr, dy_steps,
     k_steps, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
     NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q.
 
@@ -546,11 +805,15 @@ def _delta_rule_queries_kernel(
         q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE).to(tl.float32)
         e = tl.load(gates_ptr + whole * CHUNK + row)
         by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
+        if PACKED:
+            found = _not_gone(found, e[:, None])
         at = sums_ptr + whole * CHUNK + row
         tl.store(at, tl.load(at) + e * by * tl.sum(q * found, 1))
         dq += found * e[:, None]
         k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         k, _ = _folded(k, _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK), NORMED)
+        if PACKED:
+            k = _finite(k)
         dq += product(tl.load(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK)), k)
     dq *= scale
     if NORMED:
@@ -577,7 +840,8 @@ def _products_of_states(
 @triton.jit
 def _times_pairs(
     q_ptr, k_ptr, rstd_ptr, pairs_ptr, mixed_ptr, start, step, tokens, plane, scale,
-    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    NORMED: tl.constexpr, PACKED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """``E' Q + (M + M') K`` of a chunk, half of its rows at a time.
 
@@ -589,11 +853,15 @@ def _times_pairs(
     for part in tl.range(0, CHUNK, HALF):
         q = _tile(q_ptr, start + part, step, tokens, 0, HALF, DIM, SIZE)
         q, _ = _folded(q, _rstds(rstd_ptr, start + part, scale, NORMED, HALF), True)
+        if PACKED:
+            q = _finite(q)
         pairs = tl.load(pairs_ptr + ((part + half)[:, None] * CHUNK + row[None, :]))
         found = _plus(found, tl.trans(pairs), q)
     for part in tl.range(0, CHUNK, HALF):
         k = _tile(k_ptr, start + part, step, tokens, 0, HALF, DIM, SIZE)
         k, _ = _folded(k, _rstds(rstd_ptr, plane + start + part, 1.0, NORMED, HALF), NORMED)
+        if PACKED:
+            k = _finite(k)
         columns = tl.load(mixed_ptr + (row[:, None] * CHUNK + (part + half)[None, :]))
         rows = tl.load(mixed_ptr + ((part + half)[:, None] * CHUNK + row[None, :]))
         mixed = columns.to(tl.float32) + tl.trans(rows).to(tl.float32)
@@ -607,7 +875,7 @@ def _delta_rule_keys_kernel(
     scores_ptr, inverse_ptr, sums_ptr, dk_ptr, k_steps, beta_steps, tokens, chunks, heads,
     plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
     SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of k and v.
 
@@ -640,15 +908,25 @@ def _delta_rule_keys_kernel(
         room = solved_ptr + (batch * tokens * many + value_head) * VALUE
         found = _times_states(room, states, start, many * VALUE, tokens, DIM, SIZE, VALUE, BLOCK,
                               CHUNK, STAGES)  # fmt: skip
+        if PACKED:
+            found = _not_gone(found, e[:, None])
         k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         read = e * by * tl.sum(k.to(tl.float32) * found, 1)
         dk -= found * (beta * e)[:, None]
         found = _times_states(values_ptr + stream * tokens * VALUE, dstates, start, VALUE, tokens,
                               DIM, SIZE, VALUE, BLOCK, CHUNK, STAGES)  # fmt: skip
         k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
+        if PACKED:
+            found = _not_gone(found, r[:, None])
         pushed = r * by * tl.sum(k.to(tl.float32) * found, 1)
+        if PACKED:
+            pushed = _not_gone(pushed, r)
         dk += found * r[:, None]
-        last = tl.sum(pushed, 0) + z * _products_of_states(states, dstates, DIM, SIZE, VALUE, BLOCK)
+        last = tl.sum(pushed, 0)
+        passed = z * _products_of_states(states, dstates, DIM, SIZE, VALUE, BLOCK)
+        if PACKED:
+            passed = _not_gone(passed, z)
+        last += passed
         at = sums_ptr + whole * CHUNK + row
         last = tl.where(row == CHUNK - 1, last, 0.0)
         tl.store(at, tl.load(at) + last - pushed - beta * read)
@@ -660,7 +938,7 @@ def _delta_rule_keys_kernel(
         dk += _times_pairs(
             q_ptr, k_ptr, rstd_ptr, scores_ptr + whole * CHUNK * CHUNK,
             inverse_ptr + whole * CHUNK * CHUNK, start, k_steps[1], tokens, rstd_plane,
-            scale, NORMED, DIM, SIZE, CHUNK,
+            scale, NORMED, PACKED, DIM, SIZE, CHUNK,
         )  # fmt: skip
     if NORMED:
         k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)

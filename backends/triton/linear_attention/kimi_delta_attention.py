@@ -27,6 +27,7 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule import (
     _steps,
     call,
     chunk_config,
+    launch_isolated,
     pairs_config,
     states_config,
     supports,
@@ -132,29 +133,30 @@ def _prepare(c: Call, backward: bool) -> Prepared:
     count = c.streams * c.chunks
     warps = c.config("gates", tiles_config).num_warps
     args: tuple[Any, ...] = (
-        c.q, c.k, c.g, c.first, *made[:6], _steps(c.k), _steps(c.g), c.first_step, *c.sizes(),
+        c.q, c.k, c.g, c.first, *made[:6], c.flags, _steps(c.k), _steps(c.g), c.first_step,
+        *c.sizes(),
     )  # fmt: skip
     launch(_kimi_delta_gates_kernel, count, args, (*c.keys(), c.chunk), warps)
     k = c.config("scores", scores_config)
     args = (
-        c.q, c.k, c.beta, c.first, sums, rstd, *made[6:], _steps(c.k), c.beta.stride(),
-        c.first_step, *c.sizes(),
+        c.q, c.k, c.beta, c.first, sums, rstd, *made[6:], c.flags, _steps(c.k),
+        c.beta.stride(), c.first_step, *c.sizes(),
     )  # fmt: skip
     constants = (*c.keys(), c.chunk, min(k.channels, size), _levels(c))
-    launch(_kimi_delta_scores_kernel, count, args, constants, k.num_warps)
+    launch_isolated(c.flags, _kimi_delta_scores_kernel, count, args, constants, k.num_warps)
     return made
 
 
 def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None:
     k = c.config("forward" if room.y is not None else "states", passes_config)
     args = (
-        c.v, c.beta, *made[1:5], made.scores, made.solve,
+        c.v, c.beta, c.first, *made[1:5], made.scores, made.solve, c.flags,
         None if initial is None else initial.contiguous(), *room,
-        _steps(c.v), c.beta.stride(), *c.sizes(),
+        _steps(c.v), c.beta.stride(), c.document_step, *c.sizes(),
     )  # fmt: skip
     constants = c.columns(_staged(c, k))
     count = c.streams * cdiv(c.v.shape[3], constants[5])
-    launch(_kimi_delta_forward_kernel, count, args, constants, k.num_warps)
+    launch_isolated(c.flags, _kimi_delta_forward_kernel, count, args, constants, k.num_warps)
 
 
 def _call(
@@ -222,11 +224,12 @@ def _reverse(
     blocks = cdiv(c.v.shape[3], constants[5])
     partial = made.sums.new_empty(blocks, c.streams, c.chunks * c.chunk)
     args = (
-        dy, c.beta, *made[1:5], made.scores, made.adjoint, values,
+        dy, c.beta, c.first, *made[1:5], made.scores, made.adjoint, values, c.flags,
         None if dfinal is None else dfinal.contiguous(), dv, dstates, partial, _given(dinitial),
-        _steps(dy), c.beta.stride(), *c.sizes(),
+        _steps(dy), c.beta.stride(), c.document_step, *c.sizes(),
     )  # fmt: skip
-    launch(_kimi_delta_reverse_kernel, c.streams * blocks, args, constants, k.num_warps)
+    count = c.streams * blocks
+    launch_isolated(c.flags, _kimi_delta_reverse_kernel, count, args, constants, k.num_warps)
     return partial
 
 
@@ -258,20 +261,20 @@ def _gradients(
     count = c.streams * c.chunks * (size // width)
     args: tuple[Any, ...] = (
         dy, c.q, c.k, c.first, states, made.sums, made.queries, made.rstd, made.scores, *rows,
-        _steps(dy), _steps(c.k), c.first_step, *c.sizes(),
+        c.flags, _steps(dy), _steps(c.k), c.first_step, *c.sizes(),
     )  # fmt: skip
     constants = (*c.columns(k), width, _levels(c))
-    launch(_kimi_delta_queries_kernel, count, args, constants, k.num_warps)
+    launch_isolated(c.flags, _kimi_delta_queries_kernel, count, args, constants, k.num_warps)
     k = c.config("keys", gradients_config)
     width = min(k.channels, size)
     count = c.streams * c.chunks * (size // width)
     args = (
         c.q, c.k, c.beta, c.first, states, dstates, values, dv, made.sums, made.keys, made.kept,
-        made.last, made.rstd, made.scores, made.adjoint, rows[1], dg, _steps(c.k), c.beta.stride(),
-        c.first_step, *c.sizes(),
+        made.last, made.rstd, made.scores, made.adjoint, rows[1], dg, c.flags, _steps(c.k),
+        c.beta.stride(), c.first_step, *c.sizes(),
     )  # fmt: skip
     constants = (*c.columns(k), width, _levels(c))
-    launch(_kimi_delta_keys_kernel, count, args, constants, k.num_warps)
+    launch_isolated(c.flags, _kimi_delta_keys_kernel, count, args, constants, k.num_warps)
     args = (c.q, c.k, made.rstd, *rows, dq, dk, _steps(c.k), *c.sizes())
     warps = c.config("norms", tiles_config).num_warps
     count = c.streams * c.chunks // c.group

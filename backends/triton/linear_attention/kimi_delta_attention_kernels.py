@@ -37,7 +37,9 @@ digits from others. For fp32 tensors a second plane keeps the rests.
 One kernel prepares gates and e Q, e K, r K; one P, C and A; one passes over the chunks of a block
 of value columns with S in registers, one in reverse with dS. Others run for all chunks at once: dP,
 M and dbeta; dQ; dK and dg; and dq and dk of all value heads of a group.
-As in gated_delta_rule_kernels.py, operands that are read the other way round come from memory.
+As in gated_delta_rule_kernels.py, operands that are read the other way round come from memory, and
+what is not finite stays in its document, where a call has several. A gate that is not finite makes
+its token's key so; it and one above 0 flag the value head.
 """
 
 import triton
@@ -48,16 +50,29 @@ from liger_multi.backends.triton.common.rows import LOG2E, round_to
 from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels import (
     NORM_EPS,
     _assume_heads,
+    _before,
+    _begins,
+    _finite,
+    _finite_rows,
+    _flag,
+    _isolated_inverse,
     _norm_gradient,
     _numbers,
+    _of_last,
+    _of_state,
+    _over,
     _plus,
     _rstds,
     _seen,
+    _seen_by,
+    _seen_later,
     _solve_product,
+    _spoiled,
     _square,
     _store_tile,
     _tile,
     _unit_inverse,
+    _wrong_rows,
 )
 
 # gates below are as good as -infinity, and 1 / the grid of their sums, of 64 rows below 2^24 steps
@@ -70,12 +85,21 @@ EXACT_STEPS: tl.constexpr = tl.constexpr(1024.0)
 
 
 @triton.jit
-def _sums(g, EXACT: tl.constexpr):
-    """Both parts of the sums of gates over the rows, in units of log 2; on the grid and rests."""
+def _sums(g, PACKED: tl.constexpr, EXACT: tl.constexpr):
+    """Both parts of the sums of gates over the rows, in units of log 2; on the grid and rests.
+
+    Where a call is PACKED, gates that are not finite, or whose exponential is not, are taken as 0,
+    and the sum at their token is NaN.
+    """
     gone: tl.constexpr = EXACT_GONE if EXACT else GONE
     steps: tl.constexpr = EXACT_STEPS if EXACT else STEPS
     g = g * LOG2E
     g = tl.where(g < gone, gone, g)
+    if PACKED:
+        found = tl.where(g < 128.0, g, 0.0)
+        large = tl.floor(found * steps) * (1.0 / steps)
+        sums = tl.cumsum(large, 0)
+        return tl.where(g < 128.0, sums, float("nan")), tl.cumsum(found - large, 0)
     large = tl.floor(g * steps) * (1.0 / steps)
     return tl.cumsum(large, 0), tl.cumsum(g - large, 0)
 
@@ -159,7 +183,7 @@ def _scaled(
 @triton.jit
 def _kimi_delta_gates_kernel(
     q_ptr, k_ptr, g_ptr, first_ptr, sums_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, rstd_ptr,
-    k_steps, g_steps, first_step, tokens, chunks, heads, plane, rstd_plane, scale,
+    flags_ptr, k_steps, g_steps, first_step, tokens, chunks, heads, plane, rstd_plane, scale,
     GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +191,8 @@ def _kimi_delta_gates_kernel(
 
     Program: a chunk of one value head; those of a key head are neighbors.
     Reads q, k and g. Writes G in planes of ``sums_ptr``; e Q, e K and r K, each (CHUNK, DIM); z
-    (SIZE); and, in the first head of a group, 1 / norm of the rows of q and of k.
+    (SIZE); in the first head of a group, 1 / norm of the rows of q and of k; and a flag if a gate
+    is not finite, or above 0.
     """
     pid = tl.program_id(0).to(tl.int64)
     member, chunk = pid % GROUP, (pid // GROUP) % chunks
@@ -181,7 +206,10 @@ def _kimi_delta_gates_kernel(
     whole = (batch * heads * GROUP + value_head) * chunks + chunk
     g = _tile(g_ptr + batch * g_steps[0] + value_head * g_steps[2], start, g_steps[1], tokens, 0,
               CHUNK, DIM, SIZE).to(tl.float32)  # fmt: skip
-    coarse, fine = _sums(g, EXACT)
+    if first_ptr is not None:
+        above = tl.max(tl.max(tl.where(g <= 0.0, 0, 1), 1), 0)  # or NaN
+        tl.store(flags_ptr + batch * heads * GROUP + value_head, 1, mask=above > 0)
+    coarse, fine = _sums(g, first_ptr is not None, EXACT)
     at = sums_ptr + whole * CHUNK * SIZE + (row[:, None] * SIZE + col[None, :])
     if EXACT:
         tl.store(at + tl.cast(plane, tl.int64) * SIZE, fine)
@@ -206,9 +234,11 @@ def _kimi_delta_gates_kernel(
             tl.store(rstd_ptr + row, rstd)
         q *= rstd[:, None]
     e = tl.exp2(coarse + fine)
+    room = queries_ptr + at
+    q = q * scale * e
     if first_ptr is not None:
-        e = tl.where(begun[:, None], e, 0.0)
-    _store_tile(queries_ptr + at, q * scale * e, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
+        q = tl.where(begun[:, None], q, 0.0)
+    _store_tile(room, q, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
     tl.debug_barrier()
     k = _tile(k_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
               CHUNK, DIM, SIZE).to(tl.float32)  # fmt: skip
@@ -217,24 +247,31 @@ def _kimi_delta_gates_kernel(
         if member == 0:
             tl.store(rstd_ptr + rstd_plane + row, rstd)
         k *= rstd[:, None]
-    _store_tile(keys_ptr + at, k * e, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
-    r = tl.exp2((end[None, :] - coarse) + (rest[None, :] - fine))
+    room = keys_ptr + at
+    read = k * e
     if first_ptr is not None:
-        r = tl.where(last[:, None], r, 0.0)
-    _store_tile(kept_ptr + at, k * r, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
+        read = tl.where(begun[:, None], read, 0.0)
+    _store_tile(room, read, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
+    r = tl.exp2((end[None, :] - coarse) + (rest[None, :] - fine))
+    room = kept_ptr + at
+    kept = k * r
+    if first_ptr is not None:
+        kept = tl.where(last[:, None], kept, 0.0)
+    _store_tile(room, kept, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
 
 
 @triton.jit
 def _kimi_delta_scores_kernel(
     q_ptr, k_ptr, beta_ptr, first_ptr, sums_ptr, rstd_ptr, scores_ptr, solve_ptr, adjoint_ptr,
-    k_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane, scale,
+    flags_ptr, k_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane, scale,
     GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """P and C of every chunk.
 
     Program: a chunk of one value head, WIDTH channels at a time; those of a key head are neighbors.
-    Reads q, k, beta and G. Writes P and C, and A where there is room for it, (CHUNK, CHUNK) each.
+    Reads q, k, beta and G. Writes P and C, and A where there is room for it, (CHUNK, CHUNK) each;
+    and a flag if C is not finite.
     """
     pid = tl.program_id(0).to(tl.int64)
     member, chunk = pid % GROUP, (pid // GROUP) % chunks
@@ -242,6 +279,9 @@ def _kimi_delta_scores_kernel(
     batch, head = key_head // heads, key_head % heads
     _assume_heads(heads, GROUP * DIM)
     value_head = head * GROUP + member
+    if ISOLATED:
+        if tl.load(flags_ptr + batch * heads * GROUP + value_head) == 0:
+            return
     start = (chunk * CHUNK).to(tl.int32)
     row = tl.arange(0, CHUNK)
     i, j = row[:, None], row[None, :]
@@ -269,15 +309,29 @@ def _kimi_delta_scores_kernel(
             p += tl.where(meet, product(x, tl.trans(y)), 0.0)
             b += tl.where(meet, product(y, tl.trans(y)), 0.0)
     if first_ptr is not None:
-        seen, _ = _seen(first_ptr + batch * first_step, start, tokens, CHUNK)
+        first_ptr += batch * first_step
+        seen, _ = _seen(first_ptr, start, tokens, CHUNK)
         p, b = tl.where(seen, p, 0.0), tl.where(seen, b, 0.0)
     tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(p, kind))
     beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
                     beta_steps[1], tokens, CHUNK)  # fmt: skip
-    a = _unit_inverse(b * beta[:, None], kind == tl.float32, CHUNK)
+    if ISOLATED:
+        begins = _begins(first_ptr, start, tokens, CHUNK)
+        a, spoiled = _isolated_inverse(b * beta[:, None], begins, kind == tl.float32, CHUNK)
+        own = _spoiled(a, spoiled, begins, CHUNK)
+    else:
+        a = _unit_inverse(b * beta[:, None], kind == tl.float32, CHUNK)
+        own = a
     if adjoint_ptr is not None:
-        tl.store(_square(adjoint_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(a, kind))
-    c = tl.where(i == j, 1.0, 0.0) - _solve_product(b, a, kind == tl.float32) * beta[None, :]
+        tl.store(_square(adjoint_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(own, kind))
+    if ISOLATED:
+        c = _solve_product(b, a, kind == tl.float32) * beta[None, :]
+        c = tl.where(i == j, 1.0, 0.0) - tl.where((i > j) & (j >= begins[:, None]), c, 0.0)
+        c = _spoiled(c, spoiled, begins, CHUNK)
+    else:
+        c = tl.where(i == j, 1.0, 0.0) - _solve_product(b, a, kind == tl.float32) * beta[None, :]
+        if flags_ptr is not None:
+            _flag(flags_ptr + batch * heads * GROUP + value_head, c)
     tl.store(_square(solve_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(c, kind))
 
 
@@ -286,17 +340,18 @@ def _kimi_delta_scores_kernel(
 
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _kimi_delta_forward_kernel(
-    v_ptr, beta_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, scores_ptr, solve_ptr, initial_ptr,
-    y_ptr, final_ptr, states_ptr, values_ptr, v_steps, beta_steps, tokens, chunks, heads, plane,
-    rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
+    v_ptr, beta_ptr, first_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, scores_ptr, solve_ptr,
+    flags_ptr, initial_ptr, y_ptr, final_ptr, states_ptr, values_ptr, v_steps, beta_steps,
+    first_step, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
+    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """Pass over the chunks with the state in registers.
 
     Program: BLOCK columns of v of one value head, chunk after chunk.
     Reads v, beta, e K, r K, z and C, and for y also e Q and P. Writes what it is given room for: y
-    (batch, tokens, heads, VALUE) and the last state; or the state before every chunk, and N.
+    (batch, tokens, heads, VALUE) and the last state; or the state before every chunk, and N; and a
+    flag if one is not finite.
     """
     blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
     pid = tl.program_id(0).to(tl.int64)
@@ -317,12 +372,17 @@ def _kimi_delta_forward_kernel(
     if values_ptr is not None:
         values_ptr += stream * tokens * VALUE
         states_ptr += stream * chunks * DIM * VALUE
+    if ISOLATED:
+        if tl.load(flags_ptr + stream) == 0:
+            return
+        first_ptr += batch * first_step
     kind = v_ptr.dtype.element_ty
     padded = chunks * CHUNK
     state = tl.zeros([SIZE, BLOCK], tl.float32)
     if initial_ptr is not None:
         state += _tile(initial_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE,
                        BLOCK).to(tl.float32)  # fmt: skip
+    lost = tl.zeros([CHUNK], tl.int32)
     for chunk in tl.range(0, chunks, num_stages=STAGES, disable_licm=True):
         start = chunk * CHUNK
         place = tl.cast(start, tl.int64)
@@ -336,16 +396,32 @@ def _kimi_delta_forward_kernel(
         if values_ptr is not None:
             _store_tile(states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE, state, 0, VALUE, DIM,
                         column, SIZE, VALUE, BLOCK)  # fmt: skip
-        n = product(c, round_to(v - product(keys, narrow), kind))
+        read = product(keys, narrow)
+        if ISOLATED:
+            begins = _begins(first_ptr, start, tokens, CHUNK)
+            n = _seen_by(c, v - _of_state(read, begins), lost, beta, begins, kind, CHUNK)
+        else:
+            n = product(c, round_to(v - read, kind))
         if values_ptr is not None:
             _store_tile(values_ptr, n, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         n = round_to(n * beta[:, None], kind)
         if y_ptr is not None:
             queries = _tile(queries_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
             p = tl.load(_square(scores_ptr + place * CHUNK, CHUNK))
-            y = _plus(product(queries, narrow), p, n)
+            y = product(queries, narrow)
+            if ISOLATED:
+                near, _ = _finite_rows(n)
+                y = tl.where(n == n, _plus(_of_state(y, begins), p, near), float("nan"))
+            else:
+                y = _plus(y, p, n)
             _store_tile(y_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        if ISOLATED:
+            n, state = _of_last(n, begins, CHUNK), _over(state, begins, CHUNK)
+        elif flags_ptr is not None and kind == tl.float16:
+            lost = tl.maximum(lost, _wrong_rows(tl.abs(n.to(tl.float32)) < float("inf")))
         state = _plus(state * z[:, None], tl.trans(kept), n)
+    if flags_ptr is not None:
+        _flag(flags_ptr + stream, state, lost)
     if final_ptr is not None:
         _store_tile(final_ptr + stream * DIM * VALUE, state, 0, VALUE, DIM, column, SIZE, VALUE,
                     BLOCK)  # fmt: skip
@@ -353,18 +429,18 @@ def _kimi_delta_forward_kernel(
 
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _kimi_delta_reverse_kernel(
-    dy_ptr, beta_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, scores_ptr, adjoint_ptr, values_ptr,
-    dfinal_ptr, dv_ptr, dstates_ptr, dbeta_ptr, dinitial_ptr, dy_steps, beta_steps, tokens,
-    chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    dy_ptr, beta_ptr, first_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, scores_ptr, adjoint_ptr,
+    values_ptr, flags_ptr, dfinal_ptr, dv_ptr, dstates_ptr, dbeta_ptr, dinitial_ptr, dy_steps,
+    beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
+    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """Pass over the chunks in reverse with the gradient of the state in registers.
 
     Program: BLOCK columns of v of one value head, from the last chunk to the first.
     Reads dy, beta, e Q, e K, r K, z, P, A and N. Writes the gradient of the state after every
-    chunk; dv; what these columns give to dbeta, in fp32; and at the end the gradient of the first
-    state.
+    chunk; dv; what these columns give to dbeta, in fp32; at the end the gradient of the first
+    state; and a flag if it is not finite.
     """
     blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
     pid = tl.program_id(0).to(tl.int64)
@@ -384,6 +460,10 @@ def _kimi_delta_reverse_kernel(
     values_ptr += stream * tokens * VALUE
     dbeta_ptr += (pid % blocks) * plane + stream * chunks * CHUNK
     dv_ptr += (batch * tokens * many + value_head) * VALUE
+    if ISOLATED:
+        if tl.load(flags_ptr + stream) == 0:
+            return
+        first_ptr += batch * first_step
     kind = dy_ptr.dtype.element_ty
     padded = chunks * CHUNK
     dstate = tl.zeros([SIZE, BLOCK], tl.float32)
@@ -404,17 +484,29 @@ def _kimi_delta_reverse_kernel(
         z = tl.load(z_ptr + chunk * SIZE + tl.arange(0, SIZE))
         queries = _tile(queries_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
         keys = _tile(keys_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
-        dn = _plus(product(kept, round_to(dstate, kind)), tl.trans(p), dy)
-        y = product(tl.trans(a), round_to(dn, kind))
+        dn = product(kept, round_to(dstate, kind))
+        if ISOLATED:
+            begins = _begins(first_ptr, start, tokens, CHUNK)
+            dy, wrong = _finite_rows(dy)
+            dn = _plus(_of_last(dn, begins, CHUNK), tl.trans(p), dy)
+            y = _seen_later(tl.trans(a), dn, wrong, begins, kind, CHUNK)
+        else:
+            dn = _plus(dn, tl.trans(p), dy)
+            y = product(tl.trans(a), round_to(dn, kind))
         n = _tile(values_ptr, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         tl.store(dbeta_ptr + start + tl.arange(0, CHUNK), tl.sum(y * n.to(tl.float32), 1))
         dv = y * beta[:, None]
         _store_tile(dv_ptr, dv, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
+        if ISOLATED:
+            dy, dv = _of_state(dy, begins), _of_state(dv, begins)
+            dstate = _over(dstate, begins, CHUNK)
         dstate = _plus(dstate * z[:, None], tl.trans(queries), dy)
         dstate = _plus(dstate, tl.trans(keys), round_to(-dv, kind))
         dstates_ptr -= DIM * VALUE
         rows = tl.where(chunk > 0, DIM, 0)
         _store_tile(dstates_ptr, dstate, 0, VALUE, rows, column, SIZE, VALUE, BLOCK)
+    if flags_ptr is not None:
+        _flag(flags_ptr + stream, dstate)
     if dinitial_ptr is not None:
         _store_tile(dinitial_ptr + stream * DIM * VALUE, dstate, 0, VALUE, DIM, column, SIZE,
                     VALUE, BLOCK)  # fmt: skip
@@ -486,16 +578,19 @@ def _of_level(ptr, level, ACROSS: tl.constexpr, CHUNK: tl.constexpr):
 @triton.jit
 def _level_rows(
     q_ptr, k_ptr, rstd_ptr, sums_ptr, start, step, tokens, channel, plane, rstd_plane, scale,
-    level, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
+    level, ISOLATED: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """X, Y and D of a level."""
+    """X, Y and D of a level; finite where documents are ISOLATED."""
     kind = q_ptr.dtype.element_ty
     k_rstd_ptr = rstd_ptr + rstd_plane if NORMED else rstd_ptr
     decay = _decay(sums_ptr, plane, level, kind == tl.float32, SIZE, WIDTH, CHUNK)
     k = _scaled(k_ptr, k_rstd_ptr, start, step, tokens, channel, 1.0, NORMED, DIM, WIDTH, CHUNK)
     q = _scaled(q_ptr, rstd_ptr, start, step, tokens, channel, scale, NORMED, DIM, WIDTH, CHUNK)
-    return round_to(q * decay, kind), round_to(k * decay, kind), decay
+    x, y = round_to(q * decay, kind), round_to(k * decay, kind)
+    if ISOLATED:
+        x, y, decay = _finite(x), _finite(y), _finite(decay)
+    return x, y, decay
 
 
 @triton.jit
@@ -595,21 +690,24 @@ def _to_later(dsums, first_ptr, start, tokens, kind: tl.constexpr, CHUNK: tl.con
     if first_ptr is not None:
         begins = tl.load(first_ptr + tl.minimum(start + row, tokens - 1))
         later = later & (begins[None, :] <= (start + row)[:, None])
+        dsums, wrong = _finite_rows(dsums)
+        wrong = _before(wrong, _begins(first_ptr, start, tokens, CHUNK), CHUNK)
+        return tl.where(wrong[:, None], float("nan"), _gathered(later, dsums, kind))
     return _gathered(later, dsums, kind)
 
 
 @triton.jit
 def _kimi_delta_queries_kernel(
     dy_ptr, q_ptr, k_ptr, first_ptr, states_ptr, sums_ptr, queries_ptr, rstd_ptr, pairs_ptr,
-    dq_ptr, dsums_ptr, dy_steps, k_steps, first_step, tokens, chunks, heads, plane, rstd_plane,
-    scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    WIDTH: tl.constexpr, LEVELS: tl.constexpr,
+    dq_ptr, dsums_ptr, flags_ptr, dy_steps, k_steps, first_step, tokens, chunks, heads, plane,
+    rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of Q, and what they give to dG.
 
     Program: WIDTH channels of a chunk of one value head; those of a chunk are neighbors.
-    Reads dy, q, k, S, G, e Q and dP. Writes both in fp32.
+    Reads dy, q, k, S, G, e Q and dP. Writes both in fp32. One of two launches takes a flagged head.
     """
     pid = tl.program_id(0).to(tl.int64)
     channel, whole = (pid % (SIZE // WIDTH)).to(tl.int32) * WIDTH, pid // (SIZE // WIDTH)
@@ -625,7 +723,14 @@ def _kimi_delta_queries_kernel(
     if NORMED:
         rstd_ptr += (batch * heads + head) * chunks * CHUNK
     k_rstd_ptr = rstd_ptr + rstd_plane if NORMED else rstd_ptr
-    if first_ptr is not None:
+    if ISOLATED:
+        if tl.load(flags_ptr + stream) == 0:
+            return
+    elif flags_ptr is not None:
+        if tl.load(flags_ptr + stream) != 0:
+            return
+    PACKED: tl.constexpr = first_ptr is not None
+    if PACKED:
         first_ptr += batch * first_step
     sums_ptr += whole * CHUNK * SIZE + channel
     pairs_ptr += whole * CHUNK * CHUNK
@@ -634,6 +739,8 @@ def _kimi_delta_queries_kernel(
         dy_ptr + batch * dy_steps[0] + value_head * dy_steps[2], states_ptr + whole * DIM * VALUE,
         start, dy_steps[1], tokens, channel, DIM, WIDTH, VALUE, BLOCK, CHUNK, STAGES,
     )  # fmt: skip
+    if PACKED:
+        dq = _of_state(dq, _begins(first_ptr, start, tokens, CHUNK))
     at = queries_ptr + whole * CHUNK * DIM
     dsums = dq * _tile(at, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
     dq *= _to_start(sums_ptr, first_ptr, start, tokens, rest, EXACT, SIZE, WIDTH, CHUNK)
@@ -642,7 +749,7 @@ def _kimi_delta_queries_kernel(
     for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
         x, y, decay = _level_rows(
             q_ptr, k_ptr, rstd_ptr, sums_ptr, start, k_steps[1], tokens, channel, rest, rstd_plane,
-            scale, level, NORMED, DIM, SIZE, WIDTH, CHUNK,
+            scale, level, ISOLATED, NORMED, DIM, SIZE, WIDTH, CHUNK,
         )  # fmt: skip
         found = product(_of_level(pairs_ptr, level, False, CHUNK), y)
         dq += found * decay
@@ -655,17 +762,17 @@ def _kimi_delta_queries_kernel(
 @triton.jit
 def _kimi_delta_keys_kernel(
     q_ptr, k_ptr, beta_ptr, first_ptr, states_ptr, dstates_ptr, values_ptr, dv_ptr, sums_ptr,
-    keys_ptr, kept_ptr, z_ptr, rstd_ptr, pairs_ptr, mixed_ptr, dk_ptr, dg_ptr, k_steps, beta_steps,
-    first_step, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
+    keys_ptr, kept_ptr, z_ptr, rstd_ptr, pairs_ptr, mixed_ptr, dk_ptr, dg_ptr, flags_ptr, k_steps,
+    beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
     NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr,
-    LEVELS: tl.constexpr,
+    LEVELS: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of K and g.
 
     Program: WIDTH channels of a chunk of one value head; those of a chunk are neighbors.
     Reads q, k, S, dS', N, dv, G, e K, r K, z, dP and M. Writes dg, and in the place of what Q gives
-    to dG the gradient of K in fp32.
+    to dG the gradient of K in fp32. One of two launches takes a flagged head.
     """
     pid = tl.program_id(0).to(tl.int64)
     channel, whole = (pid % (SIZE // WIDTH)).to(tl.int32) * WIDTH, pid // (SIZE // WIDTH)
@@ -681,7 +788,14 @@ def _kimi_delta_keys_kernel(
     k_ptr += batch * k_steps[0] + head * k_steps[2]
     if NORMED:
         rstd_ptr += (batch * heads + head) * chunks * CHUNK
-    if first_ptr is not None:
+    if ISOLATED:
+        if tl.load(flags_ptr + stream) == 0:
+            return
+    elif flags_ptr is not None:
+        if tl.load(flags_ptr + stream) != 0:
+            return
+    PACKED: tl.constexpr = first_ptr is not None
+    if PACKED:
         first_ptr += batch * first_step
     sums_ptr += whole * CHUNK * SIZE + channel
     pairs_ptr += whole * CHUNK * CHUNK
@@ -695,6 +809,10 @@ def _kimi_delta_keys_kernel(
     )  # fmt: skip
     found *= _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
                       beta_steps[1], tokens, CHUNK)[:, None]  # fmt: skip
+    if PACKED:
+        begins = _begins(first_ptr, start, tokens, CHUNK)
+        dk, found = _of_state(dk, begins), _of_last(found, begins, CHUNK)
+        through = _over(through, begins, CHUNK)
     through *= tl.load(z_ptr + whole * SIZE + channel + tl.arange(0, WIDTH))
     at = whole * CHUNK * DIM
     dsums = -found * _tile(kept_ptr + at, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
@@ -709,7 +827,7 @@ def _kimi_delta_keys_kernel(
     for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
         x, y, decay = _level_rows(
             q_ptr, k_ptr, rstd_ptr, sums_ptr, start, k_steps[1], tokens, channel, rest, rstd_plane,
-            scale, level, NORMED, DIM, SIZE, WIDTH, CHUNK,
+            scale, level, ISOLATED, NORMED, DIM, SIZE, WIDTH, CHUNK,
         )  # fmt: skip
         found = product(_of_level(mixed_ptr, level, False, CHUNK), y)
         dk += found * decay

@@ -35,6 +35,8 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule import (
     _padded,
     _rows,
     _steps,
+    flags_of,
+    launch_isolated,
 )
 from liger_multi.backends.triton.linear_attention.ssd_scan_kernels import (
     _ssd_gates_kernel,
@@ -147,6 +149,7 @@ class Call(NamedTuple):
     options: StepOptions
     chunk: int
     chunks: int
+    flags: Tensor | None
 
     @property
     def groups(self) -> int:
@@ -167,6 +170,11 @@ class Call(NamedTuple):
     def first_step(self) -> int:
         """From where the runs of a sequence begin to those of the next."""
         return 0 if self.first is None or self.first.shape[0] == 1 else self.first.stride(0)
+
+    @property
+    def document_step(self) -> int | None:
+        """The same for kernels that take it where there are several sequences alone."""
+        return None if self.first is None else self.first_step
 
     @property
     def parts(self) -> int:
@@ -225,6 +233,7 @@ def _call(
         _rows(x), dt, A.contiguous(), _rows(B), _rows(C), skip,
         None if dt_bias is None else dt_bias.contiguous(),
         None if first is None else first.contiguous(), options, chunk, cdiv(x.shape[1], chunk),
+        None if first is None else flags_of(x),
     )  # fmt: skip
 
 
@@ -240,10 +249,13 @@ def _states(
     c: Call, gates: Tensor, initial: Tensor | None, final: Tensor | None
 ) -> Tensor:  # fmt: skip
     states = c.empty_states()
-    args = (c.x, c.B, gates, initial, states, final, _steps(c.x), _steps(c.B), *c.sizes())
+    args = (
+        c.x, c.B, c.first, gates, initial, states, final, c.flags, _steps(c.x), _steps(c.B),
+        c.document_step, *c.sizes(),
+    )  # fmt: skip
     constants, warps = c.config("states", states_config)
     count = c.streams * cdiv(c.x.shape[3], constants[4])
-    launch(_ssd_states_kernel, count, args, constants, warps)
+    launch_isolated(c.flags, _ssd_states_kernel, count, args, constants, warps)
     return states
 
 
@@ -435,10 +447,13 @@ def _reverse(
     c: Call, gates: Tensor, dy: Tensor, dfinal: Tensor | None, dinitial: Tensor | None
 ) -> Tensor:
     dstates = c.empty_states()
-    args = (c.C, gates, dfinal, dstates, dinitial, _steps(dy), _steps(c.C), *c.sizes())
+    args = (
+        dy, c.C, c.first, gates, dfinal, dstates, dinitial, c.flags, _steps(dy), _steps(c.C),
+        c.document_step, *c.sizes(),
+    )  # fmt: skip
     constants, warps = c.config("reverse", states_config)
     count = c.streams * cdiv(c.x.shape[3], constants[4])
-    launch(_ssd_reverse_kernel, count, (dy, *args), constants, warps)
+    launch_isolated(c.flags, _ssd_reverse_kernel, count, args, constants, warps)
     return dstates
 
 
@@ -453,16 +468,17 @@ def _gradients(
     sums = gates.new_empty(2 + c.parts, c.plane)
     count = batch * c.groups * c.chunks
     args: tuple[Any, ...] = (
-        dy, x, c.B, c.C, c.skip, c.first, gates, dstates, dx, pairs, sums, dskips, _steps(dy),
-        _steps(x), _steps(c.B), _steps(c.C), c.first_step, *c.sizes(), c.group,
+        dy, x, c.B, c.C, c.skip, c.first, gates, dstates, dx, pairs, sums, dskips, c.flags,
+        _steps(dy), _steps(x), _steps(c.B), _steps(c.C), c.first_step, *c.sizes(), c.group,
     )  # fmt: skip
-    launch(_ssd_pairs_kernel, count, args, *c.config("pairs", pairs_config))
+    launch_isolated(c.flags, _ssd_pairs_kernel, count, args, *c.config("pairs", pairs_config))
     args = (
         dy, x, c.B, c.C, gates, states, dstates, pairs, sums, db, dc, _steps(dy), _steps(x),
         _steps(c.B), _steps(c.C), *c.sizes(), c.group,
     )  # fmt: skip
-    constants = c.config("groups", groups_config, ROWS_OF_STATES)
-    launch(_ssd_groups_kernel, count * c.parts, args, *constants)
+    constants, warps = c.config("groups", groups_config, ROWS_OF_STATES)
+    constants = (*constants, c.first is not None)
+    launch(_ssd_groups_kernel, count * c.parts, args, constants, warps)
     of_heads = gates.new_empty(2, batch, many, c.chunks)
     args = (
         c.dt, c.A, c.bias, c.first, gates, sums, ddt, of_heads, c.dt.stride(), *c.tokens(),

@@ -18,6 +18,8 @@ e is 0 outside of the sequence that S belongs to, r outside of the last token's,
 has a boundary. Only states are passed from chunk to chunk; all else runs for all chunks at once,
 with the products of B and C made once for the heads of a group. Pairs are held as (j, i), so that
 no GEMM takes a transposed result of another: on Hopper, Triton up to 3.7.0 multiplies it wrongly.
+
+What is not finite stays in its sequence as in gated_delta_rule_kernels.py.
 """
 
 import triton
@@ -26,15 +28,27 @@ import triton.language as tl
 from liger_multi.backends.triton.attention.attention_kernels import product
 from liger_multi.backends.triton.common.rows import LOG2E, round_to
 from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels import (
+    _after,
     _assume_heads,
+    _before,
+    _begins,
     _decays,
+    _finite,
+    _finite_rows,
+    _fits,
+    _flag,
     _gates_of,
+    _not_gone,
     _numbers,
+    _of_last,
+    _of_state,
+    _over,
     _plus,
     _seen,
     _square,
     _store_tile,
     _tile,
+    _wrong_rows,
 )
 
 # --- step sizes and decays ---
@@ -80,7 +94,8 @@ def _ssd_gates_kernel(
     raw = _raw_steps(dt_ptr + batch * dt_steps[0] + head * dt_steps[2], bias_ptr, start,
                      dt_steps[1], tokens, head, BLOCK)  # fmt: skip
     steps = _softplus(raw) if SOFTPLUS else raw
-    steps = tl.where(start + row < tokens, tl.minimum(tl.maximum(steps, low), high), 0.0)
+    steps = tl.where(steps < low, low, tl.where(steps > high, high, steps))  # NaN stays NaN
+    steps = tl.where(start + row < tokens, steps, 0.0)
     g = steps * tl.load(a_ptr + head).to(tl.float32)
     coarse, fine, e, r = _gates_of(g, seen, begins, start, first_ptr is not None, BLOCK)
     at = gates_ptr + pid * BLOCK + row
@@ -148,14 +163,16 @@ def _columns_of_head(chunks, groups, GROUP: tl.constexpr, VALUE: tl.constexpr, B
 
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _ssd_states_kernel(
-    x_ptr, b_ptr, gates_ptr, initial_ptr, states_ptr, final_ptr, x_steps, b_steps, tokens, chunks,
-    groups, plane, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, b_ptr, first_ptr, gates_ptr, initial_ptr, states_ptr, final_ptr, flags_ptr, x_steps,
+    b_steps, first_step, tokens, chunks, groups, plane, GROUP: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """Pass over the chunks with the state in registers.
 
     Program: BLOCK columns of the state of one head, chunk after chunk.
-    Reads B, x and gates. Writes the state before every chunk, and the last one.
+    Reads B, x and gates. Writes the state before every chunk, the last one, and a flag if that is
+    not finite.
     """
     column, stream, batch, group, head = _columns_of_head(chunks, groups, GROUP, VALUE, BLOCK)
     row = tl.arange(0, CHUNK)
@@ -163,6 +180,10 @@ def _ssd_states_kernel(
     x_ptr += batch * x_steps[0] + head * x_steps[2]
     gates_ptr += stream * chunks * CHUNK
     states_ptr += stream * chunks * DIM * VALUE
+    if ISOLATED:
+        if tl.load(flags_ptr + stream) == 0:
+            return
+        first_ptr += batch * first_step
     state = tl.zeros([SIZE, BLOCK], tl.float32)
     if initial_ptr is not None:
         state += _tile(initial_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE,
@@ -176,7 +197,13 @@ def _ssd_states_kernel(
         _store_tile(states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE, state, 0, VALUE, DIM,
                     column, SIZE, VALUE, BLOCK)  # fmt: skip
         rows = x.to(tl.float32) * (r * steps)[:, None]
+        if ISOLATED:
+            begins = _begins(first_ptr, start, tokens, CHUNK)
+            b, rows = _of_last(b, begins, CHUNK), _of_last(rows, begins, CHUNK)
+            state = _over(state, begins, CHUNK)
         state = _plus(state * z, tl.trans(b), round_to(rows, b.dtype))
+    if flags_ptr is not None:
+        _flag(flags_ptr + stream, state)
     if final_ptr is not None:
         _store_tile(final_ptr + stream * DIM * VALUE, state, 0, VALUE, DIM, column, SIZE, VALUE,
                     BLOCK)  # fmt: skip
@@ -184,14 +211,16 @@ def _ssd_states_kernel(
 
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _ssd_reverse_kernel(
-    dy_ptr, c_ptr, gates_ptr, dfinal_ptr, dstates_ptr, dinitial_ptr, dy_steps, c_steps, tokens,
-    chunks, groups, plane, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    dy_ptr, c_ptr, first_ptr, gates_ptr, dfinal_ptr, dstates_ptr, dinitial_ptr, flags_ptr, dy_steps,
+    c_steps, first_step, tokens, chunks, groups, plane, GROUP: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """Pass over the chunks in reverse with the gradient of the state in registers.
 
     Program: BLOCK columns of the state of one head, from the last chunk to the first.
-    Reads dy, C and gates. Writes the gradient of the state after every chunk, and of the first.
+    Reads dy, C and gates. Writes the gradient of the state after every chunk, that of the first,
+    and a flag if that is not finite.
     """
     column, stream, batch, group, head = _columns_of_head(chunks, groups, GROUP, VALUE, BLOCK)
     row = tl.arange(0, CHUNK)
@@ -199,6 +228,10 @@ def _ssd_reverse_kernel(
     dy_ptr += batch * dy_steps[0] + head * dy_steps[2]
     gates_ptr += stream * chunks * CHUNK
     dstates_ptr += stream * chunks * DIM * VALUE
+    if ISOLATED:
+        if tl.load(flags_ptr + stream) == 0:
+            return
+        first_ptr += batch * first_step
     dstate = tl.zeros([SIZE, BLOCK], tl.float32)
     if dfinal_ptr is not None:
         dstate += _tile(dfinal_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE,
@@ -212,7 +245,13 @@ def _ssd_reverse_kernel(
         _store_tile(dstates_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE, dstate, 0, VALUE, DIM,
                     column, SIZE, VALUE, BLOCK)  # fmt: skip
         own = dy.to(tl.float32) * e[:, None]
+        if ISOLATED:
+            begins = _begins(first_ptr, start, tokens, CHUNK)
+            c, own = _of_state(c, begins), _of_state(own, begins)
+            dstate = _over(dstate, begins, CHUNK)
         dstate = _plus(dstate * z, tl.trans(c), round_to(own, c.dtype))
+    if flags_ptr is not None:
+        _flag(flags_ptr + stream, dstate)
     if dinitial_ptr is not None:
         _store_tile(dinitial_ptr + stream * DIM * VALUE, dstate, 0, VALUE, DIM, column, SIZE,
                     VALUE, BLOCK)  # fmt: skip
@@ -223,7 +262,7 @@ def _ssd_reverse_kernel(
 
 @triton.jit
 def _decays_of(gates_ptr, plane, first_ptr, start, tokens, CHUNK: tl.constexpr):
-    """D of a chunk as (j, i), with the sums of gates of ``gates_ptr``."""
+    """D of a chunk as (j, i), with the sums of gates of ``gates_ptr``, and pairs that it is of."""
     row = tl.arange(0, CHUNK)
     coarse, fine = tl.load(gates_ptr + 2 * plane + row), tl.load(gates_ptr + 3 * plane + row)
     seen = row[:, None] <= row[None, :]
@@ -231,7 +270,7 @@ def _decays_of(gates_ptr, plane, first_ptr, start, tokens, CHUNK: tl.constexpr):
         begins = tl.load(first_ptr + tl.minimum(start + row, tokens - 1))
         seen = seen & (begins[None, :] <= (start + row)[:, None])
     apart = (coarse[None, :] - coarse[:, None]) + (fine[None, :] - fine[:, None])
-    return tl.exp2(tl.where(seen, apart * LOG2E, -float("inf")))
+    return tl.exp2(tl.where(seen, apart * LOG2E, -float("inf"))), seen
 
 
 @triton.jit
@@ -274,13 +313,25 @@ def _ssd_outputs_kernel(
         e, steps = tl.load(at + row), tl.load(at + 4 * plane + row)
         coarse, fine = tl.load(at + 2 * plane + row), tl.load(at + 3 * plane + row)
         seen, _ = _seen(first_ptr, start, tokens, CHUNK)
-        p = round_to(scores * _decays(coarse, fine, seen), c.dtype)
+        p = scores * _decays(coarse, fine, seen)
+        if first_ptr is not None:
+            p = tl.where(seen, p, 0.0)
+            begins = _begins(first_ptr, start, tokens, CHUNK)
+        p = round_to(p, c.dtype)
         for column in tl.static_range(0, VALUE, BLOCK):
             x = _tile(x_ptr + batch * x_steps[0] + head * x_steps[2], start, x_steps[1], tokens,
                       column, CHUNK, VALUE, BLOCK).to(tl.float32)  # fmt: skip
             s = _tile(states_ptr + whole * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK)
             y = product(c, s) * e[:, None]
-            y = _plus(y, p, round_to(x * steps[:, None], c.dtype))
+            if first_ptr is not None:
+                rows = x * steps[:, None]
+                is_fine = _fits(rows, c.dtype)
+                rows = round_to(tl.where(is_fine, rows, 0.0), c.dtype)
+                y = _plus(_of_state(y, begins), p, rows)
+                wrong = _after(_wrong_rows(is_fine), begins, CHUNK)
+                y = tl.where(wrong[:, None], float("nan"), y)
+            else:
+                y = _plus(y, p, round_to(x * steps[:, None], c.dtype))
             if skip_ptr is not None:
                 y += x * _skipped(skip_ptr, head, column, VALUE, BLOCK)
             _store_tile(y_ptr + (batch * tokens * many + head) * VALUE, y, start, many * VALUE,
@@ -290,22 +341,27 @@ def _ssd_outputs_kernel(
 @triton.jit(do_not_specialize=["members"])  # a loop that is always a loop
 def _ssd_pairs_kernel(
     dy_ptr, x_ptr, b_ptr, c_ptr, skip_ptr, first_ptr, gates_ptr, dstates_ptr, dx_ptr, pairs_ptr,
-    sums_ptr, dskips_ptr, dy_steps, x_steps, b_steps, c_steps, first_step, tokens, chunks, groups,
-    plane, members, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    sums_ptr, dskips_ptr, flags_ptr, dy_steps, x_steps, b_steps, c_steps, first_step, tokens,
+    chunks, groups, plane, members, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x, and of pairs of tokens.
 
     Program: a chunk of one group, its heads one after another.
     Reads dy, x, B, C, gates and the gradients of states. Writes dx; the sum of E over the heads, as
     (j, i); in two planes of ``sums_ptr`` what rows give to step sizes and pairs to dG; and what the
-    chunk gives to the gradient of skip (chunks, VALUE).
+    chunk gives to the gradient of skip (chunks, VALUE). Flags the group's first head if the sum of
+    E is not finite.
     """
     pid = tl.program_id(0).to(tl.int64)
     chunk, stream = pid % chunks, pid // chunks
     batch, group = stream // groups, stream % groups
     _assume_heads(groups, GROUP * VALUE)
     many = groups * GROUP
+    if ISOLATED:
+        if tl.load(flags_ptr + batch * many + group * GROUP) == 0:
+            return
     start = (chunk * CHUNK).to(tl.int32)
     row = tl.arange(0, CHUNK)
     if first_ptr is not None:
@@ -321,8 +377,11 @@ def _ssd_pairs_kernel(
         whole = (batch * many + head) * chunks + chunk
         at = gates_ptr + whole * CHUNK
         r, steps = tl.load(at + plane + row), tl.load(at + 4 * plane + row)
-        decay = _decays_of(at, plane, first_ptr, start, tokens, CHUNK)
-        p = round_to(scores * decay, b_ptr.dtype.element_ty)
+        decay, seen = _decays_of(at, plane, first_ptr, start, tokens, CHUNK)
+        p = scores * decay
+        if first_ptr is not None:
+            p = tl.where(seen, p, 0.0)
+        p = round_to(p, b_ptr.dtype.element_ty)
         dpairs = tl.zeros([CHUNK, CHUNK], tl.float32)
         dsteps = tl.zeros([CHUNK], tl.float32)
         for column in tl.static_range(0, VALUE, BLOCK):
@@ -332,8 +391,16 @@ def _ssd_pairs_kernel(
                       column, CHUNK, VALUE, BLOCK).to(tl.float32)  # fmt: skip
             ds = _tile(dstates_ptr + whole * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK)
             b = _tile(b_ptr, start, b_steps[1], tokens, 0, CHUNK, DIM, SIZE)
-            drows = product(b, ds) * r[:, None]
-            drows = _plus(drows, p, dy)
+            drows = product(b, ds)
+            if first_ptr is not None:
+                drows = _not_gone(drows, r[:, None])
+            drows *= r[:, None]
+            if ISOLATED:
+                near, wrong = _finite_rows(dy)
+                wrong = _before(wrong, _begins(first_ptr, start, tokens, CHUNK), CHUNK)
+                drows = tl.where(wrong[:, None], float("nan"), _plus(drows, p, near))
+            else:
+                drows = _plus(drows, p, dy)
             dsteps += tl.sum(drows * x, 1)
             dpairs = _plus(dpairs, round_to(x * steps[:, None], b.dtype), tl.trans(dy))
             dx, wide = drows * steps[:, None], dy.to(tl.float32)
@@ -344,12 +411,19 @@ def _ssd_pairs_kernel(
                 tl.store(dskips_ptr + whole * VALUE + col, tl.sum(wide * x, 0), mask=col < VALUE)
             _store_tile(dx_ptr + (batch * tokens * many + head) * VALUE, dx, start, many * VALUE,
                         tokens, column, CHUNK, VALUE, BLOCK)  # fmt: skip
-        dpairs *= _decays_of(at, plane, first_ptr, start, tokens, CHUNK)  # not kept: registers
+        decay, seen = _decays_of(at, plane, first_ptr, start, tokens, CHUNK)  # not kept: registers
+        dpairs *= decay
+        if first_ptr is not None:
+            dpairs = tl.where(seen, dpairs, 0.0)
         shared += dpairs
         through = tl.where(row[:, None] < row[None, :], dpairs * scores, 0.0)
+        if first_ptr is not None:
+            through = tl.where(seen, through, 0.0)
         at = sums_ptr + whole * CHUNK + row
         tl.store(at, dsteps)
         tl.store(at + plane, tl.sum(through, 0) - tl.sum(through, 1))
+    if flags_ptr is not None:
+        _flag(flags_ptr + batch * many + group * GROUP, shared)
     whole = pid * CHUNK * CHUNK
     tl.store(_square(pairs_ptr + whole, CHUNK), round_to(shared, pairs_ptr.dtype.element_ty))
 
@@ -371,7 +445,7 @@ def _ssd_groups_kernel(
     dy_ptr, x_ptr, b_ptr, c_ptr, gates_ptr, states_ptr, dstates_ptr, pairs_ptr, sums_ptr, db_ptr,
     dc_ptr, dy_steps, x_steps, b_steps, c_steps, tokens, chunks, groups, plane,
     members, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of B and C.
 
@@ -409,19 +483,27 @@ def _ssd_groups_kernel(
                        BLOCK)  # fmt: skip
             kept = _plus(kept, round_to(x * steps[:, None], ds.dtype), tl.trans(ds))
             passed += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
+        if PACKED:
+            read, kept = _not_gone(read, e[:, None]), _not_gone(kept, r[:, None])
         c = _tile(c_ptr, start, c_steps[1], tokens, first, CHUNK, DIM, SIZE)
         own = e * tl.sum(c.to(tl.float32) * read, 1)
         dc += read * e[:, None]
         b = _tile(b_ptr, start, b_steps[1], tokens, first, CHUNK, DIM, SIZE)
         pushed = r * tl.sum(b.to(tl.float32) * kept, 1)
         db += kept * r[:, None]
+        if PACKED:
+            pushed, passed = _not_gone(pushed, r), _not_gone(passed, z)
         last = tl.sum(pushed, 0) + z * tl.sum(passed, 0)
         at = sums_ptr + whole * CHUNK + row
         tl.store(at, own - pushed + tl.where(row == CHUNK - 1, last, 0.0))
     pairs = tl.load(_square(pairs_ptr + pid * CHUNK * CHUNK, CHUNK))
     c = _tile(c_ptr, start, c_steps[1], tokens, first, CHUNK, DIM, SIZE)
+    if PACKED:
+        c = _finite(c)
     db += product(pairs, c)
     b = _tile(b_ptr, start, b_steps[1], tokens, first, CHUNK, DIM, SIZE)
+    if PACKED:
+        b = _finite(b)
     dc += product(tl.trans(pairs), b)
     room = (batch * tokens * groups + group) * DIM
     _store_tile(db_ptr + room, db, start, groups * DIM, tokens, first, CHUNK, DIM, SIZE)
