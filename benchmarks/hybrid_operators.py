@@ -1,11 +1,11 @@
-"""Operators of hybrid models on one GPU beside fla-core: ``python -m benchmarks.hybrid_operators``.
+"""Operators of hybrid models on one GPU beside others: ``python -m benchmarks.hybrid_operators``.
 
-Each operator runs forward, and forward and backward, in turns with fla-core's function for the same
-recurrence where there is one. Printed are medians by CUDA events, the peak beside the arguments,
-and errors: the RMS of the difference from the recurrence in fp64 over that of the recurrence, the
-largest of the result and all gradients, on a short input of the same kind. With ``--repeats N``,
-the operator's forward and backward run N times more, and how many of them have other bits than the
-first is printed. ``--lines FILE`` writes what is printed, for
+Each operator runs forward, and forward and backward, after it the functions of fla-core and of
+transformers (unpatched) for the same recurrence where there are some. Printed are medians by CUDA
+events, the peak beside the arguments, and errors: the RMS of the difference from the recurrence in
+fp64 over that of the recurrence, the largest of the result and all gradients, on a short input of
+the same kind. With ``--repeats N``, the operator's forward and backward run N times more, and how
+many of them have other bits than the first is printed. ``--lines FILE`` writes what is printed, for
 ``python -m benchmarks.store --notes hybrid-operators``.
 """
 
@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import inspect
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,7 @@ Function = Callable[[Arguments], Tensor]
 
 DEVICE = "cuda"
 SHORT = 192  # tokens of the comparison with fp64
+MOST_SECONDS = 5.0  # of all rounds, but for the first three
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Case:
         sizes: In words.
         make: Its arguments for (batch, tokens, a share of the heads or channels).
         options: Arguments that are not tensors.
-        peers: Functions of fla-core by what is said of them.
+        peers: Functions of other libraries by what is said of them.
     """
 
     name: str
@@ -63,9 +66,11 @@ class Case:
         return result
 
 
-def _delta(heads: int, channels: bool) -> Callable[[Draw, int, int, int], Arguments]:
+def _delta(
+    heads: int, of_values: int, channels: bool
+) -> Callable[[Draw, int, int, int], Arguments]:
     def make(draw: Draw, batch: int, length: int, share: int) -> Arguments:
-        keys, values = heads // share, 32 // share
+        keys, values = heads // share, of_values // share
         rows = {"q": keys, "k": keys, "v": values}
         made = {n: draw(batch, length, many, 128) for n, many in rows.items()}
         gates = (batch, length, values, 128)[: 4 if channels else 3]
@@ -108,7 +113,22 @@ def _gated(draw: Draw, batch: int, length: int, share: int) -> Arguments:
     return {"x": draw(batch, length, 3 * cols), "weight": draw(cols, 3)}
 
 
-# --- fla-core ---
+# --- others ---
+
+
+def _unpatched(model: str, name: str) -> Function:
+    """A function of transformers, which takes as many key heads as value heads."""
+
+    def function(given: Arguments) -> Tensor:
+        module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+        q, k, v, g, beta = given.values()
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        plain = inspect.unwrap(getattr(module, name))  # not what it leaves to fla-core
+        made = plain(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+        result: Tensor = made[0]
+        return result
+
+    return function
 
 
 def _fla_delta(given: Arguments) -> Tensor:
@@ -138,11 +158,19 @@ def _fla_convolution(given: Arguments) -> Tensor:
 
 
 NORMED = {"qk_l2norm": True}
+DELTA = {
+    "fla-core": _fla_delta, "fla-core without its check": _fla_delta_unchecked,
+    "transformers": _unpatched("qwen3_next", "torch_chunk_gated_delta_rule"),
+}  # fmt: skip
+KIMI = {
+    "fla-core": _fla_kimi,
+    "transformers": _unpatched("kimi_linear", "chunk_kimi_delta_attention"),
+}  # fmt: skip
 CASES = (
-    Case("gated_delta_rule", "16 key and 32 value heads of 128", _delta(16, False), NORMED,
-         {"fla-core": _fla_delta, "fla-core without its check": _fla_delta_unchecked}),
-    Case("kimi_delta_attention", "32 heads of 128", _delta(32, True), NORMED,
-         {"fla-core": _fla_kimi}),
+    Case("gated_delta_rule", "16 key and 32 value heads of 128", _delta(16, 32, False), NORMED,
+         DELTA),
+    Case("kimi_delta_attention", "32 heads of 128", _delta(32, 32, True), NORMED, KIMI),
+    Case("kimi_delta_attention", "16 heads of 128", _delta(16, 16, True), NORMED, KIMI),
     Case("ssd_scan", "128 heads of 64, 128 states, 8 groups", _heads(128, 64, 128, 8),
          {"dt_softplus": True}),
     Case("ssd_scan", "32 heads of 128, 256 states, 1 group", _heads(32, 128, 256, 1),
@@ -171,9 +199,13 @@ def _gradients(function: Function, given: Arguments, dy: Tensor) -> tuple[Tensor
 
 
 def median(call: Callable[[], object], rounds: int) -> float:
-    """Median time in ms by CUDA events, the host ahead of the device."""
+    """Median time in ms by CUDA events, the host ahead; fewer rounds of slow calls."""
     for _ in range(2):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
         call()
+    torch.cuda.synchronize()
+    rounds = max(3, min(rounds, int(MOST_SECONDS / (time.perf_counter() - begun))))
     pairs = []
     for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -256,9 +288,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=0)
     parser.add_argument("--lines", type=Path, metavar="FILE")
     given = parser.parse_args()
+    packages = ("torch", "triton", "fla-core", "transformers")
     lines = [
         "python -m benchmarks.hybrid_operators, 2x8192 tokens, bf16, gates and A fp32, "
-        + ", ".join(f"{name} {version(name)}" for name in ("torch", "triton", "fla-core"))
+        + ", ".join(f"{name} {version(name)}" for name in packages)
         + f"; copy {copied():.2f} TB/s"
     ]
     print(lines[0], flush=True)
