@@ -91,14 +91,16 @@ def check_indexer(name: str, q: Tensor, k: Tensor, w: Tensor) -> None:
 
 def case(
     shape: tuple[int, int, int, int], keys: int = 0, layout: str = "contiguous",
-    weights: torch.dtype | None = torch.float32, **more: T,
+    weights: torch.dtype | None = torch.float32, whole: float = 0.0, **more: T,
 ) -> dict[str, T]:  # fmt: skip
-    """Queries of a shape (B, L, H, D), as many keys, and weights."""
+    """Queries of a shape (B, L, H, D), as many keys, and weights; integers up to some ``whole``."""
     batch, length, heads, size = shape
+    other = layout if layout != "swapped" else "sliced"
+    exact: dict[str, Any] = {"scale": whole or 1.0, "whole": whole > 0}
     return {
-        "q": T(shape, layout=layout),
-        "k": T((batch, keys or length, size), layout=layout if layout != "swapped" else "sliced"),
-        "w": T((batch, length, heads), weights, layout=layout if layout != "swapped" else "sliced"),
+        "q": T(shape, layout=layout, **exact),
+        "k": T((batch, keys or length, size), layout=other, **exact),
+        "w": T((batch, length, heads), weights, layout=other, whole=whole > 0),
         **more,
     }
 
