@@ -14,8 +14,8 @@ PEERS = {
     "Liger": ("liger",),
     "Liger CuTe": ("liger-hopper", "liger-cute"),
     "QuACK": ("quack",),
-    "PyTorch": ("aten", "torch"),
-    "`compile`": ("compile",),
+    "PyTorch": ("aten", "torch", "transformers"),
+    "`compile`": ("compile", "flex"),
 }
 """Columns of peers, and the providers of each: the first that was measured stands there."""
 BESIDE = ("Liger", "PyTorch")
@@ -52,23 +52,35 @@ def line(op: str, sample: str, rows: Mapping[str, Row]) -> list[str]:
         for one in peers.values()
         if one is not None and one.row.get("both_ms") and one.ours.get("both_ms")
     ]
-    peak = (ours.row.get("percent_of_peak") or {}).get("both")
+    reached = peak(ours)
     beside = [ours, *(peers[head] for head in BESIDE)]
     return [
-        f"`{op}`", sample, _time(ours), "-" if peak is None else f"{peak:.0f}",
+        f"`{op}`", sample, _time(ours), "-" if reached is None else f"{reached:.0f}",
         *map(_time, peers.values()), f"{max(ratios):.2f}" if ratios else "-",
         *map(_memory, beside), *map(_error, beside),
     ]  # fmt: skip
 
 
-def every() -> str:
-    """The newest rows of every operator."""
+def measured() -> dict[tuple[str, str], dict[str, Row]]:
+    """The newest rows of every operator and sample of which there is one of ours."""
     runs = [run for run in store.read("operators") if store.device(run) == CARD]
     found = benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    return {key: rows for key, rows in sorted(found.items()) if "ours" in rows}
+
+
+def peak(ours: Row) -> float | None:
+    """Percent of what the least bytes or operations allow, forward and backward."""
+    found: float | None = (ours.row.get("percent_of_peak") or {}).get("both")
+    return found
+
+
+def every() -> str:
+    """The newest rows of every operator."""
+    found = measured()
     heads = ["operator", "shape", "ours, ms", "% of peak", *PEERS, "ours / best"]
     heads += [f"{what}: {who}" for what in ("GiB", "error") for who in ("ours", *BESIDE)]
     lines = [heads, ["---"] * len(heads)]
-    lines += [line(op, name, rows) for (op, name), rows in sorted(found.items()) if "ours" in rows]
+    lines += [line(op, name, rows) for (op, name), rows in found.items()]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) if found else ""
 
 

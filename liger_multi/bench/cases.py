@@ -427,6 +427,10 @@ class Ceilings:
 
 
 CPU_BYTES, CPU_OPERATIONS = 16e6, 2e10
+JUMPS = ("fused_linear_tvd", "gated_mlp_float8")
+"""Of these, a rounded logit may turn a sign and a rounded product may get the next code of FP8: no
+bound holds for every element, so that the relative error in the 2-norm decides."""
+JUMPED = 2**-4  # of that error: half a step of E4M3 codes
 ORACLE_BYTES = 2**30  # of the widest tensor of one chunk of rows
 
 

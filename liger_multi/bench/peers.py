@@ -170,11 +170,12 @@ def _grouped_moe(
 
 def _grouped_lora_moe(
     x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
-    gate_up_a: Tensor, gate_up_b: Tensor, down_a: Tensor, down_b: Tensor,
+    gate_up_a: Tensor, gate_up_b: Tensor, down_a: Tensor, down_b: Tensor, *,
+    gate_up_scale: float = 1.0, down_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """As PEFT's ``target_parameters``: adapters added to all weights, then grouped GEMMs."""
-    gate_up = gate_up_weight + (gate_up_b @ gate_up_a).to(gate_up_weight.dtype)
-    down = down_weight + (down_b @ down_a).to(down_weight.dtype)
+    gate_up = gate_up_weight + (gate_up_scale * (gate_up_b @ gate_up_a)).to(gate_up_weight.dtype)
+    down = down_weight + (down_scale * (down_b @ down_a)).to(down_weight.dtype)
     return _grouped_moe(x, gate_up, down, index, routing)
 
 
@@ -554,7 +555,9 @@ def _quack_cross_entropy(inplace: bool) -> Formula:
 
 def _quack_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     call = _quack("linear_cross_entropy:chunked_linear_cross_entropy")
-    found: Tensor = call(hidden, weight, target)
+    # 0.6.5 refuses GEMMs with as many rows as columns, which its 4096 rows make of 4096 channels
+    rows = {"chunk_size": 8192} if hidden.shape[-1] == 4096 else {}
+    found: Tensor = call(hidden, weight, target, **rows)
     return found
 
 

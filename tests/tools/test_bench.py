@@ -17,6 +17,7 @@ from liger_multi.bench import measure as bench_measure
 from liger_multi.bench import peers as bench_peers
 from liger_multi.bench import providers as bench_providers
 from liger_multi.bench import report as bench_report
+from liger_multi.bench import runner as bench_runner
 from liger_multi.cli.main import main as command_line
 from liger_multi.testing import FORMULAS, samples
 
@@ -459,6 +460,23 @@ def test_inputs_have_the_sign_and_the_fractions_that_a_sample_wants():
     made = bench_cases.draw(samples.Sample("x", specs), torch.device("cpu"), torch.bfloat16)
     assert (made["A"] <= 0).all()
     assert torch.equal(made["q"], made["q"].round())
+
+
+@pytest.mark.parametrize(
+    ("op", "status"), [("fused_linear_tvd", "ok"), ("fused_linear_jsd", "wrong")]
+)
+def test_where_a_rounding_turns_a_sign_the_norm_decides(op, status):
+    """One element of 4096 with the other sign is 3 % of the norm, and far beyond the tolerance."""
+    found = bench_cases.Case(op, samples.of(op)[0], {})
+    x = torch.ones(4096, requires_grad=True)
+    turned = torch.ones(4096)
+    turned[7] = -1
+    provider = bench_providers.Provider("known", lambda x: (x * turned).sum())
+    right = bench_cases.Truth((turned.sum().double(),), {"x": torch.ones(4096).double()}, "fp64")
+    row = bench_runner._checked(
+        found, provider, {"x": x}, (torch.ones(()),), right, torch.bfloat16
+    )  # fmt: skip
+    assert row["status"] == status
 
 
 def test_equal_infinities_are_no_error():
