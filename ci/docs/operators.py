@@ -14,10 +14,11 @@ PEERS = {
     "Liger": ("liger",),
     "Liger CuTe": ("liger-hopper", "liger-cute"),
     "QuACK": ("quack",),
-    "PyTorch": ("aten", "torch", "transformers"),
+    "PyTorch": ("aten", "torch", "transformers", "reference"),
     "`compile`": ("compile", "flex"),
 }
-"""Columns of peers, and the providers of each: the first that was measured stands there."""
+"""Columns of peers, and the providers of each: the first that has a time stands there, or else the
+first that was run."""
 BESIDE = ("Liger", "PyTorch")
 """Peers whose memory and error stand there too."""
 WORDS = {"out of memory": "memory"}
@@ -28,6 +29,10 @@ def _time(one: Row | None) -> str:
         return "-"
     time = one.row.get("both_ms")
     return f"{time:#.3g}".rstrip(".") if time else WORDS.get(one.row["status"], one.row["status"])
+
+
+def _timeless(one: Row) -> bool:
+    return not one.row.get("both_ms")
 
 
 def _memory(one: Row | None) -> str:
@@ -44,7 +49,7 @@ def line(op: str, sample: str, rows: Mapping[str, Row]) -> list[str]:
     """Ours and the peers of one sample."""
     ours = rows["ours"]
     peers = {
-        head: next((rows[name] for name in names if name in rows), None)
+        head: next(iter(sorted(filter(None, map(rows.get, names)), key=_timeless)), None)
         for head, names in PEERS.items()
     }
     ratios = [

@@ -262,6 +262,9 @@ def test_operators_beside_their_peers():
     assert line[:4] == ["`rms_norm`", "8x4", "1.50", "-"]
     assert line[4:10] == ["wrong", "-", "2.00", "2.00", "-", "0.75"]
     assert set(line[10:]) == {"-"}
+    runs = [run(1.0, transformers="out of memory", reference=4.0, compile="failed", flex="wrong")]
+    found = docs_benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    assert docs_operators.line(*key, found[key])[4:10] == ["-", "-", "-", "4.00", "failed", "0.25"]
 
 
 def test_every_operator_is_beside_its_peers():
