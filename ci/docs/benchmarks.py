@@ -127,7 +127,7 @@ def _group(sample: str, rows: Mapping[str, Row]) -> list[str]:
             sample, row["provider"], f"{time:.3g}" if time else row["status"],
             one.of_ours("both_ms"), "█" * max(1, round(BAR * time / longest)) if time else "",
             "-" if peak is None else f"{peak:.0f} %", _size(row.get("extra_bytes")),
-            "-" if error is None else f"{error:.2f}",
+            "-" if error is None else f"{float(error):.2f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines

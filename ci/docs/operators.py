@@ -14,10 +14,11 @@ PEERS = {
     "Liger": ("liger",),
     "Liger CuTe": ("liger-hopper", "liger-cute"),
     "QuACK": ("quack",),
-    "PyTorch": ("aten", "torch"),
-    "`compile`": ("compile",),
+    "PyTorch": ("aten", "torch", "transformers", "reference"),
+    "`compile`": ("compile", "flex"),
 }
-"""Columns of peers, and the providers of each: the first that was measured stands there."""
+"""Columns of peers, and the providers of each: the first that has a time stands there, or else the
+first that was run."""
 BESIDE = ("Liger", "PyTorch")
 """Peers whose memory and error stand there too."""
 WORDS = {"out of memory": "memory"}
@@ -28,6 +29,10 @@ def _time(one: Row | None) -> str:
         return "-"
     time = one.row.get("both_ms")
     return f"{time:#.3g}".rstrip(".") if time else WORDS.get(one.row["status"], one.row["status"])
+
+
+def _timeless(one: Row) -> bool:
+    return not one.row.get("both_ms")
 
 
 def _memory(one: Row | None) -> str:
@@ -44,7 +49,7 @@ def line(op: str, sample: str, rows: Mapping[str, Row]) -> list[str]:
     """Ours and the peers of one sample."""
     ours = rows["ours"]
     peers = {
-        head: next((rows[name] for name in names if name in rows), None)
+        head: next(iter(sorted(filter(None, map(rows.get, names)), key=_timeless)), None)
         for head, names in PEERS.items()
     }
     ratios = [
@@ -52,23 +57,35 @@ def line(op: str, sample: str, rows: Mapping[str, Row]) -> list[str]:
         for one in peers.values()
         if one is not None and one.row.get("both_ms") and one.ours.get("both_ms")
     ]
-    peak = (ours.row.get("percent_of_peak") or {}).get("both")
+    reached = peak(ours)
     beside = [ours, *(peers[head] for head in BESIDE)]
     return [
-        f"`{op}`", sample, _time(ours), "-" if peak is None else f"{peak:.0f}",
+        f"`{op}`", sample, _time(ours), "-" if reached is None else f"{reached:.0f}",
         *map(_time, peers.values()), f"{max(ratios):.2f}" if ratios else "-",
         *map(_memory, beside), *map(_error, beside),
     ]  # fmt: skip
 
 
-def every() -> str:
-    """The newest rows of every operator."""
+def measured() -> dict[tuple[str, str], dict[str, Row]]:
+    """The newest rows of every operator and sample of which there is one of ours."""
     runs = [run for run in store.read("operators") if store.device(run) == CARD]
     found = benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    return {key: rows for key, rows in sorted(found.items()) if "ours" in rows}
+
+
+def peak(ours: Row) -> float | None:
+    """Percent of what the least bytes or operations allow, forward and backward."""
+    found: float | None = (ours.row.get("percent_of_peak") or {}).get("both")
+    return found
+
+
+def every() -> str:
+    """The newest rows of every operator."""
+    found = measured()
     heads = ["operator", "shape", "ours, ms", "% of peak", *PEERS, "ours / best"]
     heads += [f"{what}: {who}" for what in ("GiB", "error") for who in ("ours", *BESIDE)]
     lines = [heads, ["---"] * len(heads)]
-    lines += [line(op, name, rows) for (op, name), rows in sorted(found.items()) if "ours" in rows]
+    lines += [line(op, name, rows) for (op, name), rows in found.items()]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) if found else ""
 
 

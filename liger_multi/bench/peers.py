@@ -168,6 +168,17 @@ def _grouped_moe(
     return rows[inverse].view(*index.shape, -1).sum(-2).to(x.dtype)
 
 
+def _grouped_lora_moe(
+    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
+    gate_up_a: Tensor, gate_up_b: Tensor, down_a: Tensor, down_b: Tensor, *,
+    gate_up_scale: float = 1.0, down_scale: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """As PEFT's ``target_parameters``: adapters added to all weights, then grouped GEMMs."""
+    gate_up = gate_up_weight + (gate_up_scale * (gate_up_b @ gate_up_a)).to(gate_up_weight.dtype)
+    down = down_weight + (down_scale * (down_b @ down_a)).to(down_weight.dtype)
+    return _grouped_moe(x, gate_up, down, index, routing)
+
+
 EAGER: dict[str, Formula] = {
     "attention": _attention,
     "cross_entropy": _cross_entropy,
@@ -178,6 +189,7 @@ EAGER: dict[str, Formula] = {
     "fused_linear_log_prob": _linear_log_prob,
     "fused_linear_tvd": _of_heads(tvd_rows),
     "fused_moe": _grouped_moe,
+    "lora_moe": _grouped_lora_moe,
     "neighborhood_attention": _neighborhood,
     "selective_log_softmax": _selective,
     "sparsemax": _sparsemax,
@@ -407,6 +419,56 @@ def _transformers_moe(by: str) -> Formula:
     return call
 
 
+# Of recurrences: the chunks of transformers, where formulas go token by token.
+
+
+def _modeling(model: str, name: str) -> Any:
+    """A function of a modeling file of transformers."""
+    module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    return getattr(module, name)
+
+
+def _transformers_delta_rule(model: str, name: str) -> Formula:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, qk_l2norm: bool = False
+    ) -> Tensor:
+        many = v.shape[2] // q.shape[2]
+        q, k = (x if many == 1 else x.repeat_interleave(many, 2) for x in (q, k))
+        by = _modeling(model, name)
+        found: Tensor = by(q, k, v, g, beta, use_qk_l2norm_in_kernel=qk_l2norm)[0]
+        return found
+
+    return call
+
+
+def _transformers_ssd_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor, dt_bias: Tensor,
+    dt_softplus: bool = False,
+) -> Tensor:  # fmt: skip
+    by = _modeling("mamba2", "mamba2_chunk_scan")
+    found: Tensor = by(x, dt, A, B, C, 256, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus)
+    return found
+
+
+def _transformers_selective_scan(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor, z: Tensor,
+    delta_bias: Tensor, delta_softplus: bool = False,
+) -> Tensor:  # fmt: skip
+    by, rows = _modeling("mamba", "mamba_selective_scan"), (u.mT, delta.mT, A, B.mT, C.mT)
+    found: Tensor = by(
+        *rows, D=D, z=z.mT, delta_bias=delta_bias, delta_softplus=delta_softplus
+    )  # fmt: skip
+    return found.mT
+
+
+SCANS: dict[str, Formula] = {
+    "gated_delta_rule": _transformers_delta_rule("qwen3_next", "torch_chunk_gated_delta_rule"),
+    "kimi_delta_attention": _transformers_delta_rule("kimi_linear", "chunk_kimi_delta_attention"),
+    "selective_scan": _transformers_selective_scan,
+    "ssd_scan": _transformers_ssd_scan,
+}
+
+
 def _within(chunk: str) -> Formula:
     """Ours with less memory for a chunk of logits."""
 
@@ -493,7 +555,9 @@ def _quack_cross_entropy(inplace: bool) -> Formula:
 
 def _quack_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     call = _quack("linear_cross_entropy:chunked_linear_cross_entropy")
-    found: Tensor = call(hidden, weight, target)
+    # 0.6.5 refuses GEMMs with as many rows as columns, which its 4096 rows make of 4096 channels
+    rows = {"chunk_size": 8192} if hidden.shape[-1] == 4096 else {}
+    found: Tensor = call(hidden, weight, target, **rows)
     return found
 
 
@@ -569,6 +633,7 @@ EXPERTS = {
 """Implementations of experts in transformers, by provider."""
 _PEERS: dict[str, dict[str, Formula]] = {
     **ATTENTION_PEERS,
+    **{op: {"transformers": formula} for op, formula in SCANS.items()},
     "cross_entropy": {"aten": _cross_entropy_aten, "quack": _quack_cross_entropy(False)},
     "cross_entropy_inplace": {"aten": _cross_entropy_aten, "quack": _quack_cross_entropy(True)},
     "fused_add_rms_norm": {"aten": _fused_add_rms_norm_aten, "quack": _quack_fused_add_rms_norm},
@@ -602,6 +667,6 @@ FLOORS = ("products",)
 PACKAGES = {
     "cce": "cut_cross_entropy",
     "quack": "quack",
-    **dict.fromkeys(EXPERTS, "transformers"),
+    **dict.fromkeys((*EXPERTS, "transformers"), "transformers"),
 }
 """Packages that peers import."""

@@ -91,14 +91,16 @@ def check_indexer(name: str, q: Tensor, k: Tensor, w: Tensor) -> None:
 
 def case(
     shape: tuple[int, int, int, int], keys: int = 0, layout: str = "contiguous",
-    weights: torch.dtype | None = torch.float32, **more: T,
+    weights: torch.dtype | None = torch.float32, whole: float = 0.0, **more: T,
 ) -> dict[str, T]:  # fmt: skip
-    """Queries of a shape (B, L, H, D), as many keys, and weights."""
+    """Queries of a shape (B, L, H, D), as many keys, and weights; integers up to some ``whole``."""
     batch, length, heads, size = shape
+    other = layout if layout != "swapped" else "sliced"
+    exact: dict[str, Any] = {"scale": whole or 1.0, "whole": whole > 0}
     return {
-        "q": T(shape, layout=layout),
-        "k": T((batch, keys or length, size), layout=layout if layout != "swapped" else "sliced"),
-        "w": T((batch, length, heads), weights, layout=layout if layout != "swapped" else "sliced"),
+        "q": T(shape, layout=layout, **exact),
+        "k": T((batch, keys or length, size), layout=other, **exact),
+        "w": T((batch, length, heads), weights, layout=other, whole=whole > 0),
         **more,
     }
 
@@ -142,5 +144,8 @@ SAMPLES = (
     Sample("expanded", _case((3, 12, 2, 8), 5, layout="expanded")),
     *each_frozen(_case((1, 9, 2, 8), 5), "q k w"),
     Sample("past-65535-rows", _case((1, 65537, 1, 2), 2, keys=3), size="thin"),
-    Sample("8192x64x128-2048", _case((1, 8192, 64, 128), 2048, absent=0.0), size="bench"),
+    # of integers: of other products, a rounding may turn the sign
+    Sample(
+        "8192x64x128-2048", _case((1, 8192, 64, 128), 2048, absent=0.0, whole=8.0), size="bench"
+    ),
 )

@@ -30,6 +30,7 @@ class Tensor:
         ignore_index: The id of an ignored target.
         positive: Draw values in [0.5, 1.5) (class weights).
         negative: The negated magnitudes of the values (logarithms of decays).
+        whole: Integers (sums without rounding, whose order every dtype agrees on).
         layout: ``contiguous``, ``sliced`` (every second column of a wider tensor), ``transposed``
         (last two
             axes), ``swapped`` (axes 1 and 2), ``rows`` (a gap between rows) or ``expanded``
@@ -45,6 +46,7 @@ class Tensor:
     ignore_index: int = -100
     positive: bool = False
     negative: bool = False
+    whole: bool = False
     layout: str = "contiguous"
 
     def make(
@@ -59,8 +61,13 @@ class Tensor:
         values = torch.randn(shape, generator=generator, dtype=torch.float64) * self.scale
         if self.positive:
             values = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
-        values = -values.abs() if self.negative else values
+        values = self.formed(values)
         return _LAYOUTS[self.layout](values.to(device, self.dtype or dtype), self.shape)
+
+    def formed(self, values: torch.Tensor) -> torch.Tensor:
+        """Drawn values with the sign and the fractions that the spec allows."""
+        values = -values.abs() if self.negative else values
+        return values.round() if self.whole else values
 
 
 def _sliced(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -43,9 +43,10 @@ class LogProbKernels(Protocol):
         """Statistics of every row; ``raw`` is left alone."""
 
     def log_prob_gradient_(
-        self, raw: Tensor, target: Tensor, lse: Tensor, objective: Objective, upstream: Upstream
-    ) -> None:
-        """Overwrite ``raw`` by its gradient."""
+        self, raw: Tensor, target: Tensor, lse: Tensor, objective: Objective, upstream: Upstream,
+        out: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Write the gradient of ``raw``: over it where no ``out`` is given."""
 
     def scale(self, gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
         """A gradient times a factor of one element (None: one), rounded once to ``dtype``."""
@@ -57,7 +58,14 @@ class ReferenceRows:
     scale = staticmethod(scale_to)
     rounding: Rounding = PLAIN
     statistics = staticmethod(rows_of.statistics)
-    log_prob_gradient_ = staticmethod(gradient_)
+
+    @staticmethod
+    def log_prob_gradient_(
+        raw: Tensor, target: Tensor, lse: Tensor, objective: Objective, upstream: Upstream,
+        out: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Write the gradient of ``raw``: over it where no ``out`` is given."""
+        gradient_(raw if out is None else out.copy_(raw), target, lse, objective, upstream)
 
 
 def implement_fused_linear_log_prob(

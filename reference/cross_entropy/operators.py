@@ -92,9 +92,10 @@ def implement_token_log_prob(
             dlog_prob, dentropy, dlse, entropies=entropy, target=target,
             vocabulary=logits.shape[1], objective=spec,
         )  # fmt: skip
-        dlogits = logits.clone(memory_format=torch.contiguous_format)
+        raw = logits if logits.stride(1) == 1 else logits.contiguous()
+        dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         kernels.log_prob_gradient_(
-            dlogits, target, lse.contiguous(), spec, upstream.at(slice(None))
+            raw, target, lse.contiguous(), spec, upstream.at(slice(None)), dlogits
         )
         return dlogits
 

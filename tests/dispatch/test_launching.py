@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from liger_multi.dispatch import launch as numbers
+from liger_multi.dispatch import primitive
+from liger_multi.dispatch.primitive import Primitive
+from liger_multi.testing import samples
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
@@ -117,6 +120,16 @@ def test_grids_of_the_tuner():
         tune.tune("rms_nor.backward", "8192x4096", "", 1)
     with pytest.raises(ValueError, match="unknown sample '8192x409'"):
         tune.tune("rms_norm.backward", "8192x409", "", 1)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_tuner_finds_calls_of_an_operator_that_has_run(direction):
+    """What was called before is called by code that is written out and looks nothing up."""
+    sample = next(s for s in samples.of("softmax") if s.size == "small")
+    for _ in range(2):
+        found = tune.call_arguments("softmax", direction, sample, torch.device("cpu"))
+        assert found[0].shape == next(iter(sample.tensors.values())).shape
+    assert Primitive.call is primitive._CALL
 
 
 def test_forced_numbers_hold_for_the_block_only():

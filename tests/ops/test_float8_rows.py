@@ -10,6 +10,7 @@ import liger_multi
 from liger_multi import ops
 from liger_multi.ops.linear_float8 import row_scales
 from liger_multi.reference.float8.rows import CODES, PLAIN, Float8Rows, dequantized, product
+from liger_multi.testing.formulas.float8 import rounded as formula_rows
 from tests import harness
 
 OCP, FNUZ = CODES
@@ -28,6 +29,15 @@ def test_a_scale_is_the_least_power_of_two_that_fits(format, power):
     around = [torch.nextafter(edge, edge * 0), edge, torch.nextafter(edge, edge * 2)]
     scale = rows(torch.stack(around)[:, None], None, format).scale
     assert scale.tolist() == [2.0**power, 2.0**power, 2.0 ** (power + 1)]
+
+
+def test_the_formula_rounds_no_scale_down():
+    """A logarithm in bf16 did, and what is above 448 has a code of NaN."""
+    x = torch.tensor([[466.0 * 2**20, 1.0], [448.0, -2.0]], dtype=torch.bfloat16)
+    codes, scale = formula_rows(x)
+    assert codes.dtype == scale.dtype == torch.bfloat16
+    assert scale.flatten().tolist() == [2.0**21, 1.0]
+    assert codes.isfinite().all()
 
 
 @pytest.mark.parametrize("format", CODES, ids=str)

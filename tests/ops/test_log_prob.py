@@ -13,6 +13,7 @@ from liger_multi.memory import measure
 from liger_multi.reference.cross_entropy import fused_linear
 from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop
 from liger_multi.reference.cross_entropy import rows as rows_of
+from liger_multi.reference.cross_entropy.operators import implement_token_log_prob
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
 from tests import harness
@@ -443,6 +444,32 @@ def test_the_host_waits_for_nothing(device, dtype, compact, monkeypatch):
         out = log_prob(x, w, t, b, chunk=16, compact=compact)
         torch.autograd.grad(out.log_prob.sum() + out.entropy.sum(), (x, w, b))
     assert len(reads) == (2 if compact else 0), reads
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["adjacent columns", "columns apart"])
+def test_the_gradient_of_given_logits_is_written_without_a_copy_of_them(apart):
+    """A copy that the kernel writes over costs two more passes than the gradient itself."""
+    seen = []
+
+    class Kernels(loop.ReferenceRows):
+        @staticmethod
+        def log_prob_gradient_(raw, target, lse, objective, upstream, out=None):
+            seen.append((raw.data_ptr(), out.data_ptr()))
+            loop.ReferenceRows.log_prob_gradient_(raw, target, lse, objective, upstream, out)
+
+    logits = torch.randn(33, 5).mT if apart else torch.randn(5, 33)
+    target, (forward, backward) = torch.arange(5), implement_token_log_prob(Kernels())
+    _, entropy, lse, _ = forward(logits, target, -100, None, 1.0, False, "log_prob")
+    before = logits.clone()
+    dlogits = backward(
+        torch.ones(5), None, None, logits, target, entropy, lse, -100, None, 1.0
+    )  # fmt: skip
+    right = torch.nn.functional.one_hot(target, 33) - torch.softmax(before, -1)
+    torch.testing.assert_close(dlogits, right)
+    assert torch.equal(logits, before)
+    ((raw, out),) = seen
+    assert out == dlogits.data_ptr() != raw
+    assert (raw == logits.data_ptr()) is not apart
 
 
 def test_another_temperature_compiles_nothing():

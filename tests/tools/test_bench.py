@@ -17,6 +17,7 @@ from liger_multi.bench import measure as bench_measure
 from liger_multi.bench import peers as bench_peers
 from liger_multi.bench import providers as bench_providers
 from liger_multi.bench import report as bench_report
+from liger_multi.bench import runner as bench_runner
 from liger_multi.cli.main import main as command_line
 from liger_multi.testing import FORMULAS, samples
 
@@ -448,9 +449,42 @@ def test_truth_in_chunks_is_truth(monkeypatch):
 
 
 def test_truth_of_experts_takes_few_rows_at_a_time():
-    """A formula that is dense keeps a row of every expert: one chunk would take the whole card."""
+    """A token has a row for each of its experts: one chunk would take the whole card."""
     (found,) = bench_cases.cases("fused_moe", "32768x2048*", torch.bfloat16, None)
-    assert bench_cases._widest(found) == 128 * 2 * 768
+    assert bench_cases._widest(found) == 8 * 2048
+
+
+def test_inputs_have_the_sign_and_the_fractions_that_a_sample_wants():
+    """Decays that grow make every state infinite; rounded scores select other keys."""
+    specs = {"A": samples.Tensor((64,), negative=True), "q": samples.Tensor((64,), whole=True)}
+    made = bench_cases.draw(samples.Sample("x", specs), torch.device("cpu"), torch.bfloat16)
+    assert (made["A"] <= 0).all()
+    assert torch.equal(made["q"], made["q"].round())
+
+
+@pytest.mark.parametrize(
+    ("op", "status"), [("fused_linear_tvd", "ok"), ("fused_linear_jsd", "wrong")]
+)
+def test_where_a_rounding_turns_a_sign_the_norm_decides(op, status):
+    """One element of 4096 with the other sign is 3 % of the norm, and far beyond the tolerance."""
+    found = bench_cases.Case(op, samples.of(op)[0], {})
+    x = torch.ones(4096, requires_grad=True)
+    turned = torch.ones(4096)
+    turned[7] = -1
+    provider = bench_providers.Provider("known", lambda x: (x * turned).sum())
+    right = bench_cases.Truth((turned.sum().double(),), {"x": torch.ones(4096).double()}, "fp64")
+    row = bench_runner._checked(
+        found, provider, {"x": x}, (torch.ones(()),), right, torch.bfloat16
+    )  # fmt: skip
+    assert row["status"] == status
+
+
+def test_equal_infinities_are_no_error():
+    exact = torch.tensor([1.0, -torch.inf, 2.0], dtype=torch.float64)
+    assert bench_cases.error(exact.float(), exact, torch.float32) == (0.0, 0.0)
+    worst, relative = bench_cases.error(exact.float() * 2, exact, torch.float32)
+    assert worst > 1
+    assert relative == pytest.approx(1.0)
 
 
 def test_ours_with_a_smaller_chunk_is_ours():
@@ -470,6 +504,35 @@ def test_experts_of_transformers_are_ours(name):
     peer = bench_providers.find(name, found, torch.device("cpu"), torch.float32)
     right = FORMULAS["fused_moe"](**tensors)
     torch.testing.assert_close(peer.call(**tensors), right)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("gated_delta_rule", "qwen3-next"),
+        ("kimi_delta_attention", "kimi-linear"),
+        ("selective_scan", "mamba"),
+        ("ssd_scan", "mamba2"),
+    ],
+)
+def test_scans_of_transformers_are_ours(op, name):
+    pytest.importorskip("transformers")
+    found = case(op, name)
+    tensors = bench_cases.draw(found.sample, torch.device("cpu"), torch.float32)
+    peer = bench_providers.find("transformers", found, torch.device("cpu"), torch.float32)
+    right = FORMULAS[op](**tensors, **found.sample.options)
+    torch.testing.assert_close(peer.call(**tensors), right)
+
+
+def test_grouped_experts_with_adapters_are_ours():
+    found = case("lora_moe", "wider-rank-40")
+    device = torch.device("cpu")
+    tensors = bench_cases.draw(found.sample, device, torch.bfloat16)
+    eager = bench_providers.find("torch", found, device, torch.bfloat16)
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+    right = FORMULAS["lora_moe"](**wide)
+    # weights with what adapters add are rounded, which the formula does not
+    assert (eager.call(**tensors) - right).norm() <= 1e-2 * right.norm()
 
 
 def test_errors_in_pieces_use_the_largest_value_of_all(monkeypatch):

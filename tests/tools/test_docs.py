@@ -262,6 +262,28 @@ def test_operators_beside_their_peers():
     assert line[:4] == ["`rms_norm`", "8x4", "1.50", "-"]
     assert line[4:10] == ["wrong", "-", "2.00", "2.00", "-", "0.75"]
     assert set(line[10:]) == {"-"}
+    runs = [run(1.0, transformers="out of memory", reference=4.0, compile="failed", flex="wrong")]
+    found = docs_benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    assert docs_operators.line(*key, found[key])[4:10] == ["-", "-", "-", "4.00", "failed", "0.25"]
+
+
+def test_every_operator_is_beside_its_peers():
+    text = (ROOT / "docs" / "operators-h100.md").read_text(encoding="utf-8")
+    table = docs_operators.every()
+    assert table in text, "make docs"
+    lacking = [name for name in docs.public_operators() if f"| `{name}` |" not in table]
+    assert not lacking, f"no row on an H100: python -m benchmarks.operators --ops {lacking}"
+
+
+def test_what_is_under_80_percent_has_its_limit():
+    page = (ROOT / "docs" / "operators-h100.md").read_text(encoding="utf-8")
+    limits = page.partition("\n## Below the target")[2].partition("\n## ")[0]
+    under = {
+        op
+        for (op, _), rows in docs_operators.measured().items()
+        if (docs_operators.peak(rows["ours"]) or 100) < 79.5
+    }
+    assert sorted(op for op in under if f"`{op}`" not in limits) == []
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("material"), reason="no mkdocs-material")

@@ -337,12 +337,13 @@ class AscendRows:
 
     @staticmethod
     def log_prob_gradient_(
-        raw: Tensor, target: Tensor, lse: Tensor, objective: Objective, upstream: Upstream
-    ) -> None:
-        """``raw`` becomes its gradient by log-probability, entropy and lse."""
+        raw: Tensor, target: Tensor, lse: Tensor, objective: Objective, upstream: Upstream,
+        out: Optional[Tensor] = None,
+    ) -> None:  # fmt: skip
+        """The gradient of ``raw`` by log-probability, entropy and lse; over it without ``out``."""
         parts = (None if p is None else p.float() for p in upstream)
         numbers = Coefficients._make((*parts, None))
-        gradient_into(raw, raw, target, None, lse, objective, numbers)
+        gradient_into(raw if out is None else out, raw, target, None, lse, objective, numbers)
 
 
 cross_entropy = Implementation(*implement_cross_entropy(AscendRows()))

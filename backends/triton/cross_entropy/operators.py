@@ -269,25 +269,26 @@ fused_linear_cross_entropy = Implementation(*implement_fused_linear_cross_entrop
 
 @triton.jit
 def _log_prob_gradient_kernel(
-    raw_ptr, target_ptr, lse_ptr, grad_target_ptr, grad_lse_ptr, entropy_ptr, row_stride,
-    target_stride, cols,
+    raw_ptr, target_ptr, lse_ptr, grad_target_ptr, grad_lse_ptr, entropy_ptr, out_ptr, row_stride,
+    target_stride, out_stride, cols,
     scale, softcap, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite one row of logits with its gradient.
+    """Write the gradient of one row of logits, perhaps over it.
 
     Program: one row; reads own, share and entropy of the row. Where all are 0 it writes zeros and
-    reads no logit, so that a NaN there does no harm. Otherwise each logit is read once and
-    overwritten.
+    reads no logit, so that a NaN there does no harm. Otherwise each logit is read once, before its
+    gradient is written.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = raw_ptr + row * row_stride
+    out_ptr += row * out_stride
     assume_cols(cols)
     grad_target = tl.load(grad_target_ptr + row)
     grad_lse = tl.load(grad_lse_ptr + row)
     ENTROPY: tl.constexpr = entropy_ptr is not None
     entropy = tl.load(entropy_ptr + row) if ENTROPY else 0.0
     if (grad_target == 0.0) & (grad_lse == 0.0) & (entropy == 0.0):
-        fill_zero(row_ptr, cols, BLOCK)
+        fill_zero(out_ptr, cols, BLOCK)
         return
     lse = tl.load(lse_ptr + row)
     target = tl.load(target_ptr + row * target_stride).to(tl.int32)
@@ -308,7 +309,7 @@ def _log_prob_gradient_kernel(
             dz *= 1.0 - part * part
         if scale is not None:
             dz *= scale
-        tl.store(row_ptr + col, round_to(dz, row_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + col, round_to(dz, out_ptr.dtype.element_ty), mask=mask)
 
 
 class TritonLogProbRows(TritonRows):
@@ -316,20 +317,21 @@ class TritonLogProbRows(TritonRows):
 
     @staticmethod
     def log_prob_gradient_(
-        raw: Tensor, target: Tensor, lse: Tensor, objective: Objective, upstream: Upstream
-    ) -> None:
-        """``raw``, whose columns are adjacent, becomes its gradient."""
-        count, cols = raw.shape
+        raw: Tensor, target: Tensor, lse: Tensor, objective: Objective, upstream: Upstream,
+        out: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """The gradient of ``raw``, whose columns are adjacent; over it without ``out``."""
+        out, (count, cols) = raw if out is None else out, raw.shape
         if not raw.numel():
             return
         # the passes of the cross entropy keep as many values a column in registers
         sums = 1 + (upstream.entropy is not None) + (objective.softcap is not None)
         name = "fused_linear_log_prob.backward"
         k = launch_config(name, row_config, raw.device, rows=count, cols=cols, sums=sums)
-        strides = (raw.stride(0), target.stride(0))
+        strides = (raw.stride(0), target.stride(0), out.stride(0))
         launch(
             _log_prob_gradient_kernel, count,
-            (raw, target, lse, *upstream, *strides, cols, *curve(objective)),
+            (raw, target, lse, *upstream, out, *strides, cols, *curve(objective)),
             (k.block, k.unroll), k.num_warps,
         )  # fmt: skip
 
