@@ -248,9 +248,9 @@ CASES = (
         (
             Break(
                 "every tensor is treated as requiring a gradient",
-                "liger_multi/dispatch/op.py",
-                "grad and a is not None and a.requires_grad for a in",
-                "grad and a is not None for a in",
+                "liger_multi/dispatch/flat.py",
+                "{optional}{name}.requires_grad",
+                "{name} is not None",
                 (
                     "tests/dispatch/test_dispatch.py::test_frozen_weights_allocate_no_gradient",
                     "tests/patching/test_patching.py::test_frozen_head_allocates_no_weight_gradient",
