@@ -746,7 +746,7 @@ LAYERS = (
         (8192, 16, BF16), (8192, 16, FP32), (4096, 64, BF16), (1024, 256, BF16),
     )),
     Launches("selective_scan 2x8192x{} N{} {} plain", _selective_scan, (
-        (8192, 16, BF16),
+        (8192, 16, BF16), (4096, 16, BF16),
     ), {"gated": False}),
     Launches("selective_scan 2x8192x{} N{} {} everything", _selective_scan, (
         (8192, 16, BF16), (2048, 4, FP32), (1024, 256, BF16),
