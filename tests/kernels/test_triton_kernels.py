@@ -595,15 +595,15 @@ def test_teams_keep_what_is_not_finite_within_its_sequence(monkeypatch, tensor):
 
 def test_teams_are_for_sequences_that_fill_a_card():
     """By the launch table of Hopper, and not where rows must have the bits of fewer rows."""
-    meta = torch.empty(2, 8192, 8192, device="meta")
 
-    def team(rows, cols):
-        shape = {"rows": rows, "length": 8192, "cols": cols, "states": 16}
-        formula = selective_scan.team_config
-        return launch.launch_config("selective_scan.team", formula, meta.device, **shape).team
+    def team(rows, cols, length=8192, states=16):
+        shape = {"rows": rows, "length": length, "channels": rows * cols, "states": states}
+        formula, device = selective_scan.team_config, torch.device("meta")
+        return launch.launch_config("selective_scan.team", formula, device, **shape).team
 
     with launch.simulate(DeviceInfo("cuda", "sm90", 32, 1024, 232448, 132)):
-        assert [team(2, 8192), team(1, 4096)] == [4, 0]
+        assert [team(2, 8192), team(4, 4096), team(3, 8192)] == [4, 4, 4]
+        assert [team(1, 8192), team(5, 4096), team(2, 8192, 256), team(2, 8192, 256, 8)] == [0] * 4
         told = launch.any_rows.set(True)
         try:
             assert team(2, 8192) == 0

@@ -106,16 +106,16 @@ def forward_config(info: DeviceInfo, length: int, cols: int, states: int) -> Sca
 
 
 def team_config(
-    info: DeviceInfo, rows: int, length: int, cols: int, states: int
+    info: DeviceInfo, rows: int, length: int, channels: int, states: int
 ) -> TeamConfig:  # fmt: skip
     """Spans of tokens. Launch tables say which sequences are work for a whole card without them.
 
     Args:
         info: Limits of the device.
-        rows: Sequences. Entries bound them, so bitwise operators leave these out: a team adds
-            states in another order.
+        rows: Sequences. Entries bound them, so that they are left out where a sequence must have
+            the same bits whatever is beside it: a team adds states in another order.
         length: Tokens of a sequence.
-        cols: Channels.
+        channels: Of all sequences together.
         states: Of a channel.
     """
     return TeamConfig(0, 2 * info.warp_size // TEAM, 4, 1)
@@ -183,8 +183,8 @@ class Call(NamedTuple):
     def config(self, name: str) -> Any:
         """The launch configuration of a kernel."""
         rows, length, cols = self.u.shape
-        shape = {"length": length, "cols": cols, "states": self.B.shape[2]}
-        shape = {"rows": rows, **shape} if name == "team" else shape
+        width = {"rows": rows, "channels": rows * cols} if name == "team" else {"cols": cols}
+        shape = {"length": length, "states": self.B.shape[2], **width}
         return launch_config(f"selective_scan.{name}", FORMULAS[name], self.u.device, **shape)
 
     def numbers(self, *leading: int) -> Tensor:
