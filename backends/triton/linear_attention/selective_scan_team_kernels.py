@@ -153,12 +153,14 @@ def _selective_scan_team_kernel(
         first_ptr += batch * first_step
     pairs_ptr += batch * (steps + 1) * (TOKENS * 2 * SIZE)
     states = (lane < left) & (n < DIM)[:, None]
-    in_row, in_column = lane * DIM + n[:, None], n[:, None] * cols + lane
-    a = tl.load(a_ptr + (start * DIM + in_row), mask=states, other=0.0).to(tl.float32) * LOG2E
+    in_row, in_column = lane * DIM + n[:, None], n[:, None] * cols + (lane + zero)
+    a = tl.load(a_ptr + start * DIM + in_row, mask=states, other=0.0).to(tl.float32) * LOG2E
     skip = load_or(skip_ptr, start + lane, lane < left, 0.0)
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
     state = tl.zeros([SIZE, BLOCK], tl.float32)
-    state += load_or(initial_ptr, (batch * cols + start) * DIM + in_row, states, 0.0)
+    if initial_ptr is not None:
+        initial_ptr += (batch * cols + start) * DIM
+        state += tl.load(initial_ptr + in_row, mask=states, other=0.0).to(tl.float32)
     exist = _exist(0, token, lane, length, left, TEAM, COUNT)
     u, raw, z = _load_teams(u_at, delta_at, z_at, strides, exist, TEAM, COUNT, EVEN)
     bs, cs = _load_pairs(pairs_ptr, n, SIZE, TEAM)
@@ -199,4 +201,5 @@ def _selective_scan_team_kernel(
         y_at = _moved(y_at, TOKENS, cols)
         u, raw, z, exist = next_u, next_raw, next_z, later
     if final_ptr is not None:
-        tl.store(final_ptr + ((batch * cols + start) * DIM + in_row), state, mask=states)
+        final_ptr += (batch * cols + start) * DIM
+        tl.store(final_ptr + in_row, state, mask=states)
