@@ -6,6 +6,7 @@ Tensors are on the meta device, so sizes cost nothing. A meta-test demands that 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -202,6 +203,15 @@ def _selective_scan(
     given = (u, u, a, b, b, skip, z, bias, state, first)
     y, final, kept = selective_scan.forward(*given, True, everything)
     selective_scan.backward(y, final if everything else None, *given, kept, True, *[True] * 9)
+
+
+def _selective_scan_teams(channels: int, states: int) -> None:
+    """Forward by teams, which launch tables choose, on every target."""
+    u, b = _meta(2, 8192, channels, dtype=BF16), _meta(2, 8192, states, dtype=BF16)
+    a, vector = _meta(channels, states, dtype=FP32), _meta(channels, dtype=FP32)
+    call = selective_scan._call(u, u, a, b, b, vector, u, vector, None, None, True)
+    chosen = dataclasses.replace(call.config("team"), team=selective_scan.TEAM)
+    selective_scan._by_teams(call, chosen, u, False)
 
 
 def _fused_add(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "llama") -> None:
@@ -746,11 +756,12 @@ LAYERS = (
         (8192, 16, BF16), (8192, 16, FP32), (4096, 64, BF16), (1024, 256, BF16),
     )),
     Launches("selective_scan 2x8192x{} N{} {} plain", _selective_scan, (
-        (8192, 16, BF16),
+        (8192, 16, BF16), (4096, 16, BF16),
     ), {"gated": False}),
     Launches("selective_scan 2x8192x{} N{} {} everything", _selective_scan, (
         (8192, 16, BF16), (2048, 4, FP32), (1024, 256, BF16),
     ), {"everything": True}),
+    Launches("selective_scan 2x8192x{} N{} teams", _selective_scan_teams, ((8192, 16),)),
     Launches("kimi_delta_attention {}x{} {}", _delta_rule, (
         (128, 128, BF16), (32, 32, BF16), (96, 192, BF16), (64, 64, BF16),
     ), {"rule": kimi_delta_attention, "group": 1}),

@@ -105,7 +105,7 @@ def _state_space(given: Given) -> list[Tensor]:
 
 
 def _scan(given: Given) -> list[Tensor]:
-    """A, B and C in order; for backward, parts of sums, and what some sequences at a time have.
+    """B and C in order; for backward, A, parts of sums, and what some sequences at a time have.
 
     These are gradients after spans and sums of spans, states of chunks, and parts of dB and dC.
     """
@@ -113,7 +113,8 @@ def _scan(given: Given) -> list[Tensor]:
     batch, length, cols = u.shape
     spans, blocks = -(-length // SPAN), -(-cols // CHANNELS)
     some = min(batch, -(-PROGRAMS // (spans * blocks)))
-    held = [given[n].new_empty(given[n].shape, dtype=FP32) for n in "ABC"]
+    # forward by spans turns A as well
+    held = [given[n].new_empty(given[n].shape, dtype=FP32) for n in ("ABC" if back else "BC")]
     if back:
         held += [u.new_empty(some, spans * (spans > 1), states + 1, cols, dtype=FP32)]
         held += [u.new_empty(some, -(-length // TOKENS), states, cols, dtype=FP32)]

@@ -16,6 +16,7 @@ import torch
 import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch import launch
+from liger_multi.dispatch.launch import DeviceInfo
 from liger_multi.dispatch.registry import backends
 from liger_multi.reference.attention.operators import MultiTokenAttention
 from liger_multi.testing import FORMULAS, samples
@@ -551,14 +552,93 @@ def test_scans_by_the_launches_of_hopper(monkeypatch):
 
     def tabled(name, formula, device, **shape):
         made = launch.launch_config(name, formula, device, **shape)
-        parts = {"parts": 1} if name.endswith("backward") else {}
-        return replace(made, step=4, ahead=3, **parts)
+        steps = {"step": 4, "ahead": 3}
+        fields = {"forward": steps, "backward": {**steps, "parts": 1}}
+        return replace(made, **fields.get(name.split(".")[1], {}))
 
     monkeypatch.setattr(scan_reference, "SPAN", 8)
     monkeypatch.setattr(selective_scan, "launch_config", tabled)
     for got, exact in zip(*scanned(19, 16), strict=True):
         scale = float(exact.abs().max())
         torch.testing.assert_close(got.double(), exact.double(), rtol=1e-5, atol=2e-5 * scale)
+
+
+def by_teams(monkeypatch, **fields):
+    """Forward of the scan by teams of some shape; spans of 8 tokens."""
+
+    def tabled(name, formula, device, **shape):
+        made = launch.launch_config(name, formula, device, **shape)
+        return replace(made, **fields) if name.endswith("team") else made
+
+    monkeypatch.setattr(scan_reference, "SPAN", 8)
+    monkeypatch.setattr(selective_scan, "launch_config", tabled)
+
+
+@pytest.mark.parametrize(
+    ("length", "states", "team", "given"),
+    [
+        (19, 16, {"team": 4, "block": 8, "count": 2}, {}),
+        (7, 12, {"team": 8, "block": 4, "count": 1}, {"state": False, "packed": False}),
+        (24, 8, {"team": 2, "block": 16, "count": 1}, {"cols": 32}),
+    ],
+)
+def test_scans_of_whole_sequences_by_teams(monkeypatch, length, states, team, given):
+    """With short steps and blocks, and with none; one span, and several."""
+    by_teams(monkeypatch, **team)
+    for got, exact in zip(*scanned(length, states, **given), strict=True):
+        assert got.shape == exact.shape
+        scale = float(exact.abs().max()) if exact.numel() else 0.0
+        torch.testing.assert_close(got.double(), exact.double(), rtol=1e-5, atol=2e-5 * scale)
+
+
+@pytest.mark.parametrize("tensor", range(5))
+def test_teams_keep_what_is_not_finite_within_its_sequence(monkeypatch, tensor):
+    """NaN in u, delta, B, C and the first state, of the second sequence or of the first."""
+    by_teams(monkeypatch, team=4, block=8, count=1)
+    rows = [torch.randn(1, 19, 8, device=DEVICE) for _ in range(2)]
+    pairs = [torch.randn(1, 19, 16, device=DEVICE) for _ in range(2)]
+    A, state = -torch.rand(8, 16, device=DEVICE), torch.randn(1, 8, 16, device=DEVICE)
+    first = (torch.arange(19, device=DEVICE) // 6 * 6)[None].int()
+
+    def run(u, delta, B, C, state):
+        return selective_scan.forward(u, delta, A, B, C, None, None, None, state, first, True, True)
+
+    given = [*rows, *pairs, state]
+    usual = run(*given)
+    given[tensor] = given[tensor].clone()
+    given[tensor][0, 7 if tensor < 4 else 0, 0] = float("nan")
+    y, final, before = run(*given)
+    changed = slice(6, 12) if tensor < 4 else slice(0, 6)
+    apart = (y != usual[0]).flatten(2).any(2)[0]
+    assert apart[changed].any()
+    apart[changed] = False
+    assert not apart.any()
+    assert torch.equal(final, usual[1])
+    assert torch.equal(before[:, 2], usual[2][:, 2])
+
+
+def test_teams_are_for_sequences_that_fill_a_card():
+    """By the launch table of Hopper, and not where rows must have the bits of fewer rows."""
+
+    def team(rows, cols, length=8192, states=16):
+        shape = {"rows": rows, "length": length, "channels": rows * cols, "states": states}
+        formula, device = selective_scan.team_config, torch.device("meta")
+        return launch.launch_config("selective_scan.team", formula, device, **shape).team
+
+    with launch.simulate(DeviceInfo("cuda", "sm90", 32, 1024, 232448, 132)):
+        assert [team(2, 8192), team(4, 4096), team(3, 8192)] == [4, 4, 4]
+        assert [team(1, 8192), team(5, 4096), team(2, 8192, 256), team(2, 8192, 256, 8)] == [0] * 4
+        told = launch.any_rows.set(True)
+        try:
+            assert team(2, 8192) == 0
+        finally:
+            launch.any_rows.reset(told)
+
+
+def test_scans_whose_steps_do_not_divide_a_span_raise(monkeypatch):
+    by_teams(monkeypatch, team=4, block=8, count=3)
+    with pytest.raises(ValueError, match="a step of 12 tokens must divide 8"):
+        scanned(17, 16)
 
 
 def test_scans_whose_chunks_do_not_divide_a_span_raise(monkeypatch):

@@ -1,11 +1,13 @@
 """The selective scan of Mamba by Triton kernels, token after token with states in registers.
 
-Source: Gu and Dao 2023 (arXiv:2312.00752); the kernels are in selective_scan_kernels.py. Forward
-leaves the states before spans of tokens; backward makes the others again.
+Source: Gu and Dao 2023 (arXiv:2312.00752); the kernels are in selective_scan_kernels.py and
+selective_scan_team_kernels.py. Forward leaves the states before spans of tokens; backward makes the
+others again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
@@ -26,6 +28,9 @@ from liger_multi.backends.triton.linear_attention.selective_scan_kernels import 
     _selective_scan_join_kernel,
     _selective_scan_states_kernel,
 )
+from liger_multi.backends.triton.linear_attention.selective_scan_team_kernels import (
+    _selective_scan_team_kernel,
+)
 from liger_multi.dispatch.launch import DeviceInfo, device_info, launch_config
 from liger_multi.reference.linear_attention import selective_scan as reference
 from liger_multi.reference.linear_attention.state_space import Nine
@@ -34,6 +39,7 @@ MOST = 256  # states of a channel
 HELD = 16  # states of a thread
 PROGRAMS = 32  # of a core, that backward has at a time at least
 JOINED = 256  # elements of states that a program takes from span to span
+TEAM = 4  # threads that share a channel where a launch table has them do so
 
 # --- launch configuration ---
 
@@ -60,6 +66,19 @@ class BackwardConfig(ScanConfig):
     parts: int = 2
 
 
+@dataclass(frozen=True)
+class TeamConfig:
+    """Forward of whole sequences by ``team`` threads a channel; by spans of tokens where it is 0.
+
+    ``block`` channels a program; ``count`` times ``team`` tokens a step, which divide a span.
+    """
+
+    team: int
+    block: int
+    count: int
+    num_warps: int
+
+
 def _shape(info: DeviceInfo, states: int) -> tuple[int, int]:
     """Channels and warps of a program whose threads have ``HELD`` states or fewer.
 
@@ -84,6 +103,22 @@ def forward_config(info: DeviceInfo, length: int, cols: int, states: int) -> Sca
     """
     block, count = _shape(info, states)
     return ScanConfig(block, 4, count, 1)
+
+
+def team_config(
+    info: DeviceInfo, rows: int, length: int, channels: int, states: int
+) -> TeamConfig:  # fmt: skip
+    """Spans of tokens. Launch tables say which sequences are work for a whole card without them.
+
+    Args:
+        info: Limits of the device.
+        rows: Sequences. Entries bound them, so that they are left out where a sequence must have
+            the same bits whatever is beside it: a team adds states in another order.
+        length: Tokens of a sequence.
+        channels: Of all sequences together.
+        states: Of a channel.
+    """
+    return TeamConfig(0, 2 * info.warp_size // TEAM, 4, 1)
 
 
 def backward_config(info: DeviceInfo, length: int, cols: int, states: int) -> BackwardConfig:
@@ -131,6 +166,10 @@ class Call(NamedTuple):
         rows = (self.u, self.delta, self.u if self.z is None else self.z)
         return (*((x.stride(0), x.stride(1)) for x in rows), self.first_step)
 
+    def by_state(self) -> Call:
+        """A and the first states with channels last, where neighboring threads have them."""
+        return self._replace(A=self.A.mT.contiguous(), initial=_by_state(self.initial))
+
     def even(self, tokens: int, block: int) -> bool:
         """Whether spans of ``tokens`` and blocks of channels have nothing past the last ones."""
         _, length, cols = self.u.shape
@@ -143,11 +182,10 @@ class Call(NamedTuple):
 
     def config(self, name: str) -> Any:
         """The launch configuration of a kernel."""
-        _, length, cols = self.u.shape
-        return launch_config(
-            f"selective_scan.{name}", FORMULAS[name], self.u.device, length=length, cols=cols,
-            states=self.B.shape[2],
-        )  # fmt: skip
+        rows, length, cols = self.u.shape
+        width = {"rows": rows, "channels": rows * cols} if name == "team" else {"cols": cols}
+        shape = {"length": length, "states": self.B.shape[2], **width}
+        return launch_config(f"selective_scan.{name}", FORMULAS[name], self.u.device, **shape)
 
     def numbers(self, *leading: int) -> Tensor:
         """Room for fp32 numbers of every sequence and channel."""
@@ -176,7 +214,9 @@ class Call(NamedTuple):
         return made
 
 
-FORMULAS = {"forward": forward_config, "backward": backward_config}
+FORMULAS: dict[str, Callable[..., Any]] = {
+    "forward": forward_config, "backward": backward_config, "team": team_config,
+}  # fmt: skip
 
 
 def _exchanges(c: Call, k: BackwardConfig) -> int:
@@ -229,9 +269,8 @@ def _call(
     bias: Tensor | None, initial: Tensor | None, first: Tensor | None, softplus: bool,
 ) -> Call:  # fmt: skip
     return Call(
-        _adjacent(u), _adjacent(delta), A.mT.contiguous(), B, C, _dense(D),
-        None if z is None else _adjacent(z), _dense(bias), _by_state(initial), _dense(first),
-        softplus,
+        _adjacent(u), _adjacent(delta), A.contiguous(), B, C, _dense(D),
+        None if z is None else _adjacent(z), _dense(bias), _dense(initial), _dense(first), softplus,
     )  # fmt: skip
 
 
@@ -296,26 +335,15 @@ def _known(
     return _join(c, parts, after, sums, dfinal, True), at_chunks
 
 
-def forward(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
-    z: Optional[Tensor], delta_bias: Optional[Tensor], initial_state: Optional[Tensor],
-    first: Optional[Tensor], delta_softplus: bool, output_final_state: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """One launch, or three where spans of tokens share the work."""
-    if not u.numel():
-        return reference.forward(
-            u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus,
-            output_final_state,
-        )  # fmt: skip
-    c = _call(u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus)
+def _by_spans(c: Call, y: Tensor, final_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Write results; return the last states, and those before spans if there are several."""
     k = c.config("forward")
-    batch, length, cols = u.shape
+    batch, length, cols = y.shape
     parts = Spans.of(length, k)
     pairs = c.pairs(parts.spans * parts.tokens)
     split = parts.spans > 1
     before = _states_before(c, k, parts, pairs) if split else c.initial
-    y = u.new_empty(u.shape)
-    final = c.numbers(B.shape[2]) if output_final_state else None
+    final = c.numbers(c.B.shape[2]) if final_wanted else None
     args = (
         c.u, c.delta, c.A, pairs, c.D, c.z, c.bias, before, c.first, y, final, *c.strides,
         length, cols, parts.spans, parts.chunks, 0,
@@ -323,9 +351,50 @@ def forward(
     programs = batch * parts.spans * cdiv(cols, k.block)
     constants = c.constants(k.step, k.block, k.ahead, c.even(parts.tokens, k.block))
     launch(_selective_scan_forward_kernel, programs, args, constants, k.num_warps)
+    return None if final is None else final.mT.contiguous(), before if split else None
+
+
+def _by_teams(
+    c: Call, k: TeamConfig, y: Tensor, final_wanted: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same in one pass over the tokens."""
+    batch, length, cols = y.shape
+    tokens, spans = k.team * k.count, cdiv(length, reference.SPAN)
+    if reference.SPAN % tokens:
+        raise ValueError(f"a step of {tokens} tokens must divide {reference.SPAN}")
+    steps = cdiv(length, tokens)
+    final = y.new_empty(batch, *c.A.shape, dtype=torch.float32) if final_wanted else None
+    before = c.states(spans) if spans > 1 else None
+    args = (
+        c.u, c.delta, c.A, c.pairs((steps + 1) * tokens), c.D, c.z, c.bias, c.initial, c.first, y,
+        final, before, *c.strides, length, cols, spans, steps, 0,
+    )  # fmt: skip
+    levels, even = k.team.bit_length() - 1, c.even(tokens, k.block)
+    constants = c.constants(k.block, k.team, levels, k.count, reference.SPAN, even)
+    programs = batch * cdiv(cols, k.block)
+    launch(_selective_scan_team_kernel, programs, args, constants, k.num_warps)
+    return final, before
+
+
+def forward(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
+    z: Optional[Tensor], delta_bias: Optional[Tensor], initial_state: Optional[Tensor],
+    first: Optional[Tensor], delta_softplus: bool, output_final_state: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One launch, or three where spans of tokens share the work of a channel's thread."""
+    if not u.numel():
+        return reference.forward(
+            u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus,
+            output_final_state,
+        )  # fmt: skip
+    c = _call(u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus)
+    y, k = u.new_empty(u.shape), c.config("team")
+    final, before = (
+        _by_teams(c, k, y, output_final_state) if k.team
+        else _by_spans(c.by_state(), y, output_final_state)
+    )  # fmt: skip
     none = u.new_empty(0, dtype=torch.float32)
-    last = none if final is None else final.mT.contiguous()
-    return y, last, before if split and before is not None else none
+    return y, none if final is None else final, none if before is None else before
 
 
 class Gradients(NamedTuple):
@@ -449,7 +518,7 @@ def backward(
         needs_initial_state,
     )  # fmt: skip
     wanted = {n: need and given[n] is not None for n, need in zip(given, needs, strict=True)}
-    c = _call(u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus)
+    c = _call(u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus).by_state()
     k = c.config("backward")
     parts = Spans.of(u.shape[1], k, k.parts)
     dy, dfinal = torch.zeros_like(c.u) if dy is None else _adjacent(dy), _by_state(dfinal_state)

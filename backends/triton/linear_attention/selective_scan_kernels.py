@@ -190,33 +190,44 @@ def _fetch_all_rows(
 
 
 @triton.jit
-def _load_gaps(first_ptr, first, length, COUNT: tl.constexpr):
-    """-inf for those of COUNT tokens that begin a sequence, else 0.
+def _load_begins(first_ptr, first, length, COUNT: tl.constexpr):
+    """Whether each of COUNT tokens begins a sequence; nothing where there is only one.
 
     The first token of all has the initial state before it.
     """
-    gaps = ()
+    begins = ()
     if first_ptr is not None:
         for i in tl.static_range(COUNT):
             t = first + i
             inside = (t > 0) & (t < length)
-            begins = tl.load(first_ptr + t, mask=inside, other=-1) == t
-            gaps = _append(gaps, tl.where(begins, -float("inf"), 0.0))
-    return gaps
+            begins = _append(begins, tl.load(first_ptr + t, mask=inside, other=-1) == t)
+    return begins
+
+
+@triton.jit
+def _without(begins, i: tl.constexpr, x, PACKED: tl.constexpr):
+    """X, or zeros where a sequence begins at token i of ``begins``.
+
+    A decay of 0 would not stop a NaN or inf of the sequence before.
+    """
+    if PACKED:
+        return tl.where(begins[i], 0.0, x)
+    else:
+        return x
 
 
 @triton.jit
 def _passes(first_ptr, begin, end):
-    """0 where a state before token ``begin`` reaches the one before ``end``, else -inf.
+    """Whether a state before token ``begin`` reaches the one before ``end``.
 
     It does not where a sequence begins between them. ``first_ptr`` has the first token of the
     sequence of every token.
     """
     if first_ptr is None:
-        return 0.0
+        return True
     else:
         of_last = tl.load(first_ptr + end - 1, mask=end > begin, other=0)
-        return tl.where(of_last > tl.maximum(begin - 1, 0), -float("inf"), 0.0)
+        return of_last <= tl.maximum(begin - 1, 0)
 
 
 @triton.jit
@@ -261,10 +272,9 @@ def _silu(x):
 
 
 @triton.jit
-def _decays(steps, a, gap, PACKED: tl.constexpr):
-    """``exp(delta A)``, with A in units of log2, and 0 where a sequence begins."""
-    power = steps[None, :] * a
-    return exp2_near(power + gap if PACKED else power)
+def _decays(steps, a):
+    """``exp(delta A)``, with A in units of log2."""
+    return exp2_near(steps[None, :] * a)
 
 
 # --- kernels ---
@@ -315,6 +325,7 @@ def _selective_scan_states_kernel(
         state += _load_states(given, lane, left, cols, zero, DIM, SIZE)
     total = tl.zeros([BLOCK], tl.float32)
     through, dstate = tl.full([SIZE, BLOCK], 1.0, tl.float32), tl.zeros([SIZE, BLOCK], tl.float32)
+    reached = zero == 0  # a token by the gradient of the state before the span
     gate_ptr = z_ptr if dy_ptr is not None else None
     strides = (u_steps[1], delta_steps[1], dy_steps[1], z_steps[1])
     if AHEAD < 3:
@@ -325,7 +336,7 @@ def _selective_scan_states_kernel(
     for step in tl.range(0, chunks * PARTS):
         first = origin + step * STEP
         after = tl.minimum(first + STEP, origin + tokens - STEP)
-        gaps = _load_gaps(first_ptr, first, length, STEP)
+        begins = _load_begins(first_ptr, first, length, STEP)
         if AHEAD > 0:
             _fetch_pairs(pairs_ptr + (after - first) * (2 * SIZE), SIZE, STEP)
         at = after if AHEAD < 3 else first
@@ -342,9 +353,9 @@ def _selective_scan_states_kernel(
                 tl.store(_in_tile(chunk_ptr, lane, zero, SIZE, BLOCK), state)
         for i in tl.static_range(STEP):
             steps = _step_sizes(raw[i], bias, EVEN or first + i < length, SOFTPLUS)
-            gap = gaps[i] if first_ptr is not None else 0.0
-            decays = _decays(steps, a, gap, first_ptr is not None)
+            decays = _decays(steps, a)
             b = tl.load(pairs_ptr + (2 * SIZE * i + n))
+            state = _without(begins, i, state, first_ptr is not None)
             state = decays * state + (steps * u[i].to(tl.float32))[None, :] * b[:, None]
             total += steps
             if dy_ptr is not None:
@@ -353,7 +364,12 @@ def _selective_scan_states_kernel(
                     up *= _silu(z[i])
                 through *= decays
                 c = tl.load(pairs_ptr + (2 * SIZE * i + SIZE + n))
-                dstate += through * (up[None, :] * c[:, None])
+                added = dstate + through * (up[None, :] * c[:, None])
+                if first_ptr is not None:
+                    reached = reached & ~begins[i]
+                    dstate = tl.where(reached, added, dstate)
+                else:
+                    dstate = added
         pairs_ptr += 2 * SIZE * STEP
         if AHEAD < 3:
             u, raw, dy, z = next_u, next_raw, next_dy, next_z
@@ -405,7 +421,10 @@ def _selective_scan_join_kernel(
             passes = _passes(first_ptr, begin, tl.minimum(begin + tokens, length))
             at = ends_ptr + (batch * spans + span) * many + element
             tl.store(at, state, mask=element < limit)
-            state = exp2_near(total * a + passes) * state + left
+            state *= exp2_near(total * a)
+            if first_ptr is not None:
+                state = tl.where(passes, state, 0.0)
+            state += left
 
 
 @triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
@@ -448,7 +467,7 @@ def _selective_scan_forward_kernel(
     for chunk in tl.range(0, chunks):
         first = origin + chunk * CHUNK
         after = tl.minimum(first + CHUNK, origin + (chunks - 1) * CHUNK)
-        gaps = _load_gaps(first_ptr, first, length, CHUNK)
+        begins = _load_begins(first_ptr, first, length, CHUNK)
         if AHEAD > 0:
             _fetch_pairs(pairs_ptr + (after - first) * (2 * SIZE), SIZE, CHUNK)
         at = after if AHEAD < 3 else first
@@ -462,10 +481,10 @@ def _selective_scan_forward_kernel(
         for i in tl.static_range(CHUNK):
             steps = _step_sizes(raw[i], bias, EVEN or first + i < length, SOFTPLUS)
             now = u[i].to(tl.float32)
-            gap = gaps[i] if first_ptr is not None else 0.0
-            decays = _decays(steps, a, gap, first_ptr is not None)
+            decays = _decays(steps, a)
             b = tl.load(pairs_ptr + (2 * SIZE * i + n))
             c = tl.load(pairs_ptr + (2 * SIZE * i + SIZE + n))
+            state = _without(begins, i, state, first_ptr is not None)
             state = decays * state + (steps * now)[None, :] * b[:, None]
             y = tl.sum(state * c[:, None], 0) + skip * now
             if z_ptr is not None:
@@ -484,7 +503,7 @@ def _selective_scan_forward_kernel(
 
 @triton.jit
 def _states_of(
-    state, u, raw, bias, a, gaps, pairs_ptr, first, length, n, SIZE: tl.constexpr,
+    state, u, raw, bias, a, begins, pairs_ptr, first, length, n, SIZE: tl.constexpr,
     SOFTPLUS: tl.constexpr, PACKED: tl.constexpr, COUNT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The states before COUNT tokens from ``first`` on and after the last, sizes and slopes.
@@ -494,8 +513,9 @@ def _states_of(
     states, sizes, slopes = (state,), (), ()
     for i in tl.static_range(COUNT):
         steps, slope = _steps_and_slopes(raw[i], bias, EVEN or first + i < length, SOFTPLUS)
-        decays = _decays(steps, a, gaps[i] if PACKED else 0.0, PACKED)
+        decays = _decays(steps, a)
         b = tl.load(pairs_ptr + (2 * SIZE * i + n))
+        state = _without(begins, i, state, PACKED)
         state = decays * state + (steps * u[i].to(tl.float32))[None, :] * b[:, None]
         states, sizes = _append(states, state), _append(sizes, steps)
         slopes = _append(slopes, slope)
@@ -566,9 +586,9 @@ def _states_again(
     for _ in tl.range(0, part):
         u = _load_tokens(u_ptr, first, u_step, first, lane, length, left, COUNT, EVEN)
         raw = _load_tokens(delta_ptr, first, delta_step, first, lane, length, left, COUNT, EVEN)
-        gaps = _load_gaps(first_ptr, first, length, COUNT)
+        begins = _load_begins(first_ptr, first, length, COUNT)
         h, _, _, _ = _states_of(
-            state, u, raw, bias, a, gaps, pairs_ptr, first, length, n, SIZE, SOFTPLUS,
+            state, u, raw, bias, a, begins, pairs_ptr, first, length, n, SIZE, SOFTPLUS,
             first_ptr is not None, COUNT, EVEN,
         )  # fmt: skip
         state = h[COUNT]
@@ -588,7 +608,7 @@ def _through_gate(dy, z, h, c, skip, u):
 
 @triton.jit
 def _back(
-    carry, sums, h, sizes, slopes, decays, u, dy, z, gaps, pairs_ptr, a, skip, lane, n, first,
+    carry, sums, h, sizes, slopes, decays, u, dy, z, begins, pairs_ptr, a, skip, lane, n, first,
     length, zero, SIZE: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, SUMMED: tl.constexpr, EXCHANGE: tl.constexpr, EVEN: tl.constexpr,
     FROM: tl.constexpr, TO: tl.constexpr,
@@ -615,9 +635,10 @@ def _back(
         du = _append(du, sizes[i] * added + skip * up)
         dskip += up * now
         if i < FROM:  # computed again: kept decays would take as much room as states
-            decays = _decays(sizes[i] * (zero + 1), a, gaps[i] if PACKED else 0.0, PACKED)
-        carry = m * decays
-        through = carry * h[i]  # gradient of the logarithm of decays
+            decays = _decays(sizes[i] * (zero + 1), a)
+        carry = _without(begins, i, m * decays, PACKED)
+        # gradient of the logarithm of decays; what the state is without is not kept beside it
+        through = _without(begins, i, carry * h[i], PACKED)
         da += through * sizes[i][None, :]
         dsteps = (tl.sum(through * a, 0) * LN2 + now * added) * slopes[i]
         dbias += dsteps if EVEN else tl.where(first + i < length, dsteps, 0.0)
@@ -709,9 +730,9 @@ def _selective_scan_backward_kernel(
             state, u_ptr, delta_ptr, first_ptr, at_ptr - part * (KEPT * 2 * SIZE), u_steps[1],
             delta_steps[1], begin, part, bias, a, lane, n, length, left, SIZE, SOFTPLUS, KEPT, EVEN,
         )  # fmt: skip
-        gaps = _load_gaps(first_ptr, first, length, KEPT)
+        begins = _load_begins(first_ptr, first, length, KEPT)
         h, sizes, slopes, decays = _states_of(
-            state, u, raw, bias, a, gaps, at_ptr, first, length, n, SIZE, SOFTPLUS,
+            state, u, raw, bias, a, begins, at_ptr, first, length, n, SIZE, SOFTPLUS,
             first_ptr is not None, KEPT, EVEN,
         )  # fmt: skip
         before = tl.maximum(first - KEPT, origin)
@@ -720,10 +741,9 @@ def _selective_scan_backward_kernel(
         )
         for last in tl.static_range(KEPT - 1, -1, -COUNT):
             if last < KEPT - 1:
-                gap = gaps[last] if first_ptr is not None else 0.0
-                decays = _decays(sizes[last] * (zero + 1), a, gap, first_ptr is not None)
+                decays = _decays(sizes[last] * (zero + 1), a)
             carry, sums, made = _back(
-                carry, sums, h, sizes, slopes, decays, u, dy, z, gaps, at_ptr, a, skip, lane, n,
+                carry, sums, h, sizes, slopes, decays, u, dy, z, begins, at_ptr, a, skip, lane, n,
                 first, length, zero, SIZE, BLOCK, z_ptr is not None, first_ptr is not None,
                 dpairs_ptr is not None, EXCHANGE, EVEN, last, last - COUNT + 1,
             )  # fmt: skip
