@@ -86,7 +86,7 @@ def pytest_generate_tests(metafunc):
     given = []
     for name, (op, *_) in CASES.items():
         for backend in test_ops.backends_of(metafunc.config):
-            if module(backend, op) is None or (backend == "triton" and op == "selective_scan"):
+            if module(backend, op) is None:
                 continue
             for tensor in (*with_tokens(tensors_of(name)), "dy"):
                 for number in NUMBERS:
