@@ -192,9 +192,9 @@ def _ssd_scan(
 
 def _selective_scan(
     channels: int, states: int, dtype: torch.dtype = BF16, gated: bool = True,
-    everything: bool = False,
+    everything: bool = False, frozen: bool = False,
 ) -> None:  # fmt: skip
-    """With skip, bias and gate, or without; with documents and states, or without."""
+    """With skip, bias and gate, or without; with documents and states, or without; A frozen."""
     u, b = _meta(2, 8192, channels, dtype=dtype), _meta(2, 8192, states, dtype=dtype)
     a, vector = _meta(channels, states, dtype=FP32), _meta(channels, dtype=FP32)
     state = _meta(2, channels, states, dtype=FP32) if everything else None
@@ -202,14 +202,16 @@ def _selective_scan(
     skip, z, bias = (vector, u, vector) if gated else (None, None, None)
     given = (u, u, a, b, b, skip, z, bias, state, first)
     y, final, kept = selective_scan.forward(*given, True, everything)
-    selective_scan.backward(y, final if everything else None, *given, kept, True, *[True] * 9)
+    needs = [True, True, not frozen, *[True] * 6]
+    selective_scan.backward(y, final if everything else None, *given, kept, True, *needs)
 
 
-def _selective_scan_teams(channels: int, states: int) -> None:
+def _selective_scan_teams(channels: int, states: int, gated: bool = True) -> None:
     """Forward by teams, which launch tables choose, on every target."""
     u, b = _meta(2, 8192, channels, dtype=BF16), _meta(2, 8192, states, dtype=BF16)
     a, vector = _meta(channels, states, dtype=FP32), _meta(channels, dtype=FP32)
-    call = selective_scan._call(u, u, a, b, b, vector, u, vector, None, None, True)
+    more = (vector, u, vector) if gated else (None, None, None)
+    call = selective_scan._call(u, u, a, b, b, *more, None, None, True)
     chosen = dataclasses.replace(call.config("team"), team=selective_scan.TEAM)
     selective_scan._by_teams(call, chosen, u, False)
 
@@ -761,7 +763,11 @@ LAYERS = (
     Launches("selective_scan 2x8192x{} N{} {} everything", _selective_scan, (
         (8192, 16, BF16), (2048, 4, FP32), (1024, 256, BF16),
     ), {"everything": True}),
+    Launches("selective_scan 2x8192x{} N{} {} frozen", _selective_scan, ((2048, 4, FP32),),
+             {"everything": True, "frozen": True}),
     Launches("selective_scan 2x8192x{} N{} teams", _selective_scan_teams, ((8192, 16),)),
+    Launches("selective_scan 2x8192x{} N{} teams plain", _selective_scan_teams, ((8192, 16),),
+             {"gated": False}),
     Launches("kimi_delta_attention {}x{} {}", _delta_rule, (
         (128, 128, BF16), (32, 32, BF16), (96, 192, BF16), (64, 64, BF16),
     ), {"rule": kimi_delta_attention, "group": 1}),

@@ -193,9 +193,10 @@ def test_doubles_are_refused():
 @pytest.mark.parametrize("bad", ["q", "k", "w"])
 def test_an_indexer_keeps_what_is_no_number(bad):
     """Scores and gradients are NaN where the reference has them: a maximum with 0 would drop it."""
-    given = {"q": torch.randn(1, 9, 4, 6), "k": torch.randn(1, 9, 6), "w": torch.randn(1, 9, 4)}
+    shapes = {"q": (1, 9, 4, 6), "k": (1, 9, 6), "w": (1, 9, 4)}
+    given = {n: torch.randn(shape, device=DEVICE) for n, shape in shapes.items()}
     given[bad][0, 5] = torch.nan
-    indices = torch.arange(9, dtype=torch.int32).expand(1, 9, 9)
+    indices = torch.arange(9, dtype=torch.int32, device=DEVICE).expand(1, 9, 9)
 
     def made(name):
         leaves = {n: t.clone().requires_grad_() for n, t in given.items()}
@@ -645,6 +646,18 @@ def test_scans_whose_chunks_do_not_divide_a_span_raise(monkeypatch):
     monkeypatch.setattr(scan_reference, "SPAN", 6)
     with pytest.raises(ValueError, match="a chunk of 1 x 4 tokens must divide 6"):
         scanned(17, 16)
+
+
+@pytest.mark.parametrize("op", ["selective_scan", "ssd_scan"])
+def test_results_of_scans_share_no_memory(op):
+    """Gradients of several tensors are parts of one sum, and each is given away alone."""
+    sample = next(s for s in samples.of(op) if s.name == "everything")
+    tensors = sample.make(DEVICE, torch.float32)
+    result, _ = outputs(call(op, tensors, sample.options, **{op: "triton"}))
+    made = grads(result, tensors, {n: torch.ones_like(t) for n, t in result.items()})
+    found = [*result.values(), *made.values()]
+    assert len({t.untyped_storage().data_ptr() for t in found}) == len(found)
+    assert all(t.is_contiguous() for t in found)
 
 
 def test_scans_of_too_many_states_are_refused():

@@ -324,3 +324,20 @@ def test_keys_too_wide_for_kernels_are_refused(monkeypatch):
         assert "bfloat16 keys of up to 128 elements on large" in kernels.supports(keys, keys)
         assert kernels.supports(keys[..., :128], keys) is None
         assert "float32 keys of up to 64" in kernels.supports(keys[..., :128].float(), keys)
+
+
+def test_sizes_that_a_compiler_gets_wrong_are_refused(monkeypatch):
+    """Kimi's rule on Hopper, in 16 bits: keys and values of two sizes, or of 72 elements."""
+    pytest.importorskip("triton")
+    from liger_multi.backends.triton.linear_attention import kimi_delta_attention as kernels
+
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(kernels.delta_rule, "INTERPRETED", False)
+    rows = torch.empty(1, 4, 1, 128, device="meta", dtype=torch.bfloat16)
+    with launch.simulate(DeviceInfo("cuda", "sm90", 32, 1024, 232448, 132)):
+        for keys, values in ((128, 64), (32, 64), (96, 72), (72, 72)):
+            said = kernels.supports(rows[..., :keys], rows[..., :values])
+            assert "keys and values of one size, a multiple of 16" in said
+            assert f"got {keys} and {values}" in said
+        assert kernels.supports(rows, rows) is None
+        assert kernels.supports(rows[..., :64].float(), rows[..., :32].float()) is None

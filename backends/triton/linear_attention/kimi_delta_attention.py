@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
-from liger_multi.backends.triton.common.rows import cdiv
+from liger_multi.backends.triton.common.rows import INTERPRETED, cdiv
+from liger_multi.backends.triton.linear_attention import gated_delta_rule as delta_rule
 from liger_multi.backends.triton.linear_attention.gated_delta_rule import (
     FEWEST_STAGES,
     Call,
@@ -30,7 +31,6 @@ from liger_multi.backends.triton.linear_attention.gated_delta_rule import (
     launch_isolated,
     pairs_config,
     states_config,
-    supports,
 )
 from liger_multi.backends.triton.linear_attention.kimi_delta_attention_kernels import (
     _kimi_delta_forward_kernel,
@@ -45,9 +45,8 @@ from liger_multi.backends.triton.linear_attention.kimi_delta_attention_kernels i
 from liger_multi.dispatch.launch import DeviceInfo, device_info
 from liger_multi.reference.linear_attention import kimi_delta_attention as reference
 
-__all__ = ["backward", "forward", "supports"]
-
 RULE = "kimi_delta_attention"
+STEP = 16  # elements of heads in 16 bits on Hopper
 
 
 @dataclass(frozen=True)
@@ -164,6 +163,22 @@ def _call(
     normed: bool,
 ) -> Call:  # fmt: skip
     return call(RULE, q, k, v, _rows(g), beta, first, scale, normed)
+
+
+def supports(k: Tensor, v: Tensor) -> str | None:
+    """Why a call is refused, or None.
+
+    Of keys and values of two sizes, or of 72 elements, ptxas 12.8 (Triton 3.6) makes wrong code for
+    Hopper at times: see ``ALIGNED`` of the gated delta rule. Of sizes that are left it never did.
+    """
+    info, sizes = device_info(k.device), (k.shape[3], v.shape[3])
+    if _is_large(info) and k.element_size() == 2 and not INTERPRETED:
+        if sizes[0] != sizes[1] or sizes[0] % STEP:
+            return (
+                f"takes keys and values of one size, a multiple of {STEP}, in 16 bits on "
+                f"{info.arch} (its compiler), got {sizes[0]} and {sizes[1]}"
+            )
+    return delta_rule.supports(k, v)
 
 
 def forward(

@@ -393,8 +393,10 @@ def forward(
         _by_teams(c, k, y, output_final_state) if k.team
         else _by_spans(c.by_state(), y, output_final_state)
     )  # fmt: skip
-    none = u.new_empty(0, dtype=torch.float32)
-    return y, none if final is None else final, none if before is None else before
+    final, before = (
+        u.new_empty(0, dtype=torch.float32) if x is None else x for x in (final, before)
+    )
+    return y, final, before
 
 
 class Gradients(NamedTuple):
@@ -419,7 +421,7 @@ class Gradients(NamedTuple):
         if found is None:
             return like.new_empty(0)
         if name == "initial_state":
-            return found.mT.to(like.dtype, memory_format=torch.contiguous_format)
+            return found.mT.to(like.dtype).contiguous()
         if name not in SUMS:
             return found
         total = sum_rows(found.flatten(0, 1).flatten(1), like.dtype)
@@ -492,7 +494,7 @@ def _numbers(total: Tensor | None, i: int, like: Tensor) -> Tensor:
     if total is None:
         return like.new_empty(0)
     x = total[:, : like.shape[1], i, : like.shape[2]]
-    return x.to(like.dtype, memory_format=torch.contiguous_format)
+    return x.to(like.dtype).contiguous()
 
 
 def backward(

@@ -758,9 +758,9 @@ def _selective_scan_backward_kernel(
     _put_tokens(dskip_ptr, at, (sums[1],), 0, cols, lane, 1, left, False, 1, EVEN)
     _put_tokens(dbias_ptr, at, (sums[2],), 0, cols, lane, 1, left, False, 1, EVEN)
     if da_ptr is not None:
-        at = da_ptr + (place * cols * DIM + start)
-        _store_states(at, sums[0], lane, left, cols, later, DIM, SIZE)
+        of_a = da_ptr + (place * cols * DIM + start)
+        _store_states(of_a, sums[0], lane, left, cols, later, DIM, SIZE)
     if dinitial_ptr is not None:
         if span == 0:
-            at = dinitial_ptr + batch * cols * DIM + start
-            _store_states(at, carry, lane, left, cols, later, DIM, SIZE)
+            of_states = dinitial_ptr + batch * cols * DIM + start
+            _store_states(of_states, carry, lane, left, cols, later, DIM, SIZE)

@@ -146,9 +146,9 @@ def _selective_scan_team_kernel(
     u_at = _tile_at(u_ptr + batch * u_steps[0] + start, strides[0], lane, token, one)
     delta_at = _tile_at(delta_ptr + batch * delta_steps[0] + start, strides[1], lane, token, one)
     y_at = _tile_at(y_ptr + batch * length * cols + start, cols, lane, token, one)
+    z_at = u_at
     if z_ptr is not None:
-        z_ptr += batch * z_steps[0] + start
-    z_at = _tile_at(z_ptr, strides[2], lane, token, one)
+        z_at = _tile_at(z_ptr + batch * z_steps[0] + start, strides[2], lane, token, one)
     if first_ptr is not None:
         first_ptr += batch * first_step
     pairs_ptr += batch * (steps + 1) * (TOKENS * 2 * SIZE)

@@ -486,5 +486,5 @@ def _gradients(
     flags = (c.parts, c.options.softplus, c.chunk)
     launch(_ssd_steps_kernel, c.streams * c.chunks, args, flags, 4)
     by_chunk = of_heads.permute(1, 3, 0, 2).reshape(-1, 2 * many)
-    da, dbias = sum_rows(by_chunk, torch.float32).view(2, many)
+    da, dbias = (part.clone() for part in sum_rows(by_chunk, torch.float32).view(2, many))
     return {"x": dx, "dt": ddt, "A": da, "B": db, "C": dc, "D": dskips, "dt_bias": dbias}

@@ -91,6 +91,7 @@ class RotatedNorms(Patched):
     """An attention module whose queries and keys are normalized and rotated in one go."""
 
     _liger_multi_rotated: ClassVar[Copy | None]
+    _liger_multi_below: ClassVar[tuple[Any, Any]]
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Make the copy with the class."""
@@ -99,6 +100,7 @@ class RotatedNorms(Patched):
             swap: Swap = vars(cls)["_liger_multi_swap"]
             names = cast(RotatedNormsSettings, swap.around_settings).norms
             cls._liger_multi_rotated = copied(cast(Any, swap.stock), names)
+            cls._liger_multi_below = swap, vars(cls)["_liger_multi_inner"]
             for name in _BARE.values():
                 setattr(cls, name, _bare)
 
@@ -139,8 +141,7 @@ def _rotated(
     module: Any, kind: type[RotatedNorms], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The copy of the forward, or the rotary functions and norms one after the other."""
-    below: Any = next(k for k in kind.__mro__ if "_liger_multi_swap" in vars(k))
-    swap, inner = vars(below)["_liger_multi_swap"], vars(below)["_liger_multi_inner"]
+    swap, inner = kind._liger_multi_below  # compilers read no dict of a class
     found, settings = kind._liger_multi_rotated, cast(RotatedNormsSettings, swap.around_settings)
     given, names = kwargs.get(ANGLES), settings.norms
     known = found is not None and _copy_holds(found, swap.stock) and _norms_hold(module, names)
