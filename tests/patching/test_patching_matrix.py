@@ -287,8 +287,8 @@ SITUATIONS = (
 )
 
 
-# a dense kind, and one with experts and sinks; test_one_graph_under_the_compiler has the modules
-COMPILED = ("llama", "gpt_oss")
+# a dense kind, one with norms before its rotation, and one with experts and sinks
+COMPILED = ("llama", "qwen3", "gpt_oss")
 
 
 def cases():
