@@ -210,8 +210,8 @@ def _selective_scan_teams(channels: int, states: int, gated: bool = True) -> Non
     """Forward by teams, which launch tables choose, on every target."""
     u, b = _meta(2, 8192, channels, dtype=BF16), _meta(2, 8192, states, dtype=BF16)
     a, vector = _meta(channels, states, dtype=FP32), _meta(channels, dtype=FP32)
-    more = (vector, u, vector) if gated else (None, None, None)
-    call = selective_scan._call(u, u, a, b, b, *more, None, None, True)
+    skip, z = (vector, u) if gated else (None, None)
+    call = selective_scan._call(u, u, a, b, b, skip, z, skip, None, None, True)
     chosen = dataclasses.replace(call.config("team"), team=selective_scan.TEAM)
     selective_scan._by_teams(call, chosen, u, False)
 
