@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
 from ci.static.code import BINARIES, Code, read
@@ -228,6 +230,18 @@ def build(case: StaticCase, target: Target, variant: Variant) -> Any:
                 attrs[(i, j) if isinstance(kind, tuple) else (i,)] = known
     source = ASTSource(case.kernel, case.signature, case.constants, attrs)
     return triton.compile(source, target=target.gpu, options=dict(case.options))
+
+
+def lower(case: StaticCase, target: Target) -> None:
+    """Take a case through Triton's front end alone, which finds what no interpreter minds."""
+    source = ASTSource(case.kernel, case.signature, case.constants, {})
+    backend = make_backend(target.gpu)
+    options = backend.parse_options(dict(case.options))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions = backend.get_codegen_implementation(options)
+    source.make_ir(target.gpu, options, functions, backend.get_module_map(), context)
 
 
 def report(case: StaticCase, target: Target, variant: Variant = Variant()) -> Code:
