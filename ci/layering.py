@@ -56,6 +56,8 @@ VENDOR_WORDS = re.compile(
     re.IGNORECASE,
 )
 FUNCTION_LINES = 80
+PRIVATE = "liger_multi._torch_private"  # the one module that names private symbols of PyTorch
+PRIVATE_PATH = re.compile(r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*")
 
 
 class Finding(NamedTuple):
@@ -234,7 +236,7 @@ def reference_alone(tree: Tree) -> Iterator[Finding]:
         for found in file.imports:
             top = found.module.partition(".")[0]
             allowed = top in sys.stdlib_module_names or top in ("torch", "__future__")
-            allowed = allowed or _within(found.module, "liger_multi.reference")
+            allowed = allowed or _within(found.module, "liger_multi.reference", PRIVATE)
             allowed = allowed or (
                 file.module == FOLDERS["reference"]
                 and _within(found.module, "liger_multi.dispatch.backend")
@@ -263,7 +265,7 @@ def vendors_apart(tree: Tree) -> Iterator[Finding]:
             ):
                 machinery = [f"dispatch.{n}" for n in ("backend", "bitwise", "launch", "registry")]
                 parts = (*machinery, "errors", "reference")
-                if not _within(found.module, *[f"liger_multi.{p}" for p in parts]):
+                if not _within(found.module, PRIVATE, *[f"liger_multi.{p}" for p in parts]):
                     yield Finding(
                         file.path, found.line, "backend import", f"imports {found.module}"
                     )
@@ -412,6 +414,65 @@ def exports(tree: Tree) -> Iterator[Finding]:
                 )
 
 
+def _torch_names(tree: ast.Module) -> dict[str, str]:
+    """The names of a file that stand for PyTorch or a part of it, with the paths of these."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                names[name.asname or name.name.partition(".")[0]] = (
+                    name.name if name.asname else name.name.partition(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom):
+            names |= {n.asname or n.name: f"{node.module}.{n.name}" for n in node.names}
+    names = {name: path for name, path in names.items() if _within(path, "torch")}
+    for node in ast.walk(tree):  # aten = torch.ops.aten
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            path = _torch_path(node.value, names)
+            if path is not None and isinstance(target, ast.Name):
+                names.setdefault(target.id, path)
+    return names
+
+
+def _torch_path(node: ast.AST, names: dict[str, str]) -> str | None:
+    """The dotted path of an expression that is PyTorch or a part of it."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+        if node.func.id == "cast":
+            return _torch_path(node.args[1], names)
+        name = node.args[1]
+        if node.func.id in ("getattr", "hasattr", "setattr") and isinstance(name, ast.Constant):
+            owner = _torch_path(node.args[0], names)
+            return owner and f"{owner}.{name.value}"
+    if isinstance(node, ast.Attribute):
+        owner = _torch_path(node.value, names)
+        return owner and f"{owner}.{node.attr}"
+    return None
+
+
+def private_torch(tree: Tree) -> Iterator[Finding]:
+    """Private symbols of PyTorch stand in one module, which knows what to do without them."""
+    for file in tree.files:
+        if file.module == PRIVATE:
+            continue
+        names, skip = _torch_names(file.tree), _docstrings(file.tree)
+        paths: dict[tuple[int, str], None] = {}
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.Import):
+                paths |= {(node.lineno, name.name): None for name in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                paths |= {(node.lineno, f"{node.module}.{n.name}"): None for n in node.names}
+            elif isinstance(node, ast.Attribute | ast.Call):
+                paths[node.lineno, _torch_path(node, names) or ""] = None
+            elif isinstance(node, ast.Constant) and id(node) not in skip:
+                paths[node.lineno, str(node.value)] = None
+        for line, path in paths:
+            if PRIVATE_PATH.fullmatch(path):
+                yield Finding(file.path, line, "private", f"{path}: bind it in {PRIVATE}")
+
+
 def silence(tree: Tree) -> Iterator[Finding]:
     """The library prints nothing; commands do."""
     for file in tree.files:
@@ -465,6 +526,7 @@ RULES: tuple[Callable[[Tree], Iterator[Finding]], ...] = (
     explained,
     exports,
     silence,
+    private_torch,
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from liger_multi._torch_private import top_saved_tensor_hooks
 from liger_multi.errors import unknown
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
@@ -34,7 +35,7 @@ def in_checkpoint() -> bool:
     """Whether PyTorch's checkpointing (not the reentrant one) holds what autograd saves now."""
     if torch.compiler.is_compiling():
         return False
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = top_saved_tensor_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 

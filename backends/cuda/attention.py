@@ -13,6 +13,13 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from liger_multi._torch_private import (
+    HAS_ATTENTION,
+    cudnn_attention,
+    cudnn_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
 from liger_multi.backends.triton.attention import attention as kernels
 from liger_multi.dispatch.bitwise import bitwise, promise
 from liger_multi.reference.attention.attention import unless_causal
@@ -66,7 +73,7 @@ def route(
     major = torch.cuda.get_device_capability(q.device)[0]
     routes = ORDERED if backward and strict() else ROUTES
     for name in routes.get((major, 128 if q.shape[3] <= 128 else 256), ()):
-        if name != "cudnn" or torch.backends.cuda.cudnn_sdp_enabled():
+        if HAS_ATTENTION[name] and (name != "cudnn" or torch.backends.cuda.cudnn_sdp_enabled()):
             return name
     return "triton"
 
@@ -109,13 +116,10 @@ def forward(
     if by == "triton":
         return kernels.forward(q, k, v, sinks, ranges, causal, scale, softcap)
     q, k, v = _dense(q), _dense(k), _dense(v)
-    aten = torch.ops.aten
     if by == "cudnn":
-        made: Any = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, causal, False, scale=scale
-        )
+        made: Any = cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
     else:
-        made = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        made = flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     y, lse = _with_sinks(made[0], made[1].reshape(q.shape[:3]), sinks)
     return _ordered(y), lse.contiguous()
 
@@ -152,7 +156,7 @@ def _cudnn(
 ) -> Any:  # fmt: skip
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # of no dropout: never read
     none: Any = None
-    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    return cudnn_attention_backward(
         dy, q, k, v, y, lse.unsqueeze(-1), seed, seed, none, none, none, q.shape[2], k.shape[2],
         0.0, causal, scale=scale,
     )  # fmt: skip
@@ -164,7 +168,7 @@ def _flash(
     state = torch.empty(2, dtype=torch.uint64, device=q.device)
     none: Any = None
     with ordered_attention():
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        return flash_attention_backward(
             dy, q, k, v, y, lse, none, none, q.shape[2], k.shape[2], 0.0, causal, state, state[:0],
             scale=scale,
         )  # fmt: skip

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import ops
+from liger_multi._torch_private import grouped_mm
 from liger_multi.testing.formulas import FORMULAS, Formula
 from liger_multi.testing.formulas.attention import Window, of_all_heads
 from liger_multi.testing.formulas.losses import (
@@ -159,9 +160,9 @@ def _grouped_moe(
     ids, order = torch.sort(flat)
     every = torch.arange(experts, device=x.device, dtype=ids.dtype)
     offsets = torch.searchsorted(ids, every, right=True, out_int32=True)
-    gate_up = torch._grouped_mm(x[order // top_k], gate_up_weight.mT, offs=offsets)
+    gate_up = grouped_mm(x[order // top_k], gate_up_weight.mT, offs=offsets)
     gate, up = gate_up.chunk(2, -1)
-    rows = torch._grouped_mm(F.silu(gate) * up, down_weight.mT, offs=offsets)
+    rows = grouped_mm(F.silu(gate) * up, down_weight.mT, offs=offsets)
     rows = rows * routing.view(-1)[order].unsqueeze(-1)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(flat.shape[0], device=x.device)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 
+from liger_multi._torch_private import is_legacy_batched
 from liger_multi.dispatch import flat
 from liger_multi.dispatch.config import Configuration, current, within
 from liger_multi.dispatch.double_backward import not_differentiable
@@ -99,7 +99,7 @@ def _configured(name: str, gradients: Gradients, ctx: Any, ups: Given, saved: Gi
     if torch.compiler.is_compiling():
         return gradients(ctx, ups, saved, current())
     for g in ups:
-        if g is not None and is_legacy_batchedtensor(g):
+        if g is not None and is_legacy_batched(g):
             raise TransformError(
                 f"the backward of liger_multi.{name} does not support functorch transforms "
                 "(is_grads_batched, vectorize=True)"

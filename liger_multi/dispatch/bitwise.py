@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from liger_multi._torch_private import is_deterministic
 from liger_multi.dispatch.launch import bounded_by_rows
 from liger_multi.dispatch.registry import REFERENCE, backends, module
 from liger_multi.errors import ContractError, unknown
@@ -199,7 +200,7 @@ def refusal(name: str, prim: Primitive, mode: str) -> str | None:
 
 def follows_torch() -> str:
     """The setting where no configuration names one: that of PyTorch's own switch."""
-    return "deterministic" if torch._C._get_deterministic_algorithms() else ""
+    return "deterministic" if is_deterministic() else ""
 
 
 # --- how a direction is called under "rows" ---

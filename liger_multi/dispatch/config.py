@@ -39,8 +39,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-import torch
-
+from liger_multi._torch_private import is_stashed, stash_in_thread, stashed
 from liger_multi.documents import read_yaml
 from liger_multi.errors import ConfigurationError, shown, unknown
 
@@ -382,7 +381,7 @@ class _Caller:
     def __init__(self) -> None:
         self.scope: Scope = (None, False)
         before = sys.getrefcount(self)
-        torch._C._stash_obj_in_tls(HANDED, self)
+        stash_in_thread(HANDED, self)
         if sys.getrefcount(self) == before:  # torch 2.11 and older take a reference uncounted
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
@@ -402,9 +401,9 @@ def current() -> Configuration:
     base = _base or configure(None)
     scope, pinned = _scope.get()
     if scope is None:
-        if not torch._C._is_key_in_tls(HANDED):
+        if not is_stashed(HANDED):
             return base
-        caller: _Caller = torch._C._get_obj_in_tls(HANDED)
+        caller: _Caller = stashed(HANDED)
         if caller is _local.caller:
             return base  # what this thread handed over itself, for a scope that it has left
         scope, pinned = caller.scope

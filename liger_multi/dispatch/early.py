@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_multi._torch_private import is_tracing
 from liger_multi.dispatch import flat
 from liger_multi.dispatch.autograd import make_function
 from liger_multi.dispatch.config import Configuration
@@ -75,7 +76,7 @@ class Early:
         """Call with the arguments of the operator."""
         tensors = [a for a in args if isinstance(a, Tensor)]
         needed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        odd = torch._C._is_tracing() or transforming()
+        odd = is_tracing() or transforming()
         if not needed or odd or any(type(t) not in flat.PLAIN for t in tensors):
             return self._op(*args)  # type: ignore[no-any-return]
         given = (args[i] for i in self._flags)

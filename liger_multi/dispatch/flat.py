@@ -35,9 +35,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd.graph import increment_version
 
+from liger_multi import _torch_private
 from liger_multi.dispatch import bitwise
 from liger_multi.dispatch.config import current
 
@@ -48,23 +48,23 @@ if TYPE_CHECKING:
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 NAMES: dict[str, Any] = {
     "PLAIN": PLAIN,
-    "autocast": torch._C._is_any_autocast_enabled,
+    "autocast": _torch_private.is_any_autocast_enabled,
     "compiler": torch.compiler,
     "current": current,
     "follows_torch": bitwise.follows_torch,
-    "forward_ad": torch.autograd.forward_ad,
+    "forward_ad": _torch_private.forward_ad,
     "grad_enabled": torch.is_grad_enabled,
     "increment_version": increment_version,
-    "is_legacy_batched": is_legacy_batchedtensor,
-    "is_wrapped": is_functorch_wrapped_tensor,
-    "modes": torch._C._len_torch_dispatch_stack,
-    "profiled": torch._C._autograd._profiler_enabled,
-    "tracing": torch._C._is_tracing,
-    "transformed": torch._C._are_functorch_transforms_active,
-    "without_autocast": torch._C._DisableAutocast,
+    "is_legacy_batched": _torch_private.is_legacy_batched,
+    "is_wrapped": _torch_private.is_functorch_wrapped,
+    "modes": _torch_private.dispatch_mode_count,
+    "profiled": _torch_private.profiler_enabled,
+    "tracing": _torch_private.is_tracing,
+    "transformed": _torch_private.transforms_active,
+    "without_autocast": _torch_private.WithoutAutocast,
 }
 """What the code may call, each with an underscore in front: no argument of a contract has one."""
-COMPILING = "_compiler._is_compiling_flag"
+COMPILING = f"_compiler.{_torch_private.IS_COMPILING}"
 """What ``torch.compiler.is_compiling()`` returns outside of TorchScript, without two calls."""
 
 

@@ -29,9 +29,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
+from liger_multi._torch_private import is_functorch_wrapped, is_tracing
 from liger_multi.dispatch import flat
 from liger_multi.dispatch.autograd import anchor_of, make_function
 from liger_multi.dispatch.bitwise import NO_PROMISE, Bitwise
@@ -334,7 +334,7 @@ class Op:
         if torch.compiler.is_compiling():
             traced = self.compile == "trace" and not mode_in_force() and automatic(self.name)
             return self.whole(*args, traced, sources())
-        if torch._C._is_tracing() and not self.inplace:  # torch.jit.trace, which sees no kernels
+        if is_tracing() and not self.inplace:  # torch.jit.trace, which sees no kernels
             return self.whole(*args, False, sources())
         apply = self.function.apply if self._special(args) else self.apply
         return self._run(args, apply, self.fwd.run)
@@ -365,7 +365,7 @@ class Op:
         for i in self.fwd.places:
             kind = type(args[i])
             if kind is Tensor or kind is Parameter:
-                found |= is_functorch_wrapped_tensor(args[i])  # dead wrappers, which leak out
+                found |= is_functorch_wrapped(args[i])  # dead wrappers, which leak out
             elif kind.__name__ == "DTensor":
                 prepare(self, args)
                 return True

@@ -21,6 +21,14 @@ import torch
 from torch import Tensor
 from torch.library import Library, infer_schema
 
+from liger_multi._torch_private import (
+    WithoutAutocast,
+    constant_in_graphs,
+    dispatch_mode_count,
+    is_any_autocast_enabled,
+    is_tracing,
+    profiler_enabled,
+)
 from liger_multi.dispatch import bitwise, flat, launch
 from liger_multi.dispatch.config import AUTO, Choice, Configuration, current, stated
 from liger_multi.dispatch.double_backward import only_whole
@@ -312,8 +320,8 @@ class Primitive:
 
     def call(self, *args: Any) -> Any:
         """Run the chosen backend's function on the device of the tensors, dtypes as they are."""
-        if torch._C._is_any_autocast_enabled():
-            with torch._C._DisableAutocast():
+        if is_any_autocast_enabled():
+            with WithoutAutocast():
                 return Primitive.call(self, *args)
         device = args[self.anchor].device
         module = _module_of_several(device)
@@ -342,16 +350,16 @@ class Primitive:
         """Run the reference, for a compiler to look into; dtypes as they are."""
         reference = module(REFERENCE, self.op.name)
         whole = importlib.import_module("liger_multi.reference.common.chunking").one_piece
-        with whole(), torch._C._DisableAutocast():
+        with whole(), WithoutAutocast():
             return getattr(reference, self.direction)(*args)
 
     def __call__(self, *args: Any) -> Any:
         """Call directly for plain tensors, through ``torch.ops`` where somebody looks on."""
         if torch.compiler.is_compiling():
             return self.overload(*args)
-        if torch._C._autograd._profiler_enabled() or torch._C._is_tracing():
+        if profiler_enabled() or is_tracing():
             return self.overload(*args)
-        if torch._C._len_torch_dispatch_stack() and not _inline.get():
+        if dispatch_mode_count() and not _inline.get():
             return self.overload(*args)
         for i in self.places:
             a = args[i]
@@ -372,16 +380,6 @@ def _module_of_several(device: torch.device) -> Any:
         return None
     module = torch.get_device_module(device.type)
     return module if module.device_count() > 1 else None
-
-
-def constant_in_graphs(function: Function) -> Function:
-    """Let the compiler call ``function`` while it traces and keep the result.
-
-    The mark that ``torch.compiler.assume_constant_result`` sets; calling that would import the
-    whole compiler, and Triton with it, at import.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 @constant_in_graphs

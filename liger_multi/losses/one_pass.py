@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi._torch_private import WithoutAutocast
 from liger_multi.dispatch.double_backward import first_derivatives_only
 from liger_multi.losses.sources import (
     IGNORED,
@@ -176,7 +177,7 @@ class _OnePass(torch.autograd.Function):
         scale: Any,
         one_pass: ChunkPass,
     ) -> tuple[Tensor, ...]:
-        with torch._C._DisableAutocast(), on_device(hidden):
+        with WithoutAutocast(), on_device(hidden):
             loss, rows, gradients = one_pass(ctx.needs_input_grad[:3])
         ctx.scale = scale
         ctx.save_for_backward(*gradients, loss)  # the output brings an edge to every input
@@ -392,7 +393,7 @@ def _mean_rows(
     spec = Objective(ignore_index, 0.0, 0.0, None)
     plan = ChunkSpec(args[7], args[8], args[10], args[11])
     found = torch.zeros(target.numel(), dtype=torch.float32, device=target.device)
-    with torch._C._DisableAutocast():
+    with WithoutAutocast():
         for _, where, _, _, raw in Chunks(args[0], args[1], args[2], args[3], spec, plan):
             found[where] = curved(raw, head).mean(-1).float()
     return torch.where(target != ignore_index, found.view(target.shape), 0)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi import checks, ops
+from liger_multi._torch_private import WithoutAutocast
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.dispatch.double_backward import first_derivatives_only
 from liger_multi.dispatch.primitive import resolve
@@ -217,7 +218,7 @@ class _Kept(torch.autograd.Function):
         ctx.kernels, ctx.rest, ctx.fit, ctx.kept = kernels, args[4:], fit, None
         target, outputs = args[2], args[-1]
         check_targets(target, weight.shape[0], args[4], args[12])
-        with torch._C._DisableAutocast(), on_device(hidden):
+        with WithoutAutocast(), on_device(hidden):
             chunks = _chunks(args, fit)
             found = Collected(chunks, chunks.spec, outputs, loss=False)
             ctx.kept = chunks.first()
@@ -240,7 +241,7 @@ class _Kept(torch.autograd.Function):
         *tensors, entropy, lse = saved
         hidden, weight, target, bias = tensors
         kept, ctx.kept = ctx.kept, None  # a second backward multiplies again
-        with torch._C._DisableAutocast(), on_device(hidden):
+        with WithoutAutocast(), on_device(hidden):
             chunks = _chunks((*tensors, *ctx.rest), ctx.fit)
             ready = kept is not None
             kept = chunks.first() if kept is None else kept

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from liger_multi._torch_private import tree_leaves, tree_map
 from liger_multi.checks import describe
 from liger_multi.memory.estimation import meta_model
 from liger_multi.memory.measure import tensors_in

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_multi._torch_private import DisableTorchFunction, TorchDispatchMode
 
 # --- storages that are alive ---
 
@@ -92,7 +93,7 @@ class StorageMode(TorchDispatchMode):
             return self._watch(func, args, kwargs)
         # Function modes have had theirs. PyTorch's own Python (decompositions, shapes) would ask
         # them at every attribute of a tensor.
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self._watch(func, args, kwargs)
 
     def _watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_multi._torch_private import memory_history
 from liger_multi.memory.breakdown import Comparison, Profile, summarize
 from liger_multi.memory.measure import resolve_device
 from liger_multi.memory.recorder import OTHER, TEMPORARY, Block, Recorder
@@ -100,20 +101,22 @@ def _history(device: torch.device) -> Iterator[dict[str, Any]]:
     found: dict[str, Any] = {}
     module = None if device.type == "cpu" else torch.get_device_module(device.type)
     memory: Any = getattr(module, "memory", None)
-    if module is None or not hasattr(memory, "_record_memory_history"):
+    history = memory_history(memory)
+    if module is None or history is None:
         yield found
         return
+    record, snapshot = history
     index = module.current_device() if device.index is None else device.index
     module.synchronize(index)
     start = (module.memory_allocated(index), module.memory_reserved(index))
-    memory._record_memory_history(enabled="all", context=None, max_entries=MOST_ENTRIES)
+    record(enabled="all", context=None, max_entries=MOST_ENTRIES)
     try:
         yield found
         module.synchronize(index)
-        entries = memory._snapshot()["device_traces"][index]
+        entries = snapshot()["device_traces"][index]
         found.update(entries=entries, start=start)
     finally:
-        memory._record_memory_history(enabled=None)
+        record(enabled=None)
 
 
 # --- the allocator's history ---

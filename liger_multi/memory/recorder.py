@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_multi._torch_private import current_autograd_node, next_sequence_nr
 from liger_multi.memory.measure import StorageMode, Storages, tensors_in
 
 PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer states"
@@ -245,7 +246,7 @@ class Recorder(StorageMode):
                 yield module.register_forward_hook(self._leave, always_call=True)
 
     def _phase(self) -> str:
-        inside = torch._C._current_autograd_node() is not None
+        inside = current_autograd_node() is not None
         if self._stepping:
             phase = OPTIMIZER
         elif inside:
@@ -265,7 +266,7 @@ class Recorder(StorageMode):
         """Path and class of the module that is running, forwards or backwards."""
         if self._stack:
             return self._stack[-1]
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         number = getattr(node, "_sequence_nr", None)
         if number is None or self._stepping:
             return "", ""
@@ -274,7 +275,7 @@ class Recorder(StorageMode):
 
     def _mark(self) -> None:
         owner = self._stack[-1] if self._stack else ("", "")
-        number = torch._C._autograd._get_sequence_nr()
+        number = next_sequence_nr()
         if number >= self._marks[-1][0]:  # another thread counts for itself
             self._marks.append((number, *owner))
 

@@ -19,8 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from liger_multi._torch_private import (
+    TorchDispatchMode,
+    current_autograd_node,
+    reference_counts,
+    run_backward,
+)
 from liger_multi.checks import meta_autocast
 from liger_multi.dispatch import registry
 from liger_multi.memory.measure import tensors_in
@@ -317,7 +322,7 @@ class Simulation(Recorder):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator; questions about values get the answer that an ordinary batch gives."""
-        if self._casts and not self._stack and torch._C._current_autograd_node() is not None:
+        if self._casts and not self._stack and current_autograd_node() is not None:
             self._casts.clear()  # autocast ended with the layer that was computed again
         name = func.name()
         if name == "aten::_local_scalar_dense":
@@ -425,9 +430,8 @@ def _meta_has_no_autocast() -> Iterator[None]:
 
 def backward(loss: Tensor) -> None:
     """``loss.backward()`` without leaving function modes, which checkpointed layers meet again."""
-    run: Any = torch.autograd.graph._engine_run_backward
     grads = (torch.ones_like(loss),)
-    run((loss,), grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    run_backward((loss,), grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _accumulates(args: tuple[Any, ...]) -> bool:
@@ -436,16 +440,11 @@ def _accumulates(args: tuple[Any, ...]) -> bool:
     It does so for a gradient that nobody else holds, but never while a dispatch mode looks on. It
     has gradients off, which a layer that is computed again within backward has on.
     """
-    if torch._C._current_autograd_node() is None or torch.is_grad_enabled():
+    if current_autograd_node() is None or torch.is_grad_enabled():
         return False
     if not isinstance(args[1], Tensor):
         return False
-    return args[0].shape == args[1].shape and _holders(args[0]) == _alone()
-
-
-def _holders(tensor: Tensor) -> tuple[int, int]:
-    storage = tensor.untyped_storage()
-    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return args[0].shape == args[1].shape and reference_counts(args[0]) == _alone()
 
 
 @functools.cache
@@ -458,7 +457,7 @@ def _alone() -> tuple[int, int]:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if func.name() == "aten::add.Tensor":
-                seen.append(_holders(args[0]))
+                seen.append(reference_counts(args[0]))
             return func(*args, **(kwargs or {}))
 
     leaf = torch.ones(1, device="meta", requires_grad=True)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi._torch_private import constant_in_graphs
 from liger_multi.dispatch.config import current, parse_bytes
-from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 

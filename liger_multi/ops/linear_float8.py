@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi._torch_private import constant_in_graphs
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.loss import _Loss
 
+from liger_multi._torch_private import Losses, module_call, replace_module_call
 from liger_multi.dispatch.op import Op
 from liger_multi.patching.options import ROTATED
 
@@ -60,7 +60,7 @@ def executed(model: nn.Module) -> Iterator[Executed]:
     Blocks may overlap. What was compiled runs without its modules and is not seen.
     """
     named = list(model.named_modules())
-    losses = tuple(path for path, module in named if isinstance(module, _Loss))
+    losses = tuple(path for path, module in named if isinstance(module, Losses))
     found = Executed(paths={id(module): path for path, module in named}, losses=losses)
     with _lock:
         _records.append(found)
@@ -76,10 +76,11 @@ def executed(model: nn.Module) -> Iterator[Executed]:
 
 
 def _install(call: Any, dispatch: Any) -> None:
-    nn.Module._call_impl, Op.__call__ = call, dispatch  # type: ignore[method-assign]
+    replace_module_call(call)
+    Op.__call__ = dispatch  # type: ignore[method-assign]
 
 
-_ORIGINAL: Any = (nn.Module._call_impl, Op.__call__)
+_ORIGINAL: Any = (module_call, Op.__call__)
 _lock, _records = threading.Lock(), list[Executed]()
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_multi._torch_private import set_deterministic
+
 Gemm = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 """``out = a @ b (+ bias)`` whose rows do not depend on each other: ``(a, b, bias, out)``."""
 
@@ -139,10 +141,10 @@ def _order_attention() -> Callable[[], None]:
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     filled, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
-    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    set_deterministic(True, warn_only=False)
 
     def undo() -> None:
-        torch._C._set_deterministic_algorithms(before, warn_only=warn)
+        set_deterministic(before, warn_only=warn)
         settings.fill_uninitialized_memory = filled
 
     return undo

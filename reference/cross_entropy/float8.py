@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from liger_multi._torch_private import scaled_mm
 from liger_multi.reference.common.chunking import row_blocks
 from liger_multi.reference.common.float8 import ALIGNED, FACTOR, FORMATS, LEAST, Rounded
 
@@ -104,7 +105,7 @@ def _asked(device: torch.device) -> tuple[tuple[torch.dtype, torch.dtype], str |
 
 def _multiply(a: Rounded, b: Rounded, out: Tensor, fast: bool) -> None:
     """``out = a @ b.T``, both factors with contiguous rows."""
-    torch._scaled_mm(
+    scaled_mm(
         a.data, b.data.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=out.dtype,
         use_fast_accum=fast, out=out,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_multi._torch_private import dispatch_key, has_kernel
 from liger_multi.reference.common.chunking import (
     add_product_,
     capturing,
@@ -98,12 +99,14 @@ def has_static_nonzero(device_type: str) -> bool:
     """Whether a device has a kernel that gives places without saying how many they are."""
     if device_type in ("cpu", "meta"):
         return False  # nobody waits
+    if dispatch_key is None or has_kernel is None:
+        return False
     try:
-        key = torch._C._dispatch_key_for_device(device_type)
+        key = dispatch_key(device_type)
     except RuntimeError:  # a backend of a name of its own
         key = "PrivateUse1"
     # not by a trial: a fall back to the CPU would pass it, and wait
-    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::nonzero_static", key)
+    return has_kernel("aten::nonzero_static", key)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import NamedTuple, Optional, Protocol
 import torch
 from torch import Tensor
 
+from liger_multi._torch_private import scaled_mm
 from liger_multi.reference.common.chunking import as_rows, row_blocks
 from liger_multi.reference.common.float8 import (
     ALIGNED,
@@ -110,7 +111,7 @@ def product(a: Float8Rows, b: Float8Rows, dtype: torch.dtype, fast: bool = False
     alike = codes.dtype == right.dtype and dtype.itemsize == 2  # may be of another device
     if alike and unsupported(codes.device, codes.dtype, *right.shape) is None:
         kind = dtype if _writes(codes.device, codes.dtype, dtype) else torch.bfloat16
-        made = torch._scaled_mm(
+        made = scaled_mm(
             codes, right.t(), a.scale.unsqueeze(1), b.scale.unsqueeze(0), None, None, kind,
             fast and dtype == torch.bfloat16,
         )  # fmt: skip
@@ -164,7 +165,7 @@ def format_of(device: torch.device) -> torch.dtype:
 
 def _tried(device: torch.device, format: torch.dtype, dtype: torch.dtype) -> Tensor:
     codes, scale = torch.zeros(16, 16, device=device).to(format), torch.ones(16, 1, device=device)
-    return torch._scaled_mm(codes, codes.t(), scale, scale.t(), out_dtype=dtype)
+    return scaled_mm(codes, codes.t(), scale, scale.t(), out_dtype=dtype)
 
 
 @functools.cache

@@ -511,6 +511,45 @@ def test_a_function_refuses_the_object_of_a_compiled_model(models):
     torch._dynamo.reset()
 
 
+class InputsApart(torch.autograd.Function):
+    """Any number of arguments, and no context in forward."""
+
+    @staticmethod
+    def forward(*tensors):
+        return tensors[0] * 2.0
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class Wrapped(torch.autograd.Function):
+    """The forward that PyTorch calls is another function's, which calls this one."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx, x):
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@pytest.mark.parametrize("function", [InputsApart, Wrapped])
+def test_functions_of_every_form_refuse_the_object_of_a_compiled_model(models, function):
+    z = logits_of(torch.compile(models[1], backend="eager"))
+    with pytest.raises(RuntimeError, match="are no tensor"):
+        function.apply(z)
+    with torch.no_grad():
+        assert not (z * 2.0).requires_grad  # the same operation elsewhere
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("name", ["register_hook", "retain_grad"])
 @pytest.mark.parametrize("read", [False, True])
 def test_a_hook_after_the_loss_is_refused(models, name, read):

@@ -219,6 +219,22 @@ PLANTED = {
         "backends/triton/norms/rms_norm.py",
         "def sums(x):\n    return x.float().sum(0)\n",
     ),
+    **{
+        f"private symbol of torch: {text}": ("private", path, text + "\n")
+        for path, text in {
+            "liger_multi/dispatch/op.py": "import torch\nx = torch._C._is_tracing()",
+            "liger_multi/dispatch/registry.py": "from torch._C._functorch import is_batchedtensor",
+            "liger_multi/errors.py": "def f():\n    import torch._dynamo",
+            "reference/norms/rms_norm.py": "from torch.nn import Module as M\nx = M._call_impl",
+            "backends/triton/norms/rms_norm.py": "import torch\nx = torch._grouped_mm",
+            "backends/cuda/rms_norm.py": "import torch\na = torch.ops.aten\nx = a._to_copy.default",
+            "liger_multi/testing/formulas.py": "import torch\nx = getattr(torch._C, 'y', None)",
+            "liger_multi/testing/samples.py": "import torch\nx = getattr(torch, '_scaled_mm')",
+            "liger_multi/nn/__init__.py": "import torch\nx = cast(Any, torch)._C\n__all__ = ['x']",
+            "liger_multi/patching/__init__.py": "from torch.utils._pytree import tree_map",
+            "liger_multi/cli/main.py": "import sys\nx = 'torch._dynamo' in sys.modules",
+        }.items()
+    },
     "no __all__": ("exports", "liger_multi/__init__.py", "from liger_multi import ops\n"),
     "modules without __all__": (
         "exports",

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_multi._torch_private import grouped_mm
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     INTERPRETED,
@@ -199,7 +200,7 @@ def products_by(library: bool) -> Iterator[None]:
 
 def by_library(k: ProductConfig, *tensors: Tensor) -> bool:
     """Whether PyTorch's grouped GEMM takes this call; its requirements are not documented."""
-    wanted = not by_rows() and (_forced[-1] if _forced else k.library)
+    wanted = not by_rows() and (_forced[-1] if _forced else k.library) and grouped_mm is not None
     return wanted and all(
         t.dtype == torch.bfloat16
         and t.data_ptr() % 16 == 0
@@ -214,7 +215,7 @@ def library_gemm(
     """PyTorch's grouped GEMM, or None where it does not take this call."""
     dense = weight if weight.stride(2) == 1 else weight.mT
     if by_library(k, a.source, dense) and dense.is_contiguous():
-        return torch._grouped_mm(a.written(groups), weight.mT, groups.offsets[1:])
+        return grouped_mm(a.written(groups), weight.mT, groups.offsets[1:])
     return None
 
 
@@ -336,7 +337,7 @@ def weight_gradient(
     k = choice(name, weight_config, p, groups, m, n)
     if dtype is None and by_library(k, p, q):
         columns = left.written(groups).mT
-        found = torch._grouped_mm(columns, right.written(groups), groups.offsets[1:])
+        found = grouped_mm(columns, right.written(groups), groups.offsets[1:])
         args = (found, groups.offsets, m * n, 16)
         launch(_zero_groups_kernel, groups.count * 16, args, (256,), 4)
         return found

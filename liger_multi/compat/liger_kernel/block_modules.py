@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.utils import _pair
 
 from liger_multi import nn as ours
 from liger_multi import ops
@@ -97,6 +96,10 @@ class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
 
 
 # --- attention and the embedding ---
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    return tuple(value) if hasattr(value, "__iter__") else (value, value)  # type: ignore[return-value]
 
 
 class LigerMultiTokenAttention(nn.Module):

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from liger_multi import patching
+from liger_multi._torch_private import outside_of_graphs
 from liger_multi.compat.liger_kernel.losses import (
     LigerForCausalLMLoss,
     unpack_cross_entropy_result,
@@ -56,12 +57,8 @@ def _make_ready(model: Any) -> None:
     setattr(model, _READY, True)
 
 
-# As torch.compiler.disable marks a function, which would import the compiler here: a graph breaks
-# at the first call of a model, and at no other.
-_make_ready._torchdynamo_disable = True  # type: ignore[attr-defined]
-_make_ready._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "lce_forward patches the head of a model at its first call"
-)
+# A graph breaks at the first call of a model, and at no other.
+outside_of_graphs(_make_ready, "lce_forward patches the head of a model at its first call")
 
 
 def lce_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

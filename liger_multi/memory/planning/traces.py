@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi._torch_private import current_autograd_node
 from liger_multi.memory.measure import tensors_in
 from liger_multi.memory.planning.cost import EXPERTS, OWN
 from liger_multi.memory.recorder import CATEGORIES, GRADIENTS, PARAMETERS
@@ -470,7 +471,7 @@ class Cutting(Simulation):
         return hook
 
     def _forwards(self) -> bool:
-        return torch._C._current_autograd_node() is None
+        return current_autograd_node() is None
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         index = self._layers.get(id(module))

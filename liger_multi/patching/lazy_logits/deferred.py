@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from liger_multi._torch_private import WithoutAutocast, is_any_autocast_enabled, next_sequence_nr
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.primitive import mode_in_force
@@ -66,7 +67,7 @@ def stepped_since(parameter: Tensor, made: Tensor) -> bool:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    number = torch._C._autograd._get_sequence_nr()
+    number = next_sequence_nr()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -343,8 +344,8 @@ def _stock_forward(head: Any, hidden: Tensor) -> Tensor:
 
 def finished(raw: Tensor, steps: tuple[Step, ...]) -> Tensor:
     """Apply steps to logits, in the dtypes that the steps name whatever autocast says now."""
-    if steps and torch._C._is_any_autocast_enabled() and not torch.compiler.is_compiling():
-        with torch._C._DisableAutocast():
+    if steps and is_any_autocast_enabled() and not torch.compiler.is_compiling():
+        with WithoutAutocast():
             return finished(raw, steps)
     logits = raw
     for name, value in steps:

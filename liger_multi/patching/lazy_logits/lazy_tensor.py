@@ -23,11 +23,20 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils._pytree import tree_map
 
+from liger_multi._torch_private import (
+    DYNAMO,
+    DisableTorchFunctionSubclass,
+    constant_in_graphs,
+    frame_callback,
+    is_functorch_wrapped,
+    make_wrapper_subclass,
+    tensor_base,
+    throw_on_mutable_data_ptr,
+    transforms_active,
+    tree_map,
+)
 from liger_multi.dispatch.double_backward import not_differentiable
-from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.patching.lazy_logits.deferred import DeferredLogits, Job, finished
 from liger_multi.patching.lazy_logits.log_probs import REDUCTIONS
 from liger_multi.patching.lazy_logits.loss import (
@@ -186,7 +195,7 @@ def _swapped(one: Tensor, other: Tensor) -> bool:
         return False
     vars(other).update({name: value for name, value in vars(one).items() if name != "_slot"})
     try:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             torch.utils.swap_tensors(one, other)
     except RuntimeError:
         return False
@@ -206,7 +215,7 @@ def _check_unwritten(group: Group) -> None:
     Raises:
         RuntimeError: A lazy tensor's version counter, which such views share, has moved.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         for member in group.living():
             if member._version:
                 raise RuntimeError(WRITTEN_BELOW)
@@ -214,7 +223,7 @@ def _check_unwritten(group: Group) -> None:
 
 def _has_own_node(member: LazyLogits) -> bool:
     """Whether no other autograd.Function returned the tensor, whose backward it has to pass."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         node = member.grad_fn
     return node is None or getattr(node, "slot", None) is member._slot
 
@@ -276,21 +285,21 @@ class LazyLogits(Tensor):
     def __new__(cls: type[LazyLogits], slot: Slot) -> LazyLogits:
         """A tensor with the metadata of the logits and no storage."""
         deferred = slot.deferred
-        made = Tensor._make_wrapper_subclass(
+        made = make_wrapper_subclass(
             cls,
             deferred.shape,
             strides=deferred.strides,
             dtype=deferred.dtype,
             device=deferred.hidden.device,
         )
-        torch._C._set_throw_on_mutable_data_ptr(made)  # else C++ reads from address 0
+        throw_on_mutable_data_ptr(made)  # else C++ reads from address 0
         made._slot = slot
         return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record, fuse, reduce in chunks, or materialize."""
-        serve = _serve if _DYNAMO not in sys.modules or _nobody_traces() else _untraced()
+        serve = _serve if DYNAMO not in sys.modules or _nobody_traces() else _untraced()
         return serve(func, args, kwargs or {})
 
     @classmethod
@@ -362,7 +371,7 @@ def lazy_logits(
     if not connected:
         made = LazyLogits(slot)
     else:
-        plain = not (_transformed() or is_functorch_wrapped_tensor(deferred.hidden))
+        plain = not (transforms_active() or is_functorch_wrapped(deferred.hidden))
         connect: Any = _connect if plain else _Connect.apply
         made = connect(slot, deferred.hidden, *deferred.weights)
     slot.group.members.append(weakref.ref(made))
@@ -427,7 +436,7 @@ def _nobody_traces() -> bool:
     """Whether neither this frame is being compiled nor the ones that it calls will be."""
     if torch.compiler.is_compiling():
         return False
-    return _frame_callback is not None and _frame_callback() is None
+    return frame_callback is not None and frame_callback() is None
 
 
 def _untraced() -> Callable[..., Any]:
@@ -443,7 +452,7 @@ def _untraced() -> Callable[..., Any]:
 def _made_untraced() -> bool:
     """Make the function, also while Dynamo traces: it ignores functools.cache."""
     if not _made:
-        _made.append(sys.modules[_DYNAMO].disable(_serve))
+        _made.append(sys.modules[DYNAMO].disable(_serve))
     return True
 
 
@@ -473,7 +482,7 @@ def _serve(func: Any, args: Any, kwargs: Any) -> Any:
     pending = isinstance(first, LazyLogits) and first._slot.cached is None
     kept = func in METADATA or (not pending and getattr(func, "__name__", "") == "__set__")
     if (pending and func is _GRAD) or (kept and _describes_itself(first)):
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if pending:
         _check_unwritten(first._slot.group)
@@ -580,7 +589,7 @@ def _hook(func: Any, logits: LazyLogits, args: Any, kwargs: Any) -> Any:
     if not args or not is_infrastructure(args[0]):
         return NotImplemented
     logits._slot.hooks.append(args[0])
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return func(logits, *args)
 
 
@@ -669,7 +678,7 @@ def _view(deferred: DeferredLogits, base: Slot, derive: Derive) -> LazyLogits:
     made = lazy_logits(deferred, (base,), derive, shares=True)
     if (base.deferred.grad or base.bound) and not torch.is_grad_enabled():
         made._slot.bound = True
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             made.requires_grad = True
     return made
 
@@ -687,13 +696,10 @@ _HOOK: Any = Tensor.register_hook
 _GRAD: Any = cast(Any, Tensor).grad.__get__
 _PRINTED_BYTES = 2**20
 _AS_IT_CAME = {torch.ops.aten.view.default, torch.ops.aten.view_as.default}
-_DYNAMO = "torch._dynamo"
-_frame_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-_transformed = torch._C._are_functorch_transforms_active
 _TABLES: tuple[tuple[Any, Callable[..., Any]], ...] = (
     ({Tensor.__repr__}, _print),
     ({_HOOK}, _hook),
-    ({cast(Any, Tensor)._base.__get__}, _base),
+    ({tensor_base}, _base),
     (REDUCTIONS, _reduced),
     (WRITES, _written),
     ({Tensor.detach, torch.detach}, _detach),

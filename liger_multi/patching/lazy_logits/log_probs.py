@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_multi._torch_private import top_saved_tensor_hooks
 from liger_multi.patching.lazy_logits import reductions
 from liger_multi.patching.lazy_logits.deferred import DeferredLogits, Guard, Job, Step
 from liger_multi.patching.lazy_logits.loss import run_bound
@@ -210,7 +211,7 @@ def _kept(deferred: DeferredLogits) -> list[Known]:
     Nothing where saved tensors are packed by somebody: a checkpointed function has to save as many
     when it runs again.
     """
-    guard, hooks = deferred.guard, torch._C._autograd._top_saved_tensors_default_hooks(True)
+    guard, hooks = deferred.guard, top_saved_tensor_hooks(True)
     return guard.known if isinstance(guard, Guard) and hooks is None else []
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import ops
+from liger_multi._torch_private import DisableTorchFunctionSubclass, outside_of_graphs
 from liger_multi.checks import autocast_dtype
 from liger_multi.patching.lazy_logits.deferred import DeferredLogits, Job
 from liger_multi.patching.lazy_logits.protocol import (
@@ -43,12 +44,11 @@ def _run_scoped(choices: dict[str, str], function: Callable[..., Any], *args: An
         return function(*args)
 
 
-# As torch.compiler.disable marks a function, which would import the compiler here: a graph breaks
-# at the scope.
-_run_scoped._torchdynamo_disable = True  # type: ignore[attr-defined]
-_run_scoped._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+# A graph breaks at the scope.
+outside_of_graphs(
+    _run_scoped,
     "a backend named for a patched model is a scope that no graph can hold; use "
-    "liger_multi.configure"
+    "liger_multi.configure",
 )
 
 
@@ -358,7 +358,7 @@ class LossLogits(Tensor):
             refuse_late_hook(func, args)
         if func is torch.autograd.grad and any(map(_is_late, asked_for(*args, **kwargs))):
             raise RuntimeError(GRADIENT_BY_LOGITS)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if func is _CROSS_ENTROPY:
                 loss = _loss(CrossEntropyCall(*args, **kwargs))
                 if loss is not None:

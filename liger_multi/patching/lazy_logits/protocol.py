@@ -8,14 +8,15 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from liger_multi._torch_private import without_saved_tensor_hooks
 from liger_multi.patching.lazy_logits.deferred import DeferredLogits
 
 _PROPERTIES = (
@@ -212,18 +213,9 @@ def recording() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def as_saved_by_the_head() -> Iterator[None]:
+def as_saved_by_the_head() -> contextlib.AbstractContextManager[None]:
     """Without hooks on saved tensors: the head's forward, which stands behind, ran outside of them.
 
     A checkpointed function would count tensors that its recomputation, on real logits, never saves.
     """
-    autograd, hooks = cast(Any, torch._C)._autograd, []
-    while pair := autograd._top_saved_tensors_default_hooks(True):
-        autograd._pop_saved_tensors_default_hooks()
-        hooks.append(pair)
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return without_saved_tensor_hooks()

@@ -9,16 +9,16 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi.dispatch.primitive import constant_in_graphs
+from liger_multi._torch_private import constant_in_graphs, instruction_translator
 from liger_multi.patching.lazy_logits import steps
 from liger_multi.patching.lazy_logits.deferred import DeferredLogits
+from liger_multi.patching.lazy_logits.functions import arguments_of_functions
 from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits, head_of, real_tensor
 from liger_multi.patching.lazy_logits.loss import CrossEntropyCall, fused, on_real
 from liger_multi.patching.lazy_logits.protocol import (
@@ -32,7 +32,6 @@ from liger_multi.patching.lazy_logits.protocol import (
 )
 from liger_multi.patching.lazy_logits.steps import RECORDED
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _HOOKS = {hook.__name__: hook for hook in HOOKS}
 _READ = {Tensor.softmax, torch.softmax, F.softmax, Tensor.exp, torch.exp}
 
@@ -99,7 +98,7 @@ class TracedLogits:
             refused = _tracing_a_function()
         else:
             refused = not torch.is_grad_enabled() and any(
-                x is self for x in _arguments_of_functions()
+                x is self for x in arguments_of_functions(TracedLogits)
             )
         if refused:
             raise RuntimeError(OBJECT_IN_FUNCTION)
@@ -341,14 +340,15 @@ TracedLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 @constant_in_graphs
 def _tracing_a_function() -> bool:
     """Whether the compiler traces the forward of an autograd.Function; it calls this then."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    translator = instruction_translator()
+    if translator is None:
+        return False
+    tracer: Any = translator.current_tx().output.current_tracer
     while tracer is not None:
         if tracer.source_target == "autograd.Function":
             return True
         tracer = tracer.parent
-    return any(isinstance(x, TracedLogits) for x in _arguments_of_functions())
+    return any(True for _ in arguments_of_functions(TracedLogits))
 
 
 @constant_in_graphs
@@ -358,25 +358,17 @@ def loss_takes_tensors() -> bool:
     Such a loss made within a graph is the compiler's own call of ``F.cross_entropy``, which takes
     tensors only.
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
+    translator = instruction_translator()
+    if translator is None:
+        return True
     loss: Any = torch.nn.CrossEntropyLoss
-    tracing: Any = InstructionTranslator.current_tx().output.current_tx
+    tracing: Any = translator.current_tx().output.current_tx
     while tracing is not None:
         names = tracing.f_code.co_names
         if loss.__name__ in names or any(tracing.f_globals.get(n) is loss for n in names):
             return True
         tracing = tracing.parent
     return False
-
-
-def _arguments_of_functions() -> Iterator[Any]:
-    """What the autograd.Functions got whose forward is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _APPLY:
-            yield from frame.f_locals.get("args", ())
-        frame = frame.f_back
 
 
 def _is_lazy(value: Any) -> bool:

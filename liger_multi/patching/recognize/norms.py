@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi._torch_private import BatchNorms
 from liger_multi.patching.options import Options
 from liger_multi.patching.recognize import registered
 from liger_multi.patching.recognize.branches import Outcomes
@@ -85,7 +86,7 @@ _LOOKS: tuple[tuple[str | None, Callable[[_Looks], bool]], ...] = (
     (None, lambda m: bool(m.module._modules)),
     (None, lambda m: any(b is not None for b in m.module._buffers.values())),
     (None, lambda m: None in m.roles),
-    (None, lambda m: isinstance(m.module, (nn.GroupNorm, nn.modules.batchnorm._NormBase))),
+    (None, lambda m: isinstance(m.module, (nn.GroupNorm, BatchNorms))),
     ("layer_norm", lambda m: isinstance(m.module, nn.LayerNorm)),
     ("dyt", lambda m: "alpha" in m.roles),
     (

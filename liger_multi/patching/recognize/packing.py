@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from liger_multi._torch_private import Dropouts
 from liger_multi.errors import summary
 from liger_multi.patching.replace.samples import is_numbered
 
@@ -482,7 +483,7 @@ def _attributes(model: nn.Module) -> Iterator[None]:
 def _dropout_rates(module: nn.Module) -> list[str]:
     """Attributes of a module that are rates of dropout, which would differ between runs."""
     rates = [n for n, v in vars(module).items() if "drop" in n and isinstance(v, float)]
-    return [*rates, "p"] if isinstance(module, nn.modules.dropout._DropoutNd) else rates
+    return [*rates, "p"] if isinstance(module, Dropouts) else rates
 
 
 def _of_library(hook: Any) -> bool:

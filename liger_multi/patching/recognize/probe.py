@@ -21,8 +21,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from liger_multi._torch_private import (
+    DisableTorchFunction,
+    disable_current_modes,
+    get_onednn,
+    set_onednn,
+)
 from liger_multi.patching.replace.swap import has_own_forward, unpatched_class
 
 # --- replicas ---
@@ -39,8 +44,8 @@ def probe_context() -> Iterator[torch.Generator]:
 
     ops: dict[str, Any] = {"*": "reference", "deterministic": False}
     with (
-        _disable_current_modes(),  # fake tensors have no numbers to compare
-        torch._C.DisableTorchFunction(),  # nor should a default device or a user's mode interfere
+        disable_current_modes(),  # fake tensors have no numbers to compare
+        DisableTorchFunction(),  # nor should a default device or a user's mode interfere
         _random_state_kept(),
         _defaults(),
         torch.inference_mode(False),
@@ -56,15 +61,15 @@ def _defaults() -> Iterator[None]:
     """What PyTorch starts with, of the settings of a process that change results or refuse them."""
     dtype, strict = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     lenient = torch.is_deterministic_algorithms_warn_only_enabled()
-    onednn = torch._C._get_mkldnn_enabled()  # its fp32 products may be told to round to bf16
+    onednn = get_onednn()  # its fp32 products may be told to round to bf16
     try:
         torch.set_default_dtype(torch.float32)
-        torch._C._set_mkldnn_enabled(False)
+        set_onednn(False)
         torch.use_deterministic_algorithms(False)
         yield
     finally:
         torch.set_default_dtype(dtype)
-        torch._C._set_mkldnn_enabled(onednn)
+        set_onednn(onednn)
         torch.use_deterministic_algorithms(strict, warn_only=lenient)
 
 

@@ -18,9 +18,8 @@ from typing import Any, TypeAlias, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as module_of_torch
 
-from liger_multi.dispatch.primitive import constant_in_graphs
+from liger_multi._torch_private import GLOBAL_HOOKS, call_linear, constant_in_graphs
 from liger_multi.dispatch.transforms import transforming
 from liger_multi.patching.recognize import reached
 from liger_multi.patching.recognize.tokens import token
@@ -30,30 +29,23 @@ from liger_multi.patching.replace import redirect
 
 PLAIN = (Tensor, nn.Parameter)
 _CALL, _FORWARD = nn.Module.__call__, nn.Linear.forward
-_LINEAR = cast(Any, torch)._C._nn.linear  # under another name somebody's may stand at import
 
 
 def globally_hooked() -> bool:
     """Whether something looks at the calls of every module, or of every linear layer."""
-    m = module_of_torch
-    before, after = m._global_forward_pre_hooks, m._global_forward_hooks
-    hooked = before or after or m._global_backward_pre_hooks or m._global_backward_hooks
-    return bool(hooked) or calls_replaced()
+    return any(GLOBAL_HOOKS) or calls_replaced()
 
 
 def global_hooks() -> list[Any]:
     """Hooks on the calls of every module."""
-    m = module_of_torch
-    every = (m._global_forward_pre_hooks, m._global_forward_hooks,
-             m._global_backward_pre_hooks, m._global_backward_hooks)  # fmt: skip
-    return [hook for hooks in every if hooks for hook in hooks.values()]
+    return [hook for hooks in GLOBAL_HOOKS if hooks for hook in hooks.values()]
 
 
 @constant_in_graphs
 def calls_replaced() -> bool:
     """Whether somebody put functions of theirs into PyTorch's classes."""
     replaced = nn.Linear.__call__ is not _CALL or nn.Linear.forward is not _FORWARD
-    return replaced or F.linear is not _LINEAR
+    return replaced or F.linear is not call_linear
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -222,7 +214,7 @@ def code_of(kind: type[nn.Module], signature: Signature | None) -> tuple[reached
     for part in signature.parts if signature else ():
         found += _code(part.kind, ("forward", "__call__", *part.signature.inherited))
     if signature is None:
-        return (*found, *([(F, "linear", _LINEAR)] if kind.forward is _FORWARD else []))
+        return (*found, *([(F, "linear", call_linear)] if kind.forward is _FORWARD else []))
     now = reached.Reached(functions_of(kind, signature))
     if signature.code and signature.code != now.digest:
         return ((kind, "forward", None),)  # unpickled where the code is another: it never holds

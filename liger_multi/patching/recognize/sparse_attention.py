@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi._torch_private import EnableTorchFunction, say
 from liger_multi.errors import PatchError
 from liger_multi.patching.options import Options
 from liger_multi.patching.recognize.probe import probe_context, random, scalars
@@ -108,9 +109,12 @@ class _Layer:
 @functools.lru_cache(maxsize=256)
 def _differs(kind: type[nn.Module], behavior: type[Patched], layer: _Layer) -> str | None:
     """Whether a class computes something else than the operators; None where they agree."""
+    if EnableTorchFunction is None:
+        say("EnableTorchFunction")
+        return "this PyTorch cannot try it"
     try:
         # the recorders of an indexer's scores are called as PyTorch calls other classes' objects
-        with probe_context() as generator, torch._C._EnableTorchFunction():
+        with probe_context() as generator, EnableTorchFunction():
             stock = cast(Any, kind)(layer.tiny(), layer.index).to(torch.float32)
             for parameter in stock.parameters():
                 parameter.data = random(generator, *parameter.shape) * 0.5

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi import checks
-from liger_multi.dispatch.primitive import constant_in_graphs
+from liger_multi._torch_private import assert_async, constant_in_graphs
 from liger_multi.errors import ConfigurationError
 from liger_multi.ops.attention import attention
 from liger_multi.patching.recognize import attention_support
@@ -209,7 +209,7 @@ def _compressed(shape: tuple[int, int, int, int], dense: Callable[[], Iterator[T
     parts = [one_range(part) for part in dense()]
     ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
     if _tracing():
-        torch._assert_async(
+        assert_async(
             exact.all(), "attention: under a compiler, padding must be at one end of a sequence"
         )
         return KeyMask(shape, ranges=ranges[:, 0])

@@ -10,7 +10,7 @@ import functools
 from types import FunctionType
 from typing import Any, TypeAlias, cast
 
-from liger_multi.dispatch.primitive import constant_in_graphs
+from liger_multi._torch_private import constant_in_graphs
 from liger_multi.patching.options import Options
 from liger_multi.patching.replace import redirect
 from liger_multi.patching.replace.swap import Patched, Swap

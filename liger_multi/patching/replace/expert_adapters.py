@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi._torch_private import constant_in_graphs
 from liger_multi.checks import autocast_dtype
-from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Options
 from liger_multi.patching.recognize.mlp import looks_like_experts

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi._torch_private import dispatch_mode_count
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.primitive import automatic
 from liger_multi.errors import PatchError
@@ -125,7 +126,7 @@ def handed_out(module: nn.Module, op: str, call: Callable[..., Any]) -> Tensor:
     which compare the calls of a recomputation with those of forward. A hook may write to the result
     through ``.data``, which no version counts, so not where one stands on the module either.
     """
-    if torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack():
+    if torch.is_inference_mode_enabled() or dispatch_mode_count():
         return cast(Tensor, call())
     if is_hooked(module):
         _uses.pop(module, None)

@@ -17,6 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_multi._torch_private import (
+    DisableTorchDispatch,
+    make_subclass,
+    no_torch_function,
+    pin_memory,
+    say,
+    to_copy,
+)
 from liger_multi.patching.replace.float8_weight import (
     Float8Weight,
     Outputs,
@@ -68,18 +76,18 @@ class TrainedShard(Tensor):
     @staticmethod
     def __new__(cls: type[TrainedShard], rows: Tensor, whole: int) -> TrainedShard:
         """The rows, under a class of which FSDP2 asks for codes."""
-        made: TrainedShard = Tensor._make_subclass(cls, rows)
+        made: TrainedShard = make_subclass(cls, rows)
         made.whole = whole
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Operations of plain tensors; what FSDP2 makes another shard of stays one."""
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             made = func(*args, **(kwargs or {}))
         if func not in _KEPT or not isinstance(args[0], TrainedShard):
             return made
@@ -87,7 +95,7 @@ class TrainedShard(Tensor):
 
     def plain(self) -> Tensor:
         """The same numbers in the same place, as a plain tensor."""
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             return self.detach()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -116,8 +124,8 @@ class TrainedShard(Tensor):
 
 
 _KEPT = {
-    aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default,
-    aten.new_zeros.default, aten.slice.Tensor, aten.empty_like.default, aten._pin_memory.default,
+    aten.detach.default, aten.alias.default, aten.clone.default, to_copy,
+    aten.new_zeros.default, aten.slice.Tensor, aten.empty_like.default, pin_memory,
 }  # fmt: skip
 """Operations whose result takes the place of a shard."""
 
@@ -151,7 +159,9 @@ def with_local(weight: Any, part: Tensor) -> Tensor:
 def gather_codes(weight: Any) -> None:
     """Have FSDP2 gather a sharded parameter in FP8."""
     part = local(weight)
-    if type(part) is Tensor:
+    if make_subclass is None or DisableTorchDispatch is None:
+        say("make_subclass", "DisableTorchDispatch")
+    elif type(part) is Tensor:
         weight._local_tensor = TrainedShard(part, weight.shape[0])
 
 

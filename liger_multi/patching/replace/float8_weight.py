@@ -17,8 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from liger_multi._torch_private import (
+    make_wrapper_subclass,
+    no_torch_function,
+    pin_memory,
+    say,
+    to_copy,
+    tree_map_only,
+)
 from liger_multi.errors import PatchError
 
 aten = torch.ops.aten
@@ -50,7 +57,7 @@ class Float8Weight(Tensor):
         whole: int | None = None,
     ) -> Float8Weight:
         """A weight of a dtype, of codes and scales; ``whole``: if they are some of its rows."""
-        made: Float8Weight = Tensor._make_wrapper_subclass(
+        made: Float8Weight = make_wrapper_subclass(
             cls, codes.shape, dtype=dtype, device=codes.device, requires_grad=False
         )
         made.codes, made.scale, made.original = codes, scale, original
@@ -105,7 +112,7 @@ class Float8Weight(Tensor):
         """The opposite."""
         return cls(inner["codes"], inner["scale"], *rest)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -280,7 +287,7 @@ _KEPT: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _detach,
     aten.alias.default: _detach,
     aten.clone.default: _clone,
-    aten._to_copy.default: _to,
+    to_copy: _to,
     aten.copy_.default: _copy,
     aten.split.Tensor: _split,
     aten.slice.Tensor: _slice,
@@ -288,7 +295,7 @@ _KEPT: dict[Any, Callable[..., Any]] = {
     aten.empty_like.default: _empty,
     aten.view.default: _view,
     aten.as_strided.default: _strided,
-    aten._pin_memory.default: lambda weight, device=None: _like(weight, Tensor.pin_memory),
+    pin_memory: lambda weight, device=None: _like(weight, Tensor.pin_memory),
     aten.is_pinned.default: lambda weight, device=None: weight.codes.is_pinned(),
 }
 """Operations that have a weight in FP8, but where they return None."""
@@ -303,7 +310,9 @@ def held(layer: nn.Module) -> Float8Weight | None:
 def freeze(layer: nn.Module, keep: bool) -> None:
     """Keep the weight of a layer in FP8."""
     weight = layer._parameters["weight"]
-    if weight is not None and not isinstance(weight, Float8Weight):
+    if make_wrapper_subclass is None:
+        say("make_wrapper_subclass")
+    elif weight is not None and not isinstance(weight, Float8Weight):
         made = Float8Weight.of(weight, keep)
         layer._parameters["weight"] = nn.Parameter(made, requires_grad=False)
 

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi._torch_private import is_exporting, is_tracing, lazy_logits_work
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.primitive import by_rows
 from liger_multi.dispatch.transforms import transforming
@@ -174,14 +175,12 @@ def output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
 def may_be_lazy(head: LazyHead, hidden: Tensor, grad: bool) -> bool:
     """Whether logits of these hidden states, here and now, can be computed later."""
     if torch.compiler.is_compiling():
-        # the flag behind is_exporting(), to which Dynamo of torch < 2.12 answers True in any graph
-        exporting = torch.compiler._is_exporting_flag
         watched = hooks_of(head) or global_hooks() or calls_replaced()
-        return grad and not exporting and not watched
+        return grad and not is_exporting() and not watched
     if not grad and (hidden.ndim < 3 or hidden.shape[1] == 1 or torch.is_inference_mode_enabled()):
         return False  # one position a sequence is a step of generation, which reads its logits
     plain = type(hidden) in (Tensor, nn.Parameter) and hidden.is_floating_point()
-    return plain and not torch._C._is_tracing() and not transforming()
+    return plain and lazy_logits_work() and not is_tracing() and not transforming()
 
 
 def hooks_of(head: nn.Module) -> list[Any]:

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from liger_multi.dispatch.primitive import constant_in_graphs
+from liger_multi._torch_private import assert_async, constant_in_graphs
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Options
 from liger_multi.patching.recognize import reached
@@ -333,7 +333,7 @@ class SeparateModel(_Model):
             f"them apart in {lacking}. Pass one sample a row, with an attention mask."
         )
         if torch.compiler.is_compiling():
-            torch._assert_async(~begins.any(), message)
+            assert_async(~begins.any(), message)
         elif bool(begins.any()):
             raise ValueError(message)
         return kwargs

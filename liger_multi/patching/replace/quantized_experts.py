@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi._torch_private import outside_of_graphs
 from liger_multi.dispatch.double_backward import first_derivatives_only
 
 GROUP_BYTES = 2**29  # of dequantized weights at a time; the host needs some ms a group
@@ -239,4 +240,4 @@ def in_groups(
     return cast(Tensor, cast(Any, _InGroups).apply(groups, x, index, routing, *thin.values()))
 
 
-in_groups._torchdynamo_disable = True  # type: ignore[attr-defined]  # the host prepares groups
+outside_of_graphs(in_groups, "the host prepares groups")

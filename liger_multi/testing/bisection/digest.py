@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_multi._torch_private import fake_tensor, is_wrapper_subclass
+
 BLOCK = 2**18  # elements: 2 MiB of weights, which stay in a cache
 TOGETHER = 16  # blocks at a time on an accelerator: 32 MiB of products
 SUMS = 16  # with random signs; the estimated difference is right to about a fifth
@@ -69,16 +71,13 @@ def computed(value: Any) -> Any:
 
 def readable(value: Tensor) -> Tensor | None:
     """The plain tensor that holds the bits (of a DTensor, this process's part), or None."""
-    from torch._subclasses import FakeTensor
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-    if is_lazy(value) or isinstance(value, FakeTensor):
+    if is_lazy(value) or isinstance(value, fake_tensor() or ()):
         return None
     if torch.nn.parameter.is_lazy(value) or value.is_meta or value.is_quantized or value.is_nested:
         return None
     if hasattr(value, "to_local"):
         value = value.to_local()
-    if is_traceable_wrapper_subclass(value):
+    if is_wrapper_subclass(value):
         return None
     plain = value.detach().as_subclass(Tensor)
     return plain if plain.layout is torch.strided else plain.to_dense()

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from liger_multi._torch_private import WithoutAutocast, is_any_autocast_enabled, replace_module_call
 from liger_multi.dispatch.config import current
 from liger_multi.dispatch.primitive import Dispatch, Primitive, mode_of
 from liger_multi.testing.bisection.digest import Digest, Pair, digest, is_lazy, on_host, readable
@@ -191,14 +192,14 @@ class Recorder:
         if not _one_at_a_time.acquire(blocking=False):
             raise RuntimeError("another bisect records in this process; run one at a time")
         call: Any = Primitive.call
-        module_call: Any = nn.Module._call_impl
         recorder = self
+        module_call: Any = None
 
         def recorded(prim: Primitive, *args: Any) -> Any:
             if recorder.paused:
                 return call(prim, *args)
-            if torch._C._is_any_autocast_enabled():
-                with torch._C._DisableAutocast():
+            if is_any_autocast_enabled():
+                with WithoutAutocast():
                     return recorded(prim, *args)
             return recorder._operator(call, prim, args)
 
@@ -208,14 +209,16 @@ class Recorder:
                 return module_call(module, *args, **kwargs)
             return recorder._module(module_call, module, name, args, kwargs)
 
-        classes: tuple[Any, Any] = Primitive, nn.Module
-        classes[0].call = recorded
+        primitive: Any = Primitive
+        primitive.call = recorded
         if self.names:
-            classes[1]._call_impl = recorded_module
+            module_call = replace_module_call(recorded_module)
         try:
             yield self
         finally:
-            classes[0].call, classes[1]._call_impl = call, module_call
+            primitive.call = call
+            if self.names:
+                replace_module_call(module_call)
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
@@ -287,10 +290,10 @@ class Recorder:
 
 @contextlib.contextmanager
 def _without_autocast() -> Iterator[None]:
-    if not torch._C._is_any_autocast_enabled():
+    if not is_any_autocast_enabled():
         yield
         return
-    with torch._C._DisableAutocast():
+    with WithoutAutocast():
         yield
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_multi._torch_private import lookup_backend
 from liger_multi.dispatch import config as configuration
 from liger_multi.dispatch.config import Configuration, current, parse, use
 from liger_multi.dispatch.registry import operators
@@ -385,9 +386,11 @@ class Running:
         if not self.side.compile:
             return self.model
         if self._compiled is None:
-            from torch._dynamo import lookup_backend
-
-            chosen = lookup_backend(self.side.compile)
+            look_up = lookup_backend()
+            if look_up is None:
+                self._compiled = torch.compile(self.model, backend=self.side.compile)
+                return self._compiled
+            chosen = look_up(self.side.compile)
             # a function of its own, so that no graph of another configuration is taken for this
             self._compiled = torch.compile(self.model, backend=lambda g, x: chosen(g, x))
         return self._compiled

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._device import _device_constructors
 
+from liger_multi._torch_private import tensor_constructors
 from liger_multi.dispatch.registry import backends
 from liger_multi.errors import unknown
 from liger_multi.testing.checks import device_of, refusal
@@ -63,7 +63,9 @@ def _poisoned(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 def poison_empty() -> None:
     """Fill whatever the ``empty`` family returns, for the rest of the process; idempotent."""
     # cached there: contexts such as torch.device("meta") know the functions that are replaced here
-    _device_constructors()
+    constructors = tensor_constructors()
+    if constructors is not None:
+        constructors()
     for owner, names in _EMPTY.items():
         for name in names:
             original = getattr(owner, name)
