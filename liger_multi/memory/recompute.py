@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from liger_multi import checks
+from liger_multi.arguments import parameters_of, without_caches
 from liger_multi.errors import unknown
 
 # --- policies ---
@@ -238,7 +239,6 @@ def traced(policy: Policy) -> Callable[..., Any]:
 
 # --- layers under a policy ---
 
-CACHES = ("past_key_values", "past_key_value", "layer_past")
 Policies = str | Policy | Sequence[str | Policy] | Mapping[int, str | Policy]
 
 
@@ -272,6 +272,7 @@ class _Recomputed:
     def __init__(self, layer: nn.Module, path: str, policy: Policy, rng: bool) -> None:
         self.layer, self.path, self.policy, self.rng = layer, path, policy, rng
         self.before = layer.__dict__.get("forward")
+        self.names = parameters_of(type(layer).forward)
         self.learned: dict[tuple[type, str], int | None] = {}
         self.skip: int | None = None
         self._make_contexts()
@@ -305,7 +306,7 @@ class _Recomputed:
                 "model.gradient_checkpointing_disable(), or remove() the policy"
             )
         if not getattr(self.layer, "_can_checkpoint_with_cache", False):
-            kwargs = self._without_cache(kwargs)
+            args, kwargs = self._without_cache(args, kwargs)
         return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -331,14 +332,16 @@ class _Recomputed:
         finally:
             checks.keeps_products.reset(token)
 
-    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _without_cache(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Computing a layer again would write into the cache again."""
-        given = [name for name in CACHES if kwargs.get(name) is not None]
-        if not given:
-            return kwargs
-        if not torch.compiler.is_compiling():
-            _warn(f"a recomputed layer writes no cache: {', '.join(given)} left out in {self.path}")
-        return {**kwargs, **dict.fromkeys(given)}
+        args, kwargs, dropped = without_caches(args, kwargs, self.names)
+        if dropped and not torch.compiler.is_compiling():
+            _warn(
+                f"a recomputed layer writes no cache: {', '.join(dropped)} left out in {self.path}"
+            )
+        return args, kwargs
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from liger_multi.patching import register_attention, unregister_attention
 from liger_multi.patching.recognize import attention_support
 from liger_multi.patching.replace import attention as ours
 from liger_multi.patching.replace.attention import KeyMask, MaskReadError, mask
-from tests.models import build
+from tests.models import build, continued
 from tests.sweep.attention import OURS, REFUSAL, Verdict, counted, judge
 from tests.sweep.cases import registered
 
@@ -157,13 +157,12 @@ def test_a_prompt_in_pieces_through_a_cache_equals_eager(kind, padding):
     mask = PADDED if padding else torch.ones_like(IDS)
     found = []
     for model in (eager, other):
-        cache, parts = None, []
+        cache, parts = {}, []
         for start, end in ((0, 6), (6, 9), (9, 10), (10, 11)):
             made = model(
-                IDS[:, start:end], attention_mask=mask[:, :end], past_key_values=cache,
-                use_cache=True,
-            )  # fmt: skip
-            cache = made.past_key_values
+                IDS[:, start:end], attention_mask=mask[:, :end], use_cache=True, **cache
+            )
+            cache = continued(model, made)
             parts.append(made.logits)
         found.append(torch.cat(parts, 1)[mask.bool()])
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)

@@ -22,7 +22,7 @@ from liger_multi.patching.recognize.mixers import SERVED as SERVED_BY  # noqa: E
 from liger_multi.patching.recognize.mixers import differs, gates, sizes_of  # noqa: E402
 from liger_multi.patching.replace import mixers  # noqa: E402
 from liger_multi.patching.replace.mixers import FusedMixer  # noqa: E402
-from tests.models import Calls  # noqa: E402
+from tests.models import Calls, continued  # noqa: E402
 from tests.sweep import cases  # noqa: E402
 
 SCAN, CHANNELS = {"causal_conv1d", "ssd_scan"}, {"causal_conv1d", "selective_scan"}
@@ -213,7 +213,7 @@ def test_gradients_of_a_part_that_goes_on_from_a_cache(model_type):
 
     def gradients_of(model):
         first = model(input_ids=ids[:, :17], use_cache=True)
-        later = model(input_ids=ids[:, 17:], past_key_values=first.past_key_values)
+        later = model(input_ids=ids[:, 17:], **continued(model, first))
         later.logits.square().mean().backward()
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 

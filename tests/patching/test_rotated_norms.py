@@ -17,7 +17,7 @@ from liger_multi.errors import PatchError
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.recognize import rotated_norms as recognize
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import Graphs, assert_same_training, batch, build
+from tests.models import Graphs, assert_same_training, batch, build, continued
 from tests.sweep.run import executed
 
 KINDS = ("qwen3", "gemma3_text", "olmo2")
@@ -199,7 +199,7 @@ def _packed(model):
 def _cached(model):
     ids = batch()["input_ids"]
     first = model(input_ids=ids[:, :4], use_cache=True)
-    rest = model(input_ids=ids[:, 4:], past_key_values=first.past_key_values)
+    rest = model(input_ids=ids[:, 4:], **continued(model, first))
     return rest.logits.float().pow(2).mean()
 
 

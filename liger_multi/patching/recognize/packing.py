@@ -13,7 +13,9 @@ something else whenever it runs, as a layer that counts its calls may, cannot be
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
 import itertools
 import random
 import sys
@@ -27,7 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi._torch_private import Dropouts
+from liger_multi.arguments import is_cache
 from liger_multi.errors import summary
+from liger_multi.patching.recognize.tokens import is_plain
 from liger_multi.patching.replace.samples import is_numbered
 
 Arguments: TypeAlias = dict[str, Any]
@@ -116,22 +120,35 @@ def _vocabulary(model: Any, given: Mapping[str, Any]) -> int:
 
 # --- the arguments of a trial ---
 
+TOKENS_OF = ("input_ids", "inputs_embeds")
 DROPPED = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "loss_kwargs")
 
 
 def arguments_of(given: Mapping[str, Any], row: Row, rows: Tensor) -> Arguments:
-    """The arguments of a call, for the row: per token or per sample anew, others as they are."""
+    """The arguments of a call, for the row: tensors anew, numbers and texts as they are, no objects.
+
+    A cache, or whatever else a model may write to, belongs to the caller.
+    """
     made: Arguments = {"return_dict": True}
     for name, value in given.items():
         if name in DROPPED or value is None:
             continue
-        if name in _ANEW:
+        if name in _ANEW and isinstance(value, (Tensor, int)):
             made[name] = _ANEW[name](row, value)
-        elif not isinstance(value, Tensor):
+        elif is_plain(value):
             made[name] = value
-        elif value.shape[:2] == rows.shape[:2] and name not in ("input_ids", "inputs_embeds"):
+        elif isinstance(value, Tensor) and value.shape[:2] == rows.shape[:2]:
             made[name] = value.new_zeros(1, row.tokens, *value.shape[2:])
-    return made
+    return {name: value for name, value in made.items() if name not in TOKENS_OF}
+
+
+def left_out(given: Mapping[str, Any]) -> list[str]:
+    """Objects of a call that no trial touches, as nobody knows what a model would do to them."""
+    return sorted(
+        f"{name} ({type(value).__name__})"
+        for name, value in given.items()
+        if name not in DROPPED and not isinstance(value, Tensor) and not is_plain(value)
+    )
 
 
 def _positions(row: Row, value: Tensor) -> Tensor:
@@ -255,6 +272,8 @@ def trial(
             return Verdict(untried=summary(error))
         if not change:
             return Verdict()
+        if objects := left_out(given):
+            return Verdict(untried=f"a trial hands over no objects, got {', '.join(objects)}")
         for chosen in _choices():
             other = arguments
             for _, remedy in chosen:
@@ -263,6 +282,11 @@ def trial(
                 if not tried.change(other):
                     return Verdict(change, tuple(text for text, _ in chosen))
     return Verdict(change)
+
+
+def checkpoints(model: nn.Module) -> bool:
+    """Whether layers of a model are computed again for backward, which turns its cache off."""
+    return any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
 
 
 def _coarse(model: nn.Module, device: torch.device) -> bool:
@@ -351,7 +375,7 @@ def _per_token(output: Any, tokens: int) -> Tensor:
     for name in ("logits", "last_hidden_state"):
         found = getattr(output, name, None)
         if isinstance(found, Tensor) and found.shape[:2] == (1, tokens):
-            return found[0].float().clone()
+            return found[0].detach().float().clone()
     raise ValueError("the model gives neither logits nor hidden states of every token")
 
 
@@ -373,27 +397,42 @@ _CHUNK, SHORT = "attention_chunk_size", 8
 
 
 @contextlib.contextmanager
-def _short_chunks(model: Any) -> Iterator[None]:
-    """Chunks of attention that the tokens of a trial fill.
+def _short_chunks(model: nn.Module) -> Iterator[None]:
+    """Chunks of attention that the tokens of a trial fill, in copies of the configurations.
 
     transformers 5.0 counts them from the beginning of the row, so that they end within a sample
     where they would not if it were by itself.
     """
-    configs = {id(c): c for c in (getattr(model, "config", None), text_config(model))}.values()
-    before = [(c, size) for c in configs if isinstance(size := getattr(c, _CHUNK, None), int)]
+    configs = (getattr(model, "config", None), text_config(model))
+    chunked = {id(c): c for c in configs if isinstance(getattr(c, _CHUNK, None), int)}
+    if not chunked:
+        yield
+        return
+    memo: dict[int, Any] = {}
+    tables = [vars(module) for module in model.modules()]
+    before = [(table, table["config"]) for table in tables if table.get("config") is not None]
     try:
-        for config, size in before:
-            setattr(config, _CHUNK, min(size, SHORT))
+        with contextlib.suppress(Exception):  # of configurations that nobody can copy
+            for table, config in before:
+                table["config"] = copy.deepcopy(config, memo)
+            for config in chunked.values():
+                own = copy.deepcopy(config, memo)  # what the modules have, if one of them has it
+                vars(own)[_CHUNK] = min(getattr(config, _CHUNK), SHORT)
         yield
     finally:
-        for config, size in before:
-            setattr(config, _CHUNK, size)
+        for table, config in before:
+            table["config"] = config
 
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """No gradients, dropout, warnings or hooks of users within; all is as it was afterwards."""
-    with torch.no_grad(), _state_of_process, _no_cached_casts(), _attributes(model):
+    """No dropout, warnings or hooks of users within; all is as it was afterwards.
+
+    There are gradients where layers are checkpointed: since transformers 5.24, these run without a
+    cache only if there are.
+    """
+    grad = torch.is_grad_enabled() and checkpoints(model)
+    with torch.set_grad_enabled(grad), _state_of_process, _no_cached_casts(), _attributes(model):
         yield
 
 
@@ -458,7 +497,10 @@ def _no_cached_casts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _attributes(model: nn.Module) -> Iterator[None]:
-    """Buffers and attributes of all modules come back; hooks of users are set aside."""
+    """Buffers and attributes of all modules come back; hooks of users are set aside.
+
+    What the model would write to within is a copy: lists, caches and tensors among attributes.
+    """
     modules = list(model.modules())
     buffers = [(b, b.clone()) for b in model.buffers() if b.device.type != "meta"]
     tables = [(t, dict(t)) for m in modules for t in (vars(m), vars(m)["_buffers"])]
@@ -468,6 +510,9 @@ def _attributes(model: nn.Module) -> Iterator[None]:
             table[kind] = type(every)((k, h) for k, h in every.items() if _of_library(h))
     for module in modules:
         vars(module).update(dict.fromkeys(_dropout_rates(module), 0.0))
+    memo: dict[int, Any] = {id(x): x for x in (*modules, *model.parameters(), *model.buffers())}
+    for module in modules:
+        vars(module).update(_copies(module, memo))
     try:
         yield
     finally:
@@ -478,6 +523,21 @@ def _attributes(model: nn.Module) -> Iterator[None]:
         for buffer, before_it in buffers:
             if not torch.equal(buffer, before_it):
                 buffer.copy_(before_it)
+
+
+_OWN = frozenset(vars(nn.Module()))  # tables of every module
+
+
+def _copies(module: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
+    """Copies of a module's attributes that a forward may write to."""
+    copies = {}
+    for name, value in vars(module).items():
+        written = isinstance(value, (list, dict, set, collections.deque)) or type(value) is Tensor
+        if name not in _OWN and (written or is_cache(value)):
+            with contextlib.suppress(Exception):  # of objects that nobody can copy
+                tensor = type(value) is Tensor  # one with a history is only cloned
+                copies[name] = value.detach().clone() if tensor else copy.deepcopy(value, memo)
+    return copies
 
 
 def _dropout_rates(module: nn.Module) -> list[str]:

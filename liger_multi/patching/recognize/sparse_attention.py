@@ -155,7 +155,6 @@ def _inputs(stock: nn.Module, generator: torch.Generator) -> dict[str, Any]:
         "position_embeddings": (angles.cos(), angles.sin()),
         "attention_mask": seen[None, None],
         "position_ids": place[None],
-        "past_key_values": None,
         "prev_topk_indices": lists[None].int(),
         "shared_kv_states": latents,
     }

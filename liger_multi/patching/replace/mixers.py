@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi._torch_private import assert_async, constant_in_graphs
+from liger_multi.arguments import cache_parameter, has_cache, parameters_of
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Options
 from liger_multi.patching.recognize import reached
@@ -289,7 +290,7 @@ class _Model(Patched):
 
 def _seen_first(swap: Swap) -> Callable[..., Any]:
     behavior, stock = cast("type[_Model]", swap.behavior), swap.stock.forward
-    names = tuple(inspect.signature(stock).parameters)[1:]
+    names = parameters_of(stock)
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

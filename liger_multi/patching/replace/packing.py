@@ -19,9 +19,10 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi.arguments import by_name, has_cache
 from liger_multi.errors import PackingError
 from liger_multi.patching.lazy_logits.protocol import warn_once
-from liger_multi.patching.recognize.packing import Verdict, text_config, trial
+from liger_multi.patching.recognize.packing import Verdict, checkpoints, text_config, trial
 from liger_multi.patching.replace.samples import is_numbered, rows_of, several
 from liger_multi.patching.replace.swap import Patched, Swap, swapped, unpatched_class
 
@@ -53,7 +54,7 @@ def _checked(cls: Any) -> Callable[..., Any]:
     @functools.wraps(swap.stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and isinstance(self, CheckedModel):
-            given = {**dict(zip(_names(swap.stock.forward), args, strict=False)), **kwargs}
+            given = by_name(swap.stock.forward, args, kwargs)
             if any(given.get(name) is not None for name in TOLD_BY):
                 check(self, functools.partial(below.forward, self), given)
             elif _has_numbered_masks(self, given):
@@ -61,11 +62,6 @@ def _checked(cls: Any) -> Callable[..., Any]:
         return below.forward(self, *args, **kwargs)
 
     return forward
-
-
-@functools.lru_cache(maxsize=1024)
-def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 _numbered: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -146,7 +142,7 @@ def _left(model: Any, rows: Tensor, given: Mapping[str, Any]) -> bool:
         type(rows) is not Tensor
         or rows.device.type == "meta"
         or rows.shape[1] < 2
-        or given.get("past_key_values") is not None
+        or has_cache((), given)
         or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))
         or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         or getattr(model, "_is_replica", False)
@@ -169,7 +165,7 @@ def _form(model: Any, given: Mapping[str, Any]) -> Hashable:
         _has_numbered_masks(model, given),
         *(getattr(c, name, None) for c in (config, text) for name in _SETTINGS),
         # which turns the cache off in training
-        any(getattr(m, "gradient_checkpointing", False) for m in model.modules()),
+        checkpoints(model),
         model.training,
         torch.is_grad_enabled(),
     )

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from liger_multi.arguments import has_cache
 from liger_multi.patching.options import Options
 from liger_multi.patching.recognize.rotary import Rotary, recognized
 from liger_multi.patching.recognize.signature import (
@@ -43,7 +44,6 @@ NORMS = (
 """Names of the norms of queries and of keys."""
 ANGLES = "position_embeddings"
 """The argument that has cos and sin."""
-CACHE = "past_key_values"
 WIDEST = 8192
 """Channels of a norm of all heads that kernels keep in registers."""
 _BARE = {name: f"_liger_multi_bare_{name}" for names in NORMS for name in names}
@@ -147,7 +147,7 @@ def _rotated(
     known = found is not None and _copy_holds(found, swap.stock) and _norms_hold(module, names)
     if found is None or not known or not _angles_fit(module, args, kwargs, given):
         return inner.forward(module, *args, **kwargs)
-    if found.caches_get_cos and kwargs.get(CACHE) is not None:
+    if found.caches_get_cos and has_cache(args, kwargs):
         return inner.forward(module, *args, **kwargs)
     norms = (module._modules[names[0]], module._modules[names[1]])
     first, second = norm_of(norms[0]), norm_of(norms[1])

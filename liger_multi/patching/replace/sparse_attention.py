@@ -14,7 +14,6 @@ patched.
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_multi import checks
+from liger_multi.arguments import by_name, cache_parameter, caches
 from liger_multi.errors import ConfigurationError
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Options
@@ -135,9 +135,9 @@ class IndexCache:
     def __init__(self, cache: Any, select: Callable[..., Tensor]) -> None:
         self.cache, self.select = cache, select
 
-    def update_indexer(self, keys: Tensor, layer_idx: int) -> IndexKeys:
+    def update_indexer(self, keys: Tensor, *args: Any, **kwargs: Any) -> IndexKeys:
         """All keys, after the cache has taken the new ones."""
-        kept = keys if self.cache is None else self.cache.update_indexer(keys, layer_idx)
+        kept = keys if self.cache is None else self.cache.update_indexer(keys, *args, **kwargs)
         return IndexKeys(kept, self.select)
 
 
@@ -237,9 +237,14 @@ class SparseIndexer(Patched):
         inner = kind._liger_multi_inner.forward
         if not any(isinstance(a, RangeMask) for a in (*args, *kwargs.values())):
             return inner(self, *args, **kwargs)
-        given = _bound(kind._liger_multi_swap.stock.forward, args, kwargs)
-        select = functools.partial(_select, settings_of(kind))
-        given["past_key_values"] = IndexCache(given.get("past_key_values"), select)
+        stock = kind._liger_multi_swap.stock.forward
+        given, name = by_name(stock, args, kwargs), cache_parameter(stock)
+        if name is None:
+            raise _unknown("no argument of its forward takes a cache")
+        held = caches(given)  # under another name too, which the forward may still take
+        cache = next(iter(held.values()), None)
+        given = {n: value for n, value in given.items() if n not in held}
+        given[name] = IndexCache(cache, functools.partial(_select, settings_of(kind)))
         return inner(self, **given)
 
 
@@ -252,17 +257,6 @@ def _select(
         return ops.indexer_topk(q, k, w, count, ranges=ranges, scale=scale).indices
 
     return cast(Tensor, run_bound(options, ("indexer_topk",), run, q, k, w))
-
-
-@functools.lru_cache(maxsize=256)
-def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    parameters = inspect.signature(forward).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
-
-
-def _bound(forward: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a forward by name."""
-    return {**dict(zip(_names(forward), args, strict=False)), **kwargs}
 
 
 # --- the attention module ---
@@ -324,7 +318,7 @@ def _served(
     module: Any, kind: type[Any], args: Any, kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
     """The arguments of a call that is served, with a mask of ranges; None for others."""
-    given = _bound(kind._liger_multi_swap.stock.forward, args, kwargs)
+    given = by_name(kind._liger_multi_swap.stock.forward, args, kwargs)
     hidden, indexer = given.get("hidden_states"), module.indexer
     if not isinstance(hidden, Tensor) or type(hidden).__name__ == "DTensor":
         return None
