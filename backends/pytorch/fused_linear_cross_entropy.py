@@ -48,7 +48,7 @@ def forward(
     compact: bool, validate: bool, outputs: str, needs_hidden: bool, needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     """The loss, and its gradients; zeros where every row is ignored, as the contract states."""
     reduction_of.check_targets(target, weight.shape[0], ignore_index, validate)
@@ -80,5 +80,5 @@ def forward(
     none = hidden.new_empty(0, dtype=kind)
     lse = hidden.new_full(target.shape, float("nan"), dtype=kind)
     loss = total.detach().to(kind).masked_fill(empty, 0)
-    rest = (none, none, none.to(torch.int64), none, none, lse)
+    rest = (none, none, none.to(torch.int64), none, none, lse, none)
     return (loss, *rest, *gradients, none.new_ones(2))

@@ -69,7 +69,7 @@ from liger_multi.backends.triton.residuals.operators import (
 )
 from liger_multi.backends.triton.rope import operators as rope_kinds
 from liger_multi.backends.triton.rope import rms_norm_rope, rope
-from liger_multi.reference.cross_entropy.rows import Objective, RowStats, Upstream
+from liger_multi.reference.cross_entropy.rows import LogSumExp, Objective, RowStats, Upstream
 from liger_multi.reference.divergences.divergence import DivergenceSpec
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -479,7 +479,7 @@ def _cross_entropy(
     outs = cross_entropy.forward(
         logits, target, weight, -100, *extras, "mean", False, OUTPUTS if full else ""
     )
-    cross_entropy.backward(outs[0], logits, target, weight, outs[6], outs[7], -100, *extras, "mean")
+    cross_entropy.backward(outs[0], logits, target, weight, *outs[6:], -100, *extras, "mean")
 
 
 def _loss_and_gradient(cols: int, *, full: bool = False) -> None:
@@ -505,7 +505,7 @@ def _log_prob(cols: int, dtype: torch.dtype, *, full: bool = False) -> None:
     rows_of = TritonLogProbRows
     rows_of.statistics(raw, target, None, spec, "log_prob,entropy,lse,argmax" if full else "")
     upstream = Upstream(row, row, row if full else None)
-    rows_of.log_prob_gradient_(raw, target, row, spec, upstream)
+    rows_of.log_prob_gradient_(raw, target, LogSumExp(row, row), spec, upstream)
 
 
 def _softmax(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
@@ -583,8 +583,8 @@ def _split(rows: int, cols: int, axis: int, beside: int = 1) -> None:
 
 def _selective(cols: int, choices: int, scale: float, dtype: torch.dtype = BF16) -> None:
     logits, index = _meta(4096, cols, dtype=dtype), _meta(4096, choices, dtype=torch.int64)
-    found, lse = selective_log_softmax.forward(logits, index, scale, -100, False)
-    selective_log_softmax.backward(found, logits, index, lse, scale, -100)
+    found, *lse = selective_log_softmax.forward(logits, index, scale, -100, False)
+    selective_log_softmax.backward(found, logits, index, *lse, scale, -100)
 
 
 def _embedding(rows: int, classes: int, cols: int, dtype: torch.dtype, scale: float) -> None:

@@ -235,7 +235,7 @@ def chunk_pass(
                 *slopes, entropies=made.entropy, target=t, vocabulary=weight.shape[0],
                 objective=spec,
             )  # fmt: skip
-            kernels.log_prob_gradient_(raw, t, made.lse, spec, upstream.at(slice(None)))
+            kernels.log_prob_gradient_(raw, t, made.normalizer, spec, upstream.at(slice(None)))
             if dpicked is not None and picked is not None:
                 if spec.softcap is not None:
                     dpicked = dpicked * (1 - (picked / spec.softcap).square())
@@ -269,7 +269,7 @@ def _slopes(
             assert lse is not None
             picked = picked.detach().requires_grad_()
             leaves.append(picked)
-            columns = {**columns, "picked": picked - lse.unsqueeze(1)}
+            columns = {**columns, "picked": (picked - lse.unsqueeze(1)) - made.lse_low.unsqueeze(1)}
         value = _masked(formula(seen, columns), target, ignore_index).sum()
         given = [x for x in leaves if x is not None]
         if not value.requires_grad:  # a formula whose coefficients are all constants

@@ -225,7 +225,7 @@ class _Kept(torch.autograd.Function):
             for _, where, _, t, raw in chunks.over(ctx.kept):
                 found.put(where, kernels.statistics(raw, t, None, chunks.spec, outputs))
             rows = found.rows
-        ctx.save_for_backward(*args[:4], rows.entropy, rows.lse)
+        ctx.save_for_backward(*args[:4], rows.entropy, *rows.normalizer)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(rows.argmax)
         return rows.log_prob, rows.entropy, rows.lse, rows.argmax
@@ -234,11 +234,12 @@ class _Kept(torch.autograd.Function):
     @first_derivatives_only("losses (with logits that are kept)")
     def backward(ctx: Any, saved: tuple[Any, ...], *grads: Tensor | None) -> tuple[Any, ...]:
         from liger_multi.reference.cross_entropy.fused_linear import Accumulator
-        from liger_multi.reference.cross_entropy.rows import upstream_of, within_range
+        from liger_multi.reference.cross_entropy.rows import LogSumExp, upstream_of, within_range
 
         if all(g is None for g in grads[:3]):
             return (None,) * 6
-        *tensors, entropy, lse = saved
+        *tensors, entropy, lse, lse_low = saved
+        normalizer = LogSumExp(lse, lse_low)
         hidden, weight, target, bias = tensors
         kept, ctx.kept = ctx.kept, None  # a second backward multiplies again
         with WithoutAutocast(), on_device(hidden):
@@ -254,7 +255,7 @@ class _Kept(torch.autograd.Function):
             upstream, factor = within_range(arrived, chunks.spec, chunks.kind)
             for place, where, h, t, raw in chunks.over(kept, ready):
                 ctx.kernels.log_prob_gradient_(
-                    raw, t, lse[where].contiguous(), chunks.spec, upstream.at(where)
+                    raw, t, normalizer.at(where), chunks.spec, upstream.at(where)
                 )
                 into.add(place, where, h, raw)
             kinds = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)

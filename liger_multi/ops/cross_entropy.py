@@ -22,7 +22,8 @@ op = Op(
     "cross_entropy",
     family="cross_entropy",
     bitwise=bitwise(
-        PER_ROW, "logits target loss z_loss token_accuracy predicted_tokens log_prob entropy lse"
+        PER_ROW,
+        "logits target loss z_loss token_accuracy predicted_tokens log_prob entropy lse lse_low",
     ),
 )
 
@@ -77,23 +78,23 @@ def named(
 
 
 @op.forward(
-    returns=f"{RETURNS} denominators",
-    residuals="denominators",
+    returns=f"{RETURNS} lse_low denominators",
+    residuals="lse_low denominators",
     non_differentiable=RETURNS.removeprefix("loss "),
 )
 def forward(
     logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
     label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,
     validate: bool, outputs: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule."""
     made = shapes(logits, logits.shape[0], reduction, outputs)
-    return (*made, made[0].new_empty(2))  # type: ignore[return-value]
+    return (*made, torch.empty_like(made[-1]), made[0].new_empty(2))  # type: ignore[return-value]
 
 
 op.backward(
-    reads="dloss logits target weight lse denominators ignore_index label_smoothing z_loss_weight "
-    "softcap reduction",
+    reads="dloss logits target weight lse lse_low denominators ignore_index label_smoothing "
+    "z_loss_weight softcap reduction",
     returns="dlogits",
 )
 
@@ -147,10 +148,10 @@ def cross_entropy(
         logits.
 
     Memory:
-        Kept for backward: logits and 4 bytes a row (``lse``); the gradient is a second tensor of
-        rows x V. ``inplace=True`` permits writing the gradient over the logits, which must then
-        have no other reader: no second tensor, no copy. The permission is not used under
-        ``torch.compile``.
+        Kept for backward: logits and 8 bytes per row (``lse`` in two numbers); the gradient is a
+        second tensor of rows x V. ``inplace=True`` permits writing the gradient over the logits,
+        which must then have no other reader: no second tensor, no copy. The permission is not used
+        under ``torch.compile``.
 
     Raises:
         TypeError: Wrong kinds of arguments.

@@ -28,15 +28,15 @@ op = Op(
     family="cross_entropy",
     bitwise=bitwise(
         BY_OUR_GEMM,
-        "hidden target loss z_loss token_accuracy predicted_tokens log_prob entropy lse",
+        "hidden target loss z_loss token_accuracy predicted_tokens log_prob entropy lse lse_low",
         backward=BY_GEMM,
     ),
 )
 
 
 @op.forward(
-    returns=f"{RETURNS} hidden_gradient weight_gradient bias_gradient denominators",
-    residuals="hidden_gradient weight_gradient bias_gradient denominators",
+    returns=f"{RETURNS} lse_low hidden_gradient weight_gradient bias_gradient denominators",
+    residuals="lse_low hidden_gradient weight_gradient bias_gradient denominators",
     non_differentiable=RETURNS.removeprefix("loss "),
 )
 def forward(
@@ -46,7 +46,7 @@ def forward(
     accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool, validate: bool,
     outputs: str, needs_hidden: bool, needs_weight: bool, needs_bias: bool,
 ) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     """Shape rule; the residual gradients are as large as the real ones, or empty."""
     from liger_multi.reference.common.chunking import is_whole, weight_gradient_dtype
@@ -59,6 +59,7 @@ def forward(
     whole = is_whole(rows, width, weight.shape[0], kind.itemsize, chunk, budget)
     total = weight_gradient_dtype(kind, weight.dtype, accumulate, whole)
     residuals = (
+        made[0].new_empty(0 if kept else rows),
         hidden.new_empty(hidden.shape if kept and needs_hidden else (0,), dtype=kind),
         weight.new_empty(weight.shape if kept and needs_weight else (0,), dtype=total),
         made[0].new_empty(weight.shape[0] if kept and needs_bias else 0),
@@ -68,9 +69,9 @@ def forward(
 
 
 op.backward(
-    reads="dloss hidden? weight? target bias class_weight lse hidden_gradient weight_gradient "
-    "bias_gradient denominators ignore_index label_smoothing z_loss_weight softcap reduction "
-    "logit_scale chunk budget accumulate compute_dtype compact needs_hidden needs_weight "
+    reads="dloss hidden? weight? target bias class_weight lse lse_low hidden_gradient "
+    "weight_gradient bias_gradient denominators ignore_index label_smoothing z_loss_weight softcap "
+    "reduction logit_scale chunk budget accumulate compute_dtype compact needs_hidden needs_weight "
     "needs_bias hidden_dtype weight_dtype bias_dtype",
     returns="dhidden dweight dbias",
     not_saved=lambda reduction: (
@@ -126,8 +127,8 @@ def fused_linear_cross_entropy(
         A chunk of logits: ``chunk`` rows, a byte budget such as ``"512MiB"``, or ``"auto"``: all
         rows where their logits cost no more than the accumulator, else ``chunk_bytes`` of the
         configuration or an eighth of the free memory, at most 1.25 GiB. Kept for backward: the
-        gradients of what needs one (accumulator: 4 V H bytes); for ``none`` hidden, weight and 4
-        bytes a row, and the logits are computed again.
+        gradients of what needs one (accumulator: 4 V H bytes); for ``none`` hidden, weight and 8
+        bytes per row, and the logits are computed again.
 
     Raises:
         TypeError: Wrong kinds of arguments, or dtypes that differ without autocast.

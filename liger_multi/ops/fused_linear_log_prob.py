@@ -18,7 +18,7 @@ OUTPUTS = ("log_prob", "entropy", "lse", "argmax")
 op = Op(
     "fused_linear_log_prob",
     family="cross_entropy",
-    bitwise=bitwise(BY_OUR_GEMM, "hidden target log_prob entropy lse argmax"),
+    bitwise=bitwise(BY_OUR_GEMM, "hidden target log_prob entropy lse argmax lse_low"),
 )
 
 
@@ -31,12 +31,14 @@ class LogProbOutput(NamedTuple):
     argmax: Tensor | None = None
 
 
-@op.forward(returns=" ".join(OUTPUTS), non_differentiable="argmax")
+@op.forward(
+    returns=" ".join((*OUTPUTS, "lse_low")), residuals="lse_low", non_differentiable="argmax"
+)
 def forward(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor], ignore_index: int,
     softcap: Optional[float], logit_scale: float, chunk: int, budget: int, accumulate: torch.dtype,
     compute_dtype: Optional[torch.dtype], compact: bool, validate: bool, outputs: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule; ``lse`` is kept for backward, asked for or not."""
     from liger_multi.reference.cross_entropy.float8 import logits_dtype
 
@@ -48,12 +50,13 @@ def forward(
         hidden.new_empty(rows if "entropy" in wanted else 0, dtype=wide),
         hidden.new_empty(rows, dtype=wide),
         hidden.new_empty(rows if "argmax" in wanted else 0, dtype=torch.int64),
+        hidden.new_empty(rows, dtype=wide),
     )
 
 
 op.backward(
-    reads="dlog_prob dentropy dlse hidden weight target bias entropy lse ignore_index softcap "
-    "logit_scale chunk budget accumulate compute_dtype compact",
+    reads="dlog_prob dentropy dlse hidden weight target bias entropy lse lse_low ignore_index "
+    "softcap logit_scale chunk budget accumulate compute_dtype compact",
     returns="dhidden dweight dbias",
     beside={"bias": "weight"},
 )
@@ -93,8 +96,8 @@ def fused_linear_log_prob(
 
     Memory:
         A chunk of logits, as in :func:`fused_linear_cross_entropy`, forward and again in backward,
-        which computes the logits once more. Kept for backward: hidden, weight, and 4 bytes a row
-        each of lse and entropy.
+        which computes the logits once more. Kept for backward: hidden, weight, 8 bytes per row for
+        lse in two numbers, and 4 for entropy.
 
     Raises:
         TypeError: Wrong kinds of arguments, or dtypes that differ without autocast.

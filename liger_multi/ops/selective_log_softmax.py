@@ -12,20 +12,25 @@ from liger_multi.testing.samples import Tensor as T
 op = Op(
     "selective_log_softmax",
     family="cross_entropy",
-    bitwise=bitwise(PER_ROW, "logits index log_prob lse"),
+    bitwise=bitwise(PER_ROW, "logits index log_prob lse lse_low"),
 )
 
 
-@op.forward(returns="log_prob lse", residuals="lse")
+@op.forward(returns="log_prob lse lse_low", residuals="lse lse_low")
 def forward(
     logits: Tensor, index: Tensor, scale: float, ignore_index: int, validate: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Shape rule."""
     kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return logits.new_empty(index.shape, dtype=kind), logits.new_empty(index.shape[0], dtype=kind)
+    rows = index.shape[0]
+    return (
+        logits.new_empty(index.shape, dtype=kind),
+        logits.new_empty(rows, dtype=kind),
+        logits.new_empty(rows, dtype=kind),
+    )
 
 
-op.backward(reads="dlog_prob logits index lse scale ignore_index", returns="dlogits")
+op.backward(reads="dlog_prob logits index lse lse_low scale ignore_index", returns="dlogits")
 
 
 def selective_log_softmax(
@@ -48,7 +53,7 @@ def selective_log_softmax(
         of logits.
 
     Memory:
-        Kept for backward: logits, index, and 4 bytes a row (``lse``).
+        Kept for backward: logits, index, and 8 bytes per row (``lse`` in two numbers).
 
     Raises:
         TypeError: Wrong kinds of arguments.

@@ -15,15 +15,17 @@ from liger_multi.testing.samples import Tensor as T
 op = Op(
     "token_log_prob",
     family="cross_entropy",
-    bitwise=bitwise(PER_ROW, "logits target log_prob entropy lse argmax"),
+    bitwise=bitwise(PER_ROW, "logits target log_prob entropy lse argmax lse_low"),
 )
 
 
-@op.forward(returns=" ".join(OUTPUTS), non_differentiable="argmax")
+@op.forward(
+    returns=" ".join((*OUTPUTS, "lse_low")), residuals="lse_low", non_differentiable="argmax"
+)
 def forward(
     logits: Tensor, target: Tensor, ignore_index: int, softcap: Optional[float], logit_scale: float,
     validate: bool, outputs: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Shape rule; ``lse`` is kept for backward, asked for or not."""
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     rows, wanted = target.numel(), outputs.split(",")
@@ -32,11 +34,13 @@ def forward(
         logits.new_empty(rows if "entropy" in wanted else 0, dtype=wide),
         logits.new_empty(rows, dtype=wide),
         logits.new_empty(rows if "argmax" in wanted else 0, dtype=torch.int64),
+        logits.new_empty(rows, dtype=wide),
     )
 
 
 op.backward(
-    reads="dlog_prob dentropy dlse logits target entropy lse ignore_index softcap logit_scale",
+    reads="dlog_prob dentropy dlse logits target entropy lse lse_low ignore_index softcap "
+    "logit_scale",
     returns="dlogits",
 )
 
@@ -67,8 +71,8 @@ def token_log_prob(
         argmax int64; the gradient has the dtype of the logits.
 
     Memory:
-        Kept for backward: logits, and 4 bytes a row each of lse and entropy. Backward makes one
-        tensor of the logits' size.
+        Kept for backward: logits, 8 bytes per row for lse in two numbers, and 4 for entropy.
+        Backward makes one tensor of the logits' size.
 
     Raises:
         TypeError: Wrong kinds of arguments.

@@ -1,4 +1,4 @@
-"""Cross entropy of given logits; the gradient is recomputed from ``lse`` in backward.
+"""Cross entropy of given logits; the gradient is recomputed from the log-sum-exp in backward.
 
 :func:`forward_and_backward` makes forward and backward from a backend's row kernels.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_multi.reference.cross_entropy import reduction as reduction_of
 from liger_multi.reference.cross_entropy import rows as rows_of
-from liger_multi.reference.cross_entropy.rows import Objective, RowStats
+from liger_multi.reference.cross_entropy.rows import LogSumExp, Objective, RowStats
 
 
 class GivenRows(Protocol):
@@ -23,7 +23,7 @@ class GivenRows(Protocol):
         """Statistics of every row; ``raw`` is left alone."""
 
     def gradient_into(
-        self, out: Tensor, raw: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor,
+        self, out: Tensor, raw: Tensor, target: Tensor, weight: Tensor | None, lse: LogSumExp,
         objective: Objective, scales: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip
         """Write the gradient of ``ce * scales[0] + zl * scales[1]``; ``out`` may be ``raw``."""
@@ -36,22 +36,25 @@ def implement_cross_entropy(kernels: GivenRows) -> tuple[Callable[..., Any], Cal
         logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
         label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,
         validate: bool, outputs: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         reduction_of.check_targets(target, logits.shape[1], ignore_index, validate)
         spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
         rows = kernels.statistics(logits, target, weight, spec, outputs)
         by = reduction_of.denominators(target, weight, ignore_index, reduction, logits.dtype)
-        return (*reduction_of.reduced(rows, target, spec, reduction, by, outputs), by)  # type: ignore[return-value]
+        return (
+            *reduction_of.reduced(rows, target, spec, reduction, by, outputs), rows.lse_low, by
+        )  # type: ignore[return-value]  # fmt: skip
 
     def backward(
         dloss: Tensor, logits: Tensor, target: Tensor, weight: Optional[Tensor], lse: Tensor,
-        denominators: Tensor, ignore_index: int, label_smoothing: float, z_loss_weight: float,
-        softcap: Optional[float], reduction: str,
+        lse_low: Tensor, denominators: Tensor, ignore_index: int, label_smoothing: float,
+        z_loss_weight: float, softcap: Optional[float], reduction: str,
     ) -> Tensor:  # fmt: skip
         spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         scales = reduction_of.upstream(dloss, denominators, reduction)
-        kernels.gradient_into(dlogits, logits, target, weight, lse, spec, scales)
+        normalizer = LogSumExp(lse, lse_low)
+        kernels.gradient_into(dlogits, logits, target, weight, normalizer, spec, scales)
         return dlogits
 
     return forward, backward
@@ -71,7 +74,7 @@ def overwriting(kernels: GivenRows) -> Callable[..., Any]:
         by = reduction_of.denominators(target, weight, ignore_index, reduction, logits.dtype)
         one, how = torch.ones_like(by[0]), "sum" if reduction == "none" else reduction
         scales = reduction_of.upstream(one, by, how)
-        kernels.gradient_into(logits, logits, target, weight, rows.lse, spec, scales)
+        kernels.gradient_into(logits, logits, target, weight, rows.normalizer, spec, scales)
         return reduction_of.reduced(rows, target, spec, reduction, by, outputs)  # type: ignore[return-value]
 
     return forward

@@ -2,9 +2,9 @@
 
 A scalar loss computes its gradients in the forward pass, unnormalized (as of the sum over rows,
 class weights scaled to a mean of one), so that fp16 does not underflow before the loss scale
-arrives, and divides them in backward; ``none`` keeps only ``lse`` and computes the logits once more
-when the upstream gradient of every row is known. :func:`forward_and_backward` makes forward and
-backward from a backend's row kernels.
+arrives, and divides them in backward; ``none`` keeps only the log-sum-exp and computes the logits
+once more when the upstream gradient of every row is known. :func:`forward_and_backward` makes
+forward and backward from a backend's row kernels.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from liger_multi.reference.cross_entropy.fused_linear import (
     Gradients,
     scale_to,
 )
-from liger_multi.reference.cross_entropy.rows import Objective, RowKernels, RowStats
+from liger_multi.reference.cross_entropy.rows import LogSumExp, Objective, RowKernels, RowStats
 
 
 class ReferenceRows:
@@ -44,12 +44,12 @@ class ReferenceRows:
         """Statistics of a chunk; ``raw`` becomes its gradient."""
         rows = rows_of.statistics(raw, target, weight, objective, outputs)
         by = rows_of.pair(scales, rows.lse)
-        rows_of.gradient_into(raw, raw, target, weight, rows.lse, objective, by)
+        rows_of.gradient_into(raw, raw, target, weight, rows.normalizer, objective, by)
         return rows
 
     @staticmethod
     def gradient_(
-        raw: Tensor, target: Tensor, weight: Tensor | None, lse: Tensor, objective: Objective,
+        raw: Tensor, target: Tensor, weight: Tensor | None, lse: LogSumExp, objective: Objective,
         dloss: Tensor,
     ) -> None:  # fmt: skip
         """``raw`` becomes its gradient for one upstream gradient a row."""
@@ -70,7 +70,8 @@ def implement_fused_linear_cross_entropy(
         compact: bool, validate: bool, outputs: str, needs_hidden: bool, needs_weight: bool,
         needs_bias: bool,
     ) -> tuple[
-        Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+        Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+        Tensor,
     ]:  # fmt: skip
         reduction_of.check_targets(target, weight.shape[0], ignore_index, validate)
         spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale)
@@ -95,13 +96,15 @@ def implement_fused_linear_cross_entropy(
                 made = kernels.statistics(raw, t, class_weight, spec, outputs)
             found.put(where, made)
         *results, by = kernels.results(found.rows, target, class_weight, spec, reduction, outputs)
-        return (*results, *into.gradients, by)  # type: ignore[return-value]
+        # a scalar loss has its gradients already
+        low = found.rows.lse_low if reduction == "none" else by.new_empty(0)
+        return (*results, low, *into.gradients, by)  # type: ignore[return-value]
 
     @retried
     def backward(
         dloss: Tensor, hidden: Optional[Tensor], weight: Optional[Tensor], target: Tensor,
         bias: Optional[Tensor], class_weight: Optional[Tensor], lse: Tensor,
-        hidden_gradient: Tensor, weight_gradient: Tensor, bias_gradient: Tensor,
+        lse_low: Tensor, hidden_gradient: Tensor, weight_gradient: Tensor, bias_gradient: Tensor,
         denominators: Tensor, ignore_index: int, label_smoothing: float, z_loss_weight: float,
         softcap: Optional[float], reduction: str, logit_scale: float, chunk: int, budget: int,
         accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool,
@@ -116,8 +119,11 @@ def implement_fused_linear_cross_entropy(
             needs = (needs_hidden, needs_weight, needs_bias)
             chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs[0])
             into = Accumulator(chunks, hidden, weight, accumulate, needs)
+            normalizer = LogSumExp(lse, lse_low)
             for place, where, h, t, raw in chunks:
-                kernels.gradient_(raw, t, class_weight, lse[where], spec, dloss[where].contiguous())
+                kernels.gradient_(
+                    raw, t, class_weight, normalizer.at(where), spec, dloss[where].contiguous()
+                )
                 into.add(place, where, h, raw)
             gradients = into.gradients
         else:

@@ -23,6 +23,7 @@ from liger_multi.reference.cross_entropy.fused_linear import (
 )
 from liger_multi.reference.cross_entropy.reduction import check_targets
 from liger_multi.reference.cross_entropy.rows import (
+    LogSumExp,
     Objective,
     RowStats,
     Upstream,
@@ -43,7 +44,7 @@ class LogProbKernels(Protocol):
         """Statistics of every row; ``raw`` is left alone."""
 
     def log_prob_gradient_(
-        self, raw: Tensor, target: Tensor, lse: Tensor, objective: Objective, upstream: Upstream,
+        self, raw: Tensor, target: Tensor, lse: LogSumExp, objective: Objective, upstream: Upstream,
         out: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Write the gradient of ``raw``: over it where no ``out`` is given."""
@@ -61,7 +62,7 @@ class ReferenceRows:
 
     @staticmethod
     def log_prob_gradient_(
-        raw: Tensor, target: Tensor, lse: Tensor, objective: Objective, upstream: Upstream,
+        raw: Tensor, target: Tensor, lse: LogSumExp, objective: Objective, upstream: Upstream,
         out: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Write the gradient of ``raw``: over it where no ``out`` is given."""
@@ -79,7 +80,7 @@ def implement_fused_linear_log_prob(
         softcap: Optional[float], logit_scale: float, chunk: int, budget: int,
         accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool,
         validate: bool, outputs: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         check_targets(target, weight.shape[0], ignore_index, validate)
         spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         plan = ChunkSpec(chunk, budget, compute_dtype, compact)
@@ -88,15 +89,16 @@ def implement_fused_linear_log_prob(
         for _, where, _, t, raw in chunks:
             found.put(where, kernels.statistics(raw, t, None, spec, outputs))
         rows = found.rows
-        return rows.log_prob, rows.entropy, rows.lse, rows.argmax
+        return rows.log_prob, rows.entropy, rows.lse, rows.argmax, rows.lse_low
 
     @retried
     def backward(
         dlog_prob: Optional[Tensor], dentropy: Optional[Tensor], dlse: Optional[Tensor],
         hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor], entropy: Tensor,
-        lse: Tensor, ignore_index: int, softcap: Optional[float], logit_scale: float, chunk: int,
-        budget: int, accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool,
-        needs_hidden: bool, needs_weight: bool, needs_bias: bool,
+        lse: Tensor, lse_low: Tensor, ignore_index: int, softcap: Optional[float],
+        logit_scale: float, chunk: int, budget: int, accumulate: torch.dtype,
+        compute_dtype: Optional[torch.dtype], compact: bool, needs_hidden: bool,
+        needs_weight: bool, needs_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         plan = ChunkSpec(chunk, budget, compute_dtype, compact)
@@ -108,8 +110,9 @@ def implement_fused_linear_log_prob(
             vocabulary=weight.shape[0], objective=spec,
         )  # fmt: skip
         upstream, factor = within_range(arrived, spec, chunks.kind)
+        normalizer = LogSumExp(lse, lse_low)
         for place, where, h, t, raw in chunks:
-            kernels.log_prob_gradient_(raw, t, lse[where].contiguous(), spec, upstream.at(where))
+            kernels.log_prob_gradient_(raw, t, normalizer.at(where), spec, upstream.at(where))
             into.add(place, where, h, raw)
         kinds = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         scale = kernels.scale

@@ -16,7 +16,7 @@ from liger_multi.reference.cross_entropy import rows as rows_of
 from liger_multi.reference.cross_entropy.cross_entropy import overwriting, scale_
 from liger_multi.reference.cross_entropy.fused_linear_log_prob import LogProbKernels, ReferenceRows
 from liger_multi.reference.cross_entropy.reduction import check_targets
-from liger_multi.reference.cross_entropy.rows import Objective, upstream_of
+from liger_multi.reference.cross_entropy.rows import LogSumExp, Objective, log_sum_exp, upstream_of
 
 cross_entropy_inplace = Implementation(overwriting(rows_of), scale_)
 
@@ -29,37 +29,47 @@ def _labels(index: Tensor, classes: int, ignore_index: int) -> tuple[Tensor, Ten
 
 
 class SelectiveLogSoftmax:
-    """Log-probabilities of chosen classes; the gradient is recomputed from ``lse`` in backward."""
+    """Log-probabilities of chosen classes; backward computes the probabilities again.
+
+    At most one chosen class is nearly certain. What it gets is what all the others lose: its own
+    gradient times ``1 - p`` of it, and that of the other choices times its ``p``.
+    """
 
     @staticmethod
     def forward(
         logits: Tensor, index: Tensor, scale: float, ignore_index: int, validate: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and the normalizer of every row."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities and the normalizer of every row, in two numbers."""
         count, classes = logits.shape
         check_targets(index, classes, ignore_index, validate, "index")
         kind = statistics_dtype(logits.dtype)
-        found, lse = logits.new_empty(index.shape, dtype=kind), logits.new_empty(count, dtype=kind)
+        found = logits.new_empty(index.shape, dtype=kind)
+        lse, lse_low = (logits.new_empty(count, dtype=kind) for _ in range(2))
         for block in row_blocks(count, classes * 8):
             z = logits[block].to(kind) * scale
             counted, valid, label = _labels(index[block], classes, ignore_index)
-            lse[block] = torch.logsumexp(z, -1)
-            own = torch.where(valid, z.gather(1, label) - lse[block].unsqueeze(1), float("nan"))
+            normalizer = log_sum_exp(z)
+            lse[block], lse_low[block] = normalizer
+            own = torch.where(valid, normalizer.below(z.gather(1, label)), float("nan"))
             found[block] = torch.where(counted, own, 0)
-        return found, lse
+        return found, lse, lse_low
 
     @staticmethod
     def backward(
-        dlog_prob: Tensor, logits: Tensor, index: Tensor, lse: Tensor, scale: float,
-        ignore_index: int,
+        dlog_prob: Tensor, logits: Tensor, index: Tensor, lse: Tensor, lse_low: Tensor,
+        scale: float, ignore_index: int,
     ) -> Tensor:  # fmt: skip
         """What arrives at the chosen classes, less the row's sum of it spread by probability."""
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        for block in row_blocks(logits.shape[0], logits.shape[1] * 8):
+        normalizer = LogSumExp(lse, lse_low)
+        for block in row_blocks(logits.shape[0], logits.shape[1] * 16):
+            z, each = logits[block].to(lse.dtype) * scale, normalizer.at(block)
             _, valid, label = _labels(index[block], logits.shape[1], ignore_index)
             d = torch.where(valid, dlog_prob[block], 0)
-            p = torch.exp(logits[block].to(lse.dtype) * scale - lse[block].unsqueeze(1))
-            dz = p.mul_(-d.sum(-1, keepdim=True)).scatter_add_(1, label, d)
+            total, log_p = d.sum(-1, keepdim=True), each.below(z.gather(1, label))
+            arrived = torch.zeros_like(z).scatter_add_(1, label, d).gather(1, label)
+            chosen = -arrived * torch.expm1(log_p) - (total - arrived) * torch.exp(log_p)
+            dz = each.below(z).exp_().mul_(-total).scatter_(1, label, chosen)
             some = (d != 0).any(-1, keepdim=True)
             out[block] = torch.where(some, dz * scale, 0).to(out.dtype)
         return out
@@ -73,19 +83,19 @@ def implement_token_log_prob(
     def forward(
         logits: Tensor, target: Tensor, ignore_index: int, softcap: Optional[float],
         logit_scale: float, validate: bool, outputs: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         check_targets(target, logits.shape[1], ignore_index, validate)
         spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         wide = logits if logits.stride(1) == 1 else logits.contiguous()
         rows = kernels.statistics(wide, target, None, spec, outputs)
         wanted, no = outputs.split(","), rows.lse.new_empty(0)
         own = rows.log_prob if "log_prob" in wanted else no
-        return own, rows.entropy, rows.lse, rows.argmax
+        return own, rows.entropy, rows.lse, rows.argmax, rows.lse_low
 
     def backward(
         dlog_prob: Optional[Tensor], dentropy: Optional[Tensor], dlse: Optional[Tensor],
-        logits: Tensor, target: Tensor, entropy: Tensor, lse: Tensor, ignore_index: int,
-        softcap: Optional[float], logit_scale: float,
+        logits: Tensor, target: Tensor, entropy: Tensor, lse: Tensor, lse_low: Tensor,
+        ignore_index: int, softcap: Optional[float], logit_scale: float,
     ) -> Tensor:  # fmt: skip
         spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         upstream = upstream_of(
@@ -95,7 +105,12 @@ def implement_token_log_prob(
         raw = logits if logits.stride(1) == 1 else logits.contiguous()
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         kernels.log_prob_gradient_(
-            raw, target, lse.contiguous(), spec, upstream.at(slice(None)), dlogits
+            raw,
+            target,
+            LogSumExp(lse, lse_low).at(slice(None)),
+            spec,
+            upstream.at(slice(None)),
+            dlogits,
         )
         return dlogits
 

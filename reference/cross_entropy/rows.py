@@ -11,6 +11,11 @@ and the log-probability of a token, the entropy and lse have the gradients::
     d log_prob / dz[j] = [j = t] - p[j]
     d entropy  / dz[j] = -p[j] (log p[j] + entropy)
     d lse      / dz[j] = p[j]
+
+Two differences would lose their digits. ``z - lse`` does where all logits have a common offset, so
+``lse`` is kept in two numbers, :class:`LogSumExp`. ``p[t] - 1`` does where the target is nearly
+certain: its gradient is ``expm1(log p[t])``, and the sum of exponentials is taken without that of
+the maximum, whose 1 would swallow the others.
 """
 
 from __future__ import annotations
@@ -43,12 +48,42 @@ def needs_argmax(outputs: str) -> bool:
     return not {"argmax", "predicted_tokens", "token_accuracy"}.isdisjoint(outputs.split(","))
 
 
+class LogSumExp(NamedTuple):
+    """The log-sum-exp of every row, as the sum of two numbers of its dtype.
+
+    ``high`` is the sum rounded, and ``low`` what rounding left out: without it, logits near 1e6
+    would have probabilities that are 3 % off in fp32. Whatever a backend starts from (a maximum, or
+    the target's logit) does not show in the two.
+    """
+
+    high: Tensor
+    low: Tensor
+
+    @staticmethod
+    def of(shift: Tensor, log_sum: Tensor) -> LogSumExp:
+        """Of ``shift + log_sum``; ``low`` is what is missing to the sum of both, exactly."""
+        high = shift + log_sum
+        back = high - shift
+        low = (shift - (high - back)) + (log_sum - back)
+        return LogSumExp(high, torch.where(high.isfinite(), low, 0))
+
+    def at(self, where: Tensor | slice) -> LogSumExp:
+        """Of some rows."""
+        return LogSumExp(self.high[where].contiguous(), self.low[where].contiguous())
+
+    def below(self, z: Tensor) -> Tensor:
+        """The logarithms of probabilities, from logits whose first axis counts the rows."""
+        shape = (-1,) + (1,) * (z.ndim - 1)
+        return (z - self.high.view(shape)).sub_(self.low.view(shape))
+
+
 class RowStats(NamedTuple):
     """Statistics of every row; ignored rows are 0 (-1 in ``argmax``). Unwanted ones are empty."""
 
     ce: Tensor
     zl: Tensor
     lse: Tensor
+    lse_low: Tensor
     log_prob: Tensor
     entropy: Tensor
     argmax: Tensor
@@ -61,7 +96,7 @@ class RowStats(NamedTuple):
         """Room beside ``like`` for what the loss (if any) and ``outputs`` ask of ``rows`` rows."""
         wanted, kind = outputs.split(","), statistics_dtype(like.dtype)
         zl = "z_loss" in wanted or objective.z_loss_weight != 0
-        keep = (loss, zl, True, "log_prob" in wanted, "entropy" in wanted)
+        keep = (loss, zl, True, True, "log_prob" in wanted, "entropy" in wanted)
         parts = [like.new_empty(rows if kept else 0, dtype=kind) for kept in keep]
         places = rows if outputs and needs_argmax(outputs) else 0
         made = RowStats._make((*parts, like.new_empty(places, dtype=torch.int64)))
@@ -69,6 +104,11 @@ class RowStats(NamedTuple):
             for part in filter(Tensor.numel, made):
                 part.fill_(-1 if part.dtype == torch.int64 else 0)
         return made
+
+    @property
+    def normalizer(self) -> LogSumExp:
+        """What backward subtracts from logits."""
+        return LogSumExp(self.lse, self.lse_low)
 
     def put(self, place: slice | Tensor, block: RowStats) -> None:
         """Write the statistics of a block of rows."""
@@ -106,7 +146,7 @@ class RowKernels(Protocol):
         raw: Tensor,
         target: Tensor,
         weight: Tensor | None,
-        lse: Tensor,
+        lse: LogSumExp,
         objective: Objective,
         dloss: Tensor,
     ) -> None:
@@ -147,33 +187,56 @@ def scaled(raw: Tensor, objective: Objective) -> Tensor:
     return z if objective.softcap is None else objective.softcap * torch.tanh(z / objective.softcap)
 
 
+class _Sums(NamedTuple):
+    """What the exponentials of a block of logits add up to, relative to the rows' maxima."""
+
+    below: Tensor  # z less the maximum
+    exponentials: Tensor  # of the former, but 0 at the maximum
+    log_sum: Tensor
+    lse: LogSumExp
+
+
+def _sums(z: Tensor) -> _Sums:
+    """The maximum's own 1 is added last, by log1p: beside it the others may be too small to add."""
+    top, place = z.max(-1, keepdim=True)
+    below = z - top
+    exponentials = torch.exp(below).scatter_(1, place, 0)
+    log_sum, top = torch.log1p(exponentials.sum(-1)), top.squeeze(1)
+    high, low = LogSumExp.of(top, log_sum)
+    return _Sums(below, exponentials, log_sum, LogSumExp(torch.where(top.isinf(), top, high), low))
+
+
+def log_sum_exp(z: Tensor) -> LogSumExp:
+    """Of rows of logits."""
+    return _sums(z).lse
+
+
 def _block_statistics(
     z: Tensor, target: Tensor, weight: Tensor | None, objective: Objective, outputs: str
 ) -> RowStats:
     valid = target != objective.ignore_index
     inside = valid & (target >= 0) & (target < z.shape[-1])
     label = torch.where(inside, target, 0).unsqueeze(1)
-    lse = torch.logsumexp(z, -1)
-    log_prob = z.gather(1, label).squeeze(1) - lse
+    below, exponentials, log_sum, lse = _sums(z)
+    log_prob = lse.below(z.gather(1, label)).squeeze(1)
     w = None if weight is None else weight.to(z.dtype)
     ce = -log_prob if w is None else -log_prob * w[label.squeeze(1)]
     if objective.label_smoothing:
         eps, v = objective.label_smoothing, z.shape[-1]
-        spread = v * lse - z.sum(-1) if w is None else w.sum() * lse - z @ w
+        # sum w (lse - z), of what is relative to the maximum
+        spread = v * log_sum - below.sum(-1) if w is None else w.sum() * log_sum - below @ w
         ce = (1 - eps) * ce + eps / v * spread
-    zl = objective.z_loss_weight * lse.square()
+    zl = objective.z_loss_weight * lse.high.square()
     poison = torch.where(valid & ~inside, float("nan"), 0.0)  # a target that reaches no class
-    rows = [torch.where(valid, x, 0) for x in (ce + poison, zl, lse, log_prob + poison)]
+    rows = [torch.where(valid, x, 0) for x in (ce + poison, zl, *lse, log_prob + poison)]
     wanted = outputs.split(",")
     entropy = argmax = z.new_empty(0)
-    if "entropy" in wanted:
-        # log_softmax subtracts the maximum first, so that no large numbers cancel
-        log_p = torch.log_softmax(z, -1)
-        entropy = torch.where(
-            valid, -torch.where(log_p.isneginf(), 0, log_p.exp() * log_p).sum(-1), 0
-        )
     if needs_argmax(outputs):
         argmax = torch.where(valid, (z == z.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1), -1)
+    if "entropy" in wanted:
+        # -sum p log p of p = exp(below - log_sum), where terms of one sign are added
+        weighted = torch.where(exponentials == 0, 0, below.mul_(exponentials)).sum(-1)
+        entropy = torch.where(valid, log_sum - weighted / log_sum.exp(), 0)
     return RowStats._make((*rows, entropy, argmax))
 
 
@@ -201,7 +264,7 @@ def gradient_into(
     raw: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    lse: Tensor,
+    lse: LogSumExp,
     objective: Objective,
     scales: tuple[Tensor, Tensor],
 ) -> None:
@@ -210,23 +273,20 @@ def gradient_into(
     Scales are scalars or one value a row. Ignored rows and rows with an impossible target get zero.
     """
     vocabulary, eps = raw.shape[-1], objective.label_smoothing
-    everyone = torch.arange(raw.shape[0], device=raw.device)
     for block in row_blocks(raw.shape[0], vocabulary * 8):
-        z = scaled(raw[block], objective)
-        t, take = target[block], everyone[block] - block.start
+        z, t, log_sum = scaled(raw[block], objective), target[block], lse.at(block)
         ce, zl = [s if s.ndim == 0 else s[block].unsqueeze(1) for s in scales]
         valid = (t != objective.ignore_index) & (t >= 0) & (t < vocabulary)
-        label = torch.where(valid, t, 0)
+        label = torch.where(valid, t, 0).unsqueeze(1)
         w = None if weight is None else weight.to(z.dtype)
-        own = (1 - eps) * (z.new_ones(len(t)) if w is None else w[label]).unsqueeze(1)
+        own = ce * (1 - eps) * (z.new_ones(label.shape) if w is None else w[label])
         total = eps / vocabulary * (vocabulary if w is None else w.sum())
-        rows_lse = lse[block].unsqueeze(1)
-        dz = torch.exp(z - rows_lse) * (
-            ce * (own + total) + zl * (2 * objective.z_loss_weight) * rows_lse
-        )
+        grad_lse = ce * total + zl * (2 * objective.z_loss_weight) * log_sum.high.unsqueeze(1)
+        log_p = log_sum.below(z.gather(1, label))
+        of_target = grad_lse * torch.exp(log_p) + own * torch.expm1(log_p)
+        dz = log_sum.below(z).exp_().mul_(own + grad_lse).scatter_(1, label, of_target.to(z.dtype))
         if eps:
             dz -= ce * (eps / vocabulary) * (1 if w is None else w)
-        dz[take, label] -= (ce * own).expand(len(t), 1).squeeze(1)
         if objective.softcap is not None:
             dz *= 1 - (z / objective.softcap).square()
         out[block] = torch.where(valid.unsqueeze(1), dz * objective.logit_scale, 0).to(out.dtype)
@@ -238,9 +298,10 @@ def gradient_into(
 class Upstream(NamedTuple):
     """What arrives at rows.
 
-    The gradient of ``z[j]`` is ``p[j] (grad_lse - entropy log p[j]) + [j = t] grad_target``.
-
-    All are 0 for rows that get no gradient; ``entropy`` is None where nobody uses it.
+    The gradient of ``z[j]`` is ``p[j] (grad_lse - entropy log p[j]) + grad_target ([j = t] -
+    p[j])``: what arrives at log-probabilities is kept apart from ``grad_lse``, since ``1 - p[t]``
+    would lose its digits in a sum with anything else. All are 0 for rows that get no gradient;
+    ``entropy`` is None where nobody uses it.
     """
 
     grad_target: Tensor
@@ -267,7 +328,7 @@ def upstream_of(
     grad_target, dentropy, grad_lse = used(log_prob), used(entropy), used(lse)
     zero = next(d for d in (grad_target, dentropy, grad_lse, target) if d is not None).new_zeros(())
     grad_target = zero.expand(target.shape) if grad_target is None else grad_target
-    grad_lse = -grad_target if grad_lse is None else grad_lse - grad_target
+    grad_lse = torch.zeros_like(grad_target) if grad_lse is None else grad_lse
     if dentropy is not None:
         grad_lse = grad_lse - dentropy * torch.where(valid, entropies, 0)
     return Upstream(grad_target, grad_lse, dentropy)
@@ -290,24 +351,29 @@ def within_range(
 
 
 def gradient_(
-    raw: Tensor, target: Tensor, lse: Tensor, objective: Objective, upstream: Upstream
+    raw: Tensor, target: Tensor, lse: LogSumExp, objective: Objective, upstream: Upstream
 ) -> None:
     """Overwrite raw logits by their gradient."""
     vocabulary = raw.shape[-1]
     for block in row_blocks(raw.shape[0], vocabulary * 8):
-        grad_target, grad_lse, entropy = upstream.at(block)
+        grad_target, grad_lse, entropy = (
+            None if part is None else part.unsqueeze(1) for part in upstream.at(block)
+        )
+        assert grad_target is not None
+        assert grad_lse is not None
         z, t = scaled(raw[block], objective), target[block]
-        log_p = z - lse[block].unsqueeze(1)
-        p = torch.exp(log_p)
-        factor = grad_lse.unsqueeze(1)
+        log_p = lse.at(block).below(z)
+        label = torch.where((t >= 0) & (t < vocabulary), t, 0).unsqueeze(1)
+        own = log_p.gather(1, label)
+        p, p_own, factor, factor_own = torch.exp(log_p), torch.exp(own), grad_lse, grad_lse
         some = (grad_target != 0) | (grad_lse != 0)
         if entropy is not None:
             # a class without probability adds nothing, though its logarithm is infinite
-            factor = factor - entropy.unsqueeze(1) * torch.where(p == 0, 0, log_p)
+            factor = factor - entropy * torch.where(p == 0, 0, log_p)
+            factor_own = factor_own - entropy * torch.where(p_own == 0, 0, own)
             some |= entropy != 0
-        dz = p * factor
-        label = torch.where((t >= 0) & (t < vocabulary), t, 0).unsqueeze(1)
-        dz.scatter_add_(1, label, grad_target.to(dz.dtype).unsqueeze(1))
+        of_target = p_own * factor_own - grad_target * torch.expm1(own)
+        dz = p.mul_(factor - grad_target).scatter_(1, label, of_target.to(p.dtype))
         if objective.softcap is not None:
             dz *= 1 - (z / objective.softcap).square()
-        raw[block] = torch.where(some.unsqueeze(1), dz * objective.logit_scale, 0).to(raw.dtype)
+        raw[block] = torch.where(some, dz * objective.logit_scale, 0).to(raw.dtype)

@@ -111,6 +111,33 @@ def reciprocal_near(x):
 
 
 @triton.jit
+def two_sum(a, b):
+    """The rounded sum of two numbers and what rounding left out; 0 if that is not finite."""
+    high = a + b
+    back = high - a
+    low = (a - (high - back)) + (b - back)
+    return high, tl.where(tl.abs(high) < float("inf"), low, 0.0)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) of an fp32 scalar that is not negative, to a few ulp also where x is tiny."""
+    s = tl.div_rn(x, x + 2.0)
+    q = s * s
+    near = 0.33333333333 + q * (0.2 + q * (0.14285714286 + q * 0.11111111111))
+    return tl.where(x < 0.5, 2.0 * s + 2.0 * s * q * near, tl.log2(1.0 + x) * LN2)
+
+
+@triton.jit
+def one_minus_exp(x):
+    """1 - exp(-x) of an fp32 scalar that is not negative, to a few ulp also where x is tiny."""
+    near = 1.0 - x * (1.0 / 7.0) * (1.0 - x * 0.125)
+    near = 1.0 - x * (1.0 / 5.0) * (1.0 - x * (1.0 / 6.0) * near)
+    near = 1.0 - x * (1.0 / 3.0) * (1.0 - x * 0.25 * near)
+    return tl.where(x < 0.5, x * (1.0 - x * 0.5 * near), 1.0 - tl.exp2(x * -LOG2E))
+
+
+@triton.jit
 def of_thread(zero):
     """0 as a number of each thread, which a compiler does not know to be one for all of a warp.
 

@@ -10,9 +10,14 @@ With z = cap * tanh(scale * raw / cap), p = softmax(z), lse = logsumexp(z) and t
 
 One program owns one row of any width. The sum of exponentials is anchored at the target's logit,
 which is known before the first column. So the loop carries no running maximum and has no barrier,
-and the loss is the logarithm of a sum that is at least 1. Where that sum overflows (a loss above
-88) or the anchor is not finite, a second pass starts from the row's maximum. The gradient may
-overwrite the row in a further pass, while the row is still in the cache.
+and the loss is log1p of the sum over the other classes, which keeps its digits where the target is
+nearly certain. Where that sum is 2^32 (a loss above 22) or the anchor is not finite, a second pass
+starts from the row's maximum. The gradient may overwrite the row in a further pass, while the row
+is still in the cache.
+
+``lse`` is two numbers, of which the second is what rounding left out of the first: ``z - lse`` has
+no digits where all logits lie far from 0 together. ``p[t] - 1`` has none where the target is nearly
+certain, so the gradient there is made of ``1 - exp(-loss)`` by its series.
 
 Kernels are made of passes over one row of any width: its sums, its maximum and its gradient. The
 softcap and the scale are None or run-time numbers, so that a temperature that changes does not
@@ -35,16 +40,19 @@ from liger_multi.backends.triton.common.rows import (
     LOG2E,
     assume_cols,
     checked_cols,
+    log1p,
+    one_minus_exp,
     power_of_2,
     round_to,
     sum_rows,
     tanh,
+    two_sum,
     warps,
 )
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.common.strict import strict
 from liger_multi.reference.cross_entropy.reduction import check_targets
-from liger_multi.reference.cross_entropy.rows import Objective, RowStats
+from liger_multi.reference.cross_entropy.rows import LogSumExp, Objective, RowStats
 
 # --- passes over one row; z is a logit after scale and softcap, in fp32 ---
 
@@ -62,7 +70,7 @@ def logit(raw, scale, softcap):
 
 @triton.jit
 def row_pass(
-    row_ptr, weight_ptr, cols, anchor, scale, softcap,
+    row_ptr, weight_ptr, cols, anchor, without, scale, softcap,
     SMOOTH: tl.constexpr, ENTROPY: tl.constexpr, ARGMAX: tl.constexpr,
     BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -70,6 +78,8 @@ def row_pass(
 
     Each lane keeps sums and a maximum of its own, so that no step waits for a reduction. Of equal
     maxima, the first column counts. ``evict_last`` asks the cache to keep the row for a later pass.
+    The sum of exp(d) is without the column ``without``, if any, beside which the others may be too
+    small to add. No step pays for that: the column's lane is summed once more, without it.
     """
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -97,7 +107,26 @@ def row_pass(
             place = tl.where(z > best, col, place)
             best = tl.maximum(best, z)
     first = tl.min(tl.where(best == tl.max(best, axis=0), place, cols - 1), axis=0)
+    if without is not None:
+        others = _lane_without(row_ptr, cols, anchor, without, scale, softcap, BLOCK)
+        total = tl.where(lane == without % BLOCK, others, total)
     return tl.sum(total, axis=0), tl.sum(spread, axis=0), tl.sum(smooth, axis=0), first
+
+
+@triton.jit
+def _lane_without(row_ptr, cols, anchor, without, scale, softcap, BLOCK: tl.constexpr):
+    """Sum of exp(z - anchor) over the columns of a lane, every BLOCK-th, without one of them.
+
+    They are few, so every warp reads them all, from the cache.
+    """
+    total = tl.zeros([32], tl.float32)
+    for start in tl.range(0, cols, 32 * BLOCK):
+        col = without % BLOCK + start + tl.arange(0, 32) * BLOCK
+        mask = (col < cols) & (col != without)
+        raw = tl.load(row_ptr + col, mask=mask, other=float("-inf"))
+        z = tl.where(mask, logit(raw, scale, softcap), float("-inf"))
+        total += tl.exp2((z - anchor) * LOG2E)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
@@ -113,6 +142,14 @@ def row_maximum(row_ptr, cols, scale, softcap, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def target_nll(row_ptr, target, lse, lse_low, scale, softcap):
+    """-log p of the target, whose logit is read before any thread overwrites the row."""
+    own = logit(tl.load(row_ptr + target), scale, softcap)
+    tl.debug_barrier()
+    return lse_low - (own - lse)
+
+
+@triton.jit
 def fill_zero(row_ptr, cols, BLOCK: tl.constexpr):
     """Overwrite a row with zeros."""
     for start in tl.range(0, cols, BLOCK):
@@ -122,18 +159,18 @@ def fill_zero(row_ptr, cols, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gradient_of(
-    raw, col, mask, target, anchor, log2_total, own, p_scale, part, weight_ptr, scale, softcap,
+    raw, col, mask, target, lse, log2_low, at_target, p_scale, part, weight_ptr, scale, softcap,
     SMOOTHING: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile of raw logits; see :func:`write_gradient`."""
     z = logit(raw, scale, softcap)
-    dz = tl.exp2((z - anchor) * LOG2E - log2_total) * p_scale
+    dz = tl.exp2((z - lse) * LOG2E - log2_low) * p_scale
     if SMOOTHING != 0.0:
         if weight_ptr is not None:
             dz -= part * tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
         else:
             dz -= part
-    dz = tl.where(col == target, dz - own, dz)
+    dz = tl.where(col == target, at_target, dz)
     if softcap is not None:
         share = z * (1.0 / softcap)
         dz *= 1.0 - share * share
@@ -144,30 +181,38 @@ def _gradient_of(
 
 @triton.jit
 def write_gradient(
-    row_ptr, out_ptr, weight_ptr, weight_sum_ptr, target, cols, anchor, log2_total, lse,
+    row_ptr, out_ptr, weight_ptr, weight_sum_ptr, target, cols, lse, lse_low, nll,
     ce_scale, zl_scale, z_weight, scale, softcap, kept, kept_after,
     SMOOTHING: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Write ce_scale * d ce + zl_scale * d zl of one row, p = exp(z - anchor) / 2^log2_total.
+    """Write ce_scale * d ce + zl_scale * d zl of one row, p = exp((z - lse) - lse_low).
 
+    ``nll`` is -log p of the target, whose gradient is computed before the pass.
     The pass runs from the last columns to the first. Where the rows in flight do not fit into the
     cache together, it still holds the columns that the pass before read last (8192x128256 on an
     H200: 1381 to 1248 us). KEPT: so many columns, from :func:`kept_from` on, are ``kept``, and the
     second half of them ``kept_after``.
     """
     own = (1.0 - SMOOTHING) * ce_scale
+    weight = 1.0
     if weight_ptr is not None:
-        own *= tl.load(weight_ptr + target).to(tl.float32)
-    p_scale = own + 2.0 * z_weight * lse * zl_scale
+        weight = tl.load(weight_ptr + target).to(tl.float32)
+        own *= weight
+    grad_lse = 2.0 * z_weight * lse * zl_scale
     part = ce_scale * SMOOTHING / cols
     if SMOOTHING != 0.0:
-        p_scale += part * (tl.load(weight_sum_ptr) if weight_sum_ptr is not None else cols)
+        grad_lse += part * (tl.load(weight_sum_ptr) if weight_sum_ptr is not None else cols)
+    p_scale = own + grad_lse
+    at_target = grad_lse * tl.exp2(nll * -LOG2E) - own * one_minus_exp(nll)
+    if SMOOTHING != 0.0:
+        at_target -= part * weight
+    log2_low = lse_low * LOG2E
     read = kept_from(cols, BLOCK, KEPT)
     if KEPT > 0:
         for after in tl.static_range(2):
             end = read + after * (KEPT // 2) + tl.arange(0, KEPT // 2)
             last_dz = _gradient_of(
-                kept_after if after else kept, end, end < cols, target, anchor, log2_total, own,
+                kept_after if after else kept, end, end < cols, target, lse, log2_low, at_target,
                 p_scale, part, weight_ptr, scale, softcap, SMOOTHING,
             )  # fmt: skip
             tl.store(
@@ -182,7 +227,7 @@ def write_gradient(
         mask = col < cols
         raw = tl.load(row_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
         dz = _gradient_of(
-            raw, col, mask, target, anchor, log2_total, own, p_scale, part, weight_ptr, scale,
+            raw, col, mask, target, lse, log2_low, at_target, p_scale, part, weight_ptr, scale,
             softcap, SMOOTHING,
         )  # fmt: skip
         tl.store(
@@ -202,11 +247,11 @@ def kept_from(cols, BLOCK: tl.constexpr, KEPT: tl.constexpr):
 
 
 @triton.jit
-def _keep(row_ptr, first, cols, anchor, scale, COLS: tl.constexpr):
-    """COLS columns from ``first`` on, and the sum of their exp(z - anchor)."""
+def _keep(row_ptr, first, cols, anchor, without, scale, COLS: tl.constexpr):
+    """COLS columns from ``first`` on, and the sum of their exp(z - anchor) without one column's."""
     col = first + tl.arange(0, COLS)
     raw = tl.load(row_ptr + col, mask=col < cols, other=0.0, eviction_policy="evict_first")
-    return raw, _kept_sum(raw, col < cols, anchor, scale)
+    return raw, _kept_sum(raw, (col < cols) & (col != without), anchor, scale)
 
 
 @triton.jit
@@ -372,8 +417,8 @@ def row_config(info: DeviceInfo, rows: int, cols: int, sums: int, gradient: int 
 
 @triton.jit
 def _store_rows(
-    ce_ptr, zl_ptr, lse_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
-    ce, zl, lse, log_prob, entropy, argmax,
+    ce_ptr, zl_ptr, lse_ptr, lse_low_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
+    ce, zl, lse, lse_low, log_prob, entropy, argmax,
 ):  # fmt: skip
     """Write what a row gives: its loss, and the statistics that were asked for."""
     tl.store(ce_ptr + row, ce)
@@ -381,6 +426,8 @@ def _store_rows(
         tl.store(zl_ptr + row, zl)
     if lse_ptr is not None:
         tl.store(lse_ptr + row, lse)
+    if lse_low_ptr is not None:
+        tl.store(lse_low_ptr + row, lse_low)
     if log_prob_ptr is not None:
         tl.store(log_prob_ptr + row, log_prob)
     if entropy_ptr is not None:
@@ -392,16 +439,17 @@ def _store_rows(
 @triton.jit
 def _cross_entropy_forward_kernel(
     logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, scales_ptr, ce_ptr, zl_ptr, lse_ptr,
-    log_prob_ptr, entropy_ptr, argmax_ptr, row_stride, target_stride, cols, ignore_index, z_weight,
-    scale, softcap, SMOOTHING: tl.constexpr, ADD_ZL: tl.constexpr, GRADIENT: tl.constexpr,
-    INVERSE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, KEPT: tl.constexpr,
+    lse_low_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row_stride, target_stride, cols,
+    ignore_index, z_weight, scale, softcap, SMOOTHING: tl.constexpr, ADD_ZL: tl.constexpr,
+    GRADIENT: tl.constexpr, INVERSE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
     """Loss and statistics of one row of logits; with GRADIENT, its gradient overwrites them.
 
     Program: one row.
     Reads the target and its logit, then the row in one pass, or in three where the anchor was no
-    good (maximum, then the sums again). Writes ce, and those of zl, lse, log_prob, entropy and
-    argmax that have a pointer.
+    good (maximum, then the sums again). Writes ce, and those of zl, lse and its low part, log_prob,
+    entropy and argmax that have a pointer.
     GRADIENT: a last pass overwrites the logits, scaled by the two numbers at ``scales_ptr``, if
     there are any; INVERSE: by their inverses, with 0 for 0. KEPT: so many of the last columns stay
     in registers between the passes, where nothing but the sum is asked for.
@@ -414,8 +462,8 @@ def _cross_entropy_forward_kernel(
     target = tl.load(target_ptr + row * target_stride)
     if target == ignore_index:
         _store_rows(
-            ce_ptr, zl_ptr, lse_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
-            0.0, 0.0, 0.0, 0.0, 0.0, -1,
+            ce_ptr, zl_ptr, lse_ptr, lse_low_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
+            0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1,
         )  # fmt: skip
         if GRADIENT:
             fill_zero(row_ptr, cols, BLOCK)
@@ -428,30 +476,35 @@ def _cross_entropy_forward_kernel(
     ARGMAX: tl.constexpr = argmax_ptr is not None
     tl.static_assert(KEPT == 0 or not (SMOOTHING or ENTROPY or ARGMAX or softcap is not None))
     read = kept_from(cols, BLOCK, KEPT)
-    total, spread, smooth, argmax = row_pass(
-        row_ptr, weight_ptr, read, anchor, scale, softcap, SMOOTHING != 0.0, ENTROPY, ARGMAX,
-        BLOCK, UNROLL,
+    others, spread, smooth, argmax = row_pass(
+        row_ptr, weight_ptr, read, anchor, target, scale, softcap, SMOOTHING != 0.0, ENTROPY,
+        ARGMAX, BLOCK, UNROLL,
     )  # fmt: skip
     kept, kept_after = 0.0, 0.0
     if KEPT > 0:
-        kept, sum_kept = _keep(row_ptr, read, cols, anchor, scale, KEPT // 2)
-        kept_after, sum_after = _keep(row_ptr, read + KEPT // 2, cols, anchor, scale, KEPT // 2)
-        total += sum_kept + sum_after
-    # entropy is a difference, which loses digits where the anchor lies far below the maximum
-    if (total >= (4294967296.0 if ENTROPY else float("inf"))) | (total != total):
+        kept, sum_kept = _keep(row_ptr, read, cols, anchor, target, scale, KEPT // 2)
+        kept_after, sum_after = _keep(
+            row_ptr, read + KEPT // 2, cols, anchor, target, scale, KEPT // 2
+        )
+        others += sum_kept + sum_after
+    total = 1.0 + others
+    log_total = log1p(others)
+    nll = log_total
+    # exponents lose digits where the anchor lies far below the maximum, and so do differences
+    if (others >= 4294967296.0) | (others != others):
         anchor = row_maximum(row_ptr, cols, scale, softcap, BLOCK)
         total, spread, smooth, argmax = row_pass(
-            row_ptr, weight_ptr, read, anchor, scale, softcap, SMOOTHING != 0.0, ENTROPY, ARGMAX,
-            BLOCK, 1,
+            row_ptr, weight_ptr, read, anchor, None, scale, softcap, SMOOTHING != 0.0, ENTROPY,
+            ARGMAX, BLOCK, 1,
         )  # fmt: skip
         if KEPT > 0:
             lane = read + tl.arange(0, KEPT // 2)
             total += _kept_sum(kept, lane < cols, anchor, scale)
             total += _kept_sum(kept_after, lane + KEPT // 2 < cols, anchor, scale)
-    log2_total = tl.log2(total)
-    log_total = log2_total * LN2
-    lse = anchor + log_total
-    nll = tl.where(inside, log_total - (own - anchor), float("nan"))
+        log_total = tl.log2(total) * LN2
+        nll = log_total - (own - anchor)
+    lse, lse_low = two_sum(anchor, log_total)
+    nll = tl.where(inside, nll, float("nan"))
     ce = nll * (1.0 - SMOOTHING)
     if weight_ptr is not None:
         ce *= tl.load(weight_ptr + target).to(tl.float32)
@@ -471,7 +524,7 @@ def _cross_entropy_forward_kernel(
                     ce_scale = tl.where(ce_scale == 0.0, 0.0, 1.0 / ce_scale)
                     zl_scale = tl.where(zl_scale == 0.0, 0.0, 1.0 / zl_scale)
             write_gradient(
-                row_ptr, row_ptr, weight_ptr, weight_sum_ptr, target, cols, anchor, log2_total, lse,
+                row_ptr, row_ptr, weight_ptr, weight_sum_ptr, target, cols, lse, lse_low, nll,
                 ce_scale, zl_scale, z_weight, scale, softcap, kept, kept_after,
                 SMOOTHING, BLOCK, UNROLL, KEPT,
             )  # fmt: skip
@@ -480,22 +533,23 @@ def _cross_entropy_forward_kernel(
     if ADD_ZL:
         ce += zl
     _store_rows(
-        ce_ptr, zl_ptr, lse_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
-        ce, zl, lse, -nll, entropy, argmax,
+        ce_ptr, zl_ptr, lse_ptr, lse_low_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
+        ce, zl, lse, lse_low, -nll, entropy, argmax,
     )  # fmt: skip
 
 
 @triton.jit
 def _cross_entropy_backward_kernel(
-    dloss_ptr, logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, lse_ptr, denominators_ptr,
-    out_ptr, dloss_stride, row_stride, target_stride, out_stride, cols, ignore_index, z_weight,
-    scale, softcap, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    dloss_ptr, logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, lse_ptr, lse_low_ptr,
+    denominators_ptr, out_ptr, dloss_stride, row_stride, target_stride, out_stride, cols,
+    ignore_index, z_weight, scale, softcap, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one row of logits from its saved lse.
 
-    Program: one row; reads its target, upstream gradient, lse, the denominators of the mean and,
-    once, the logits. Writes the gradient; zeros for rows that are ignored or whose target is no
-    class.
+    Program: one row; reads its target and the target's logit, upstream gradient, both parts of lse,
+    the denominators of the mean and, once, the logits. Writes the gradient, perhaps over them;
+    zeros for rows that are ignored or whose target is no class.
     """
     row = tl.program_id(0).to(tl.int64)
     out_ptr += row * out_stride
@@ -510,9 +564,11 @@ def _cross_entropy_backward_kernel(
     ce_scale = tl.where(weight_total == 0.0, 0.0, dloss / weight_total)
     zl_scale = tl.where(count == 0.0, 0.0, dloss / count)
     lse = tl.load(lse_ptr + row)
+    lse_low = tl.load(lse_low_ptr + row)
     row_ptr = logits_ptr + row * row_stride
+    nll = target_nll(row_ptr, target, lse, lse_low, scale, softcap)
     write_gradient(
-        row_ptr, out_ptr, weight_ptr, weight_sum_ptr, target.to(tl.int32), cols, lse, 0.0, lse,
+        row_ptr, out_ptr, weight_ptr, weight_sum_ptr, target.to(tl.int32), cols, lse, lse_low, nll,
         ce_scale, zl_scale, z_weight, scale, softcap, 0.0, 0.0, SMOOTHING, BLOCK, UNROLL, 0,
     )  # fmt: skip
 
@@ -602,7 +658,7 @@ def loss_and_gradient_(
 
 def gradient_into(
     out: Tensor, dloss: Tensor, logits: Tensor, target: Tensor, weight: Optional[Tensor],
-    lse: Tensor, denominators: Tensor, options: Objective,
+    lse: LogSumExp, denominators: Tensor, options: Objective,
 ) -> None:  # fmt: skip
     """Write the gradient of raw logits, perhaps over them; ``dloss`` is a scalar or (rows,)."""
     count, cols = logits.shape
@@ -614,7 +670,7 @@ def gradient_into(
     )
     launch(
         _cross_entropy_backward_kernel, count,
-        (dloss, logits, target, weight, weight_sum(weight, options), lse, denominators, out,
+        (dloss, logits, target, weight, weight_sum(weight, options), *lse, denominators, out,
          dloss.stride(0) if dloss.dim() else 0, logits.stride(0), target.stride(0), out.stride(0),
          cols, options.ignore_index, options.z_loss_weight, *curve(options)),
         (options.label_smoothing, k.block, k.unroll), k.num_warps,
@@ -632,8 +688,8 @@ def forward(
     reduction: str,
     validate: bool,
     outputs: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss and wanted outputs, then ``lse`` of every row and the denominators of the mean."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss and wanted outputs, then both parts of ``lse`` and the denominators of the mean."""
     count, cols = logits.shape
     check_targets(target, cols, ignore_index, validate)
     options = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
@@ -642,7 +698,8 @@ def forward(
     total = weight_sum(weight, options)
     add_zl = reduction == "none" and z_loss_weight != 0.0
     _launch_rows(_columns(logits), target, weight, total, options, rows, add_zl=add_zl)
-    return finish(rows, target, weight, cols, ignore_index, reduction, outputs)
+    *results, by = finish(rows, target, weight, cols, ignore_index, reduction, outputs)
+    return (*results, rows.lse_low, by)  # type: ignore[return-value]
 
 
 def backward(
@@ -651,6 +708,7 @@ def backward(
     target: Tensor,
     weight: Optional[Tensor],
     lse: Tensor,
+    lse_low: Tensor,
     denominators: Tensor,
     ignore_index: int,
     label_smoothing: float,
@@ -663,6 +721,7 @@ def backward(
     dlogits = logits.new_empty(logits.shape)
     weight = None if weight is None else weight.contiguous()
     gradient_into(
-        dlogits, dloss, _columns(logits), target, weight, lse.contiguous(), denominators, options
-    )
+        dlogits, dloss, _columns(logits), target, weight,
+        LogSumExp(lse.contiguous(), lse_low.contiguous()), denominators, options,
+    )  # fmt: skip
     return dlogits

@@ -5,7 +5,7 @@ launch that reads every row twice, the second time from the cache, and overwrite
 Log-probabilities have the same statistics. Their backward computes a chunk of logits again and
 overwrites it by its gradient, each element read once and written once: with log p = z - lse,
 
-    dz[j] = p[j] (share - entropy log p[j]) + [j = t] own
+    dz[j] = p[j] (grad_lse - entropy log p[j]) + grad_target ([j = t] - p[j])
     dz / draw = scale * (1 - (z / cap)^2)
 
 where ``grad_target``, ``grad_lse`` and ``entropy`` are numbers of the row, all 0 where it gets no
@@ -30,6 +30,7 @@ from liger_multi.backends.triton.common.rows import (
     assume_cols,
     cdiv,
     checked_cols,
+    one_minus_exp,
     power_of_2,
     round_to,
     warps,
@@ -42,6 +43,7 @@ from liger_multi.backends.triton.cross_entropy.cross_entropy import (
     logit,
     reduce_rows,
     row_config,
+    target_nll,
 )
 from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
@@ -57,7 +59,7 @@ from liger_multi.reference.cross_entropy.fused_linear_log_prob import (
 )
 from liger_multi.reference.cross_entropy.operators import implement_token_log_prob
 from liger_multi.reference.cross_entropy.reduction import check_targets
-from liger_multi.reference.cross_entropy.rows import Objective, RowStats, Upstream
+from liger_multi.reference.cross_entropy.rows import LogSumExp, Objective, RowStats, Upstream
 
 # --- in place ---
 
@@ -250,15 +252,13 @@ class TritonRows:
         raw: Tensor,
         target: Tensor,
         weight: Tensor | None,
-        lse: Tensor,
+        lse: LogSumExp,
         objective: Objective,
         dloss: Tensor,
     ) -> None:
         """``raw`` becomes its gradient for one upstream gradient a row."""
         ones = torch.ones(2, dtype=torch.float32, device=raw.device)
-        rows_of.gradient_into(
-            raw, dloss, raw, target, _contiguous(weight), lse.contiguous(), ones, objective
-        )
+        rows_of.gradient_into(raw, dloss, raw, target, _contiguous(weight), lse, ones, objective)
 
 
 fused_linear_cross_entropy = Implementation(*implement_fused_linear_cross_entropy(TritonRows()))
@@ -269,15 +269,15 @@ fused_linear_cross_entropy = Implementation(*implement_fused_linear_cross_entrop
 
 @triton.jit
 def _log_prob_gradient_kernel(
-    raw_ptr, target_ptr, lse_ptr, grad_target_ptr, grad_lse_ptr, entropy_ptr, out_ptr, row_stride,
-    target_stride, out_stride, cols,
-    scale, softcap, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    raw_ptr, target_ptr, lse_ptr, lse_low_ptr, grad_target_ptr, grad_lse_ptr, entropy_ptr,
+    out_ptr, row_stride, target_stride, out_stride, cols, scale, softcap, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of one row of logits, perhaps over it.
 
-    Program: one row; reads own, share and entropy of the row. Where all are 0 it writes zeros and
-    reads no logit, so that a NaN there does no harm. Otherwise each logit is read once, before its
-    gradient is written.
+    Program: one row; reads grad_target, grad_lse and entropy of the row. Where all are 0 it writes
+    zeros and reads no logit, so that a NaN there does no harm. Otherwise it reads the target's
+    logit, and then each logit once, before its gradient is written.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = raw_ptr + row * row_stride
@@ -291,19 +291,25 @@ def _log_prob_gradient_kernel(
         fill_zero(out_ptr, cols, BLOCK)
         return
     lse = tl.load(lse_ptr + row)
+    lse_low = tl.load(lse_low_ptr + row)
     target = tl.load(target_ptr + row * target_stride).to(tl.int32)
+    nll = target_nll(row_ptr, target, lse, lse_low, scale, softcap)
+    # a certain target's own gradient is what the other classes' probabilities leave of it
+    at_target = tl.exp2(nll * -LOG2E) * (grad_lse + entropy * tl.minimum(nll, 200.0))
+    at_target += grad_target * one_minus_exp(nll)
+    p_scale = grad_lse - grad_target
     for start in tl.range(0, cols, BLOCK, loop_unroll_factor=UNROLL):
         col = start + tl.arange(0, BLOCK)
         mask = col < cols
         raw = tl.load(row_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
         z = logit(raw, scale, softcap)
-        log_p = z - lse
+        log_p = (z - lse) - lse_low
         dz = tl.exp2(log_p * LOG2E)
         if ENTROPY:
-            dz *= grad_lse - entropy * tl.maximum(log_p, -200.0)  # below, p is 0
+            dz *= p_scale - entropy * tl.maximum(log_p, -200.0)  # below, p is 0
         else:
-            dz *= grad_lse
-        dz = tl.where(col == target, dz + grad_target, dz)
+            dz *= p_scale
+        dz = tl.where(col == target, at_target, dz)
         if softcap is not None:
             part = z * (1.0 / softcap)
             dz *= 1.0 - part * part
@@ -317,7 +323,7 @@ class TritonLogProbRows(TritonRows):
 
     @staticmethod
     def log_prob_gradient_(
-        raw: Tensor, target: Tensor, lse: Tensor, objective: Objective, upstream: Upstream,
+        raw: Tensor, target: Tensor, lse: LogSumExp, objective: Objective, upstream: Upstream,
         out: Tensor | None = None,
     ) -> None:  # fmt: skip
         """The gradient of ``raw``, whose columns are adjacent; over it without ``out``."""
@@ -331,7 +337,7 @@ class TritonLogProbRows(TritonRows):
         strides = (raw.stride(0), target.stride(0), out.stride(0))
         launch(
             _log_prob_gradient_kernel, count,
-            (raw, target, lse, *upstream, out, *strides, cols, *curve(objective)),
+            (raw, target, *lse, *upstream, out, *strides, cols, *curve(objective)),
             (k.block, k.unroll), k.num_warps,
         )  # fmt: skip
 
