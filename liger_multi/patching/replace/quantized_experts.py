@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.dispatch.double_backward import first_derivatives_only
+from liger_multi.parameters import declared
 
 GROUP_BYTES = 2**29  # of dequantized weights at a time; the host needs some ms a group
 _PARAMETRIZATION = ("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
@@ -104,6 +105,12 @@ def stacked(module: nn.Module, name: str) -> Any:
     """A parameter, or its packed stack."""
     found = stack_of(module, name)
     return getattr(module, name, None) if found is None else found
+
+
+def stack_declared(module: nn.Module, name: str) -> Any:
+    """The same to look at: a parametrization is not evaluated."""
+    found = stack_of(module, name)
+    return declared(module, name) if found is None else found
 
 
 def unparametrized(module: nn.Module, kind: type[nn.Module]) -> type[nn.Module]:
