@@ -109,27 +109,25 @@ class LazyHead(Patched):
         if dtype is None or not fits or not whole or not lazy:
             return kind.stock_forward(head, hidden)
         weights = (weight, bias)
-        # their rows lie in memory as those of the logits would (DeferredLogits.packed)
-        hidden = hidden if hidden.is_contiguous() else hidden.contiguous()
         if torch.compiler.is_compiling():
             if settings.on_real is None and loss_takes_tensors():
                 return kind.stock_forward(head, hidden)
+            hidden = snapshot(hidden)
             traced = TracedGuard(weight, hidden)
             return TracedLogits(
                 DeferredLogits(head, weights, hidden, settings, dtype, grad, traced)
             )
-        hooks = hooks_of(self)
+        hooks, replica = hooks_of(self), self.__dict__.get("_is_replica", False)  # of DataParallel
+        if settings.fused is None or _conflicts(self, hooks) or (replica and not grad):
+            return loss_logits(kind.stock_forward(head, hidden), settings, grad)
+        hidden = snapshot(hidden)
         settled = not (hooks and any(is_infrastructure(hook) for hook in hooks))
         guard = Guard(head, hidden, settled)
         thin, scales = kind.thin(self), kind.scales(self)
         deferred = DeferredLogits(
             head, (*weights, *thin), hidden, settings, dtype, grad, guard, scales=scales
         )
-        if settings.fused is None or _conflicts(self, hooks):
-            return loss_logits(kind.stock_forward(head, hidden), deferred)
-        if self.__dict__.get("_is_replica", False):  # set by DataParallel
-            return ReplicaLogits(deferred) if grad else kind.stock_forward(head, hidden)
-        return lazy_logits(deferred)
+        return ReplicaLogits(deferred) if replica else lazy_logits(deferred)
 
     def asked(self, hidden: Tensor, job: Job) -> Any:
         """What ``job`` asks for, through the hooks that gather the weight and through no others."""
@@ -177,6 +175,16 @@ def output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
     if asked is not None and hidden.dtype != torch.float64:
         return asked
     return hidden.dtype if hidden.dtype == weight.dtype else None
+
+
+def snapshot(hidden: Tensor) -> Tensor:
+    """Hidden states as they are now, for logits that are computed later.
+
+    A copy, since no version counts what is written through ``.data``, NumPy or DLPack. It takes as
+    long as one elementwise operation, and is one tensor more while the model holds the other.
+    Its rows lie in memory as those of the logits would (:meth:`DeferredLogits.packed`).
+    """
+    return hidden.clone(memory_format=torch.contiguous_format)
 
 
 def may_be_lazy(head: LazyHead, hidden: Tensor, grad: bool) -> bool:
@@ -295,7 +303,7 @@ class ShardedHead(LazyHead):
         dtype = output_dtype(hidden, self.weight) if isinstance(hidden, Tensor) else None
         if dtype is None or hidden.ndim < 2 or not may_be_lazy(self, hidden, grad):
             return kind.stock_forward(self, hidden)
-        hidden = hidden if hidden.is_contiguous() else hidden.contiguous()
+        hidden = snapshot(hidden)
         guard = Guard(self, hidden, settled=False)
         weights = (self.weight, self.bias)
         return lazy_logits(DeferredLogits(self, weights, hidden, settings, dtype, grad, guard))
