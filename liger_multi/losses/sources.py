@@ -38,6 +38,7 @@ from liger_multi.losses.shared import check_kinds, counted, kinds_of
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops._head import accumulator, rows_and_budget
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS, op, prepared
+from liger_multi.parameters import dtype_of, stored
 
 # --- the weight of a head, through the head's own call ---
 
@@ -94,7 +95,7 @@ _REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "{kind} has a forward of its own",
     ),
     (
-        lambda head: not head.weight.is_floating_point(),
+        lambda head: (weight := stored(head)) is not None and not weight.is_floating_point(),
         "its weight is quantized ({head.weight.dtype})",
     ),
 )
@@ -133,7 +134,7 @@ def _adapted(head: Any, hidden: Tensor, loss: Loss) -> Any:
         parts = []
         for name in names:
             a = head.lora_A[name]
-            low = a(head.lora_dropout[name](h.to(a.weight.dtype))) * head.scaling[name]
+            low = a(head.lora_dropout[name](h.to(dtype_of(a)))) * head.scaling[name]
             parts.append((low.to(h.dtype), head.lora_B[name].weight))
 
         def beside(h: Tensor, weight: Tensor, bias: Tensor | None) -> Any:

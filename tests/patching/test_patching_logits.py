@@ -532,13 +532,76 @@ def test_a_model_moves_after_a_step_where_parameters_are_swapped(models):
     assert ours(input_ids=IDS).logits.dtype == torch.float64
 
 
-def test_touching_after_the_hidden_states_changed_raises():
+def _storage_replaced(hidden):
+    hidden.data = hidden.data * 2
+
+
+def _through_numpy(hidden):
+    hidden.detach().numpy()[:] += 1
+
+
+WRITES = {
+    "in place": lambda hidden: hidden.detach().add_(1),
+    ".data": lambda hidden: hidden.data.add_(1),
+    "a row of .data": lambda hidden: hidden.data[0, 0].zero_(),
+    ".data replaced": _storage_replaced,
+    "NumPy": _through_numpy,
+    "DLPack": lambda hidden: torch.from_dlpack(hidden.detach()).add_(1),
+}
+
+
+def _entropy(logits):
+    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum()
+
+
+RESULTS = {
+    "loss": lambda logits: F.cross_entropy(logits.flatten(0, 1), torch.arange(6)),
+    "log-probabilities": lambda logits: (
+        logits.log_softmax(-1).gather(-1, IDS[:2, :3, None] % 13).sum()
+    ),
+    "entropy": _entropy,
+    "largest": lambda logits: logits.amax(-1).sum(),
+    "logits": lambda logits: (logits * torch.arange(13)).sum(),
+}
+
+
+@pytest.mark.parametrize(
+    ("write", "result", "transposed"),
+    [
+        *((write, "loss", transposed) for write in WRITES for transposed in (False, True)),
+        *((".data", result, False) for result in RESULTS if result != "loss"),
+    ],
+)
+def test_writes_to_hidden_states_after_the_head_change_nothing(write, result, transposed):
+    """Logits are those of the moment of the head's call, whoever counts the writes."""
+    write, result = WRITES[write], RESULTS[result]
     head = patched_head(bias=True)
-    hidden = torch.randn(2, 3, 8)
+    start = torch.randn(2, 3, 8, requires_grad=True)
+    wanted = result(F.linear(start, head.weight, head.bias))
+    leaves = (start, head.weight, head.bias)
+    wanted_grads = torch.autograd.grad(wanted, leaves)
+    hidden = (start.transpose(0, 1) * 1).transpose(0, 1) if transposed else start * 1
     logits = head(hidden)
-    hidden.add_(1)
-    with pytest.raises(RuntimeError, match="hidden states have been modified in place"):
-        logits.sum()
+    write(hidden)
+    got = result(logits)
+    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(torch.autograd.grad(got, leaves), wanted_grads)
+
+
+@pytest.mark.parametrize("write", [WRITES["in place"], WRITES[".data"]], ids=["in place", ".data"])
+def test_writes_to_hidden_states_in_a_graph(write):
+    head = patched_head()
+    start = torch.randn(2, 3, 8, requires_grad=True)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss(x):
+        hidden = x * 1
+        logits = head(hidden)
+        write(hidden)
+        return F.cross_entropy(logits.flatten(0, 1), torch.arange(6))
+
+    wanted = F.cross_entropy(F.linear(start, head.weight).flatten(0, 1), torch.arange(6))
+    torch.testing.assert_close(loss(start), wanted)
 
 
 class Toy(nn.Module):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_multi import parameters
 from liger_multi.memory.estimation import blocks_of, meta_model
 from liger_multi.memory.planning.applying import in_float8, layers_of, mlps_of
 from liger_multi.memory.planning.store import Store
@@ -64,8 +65,8 @@ def stored_bits(module: Any) -> bool:
     """Whether a module is a linear layer whose weight stands in fewer than 16 bits."""
     if not all(isinstance(getattr(module, n, None), int) for n in ("in_features", "out_features")):
         return False
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.requires_grad:
+    weight = parameters.stored(module)
+    if weight is None or weight.requires_grad:
         return False
     whole: int = module.in_features * module.out_features
     return weight.element_size() < 2 or weight.numel() < whole

@@ -6,6 +6,7 @@ from collections import Counter
 
 from torch import nn
 
+from liger_multi.parameters import stored
 from liger_multi.patching.finders.changes import apply_swap, restore_class
 from liger_multi.patching.options import Request
 from liger_multi.patching.recognize import conflicts
@@ -37,7 +38,7 @@ def find_float8(report: PatchReport, request: Request, model: nn.Module) -> None
             continue
         head = id(module) in heads and "it is the output embedding, whose loss has head_gemms"
         alone = options and (options.frozen or options.gather)
-        shared = alone and holders[id(getattr(module, "weight", None))] > 1
+        shared = alone and holders[id(stored(module))] > 1
         tied = shared and "its weight is that of another layer too, which would lose it"
         found = options and (
             head

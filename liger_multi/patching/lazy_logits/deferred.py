@@ -25,6 +25,7 @@ from liger_multi._torch_private import WithoutAutocast, is_any_autocast_enabled,
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.primitive import mode_in_force
+from liger_multi.parameters import Evaluated
 from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.replace.swap import Patched, buried
 
@@ -250,6 +251,10 @@ class DeferredLogits:
                 if isinstance(self.head, Patched):
                     raise
                 # another thread took the patch away in between, and no other layer takes jobs
+        if isinstance(self.head, Evaluated) and not torch.compiler.is_compiling():
+            layer, freed = self.head.layer, not weight.untyped_storage().nbytes()
+            if freed and isinstance(layer, Patched):  # a part of what was gathered
+                return layer(hidden, job)
         return job.run(Recorded(self), hidden)
 
     def _held_by(self, head: Any) -> bool:
@@ -520,6 +525,10 @@ def _parameters(head: Any) -> dict[str, Tensor]:
     found, bias = {"head's weights": head.weight}, head.bias
     if bias is not None:
         found["head's bias"] = bias
+    if isinstance(head, Evaluated):  # which may be an original, or a part of one
+        places = {t.untyped_storage()._cdata for t in found.values() if t.numel()}
+        originals = [p for p in head.layer.parameters() if p.untyped_storage()._cdata in places]
+        return found | {f"head's original weights ({i})": p for i, p in enumerate(originals)}
     thin = getattr(head, "thin", None)  # an adapter's factors
     for i, tensor in enumerate(thin() if thin else ()):
         found[f"head's adapters ({i})"] = tensor

@@ -143,7 +143,9 @@ class Slot:
                 warn_above_budget(self.deferred)
             with torch.set_grad_enabled(self.deferred.grad):
                 if self.derive is None:
-                    made[self] = loss_logits(self.deferred.compute(), self.deferred)
+                    deferred = self.deferred
+                    real = deferred.compute()
+                    made[self] = loss_logits(real, deferred.settings, deferred.grad)
                 else:
                     made[self] = self.derive(*[parent.compute(made) for parent in self.parents])
         return made[self]

@@ -23,7 +23,7 @@ from liger_multi.patching.lazy_logits.protocol import (
     asking,
     refuse_late_hook,
 )
-from liger_multi.patching.options import FusedOptions, LossOptions, Options
+from liger_multi.patching.options import FusedOptions, HeadSettings, LossOptions, Options
 
 # --- one fused call ---
 
@@ -311,10 +311,10 @@ _UNWRAP = {
 }
 
 
-def loss_logits(logits: Tensor, deferred: DeferredLogits) -> Tensor:
+def loss_logits(logits: Tensor, settings: HeadSettings, grad: bool) -> Tensor:
     """Real logits with our loss, where the head's settings make it differ from PyTorch's."""
-    options = deferred.settings.on_real
-    if options is None or not deferred.grad or hasattr(logits, "placements"):
+    options = settings.on_real
+    if options is None or not grad or hasattr(logits, "placements"):
         return logits
     return LossLogits.wrap(logits, options)
 

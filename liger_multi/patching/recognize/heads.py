@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
+from liger_multi.parameters import stored
 from liger_multi.patching.replace.head import (
     LazyAdaptedHead,
     LazyHead,
@@ -79,7 +81,7 @@ _REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda head: not isinstance(head, nn.Linear) and _holds_codes(head),
         (
-            "the output embedding is a {kind} with quantized storage ({head.weight.dtype}); its "
+            "the output embedding is a {kind} with quantized storage ({dtype}); its "
             "logits come from its own call"
         ),
     ),
@@ -90,12 +92,12 @@ _REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda head: _holds_codes(head),
         (
-            "the weight of the output embedding is stored as {head.weight.dtype}, "
+            "the weight of the output embedding is stored as {dtype}, "
             "which only its own call can turn into numbers"
         ),
     ),
     (
-        lambda head: type(head.weight).__module__.startswith("torchao."),
+        lambda head: type(stored(head)).__module__.startswith("torchao."),
         "the weight of the output embedding is a {weight}, whose products are its own",
     ),
 )
@@ -117,16 +119,20 @@ def head_refusal(head: nn.Module, owners: Iterable[nn.Module] = ()) -> str | Non
     reason = next((text for holds, text in _REFUSALS if holds(head)), None)
     if reason is None:
         return None
-    weight = type(getattr(head, "weight", None)).__name__
-    return reason.format(kind=kind, head=head, weight=weight)
+    weight = type(stored(head)).__name__
+    return reason.format(kind=kind, dtype=_dtype(head), weight=weight)
 
 
 def _holds_codes(head: nn.Module) -> bool:
     """Whether a weight is integers or FP8."""
-    weight = getattr(head, "weight", None)
-    if not isinstance(weight, Tensor):
-        return False
-    return weight.dtype.itemsize < 2 or not weight.is_floating_point()
+    dtype = _dtype(head)
+    return dtype is not None and (dtype.itemsize < 2 or not dtype.is_floating_point)
+
+
+def _dtype(head: nn.Module) -> torch.dtype | None:
+    """The dtype of a weight that is not computed."""
+    weight = stored(head)
+    return None if weight is None else weight.dtype
 
 
 def behavior(head: nn.Module, owners: Iterable[nn.Module] = ()) -> type[LazyHead]:

@@ -34,7 +34,7 @@ from liger_multi.patching.replace.mlp import (
     is_probed_call,
     routes_of,
 )
-from liger_multi.patching.replace.quantized_experts import is_watched_by_others, stacked
+from liger_multi.patching.replace.quantized_experts import is_watched_by_others, stack_declared
 from liger_multi.patching.replace.swap import Patched, original, stock_of
 
 _WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper.forward")
@@ -89,7 +89,7 @@ class Factors:
 
     def given(self) -> dict[str, Any]:
         """Arguments of ``lora_moe``: a (E, r, in) and b (E, out, r) as views of PEFT's matrices."""
-        experts = stacked(self.base, "down_proj").shape[0]
+        experts = stack_declared(self.base, "down_proj").shape[0]
         found: dict[str, Any] = {}
         for layer, name in zip(("gate_up", "down"), self.kind.weights, strict=True):
             parts = [_views(one, experts) for one in self.thin.get(name, ())]
@@ -130,7 +130,7 @@ def factors(outermost: nn.Module) -> Factors | str:
         if len({t.dtype for one in found for t in one[:2]}) > 1:
             return f"{name}: its factors have several dtypes"
         thin[name] = found
-    parts = [stacked(base, name) for name in kind.parameters]
+    parts = [stack_declared(base, name) for name in kind.parameters]
     if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return "its experts are trained as well"
     wrapper = cast(Any, stock_of(type(wrappers[0])))
@@ -206,4 +206,4 @@ def _serves(found: Factors, x: Tensor) -> bool:
     if autocast_dtype(x.device.type) is not None:
         return True
     kinds = [one.a.dtype for several in found.thin.values() for one in several]
-    return all(kind.itemsize >= stacked(base, "down_proj").dtype.itemsize for kind in kinds)
+    return all(kind.itemsize >= stack_declared(base, "down_proj").dtype.itemsize for kind in kinds)

@@ -25,6 +25,7 @@ from liger_multi._torch_private import dispatch_mode_count
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.primitive import automatic
 from liger_multi.errors import PatchError
+from liger_multi.parameters import is_computed
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Float8Options
 from liger_multi.patching.recognize.signature import (
@@ -182,7 +183,7 @@ class Float8Linear(Patched):
         if not issubclass(kind, Float8Linear):
             return cast(Tensor, kind.forward(self, input))
         layer = cast(Any, self)
-        if not (code_holds(kind) and _served(layer, input)):
+        if not code_holds(kind) or _computes(layer) or not _served(layer, input):
             return cast(Tensor, original(kind)(self, input))
         options = cast(Float8Settings, kind._liger_multi_swap.settings).options
         return cast(Tensor, run_bound(options, ("linear_float8",), _apply, layer, input))
@@ -239,6 +240,11 @@ class GatheringFloat8Linear(Float8Linear):
         weight = module._parameters.get("weight")
         if is_sharded(weight):
             gather_codes(weight)
+
+
+def _computes(layer: nn.Module) -> bool:
+    """Whether weight or bias were parametrized after the patch: its own forward reads them once."""
+    return is_computed(layer) or is_computed(layer, "bias")
 
 
 def _served(layer: Any, x: Tensor) -> bool:
@@ -311,6 +317,8 @@ def bare_float8(layer: nn.Module | None) -> bool:
     options = cast(Float8Settings, kind._liger_multi_swap.settings).options
     if options.backend is not None or not code_holds(kind) or is_watched(layer):
         return False
+    if _computes(layer):
+        return False
     weight, bias = layer.weight, layer.bias  # tensors may stand in the place of parameters
     frozen = held(layer) is not None and not weight.requires_grad
     plain = type(weight) in PLAIN or frozen or isinstance(weight, GatheredWeight)
@@ -372,7 +380,7 @@ def float8_refusal(
         if plain and options.gather and has_run(unit):
             return "FSDP2 has gathered its weight before: patch before the first step"
     elif weight is None or (type(weight) not in PLAIN and not isinstance(weight, Float8Weight)):
-        return f"its weight is a {type(layer.weight).__name__}"
+        return f"its weight is a {type(weight).__name__}"
     if weight.numel() < options.smallest:
         return (
             f"it is small: {tuple(weight.shape)} has {weight.numel():,} elements, "

@@ -20,6 +20,7 @@ from liger_multi._torch_private import is_exporting, is_tracing, lazy_logits_wor
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.primitive import by_rows
 from liger_multi.dispatch.transforms import transforming
+from liger_multi.parameters import Evaluated, is_computed, stored
 from liger_multi.patching.lazy_logits.deferred import (
     DeferredLogits,
     Guard,
@@ -62,7 +63,8 @@ class LazyHead(Patched):
 
     def stock_forward(self, hidden: Tensor) -> Tensor:
         """The forward that the layer was built with, or the operator of independent rows."""
-        own = unpatched_class(self).forward
+        layer = self.layer if isinstance(self, Evaluated) else self  # read before, or not
+        own = unpatched_class(layer).forward
         if own is nn.Linear.forward and by_rows():
             from liger_multi.ops import linear
 
@@ -80,7 +82,16 @@ class LazyHead(Patched):
     def forward(self, input: Tensor, job: Job | None = None) -> Any:
         """Lazy logits, or what ``job`` asks for."""
         kind, hidden = type(self), input  # the name that PyTorch's layer has for callers
-        weight = self.weight
+        grad, ours = torch.is_grad_enabled(), issubclass(kind, LazyHead)
+        if job is None and not ours:
+            return kind.forward(self, hidden)
+        lazy = job is None and may_be_lazy(self, hidden, grad)
+        head: Any = self
+        if is_computed(self) and not isinstance(self, LazyAdaptedHead):
+            if job is None and not lazy:
+                return kind.stock_forward(self, hidden)  # which reads the weight
+            head = Evaluated(self, LazyHead.stock_forward)
+        weight = head.weight
         if weight.numel() == 0:
             raise RuntimeError(
                 "the weight of the output embedding has no elements, shape "
@@ -90,39 +101,34 @@ class LazyHead(Patched):
                 "the weight with deepspeed.zero.GatheredParameters"
             )
         if job is not None:
-            return job.run(self, hidden)
-        if not issubclass(kind, LazyHead):
-            return kind.forward(self, hidden)
+            return job.run(head, hidden)
         settings: HeadSettings = kind._liger_multi_swap.settings  # type: ignore[assignment]
-        grad = torch.is_grad_enabled()
-        dtype = output_dtype(hidden, weight)
+        bias, dtype = head.bias, output_dtype(hidden, weight)
         fits = hidden.shape[-1] == weight.shape[1] if hidden.ndim > 1 else False
         # a DTensor is a part, which nobody gathered; another subclass multiplies in its own way
-        whole = type(weight) in PLAIN and (self.bias is None or type(self.bias) in PLAIN)
-        if dtype is None or not fits or not whole or not may_be_lazy(self, hidden, grad):
-            return kind.stock_forward(self, hidden)
-        weights = (weight, self.bias)
-        # their rows lie in memory as those of the logits would (DeferredLogits.packed)
-        hidden = hidden if hidden.is_contiguous() else hidden.contiguous()
+        whole = type(weight) in PLAIN and (bias is None or type(bias) in PLAIN)
+        if dtype is None or not fits or not whole or not lazy:
+            return kind.stock_forward(head, hidden)
+        weights = (weight, bias)
         if torch.compiler.is_compiling():
             if settings.on_real is None and loss_takes_tensors():
-                return kind.stock_forward(self, hidden)
+                return kind.stock_forward(head, hidden)
+            hidden = snapshot(hidden)
             traced = TracedGuard(weight, hidden)
             return TracedLogits(
-                DeferredLogits(self, weights, hidden, settings, dtype, grad, traced)
+                DeferredLogits(head, weights, hidden, settings, dtype, grad, traced)
             )
-        hooks = hooks_of(self)
+        hooks, replica = hooks_of(self), self.__dict__.get("_is_replica", False)  # of DataParallel
+        if settings.fused is None or _conflicts(self, hooks) or (replica and not grad):
+            return loss_logits(kind.stock_forward(head, hidden), settings, grad)
+        hidden = snapshot(hidden)
         settled = not (hooks and any(is_infrastructure(hook) for hook in hooks))
-        guard = Guard(self, hidden, settled)
+        guard = Guard(head, hidden, settled)
         thin, scales = kind.thin(self), kind.scales(self)
         deferred = DeferredLogits(
-            self, (*weights, *thin), hidden, settings, dtype, grad, guard, scales=scales
+            head, (*weights, *thin), hidden, settings, dtype, grad, guard, scales=scales
         )
-        if settings.fused is None or _conflicts(self, hooks):
-            return loss_logits(kind.stock_forward(self, hidden), deferred)
-        if self.__dict__.get("_is_replica", False):  # set by DataParallel
-            return ReplicaLogits(deferred) if grad else kind.stock_forward(self, hidden)
-        return lazy_logits(deferred)
+        return ReplicaLogits(deferred) if replica else lazy_logits(deferred)
 
     def asked(self, hidden: Tensor, job: Job) -> Any:
         """What ``job`` asks for, through the hooks that gather the weight and through no others."""
@@ -170,6 +176,16 @@ def output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
     if asked is not None and hidden.dtype != torch.float64:
         return asked
     return hidden.dtype if hidden.dtype == weight.dtype else None
+
+
+def snapshot(hidden: Tensor) -> Tensor:
+    """Hidden states as they are now, for logits that are computed later.
+
+    A copy, since no version counts what is written through ``.data``, NumPy or DLPack. It takes as
+    long as one elementwise operation, and is one tensor more while the model holds the other.
+    Its rows lie in memory as those of the logits would (:meth:`DeferredLogits.packed`).
+    """
+    return hidden.clone(memory_format=torch.contiguous_format)
 
 
 def may_be_lazy(head: LazyHead, hidden: Tensor, grad: bool) -> bool:
@@ -286,7 +302,7 @@ class ShardedHead(LazyHead):
         dtype = output_dtype(hidden, self.weight) if isinstance(hidden, Tensor) else None
         if dtype is None or hidden.ndim < 2 or not may_be_lazy(self, hidden, grad):
             return kind.stock_forward(self, hidden)
-        hidden = hidden if hidden.is_contiguous() else hidden.contiguous()
+        hidden = snapshot(hidden)
         guard = Guard(self, hidden, settled=False)
         weights = (self.weight, self.bias)
         return lazy_logits(DeferredLogits(self, weights, hidden, settings, dtype, grad, guard))
@@ -312,7 +328,7 @@ def is_sharded(head: nn.Module, owners: Iterable[nn.Module] = ()) -> bool:
     """
     kinds = [kind for module in (head, *owners) for kind in type(module).__mro__]
     fsdp = any(kind.__module__.startswith("torch.distributed.fsdp") for kind in kinds)
-    if hasattr(getattr(head, "weight", None), "device_mesh"):
+    if hasattr(stored(head), "device_mesh"):
         return not fsdp
     collects = bool(hooks_of(head)) or ("forward" in vars(head) and not has_own_forward(head))
     return collects and (hasattr(head, "_hf_tp_plan") or bool(getattr(head, "_is_hooked", False)))
@@ -321,8 +337,8 @@ def is_sharded(head: nn.Module, owners: Iterable[nn.Module] = ()) -> bool:
 def sharded_refusal(head: Any) -> str | None:
     """Why the loss of a tensor parallel layer cannot be computed from its shards, or None."""
     start = "the output embedding is tensor parallel"
-    weight, bias = head.weight, head.bias
-    if not hasattr(weight, "device_mesh"):
+    weight, bias = stored(head), stored(head, "bias")
+    if weight is None or not hasattr(weight, "device_mesh"):
         return f"{start}, but its weight is no DTensor that would tell whose classes it holds"
     if buried(head):
         return f"{start}, and its class is now {type(head).__name__}, on top of the patch"

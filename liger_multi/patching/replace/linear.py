@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor, nn
 
 from liger_multi.dispatch.primitive import by_rows
+from liger_multi.parameters import is_computed, stored
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Options
 from liger_multi.patching.recognize.signature import code_holds
@@ -40,11 +41,15 @@ def looks_like_linear(module: nn.Module) -> bool:
 
 
 def _weight(layer: nn.Module) -> Any:
-    return getattr(layer, "weight", None)
+    return stored(layer)
 
 
 def _is_parametrized(layer: nn.Module) -> bool:
     return "parametrizations" in layer._modules
+
+
+def _has_properties(layer: nn.Module) -> bool:
+    return any(hasattr(type(layer), n) and is_computed(layer, n) for n in ("weight", "bias"))
 
 
 _REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
@@ -55,6 +60,7 @@ _REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
             "on top of a patch: patch first"
         ),
     ),
+    (_has_properties, "its class {kind} computes its weight whenever that is read"),
     (
         lambda layer: _where(unpatched_class(layer)) not in FORWARDS,
         "it has a forward of its own ({kind})",

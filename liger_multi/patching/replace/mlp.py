@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from liger_multi import ops
 from liger_multi.checks import autocast_dtype
 from liger_multi.ops.linear import linear_of_mode
+from liger_multi.parameters import dtype_of, stored
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import MlpOptions, Options
 from liger_multi.patching.recognize.kinds import MlpKind, MlpNames
@@ -35,7 +36,12 @@ from liger_multi.patching.replace.float8 import (
     shared_codes,
     wide_parts,
 )
-from liger_multi.patching.replace.quantized_experts import Stack, in_groups, stacked
+from liger_multi.patching.replace.quantized_experts import (
+    Stack,
+    in_groups,
+    stack_declared,
+    stacked,
+)
 from liger_multi.patching.replace.swap import Patched, original
 
 # --- gated MLPs ---
@@ -227,10 +233,12 @@ def _silent(module: Any, name: str | None) -> bool:
 
 def _for(down: Any, x: Tensor) -> Tensor:
     """``x`` in the dtype of a layer that is kept in a wider one, as T5 does."""
-    weight: Any = getattr(down, "weight", None)
-    if type(weight) not in PLAIN or not weight.is_floating_point() or weight.itemsize < 2:
+    weight, dtype = stored(down), dtype_of(down)
+    if weight is not None and type(weight) not in PLAIN:
         return x
-    return x if autocast_dtype(x.device.type) is not None else x.to(weight.dtype)
+    if dtype is None or not dtype.is_floating_point or dtype.itemsize < 2:
+        return x
+    return x if autocast_dtype(x.device.type) is not None else x.to(dtype)
 
 
 def _bare(module: nn.Module, names: MlpNames) -> bool:
@@ -377,7 +385,7 @@ def routes_of(
     transformers 5.0 hands phimoe's experts a routing of all experts, and reads two of them.
     """
     if kind.form == "blocks":
-        experts = module.down_proj.shape[0]
+        experts = stack_declared(module, "down_proj").shape[0]
         # under autocast the dtype of the result is that of a product
         known = not given and x.ndim == 2 and autocast_dtype(x.device.type) is None
         if not known or x.shape[0] % experts:
@@ -386,7 +394,8 @@ def routes_of(
         index = index.repeat_interleave(x.shape[0] // experts).unsqueeze(1)
         return index, x.new_ones(index.shape)
     if kind.form == "shared":
-        experts, rows = module.down_proj.shape[0], x.shape[:-1].numel()
+        experts = stack_declared(module, "down_proj").shape[0]
+        rows = x.shape[:-1].numel()
         known = len(given) == 1 and given[0].numel() == rows * experts
         if not known or given[0].dtype != x.dtype or autocast_dtype(x.device.type) is not None:
             return None
@@ -403,7 +412,7 @@ def is_probed_call(module: Any, kind: ExpertsKind, hidden: Tensor) -> bool:
     return type(hidden) is Tensor and all(
         isinstance(t, Stack)
         or (type(t) in WEIGHT_TYPES and t.is_floating_point() and t.itemsize > 1)
-        for t in (stacked(module, name) for name in kind.parameters)
+        for t in (stack_declared(module, name) for name in kind.parameters)
     )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import outside_of_graphs
 from liger_multi.dispatch.double_backward import first_derivatives_only
+from liger_multi.parameters import declared
 
 GROUP_BYTES = 2**29  # of dequantized weights at a time; the host needs some ms a group
 _PARAMETRIZATION = ("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
@@ -105,6 +106,12 @@ def stacked(module: nn.Module, name: str) -> Any:
     """A parameter, or its packed stack."""
     found = stack_of(module, name)
     return getattr(module, name, None) if found is None else found
+
+
+def stack_declared(module: nn.Module, name: str) -> Any:
+    """The same to look at: a parametrization is not evaluated."""
+    found = stack_of(module, name)
+    return declared(module, name) if found is None else found
 
 
 def unparametrized(module: nn.Module, kind: type[nn.Module]) -> type[nn.Module]:
