@@ -149,8 +149,8 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def build(run: Run, device: torch.device) -> Any:
-    """The model with random weights in bf16, made on its device."""
+def build(run: Run, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The model with random weights, made on its device."""
     import transformers
 
     family, sizes = MODELS[run.model]
@@ -164,7 +164,7 @@ def build(run: Run, device: torch.device) -> Any:
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     with torch.device(device):
-        model = kind._from_config(config, dtype=torch.bfloat16)
+        model = kind._from_config(config, dtype=dtype)
     model.train()
     model.config.get_text_config().use_cache = False
     if run.checkpointing:
