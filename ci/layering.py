@@ -464,7 +464,7 @@ def private_torch(tree: Tree) -> Iterator[Finding]:
                 paths |= {(node.lineno, name.name): None for name in node.names}
             elif isinstance(node, ast.ImportFrom):
                 paths |= {(node.lineno, f"{node.module}.{n.name}"): None for n in node.names}
-            elif isinstance(node, ast.Attribute | ast.Call):
+            elif isinstance(node, ast.Call) or getattr(node, "attr", "").startswith("_"):
                 paths[node.lineno, _torch_path(node, names) or ""] = None
             elif isinstance(node, ast.Constant) and id(node) not in skip:
                 paths[node.lineno, str(node.value)] = None

@@ -11,6 +11,7 @@ from liger_multi import ops
 from liger_multi._version import __version__
 from liger_multi.dispatch.config import configure, use
 from liger_multi.dispatch.explain import explain
+from liger_multi.errors import loading
 
 if TYPE_CHECKING:
     from liger_multi import losses, memory, nn
@@ -34,11 +35,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Load modules and the patching layer on first use; what is found then stands in globals."""
     if name in ("losses", "memory", "nn"):
-        return importlib.import_module(f"liger_multi.{name}")
+        with loading(f"liger_multi.{name}"):
+            return importlib.import_module(f"liger_multi.{name}")
     if name in ("patch", "patched", "unpatch"):
-        from liger_multi import patching
+        with loading(f"liger_multi.{name}"):
+            from liger_multi import patching
 
-        globals()[name] = getattr(patching, name)
+            globals()[name] = getattr(patching, name)
         return globals()[name]
     raise AttributeError(f"module 'liger_multi' has no attribute {name!r}")
 

@@ -15,11 +15,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import os
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 MOST_NAMES = 10  # that a message lists; of more, only the nearest
@@ -89,6 +90,22 @@ class _Short(reprlib.Repr):
 
 
 _short = _Short()
+
+
+@contextlib.contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Load what the ``__getattr__`` of a module stands for.
+
+    Python takes an AttributeError out of there for a name that the module lacks, and
+    ``from module import name`` says no more than that.
+
+    Raises:
+        ImportError: Loading raised an AttributeError, which is the cause.
+    """
+    try:
+        yield
+    except AttributeError as error:
+        raise ImportError(f"{name} cannot be loaded: {error}") from error
 
 
 def shown(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import glob
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 
+from liger_multi import _torch_private
+from liger_multi._tested import untested
 from liger_multi.cli import checking
 from liger_multi.memory.measure import format_bytes
 from liger_multi.page import Page
@@ -76,7 +79,11 @@ def collect() -> dict[str, Any]:
         "configuration": probes.ask("configuration", configuration, []),
         "operators": probes.ask("operators", _explained, []),
     }
+    probes.ask("patching", lambda: importlib.import_module("liger_multi.patching"), None)
     facts["findings"] = probes.ask("findings", lambda: findings(facts["operators"]), [])
+    facts["findings"] += [
+        {"kind": "note", "text": text} for text in (*untested(facts["versions"]), *_switched_off())
+    ]
     facts["findings"] += [
         {"kind": "problem", "text": f"{k}: {v}"} for k, v in probes.failures.items()
     ]
@@ -193,6 +200,11 @@ def _explained() -> list[dict[str, Any]]:
     import liger_multi
 
     return [as_data(row) for row in liger_multi.explain().rows]
+
+
+def _switched_off() -> list[str]:
+    """What does not work because this PyTorch lacks a private symbol."""
+    return [str(symbol) for symbol in _torch_private.absent() if symbol.lost]
 
 
 def as_data(row: Any) -> dict[str, Any]:

@@ -3,22 +3,24 @@
 Plain loops and accelerate need none: call :func:`liger_multi.patch` on the model.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
+
+from liger_multi.errors import loading
 
 if TYPE_CHECKING:
     from liger_multi.integrations.lightning import LightningCallback
     from liger_multi.integrations.trainer import TrainerCallback
 
 __all__ = ["LightningCallback", "TrainerCallback"]
+_HOMES = {"LightningCallback": "lightning", "TrainerCallback": "trainer"}
 
 
 def __getattr__(name: str) -> Any:
     """Load a callback, and with it the trainer's library."""
-    if name == "TrainerCallback":
-        from liger_multi.integrations import trainer as module
-    elif name == "LightningCallback":
-        from liger_multi.integrations import lightning as module  # type: ignore[no-redef]
-    else:
+    if name not in _HOMES:
         raise AttributeError(f"module 'liger_multi.integrations' has no attribute {name!r}")
-    globals()[name] = getattr(module, name)
+    with loading(f"liger_multi.integrations.{name}"):
+        module = importlib.import_module(f"liger_multi.integrations.{_HOMES[name]}")
+        globals()[name] = getattr(module, name)
     return globals()[name]

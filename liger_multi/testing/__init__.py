@@ -9,6 +9,8 @@ first operator that differs between two runs. Nothing is imported before it is a
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from liger_multi.errors import loading
+
 if TYPE_CHECKING:
     from liger_multi.testing import samples, tolerance
     from liger_multi.testing.bisection.compare import bisect
@@ -47,4 +49,5 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    with loading(f"{__name__}.{name}"):
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -88,6 +88,39 @@ def python(code, *, cwd=ROOT, **environment):
     return done.stdout.strip()
 
 
+# A module of ours in which something is missing that a release of PyTorch took away.
+BROKEN = """
+import sys
+
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == {broken!r}:
+            raise AttributeError("PyTorch has no frobnicate any more")
+        return None
+
+sys.meta_path.insert(0, Broken())
+try:
+    from {module} import {name}
+except ImportError as error:
+    assert "frobnicate" in str(error), error
+    assert isinstance(error.__cause__, AttributeError)
+else:
+    raise AssertionError("imported")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "broken"),
+    [
+        ("liger_multi", "patch", "liger_multi.patching.apply"),
+        ("liger_multi.integrations", "TrainerCallback", "liger_multi.patching"),
+        ("liger_multi.testing", "bisect", "liger_multi.testing.bisection.compare"),
+    ],
+)
+def test_the_cause_of_a_failing_import_is_seen(module, name, broken):
+    python(BROKEN.format(module=module, name=name, broken=broken))
+
+
 # torch may import one of these itself: what counts is what comes on top.
 BEFORE = "import sys, torch\nbefore = set(sys.modules)\n"
 ADDED = f"print(*(m for m in {OPTIONAL!r} if m in set(sys.modules) - before))\n"

@@ -14,6 +14,8 @@ import yaml
 import liger_multi
 from ci import plan, portable, results, venv
 from ci.npu import environment
+from liger_multi import _torch_private
+from liger_multi._tested import TESTED, untested
 from liger_multi.dispatch.registry import backends
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +88,49 @@ def test_the_cpu_is_tested_at_the_edges_of_what_is_supported():
     assert versions["oldest"]["constraint"] == "ci/constraints/oldest.txt"
     assert all((ROOT / c).is_file() for row in rows if (c := row["constraint"]))
     assert not versions["newest"]["constraint"], "whatever the package index has"
+
+
+def pins(name):
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", read(f"ci/constraints/{name}.txt"), re.MULTILINE))
+
+
+def test_what_doctor_calls_tested_is_what_rows_run():
+    """From the oldest row to the newest; the workflow of every week is ahead of both."""
+    oldest, pinned = pins("oldest"), pins("pinned")
+    for name, (first, last) in TESTED.items():
+        if name == "python":
+            rows = workflow()["jobs"]["cpu"]["strategy"]["matrix"]["versions"]
+            assert {first, last} <= {row["python"] for row in rows}
+            continue
+        assert first == oldest.get(name, pinned.get(name))
+        assert untested({name: first}) == untested({name: last}) == []
+        assert untested({name: pinned.get(name, first)}) == [], f"{name} is pinned beyond its range"
+    release = re.match(r"\d+\.\d+", TESTED["torch"][1])[0]
+    assert _torch_private.SEEN.endswith(f" to {release}")
+
+
+def test_a_version_outside_of_what_was_tested_is_named():
+    assert untested({"torch": "2.16.0+cpu"}) == [
+        "torch 2.16.0+cpu is newer than what was tested (2.9.1 to 2.15.0)"
+    ]
+    assert untested({"transformers": "4.57.1", "torch": "2.15.1", "peft": "not installed"}) == [
+        "transformers 4.57.1 is older than what was tested (5.0.0 to 5.24.0)"
+    ]
+    assert untested({"python": "3.15.0rc1 on Linux"}) == [
+        "python 3.15.0rc1 is newer than what was tested (3.10 to 3.14)"
+    ]
+
+
+def test_the_newest_of_everything_is_tested_every_week_and_opens_an_issue():
+    weekly = yaml.load(read(".github/workflows/update.yml"), yaml.BaseLoader)
+    assert weekly["on"]["schedule"]
+    job = weekly["jobs"]["newest"]
+    assert job["strategy"]["matrix"]["python"] == ["3.13", "3.14"]
+    assert job["permissions"]["issues"] == "write"
+    commands = [step.get("run", "") for step in job["steps"]]
+    assert any(re.search(r"make test TORCH=torch CONSTRAINT= ", c) for c in commands)
+    (opening,) = (step for step in job["steps"] if "gh issue create" in step.get("run", ""))
+    assert opening["if"] == "failure()"
 
 
 def test_pull_requests_run_a_part_of_ascend():

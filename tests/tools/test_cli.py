@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import liger_multi
+from liger_multi import _torch_private
 from liger_multi._version import __version__
 from liger_multi.cli import doctor
 from liger_multi.cli.main import _parser, main
@@ -75,6 +76,29 @@ def test_doctor_agrees_with_explain(fresh_configuration):
     assert all(row["chosen"] or row["reason"] for row in facts["operators"]), (
         "a refusal has a reason"
     )
+
+
+def test_doctor_names_versions_that_nobody_tested(monkeypatch, fresh_configuration):
+    monkeypatch.setattr(doctor, "versions", lambda: {"torch": "2.99.0"})
+    found = doctor.collect()["findings"]
+    (text,) = [f["text"] for f in found if f["kind"] == "note" and "newer than" in f["text"]]
+    assert text.startswith("torch 2.99.0 is newer than what was tested (2.9.1 to ")
+
+
+def test_doctor_names_what_a_missing_symbol_switches_off(monkeypatch, fresh_configuration):
+    symbol = _torch_private.Symbol(
+        ("torch._C._gone",), "profiles", "profiles are empty", absent=True
+    )
+    monkeypatch.setattr(_torch_private, "SYMBOLS", [symbol])
+    notes = [f["text"] for f in doctor.collect()["findings"] if f["kind"] == "note"]
+    assert str(symbol) in notes
+    assert "torch._C._gone (for profiles): profiles are empty" in str(symbol)
+
+
+def test_doctor_sees_that_patching_cannot_be_imported(monkeypatch, fresh_configuration):
+    monkeypatch.setitem(sys.modules, "liger_multi.patching", None)
+    problems = [f["text"] for f in doctor.collect()["findings"] if f["kind"] == "problem"]
+    assert any(text.startswith("patching: ") for text in problems)
 
 
 def test_doctor_json(capsys, fresh_configuration):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from liger_multi.compat.liger_kernel import models
+from liger_multi.errors import loading
 from liger_multi.patching.options import BUILT_IN
 
 
@@ -56,4 +57,5 @@ def _made() -> type[Any]:
 def __getattr__(name: str) -> Any:
     if name != "AutoLigerKernelForCausalLM":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _made()
+    with loading(f"{__name__}.{name}"):
+        return _made()

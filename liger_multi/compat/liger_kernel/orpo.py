@@ -6,6 +6,8 @@ import functools
 import importlib
 from typing import Any
 
+from liger_multi.errors import loading
+
 HOMES = ("trl.experimental.orpo", "trl.trainer", "trl")
 """Where versions of TRL have their trainer, the newest first."""
 
@@ -41,4 +43,5 @@ def _made() -> type[Any]:
 def __getattr__(name: str) -> Any:
     if name != "LigerORPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _made()
+    with loading(f"{__name__}.{name}"):
+        return _made()
