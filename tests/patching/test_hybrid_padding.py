@@ -7,7 +7,6 @@ decays over it. So the unpatched model is what counts, for hidden tokens as well
 # ruff: noqa: E402  (what needs transformers is imported after the skip)
 import copy
 import functools
-import inspect
 
 import pytest
 import torch
@@ -24,7 +23,8 @@ TYPES = (
     *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid"),
     *("inkling_text", "inkling2", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba"),
     *("mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text"),
-    *("qwen3_next", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
+    *("qwen3_next", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
+    "zaya",
 )  # fmt: skip
 """Types with a recurrence or a convolution over tokens."""
 FAST = ("qwen3_5_text", "bamba", "granitemoehybrid", "jamba", "lfm2", "mamba2")
@@ -33,9 +33,10 @@ ROWS, TOKENS = 3, 14
 LIMITS = {"zamba2": 2e-3}
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=len(TYPES))
 def _pair(model_type):
-    pairs = {p.type: p for p in cases.registered() if p.cls.endswith(("ForCausalLM", "LMHeadModel"))}
+    heads = ("ForCausalLM", "LMHeadModel")
+    pairs = {p.type: p for p in cases.registered() if p.cls.endswith(heads)}
     if model_type not in pairs:
         return None
     unpatched = cases.build(pairs[model_type])
@@ -133,19 +134,20 @@ def test_one_row(model_type):
 
 
 WAYS = {
-    "dynamic": {},
     "static": {"cache_implementation": "static"},
     "chunked": {"prefill_chunk_size": 5},
+    "dynamic": {},
     "offloaded": {"cache_implementation": "offloaded"},
     "assisted": {"prompt_lookup_num_tokens": 2},
     "sampled": {"num_return_sequences": 2, "num_beams": 2},
 }
 
 
+SLOW_WAYS = [pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[2:]]
+
+
 @each
-@pytest.mark.parametrize(
-    "way", [w if w in ("static", "chunked") else pytest.param(w, marks=pytest.mark.slow) for w in WAYS]
-)
+@pytest.mark.parametrize("way", ["static", "chunked", *SLOW_WAYS])
 def test_generate(model_type, way):
     unpatched, patched = pair(model_type)
     rows = 1 if way == "assisted" else ROWS
@@ -197,7 +199,96 @@ def test_compiled_generation(model_type):
 
     def run(model):
         with torch.no_grad():
-            given = positions_of("visible", mask)
-            return model(input_ids=ids, attention_mask=mask, use_cache=False, **given).logits.detach()
+            given = {"attention_mask": mask, **positions_of("visible", mask)}
+            return model(input_ids=ids, use_cache=False, **given).logits.detach()
 
     assert_close(model_type, run(compiled), by_unpatched(run, unpatched))
+
+
+# --- which tokens are visible, and which sample they belong to ---
+
+HIDDEN = torch.tensor([[0, 1, 1, 0, 0, 1], [1, 1, 1, 1, 0, 0]])
+
+
+def keys(mask, before=0, after=0):
+    """A mask ``(B, 1, T, S)`` as transformers makes it: causal, without hidden keys."""
+    batch, tokens = mask.shape
+    whole = torch.cat([torch.ones(batch, before), mask, torch.zeros(batch, after)], 1).bool()
+    causal = torch.ones(tokens, before + tokens + after, dtype=torch.bool).tril(before)
+    return whole[:, None, None] & causal
+
+
+MASKS = {
+    "of tokens": HIDDEN,
+    "with a cache": torch.cat([1 - HIDDEN, HIDDEN], 1),
+    "bool": HIDDEN.bool(),
+    "of keys": keys(HIDDEN),
+    "of keys, with a cache": keys(HIDDEN, 4),
+    "of keys, in a static cache": keys(HIDDEN, 2, 5),
+    "to be added": torch.zeros(2, 1, 6, 6).masked_fill(~keys(HIDDEN), torch.finfo().min),
+    "by kinds of layers": {"full_attention": keys(HIDDEN, 2, 5), "linear_attention": None},
+    "both": {"full_attention": None, "linear_attention": HIDDEN},
+}
+
+
+@pytest.mark.parametrize("form", MASKS)
+def test_tokens_that_a_mask_hides(form):
+    assert torch.equal(visible_tokens(MASKS[form], 6), HIDDEN.bool())
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_tokens_that_other_masks_hide(before):
+    """Of our attention, which has ranges, and of flex attention, which has a function."""
+    from liger_multi.patching.replace.attention import KeyMask, one_range
+
+    seen = keys(HIDDEN, before)
+    ranges = one_range(torch.where(seen.any(-1, keepdim=True), seen, False)[:, 0])[0]
+    if not before:  # a row of two runs has four numbers
+        ranges = torch.cat([torch.zeros_like(ranges), ranges], -1)
+    shape = tuple(seen.shape)
+    tails = HIDDEN[1:]  # one run of keys a query, which ranges can say
+    mask = KeyMask((1, *shape[1:]), ranges=ranges[1:].int())
+    assert torch.equal(visible_tokens(mask, 6), tails.bool())
+    assert torch.equal(visible_tokens(KeyMask(shape, dense=seen), 6), HIDDEN.bool())
+    assert visible_tokens(KeyMask(shape, causal=True), 6) is None
+
+    class BlockMask:
+        kv_num_blocks, seq_lengths = torch.zeros(2, 1, 1), (6, 6 + before)
+
+        @staticmethod
+        def mask_mod(batch, head, query, key):
+            return seen[batch, 0, query, key]
+
+    assert torch.equal(visible_tokens(BlockMask(), 6), HIDDEN.bool())
+
+
+@pytest.mark.parametrize(
+    ("positions", "mask", "ids", "many"),
+    [
+        # one sample: padding in front, at the end, within; positions that count it or do not
+        ([1, 1, 0, 1, 2, 3], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0], False),
+        ([0, 1, 2, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0], False),
+        ([0, 1, 1, 1, 2, 3], [1, 1, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0], False),
+        ([0, 1, 2, 3, 4, 5], [1, 1, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0], False),
+        # two samples, beside each other and with padding between them
+        ([0, 1, 2, 0, 1, 2], [1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1], True),
+        ([0, 1, 0, 0, 1, 2], [1, 1, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1], True),
+        ([1, 1, 0, 0, 1, 2], [0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1], True),
+        ([0, 1, 7, 8, 9, 9], [1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1], False),
+        ([0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0], False),
+    ],
+)
+def test_positions_tell_samples_apart_among_visible_tokens(positions, mask, ids, many):
+    rows = torch.zeros(1, 6)
+    given = {"position_ids": torch.tensor([positions]), "attention_mask": torch.tensor([mask])}
+    assert sample_ids({"input_ids": rows, **given}).tolist() == [ids]
+    assert several({"input_ids": rows, **given}) is many
+    axes = given["position_ids"].expand(3, -1, -1)  # of images
+    found = sample_ids({"input_ids": rows, **given, "position_ids": axes})
+    assert found.tolist() == [ids if 7 not in positions else [0] * 6]
+
+
+def test_ids_of_hidden_tokens_are_not_read():
+    mask = torch.tensor([[0, 1, 0, 1, 1, 0]])
+    given = {"seq_idx": torch.tensor([[5, 3, 9, 3, 4, 0]]), "attention_mask": mask}
+    assert sample_ids({"input_ids": torch.zeros(1, 6), **given}).tolist() == [[0, 0, 0, 0, 1, 1]]
