@@ -25,7 +25,9 @@ from torch import Tensor, nn
 def parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     """The names of a method's positional arguments, ``self`` aside."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
-    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    return tuple(
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    )
 
 
 def by_name(
@@ -37,7 +39,9 @@ def by_name(
 
 # --- caches ---
 
-_CACHE_NAME = re.compile(r"past|past_(key|bucket).*|layer_(past|state)|cache(_params)?|.*_cache|mems")
+_CACHE_NAME = re.compile(
+    r"past|past_(key|bucket).*|layer_(past|state)|cache(_params)?|.*_cache|mems"
+)
 """Names of arguments that hold what earlier tokens left. They tell of containers of tensors only,
 and which argument of a signature is the cache; objects are recognized without them."""
 _NO_CACHE_NAME = re.compile(r"(use|return|output)_.*")
@@ -124,7 +128,7 @@ def caches(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call hands over a cache; positional arguments are told by what they are."""
-    return any([is_cache(value) for value in args]) or len(caches(kwargs)) > 0
+    return any(is_cache(value) for value in args) or len(caches(kwargs)) > 0
 
 
 def _is_one(name: str, value: Any) -> bool:
@@ -145,7 +149,9 @@ def without_caches(
         positional: Names of the positional ones, where they are known.
     """
     names = [positional[n] if n < len(positional) else f"argument {n}" for n in range(len(args))]
-    dropped = [n for n, (name, value) in enumerate(zip(names, args, strict=True)) if _is_one(name, value)]
+    dropped = [
+        n for n, (name, value) in enumerate(zip(names, args, strict=True)) if _is_one(name, value)
+    ]
     left_out = caches(kwargs)
     if not dropped and not left_out:
         return args, dict(kwargs), []

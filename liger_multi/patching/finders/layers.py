@@ -23,6 +23,7 @@ from liger_multi.patching.recognize.norms import (
     norm_settings,
     worth_a_line,
 )
+from liger_multi.patching.replace.experts_choice import selected
 from liger_multi.patching.replace.linear import LinearByRows
 from liger_multi.patching.replace.mlp import ExpertsSettings, FusedExperts, FusedMlp
 from liger_multi.patching.replace.norms import FusedNorm
@@ -91,6 +92,10 @@ def find_experts(report: PatchReport, request: Request, path: str, module: nn.Mo
     if isinstance(found, str):
         report.skipped.append(Skipped(path, "fused_moe", found))
         return
+    if selected(module) is None:
+        name = getattr(module.config, "_experts_implementation", None)
+        why = f"patched, but experts_implementation={name!r} runs itself while it is selected"
+        report.skipped.append(Skipped(path, "fused_moe", why, False))
     settings = ExpertsSettings(found, options)
     swap = Swap("fused_moe", stock_class(module), FusedExperts, settings)
     apply_swap(report, path, module, swap, settings.shown, options.shown())

@@ -10,11 +10,12 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from liger_multi.arguments import cache_parameter
 from liger_multi.dispatch.explain import passed_over
 from liger_multi.patching.recognize.probe import (
     disagreement,
@@ -145,18 +146,24 @@ class _Draw:
 # --- a convolution with gates around it, and projections ---
 
 
-def without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Tokens in a batch of several rows, 0 where the mask is."""
-    if mask is None or mask.shape[1] < 2 or mask.shape[0] < 2:
-        return x
-    return (x * mask[:, :, None]).to(x.dtype)
+def masking(forward: Callable[..., Any]) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """What sets hidden tokens to 0 in a modeling file; until 5.17 not in a batch of one row."""
+    own = getattr(inspect.unwrap(forward), "__globals__", {})
+    return cast(Any, own.get("apply_mask_to_padding_states", _without_padding))
 
 
-_TAKEN = ("self", "hidden_states", "past_key_values", "attention_mask")
-_FORMS = (
-    (*_TAKEN, "kwargs"),
-    (*_TAKEN, "seq_idx"),
-)  # of LFM2, and of LFM2-MoE in transformers 5.17
+def _without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    return x if mask is None else (x * mask[:, :, None]).to(x.dtype)
+
+
+_LAST = ("kwargs", "seq_idx")  # of LFM2, and of LFM2-MoE in transformers 5.17
+
+
+def _takes_a_row(forward: Callable[..., Any]) -> bool:
+    """Whether a forward takes hidden states, a cache, a mask and ids, in this order."""
+    names = tuple(inspect.signature(forward).parameters)
+    expected = ("self", "hidden_states", cache_parameter(forward), "attention_mask")
+    return names[:-1] == expected and names[-1] in _LAST
 
 
 def gates(module: nn.Module) -> bool:
@@ -175,7 +182,7 @@ def gates(module: nn.Module) -> bool:
     if like != plain or (into.in_features, into.out_features) != (width, 3 * width):  # type: ignore[union-attr]
         return False
     kind = unpatched_class(module)
-    if tuple(inspect.signature(kind.forward).parameters) not in _FORMS:
+    if not _takes_a_row(kind.forward):
         return False
     biased = tuple(getattr(m, "bias", None) is not None for m in (inner, into, out))
     return _gates(kind, scalars(module), biased, inner.kernel_size[0], module)
@@ -214,8 +221,9 @@ def _is_gated(
         replica.conv.bias = nn.Parameter(random(generator, width))
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[0, :3] = 0
+    without_padding = masking(type(replica).forward)
 
-    def by(mask: Tensor | None) -> str | None:
+    def by(mask: Tensor | None, batch: int = 2) -> str | None:
         def stock(x: Tensor) -> Any:
             return replica.forward(x, attention_mask=mask)
 
@@ -226,10 +234,10 @@ def _is_gated(
             return made
 
         return disagreement(
-            replica, stock, ours, [random(generator, 2, 9, width)], _close, generator
+            replica, stock, ours, [random(generator, batch, 9, width)], _close, generator
         )
 
-    return by(None) is None and by(mask) is None
+    return by(None) is None and by(mask) is None and by(mask[:1], 1) is None
 
 
 # --- functions ---

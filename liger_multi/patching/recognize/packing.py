@@ -125,7 +125,7 @@ DROPPED = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "lo
 
 
 def arguments_of(given: Mapping[str, Any], row: Row, rows: Tensor) -> Arguments:
-    """The arguments of a call, for the row: tensors anew, numbers and texts as they are, no objects.
+    """The arguments of a call, for the row: tensors anew, numbers and texts, and no objects.
 
     A cache, or whatever else a model may write to, belongs to the caller.
     """

@@ -26,6 +26,7 @@ from liger_multi.patching.recognize.mlp import looks_like_experts
 from liger_multi.patching.recognize.probe import probe_context, random
 from liger_multi.patching.recognize.signature import code_holds, is_watched
 from liger_multi.patching.replace.adapters import Adapter, adapters
+from liger_multi.patching.replace.experts_choice import computes_in_weight_dtype
 from liger_multi.patching.replace.mlp import (
     ExpertsKind,
     ExpertsSettings,
@@ -203,7 +204,8 @@ def _serves(found: Factors, x: Tensor) -> bool:
     base = found.base
     if not code_holds(type(base)) or not is_probed_call(base, found.kind, x):
         return False
-    if autocast_dtype(x.device.type) is not None:
+    device_type = x.device.type
+    if autocast_dtype(device_type) is not None and not computes_in_weight_dtype(base, device_type):
         return True
     kinds = [one.a.dtype for several in found.thin.values() for one in several]
     return all(kind.itemsize >= stack_declared(base, "down_proj").dtype.itemsize for kind in kinds)

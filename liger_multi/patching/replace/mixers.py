@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi._torch_private import assert_async, constant_in_graphs
-from liger_multi.arguments import cache_parameter, has_cache, parameters_of
+from liger_multi.arguments import has_cache, parameters_of
 from liger_multi.patching.lazy_logits.loss import run_bound
 from liger_multi.patching.options import Options
 from liger_multi.patching.recognize import reached
@@ -30,13 +30,13 @@ from liger_multi.patching.recognize.mixers import (
     SERVED,
     WHOLE,
     differs,
+    masking,
     mixer_calls,
     refusal,
     unserved,
-    without_padding,
 )
 from liger_multi.patching.replace.calling import Call, Calling, named
-from liger_multi.patching.replace.samples import rows_of, sample_ids, unmasked
+from liger_multi.patching.replace.samples import rows_of, sample_ids
 from liger_multi.patching.replace.swap import Patched, Swap, unpatched_class
 
 
@@ -85,26 +85,24 @@ def _gated(method: Any, copy: FunctionType, options: Options) -> FunctionType:
     if isinstance(found, str):  # what it does may change in ways that nothing tells
         return copy
     places = tuple(place for place in found if place[1] not in SERVED)  # the copy follows those
-    reads = reached.reads_values(places)
+    reads, names = reached.reads_values(places), parameters_of(method)
+    masked = masking(method)
 
     @constant_in_graphs
     def unchanged() -> bool:
         return reached.holds(places)
 
     @functools.wraps(copy)
-    def forward(
-        self: Any, hidden_states: Tensor, past_key_values: Any = None,
-        attention_mask: Tensor | None = None, *last: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        kwargs |= dict(zip(("seq_idx",), last, strict=True)) if last else {}
-        inner = self.conv
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        inner, hidden_states = self.conv, given["hidden_states"]
         hooked = inner._forward_hooks or inner._forward_pre_hooks or hasattr(inner, "_hf_hook")
-        by_parts = past_key_values is not None or hooked or _has_states(kwargs)
+        by_parts = has_cache((), given) or hooked or _has_states(given)
         by_parts = by_parts or (reads and torch.compiler.is_compiling()) or not unchanged()
         if by_parts or type(inner.weight).__name__ == "DTensor":
-            return copy(self, hidden_states, past_key_values, attention_mask, **kwargs)
-        call = functools.partial(ops.gated_short_conv, seq_idx=kwargs.get("seq_idx"))
-        rows = self.in_proj(without_padding(hidden_states, attention_mask))
+            return copy(self, *args, **kwargs)
+        call = functools.partial(ops.gated_short_conv, seq_idx=given.get("seq_idx"))
+        rows = self.in_proj(masked(hidden_states, given.get("attention_mask")))
         weight = inner.weight.squeeze(1)
         made = run_bound(options, ("gated_short_conv",), call, rows, weight, inner.bias)
         return self.out_proj(made)
@@ -327,7 +325,7 @@ class SeparateModel(_Model):
         ids = sample_ids(given)
         if ids is None or ids.shape[-1] < 2:
             return kwargs
-        begins = unmasked(ids[:, 1:] != ids[:, :-1], given)
+        begins = ids[:, 1:] != ids[:, :-1]
         lacking = ", ".join(cast(Any, swap.settings).lacking)
         message = (
             f"{swap.stock.__name__} got rows of several samples, which it would mix: nothing keeps "

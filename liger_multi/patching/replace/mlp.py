@@ -28,6 +28,11 @@ from liger_multi.patching.recognize.signature import (
     is_watched,
 )
 from liger_multi.patching.replace.adapters import Adapter, fits, one_adapter
+from liger_multi.patching.replace.experts_choice import (
+    autocast_of,
+    computes_in_weight_dtype,
+    selected,
+)
 from liger_multi.patching.replace.float8 import (
     bare_float8,
     bare_frozen_float8,
@@ -407,7 +412,7 @@ def routes_of(
 
 def is_probed_call(module: Any, kind: ExpertsKind, hidden: Tensor) -> bool:
     """Whether a call is one of those that were probed, with ordinary weights."""
-    if globally_hooked() or not holds(module, kind.signature):
+    if globally_hooked() or not holds(module, kind.signature) or selected(module) is None:
         return False
     return type(hidden) is Tensor and all(
         isinstance(t, Stack)
@@ -460,13 +465,14 @@ def _summed(
     """The weighted sum of the experts that every token goes to."""
     parts, given = [stacked(module, name) for name in kind.parameters], x.dtype
     experts = parts[1].shape[0]
-    if autocast_dtype(x.device.type) is None:
+    if autocast_dtype(x.device.type) is None or computes_in_weight_dtype(module, x.device.type):
         x = x.to(parts[1].dtype)
     if kind.form == "identity":
         parts[0] = parts[0][:experts]
     run = functools.partial(_run, kind)
     whole = not any(isinstance(part, Stack) for part in parts)
-    y = (run if whole else functools.partial(in_groups, run))(parts, x, index, routing, factors)
+    with autocast_of(module, x.device.type):
+        y = (run if whole else functools.partial(in_groups, run))(parts, x, index, routing, factors)
     if kind.form == "identity":
         y = y + torch.where(index < experts, 0, routing).sum(-1, keepdim=True).to(y.dtype) * x
     return y.to(given)
