@@ -29,21 +29,23 @@ def declare(op: Op) -> None:
     def forward(
         student: Tensor, teacher: Tensor, target: Optional[Tensor], beta: float, form: str,
         teacher_form: str, scale: float, ignore_index: int, reduction: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Shape rule."""
         rows, raw = student.shape[0], form == "logits"
         return (
             statistics(student, (rows,) if reduction == "none" else ()),
             statistics(student, (rows if raw else 0,)),
+            statistics(student, (rows if raw else 0,)),
+            statistics(student, (rows if teacher_form == "logits" else 0,)),
             statistics(student, (rows if teacher_form == "logits" else 0,)),
             statistics(student, (rows if raw else 0,)),
         )
 
-    residuals = "lse teacher_lse slope"
+    residuals = "lse lse_low teacher_lse teacher_lse_low slope"
     op.forward(returns=f"loss {residuals}", residuals=residuals)(forward)
     op.backward(
-        reads=f"dloss student teacher target {residuals} beta form teacher_form scale ignore_index "
-        "reduction",
+        reads=f"dloss student teacher target {residuals} beta form teacher_form scale "
+        "ignore_index reduction",
         returns="dstudent",
     )
 

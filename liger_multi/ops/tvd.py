@@ -16,7 +16,9 @@ op = Op(
     "tvd",
     family="divergences",
     bitwise=bitwise(
-        PER_ROW, "student teacher target loss lse teacher_lse slope", reference="forward"
+        PER_ROW,
+        "student teacher target loss lse lse_low teacher_lse teacher_lse_low slope",
+        reference="forward",
     ),
 )
 declare(op)

@@ -318,13 +318,19 @@ def upstream_of(
     log_prob: Tensor | None, entropy: Tensor | None, lse: Tensor | None, *, entropies: Tensor,
     target: Tensor, vocabulary: int, objective: Objective,
 ) -> Upstream:  # fmt: skip
-    """From the gradients of the outputs; those of unused outputs are None or empty."""
+    """From the gradients of the outputs; those of unused outputs are None or empty.
+
+    A compiler hands in zeros for an output that nobody used. An entropy's are looked at where that
+    needs no wait, since the terms of its gradient take a third of the time of all others.
+    """
     valid = (target != objective.ignore_index) & (target >= 0) & (target < vocabulary)
 
     def used(d: Tensor | None) -> Tensor | None:
         # whatever arrives at a row without a valid target, NaN too, goes nowhere
         return torch.where(valid, d, 0) if d is not None and d.numel() else None
 
+    if entropy is not None and entropy.device.type == "cpu" and not entropy.any():
+        entropy = None
     grad_target, dentropy, grad_lse = used(log_prob), used(entropy), used(lse)
     zero = next(d for d in (grad_target, dentropy, grad_lse, target) if d is not None).new_zeros(())
     grad_target = zero.expand(target.shape) if grad_target is None else grad_target

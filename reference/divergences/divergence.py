@@ -25,6 +25,7 @@ from torch import Tensor
 
 from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
 from liger_multi.reference.cross_entropy.reduction import divide
+from liger_multi.reference.cross_entropy.rows import LogSumExp, log_sum_exp
 
 # --- what a backend supplies ---
 
@@ -54,18 +55,23 @@ def spec_of(
 
 
 class DivergenceStats(NamedTuple):
-    """Loss of every row and, of logits, what backward wants: 0 for ignored rows."""
+    """Loss of every row and, of logits, what backward needs: 0 for ignored rows.
+
+    Both log-sum-exps are :class:`LogSumExp`.
+    """
 
     loss: Tensor
     lse: Tensor
+    lse_low: Tensor
     teacher_lse: Tensor
+    teacher_lse_low: Tensor
     slope: Tensor
 
     @staticmethod
     def empty(rows: int, spec: DivergenceSpec, like: Tensor) -> DivergenceStats:
         """Room beside ``like``; empty where the form is not logits."""
         kind, student = statistics_dtype(like.dtype), spec.form == "logits"
-        keep = (True, student, spec.teacher_form == "logits", student)
+        keep = (True, *[student] * 2, *[spec.teacher_form == "logits"] * 2, student)
         return DivergenceStats._make(
             like.new_empty(rows if kept else 0, dtype=kind) for kept in keep
         )
@@ -107,12 +113,12 @@ class DivergenceKernels(Protocol):
 FAR = 80.0  # beyond a gap of so many nats, the smaller probability adds nothing to the larger
 
 
-def _distribution(raw: Tensor, form: str, scale: float, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _distribution(raw: Tensor, form: str, scale: float, lse: LogSumExp) -> tuple[Tensor, Tensor]:
     """Log-probabilities and probabilities."""
     z = raw.to(statistics_dtype(raw.dtype))
     if form == "prob":
         return z.log(), z
-    log = z * scale - lse.unsqueeze(1) if form == "logits" else z
+    log = lse.below(z * scale) if form == "logits" else z
     return log, log.exp()
 
 
@@ -143,15 +149,17 @@ def statistics(
     """Losses and residuals of rows, in blocks."""
     rows = DivergenceStats.empty(student.shape[0], spec, student)
     for block in row_blocks(student.shape[0], student.shape[1] * 8):
-        found = []
+        found, no = [], rows.loss.new_empty(0)
         for raw, form in ((student, spec.form), (teacher, spec.teacher_form)):
-            z = raw[block].to(rows.loss.dtype) * spec.scale if form == "logits" else raw[block]
-            found.append(torch.logsumexp(z, -1) if form == "logits" else rows.loss.new_empty(0))
+            logits = form == "logits"
+            z = raw[block].to(rows.loss.dtype) * spec.scale if logits else raw[block]
+            found.append(log_sum_exp(z) if logits else LogSumExp(no, no))
         log_q, q = _distribution(student[block], spec.form, spec.scale, found[0])
         log_p, p = _distribution(teacher[block], spec.teacher_form, spec.scale, found[1])
         loss, weighted, _ = _terms(spec, log_q, q, log_p, p)
         valid = None if target is None else target[block] != spec.ignore_index
-        for room, part in zip(rows, (loss.sum(-1), *found, weighted.sum(-1)), strict=True):
+        parts = (loss.sum(-1), *found[0], *found[1], weighted.sum(-1))
+        for room, part in zip(rows, parts, strict=True):
             if room.numel():
                 room[block] = part if valid is None else torch.where(valid, part, 0)
     return rows
@@ -168,7 +176,8 @@ def gradient_into(
 ) -> None:
     """Write the gradient times ``factor``; ignored rows get zeros, whatever stands in them."""
     for block in row_blocks(student.shape[0], student.shape[1] * 8):
-        lse, teacher_lse, slope = (part[block] if part.numel() else part for part in rows[1:])
+        *both, slope = (part[block] if part.numel() else part for part in rows[1:])
+        lse, teacher_lse = LogSumExp(*both[:2]), LogSumExp(*both[2:])
         log_q, q = _distribution(student[block], spec.form, spec.scale, lse)
         log_p, p = _distribution(teacher[block], spec.teacher_form, spec.scale, teacher_lse)
         _, weighted, r = _terms(spec, log_q, q, log_p, p)
@@ -223,23 +232,24 @@ def forward_and_backward(
     def forward(
         student: Tensor, teacher: Tensor, target: Optional[Tensor], beta: float, form: str,
         teacher_form: str, scale: float, ignore_index: int, reduction: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
         rows = kernels.statistics(student, teacher, target, spec)
         count = valid_rows(target, rows.loss, ignore_index)
-        return reduced(rows.loss, count, reduction), *rows[1:]
+        return reduced(rows.loss, count, reduction), *rows[1:]  # type: ignore[return-value]
 
     def backward(
         dloss: Tensor, student: Tensor, teacher: Tensor, target: Optional[Tensor], lse: Tensor,
-        teacher_lse: Tensor, slope: Tensor, beta: float, form: str, teacher_form: str,
-        scale: float, ignore_index: int, reduction: str,
+        lse_low: Tensor, teacher_lse: Tensor, teacher_lse_low: Tensor, slope: Tensor, beta: float,
+        form: str, teacher_form: str, scale: float, ignore_index: int, reduction: str,
     ) -> Tensor:  # fmt: skip
         spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
         if reduction == "mean":
             loss = dloss.new_empty(student.shape[0])
             dloss = divide(dloss, valid_rows(target, loss, ignore_index))
         out = student.new_empty(student.shape)
-        rows = DivergenceStats(lse.new_empty(0), lse, teacher_lse, slope)
+        kept = (lse, lse_low, teacher_lse, teacher_lse_low, slope)
+        rows = DivergenceStats(lse.new_empty(0), *kept)
         kernels.gradient_into(out, student, teacher, target, rows, spec, dloss)
         return out
 

@@ -478,6 +478,37 @@ def test_the_gradient_of_given_logits_is_written_without_a_copy_of_them(apart):
     assert (raw == logits.data_ptr()) is not apart
 
 
+@pytest.mark.parametrize("outputs", ["eager", "zeros", "compiled"])
+def test_entropy_that_nobody_uses_has_no_gradient_to_compute(outputs, monkeypatch):
+    """Compilers replace a gradient that does not arrive by zeros."""
+    if harness.interpreted():
+        pytest.skip("a device's zeros are not looked at")
+    arrived, gradient_ = [], rows_of.gradient_
+
+    def spy(raw, target, lse, objective, upstream):
+        arrived.append(upstream.entropy)
+        gradient_(raw, target, lse, objective, upstream)
+
+    monkeypatch.setattr(loop, "gradient_", spy)
+    x, w, t, b = head()
+
+    def both(x, w, b):
+        out = log_prob(x, w, t, b)
+        return out.log_prob, out.entropy
+
+    run = torch.compile(both, backend="aot_eager") if outputs == "compiled" else both
+    own, entropy = run(x, w, b)
+    if outputs == "zeros":
+        torch.autograd.backward((own.sum(), entropy), (None, torch.zeros_like(entropy)))
+    else:
+        own.sum().backward()
+    assert arrived
+    assert all(each is None for each in arrived)
+    again = [v.detach().requires_grad_() for v in (x, w, b)]
+    log_prob(*again[:2], t, again[2], outputs=("log_prob",)).log_prob.sum().backward()
+    assert all(torch.equal(a.grad, v.grad) for a, v in zip(again, (x, w, b), strict=True))
+
+
 def test_another_temperature_compiles_nothing():
     """Launches differ in run-time numbers alone, so a schedule of temperatures has one kernel."""
     pytest.importorskip("triton")

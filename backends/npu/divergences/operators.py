@@ -26,30 +26,30 @@ FAR: tl.constexpr = tl.constexpr(80.0)  # beyond, the smaller probability adds n
 
 
 @triton.jit
-def _distribution(ptr, mask, scale, shift, FORM: tl.constexpr):
+def _distribution(ptr, mask, scale, shift, low, FORM: tl.constexpr):
     """Logarithm, probability and the number that TVD compares; probability 0 where masked."""
     if FORM == 2:
         q = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
         # no logarithm of 0 where nothing will be made of it
         return tl.where(q > 0.0, tl.log(tl.where(q > 0.0, q, 1.0)), float("-inf")), q, q
     raw = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
-    s = raw * scale - shift if FORM == 0 else raw
+    s = (raw * scale - shift) - low if FORM == 0 else raw
     s = tl.where(mask, s, float("-inf"))
     return s, tl.exp(s), s
 
 
 @triton.jit
 def _terms(
-    student_ptr, teacher_ptr, mask, scale, s_shift, t_shift, beta, KIND: tl.constexpr,
-    FORM: tl.constexpr, TEACHER_FORM: tl.constexpr,
+    student_ptr, teacher_ptr, mask, scale, s_shift, s_low, t_shift, t_low, beta,
+    KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr,
 ):  # fmt: skip
     """Terms of the loss, q r and r of each class, and q.
 
     ``slope`` is the sum of q r over the row. The forward KL returns -p for q r, which is finite at
     q = 0.
     """
-    s, q, students = _distribution(student_ptr, mask, scale, s_shift, FORM)
-    t, p, other = _distribution(teacher_ptr, mask, scale, t_shift, TEACHER_FORM)
+    s, q, students = _distribution(student_ptr, mask, scale, s_shift, s_low, FORM)
+    t, p, other = _distribution(teacher_ptr, mask, scale, t_shift, t_low, TEACHER_FORM)
     if KIND == 3:
         a = students if FORM == TEACHER_FORM else q
         b = other if FORM == TEACHER_FORM else p
@@ -71,9 +71,9 @@ def _terms(
 
 @jitted
 def _pair_sums_kernel(
-    student_ptr, teacher_ptr, lse_ptr, teacher_lse_ptr, loss_ptr, slope_ptr, student_stride,
-    teacher_stride, rows, cols, scale, beta, KIND: tl.constexpr, FORM: tl.constexpr,
-    TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
+    student_ptr, teacher_ptr, lse_ptr, lse_low_ptr, teacher_lse_ptr, teacher_lse_low_ptr, loss_ptr,
+    slope_ptr, student_stride, teacher_stride, rows, cols, scale, beta, KIND: tl.constexpr,
+    FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Loss and slope of rows.
 
@@ -87,15 +87,17 @@ def _pair_sums_kernel(
         students = student_ptr + row * student_stride
         other = teacher_ptr + row * teacher_stride
         s_shift = tl.load(lse_ptr + row) if FORM == 0 else 0.0
+        s_low = tl.load(lse_low_ptr + row) if FORM == 0 else 0.0
         t_shift = tl.load(teacher_lse_ptr + row) if TEACHER_FORM == 0 else 0.0
+        t_low = tl.load(teacher_lse_low_ptr + row) if TEACHER_FORM == 0 else 0.0
         loss = tl.zeros([BLOCK], tl.float32)
         slope = tl.zeros([BLOCK], tl.float32)
         for at in range(0, cols, BLOCK):
             col = at + lane
             mask = col < cols
             part, weighted, _, _ = _terms(
-                students + col, other + col, mask, scale, s_shift, t_shift, beta, KIND, FORM,
-                TEACHER_FORM,
+                students + col, other + col, mask, scale, s_shift, s_low, t_shift, t_low, beta,
+                KIND, FORM, TEACHER_FORM,
             )  # fmt: skip
             loss += tl.where(mask, part, 0.0)
             slope += tl.where(mask, weighted, 0.0)
@@ -106,9 +108,9 @@ def _pair_sums_kernel(
 
 @jitted
 def _pair_gradient_kernel(
-    student_ptr, teacher_ptr, lse_ptr, teacher_lse_ptr, slope_ptr, factor_ptr, out_ptr,
-    student_stride, teacher_stride, out_stride, rows, cols, scale, beta, KIND: tl.constexpr,
-    FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
+    student_ptr, teacher_ptr, lse_ptr, lse_low_ptr, teacher_lse_ptr, teacher_lse_low_ptr, slope_ptr,
+    factor_ptr, out_ptr, student_stride, teacher_stride, out_stride, rows, cols, scale, beta,
+    KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the student, times the row's factor.
 
@@ -121,15 +123,17 @@ def _pair_gradient_kernel(
         students = student_ptr + row * student_stride
         other = teacher_ptr + row * teacher_stride
         s_shift = tl.load(lse_ptr + row) if FORM == 0 else 0.0
+        s_low = tl.load(lse_low_ptr + row) if FORM == 0 else 0.0
         t_shift = tl.load(teacher_lse_ptr + row) if TEACHER_FORM == 0 else 0.0
+        t_low = tl.load(teacher_lse_low_ptr + row) if TEACHER_FORM == 0 else 0.0
         slope = tl.load(slope_ptr + row) if FORM == 0 else 0.0
         factor = tl.load(factor_ptr + row)
         for at in range(0, cols, BLOCK):
             col = at + lane
             mask = col < cols
             _, weighted, r, q = _terms(
-                students + col, other + col, mask, scale, s_shift, t_shift, beta, KIND, FORM,
-                TEACHER_FORM,
+                students + col, other + col, mask, scale, s_shift, s_low, t_shift, t_low, beta,
+                KIND, FORM, TEACHER_FORM,
             )  # fmt: skip
             dz = r if FORM == 2 else weighted
             if FORM == 0:
@@ -168,11 +172,13 @@ class AscendPairs:
         student, teacher = as_rows(student), as_rows(teacher)
         rows, (count, cols) = DivergenceStats.empty(student.shape[0], spec, student), student.shape
         if spec.form == "logits":
-            rows = rows._replace(lse=normalizers(student, spec.scale))
+            high, low = normalizers(student, spec.scale)
+            rows = rows._replace(lse=high, lse_low=low)
         if spec.teacher_form == "logits":
-            rows = rows._replace(teacher_lse=normalizers(teacher, spec.scale))
+            high, low = normalizers(teacher, spec.scale)
+            rows = rows._replace(teacher_lse=high, teacher_lse_low=low)
         start(
-            _pair_sums_kernel, count, student, teacher, rows.lse, rows.teacher_lse, rows.loss,
+            _pair_sums_kernel, count, student, teacher, *rows[1:5], rows.loss,
             rows.slope, student.stride(0), teacher.stride(0), count, cols, spec.scale, spec.beta,
             **_constants(spec, "pair_sums", student),
         )  # fmt: skip
@@ -196,7 +202,7 @@ class AscendPairs:
         count, cols = given.shape
         room = given if out is student else out
         start(
-            _pair_gradient_kernel, count, given, teacher, rows.lse, rows.teacher_lse, rows.slope,
+            _pair_gradient_kernel, count, given, teacher, *rows[1:],
             _factors(factor, target, count, spec, given), room, given.stride(0),
             teacher.stride(0), room.stride(0), count, cols, spec.scale, spec.beta,
             **_constants(spec, "pair_gradient", given),

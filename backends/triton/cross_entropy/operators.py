@@ -26,6 +26,7 @@ from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
+    LN2,
     LOG2E,
     assume_cols,
     cdiv,
@@ -298,15 +299,16 @@ def _log_prob_gradient_kernel(
     at_target = tl.exp2(nll * -LOG2E) * (grad_lse + entropy * tl.minimum(nll, 200.0))
     at_target += grad_target * one_minus_exp(nll)
     p_scale = grad_lse - grad_target
+    log2_low = lse_low * LOG2E
     for start in tl.range(0, cols, BLOCK, loop_unroll_factor=UNROLL):
         col = start + tl.arange(0, BLOCK)
         mask = col < cols
         raw = tl.load(row_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
         z = logit(raw, scale, softcap)
-        log_p = (z - lse) - lse_low
-        dz = tl.exp2(log_p * LOG2E)
+        log2_p = (z - lse) * LOG2E - log2_low
+        dz = tl.exp2(log2_p)
         if ENTROPY:
-            dz *= p_scale - entropy * tl.maximum(log_p, -200.0)  # below, p is 0
+            dz *= p_scale - (entropy * LN2) * tl.maximum(log2_p, -288.0)  # below, p is 0
         else:
             dz *= p_scale
         dz = tl.where(col == target, at_target, dz)

@@ -10,7 +10,7 @@ probabilities are read once for both loss and gradient.
 Kernels are made of passes over one row: normalizers, the sums of a loss, and the gradient. ``s``,
 to base 2, and ``q`` are the student's logarithms and probabilities, ``t`` and ``p`` the teacher's.
 What is subtracted from logits is natural: in a row with one class, the difference is then exactly
-0.
+0. It is two numbers, as in cross_entropy.py: logits far from 0 keep their digits.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from liger_multi.backends.triton.common.rows import (
     log2_near,
     power_of_2,
     round_to,
+    two_sum,
     warps,
 )
 from liger_multi.backends.triton.cross_entropy.cross_entropy import fill_zero, filled
@@ -63,14 +64,14 @@ def _values(ptr, mask, scale, FORM: tl.constexpr):
 
 
 @triton.jit
-def _logarithm(ptr, mask, scale, shift, FORM: tl.constexpr):
+def _logarithm(ptr, mask, scale, shift, low, FORM: tl.constexpr):
     """Natural logarithm of the probability, from logits or from log-probabilities."""
     raw = _values(ptr, mask, scale, FORM)
-    return raw - shift if FORM == LOGITS else raw
+    return (raw - shift) - low if FORM == LOGITS else raw
 
 
 @triton.jit
-def _distribution(ptr, mask, scale, shift, FORM: tl.constexpr):
+def _distribution(ptr, mask, scale, shift, low, FORM: tl.constexpr):
     """Logarithm to base 2, probability, and a number that orders classes exactly as both do.
 
     TVD compares the third: rounded probabilities could tie where logits differ.
@@ -78,7 +79,7 @@ def _distribution(ptr, mask, scale, shift, FORM: tl.constexpr):
     if FORM == PROB:
         raw = _values(ptr, mask, scale, FORM)
         return tl.log2(raw), raw, raw
-    natural = _logarithm(ptr, mask, scale, shift, FORM)
+    natural = _logarithm(ptr, mask, scale, shift, low, FORM)
     s = natural * LOG2E
     return s, tl.exp2(s), natural
 
@@ -104,7 +105,7 @@ def _slopes(s, q, t, p, a, b, teachers, students, KIND: tl.constexpr, CONSTANT: 
 
 @triton.jit
 def _both(
-    student_ptr, teacher_ptr, mask, scale, s_shift, t_shift, FORM: tl.constexpr,
+    student_ptr, teacher_ptr, mask, scale, s_shift, s_low, t_shift, t_low, FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr,
 ):  # fmt: skip
     """Both distributions of a step: s, q, t, p, and the numbers by which TVD compares q with p.
@@ -112,8 +113,8 @@ def _both(
     Different forms have no number in common that orders them exactly, so probabilities are
     compared.
     """
-    s, q, students = _distribution(student_ptr, mask, scale, s_shift, FORM)
-    t, p, other = _distribution(teacher_ptr, mask, scale, t_shift, TEACHER_FORM)
+    s, q, students = _distribution(student_ptr, mask, scale, s_shift, s_low, FORM)
+    t, p, other = _distribution(teacher_ptr, mask, scale, t_shift, t_low, TEACHER_FORM)
     if FORM == TEACHER_FORM:
         return s, q, t, p, students, other
     return s, q, t, p, q, p
@@ -198,7 +199,7 @@ def normalize(
     student_ptr, teacher_ptr, cols, scale, KIND: tl.constexpr, FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The lse of logits (0 of other forms) and, for logits on both sides, KL, in one pass.
+    """Both parts of the lse of logits (0 of other forms) and, for logits on both sides, KL.
 
     The anchor is the maximum of the row's first step. Where it turns out to be too low, or -inf, a
     second pass starts from the row's maximum.
@@ -229,18 +230,20 @@ def normalize(
     if KIND == REVERSE:
         loss = cross / s_total + tl.log2(t_total / s_total)
     s_lse = s_anchor
+    s_low = 0.0
     t_lse = t_anchor
+    t_low = 0.0
     if FORM == LOGITS:
-        s_lse += tl.log2(s_total) * LN2
+        s_lse, s_low = two_sum(s_anchor, tl.log2(s_total) * LN2)
     if TEACHER_FORM == LOGITS:
-        t_lse += tl.log2(t_total) * LN2
-    return s_lse, t_lse, loss * LN2
+        t_lse, t_low = two_sum(t_anchor, tl.log2(t_total) * LN2)
+    return s_lse, s_low, t_lse, t_low, loss * LN2
 
 
 @triton.jit
 def sums(
-    student_ptr, teacher_ptr, cols, scale, s_shift, t_shift, beta, KIND: tl.constexpr,
-    FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
+    student_ptr, teacher_ptr, cols, scale, s_shift, s_low, t_shift, t_low, beta,
+    KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Loss and slope of a row, in a pass from its end, to reuse what the last one left in cache."""
     LOGS: tl.constexpr = KIND == JENSEN and (FORM != PROB and TEACHER_FORM != PROB)
@@ -255,15 +258,15 @@ def sums(
         col = first + lane
         mask = col < cols
         if LOGS:
-            s = _logarithm(student_ptr + col, mask, scale, s_shift, FORM)
-            t = _logarithm(teacher_ptr + col, mask, scale, t_shift, TEACHER_FORM)
+            s = _logarithm(student_ptr + col, mask, scale, s_shift, s_low, FORM)
+            t = _logarithm(teacher_ptr + col, mask, scale, t_shift, t_low, TEACHER_FORM)
             of_teacher, of_student = _jensen_terms(s, t, teachers, students)
             loss += _folded(of_teacher, BLOCK)
             slope += _folded(of_student, BLOCK)
         else:
             s, q, t, p, a, b = _both(
-                student_ptr + col, teacher_ptr + col, mask, scale, s_shift, t_shift, FORM,
-                TEACHER_FORM,
+                student_ptr + col, teacher_ptr + col, mask, scale, s_shift, s_low, t_shift, t_low,
+                FORM, TEACHER_FORM,
             )  # fmt: skip
             each, r = _slopes(s, q, t, p, a, b, teachers, students, KIND, 0.0)
             loss += _folded(each, BLOCK)
@@ -284,8 +287,8 @@ def sums(
 
 @triton.jit
 def write_gradient(
-    student_ptr, teacher_ptr, out_ptr, cols, scale, s_shift, t_shift, slope, factor, beta,
-    KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, SUM: tl.constexpr,
+    student_ptr, teacher_ptr, out_ptr, cols, scale, s_shift, s_low, t_shift, t_low, slope, factor,
+    beta, KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the student's gradient times ``factor``; with SUM, return the loss from the same pass.
@@ -301,8 +304,8 @@ def write_gradient(
         col = start + lane
         mask = col < cols
         if LOGS:
-            s = _logarithm(student_ptr + col, mask, scale, s_shift, FORM)
-            t = _logarithm(teacher_ptr + col, mask, scale, t_shift, TEACHER_FORM)
+            s = _logarithm(student_ptr + col, mask, scale, s_shift, s_low, FORM)
+            t = _logarithm(teacher_ptr + col, mask, scale, t_shift, t_low, TEACHER_FORM)
             if SUM:
                 of_teacher, of_student = _jensen_terms(s, t, teachers, students)
                 loss -= _folded(teachers * of_teacher + students * of_student, BLOCK)
@@ -313,8 +316,8 @@ def write_gradient(
                 dz = tl.exp2(s * LOG2E) * (log_m * by_log - slope * factor)
         else:
             s, q, t, p, a, b = _both(
-                student_ptr + col, teacher_ptr + col, mask, scale, s_shift, t_shift, FORM,
-                TEACHER_FORM,
+                student_ptr + col, teacher_ptr + col, mask, scale, s_shift, s_low, t_shift, t_low,
+                FORM, TEACHER_FORM,
             )  # fmt: skip
             each, r = _slopes(
                 s, q, t, p, a, b, teachers, students, KIND, 0.0 if FORM == LOGITS else 1.0
@@ -368,21 +371,27 @@ def gradient_config(info: DeviceInfo, rows: int, cols: int, logits: int) -> Pair
 
 
 @triton.jit
-def _store_row(loss_ptr, lse_ptr, teacher_lse_ptr, slope_ptr, row, loss, lse, teacher_lse, slope):
+def _store_row(
+    loss_ptr, lse_ptr, lse_low_ptr, teacher_lse_ptr, teacher_lse_low_ptr, slope_ptr, row,
+    loss, lse, lse_low, teacher_lse, teacher_lse_low, slope,
+):  # fmt: skip
     """Write the loss of a row and, where they have a pointer, its normalizers and slope."""
     tl.store(loss_ptr + row, loss)
     if lse_ptr is not None:
         tl.store(lse_ptr + row, lse)
+        tl.store(lse_low_ptr + row, lse_low)
     if teacher_lse_ptr is not None:
         tl.store(teacher_lse_ptr + row, teacher_lse)
+        tl.store(teacher_lse_low_ptr + row, teacher_lse_low)
     if slope_ptr is not None:
         tl.store(slope_ptr + row, slope)
 
 
 @triton.jit
 def _divergence_forward_kernel(
-    student_ptr, teacher_ptr, target_ptr, factor_ptr, loss_ptr, lse_ptr, teacher_lse_ptr, slope_ptr,
-    student_stride, teacher_stride, target_stride, factor_stride, cols, ignore_index, scale, beta,
+    student_ptr, teacher_ptr, target_ptr, factor_ptr, loss_ptr, lse_ptr, lse_low_ptr,
+    teacher_lse_ptr, teacher_lse_low_ptr, slope_ptr, student_stride, teacher_stride, target_stride,
+    factor_stride, cols, ignore_index, scale, beta,
     KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Loss of one row; with ``factor_ptr``, the student's gradient in the place of the student.
@@ -399,16 +408,21 @@ def _divergence_forward_kernel(
     assume_cols(cols)
     if target_ptr is not None:
         if tl.load(target_ptr + row * target_stride) == ignore_index:
-            _store_row(loss_ptr, lse_ptr, teacher_lse_ptr, slope_ptr, row, 0.0, 0.0, 0.0, 0.0)
+            _store_row(
+                loss_ptr, lse_ptr, lse_low_ptr, teacher_lse_ptr, teacher_lse_low_ptr, slope_ptr,
+                row, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+            )  # fmt: skip
             if factor_ptr is not None:
                 fill_zero(student_ptr, cols, BLOCK)
             return
     s_shift = 0.0
+    s_low = 0.0
     t_shift = 0.0
+    t_low = 0.0
     loss = 0.0
     slope = 0.0
     if FORM == LOGITS or TEACHER_FORM == LOGITS:
-        s_shift, t_shift, loss = normalize(
+        s_shift, s_low, t_shift, t_low, loss = normalize(
             student_ptr, teacher_ptr, cols, scale, KIND, FORM, TEACHER_FORM, BLOCK
         )
     DONE: tl.constexpr = (FORM == LOGITS and TEACHER_FORM == LOGITS) and KIND <= REVERSE
@@ -417,29 +431,30 @@ def _divergence_forward_kernel(
         slope = -1.0 if KIND == FORWARD else loss
     elif not LATER:
         loss, slope = sums(
-            student_ptr, teacher_ptr, cols, scale, s_shift, t_shift, beta, KIND, FORM, TEACHER_FORM,
-            BLOCK,
+            student_ptr, teacher_ptr, cols, scale, s_shift, s_low, t_shift, t_low, beta, KIND, FORM,
+            TEACHER_FORM, BLOCK,
         )  # fmt: skip
     if factor_ptr is not None:
         factor = tl.load(factor_ptr + row * factor_stride).to(tl.float32)
         if FORM == LOGITS:
             factor *= scale
         found = write_gradient(
-            student_ptr, teacher_ptr, student_ptr, cols, scale, s_shift, t_shift, slope, factor,
-            beta, KIND, FORM, TEACHER_FORM, LATER, BLOCK,
+            student_ptr, teacher_ptr, student_ptr, cols, scale, s_shift, s_low, t_shift, t_low,
+            slope, factor, beta, KIND, FORM, TEACHER_FORM, LATER, BLOCK,
         )  # fmt: skip
         if LATER:
             loss = found
     _store_row(
-        loss_ptr, lse_ptr, teacher_lse_ptr, slope_ptr, row, loss, s_shift, t_shift,
-        slope,
+        loss_ptr, lse_ptr, lse_low_ptr, teacher_lse_ptr, teacher_lse_low_ptr, slope_ptr, row,
+        loss, s_shift, s_low, t_shift, t_low, slope,
     )  # fmt: skip
 
 
 @triton.jit
 def _divergence_backward_kernel(
-    student_ptr, teacher_ptr, target_ptr, factor_ptr, lse_ptr, teacher_lse_ptr, slope_ptr, out_ptr,
-    student_stride, teacher_stride, target_stride, factor_stride, out_stride, cols, ignore_index,
+    student_ptr, teacher_ptr, target_ptr, factor_ptr, lse_ptr, lse_low_ptr, teacher_lse_ptr,
+    teacher_lse_low_ptr, slope_ptr, out_ptr, student_stride, teacher_stride, target_stride,
+    factor_stride, out_stride, cols, ignore_index,
     scale, beta, KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -456,19 +471,23 @@ def _divergence_backward_kernel(
             fill_zero(out_ptr, cols, BLOCK)
             return
     s_shift = 0.0
+    s_low = 0.0
     t_shift = 0.0
+    t_low = 0.0
     slope = 0.0
     factor = tl.load(factor_ptr + row * factor_stride).to(tl.float32)
     if FORM == LOGITS:
         s_shift = tl.load(lse_ptr + row)
+        s_low = tl.load(lse_low_ptr + row)
         slope = tl.load(slope_ptr + row)
         factor *= scale
     if TEACHER_FORM == LOGITS:
         t_shift = tl.load(teacher_lse_ptr + row)
+        t_low = tl.load(teacher_lse_low_ptr + row)
     write_gradient(
         student_ptr + row * student_stride, teacher_ptr + row * teacher_stride, out_ptr, cols,
-        scale, s_shift, t_shift, slope, factor, beta, KIND, FORM, TEACHER_FORM, False,
-        BLOCK,
+        scale, s_shift, s_low, t_shift, t_low, slope, factor, beta, KIND, FORM, TEACHER_FORM,
+        False, BLOCK,
     )  # fmt: skip
 
 
@@ -496,7 +515,7 @@ def _rows(
     rows, (count, cols) = DivergenceStats.empty(student.shape[0], spec, student), student.shape
     if not count:
         return rows
-    kept = rows if factor is None else (rows.loss, None, None, None)
+    kept = rows if factor is None else (rows.loss, *[None] * 5)
     shape = {"rows": count, "cols": cols, "logits": int(spec.form == "logits")}
     shape["element_bytes"] = student.element_size() + teacher.element_size()
     k = launch_config(f"{name}.forward", sum_config, student.device, **shape)
