@@ -1,6 +1,8 @@
 """Launches past Triton's argument binder, and the tuner of launch numbers."""
 
+import functools
 import os
+import random
 import re
 import subprocess
 import sys
@@ -17,17 +19,34 @@ from liger_multi.testing import samples
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
 from benchmarks import models as bench_models
 from benchmarks import tune
-from liger_multi.backends.triton.common import launching
+from liger_multi.backends.triton.common import launching, specialization
 
 ROOT = Path(__file__).parents[2]
 
 
-class Kernel:
+TARGETS = {
+    "cuda": GPUTarget("cuda", 90, 32),
+    "cuda, Blackwell": GPUTarget("cuda", 100, 32),
+    "hip": GPUTarget("hip", "gfx942", 64),
+    "hip, RDNA": GPUTarget("hip", "gfx1100", 32),
+}
+
+
+def _kernel_source(x):
+    pass
+
+
+class Kernel(JITFunction):
     """Stands in for a jitted kernel; what it compiled stands in for a compiled one."""
 
     def __init__(self):
+        super().__init__(_kernel_source)
         self.bound, self.direct = [], []
 
     def __getitem__(self, grid):
@@ -40,13 +59,20 @@ class Kernel:
         return run
 
 
-@pytest.fixture
-def kernel(monkeypatch):
-    active = types.SimpleNamespace(get_current_stream=lambda device: 99)
-    runtime = types.SimpleNamespace(driver=types.SimpleNamespace(active=active))
-    monkeypatch.setattr(launching.triton, "runtime", runtime)
+def use_target(monkeypatch, target):
+    """Make ``target`` the one of Triton's active driver, as in a fresh process."""
+    active = types.SimpleNamespace(
+        get_current_stream=lambda device: 99, get_current_target=lambda: target
+    )
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
     monkeypatch.setattr(launching, "_DIRECT", True)
     monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(launching, "_classes", None)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    use_target(monkeypatch, TARGETS["cuda"])
     return Kernel()
 
 
@@ -95,6 +121,146 @@ def test_a_profiler_that_listens_gets_every_launch(kernel, monkeypatch):
     hooks.launch_enter_hook = types.SimpleNamespace(calls=[])  # a chain without members
     launching.launch(kernel, 1, (x,), (), 4)
     assert (len(kernel.bound), len(kernel.direct)) == (2, 1)
+
+
+class Checked(Kernel):
+    """Fails where it is run for arguments that Triton would compile another kernel for."""
+
+    def __init__(self):
+        super().__init__()
+        self.specialize = specialization.specialize_for_target()
+
+    def of(self, args):
+        return [self.specialize(a) for a in args]
+
+    def __getitem__(self, grid):
+        def run(*args, **options):
+            compiled_for = self.of(args)
+            self.bound.append(args)
+
+            def direct(*launched):
+                assert compiled_for == self.of(launched[9:])
+                self.direct.append(launched)
+
+            return types.SimpleNamespace(run=direct, function=7, packed_metadata=8)
+
+        return run
+
+
+LIMIT = 2**31  # bytes of a storage; of AMD, above which addresses have 64 bits
+INTEGERS = (
+    0, 1, 2, 8, 15, 16, 17, 32, 48, -1, -16, 2**16, 2**30, 2**31 - 1, 2**31 - 16, 2**31, 2**31 + 1,
+    2**32, 2**62, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 16, 2**64 - 1, -(2**31), -(2**31) - 1,
+    -(2**31) - 16, -(2**63),
+)  # fmt: skip
+
+
+@functools.cache
+def reserved(size):
+    """Bytes that nobody writes, and that take no memory."""
+    return torch.zeros(0, dtype=torch.uint8).set_(torch.UntypedStorage(size))
+
+
+def every_tensor():
+    """Every alignment of pointers into storages of every size, in several dtypes; parameters."""
+    for size in (64, 4096, LIMIT - 1, LIMIT, LIMIT + 64):
+        storage = reserved(size)
+        for offset in (*range(17), 24, 32, 48):
+            yield storage[offset : offset + 16]
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64):
+            whole = storage[: size // 16 * 16].view(dtype)
+            yield from (whole, whole[1:], whole[8:9], whole[16:])
+            if dtype.is_floating_point:
+                yield torch.nn.Parameter(whole)
+
+
+def every_other():
+    yield from (None, True, False, 0.0, 1.0, 1e-6, 48.0, float("inf"), float("nan"))
+    yield from INTEGERS
+    yield from ((), (1,), (48, 1), (1, 48), (48, 1, 17), (48, True), (48, None), (1.0, 48))
+    yield from ((2**31, 1), (2**31 - 1, 1), (2**63, 16), ((48, 1), 2))
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_no_kernel_runs_that_was_compiled_for_other_arguments(monkeypatch, target):
+    """What the look-up forgets, of all that Triton specializes on for a target, fails here."""
+    use_target(monkeypatch, target)
+    kernel, x = Checked(), torch.zeros(16)
+    values = [*every_tensor(), *every_other()]
+    calls = [(x, a) for a in values] + [(a, 48, 1e-6) for a in every_tensor()]
+    calls += [(x, (1, 2), (3,)), (x, (1,), (2, 3)), (x, (), (1, 2)), (x, 1, (2,)), (x, (1, 2), ())]
+    calls = calls * 3
+    random.Random(0).shuffle(calls)
+    for args in calls:
+        launching.launch(kernel, 1, args, (), 4)
+    assert len(kernel.bound) + len(kernel.direct) == len(calls)
+    distinct = {(len(args), *map(str, kernel.of(args))) for args in calls}
+    assert len(kernel.bound) <= 2 * len(distinct), "arguments compile that Triton does not tell"
+    for value in every_tensor():  # of the same sizes, in other memory
+        launching.launch(kernel, 1, (x, value), (), 4)
+
+
+@pytest.mark.parametrize("target", [TARGETS["hip"]], ids=["hip"])
+def test_a_storage_of_2_gib_gets_a_kernel_of_its_own_on_amd(monkeypatch, target):
+    monkeypatch.setattr(triton.knobs.amd, "use_buffer_ops", True)  # the default from 3.6 on
+    use_target(monkeypatch, target)
+    kernel = Kernel()
+    for size in (64, LIMIT - 1, LIMIT, 2 * LIMIT):
+        launching.launch(kernel, 1, (reserved(size)[:64], 48), (), 4)
+    assert (len(kernel.bound), len(kernel.direct)) == (2, 2)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_switches_of_the_compiler_may_change_between_launches(monkeypatch, first):
+    """An answer of Triton that was remembered under one switch decides nothing under another."""
+    use_target(monkeypatch, TARGETS["hip"])
+    small, large = reserved(64), reserved(LIMIT)
+    monkeypatch.setattr(triton.knobs.amd, "use_buffer_ops", first)
+    launching.launch(Kernel(), 1, (small, large), (), 4)
+    for state in (not first, first):
+        monkeypatch.setattr(triton.knobs.amd, "use_buffer_ops", state)
+        kernel = Kernel()
+        for args in ((small, small), (large, small), (small, large), (large, large)):
+            launching.launch(kernel, 1, args, (), 4)
+        assert not kernel.direct or not state
+
+
+@pytest.mark.parametrize("reads", [lambda x: x.shape, lambda x: x.stride(0), lambda x: type(x)])
+def test_a_triton_that_looks_at_more_of_a_tensor_is_asked_each_time(reads):
+    """Facts are not a list of ours: what Triton reads decides what is remembered."""
+    asked = []
+
+    def specialize(argument):
+        asked.append(argument)
+        return str(reads(argument)) if isinstance(argument, torch.Tensor) else "other"
+
+    classes = specialization.ArgumentClasses(specialize)
+    assert not classes.by_address
+    assert not classes.by_storage
+    assert not classes.tensors
+    first, second = classes.number(torch.zeros(4)), classes.number(torch.zeros(8, 4)[:, :2])
+    assert (first != second) == (str(reads(torch.zeros(4))) != str(reads(torch.zeros(8, 4))))
+
+
+def test_remembered_arguments_are_bounded(monkeypatch):
+    monkeypatch.setattr(specialization, "MOST", 8)
+    use_target(monkeypatch, TARGETS["cuda"])
+    kernel, x = Checked(), torch.zeros(16)
+    for n in range(200):
+        launching.launch(kernel, 1, (x, n, n / 3, x[n % 9 :]), (), 4)
+    classes = launching._classes
+    assert max(map(len, (classes.integers, classes.scalars, classes.tensors))) <= 8
+
+
+def test_an_interpreted_kernel_is_launched_by_triton():
+    calls = []
+
+    class Interpreted:
+        def __getitem__(self, grid):
+            return lambda *args, **options: calls.append((grid, args))
+
+    launching.launch(Interpreted(), 2, (torch.zeros(4), 3), (True,), 4)
+    assert [(grid, args[1:]) for grid, args in calls] == [((2, 1), (3, True))]
 
 
 @pytest.mark.slow
