@@ -540,7 +540,7 @@ def _through_numpy(hidden):
     hidden.detach().numpy()[:] += 1
 
 
-WRITES = {
+WRITES_TO_HIDDEN = {
     "in place": lambda hidden: hidden.detach().add_(1),
     ".data": lambda hidden: hidden.data.add_(1),
     "a row of .data": lambda hidden: hidden.data[0, 0].zero_(),
@@ -550,16 +550,12 @@ WRITES = {
 }
 
 
-def _entropy(logits):
-    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum()
-
-
-RESULTS = {
+RESULTS_OF_LOGITS = {
     "loss": lambda logits: F.cross_entropy(logits.flatten(0, 1), torch.arange(6)),
     "log-probabilities": lambda logits: (
-        logits.log_softmax(-1).gather(-1, IDS[:2, :3, None] % 13).sum()
+        logits.log_softmax(-1).gather(-1, torch.arange(6).view(2, 3, 1)).sum()
     ),
-    "entropy": _entropy,
+    "entropy": lambda logits: -(logits.softmax(-1) * logits.log_softmax(-1)).sum(),
     "largest": lambda logits: logits.amax(-1).sum(),
     "logits": lambda logits: (logits * torch.arange(13)).sum(),
 }
@@ -568,13 +564,17 @@ RESULTS = {
 @pytest.mark.parametrize(
     ("write", "result", "transposed"),
     [
-        *((write, "loss", transposed) for write in WRITES for transposed in (False, True)),
-        *((".data", result, False) for result in RESULTS if result != "loss"),
+        *(
+            (write, "loss", transposed)
+            for write in WRITES_TO_HIDDEN
+            for transposed in (False, True)
+        ),
+        *((".data", result, False) for result in RESULTS_OF_LOGITS if result != "loss"),
     ],
 )
 def test_writes_to_hidden_states_after_the_head_change_nothing(write, result, transposed):
     """Logits are those of the moment of the head's call, whoever counts the writes."""
-    write, result = WRITES[write], RESULTS[result]
+    write, result = WRITES_TO_HIDDEN[write], RESULTS_OF_LOGITS[result]
     head = patched_head(bias=True)
     start = torch.randn(2, 3, 8, requires_grad=True)
     wanted = result(F.linear(start, head.weight, head.bias))
@@ -588,7 +588,9 @@ def test_writes_to_hidden_states_after_the_head_change_nothing(write, result, tr
     torch.testing.assert_close(torch.autograd.grad(got, leaves), wanted_grads)
 
 
-@pytest.mark.parametrize("write", [WRITES["in place"], WRITES[".data"]], ids=["in place", ".data"])
+@pytest.mark.parametrize(
+    "write", [WRITES_TO_HIDDEN["in place"], WRITES_TO_HIDDEN[".data"]], ids=["in place", ".data"]
+)
 def test_writes_to_hidden_states_in_a_graph(write):
     head = patched_head()
     start = torch.randn(2, 3, 8, requires_grad=True)
