@@ -22,3 +22,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'liger_multi.integrations' has no attribute {name!r}")
     globals()[name] = getattr(module, name)
     return globals()[name]
+
+
+def __dir__() -> list[str]:
+    """The public names, which stand in globals only after their first use."""
+    return sorted({*globals(), *__all__})

@@ -22,7 +22,7 @@ from liger_multi.patching.lazy_logits.protocol import (
     asking,
     refuse_late_hook,
 )
-from liger_multi.patching.options import FusedOptions, LossOptions, Options
+from liger_multi.patching.options import PATCH, FusedOptions, LossOptions, Options
 
 # --- one fused call ---
 
@@ -37,9 +37,9 @@ def run_bound(
 
 
 def _run_scoped(choices: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
-    from liger_multi.dispatch.config import use
+    from liger_multi.dispatch.config import scope
 
-    with use(**choices):
+    with scope(choices, PATCH):
         return function(*args)
 
 
