@@ -1,10 +1,10 @@
 """YAML and JSON files that people write, read strictly.
 
 What a file may hold is the part of YAML that configurations need: mappings with text as keys,
-lists, text, decimal numbers, ``true``, ``false`` and ``null``. Everything else is a
-:class:`ConfigurationError` that names the file and the line: a key given twice, tags, several
-documents, and files that are too large, nested too deep or made large by aliases. ``on``, ``off``,
-``yes``, ``no`` and dates are text.
+lists, text, decimal numbers, ``true``, ``false`` and ``null``, and merge keys (``<<: *base``).
+Everything else is a :class:`ConfigurationError` that names the file and the line: a key given
+twice, tags, several documents, and files that are too large, nested too deep or made large by
+aliases. ``on``, ``off``, ``yes``, ``no`` and dates are text.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from liger_multi.errors import ConfigurationError, shown, shown_path
 
+MERGE = "<<"
 MOST_BYTES = 2**20
 MOST_NODES = 10_000  # values of a YAML file, those of aliases counted each time
 MOST_DEPTH = 32
@@ -108,7 +109,7 @@ def _read(path: str | os.PathLike[str], what: str, form: str, most: int) -> str:
             f"{what} must be named by text or a path, got {type(path).__name__} {shown(path)}"
         )
     try:
-        with open(name, "rb", opener=_nonblocking) as file:
+        with open(os.path.expanduser(name), "rb", opener=_nonblocking) as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 kind = next((text for test, text in _KINDS if test(mode)), "a device")
@@ -193,16 +194,30 @@ class _Builder:
 
     def _mapping(self, depth: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
         lines: dict[str, int] = {}
         while not isinstance(event := next(self._events), self._yaml.MappingEndEvent):
             key = self._value(event, depth + 1)
             if not isinstance(key, str):
                 self._refuse(event, f"a key must be text, got {shown(key)}; quote it")
-            if key in found:
+            if key in lines:
                 problem = f"the key {shown(key)} is given twice, first on line {lines[key]}"
                 self._refuse(event, problem)
             lines[key] = event.start_mark.line + 1
-            found[key] = self._value(next(self._events), depth + 1)
+            after = next(self._events)
+            found[key] = self._value(after, depth + 1)
+            if key == MERGE and event.implicit[0]:
+                merged = self._merged(found.pop(key), after)
+        return {**merged, **found}
+
+    def _merged(self, value: Any, event: Any) -> dict[str, Any]:
+        """The keys of the mappings of a merge key; of two mappings the first one counts."""
+        mappings = value if isinstance(value, list) else [value]
+        if not mappings or not all(isinstance(one, dict) for one in mappings):
+            self._refuse(event, f"the merge key << takes mappings, got {shown(value)}")
+        found: dict[str, Any] = {}
+        for one in mappings:
+            found = {**one, **found}
         return found
 
     def _scalar(self, event: Any) -> Any:

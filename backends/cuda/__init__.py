@@ -47,4 +47,5 @@ BACKEND = Backend(
     supports=_supports,
     device_info=_device_info,
     describe=_describe,
+    aliases=("gpu", "nvidia"),
 )

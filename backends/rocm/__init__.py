@@ -52,4 +52,5 @@ BACKEND = Backend(
     probe=_probe,
     device_info=_device_info,
     describe=_describe,
+    aliases=("amd",),
 )

@@ -27,12 +27,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--providers",
         metavar="LIST",
-        help="whom to time: ours, any backend, torch, aten, compile, liger, ...",
+        help="whom to time: ours, any backend, torch, aten, compile, liger, ... (default: "
+        f"{PROVIDERS} of liger-multi, else all)",
     )
     parser.add_argument("--device", default="auto", help="auto: the accelerator, or the CPU")
-    parser.add_argument("--dtype", metavar="|".join(DTYPES), help="of the inputs")
     parser.add_argument(
-        "--seconds", type=float, metavar="N", help="timing of one sample, all providers; default: 5"
+        "--dtype",
+        type=checking.dtype,
+        metavar="|".join(DTYPES),
+        help="of the inputs (default: fp32 on a CPU, else bf16)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        metavar="N",
+        help="timing of one sample, all providers (default: 5, or 0.2 with --quick)",
     )
     parser.add_argument("--quick", action="store_true", help="few rounds; tiny shapes on a CPU")
 
@@ -44,7 +53,8 @@ def add_command(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=checking.path,
         metavar="FOLDER",
-        help="write the result as JSON, and charts, under names that are not taken",
+        help="write the result as JSON, and charts, under names that are not taken (default: "
+        "write nothing)",
     )
     checking.add_json(parser)
 

@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forward-only", action="store_true", help="no gradients")
     parser.add_argument("--device", help=f"of {TINY} (default: the accelerator, else the CPU)")
     parser.add_argument(
-        "--picture", type=checking.path, metavar="PNG", help="draw the difference of every call"
+        "--picture",
+        type=checking.path,
+        metavar="PNG",
+        help="draw the difference of every call (default: draw nothing)",
     )
     checking.add_overwrite(parser)
     checking.add_json(parser)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from liger_multi.dispatch.registry import device_of, usable_device
+from liger_multi.dtypes import short_name
 from liger_multi.errors import (
     ConfigurationError,
     LigerMultiError,
@@ -25,6 +26,32 @@ from liger_multi.errors import (
 )
 
 OVERWRITE = "--overwrite"
+
+
+class Help(argparse.HelpFormatter):
+    """Help that ends with the default of every option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help
+        default = action.default
+        if not text or action.required or "(default:" in text or not action.option_strings:
+            return text
+        if default is None or default is False or default == argparse.SUPPRESS:
+            return text
+        shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else default
+        return f"{text} (default: {str(shown).replace('%', '%%')})"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of a command and its actions, with defaults in its help."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"formatter_class": Help, **options})
+
+
+def dtype(text: str) -> str:
+    """The short name of a dtype, of whatever names people have for it."""
+    return str(short_name(text.lower()))
 
 
 def path(text: str) -> Path:

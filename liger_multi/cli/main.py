@@ -16,10 +16,11 @@ from liger_multi.bench import command as bench
 from liger_multi.cli import bisect, checking, doctor, plan
 from liger_multi.demo import command as demo
 from liger_multi.demo import command as memory_demo
+from liger_multi.dtypes import long_name
 from liger_multi.errors import LigerMultiError
 from liger_multi.page import Page
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+DTYPES = ("fp64", "fp32", "bf16", "fp16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,9 +93,7 @@ def _drop_output() -> None:
 def _parser() -> argparse.ArgumentParser:
     from liger_multi._version import __version__
 
-    parser = argparse.ArgumentParser(
-        prog="liger-multi", description="One patch call, any accelerator."
-    )
+    parser = checking.Parser(prog="liger-multi", description="One patch call, any accelerator.")
     parser.add_argument("--version", action="version", version=f"liger-multi {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
@@ -114,8 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--dtype",
+        type=checking.dtype,
         choices=DTYPES,
-        help="dtype of the tensors (default: float32 on a CPU, else bfloat16)",
+        help="dtype of the tensors (default: fp32 on a CPU, else bf16)",
     )
     checking.add_json(command)
     command.set_defaults(run=_explain)
@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
 def _explain(arguments: argparse.Namespace) -> int:
     import liger_multi
 
-    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    dtype = getattr(torch, long_name(arguments.dtype)) if arguments.dtype else None
     device = None if arguments.device is None else checking.known_device(arguments.device)
     found = liger_multi.explain(arguments.op, device, dtype)
     rows = [doctor.as_data(row) for row in found.rows]
@@ -182,11 +182,17 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from liger_multi.dispatch.config import load
+    from liger_multi.dispatch.config import Configuration, load, within
+    from liger_multi.dispatch.explain import explain
 
-    load(arguments.file)
+    with within(Configuration((load(arguments.file),))):
+        fails = doctor.failing([doctor.as_data(row) for row in explain().rows])
     if arguments.json:
-        checking.write_json({"file": str(arguments.file), "fine": True})
-    else:
-        sys.stdout.write(f"{arguments.file}: fine\n")
+        checking.write_json({"file": str(arguments.file), "fine": True, "fails_here": fails})
+        return 0
+    sys.stdout.write(f"{arguments.file}: fine\n")
+    page = Page()
+    page.add("On this machine, with this file", [["this call fails", text] for text in fails])
+    if fails:
+        page.show()
     return 0

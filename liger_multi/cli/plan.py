@@ -16,11 +16,13 @@ from dataclasses import fields, replace
 from typing import Any
 
 from liger_multi.cli import checking
-from liger_multi.dispatch.config import parse_bytes
+from liger_multi.dispatch.config import parse_memory
+from liger_multi.dtypes import long_name, short_name
 from liger_multi.errors import PlanError, need
 from liger_multi.memory import estimate
 from liger_multi.memory.breakdown import estimate_page
 from liger_multi.memory.planning import CARDS, Space, TrainingPlan, plan
+from liger_multi.memory.planning.host import UNKNOWN
 from liger_multi.memory.planning.result import NAMES, PRECISIONS, plan_page
 from liger_multi.memory.setup import DTYPES, OPTIMIZERS, TrainingSetup
 from liger_multi.memory.sizes import SIZES, Source, beyond, config_of, positions_of
@@ -42,18 +44,33 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences of a device and step")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of each")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of the weights")
-    parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)
-    parser.add_argument("--zero-stage", type=int, default=0, choices=(0, 1, 2, 3))
+    names = [short_name(name) for name in DTYPES]
+    parser.add_argument(
+        "--dtype", type=checking.dtype, default="bf16", choices=names, help="of the weights"
+    )
+    parser.add_argument(
+        "--optimizer", default="adamw", choices=OPTIMIZERS, help="whose states count"
+    )
+    parser.add_argument(
+        "--zero-stage", type=int, default=0, choices=(0, 1, 2, 3), help="stage of ZeRO"
+    )
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 over all devices")
     parser.add_argument("--world", type=int, default=1, help="devices that shards are spread over")
-    parser.add_argument("--offload", choices=("cpu", "nvme"), help="optimizer states stand there")
+    parser.add_argument(
+        "--offload",
+        choices=("cpu", "nvme"),
+        help="optimizer states stand there (default: on the device)",
+    )
     parser.add_argument("--offload-parameters", action="store_true", help="parameters too")
     parser.add_argument("--checkpointing", action="store_true", help="keep inputs of layers only")
     parser.add_argument("--patched", action="store_true", help="with the operators of this library")
     parser.add_argument("--attention", default="sdpa", help="sdpa, flash_attention_2 or eager")
-    parser.add_argument("--device", default="cuda", help="device type to predict (default: cuda)")
-    parser.add_argument("--capacity", help="memory of a device, such as 80GiB")
+    parser.add_argument("--device", default="cuda", help="device type to predict")
+    parser.add_argument(
+        "--capacity",
+        metavar="SIZE",
+        help="memory of a device, such as 80GiB or 80GB (default: no limit)",
+    )
     checking.add_json(parser)
 
 
@@ -62,7 +79,8 @@ def run_estimate(arguments: argparse.Namespace) -> int:
     need("estimate", ["transformers"], "transformers")
     given = {f.name: getattr(arguments, f.name) for f in fields(TrainingSetup)}
     if given["capacity"] is not None:
-        given["capacity"] = parse_bytes(given["capacity"], "--capacity")
+        given["capacity"] = parse_memory(given["capacity"], "--capacity")
+    given["dtype"] = long_name(given["dtype"])
     with checking.simulated("estimate", arguments.model), progress("estimate") as said:
         said(f"reading {arguments.model}")
         with _without_collections():
@@ -96,17 +114,38 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     names = ", ".join(CARDS)
     parser.add_argument(
-        "--gpu", required=True, metavar="SIZE", help=f"24GiB, or one of {names}, or h200:24GiB"
+        "--gpu",
+        required=True,
+        metavar="SIZE",
+        help=f"24GiB (or 24GB, of 10**9 bytes each), or one of {names}, or h200:24GiB",
     )
     parser.add_argument("--gpus", type=int, default=1, help="devices of one host")
     parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--batch", type=int, help="sequences of a step over all devices")
     parser.add_argument(
-        "--precision", action="append", choices=PRECISIONS, help="may be given more than once"
+        "--host-memory",
+        metavar="SIZE",
+        help="memory of the host for each device, such as 128GiB (default: what this machine has "
+        f"for each of its devices, or {UNKNOWN // 2**30}GiB where it has none)",
     )
-    parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)
-    parser.add_argument("--device", default="cuda", help="device type to predict (default: cuda)")
-    parser.add_argument("--headroom", type=float, default=0.06, help="share that stays free")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        help="sequences of a step over all devices (default: what is fastest for each way)",
+    )
+    parser.add_argument(
+        "--precision",
+        action="append",
+        type=checking.dtype,
+        choices=PRECISIONS,
+        help="may be given more than once (default: what the card is fast in, and fp32)",
+    )
+    parser.add_argument(
+        "--optimizer", default="adamw", choices=OPTIMIZERS, help="whose states count"
+    )
+    parser.add_argument("--device", default="cuda", help="device type to predict")
+    parser.add_argument(
+        "--headroom", type=float, default=0.06, help="share of either memory that stays free"
+    )
     parser.add_argument("--data-parallel", action="store_true", help="no TP or PP")
     parser.add_argument("--no-limits", action="store_true", help="skip longest sequence and batch")
     parser.add_argument(
@@ -114,9 +153,17 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--compression", action="store_true", help="ask DeepSpeed for ZeRO++")
     parser.add_argument(
-        "--write", type=checking.path, metavar="DIR", help="write files for the best way"
+        "--write",
+        type=checking.path,
+        metavar="DIR",
+        help="write files for the best way (default: write nothing)",
     )
-    parser.add_argument("--picture", type=checking.path, metavar="PNG", help="draw memory by part")
+    parser.add_argument(
+        "--picture",
+        type=checking.path,
+        metavar="PNG",
+        help="draw memory by part (default: draw nothing)",
+    )
     checking.add_overwrite(parser)
     checking.add_json(parser)
 
@@ -129,6 +176,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
         checking.folder("--write", arguments.write, NAMES, arguments.overwrite)
     if arguments.picture:
         checking.file("--picture", arguments.picture, ".png", arguments.overwrite)
+    if arguments.host_memory is not None:
+        arguments.host_memory = parse_memory(arguments.host_memory, "--host-memory")
     code = 0
     try:
         with checking.simulated("plan", arguments.model), progress("plan") as said:
@@ -163,6 +212,7 @@ def _plan(arguments: argparse.Namespace, said: Callable[[str], None]) -> Trainin
         optimizer=arguments.optimizer,
         precision=arguments.precision,
         device=arguments.device,
+        host_memory=arguments.host_memory,
         headroom=arguments.headroom,
         space=space,
         limits=not arguments.no_limits,

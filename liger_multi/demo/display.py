@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 
 # --- on the screen ---
 
-HEADER = (
-    f"{'step':>5}  {'unpatched':>10}  {'patched':>10}  {'difference':>10}  "
-    f"{'unpatched':>12}  {'patched':>11}"
-)
+COLUMNS = ("step", "loss unpatched", "loss patched", "difference", "peak unpatched", "peak patched")
+"""Of a step's row; each is as wide as its name, so that all fit into 80 characters."""
+HEADER = "  ".join(COLUMNS)
 
 
 class Display:
@@ -94,7 +93,10 @@ class Display:
     def report(self, report: Any) -> None:
         """What the patch call says it did."""
         rich = hasattr(report, "__rich__") or hasattr(report, "__rich_console__")
-        self.console.print(report if rich else Text(str(report)))
+        if rich and self.console.is_terminal:
+            self.console.print(report)
+        else:  # a log has no width: lines would be broken at 80 columns for nobody
+            self.console.print(Text(str(report)), soft_wrap=True)
 
     @contextlib.contextmanager
     def progress(
@@ -129,7 +131,7 @@ class Display:
     def summary(self, kind: str, stock: Run, patched: Run) -> None:
         """Memory and throughput of a pair of runs."""
         table = Table(title=f"{kind}: unpatched and patched", title_justify="left")
-        table.add_column("")
+        table.add_column("measured", overflow="fold")
         for name in ("baseline", "patched", "ratio"):
             table.add_column(name, justify="right")
         peaks = stock.peak_bytes, patched.peak_bytes
@@ -169,9 +171,11 @@ class Display:
 def _row(stock: Run, run: Run, bound: float) -> Text:
     index = len(run.losses) - 1
     a, b = stock.losses[index], run.losses[index]
-    row = Text(f"{index + 1:>5}  {a:>10.6f}  {b:>10.6f}  ")
-    row.append(f"{b - a:>+10.1e}", style="green" if abs(b - a) <= bound else "bold red")
-    for peak, width in ((stock.peaks[index], 12), (run.peaks[index], 11)):
+    step, loss, patched, difference, memory, patched_memory = map(len, COLUMNS)
+    row = Text(f"{index + 1:>{step}}  {a:>{loss}.6f}  {b:>{patched}.6f}  ")
+    style = "green" if abs(b - a) <= bound else "bold red"
+    row.append(f"{b - a:>+{difference}.1e}", style=style)
+    for peak, width in ((stock.peaks[index], memory), (run.peaks[index], patched_memory)):
         row.append(f"  {'not metered' if peak is None else format_bytes(peak.peak_bytes):>{width}}")
     return row
 

@@ -59,6 +59,7 @@ class Backend:
         describe: Facts for ``liger-multi doctor``.
         not_bitwise: Properties of bits that its operators do not have, with the reason
             (:mod:`liger_multi.dispatch.bitwise`).
+        aliases: What else people call the devices that it serves, for messages.
         gemm_by_rows: Returns ``out = a @ b (+ bias)`` with independent rows, called as ``(a, b,
             bias, out)``; None where there is none.
     """
@@ -72,3 +73,4 @@ class Backend:
     describe: Callable[[], dict[str, str]] = _no_facts
     not_bitwise: Mapping[str, str] = field(default_factory=dict)
     gemm_by_rows: Callable[[], Callable[..., Any]] | None = None
+    aliases: tuple[str, ...] = ()

@@ -49,7 +49,14 @@ AUTO = ("auto",)
 KEYS = ("default", "ops", "devices", "chunk_bytes", "head_gemms", "deterministic")
 HEAD_GEMMS = ("exact", "float8", "float8_logits")
 SECTION_KEYS = ("default", "ops")
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS = {"": 1, "b": 1} | {
+    unit: base**power
+    for power, letter in enumerate("kmgt", 1)
+    for base, units in ((1000, (letter, f"{letter}b")), (1024, (f"{letter}i", f"{letter}ib")))
+    for unit in units
+}
+"""Units of bytes in lower case: ``GB`` and ``G`` are 10**9, ``GiB`` and ``Gi`` are 2**30."""
+LEAST_MEMORY = 2**20  # of a device or a host: fewer bytes are a number whose unit was forgotten
 _BYTES = re.compile(r"\s*([0-9]{1,19})(\.[0-9]{1,19})?\s*([a-z]*)\s*", re.ASCII)
 _PATTERN = re.compile(r"[a-z0-9_*?\[\]!-]{1,128}")
 
@@ -116,7 +123,13 @@ def parse(content: Any, source: str) -> Layer:
         named = section.get("ops", {})
         where = f"ops of devices.{device} in {source}" if device else f"ops in {source}"
         _expect(named, Mapping, where, "a mapping of operator names to backends")
-        ops[device] = {_pattern(op, source): _order(v, op, source) for op, v in named.items()}
+        patterns = {_pattern(op, source): (op, value) for op, value in named.items()}
+        # `~` says nothing, as where a merge key brought what this file leaves to others
+        ops[device] = {
+            pattern: _order(value, op, source)
+            for pattern, (op, value) in patterns.items()
+            if value is not None
+        }
         if "default" in section:
             default[device] = _order(section["default"], "default", source)
     size = parse_bytes(given["chunk_bytes"], source) if "chunk_bytes" in given else None
@@ -141,7 +154,7 @@ def parse_deterministic(value: Any, source: str) -> str:
 
 
 def parse_bytes(value: Any, source: str) -> int:
-    """A number of bytes from an integer or a text such as ``512MiB``."""
+    """A number of bytes from an integer or a text such as ``512MiB`` or ``80GB``."""
     count = 0
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         count = int(value)
@@ -158,6 +171,20 @@ def parse_bytes(value: Any, source: str) -> int:
     return count
 
 
+def parse_memory(value: Any, source: str) -> int:
+    """The memory of a device or a host, as :func:`parse_bytes` reads it.
+
+    Raises:
+        ConfigurationError: It is no number of bytes, or so few that a unit is missing.
+    """
+    count = parse_bytes(value, source)
+    if count < LEAST_MEMORY:
+        number = str(value).strip()
+        hint = f"; did you mean '{number}GiB' or '{number}GB'?" if number.isdigit() else ""
+        raise ConfigurationError(f"{source} of {shown(value)} is {count} bytes{hint}")
+    return count
+
+
 def _expect(value: object, kind: type, where: str, wanted: str) -> None:
     if not isinstance(value, kind):
         raise ConfigurationError(
@@ -170,7 +197,7 @@ def _section(content: Any, keys: tuple[str, ...], where: str, kind: str) -> dict
     wanted = f"a mapping with the keys {', '.join(keys)}"
     _expect(content, Mapping, where, wanted)
     named = {_name(key, f"{kind} {where}", keys): value for key, value in content.items()}
-    return {key: value for key, value in named.items() if value is not None or key == "default"}
+    return {key: value for key, value in named.items() if value is not None}
 
 
 def _name(name: object, kind: str, known: Iterable[str]) -> str:
@@ -238,6 +265,7 @@ MOST_CONFIGURATIONS = 64  # that keep their plans for when they are configured a
 
 
 Key = tuple[tuple[str, tuple[str, ...]], ...]
+USE, SOURCE = "use()", ""  # who names a scope's choices, and its place in a key of another one
 
 
 class Configuration:
@@ -281,22 +309,31 @@ class Configuration:
         """The setting that a layer names; None where PyTorch's own switch is followed."""
         return _innermost(self.layers)
 
-    def scoped(self, choices: Mapping[str, Any]) -> Configuration:
-        """This configuration under one more layer; equal scopes share their plans."""
+    def scoped(self, choices: Mapping[str, Any], source: str = USE) -> Configuration:
+        """This configuration under one more layer; equal scopes share their plans.
+
+        Args:
+            choices: What the layer names.
+            source: Who names it, for messages.
+        """
         choices = dict(choices)
         strict = choices.pop("deterministic", None)
         key = tuple(sorted((op, order(value)) for op, value in choices.items()))
         if strict is not None:
-            key += (("deterministic", (parse_deterministic(strict, "use()"),)),)
+            key += (("deterministic", (parse_deterministic(strict, source),)),)
+        if source != USE:
+            key += ((SOURCE, (source,)),)
         found = self._scopes.get(key)
         if found is None:
+            for op, value in choices.items():
+                _order(value, op, source)  # None says nothing in a file, and here something wrong
             ops = {k: v for k, v in choices.items() if k != "default"}
             mapping: dict[str, Any] = {"ops": ops}
             if "default" in choices:
                 mapping["default"] = choices["default"]
             if strict is not None:
                 mapping["deterministic"] = strict
-            layer = parse(mapping, "use()")
+            layer = parse(mapping, source)
             found = Configuration(self.base, (layer, *self.scopes), (*self.path, key))
             self._scopes[key] = found
         return found
@@ -307,7 +344,8 @@ class Configuration:
         if moved is None or moved[0] is not base:
             found = base
             for key in self.path:
-                found = found.scoped({op: _said(op, names) for op, names in key})
+                said = {op: _said(op, names) for op, names in key if op != SOURCE}
+                found = found.scoped(said, dict(key).get(SOURCE, (USE,))[0])
             self._moved = moved = (base, found)
         return moved[1]
 
@@ -475,8 +513,14 @@ def use(*, deterministic: bool | str | None = None, **choices: str | list[str]) 
     Raises:
         ConfigurationError: Unknown operator or backend, or neither a name nor a list of names.
     """
-    asked = {**choices, "deterministic": deterministic}
-    token = _scope.set((current().scoped(asked), False))
+    with scope({**choices, "deterministic": deterministic}, USE):
+        yield
+
+
+@contextlib.contextmanager
+def scope(choices: Mapping[str, Any], source: str) -> Iterator[None]:
+    """The block of :func:`use`, with the name of who chose for messages."""
+    token = _scope.set((current().scoped(choices, source), False))
     _hand_over()
     try:
         yield

@@ -114,6 +114,14 @@ def device_types() -> tuple[str, ...]:
     return tuple(sorted({"cpu", *served}))
 
 
+def _meant(name: str) -> str | None:
+    """The device type of the backend that a name, or an alias of its devices, stands for."""
+    for record in backends().values():
+        if record.device_type and name in (record.name, *record.aliases):
+            return record.device_type
+    return None
+
+
 def device_type(name: object, what: str = "device type") -> str:
     """``name``, if it is a device type of a backend or of PyTorch.
 
@@ -132,6 +140,11 @@ def device_type(name: object, what: str = "device type") -> str:
                 return name
         except RuntimeError:
             pass
+    meant = _meant(name) if isinstance(name, str) else None
+    if meant:
+        raise ConfigurationError(
+            f"unknown {what} {name!r}; did you mean {meant!r}? known: {', '.join(device_types())}"
+        )
     raise ConfigurationError(unknown(what, name, device_types()))
 
 

@@ -24,3 +24,8 @@ def __getattr__(name: str) -> Any:
         module = importlib.import_module(f"liger_multi.integrations.{_HOMES[name]}")
         globals()[name] = getattr(module, name)
     return globals()[name]
+
+
+def __dir__() -> list[str]:
+    """The public names, which stand in globals only after their first use."""
+    return sorted({*globals(), *__all__})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -357,13 +357,42 @@ def estimate_page(made: Estimate) -> Page:
         rows.append(("workspace of products", format_bytes(made.workspace_bytes)))
     rows.append(("peak of a device", format_bytes(made.peak_bytes)))
     page.add(f"Estimate for {made.title}", rows)
+    at_peak = {
+        **made.profile.at_peak,
+        "shards of others": made.gathered_bytes,
+        "workspace of products": made.workspace_bytes,
+        "sum, the peak": made.peak_bytes,
+    }
     peak = [
         (name, format_bytes(size), _share(size, made.peak_bytes))
-        for name, size in made.profile.at_peak.items()
+        for name, size in at_peak.items()
         if size
     ]
     page.add(f"At the peak ({made.profile.peak_phase})", peak, ("category", "bytes", "share"))
+    page.add("Notes", [(f"{i}.", note) for i, note in enumerate(_why_below(made), 1)])
     return page
+
+
+def _why_below(made: Estimate) -> Iterator[str]:
+    """Why the peak is less than static and dynamic together, if it is."""
+    whole = made.static_bytes + made.dynamic_bytes + made.gathered_bytes + made.workspace_bytes
+    if whole <= made.peak_bytes:
+        return
+    at_peak = made.profile.at_peak
+    absent = [
+        f"{name} take {format_bytes(at_peak.get(name, 0))} of {format_bytes(size)}"
+        for name, size in made.parts.items()
+        if at_peak.get(name, 0) < size
+    ]
+    dynamic = sum(size for name, size in at_peak.items() if name in CATEGORIES[3:])
+    if dynamic < made.dynamic_bytes:
+        sizes = format_bytes(dynamic), format_bytes(made.dynamic_bytes)
+        absent.append(f"what is dynamic takes {sizes[0]} of {sizes[1]}")
+    yield (
+        f"Static and dynamic have their highest moments at different times: together they would be "
+        f"{format_bytes(whole)}, the peak is {format_bytes(made.peak_bytes)}. At the peak, "
+        f"{' and '.join(absent)}."
+    )
 
 
 # --- timelines ---

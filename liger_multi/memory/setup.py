@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 
 from liger_multi.dispatch.registry import device_type
+from liger_multi.dtypes import long_name
 from liger_multi.errors import shown, unknown
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class TrainingSetup:
         dtype: Of the weights: ``"bfloat16"``, ``"float16"`` or ``"float32"`` for everything;
             ``"bfloat16-mixed"`` for bf16 weights and gradients with fp32 copies and states (16
             bytes a parameter with AdamW); ``"bfloat16-autocast"`` for fp32 weights under autocast.
+            Short names such as ``"bf16"`` are the same.
         optimizer: ``"adamw"`` (fused), ``"adamw_foreach"``, ``"adamw_loop"``, ``"adamw_8bit"``,
             ``"adafactor"``, ``"sgd"``, ``"sgd_momentum"`` or ``"none"``.
         zero_stage: 1 shards optimizer states over ``world``, 2 gradients too, 3 parameters too.
@@ -94,6 +96,7 @@ class TrainingSetup:
     capacity: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", long_name(self.dtype))
         known("dtype", self.dtype, DTYPES)
         known("optimizer", self.optimizer, OPTIMIZERS)
         positive(world=self.world)

@@ -76,10 +76,10 @@ def unpatch(model: nn.Module | str) -> PatchReport:
     """
     if isinstance(model, str):
         modeltypes.unregister(model)
-        return PatchReport(f"models of type {model}, no more")
+        return PatchReport(f"models of type {model}", of_type=True, call="unpatch")
     with lock:
         refuse_buried(_module(model).named_modules(), "unpatch")
-        report = PatchReport(type(model).__name__)
+        report = PatchReport(type(model).__name__, call="unpatch")
         for path, module in model.named_modules():
             restore_class(report, path, module)
     return report

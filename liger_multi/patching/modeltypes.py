@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -83,7 +84,18 @@ def _known(model_type: str) -> None:
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
-        raise PatchError(unknown("model type", model_type, CONFIG_MAPPING.keys()))
+        raise PatchError(_place(model_type) or unknown("model type", model_type, CONFIG_MAPPING))
+
+
+def _place(name: str) -> str:
+    """The message for the name of a model on the hub or of a folder; empty for other names."""
+    if "/" not in name and os.sep not in name and not os.path.isdir(name):
+        return ""
+    return (
+        f"{name!r} names a model's files: load it first, patch("
+        f"AutoModelForCausalLM.from_pretrained({name!r})), or patch a model type such as 'llama' "
+        "for the models of that type built from now on"
+    )
 
 
 def _hold(model_type: str, requests: tuple[Request, ...]) -> None:

@@ -14,6 +14,8 @@ from liger_multi.dispatch.primitive import by_rows
 from liger_multi.errors import PatchError, unknown
 from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_KINDS, MLP_OPS, NORM_OPS, SPARSE
 
+PATCH = "patch()"
+"""Who chose a backend, in messages."""
 OpChoice: TypeAlias = bool | str | Mapping[str, Any]
 
 
@@ -238,11 +240,10 @@ def _checked(op: str, options: Options) -> Options:
         if not good(value):
             raise PatchError(f"{op}: {name} must be {wanted}, got {value!r:.60}")
     if options.backend is not None:
-        from liger_multi.dispatch.config import use
+        from liger_multi.dispatch.config import parse
 
         # raises on an unknown backend
-        with use(**{"lora_update" if op == "lora" else op: options.backend}):
-            pass
+        parse({"ops": {"lora_update" if op == "lora" else op: options.backend}}, PATCH)
     return options
 
 

@@ -61,12 +61,14 @@ class PatchReport:
         entries: Modules that run another forward.
         skipped: Places that were left alone.
         of_type: Whether it is of models that are built from now on.
+        call: The function that it is the report of: ``"patch"`` or ``"unpatch"``.
     """
 
     target: str
     entries: list[Entry] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     of_type: bool = False
+    call: str = "patch"
 
     def count(self, op: str) -> int:
         """Number of modules that run ``op`` after the call."""
@@ -114,8 +116,9 @@ class PatchReport:
 
     def __str__(self) -> str:
         """Plain text, aligned, no colors."""
-        lines = [f"patch {self.target}"]
-        lines += _aligned([_HEADER, *self.rows()]) if self.entries else ["  nothing replaced"]
+        nothing = "  nothing restored" if self.call == "unpatch" else "  nothing replaced"
+        lines = [f"{self.call} {self.target}"]
+        lines += _aligned([_HEADER, *self.rows()]) if self.entries else [nothing]
         if self.skipped:
             lines += ["skipped", *_aligned([_SKIPPED, *self.skipped_rows()])]
         return "\n".join(lines)
@@ -129,12 +132,12 @@ class PatchReport:
         def table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
             made = Table(title=title, title_justify="left", show_edge=False)
             for name in header:
-                made.add_column(name)
+                made.add_column(name, overflow="fold")  # paths have no spaces to break at
             for row in rows:
                 made.add_row(*map(Text, row))  # brackets are no markup here
             return made
 
-        parts: list[Any] = [table(f"patch {self.target}", _HEADER, self.rows())]
+        parts: list[Any] = [table(f"{self.call} {self.target}", _HEADER, self.rows())]
         if self.skipped:
             parts.append(table("skipped", _SKIPPED, self.skipped_rows()))
         return Group(*parts)

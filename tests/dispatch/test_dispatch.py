@@ -111,7 +111,7 @@ def test_files_that_are_no_configuration(tmp_path):
 def test_byte_counts():
     assert parse_bytes("1.5GiB", "x") == 3 * 2**29
     assert parse_bytes(4096, "x") == 4096
-    for wrong in (0, -1, True, "1 TB", ""):
+    for wrong in (0, -1, True, "1 TX", "1 TiBB", ""):
         with pytest.raises(errors.ConfigurationError, match="positive number"):
             parse_bytes(wrong, "x")
 

@@ -159,9 +159,7 @@ def test_a_prompt_in_pieces_through_a_cache_equals_eager(kind, padding):
     for model in (eager, other):
         cache, parts = {}, []
         for start, end in ((0, 6), (6, 9), (9, 10), (10, 11)):
-            made = model(
-                IDS[:, start:end], attention_mask=mask[:, :end], use_cache=True, **cache
-            )
+            made = model(IDS[:, start:end], attention_mask=mask[:, :end], use_cache=True, **cache)
             cache = continued(model, made)
             parts.append(made.logits)
         found.append(torch.cat(parts, 1)[mask.bool()])

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from liger_multi.dispatch.config import parse_bytes
+from liger_multi.dispatch.config import parse_memory
 from liger_multi.errors import unknown
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ def card_of(given: str | int | Card) -> tuple[Card, int]:
 
     Args:
         given: A name of :data:`CARDS`, both as ``"h200:24GiB"``, a :class:`Card`, or a size such as
-            ``"24GiB"``, which gets the rates of the known card whose memory is nearest.
+            ``"24GiB"`` or ``"24GB"``, which gets the rates of the known card whose memory is
+            nearest.
 
     Raises:
         ValueError: Neither a card nor a size.
@@ -125,10 +126,12 @@ def card_of(given: str | int | Card) -> tuple[Card, int]:
         key = name.strip().lower().replace(" ", "")
         if key in CARDS:
             card = CARDS[key]
-            return card, parse_bytes(part, "memory") if colon else card.memory
+            return card, parse_memory(part, "memory") if colon else card.memory
         if not key[:1].isdigit():
-            raise ValueError(f"{unknown('card', given, CARDS)}; or a size such as '24GiB'")
-    size = parse_bytes(given, "memory")
+            raise ValueError(
+                f"{unknown('card', given, CARDS)}; or a size such as '24GiB' or '24GB'"
+            )
+    size = parse_memory(given, "memory")
     near = min(CARDS.values(), key=lambda c: (abs(math.log(c.memory / size)), c.bandwidth))
     values = (near.products16, near.products32, near.bandwidth, near.link, near.host)
     rest = (near.source, near.bf16, True, near.products8)

@@ -94,6 +94,7 @@ class Predictor:
         card: That it runs on.
         device: Device type that the tensors stand for.
         said: Called with a few words before every simulation.
+        host: Bytes of the host's memory for each device; None for no limit.
     """
 
     def __init__(
@@ -102,8 +103,9 @@ class Predictor:
         card: Card,
         device: str = "cuda",
         said: Callable[[str], None] | None = None,
+        host: int | None = None,
     ) -> None:
-        self.shapes, self.card, self.device = shapes, card, device
+        self.shapes, self.card, self.device, self.host = shapes, card, device, host
         self.passes = Passes(shapes, device, said or (lambda _: None))
         self._held: dict[tuple[str, str, int, bool], Held] = {}
         self._static: dict[tuple[Any, ...], Static] = {}
@@ -136,15 +138,14 @@ class Predictor:
         stages = [self._stage(settings, i) for i in range(settings.pipeline)]
         worst = max(stages, key=lambda stage: stage[0])
         seconds = max(stage[3] for stage in stages)
-        return Candidate(
-            settings,
-            worst[0],
-            worst[1],
-            seconds,
-            0.0,
-            max(stage[2] for stage in stages),
-            budget is None or worst[0] <= budget,
-        )
+        host = max(stage[2] for stage in stages)
+        fits = (budget is None or worst[0] <= budget) and (self.host is None or host <= self.host)
+        return Candidate(settings, worst[0], worst[1], seconds, 0.0, host, fits)
+
+    def shared_bytes(self, settings: Settings) -> int:
+        """What ways to share can divide: parameters, gradients and states of one whole model."""
+        static = self._of_stage(settings, 0, self.shapes.count)
+        return static.parameters + static.gradients + static.states
 
     def growing(self, settings: Settings) -> int:
         """Highest moment of what grows with the tokens: activations, logits, temporaries."""
@@ -201,7 +202,8 @@ class Predictor:
         }
         named["gathered and workspace"] = extra
         sizes = {PARAMETERS: static.parameters, GRADIENTS: static.gradients, STATES: static.states}
-        host = sum(round(sizes[name] * share.get(name, 1.0)) for name in away)
+        stands = [name for name in away if name != STATES or settings.offload_states == "cpu"]
+        host = sum(round(sizes[name] * share.get(name, 1.0)) for name in stands)
         offloaded = sum(trace.body.offloaded for trace in traces[begin:end])
         seconds = self._seconds(settings, parts, static, offloaded, hidden, end - begin)
         host += round(offloaded * (waiting + 1))

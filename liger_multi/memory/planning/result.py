@@ -6,6 +6,8 @@ Ready files are for Trainer, accelerate, DeepSpeed and this library.
 from __future__ import annotations
 
 import json
+import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -163,7 +165,7 @@ class Candidate:
         seconds: Of one optimizer step, by the model of :mod:`liger_multi.memory.planning.cost`.
         relative: Time a token, where 1 is the fastest candidate that fits.
         host_bytes: What stands in the host's memory, for one device.
-        fits: Whether the peak is within the budget.
+        fits: Whether the peak is within the budget, and what stands on the host within its memory.
     """
 
     settings: Settings
@@ -215,6 +217,7 @@ class TrainingPlan:
         compression: Whether files ask engines for their own compression.
         layer_class: Class of a layer, which engines wrap.
         vocabulary: Of the model.
+        host_memory_bytes: What of the host's memory a device may take; 0 for no limit.
     """
 
     model: str
@@ -234,6 +237,7 @@ class TrainingPlan:
     compression: bool = False
     layer_class: str = ""
     vocabulary: int = 0
+    host_memory_bytes: int = 0
 
     @property
     def best(self) -> Candidate:
@@ -242,8 +246,9 @@ class TrainingPlan:
 
     @property
     def nearest(self) -> Candidate:
-        """The one with the lowest peak."""
-        return min(self.candidates, key=lambda c: c.peak_bytes)
+        """The one with the lowest peak, of those that the host has memory for, if there are any."""
+        most = self.host_memory_bytes or math.inf
+        return min(self.candidates, key=lambda c: (c.host_bytes > most, c.peak_bytes))
 
     @property
     def fitting(self) -> list[Candidate]:
@@ -489,26 +494,28 @@ def row_of(candidate: Candidate) -> tuple[str, ...]:
     speed = f"{candidate.relative:.2f}" if candidate.fits else "-"
     fits = "yes" if candidate.fits else "no"
     chunk = f"{s.chunk:,}" if s.patched and s.chunk else "-"
-    return str(s), passes, chunk, format_bytes(candidate.peak_bytes), fits, speed
+    host = format_bytes(candidate.host_bytes) if candidate.host_bytes else "-"
+    return str(s), passes, chunk, format_bytes(candidate.peak_bytes), host, fits, speed
 
 
-HEADER = ("way", "batch", "loss rows", "peak", "fits", "time")
+HEADER = ("way", "batch", "loss rows", "peak", "on the host", "fits", "time")
 
 
 def plan_page(plan: TrainingPlan, rows: int = ROWS) -> Page:
     """The best, the others, the limits and notes."""
     page = Page()
-    best = plan.best if plan.best.fits else plan.nearest
+    best, most = plan.best if plan.best.fits else plan.nearest, plan.host_memory_bytes
     facts = [
         ("model", f"{plan.model}, {plan.layers} layers"),
         ("devices", f"{plan.devices} x {format_bytes(plan.memory_bytes)}, rates of {plan.card}"),
         ("may be used", format_bytes(plan.budget_bytes)),
+        *([("may be used of the host, each", format_bytes(most))] if most else []),
         ("best" if best.fits else "nearest", str(best.settings)),
         ("peak", format_bytes(best.peak_bytes)),
         ("batch", f"{best.settings.sequences} x {best.settings.sequence:,} tokens a step"),
     ]
     if best.host_bytes:
-        facts.append(("on the host, for a device", format_bytes(best.host_bytes)))
+        facts.append(("on the host, each", format_bytes(best.host_bytes)))
     if plan.largest_batch:
         facts.append(("largest micro-batch", f"{plan.largest_batch} (any way: {plan.most_batch})"))
         longest = f"{plan.longest_sequence:,} (any way: {plan.most_sequence:,})"
@@ -526,6 +533,8 @@ def plan_page(plan: TrainingPlan, rows: int = ROWS) -> Page:
 
 # --- memory of candidates by part ---
 
+LABEL_WIDTH = 52  # characters of a line
+
 
 def draw_candidates(plan: TrainingPlan, path: Path, plotted: str = "", most: int = 12) -> None:
     """One bar a candidate: what is there at its peak, the budget as a line."""
@@ -533,7 +542,8 @@ def draw_candidates(plan: TrainingPlan, path: Path, plotted: str = "", most: int
     parts = list(dict.fromkeys(name for one in chosen for name in one.parts))
     parts = [name for name in parts if any(one.parts.get(name) for one in chosen)]
     unit, name = (2**30, "GiB") if plan.budget_bytes >= 2**30 else (2**20, "MiB")
-    with figure(path, 9.2, 1.5 + 0.38 * len(chosen), plotted) as made:
+    lines = max(_label(one).count("\n") for one in chosen)
+    with figure(path, 9.2, 1.5 + (0.38 + 0.14 * lines) * len(chosen), plotted) as made:
         axis = made.subplots()
         places = list(range(len(chosen)))[::-1]
         left = [0.0] * len(chosen)
@@ -549,7 +559,8 @@ def draw_candidates(plan: TrainingPlan, path: Path, plotted: str = "", most: int
         axis.axvline(plan.budget_bytes / unit, color=INK, lw=0.9, ls=(0, (3, 3)))
         axis.set_yticks(places, [_label(one) for one in chosen])
         axis.set_xlim(0, 1.15 * max(*left, plan.budget_bytes / unit))
-        axis.set_xlabel(f"{name} at the peak; time per token beside the bars; dashed: the budget")
+        # in two lines, for names of ways leave little width to the axis
+        axis.set_xlabel(f"{name} at the peak\ntime per token beside the bars; dashed: the budget")
         axis.grid(axis="y", visible=False)
         size = format_bytes(plan.memory_bytes)
         axis.set_title(f"{plan.model}, {plan.devices} x {size}")
@@ -559,4 +570,4 @@ def draw_candidates(plan: TrainingPlan, path: Path, plotted: str = "", most: int
 def _label(one: Candidate) -> str:
     settings = one.settings
     text = f"{settings}, {settings.micro_batch} x {settings.accumulation}"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return textwrap.fill(text, LABEL_WIDTH)

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from liger_multi.dispatch.registry import device_type
+from liger_multi.dtypes import short_name
 from liger_multi.errors import PlanError, shown
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.planning.beside import beside, can_fork
 from liger_multi.memory.planning.cost import Card, card_of
+from liger_multi.memory.planning.host import host_memory as host_bytes
 from liger_multi.memory.planning.predict import Predictor
 from liger_multi.memory.planning.result import (
     PRECISIONS,
@@ -34,6 +36,7 @@ HEADROOM = 0.06  # of the memory: the driver's context, fragmentation, buckets
 CHUNK_BYTES = (5 * 2**28, 2**28)  # of logits: what the automatic choice takes at most, and less
 LARGEST_MICRO, LARGEST_PASS = 32, 2**16  # sequences and tokens, where nobody asks for a number
 LEAST_ROWS = 1024  # of logits at a time: thinner products are slow
+SMALL = 1 / 64  # of the memory: what is less of it needs no sharing over devices
 STEP = 256  # tokens, of the longest sequence
 TRIES = 6
 MOST = 2**16
@@ -78,6 +81,7 @@ def plan(
     optimizer: str = "adamw",
     precision: str | Sequence[str] | None = None,
     device: str = "cuda",
+    host_memory: str | int | None = None,
     headroom: float = HEADROOM,
     space: Space | None = None,
     limits: bool = True,
@@ -104,9 +108,12 @@ def plan(
         optimizer: As of :func:`liger_multi.memory.estimate`.
         precision: One of ``"bf16"``, ``"fp8"``, ``"amp"``, ``"fp16"``, ``"fp32"`` or several; None:
             what the card is fast in, and fp32. ``"fp8"`` is bf16 whose wide linear layers multiply
-            in FP8 and keep frozen weights in it.
+            in FP8 and keep frozen weights in it. ``"bfloat16"`` and the like are the same names.
         device: Device type.
-        headroom: Share of the memory that a plan leaves free.
+        host_memory: Of the host for each device, such as ``"128GiB"``, within which states and
+            activations may be offloaded. None: what this machine has for each of its devices, or
+            128 GiB where it has none.
+        headroom: Share of the memory of devices and host that a plan leaves free.
         space: What may be chosen.
         limits: Whether the largest batch and the longest sequence are looked for.
         compression: Whether files ask engines for their own compression (ZeRO++).
@@ -132,7 +139,8 @@ def plan(
     if isinstance(given, Source) and not store.names("facts"):
         given = given()
     shapes = Shapes(given, sequence, store)
-    predictor = Predictor(shapes, card, device, said)
+    host = round(host_bytes(host_memory) * (1 - headroom))
+    predictor = Predictor(shapes, card, device, said, host)
     search = _Search(predictor, space, round(size * (1 - headroom)), processes)
     made = TrainingPlan(
         model=shapes.facts.model_type,
@@ -146,6 +154,7 @@ def plan(
         compression=compression,
         layer_class=shapes.facts.layer_class,
         vocabulary=shapes.facts.vocabulary,
+        host_memory_bytes=host,
     )
     try:
         search.ask(devices, batch, sequence, optimizer)
@@ -160,9 +169,11 @@ def plan(
     made.simulations = search.predictor.simulations
     if not made.best.fits:
         nearest = made.nearest
+        there = f", and {format_bytes(nearest.host_bytes)} on the host" * bool(nearest.host_bytes)
         raise PlanError(
-            f"nothing fits into {format_bytes(search.budget)} of {format_bytes(size)}: the nearest "
-            f"plan ({nearest.settings}) needs {format_bytes(nearest.peak_bytes)}",
+            f"nothing fits into {format_bytes(search.budget)} of {format_bytes(size)} and "
+            f"{format_bytes(host)} of the host for each device: the nearest plan "
+            f"({nearest.settings}) needs {format_bytes(nearest.peak_bytes)}{there}",
             nearest,
             made,
         )
@@ -184,6 +195,7 @@ def _space(space: Space | None, precision: str | Sequence[str] | None, card: Car
     made = space or Space()
     if precision is not None:
         names = (precision,) if isinstance(precision, str) else tuple(precision)
+        names = tuple(short_name(name) for name in names)
         made = replace(made, precisions=names)
     elif not card.bf16 and space is None:
         made = replace(made, precisions=("fp16", "fp32"))
@@ -321,6 +333,10 @@ class _Search:
             most = 2 ** int(math.log2(most)) if batch is None else batch // kind.data
             self._micros(kind, batch, most & -most if batch else most, spreads)
 
+    def _is_small(self, settings: Settings) -> bool:
+        """Whether a whole model and its states take next to nothing of a device's memory."""
+        return self.predictor.shared_bytes(settings) < SMALL * self.budget
+
     def _micros(self, kind: Settings, batch: int | None, most: int, spreads: Sequence[str]) -> None:
         """One sequence at a time, and as many as fit, by powers of two."""
 
@@ -431,7 +447,7 @@ class _Search:
         kind = _kind(s)
         if kind not in self._lowest or found.peak_bytes < self._lowest[kind].peak_bytes:
             self._lowest[kind] = found
-        key = replace(s, micro_batch=1, accumulation=1, layers=bool(s.layers), chunk=None)
+        key = _way(s)
         old = self._best.get(key)
         if old is None or _rank(found) < _rank(old):
             self._best[key] = found
@@ -439,10 +455,24 @@ class _Search:
     def ranked(self) -> list[Candidate]:
         """Those that fit, the fastest a token first; then the others, the lowest peak first."""
         found = sorted(self._best.values(), key=_rank)
-        fastest = found[0].tokens_per_second
-        for one in found:
-            one.relative = fastest / one.tokens_per_second
+        speeds = [self._speed(one) for one in found]
+        fastest = max((s for s, one in zip(speeds, found, strict=True) if one.fits), default=0.0)
+        for one, speed in zip(found, speeds, strict=True):
+            one.relative = (fastest or speeds[0]) / speed
         return sorted(found, key=_rank_shown)
+
+    def _speed(self, found: Candidate) -> float:
+        """Tokens a second; no more than of the same way without what it does not need, if it fits.
+
+        States elsewhere, and shards of a small model, only save memory. What an engine gains beside
+        them, such as 16-bit copies in place of autocast, or a larger micro-batch, is not theirs.
+        """
+        plain, speed = replace(found.settings, offload_states=None), found.tokens_per_second
+        simpler = [plain] if found.settings.offload_states else []
+        if plain.level and self._is_small(plain):
+            simpler.append(replace(plain, spread="ddp"))
+        twins = [self._best.get(_way(settings)) for settings in simpler]
+        return min([speed, *(t.tokens_per_second for t in twins if t is not None and t.fits)])
 
     def limits(self, settings: Settings) -> tuple[int, int]:
         """Largest micro-batch at this sequence, and longest sequence at one at a time.
@@ -504,11 +534,18 @@ def _rank(found: Candidate) -> tuple[bool, float]:
     return False, (1 + 1e-6 * sum(map(int, extras))) / found.tokens_per_second
 
 
-def _rank_shown(found: Candidate) -> tuple[bool, float, bool]:
-    """Times as they are shown; equal ones go to what loses no updates of weights."""
+def _way(settings: Settings) -> Settings:
+    """What tells two ways to train apart."""
+    layers = bool(settings.layers)
+    return replace(settings, micro_batch=1, accumulation=1, layers=layers, chunk=None)
+
+
+def _rank_shown(found: Candidate) -> tuple[bool, float, bool, bool, int]:
+    """Times as they are shown; equal ones go to what loses no updates, then to what is simpler."""
     if not found.fits:
-        return True, 0.0, False
-    return False, round(found.relative, 2), found.settings.precision in PURE
+        return True, 0.0, False, False, 0
+    s = found.settings
+    return False, round(found.relative, 2), s.precision in PURE, bool(s.offload_states), s.level
 
 
 def _exists(precision: str, spread: str, away: str | None) -> bool:

@@ -23,7 +23,7 @@ from liger_multi.patching.lazy_logits.protocol import (
     asking,
     refuse_late_hook,
 )
-from liger_multi.patching.options import FusedOptions, HeadSettings, LossOptions, Options
+from liger_multi.patching.options import PATCH, FusedOptions, HeadSettings, LossOptions, Options
 
 # --- one fused call ---
 
@@ -38,9 +38,9 @@ def run_bound(
 
 
 def _run_scoped(choices: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
-    from liger_multi.dispatch.config import use
+    from liger_multi.dispatch.config import scope
 
-    with use(**choices):
+    with scope(choices, PATCH):
         return function(*args)
 
 

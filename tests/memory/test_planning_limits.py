@@ -1,0 +1,195 @@
+"""Limits and order of a plan: sizes as people write them, the host's memory, what ranks first."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from liger_multi.cli.main import main
+from liger_multi.dispatch.config import parse_bytes
+from liger_multi.errors import ConfigurationError, PlanError
+from liger_multi.memory import Space, plan
+from liger_multi.memory.planning import host
+from liger_multi.memory.planning.cost import card_of
+from liger_multi.memory.planning.result import plan_page
+
+SIZES = {
+    "24GB": 24 * 10**9,
+    "24 gb": 24 * 10**9,
+    "24G": 24 * 10**9,
+    "80GB": 80 * 10**9,
+    "24GiB": 24 * 2**30,
+    "24Gi": 24 * 2**30,
+    "1.5TB": 15 * 10**11,
+    "512M": 512 * 10**6,
+    "16kB": 16_000,
+    "1TiB": 2**40,
+}
+
+
+def config_of(**changes):
+    from transformers import LlamaConfig
+
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 4, "vocab_size": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    return LlamaConfig(**{**sizes, **changes})
+
+
+@pytest.mark.parametrize("text", SIZES)
+def test_units_of_bytes(text):
+    assert parse_bytes(text, "x") == SIZES[text]
+    if SIZES[text] > 2**20:
+        assert card_of(text)[1] == card_of(f"h100:{text}")[1] == SIZES[text]
+
+
+@pytest.mark.parametrize("size", ["24", 24, "h100:24", "80", "4096"])
+def test_a_size_without_its_unit_is_refused(size):
+    with pytest.raises(ConfigurationError, match=r"is \d+ bytes; did you mean '\d+GiB' or '\d+GB'"):
+        card_of(size)
+
+
+def test_bytes_without_a_unit_that_are_a_size():
+    assert card_of(24 * 2**30)[1] == card_of(str(24 * 2**30))[1] == 24 * 2**30
+
+
+@pytest.mark.parametrize("option", ["--gpu", "--host-memory"])
+def test_the_command_refuses_a_size_without_its_unit(capsys, option):
+    sizes = {"--gpu": "24GB", option: "24"}
+    argv = [word for pair in sizes.items() for word in pair]
+    assert main(["plan", "qwen2-0.5b", *argv]) == 2
+    assert "'24GiB' or '24GB'" in capsys.readouterr().err
+
+
+def test_an_estimate_refuses_a_capacity_without_its_unit(capsys):
+    assert main(["estimate", "qwen2-0.5b", "--capacity", "24"]) == 2
+    assert "'24GiB' or '24GB'" in capsys.readouterr().err
+
+
+# --- the host's memory ---
+
+
+def test_the_memory_of_this_host(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert host.host_memory(None) == 128 * 2**30
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(host, "LIMIT", tmp_path / "memory.max")
+    whole = host.host_memory(None)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host.host_memory(None) == whole
+    (tmp_path / "memory.max").write_text(f"{2**30}\n")
+    assert host.host_memory(None) == 2**28
+    assert host.host_memory("64GB") == 64 * 10**9
+    with pytest.raises(ConfigurationError, match="'64GiB' or '64GB'"):
+        host.host_memory("64")
+
+
+SPACE = Space(
+    precisions=("amp",), policies=("none",), patched=(True,), tiled=False, layouts=((1, 1),)
+)
+
+
+@pytest.fixture(scope="module")
+def simulations(tmp_path_factory):
+    """Those of one plan serve the next, from a folder of this file's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGER_MULTI_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def test_the_host_limits_what_is_offloaded():
+    """Every way that fits keeps within both memories, whatever else it saves."""
+    config = config_of(num_hidden_layers=2)
+    wide = plan(config, "1GiB", 1, 32, 512, space=SPACE, limits=False)
+    most = max(c.host_bytes for c in wide.fitting)
+    assert most > 2**21
+    narrow = plan(config, "1GiB", 1, 32, 512, space=SPACE, limits=False, host_memory=most // 2)
+    assert all(c.host_bytes <= narrow.host_memory_bytes < most // 2 for c in narrow.fitting)
+    assert narrow.fitting
+    assert any(c.host_bytes for c in narrow.fitting), "fewer sequences at a time are kept there"
+    assert narrow.nearest.host_bytes <= narrow.host_memory_bytes
+
+
+def test_what_needs_more_than_the_host_has_does_not_fit():
+    space = replace(SPACE, offload=False, offload_states=("cpu",))
+    made = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False)
+    assert made.best.host_bytes > 2**21
+    with pytest.raises(PlanError, match=r"MiB of the host for each device.* MiB on the host"):
+        plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False, host_memory="2MiB")
+
+
+def test_states_on_a_disk_take_no_memory_of_the_host():
+    space = replace(SPACE, offload=False, offload_states=("nvme",))
+    made = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False, host_memory="2MiB")
+    assert made.best.host_bytes == 0
+
+
+def test_the_table_shows_the_hosts_memory(capsys, tmp_path, simulations):
+    config_of().save_pretrained(tmp_path)
+    argv = ["plan", str(tmp_path), "--gpu", "1GB", "--batch", "1", "--seq", "64", "--no-limits",
+            "--data-parallel", "--precision", "bf16"]  # fmt: skip
+    assert main([*argv, "--host-memory", "64MB", "--headroom", "0"]) == 0
+    said = capsys.readouterr().out
+    header = next(line for line in said.splitlines() if line.strip().startswith("way"))
+    assert "on the host" in header
+    assert "may be used of the host, each  61.0 MiB" in said
+    assert main([*argv, "--host-memory", "64MB", "--headroom", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["host_memory_bytes"] == 64 * 10**6
+
+
+# --- what ranks first ---
+
+
+@pytest.mark.parametrize(
+    ("precisions", "devices", "optimizer"),
+    [
+        (("amp",), 1, "adamw"),
+        (("bf16", "amp", "fp32"), 4, "adamw"),
+        (("fp16", "fp32"), 1, "sgd"),
+        (("amp", "bf16"), 4, "sgd"),
+    ],
+)
+def test_offloaded_states_rank_below_the_same_way_without(
+    simulations, precisions, devices, optimizer
+):
+    space = replace(SPACE, precisions=precisions, policies=("none", "full"))
+    made = plan(
+        config_of(), "24GB", devices, None, 512, space=space, limits=False, optimizer=optimizer,
+        cache=True,
+    )  # fmt: skip
+    places = {}
+    for place, one in enumerate(made.fitting):
+        s = one.settings
+        places[replace(s, micro_batch=1, layers=bool(s.layers), chunk=None)] = place
+    moved = [way for way in places if way.offload_states]
+    assert moved
+    for way in moved:
+        assert places[replace(way, offload_states=None)] < places[way], way
+    shown = [one.relative for one in made.fitting]
+    assert shown[0] == pytest.approx(1, abs=0.006)
+    assert [round(x, 2) for x in shown] == sorted(round(x, 2) for x in shown)
+
+
+@pytest.mark.parametrize("precisions", [("bf16", "amp", "fp32"), ("amp",), ("fp16",)])
+def test_a_small_model_is_not_sharded(simulations, precisions):
+    space = replace(SPACE, precisions=precisions)
+    made = plan(config_of(), "24GB", 4, None, 512, space=space, limits=False, cache=True)
+    assert made.best.settings.spread == "ddp"
+    assert made.best.settings.offload_states is None
+
+
+def test_a_large_model_is_sharded():
+    space = replace(SPACE, spreads=("ddp", "zero1", "zero3"), offload=False)
+    made = plan(config_of(), "16MiB", 4, 4, 64, space=space, limits=False, device="cpu")
+    assert {c.settings.spread for c in made.fitting} >= {"zero1", "zero3"}
+
+
+def test_a_page_without_offloading_has_no_size_of_it():
+    space = replace(SPACE, offload=False, offload_states=(None,))
+    made = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False)
+    assert {row[4] for row in plan_page(made).sections[1].rows} == {"-"}
