@@ -15,6 +15,7 @@ from liger_multi.reference.common.chunking import (
     row_blocks,
     statistics_dtype,
 )
+from liger_multi.reference.common.clamp import above
 
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}  # by the argument ``approximate``
 APPROXIMATION = {activation: approximate for approximate, activation in GELU.items()}
@@ -149,8 +150,9 @@ def _clamped_gradients(
     g, d = gate.to(kind).clamp(max=limit), dy.to(kind)
     p = torch.sigmoid(g * alpha)
     u = up.to(kind).clamp(-limit, limit) + offset
-    dgate = torch.where(gate > limit, none, d * u * (p + alpha * g * p * (1 - p)))
-    dup = torch.where(up.abs() > limit, none, d * _clamped_activation(gate.clamp(max=limit), alpha))
+    dgate = torch.where(above(gate, limit), none, d * u * (p + alpha * g * p * (1 - p)))
+    act = _clamped_activation(gate.clamp(max=limit), alpha)
+    dup = torch.where(above(up, limit) | above(-up, limit), none, d * act)
     return dgate.to(gate.dtype), dup.to(up.dtype)
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_multi.reference.common.clamp import above
+
 Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -29,7 +31,8 @@ class StepSizes(NamedTuple):
     def gradient(self, dsteps: Tensor, raw: Tensor) -> Tensor:
         """Gradient of ``raw``."""
         steps = self.unclamped(raw)
-        dsteps = dsteps.masked_fill((steps < self.low) | (steps > self.high), 0)
+        held = above(steps, self.high) | above(-steps, -self.low)
+        dsteps = dsteps.masked_fill(held, 0)
         return dsteps * torch.sigmoid(raw) if self.softplus else dsteps
 
 

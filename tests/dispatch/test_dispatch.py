@@ -204,8 +204,8 @@ def plugin(monkeypatch):
             return f"takes rows up to 16, got {x.shape[-1]}" if x.shape[-1] > 16 else None
         """
     )
-    exec(source, {"calls": calls, "reference": reference}, vars(module))
-    module.calls, module.forward.__globals__["calls"] = calls, calls
+    module.calls, module.reference = calls, reference
+    exec(source, vars(module))  # one namespace: Python 3.14 evaluates annotations later
     point = types.SimpleNamespace(name="toy", value="toy_backend")
     monkeypatch.setitem(sys.modules, "toy_backend", package)
     monkeypatch.setitem(sys.modules, "toy_backend.rms_norm", module)

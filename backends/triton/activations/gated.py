@@ -35,6 +35,7 @@ from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     LOG2E,
     LONGEST_ROW,
+    above,
     as_rows,
     assume_cols,
     cdiv,
@@ -370,10 +371,10 @@ def _clamped_backward_kernel(
     g = tl.where(gate > limit, limit, gate)
     p = sigmoid(g * alpha)
     act = round_to(g * p, gate_ptr.dtype.element_ty).to(tl.float32)
-    dup = tl.where((up > limit) | (up < -limit), 0.0, dy * act)
+    dup = tl.where(above(up, limit) | above(-up, limit), 0.0, dy * act)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     dgate = dy * (up + offset) * (p + alpha * g * p * (1.0 - p))
-    dgate = tl.where(gate > limit, 0.0, dgate)
+    dgate = tl.where(above(gate, limit), 0.0, dgate)
     if INTERLEAVED:
         both = tl.reshape(tl.join(dgate, dup), [2 * BLOCK])
         first = 2 * start

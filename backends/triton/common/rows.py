@@ -13,6 +13,7 @@ from torch import Tensor
 
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.reference.common import clamp
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -21,6 +22,7 @@ LARGEST_TILE = 8192  # elements of several rows that a kernel takes at a time
 # columns of 4 bytes that a row of 2 GiB has, and a step of a kernel less
 LONGEST_ROW: tl.constexpr = tl.constexpr(2**29 - 2**16)
 INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+PASSES_AT_BOUND: tl.constexpr = tl.constexpr(clamp.PASSES_AT_BOUND)
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,15 @@ def at_most(x, limit: tl.constexpr):
     if INTERPRETED:
         return tl.where(x < limit, x, limit)
     return tl.minimum(x, limit)
+
+
+@triton.jit
+def above(x, bound):
+    """Whether a clamp to at most ``bound`` passes no gradient, as in the PyTorch that runs."""
+    if PASSES_AT_BOUND:
+        return x > bound
+    else:
+        return x >= bound
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from liger_multi.backends.triton.activations.gated import _share, _slope
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     LONGEST_ROW,
+    above,
     assume_cols,
     assume_rows,
     cdiv,
@@ -91,8 +92,8 @@ def _differentiated(
         u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + offset
         p = sigmoid(g * alpha)
         act = round_to(g * p, DTYPE).to(tl.float32)
-        dgate = tl.where(gate > limit, 0.0, d * u * (p + alpha * g * p * (1.0 - p)))
-        return dgate, tl.where((up > limit) | (up < -limit), 0.0, d * act)
+        dgate = tl.where(above(gate, limit), 0.0, d * u * (p + alpha * g * p * (1.0 - p)))
+        return dgate, tl.where(above(up, limit) | above(-up, limit), 0.0, d * act)
     else:
         p = _share(gate, ACTIVATION)
         act = round_to(gate * p, DTYPE).to(tl.float32)

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from liger_multi.backends.triton.attention.attention_kernels import product
-from liger_multi.backends.triton.common.rows import LOG2E, round_to
+from liger_multi.backends.triton.common.rows import LOG2E, above, round_to
 from liger_multi.backends.triton.linear_attention.gated_delta_rule_kernels import (
     _after,
     _assume_heads,
@@ -136,7 +136,8 @@ def _ssd_steps_kernel(
     raw = _raw_steps(dt_ptr + batch * dt_steps[0] + head * dt_steps[2], bias_ptr, start,
                      dt_steps[1], tokens, head, BLOCK)  # fmt: skip
     free = _softplus(raw) if SOFTPLUS else raw
-    dsteps = tl.where((start + row < tokens) & (free >= low) & (free <= high), dsteps, 0.0)
+    held = above(free, high) | above(-free, -low)
+    dsteps = tl.where((start + row < tokens) & ~held, dsteps, 0.0)
     if SOFTPLUS:
         dsteps *= tl.sigmoid(raw)
     given = (batch * tokens + start) * many + head + row * many
