@@ -445,7 +445,7 @@ def _torch_path(node: ast.AST, names: dict[str, str]) -> str | None:
         name = node.args[1]
         if node.func.id in ("getattr", "hasattr", "setattr") and isinstance(name, ast.Constant):
             owner = _torch_path(node.args[0], names)
-            return owner and f"{owner}.{name.value}"
+            return owner and f"{owner}.{name.value!s}"
     if isinstance(node, ast.Attribute):
         owner = _torch_path(node.value, names)
         return owner and f"{owner}.{node.attr}"
@@ -464,7 +464,7 @@ def private_torch(tree: Tree) -> Iterator[Finding]:
                 paths |= {(node.lineno, name.name): None for name in node.names}
             elif isinstance(node, ast.ImportFrom):
                 paths |= {(node.lineno, f"{node.module}.{n.name}"): None for n in node.names}
-            elif isinstance(node, ast.Call) or getattr(node, "attr", "").startswith("_"):
+            elif isinstance(node, ast.Call | ast.Attribute):
                 paths[node.lineno, _torch_path(node, names) or ""] = None
             elif isinstance(node, ast.Constant) and id(node) not in skip:
                 paths[node.lineno, str(node.value)] = None

@@ -24,7 +24,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -540,12 +540,15 @@ class _NoDispatchMode:
         pass
 
 
-TorchDispatchMode: Any = bind(
-    "torch.utils._python_dispatch.TorchDispatchMode",
-    serves="measuring and estimating memory",
-    instead=_NoDispatchMode,
-    lost="memory is neither measured nor estimated",
-)
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+    TorchDispatchMode = bind(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        serves="measuring and estimating memory",
+        instead=_NoDispatchMode,
+        lost="memory is neither measured nor estimated",
+    )
 
 
 def _map(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -583,12 +586,14 @@ tensor_constructors = late(
 # --- modules ---
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 _LOSSES = tuple(v for k, v in vars(nn).items() if k.endswith("Loss") and isinstance(v, type))
 
 BatchNorms: Any = bind(
-    "torch.nn.modules.batchnorm._NormBase", serves="modules that patch() skips", instead=_NORMS
+    "torch.nn.modules.batchnorm._NormBase",
+    serves="modules that patch() skips",
+    instead=(*_NORMS, *_INSTANCE_NORMS),
 )
 Dropouts: Any = bind(
     "torch.nn.modules.dropout._DropoutNd",
@@ -633,20 +638,20 @@ def replace_module_call(function: Any) -> Any:
 
 
 def _public_grouped_mm(a: Tensor, b: Tensor, offs: Any) -> Tensor:
-    return nn.functional.grouped_mm(a, b, offs=offs)  # type: ignore[no-any-return,attr-defined]
+    return nn.functional.grouped_mm(a, b, offs=offs)
 
 
 def _no_scaled_mm(*_: Any, **__: Any) -> Tensor:
     raise NotImplementedError("this PyTorch has no torch._scaled_mm")
 
 
-grouped_mm = bind(
+grouped_mm: Callable[..., Tensor] = bind(
     "torch._grouped_mm",
     serves="experts, by PyTorch's grouped GEMM where the launch table asks for it",
     instead=_public_grouped_mm if hasattr(nn.functional, "grouped_mm") else None,
     lost="" if hasattr(nn.functional, "grouped_mm") else "experts run on our kernels",
 )
-scaled_mm = bind(
+scaled_mm: Callable[..., Tensor] = bind(
     "torch._scaled_mm",
     serves="GEMMs in FP8",
     instead=_no_scaled_mm,
@@ -679,7 +684,7 @@ dispatch_key = bind(
     serves="losses, which count valid targets without waiting",
     lost="a loss waits for the number of valid targets",
 )
-has_kernel = bind(
+has_kernel: Callable[..., bool] = bind(
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     serves="losses, which count valid targets without waiting",
     lost="a loss waits for the number of valid targets",
@@ -692,7 +697,7 @@ get_onednn = bind(
 set_onednn = bind(
     "torch._C._set_mkldnn_enabled",
     serves="probes, which need fp32 as it is",
-    instead=lambda enabled: torch.backends.mkldnn.set_flags(enabled),  # type: ignore[no-untyped-call]
+    instead=torch.backends.mkldnn.set_flags,
 )
 
 

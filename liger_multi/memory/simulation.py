@@ -444,7 +444,8 @@ def _accumulates(args: tuple[Any, ...]) -> bool:
         return False
     if not isinstance(args[1], Tensor):
         return False
-    return args[0].shape == args[1].shape and reference_counts(args[0]) == _alone()
+    counts = reference_counts(args[0])
+    return args[0].shape == args[1].shape and counts is not None and counts == _alone()
 
 
 @functools.cache
@@ -457,7 +458,8 @@ def _alone() -> tuple[int, int]:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if func.name() == "aten::add.Tensor":
-                seen.append(reference_counts(args[0]))
+                counts = reference_counts(args[0])
+                seen.extend([] if counts is None else [counts])
             return func(*args, **(kwargs or {}))
 
     leaf = torch.ones(1, device="meta", requires_grad=True)

@@ -522,10 +522,14 @@ def test_the_extra_of_ascend_is_what_its_image_and_its_page_name():
         re.findall(r"^ARG (\w+)=(\d+\.\d+)\.\d+$", IMAGES["npu"].read_text(), re.MULTILINE)
     )
     extra = re.search(r"^npu = \[(.*)\]$", read("pyproject.toml"), re.MULTILINE)[1]
-    pinned = dict(re.findall(r"([a-z_-]+)==(\d+\.\d+)\.\*", extra))
+    pinned = dict(re.findall(r"([a-z_-]+)==(\d+\.\d+)\.", extra))
     assert pinned == {"torch_npu": given["TORCH_NPU"], "triton-ascend": given["TRITON_ASCEND"]}
+    assert re.search(r"torch_npu==\d+\.\d+\.\d+\"", extra), "a post release is of another CANN"
     page = read("docs/ascend.md")
-    assert f"pip install torch=={given['TORCH']}.0 " in page
+    assert f"pip install torch=={given['TORCH']}.0\n" in page  # aarch64
+    build = f"torch=={given['TORCH']}.0+cpu"  # what torch_npu's wheel of x86-64 requires
+    assert f"pip install {build} --index-url https://download.pytorch.org/whl/cpu\n" in page
+    assert f"`{build}`" in read("README.md")
     for name, version in pinned.items():
         assert f"{name} {version}" in page
     assert f"`torch=={given['TORCH']}.0`" in read("README.md")

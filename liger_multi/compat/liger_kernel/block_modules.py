@@ -98,8 +98,8 @@ class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
 # --- attention and the embedding ---
 
 
-def _pair(value: Any) -> tuple[Any, Any]:
-    return tuple(value) if hasattr(value, "__iter__") else (value, value)  # type: ignore[return-value]
+def _pair(value: Any) -> Any:
+    return tuple(value) if hasattr(value, "__iter__") else (value, value)
 
 
 class LigerMultiTokenAttention(nn.Module):

@@ -18,7 +18,7 @@ _outside: list[Callable[[FrameType, type], list[Any]]] = []
 
 def arguments_of_functions(of_type: type) -> Iterator[Any]:
     """The arguments of a type of every ``autograd.Function`` whose forward runs in this thread."""
-    look = arguments_of_a_forward
+    look: Callable[[FrameType, type], list[Any]] = arguments_of_a_forward
     if DYNAMO in sys.modules:  # a compiler that is at work does not look into it
         if not _outside:
             _outside.append(sys.modules[DYNAMO].disable(look))

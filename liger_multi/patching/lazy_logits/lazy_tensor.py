@@ -287,7 +287,7 @@ class LazyLogits(Tensor):
     def __new__(cls: type[LazyLogits], slot: Slot) -> LazyLogits:
         """A tensor with the metadata of the logits and no storage."""
         deferred = slot.deferred
-        made = make_wrapper_subclass(
+        made: LazyLogits = make_wrapper_subclass(
             cls,
             deferred.shape,
             strides=deferred.strides,
