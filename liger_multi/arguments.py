@@ -40,7 +40,7 @@ def by_name(
 # --- caches ---
 
 _CACHE_NAME = re.compile(
-    r"past|past_(key|bucket).*|layer_(past|state)|cache(_params)?|.*_cache|mems"
+    r"past|past_(key|bucket).*|layer_past|(layer_)?state|cache(_params)?|.*_cache|mems"
 )
 """Names of arguments that hold what earlier tokens left. They tell of containers of tensors only,
 and which argument of a signature is the cache; objects are recognized without them."""

@@ -30,7 +30,7 @@ TYPES = (
 FAST = ("qwen3_5_text", "bamba", "granitemoehybrid", "jamba", "lfm2", "mamba2")
 ROWS, TOKENS = 3, 14
 # zamba2 alone rounds more: unpatched, it is 5e-5 off in fp32
-LIMITS = {"zamba2": 2e-3}
+LIMITS = {"zamba2": 2e-3, "xlstm": 2e-3}
 
 
 @functools.lru_cache(maxsize=len(TYPES))
@@ -130,7 +130,8 @@ def test_one_row(model_type):
     def run(model):
         return model(input_ids=ids, attention_mask=mask, use_cache=False).logits.detach()
 
-    assert_close(model_type, run(patched), by_unpatched(run, unpatched))
+    expected = by_unpatched(run, unpatched)
+    assert_close(model_type, run(patched), expected)
 
 
 WAYS = {
@@ -186,7 +187,8 @@ def test_turns_that_go_on_from_a_cache(model_type, form):
             made.append(output.logits.detach())
         return torch.cat(made, 1)
 
-    assert_close(model_type, run(patched), by_unpatched(run, unpatched))
+    expected = by_unpatched(run, unpatched)
+    assert_close(model_type, run(patched), expected)
 
 
 @pytest.mark.parametrize("model_type", ["granitemoehybrid", "qwen3_5_text"])
@@ -202,7 +204,8 @@ def test_compiled_generation(model_type):
             given = {"attention_mask": mask, **positions_of("visible", mask)}
             return model(input_ids=ids, use_cache=False, **given).logits.detach()
 
-    assert_close(model_type, run(compiled), by_unpatched(run, unpatched))
+    expected = by_unpatched(run, unpatched)
+    assert_close(model_type, run(compiled), expected)
 
 
 # --- which tokens are visible, and which sample they belong to ---

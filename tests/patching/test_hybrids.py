@@ -33,6 +33,7 @@ SERVED = {
     "kimi_linear": {"causal_conv1d", "kimi_delta_attention"},
     "lfm2_moe": {"gated_short_conv"},
     "lfm3": {"gated_short_conv"},
+    "mamba2": SCAN,
     "nemotron_h": SCAN,
     "olmo_hybrid": {"causal_conv1d", "gated_delta_rule"},
     "qwen3_5_moe_text": {"causal_conv1d", "gated_delta_rule"},
@@ -47,7 +48,6 @@ REFUSING = {
     "inkling_text": {"causal_conv1d"},
     "jamba": CHANNELS,
     "mamba": CHANNELS,
-    "mamba2": SCAN,
     "zamba": CHANNELS,
 }
 DELTA = ("gated_delta_rule", "kimi_delta_attention")
@@ -319,7 +319,7 @@ def test_what_would_mix_samples_raises(model_type, monkeypatch):
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
-    [("mamba2", "Mamba2ForCausalLM"), ("zamba", "mamba_selective_scan"),
+    [("jamba", "mamba_selective_scan"), ("zamba", "mamba_selective_scan"),
      ("granitemoehybrid", "the attention of GraniteMoeHybridModel")],
 )  # fmt: skip
 def test_the_message_says_what_mixes_samples(model_type, reason):
@@ -330,7 +330,7 @@ def test_the_message_says_what_mixes_samples(model_type, reason):
 
 
 def test_a_backbone_that_is_called_alone_keeps_samples_apart():
-    """Mamba2ForCausalLM hands it nothing."""
+    """Mamba2ForCausalLM hands it nothing by itself."""
     stock, _ = built("mamba2")
     model = stock.backbone
     liger_multi.patch(model)
@@ -338,6 +338,31 @@ def test_a_backbone_that_is_called_alone_keeps_samples_apart():
     apart = torch.cat([model(input_ids=s, use_cache=False)[0] for s in samples], 1)
     together = model(input_ids=row, use_cache=False, **told["position_ids"])[0]
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_that_hands_nothing_on_is_given_ids_to_hand():
+    """A call of threads, compiled, and of a forward that does more than read its module."""
+    stock, model = built("mamba2")
+    assert any(isinstance(m, mixers.TellingModel) for m in model.modules())
+    samples, row, told = packed()
+    with torch.no_grad():
+        apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        together = compiled(input_ids=row, use_cache=False, **told["position_ids"]).logits
+        hidden = model(input_ids=row, use_cache=False, output_hidden_states=True, labels=row)
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
+    assert len(hidden.hidden_states) == stock.config.num_hidden_layers + 1
+
+    class Writing(type(stock)):
+        def forward(self, input_ids=None, attention_mask=None, **kwargs):
+            self.rows = len(input_ids)
+            return self.backbone(input_ids, attention_mask=attention_mask)
+
+    stock.__class__ = Writing
+    liger_multi.patch(stock)
+    with pytest.raises(ValueError, match="nothing keeps them apart in Writing"):
+        stock(input_ids=row, **told["position_ids"])
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm2_moe"])
@@ -424,7 +449,7 @@ def test_a_helper_of_a_function_that_is_replaced_after_the_patch(monkeypatch):
 
 
 def test_padding_is_no_sample():
-    _, model = built("mamba2")
+    _, model = built("jamba")
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[0, :4] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)

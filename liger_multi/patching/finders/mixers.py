@@ -23,6 +23,7 @@ from liger_multi.patching.replace.mixers import (
     MixerSettings,
     PackedModel,
     SeparateModel,
+    TellingModel,
     packing,
 )
 from liger_multi.patching.replace.packing import CheckedModel, CheckSettings, checked, forget
@@ -81,6 +82,7 @@ def find_packed(report: PatchReport, request: Request, model: nn.Module) -> None
 
 _PACKED: dict[type[Patched], str] = {
     PackedModel: "ids of samples",
+    TellingModel: "hands ids of samples on",
     SeparateModel: "one sample a row only",
     CheckedModel: "a check that samples of a row are apart",
 }

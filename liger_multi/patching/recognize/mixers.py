@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -146,10 +146,14 @@ class _Draw:
 # --- a convolution with gates around it, and projections ---
 
 
+_MASKING = "apply_mask_to_padding_states"
+
+
 def masking(forward: Callable[..., Any]) -> Callable[[Tensor, Tensor | None], Tensor]:
     """What sets hidden tokens to 0 in a modeling file; until 5.17 not in a batch of one row."""
     own = getattr(inspect.unwrap(forward), "__globals__", {})
-    return cast(Any, own.get("apply_mask_to_padding_states", _without_padding))
+    found: Callable[[Tensor, Tensor | None], Tensor] = own.get(_MASKING, _without_padding)
+    return found
 
 
 def _without_padding(x: Tensor, mask: Tensor | None) -> Tensor:

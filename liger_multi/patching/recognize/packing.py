@@ -13,7 +13,6 @@ something else whenever it runs, as a layer that counts its calls may, cannot be
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import itertools
@@ -29,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi._torch_private import Dropouts
-from liger_multi.arguments import is_cache
 from liger_multi.errors import summary
+from liger_multi.patching.recognize.probe import own_copies
 from liger_multi.patching.recognize.tokens import is_plain
 from liger_multi.patching.replace.samples import is_numbered
 
@@ -510,9 +509,9 @@ def _attributes(model: nn.Module) -> Iterator[None]:
             table[kind] = type(every)((k, h) for k, h in every.items() if _of_library(h))
     for module in modules:
         vars(module).update(dict.fromkeys(_dropout_rates(module), 0.0))
-    memo: dict[int, Any] = {id(x): x for x in (*modules, *model.parameters(), *model.buffers())}
+    memo: dict[int, Any] = {}
     for module in modules:
-        vars(module).update(_copies(module, memo))
+        vars(module).update(own_copies(vars(module), memo))
     try:
         yield
     finally:
@@ -523,21 +522,6 @@ def _attributes(model: nn.Module) -> Iterator[None]:
         for buffer, before_it in buffers:
             if not torch.equal(buffer, before_it):
                 buffer.copy_(before_it)
-
-
-_OWN = frozenset(vars(nn.Module()))  # tables of every module
-
-
-def _copies(module: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
-    """Copies of a module's attributes that a forward may write to."""
-    copies = {}
-    for name, value in vars(module).items():
-        written = isinstance(value, (list, dict, set, collections.deque)) or type(value) is Tensor
-        if name not in _OWN and (written or is_cache(value)):
-            with contextlib.suppress(Exception):  # of objects that nobody can copy
-                tensor = type(value) is Tensor  # one with a history is only cloned
-                copies[name] = value.detach().clone() if tensor else copy.deepcopy(value, memo)
-    return copies
 
 
 def _dropout_rates(module: nn.Module) -> list[str]:

@@ -12,11 +12,12 @@ write to no input and to no attribute.
 from __future__ import annotations
 
 import contextlib
+import copy
 import pickle
 import random as random_numbers
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +29,7 @@ from liger_multi._torch_private import (
     get_onednn,
     set_onednn,
 )
+from liger_multi.arguments import is_cache
 from liger_multi.patching.replace.swap import has_own_forward, unpatched_class
 
 # --- replicas ---
@@ -110,6 +112,8 @@ def skeleton(module: nn.Module, sizes: dict[int, int] | None = None) -> nn.Modul
         name: OrderedDict() if isinstance(value, OrderedDict) else value
         for name, value in vars(module).items()
     }
+    fresh = {name: value for name, value in fresh.items() if not _is_large(value)}
+    fresh |= own_copies(fresh, {})
     if has_own_forward(module):
         del fresh["forward"]  # it is bound to the module
     for name, value in fresh.items():
@@ -122,6 +126,63 @@ def skeleton(module: nn.Module, sizes: dict[int, int] | None = None) -> nn.Modul
         _modules={name: None for name, child in module._modules.items() if child is None},
     )
     return made
+
+
+_TABLES = frozenset(vars(nn.Module()))  # of every module
+LARGEST = 2**22
+"""Elements of a tensor among attributes that a replica has a copy of; larger ones it lacks."""
+
+
+def own_copies(attributes: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    """Copies of what a forward may write to among a module's attributes, which are its user's.
+
+    Containers, tensors, caches and the configuration are copied; parameters, buffers, submodules
+    and whatever else a container holds are not.
+
+    Args:
+        attributes: Of the module, by name.
+        memo: Copies by the ids of the objects that they were made of.
+    """
+    copies: dict[str, Any] = {}
+    for name, value in attributes.items():
+        if name not in _TABLES:
+            with contextlib.suppress(Exception):  # of objects that nobody can copy
+                configured = name == "config" and value is not None
+                own = _configuration(value, memo) if configured else _own(value, memo)
+                if own is not value:
+                    copies[name] = own
+    return copies
+
+
+def _configuration(config: Any, memo: dict[int, Any]) -> Any:
+    if id(config) not in memo:
+        memo[id(config)] = copy.copy(config)
+    return memo[id(config)]
+
+
+def _own(value: Any, memo: dict[int, Any]) -> Any:
+    if id(value) in memo:
+        return memo[id(value)]
+    if type(value) is Tensor:  # one with a history cannot be copied, but cloned
+        own: Any = value.detach().clone()
+    elif isinstance(value, (list, deque, set, bytearray, dict)):
+        own = memo[id(value)] = copy.copy(value)
+        if isinstance(value, dict):
+            own.update((key, _own(part, memo)) for key, part in value.items())
+        elif isinstance(value, (list, deque)):
+            for place, part in enumerate(value):
+                own[place] = _own(part, memo)
+    elif type(value) is tuple:
+        parts = tuple(_own(part, memo) for part in value)
+        own = value if all(a is b for a, b in zip(parts, value, strict=True)) else parts
+    else:
+        own = copy.deepcopy(value) if is_cache(value) else value
+    memo[id(value)] = own
+    return own
+
+
+def _is_large(value: Any) -> bool:
+    return type(value) is Tensor and value.numel() > LARGEST
 
 
 def linear(generator: torch.Generator, inputs: int, outputs: int, bias: bool) -> nn.Linear:

@@ -101,9 +101,19 @@ class _Layer:
                 # some configurations refuse to say what differs between layers
                 with contextlib.suppress(Exception):
                     if getattr(part, name) is not None:
-                        setattr(part, name, size)
-        made._attn_implementation = "sdpa"
+                        _put(part, name, size)
+        _put(made, "_attn_implementation", "sdpa")
         return made
+
+
+def _put(config: Any, name: str, value: Any) -> None:
+    """Set an attribute of a copy, also of one whose class lets nobody write."""
+    try:
+        setattr(config, name, value)
+    except Exception:  # of any code
+        name = getattr(config, "attribute_map", {}).get(name, name)
+        internal = f"{name}_internal"
+        vars(config)[internal if internal in vars(config) else name] = value
 
 
 @functools.lru_cache(maxsize=256)

@@ -283,7 +283,12 @@ class _Model(Patched):
     @staticmethod
     def seen(swap: Swap, given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments that the forward is called with; ``given`` has all by name."""
-        raise NotImplementedError
+        return kwargs
+
+    @staticmethod
+    def called(swap: Swap, model: Any, given: dict[str, Any]) -> Any:
+        """The object that the forward is called with."""
+        return model
 
 
 def _seen_first(swap: Swap) -> Callable[..., Any]:
@@ -295,6 +300,7 @@ def _seen_first(swap: Swap) -> Callable[..., Any]:
         if isinstance(self, behavior):
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             kwargs = behavior.seen(swap, given, kwargs)
+            return swap.stock.forward(behavior.called(swap, self, given), *args, **kwargs)
         return swap.stock.forward(self, *args, **kwargs)
 
     return forward
@@ -310,6 +316,55 @@ class PackedModel(_Model):
         if ids is None or rows is None or rows.shape[1] == 1:
             return kwargs
         return {**kwargs, "seq_idx": ids.expand(rows.shape[0], -1)}
+
+
+@dataclass(frozen=True)
+class TellingSettings:
+    """The name of the model that a model hands nothing to."""
+
+    inner: str
+
+
+class _Telling:
+    """A model of one call, which hands ids of samples to the model inside of it."""
+
+    def __init__(self, model: Any, inner: str, seq_idx: Tensor) -> None:
+        self._liger_multi_model = model
+        setattr(self, inner, functools.partial(getattr(model, inner), seq_idx=seq_idx))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._liger_multi_model, name)
+
+
+class TellingModel(_Model):
+    """A model whose forward takes keyword arguments and hands them to nobody, as Mamba-2's head."""
+
+    @staticmethod
+    def called(swap: Swap, model: Any, given: dict[str, Any]) -> Any:
+        """What stands for the model in its forward: itself, where samples are not told."""
+        ids, rows = sample_ids(given), rows_of(given)
+        if ids is None or rows is None or rows.shape[1] == 1:
+            return model
+        inner = cast(TellingSettings, swap.settings).inner
+        return _Telling(model, inner, ids.expand(rows.shape[0], -1))
+
+
+def tells(forward: Callable[..., Any], inner: str) -> bool:
+    """Whether a forward may run with another object in place of its module: it only reads it."""
+    tree = _tree(forward)
+    if tree is None:
+        return False
+    reads = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _is_self(n.value)]
+    return (
+        len(reads) == sum(_is_self(n) for n in ast.walk(tree))
+        and all(isinstance(n.ctx, ast.Load) for n in reads)
+        and any(n.attr == inner for n in reads)
+        and not any(isinstance(n, ast.Name) and n.id == "super" for n in ast.walk(tree))
+    )
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 class SeparateModel(_Model):
@@ -356,11 +411,18 @@ def packing(model: nn.Module) -> dict[str, Swap]:
         if not any(_holds(base, [path]) and _passes_on(model, base, path) for base in bases)
     }
     lacking |= {name for base in bases for name in _convolutions(model, base)}
-    lacking |= {name for base in bases for name in _deaf(model, base)}
+    lacking |= {f"the attention of {c.__name__}" for c in _unmasked(model, bases)}
+    telling: dict[str, Swap] = {}
+    for path, inner in (place for base in bases for place in _deaf(model, base)):
+        stock = unpatched_class(model.get_submodule(path))
+        if tells(stock.forward, inner):
+            telling[path] = Swap("packing", stock, TellingModel, TellingSettings(inner))
+        else:
+            lacking.add(stock.__name__)
     if lacking:
         settings = PackedSettings(tuple(sorted(lacking)))
         return {"": Swap("packing", unpatched_class(model), SeparateModel, settings)}
-    return {
+    return telling | {
         path: Swap("packing", unpatched_class(module), PackedModel, PackedSettings())
         for path, module in ((p, model.get_submodule(p)) for p in bases)
     }
@@ -377,19 +439,22 @@ def _convolutions(model: nn.Module, base: str) -> set[str]:
     return found
 
 
-def _deaf(model: nn.Module, base: str) -> set[str]:
-    """Classes that tell a model in them nothing of samples, or its layers of attention."""
+def _deaf(model: nn.Module, base: str) -> list[tuple[str, str]]:
+    """Models that tell a model in them nothing of samples: paths, and names of the inner one."""
     names = base.split(".") if base else []
-    outer = [(model.get_submodule(".".join(names[:n])), name) for n, name in enumerate(names)]
-    found = {
-        type(module).__name__
-        for module, name in outer
+    outer = [(".".join(names[:n]), name) for n, name in enumerate(names)]
+    modules = [(path, name, model.get_submodule(path)) for path, name in outer]
+    return [
+        (path, name)
+        for path, name, module in modules
         if not isinstance(module, _HOLDERS) and not _hands_on(unpatched_class(module).forward, name)
-    }
-    stock = unpatched_class(model.get_submodule(base))
-    if not _masks_by_positions(stock.forward):
-        found.add(f"the attention of {stock.__name__}")
-    return found
+    ]
+
+
+def _unmasked(model: nn.Module, bases: Iterable[str]) -> set[type]:
+    """Classes of models whose layers of attention are masked without positions."""
+    kinds = {unpatched_class(model.get_submodule(base)) for base in bases}
+    return {kind for kind in kinds if not _masks_by_positions(kind.forward)}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -72,7 +72,8 @@ def _by_ranges(mask: KeyMask, tokens: int) -> Tensor | None:
     first, end = ranges.unflatten(-1, (-1, 2)).unbind(-1)
     if mask.shape[3] == tokens:
         place = torch.arange(tokens, device=ranges.device)[:, None]
-        return ((first <= place) & (place < end)).any(-1)
+        inside: Tensor = ((first <= place) & (place < end)).any(-1)
+        return inside
     return _by_last(torch.where(first < end, end - 1, -1).amax(-1))
 
 
