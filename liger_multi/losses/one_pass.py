@@ -92,24 +92,33 @@ def token_sum(
         )  # fmt: skip
         if done is not None:
             return done[0], LogProbOutput(*done[1:])
-    made = tokens(found, target, outputs, ignore_index=ignore_index, name=name)
+    asked = tuple(dict.fromkeys((*outputs, "log_prob", "lse"))) if "ids" in columns else outputs
+    made = tokens(found, target, asked, ignore_index=ignore_index, name=name)
     if "ids" in columns:
-        columns = {**columns, "picked": _picked(name, found, made, columns["ids"])}
+        columns = {**columns, "picked": _picked(name, found, target, made, columns["ids"])}
     loss = _masked(formula(made, columns), target, ignore_index).sum()
     return loss, detached(made)
 
 
-def _picked(name: str, source: Any, made: LogProbOutput, ids: Tensor) -> Tensor:
+def _picked(name: str, source: Any, target: Tensor, made: LogProbOutput, ids: Tensor) -> Tensor:
+    """Log-probabilities of a few classes.
+
+    What rounding left out of lse is what the target's log-probability has and its logit less lse
+    has not.
+    """
     if not isinstance(source, Logits):
         raise ValueError(
             f"{name}: classes are picked from given logits, or from a losses.Head in one pass, "
             f"got {type(source).__name__}"
         )
     assert made.lse is not None
-    z = source.logits.gather(-1, ids.clamp(min=0)).to(made.lse.dtype) * source.logit_scale
-    if source.softcap is not None:
-        z = source.softcap * torch.tanh(z / source.softcap)
-    return z / source.temperature - made.lse.unsqueeze(-1)
+    assert made.log_prob is not None
+    lse = made.lse.unsqueeze(-1)
+    with torch.no_grad():
+        own = curved(source.logits.gather(-1, target.clamp(min=0).unsqueeze(-1)), source)
+        low = (own - lse) - made.log_prob.unsqueeze(-1)
+        low = torch.where(low.isfinite(), low, 0)
+    return curved(source.logits.gather(-1, ids.clamp(min=0)), source) - lse - low
 
 
 def _masked(values: Tensor, target: Tensor, ignore_index: int) -> Tensor:

@@ -537,7 +537,8 @@ def log_square_sum(
 ) -> Tensor:
     """``log sum_j p[j]^2`` of every token, without a gradient.
 
-    It is ``logsumexp(2 z) - 2 logsumexp(z)``: another look at half the temperature.
+    It is ``logsumexp(2 z) - 2 logsumexp(z)``, another look at half the temperature: twice a token's
+    log-probability less its log-probability there, which have more digits than both normalizers.
     """
     found = as_source(name, source, target)
     if isinstance(found, LogProbOutput):
@@ -548,9 +549,12 @@ def log_square_sum(
     with torch.no_grad():
         sharp = replace(found, temperature=found.temperature / 2)
         once, twice = (
-            tokens(s, target, ("lse",), ignore_index=ignore_index, name=name).lse
+            tokens(s, target, ("log_prob", "lse"), ignore_index=ignore_index, name=name)
             for s in (found, sharp)
         )
-        assert once is not None
-        assert twice is not None
-        return twice - 2 * once
+        assert once.log_prob is not None
+        assert twice.log_prob is not None
+        assert once.lse is not None
+        assert twice.lse is not None
+        found = 2 * once.log_prob - twice.log_prob
+        return torch.where(found.isfinite(), found, twice.lse - 2 * once.lse)

@@ -9,15 +9,19 @@ gradient of the hidden states.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_multi import checks, ops
+from liger_multi import checks
 from liger_multi.dispatch.double_backward import first_derivatives_only
 from liger_multi.ops.fused_linear_log_prob import LogProbOutput
+from liger_multi.ops.fused_linear_log_prob import op as of_head
+from liger_multi.ops.fused_linear_log_prob import prepared as prepared_head
+from liger_multi.ops.token_log_prob import op as of_logits
+from liger_multi.ops.token_log_prob import prepared as prepared_logits
 
 SMOOTHINGS = ("torch", "megatron")
 SMOOTHED = ("vocabulary", "part")
@@ -68,11 +72,61 @@ def _shared(x: Tensor, group: Any) -> Tensor:
     return found
 
 
-def _joined(lse: Tensor, group: Any) -> Tensor:
-    """The logarithm of the sum of all parts' exponentials."""
-    top = lse.detach().clone()
-    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    return top + _sum(torch.exp(lse - top), group).log()
+class _Joined(torch.autograd.Function):
+    """Statistics over all classes from those of every process's part.
+
+    Of the parts' normalizers the largest leaves its own 1 out of the sum, and differences are taken
+    before anything is rounded: as within a part, an offset of all logits and a nearly certain
+    target keep their digits, and the part with that target gets its gradient times ``1 - share``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, log_prob: Tensor, entropy: Tensor | None, lse: Tensor, lse_low: Tensor,
+        mine: Tensor, group: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+        from liger_multi.reference.cross_entropy.rows import LogSumExp
+
+        own = torch.stack((lse, lse_low))
+        every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, own, group=group)
+        high, low = torch.stack(every, 1)
+        top, place = high.max(0, keepdim=True)
+        of_top = low.gather(0, place)
+        below = (high - top) + (low - of_top)
+        log_sum = torch.exp(below).scatter_(0, place, 0).sum(0).log1p_()
+        share = below[dist.get_rank(group)] - log_sum  # a logarithm
+        total = torch.where(mine, log_prob + share, 0)
+        dist.all_reduce(total, group=group)
+        mixed = None
+        if entropy is not None:  # of a mixture: that of the parts, and of which part
+            mixed = torch.where(share == -math.inf, 0, share.exp() * (entropy - share))
+            dist.all_reduce(mixed, group=group)
+        joined = LogSumExp.of(top[0], of_top[0] + log_sum)
+        ctx.save_for_backward(share, mine, entropy, mixed)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(joined.low)
+        return total, mixed, *joined
+
+    @staticmethod
+    @first_derivatives_only("nn.vocab_parallel_cross_entropy")
+    def backward(
+        ctx: Any, saved: tuple[Tensor, ...], dlog_prob: Tensor | None, dentropy: Tensor | None,
+        dlse: Tensor | None, dlow: None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Everybody has the same upstream gradients, so nothing crosses processes."""
+        share, mine, entropy, mixed = saved
+        part, made = share.exp(), torch.zeros_like(share)
+        of_log_prob = of_entropy = None
+        if dlog_prob is not None:
+            of_log_prob = torch.where(mine, dlog_prob, 0)
+            made = made - dlog_prob * torch.where(mine, torch.expm1(share), part)
+        if dlse is not None:
+            made = made + dlse * part
+        if dentropy is not None:
+            of_entropy = dentropy * part
+            made = made + of_entropy * ((entropy - share) - mixed)
+        return of_log_prob, of_entropy, torch.where(share == -math.inf, 0, made), None, None, None
 
 
 # --- parts of a vocabulary ---
@@ -111,41 +165,52 @@ class _Part:
         self.target = torch.where(self.valid, torch.where(self.mine, here, 0), ignore_index)
 
 
-def _absent(rows: torch.Size, *unused: Tensor) -> LogProbOutput:
-    """What a process with no class at all contributes, connected to its inputs."""
-    wide = torch.promote_types(unused[0].dtype, torch.float32)
-    nothing = sum(x.to(wide).sum() for x in unused) * torch.zeros(rows, dtype=wide).to(unused[0])
-    nothing = nothing.to(wide)
-    return LogProbOutput(log_prob=nothing, entropy=nothing, lse=nothing - math.inf)
+class _Found(NamedTuple):
+    """What an operator finds in the classes of this process."""
+
+    log_prob: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+    lse_low: Tensor
+
+    @staticmethod
+    def of(results: tuple[Tensor, ...], rows: torch.Size) -> _Found:
+        """From all outputs of an operator."""
+        log_prob, entropy, lse, _, low = results
+        mixed = entropy.view(rows) if entropy.numel() == lse.numel() else None
+        return _Found(log_prob.view(rows), mixed, lse.view(rows), low.view(rows))
+
+    @staticmethod
+    def absent(rows: torch.Size, *unused: Tensor) -> _Found:
+        """What a process with no class at all contributes, connected to its inputs."""
+        wide = torch.promote_types(unused[0].dtype, torch.float32)
+        nothing = sum(x.to(wide).sum() for x in unused) * torch.zeros(rows, dtype=wide).to(
+            unused[0]
+        )
+        nothing = nothing.to(wide)
+        return _Found(nothing, nothing, nothing - math.inf, torch.zeros_like(nothing))
 
 
-def _joined_rows(
-    part: _Part, found: LogProbOutput, group: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The target's log-probability, the normalizer, and this part's share of it.
-
-    The share is a logarithm, 0 where the process has no classes, which the last output says. What
-    is added is small: a logit less the normalizer would lose the digits of both.
-    """
-    assert found.log_prob is not None
-    assert found.lse is not None
-    mine = torch.where(part.valid, found.lse, 0)
-    lse = _joined(mine, group)
-    absent = mine == -math.inf
-    share = torch.where(absent, 0, mine - _shared(lse, group))
-    return _sum(torch.where(part.mine, found.log_prob + share, 0), group), lse, share, absent
+def _joined_rows(part: _Part, found: _Found, entropies: bool, group: Any) -> _Found:
+    """The target's log-probability, the entropy and the normalizer over all classes."""
+    apply: Any = _Joined.apply
+    lse = torch.where(part.valid, found.lse, 0)
+    entropy = found.entropy if entropies else None
+    low = torch.where(part.valid, found.lse_low, 0)
+    return _Found(*apply(found.log_prob, entropy, lse, low, part.mine, group))
 
 
 def _loss(
-    part: _Part, log_prob: Tensor, lse: Tensor, mean_logit: Tensor | None, vocabulary: int,
+    part: _Part, log_prob: Tensor, spread: Tensor | None, vocabulary: int,
     label_smoothing: float, smoothing: str, reduction: str,
 ) -> Tensor:  # fmt: skip
+    """The loss, with ``spread`` the mean over classes of what each costs."""
     loss = -log_prob
-    if mean_logit is not None:
+    if spread is not None:
         share = label_smoothing
         if smoothing == "megatron":
             share = label_smoothing * vocabulary / max(1, vocabulary - 1)
-        loss = (1 - share) * loss + share * (lse - mean_logit)
+        loss = (1 - share) * loss + share * spread
     loss = torch.where(part.valid, torch.where(part.wrong, math.nan, loss), 0)
     if reduction == "none":
         return loss
@@ -205,20 +270,24 @@ def vocab_parallel_cross_entropy(
     _options(name, target, logits.shape[:-1], logits, label_smoothing, smoothing, reduction)
     part = _Part(name, logits.shape[-1], target, vocabulary, start, group, ignore_index)
     if logits.shape[-1]:
-        found = ops.token_log_prob(
+        arguments = prepared_logits(
             logits, part.target, softcap=softcap, ignore_index=ignore_index,
             outputs=("log_prob", "lse"),
         )  # fmt: skip
+        found = _Found.of(of_logits(*arguments), target.shape)
     else:
-        found = _absent(target.shape, logits)
-    log_prob, lse, _, _ = _joined_rows(part, found, group)
-    mean, own = None, smoothed == "part"
+        found = _Found.absent(target.shape, logits)
+    joined = _joined_rows(part, found, False, group)
+    spread, own = None, smoothed == "part"
     classes = max(1, logits.shape[-1]) if own else vocabulary
     if label_smoothing:
-        wide = logits.to(lse.dtype)
+        wide = logits.to(joined.lse.dtype)
         wide = wide if softcap is None else softcap * torch.tanh(wide / softcap)
-        mean = (wide.sum(-1) if own else _sum(wide.sum(-1), group)) / classes
-    return _loss(part, log_prob, lse, mean, classes, label_smoothing, smoothing, reduction)
+        # relative to the normalizer before they are summed, so that no large numbers cancel
+        base = joined.lse.detach()
+        sums = (wide - base.unsqueeze(-1)).sum(-1)
+        spread = joined.lse - base + joined.lse_low - (sums if own else _sum(sums, group)) / classes
+    return _loss(part, joined.log_prob, spread, classes, label_smoothing, smoothing, reduction)
 
 
 def vocab_parallel_fused_linear_cross_entropy(
@@ -256,14 +325,14 @@ def vocab_parallel_fused_linear_cross_entropy(
         name, hidden, weight, bias, target, group, vocabulary, start, ignore_index, reduce_hidden,
         ("log_prob", "lse"), softcap=softcap, logit_scale=logit_scale, chunk=chunk,
     )  # fmt: skip
-    log_prob, lse, _, _ = _joined_rows(part, found, group)
-    mean = None
+    joined = _joined_rows(part, found, False, group)
+    spread = None
     if label_smoothing:  # the sum of a row's logits is one product with the sum of the classes
-        wide = lse.dtype
+        wide = joined.lse.dtype
         sums = shared.to(wide) @ weight.to(wide).sum(0)
         sums = sums if bias is None else sums + bias.to(wide).sum()
-        mean = _sum(sums, group) * logit_scale / vocabulary
-    return _loss(part, log_prob, lse, mean, vocabulary, label_smoothing, smoothing, reduction)
+        spread = joined.lse - _sum(sums, group) * logit_scale / vocabulary
+    return _loss(part, joined.log_prob, spread, vocabulary, label_smoothing, smoothing, reduction)
 
 
 def vocab_parallel_fused_linear_log_prob(
@@ -296,32 +365,25 @@ def vocab_parallel_fused_linear_log_prob(
         name, hidden, weight, bias, target, group, vocabulary, start, ignore_index, reduce_hidden,
         asked, softcap=softcap, chunk=chunk, temperature=temperature,
     )  # fmt: skip
-    log_prob, lse, share, absent = _joined_rows(part, found, group)
-    zero = torch.zeros((), dtype=lse.dtype, device=lse.device)
-    made: dict[str, Tensor] = {"lse": torch.where(part.valid, lse, zero)}
-    nan = torch.where(part.wrong, math.nan, log_prob)
-    made["log_prob"] = torch.where(part.valid, nan, zero)
-    if found.entropy is not None and "entropy" in wanted:
-        # of a mixture: that of the parts, and of which part
-        mixed = torch.where(absent, 0, share.exp() * (found.entropy - share))
-        entropy = _sum(mixed, group)
-        made["entropy"] = torch.where(part.valid, entropy, zero)
-    return LogProbOutput(**{n: x for n, x in made.items() if n in wanted})
+    joined = _joined_rows(part, found, "entropy" in wanted, group)
+    zero = torch.zeros((), dtype=joined.lse.dtype, device=joined.lse.device)
+    made = joined._asdict() | {"log_prob": torch.where(part.wrong, math.nan, joined.log_prob)}
+    return LogProbOutput(**{n: torch.where(part.valid, made[n], zero) for n in wanted})
 
 
 def _linear(
     name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, group: Any,
     vocabulary: int, start: int | None, ignore_index: int, reduce_hidden: bool,
     outputs: tuple[str, ...], **options: Any,
-) -> tuple[_Part, Tensor, LogProbOutput]:  # fmt: skip
+) -> tuple[_Part, Tensor, _Found]:  # fmt: skip
     """This process's part, the hidden states as it uses them, and what its classes say."""
     part = _Part(name, weight.shape[0], target, vocabulary, start, group, ignore_index)
     shared = _shared(hidden, group) if reduce_hidden else hidden
     if weight.shape[0]:
-        found = ops.fused_linear_log_prob(
-            shared, weight, part.target, bias=bias, ignore_index=ignore_index, outputs=outputs,
-            **options,
-        )  # fmt: skip
+        arguments = prepared_head(
+            shared, weight, part.target, bias, ignore_index=ignore_index, outputs=outputs, **options
+        )
+        found = _Found.of(of_head(*arguments), target.shape)
     else:
-        found = _absent(target.shape, shared, weight, *([] if bias is None else [bias]))
+        found = _Found.absent(target.shape, shared, weight, *([] if bias is None else [bias]))
     return part, shared, found

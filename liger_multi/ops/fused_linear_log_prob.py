@@ -31,15 +31,13 @@ class LogProbOutput(NamedTuple):
     argmax: Tensor | None = None
 
 
-@op.forward(
-    returns=" ".join((*OUTPUTS, "lse_low")), residuals="lse_low", non_differentiable="argmax"
-)
+@op.forward(returns=" ".join((*OUTPUTS, "lse_low")), non_differentiable="argmax lse_low")
 def forward(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor], ignore_index: int,
     softcap: Optional[float], logit_scale: float, chunk: int, budget: int, accumulate: torch.dtype,
     compute_dtype: Optional[torch.dtype], compact: bool, validate: bool, outputs: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Shape rule; ``lse`` is kept for backward, asked for or not."""
+    """Shape rule; ``lse`` and ``lse_low``, its second part, are kept for backward in any case."""
     from liger_multi.reference.cross_entropy.float8 import logits_dtype
 
     kind = logits_dtype(compute_dtype, hidden.dtype)
@@ -115,15 +113,20 @@ def fused_linear_log_prob(
         logit_scale=logit_scale, ignore_index=ignore_index, chunk=chunk, accumulate=accumulate,
         compact=compact, validate=validate, outputs=outputs,
     )  # fmt: skip
-    results, asked = op(*arguments), arguments[-1].split(",")
-    found = {n: x.view(target.shape) for n, x in zip(OUTPUTS, results, strict=True) if n in asked}
-    return LogProbOutput(**found)
+    return named(op(*arguments), target, arguments[-1])
+
+
+def named(results: tuple[Tensor, ...], target: Tensor, outputs: str) -> LogProbOutput:
+    """Those outputs of the operator that were asked for, in the shape of the targets."""
+    asked, each = outputs.split(","), zip(OUTPUTS, results[: len(OUTPUTS)], strict=True)
+    return LogProbOutput(**{n: x.view(target.shape) for n, x in each if n in asked})
 
 
 def prepared(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, temperature: float,
-    softcap: float | None, logit_scale: float, ignore_index: int, chunk: int | str,
-    accumulate: torch.dtype, compact: bool, validate: bool, outputs: tuple[str, ...],
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *,
+    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100, chunk: int | str = "auto", accumulate: torch.dtype = torch.float32,
+    compact: bool = True, validate: bool = False, outputs: tuple[str, ...] = OUTPUTS,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The checked arguments of the operator."""
     name = "fused_linear_log_prob"

@@ -1,6 +1,6 @@
 """Contract of ``token_log_prob``."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.ops.fused_linear_log_prob import OUTPUTS, LogProbOutput
+from liger_multi.ops.fused_linear_log_prob import OUTPUTS, LogProbOutput, named
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -19,14 +19,12 @@ op = Op(
 )
 
 
-@op.forward(
-    returns=" ".join((*OUTPUTS, "lse_low")), residuals="lse_low", non_differentiable="argmax"
-)
+@op.forward(returns=" ".join((*OUTPUTS, "lse_low")), non_differentiable="argmax lse_low")
 def forward(
     logits: Tensor, target: Tensor, ignore_index: int, softcap: Optional[float], logit_scale: float,
     validate: bool, outputs: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Shape rule; ``lse`` is kept for backward, asked for or not."""
+    """Shape rule; ``lse`` and ``lse_low``, its second part, are kept for backward in any case."""
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     rows, wanted = target.numel(), outputs.split(",")
     return (
@@ -83,6 +81,19 @@ def token_log_prob(
     Source:
         ``log_softmax`` and ``gather`` of PyTorch.
     """
+    arguments = prepared(
+        logits, target, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
+        ignore_index=ignore_index, validate=validate, outputs=outputs,
+    )  # fmt: skip
+    return named(op(*arguments), target, arguments[-1])
+
+
+def prepared(
+    logits: Tensor, target: Tensor, *, temperature: float = 1.0, softcap: float | None = None,
+    logit_scale: float = 1.0, ignore_index: int = -100, validate: bool = False,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The checked arguments of the operator."""
     name = "token_log_prob"
     checks.floating(name, logits=logits)
     if logits.ndim == 0:
@@ -94,14 +105,11 @@ def token_log_prob(
     cool = checks.number(name, "temperature", temperature, 0.0, above=True)
     cap = None if softcap is None else checks.number(name, "softcap", softcap, 0.0, above=True)
     scale = checks.number(name, "logit_scale", logit_scale)
-    results = op(
+    return (
         logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1).to(torch.int64),
         checks.integer(name, "ignore_index", ignore_index), None if cap is None else cap / cool,
         scale / cool, checks.boolean(name, "validate", validate), wanted,
     )  # fmt: skip
-    asked = wanted.split(",")
-    found = {n: x.view(target.shape) for n, x in zip(OUTPUTS, results, strict=True) if n in asked}
-    return LogProbOutput(**found)
 
 
 def _case(

@@ -345,6 +345,40 @@ total = reduced[1].grad.float()
 dist.all_reduce(total)
 torch.testing.assert_close(reduced[0].grad, total.bfloat16())
 
+# logits with an offset, and targets that are nearly certain
+for offset in (0.0, 1e6, -1e6):
+    g = torch.Generator(device).manual_seed(3)
+    z, t = torch.randn(8, 12, generator=g), torch.arange(8)
+    z[:4].scatter_add_(1, t[:4, None], torch.tensor([10.0, 20.0, 20.0, 40.0])[:, None])
+    z[4] = 20.0 * F.one_hot(t[4], 12)
+    z += offset
+    below = z.double() - z.double().gather(1, t[:, None])
+    rest = below.exp().scatter(1, t[:, None], 0).sum(-1, keepdim=True)
+    right = (below.exp() / (1 + rest)).scatter(1, t[:, None], -rest / (1 + rest))
+    for run in ("logits", "smoothed", "head"):
+        mine, found = z[:, part].clone().requires_grad_(), None
+        if run == "head":
+            found = vocab_parallel_fused_linear_log_prob(torch.eye(8), mine.T, t, vocabulary=12)
+            loss = -found.log_prob
+        else:
+            loss = vocab_parallel_cross_entropy(
+                mine, t, vocabulary=12, reduction="none", label_smoothing=0.1 * (run == "smoothed")
+            )
+        exact, grads = rest.log1p()[:, 0], right
+        if run == "smoothed":
+            exact = 0.9 * exact - 0.1 * (below - rest.log1p()).mean(-1)
+            grads = 0.9 * grads + 0.1 * (right + F.one_hot(t, 12) - 1 / 12)
+        near_each = {"rtol": 3e-6, "atol": 0.0}
+        torch.testing.assert_close(loss.detach().double(), exact, **near_each)
+        loss.sum().backward()
+        scale = grads.abs().amax(-1, keepdim=True)
+        assert ((mine.grad - grads[:, part]).abs() <= 3e-6 * scale).all(), (offset, run)
+        if found is not None:
+            log_p = below - rest.log1p()
+            torch.testing.assert_close(
+                found.entropy.detach().double(), -(log_p.exp() * log_p).sum(-1), **near_each
+            )
+
 # another split, every row ignored, wrong targets
 edges = [0, 9, 10, 12] if count == 3 else [0, 9, 12]
 mine = torch.randn(ROWS, 12, generator=torch.Generator(device).manual_seed(5))

@@ -370,13 +370,13 @@ def test_logits_of_all_rows_never_exist():
 
 
 def test_what_is_kept_for_backward():
-    """Inputs and numbers of rows; nothing of the vocabulary's width but the weight."""
+    """Inputs and numbers of rows: two of lse, and entropy; nothing of V numbers but the weight."""
     kept = []
     x, w, t, b = head(64, 16, 1001)
     with torch.autograd.graph.saved_tensors_hooks(lambda v: kept.append(v) or v, lambda v: v):
         log_prob(x, w, t, b)
     own = {v.data_ptr() for v in (x, w, t, b)}
-    assert sum(v.nbytes for v in kept if v.data_ptr() not in own) == 2 * 4 * 64
+    assert sum(v.nbytes for v in kept if v.data_ptr() not in own) == 3 * 4 * 64
 
 
 @pytest.mark.parametrize("needs", ["hidden", "weight", "bias"])

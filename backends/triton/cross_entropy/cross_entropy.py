@@ -120,7 +120,7 @@ def _lane_without(row_ptr, cols, anchor, without, scale, softcap, BLOCK: tl.cons
     They are few, so every warp reads them all, from the cache.
     """
     total = tl.zeros([32], tl.float32)
-    for start in tl.range(0, cols, 32 * BLOCK):
+    for start in tl.range(0, cols, 32 * BLOCK, loop_unroll_factor=1):
         col = without % BLOCK + start + tl.arange(0, 32) * BLOCK
         mask = (col < cols) & (col != without)
         raw = tl.load(row_ptr + col, mask=mask, other=float("-inf"))
@@ -498,9 +498,11 @@ def _cross_entropy_forward_kernel(
             ARGMAX, BLOCK, 1,
         )  # fmt: skip
         if KEPT > 0:
-            lane = read + tl.arange(0, KEPT // 2)
-            total += _kept_sum(kept, lane < cols, anchor, scale)
-            total += _kept_sum(kept_after, lane + KEPT // 2 < cols, anchor, scale)
+            kept, sum_kept = _keep(row_ptr, read, cols, anchor, -1, scale, KEPT // 2)
+            kept_after, sum_after = _keep(
+                row_ptr, read + KEPT // 2, cols, anchor, -1, scale, KEPT // 2
+            )
+            total += sum_kept + sum_after
         log_total = tl.log2(total) * LN2
         nll = log_total - (own - anchor)
     lse, lse_low = two_sum(anchor, log_total)
@@ -513,6 +515,12 @@ def _cross_entropy_forward_kernel(
         ce += SMOOTHING / cols * (weights * log_total - smooth)
     zl = z_weight * lse * lse
     entropy = log_total - spread / total
+    if ADD_ZL:
+        ce += zl
+    _store_rows(
+        ce_ptr, zl_ptr, lse_ptr, lse_low_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
+        ce, zl, lse, lse_low, -nll, entropy, argmax,
+    )  # fmt: skip
     if GRADIENT:
         if inside:
             ce_scale = 1.0
@@ -530,12 +538,6 @@ def _cross_entropy_forward_kernel(
             )  # fmt: skip
         else:
             fill_zero(row_ptr, cols, BLOCK)
-    if ADD_ZL:
-        ce += zl
-    _store_rows(
-        ce_ptr, zl_ptr, lse_ptr, lse_low_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
-        ce, zl, lse, lse_low, -nll, entropy, argmax,
-    )  # fmt: skip
 
 
 @triton.jit

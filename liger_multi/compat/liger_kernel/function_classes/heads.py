@@ -14,6 +14,8 @@ from liger_multi.compat.liger_kernel import functional
 from liger_multi.compat.liger_kernel.function_classes.losses import CrossEntropies
 from liger_multi.compat.liger_kernel.function_classes.making import function_class
 from liger_multi.nn.vocab_parallel import vocab_parallel_fused_linear_log_prob
+from liger_multi.ops.fused_linear_log_prob import named, prepared
+from liger_multi.ops.fused_linear_log_prob import op as of_head
 
 
 @function_class
@@ -70,17 +72,18 @@ def LigerFusedLinearScaledCrossEntropyFunction(
     ignored are 0 in all of them.
     """
     few = None if selected_token_ids is None else _selected_ids(selected_token_ids, weight)
-    asked = ("log_prob", *(("entropy",) if return_entropy else ()))
-    found = ops.fused_linear_log_prob(
-        _input, weight, target, temperature=temperature, ignore_index=ignore_index,
-        outputs=asked if few is None else (*asked, "lse"),
+    arguments = prepared(
+        _input, weight, target, None, temperature=temperature, ignore_index=ignore_index,
+        outputs=("log_prob", *(("entropy",) if return_entropy else ())),
     )  # fmt: skip
+    results = of_head(*arguments)
+    found = named(results, target, arguments[-1])
     if few is None:
         return _scaled_outputs(found)
-    assert found.lse is not None
-    logits = F.linear(_input, weight[few]).to(found.lse.dtype) / temperature
+    lse, low = (results[i].view(*target.shape, 1) for i in (2, 4))
+    logits = F.linear(_input, weight[few]).to(lse.dtype) / temperature
     valid = (target != ignore_index).unsqueeze(-1)
-    return _scaled_outputs(found, torch.where(valid, logits - found.lse.unsqueeze(-1), 0))
+    return _scaled_outputs(found, torch.where(valid, logits - lse - low, 0))
 
 
 @function_class
