@@ -43,8 +43,10 @@ from ci.static.table import (
     turn,
     verdicts,
 )
+from liger_multi.dispatch.bitwise import RowAxes, promised
 from liger_multi.dispatch.registry import module, operators
 from liger_multi.testing import samples
+from liger_multi.testing.bitwise import Call, selected
 from tests.ops.test_contracts import recorded
 
 ARCHS = [arch for arch in TARGETS if missing(TARGETS[arch]) is None]
@@ -400,6 +402,42 @@ def test_measured_entries_stay(tmp_path, monkeypatch):
     static_launch.write(info, {})  # the model has nothing to say any more
     assert yaml.safe_load(path.read_text())["entries"] == {"x.forward": [measured]}
     assert found["device"] == {"warp_size": 64, "shared_bytes": 65536}
+
+
+FREE_TILES = {
+    **dict.fromkeys(("_clamped", "_gated", "_pointwise", "_dyt_forward"), "elementwise"),
+    "_convolution_forward_kernel": "adds the taps of a token in their order",
+    "_embedding": "copies rows, or adds those of a list in its order",
+    "_cross_entropy_reduce_kernel": "a sum over rows",
+    "_sum_partials_kernel": "a sum over rows",
+}
+"""Kernels whose tiles may follow the number of rows though the bits of a row do not."""
+
+
+@pytest.mark.parametrize("op", [op for op in operators() if module("triton", op) is not None])
+def test_tiles_of_promised_rows_do_not_follow_their_number(op):
+    """Another tile or number of warps adds the numbers of a row in another order."""
+    served = module("triton", op)
+    for sample in (s for s in samples.of(op) if s.size == "small"):
+        for prim, args in recorded(op, sample, torch.device("cpu")):
+            axes = RowAxes(prim.op.bitwise, dict(zip(prim.params, args, strict=True)))
+            run = getattr(served, prim.direction, None)
+            if run is None or not axes.count or "rows" not in promised("triton", prim).always:
+                continue
+            launched = []
+            for rows in (1, 67):
+                index = torch.zeros(rows, dtype=torch.long)
+                chosen = [
+                    a.detach().to("meta") if isinstance(a, torch.Tensor) else a
+                    for a in selected(axes, Call(prim, args, "triton"), index)
+                ]
+                cases = static_cases(TARGETS["sm90"].info, {sample.name: partial(run, *chosen)})
+                launched.append({
+                    str((c.name, {n: v for n, v in c.constants.items() if str(n).isupper()},
+                         c.options))
+                    for c in cases if not c.name.startswith(tuple(FREE_TILES))
+                })  # fmt: skip
+            assert launched[0] == launched[1], (sample.name, prim.direction)
 
 
 @pytest.mark.skipif("sm90" not in ARCHS, reason=str(missing(TARGETS["sm90"])))

@@ -14,7 +14,6 @@ from typing import Any
 import triton
 from torch import Tensor
 from torch.nn import Parameter
-from triton.runtime.jit import JITFunction
 
 from liger_multi.backends.triton.common.specialization import (
     ADDRESS,
@@ -52,9 +51,9 @@ def launch(
         num_warps: Warps a program.
         sets: Size of the grid's second axis.
     """
-    classes = _classes or _classes_for(kernel)
+    classes = _classes
     if classes is None:
-        kernel[(programs, sets)](*args, *constants, num_warps=num_warps, enable_fp_fusion=True)
+        _launch_by_triton(kernel, (programs, sets), args, constants, num_warps)
         return
     integers, tensors = classes.integers, classes.tensors
     by_address, by_storage = classes.by_address, classes.by_storage
@@ -90,30 +89,31 @@ def launch(
         (enter is not None and getattr(enter, "calls", True))
         or (leave is not None and getattr(leave, "calls", True))
     ):
-        output = kernel[(programs, sets)](
-            *args, *constants, num_warps=num_warps, enable_fp_fusion=True
-        )
-        if entry is None and hasattr(output, "packed_metadata"):
-            numbers[4:] = _asked_again(classes, args)
-            stream_of = triton.runtime.driver.active.get_current_stream
-            _compiled[tuple(numbers)] = (
-                output.run, output.function, output.packed_metadata, stream_of, kernel
-            )  # fmt: skip
+        _launch_by_triton(kernel, (programs, sets), args, constants, num_warps, entry is None)
         return
     run, function, metadata, stream_of, _ = entry
     stream = stream_of(device)
     run(programs, sets, 1, stream, function, metadata, None, None, None, *args, *constants)
 
 
-def _classes_for(kernel: Any) -> ArgumentClasses | None:
-    """The classes of arguments, if compiled kernels can be launched here; not interpreted ones."""
+def _launch_by_triton(
+    kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: tuple[Any, ...],
+    num_warps: int, is_new: bool = True,
+) -> None:  # fmt: skip
+    """Launch through Triton, and remember what it compiled; an interpreter compiles nothing."""
     global _classes
-    if _DIRECT and isinstance(kernel, JITFunction):
+    output = kernel[grid](*args, *constants, num_warps=num_warps, enable_fp_fusion=True)
+    if not (is_new and _DIRECT and hasattr(output, "packed_metadata")):
+        return
+    if _classes is None:
         _classes = ArgumentClasses(specialize_for_target())
-    return _classes
+    # The kernel is kept, so that no other one gets its id.
+    key = (id(kernel), args[0].get_device(), num_warps, constants, *_numbers_of(_classes, args))
+    stream_of = triton.runtime.driver.active.get_current_stream
+    _compiled[key] = (output.run, output.function, output.packed_metadata, stream_of, kernel)
 
 
-def _asked_again(classes: ArgumentClasses, args: tuple[Any, ...]) -> list[int]:
+def _numbers_of(classes: ArgumentClasses, args: tuple[Any, ...]) -> list[int]:
     """The numbers of arguments for which a kernel was just compiled.
 
     Triton answers by its switches of this moment (``AMDGCN_USE_BUFFER_OPS``), as the compiler did;

@@ -62,32 +62,30 @@ class TileConfig:
     programs: int
 
 
-def forward_config(
-    info: DeviceInfo, tokens: int, heads: int, width: int, whole: bool
-) -> TileConfig:
+def forward_config(info: DeviceInfo, seq: int, heads: int, width: int, whole: bool) -> TileConfig:
     """Tiles of 1024 channels, 16 of them a thread; all heads of a token where the norm wants it."""
     elements = 4096 if whole else 1024
-    return _tiles(info, tokens, heads, width, whole, elements, 16, 2)
+    return _tiles(info, seq, heads, width, whole, elements, 16, 2)
 
 
-def backward_config(
-    info: DeviceInfo, tokens: int, heads: int, width: int, whole: bool
-) -> TileConfig:
+def backward_config(info: DeviceInfo, seq: int, heads: int, width: int, whole: bool) -> TileConfig:
     """A thread keeps two tensors and the sums of the weight: 8 channels, of many threads a core."""
-    return _tiles(info, tokens, heads, width, whole, 2048, 16 if whole else 8, 2 if whole else 4)
+    return _tiles(info, seq, heads, width, whole, 2048, 16 if whole else 8, 2 if whole else 4)
 
 
 def _tiles(
-    info: DeviceInfo, tokens: int, heads: int, width: int, whole: bool, elements: int, each: int,
+    info: DeviceInfo, seq: int, heads: int, width: int, whole: bool, elements: int, each: int,
     per_core: int,
 ) -> TileConfig:  # fmt: skip
+    # A tile stays within one sequence. How many sequences there are decides nothing about it:
+    # other tiles lie differently in the threads, which add up a head's channels in another order.
     row = power_of_2(width)
     every = power_of_2(max(heads, 1))
     block = every if whole else max(1, min(every, 8, elements // row))
-    per_tile = max(1, min(elements // (block * row), 32, power_of_2(max(tokens, 1))))
+    per_tile = max(1, min(elements // (block * row), 32, power_of_2(max(seq, 1))))
     threads = min(max(block * per_tile * row // each, 32), 512)
     parts = 1 if whole else cdiv(max(heads, 1), block)
-    programs = max(1, min(cdiv(tokens, per_tile), cdiv(per_core * info.cores, parts)))
+    programs = max(1, cdiv(per_core * info.cores, parts))
     return TileConfig(per_tile, block, warps(threads, info.warp_size), programs)
 
 
@@ -300,7 +298,7 @@ def forward(
     heads, seq, width = x.shape[head_axis], x.shape[3 - head_axis], x.shape[-1]
     cos, sin, angle = _angles(cos, sin)
     k = launch_config(
-        "rms_norm_rope.forward", forward_config, x.device, tokens=x.shape[0] * seq, heads=heads,
+        "rms_norm_rope.forward", forward_config, x.device, seq=seq, heads=heads,
         width=width, whole=whole,
     )  # fmt: skip
     steps = [strides(t, head_axis) for t in (x, y)]
@@ -331,7 +329,7 @@ def backward(
     heads, seq, width = x.shape[head_axis], x.shape[3 - head_axis], x.shape[-1]
     cos, sin, angle = _angles(cos, sin)
     k = launch_config(
-        "rms_norm_rope.backward", backward_config, x.device, tokens=x.shape[0] * seq, heads=heads,
+        "rms_norm_rope.backward", backward_config, x.device, seq=seq, heads=heads,
         width=width, whole=whole,
     )  # fmt: skip
     target = dx if needs_x else x
