@@ -29,7 +29,11 @@ from liger_multi.patching.recognize.kinds import (
     NormKind,
 )
 from liger_multi.patching.recognize.probe import (
+    HUGE,
+    LARGE,
     MODES,
+    TINY,
+    Call,
     Watch,
     differs_at_extremes,
     disagreement,
@@ -363,8 +367,7 @@ def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) ->
             return _equal(a, b, False)
 
         found = disagreement(replica, stock, ours, inputs, close, generator)
-        if not found and differs_at_extremes(stock, ours, inputs, close):
-            found = "its output differs for numbers that are large or not finite"
+        found = found or _differs_at_extremes(replica, stock, ours, inputs, settings, generator)
     if watch.written:
         found = f"its forward sets its {', '.join(sorted(watch.written))}"
     if found:
@@ -373,6 +376,31 @@ def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) ->
         module, kind, [n for n, p in held.items() if p is not None], watch.read
     )
     return signature if isinstance(signature, str) else replace(settings, signature=signature)
+
+
+def _differs_at_extremes(
+    replica: nn.Module,
+    stock: Call,
+    ours: Call,
+    inputs: list[Tensor],
+    settings: NormSettings,
+    generator: torch.Generator,
+) -> str | None:
+    """As for every module, in all dtypes; kinds that agree in bits are tried with huge numbers."""
+    kind, weights = settings.kind, dict(replica._parameters)
+    powers = (*TINY, *LARGE, *HUGE) if kind.exact else (*TINY, *LARGE)
+    found = None
+    for of_x, of_weight in (_PAIRS[0], _PAIRS[-1]):
+        if found or (kind.one_dtype and of_x != of_weight):
+            continue
+        for name, p in weights.items():
+            replica._parameters[name] = None if p is None else nn.Parameter(p.to(of_weight))
+        given = [x.to(of_x) for x in inputs]
+        found = differs_at_extremes(
+            replica, stock, ours, given, generator, powers, kind.exact, kind.axis
+        )
+    replica._parameters.update(weights)
+    return found
 
 
 def _equal(stock: Tensor, ours: Tensor, exact: bool) -> bool:
