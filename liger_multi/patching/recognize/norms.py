@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -375,7 +376,35 @@ def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) ->
     signature = signature_of(
         module, kind, [n for n, p in held.items() if p is not None], watch.read
     )
-    return signature if isinstance(signature, str) else replace(settings, signature=signature)
+    if isinstance(signature, str):
+        return signature
+    return replace(settings, signature=signature, copied=_copied(module, settings, row))
+
+
+def _copied(
+    module: nn.Module, settings: NormSettings, row: tuple[int, ...]
+) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
+    """Dtypes for which a write to the weight between forward and backward is no error."""
+    kind, name = settings.kind, settings.tensors[0][1] if settings.tensors else None
+    if name is None or kind.plus or kind.weight != "inside":
+        return ()
+    found = []
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for pair in itertools.product(dtypes, dtypes):
+        with probe_context() as generator, contextlib.suppress(Exception):
+            replica = skeleton(module)
+            for _, each in settings.tensors:
+                if each is not None:
+                    shape = cast(Tensor, module._parameters[each]).shape
+                    replica._parameters[each] = nn.Parameter(random(generator, *shape).to(pair[1]))
+            x = _rows(generator, kind, 2, row).to(pair[0]).requires_grad_()
+            given = [x, *([x.detach() * 1] if kind.gated else [])]
+            y = replica.forward(*given)
+            with torch.no_grad():
+                cast(Tensor, replica._parameters[name]).zero_()
+            torch.autograd.grad(y.float().sum(), x)
+            found.append(pair)
+    return tuple(found)
 
 
 def _differs_at_extremes(
