@@ -166,6 +166,18 @@ def call_source(op: Op) -> str:
 # --- forward and backward for autograd ---
 
 
+def _saved_values(op: Op, name: str, value: str) -> str:
+    """What is saved for an argument of backward: where its values are not read, no version of it.
+
+    Autograd refuses a backward pass whose saved tensors were written since, read or not.
+    """
+    others = op.values_for.get(name)
+    if others is None:
+        return value
+    needed = " or ".join(f"({x} is not None and {x}.requires_grad)" for x in others.split())
+    return f"{value} if {value} is None or {needed} or {COMPILING} else {value}.data"
+
+
 def forward_source(op: Op, saved: list[str], plain: list[str], not_saved: list[str] | None) -> str:
     """Code that runs forward and keeps what backward reads.
 
@@ -178,7 +190,7 @@ def forward_source(op: Op, saved: list[str], plain: list[str], not_saved: list[s
     params, returns = op.fwd.params, op.fwd.returns
     visible = returns[: len(returns) - len(op.residuals)]
     outs = {name: f"_{name}" for name in returns}  # an output may be called as an argument is
-    kept = [params[params.index(n)] if n in params else outs[n] for n in saved]
+    kept = [_saved_values(op, n, n) if n in params else outs[n] for n in saved]
     if not_saved is not None:
         kept = [f"None if {n!r} in _left else {k}" for n, k in zip(saved, kept, strict=True)]
     dtype = "None if {0} is None else {0}.dtype"

@@ -235,6 +235,7 @@ class Op:
         same_grad_as: Mapping[str, str] = {},
         identity_grads: Mapping[str, str] = {},
         added: Sequence[str] = (),
+        values_for: Mapping[str, str] = {},
     ) -> None:
         """Declare backward and wire it to forward.
 
@@ -260,11 +261,14 @@ class Op:
                 name (what is only added to).
             added: Inputs of forward that are only added to its outputs: no residual depends on
                 them, and backward does not read them.
+            values_for: For inputs of which backward else reads shape and dtype only: the inputs
+                whose gradients need the values.
         """
         fake = backward_of(self, reads, returns, same_grad_as, shapes, beside, rule)
         mutated = (self.inplace,) if self.inplace else ()
         self.bwd = Primitive(self, "backward", fake, returns, mutated)
         self.same_grad_as, self.identity_grads = dict(same_grad_as), dict(identity_grads)
+        self.values_for = dict(values_for)
         self.anchor = anchor_of(self, not_saved is not None, added)
         self.not_saved = not_saved
         if not self.inplace:

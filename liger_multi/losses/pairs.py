@@ -94,6 +94,39 @@ def policy_tokens(
     return tokens(policy, target, outputs, ignore_index=ignore_index, name=name, role="policy")
 
 
+def with_nll_targets(target: Tensor, nll_target: Tensor, ignore_index: int) -> Tensor:
+    """Targets of one pass: those of pairs, and of the chosen rows those of the NLL beside them."""
+    chosen, rejected = target.chunk(2)
+    beside = (nll_target != ignore_index) & (chosen == ignore_index)
+    return torch.cat((torch.where(beside, nll_target, chosen), rejected))
+
+
+def chosen_nll(
+    log_prob: Tensor,
+    again: Callable[[Tensor], Tensor],
+    target: Tensor,
+    nll_target: Tensor,
+    ignore_index: int,
+) -> Tensor:
+    """The mean NLL of ``nll_target``.
+
+    Args:
+        log_prob: Of :func:`with_nll_targets`.
+        again: Log-probabilities of other targets, for tokens whose two targets differ.
+        target: Targets of the pairs.
+        nll_target: Those of the NLL, of the chosen rows.
+        ignore_index: Targets that cost nothing.
+    """
+    chosen, wanted = target.chunk(2)[0], nll_target != ignore_index
+    found = log_prob.chunk(2)[0]
+    other = wanted & (chosen != ignore_index) & (nll_target != chosen)
+    if torch.compiler.is_compiling() or bool(other.any()):  # in most trainers they are the same
+        rest = torch.full_like(target, ignore_index)
+        rest[: len(chosen)] = torch.where(other, nll_target, ignore_index)
+        found = torch.where(other, again(rest).chunk(2)[0], found)
+    return -masked_mean(found, wanted)
+
+
 def sequences(
     log_prob: Tensor | None, mask: Tensor, tail: float | None, normalized: bool
 ) -> Tensor:

@@ -20,6 +20,7 @@ from liger_multi.losses.pairs import (
     EXTRA,
     Pairs,
     PreferenceMetrics,
+    chosen_nll,
     delta,
     halves_of,
     logistic,
@@ -31,6 +32,7 @@ from liger_multi.losses.pairs import (
     policy_tokens,
     reference_sums,
     sequences,
+    with_nll_targets,
 )
 from liger_multi.losses.shared import Options, counted, masked_mean
 from liger_multi.losses.sources import IGNORED, Source, log_square_sum
@@ -407,13 +409,13 @@ def cpo_loss(
         policy: The trained model's tokens.
         target: Ids ``(2 B, T)``, chosen answers before rejected ones; prompts and padding ignored.
         nll_target: Ids ``(B, T)`` of the chosen rows whose likelihood is the NLL term's, such as
-            prompt and answer (ORPO); without it, those of target. Where both count they agree.
+            prompt and answer (ORPO); without it, those of target. Where both count and differ, a
+            second pass computes the tokens; of log-probabilities that are there they agree.
         ignore_index: Targets that cost nothing.
         options: As :class:`CPOOptions`.
     """
     o = CPOOptions.of(**options)
     mask, every = pair_mask("CPO", target, ignore_index), target
-    wanted = mask.chunk(2)[0]
     if nll_target is not None:
         half = target.chunk(2)[0]
         checks.ids("CPO", "nll_target", nll_target)
@@ -422,11 +424,19 @@ def cpo_loss(
                 f"CPO: nll_target must have shape {tuple(half.shape)}, that of the chosen rows, "
                 f"got {checks.describe(nll_target)}"
             )
-        wanted = nll_target != ignore_index
-        every = torch.cat((torch.where(wanted, nll_target, half), target.chunk(2)[1]))
+        every = with_nll_targets(target, nll_target, ignore_index)
     own = policy_tokens("CPO", policy, every, o.metrics, ignore_index)
     assert own.log_prob is not None
-    nll = -masked_mean(own.log_prob.chunk(2)[0], wanted)
+
+    def again(rest: Tensor) -> Tensor:
+        found = policy_tokens("CPO", policy, rest, (), ignore_index).log_prob
+        assert found is not None
+        return found
+
+    if nll_target is None:
+        nll = -masked_mean(own.log_prob.chunk(2)[0], mask.chunk(2)[0])
+    else:
+        nll = chosen_nll(own.log_prob, again, target, nll_target, ignore_index)
     formula = CPO[o.loss_type]
     mean = formula.mean if o.length_normalized is None else o.length_normalized
     sums = sequences(torch.where(mask, own.log_prob, 0), mask, None, mean)

@@ -34,6 +34,7 @@ op.backward(
     reads="dy x alpha weight bias_dtype",
     returns="dx dalpha dweight dbias",
     shapes={"bias": lambda x: x.shape[-1:]},
+    values_for={"weight": "x alpha"},
 )
 
 

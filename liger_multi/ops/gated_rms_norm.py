@@ -39,6 +39,7 @@ def forward(
 op.backward(
     reads="dy x gate weight rstd offset casting group_size norm_first activation",
     returns="dx dgate dweight",
+    values_for={"weight": "x gate"},
 )
 
 

@@ -45,6 +45,7 @@ BACKWARD: dict[str, Any] = {
     "returns": "dx dweight dbias",
     "shapes": {"bias": lambda x: x.shape[-1:]},
     "added": ("bias",),
+    "values_for": {"weight": "x"},
 }
 op.backward(**BACKWARD)
 quantized_op = with_codes(op, **BACKWARD)

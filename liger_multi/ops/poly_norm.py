@@ -35,6 +35,7 @@ op.backward(
     returns="dx dweight dbias",
     shapes={"bias": lambda x: (1,)},
     added=("bias",),
+    values_for={"weight": "x"},
 )
 
 

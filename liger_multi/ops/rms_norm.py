@@ -42,7 +42,10 @@ def forward(
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=kind)
 
 
-BACKWARD: dict[str, Any] = {"reads": "dy x weight rstd offset casting", "returns": "dx dweight"}
+BACKWARD: dict[str, Any] = {
+    "reads": "dy x weight rstd offset casting", "returns": "dx dweight",
+    "values_for": {"weight": "x"},
+}  # fmt: skip
 op.backward(**BACKWARD)
 quantized_op = with_codes(op, **BACKWARD)
 

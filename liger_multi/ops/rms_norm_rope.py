@@ -48,6 +48,7 @@ op.backward(
     reads="dy x weight cos sin rstd offset casting rope_casting head_axis x_order",
     returns="dx dweight",
     rule=gradients,
+    values_for={"weight": "x"},
 )
 
 

@@ -848,6 +848,37 @@ def test_labels_of_orpo_are_its_fifth_argument(pairs, rows):
         LigerFusedLinearORPOLoss()(b.weight, b.hidden, b.target, b.bias, labels[:3])
 
 
+def test_orpo_with_other_labels_for_its_nll(pairs):
+    """The NLL is of those labels, rewards and log-odds of the targets, also where both count."""
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearORPOLoss
+
+    b, labels = pairs, (pairs.target + 3) % 11
+    labels[:, -1] = -100
+
+    def means(of):
+        own = b.logits.log_softmax(-1).gather(-1, of.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return own * (of != -100), of != -100
+
+    own, counts = means(labels)
+    nll = -own[:2].sum() / counts[:2].sum()
+    own, counts = means(b.target)
+    sequences = own.sum(1) / counts.sum(1)
+    odds = sequences - torch.log1p(-sequences.exp())
+    ratio = F.logsigmoid(odds[:2] - odds[2:])
+    wanted = nll - 0.1 * ratio.mean()
+    for rows in (labels, labels[:2]):
+        loss, aux = LigerFusedLinearORPOLoss()(b.weight, b.hidden, b.target, b.bias, rows)
+        torch.testing.assert_close(loss, wanted)
+        torch.testing.assert_close(aux[4], nll.detach())
+        torch.testing.assert_close(aux[7], ratio.mean().detach())
+        torch.testing.assert_close(aux[8], (odds[:2] - odds[2:]).mean().detach())
+        leaves = (b.hidden, b.weight)
+        torch.testing.assert_close(
+            torch.autograd.grad(loss, leaves),
+            torch.autograd.grad(wanted, leaves, retain_graph=True),
+        )
+
+
 def test_sums_of_logits_of_kto_are_over_padding_too(pairs):
     from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearKTOLoss
 

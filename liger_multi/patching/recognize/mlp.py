@@ -24,7 +24,10 @@ from liger_multi.patching.recognize import registered
 from liger_multi.patching.recognize.branches import Outcomes
 from liger_multi.patching.recognize.kinds import MLP_KINDS, MlpNames
 from liger_multi.patching.recognize.probe import (
+    LARGE,
     MODES,
+    TINY,
+    Call,
     Watch,
     differs_at_extremes,
     disagreement,
@@ -132,8 +135,12 @@ def mlp_kind(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str
 class _Marker(nn.Module):
     """Stands where a dropout stands: what comes out shows where it acted."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.tensor(0.5, dtype=torch.float32, device="cpu"))
+
     def forward(self, x: Tensor) -> Tensor:
-        return 1.25 * x + 0.5
+        return 1.25 * x + self.bias
 
 
 def _measure_mlp(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str:
@@ -196,8 +203,9 @@ def _tried(
     found = disagreement(replica, stock, ours, [x], _close, generator)
     if found:
         return found
-    if differs_at_extremes(stock, ours, [x], _close):
-        return "its output differs for numbers that are large or not finite"
+    found = differs_at_extremes(replica, stock, ours, [x], generator)
+    if found:
+        return found
     with torch.no_grad():
         for shape in ((6, 24), (1, 2, 3, 24)):
             with contextlib.suppress(RuntimeError, ValueError, IndexError):  # it takes no such rank
@@ -405,6 +413,7 @@ def _measure_experts(module: nn.Module) -> ExpertsKind | str:
                 what = "activation" if _weights(module) == WEIGHTS[False] else "gate"
                 return f"the {what} of {own.__name__} is none that fused_moe has"
             found = _disagreement(replica, inputs, kind, generator)
+            found = found or _experts_at_extremes(replica, inputs, kind, generator)
             if found:
                 return f"{own.__name__} is more than its gate and products: {found}"
     except Exception as error:  # somebody's forward: any failure means that it is not one of ours
@@ -495,6 +504,15 @@ def _part(module: nn.Module, sizes: dict[int, int], generator: torch.Generator) 
 def _disagreement(
     replica: Any, inputs: list[Tensor], kind: ExpertsKind, generator: torch.Generator
 ) -> str | None:
+    def close(a: Tensor, b: Tensor) -> bool:
+        return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+    return disagreement(replica, *_calls(replica, kind), inputs, close, generator)
+
+
+def _calls(replica: Any, kind: ExpertsKind) -> tuple[Call, Call]:
+    """The forward of a replica, and the operator."""
+
     def stock(*given: Tensor) -> Any:
         return replica.forward(*given)
 
@@ -503,10 +521,15 @@ def _disagreement(
         assert routes is not None
         return apply_experts(replica, kind, x, *routes)
 
-    def close(a: Tensor, b: Tensor) -> bool:
-        return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+    return stock, ours
 
-    return disagreement(replica, stock, ours, inputs, close, generator)
+
+def _experts_at_extremes(
+    replica: Any, inputs: list[Tensor], kind: ExpertsKind, generator: torch.Generator
+) -> str | None:
+    """What experts do with zeros, tiny and large numbers that the operator does not."""
+    stock, ours = _calls(replica, kind)
+    return differs_at_extremes(replica, stock, ours, inputs, generator, (*TINY[2:], *LARGE[:3]))
 
 
 def _near_experts(a: Tensor, b: Tensor) -> bool:

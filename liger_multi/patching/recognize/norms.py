@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +31,11 @@ from liger_multi.patching.recognize.kinds import (
     NormKind,
 )
 from liger_multi.patching.recognize.probe import (
+    HUGE,
+    LARGE,
     MODES,
+    TINY,
+    Call,
     Watch,
     differs_at_extremes,
     disagreement,
@@ -364,8 +369,7 @@ def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) ->
             return _equal(a, b, False)
 
         found = disagreement(replica, stock, ours, inputs, close, generator)
-        if not found and differs_at_extremes(stock, ours, inputs, close):
-            found = "its output differs for numbers that are large or not finite"
+        found = found or _differs_at_extremes(replica, stock, ours, inputs, settings, generator)
     if watch.written:
         found = f"its forward sets its {', '.join(sorted(watch.written))}"
     if found:
@@ -373,7 +377,60 @@ def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) ->
     signature = signature_of(
         module, kind, [n for n, p in held.items() if p is not None], watch.read
     )
-    return signature if isinstance(signature, str) else replace(settings, signature=signature)
+    if isinstance(signature, str):
+        return signature
+    return replace(settings, signature=signature, copied=_copied(module, settings, row))
+
+
+def _copied(
+    module: nn.Module, settings: NormSettings, row: tuple[int, ...]
+) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
+    """Dtypes for which a write to the weight between forward and backward is no error."""
+    kind, name = settings.kind, settings.tensors[0][1] if settings.tensors else None
+    if name is None or kind.plus or kind.weight != "inside":
+        return ()
+    found = []
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for pair in itertools.product(dtypes, dtypes):
+        with probe_context() as generator, contextlib.suppress(Exception):
+            replica = skeleton(module)
+            for _, each in settings.tensors:
+                if each is not None:
+                    shape = cast(Tensor, module._parameters[each]).shape
+                    replica._parameters[each] = nn.Parameter(random(generator, *shape).to(pair[1]))
+            x = _rows(generator, kind, 2, row).to(pair[0]).requires_grad_()
+            given = [x, *([x.detach() * 1] if kind.gated else [])]
+            y = replica.forward(*given)
+            with torch.no_grad():
+                cast(Tensor, replica._parameters[name]).zero_()
+            torch.autograd.grad(y.float().sum(), x)
+            found.append(pair)
+    return tuple(found)
+
+
+def _differs_at_extremes(
+    replica: nn.Module,
+    stock: Call,
+    ours: Call,
+    inputs: list[Tensor],
+    settings: NormSettings,
+    generator: torch.Generator,
+) -> str | None:
+    """As for every module, in all dtypes; kinds that agree in bits are tried with huge numbers."""
+    kind, weights = settings.kind, dict(replica._parameters)
+    powers = (*TINY, *LARGE, *HUGE) if kind.exact else (*TINY, *LARGE)
+    found = None
+    for of_x, of_weight in (_PAIRS[0], _PAIRS[-1]):
+        if found or (kind.one_dtype and of_x != of_weight):
+            continue
+        for name, p in weights.items():
+            replica._parameters[name] = None if p is None else nn.Parameter(p.to(of_weight))
+        given = [x.to(of_x) for x in inputs]
+        found = differs_at_extremes(
+            replica, stock, ours, given, generator, powers, kind.exact, kind.axis
+        )
+    replica._parameters.update(weights)
+    return found
 
 
 def _equal(stock: Tensor, ours: Tensor, exact: bool) -> bool:

@@ -281,19 +281,174 @@ def disagreement(
     return None
 
 
-@torch.no_grad()
-def differs_at_extremes(stock: Call, ours: Call, inputs: Sequence[Tensor], close: Close) -> bool:
-    """Whether a forward bounds large numbers, or replaces NaN and infinity."""
+# --- numbers that a probe meets and training rarely does ---
+
+TINY = (-38, -30, -20, -15, -12, -10, -8, -7, -6, -5, -4, -3, -2, -1)
+LARGE = (1, 2, 3, 4, 5, 6)
+HUGE = (9, 12, 15, 20, 30)
+"""Powers of ten that inputs are multiplied by; squares of the last ones are infinite in fp32."""
+_CONSTANTS = (1.0, -(2.0**-20), 2.0**10, -4.0, 2.0**-60, 2.0**20)
+"""Powers of two, whose sums and means are exact in any order."""
+_DIFFERENTIATED = 1e9
+"""Above it, third powers of the factor of a norm are 0 in fp32, and so no gradient is right."""
+_NARROWEST = 8
+"""Gradients of shorter rows are differences of nearly equal numbers."""
+_ROUNDINGS = {torch.float32: 1e-4, torch.bfloat16: 2.0**-5}
+
+
+def unusual(
+    x: Tensor, powers: Sequence[int], generator: torch.Generator, axis: int = -1
+) -> Iterator[Tensor]:
+    """Inputs of the form of ``x``: zeros, constant rows, one number a row, tiny and huge numbers.
+
+    Args:
+        x: Random rows.
+        powers: Of ten, by which rows are multiplied: each by another, and first all by one.
+        generator: For what is drawn.
+        axis: The one that a row lies along.
+    """
+    for power in (min(powers), max(powers)):
+        yield x * 10.0**power
+    rows = x.movedim(axis, -1)
+    flat = rows.reshape(-1, rows.shape[-1])
+    count, size = flat.shape
+
+    def shaped(made: Tensor) -> Tensor:
+        return made.to(x.dtype).reshape(rows.shape).movedim(-1, axis).contiguous()
+
+    for first in range(0, len(powers), count):
+        some = [10.0 ** powers[(first + i) % len(powers)] for i in range(count)]
+        several = torch.tensor(some)
+        yield shaped(flat * several.unsqueeze(-1))
+    constants = torch.tensor([_CONSTANTS[i % len(_CONSTANTS)] for i in range(count)])
+    single = torch.zeros_like(flat, dtype=torch.float32)
+    single[torch.arange(count), torch.arange(count) % size] = several
+    drawn = torch.rand(flat.shape, generator=generator)
+    for lowest, highest in ((-38, 0), (-9, 1)):
+        yield shaped(flat.sign() * 10.0 ** (lowest + (highest - lowest) * drawn))
+    yield shaped(torch.zeros_like(flat))
+    yield shaped(flat * (torch.arange(count) % 2).unsqueeze(-1))
+    yield shaped(flat * (drawn < 0.5))
+    yield shaped(constants.unsqueeze(-1).expand(flat.shape))
+    yield shaped(single)
+
+
+def _biases(replica: nn.Module) -> list[tuple[Any, str, nn.Parameter]]:
+    """Where biases stand, their names and values."""
+    return [
+        (table, name, p)
+        for table in (module._parameters for module in replica.modules())
+        for name, p in table.items()
+        if p is not None and ("bias" in name or name == "beta")
+    ]
+
+
+@contextlib.contextmanager
+def without_biases(replica: nn.Module) -> Iterator[None]:
+    """Biases of a replica are 0, which would hide what happens to tiny numbers."""
+    before = _biases(replica)
+    for table, name, p in before:
+        table[name] = nn.Parameter(torch.zeros_like(p))
+    try:
+        yield
+    finally:
+        for table, name, p in before:
+            table[name] = p
+
+
+def differs_at_extremes(
+    replica: nn.Module,
+    stock: Call,
+    ours: Call,
+    inputs: Sequence[Tensor],
+    generator: torch.Generator,
+    powers: Sequence[int] = (*TINY, *LARGE),
+    exact: bool = False,
+    axis: int = -1,
+) -> str | None:
+    """Whether a forward treats some numbers in a way of its own, or their gradients.
+
+    Every row is compared for itself, by its largest number: so a forward that bounds or replaces
+    tiny numbers, rows of zeros, constant rows or huge numbers is seen.
+
+    Args:
+        replica: The module of both calls.
+        stock: Its own forward, called with the inputs.
+        ours: The formula, called with the same.
+        inputs: Tensors; those of floating point take unusual numbers, one at a time. Their first
+            axis may have any length, if it is the same for all.
+        generator: For upstream gradients.
+        powers: Of ten, by which inputs are multiplied.
+        exact: Whether outputs agree in every bit.
+        axis: The one that a row lies along.
+    """
+    for at, x in enumerate(inputs):
+        if not x.is_floating_point():
+            continue
+        for bare in (False, True) if _biases(replica) else (False,):
+            with without_biases(replica) if bare else contextlib.nullcontext():
+                several = list(unusual(x, powers, generator, axis))
+                # one by one where a forward may look at all rows at once, and all rows in one call
+                for made in (*several[:2], torch.zeros_like(x), torch.cat(several)):
+                    times = made.shape[0] // x.shape[0]
+                    given = [torch.cat([other] * times) for other in inputs]
+                    given[at] = made
+                    found = _unlike(stock, ours, given, generator, exact, axis)
+                    if found:
+                        return found
     x, *more = inputs
-    if any(not close(stock(x * by, *more), ours(x * by, *more)) for by in (1e3, 1e6)):
-        return True
-    for number in (float("nan"), float("inf")):
-        given = x.clone()
-        given.view(-1)[0] = number
-        wanted, got = stock(given, *more), ours(given, *more)
-        if not torch.equal(wanted.isfinite(), got.isfinite()):
-            return True
-    return False
+    for number in (float("nan"), float("inf"), float("-inf")):
+        given = [x.clone(), *more]
+        given[0].view(-1)[0] = number
+        with torch.no_grad():
+            if not torch.equal(stock(*given).isfinite(), ours(*given).isfinite()):
+                return "its output differs for numbers that are not finite"
+    return None
+
+
+def _unlike(
+    stock: Call, ours: Call, given: Sequence[Tensor], generator: torch.Generator, exact: bool,
+    axis: int,
+) -> str | None:  # fmt: skip
+    """What differs in one call: outputs, or gradients where all numbers are finite."""
+    leaves = [
+        [x.detach().clone().requires_grad_(x.is_floating_point()) for x in given] for _ in range(2)
+    ]
+    wanted, got = (
+        call(*(x * 1 for x in row)) for call, row in zip((stock, ours), leaves, strict=True)
+    )
+    same = _same_bits(wanted, got) if exact else alike(wanted, got, axis)
+    if not same:
+        return "its output differs for numbers that are zero, tiny, large or all equal"
+    if not wanted.requires_grad or wanted.shape[axis] < _NARROWEST:
+        return None
+    bounded: Any = True
+    for x in leaves[0]:
+        bounded &= x.abs().amax(axis, keepdim=True) < _DIFFERENTIATED
+    upstream = random(generator, *wanted.shape, dtype=wanted.dtype)
+    by_stock, by_ours = (
+        torch.autograd.grad(y, [x for x in row if x.requires_grad], upstream, allow_unused=True)
+        for y, row in ((wanted, leaves[0]), (got, leaves[1]))
+    )
+    for a, b in zip(by_stock, by_ours, strict=True):
+        if a is None or b is None:
+            continue  # which gradients there are, all other probes compare
+        if not alike(torch.where(bounded, a, 0), torch.where(bounded, b, 0), axis, 10):
+            return "its gradient differs for numbers that are zero, tiny, large or all equal"
+    return None
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def alike(a: Tensor, b: Tensor, axis: int = -1, by: float = 1.0) -> bool:
+    """Every row for itself, by its largest number."""
+    if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
+        return False
+    a, b = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)
+    bound = by * _ROUNDINGS.get(a.dtype, 1e-4) * a.abs().amax(axis, keepdim=True) + 1e-37
+    return bool(((a - b).abs() <= bound).all())
 
 
 def _found(

@@ -24,12 +24,13 @@ from liger_multi.patching.recognize.kinds import (
     RotaryForm,
     RotaryKind,
 )
-from liger_multi.patching.recognize.probe import probe_context, random
+from liger_multi.patching.recognize.probe import alike, probe_context, random, unusual
 from liger_multi.patching.recognize.reached import Reached
 
 Key: TypeAlias = "tuple[int, int, int | None, bool]"
 """Axes of q and of cos, the ``unsqueeze_dim`` in force if there is one, and whether cos is as wide
 as q."""
+POWERS = (-38, -20, -6, -3, 3, 6, 20)
 _DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -172,6 +173,9 @@ def _measure(function: Callable[..., Any]) -> Rotary | str:
             return f"{_name(function)} failed on a replica: {type(error).__name__}: {error}"
         for kind in ROTARY_KINDS:
             if all(_agrees(kind, form, results) for form, results in wanted.items()):
+                found = _at_extremes(called, kind, next(iter(wanted)), default)
+                if found:
+                    return f"{_name(function)} is more than a rotation: {found}"
                 failed = {(_key(f, default), f.axis) for f in ROTARY_FORMS if f not in wanted}
                 axes = {(_key(f, default), f.axis) for f in wanted} - failed
                 return Rotary(kind, options, default, dict(axes), arguments)
@@ -232,6 +236,21 @@ def _run(
     out = function(q, k, cos, sin)
     upstream = [random(generator, *o.shape, dtype=o.dtype) for o in out]
     return (out[0], out[1]), torch.autograd.grad(out, (q, k), upstream)
+
+
+def _at_extremes(
+    called: Callable[..., Any], kind: RotaryKind, form: RotaryForm, default: int | None
+) -> str | None:
+    """What a function does with zeros, tiny and huge numbers that the rotation does not."""
+    generator = torch.Generator(device="cpu").manual_seed(8)
+    q, k = (random(generator, *s) for s in (form.q, form.k))
+    angles = tuple(random(generator, *form.angles).cos() for _ in range(2))
+    extra = {} if default is None else {"unsqueeze_dim": form.unsqueeze_dim}
+    for pair in zip(unusual(q, POWERS, generator), unusual(k, POWERS, generator), strict=True):
+        wanted, got = called(*pair, *angles, **extra), apply_rotary(kind, *pair, *angles, form.axis)
+        if not all(alike(a, b) for a, b in zip(wanted, got, strict=True)):
+            return "its output differs for numbers that are zero, tiny, large or all equal"
+    return None
 
 
 def _agrees(kind: RotaryKind, form: RotaryForm, results: list[_Result]) -> bool:

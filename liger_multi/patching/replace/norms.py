@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from liger_multi import ops
@@ -36,6 +37,8 @@ class NormSettings:
             whether it counts them.
         options: What the patch call asked for.
         signature: What must not have changed since the probe, or the original forward runs.
+        copied: Dtypes of input and weight for which the original computes with a copy of its
+            weight (as 1 + weight is), so that it may be written before backward.
     """
 
     kind: NormKind
@@ -44,6 +47,7 @@ class NormSettings:
     group: tuple[str, bool] | None
     options: Options
     signature: Signature = field(default_factory=Signature)
+    copied: tuple[tuple[torch.dtype, torch.dtype], ...] = ()
 
     @property
     def shown(self) -> str:
@@ -97,6 +101,7 @@ def _rotated(module: Any, x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin, axis, casting, _, settings = rotation
     weight, eps = getattr(module, settings.tensors[0][1] or ""), getattr(module, settings.eps or "")
     options = dict(settings.kind.options)
+    weight = _kept(weight, settings, x)
     return ops.rms_norm_rope(
         x, weight, cos, sin, eps, unsqueeze_dim=axis, rope_casting=casting, **options
     )
@@ -133,6 +138,17 @@ def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> li
     return given
 
 
+def _kept(weight: Any, settings: NormSettings, *inputs: Tensor | None) -> Any:
+    """The weight that backward reads: a copy where the original makes one."""
+    if not settings.copied or weight is None or torch.compiler.is_compiling():
+        return weight
+    x = inputs[0]
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    if wanted and x is not None and (x.dtype, weight.dtype) in settings.copied:
+        return weight.clone()
+    return weight
+
+
 def _fits(weight: Tensor, x: Tensor, kind: NormKind) -> bool:
     """Whether a weight has a value for every channel, or for every channel of some last axes."""
     if kind.joined:
@@ -149,6 +165,8 @@ def apply_norm(
     kind = settings.kind
     if kind.plus and given[0] is not None:
         given = [given[0] + kind.plus, *given[1:]]
+    elif given and kind.weight == "inside":
+        given = [_kept(given[0], settings, x, gate), *given[1:]]
     if kind.weight == "before":
         scaled = x * given[0]
         return _run(module, scaled.to(x.dtype), None, [None], settings)

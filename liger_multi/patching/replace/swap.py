@@ -94,6 +94,39 @@ class Patched(nn.Module):
         return (_new, (kind._liger_multi_swap,), *reduced[2:])  # type: ignore[attr-defined]
 
 
+class SwappedType(type):
+    """The type of the classes that :func:`apply` gives: equal to the original, one way only.
+
+    Others look classes up as they are: ``type(module) in mapping`` (``quantize_dynamic``, policies
+    of DeepSpeed) or ``type(module) == nn.Linear``. They find what the original class is there.
+    Two patched classes of one original are not equal to each other. ``is`` tells all apart.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        """Whether the other one is this class or its original."""
+        swap = cls.__dict__.get("_liger_multi_swap")
+        return cls is other or (swap is not None and swap.stock is other)
+
+    def __hash__(cls) -> int:
+        """That of the original."""
+        swap = cls.__dict__.get("_liger_multi_swap")
+        return type.__hash__(cls if swap is None else swap.stock)
+
+
+_types: dict[type, type[SwappedType]] = {type: SwappedType}
+"""By the type of the original class, which abstract classes have of their own."""
+
+
+def _type_of(stock: type[nn.Module]) -> type[SwappedType]:
+    known = _types.get(type(stock))
+    if known is None:
+        made: Any = type(stock)
+        if not issubclass(made, SwappedType):
+            made = type(SwappedType.__name__, (SwappedType, made), {})
+        known = _types.setdefault(type(stock), made)
+    return known
+
+
 _classes: dict[Swap, type[nn.Module]] = {}
 
 
@@ -111,8 +144,8 @@ def _class_of(swap: Swap) -> type[nn.Module]:
             "__qualname__": stock.__qualname__,
             "__doc__": stock.__doc__,
         }
-        fresh = type(stock.__name__, bases, namespace)
-        fresh._liger_multi_made = fresh  # type: ignore[attr-defined]  # a subclass inherits it, and is not it
+        fresh: Any = _type_of(stock)(stock.__name__, bases, namespace)
+        fresh._liger_multi_made = fresh  # a subclass inherits it, and is not it
         _note_code(fresh, swap)
         made = _classes.setdefault(swap, fresh)
     return made

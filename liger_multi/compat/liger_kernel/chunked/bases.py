@@ -23,7 +23,7 @@ from liger_multi.compat.liger_kernel.errors import ArgumentError
 from liger_multi.compat.liger_kernel.functional import wide
 from liger_multi.dispatch.double_backward import not_differentiable
 from liger_multi.losses.one_pass import curved, mean_logits, tiled_sum
-from liger_multi.losses.pairs import sequences
+from liger_multi.losses.pairs import chosen_nll, sequences, with_nll_targets
 from liger_multi.losses.shared import divisor, masked_mean
 
 Tensors = tuple[Tensor, Tensor, Tensor | None]
@@ -184,15 +184,20 @@ def pair_tokens(
 
     Where ``nll_target`` has a token that ``target`` ignores, the statistics have it too.
     """
-    mask, every = target != ignore_index, target
-    wanted = mask.chunk(2)[0]
-    if nll_target is not None:
-        chosen, rejected = target.chunk(2)
-        wanted = nll_target != ignore_index
-        every = torch.cat((torch.where(wanted, nll_target, chosen), rejected))
+
+    def log_prob(rest: Tensor) -> Tensor:
+        found = losses.tokens(head, rest, ignore_index=ignore_index).log_prob
+        assert found is not None
+        return found
+
+    mask = target != ignore_index
+    every = target if nll_target is None else with_nll_targets(target, nll_target, ignore_index)
     own = losses.tokens(head, every, ignore_index=ignore_index)
     assert own.log_prob is not None
-    nll = -masked_mean(own.log_prob.chunk(2)[0], wanted)
+    if nll_target is None:
+        nll = -masked_mean(own.log_prob.chunk(2)[0], mask.chunk(2)[0])
+    else:
+        nll = chosen_nll(own.log_prob, log_prob, target, nll_target, ignore_index)
     return own, sequences(torch.where(mask, own.log_prob, 0), mask, None, average), nll
 
 

@@ -105,8 +105,7 @@ class _Margins(_Pairs):
         """Options of :func:`liger_multi.losses.cpo_loss`."""
         names = ("beta", "label_smoothing", "gamma")
         found = {name: getattr(self, name) for name in names if name in self._names}
-        weight = getattr(self, "alpha", 1.0) if self.compute_nll_loss else 0.0
-        return {"loss_type": self.loss_type, "nll_weight": weight, **found}
+        return {"loss_type": self.loss_type, "nll_weight": 0.0, **found}
 
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
@@ -115,11 +114,11 @@ class _Margins(_Pairs):
         """Loss, and the chosen and rejected rewards after the rest."""
         head = losses.Head(_input, lin_weight, bias)
         nll_target = chosen_labels(type(self).__name__, nll_target, target)
-        own, sums, _, first = self.tokens(head, target, nll_target)
+        own, sums, nll, first = self.tokens(head, target, nll_target)
         more = {} if self.loss_type == "orpo" else {"length_normalized": self.average}
-        loss, _ = losses.cpo_loss(
-            own, target, nll_target, ignore_index=self.ignore_index, **self.given, **more
-        )
+        loss, _ = losses.cpo_loss(own, target, ignore_index=self.ignore_index, **self.given, **more)
+        if self.compute_nll_loss:
+            loss = loss + getattr(self, "alpha", 1.0) * nll
         return loss, (*first, *self.beside(sums.detach()))
 
     def beside(self, sums: Tensor) -> tuple[Tensor, ...]:
