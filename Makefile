@@ -233,5 +233,5 @@ format: $(ENV)  ## rewrite the sources in the house format
 	$(RUN) -m ruff format .
 
 clean:  ## remove what these targets made
-	rm -rf .venv .venv-newest .venv-npu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .cache demo-output $(LINKS)
+	rm -rf .venv .venv-newest .venv-npu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .cache demo-output .editable $(LINKS)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,9 @@
 """Map the three top-level source folders into one import package, ``liger_multi``.
 
 ``backends/`` installs as ``liger_multi.backends`` and ``reference/`` as ``liger_multi.reference``;
-an editable install also links them into the checkout, where type checkers and editors look.
+an editable install also links them into the checkout, and puts ``.editable`` on the path, which
+holds a link to the package and nothing else: type checkers and editors follow it, as they do not
+follow the import hook that setuptools would install for folders of other names.
 
 ``REPOSITORY`` in the environment is the address that a release is made from: metadata then names
 it, and the links of the readme lead there, since a package index has none of the files.
@@ -22,10 +24,16 @@ FOLDERS = {
 }
 
 
+EDITABLE = ".editable"
+
+
 def link() -> None:
-    """Create the git-ignored links ``liger_multi/backends`` and ``liger_multi/reference``."""
-    for package, folder in FOLDERS.items():
-        path = ROOT / package.replace(".", "/")
+    """Create the git-ignored links of packages within the package, and ``.editable``."""
+    (ROOT / EDITABLE).mkdir(exist_ok=True)
+    links = {package.replace(".", "/"): folder for package, folder in FOLDERS.items()}
+    links[f"{EDITABLE}/liger_multi"] = "liger_multi"
+    for name, folder in links.items():
+        path = ROOT / name
         if path.is_symlink() and not path.exists():
             path.unlink()
         if not path.exists():
@@ -71,11 +79,12 @@ def addresses(repository: str) -> dict[str, str]:
 
 
 class EditableWithLinks(editable_wheel):
-    """An editable install that leaves the links behind."""
+    """An editable install that leaves the links behind, and whose path has them."""
 
     def run(self) -> None:
         """Link, then install."""
         link()
+        self.package_dir = self.distribution.package_dir = {"": EDITABLE}
         super().run()
 
 

@@ -19,6 +19,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import itertools
 import re
 import shutil
 import textwrap
@@ -33,10 +34,13 @@ from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import bitwise as docs_bitwise
 from ci.docs import float8 as docs_float8
 from ci.docs import operators as docs_operators
+from ci.docs import stand_in
 from ci.docs import status as docs_status
 from ci.docs import traces as docs_traces
 from ci.npu import levels
 from ci.trainers import page as trainers
+
+stand_in.install()
 
 # --- pages ---
 
@@ -197,6 +201,7 @@ def operator_page(name: str) -> str:
     function, folders = public_operators()[name], backend_folders()
     text = sections(function)
     out = [NOTE, "", f"# {name}", "", markdown(text.pop("")), ""]
+    out += ["```python", snippet(name), "```", "", "## Signature", ""]
     out += ["```python", signature(function), "```", ""]
     for heading, body in text.items():
         if heading in ("Raises", "Args"):
@@ -209,6 +214,36 @@ def operator_page(name: str) -> str:
     out += ["## Tolerance", "", TOLERANCE, "", *_tolerances(), ""]
     out += ["## torch.compile and DTensor", "", _compiled(op), "", _sharded(op), ""]
     return "\n".join([*out, "## Schema", "", "```", *_schemas(op), "```", ""])
+
+
+def snippet(name: str) -> str:
+    """A call of an operator that runs as it stands: the first sample of its contract."""
+    samples = importlib.import_module("liger_multi.testing.samples")
+    sample = next(s for s in samples.of(name) if s.size == "small" and s.elements)
+    parameters = inspect.signature(public_operators()[name]).parameters
+    free = [p.name for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    tensors = list(sample.tensors)
+    ordered = sum(
+        1 for _ in itertools.takewhile(lambda pair: len(set(pair)) == 1, zip(tensors, free))
+    )
+    lines = ["import torch", "from liger_multi import ops", ""]
+    lines += [f"{tensor} = {drawn(spec)}" for tensor, spec in sample.tensors.items()]
+    given = [*tensors[:ordered], *[f"{tensor}={tensor}" for tensor in tensors[ordered:]]]
+    given += [f"{option}={value!r}" for option, value in sample.options.items()]
+    return "\n".join([*lines, f"result = ops.{name}({', '.join(given)})"])
+
+
+def drawn(spec: Any) -> str:
+    """Code that draws a tensor of a sample."""
+    shape = ", ".join(map(str, spec.shape))
+    dtype = f", dtype={spec.dtype}" if spec.dtype is not None else ""
+    if spec.classes:
+        return f"torch.randint({spec.classes}, ({shape}{',' * (len(spec.shape) == 1)}))"
+    if spec.positive:
+        return f"torch.rand({shape}{dtype}) + 0.5"
+    if spec.negative:
+        return f"-torch.randn({shape}{dtype}).abs()"
+    return f"torch.randn({shape}{dtype}{', requires_grad=True' * spec.grad})"
 
 
 BITS = "[equal bits](../bitwise.md); a backend may promise less"
@@ -358,6 +393,7 @@ TASKS = (
     ("Plan what fits", "`liger-multi plan config.json --gpu 24GiB`", "docs/planning.md"),
     ("Estimate and measure memory", "`liger-multi estimate config.json`", "docs/memory.md"),
     ("Recompute or offload activations", "`liger_multi.memory`", "docs/recompute.md"),
+    ("Start from a script", "`python examples/finetune.py --tiny`", "examples/README.md"),
     ("Run on AMD", "PyTorch for ROCm first", "docs/rocm.md"),
     ("Run on Ascend", "CANN and torch_npu first", "docs/ascend.md"),
     ("Override a backend in YAML", "`LIGER_MULTI_CONFIG=file.yaml`", "docs/configuration.md"),
@@ -391,6 +427,12 @@ def front() -> str:
     return NOTE + "\n\n" + linked(text, "", sources(public_operators()))
 
 
+def examples() -> str:
+    """The site's page of examples; the scripts themselves stand in the repository."""
+    text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    return linked(text, "examples", sources(public_operators()))
+
+
 def pages() -> dict[Path, Callable[[str], str]]:
     """Every committed page with generated parts: from its old text to its text."""
     docs = ROOT / "docs"
@@ -418,6 +460,7 @@ def whole() -> dict[str, Callable[[], str]]:
         "bitwise-costs.md": docs_bitwise.site_page,
         "convergence.md": docs_benchmarks.curves_page,
         "coverage.md": docs_status.coverage_page,
+        "examples.md": examples,
         "loss-options.md": losses_whole,
         "nn.md": modules_page,
         "regressions.md": regressions.page,
@@ -468,6 +511,7 @@ MADE_OF = {
     "benchmarks/README.md#training-curves": "convergence.md",
     "tests/sweep/results.json": "coverage.md",
     "ci/regressions.py": "regressions.md",
+    "examples/README.md": "examples.md",
 }
 
 

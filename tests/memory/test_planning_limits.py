@@ -1,5 +1,6 @@
 """Limits and order of a plan: sizes as people write them, the host's memory, what ranks first."""
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ pytest.importorskip("transformers")
 from liger_multi.cli.main import main
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.errors import ConfigurationError, PlanError
-from liger_multi.memory import Space, plan
+from liger_multi.memory import Candidate, Settings, Space, TrainingPlan, plan
 from liger_multi.memory.planning import host
 from liger_multi.memory.planning.cost import card_of
 from liger_multi.memory.planning.result import plan_page
@@ -193,3 +194,34 @@ def test_a_page_without_offloading_has_no_size_of_it():
     space = replace(SPACE, offload=False, offload_states=(None,))
     made = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False)
     assert {row[4] for row in plan_page(made).sections[1].rows} == {"-"}
+
+
+def test_the_picture_cuts_no_word(tmp_path, monkeypatch):
+    """Labels of the longest ways and of the axis lie within the picture."""
+    pictures = pytest.importorskip("liger_multi.pictures")
+    pytest.importorskip("matplotlib")
+    seen = []
+
+    @contextlib.contextmanager
+    def watched(*args, **options):
+        with pictures.figure(*args, **options) as made:
+            yield made
+            made.draw_without_rendering()
+            (axis,) = made.axes
+            for label in (axis.xaxis.label, *axis.get_yticklabels(), axis.title):
+                box = label.get_window_extent()
+                seen.append(label.get_text())
+                assert box.x0 >= 0, label
+                assert box.x1 <= made.bbox.x1, label
+                assert box.y0 >= 0, label
+
+    monkeypatch.setattr("liger_multi.memory.planning.result.figure", watched)
+    way = Settings(
+        recompute="norms_and_mlp", layers=80, tiles=16, offload_activations=True, spread="fsdp2",
+        offload_states="cpu", tensor=4, pipeline=4, data=64, micro_batch=32, accumulation=64,
+    )  # fmt: skip
+    ways = [Candidate(replace(way, data=n), 2**36, {"parameters": 2**36}) for n in range(1, 13)]
+    made = TrainingPlan("llama", 80, "card", 2**36, 2**36, 64, None, ways)
+    made.draw(tmp_path / "plan.png")
+    assert any("DP 12" in text for text in seen), "the end of a way is there"
+    assert any("dashed: the budget" in text for text in seen)

@@ -1,9 +1,11 @@
 """The demo: once as a program in its quick form, its parts and its verdict in process."""
 
 import importlib.util
+import io
 import json
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -212,3 +214,28 @@ def test_blocks_hold_the_text_and_follow_the_seed(tmp_path):
     assert len(starts) == 2, "either file comes first"
     with pytest.raises(ValueError, match="tokens, 999 blocks of 20 need 19980"):
         training.blocks(text, tokenizer, 999, 20, seed=0)
+
+
+def test_tables_fit_a_narrow_terminal_and_name_their_columns():
+    from rich.console import Console
+
+    from liger_multi.demo import display
+
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=True, color_system=None)
+    device = torch.device("cpu")
+    peaks = [Peak(device, "live tensors", peak_bytes=2**40 - 1, widest_bytes=2**30), None]
+    runs = [Run(1, 64, [10.123456, 9.5], [1.0, 1.0], list(peaks)) for _ in range(2)]
+    shown = display.Display(console)
+    console.print(display.HEADER)
+    for count in (1, 2):
+        some = Run(1, 64, runs[1].losses[:count], [1.0] * count, peaks[:count])
+        console.print(display._row(runs[0], some, 1e-4))
+    shown.summary("qwen2", *runs)
+    lines = out.getvalue().splitlines()
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out.getvalue()
+    names = re.split(r"\s{2,}", lines[0].strip())
+    assert len(names) == len(set(names)) == 6
+    assert len(re.split(r"\s{2,}", lines[1].strip())) == 6
+    assert "not metered" in lines[2]

@@ -131,6 +131,49 @@ def test_links_of_committed_pages_become_links_of_the_site(site):
         assert re.search(rf"^\| \[{re.escape(task)}\]\(\S+\.md\) \|", front, re.M), task
 
 
+def test_the_site_has_the_page_of_examples(site):
+    page = site / "docs" / "examples.md"
+    assert "finetune.py --tiny" in page.read_text(encoding="utf-8")
+    assert page.name in (site / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "](examples.md" in (site / "docs" / "index.md").read_text(encoding="utf-8")
+
+
+def test_cells_of_the_site_are_not_wider_than_their_columns():
+    """Tables scroll in a box of their own, and what limits a cell's width breaks its words."""
+    css = (ROOT / "ci" / "site" / "site.css").read_text(encoding="utf-8")
+    css = re.sub(r"/\*.*?\*/", "", css, flags=re.DOTALL)
+    rules = dict(re.findall(r"([^{};]*table[^{}]*)\{([^{}]*)\}", css))
+    assert "nowrap" not in css
+    limited = [body for name, body in rules.items() if "(th, td)" in name]
+    assert "overflow-wrap: anywhere" in limited[0]
+    assert "max-width: 20rem" in limited[0]
+    assert re.search(r"scrollwrap \{[^}]*overflow-x: auto", css)
+
+
+@pytest.mark.parametrize("name", docs.public_operators())
+def test_the_page_of_an_operator_begins_with_a_call_that_runs(name, site):
+    page = site / "docs" / "ops" / f"{name}.md"
+    code = blocks(page, "python")[0]
+    assert f"ops.{name}(" in code
+    scope = {}
+    exec(code, scope)
+    assert scope["result"] is not None
+
+
+def test_pages_need_no_triton(tmp_path, site):
+    """Those of an environment without it are the same."""
+    hidden = "import sys; sys.modules['triton'] = None; sys.argv = ['docs', '--site', 'made']; "
+    code = f"{hidden}import runpy; sys.path.insert(0, {str(ROOT)!r}); "
+    code += "runpy.run_module('ci.docs', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for path in (site / "docs").rglob("*.md"):
+        made = tmp_path / "made" / "docs" / path.relative_to(site / "docs")
+        assert made.read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), path.name
+
+
 def test_a_page_that_is_made_whole_is_not_committed():
     assert not [name for name in docs.whole() if (ROOT / "docs" / name).exists()]
 

@@ -38,6 +38,7 @@ SKIP = {
     "demo-output",
     ".mypy_cache",
     ".ruff_cache",
+    ".editable",
 }
 
 CALL = """
@@ -61,6 +62,21 @@ for name in ("backends", "reference", "benchmarks", "ci", "tests"):
     assert importlib.util.find_spec(name) is None, name + " is installed at the top"
 print("complete")
 """
+
+TYPED = """
+import torch
+from typing_extensions import assert_type
+
+import liger_multi
+from liger_multi import ops
+from liger_multi.patching import PatchReport
+
+
+def promised(x: torch.Tensor) -> None:
+    assert_type(ops.cross_entropy(x, x), torch.Tensor)
+    assert_type(liger_multi.patch("llama"), PatchReport)
+"""
+"""What a type checker sees after an editable install, without any configuration."""
 
 
 def run(*command, cwd, **environment):
@@ -168,8 +184,13 @@ def test_the_sdist_holds_sources_tests_and_licence(checkout, artefacts):
         "tests/conftest.py",
         "ci/layering.py",
     } <= names
-    left = [n for n in names if n.startswith("benchmarks/results") or n.endswith(".png")]
-    assert not left, "what was measured and drawn stays in the repository"
+    left = [n for n in names if n.startswith("benchmarks/results")]
+    assert not left, "what was measured stays in the repository"
+    for page in (checkout / "README.md", *(checkout / "docs").glob("*.md")):
+        folder = page.relative_to(checkout).parent
+        for link in re.findall(r"!\[[^\]]*\]\(([^):]+)\)", page.read_text(encoding="utf-8")):
+            assert (folder / link).as_posix() in names, f"{page.name} shows {link}"
+    assert {f"examples/{p.name}" for p in (checkout / "examples").glob("*.*")} <= names
 
 
 @pytest.mark.slow
@@ -241,6 +262,12 @@ def test_an_install_is_complete(kind, checkout, artefacts, fresh, tmp_path):
     if kind == "editable":
         assert (checkout / "liger_multi" / "backends").is_symlink()
         assert (checkout / "liger_multi" / "reference").is_symlink()
+        (outside / "code.py").write_text(TYPED)
+        for checker in ("mypy", "pyright"):
+            if importlib.util.find_spec(checker) is None:
+                continue
+            strict = ["--strict"] if checker == "mypy" else ["--pythonpath", python]
+            run(python, "-m", checker, *strict, "code.py", cwd=outside)
 
 
 @pytest.mark.slow
