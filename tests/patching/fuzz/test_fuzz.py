@@ -25,6 +25,7 @@ from fuzz_logits import LIMITS, Generator, programs, report, run, shrink
 from fuzz_logits_compare import Fuzzer
 from fuzz_logits_run import Program, models, statements
 
+from liger_multi._torch_private import function_apply_code
 from liger_multi.patching.lazy_logits import lazy_tensor
 from tests.models import FusedCalls
 
@@ -200,7 +201,9 @@ WRITES = (
     ),
 )
 """Routes by which user code writes to logits; graphs have no numpy and no dlpack."""
-BELOW = {"z.as_subclass(torch.Tensor).mul_(2.0)", "HalveInPlace.apply(z)"}
+BELOW = {"z.as_subclass(torch.Tensor).mul_(2.0)"}
+if function_apply_code is not None:  # of C++ since PyTorch 2.14, which lets the protocol see it
+    BELOW.add("HalveInPlace.apply(z)")
 """Writes that no function protocol sees, which lazy logits refuse."""
 REFUSED = {"torch.as_tensor(z).mul_(2.0)", "HalveInPlace.apply(z)"}
 """What logits of compiled models refuse, which are no tensors."""
