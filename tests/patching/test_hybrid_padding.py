@@ -14,6 +14,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import liger_multi
+from liger_multi.arguments import cache_parameter
 from liger_multi.patching.replace.samples import sample_ids, several, visible_tokens
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import continued
@@ -28,6 +29,10 @@ TYPES = (
 )  # fmt: skip
 """Types with a recurrence or a convolution over tokens."""
 FAST = ("qwen3_5_text", "bamba", "granitemoehybrid", "jamba", "lfm2", "mamba2")
+LAYERS = {
+    "granitemoehybrid": ["linear_attention", "full_attention"],
+    **dict.fromkeys(("zamba", "zamba2"), ["linear_attention", "hybrid"] * 2),
+}
 ROWS, TOKENS = 3, 14
 # zamba2 alone rounds more: unpatched, it is 5e-5 off in fp32
 LIMITS = {"zamba2": 2e-3, "xlstm": 2e-3}
@@ -39,7 +44,10 @@ def _pair(model_type):
     pairs = {p.type: p for p in cases.registered() if p.cls.endswith(heads)}
     if model_type not in pairs:
         return None
-    unpatched = cases.build(pairs[model_type])
+    config = cases.configuration(pairs[model_type])
+    if model_type in LAYERS:  # which caches of this transformers know
+        config.layer_types = LAYERS[model_type]
+    unpatched = getattr(transformers, pairs[model_type].cls)(config)
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in unpatched.named_parameters():
@@ -191,18 +199,31 @@ def test_turns_that_go_on_from_a_cache(model_type, form):
     assert_close(model_type, run(patched), expected)
 
 
+@pytest.mark.parametrize("form", ["tokens", "kinds of layers"])
 @pytest.mark.parametrize("model_type", ["granitemoehybrid", "qwen3_5_text"])
-def test_compiled_generation(model_type):
-    """Nobody waits for the device within a graph, so what it asserts has to hold for padding."""
+def test_compiled(model_type, form):
+    """As compiled generation calls a model: with a static cache, and masks by kinds of layers.
+
+    Nobody waits for the device within a graph, so what it asserts has to hold for padding.
+    """
+    from transformers.masking_utils import create_masks_for_generate
+
     unpatched, patched = pair(model_type)
     ids, mask = holes(8)
+    given = positions_of("visible", mask)
     torch._dynamo.reset()
     compiled = torch.compile(patched, backend="eager", dynamic=False)
 
+    @torch.no_grad()
     def run(model):
-        with torch.no_grad():
-            given = {"attention_mask": mask, **positions_of("visible", mask)}
-            return model(input_ids=ids, use_cache=False, **given).logits.detach()
+        cache = transformers.StaticCache(config=unpatched.config, max_cache_len=20)
+        masks = mask
+        if form != "tokens":
+            embeds = unpatched.get_input_embeddings()(ids)
+            taken = {cache_parameter(create_masks_for_generate): cache, **given}
+            masks = create_masks_for_generate(unpatched.config, embeds, mask, **taken)
+        name = cache_parameter(type(unpatched).forward)
+        return model(input_ids=ids, attention_mask=masks, **given, **{name: cache}).logits
 
     expected = by_unpatched(run, unpatched)
     assert_close(model_type, run(compiled), expected)
