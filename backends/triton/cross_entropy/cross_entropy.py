@@ -451,8 +451,7 @@ def _cross_entropy_forward_kernel(
     good. Writes ce, and those of zl, both parts of lse, log_prob, entropy and argmax with pointers.
     GRADIENT: a last pass overwrites the logits, scaled by the numbers at ``scales_ptr`` (INVERSE:
     by their inverses, 0 for 0). KEPT: so many of the last columns stay in registers meanwhile.
-    An ignored row gives zeros and the argmax -1. A target that is no class never becomes an
-    address: the row gets a NaN loss and a zero gradient.
+    An ignored row gives zeros, argmax -1. A target that is no class is no address: NaN, zeros.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
