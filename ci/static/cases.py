@@ -583,8 +583,8 @@ def _split(rows: int, cols: int, axis: int, beside: int = 1) -> None:
 
 def _selective(cols: int, choices: int, scale: float, dtype: torch.dtype = BF16) -> None:
     logits, index = _meta(4096, cols, dtype=dtype), _meta(4096, choices, dtype=torch.int64)
-    found, *lse = selective_log_softmax.forward(logits, index, scale, -100, False)
-    selective_log_softmax.backward(found, logits, index, *lse, scale, -100)
+    found, lse, low = selective_log_softmax.forward(logits, index, scale, -100, False)
+    selective_log_softmax.backward(found, logits, index, lse, low, scale, -100)
 
 
 def _embedding(rows: int, classes: int, cols: int, dtype: torch.dtype, scale: float) -> None:

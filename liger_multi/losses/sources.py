@@ -556,5 +556,5 @@ def log_square_sum(
         assert twice.log_prob is not None
         assert once.lse is not None
         assert twice.lse is not None
-        found = 2 * once.log_prob - twice.log_prob
-        return torch.where(found.isfinite(), found, twice.lse - 2 * once.lse)
+        square = 2 * once.log_prob - twice.log_prob
+        return torch.where(square.isfinite(), square, twice.lse - 2 * once.lse)

@@ -56,8 +56,9 @@ def tvd(
         In: any floating dtypes. Inside and loss: fp32 (fp64 for fp64). Gradient: that of student.
 
     Memory:
-        Kept for backward: student and teacher; of logits 4 bytes a row each for both ``lse`` and
-        for ``slope``. Nothing of rows x V but the gradient. The teacher is a constant.
+        Kept for backward: student and teacher; of logits 8 bytes per row for each
+        ``lse``, in two numbers, and 4 for ``slope``. Nothing of rows x V but the gradient. The
+        teacher is a constant.
         ``inplace=True`` permits writing the gradient over the student's rows, which must then have
         no other reader: one pass over both, nothing kept, no second tensor. The permission is not
         used under ``torch.compile``, nor where the teacher shares memory with the student.

@@ -236,7 +236,7 @@ def forward_and_backward(
         spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
         rows = kernels.statistics(student, teacher, target, spec)
         count = valid_rows(target, rows.loss, ignore_index)
-        return reduced(rows.loss, count, reduction), *rows[1:]  # type: ignore[return-value]
+        return reduced(rows.loss, count, reduction), *rows[1:]
 
     def backward(
         dloss: Tensor, student: Tensor, teacher: Tensor, target: Optional[Tensor], lse: Tensor,

@@ -448,13 +448,10 @@ def _cross_entropy_forward_kernel(
 
     Program: one row.
     Reads the target and its logit, then the row in one pass, or in three where the anchor was no
-    good (maximum, then the sums again). Writes ce, and those of zl, lse and its low part, log_prob,
-    entropy and argmax that have a pointer.
-    GRADIENT: a last pass overwrites the logits, scaled by the two numbers at ``scales_ptr``, if
-    there are any; INVERSE: by their inverses, with 0 for 0. KEPT: so many of the last columns stay
-    in registers between the passes, where nothing but the sum is asked for.
-    An ignored row gives zeros and the argmax -1. A target that is no class never becomes an
-    address: the row gets a NaN loss and a zero gradient.
+    good. Writes ce, and those of zl, both parts of lse, log_prob, entropy and argmax with pointers.
+    GRADIENT: a last pass overwrites the logits, scaled by the numbers at ``scales_ptr`` (INVERSE:
+    by their inverses, 0 for 0). KEPT: so many of the last columns stay in registers meanwhile.
+    An ignored row gives zeros, argmax -1. A target that is no class is no address: NaN, zeros.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
@@ -499,9 +496,8 @@ def _cross_entropy_forward_kernel(
         )  # fmt: skip
         if KEPT > 0:
             kept, sum_kept = _keep(row_ptr, read, cols, anchor, -1, scale, KEPT // 2)
-            kept_after, sum_after = _keep(
-                row_ptr, read + KEPT // 2, cols, anchor, -1, scale, KEPT // 2
-            )
+            after = read + KEPT // 2
+            kept_after, sum_after = _keep(row_ptr, after, cols, anchor, -1, scale, KEPT // 2)
             total += sum_kept + sum_after
         log_total = tl.log2(total) * LN2
         nll = log_total - (own - anchor)
