@@ -11,7 +11,6 @@ from torch import Tensor
 from liger_multi.reference.attention.attention import ordered
 from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
 
-
 FEW_QUERIES = 1024
 """Queries whose rows are added up one after another."""
 

@@ -53,10 +53,10 @@ LATENT = {"v": None, "value_dim": 8}
 # --- attention ---
 
 
-@pytest.mark.parametrize("together", [7, 4096, 70000])
+@pytest.mark.parametrize("together", [64, 4096, 70000])
 @pytest.mark.parametrize("keys", [3, 4096])
 def test_sums_of_a_key_that_every_query_lists(device, keys, together):
-    """One fp32 addition after another is off by 2 tolerances after so many terms."""
+    """One fp32 addition after another is off by 0.7 tolerances after so many terms."""
     generator = torch.Generator().manual_seed(0)
     places = torch.randint(keys, (1, 65537, 2), generator=generator)
     places[..., 0] = 0  # as the first token of many models
@@ -69,13 +69,6 @@ def test_sums_of_a_key_that_every_query_lists(device, keys, together):
     for start in range(0, 65537, together):
         some = slice(start, start + together)
         sums.add(places[:, some], inside[:, some], rows[:, some])
-        if together == 7 and start > 7 * 3000:
-            exact.zero_()
-            some = slice(0, start + together)
-            add_rows_(
-                exact, *(x[:, some].cpu() for x in (places, inside)), rows[:, some].cpu().double()
-            )
-            break
     assert excess(sums.result().cpu(), exact, torch.float32) < 0.2
 
 
