@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 # --- gradients ---
@@ -103,11 +104,18 @@ def _named(found: Gradients) -> dict[str, torch.Tensor]:
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
+def require_trl():
+    """Skip what compares with TRL where its trainers cannot be imported."""
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets", reason="TRL's trainers import datasets, which is not there")
+
+
 class Toy(torch.nn.Module):
     """A causal model whose hidden states are given; TRL adds its own head to it."""
 
     def __init__(self, hidden, weight, bias=None, temperature=1.0, softcap=None, scale=None):
         super().__init__()
+        require_trl()
         self.hidden = hidden
         self.others = []  # other inputs and what they give
         self.lm_head = torch.nn.Linear(*weight.shape[::-1], bias=bias is not None, device="meta")

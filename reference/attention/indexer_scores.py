@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from liger_multi.reference.attention.sparse_attention import add_rows_, gathered, listed
+from liger_multi.reference.attention.sparse_attention import SumsByKey, gathered, listed
 from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
 
 
@@ -50,7 +50,8 @@ def backward(
         x.new_zeros(x.shape) if needed else x.new_empty(0)
         for x, needed in ((q, needs_q), (w, needs_w))
     )
-    dk = k.new_zeros(k.shape, dtype=kind) if needs_k else k.new_empty(0)
+    like = k.new_empty(0, dtype=kind)
+    dk = SumsByKey(k.shape, like, indices.shape[-1], q.shape[1]) if needs_k else None
     for rows in _blocks(q, indices, kind) if k.shape[1] and indices.numel() else ():
         ours, keys, weights, products, places, inside = _products(q, k, w, indices, rows, kind)
         up = (dscores[:, rows].to(kind) * scale).masked_fill(~inside, 0)[:, :, None]
@@ -59,6 +60,6 @@ def backward(
         given = (up * weights).masked_fill(products <= 0, 0)
         if needs_q:
             dq[:, rows] = (given @ keys).to(q.dtype)
-        if needs_k:
-            add_rows_(dk, places, inside, given.mT @ ours)
-    return dq, dk.to(k.dtype), dw
+        if dk is not None:
+            dk.add(places, inside, given.mT @ ours)
+    return dq, (like if dk is None else dk.result()).to(k.dtype), dw

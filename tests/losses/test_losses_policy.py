@@ -59,6 +59,7 @@ ARGS = ("delta", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos",
 
 def trl_policy(b, options, leaves=None, temperature=1.0, accumulation=1, given=()):
     """TRL's loss; the reference and the sampler's numbers are in its inputs."""
+    comparing.require_trl()
     from trl import GRPOTrainer
 
     o = losses.PolicyOptions(**options)

@@ -64,6 +64,7 @@ def dpo_trainer(leaves, frozen, options, **changes):
 
 
 def trl_dpo(leaves, frozen, ids, mask, options, **changes):
+    comparing.require_trl()
     from trl import DPOTrainer
 
     model, stub = dpo_trainer(leaves, frozen, options, **changes)
@@ -365,6 +366,7 @@ def test_orpo_of_answers_that_are_sure_is_finite():
 
 
 def trl_kto(leaves, frozen, ids, mask, desirable, others, **options):
+    comparing.require_trl()
     from trl import KTOTrainer
 
     model, ref = comparing.Toy(*leaves), comparing.Toy(*frozen)

@@ -44,7 +44,9 @@ def both(ours, theirs, leaves, dtype=WIDE, wide=None):
 
 
 def trl_sft(leaves, target, kind, num_items):
-    trl = pytest.importorskip("trl")
+    comparing.require_trl()
+    import trl
+
     padded = F.pad(leaves[0], (0, 0, 0, 1))
     model = comparing.Toy(padded, *leaves[1:])
     labels = F.pad(target, (1, 0), value=-100)

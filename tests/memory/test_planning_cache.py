@@ -331,6 +331,8 @@ def test_no_copy_of_a_process_with_threads(monkeypatch):
     monkeypatch.setattr(beside.threading, "active_count", lambda: 1)
     monkeypatch.setattr(beside.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(beside.sys, "platform", "linux")
+    # an earlier test of the process may have used its card
+    monkeypatch.setattr(beside.torch.cuda, "is_initialized", lambda: False)
     assert beside.can_fork()
     for place, name, told in (
         (beside.threading, "active_count", lambda: 2),

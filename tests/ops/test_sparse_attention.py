@@ -10,7 +10,9 @@ import torch
 
 from liger_multi import ops
 from liger_multi.errors import DoubleBackwardError
+from liger_multi.reference.attention.sparse_attention import SumsByKey, add_rows_
 from liger_multi.testing import FORMULAS
+from liger_multi.testing.tolerance import excess
 
 
 def normal(seed=0):
@@ -49,6 +51,25 @@ def latents(length=20, listed=7, keys=0, heads=3, seed=0):
 LATENT = {"v": None, "value_dim": 8}
 
 # --- attention ---
+
+
+@pytest.mark.parametrize("together", [64, 4096, 70000])
+@pytest.mark.parametrize("keys", [3, 4096])
+def test_sums_of_a_key_that_every_query_lists(device, keys, together):
+    """One fp32 addition after another is off by 0.7 tolerances after so many terms."""
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(keys, (1, 65537, 2), generator=generator)
+    places[..., 0] = 0  # as the first token of many models
+    inside = torch.rand(places.shape, generator=generator) < 0.9
+    rows = torch.rand(1, 65537, 2, 4, generator=generator)
+    exact = torch.zeros(1, keys, 4, dtype=torch.float64)
+    add_rows_(exact, places, inside, rows.double())
+    places, inside, rows = places.to(device), inside.to(device), rows.to(device)
+    sums = SumsByKey(exact.shape, rows, 2, 65537)
+    for start in range(0, 65537, together):
+        some = slice(start, start + together)
+        sums.add(places[:, some], inside[:, some], rows[:, some])
+    assert excess(sums.result().cpu(), exact, torch.float32) < 0.2
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])

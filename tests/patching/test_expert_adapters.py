@@ -212,6 +212,8 @@ def test_evaluation_and_generation(calls):
     ids = batch()["input_ids"]
     for model in (stock.eval(), ours.eval()):
         model.generation_config.pad_token_id = 0
+        # with it, transformers 5.17 raises: one token's routers meet the mask of all tokens
+        model.config.output_router_logits = False
     wanted = stock.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
     calls.clear()
     assert torch.equal(ours.generate(input_ids=ids, max_new_tokens=4, do_sample=False), wanted)

@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.llama import modeling_llama
 
 from liger_multi.patching import patch
+from liger_multi.patching.recognize import branches
 from liger_multi.patching.recognize.branches import Outcomes
 from tests.models import assert_same_training, batch, build, pair
 
@@ -420,6 +421,27 @@ class OnDevice(Norm):
         return super().forward(x)
 
 
+class OnOtherDevice(Norm):
+    def forward(self, x):
+        if x.device.type == "cuda":
+            return x
+        return super().forward(x)
+
+
+class OnAnApple(Norm):
+    def forward(self, x):
+        if x.device.type == "mps":
+            return x
+        return super().forward(x)
+
+
+class OnThisDevice(Norm):
+    def forward(self, x):
+        if x.device.type != "mps":
+            return super().forward(x)
+        return x
+
+
 class Overflowing(Mlp):
     def forward(self, x):
         y = super().forward(x)
@@ -432,7 +454,9 @@ def by_length(y):
     return y * 2 if len(y) > 1000 else y
 
 
-@pytest.mark.parametrize("make", [Long, Narrow, OnDevice, Overflowing, lambda: of(by_length)])
+@pytest.mark.parametrize(
+    "make", [Long, Narrow, OnDevice, OnOtherDevice, Overflowing, lambda: of(by_length)]
+)
 def test_branches_that_no_probe_took(make):
     report = report_of(make())
     assert not is_served(report)
@@ -480,9 +504,29 @@ class BothWays(Norm):
         return super().forward(wide).to(x.dtype)
 
 
-@pytest.mark.parametrize("make", [Checking, Optional, Mlp, Norm])
-def test_branches_that_decide_nothing(make):
+class NamingDevice(Norm):
+    """As transformers 5.17 names the device of which it switches autocast off."""
+
+    def forward(self, x):
+        name = x.device.type if x.device.type != "mps" else "cpu"
+        with torch.autocast(name, enabled=False):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [Checking, Optional, Mlp, Norm, NamingDevice, OnAnApple])
+def test_branches_that_decide_nothing(make, monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    branches._jumps.cache_clear()
     assert is_served(report_of(make()))
+
+
+def test_a_branch_of_a_device_that_is_there(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    branches._jumps.cache_clear()
+    report = report_of(OnThisDevice())
+    branches._jumps.cache_clear()
+    assert not is_served(report)
+    assert "a branch that depends on its input" in reasons(report)
 
 
 @pytest.mark.parametrize(

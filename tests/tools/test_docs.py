@@ -27,7 +27,7 @@ from ci.docs import operators as docs_operators
 from ci.docs import status as docs_status
 from liger_multi.cli import main as command_line
 from liger_multi.dispatch import config
-from tests import harness
+from tests import comparing, harness
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -201,7 +201,7 @@ def test_the_code_of_a_page_runs(name, capsys):
     found = blocks(page, "python")
     assert len(found) >= 2
     if any("from trl import" in block for block in found):
-        pytest.importorskip("trl")
+        comparing.require_trl()
     namespace = {}
     for block in found:
         exec(compile(block, name, "exec"), namespace)

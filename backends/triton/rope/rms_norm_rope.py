@@ -179,7 +179,7 @@ def _rms_norm_rope_forward_kernel(
     store_pairs(y_ptr, y_at, turned_a, turned_b, mask, WIDTH, HALF, False)
 
 
-@triton.jit(do_not_specialize=["seq", "tiles", "groups"])
+@triton.jit(do_not_specialize=["seq", "tiles", "all_tiles", "groups"])
 def _rms_norm_rope_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_strides,
     x_strides, dx_strides, rstd_strides, angle_strides, heads, seq, tiles, all_tiles, groups, cols,

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
+import torch
+
 from liger_multi.patching.recognize.reached import codes
 
 _monitoring = threading.RLock()
@@ -152,6 +154,8 @@ class _Jump:
                 self.reads |= {step.argval} if isinstance(step.argval, str) else {*step.argval}
         if _asks_for_none(steps[i], condition):
             self.reads -= {*code.co_varnames[: code.co_argcount]}  # the same in all calls
+        if _asks_for_mps(condition) and not torch.backends.mps.is_available():
+            self.reads = set()  # no tensor of this process can be there
 
     def _back(self, steps: list[dis.Instruction], i: int) -> Iterator[dis.Instruction]:
         for step in reversed(steps[:i]):
@@ -170,6 +174,20 @@ def _asks_for_none(jump: dis.Instruction, condition: list[dis.Instruction]) -> b
     if jump.opname.endswith("_NONE"):
         return len(names) == 1
     return names[:2] == ["IS_OP", "LOAD_CONST"] and len(names) == 3 and condition[1].argval is None
+
+
+def _asks_for_mps(condition: list[dis.Instruction]) -> bool:
+    """Whether a condition is ``x.device.type == "mps"`` of a variable, or the opposite.
+
+    Models ask so for the type under which they switch autocast off.
+    """
+    names = [step.opname for step in condition[:5]]
+    return (
+        len(names) == 5
+        and names[:4] == ["COMPARE_OP", "LOAD_CONST", "LOAD_ATTR", "LOAD_ATTR"]
+        and names[4].startswith("LOAD_FAST")
+        and [step.argval for step in condition[1:4]] == ["mps", "type", "device"]
+    )
 
 
 _ENDS = ("STORE", "RETURN", "RAISE", "POP_TOP", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
