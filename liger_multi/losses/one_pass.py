@@ -361,9 +361,7 @@ def _by_autograd(
     for start in range(0, count, max(1, step)):
         given = (hidden[start : start + step], weight, bias, every[start : start + step])
         again = step < count and torch.is_grad_enabled()
-        parts.append(
-            checkpoint(once_more, *given, use_reentrant=False) if again else block(*given)
-        )
+        parts.append(checkpoint(once_more, *given, use_reentrant=False) if again else block(*given))
     part = share * (target != ignore_index)
     each = torch.cat(parts) if parts else share.new_zeros(0)
     return (torch.where(part != 0, each, 0) * part).sum()
