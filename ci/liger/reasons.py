@@ -110,9 +110,8 @@ REASONS = (
 KEPT = {
     "Gradients of the modulated RMSNorm in bf16": "summed in fp32. Liger-Kernel rounds between "
     "steps.",
-    "Targets outside of the vocabulary": "not checked on a device, because the check costs a "
-    "synchronization in every call. On a CPU they raise an error that is both IndexError and "
-    "AssertionError.",
+    "Targets outside of the vocabulary": "raise an error that is both IndexError and "
+    "AssertionError; not in a graph that is compiled or captured, where such a row has a NaN loss.",
     '`casting_mode="none"`': "statistics are fp32, as in `llama`. Liger-Kernel takes the dtype of "
     "the input.",
     "Memory of cross entropy": "`LigerCrossEntropyLoss` and `liger_cross_entropy` write nothing "

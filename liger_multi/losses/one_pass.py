@@ -330,11 +330,51 @@ def tiled_sum(
 
     kernels = row_kernels(tensors, args)
     if kernels is None:
-        raise ValueError(
-            "a loss of rows of logits without an operator of its own (a softcap, two scales, or "
-            "cosine) is not available under a compiler, nor for tensors that are no plain ones"
-        )
+        return _by_autograd(head, args, teacher, flat, function)
     return in_one_pass(args[0], args[1], args[3], kernels.scale, one_pass)[0]
+
+
+LOGITS_AT_ONCE = 2**28
+"""Numbers of logits that exist at a time where autograd makes the gradients."""
+
+
+def _by_autograd(
+    head: Head, args: tuple[Any, ...], teacher: Callable[[Any], Tensor], share: Tensor,
+    function: RowLoss,
+) -> Tensor:  # fmt: skip
+    """The same in a compiled graph, in a deterministic mode and of tensors that are no plain ones.
+
+    Logits beyond :data:`LOGITS_AT_ONCE` are computed again in backward, a block of rows at a time.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    from liger_multi.dispatch.config import current, within
+    from liger_multi.ops.linear import linear_of_mode
+
+    hidden, weight, target, bias, ignore_index = args[:5]
+
+    def block(x: Tensor, w: Tensor, b: Tensor | None, rows: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return function(curved(linear_of_mode(x, w, b), head), teacher(rows))
+
+    configuration = current()
+
+    def once_more(*given: Any) -> Tensor:
+        with within(configuration):  # backward may run under another one
+            return block(*given)
+
+    count, every = len(target), torch.arange(len(target), device=target.device)
+    step = count
+    if not torch.compiler.is_compiling():
+        step = max(1, LOGITS_AT_ONCE // weight.shape[0])
+    parts = []
+    for start in range(0, count, max(1, step)):
+        given = (hidden[start : start + step], weight, bias, every[start : start + step])
+        again = step < count and torch.is_grad_enabled()
+        parts.append(checkpoint(once_more, *given, use_reentrant=False) if again else block(*given))
+    part = share * (target != ignore_index)
+    each = torch.cat(parts) if parts else share.new_zeros(0)
+    return (torch.where(part != 0, each, 0) * part).sum()
 
 
 def _pass_over_tiles(

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import liger_multi
 from liger_multi import losses
-from liger_multi.losses import shared
+from liger_multi.losses import one_pass, shared
 from liger_multi.testing.tolerance import excess
 from tests import comparing
 
@@ -469,6 +470,35 @@ def test_options_that_do_not_fit_are_errors(options, message):
     pair = Pair()
     with pytest.raises(ValueError, match=message):
         losses.distillation_loss(*pair.sources(), pair.target, **options)
+
+
+@pytest.mark.parametrize("at_once", [2**28, 20], ids=["whole", "blocks"])
+@pytest.mark.parametrize("mode", [True, "rows", "torch", "compiled"], ids=str)
+def test_the_cosine_in_modes_and_graphs(mode, at_once, monkeypatch):
+    """It has no operator of its own, and raised where kernels of rows cannot run."""
+    monkeypatch.setattr(one_pass, "LOGITS_AT_ONCE", at_once)
+    pair = Pair()
+
+    def loss():
+        sources = pair.sources()
+        return losses.distillation_loss(*sources, pair.target, divergence="cosine")[0]
+
+    wanted = loss()
+    wanted_grads = torch.autograd.grad(wanted, pair.leaves)
+    if mode == "compiled":
+        got = torch.compile(loss, backend="eager")()
+    elif mode == "torch":
+        torch.use_deterministic_algorithms(True)
+        try:
+            got = loss()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    else:
+        with liger_multi.use(deterministic=mode):
+            got = loss()
+    torch.testing.assert_close(got, wanted)
+    grads = torch.autograd.grad(got, pair.leaves)
+    torch.testing.assert_close(grads, wanted_grads, rtol=1e-4, atol=1e-6)
 
 
 def test_forms_that_do_not_fit_are_errors():

@@ -362,24 +362,15 @@ def test_values_and_gradients_are_those_of_the_formula(case):
             torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-5)
 
 
-UNTRACED = "LigerFusedLinearKLDivFunction"
 TRACED_FIRST = (
     "LigerRMSNormFunction", "LigerSiLUMulFunction", "LigerCrossEntropyFunction",
     "LigerFusedLinearCrossEntropyFunction", "LigerFusedLinearScaledCrossEntropyFunction",
-    "LigerMLPFunction",
+    "LigerMLPFunction", "LigerFusedLinearKLDivFunction",
 )  # fmt: skip
 TRACED = [
     pytest.param(case, marks=[] if case.split()[0] in TRACED_FIRST else pytest.mark.slow)
     for case in CASES
-    if case.split()[0] != UNTRACED
 ]
-
-
-def test_a_loss_without_an_operator_says_that_it_is_not_compiled():
-    args = leaves(CASES[UNTRACED][0], torch.float32)
-    apply = function(UNTRACED).apply
-    with pytest.raises(Exception, match="is not available under a compiler"):
-        torch.compile(lambda *x: apply(*x), backend="eager", fullgraph=True)(*args)
 
 
 @pytest.mark.parametrize("case", TRACED)

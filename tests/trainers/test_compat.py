@@ -879,6 +879,75 @@ def test_orpo_with_other_labels_for_its_nll(pairs):
         )
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "cispo", "sapo"])
+def test_positions_of_the_functional_grpo(pairs, loss_type):
+    """Temperatures of SAPO stand before that of the logits; other losses do not read them."""
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearGRPOLoss
+    from liger_multi.compat.liger_kernel.chunked.functions import liger_fused_linear_grpo
+
+    b = pairs
+    ids, mask, advantages = b.target.clamp(min=0), b.mask.float(), torch.tensor([1.0, -2, 0.5, -1])
+    before, after = (b.hidden, b.weight, ids, mask, advantages, b.bias, b.ref, b.own.detach()), ()
+    first = (*before, None, None, None, 0.04, 0.2, 0.2, loss_type, 10, "token")
+    for pos, neg, temperature in ((1.0, False, True), (-1.0, 0.5, 2.0), (1.0, 1.05, 0.7)):
+        after = (pos, neg, temperature, False, True, 1)
+        if loss_type == "sapo" and min(pos, neg) <= 0:
+            with pytest.raises(ValueError, match="sapo_temperature must be > 0"):
+                liger_fused_linear_grpo(*first, *after)
+            continue
+        module = LigerFusedLinearGRPOLoss(
+            loss_type=loss_type, max_completion_length=10, temperature=float(temperature)
+        )
+        got, wanted = liger_fused_linear_grpo(*first, *after), module(*before)
+        torch.testing.assert_close(got, wanted)
+    with pytest.raises(ValueError, match="sapo_temperature_neg must be positive"):
+        LigerFusedLinearGRPOLoss(sapo_temperature_neg=0.0)
+
+
+@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo"])
+def test_no_sequence_level_for_losses_of_tokens(pairs, loss_type):
+    from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearGRPOLoss
+    from liger_multi.compat.liger_kernel.grpo import triton_grpo_loss
+
+    b, ids = pairs, pairs.target.clamp(min=0)
+    advantages, mask = torch.randn(4), b.mask.float()
+    words = "Sequence-level importance sampling is not supported|requires importance_sampling_leve"
+    with pytest.raises(ValueError, match=words):
+        triton_grpo_loss(
+            torch.randn(4, 6, 11), b.own.detach(), None, ids, advantages, mask, beta=0.0,
+            importance_sampling_level="sequence", loss_type=loss_type, reduce=True,
+        )  # fmt: skip
+    loss = LigerFusedLinearGRPOLoss(
+        beta=0.0, loss_type=loss_type, use_ref_model=False, importance_sampling_level="sequence"
+    )
+    with pytest.raises(ValueError, match=words):
+        loss(b.hidden, b.weight, ids, mask, advantages)
+
+
+def test_targets_out_of_bounds(monkeypatch):
+    """They raise on every device, as Liger-Kernel's assertion does, which people catch."""
+    from liger_multi.compat.liger_kernel import functional, losses
+    from liger_multi.compat.liger_kernel.function_classes.losses import LigerCrossEntropyFunction
+
+    logits, target = torch.randn(4, 11, requires_grad=True), torch.tensor([1, -100, 11, 3])
+    calls = (
+        losses.LigerCrossEntropyLoss(),
+        functional.liger_cross_entropy,
+        lambda x, t: LigerCrossEntropyFunction.apply(x, t, None),
+    )
+    for call in calls:
+        for kind in (AssertionError, IndexError):
+            with pytest.raises(kind, match="out of bounds"):
+                call(logits, target)
+    asked = []
+    stock = ops.cross_entropy
+    monkeypatch.setattr(
+        ops, "cross_entropy", lambda *a, **k: asked.append(k["validate"]) or stock(*a, **k)
+    )
+    functional.liger_cross_entropy(logits, target.clamp(max=10))
+    assert asked == [True]  # what a device asks for its sync
+
+
 def test_sums_of_logits_of_kto_are_over_padding_too(pairs):
     from liger_multi.compat.liger_kernel.chunked import LigerFusedLinearKTOLoss
 

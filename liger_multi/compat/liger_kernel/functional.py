@@ -71,16 +71,24 @@ def wide(x: Tensor) -> Tensor:
 # --- losses ---
 
 
+def _captured(x: Tensor) -> bool:
+    from liger_multi.reference.common.chunking import capturing
+
+    return capturing(x.device)
+
+
 def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, **options: Any) -> Any:
     """:func:`liger_multi.ops.cross_entropy`; losses have the dtype of the logits.
 
     Raises:
-        TargetError: On a CPU, a target outside of the vocabulary.
+        TargetError: A target outside of the vocabulary; looking costs a sync on a device, as it
+            does in Liger-Kernel. Not in a graph, compiled or captured, which cannot wait.
     """
+    waits = not torch.compiler.is_compiling() and not _captured(logits)
     try:
-        found = ops.cross_entropy(logits, target, weight, **options)
+        found = ops.cross_entropy(logits, target, weight, validate=waits, **options)
     except IndexError as error:
-        raise TargetError(*error.args) from error
+        raise TargetError(f"Target is out of bounds: {error}") from error
     return in_dtype(found, logits.dtype, "loss", "z_loss")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_multi import losses, ops
 from liger_multi.compat.liger_kernel.chunked.bases import check_policy, ranks
-from liger_multi.compat.liger_kernel.chunked.policy import get_gamma_weights
+from liger_multi.compat.liger_kernel.chunked.policy import check_level, get_gamma_weights
 from liger_multi.compat.liger_kernel.errors import ArgumentError
 from liger_multi.compat.liger_kernel.function_classes.making import function_class
 from liger_multi.losses import policy
@@ -103,6 +103,7 @@ def GrpoLossFunction(
     ``(B, L)`` in fp32.
     """
     check_policy(NAME, loss_type, max_completion_length, beta != 0, (ref_logp, None))
+    check_level(importance_sampling_level, loss_type)
     o = _options(
         loss_type, level=importance_sampling_level, beta=beta, epsilon_low=eps_low,
         epsilon_high=eps_high, delta=delta, correct_kl=use_bias_correction_kl and beta != 0,
@@ -147,6 +148,8 @@ def triton_grpo_loss(
 ) -> Any:  # fmt: skip
     """:class:`GrpoLossFunction`; with ``reduce`` the loss and a list of the metrics."""
     phi = None
+    if loss_type == "vespo" and importance_sampling_level == "sequence":
+        raise ArgumentError("loss_type='vespo' requires importance_sampling_level='token'.")
     if loss_type == "vespo":
         own, counted = _tokens(logits.detach(), completion_ids, completion_mask, temperature)
         before = own if old_logp is None else old_logp

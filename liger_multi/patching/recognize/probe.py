@@ -402,7 +402,9 @@ def differs_at_extremes(
         given[0].view(-1)[0] = number
         with torch.no_grad():
             if not torch.equal(stock(*given).isfinite(), ours(*given).isfinite()):
-                return "its output differs for numbers that are not finite"
+                return (
+                    "its output differs for numbers that are equal, zero, tiny, large or not finite"
+                )
     return None
 
 
@@ -419,7 +421,7 @@ def _unlike(
     )
     same = _same_bits(wanted, got) if exact else alike(wanted, got, axis)
     if not same:
-        return "its output differs for numbers that are zero, tiny, large or all equal"
+        return "its output differs for numbers that are equal, zero, tiny, large or not finite"
     if not wanted.requires_grad or wanted.shape[axis] < _NARROWEST:
         return None
     bounded: Any = True
@@ -434,7 +436,7 @@ def _unlike(
         if a is None or b is None:
             continue  # which gradients there are, all other probes compare
         if not alike(torch.where(bounded, a, 0), torch.where(bounded, b, 0), axis, 10):
-            return "its gradient differs for numbers that are zero, tiny, large or all equal"
+            return "its gradient differs for numbers that are equal, zero, tiny or large"
     return None
 
 

@@ -249,7 +249,7 @@ def _at_extremes(
     for pair in zip(unusual(q, POWERS, generator), unusual(k, POWERS, generator), strict=True):
         wanted, got = called(*pair, *angles, **extra), apply_rotary(kind, *pair, *angles, form.axis)
         if not all(alike(a, b) for a, b in zip(wanted, got, strict=True)):
-            return "its output differs for numbers that are zero, tiny, large or all equal"
+            return "its output differs for numbers that are equal, zero, tiny, large or not finite"
     return None
 
 

@@ -150,10 +150,10 @@ class LigerFusedLinearGRPOFunction(_Sealed, LigerFusedLinearPPOBase):
         num_items_in_batch: Tensor | float | None = None,
     ) -> Made:  # fmt: skip
         """The loss and its metrics."""
-        loss = policy.LigerFusedLinearGRPOLoss(
+        loss = policy.FunctionalGRPOLoss(
             beta, compiled, use_ref_model, chunk_size, epsilon_low, epsilon_high, loss_type,
             max_completion_length, importance_sampling_level, sapo_temperature_pos,
-            sapo_temperature_neg, temperature, delta, use_bias_correction_kl, vespo_k_pos,
+            sapo_temperature_neg, float(temperature), delta, use_bias_correction_kl, vespo_k_pos,
             vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg,
         )  # fmt: skip
         return loss(  # type: ignore[no-any-return]

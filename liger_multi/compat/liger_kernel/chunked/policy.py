@@ -71,8 +71,25 @@ def of_answers(ratios: Tensor, mask: Tensor) -> Tensor:
     return torch.where(first, ratios, 1.0)
 
 
+def check_level(level: str, loss_type: str) -> None:
+    """A loss that weighs tokens by themselves has no ratios of sequences."""
+    if level not in ("token", "sequence"):
+        raise ArgumentError(
+            f"Unknown importance sampling level: {level}. Possible values are 'token' and "
+            "'sequence'."
+        )
+    if level == "sequence" and loss_type in TOKENS_ONLY:
+        raise ArgumentError(
+            "Sequence-level importance sampling is not supported for "
+            f"loss_type='{loss_type}'. Use importance_sampling_level='token' instead."
+        )
+
+
 class LigerFusedLinearGRPOLoss(_Options):
     """:func:`liger_multi.losses.policy_loss`."""
+
+    positive: tuple[str, ...] = _POSITIVE
+    """Options that must be above 0, whatever the loss type reads."""
 
     def __init__(
         self, beta: float = 0.04, compiled: bool = True, use_ref_model: bool = True,
@@ -84,7 +101,7 @@ class LigerFusedLinearGRPOLoss(_Options):
         vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
     ) -> None:  # fmt: skip
         super().__init__(locals())
-        for name in _POSITIVE:
+        for name in self.positive:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ArgumentError(f"{name} must be positive, got {value}")
@@ -137,17 +154,7 @@ class LigerFusedLinearGRPOLoss(_Options):
         """Loss type and level are known and go together, and what they need is there."""
         check_policy("LigerFusedLinearGRPOLoss", self.loss_type, self.max_completion_length,
                      self.use_ref_model and self.beta != 0, (logps, ref_input))  # fmt: skip
-        level = self.importance_sampling_level
-        if level not in ("token", "sequence"):
-            raise ArgumentError(
-                f"Unknown importance sampling level: {level}. Possible values are 'token' and "
-                "'sequence'."
-            )
-        if level == "sequence" and self.loss_type in TOKENS_ONLY:
-            raise ArgumentError(
-                "Sequence-level importance sampling is not supported for "
-                f"loss_type='{self.loss_type}'. Use importance_sampling_level='token' instead."
-            )
+        check_level(self.importance_sampling_level, self.loss_type)
         if self.loss_type not in POLICY:
             raise ArgumentError(f"Unknown loss type: {self.loss_type}")
 
@@ -164,3 +171,15 @@ class LigerFusedLinearGRPOLoss(_Options):
             raise ArgumentError("LigerFusedLinearGRPOLoss: ref_input needs ref_weight, got None")
         assert hidden is not None
         return losses.Head(hidden, weight, bias, temperature=self.temperature)
+
+
+class FunctionalGRPOLoss(LigerFusedLinearGRPOLoss):
+    """The same for ``apply``, which checks what the loss type reads, and nothing else."""
+
+    positive = ()
+
+    def __init__(self, *options: Any) -> None:
+        loss_type, temperatures = options[6], options[9:11]
+        if loss_type == "sapo" and min(temperatures) <= 0:
+            raise ArgumentError("sapo_temperature must be > 0.")
+        super().__init__(*options)
