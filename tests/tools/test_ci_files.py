@@ -562,3 +562,15 @@ def test_every_device_has_its_flags():
     text = RUN_SH.read_text()
     for name in IMAGES:
         assert re.search(rf"^  {name}\)", text, re.MULTILINE), name
+
+
+def test_a_fresh_machine_needs_two_commands_which_stand_at_the_top_of_readme():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    commands = [line.split()[:2] for line in lines[:12] if line.startswith("    ")]
+    assert commands == [["make", "demo"], ["make", "test"]]
+    listed = subprocess.run(
+        ["make", "--silent", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for _, target in commands:
+        assert re.search(rf"^{target}\b", listed, re.MULTILINE)
+    assert len(lines) <= 150
