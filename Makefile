@@ -68,7 +68,17 @@ pins:  ## the newest versions into ci/constraints/pinned.txt
 $(LINKS):
 	@test -e $@ || ln -s ../$(notdir $@) $@
 
-demo: $(ENV)  ## train two small models, unpatched and patched, and compare them
+# The demo needs less than the tests do, which add the rest to the same environment: a minute in place of several.
+ifndef NO_VENV
+DEMO_ENV := $(if $(wildcard $(VENV)/.stamp),$(VENV)/.stamp,$(VENV)/.demo) $(LINKS)
+endif
+
+$(VENV)/.demo: pyproject.toml setup.py ci/venv.py ci/constraints/pinned.txt liger_multi/_version.py
+	$(PYTHON) -m ci.venv $(VENV) --torch "$(TORCH)" --torch-index "$(TORCH_INDEX)" --constraint "$(CONSTRAINT)" \
+	  --extras transformers,cli --no-triton
+	@touch $@
+
+demo: $(or $(DEMO_ENV),$(ENV))  ## train two small models, unpatched and patched, and compare them
 	HF_HUB_OFFLINE=1 $(RUN) -m liger_multi demo --overwrite $(ARGS)
 
 ifeq ($(DEVICE),)

@@ -14,7 +14,7 @@ import re
 import statistics
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,10 @@ from benchmarks import convergence, store
 from liger_multi import pictures
 
 DOCS = store.ROOT / "docs"
+LONG_NAMES = {
+    "qwen3-30b-a3b-4-layers": "Qwen3-30B-A3B (4 of 48 layers)",
+    "qwen2.5-vl-3b-8-layers": "Qwen2.5-VL-3B (8 + 8 layers, pictures)",
+}
 WHO = {"stock": "Hugging Face", "liger": "Liger-Kernel", "ours": "liger_multi"}
 COLORS = {"stock": pictures.STOCK, "liger": pictures.LIGER, "ours": pictures.OURS}
 
@@ -36,20 +40,20 @@ class Picture(NamedTuple):
 def named(model: str) -> str:
     """A model or a run as people write it: ``Llama-3.2-1B, 8 x 4096 tokens``."""
     name, _, size = model.partition(":")
-    name = re.sub(r"(\d)b\b", r"\1B", name[:1].upper() + name[1:])
-    return f"{name}, {size.replace('x', ' x ')} tokens" if size else name
+    size, _, extra = size.partition("+")
+    name = LONG_NAMES.get(name) or re.sub(r"(\d)b\b", r"\1B", name[:1].upper() + name[1:])
+    sized = f"{name}, {size.replace('x', ' x ')} tokens" if size else name
+    return f"{sized}, {extra}" if extra else sized
 
 
-def peer(kind: str) -> dict[str, str]:
-    """Who is compared, Liger-Kernel with the version that the newest run of a kind had."""
-    runs = [run for run in store.read(kind) if store.device(run) == store.QUOTED_DEVICE]
-    version = runs[-1]["versions"].get("liger-kernel", "")
-    return {**WHO, "liger": f"{WHO['liger']} {version}".strip()}
+def peer(runs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Who is compared, Liger-Kernel with the newest version that the runs had."""
+    versions = sorted(run["versions"].get("liger-kernel", "") for run in runs)
+    return {**WHO, "liger": f"{WHO['liger']} {versions[-1]}".strip()}
 
 
 # --- bars ---
 
-HEADLINE = ("llama-3.2-1b:8x4096", "qwen2-0.5b:16x2048")  # the runs of README's table
 METRICS = (
     ("Peak memory of training [GiB], less is better", "GiB"),
     ("Speed [thousand tokens/s], more is better", "tokens"),
@@ -58,27 +62,39 @@ METRICS = (
 
 def headline() -> Picture:
     """Peak memory and speed of the runs that the first page shows."""
+    from ci.docs import performance
+
+    runs = performance.shown_models()
     panels = {
         title: {
-            named(run): {who: store.value(f"models {run} {who} {unit}").rstrip("k") for who in WHO}
-            for run in HEADLINE
+            named(run): {who: performance.number(rows[who], unit).rstrip("k") for who in WHO}
+            for run, (_, rows) in runs.items()
         }
         for title, unit in METRICS
     }
-    what = f"Training on one {store.QUOTED_DEVICE}, bfloat16, fused AdamW"
-    return Picture({"title": what, "who": peer("models"), "panels": panels}, bars)
+    cards = sorted({store.device(data) for data, _ in runs.values()})
+    dates = sorted(data["date"][:10] for data, _ in runs.values())
+    days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    what = f"Training on one {' or '.join(cards)}, bfloat16, fused AdamW, {days}"
+    return Picture(
+        {"title": what, "who": peer(data for data, _ in runs.values()), "panels": panels}, bars
+    )
 
 
 def longest() -> Picture:
     """The longest sequences that train, a panel a model and card."""
+    from ci.docs import performance
+
     panels: dict[str, dict[str, dict[str, str]]] = {}
-    for data, row in store.rows("longest"):
-        card = f"one {store.device(data)}"
-        card = f"within {data['limit_gb']:g} GB of {card}" if data["limit_gb"] else f"on {card}"
-        group = panels.setdefault(f"{named(row['model'])} {card}", {}).setdefault("", {})
-        group[row["provider"]] = f"{row.get('longest', 0):,}"
+    found = performance.longest()
+    for (model, limit), rows in sorted(found.items(), key=str):
+        card = f"one {store.device(rows[0][0])}"
+        card = f"within {limit:g} GB of {card}" if limit else f"on {card}"
+        group = {row["provider"]: f"{row['longest']:,}" for _, row in rows}
+        panels[f"{named(model)} {card}"] = {"": {who: group[who] for who in WHO if who in group}}
     what = "Longest training sequence [tokens], batch 1, checkpointing"
-    return Picture({"title": what, "who": peer("longest"), "panels": panels}, bars)
+    runs = [data for rows in found.values() for data, _ in rows]
+    return Picture({"title": what, "who": peer(runs), "panels": panels}, bars)
 
 
 def bars(data: Mapping[str, Any], path: Path, plotted: str) -> None:
@@ -146,7 +162,8 @@ def roofline() -> Picture:
     Samples that were measured once, and that the operator has no more, are left out.
     """
     found: dict[tuple[str, str], dict[str, float]] = {}
-    runs = [run for run in store.read("operators") if store.device(run) == store.QUOTED_DEVICE]
+    device = store.DEVICES["h100"]
+    runs = [run for run in store.read("operators") if store.device(run) == device]
     peaks = [run["ceilings"] for run in runs if run["ceilings"]][-1]
     for run in runs:
         for row in run["rows"]:
@@ -160,15 +177,15 @@ def roofline() -> Picture:
             row = panels[bound[op, sample]].setdefault(op, {})
             for who, share in shares.items():
                 row.setdefault(who, []).append(share)
-    return Picture(
-        {"device": store.QUOTED_DEVICE, "who": peer("operators"), "panels": panels}, dots
-    )
+    return Picture({"device": device, "who": peer(runs), "panels": panels}, dots)
 
 
 def dots(data: Mapping[str, Any], path: Path, plotted: str) -> None:
     """A line an operator, a dot a shape; the peak is the line on the right."""
     heights = [len(panel) + 1.5 for panel in data["panels"].values()]
-    with pictures.figure(path, 9.2, 1.2 + 0.235 * sum(heights), plotted) as made:
+    # in fewer dots than others: a page's picture has at most 80 kB
+    dpi = pictures.DPI * 9 // 10
+    with pictures.figure(path, 9.2, 1.2 + 0.235 * sum(heights), plotted, dpi) as made:
         axes = made.subplots(len(heights), 1, squeeze=False, height_ratios=heights, sharex=True)
         for axis, (name, panel) in zip(axes[:, 0], data["panels"].items(), strict=True):
             order = sorted(panel, key=lambda op: statistics.median(panel[op]["ours"]))

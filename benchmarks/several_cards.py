@@ -98,7 +98,9 @@ def turn(run: Run, variant: str, cards: int, steps: int) -> dict[str, Any]:
     command += ["--nproc-per-node", str(cards), "-m", "benchmarks.several_cards", "--child"]
     command += [str(run), "--variants", variant, "--steps", str(steps)]
     done = subprocess.run(command, cwd=store.ROOT, capture_output=True, text=True, check=False)
-    answers = [json.loads(text) for text in done.stdout.splitlines() if text.startswith("{")]
+    answers: list[dict[str, Any]] = [
+        json.loads(text) for text in done.stdout.splitlines() if text.startswith("{")
+    ]
     failures = [one for one in answers if "failure" in one]
     if failures or not answers:
         lines = done.stderr.strip().splitlines() or ["the processes ended without a word"]

@@ -117,9 +117,14 @@ def installed(name: str) -> bool:
 
 
 def build(
-    folder: Path, torch: str, index: str, extras: list[str], constraint: Path | None = PINNED
+    folder: Path,
+    torch: str,
+    index: str,
+    extras: list[str],
+    constraint: Path | None = PINNED,
+    triton: bool = True,
 ) -> None:
-    """Create the environment, or bring one up to date."""
+    """Create the environment, or bring one up to date; with Triton where PyTorch brings none."""
     base = probe(sys.executable)
     shared = bool(base["accelerated"]) and at_least(str(base["torch"]), (2, 7)) and not index
     python = str(folder / "bin" / "python")
@@ -136,7 +141,8 @@ def build(
     lines, given = constraints(constraint, shared), folder / "constraints.txt"
     if shared:
         given.write_text("\n".join([*lines, f"torch=={base['torch']}\n"]), encoding="utf-8")
-        build_shared(folder, [*pip, "-c", str(given)], bool(base["triton"]), extras)
+        there = bool(base["triton"]) or not triton
+        build_shared(folder, [*pip, "-c", str(given)], there, extras)
         return
     subprocess.run([*pip, *BUILD_TOOLS], check=True)
     if not at_least(str(probe(python)["torch"] or "0.0"), (2, 7)):
@@ -144,7 +150,7 @@ def build(
     if probe(python)["accelerated"]:  # which brings the Triton that it pins
         lines = [line for line in lines if not line.startswith("triton==")]
     else:
-        extras = [*extras, *["triton"] * (sys.platform == "linux")]
+        extras = [*extras, *["triton"] * (triton and sys.platform == "linux")]
     given.write_text("\n".join([*lines, ""]), encoding="utf-8")
     wanted = ["--no-build-isolation", "-e", target(extras)]
     subprocess.run([*pip, "-c", str(given), *wanted], check=True)
@@ -215,6 +221,7 @@ def main() -> None:
     parser.add_argument("--torch-index", default="", help="package index of PyTorch")
     parser.add_argument("--extras", default="test", help="comma-joined extras of the project")
     parser.add_argument("--constraint", default=str(PINNED), help="versions; empty for the newest")
+    parser.add_argument("--no-triton", action="store_true", help="what runs no kernel needs none")
     args = parser.parse_args()
     if sys.version_info < (3, 10):  # noqa: UP036  run by whatever python3 is
         raise SystemExit(
@@ -232,6 +239,7 @@ def main() -> None:
             args.torch_index,
             [e for e in args.extras.split(",") if e],
             Path(args.constraint).absolute() if args.constraint else None,
+            triton=not args.no_triton,
         )
     except subprocess.CalledProcessError as error:
         raise SystemExit(f"this step failed: {' '.join(map(str, error.cmd))}") from None

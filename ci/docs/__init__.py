@@ -34,9 +34,11 @@ from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import bitwise as docs_bitwise
 from ci.docs import float8 as docs_float8
 from ci.docs import operators as docs_operators
+from ci.docs import performance as docs_performance
 from ci.docs import stand_in
 from ci.docs import status as docs_status
 from ci.docs import traces as docs_traces
+from ci.docs.blocks import filled
 from ci.npu import levels
 from ci.trainers import page as trainers
 
@@ -376,7 +378,8 @@ def readme(old: str) -> str:
             f"README.md needs the lines {START} and {END}, once each, where the operator table goes"
         )
     before, rest = old.split(START)
-    return store.quoted(f"{before}{START}\n{NOTE}\n\n{table()}\n\n{END}{rest.split(END)[1]}")
+    text = f"{before}{START}\n{NOTE}\n\n{table()}\n\n{END}{rest.split(END)[1]}"
+    return filled(text, {"headline": docs_performance.headline})
 
 
 TASKS = (
@@ -443,6 +446,7 @@ def pages() -> dict[Path, Callable[[str], str]]:
         docs / "losses.md": losses_page,
         docs / "memory.md": docs_benchmarks.memory_page,
         docs / "operators-h100.md": docs_operators.page,
+        docs / "performance.md": docs_performance.page,
         docs / "planning.md": docs_benchmarks.planning_page,
         docs / "recompute.md": docs_benchmarks.recompute_page,
         docs / "traces.md": docs_traces.page,

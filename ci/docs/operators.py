@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from benchmarks import store
-from ci.docs import benchmarks
+from ci.docs import benchmarks, performance
 from ci.docs.benchmarks import Row
 from ci.docs.blocks import filled
 
@@ -86,7 +86,11 @@ def every() -> str:
     heads += [f"{what}: {who}" for what in ("GiB", "error") for who in ("ours", *BESIDE)]
     lines = [heads, ["---"] * len(heads)]
     lines += [line(op, name, rows) for (op, name), rows in found.items()]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) if found else ""
+    if not found:
+        return ""
+    used = [one.data for rows in found.values() for one in rows.values()]
+    shown = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"{performance.provenance(used)}\n\n{shown}"
 
 
 BLOCKS: dict[str, Callable[[], str]] = {"operators-h100": every}

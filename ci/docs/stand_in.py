@@ -10,7 +10,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence
 from types import ModuleType
 from typing import Any
 
@@ -42,7 +42,7 @@ class _Module(ModuleType):
     """A module of which every name is there."""
 
     __version__ = "0.0.0"
-    __path__: Sequence[str] = ()
+    __path__: MutableSequence[str] = []  # noqa: RUF012 (as of any package)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

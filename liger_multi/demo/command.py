@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=checking.steps,
-        help="training steps with the memory meter on (default: 10 on a CPU, else 20; 3 with "
+        help="training steps with the memory meter on (default: 6 on a CPU, else 20; 3 with "
         "--quick)",
     )
     parser.add_argument("--seed", type=checking.seed, default=0, help="seed of weights and data")
@@ -100,7 +100,7 @@ def make_plan(arguments: argparse.Namespace, device: torch.device) -> DemoConfig
     if arguments.quick:
         scale, timed = Scale(32768, 64, 160, 2, 4, 2, 192, 4, 3, 1_000_000), 1
     elif device.type == "cpu":
-        scale, timed = Scale(32768, 256, 704, 4, 4, 2, 192, 8, 10, 9_000_000), 3
+        scale, timed = Scale(32768, 256, 704, 4, 4, 2, 192, 8, 6, 9_000_000), 2
     else:
         scale, timed = Scale(32768, 1024, 2816, 8, 16, 8, 1024, 8, 20, 9_000_000), 5
     scale = replace(scale, steps=arguments.steps or scale.steps)

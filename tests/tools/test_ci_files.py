@@ -611,3 +611,31 @@ def test_every_device_has_its_flags():
     text = RUN_SH.read_text()
     for name in IMAGES:
         assert re.search(rf"^  {name}\)", text, re.MULTILINE), name
+
+
+def test_a_fresh_machine_needs_two_commands_which_stand_at_the_top_of_readme():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    commands = [line.split()[:2] for line in lines[:12] if line.startswith("    ")]
+    assert commands == [["make", "demo"], ["make", "test"]]
+    listed = subprocess.run(
+        ["make", "--silent", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for _, target in commands:
+        assert re.search(rf"^{target}\b", listed, re.MULTILINE)
+    assert len(lines) <= 150
+
+
+def test_the_demo_installs_no_more_than_it_needs(tmp_path):
+    """Packages of tests, and Triton, would take it beyond three minutes."""
+    words = ["make", "--dry-run", "demo", f"VENV={tmp_path / 'env'}", "PYTHON=python3"]
+    said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    said = said.replace("\\\n", " ")
+    (built,) = [line for line in said.splitlines() if "ci.venv" in line]
+    assert "--extras transformers,cli" in built
+    assert "--no-triton" in built
+    assert "-m liger_multi demo" in said
+    # an environment of the tests is used as it is
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / ".stamp").touch()
+    said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "transformers,cli" not in said

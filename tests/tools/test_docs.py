@@ -24,6 +24,7 @@ from benchmarks import pictures, store
 from ci import docs
 from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import operators as docs_operators
+from ci.docs import performance as docs_performance
 from ci.docs import status as docs_status
 from liger_multi.cli import main as command_line
 from liger_multi.dispatch import config
@@ -397,10 +398,11 @@ def test_pages_agree_on_every_number_that_they_quote():
     quoted = [key for text in texts for key, _ in store.quotes(text)]
     assert len(quoted) > 70
     assert not disagreements(texts)
-    other = texts[0].replace("-->38.4<!-- / -->", "-->46.4<!-- / -->")
-    assert other != texts[0]
-    assert disagreements([other, *texts[1:]]) == {"models llama-3.2-1b:8x4096 ours GiB"}
-    assert store.quoted(other) == texts[0]
+    text = (ROOT / "docs" / "recompute.md").read_text(encoding="utf-8")
+    other = text.replace("exact ms -->40.1<!-- / -->", "exact ms -->46.4<!-- / -->")
+    assert other != text
+    assert disagreements([other, *texts]) == {"float8 8192x4096x128256 exact ms"}
+    assert store.quoted(other) == text
 
 
 def test_the_page_of_benchmarks_shows_what_others_quote(site):
@@ -409,16 +411,16 @@ def test_the_page_of_benchmarks_shows_what_others_quote(site):
         for line in (site / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
         if line.startswith("| ")
     ]
-    quoted = {key for path in EVERY for key, _ in store.quotes(path.read_text("utf-8"))}
     seen = 0
-    for key in quoted:
-        kind, card, what, who, unit = store.parts(key)
-        if kind != "models" or "/" in who:
-            continue
-        (row,) = [r for r in lines if r[0].startswith(f"{what}, {card}") and r[1] == who]
-        shown = row[4] if unit == "GiB" else f"{float(row[2].replace(',', '')) / 1000:.1f}k"
-        assert shown == store.value(key), key
-        seen += 1
+    for run, (data, rows) in docs_performance.models().items():
+        for who, measured_row in rows.items():
+            where = f"{run}, {store.device(data)}"
+            (row,) = [r for r in lines if r[0] == where and r[1] == who]
+            if measured_row.get("peak_bytes"):
+                assert row[4] == docs_performance.number(measured_row, "GiB")
+                speed = f"{float(row[2].replace(',', '')) / 1000:.1f}k"
+                assert speed == docs_performance.number(measured_row, "tokens")
+                seen += 1
     assert seen > 10
 
 
@@ -446,13 +448,13 @@ def test_figures_by_hand_stand_in_the_text_that_they_name():
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("1.298", "1.289"),
-        ("| 1.098 |", "| 1.089 |"),
-        ("| 82 % of", "| 28 % of"),
+        ("492.6 ms", "429.6 ms"),
+        ("| 7.74 |", "| 7.47 |"),
+        ("1.013 and 1.007", "1.031 and 1.007"),
     ],
 )
 def test_a_wrong_figure_on_a_page_is_found(right, wrong):
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "steps.md").read_text(encoding="utf-8")
     assert text.count(right) == 1
     assert len(docs_benchmarks.unsupported(text.replace(right, wrong))) == 1
 
@@ -547,7 +549,7 @@ def test_a_picture_of_other_numbers_is_stale(monkeypatch, tmp_path):
     assert pictures.stale(tmp_path) == []
     assert pictures.main(["--all", "--into", str(tmp_path)]) == 0
     assert (tmp_path / "headline.png").read_bytes() == first
-    monkeypatch.setattr(store, "value", lambda key: "12.3")
+    monkeypatch.setattr(docs_performance, "number", lambda *_: "12.3")
     known["headline.png"] = pictures.headline()
     assert pictures.stale(tmp_path) == ["headline.png"]
 
@@ -556,13 +558,117 @@ def test_the_headline_shows_the_rows_of_the_table_below_it():
     (memory, speed) = pictures.headline().data["panels"].values()
     table = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     rows = [
-        line.split("|")[1:] for line in table if re.search(r"^\|.*, (peak memory|speed) \|", line)
+        line.split("|")[1:-1] for line in table if re.search(r"^\|.*, (peak memory|speed) \|", line)
     ]
-    assert len(rows) >= 3
-    for what, *cells, _ in rows:
+    shown = {"peak memory": memory, "speed": speed}
+    compared = 0
+    for what, *cells in rows:
         name, _, metric = what.strip().rpartition(", ")
-        shown = (memory if metric == "peak memory" else speed)[name].values()
-        assert [re.search(r"-->([\d.]+)k?<", cell)[1] for cell in cells] == list(shown), what
+        if name in shown[metric]:
+            numbers = [re.search(r"[\d.]+", cell)[0] for cell in cells]
+            assert numbers == list(shown[metric][name].values()), what
+            compared += 1
+    assert compared >= 2
+
+
+# --- one provenance ---
+
+
+def made_tables(text):
+    """The generated parts of a page, by name."""
+    return dict(re.findall(r"<!-- ([\w-]+):start -->(.*?)<!-- \1:end -->", text, re.DOTALL))
+
+
+def test_tables_of_performance_name_card_date_and_versions():
+    pages = {"README.md": ["headline"], "docs/performance.md": list(docs_performance.BLOCKS)}
+    pages["docs/operators-h100.md"] = ["operators-h100"]
+    for page, names in pages.items():
+        tables = made_tables((ROOT / page).read_text(encoding="utf-8"))
+        for name in names:
+            table = tables[name]
+            if "Not measured yet" in table:
+                continue
+            said = table.partition("\n| ")[0]
+            assert re.search(r"NVIDIA H[12]00.*, 20\d\d-\d\d-\d\d.*commit \w+.*torch \d", said), (
+                name
+            )
+
+
+def test_performance_quotes_no_number_by_itself():
+    """Whole tables are made, so that two places cannot disagree."""
+    for page in ("README.md", "docs/performance.md", "docs/operators-h100.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        by_hand = re.sub(r"<!-- ([\w-]+):start -->.*?<!-- \1:end -->", "", text, flags=re.DOTALL)
+        if page != "docs/operators-h100.md":
+            assert not store.quotes(by_hand), page
+
+
+def measured(date, card, rows, kind="longest", **more):
+    head = {"kind": kind, "date": f"{date}T00:00:00+00:00", "commit": "abc1234"}
+    return {
+        **head,
+        "device": {"name": card},
+        "versions": {"torch": "2.11.0+cu130"},
+        **more,
+        "rows": rows,
+    }
+
+
+def test_the_newest_card_has_the_word(monkeypatch):
+    """Of one question there is one table: older cards give only what the newest lacks, by name."""
+    search = lambda who, n, fails=None: {  # noqa: E731
+        "model": "llama-3.2-1b", "provider": who, "longest": n, "shortest_failed": fails,
+    }  # fmt: skip
+    old = measured(
+        "2026-01-01",
+        "NVIDIA H200",
+        [search(w, 1, 2) for w in ("stock", "liger", "ours")],
+        limit_gb=24,
+    )
+    new = measured(
+        "2026-02-02", "NVIDIA H100", [search("stock", 3, 4), search("ours", 5, 6)], limit_gb=24
+    )
+    again = measured("2026-02-03", "NVIDIA H100", [search("ours", 7)], limit_gb=24)
+    monkeypatch.setattr(
+        store, "read", lambda kind, *_: [old, new, again] if kind == "longest" else []
+    )
+    row = docs_performance.longest_sequences().splitlines()[-1]
+    assert [c.strip() for c in row.split("|")[3:-1]] == [
+        "3", "4", "1 (NVIDIA H200)", "2 (NVIDIA H200)", "7", "6"
+    ]  # fmt: skip
+    said = docs_performance.longest_sequences().splitlines()[0]
+    assert "NVIDIA H100, 2026-02-02 to 2026-02-03" in said
+    assert "NVIDIA H200, 2026-01-01" in said
+
+
+def test_a_row_is_of_one_run(monkeypatch):
+    """Variants of an older run do not stand beside ours of a newer one."""
+    row = lambda who, speed, spread=1.0: {  # noqa: E731
+        "run": "llama-3.2-1b:4x4096", "variant": who, "tokens_per_second": speed * 1e3,
+        "peak_bytes": 2**30, "spread_percent": spread,
+    }  # fmt: skip
+    old = measured(
+        "2026-01-01",
+        "NVIDIA H200",
+        [row("stock", 1), row("liger", 2), row("ours", 3)],
+        "models",
+        limit_gb=None,
+    )
+    new = measured(
+        "2026-02-02",
+        "NVIDIA H100",
+        [row("stock", 4), row("ours", 6, 60.0)],
+        "models",
+        limit_gb=None,
+    )
+    runs = [old, new]
+    monkeypatch.setattr(store, "read", lambda kind, *_: runs if kind == "models" else [])
+    cells = [c.strip() for c in docs_performance.whole_models().splitlines()[-1].split("|")[2:6]]
+    assert cells == ["4.0k", "-", "6.0k ± 30 %", "-"]
+    assert docs_performance.shown_models() == {}, "not all three, and too noisy"
+    assert "H200" not in docs_performance.whole_models()
+    runs.pop()
+    assert list(docs_performance.shown_models()) == ["llama-3.2-1b:4x4096"]
 
 
 def test_the_timeline_is_drawn_once_results_have_it(monkeypatch, tmp_path):

@@ -283,6 +283,9 @@ def test_from_clone_to_a_trainer_by_the_first_page(checkout, fresh, tmp_path):
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     prose = re.sub(r"^```.*?^```", "", page, flags=re.S | re.M)
     commands = [line.strip() for line in re.findall(r"^    \S.*$", prose, re.M)]
+    # first of all stand the two commands of a fresh machine, in a clone
+    assert [c.split()[:2] for c in commands[:2]] == [["make", "demo"], ["make", "test"]]
+    commands = commands[2:]
     assert [c.split()[0] for c in commands] == ["git", "pip", *["liger-multi"] * 4]
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
     block = next(b for b in blocks if "TrainingArguments" in b)
