@@ -234,9 +234,12 @@ def test_only_the_update_of_pins_may_write_and_nobody_else_starts_it():
     made = yaml.load(text, yaml.BaseLoader)
     assert set(made["on"]) == {"schedule", "workflow_dispatch"}
     assert made["permissions"] == {"contents": "read"}
-    job, *others = (made["jobs"][name] for name in ("pins", "names", "liger", "trainers"))
-    assert len(made["jobs"]) == 1 + len(others)
+    others = [made["jobs"][name] for name in ("names", "liger", "trainers")]
+    job, newest = made["jobs"]["pins"], made["jobs"]["newest"]
+    assert len(made["jobs"]) == 2 + len(others)
     assert not [other for other in others if "permissions" in other]
+    assert newest["permissions"] == {"contents": "read", "issues": "write"}
+    assert not [step for step in newest["steps"] if "${{" in step.get("run", "")]
     assert job["permissions"] == {"contents": "write", "pull-requests": "write"}
     assert not [step for step in job["steps"] if "${{" in step.get("run", "")]
     runs = [step["run"] for step in job["steps"] if "run" in step]
