@@ -484,8 +484,7 @@ def _cross_entropy_forward_kernel(
             row_ptr, read + KEPT // 2, cols, anchor, target, scale, KEPT // 2
         )
         others += sum_kept + sum_after
-    total = 1.0 + others
-    log_total = log1p(others)
+    total, log_total = 1.0 + others, log1p(others)
     nll = log_total
     # exponents lose digits where the anchor lies far below the maximum, and so do differences
     if (others >= 4294967296.0) | (others != others):
