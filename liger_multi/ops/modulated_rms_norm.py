@@ -70,7 +70,8 @@ def modulated_rms_norm(
     Dtypes:
         In: any floating dtypes. Inside: fp32 (fp64 for fp64). Out: the promotion of what
         ``rms_norm`` returns, scale and shift. The reference rounds every step as plain PyTorch
-        does, kernels round the norm and the result.
+        does, kernels round the norm, the result, and the products that the
+        gradient of scale adds up.
 
     Memory:
         Kept for backward: x, scale, weight and 4 bytes a row (``rstd``).

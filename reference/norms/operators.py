@@ -242,7 +242,11 @@ class ModulatedRMSNorm:
         weight: Optional[Tensor], rstd: Tensor, offset: float, casting: str, needs_x: bool,
         needs_scale: bool, needs_shift: bool, needs_weight: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """``dscale`` sums ``dy * norm``, ``dshift`` sums ``dy``; then the gradients of the norm."""
+        """``dscale`` sums ``dy * norm``, ``dshift`` sums ``dy``; then the gradients of the norm.
+
+        Norm and product are rounded as PyTorch rounds them. Sums over many rows that nearly cancel
+        show it: half an ulp of a term is 4 % of such a sum in bf16.
+        """
         kind, scales, none = rstd.dtype, as_rows(scale), x.new_empty(0)
         kind = torch.promote_types(kind, statistics_dtype(scale.dtype))
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else none
@@ -250,6 +254,8 @@ class ModulatedRMSNorm:
         db = scales.new_zeros(scales.shape if needs_shift else (0,), dtype=kind)
         dw = None if weight is None or not needs_weight else torch.zeros_like(weight, dtype=kind)
         w = None if weight is None else weight.to(kind) + offset
+        norm_dtype = rms_norm.output_dtype(x, weight, casting)
+        product_dtype = torch.promote_types(norm_dtype, scale.dtype)
         if x.numel():
             count = scales.shape[0]
             xs, dys, rstds = (_split(t, count) for t in (x, dy, rstd.reshape(-1, 1)))
@@ -260,7 +266,8 @@ class ModulatedRMSNorm:
                 if needs_shift:
                     db[some] += g.sum(1)
                 if needs_scale:
-                    ds[some] += (g * (rounded if w is None else rounded * w)).sum(1)
+                    norm = (rounded if w is None else rounded * w).to(norm_dtype)
+                    ds[some] += (g * norm).to(product_dtype).to(kind).sum(1)
                 g = g * factors[some, None]
                 if dw is not None:
                     dw += (g * rounded).sum((0, 1))

@@ -21,13 +21,19 @@ def _scaled(
     return w * n.to(dtype) if casting == "llama" else (w * n).to(dtype)
 
 
+def output_dtype(x: Tensor, weight: Optional[Tensor], casting: str) -> torch.dtype:
+    """The dtype of the norm: that of x, and of a weight that meets a rounded x."""
+    if weight is None or casting != "llama":
+        return x.dtype
+    return torch.promote_types(x.dtype, weight.dtype)
+
+
 def forward(
     x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
     """Normalize block by block of rows; statistics in fp32 (fp64 for fp64)."""
     kind, rows = statistics_dtype(x.dtype), as_rows(x)
-    wide = x.dtype if weight is None or casting != "llama" else weight.dtype
-    result = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, wide))
+    result = x.new_empty(x.shape, dtype=output_dtype(x, weight, casting))
     y = result.view(rows.shape)  # the result is no view, so that models may write to it
     rstd = rows.new_empty(rows.shape[0], dtype=kind)
     for block in row_blocks(rows.shape[0], 3 * rows.shape[1] * kind.itemsize):

@@ -600,6 +600,59 @@ def test_the_other_modules(draw):
     torch.testing.assert_close(f.liger_swiglu(x, r), F.silu(x) * r)
 
 
+@pytest.mark.parametrize("width", [41, 3, 1])
+def test_the_last_of_an_odd_number_of_channels_is_not_rotated(width):
+    """As in Liger-Kernel, for angles of a model, which are one channel wider."""
+    from liger_multi.compat.liger_kernel import functional as f
+    from liger_multi.compat.liger_kernel.function_classes.activations import LigerRopeFunction
+
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 7, width), torch.randn(2, 2, 7, width)
+    angle = torch.randn(1, 7, (width + 1) // 2).repeat(1, 1, 2)
+    assert angle.shape[-1] == width + 1
+    leaves = [x.requires_grad_() for x in (q, k)]
+    pairs = width // 2
+    cos, sin = angle.cos(), angle.sin()
+    for run in (f.liger_rotary_pos_emb, LigerRopeFunction.apply):
+        turned = run(q, k, cos, sin)
+        up = [torch.randn_like(x) for x in leaves]
+        right = [
+            torch.cat((
+                x[..., :pairs] * cos[..., :pairs] - x[..., pairs : 2 * pairs] * sin[..., :pairs],
+                x[..., pairs : 2 * pairs] * cos[..., :pairs] + x[..., :pairs] * sin[..., :pairs],
+                x[..., 2 * pairs :],
+            ), -1) for x in leaves
+        ]  # fmt: skip
+        torch.testing.assert_close(list(turned[:2]), right)
+        torch.testing.assert_close(
+            torch.autograd.grad(turned[:2], leaves, up), torch.autograd.grad(right, leaves, up)
+        )
+
+
+@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize(("offset", "casting"), [(1.0, "gemma"), (0.0, "llama")])
+@pytest.mark.parametrize("shape", [(2, 128, 512), (5, 123, 123)])
+def test_a_modulation_of_all_rows_has_the_gradient_of_pytorch(shape, offset, casting, weight):
+    """In bf16, where norm and product are rounded before hundreds of rows are added up."""
+    from liger_multi.compat.liger_kernel import functional as f
+
+    torch.manual_seed(0)
+    x, up = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
+    ours, theirs = (
+        (torch.randn(shape[-1], generator=torch.Generator().manual_seed(1)) * 0.1)
+        .bfloat16().requires_grad_() for _ in range(2)
+    )  # fmt: skip
+    w = torch.randn(shape[-1]).bfloat16() if weight else None
+    f.liger_modulated_rms_norm(x, w, ours, None, 1e-6, offset, casting).backward(up)
+    n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+    if casting == "llama":
+        n = n.bfloat16()
+    if weight:
+        n = n * (offset + (w.float() if casting == "gemma" else w))
+    (n.bfloat16() * (1 + theirs)).backward(up)
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=0.1, rtol=0.02)
+
+
 def test_rotary_functions_write_nothing(draw):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision

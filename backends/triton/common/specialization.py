@@ -41,7 +41,7 @@ class _Observed:
     def __init__(self, x: Tensor) -> None:
         self.x, self.reads = x, set[str]()
 
-    @property
+    @property  # type: ignore[misc]  # for isinstance
     def __class__(self) -> Any:
         return Tensor
 

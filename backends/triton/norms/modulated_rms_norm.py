@@ -41,6 +41,7 @@ from liger_multi.backends.triton.norms.row_config import (
     forward_config,
 )
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.reference.norms.rms_norm import output_dtype
 
 # --- kernels ---
 
@@ -58,10 +59,28 @@ def _modulation(place, each, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _norm(x, rstd, weight, DTYPE: tl.constexpr, ROUND: tl.constexpr, NARROW: tl.constexpr):
+    """What the norm returns: a number that scale multiplies; NARROW: rounded to DTYPE."""
+    n = _normalized(x, rstd, DTYPE, ROUND) * weight
+    if NARROW:
+        n = round_to(n, DTYPE).to(tl.float32)
+    return n
+
+
+@triton.jit
+def _of_scale(g, norm, DTYPE: tl.constexpr, SCALE: tl.constexpr, NARROW: tl.constexpr):
+    """The gradient of scale of one row, rounded where PyTorch's product has the dtype of x."""
+    product = g * norm
+    if NARROW and SCALE == DTYPE:
+        product = round_to(product, DTYPE).to(tl.float32)
+    return product
+
+
+@triton.jit
 def _modulated_rms_norm_forward_kernel(
     x_ptr, scale_ptr, shift_ptr, weight_ptr, y_ptr, rstd_ptr, x_stride, rows, cols, each, eps,
-    OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, NARROW: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Modulated RMSNorm of rows that fit into registers.
 
@@ -84,7 +103,7 @@ def _modulated_rms_norm_forward_kernel(
     scale = tl.load(scale_ptr + which + at, mask=mask, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / cols + eps)
     tl.store(rstd_ptr + first + row, rstd, mask=row_mask)
-    y = _normalized(x, rstd[:, None], x_ptr.dtype.element_ty, ROUND) * weight * (1.0 + scale)
+    y = _norm(x, rstd[:, None], weight, x_ptr.dtype.element_ty, ROUND, NARROW) * (1.0 + scale)
     if shift_ptr is not None:
         y += tl.load(shift_ptr + which + at, mask=mask, other=0.0).to(tl.float32)
     y_offset = row[:, None] * cols + col[None, :]
@@ -94,7 +113,8 @@ def _modulated_rms_norm_forward_kernel(
 @triton.jit
 def _modulated_rms_norm_forward_wide_kernel(
     x_ptr, scale_ptr, shift_ptr, weight_ptr, y_ptr, rstd_ptr, x_stride, cols, each, eps,
-    OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, NARROW: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same for wider rows, in two passes of BLOCK columns a step.
 
@@ -117,8 +137,8 @@ def _modulated_rms_norm_forward_wide_kernel(
         mask = col < cols
         x = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
         scale = tl.load(scale_ptr + at + col, mask=mask, other=0.0).to(tl.float32)
-        y = _normalized(x, rstd, x_ptr.dtype.element_ty, ROUND) * (1.0 + scale)
-        y *= _load_weight(weight_ptr, col, mask, OFFSET, EXACT)
+        weight = _load_weight(weight_ptr, col, mask, OFFSET, EXACT)
+        y = _norm(x, rstd, weight, x_ptr.dtype.element_ty, ROUND, NARROW) * (1.0 + scale)
         if shift_ptr is not None:
             y += tl.load(shift_ptr + at + col, mask=mask, other=0.0).to(tl.float32)
         tl.store(y_ptr + col, round_to(y, y_ptr.dtype.element_ty), mask=mask)
@@ -128,8 +148,8 @@ def _modulated_rms_norm_forward_wide_kernel(
 def _modulated_rms_norm_backward_kernel(
     dy_ptr, x_ptr, scale_ptr, weight_ptr, rstd_ptr, dx_ptr, dscale_ptr, dshift_ptr, dweight_ptr,
     dy_stride, x_stride, cols, each, modulations, splits, OFFSET: tl.constexpr,
-    EXACT: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    EXACT: tl.constexpr, ROUND: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradient of x, and sums of those of scale, shift and weight; rows fit into registers.
 
@@ -170,7 +190,10 @@ def _modulated_rms_norm_backward_kernel(
             if dshift_ptr is not None:
                 dshift += g
             if dscale_ptr is not None:
-                dscale += g * rounded * weight
+                norm = _norm(x, rstd, weight, x_ptr.dtype.element_ty, ROUND, NARROW)
+                dscale += _of_scale(
+                    g, norm, x_ptr.dtype.element_ty, scale_ptr.dtype.element_ty, NARROW
+                )
             g *= scale
             if dweight_ptr is not None:
                 dweight += g * rounded
@@ -231,7 +254,7 @@ def _modulated_rms_norm_backward_wide_kernel(
 def _modulated_rms_norm_backward_wide_sums_kernel(
     dy_ptr, x_ptr, scale_ptr, weight_ptr, rstd_ptr, dscale_ptr, dshift_ptr, dweight_ptr, dy_stride,
     x_stride, cols, each, modulations, splits, programs, OFFSET: tl.constexpr, EXACT: tl.constexpr,
-    ROUND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    ROUND: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums of the gradients of scale, shift and weight for wider rows.
 
@@ -259,7 +282,8 @@ def _modulated_rms_norm_backward_wide_sums_kernel(
             x = tl.load(x_ptr + row * x_stride + lane, mask=mask, other=0.0).to(tl.float32)
             n = _normalized(x, tl.load(rstd_ptr + row), x_ptr.dtype.element_ty, ROUND)
             dshift += g
-            dscale += g * n * weight
+            norm = _norm(x, tl.load(rstd_ptr + row), weight, x_ptr.dtype.element_ty, ROUND, NARROW)
+            dscale += _of_scale(g, norm, x_ptr.dtype.element_ty, scale_ptr.dtype.element_ty, NARROW)
             dweight += g * n * scale
         at += tl.cast(split, tl.int64) * modulations * cols
         if dscale_ptr is not None:
@@ -297,14 +321,20 @@ def modulated_backward_config(
     return ModulatedConfig(per_tile, k.block, num_warps, programs, k.stages, splits)
 
 
+def _how(
+    x: Tensor, weight: Optional[Tensor], offset: float, casting: str
+) -> tuple[float, bool, bool, bool]:  # fmt: skip
+    """OFFSET, EXACT, ROUND and NARROW of the kernels."""
+    is_narrow = output_dtype(x, weight, casting) == x.dtype
+    return offset, casting == "gemma", casting == "llama" and weight is not None, is_narrow
+
+
 def forward(
     x: Tensor, scale: Tensor, shift: Optional[Tensor], weight: Optional[Tensor], eps: float,
     offset: float, casting: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Y and rstd (fp32)."""
-    dtype = x.dtype
-    if weight is not None and casting == "llama":
-        dtype = torch.promote_types(dtype, weight.dtype)
+    dtype = output_dtype(x, weight, casting)
     for t in (scale, shift):
         dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
     y = x.new_empty(x.shape, dtype=dtype)
@@ -315,7 +345,7 @@ def forward(
     weight = None if weight is None else weight.contiguous()
     rows, cols = x.shape
     each = rows * cols // scale.numel()
-    how = (offset, casting == "gemma", casting == "llama" and weight is not None)
+    how = _how(x, weight, offset, casting)
     k = launch_config(
         "modulated_rms_norm.forward", forward_config, x.device, rows=rows, cols=cols, sums=2
     )
@@ -345,7 +375,7 @@ def backward(
         kinds = ((needs_scale, scale.dtype), (needs_shift, shift_dtype))
         made = [scale.new_zeros(scale.shape if n else 0, dtype=d) for n, d in kinds]
         return dx, made[0], made[1], like.new_zeros(like.shape if needs_weight else 0)
-    how = (offset, casting == "gemma", casting == "llama" and weight is not None)
+    how = _how(x, weight, offset, casting)
     wanted = [d for n, d in ((needs_scale, scale.dtype), (needs_shift, shift_dtype)) if n and d]
     sums, partial = _launch(
         dy, x, scale, weight, rstd, dx if needs_x else None, wanted, needs_scale, needs_weight, how

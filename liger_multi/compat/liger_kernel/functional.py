@@ -361,8 +361,16 @@ def liger_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None,
     unsqueeze_dim: int = 1, rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """:func:`liger_multi.ops.rope`."""
-    found = ops.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim)
+    """:func:`liger_multi.ops.rope`; of an odd number of channels, the last one passes through."""
+    width = min(cos.shape[-1], q.shape[-1])
+    if rotary_dim is None and (width % 2 or cos.shape[-1] > width):
+        rotary_dim = width // 2 * 2  # angles are those of the first pairs
+        cos, sin = cos[..., : width // 2], sin[..., : width // 2]
+    found = (
+        (q, k)
+        if rotary_dim == 0
+        else ops.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim)
+    )
     return _like(found, q, k)
 
 
