@@ -374,7 +374,8 @@ def _by_autograd(
         parts.append(checkpoint(once_more, *given, use_reentrant=False) if again else block(*given))
     part = share * (target != ignore_index)
     each = torch.cat(parts) if parts else share.new_zeros(0)
-    return (torch.where(part != 0, each, 0) * part).sum()
+    total: Tensor = (torch.where(part != 0, each, 0) * part).sum()
+    return total
 
 
 def _pass_over_tiles(

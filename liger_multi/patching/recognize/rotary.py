@@ -244,10 +244,12 @@ def _at_extremes(
     """What a function does with zeros, tiny and huge numbers that the rotation does not."""
     generator = torch.Generator(device="cpu").manual_seed(8)
     q, k = (random(generator, *s) for s in (form.q, form.k))
-    angles = tuple(random(generator, *form.angles).cos() for _ in range(2))
+    cos, sin = (random(generator, *form.angles).cos() for _ in range(2))
     extra = {} if default is None else {"unsqueeze_dim": form.unsqueeze_dim}
-    for pair in zip(unusual(q, POWERS, generator), unusual(k, POWERS, generator), strict=True):
-        wanted, got = called(*pair, *angles, **extra), apply_rotary(kind, *pair, *angles, form.axis)
+    several = zip(unusual(q, POWERS, generator), unusual(k, POWERS, generator), strict=True)
+    for queries, keys in several:
+        wanted = called(queries, keys, cos, sin, **extra)
+        got = apply_rotary(kind, queries, keys, cos, sin, form.axis)
         if not all(alike(a, b) for a, b in zip(wanted, got, strict=True)):
             return "its output differs for numbers that are equal, zero, tiny, large or not finite"
     return None

@@ -115,7 +115,9 @@ class _Margins(_Pairs):
         head = losses.Head(_input, lin_weight, bias)
         nll_target = chosen_labels(type(self).__name__, nll_target, target)
         own, sums, nll, first = self.tokens(head, target, nll_target)
-        more = {} if self.loss_type == "orpo" else {"length_normalized": self.average}
+        more: dict[str, Any] = {}
+        if self.loss_type != "orpo":
+            more["length_normalized"] = self.average
         loss, _ = losses.cpo_loss(own, target, ignore_index=self.ignore_index, **self.given, **more)
         if self.compute_nll_loss:
             loss = loss + getattr(self, "alpha", 1.0) * nll
