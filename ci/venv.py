@@ -137,7 +137,8 @@ def build(
         venv.create(folder, with_pip=True, system_site_packages=shared)
     if shared and sys.prefix != sys.base_prefix:
         inherit(folder)
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    # modules are compiled when they are first imported, and not all of PyTorch's thousands now
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
     lines, given = constraints(constraint, shared), folder / "constraints.txt"
     if shared:
         given.write_text("\n".join([*lines, f"torch=={base['torch']}\n"]), encoding="utf-8")
