@@ -357,15 +357,17 @@ def _by_autograd(
         with torch.autocast(x.device.type, enabled=False):
             return function(curved(linear_of_mode(x, w, b), head), teacher(rows))
 
-    configuration = current()
+    compiling = torch.compiler.is_compiling()
+    configuration = None if compiling else current()
 
     def once_more(*given: Any) -> Tensor:
+        assert configuration is not None
         with within(configuration):  # backward may run under another one
             return block(*given)
 
     count, every = len(target), torch.arange(len(target), device=target.device)
     step = count
-    if not torch.compiler.is_compiling():
+    if not compiling:
         step = max(1, LOGITS_AT_ONCE // weight.shape[0])
     parts = []
     for start in range(0, count, max(1, step)):

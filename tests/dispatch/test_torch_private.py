@@ -6,6 +6,7 @@ a PyTorch without it, imports the library, patches a model and trains it.
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from liger_multi import _torch_private
+from tests import harness
 
 pytest.importorskip("transformers")
 
@@ -26,8 +28,13 @@ SERVER = Path(__file__).with_name("without_symbol.py")
 def without():
     """A function that trains a model without a symbol: its traceback, if it failed, and its log."""
     command = [sys.executable, str(SERVER), *TABLE]
+    path = os.pathsep.join([str(harness.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
     ) as server:
 
         def ask(path):

@@ -277,9 +277,9 @@ def test_the_library_s_products_serve_the_operator(name):
     }
     floats = [n for n, t in tensors.items() if t.is_floating_point()]
     seen = []
-    stock = torch._grouped_mm
+    stock = grouped.grouped_mm
     with pytest.MonkeyPatch.context() as patch, grouped.products_by(True):
-        patch.setattr(torch, "_grouped_mm", lambda *a, **k: (seen.append(1), stock(*a, **k))[1])
+        patch.setattr(grouped, "grouped_mm", lambda *a, **k: (seen.append(1), stock(*a, **k))[1])
         with liger_multi.use(fused_moe="triton"):
             y = ops.fused_moe(**tensors, **sample.options)
             found = torch.autograd.grad(y, [tensors[n] for n in floats], torch.ones_like(y))

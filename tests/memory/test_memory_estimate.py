@@ -376,7 +376,7 @@ def test_text_and_data():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"dtype": "bf16"}, r"unknown dtype 'bf16'.*known"),
+        ({"dtype": "bf17"}, r"unknown dtype 'bf17'.*known"),
         ({"optimizer": "adam"}, "did you mean 'adamw'"),
         ({"zero_stage": 4}, "must be 0, 1, 2 or 3, got 4"),
         ({"zero_stage": 2, "fsdp": True}, "give it or zero_stage=2, not both"),

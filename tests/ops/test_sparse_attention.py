@@ -168,7 +168,9 @@ def test_blocks_of_one_query_change_nothing(monkeypatch):
     whole = [f() for f in run]
     for module in (indexer_scores, indexer_topk, sparse_attention):
         blocks = module.row_blocks
-        monkeypatch.setattr(module, "row_blocks", lambda n, size, of=blocks: of(n, size, 1))
+        monkeypatch.setattr(
+            module, "row_blocks", lambda n, size, limit=0, of=blocks: of(n, size, 1)
+        )
     for f, right in zip(run, whole, strict=True):
         near(f(), right)
 

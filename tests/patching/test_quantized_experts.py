@@ -188,7 +188,9 @@ def test_under_checkpointing(quantize):
     assert_same_training(stock, ours, loss_of, rtol=1e-4)
 
 
-def test_backward_runs_under_the_autocast_of_forward(quantize, monkeypatch):
+@pytest.mark.parametrize(("implementation", "casts"), [("batched_mm", True), ("grouped_mm", False)])
+def test_backward_runs_under_the_autocast_of_forward(quantize, monkeypatch, implementation, casts):
+    """Autocast reaches the GEMMs of some implementations of experts, not the grouped ones."""
     seen, stock = [], ops.lora_moe
 
     def noted(x, *args, **options):
@@ -197,6 +199,8 @@ def test_backward_runs_under_the_autocast_of_forward(quantize, monkeypatch):
 
     monkeypatch.setattr(ops, "lora_moe", noted)
     full, ours = pair("mixtral", quantize)
+    for model in (full, ours):
+        model.set_experts_implementation(implementation)
     patch(ours, strict=True)
     found = []
     for model in (full, ours):
@@ -204,7 +208,7 @@ def test_backward_runs_under_the_autocast_of_forward(quantize, monkeypatch):
             loss = loss_of(model)
         loss.backward()
         found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert seen == [(True, False)] * 6 + [(True, True)] * 6
+    assert seen == [(casts, False)] * 6 + [(casts, True)] * 6
     assert found[0].keys() == found[1].keys()
     for name, wanted in found[0].items():
         assert (found[1][name] - wanted).norm() < 0.05 * wanted.norm(), name
