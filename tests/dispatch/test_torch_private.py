@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from liger_multi import _torch_private
-from tests import harness
 
 pytest.importorskip("transformers")
 
@@ -28,7 +27,9 @@ SERVER = Path(__file__).with_name("without_symbol.py")
 def without():
     """A function that trains a model without a symbol: its traceback, if it failed, and its log."""
     command = [sys.executable, str(SERVER), *TABLE]
-    path = os.pathsep.join([str(harness.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
