@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from liger_multi._torch_private import constant_in_graphs
 from liger_multi.checks import autocast_dtype
-from liger_multi.dispatch.primitive import constant_in_graphs
 from liger_multi.patching.replace.swap import unpatched_class
 
 EAGER, BATCHED, GROUPED = "eager", "batched_mm_experts_forward", "grouped_mm_experts_forward"

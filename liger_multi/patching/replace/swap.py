@@ -24,6 +24,7 @@ from typing import Any, ClassVar, TypeAlias, cast
 
 from torch import nn
 
+from liger_multi._torch_private import DYNAMO
 from liger_multi.errors import PatchError
 from liger_multi.patching.recognize.reached import Place, reads_values
 from liger_multi.patching.recognize.signature import Signature, code_of
@@ -113,7 +114,7 @@ class SwappedType(type):
         if swap is None or swap.stock is not other:
             return False
         caller = str(sys._getframe(1).f_globals.get("__name__"))
-        return not caller.startswith("torch._dynamo")
+        return not caller.startswith(DYNAMO)
 
     def __hash__(cls) -> int:
         """That of the original."""
