@@ -314,6 +314,11 @@ class Upstream(NamedTuple):
         return Upstream._make(parts)
 
 
+def known_zero(gradient: Tensor) -> bool:
+    """Whether a gradient is zero, as far as that can be told without waiting for a device."""
+    return gradient.device.type == "cpu" and not gradient.any()
+
+
 def upstream_of(
     log_prob: Tensor | None, entropy: Tensor | None, lse: Tensor | None, *, entropies: Tensor,
     target: Tensor, vocabulary: int, objective: Objective,
@@ -329,7 +334,7 @@ def upstream_of(
         # whatever arrives at a row without a valid target, NaN too, goes nowhere
         return torch.where(valid, d, 0) if d is not None and d.numel() else None
 
-    if entropy is not None and entropy.device.type == "cpu" and not entropy.any():
+    if entropy is not None and known_zero(entropy):
         entropy = None
     grad_target, dentropy, grad_lse = used(log_prob), used(entropy), used(lse)
     zero = next(d for d in (grad_target, dentropy, grad_lse, target) if d is not None).new_zeros(())
