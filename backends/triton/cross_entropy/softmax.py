@@ -87,11 +87,13 @@ def _softmax_forward_wide_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.constex
     y_ptr += row * cols
     assume_cols(cols)
     anchor = row_maximum(x_ptr, BLOCK, None, None, BLOCK)  # rows are wider than a step
-    total, _, _, _ = row_pass(x_ptr, None, cols, anchor, None, None, False, False, False, BLOCK, 1)
+    total, _, _, _ = row_pass(
+        x_ptr, None, cols, anchor, None, None, None, False, False, False, BLOCK, 1
+    )
     if (total == float("inf")) | (total != total):
         anchor = row_maximum(x_ptr, cols, None, None, BLOCK)
         total, _, _, _ = row_pass(
-            x_ptr, None, cols, anchor, None, None, False, False, False, BLOCK, 1
+            x_ptr, None, cols, anchor, None, None, None, False, False, False, BLOCK, 1
         )
     log2_total = tl.log2(total)
     last = (tl.cdiv(cols, BLOCK) - 1) * BLOCK
