@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 TABLE = sorted({path for symbol in _torch_private.SYMBOLS for path in symbol.paths})
 EVERY = "all of them"
+DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 SERVER = Path(__file__).with_name("without_symbol.py")
 
 
@@ -35,7 +36,8 @@ def without():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        # without a device, whose threads of autograd no fork could take along
+        env={**os.environ, "PYTHONPATH": path, **dict.fromkeys(DEVICES, "")},
     ) as server:
 
         def ask(path):

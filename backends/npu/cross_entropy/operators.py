@@ -156,8 +156,10 @@ def _row_statistics_kernel(
             most = new
         top = tl.max(most, 0)
         shrink = tl.exp(most - top)
-        first_lane = tl.min(tl.where(most == top, lane, BLOCK), 0)
-        others = summed(rest * shrink + tl.where(lane == first_lane, 0.0, shrink), BLOCK)
+        # lanes as fp32 numbers, as for argmax: a minimum of integers ends the vendor's compiler
+        lanes = lane.to(tl.float32)
+        first_lane = tl.min(tl.where(most == top, lanes, 0.0 + BLOCK), 0)
+        others = summed(rest * shrink + tl.where(lanes == first_lane, 0.0, shrink), BLOCK)
         log_total = tl.where(top == LOWEST, float("-inf"), _log1p(others))
         lse, lse_low = _two_sum(top, log_total)
         tl.store(lse_ptr + row, lse)

@@ -96,14 +96,17 @@ class Patched(nn.Module):
         return (_new, (kind._liger_multi_swap,), *reduced[2:])  # type: ignore[attr-defined]
 
 
+COMPILERS = (DYNAMO, "torch.jit")
+
+
 class SwappedType(type):
     """The type of the classes that :func:`apply` gives: equal to the original, one way only.
 
     Others look classes up as they are: ``type(module) in mapping`` (``quantize_dynamic``, policies
     of DeepSpeed) or ``type(module) == nn.Linear``. They find what the original class is there.
-    Two patched classes of one original are not equal to each other. ``is`` tells all apart. So
-    does PyTorch's compiler, which finds what ``super()`` calls by the place of a class among its
-    bases, where both of them stand.
+    Two patched classes of one original are not equal to each other. ``is`` tells all apart. So do
+    PyTorch's compilers: Dynamo finds what ``super()`` calls by the place of a class among its
+    bases, where both of them stand, and TorchScript keeps a type by class.
     """
 
     def __eq__(cls, other: object) -> bool:
@@ -114,7 +117,7 @@ class SwappedType(type):
         if swap is None or swap.stock is not other:
             return False
         caller = str(sys._getframe(1).f_globals.get("__name__"))
-        return not caller.startswith(DYNAMO)
+        return not caller.startswith(COMPILERS)
 
     def __hash__(cls) -> int:
         """That of the original."""
