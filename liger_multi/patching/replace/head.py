@@ -193,10 +193,11 @@ def may_be_lazy(head: LazyHead, hidden: Tensor, grad: bool) -> bool:
     if torch.compiler.is_compiling():
         watched = hooks_of(head) or global_hooks() or calls_replaced()
         return grad and not is_exporting() and not watched
+    if is_tracing() or transforming() or not lazy_logits_work():
+        return False  # before a trace meets an operation on the hidden states
     if not grad and (hidden.ndim < 3 or hidden.shape[1] == 1 or torch.is_inference_mode_enabled()):
         return False  # one position a sequence is a step of generation, which reads its logits
-    plain = type(hidden) in (Tensor, nn.Parameter) and hidden.is_floating_point()
-    return plain and lazy_logits_work() and not is_tracing() and not transforming()
+    return type(hidden) in (Tensor, nn.Parameter) and hidden.is_floating_point()
 
 
 def hooks_of(head: nn.Module) -> list[Any]:
