@@ -51,6 +51,8 @@ SERVED = {
     "gemma3_text": "Gemma3ForCausalLM",
     "paligemma": "PaliGemmaForConditionalGeneration",
     "gpt2": "GPT2LMHeadModel",
+    "codegen": "CodeGenForCausalLM",
+    "gptj": "GPTJForCausalLM",
     "bart": "BartForConditionalGeneration",
     "bigbird_pegasus": "BigBirdPegasusForCausalLM",
     "nllb-moe": "NllbMoeForConditionalGeneration",
@@ -63,8 +65,6 @@ SERVED = {
 REFUSED = {
     "bloom": "BloomForCausalLM",
     "xglm": "XGLMForCausalLM",
-    "codegen": "CodeGenForCausalLM",
-    "gptj": "GPTJForCausalLM",
     "gpt_neo": "GPTNeoForCausalLM",
     "falcon": "FalconForCausalLM",
     "mpt": "MptForCausalLM",
@@ -173,11 +173,12 @@ def test_a_prompt_in_pieces_through_a_cache_equals_eager(kind, padding):
     ("cls", "reason"),
     [
         ("Bloom", "BloomForCausalLM: it has attention of its own"),
-        ("GPTJ", "GPTJForCausalLM: it picks attention classes from a table of its own, GPTJ_ATT"),
+        ("Git", "GitForCausalLM: it picks attention classes from a table of its own, GIT_SELF_ATT"),
     ],
 )
 def test_the_refusal_names_the_class_and_what_is_missing(cls, reason):
-    config = getattr(transformers, f"{cls}Config")(hidden_size=32, n_embd=32, n_layer=1, n_head=2)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2} if cls == "Git" else {"n_layer": 1}
+    config = getattr(transformers, f"{cls}Config")(hidden_size=32, n_head=2, **sizes)
     config._attn_implementation = OURS
     with pytest.raises(ValueError, match=reason) as error:
         getattr(transformers, f"{cls}ForCausalLM")(config)
