@@ -12,6 +12,7 @@ import torch
 from liger_multi.checks import ACCUMULATE, describe
 from liger_multi.dispatch.resolve import by_rows
 from liger_multi.errors import PatchError, unknown
+from liger_multi.ops.linear_float8 import SMALLEST
 from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_KINDS, MLP_OPS, NORM_OPS, SPARSE
 
 PATCH = "patch()"
@@ -96,7 +97,7 @@ class Float8Options(Options):
 
     frozen: bool = False
     originals: bool = True
-    smallest: int = 2**22 + 1
+    smallest: int = SMALLEST
     gather: bool = False
     cache: bool = False
 

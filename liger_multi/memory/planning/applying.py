@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from liger_multi.memory.offload import Offload, offload_activations
 from liger_multi.memory.planning.result import Settings
 from liger_multi.memory.recompute import apply_recompute
+from liger_multi.ops.linear_float8 import SMALLEST
+from liger_multi.patcher import patcher
 
 
 def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -155,8 +157,6 @@ def _attention(made: Applied, model: Any, settings: Settings, simulated: bool) -
 
 
 def _patch(made: Applied, model: Any, settings: Settings, simulated: bool) -> None:
-    from liger_multi.patching import patch, unpatch
-
     if not simulated and any(hasattr(m, "_liger_multi_swap") for m in model.modules()):
         made.done.append("patched before")
         return
@@ -165,8 +165,8 @@ def _patch(made: Applied, model: Any, settings: Settings, simulated: bool) -> No
         options["fused_linear_cross_entropy"] = {"chunk": settings.chunk}
     if settings.precision == "fp8":
         options["linear_float8"] = float8_of(model)
-    report = patch(model, **options)
-    made.add(f"patched {report.target}", lambda: unpatch(model))
+    report = patcher().patch(model, **options)
+    made.add(f"patched {report.target}", lambda: patcher().unpatch(model))
 
 
 def float8_of(model: nn.Module) -> dict[str, Any] | bool:
@@ -174,19 +174,14 @@ def float8_of(model: nn.Module) -> dict[str, Any] | bool:
 
     A model has a frozen base where no weight of its layers is trained that is wide enough.
     """
-    from liger_multi.patching.options import Float8Options
-
-    least = Float8Options().smallest
     _, layers = layers_of(model)
-    wide = [p for p in layers.parameters() if p.ndim == 2 and p.numel() >= least]
+    wide = [p for p in layers.parameters() if p.ndim == 2 and p.numel() >= SMALLEST]
     return True if any(p.requires_grad for p in wide) else {"frozen": True}
 
 
 def in_float8(model: nn.Module) -> None:
     """Patch a model of shapes, and nothing but its wide layers."""
-    from liger_multi.patching import patch
-
-    patch(model, linear_float8=float8_of(model))
+    patcher().patch(model, linear_float8=float8_of(model))
 
 
 def mlps_of(model: nn.Module) -> list[nn.Module]:

@@ -37,7 +37,8 @@ from liger_multi._torch_private import (
     tree_map,
 )
 from liger_multi.dispatch.double_backward import not_differentiable
-from liger_multi.patching.lazy_logits.deferred import DeferredLogits, Job, finished
+from liger_multi.parameters import Job
+from liger_multi.patching.lazy_logits.deferred import DeferredLogits, finished
 from liger_multi.patching.lazy_logits.log_probs import REDUCTIONS
 from liger_multi.patching.lazy_logits.loss import (
     SWAPS,

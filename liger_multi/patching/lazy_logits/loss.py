@@ -15,7 +15,8 @@ from torch import Tensor
 from liger_multi import ops
 from liger_multi._torch_private import DisableTorchFunctionSubclass, outside_of_graphs
 from liger_multi.checks import autocast_dtype
-from liger_multi.patching.lazy_logits.deferred import DeferredLogits, Job
+from liger_multi.parameters import Job
+from liger_multi.patching.lazy_logits.deferred import DeferredLogits
 from liger_multi.patching.lazy_logits.protocol import (
     GRADIENT_BY_LOGITS,
     HOOKS,
