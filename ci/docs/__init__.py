@@ -287,10 +287,11 @@ def _compiled(op: Any) -> str:
 
 
 def _sharded(op: Any) -> str:
-    if not op.rows:
+    replicated = importlib.import_module("liger_multi.dispatch.dtensor").replicated
+    if not op.rowwise:
         return "DTensors are refused. Pass local or full tensors."
-    rows = ", ".join(f"`{name}`" for name in op.rows if name in op.fwd.params)
-    whole = ", ".join(f"`{name}`" for name in op.replicated)
+    rows = ", ".join(f"`{name}`" for name in op.fwd.params if name in op.bitwise.batched)
+    whole = ", ".join(f"`{name}`" for name in replicated(op))
     said = f"DTensors: {rows} may be sharded on any axis but the last."
     return f"{said} Every rank has all of {whole}." if whole else said
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from liger_multi.checks import ACCUMULATE, describe
-from liger_multi.dispatch.primitive import by_rows
+from liger_multi.dispatch.resolve import by_rows
 from liger_multi.errors import PatchError, unknown
 from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_KINDS, MLP_OPS, NORM_OPS, SPARSE
 

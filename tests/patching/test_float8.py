@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch.op import OPS
-from liger_multi.dispatch.primitive import Primitive
+from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, patched, unpatch
 from liger_multi.patching.replace import float8

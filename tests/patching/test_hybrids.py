@@ -60,7 +60,7 @@ KEPT = version.parse("5.23")  # from here on, all types of SERVED hand ids to th
 def test_sizes_that_no_kernel_takes_are_in_the_report(monkeypatch):
     """The operator is patched all the same. On a device without kernels there is nothing to say."""
     from liger_multi.dispatch import explain
-    from liger_multi.dispatch.primitive import Candidate
+    from liger_multi.dispatch.resolve import Candidate
 
     asked = []
 

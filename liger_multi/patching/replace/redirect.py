@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 
 from liger_multi._torch_private import constant_in_graphs
-from liger_multi.dispatch.transforms import transforming
+from liger_multi.dispatch.autograd import transforming
 from liger_multi.patching.recognize import reached
 
 

@@ -4,8 +4,10 @@ Which arguments are tensors, which of them backward reads and where its results 
 operator is declared. The loops over these tables run once, here, and write straight code. A small
 tensor's norm is done by the device before a loop in Python has ended.
 
-Every piece of code asks for what is unusual first, and then leaves it to ``general``: functions
-that know every case. The call of ``rms_norm`` is::
+Every piece of code asks for what is unusual first, and then leaves it to a slow path that knows
+every case (``Op.slow_path``, ``Primitive.slow_path``, ``autograd.backward_slow_path``). Fast and
+slow path have equal results, as ``tests/dispatch/test_codegen.py`` checks for every operator. The
+call of ``rms_norm`` is::
 
     def call(x, weight, eps, offset, casting):
         if (
@@ -16,7 +18,7 @@ that know every case. The call of ``rms_norm`` is::
             or (type(x) not in _PLAIN or _is_wrapped(x))
             or (weight is not None and (type(weight) not in _PLAIN or _is_wrapped(weight)))
         ):
-            return _general(x, weight, eps, offset, casting)
+            return _slow_path(x, weight, eps, offset, casting)
         if _grad_enabled():
             _needs_x = x.requires_grad
             _needs_weight = weight is not None and weight.requires_grad
@@ -43,7 +45,7 @@ from liger_multi.dispatch.config import current
 
 if TYPE_CHECKING:
     from liger_multi.dispatch.op import Op
-    from liger_multi.dispatch.primitive import Primitive
+    from liger_multi.dispatch.torch_ops import Primitive
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 NAMES: dict[str, Any] = {
@@ -70,12 +72,13 @@ COMPILING = f"_compiler.{_torch_private.IS_COMPILING}"
 
 def compiled(source: str, name: str, names: Mapping[str, Any]) -> Callable[..., Any]:
     """The last function of ``source``, which tracebacks show."""
-    file, space = f"<liger_multi {name}>", {f"_{n}": v for n, v in {**NAMES, **names}.items()}
+    file, namespace = f"<liger_multi {name}>", {f"_{n}": v for n, v in {**NAMES, **names}.items()}
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-    before = set(space)
-    exec(compile(source, file, "exec"), space)
-    made: Callable[..., Any] = space[next(n for n in space if n not in before and n[0] != "_")]
-    return made
+    before = set(namespace)
+    exec(compile(source, file, "exec"), namespace)
+    new = (value for n, value in namespace.items() if n not in before and n[0] != "_")
+    function: Callable[..., Any] = next(new)
+    return function
 
 
 def block(*lines: str | None) -> str:
@@ -100,15 +103,16 @@ def primitive_source(prim: Primitive, configured: bool = False) -> str:
         configured: Whether the caller hands in the configuration, before the arguments.
     """
     args, first = ", ".join(prim.params), prim.params[prim.anchor]
-    odd = [f"{COMPILING} or _profiled() or _tracing() or _modes() or _Primitive.call is not _call"]
-    for name in (prim.params[i] for i in prim.places):
+    watched = "_profiled() or _tracing() or _modes() or _Primitive.call is not _call"
+    unusual = [f"{COMPILING} or {watched}"]
+    for name in (prim.params[i] for i in prim.tensor_indices):
         test = f"type({name}) not in _PLAIN or {name}.is_neg()"
-        odd.append(f"({test})" if name == first else f"({name} is not None and ({test}))")
+        unusual.append(f"({test})" if name == first else f"({name} is not None and ({test}))")
     return f"def {prim.direction}({'_config, ' * configured}{args}):\n" + block(
         "if (",
-        block(" or\n".join(odd)),
+        block(" or\n".join(unusual)),
         "):",
-        f"    return _general({args})",
+        f"    return _slow_path({args})",
         None if configured else "_config = _current()",
         f"_device = {first}.device",
         "_mode = _config.deterministic",
@@ -122,7 +126,7 @@ def primitive_source(prim: Primitive, configured: bool = False) -> str:
             "(_module is not None and _module.current_device() != _device.index)",
         ),
         "):",
-        f"    return _general({args})",
+        f"    return _slow_path({args})",
         f"_run = _plan.direct or _plan.function({tuple_of(prim.params)})",
         "if _autocast():",
         "    with _without_autocast():",
@@ -136,30 +140,29 @@ def primitive_source(prim: Primitive, configured: bool = False) -> str:
 
 def call_source(op: Op) -> str:
     """Code of an operator's call, without the ``needs_*`` flags."""
-    given = [name for name in op.fwd.params if not name.startswith("needs_")]
-    tensors = [op.fwd.params[i] for i in op.fwd.places]
-    asked_first = "_tracing() or _transformed() or _forward_ad._current_level >= 0"
-    odd, wants = [f"{COMPILING} or {asked_first}"], []
+    inputs = [name for name in op.fwd.params if not name.startswith("needs_")]
+    tensors = [op.fwd.params[i] for i in op.fwd.tensor_indices]
+    transforms = "_tracing() or _transformed() or _forward_ad._current_level >= 0"
+    unusual, needs = [f"{COMPILING} or {transforms}"], []
     for name in tensors:
         optional = "" if name == op.fwd.params[op.fwd.anchor] else f"{name} is not None and "
-        odd.append(f"({optional}(type({name}) not in _PLAIN or _is_wrapped({name})))")
-        wants.append(f"    _needs_{name} = {optional}{name}.requires_grad")
+        unusual.append(f"({optional}(type({name}) not in _PLAIN or _is_wrapped({name})))")
+        needs.append(f"    _needs_{name} = {optional}{name}.requires_grad")
     flags = [name for name in op.fwd.params if name.startswith("needs_")]
-    args = ", ".join(given)
-    asked = ", ".join([*given, *(f"_{name}" for name in flags)])
-    nobody = ", ".join([*given, *("False" for _ in flags)])
-    visible = len(op.fwd.returns) - len(op.residuals)
-    first = "[0]" if visible == 1 else f"[:{visible}]"
+    args = ", ".join(inputs)
+    with_grad = ", ".join([*inputs, *(f"_{name}" for name in flags)])
+    without_grad = ", ".join([*inputs, *("False" for _ in flags)])
+    visible = "[0]" if len(op.visible) == 1 else f"[:{len(op.visible)}]"
     return f"def call({args}):\n" + block(
         "if (",
-        block(" or\n".join(odd)),
+        block(" or\n".join(unusual)),
         "):",
-        f"    return _general({args})",
+        f"    return _slow_path({args})",
         "if _grad_enabled():",
-        *wants,
+        *needs,
         f"    if {' or '.join(f'_needs_{name}' for name in tensors)}:",
-        f"        return _apply({asked}){first if op.anchor else ''}",
-        f"return _forward({nobody}){first if len(op.fwd.returns) > 1 else ''}",
+        f"        return _apply({with_grad}){visible if op.edges else ''}",
+        f"return _forward({without_grad}){visible if len(op.fwd.returns) > 1 else ''}",
     )
 
 
@@ -185,30 +188,30 @@ def forward_source(op: Op, saved: list[str], plain: list[str], not_saved: list[s
         op: The operator.
         saved: Names of the tensors that backward reads.
         plain: Names of the other arguments, and ``x_dtype`` for a dtype.
-        not_saved: What is asked for tensors that are not saved after all.
+        not_saved: Arguments of the function that names tensors which are not saved after all.
     """
     params, returns = op.fwd.params, op.fwd.returns
-    visible = returns[: len(returns) - len(op.residuals)]
     outs = {name: f"_{name}" for name in returns}  # an output may be called as an argument is
-    kept = [_saved_values(op, n, n) if n in params else outs[n] for n in saved]
+    tensors = [_saved_values(op, n, n) if n in params else outs[n] for n in saved]
     if not_saved is not None:
-        kept = [f"None if {n!r} in _left else {k}" for n, k in zip(saved, kept, strict=True)]
+        named = zip(saved, tensors, strict=True)
+        tensors = [f"None if {name!r} in _unsaved else {t}" for name, t in named]
     dtype = "None if {0} is None else {0}.dtype"
     values = [n if n in params else dtype.format(n.removesuffix("_dtype")) for n in plain]
-    unsmooth = [outs[n] for n in visible if n in op.non_differentiable]
-    found = tuple_of(outs.values()) if len(outs) > 1 else outs[returns[0]]
-    results = [outs[n] for n in (*visible, *op.anchor)]
+    non_differentiable = ", ".join(outs[n] for n in op.non_differentiable)
+    targets = tuple_of(outs.values()) if len(outs) > 1 else outs[returns[0]]
+    results = [outs[n] for n in (*op.visible, *op.edges)]
     return f"def forward(ctx, {', '.join(params)}):\n" + block(
         "_config = _current()",
-        f"{found} = _run_forward(_config, {', '.join(params)})",
+        f"{targets} = _run_forward(_config, {', '.join(params)})",
         # views made in here could not be written to
         *(f"if {y}._is_view():\n    {y} = {y}.detach()" for y in results),
         f"_increment_version({op.inplace})" if op.inplace else None,
-        None if not_saved is None else f"_left = _not_saved({', '.join(not_saved)})",
-        f"ctx.save_for_backward({', '.join(kept)})",
+        None if not_saved is None else f"_unsaved = _not_saved({', '.join(not_saved)})",
+        f"ctx.save_for_backward({', '.join(tensors)})",
         f"ctx.plain = {tuple_of(values)}",
         "ctx.set_materialize_grads(False)",
-        f"ctx.mark_non_differentiable({', '.join(unsmooth)})" if unsmooth else None,
+        f"ctx.mark_non_differentiable({non_differentiable})" if non_differentiable else None,
         "ctx.configuration = _config",
         f"return {results[0] if len(results) == 1 else tuple_of(results)}",
     )
@@ -216,73 +219,71 @@ def forward_source(op: Op, saved: list[str], plain: list[str], not_saved: list[s
 
 def backward_source(op: Op) -> str:
     """Code that runs backward where an upstream gradient arrives, once."""
-    visible = op.fwd.returns[: len(op.fwd.returns) - len(op.residuals)]
-    ups = [f"d{name}" for name in (*visible, *op.anchor)]
-    batched = [f"({d} is not None and _is_legacy_batched({d}))" for d in ups]
+    upstream = [f"d{name}" for name in (*op.visible, *op.edges)]
+    batched = [f"({d} is not None and _is_legacy_batched({d}))" for d in upstream]
     none = tuple_of(["None"] * len(op.fwd.params))
-    return f"def backward(ctx, {', '.join(ups)}):\n" + block(
-        f"if {' and '.join(f'{d} is None' for d in ups)}:",
+    return f"def backward(ctx, {', '.join(upstream)}):\n" + block(
+        f"if {' and '.join(f'{d} is None' for d in upstream)}:",
         f"    return {none}",
         "_saved, _config = ctx.saved_tensors, _current()",
         "if (",
         f"    _grad_enabled() or {COMPILING} or ctx.configuration is not _config or",
         f"    {' or '.join(batched)}",
         "):",
-        f"    return _general(ctx, {tuple_of(ups)}, _saved)",
-        f"return _gradients(ctx, {tuple_of(ups)}, _saved, _config)",
+        f"    return _slow_path(ctx, {tuple_of(upstream)}, _saved)",
+        f"return _gradients(ctx, {tuple_of(upstream)}, _saved, _config)",
     )
 
 
 def gradients_source(
-    op: Op, sources: list[tuple[str, str]], saved: list[str], plain: list[str]
+    op: Op, origins: list[tuple[str, str]], saved: list[str], plain: list[str]
 ) -> str:
     """Code of one gradient or None for every argument of forward.
 
     Args:
         op: The operator.
-        sources: Where every argument of backward comes from, and under which name.
+        origins: Where every argument of backward comes from, and under which name.
         saved: Names of the tensors that backward reads.
         plain: Names of the other arguments, and ``x_dtype`` for a dtype.
     """
     params = op.fwd.params
-    visible = op.fwd.returns[: len(op.fwd.returns) - len(op.residuals)]
-    ups = {name: f"_up{i}" for i, name in enumerate((*visible, *op.anchor))}
+    ups = {name: f"_up{i}" for i, name in enumerate((*op.visible, *op.edges))}
     tensors = {name: f"_saved{i}" for i, name in enumerate(saved)}
     values = {name: f"_value{i}" for i, name in enumerate(plain)}
     flags = {name: f"_needs[{params.index(name)}]" for name in params}
-    by_kind = {"grad": ups, "tensor": tensors, "value": values, "flag": flags}
-    by_kind["dtype"] = {name: values.get(f"{name}_dtype", "") for name in params}
-    read = ", ".join(by_kind[kind][name] for kind, name in sources)
+    by_origin = {"grad": ups, "tensor": tensors, "value": values, "flag": flags}
+    by_origin["dtype"] = {name: values.get(f"{name}_dtype", "") for name in params}
+    read = ", ".join(by_origin[origin][name] for origin, name in origins)
     lines = [f"{tuple_of(ups.values())} = ups"]
     lines += [f"{tuple_of(tensors.values())} = saved"] * bool(tensors)
     lines += [f"{tuple_of(values.values())} = ctx.plain"] * bool(values)
     lines += ["_needs = ctx.needs_input_grad"]
     if op.inplace:
         buffer = tensors[op.inplace]
-        found = [f"{buffer}.detach()" if name == op.inplace else "None" for name in params]
-        return "def gradients(ctx, ups, saved, config):\n" + block(
-            *lines, f"_run_backward(config, {read})", f"_increment_version({buffer})",
-            f"return {tuple_of(found)}",
-        )  # fmt: skip
-    made = {name: f"_{name}" for name in op.bwd.returns}
-    lines += [f"{', '.join(made.values())} = _run_backward(config, {read})"]
-    smooth = [ups[n] for n in visible if n not in op.non_differentiable]
+        results = [f"{buffer}.detach()" if name == op.inplace else "None" for name in params]
+        lines += [f"_run_backward(config, {read})", f"_increment_version({buffer})"]
+        lines += [f"return {tuple_of(results)}"]
+        return "def gradients(ctx, ups, saved, config):\n" + block(*lines)
+    grads = {name: f"_{name}" for name in op.bwd.returns}
+    lines += [f"{', '.join(grads.values())} = _run_backward(config, {read})"]
+    smooth = [ups[n] for n in op.visible if n not in op.non_differentiable]
     if len(ups) > 1 and smooth:  # an input that no upstream gradient reaches has an empty gradient
         lines += [f"if {' or '.join(f'{d} is None' for d in smooth)}:"]
-        lines += [f"    {g} = None if {g}.shape == (0,) else {g}" for g in made.values()]
-    found = []
+        lines += [f"    {g} = None if {g}.shape == (0,) else {g}" for g in grads.values()]
+    results = []
     for name in params:
         owner = op.same_grad_as.get(name, name)
-        g = ups[op.identity_grads[name]] if name in op.identity_grads else made.get(f"d{owner}")
+        g = ups[op.identity_grads[name]] if name in op.identity_grads else grads.get(f"d{owner}")
         if g is None:
-            found.append("None")
+            results.append("None")
             continue
         test = flags[name]
         if owner != name or name in op.same_grad_as.values():
             test += f" and {g} is not None"
             g += f".to({values[f'{name}_dtype']})"
-        found.append(f"{g} if {test} else None")
-    return "def gradients(ctx, ups, saved, config):\n" + block(*lines, f"return {tuple_of(found)}")
+        results.append(f"{g} if {test} else None")
+    lines += [f"return {tuple_of(results)}"]
+    return "def gradients(ctx, ups, saved, config):\n" + block(*lines)
 
 
 # --- all of it ---
@@ -297,21 +298,23 @@ class JoiningCode:
     gradients: str
 
 
-def joining_code(op: Op, sources: list[tuple[str, str]]) -> JoiningCode:
+def joining_code(op: Op, origins: list[tuple[str, str]]) -> JoiningCode:
     """The code that joins forward and backward.
 
     Args:
         op: The operator.
-        sources: Where every argument of backward comes from: of what kind, under which name.
+        origins: Where every argument of backward comes from, and under which name.
     """
-    named = {kind: list(dict.fromkeys(n for k, n in sources if k == kind)) for kind, _ in sources}
-    shared = {*op.same_grad_as, *op.same_grad_as.values()}
-    dtypes = [n for n in op.fwd.params if n in shared or n in named.get("dtype", [])]
-    plain = [*named.get("value", []), *(f"{n}_dtype" for n in dtypes)]
-    saved = named.get("tensor", [])
-    asked = list(inspect.signature(op.not_saved).parameters) if op.not_saved else None
+    names: dict[str, list[str]] = {"dtype": [], "value": [], "tensor": []}
+    for origin, name in dict.fromkeys(origins):
+        names.setdefault(origin, []).append(name)
+    same = {*op.same_grad_as, *op.same_grad_as.values()}
+    dtypes = [n for n in op.fwd.params if n in same or n in names["dtype"]]
+    plain = [*names["value"], *(f"{n}_dtype" for n in dtypes)]
+    saved = names["tensor"]
+    not_saved = list(inspect.signature(op.not_saved).parameters) if op.not_saved else None
     return JoiningCode(
-        forward_source(op, saved, plain, asked),
+        forward_source(op, saved, plain, not_saved),
         backward_source(op),
-        gradients_source(op, sources, saved, plain),
+        gradients_source(op, origins, saved, plain),
     )

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from liger_multi import ops
-from liger_multi.dispatch.early import Early
+from liger_multi.dispatch.early_save import EarlySave
 from liger_multi.errors import DoubleBackwardError
 
 
@@ -41,7 +41,7 @@ def inputs(grad=True):
 def counted(monkeypatch):
     """How often each half of an operator ran."""
     seen = {"first": 0, "rest": 0}
-    call = Early.__call__
+    call = EarlySave.__call__
 
     def spy(early, *args):
         if not hasattr(early, "counts"):
@@ -56,7 +56,7 @@ def counted(monkeypatch):
         seen["first"] += 1
         return call(early, *args)
 
-    monkeypatch.setattr(Early, "__call__", spy)
+    monkeypatch.setattr(EarlySave, "__call__", spy)
     return seen
 
 

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from liger_multi._torch_private import is_tracing
-from liger_multi.dispatch import flat
-from liger_multi.dispatch.autograd import make_function
+from liger_multi.dispatch import codegen
+from liger_multi.dispatch.autograd import make_function, transforming
 from liger_multi.dispatch.config import Configuration
 from liger_multi.dispatch.op import Op
-from liger_multi.dispatch.transforms import transforming
 
 
 class _Result(torch.autograd.Function):
@@ -42,13 +41,13 @@ class _Result(torch.autograd.Function):
         return upstream[0], None
 
 
-class _Handed(threading.local):
-    """What a first function leaves for the second."""
+class _Handover(threading.local):
+    """What the first function leaves for the second."""
 
     value: Any = None
 
 
-class Early:
+class EarlySave:
     """An operator with one visible output, in two functions.
 
     Args:
@@ -62,32 +61,32 @@ class Early:
         self, op: Op, first: Callable[..., tuple[tuple[Tensor, ...], Any]],
         rest: Callable[..., Tensor],
     ) -> None:  # fmt: skip
-        self._op, self._rest, self._handed = op, rest, _Handed()
+        self._op, self._rest, self._handover = op, rest, _Handover()
         names = op.fwd.params
         self._flags = [names.index(n[6:]) for n in names if n.startswith("needs_")]
 
         def run(_: Configuration, *args: Any) -> tuple[Tensor, ...]:
-            outputs, self._handed.value = first(*args)
+            outputs, self._handover.value = first(*args)
             return outputs
 
-        self._function = make_function(op, run, op.bwd.run_in)
+        self._function = make_function(op, run, op.bwd.run_configured)
 
     def __call__(self, *args: Any) -> Tensor:
         """Call with the arguments of the operator."""
         tensors = [a for a in args if isinstance(a, Tensor)]
         needed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        odd = is_tracing() or transforming()
-        if not needed or odd or any(type(t) not in flat.PLAIN for t in tensors):
+        unusual = is_tracing() or transforming()
+        if not needed or unusual or any(type(t) not in codegen.PLAIN for t in tensors):
             return self._op(*args)  # type: ignore[no-any-return]
-        given = (args[i] for i in self._flags)
-        flags = [isinstance(a, Tensor) and a.requires_grad for a in given]
+        flagged = (args[i] for i in self._flags)
+        flags = [isinstance(a, Tensor) and a.requires_grad for a in flagged]
         try:
-            made = self._function.apply(*args, *flags)
-            handed = self._handed.value
+            outputs = self._function.apply(*args, *flags)
+            handover = self._handover.value
         finally:
-            self._handed.value = None
-        empty = made[0] if isinstance(made, tuple) else made
-        return _Result.apply(empty, lambda: self._rest(handed, *args))  # type: ignore[no-any-return, no-untyped-call]
+            self._handover.value = None
+        empty = outputs[0] if isinstance(outputs, tuple) else outputs
+        return _Result.apply(empty, lambda: self._rest(handover, *args))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def empty_of(x: Tensor, *shape: int) -> Tensor:
