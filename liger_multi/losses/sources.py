@@ -63,7 +63,7 @@ def through(head: nn.Module, hidden: Tensor, loss: Loss) -> Any:
     if reason is not None:
         raise TypeError(f"the weight of this head cannot be used by itself: {reason}")
     if hasattr(head, "stock_forward"):  # the head of a patched model takes jobs
-        from liger_multi.patching.lazy_logits.deferred import Job
+        from liger_multi.patching.head.deferred import Job
 
         try:
             return head(hidden, Job(lambda own, h: loss(h, own.weight, own.bias)))

@@ -866,4 +866,4 @@ def test_registrations_that_cannot_be():
             register(item, name)
     with pytest.raises(PatchError, match="not registered"):
         unregister("nobody")
-    assert "twice" not in patching.recognize.registered.probes()
+    assert "twice" not in patching.registered.probes()

@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 from liger_multi import ops, use
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, unpatch
-from liger_multi.patching.recognize import rotated_norms as recognize
+from liger_multi.patching.norms import rotated
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import Graphs, assert_same_training, batch, build, continued
 from tests.sweep.run import executed
@@ -415,10 +415,8 @@ def test_norms_that_no_kernel_keeps_are_apart():
 def test_layers_that_are_alike_are_tried_once(monkeypatch):
     """Their numbers differ, which no forward reads before it has a cache."""
     tried = []
-    measured = recognize._refusal
-    monkeypatch.setattr(
-        recognize, "_refusal", lambda *given: tried.append(given) or measured(*given)
-    )
+    measured = rotated._refusal
+    monkeypatch.setattr(rotated, "_refusal", lambda *given: tried.append(given) or measured(*given))
     model = build("qwen3", num_hidden_layers=4)
     assert patch(model).count(KEY) == 4
     assert len(tried) == 1
