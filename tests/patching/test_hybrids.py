@@ -272,6 +272,7 @@ def test_samples_stay_apart_when_layers_run_again(model_type, reentrant):
     assert_same_gradients(found[1], found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["lfm3", "bamba"])
 def test_a_compiled_model_keeps_samples_apart(model_type):
     _, model = built(model_type)

@@ -248,10 +248,12 @@ def test_every_operator_has_a_page_with_every_section(site):
             assert f"## {heading}\n" in text, f"{name}: {heading}"
 
 
+@pytest.mark.slow
 def test_what_is_generated_is_current():
     assert [str(path) for path in docs.stale()] == []
 
 
+@pytest.mark.slow
 def test_the_page_of_an_operator_that_is_no_more_goes(monkeypatch, tmp_path):
     docs.build(tmp_path)
     known = docs.public_operators()
@@ -534,7 +536,7 @@ def test_quoted_ratios_are_of_one_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(pictures.known()))
 def test_a_picture_shows_what_the_results_have(name):
-    """`make pictures` draws all of them; small enough for a page."""
+    """`make docs ARGS=--all` draws all of them; small enough for a page."""
     path = ROOT / "docs" / name
     assert pictures.carried(path) == pictures.digest(pictures.known()[name].data), name
     assert path.stat().st_size < 80_000

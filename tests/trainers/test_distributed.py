@@ -1157,6 +1157,7 @@ def files_beside_memory(request):
     assert not built.returncode, built.stderr[-3000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES],

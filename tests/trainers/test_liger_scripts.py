@@ -165,6 +165,7 @@ def test_a_forward_that_is_assigned(monkeypatch, where):
     assert out.logits.shape == (*IDS.shape, model.config.vocab_size)
 
 
+@pytest.mark.slow
 def test_a_forward_that_is_assigned_is_traced_after_its_first_call():
     from liger_kernel.transformers.model.llama import lce_forward
 
