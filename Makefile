@@ -182,12 +182,11 @@ test-full: $(ENV)  ## the suite with the slow tests (PART=1/4: the first of four
 	exit $$failed
 
 test-trainers: $(ENV)  ## trainers with these operators, each in an environment of its own (NAME=trl)
-	$(RUN) -m ci.trainers $(NAME) $(ARGS)
+	$(RUN) -m tests.trainers.runs $(NAME) $(ARGS)
 NAME ?=
 
-test-liger: $(ENV)  ## the import names of Liger-Kernel beside the real package, minutes
-	@test -d build/liger/liger_kernel || $(RUN) -m pip install --quiet --target build/liger --no-deps liger-kernel==0.8.5
-	$(TEST_ENV) $(RUN) -m ci.liger build/liger --check $(ARGS)
+test-liger: $(ENV)  ## Liger-Kernel's own tests with our import names (ARGS="--release liger-kernel": the newest)
+	$(TEST_ENV) $(RUN) -m tests.trainers.liger_suite build/liger $(ARGS)
 
 seconds: $(ENV)  ## time the suite on this machine, for balanced parts; git diff shows tests/seconds.json
 	$(MAKE) --no-print-directory test-full PART= ARGS="--record-seconds $(ARGS)"
