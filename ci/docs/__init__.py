@@ -39,7 +39,7 @@ from ci.docs import status as docs_status
 from ci.docs import traces as docs_traces
 from ci.docs.blocks import filled
 from ci.npu import levels
-from ci.trainers import page as trainers
+from tests.trainers.runs import page as trainers
 
 stand_in.install()
 

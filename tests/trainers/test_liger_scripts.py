@@ -301,7 +301,7 @@ def test_the_trainer_of_orpo(tmp_path, monkeypatch):
     from liger_kernel.transformers.trainer import LigerORPOTrainer
 
     orpo = pytest.importorskip("trl.experimental.orpo")
-    from ci.trainers import setting
+    from tests.trainers.runs import setting
 
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from datasets import Dataset

@@ -1,4 +1,4 @@
-"""GRPO and PPO of verl without its sampler: ``python -m ci.trainers.verl_policy OPTIONS``.
+"""GRPO and PPO of verl without its sampler: ``python -m tests.trainers.runs.verl_policy OPTIONS``.
 
 verl samples answers on servers of vLLM, SGLang or TensorRT-LLM, which need a GPU, and spreads its
 workers by Ray. Here answers are drawn at random, and everything runs in one process. All else is

@@ -1,8 +1,8 @@
 """Trainers, run with the switch that brings in this library's operators and without.
 
 ``trainers.yaml`` is the table: what is installed, how the trainer is started, its switch, and the
-runs. ``python -m ci.trainers NAME`` builds the trainer's environment and runs each of them without
-the switch and, with the import names of Liger-Kernel served, with it. Both have to log the same
+runs. ``python -m tests.trainers.runs NAME`` builds the trainer's environment and runs each of
+them without the switch and, with the import names of Liger-Kernel served, with it. Both have to log the same
 numbers, and operators of ours have to have been called. Nothing of a trainer is changed.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TABLE = Path(__file__).with_name("trainers.yaml")
 RESULTS = Path(__file__).with_name("results.json")
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from swift.rewards import ORM, orms
 
-from ci.trainers.setting import reward
+from tests.trainers.runs.setting import reward
 
 
 class Toy(ORM):  # type: ignore[misc]
-    """:func:`ci.trainers.setting.reward`."""
+    """:func:`tests.trainers.runs.setting.reward`."""
 
     def __call__(self, completions: list[Any], **kwargs: Any) -> list[float]:
         """A number an answer."""

@@ -1,4 +1,4 @@
-"""The CPU as a platform of verl: ``VERL_USE_EXTERNAL_MODULES=ci.trainers.verl_cpu``.
+"""The CPU as a platform of verl: ``VERL_USE_EXTERNAL_MODULES=tests.trainers.runs.verl_cpu``.
 
 verl asks its platform for everything that depends on the device, and has none for CPUs.
 ``VERL_PLATFORM=cpu`` chooses this one, and ``VERL_ENGINE_DEVICE=cuda`` the engines that verl has
@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from ci.trainers.cpu import accelerator
+from tests.trainers.runs.cpu import accelerator
 
 
 @PlatformRegistry.register(platform="cpu")

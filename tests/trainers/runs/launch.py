@@ -1,4 +1,4 @@
-"""Start a trainer as a user does: ``python -m ci.trainers.launch CALLS MODULE ARGUMENTS``.
+"""Start a trainer as a user does: ``python -m tests.trainers.runs.launch CALLS MODULE ARGUMENTS``.
 
 With a file for ``CALLS`` the import names of Liger-Kernel are served first, and how often each
 operator was called is written there as JSON, by the first of several processes. With ``-`` the

@@ -1,4 +1,4 @@
-"""What every trainer trains on: ``python -m ci.trainers.setting FOLDER``.
+"""What every trainer trains on: ``python -m tests.trainers.runs.setting FOLDER``.
 
 Runs in a trainer's environment and writes a tiny random model with its tokenizer, a
 teacher like it, and the same dialogues in the format of every trainer.

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from ci.trainers import ROOT, Run, Trainer
 from ci.venv import packages_of, torch_arguments
+from tests.trainers.runs import ROOT, Run, Trainer
 
 TOLERANCE = {"rel_tol": 1e-4, "abs_tol": 1e-6}
 """Numbers are compared as the trainer logs them; some round to four digits."""
@@ -133,7 +133,7 @@ class Bench:
         self.python, self.trainer, self.folder = python, trainer, folder
         folder.mkdir(parents=True, exist_ok=True)
         self.environment = {**os.environ, **QUIET, **trainer.environment, "PYTHONPATH": str(ROOT)}
-        self._started(["ci.trainers.setting", str(folder)], folder / "setting.log")
+        self._started(["tests.trainers.runs.setting", str(folder)], folder / "setting.log")
 
     def _started(self, command: list[str], log: Path) -> None:
         full = [str(self.python), "-m", *command]
@@ -158,7 +158,7 @@ class Bench:
         if switched:
             every |= run.switch or self.trainer.switch
         calls = out.with_suffix(".calls.json")
-        command = ["ci.trainers.launch", str(calls) if switched else "-", run.module]
+        command = ["tests.trainers.runs.launch", str(calls) if switched else "-", run.module]
         command += [*run.arguments, *self._options(filled(every, places), out)]
         if run.processes > 1:
             command = [*TORCHRUN, str(run.processes), "-m", *command]

@@ -1,4 +1,4 @@
-"""Start torchtitan on a CPU: ``python -m ci.trainers.torchtitan_cpu`` and its arguments.
+"""Start torchtitan on a CPU: ``python -m tests.trainers.runs.torchtitan_cpu`` and its arguments.
 
 torchtitan asks PyTorch for its accelerator and takes CUDA where there is none. Here PyTorch names
 the CPU, with what ``torch.cuda`` has and ``torch.cpu`` lacks, and gets two functions that
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.flex_attention import create_mask
 
-from ci.trainers.cpu import ALONE, accelerator
+from tests.trainers.runs.cpu import ALONE, accelerator
 
 
 def sum_only(unit: FSDPModule, factor: float) -> None:
@@ -49,7 +49,7 @@ class MaskedAttention(FlexAttention):  # type: ignore[misc]
         """Its configuration."""
 
     def forward(
-        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Any,  # noqa: N803
+        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Any,
         scale: float | None = None, enable_gqa: bool = False, **_: Any,
     ) -> Tensor:  # fmt: skip
         """Attend within documents; the names of tensors are those of torchtitan's shardings."""

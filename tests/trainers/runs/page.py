@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ci.trainers import RESULTS, trainers
+from tests.trainers.runs import RESULTS, trainers
 
 START, END = "<!-- trainers:start -->", "<!-- trainers:end -->"
 

@@ -1,4 +1,4 @@
-"""``python -m ci.trainers NAME ...``: run trainers and keep what came out."""
+"""``python -m tests.trainers.runs NAME ...``: run trainers and keep what came out."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ci.results import commit
-from ci.trainers import RESULTS, ROOT, Trainer, trainers
-from ci.trainers.driver import Bench, RunError, compared, environment, versions
+from tests.trainers.runs import RESULTS, ROOT, Trainer, trainers
+from tests.trainers.runs.driver import Bench, RunError, compared, environment, versions
 
 
 def provenance() -> dict[str, str]:
     """Of a run: its day, and the commit; ``+`` after that stands for other changes than results."""
     now = datetime.datetime.now(datetime.timezone.utc)
-    return {"date": now.date().isoformat(), "commit": commit("ci/trainers/results.json")}
+    return {"date": now.date().isoformat(), "commit": commit("tests/trainers/runs/results.json")}
 
 
 def ran(
@@ -51,7 +51,7 @@ def store(name: str, trainer: Trainer, kept: dict[str, Any]) -> None:
 def main() -> int:
     """Run, and with ``--store`` keep; 1 where a run failed."""
     table = trainers()
-    parser = argparse.ArgumentParser(prog="python -m ci.trainers", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.trainers.runs", description=main.__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(table)}")
     parser.add_argument("--only", action="append", default=[], metavar="RUN")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "trainers")

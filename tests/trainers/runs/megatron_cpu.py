@@ -1,6 +1,6 @@
-"""Train a GPT of Megatron-Core on a CPU: ``python -m ci.trainers.megatron_cpu`` and its arguments.
+"""Train a GPT of Megatron-Core on a CPU.
 
-Megatron-Core is a library without a command. This is the loop that a user writes: the local
+``python -m tests.trainers.runs.megatron_cpu`` and its arguments do it. Megatron-Core is a library without a command. This is the loop that a user writes: the local
 specification, which needs no Transformer Engine, tensor parallel over the processes of
 ``torchrun``, and with ``--parts`` the call for Liger-Kernel. Megatron-Core asks CUDA for the
 current device; here that is the CPU.
@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ci.trainers.cpu import ALONE
+from tests.trainers.runs.cpu import ALONE
 
 PARTS = ("rms_norm", "cross_entropy", "swiglu")
 CLASSES, LENGTH, BATCH = 64, 16, 4
