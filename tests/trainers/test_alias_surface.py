@@ -15,6 +15,8 @@ from liger_multi.compat.liger_kernel import finder
 
 RECORDED = yaml.safe_load(TARGET.read_text(encoding="utf-8"))
 NAMES = flat(RECORDED["modules"])
+if not importlib.util.find_spec("trl"):  # one trainer derives from a class of TRL
+    NAMES = {n: kind for n, kind in NAMES.items() if not n.endswith(".LigerORPOTrainer")}
 
 VENDORS = "kernels of one vendor; backends are chosen by liger_multi.configure"
 HALVES = "forward and backward of operators are no functions of their own here"
