@@ -278,10 +278,8 @@ def exports(file: File, tree: Tree) -> Findings:
     operators = [name for name in operators if not name.startswith("_")]
     name = file.module.rpartition(".")[2]
     if file.room.startswith("ops.") and name in operators:
-        family = re.search(r'family="(\w+)"', file.source)
-        homes = {f"{REFERENCE}.{family[1]}.operators"} if family else set()
-        homes |= {f.module for f in tree.files if f.path.endswith(f"/{name}.py") and f is not file}
-        if not any(within(home, REFERENCE) and home in tree.modules for home in homes):
+        reference = rf"reference/(.+/)?{name}\.py"
+        if not any(re.fullmatch(reference, f.path) for f in tree.files):
             yield 1, f"the operator {name} has no reference"
     if file.module == "liger_multi.ops":
         taken = {i.module.rpartition(".")[2] for i in file.imports}

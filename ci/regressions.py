@@ -150,7 +150,7 @@ CASES = (
         (
             Break(
                 "a patched model's sum over tokens becomes a mean",
-                "liger_multi/patching/lazy_logits/loss.py",
+                "liger_multi/patching/head/loss.py",
                 '"reduction": self.reduction,',
                 '"reduction": self.reduction.replace("sum", "mean"),',
                 (
@@ -197,7 +197,7 @@ CASES = (
         (
             Break(
                 "the patched head does not check that its weight has elements",
-                "liger_multi/patching/replace/head.py",
+                "liger_multi/patching/head/module.py",
                 "if weight.numel() == 0:",
                 "if False:",
                 (
@@ -214,7 +214,7 @@ CASES = (
             ),
             Break(
                 "the loss reads the weight instead of calling the head, whose hooks gather it",
-                "liger_multi/patching/lazy_logits/deferred.py",
+                "liger_multi/patching/head/deferred.py",
                 'return getattr(self.head, "asked", self.head)(hidden, job)',
                 "return job.run(self.head, hidden)",
                 (
@@ -230,7 +230,7 @@ CASES = (
         (
             Break(
                 "the fused loss uses the base layer instead of the adapter",
-                "liger_multi/patching/recognize/heads.py",
+                "liger_multi/patching/head/find.py",
                 "    return [head]\n",
                 '    base = getattr(head, "base_layer", None)\n'
                 "    if base is not None:\n"
@@ -265,7 +265,7 @@ CASES = (
         (
             Break(
                 "logits are lazy only while gradients are recorded",
-                "liger_multi/patching/replace/head.py",
+                "liger_multi/patching/head/module.py",
                 "if not grad and (hidden.ndim < 3",
                 "if not grad or (hidden.ndim < 3",
                 (
@@ -281,7 +281,7 @@ CASES = (
         (
             Break(
                 "an equal copy of the original class is restored",
-                "liger_multi/patching/replace/swap.py",
+                "liger_multi/patching/swap.py",
                 "module.__class__ = found.stock",
                 "module.__class__ = type(found.stock.__name__, (found.stock,), {})",
                 ("tests/patching/test_patching_api.py::test_unpatch_brings_the_very_same_back",),

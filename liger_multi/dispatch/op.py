@@ -346,7 +346,7 @@ def _rule_by_input(
             shape = (0,)
         owner = like if isinstance(like, Tensor) else args[first]
         dtype = None if like is None else args.get(f"{x}_dtype")
-        return owner.new_empty(shape, dtype=dtype)  # type: ignore[no-any-return]
+        return owner.new_empty(shape, dtype=dtype)
 
     def gradients(args: Mapping[str, Any]) -> Any:
         grads = tuple([gradient(x, rule, args) for x, rule in rules.items()])

@@ -265,6 +265,7 @@ def dynamic_models():
         yield pytest.param(kind, marks=[pytest.mark.slow] if slow else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(dynamic_models()))
 def test_models_with_sizes_that_vary(kind):
     """Two layers: a second MLP met the sizes that the first one had left behind."""

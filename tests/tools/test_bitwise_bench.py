@@ -19,6 +19,7 @@ RUN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_trial_keeps_rows_of_every_process(tmp_path):
     file = tmp_path / "run.json"
     given = ["--device", "cpu", "--tiny", "--seconds", "0.02", "--ops", "rms_norm"]
@@ -66,6 +67,7 @@ def test_a_broken_promise_is_found(broken):
     assert not [text for text in said if "backward" in text]
 
 
+@pytest.mark.slow
 def test_gemms_have_a_time_or_a_reason():
     rows = list(bitwise_operators.gemms(CPU, Clock(CPU.device)))
     assert len(rows) == 2 * len(bitwise_operators.LAYERS) * len(bitwise_operators.GEMMS)
