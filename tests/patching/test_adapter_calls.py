@@ -25,7 +25,7 @@ pytest.importorskip("transformers")
 from test_adapters import ATTENTION, MLP, filled, lora
 
 from liger_multi import ops, patch, unpatch
-from liger_multi.patching.head.lazy_tensor import LazyLogits
+from liger_multi.patching.head.protocol import LazyLogits
 from liger_multi.patching.lora.fused import SharedInput, together
 from liger_multi.patching.swap import swapped
 from tests.models import batch, build

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("transformers")
 
 from liger_multi.patching import patch, real_logits
-from liger_multi.patching.head.lazy_tensor import LazyLogits
 from liger_multi.patching.head.loss import SWAPS
+from liger_multi.patching.head.protocol import LazyLogits
 from liger_multi.patching.head.steps import is_view
 from liger_multi.patching.head.traced import ReplicaLogits
 from tests.models import VOCABULARY, FusedCalls, assert_same_training, batch, pair

@@ -15,10 +15,10 @@ pytest.importorskip("transformers")
 
 from liger_multi import ops
 from liger_multi.patching import patch, real_logits
-from liger_multi.patching.head import lazy_tensor, reductions
+from liger_multi.patching.head import reductions, storage
 from liger_multi.patching.head.deferred import Guard
-from liger_multi.patching.head.lazy_tensor import LazyLogits
 from liger_multi.patching.head.loss import SWAPS
+from liger_multi.patching.head.protocol import LazyLogits
 from tests.comparing import assert_same_gradients, difference, gradients
 from tests.models import VOCABULARY, FusedCalls, Widest, assert_same_training, batch, pair
 
@@ -468,7 +468,7 @@ class Square(torch.autograd.Function):
 @pytest.mark.parametrize("write", [Tensor.addcmul_, Tensor.addcdiv_, Tensor.add_])
 def test_real_logits_are_written_with_lazy_ones(models, swaps, write, monkeypatch):
     """What in-place dropout returned is real, and the logits beside it are those of before."""
-    monkeypatch.setattr(lazy_tensor, "SWAPS", swaps)
+    monkeypatch.setattr(storage, "SWAPS", swaps)
 
     def written(model):
         z = model(input_ids=IDS, labels=IDS).logits
@@ -485,7 +485,7 @@ def test_real_logits_are_written_with_lazy_ones(models, swaps, write, monkeypatc
 @pytest.mark.parametrize("swaps", [False, SWAPS])
 def test_gradients_come_back_through_an_autograd_function(models, swaps, monkeypatch):
     """Also where lazy logits stay what they are, as before PyTorch 2.11."""
-    monkeypatch.setattr(lazy_tensor, "SWAPS", swaps)
+    monkeypatch.setattr(storage, "SWAPS", swaps)
     assert_same_training(*models, lambda m: Square.apply(m(input_ids=IDS).logits).sum())
     assert_same_training(
         *models, lambda m: Square.apply(m(input_ids=IDS).logits[:, 1:] * 0.5).sum()
