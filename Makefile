@@ -166,7 +166,7 @@ define ADAPTED
 if $(if $(NO_VENV),true,$(MAKE) --no-print-directory $(ADAPTERS)); then \
   echo "== DeepSpeed and bitsandbytes"; \
   PYTHONPATH=$(abspath $(ADAPTERS))$${PYTHONPATH:+:$$PYTHONPATH} $(PYTEST) $(if $(DEVICE),--backend $(DEVICE)) \
-    $(wildcard tests/patching/test_adapters.py tests/trainers/test_distributed.py tests/memory/test_planning.py) \
+    $(wildcard tests/patching/test_lora.py tests/trainers/test_distributed.py tests/memory/test_planning.py) \
     $(addsuffix ::test_an_example_runs_and_learns,$(wildcard tests/tools/test_docs.py)) \
     -k "deepspeed or bitsandbytes" $(call keep,$(addsuffix -,$(DEVICE))adapters) $(ARGS) || failed=1; \
 else echo "== DeepSpeed and bitsandbytes: not installed"; failed=1; fi;

@@ -23,7 +23,7 @@ COPIED = (
     "liger_multi", "backends", "reference", "tests", "benchmarks", "ci",
     "pyproject.toml", "Makefile",
 )  # fmt: skip
-ECOSYSTEM = "tests/patching/test_patching_ecosystem.py"
+ECOSYSTEM = "tests/patching/test_apply_ecosystem.py"
 REPOSITORIES = {
     "LK": "linkedin/Liger-Kernel",
     "CCE": "apple/ml-cross-entropy",
@@ -154,8 +154,8 @@ CASES = (
                 '"reduction": self.reduction,',
                 '"reduction": self.reduction.replace("sum", "mean"),',
                 (
-                    "tests/patching/test_patching.py::test_accumulation_over_uneven_batches_equals_one_batch",
-                    f"{ECOSYSTEM}::test_trainer_accumulation_equals_one_batch_with_uneven_lengths",
+                    "tests/patching/test_head_loss.py::test_accumulation_over_uneven_batches_equals_one_batch",
+                    f"{ECOSYSTEM}::test_trainer_accumulation_of_uneven_lengths",
                 ),
             ),
         ),
@@ -185,7 +185,7 @@ CASES = (
                 "return torch.where(by == 0, 0, value / by)",
                 "return value / by",
                 (
-                    "tests/patching/test_patching.py::test_all_targets_ignored_is_zero_and_connected",
+                    "tests/patching/test_head_loss.py::test_all_targets_ignored_is_zero_and_connected",
                 ),
             ),
         ),
@@ -202,7 +202,7 @@ CASES = (
                 "if False:",
                 (
                     "tests/tools/test_regressions.py::test_a_head_without_elements_is_named",
-                    "tests/patching/test_patching_logits.py::test_a_partitioned_weight_names_zero3",
+                    "tests/patching/test_head_lazy_logits.py::test_a_partitioned_weight_names_zero3",
                 ),
             ),
             Break(
@@ -253,7 +253,7 @@ CASES = (
                 "{name} is not None",
                 (
                     "tests/dispatch/test_dispatch.py::test_frozen_weights_allocate_no_gradient",
-                    "tests/patching/test_patching.py::test_frozen_head_allocates_no_weight_gradient",
+                    "tests/patching/test_head_loss.py::test_frozen_head_allocates_no_weight_gradient",
                 ),
             ),
         ),
@@ -269,7 +269,7 @@ CASES = (
                 "if not grad and (hidden.ndim < 3",
                 "if not grad or (hidden.ndim < 3",
                 (
-                    "tests/patching/test_patching.py::test_evaluation_allocates_no_gradients_and_no_logits",
+                    "tests/patching/test_head_loss.py::test_evaluation_allocates_no_gradients_and_no_logits",
                 ),
             ),
         ),
@@ -284,7 +284,7 @@ CASES = (
                 "liger_multi/patching/swap.py",
                 "module.__class__ = found.stock",
                 "module.__class__ = type(found.stock.__name__, (found.stock,), {})",
-                ("tests/patching/test_patching_api.py::test_unpatch_brings_the_very_same_back",),
+                ("tests/patching/test_apply.py::test_unpatch_brings_the_very_same_back",),
             ),
         ),
     ),

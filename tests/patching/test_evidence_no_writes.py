@@ -197,7 +197,7 @@ class Noting(nn.Module):
         return self.weight * x.to(hidden_states.dtype)
 
 
-def test_lists_and_tensors_of_a_module_are_what_its_calls_made_them():
+def test_lists_and_tensors_of_a_module_are_of_its_calls():
     model = build("llama")
     norm = model.model.norm = Noting(model.model.norm.weight)
     liger_multi.patch(model)

@@ -519,7 +519,7 @@ def test_every_optimizer_is_noticed(models, fused):
         out.logits.sum()
 
 
-def test_a_model_moves_after_a_step_where_parameters_are_swapped(models):
+def test_a_model_moves_after_a_step_with_swapped_parameters(models):
     """``Module.to`` swaps DTensors, such as those of FSDP2, and refuses weak references."""
     ours = models[1]
     ours(input_ids=IDS, labels=IDS).loss.backward()

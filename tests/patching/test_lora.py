@@ -358,7 +358,7 @@ def test_losses_on_logits_of_an_adapted_head(reduction):
     assert torch.equal(got, wanted)
 
 
-def test_an_adapted_head_without_a_target_and_with_a_changed_adapter():
+def test_an_adapted_head_with_a_changed_adapter():
     ours = lora(build("llama", num_hidden_layers=1), ["lm_head"])
     patch(ours, strict=True)
     inputs = batch()

@@ -22,7 +22,7 @@ from tests.comparing import assert_same_gradients
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from test_adapters import ATTENTION, MLP, filled, lora
+from test_lora import ATTENTION, MLP, filled, lora
 
 from liger_multi import ops, patch, unpatch
 from liger_multi.patching.head.protocol import LazyLogits

@@ -83,7 +83,7 @@ def test_a_loss_object_of_the_caller_in_the_graph():
     assert_same_training(stock, ours, lambda m: (compiled if m is ours else step)(m))
 
 
-def test_a_loss_object_does_not_drop_what_the_patch_adds_to_the_loss():
+def test_a_loss_object_keeps_what_the_patch_adds():
     """A z-loss belongs to our loss, which the compiler's own call would silently replace."""
     ours = bert()[1]
     patch(ours, fused_linear_cross_entropy={"z_loss": 0.1})
@@ -120,7 +120,7 @@ def test_compiled_logits_are_stale_after_a_step_and_only_then(fused_optimizer):
             unread.logits[:, 1:] + 0
 
 
-def test_compiled_logits_have_no_gradient_after_the_fused_loss_and_pickle():
+def test_compiled_logits_pickle_without_a_gradient():
     ours = pair("llama", num_hidden_layers=1)[1]
     patch(ours)
     out = torch.compile(ours, fullgraph=True, backend="eager")(**graph_batch())
@@ -287,7 +287,7 @@ def test_trainer(arguments, tmp_path, fused):
     assert fused.count == 3
 
 
-def test_trainer_accumulation_equals_one_batch_with_uneven_lengths(tmp_path):
+def test_trainer_accumulation_of_uneven_lengths(tmp_path):
     weights = []
     for size, accumulate in ((4, 1), (1, 4), (2, 2)):
         model = build("llama")

@@ -253,7 +253,7 @@ def calls_half(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
     return half(q, k, cos, sin, unsqueeze_dim)
 
 
-def test_forms_of_a_call_that_were_not_probed_are_left_to_the_function(calls, monkeypatch):
+def test_calls_that_were_not_probed_are_left_to_the_function(calls, monkeypatch):
     seen, own = [], half
 
     def counted(q, *args, **kwargs):
@@ -294,7 +294,7 @@ def test_forms_of_a_call_that_were_not_probed_are_left_to_the_function(calls, mo
     assert len(seen) == len(left)
 
 
-def test_the_file_keeps_its_function_and_unpatched_models_call_it(monkeypatch, calls):
+def test_unpatched_models_call_the_function_of_the_file(monkeypatch, calls):
     modeling = importlib.import_module("transformers.models.llama.modeling_llama")
 
     def public():  # a private name stays where an earlier patch put it

@@ -170,7 +170,7 @@ def test_patched_before_and_after_the_adapters(calls):
     assert calls == {"lora_moe": 1}
 
 
-def test_a_patch_without_lora_or_experts_leaves_adapters_to_peft(calls):
+def test_adapters_are_pefts_without_lora_or_experts(calls):
     stock, ours = pair()
     for options in ({"lora": False}, {"fused_moe": False}):
         patch(ours)

@@ -89,7 +89,7 @@ def test_the_newest_request_of_a_type_acts_until_it_ends():
     assert clean()
 
 
-def test_patch_and_unpatch_of_a_type_keep_their_meaning_within_blocks():
+def test_patch_and_unpatch_of_a_type_within_blocks():
     with patched("llama"):
         patch("llama", fused_linear_cross_entropy=False)
         assert type(small().lm_head) is nn.Linear

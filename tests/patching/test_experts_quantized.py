@@ -24,7 +24,7 @@ from liger_multi.dispatch.op import inline_ops
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.experts import quantized as quantized_experts
 from tests.models import assert_same_training, batch, build
-from tests.patching.test_expert_adapters import Stacks, adapted
+from tests.patching.test_experts_lora import Stacks, adapted
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 5}
 STACKS = ("gate_up_proj", "down_proj")

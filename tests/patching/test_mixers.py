@@ -435,7 +435,7 @@ def test_a_function_that_stops_a_gradient_is_left(model_type, name):
     assert differs(name, stopped) == f"{name} computes something else than {SERVED_BY[name]}"
 
 
-def test_a_helper_of_a_function_that_is_replaced_after_the_patch(monkeypatch):
+def test_a_helper_that_is_replaced_after_the_patch(monkeypatch):
     """The delta rule of this file is decorated, and normalizes by a function of its file."""
     stock, model = built("qwen3_next")
     file = sys.modules[type(stock).__module__]
@@ -557,7 +557,7 @@ def test_a_rule_whose_callers_repeat_the_keys_is_recognized():
     assert differs("torch_chunk_gated_delta_rule", rule) is None
 
 
-def test_a_gated_convolution_whose_forward_reads_something_else_runs_it(monkeypatch):
+def test_a_gated_convolution_that_reads_more_runs_its_own(monkeypatch):
     """A helper of the modeling file that is replaced after the patch takes effect at once."""
     lfm2 = pytest.importorskip("transformers.models.lfm2.modeling_lfm2")
     unpatched, model = built("lfm2")

@@ -477,7 +477,7 @@ def test_dense_masks_of_others_are_taken(form):
 
 
 @pytest.mark.parametrize("name", [*attention.HARMLESS, "token_type_ids"])
-def test_keywords_that_eager_attention_does_not_read_change_nothing(name):
+def test_keywords_that_eager_does_not_read_change_nothing(name):
     given = {name: 2 if name == "sliding_window" else True}
     if name.startswith("cu_seq_lens"):
         given[name] = torch.tensor([0, 5])
@@ -487,7 +487,7 @@ def test_keywords_that_eager_attention_does_not_read_change_nothing(name):
     assert torch.equal(with_it, without)
 
 
-def test_a_layer_without_eager_attention_takes_known_keywords_only():
+def test_a_layer_without_eager_takes_known_keywords_only():
     layer = nn.Module()
     attention.forward(layer, Q, Q, Q, made(), use_cache=True)
     with pytest.raises(ValueError, match="does not support token_type_ids, asked by Module"):

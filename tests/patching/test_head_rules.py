@@ -215,9 +215,7 @@ def test_a_checkpointed_function_may_read_logits(models, name, parts):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("name", CHECKPOINTED)
-def test_who_freezes_weights_after_the_forward_pass_means_later_ones(
-    models, name, trained, compiled
-):
+def test_weights_frozen_after_the_forward_pass(models, name, trained, compiled):
     """The head has the gradient that it has where its forward pass was the whole computation."""
     inner = torch.compile(models[1], backend="eager") if compiled else models[1]
 
@@ -356,7 +354,7 @@ def test_a_compiled_model_that_masks_its_own_logits():
         "whisper/WhisperForCausalLM",
     ],
 )
-def test_models_that_do_not_widen_their_logits_have_the_loss_of_stock(name):
+def test_logits_that_are_not_widened_have_the_unpatched_loss(name):
     """Its dtype is that of the model."""
     stock, ours, given = swept(name, torch.bfloat16)
     wanted, got = stock(**given).loss, ours(**given).loss
@@ -539,7 +537,7 @@ class Wrapped(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("function", [InputsApart, Wrapped])
-def test_functions_of_every_form_refuse_the_object_of_a_compiled_model(models, function):
+def test_every_form_of_function_refuses_compiled_logits(models, function):
     z = logits_of(torch.compile(models[1], backend="eager"))
     with pytest.raises(RuntimeError, match="are no tensor"):
         function.apply(z)
@@ -615,7 +613,7 @@ def test_a_loss_has_the_dtype_of_stock(dtype, autocast, options):
         assert got.dtype == wanted.dtype
 
 
-def test_autocast_of_the_reading_does_not_change_what_was_recorded(models):
+def test_autocast_of_the_reading_changes_nothing(models):
     stock, ours = models
     with torch.autocast("cpu", dtype=torch.bfloat16):
         wanted, got = logits_of(stock), logits_of(ours)
@@ -665,7 +663,7 @@ def test_which_reshape_is_a_view_agrees_with_pytorch():
     assert min(seen.values()) > 100
 
 
-def test_products_of_logits_in_a_graph_keep_the_order_of_their_factors(models):
+def test_products_in_a_graph_keep_the_order_of_factors(models):
     """Dynamo exchanges those of ``logits @ w``: it runs outside of the graph, or raises."""
     stock, ours = models
     right, left = torch.randn(VOCABULARY, 3), torch.randn(IDS.shape[0], 3, IDS.shape[1])
@@ -676,7 +674,7 @@ def test_products_of_logits_in_a_graph_keep_the_order_of_their_factors(models):
         torch.testing.assert_close(whole(), one(logits_of(stock)))
 
 
-def test_a_gradient_by_logits_that_the_loss_passed_by_raises_when_they_are_real_too(models):
+def test_a_gradient_by_logits_that_the_loss_bypassed_raises(models):
     compiled = torch.compile(models[1], backend="eager")
     z = compiled(input_ids=IDS).logits
     loss = F.cross_entropy(z.view(-1, VOCABULARY), IDS.view(-1))
@@ -686,7 +684,7 @@ def test_a_gradient_by_logits_that_the_loss_passed_by_raises_when_they_are_real_
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_view_taken_without_gradients_requires_grad_by_its_base(compiled, models):
+def test_a_view_without_gradients_requires_grad_by_its_base(compiled, models):
     model = models[1]
     z = (torch.compile(model, backend="eager") if compiled else model)(input_ids=IDS).logits
     with torch.no_grad():
@@ -699,7 +697,7 @@ def test_a_view_taken_without_gradients_requires_grad_by_its_base(compiled, mode
     assert not z.detach().requires_grad
 
 
-def test_what_a_function_returned_keeps_its_history_without_gradients(models):
+def test_what_a_function_returned_keeps_its_history(models):
     class Doubled(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):

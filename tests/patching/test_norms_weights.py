@@ -99,7 +99,7 @@ def test_norms_in_a_model(architecture: str, written: str) -> None:
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-5)
 
 
-def test_operators_read_the_weight_only_for_gradients_that_need_it() -> None:
+def test_weights_are_read_for_gradients_that_need_them() -> None:
     x = torch.randn(4, SIZE)
     calls: dict[str, Callable[[Tensor], Tensor]] = {
         "rms_norm": lambda w: ops.rms_norm(x, w),
