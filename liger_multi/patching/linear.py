@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
-from liger_multi.dispatch.primitive import by_rows
+from liger_multi.dispatch.resolve import by_rows
 from liger_multi.parameters import is_computed, stored
 from liger_multi.patching import conflicts
 from liger_multi.patching.changes import Change, Replace, Restore

@@ -15,7 +15,7 @@ import torch
 
 from liger_multi._torch_private import outside_of_graphs
 from liger_multi.checks import ACCUMULATE, describe
-from liger_multi.dispatch.primitive import by_rows
+from liger_multi.dispatch.resolve import by_rows
 from liger_multi.errors import PatchError, unknown
 from liger_multi.patching.mlp.kinds import MLP_KINDS, MLP_OPS
 from liger_multi.patching.norms.kinds import NORM_OPS

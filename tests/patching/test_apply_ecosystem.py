@@ -41,6 +41,7 @@ def fused(monkeypatch):
     return FusedCalls(monkeypatch)
 
 
+@pytest.mark.slow
 def test_the_stock_graph_holds_all_logits():
     """What the matrix counts in graphs of patched models is there to be counted."""
     graphs = Graphs()

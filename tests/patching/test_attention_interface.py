@@ -236,6 +236,7 @@ def test_a_patched_model_too():
         same(eager, other, input_ids=IDS, labels=IDS)
 
 
+@pytest.mark.slow
 def test_a_graph_finds_out_once_a_pass_that_a_mask_is_causal(monkeypatch):
     """Else it could not take the kernels of plain causal masks that an eager model takes."""
     from liger_multi.reference.attention import attention as kernels

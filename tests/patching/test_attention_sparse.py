@@ -268,6 +268,7 @@ def test_other_calls_are_left_to_the_module(reason, equal):
     assert not equal(stock, model, given)
 
 
+@pytest.mark.slow
 def test_compiled_graphs_run_the_module():
     stock = built().eval()
     model, given = copy.deepcopy(stock), batch(stock)

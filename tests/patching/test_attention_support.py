@@ -386,6 +386,7 @@ def test_a_compiled_model_that_reads_the_mask_raises(reader, fullgraph):
         torch.compile(Reader(), backend="eager", fullgraph=fullgraph)(SCORES)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_takes_a_mask_that_was_made_before():
     from torch._dynamo.testing import CompileCounter
 

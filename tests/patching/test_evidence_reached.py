@@ -423,6 +423,7 @@ torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), [("= 1.0", "= 2.0"), ("act_fn(", "act_fn(0.5 * ")])
 def test_a_module_that_is_loaded_where_its_code_is_another(old, new, tmp_path):
     """A probe says nothing of code that was edited since the model was saved."""

@@ -14,7 +14,7 @@ from torch import nn
 
 import liger_multi
 from liger_multi import ops
-from liger_multi.dispatch.primitive import Primitive
+from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, patched, unpatch
 from liger_multi.patching.float8 import linear as float8

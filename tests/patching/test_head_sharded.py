@@ -5,13 +5,6 @@ import pytest
 pytest.importorskip("transformers")
 
 from tests import harness
-from tests.models import KINDS
-
-
-@pytest.fixture(params=KINDS)
-def kind(request):
-    return request.param
-
 
 # --- tensor parallel models ---
 
@@ -150,6 +143,7 @@ def run(folder, plans):
     harness.in_two_processes(folder, body.replace("PLANS", plans))
 
 
+@pytest.mark.slow
 def test_losses_of_sharded_heads_equal_one_process(tmp_path):
     run(tmp_path, 'with_hugging_face_s_plan("llama")')
 

@@ -61,7 +61,7 @@ KEPT = version.parse("5.23")  # from here on, all types of SERVED hand ids to th
 def test_sizes_that_no_kernel_takes_are_in_the_report(monkeypatch):
     """The operator is patched all the same. On a device without kernels there is nothing to say."""
     from liger_multi.dispatch import explain
-    from liger_multi.dispatch.primitive import Candidate
+    from liger_multi.dispatch.resolve import Candidate
 
     asked = []
 
@@ -272,6 +272,7 @@ def test_samples_stay_apart_when_layers_run_again(model_type, reentrant):
     assert_same_gradients(found[1], found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["lfm3", "bamba"])
 def test_a_compiled_model_keeps_samples_apart(model_type):
     _, model = built(model_type)

@@ -613,6 +613,7 @@ def test_dtypes_of_autocast_are_those_of_stock():
     assert {query for query, *_ in dtypes} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_compiled_calls_follow_the_class():
     stock, ours = pair(num_hidden_layers=1)
     patch(ours)

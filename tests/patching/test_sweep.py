@@ -54,6 +54,7 @@ def swept(folder, *arguments):
     return [Outcome(**o) for o in json.loads(file.read_text())["pairs"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [9, 27])
 def test_a_sample_of_all_models_is_equal_to_stock(tmp_path, every):
     ran = check(swept(tmp_path, "--first", "3", "--every", str(every)))
@@ -152,6 +153,7 @@ def test_the_record_ends_with_its_block():
 LLAVA = next(p for p in PAIRS if p.name == "llava/LlavaForConditionalGeneration")
 
 
+@pytest.mark.slow
 def test_towers_without_inputs_are_named():
     model = build(LLAVA)
     batch, report = inputs(LLAVA, model, text=True), patch(model)
@@ -241,6 +243,7 @@ print(outcome.status, outcome.why)
 """
 
 
+@pytest.mark.slow
 def test_a_wrong_operator_is_seen():
     """The comparison fails where an operator computes something else."""
     done = subprocess.run(

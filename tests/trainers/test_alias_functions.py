@@ -568,6 +568,7 @@ torch.testing.assert_close(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 def test_a_vocabulary_of_two_processes(tmp_path):
     script = tmp_path / "ranks.py"

@@ -266,6 +266,7 @@ def test_a_model_without_the_fused_loss_is_not_touched():
         apply_liger_kernel_to_llama(model=model, fused_loss=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_recomputation_and_a_compiler(checkpointing):
     model = patched()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from liger_multi import ops
-from liger_multi.dispatch.primitive import Primitive
+from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import PackingError
 from liger_multi.patching import patch
 from tests.comparing import assert_same_gradients
@@ -1157,6 +1157,7 @@ def files_beside_memory(request):
     assert not built.returncode, built.stderr[-3000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES],

@@ -177,6 +177,7 @@ def test_a_function_that_computes_something_else_stays():
     assert torch.equal(ours(x, weight), causal_conv1d_fn(x, weight))
 
 
+@pytest.mark.slow
 def test_compiled_layers_of_a_settled_model(monkeypatch):
     stock = build(num_hidden_layers=1)
     for found in every(stock, "RMSNorm"):

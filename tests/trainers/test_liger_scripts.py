@@ -165,6 +165,7 @@ def test_a_forward_that_is_assigned(monkeypatch, where):
     assert out.logits.shape == (*IDS.shape, model.config.vocab_size)
 
 
+@pytest.mark.slow
 def test_a_forward_that_is_assigned_is_traced_after_its_first_call():
     from liger_kernel.transformers.model.llama import lce_forward
 
@@ -300,7 +301,7 @@ def test_the_trainer_of_orpo(tmp_path, monkeypatch):
     from liger_kernel.transformers.trainer import LigerORPOTrainer
 
     orpo = pytest.importorskip("trl.experimental.orpo")
-    from ci.trainers import setting
+    from tests.trainers.runs import setting
 
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from datasets import Dataset

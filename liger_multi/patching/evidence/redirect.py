@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 
 from liger_multi._torch_private import constant_in_graphs
-from liger_multi.dispatch.transforms import transforming
+from liger_multi.dispatch.autograd import transforming
 from liger_multi.patching.evidence import reached
 
 
@@ -112,6 +112,38 @@ def refusal(function: FunctionType, name: str) -> str | None:
                         f"{function.__qualname__} uses the name {name} for something else as well"
                     )
     return None
+
+
+def only_calls(function: FunctionType, argument: str, method: str) -> bool:
+    """Whether a method compares an argument with None, calls one of its methods, and nothing else.
+
+    Bytecode in another form than the usual one counts as something else.
+    """
+    return all(
+        _is_call_or_comparison(step, following, method)
+        for layer in _layers(function)
+        for code in reached.codes(layer.__code__)
+        for step, following in _neighbors(code)
+        if step.argval == argument or (isinstance(step.argval, tuple) and argument in step.argval)
+    )
+
+
+def _neighbors(code: CodeType) -> Iterator[tuple[dis.Instruction, dis.Instruction | None]]:
+    steps = list(dis.get_instructions(code))
+    return zip(steps, [*steps[1:], None], strict=True)
+
+
+def _is_call_or_comparison(
+    step: dis.Instruction, following: dis.Instruction | None, method: str
+) -> bool:
+    loads = step.opname.startswith("LOAD_FAST") and isinstance(step.argval, str)
+    if not loads or following is None:
+        return False
+    if following.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+        return bool(following.argval == method)
+    is_none = following.opname == "LOAD_CONST" and following.argval is None
+    jumps = following.opname.startswith("POP_JUMP") and following.opname.endswith("_NONE")
+    return is_none or jumps
 
 
 def redirected(

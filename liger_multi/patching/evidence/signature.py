@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_multi._torch_private import GLOBAL_HOOKS, call_linear, constant_in_graphs
-from liger_multi.dispatch.transforms import transforming
+from liger_multi.dispatch.autograd import transforming
 from liger_multi.patching.evidence import reached, redirect
 from liger_multi.patching.evidence.reached import token
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import dispatch_mode_count
 from liger_multi.checks import autocast_dtype
-from liger_multi.dispatch.primitive import automatic
+from liger_multi.dispatch.resolve import automatic
 from liger_multi.errors import PatchError
 from liger_multi.parameters import is_computed
 from liger_multi.patching.evidence.signature import (

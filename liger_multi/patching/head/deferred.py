@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from liger_multi._torch_private import WithoutAutocast, is_any_autocast_enabled, next_sequence_nr
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.config import use
-from liger_multi.dispatch.primitive import mode_in_force
+from liger_multi.dispatch.resolve import mode_in_force
 from liger_multi.parameters import Evaluated
 from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.swap import Patched, buried

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import is_exporting, is_tracing, lazy_logits_work
 from liger_multi.checks import autocast_dtype
-from liger_multi.dispatch.primitive import by_rows
-from liger_multi.dispatch.transforms import transforming
+from liger_multi.dispatch.autograd import transforming
+from liger_multi.dispatch.resolve import by_rows
 from liger_multi.parameters import Evaluated, is_computed, stored
 from liger_multi.patching.evidence.signature import (
     PLAIN,

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from liger_multi.arguments import has_cache
+from liger_multi.arguments import cache_parameter, has_cache
 from liger_multi.patching.changes import Change, Replace
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.probe import (
@@ -86,12 +86,36 @@ class Copy(NamedTuple):
         made_from: The forward of the class, as it was copied.
         holds: Whether the rotary function is what it was.
         caches_get_cos: Whether it gives cos to a cache, which wants the tensor.
+        updated: The argument of a cache that it updates and does nothing else with, or None.
     """
 
     run: FunctionType
     made_from: FunctionType
     holds: Callable[[], bool]
     caches_get_cos: bool
+    updated: str | None
+
+
+class CosForCache:
+    """Stands for a cache in the copy, and hands the cache cos itself.
+
+    Models of transformers 5.0 make a cache in training too, and hand it cos and sin.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """The method of the cache."""
+        args = tuple(_with_cos(value) for value in args)
+        return self._cache.update(*args, **{n: _with_cos(v) for n, v in kwargs.items()})
+
+
+def _with_cos(value: Any) -> Any:
+    """An argument with cos in the place of what stands for it."""
+    if not isinstance(value, dict):
+        return value
+    return {n: v.cos if isinstance(v, Angles) else v for n, v in value.items()}
 
 
 class RotatedNorms(Patched):
@@ -154,15 +178,19 @@ def _rotated(
     known = found is not None and _copy_holds(found, swap.stock) and _norms_hold(module, names)
     if found is None or not known or not _angles_fit(module, args, kwargs, given):
         return inner.forward(module, *args, **kwargs)
+    handed = kwargs
     if found.caches_get_cos and has_cache(args, kwargs):
-        return inner.forward(module, *args, **kwargs)
+        cache = kwargs.get(found.updated) if found.updated else None
+        if cache is None:
+            return inner.forward(module, *args, **kwargs)
+        handed = {**kwargs, cast(str, found.updated): CosForCache(cache)}
     norms = (module._modules[names[0]], module._modules[names[1]])
     first, second = norm_of(norms[0]), norm_of(norms[1])
     if first is None or second is None:  # another thread has just given a class back
         return inner.forward(module, *args, **kwargs)
     cos, sin = cast(Any, given)
     angles = (Angles(cos, norms, settings.options, (first, second)), sin)
-    run = functools.partial(found.run, module, *args, **{**kwargs, ANGLES: angles})
+    run = functools.partial(found.run, module, *args, **{**handed, ANGLES: angles})
     if torch.compiler.is_compiling():
         return run()
     try:
@@ -205,7 +233,10 @@ def copied(stock: Any, norms: tuple[str, str]) -> Copy | None:
         passed.__name__ = _BARE[norm]  # an attribute of the class has this name
         targets[norm] = cast(FunctionType, passed)
     made, holds = redirect.redirected(function, targets), redirect.still(function, name)
-    return Copy(made, function, holds, "cache_kwargs" in redirect.variables(function))
+    cache = cache_parameter(function)
+    only = cache is not None and redirect.only_calls(function, cache, "update")
+    hands_cos = "cache_kwargs" in redirect.variables(function)
+    return Copy(made, function, holds, hands_cos, cache if only else None)
 
 
 def _served(name: str, rotary: Rotary, stock: Any) -> FunctionType:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from liger_multi.arguments import by_name, has_cache
+from liger_multi.arguments import by_name, fills_cache, has_cache
 from liger_multi.errors import PackingError
 from liger_multi.patching.packing.samples import is_numbered, rows_of, several
 from liger_multi.patching.packing.trial import Verdict, checkpoints, text_config, trial
@@ -143,6 +143,7 @@ def _left(model: Any, rows: Tensor, given: Mapping[str, Any]) -> bool:
         or rows.device.type == "meta"
         or rows.shape[1] < 2
         or has_cache((), given)
+        or fills_cache(given)
         or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))
         or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         or getattr(model, "_is_replica", False)

@@ -559,6 +559,7 @@ def test_a_case_is_drawn_again_from_its_seed(fuzz_modules):
     assert len({fuzz_modules.generate(seed).source for seed in range(40)}) > 30
 
 
+@pytest.mark.slow
 def test_a_fault_is_found_shrunk_and_printed(fuzz_modules, monkeypatch):
     """A fuzzer that cannot fail holds nothing: here nobody looks at the signature."""
     from liger_multi.patching.mlp import fused as mlp
