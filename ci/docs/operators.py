@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from benchmarks import store
 from ci.docs import benchmarks, performance
 from ci.docs.benchmarks import Row
-from ci.docs.blocks import filled
 
 CARD = store.DEVICES["h100"]
 PEERS = {
@@ -94,8 +93,3 @@ def every() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {"operators-h100": every}
-
-
-def page(old: str) -> str:
-    """The page with its table."""
-    return filled(old, BLOCKS)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import store
-from ci.docs.blocks import filled
 
 Run = Mapping[str, Any]
 Rows = dict[str, Mapping[str, Any]]  # of one measurement, by who was measured
@@ -401,8 +400,3 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "losses": losses,
     "experts": experts,
 }
-
-
-def page(old: str) -> str:
-    """``docs/performance.md`` with its tables."""
-    return filled(old, BLOCKS)
