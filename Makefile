@@ -79,13 +79,10 @@ test-portable: $(ENV)  ## the native suite under other instruction sets, numbers
 	$(TEST_ENV) $(RUN) -m ci.portable $(or $(RESULTS),build/results)/portable.json --rows "$(ROWS)" -n $(WORKERS) $(ARGS)
 
 test-trainers: $(ENV)  ## trainers with these operators, each in an environment of its own (NAME=trl)
-	$(RUN) -m ci.trainers $(NAME) $(ARGS)
+	$(RUN) -m tests.trainers.runs $(NAME) $(ARGS)
 
-test-liger: $(ENV) build/liger  ## the import names of Liger-Kernel beside the real package, minutes
-	$(TEST_ENV) $(RUN) -m ci.liger build/liger --check $(ARGS)
-
-build/liger: | $(ENV)
-	$(RUN) -m pip install --quiet --target $@ --no-deps liger-kernel==0.8.5
+test-liger: $(ENV)  ## Liger-Kernel's own tests with our import names (ARGS="--release liger-kernel": the newest)
+	$(TEST_ENV) $(RUN) -m tests.trainers.liger_suite build/liger $(ARGS)
 
 # DeepSpeed and bitsandbytes stand in a folder of their own: the rest of the suite imports what it always does.
 $(VENV)/adapters: $(ENV)

@@ -27,13 +27,13 @@ from typing import Any
 from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import bitwise as docs_bitwise
 from ci.docs import float8 as docs_float8
-from ci.docs import operators as docs_operators
+from ci.docs import operators_h100
 from ci.docs import performance as docs_performance
 from ci.docs import status as docs_status
 from ci.docs import traces as docs_traces
 from ci.docs.blocks import filled
 from ci.npu import levels
-from ci.trainers import page as trainers
+from tests.trainers.runs import page as trainers
 
 # --- pages ---
 
@@ -278,10 +278,11 @@ def _compiled(op: Any) -> str:
 
 
 def _sharded(op: Any) -> str:
-    if not op.rows:
+    replicated = importlib.import_module("liger_multi.dispatch.dtensor").replicated
+    if not op.rowwise:
         return "DTensors are refused. Pass local or full tensors."
-    rows = ", ".join(f"`{name}`" for name in op.rows if name in op.fwd.params)
-    whole = ", ".join(f"`{name}`" for name in op.replicated)
+    rows = ", ".join(f"`{name}`" for name in op.fwd.params if name in op.bitwise.batched)
+    whole = ", ".join(f"`{name}`" for name in replicated(op))
     said = f"DTensors: {rows} may be sharded on any axis but the last."
     return f"{said} Every rank has all of {whole}." if whole else said
 
@@ -425,7 +426,7 @@ def tables() -> dict[str, Callable[[], str]]:
     }
     made: dict[str, Callable[[], str]] = {
         **docs_float8.BLOCKS,
-        **docs_operators.BLOCKS,
+        **operators_h100.BLOCKS,
         **docs_performance.BLOCKS,
         **docs_traces.BLOCKS,
         "headline": docs_performance.headline,

@@ -26,8 +26,8 @@ import yaml
 import liger_multi
 from liger_multi import documents, ops
 from liger_multi.cli.main import _parser, main
-from liger_multi.dispatch import primitive as planning
 from liger_multi.dispatch import registry
+from liger_multi.dispatch import resolve as planning
 from liger_multi.dispatch.config import configure, current, load, parse, parse_bytes
 from liger_multi.errors import ConfigurationError, shown, unknown
 from tests.harness import PATIENCE

@@ -24,7 +24,7 @@ from tests.models import VOCABULARY, pair
 transformers = pytest.importorskip("transformers")
 
 from liger_multi.patching import patch, real_logits, unpatch
-from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
+from liger_multi.patching.head.lazy_tensor import LazyLogits
 from tests.models import (
     FusedCalls,
     Graphs,

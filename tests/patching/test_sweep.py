@@ -228,7 +228,7 @@ def test_the_kinds_of_inputs_of_a_batch():
 
 
 WRONG = """
-from liger_multi.patching.recognize import norms
+from liger_multi.patching.norms import find as norms
 from liger_multi.reference.norms import rms_norm
 from tests.sweep.cases import Pair
 from tests.sweep.run import sweep
@@ -342,10 +342,10 @@ def test_packed_rows_are_apart_or_refused():
 
 
 def test_a_leak_that_is_let_through_is_found(monkeypatch):
-    from liger_multi.patching.replace import packing as checks
+    from liger_multi.patching.packing import checked as checked_packing
     from tests.sweep import packing
 
-    monkeypatch.setattr(checks, "check", lambda *arguments: None)
+    monkeypatch.setattr(checked_packing, "check", lambda *arguments: None)
     pair = next(p for p in PAIRS if p.cls == "OPTForCausalLM")
     found = packing.judge(pair)
     assert found.status == "wrong"

@@ -22,8 +22,8 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.llama import modeling_llama
 
 from liger_multi.patching import patch
-from liger_multi.patching.recognize import branches
-from liger_multi.patching.recognize.branches import Outcomes
+from liger_multi.patching.evidence import branches
+from liger_multi.patching.evidence.branches import Outcomes
 from tests.models import assert_same_training, batch, build, pair
 
 ALONE = {"fused_linear_cross_entropy": False}

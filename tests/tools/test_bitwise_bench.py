@@ -10,7 +10,7 @@ import torch
 from benchmarks import bitwise, bitwise_models, bitwise_operators, store
 from ci.docs import bitwise as pages
 from liger_multi.bench.measure import Clock
-from liger_multi.dispatch.primitive import Primitive
+from liger_multi.dispatch.torch_ops import Primitive
 
 CPU = bitwise_operators.Place(torch.device("cpu"), torch.bfloat16, True, 0.02)
 RUN = {

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from liger_multi import unpatch
 from liger_multi.compat import liger_kernel as alias
 from liger_multi.errors import PatchError
-from liger_multi.patching.replace.swap import Patched
+from liger_multi.patching.swap import Patched
 
 transformers = pytest.importorskip("transformers")
 

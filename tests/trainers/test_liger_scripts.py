@@ -36,7 +36,7 @@ def trained(model):
 
 
 def counts(model):
-    from liger_multi.patching.replace.swap import Patched, swapped
+    from liger_multi.patching.swap import Patched, swapped
 
     found = [swapped(m).op for m in model.modules() if isinstance(m, Patched)]
     return {op: found.count(op) for op in sorted({*found} - {"loss options"})}  # the model itself
@@ -301,7 +301,7 @@ def test_the_trainer_of_orpo(tmp_path, monkeypatch):
     from liger_kernel.transformers.trainer import LigerORPOTrainer
 
     orpo = pytest.importorskip("trl.experimental.orpo")
-    from ci.trainers import setting
+    from tests.trainers.runs import setting
 
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from datasets import Dataset

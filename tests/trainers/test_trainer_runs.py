@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import yaml
 
-import ci.trainers as table
-from ci.trainers import ROOT, Run, Trainer, driver, launch, page, setting, trainers
-from ci.trainers import __main__ as command
+import tests.trainers.runs as table
 from liger_multi import ops
+from tests.trainers.runs import ROOT, Run, Trainer, driver, launch, page, setting, trainers
+from tests.trainers.runs import __main__ as command
 
 STOCK = {(1, "loss"): 2.0, (1, "grad_norm"): 5.0, (2, "loss"): 1.0}
 
@@ -68,8 +68,8 @@ def test_only_the_second_run_has_the_switch_and_the_names(tmp_path, monkeypatch)
     assert kept == {"steps": 2, "logged": ["grad_norm", "loss"], "first": 2.0, "last": 1.0,
                     "difference": 0.0, "calls": {"rope": 3}}  # fmt: skip
     _, stock, ours = started
-    assert stock[:4] == ["ci.trainers.launch", "-", "some.module", "train"]
-    assert ours[:4] == ["ci.trainers.launch", str(calls), "some.module", "train"]
+    assert stock[:4] == ["tests.trainers.runs.launch", "-", "some.module", "train"]
+    assert ours[:4] == ["tests.trainers.runs.launch", str(calls), "some.module", "train"]
     given = ["--model", f"{tmp_path}/model", "--many", "1", "2", "--out"]
     assert stock[4:] == [*given, f"{tmp_path}/runs/a/stock"]
     assert ours[4:] == [*given, f"{tmp_path}/runs/a/with", "--use_it", "True"]
@@ -105,7 +105,7 @@ def test_a_launched_module_imports_the_names_and_its_calls_count(tmp_path):
         "assert sys.argv[1:] == ['--x', '1']\n"
         "liger_softmax(torch.ones(2, 3))\n"
     )
-    command = [sys.executable, "-m", "ci.trainers.launch", "calls.json", "toy", "--x", "1"]
+    command = [sys.executable, "-m", "tests.trainers.runs.launch", "calls.json", "toy", "--x", "1"]
     path = f"{ROOT}:{tmp_path}"
     subprocess.run(command, check=True, cwd=tmp_path, env={"PYTHONPATH": path, "RANK": "1"})
     assert not (tmp_path / "calls.json").exists()
@@ -183,9 +183,9 @@ def test_kept_runs_stay_beside_new_ones(tmp_path, monkeypatch):
 
 def test_a_run_has_the_commit_that_ran_and_changes_are_not_stored(monkeypatch, capsys):
     monkeypatch.setattr(command, "commit", lambda *beside: f"abc without {beside[0]}")
-    assert command.provenance()["commit"] == "abc without ci/trainers/results.json"
+    assert command.provenance()["commit"] == "abc without tests/trainers/runs/results.json"
     monkeypatch.setattr(command, "commit", lambda *beside: "abc+")
-    monkeypatch.setattr(sys, "argv", ["ci.trainers", "trl", "--store"])
+    monkeypatch.setattr(sys, "argv", ["tests.trainers.runs", "trl", "--store"])
     monkeypatch.setattr(command, "ran", lambda *_: pytest.fail("it ran"))
     with pytest.raises(SystemExit):
         command.main()
@@ -225,7 +225,7 @@ def test_options_are_written_as_the_trainer_reads_them(tmp_path, monkeypatch):
     found, _ = made.run("a", Run("m", (), options={"b.c": False}, processes=2), False)
     assert found == {(1, "x"): f"{tmp_path}/runs/a/stock.log"}
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    assert started[1] == [*torchrun, "ci.trainers.launch", "-", "m", "b.c=False"]
+    assert started[1] == [*torchrun, "tests.trainers.runs.launch", "-", "m", "b.c=False"]
 
 
 def test_a_run_may_have_a_switch_of_its_own(tmp_path, monkeypatch):
