@@ -24,15 +24,19 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ci.docs import benchmarks as docs_benchmarks
-from ci.docs import bitwise as docs_bitwise
-from ci.docs import float8 as docs_float8
-from ci.docs import operators_h100
-from ci.docs import performance as docs_performance
-from ci.docs import status as docs_status
-from ci.docs import traces as docs_traces
+from benchmarks.tables import (
+    OPERATOR_FAMILIES,
+    bitwise,
+    float8,
+    measured,
+    operators_h100,
+    performance,
+    traces,
+)
+from ci.docs import status
 from ci.docs.blocks import filled
 from ci.npu import levels
+from tests.sweep import page as coverage
 from tests.trainers.runs import page as trainers
 
 # --- pages ---
@@ -87,23 +91,6 @@ def directions_or_parent(backend: str, op: str, folders: dict[str, Path]) -> str
         return "no"
     lines = [parent for parent in _record(backend).parents if directions(parent, op)]
     return f"by {lines[0] if lines else 'reference'}"
-
-
-OPERATOR_FAMILIES = {
-    "cross_entropy": "LM head and cross entropy",
-    "divergences": "divergences",
-    "norms": "norms",
-    "activations": "MLPs and activations",
-    "rope": "rotary embeddings",
-    "attention": "attention",
-    "linear_attention": "linear attention and state spaces",
-    "experts": "mixtures of experts",
-    "adapters": "LoRA",
-    "float8": "FP8",
-    "residuals": "residual streams",
-    "embedding": "embedding",
-}
-"""Families of operators as people call them, in the order of the first page's table."""
 
 
 def by_family(operators: Iterable[str]) -> dict[str, list[str]]:
@@ -419,17 +406,17 @@ def committed(path: str) -> str:
 def tables() -> dict[str, Callable[[], str]]:
     """Every table of a committed page, by the name of its markers."""
     lines: dict[str, Callable[[], list[str]]] = {
-        **docs_benchmarks.TABLES,
-        "bitwise-costs": docs_bitwise.costs,
+        **measured.TABLES,
+        "bitwise-costs": bitwise.costs,
         "loss-head": head,
         "loss-families": families,
     }
     made: dict[str, Callable[[], str]] = {
-        **docs_float8.BLOCKS,
+        **float8.BLOCKS,
         **operators_h100.BLOCKS,
-        **docs_performance.BLOCKS,
-        **docs_traces.BLOCKS,
-        "headline": docs_performance.headline,
+        **performance.BLOCKS,
+        **traces.BLOCKS,
+        "headline": performance.headline,
         "op-table": table,
         "trainers": trainers.table,
     }
@@ -450,12 +437,12 @@ def whole() -> dict[str, Callable[[], str]]:
     made: dict[str, Callable[[], str]] = {
         "index.md": front,
         "ops/index.md": operators_page,
-        "convergence.md": docs_benchmarks.curves_page,
-        "coverage.md": docs_status.coverage_page,
+        "convergence.md": measured.curves_page,
+        "coverage.md": coverage.page,
         "examples.md": partial(committed, "examples/README.md"),
         "loss-options.md": losses_whole,
         "nn.md": modules_page,
-        "verification.md": docs_status.page,
+        "verification.md": status.page,
         "benchmarks.md": partial(committed, "benchmarks/README.md"),
     }
     return made | {f"ops/{name}.md": partial(operator_page, name) for name in public_operators()}

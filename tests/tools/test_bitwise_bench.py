@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import bitwise, bitwise_models, bitwise_operators, store
-from ci.docs import bitwise as pages
+from benchmarks.tables import bitwise as pages
 from liger_multi.bench.measure import Clock
 from liger_multi.dispatch.torch_ops import Primitive
 

@@ -21,11 +21,11 @@ import yaml
 import liger_multi
 from benchmarks import examples as example_runs
 from benchmarks import pictures, store
+from benchmarks.tables import measured as docs_benchmarks
+from benchmarks.tables import operators_h100
+from benchmarks.tables import performance as docs_performance
 from ci import docs
-from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import blocks as docs_blocks
-from ci.docs import operators_h100
-from ci.docs import performance as docs_performance
 from ci.docs import status as docs_status
 from liger_multi.cli import main as command_line
 from liger_multi.dispatch import config

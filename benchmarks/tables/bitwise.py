@@ -6,12 +6,12 @@ of the same run.
 
 from __future__ import annotations
 
-import importlib
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import store
+from benchmarks.tables import OPERATOR_FAMILIES
 
 SETTINGS = ("deterministic", "rows")
 TARGETS = {
@@ -100,7 +100,7 @@ def families() -> list[str]:
 
 
 def _by_family(groups: Sequence[Group]) -> Iterable[list[str]]:
-    titles: Mapping[str, str] = importlib.import_module("ci.docs").OPERATOR_FAMILIES
+    titles: Mapping[str, str] = OPERATOR_FAMILIES
     for family, title in titles.items():
         own = [g for g in groups if next(iter(g.values()))[1].get("family") == family]
         cells = [title, str(len(own))]
