@@ -1,19 +1,8 @@
-"""Pages of measured numbers: times, curves, memory, plans, and those that pages have by hand.
+"""Tables of measured numbers: memory, plans, recomputation, FP8 heads, LoRA, examples, curves.
 
-The page of times is made of ``benchmarks/results``, the newest row of each kind; that of training
-curves of what ``python -m benchmarks.convergence`` writes. The tables of ``docs/memory.md``,
-``docs/planning.md`` and ``docs/recompute.md`` are made of what ``python -m benchmarks.memory``,
-``benchmarks.plans`` and ``benchmarks.recompute`` write.
-
-Measured figures that pages have by hand, and whether the notes of a result have them.
-
-A measured figure is a number with a unit of time, rate, size or share (``1.4 ms``, ``3 x``), every
-number of a list that ends in one (``83 and 80 %``), and every number with a decimal part. No
-figures, by their form: code (options, limits, commands), versions, shapes (``8192x4096``), names
-with digits (``Llama-3.2-1B``), and a table's column of targets. What comes from a measured row is
-a quote (:mod:`benchmarks.store`), which is none by hand either. What comes from notes stands in
-a paragraph, list item or table row that names them (```benchmarks/results/cpu.json#lora-host```),
-and in the notes with the same digits.
+They are made of what ``python -m benchmarks.memory``, ``benchmarks.plans``,
+``benchmarks.recompute``, ``benchmarks.losses``, ``benchmarks.lora``, ``benchmarks.examples`` and
+``benchmarks.convergence`` write.
 """
 
 from __future__ import annotations
@@ -21,40 +10,13 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from benchmarks import convergence, store
 from benchmarks.convergence import EARLIEST, FACTOR, FINAL, LAST, Verdict
 
-# --- times ---
-
-BAR = 24  # characters of the longest bar
-HEAD = """# Benchmarks
-
-Every measured row that the repository keeps, from the files in `benchmarks/results`. To measure on
-your own device:
-
-    liger-multi bench --ops rms_norm
-
-Times are medians of one run. Each row is the newest of its implementation, and "/ ours" divides it
-by ours in the same run. Do not compare times of different runs; compare ratios, or use
-`python -m benchmarks.store compare OLD NEW`. [Performance](performance.md) has targets and limits.
-"wrong" is an error beyond the tolerance of the tests, "failed" an exception; neither has a time.
-"error" is in tolerances of the tests.
-
-| who | meaning |
-|---|---|
-| ours | the backend that was chosen automatically; `ours-512MiB`: with a smaller chunk of logits |
-| stock | the unpatched model |
-| torch, aten, compile | the plain formula, PyTorch's own function, `torch.compile` of the formula |
-| liger, cce, flex, cudnn, flash | Liger-Kernel, Cut Cross Entropy, and kernels of attention |
-| liger-cute, liger-hopper, quack, trl | Liger-Kernel's CuTe kernels, QuACK, and heads of TRL |
-| transformers-grouped, -batched, -loop | experts of transformers |
-| torch-fused | `torch.nn.functional.linear_cross_entropy` |
-| products | the GEMMs of a loss on an LM head alone, a lower bound |
-"""
+# --- rows of operators ---
 
 
 class Row(NamedTuple):
@@ -69,16 +31,6 @@ class Row(NamedTuple):
     data: Mapping[str, Any]
     row: Mapping[str, Any]
     ours: Mapping[str, Any]
-
-    def of_ours(self, field: str) -> str:
-        """A number over ours in the same run."""
-        own, ours = self.row.get(field), self.ours.get(field)
-        return f"{own / ours:.2f}" if own and ours else "-"
-
-    @property
-    def source(self) -> str:
-        """When it was measured, and at which commit."""
-        return f"{self.data['date'][:10]}, {self.data.get('commit', 'unknown')}"
 
 
 def newest(
@@ -98,118 +50,6 @@ def newest(
             key = group(data, row)
             found.setdefault(key, {})[row[who]] = Row(data, row, ours.get(key, {}))
     return found
-
-
-def _place(who: str) -> tuple[int, str]:
-    """Where an implementation stands in a table: what others are held against first."""
-    first = ("products", "stock", "torch", "liger", "ours")
-    return (first.index(who) if who in first else len(first), who)
-
-
-def _versions(data: Mapping[str, Any]) -> str:
-    names = ("torch", "triton", "liger-kernel")
-    return ", ".join(f"{n} {data['versions'][n]}" for n in names if n in data["versions"])
-
-
-def _size(count: float | None) -> str:
-    return "-" if count is None else f"{count / 2**20:,.0f}"
-
-
-def _group(sample: str, rows: Mapping[str, Row]) -> list[str]:
-    """Lines of the providers of one sample, ours first and those without a time last, with bars."""
-    longest = max((r.row.get("both_ms") or 0.0 for r in rows.values()), default=0.0)
-    lines = []
-    for one in sorted(rows.values(), key=_order):
-        row, time = one.row, one.row.get("both_ms")
-        peak = (row.get("percent_of_peak") or {}).get("both")
-        error = (row.get("error") or {}).get("tolerances")
-        cells = (
-            sample, row["provider"], f"{time:.3g}" if time else row["status"],
-            one.of_ours("both_ms"), "█" * max(1, round(BAR * time / longest)) if time else "",
-            "-" if peak is None else f"{peak:.0f} %", _size(row.get("extra_bytes")),
-            "-" if error is None else f"{float(error):.2f}",
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def _order(one: Row) -> tuple[bool, float]:
-    return one.row["provider"] != "ours", one.row.get("both_ms") or float("inf")
-
-
-def _operators() -> list[str]:
-    runs = store.read("operators")
-    found = newest(runs, lambda d, r: (store.device(d), r["op"], r["sample"]), "provider")
-    by_op: dict[tuple[str, str], dict[str, Mapping[str, Row]]] = {}
-    for (device, op, sample), rows in found.items():
-        by_op.setdefault((op, device), {})[sample] = rows
-    lines: list[str] = []
-    for (op, device), samples in sorted(by_op.items()):
-        every = [one for rows in samples.values() for one in rows.values()]
-        sources = {f"{r.source} ({_versions(r.data)})" for r in every}
-        lines += [f"\n## {op} on {device}\n", f"Measured {'; '.join(sorted(sources))}.\n"]
-        lines += [
-            "| sample | who | fwd+bwd, ms | / ours | | % of peak | extra, MiB | error |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for sample, providers in samples.items():
-            lines += _group(sample, providers)
-    return lines
-
-
-def _models() -> list[str]:
-    found = newest(
-        store.read("models"),
-        lambda d, r: (r["run"], d["limit_gb"] or 0.0, store.device(d)),
-        "variant",
-    )
-    lines = ["\n## Models\n", "| model | who | tokens/s | / ours | peak, GiB | measured |"]
-    lines.append("|---|---|---|---|---|---|")
-    for (run, limit, device), rows in sorted(found.items()):
-        where = f"{run}, {device}" + (f", {limit} GB" if limit else "")
-        for variant, one in sorted(rows.items(), key=lambda item: _place(item[0])):
-            speed, peak = one.row.get("tokens_per_second"), one.row.get("peak_bytes")
-            cells = (
-                where, variant, f"{speed:,.0f}" if speed else one.row.get("failure", "-"),
-                one.of_ours("tokens_per_second"), f"{peak / 2**30:.1f}" if peak else "-",
-                one.source,
-            )  # fmt: skip
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines if found else []
-
-
-def _losses() -> list[str]:
-    """Losses, and their time over that of the GEMMs of the head."""
-    found = newest(
-        store.read("losses"),
-        lambda d, r: (r["case"], store.shape(r), store.device(d)),
-        "provider",
-    )
-    lines = ["\n## Losses\n", "| loss | who | fwd+bwd, ms | / GEMMs | extra, MiB |"]
-    lines[-1] += " error / tolerance | measured |\n|---|---|---|---|---|---|---|"
-    for (case, shape, device), rows in sorted(found.items()):
-        for provider, one in sorted(rows.items(), key=lambda item: _place(item[0])):
-            row, floor = one.row, _products(one)
-            time, error = row.get("both_ms"), row.get("error")
-            cells = (
-                f"{case} {shape}, {device}", provider, f"{time:.1f}" if time else row["status"],
-                f"{time / floor:.2f}" if time and floor else "-", _size(row.get("extra_bytes")),
-                "-" if error is None else f"{error:.2f}", one.source,
-            )  # fmt: skip
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines if found else []
-
-
-def _products(one: Row) -> float | None:
-    """The time of the GEMMs alone in the run of a row."""
-    own = (one.row["case"], one.row["shape"])
-    rows = [r for r in one.data["rows"] if (r["case"], r["shape"]) == own]
-    return next((r.get("both_ms") for r in rows if r["provider"] == "products"), None)
-
-
-def page() -> str:
-    """The whole page."""
-    return "\n".join([HEAD.rstrip(), *_models(), *_losses(), *_operators()]) + "\n"
 
 
 # --- training curves ---
@@ -322,108 +162,8 @@ def _runs() -> list[tuple[tuple[str, bool], Mapping[str, Any]]]:
     return [((store.device(data), s), data) for data, s in zip(found, seeded, strict=True)]
 
 
-# --- figures by hand ---
-
-GENERATED = re.compile(r"<!-- ([\w-]+):(?!end)\w+ -->.*?<!-- \1:end -->", re.S)
-CODE = re.compile(r"^```.*?^```|^ {4}(?! *\|)[^\n]*(?=\n)", re.S | re.M)  # blocks
-SPAN = re.compile(r"`([^`\n]*)`")
-NOTES = re.compile(r"`benchmarks/results/([\w-]+)\.json#([\w-]+)`")
-COMMENT = re.compile(r"<!--.*?-->|\]\([^)\s]*\)", re.S)
-
-NUMBER = re.compile(r"(?<![\w.])(?<!\w[-:/])\d+(?:,\d{3})*(?:\.\d+)?(?!\.?\d)")
-TIME = r"[num]?s\b|seconds|minutes|tokens/s|TFLOP/s|times\b|x\b(?! ?\d)"
-UNIT = re.compile(rf"\s?(?:{TIME}|%|[KMGT]i?B\b)")
-JOINED = re.compile(r",? (?:and|to|or)\s|,\s")
-PACKAGES = "[Tt]orch|PyTorch|[Tt]riton|[Tt]ransformers|Python|TRL|PEFT|peft|[Ll]iger(?:-kernel)?"
-VERSION = re.compile(
-    rf"\b(?:{PACKAGES}|kernels)(?:'s)?(?: |\s?>=\s?)\d+\.\d+"
-    r"(?:(?:, | and | to | or )\d+\.\d+)*"
-)
-
-
-def unsupported(text: str, folder: Path | None = None) -> list[str]:
-    """Figures of a page that no notes have which their block names, with the block's beginning."""
-    found = []
-    for block in _blocks(_written(text)):
-        named = NOTES.findall(block)
-        noted = [line for card, name in named[:1] for line in lines(card, name, folder)]
-        known = _numbers(noted) if len(named) == 1 else set()
-        found += [f"{n} in: {block[:60]}" for n in figures(block) if _value(n) not in known]
-    return found
-
-
-def figures(block: str) -> list[str]:
-    """The measured figures of a block."""
-    text = VERSION.sub("-", SPAN.sub(_span, COMMENT.sub("-", block)))
-    found: list[str] = []
-    counts, following = False, len(text)
-    for match in reversed(list(NUMBER.finditer(text))):
-        listed = counts and JOINED.fullmatch(text, match.end(), following)
-        counts = bool(listed or UNIT.match(text, match.end()))
-        following = match.start()
-        if counts or "." in match[0]:
-            found.append(match[0])
-    return found[::-1]
-
-
-def _span(match: re.Match[str]) -> str:
-    """What is between backquotes counts where it is a time, a rate or a ratio and nothing else."""
-    alone = re.fullmatch(rf"[\d.,]+\s?(?:{TIME})", match[1])
-    return match[1] if alone else "code"
-
-
-def _written(text: str) -> str:
-    """What people wrote: no generated part, quote or block of code."""
-    return CODE.sub("", store.QUOTE.sub("quote", GENERATED.sub("", text)))
-
-
-def _blocks(text: str) -> Iterator[str]:
-    """Paragraphs, list items and table rows, these without their targets."""
-    block: list[str] = []
-    heads: list[str] = []
-    for line in [*text.splitlines(), ""]:
-        row = line.lstrip().startswith("|")
-        if row or not line.strip() or re.match(r"\s*(?:[*-]|\d+\.) |#", line):
-            yield "\n".join(block)
-            block = []
-        if row:
-            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-            heads = heads or cells
-            yield " | ".join(_cell(*pair) for pair in zip(heads, cells, strict=False))
-            continue
-        heads = []
-        block.append(line)
-
-
-def _cell(head: str, cell: str) -> str:
-    """A cell with the unit of its column; targets are no results."""
-    unit = re.search(rf"(?:^|[ ,])({UNIT.pattern})$", head)
-    return "" if head.startswith("target") else f"{cell} {unit[1].strip() if unit else ''}"
-
-
-def lines(card: str, name: str, folder: Path | None = None) -> list[str]:
-    """The notes of a card with a name; none where there are no such."""
-    runs = store.read("notes", folder)
-    return [
-        line
-        for run in runs
-        if (store.card(run), run["name"]) == (card, name)
-        for line in run["rows"]
-    ]
-
-
-def _numbers(noted: list[str]) -> set[float]:
-    text = "\n".join(noted)
-    return {_value(n) for n in re.findall(r"\d+(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?", text)}
-
-
-def _value(number: str) -> float:
-    return float(number.replace(",", ""))
-
-
 # --- memory ---
 
-MEMORY_START, MEMORY_END = "<!-- memory-tables:start -->", "<!-- memory-tables:end -->"
 GIB = 2**30
 
 
@@ -504,32 +244,8 @@ def reused() -> list[str]:
     return lines
 
 
-def memory_page(old: str) -> str:
-    """The page with current tables between its markers."""
-    if old.count(MEMORY_START) != 1 or old.count(MEMORY_END) != 1:
-        raise SystemExit(
-            f"docs/memory.md needs the lines {MEMORY_START} and {MEMORY_END}, once each"
-        )
-    before, rest = old.split(MEMORY_START)
-    tables = [
-        "<!-- generated by `make docs` from the files in `benchmarks/results` -->", "",
-        "### Predicted", "", "In GiB per device. Logits include the loss and its gradients.", "",
-        *stories(), "", "### Measured", "", *measured_peaks(), "", "### Reused", "", *reused(),
-    ]  # fmt: skip
-    return (
-        before
-        + MEMORY_START
-        + "\n"
-        + "\n".join(tables)
-        + "\n"
-        + MEMORY_END
-        + rest.split(MEMORY_END)[1]
-    )
-
-
 # --- planning ---
 
-PLANNING_START, PLANNING_END = "<!-- planning-tables:start -->", "<!-- planning-tables:end -->"
 ROWS = 14
 
 
@@ -605,35 +321,10 @@ def executed() -> list[str]:
     return lines or ["No device has executed plans yet.", ""]
 
 
-def planning_page(old: str) -> str:
-    """The page with current tables between its markers."""
-    if old.count(PLANNING_START) != 1 or old.count(PLANNING_END) != 1:
-        raise SystemExit(
-            f"docs/planning.md needs the lines {PLANNING_START} and {PLANNING_END}, once each"
-        )
-    before, rest = old.split(PLANNING_START)
-    tables = [
-        "<!-- generated by `make docs` from `liger_multi` and `benchmarks/results` -->", "",
-        "### Example plan", "", *example(), "### Executed plans", "", *executed(), "### Cards", "",
-        "Dense GEMMs with fp32 accumulation; links and hosts in one direction.", "", *cards(),
-    ]  # fmt: skip
-    return (
-        before
-        + PLANNING_START
-        + "\n"
-        + "\n".join(tables)
-        + "\n"
-        + PLANNING_END
-        + rest.split(PLANNING_END)[1]
-    )
-
-
 # --- recompute ---
 
-RECOMPUTE_START, RECOMPUTE_END = "<!-- recompute:start -->", "<!-- recompute:end -->"
 
-
-def table() -> list[str]:
+def recompute() -> list[str]:
     """Step and peak of the newest run, by policy, unpatched and patched."""
     found = store.rows("recompute")
     data = found[-1][0]
@@ -652,20 +343,8 @@ def table() -> list[str]:
     return lines
 
 
-def recompute_page(old: str) -> str:
-    """The page with the current table between its markers, and its quotes."""
-    if old.count(RECOMPUTE_START) != 1 or old.count(RECOMPUTE_END) != 1:
-        raise SystemExit(
-            f"docs/recompute.md needs the lines {RECOMPUTE_START} and {RECOMPUTE_END}, once each"
-        )
-    before, rest = old.split(RECOMPUTE_START)
-    made = "\n".join([RECOMPUTE_START, "", *table(), "", RECOMPUTE_END])
-    return store.quoted(before + made + rest.split(RECOMPUTE_END)[1])
-
-
 # --- the page of the examples ---
 
-EXAMPLES_START, EXAMPLES_END = "<!-- examples:start -->", "<!-- examples:end -->"
 COMMAND = re.compile(r"^ {4}(\S.*)", re.M)
 
 
@@ -698,10 +377,104 @@ def examples() -> list[str]:
     return [said, "", *lines, "", gpus, "", *commands]
 
 
-def examples_page(old: str) -> str:
-    """The page with the current tables between its markers."""
-    before, found, rest = old.partition(EXAMPLES_START)
-    _, end, after = rest.partition(EXAMPLES_END)
-    if not found or not end:
-        raise SystemExit(f"examples/README.md needs {EXAMPLES_START} and {EXAMPLES_END} after it")
-    return "\n".join([before + found, "", *examples(), "", end + after])
+# --- FP8 heads and LoRA layers ---
+
+FLOAT8_HEADS = {
+    "exact": "none",
+    "float8_logits": "logits (`float8_logits`)",
+    "float8": "logits and gradient of hidden (`float8`)",
+}
+LORA_PARTS = {
+    "mlp": "MLP of Llama-3-8B",
+    "qkv": "q, k and v, three updates",
+    "qkv as one": "q, k and v, one operator",
+    "step": "a step of a small model",
+}
+
+
+def measured(run: Mapping[str, Any]) -> str:
+    """Where and when a run was."""
+    versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("torch",))
+    return f"{store.device(run)}, {versions}, {run['date'][:10]}, commit {run['commit']}:"
+
+
+def _rows(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> list[str]:
+    every = [list(heads), *map(list, lines)]
+    every.insert(1, ["---"] * len(every[0]))
+    return [f"| {' | '.join(cells)} |" for cells in every]
+
+
+def float8_heads() -> list[str]:
+    """Time, peak and errors of the loss on an LM head, by the GEMMs that run in FP8."""
+    run = store.read("float8")[-1]
+    heads = ["rows x width x classes", "GEMMs in FP8", "ms", "time / exact", "peak, GiB"]
+    heads += ["loss off by, %", "gradient of hidden, %", "gradient of weight, %"]
+    lines, parts = [], []
+    for row in run["rows"]:
+        shape, exact = "x".join(map(str, row["shape"])), row["exact"]["seconds"]
+        for who, title in FLOAT8_HEADS.items():
+            one = row[who]
+            cells = [shape, title, f"{1e3 * one['seconds']:.1f}", f"{one['seconds'] / exact:.2f}"]
+            errors = (one["error"][name] for name in ("loss", "hidden_gradient", "weight_gradient"))
+            cells += [f"{one['peak_bytes'] / GIB:.1f}", *(f"{100 * x:.2g}" for x in errors)]
+            lines.append(cells)
+        spent = row["parts"]
+        ratios = (
+            spent[f"{gemm} in 8 bits"] / spent[f"{gemm} exact"] for gemm in ("logits", "gradient")
+        )
+        rounding = f"{1e3 * spent['round gradient of logits']:.2f}"
+        parts.append([shape, *(f"{ratio:.2f}" for ratio in ratios), rounding])
+    heads_of_parts = ["parts of the loss", "GEMM of logits, FP8 / exact"]
+    heads_of_parts += ["GEMM of the gradient, FP8 / exact", "rounding the gradient of logits, ms"]
+    tables = [*_rows(heads, lines), "", *_rows(heads_of_parts, parts)]
+    return [measured(run), "", *tables]
+
+
+def lora_layers() -> list[str]:
+    """Time and memory of LoRA layers beside PEFT's, forward and backward."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    runs = [r for r in store.read("lora") if store.device(r) == store.DEVICES["h100"]]
+    for run in runs:
+        for row in run["rows"]:
+            found.setdefault((row["part"], row["form"]), {})[row["variant"]] = row
+    lines = []
+    for (part, form), rows in sorted(
+        found.items(), key=lambda item: [*LORA_PARTS, item[0][0]].index(item[0][0])
+    ):
+        if part not in LORA_PARTS or not {"stock", "ours"} <= set(rows):
+            continue
+        cells = [f"{LORA_PARTS[part]}, {form.removesuffix(' adapters')}"]
+        for who in ("stock", "ours"):
+            cells += [f"{rows[who]['milliseconds']:#.3g}".rstrip(".")]
+            cells += [f"{rows[who]['added_bytes'] / 2**20:,.0f}"]
+        ratio = rows["ours"]["milliseconds"] / rows["stock"]["milliseconds"]
+        lines.append([*cells, f"{ratio:.2f}"])
+    heads = ["Part, adapters", "PEFT, ms", "added, MiB", "ours, ms", "added, MiB", "ours / PEFT"]
+    return [measured(runs[-1]), "", *_rows(heads, lines)]
+
+
+# --- by the names of their markers ---
+
+
+def memory() -> list[str]:
+    """Predicted and measured memory."""
+    said = "In GiB per device. Logits include the loss and its gradients."
+    predicted = ["### Predicted", "", said, "", *stories(), ""]
+    return [*predicted, "### Measured", "", *measured_peaks(), "", "### Reused", "", *reused()]
+
+
+def planning() -> list[str]:
+    """A plan, plans that were executed, and published figures of cards."""
+    plans = ["### Example plan", "", *example(), "### Executed plans", "", *executed()]
+    said = "Dense GEMMs with fp32 accumulation; links and hosts in one direction."
+    return [*plans, "### Cards", "", said, "", *cards()]
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "memory-tables": memory,
+    "planning-tables": planning,
+    "recompute": recompute,
+    "float8-heads": float8_heads,
+    "lora-layers": lora_layers,
+    "examples": examples,
+}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from benchmarks import store
-from ci.docs import benchmarks, performance
-from ci.docs.benchmarks import Row
-from ci.docs.blocks import filled
+from benchmarks.tables import performance
+from benchmarks.tables.measured import Row, newest
 
 CARD = store.DEVICES["h100"]
 PEERS = {
@@ -69,7 +68,7 @@ def line(op: str, sample: str, rows: Mapping[str, Row]) -> list[str]:
 def measured() -> dict[tuple[str, str], dict[str, Row]]:
     """The newest rows of every operator and sample of which there is one of ours."""
     runs = [run for run in store.read("operators") if store.device(run) == CARD]
-    found = benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    found = newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
     return {key: rows for key, rows in sorted(found.items()) if "ours" in rows}
 
 
@@ -94,8 +93,3 @@ def every() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {"operators-h100": every}
-
-
-def page(old: str) -> str:
-    """The page with its table."""
-    return filled(old, BLOCKS)

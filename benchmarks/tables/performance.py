@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import store
-from ci.docs.blocks import filled
 
 Run = Mapping[str, Any]
 Rows = dict[str, Mapping[str, Any]]  # of one measurement, by who was measured
@@ -252,11 +251,11 @@ HEADS = {
 
 def heads() -> str:
     """The fused linear cross entropy beside peers; each peer's time is of its newest run."""
-    from ci.docs import benchmarks
+    from benchmarks.tables import measured
 
     op = "fused_linear_cross_entropy"
     runs = [run for run in store.read("operators") if store.device(run) == store.DEVICES["h100"]]
-    found = benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    found = measured.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
     lines, used = [], []
     for (name, sample), rows in sorted(found.items()):
         if name != op or "ours" not in rows:
@@ -319,10 +318,10 @@ def _within(row: Mapping[str, Any] | None) -> str:
 
 def experts() -> str:
     """Experts of Qwen3-30B-A3B beside grouped GEMMs of PyTorch, Liger-Kernel and transformers."""
-    from ci.docs import benchmarks
+    from benchmarks.tables import measured
 
     runs = [run for run in store.read("operators") if store.device(run) == store.DEVICES["h100"]]
-    found = benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    found = measured.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
     who = {"torch": "PyTorch", "liger": "Liger", "transformers-grouped": "transformers"}
     lines, used = [], []
     for (op, sample), rows in sorted(found.items(), key=lambda item: _tokens(item[0][1])):
@@ -401,8 +400,3 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "losses": losses,
     "experts": experts,
 }
-
-
-def page(old: str) -> str:
-    """``docs/performance.md`` with its tables."""
-    return filled(old, BLOCKS)

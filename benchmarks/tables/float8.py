@@ -8,7 +8,6 @@ from typing import Any
 from benchmarks import store
 from benchmarks.float8_convergence import FINAL, LAST, NORM
 from benchmarks.linear_float8 import KERNELS
-from ci.docs.blocks import filled
 
 PARTS = {
     "linear": "one layer, weight {name}",
@@ -122,8 +121,3 @@ def traces() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "float8-curves": curves, "float8-speed": speed, "float8-traces": traces,
 }  # fmt: skip
-
-
-def page(old: str) -> str:
-    """The page with its tables."""
-    return filled(old, BLOCKS)

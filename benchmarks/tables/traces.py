@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from benchmarks import store
 from benchmarks.traces import plain
-from ci.docs.blocks import filled
 
 NUMBER = r"\s*([\d.]+|nan)"
 NEAR = 0.9  # of peak bandwidth
@@ -119,8 +118,3 @@ def block(name: str) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {f"traces-{name}": partial(block, name) for name in TABLES}
-
-
-def page(old: str) -> str:
-    """The page with its tables."""
-    return filled(old, BLOCKS)
