@@ -1,4 +1,4 @@
-"""Liger-Kernel's own tests, run with our import names: ``python -m tests.trainers.liger_suite FOLDER``.
+"""Liger-Kernel's own tests, run with our import names: ``make test-liger``.
 
 The source distribution of a release has the package and its tests. First every public name and
 signature of the package is compared with ours (test_alias_surface.py says what may differ). Then
@@ -54,7 +54,7 @@ def fetch(requirement, folder):
 
 
 def parameters(call, skip):
-    """Names, kinds and defaults of a function's parameters; None where Python does not know them."""
+    """Names, kinds and defaults of parameters; None where Python does not know them."""
     try:
         found = [*inspect.signature(call).parameters.values()][skip:]
     except (TypeError, ValueError):
@@ -234,7 +234,7 @@ def main():
         print(json.dumps(imports(o.imports), indent=1))
         return 0
     source = fetch(o.release, o.folder.resolve())
-    compared = [
+    surfaces = [
         sys.executable,
         "-m",
         "pytest",
@@ -242,7 +242,7 @@ def main():
         str(Path(__file__).with_name("test_alias_surface.py")),
     ]
     environment = {**os.environ, "LIGER_KERNEL_SOURCE": str(source / "src")}
-    wrong = subprocess.run(compared, cwd=ROOT, env=environment, check=False).returncode
+    wrong = subprocess.run(surfaces, cwd=ROOT, env=environment, check=False).returncode
     passed, ran = tests(source, o.limit, more)
     print(f"{o.release}: {passed} of {ran} of its tests pass ({passed / max(ran, 1):.1%})")
     return int(bool(wrong) or passed < SHARE * ran)
