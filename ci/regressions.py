@@ -464,7 +464,7 @@ CASES = (
                 "liger_multi/compat/liger_kernel/models.py",
                 "        if name not in known:\n",
                 "        if False:\n",
-                ("tests/trainers/test_compat.py::test_a_wrong_option_in_the_arguments_is_quoted",),
+                ("tests/trainers/test_compat.py::test_liger_kernel_config_unknown_option",),
             ),
         ),
     ),

@@ -45,7 +45,7 @@ def test_mlps(name):
     same(made(x), wanted, x, *made.parameters())
 
 
-def test_an_mlp_of_another_activation_is_refused():
+def test_mlp_activation_error():
     other = SimpleNamespace(**{**vars(CONFIG), "hidden_act": "gelu"})
     with pytest.raises(ValueError, match="Activation function gelu not supported"):
         modules.LigerMLP(other)
@@ -95,12 +95,12 @@ def test_neighborhood_attention_layer():
     ("arguments", "said"),
     [((9, 2), "9.*divisible.*2"), ((8, 2, 4), "must be odd"), ((8, 2, 3, 0), "must be positive")],
 )
-def test_neighborhoods_that_cannot_be(arguments, said):
+def test_neighborhood_attention_errors(arguments, said):
     with pytest.raises(ValueError, match=said):
         block_modules.LigerFusedNeighborhoodAttention(*arguments)
 
 
-def test_dropout_of_neighborhood_attention_is_for_training():
+def test_neighborhood_attention_dropout():
     made = block_modules.LigerFusedNeighborhoodAttentionLayer(8, 2, 3, dropout=0.5)
     x = torch.randn(1, 4, 8)
     assert not torch.equal(made(x), made(x))
@@ -154,19 +154,19 @@ KEPT = LABELS != -100
         ({"label_smoothing_mode": "q"}, "label_smoothing_mode.*'q'"),
     ],
 )
-def test_what_a_split_vocabulary_refuses(options, said):
+def test_vocab_parallel_option_errors(options, said):
     with pytest.raises(ValueError, match=said):
         losses.LigerVocabParallelCrossEntropy(**options)
 
 
-def test_layers_of_an_expert_stand_in_the_order_of_the_package():
+def test_expert_parameter_order():
     """An optimizer's state is restored by the order of parameters."""
     config = SimpleNamespace(hidden_size=4, intermediate_size=6, hidden_act="silu")
     made = modules.LigerBlockSparseTop2MLP(config)
     assert [n for n, _ in made.named_parameters()] == ["w1.weight", "w2.weight", "w3.weight"]
 
 
-def test_the_output_of_a_cross_entropy_is_no_tuple_and_can_be_written():
+def test_cross_entropy_output_is_a_mutable_dataclass():
     found = functional.liger_cross_entropy(torch.randn(4, 6), LABELS, return_token_accuracy=True)
     assert not isinstance(found, tuple)
     found.loss = found.loss / 2
@@ -176,7 +176,7 @@ def test_the_output_of_a_cross_entropy_is_no_tuple_and_can_be_written():
 
 
 @pytest.mark.parametrize("items", [None, 7.0])
-def test_the_loss_of_rows_over_a_number_of_items(items):
+def test_fixed_fused_linear_cross_entropy_items(items):
     torch.manual_seed(0)
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
     wanted = F.cross_entropy(x @ w.T, LABELS, reduction="sum") / (items or 3)
@@ -190,7 +190,7 @@ def test_the_loss_of_rows_over_a_number_of_items(items):
 # --- rotary embeddings ---
 
 
-def test_rotary_functions_of_other_models():
+def test_gpt_oss_and_llama4_rope():
     torch.manual_seed(0)
     q, k = torch.randn(1, 2, 5, 8, requires_grad=True), torch.randn(1, 1, 5, 8)
     cos, sin = torch.randn(1, 5, 4), torch.randn(1, 5, 4)

@@ -333,7 +333,7 @@ def several(x):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_are_those_of_the_formula(case):
+def test_functions_match_formulas(case):
     args, formula = CASES[case]
     name = case.split()[0]
     ours, wide = leaves(args, torch.float32), leaves(args, torch.float64)
@@ -427,7 +427,7 @@ TRACED = [
 
 
 @pytest.mark.parametrize("case", TRACED)
-def test_they_are_traced_by_the_compiler(case):
+def test_functions_compile_to_one_graph(case):
     """One graph, with the gradients of eager mode."""
     torch.compiler.reset()
     name, (args, _) = case.split()[0], CASES[case]
@@ -449,7 +449,7 @@ def test_they_are_traced_by_the_compiler(case):
 # --- what is not a formula ---
 
 
-def test_losses_of_halves_have_the_dtypes_of_liger():
+def test_loss_dtypes_of_16_bit_inputs():
     logits = R(6, 11).bfloat16()
     loss, z, _, _ = function("LigerCrossEntropyFunction").apply(
         logits, TARGET, None, -100, 0.1, 0.0, "mean", None, True
@@ -472,7 +472,7 @@ def test_losses_of_halves_have_the_dtypes_of_liger():
     assert y.dtype == torch.bfloat16
 
 
-def test_logits_of_an_operation_give_their_memory_to_the_gradient():
+def test_cross_entropy_function_may_overwrite_logits():
     x = R(6, 11).requires_grad_()
     logits, leaf = x * 1, x.detach().clone().requires_grad_()
     kept, places = logits.detach().clone(), logits.data_ptr()
@@ -485,7 +485,7 @@ def test_logits_of_an_operation_give_their_memory_to_the_gradient():
     torch.testing.assert_close(x.grad, leaf.grad)
 
 
-def test_selected_ids_are_a_list_of_classes():
+def test_selected_token_ids_errors():
     apply = function("LigerFusedLinearScaledCrossEntropyFunction").apply
     args = R(6, 8), R(11, 8), TARGET, 1.0, -100, 1, False
     with pytest.raises(ValueError, match=r"selected_token_ids must lie in \[0, 11\), got \[11\]"):
@@ -494,14 +494,14 @@ def test_selected_ids_are_a_list_of_classes():
         apply(*args, torch.tensor([[1], [2]]))
 
 
-def test_hyper_connections_of_fp32_need_a_permission():
+def test_mhc_fp32_needs_allow_fp32():
     args = list(CASES["LigerMHCCoeffsFunction"][0])
     args[6] = False
     with pytest.raises(AssertionError, match="allow_fp32"):
         function("LigerMHCCoeffsFunction").apply(*args)
 
 
-def test_a_tiled_mlp_is_the_mlp():
+def test_tiled_mlp_equals_mlp():
     layer = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.SiLU(), torch.nn.Linear(9, 4))
     seen = []
 
@@ -585,7 +585,7 @@ torch.testing.assert_close(
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
-def test_a_vocabulary_of_two_processes(tmp_path):
+def test_vocab_parallel_losses_on_two_ranks(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     every = [[str(rank), str(tmp_path / "meeting")] for rank in range(2)]
@@ -612,7 +612,7 @@ ANGLES = torch.ones(1, 3, 8), torch.zeros(1, 3, 8)
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_results_have_the_dtype_of_the_input_whatever_the_weights_have(name):
+def test_output_dtype_with_fp32_weights(name):
     """As Liger-Kernel's kernels write them, where PyTorch's types would promote."""
     x, w = R(3, 8).bfloat16().requires_grad_(), R(8).requires_grad_()
     found = MIXED[name](functional, x, w)

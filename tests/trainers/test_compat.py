@@ -36,7 +36,7 @@ def named(path):
 # --- names ---
 
 
-def test_every_name_of_the_tree_exists(installed):
+def test_table_names_resolve(installed):
     for path, names in finder.TREE.items():
         module = importlib.import_module(f"liger_kernel.{path}".rstrip("."))
         assert set(names) | set(finder.LAZY.get(path, {})) <= set(module.__all__)
@@ -47,7 +47,7 @@ def test_every_name_of_the_tree_exists(installed):
 @pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is not None, reason="the real package is installed"
 )
-def test_nothing_is_loaded_before_it_is_asked_for():
+def test_import_is_lazy():
     code = (
         "import sys, liger_multi.compat.liger_kernel as a; a.install(); import liger_kernel\n"
         "assert liger_kernel.__version__\n"
@@ -57,7 +57,7 @@ def test_nothing_is_loaded_before_it_is_asked_for():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_real_package_is_not_hidden_unless_told(tmp_path, monkeypatch):
+def test_install_needs_force_over_real_package(tmp_path, monkeypatch):
     package = tmp_path / "liger_kernel"
     package.mkdir()
     (package / "__init__.py").write_text("__version__ = '0.8.5'\n")
@@ -84,7 +84,7 @@ def test_the_real_package_is_not_hidden_unless_told(tmp_path, monkeypatch):
 # --- patching ---
 
 
-def test_flags_are_in_the_signature(installed):
+def test_apply_signatures_show_flags(installed):
     """LLaMA-Factory and axolotl read them from there."""
     from liger_kernel.transformers import apply_liger_kernel_to_gemma2, apply_liger_kernel_to_llama
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
@@ -99,7 +99,7 @@ def test_flags_are_in_the_signature(installed):
     assert len(MODEL_TYPE_TO_APPLY_LIGER_FN) == 53
 
 
-def test_every_model_type_is_known_to_transformers(installed):
+def test_model_types_exist_in_transformers(installed):
     """Where a function names several, one at least."""
     from packaging.version import parse
     from transformers import CONFIG_MAPPING
@@ -136,7 +136,7 @@ def without(*ops_):
         ({"rms_norm": "reference", "fused_linear_cross_entropy": {"chunk": 3}}, EVERY),
     ],
 )
-def test_a_model_is_patched_by_flags(installed, flags, wanted):
+def test_flags_select_patches(installed, flags, wanted):
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     from tests.models import build
@@ -151,7 +151,7 @@ def test_a_model_is_patched_by_flags(installed, flags, wanted):
         assert options["fused_linear_cross_entropy"] == {"chunk": 3}
 
 
-def test_flags_may_stand_by_position(installed):
+def test_positional_flags(installed):
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     from tests.models import build
@@ -161,7 +161,7 @@ def test_flags_may_stand_by_position(installed):
     assert counts(model) == without("rope", "rms_norm")
 
 
-def test_experts_follow_the_flag_of_the_mlp(installed):
+def test_swiglu_flag_rules_experts(installed):
     from liger_kernel.transformers import apply_liger_kernel_to_mixtral
 
     from tests.models import build
@@ -173,7 +173,7 @@ def test_experts_follow_the_flag_of_the_mlp(installed):
     assert counts(model)["fused_moe"] == 2
 
 
-def test_models_built_after_a_class_level_call_are_patched_until_it_ends(installed, tmp_path):
+def test_class_level_call_patches_later_models(installed, tmp_path):
     from liger_kernel.transformers import apply_liger_kernel_to_llama
     from transformers import AutoModelForCausalLM
 
@@ -195,7 +195,7 @@ def test_models_built_after_a_class_level_call_are_patched_until_it_ends(install
 
 
 @pytest.mark.parametrize("level", ["instance", "class"])
-def test_an_unknown_option_is_quoted(installed, level):
+def test_unknown_option_error(installed, level):
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     from tests.models import build
@@ -208,7 +208,7 @@ def test_an_unknown_option_is_quoted(installed, level):
     assert counts(model or build()) == {}
 
 
-def test_a_loss_put_in_place_of_ours_is_not_passed_over(installed):
+def test_replaced_functional_loss_raises(installed):
     """axolotl's token scaling does this; no patched model would call it."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama, functional
 
@@ -223,7 +223,7 @@ def test_a_loss_put_in_place_of_ours_is_not_passed_over(installed):
     assert counts(model) == without("fused_linear_cross_entropy")
 
 
-def test_auto_model_is_one_of_transformers(installed):
+def test_auto_model(installed):
     from liger_kernel.transformers import AutoLigerKernelForCausalLM
     from transformers import AutoModelForCausalLM
 
@@ -234,7 +234,7 @@ def test_auto_model_is_one_of_transformers(installed):
     assert counts(model) == without("swiglu")
 
 
-def test_every_flag_that_a_signature_shows_may_be_turned_off(installed):
+def test_all_flags_off(installed):
     """LLaMA-Factory does this with those that were not asked for, whatever their names."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
@@ -247,7 +247,7 @@ def test_every_flag_that_a_signature_shows_may_be_turned_off(installed):
     assert counts(model) == {"rms_norm": 5}
 
 
-def test_a_function_of_the_table_is_called_for_its_type(installed, caplog):
+def test_registered_apply_function(installed, caplog):
     from liger_kernel.transformers import (
         MODEL_TYPE_TO_APPLY_LIGER_FN,
         _apply_liger_kernel,
@@ -273,7 +273,7 @@ def test_a_function_of_the_table_is_called_for_its_type(installed, caplog):
     assert "nobody_has_this" in caplog.text
 
 
-def test_one_module_is_patched_in_place(installed):
+def test_patch_module_helpers(installed):
     from liger_kernel.transformers import LigerSwiGLUMLP, monkey_patch
     from transformers.models.gemma.modeling_gemma import GemmaConfig, GemmaMLP, GemmaRMSNorm
     from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
@@ -307,7 +307,7 @@ def curve(model, place, **options):
     return [first, *steps, made.evaluate()["eval_loss"]]
 
 
-def test_use_liger_kernel_in_an_unmodified_trainer(installed, tmp_path, monkeypatch):
+def test_trainer_use_liger_kernel(installed, tmp_path, monkeypatch):
     from tests.models import FusedCalls, pair
 
     pytest.importorskip("accelerate")
@@ -322,7 +322,7 @@ def test_use_liger_kernel_in_an_unmodified_trainer(installed, tmp_path, monkeypa
     assert counts(ours) == without("rope")
 
 
-def test_a_wrong_option_in_the_arguments_is_quoted(installed, tmp_path):
+def test_liger_kernel_config_unknown_option(installed, tmp_path):
     from tests.models import build
 
     pytest.importorskip("accelerate")
@@ -354,7 +354,7 @@ TOKEN_SCALED = {
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", TOKEN_SCALED)
-def test_token_scaling_takes_every_option(draw, name, reduction):
+def test_token_scaling_options(draw, name, reduction):
     """Tokens that are equally likely scale the whole loss; others each by its probability."""
     from liger_multi.compat.liger_kernel import functional
 
@@ -380,7 +380,7 @@ def test_token_scaling_takes_every_option(draw, name, reduction):
 
 
 @pytest.mark.parametrize("count", [None, 7.0])
-def test_causal_loss_is_that_of_transformers(draw, count):
+def test_causal_lm_loss_matches_transformers(draw, count):
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     from liger_multi.compat.liger_kernel.losses import LigerForCausalLMLoss
@@ -403,7 +403,7 @@ NORMS = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_norms_stand_for_those_of_transformers(draw, name):
+def test_norms_match_transformers(draw, name):
     from liger_multi.compat.liger_kernel import modules
 
     stock = NORMS[name]
@@ -415,7 +415,7 @@ def test_norms_stand_for_those_of_transformers(draw, name):
     assert torch.equal(got.bfloat16()(x), wanted.bfloat16()(x))
 
 
-def test_castings_have_the_names_of_the_package(draw):
+def test_casting_modes(draw):
     from liger_multi.compat.liger_kernel import modules
 
     x = draw(3, 8)
@@ -437,7 +437,7 @@ MLPS = {
 
 
 @pytest.mark.parametrize("name", MLPS)
-def test_mlps_stand_for_those_of_transformers(draw, name):
+def test_mlps_match_transformers(draw, name):
     from liger_multi.compat.liger_kernel import modules
 
     family, _, prefix = MLPS[name].partition(".")
@@ -452,7 +452,7 @@ def test_mlps_stand_for_those_of_transformers(draw, name):
 
 
 @pytest.mark.parametrize("width", [41, 3, 1])
-def test_the_last_of_an_odd_number_of_channels_is_not_rotated(width):
+def test_rope_odd_head_dim(width):
     """As in Liger-Kernel, for angles of a model, which are one channel wider."""
     from liger_multi.compat.liger_kernel import functional as f
     from liger_multi.compat.liger_kernel.op_functions import LigerRopeFunction
@@ -483,7 +483,7 @@ def test_the_last_of_an_odd_number_of_channels_is_not_rotated(width):
 @pytest.mark.parametrize("weight", [True, False])
 @pytest.mark.parametrize(("offset", "casting"), [(1.0, "gemma"), (0.0, "llama")])
 @pytest.mark.parametrize("shape", [(2, 128, 512), (5, 123, 123)])
-def test_a_modulation_of_all_rows_has_the_gradient_of_pytorch(shape, offset, casting, weight):
+def test_modulated_norm_bf16_gradient(shape, offset, casting, weight):
     """In bf16, where norm and product are rounded before hundreds of rows are added up."""
     from liger_multi.compat.liger_kernel import functional as f
 
@@ -504,7 +504,7 @@ def test_a_modulation_of_all_rows_has_the_gradient_of_pytorch(shape, offset, cas
     torch.testing.assert_close(ours.grad, theirs.grad, atol=0.1, rtol=0.02)
 
 
-def test_rotary_functions_write_nothing(draw):
+def test_rope_is_out_of_place(draw):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
@@ -690,7 +690,7 @@ def test_distillation(pairs, kind):
 # --- what Liger-Kernel does otherwise than this library's own losses ---
 
 
-def test_the_sigmoid_of_dpo_is_not_smoothed(pairs):
+def test_dpo_sigmoid_ignores_label_smoothing(pairs):
     from liger_multi.compat.liger_kernel.chunked.preference import LigerFusedLinearDPOLoss
 
     b = pairs
@@ -710,14 +710,14 @@ def test_the_sigmoid_of_dpo_is_not_smoothed(pairs):
     ],
 )
 @pytest.mark.parametrize("kind", [ValueError, AssertionError])
-def test_options_of_dpo_are_refused_in_the_words_that_people_match(options, message, kind):
+def test_dpo_option_errors(options, message, kind):
     from liger_multi.compat.liger_kernel.chunked.preference import LigerFusedLinearDPOLoss
 
     with pytest.raises(kind, match=message):
         LigerFusedLinearDPOLoss(**options)
 
 
-def test_what_stands_beside_a_loss_has_no_gradient_and_no_nll_is_zero(pairs):
+def test_preference_metrics_are_detached(pairs):
     from liger_multi.compat.liger_kernel.chunked.preference import LigerFusedLinearCPOLoss
 
     b = pairs
@@ -728,7 +728,7 @@ def test_what_stands_beside_a_loss_has_no_gradient_and_no_nll_is_zero(pairs):
     torch.testing.assert_close(aux[4], b.nll.detach())
 
 
-def test_orpo_with_other_labels_for_its_nll(pairs):
+def test_orpo_nll_target(pairs):
     """The NLL is of those labels, rewards and log-odds of the targets, also where both count."""
     from liger_multi.compat.liger_kernel.chunked.preference import LigerFusedLinearORPOLoss
 
@@ -760,7 +760,7 @@ def test_orpo_with_other_labels_for_its_nll(pairs):
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "cispo", "sapo"])
-def test_positions_of_the_functional_grpo(pairs, loss_type):
+def test_functional_grpo_positional_arguments(pairs, loss_type):
     """Temperatures of SAPO stand before that of the logits; other losses do not read them."""
     from liger_multi.compat.liger_kernel.chunked.functions import liger_fused_linear_grpo
     from liger_multi.compat.liger_kernel.chunked.policy import LigerFusedLinearGRPOLoss
@@ -785,7 +785,7 @@ def test_positions_of_the_functional_grpo(pairs, loss_type):
 
 
 @pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo"])
-def test_no_sequence_level_for_losses_of_tokens(pairs, loss_type):
+def test_token_losses_reject_sequence_level(pairs, loss_type):
     from liger_multi.compat.liger_kernel.chunked.policy import LigerFusedLinearGRPOLoss
     from liger_multi.compat.liger_kernel.grpo import triton_grpo_loss
 
@@ -804,7 +804,7 @@ def test_no_sequence_level_for_losses_of_tokens(pairs, loss_type):
         loss(b.hidden, b.weight, ids, mask, advantages)
 
 
-def test_targets_out_of_bounds(monkeypatch):
+def test_cross_entropy_target_out_of_bounds(monkeypatch):
     """They raise on every device, as Liger-Kernel's assertion does, which people catch."""
     from liger_multi.compat.liger_kernel import functional, losses
     from liger_multi.compat.liger_kernel.op_functions import LigerCrossEntropyFunction
@@ -828,7 +828,7 @@ def test_targets_out_of_bounds(monkeypatch):
     assert asked == [True]  # what a device asks for its sync
 
 
-def test_sums_of_logits_of_kto_are_over_padding_too(pairs):
+def test_kto_logit_sums_include_padding(pairs):
     from liger_multi.compat.liger_kernel.chunked.preference import LigerFusedLinearKTOLoss
 
     b, liked = pairs, torch.tensor([True, False, False, True])
@@ -848,7 +848,7 @@ def policy_of(b, given=(), **options):
 
 
 @pytest.mark.parametrize("given", [{}, {"ref_per_token_logps": 3.0}])
-def test_a_policy_without_a_reference_is_its_own(pairs, given):
+def test_grpo_without_reference(pairs, given):
     b = pairs
     given = {k: torch.full(b.target.shape, v) for k, v in given.items()}
     plain, _ = policy_of(b, beta=0.0, use_ref_model=False)
@@ -859,7 +859,7 @@ def test_a_policy_without_a_reference_is_its_own(pairs, given):
         policy_of(b, beta=0.5)
 
 
-def test_a_ratio_of_an_answer_counts_once_in_vespo(draw):
+def test_vespo_sequence_ratio_counts_once(draw):
     from liger_multi.compat.liger_kernel.chunked.policy import get_gamma_weights
 
     log_ratio, mask = draw(3, 4) / 4, torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 0, 0]])
@@ -879,7 +879,7 @@ def test_a_ratio_of_an_answer_counts_once_in_vespo(draw):
         ("LigerFusedLinearJSD", {"temperature": 0.0}),
     ],
 )
-def test_options_are_checked_when_a_loss_is_made(name, options):
+def test_loss_option_errors(name, options):
     from liger_multi.compat.liger_kernel import losses as module
 
     for kind in (ValueError, AssertionError):
@@ -890,7 +890,7 @@ def test_options_are_checked_when_a_loss_is_made(name, options):
 # --- losses of one's own, on the base classes ---
 
 
-def test_a_loss_of_ones_own_on_pairs(pairs):
+def test_custom_preference_loss(pairs):
     from liger_multi.compat.liger_kernel.chunked.bases import LigerFusedLinearPreferenceBase as Base
 
     class Own(Base):
@@ -919,7 +919,7 @@ def test_a_loss_of_ones_own_on_pairs(pairs):
     torch.testing.assert_close(aux[6], chosen.detach())
 
 
-def test_a_loss_of_ones_own_on_logits_never_holds_all_of_them():
+def test_custom_distillation_loss_bounds_memory():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from liger_multi.compat.liger_kernel.chunked.bases import (
@@ -971,7 +971,7 @@ def test_a_loss_of_ones_own_on_logits_never_holds_all_of_them():
     torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_a_loss_that_apply_would_pass_over_is_refused():
+def test_subclass_of_sealed_function_raises():
     from liger_multi.compat.liger_kernel.chunked.functions import LigerFusedLinearDPOFunction
 
     with pytest.raises(TypeError, match="derive from LigerFusedLinearPreferenceBase"):
@@ -982,7 +982,7 @@ def test_a_loss_that_apply_would_pass_over_is_refused():
                 return 0.0
 
 
-def test_apply_takes_hidden_states_first(pairs):
+def test_functional_simpo_argument_order(pairs):
     from liger_multi.compat.liger_kernel.chunked import functions, preference
 
     b = pairs
@@ -1017,7 +1017,7 @@ def test_ensure_contiguous():
     assert seen(None, strided, y=strided, n=2) == (True, True, 2)
 
 
-def test_forward_redirection_runs_within_the_wrapper():
+def test_fsdp_forward_redirection():
     from liger_multi.compat.liger_kernel.helpers import _FSDPForwardRedirection
 
     class Wrapper(torch.nn.Module):
@@ -1054,7 +1054,7 @@ def test_forward_redirection_runs_within_the_wrapper():
     assert isinstance(wrapper.module.forward, types.MethodType)
 
 
-def test_gradients_of_the_bases_cannot_be_differentiated():
+def test_base_class_double_backward_raises():
     """They are made in forward: a second derivative would silently lack most of itself."""
     from liger_multi.compat.liger_kernel.chunked.functions import LigerFusedLinearORPOFunction
     from liger_multi.errors import DoubleBackwardError
@@ -1071,7 +1071,7 @@ def test_gradients_of_the_bases_cannot_be_differentiated():
 # --- dtypes, errors and arguments as in the package ---
 
 
-def test_retired_arguments_warn_and_change_nothing(draw):
+def test_retired_arguments_warn(draw):
     from liger_multi.compat.liger_kernel import functional as f
 
     x, target = draw(3, 4), torch.tensor([1, 2, 3])
@@ -1084,7 +1084,7 @@ def test_retired_arguments_warn_and_change_nothing(draw):
     assert torch.equal(found, f.liger_kl_div(student, teacher))
 
 
-def test_of_longer_ids_the_last_count(draw):
+def test_selective_log_softmax_uses_last_ids(draw):
     from liger_multi.compat.liger_kernel import functional as f
 
     logits, ids = draw(2, 4, 6), torch.tensor([[5, 1, 2, 3], [4, 0, 5, 1]])
@@ -1106,7 +1106,7 @@ ATTRIBUTES = {
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_modules_have_the_attributes_of_the_package(name):
+def test_module_attributes(name):
 
     from liger_multi.compat.liger_kernel import modules
 

@@ -57,7 +57,7 @@ def counts(model):
         ({"fused_linear_cross_entropy": True, "cross_entropy": False}, set()),
     ],
 )  # fmt: skip
-def test_a_call_before_the_model_is_made(saved, flags, off):
+def test_apply_before_from_pretrained(saved, flags, off):
     import transformers
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -102,7 +102,7 @@ FEW = ("llama", "gemma3_text", "phi3", "mixtral")
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_flags_of_a_function_on_a_model_and_on_its_type(kind):
+def test_apply_flags_on_model_and_type(kind):
     model, found = takes_every_flag(kind, lambda: build(kind))
     assert found["rms_norm"] == ARCHITECTURES[kind].counts["rms_norm"]
     torch.testing.assert_close(trained(model), trained(build(kind)), rtol=1e-4, atol=1e-5)
@@ -139,7 +139,7 @@ def test_flags_of_every_function(name):
 
 
 @pytest.mark.parametrize("where", ["class", "instance"])
-def test_a_forward_that_is_assigned(monkeypatch, where):
+def test_assigned_lce_forward(monkeypatch, where):
     from liger_kernel.transformers.model.llama import lce_forward
 
     model, stock = build(), trained(build())
@@ -156,7 +156,7 @@ def test_a_forward_that_is_assigned(monkeypatch, where):
     assert out.logits.shape == (*IDS.shape, model.config.vocab_size)
 
 
-def test_a_forward_that_is_assigned_is_traced_after_its_first_call():
+def test_assigned_forward_compiles_after_first_call():
     from liger_kernel.transformers.model.llama import lce_forward
 
     torch.compiler.reset()
@@ -169,7 +169,7 @@ def test_a_forward_that_is_assigned_is_traced_after_its_first_call():
     found.backward()
 
 
-def test_a_forward_of_a_class_whose_file_was_not_imported():
+def test_lce_forward_unknown_class_error():
     from liger_kernel.transformers.model.llama import lce_forward
 
     with pytest.raises(TypeError, match="the forward of Linear is not known"):
@@ -179,7 +179,7 @@ def test_a_forward_of_a_class_whose_file_was_not_imported():
 # --- losses and functions ---
 
 
-def test_heads_that_predict_later_tokens():
+def test_medusa_heads_loss():
     """As in the example of Medusa: the sum of the losses of several heads on one hidden state."""
     from liger_kernel.transformers.fused_linear_cross_entropy import (
         LigerFusedLinearCrossEntropyLoss,
@@ -204,7 +204,7 @@ def test_heads_that_predict_later_tokens():
 
 
 @pytest.mark.slow
-def test_the_trainer_of_orpo(tmp_path, monkeypatch):
+def test_liger_orpo_trainer(tmp_path, monkeypatch):
     from liger_kernel.transformers.trainer import LigerORPOTrainer
 
     orpo = pytest.importorskip("trl.experimental.orpo")
@@ -233,7 +233,7 @@ def test_the_trainer_of_orpo(tmp_path, monkeypatch):
     assert ours == pytest.approx(stock, rel=1e-4)
 
 
-def test_no_trainer_of_orpo_without_one_of_trl(monkeypatch):
+def test_orpo_trainer_needs_trl(monkeypatch):
     from liger_multi.compat.liger_kernel import orpo
 
     orpo._made.cache_clear()

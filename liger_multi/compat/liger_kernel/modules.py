@@ -55,13 +55,13 @@ _OF_GEMMA: dict[str, Any] = {"offset": 1.0, "casting_mode": "gemma", "init_fn": 
 class LigerRMSNormForGemma(LigerRMSNorm):
     """The norm of Gemma: in fp32, its weight is what is added to one."""
 
-    __init__ = adapter(LigerRMSNorm.__init__, _RMS, **_OF_GEMMA)  # type: ignore[assignment]
+    __init__ = adapter(LigerRMSNorm.__init__, _RMS, **_OF_GEMMA)
 
 
 class LigerRMSNormForGemma2(LigerRMSNormForGemma):
     """As that of Gemma."""
 
-    __init__ = adapter(LigerRMSNorm.__init__, _RMS, **_OF_GEMMA, in_place=False)  # type: ignore[assignment]
+    __init__ = adapter(LigerRMSNorm.__init__, _RMS, **_OF_GEMMA, in_place=False)
 
 
 class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
@@ -75,7 +75,7 @@ class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
 class LigerRMSNormForGemma3(LigerRMSNormForGemma):
     """As that of Gemma, with the arguments of ``Gemma3RMSNorm``."""
 
-    __init__ = adapter(  # type: ignore[assignment]
+    __init__ = adapter(
         LigerRMSNorm.__init__, _RMS.replace("hidden_size", "dim:hidden_size"), **_OF_GEMMA,
         in_place=False,
     )  # fmt: skip
@@ -84,7 +84,7 @@ class LigerRMSNormForGemma3(LigerRMSNormForGemma):
 class LigerRMSNormForGemma4(LigerRMSNorm):
     """The norm of Gemma 4: in fp32, perhaps without a weight."""
 
-    __init__ = adapter(  # type: ignore[assignment]
+    __init__ = adapter(
         LigerRMSNorm.__init__,
         "self dim:hidden_size eps offset casting_mode init_fn in_place "
         "with_scale:elementwise_affine",
@@ -115,7 +115,7 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
 class LigerRMSNormForOlmo2(LigerRMSNorm):
     """As that of Llama."""
 
-    __init__ = adapter(LigerRMSNorm.__init__, _RMS, in_place=False)  # type: ignore[assignment]
+    __init__ = adapter(LigerRMSNorm.__init__, _RMS, in_place=False)
 
 
 class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):

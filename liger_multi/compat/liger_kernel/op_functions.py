@@ -299,31 +299,29 @@ def chosen(op_name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-FUNCTIONS = {
-    name: chosen(name, call)
-    for name, call in {
-        "rms_norm": adapter(
-            f.liger_rms_norm, "x:X weight:W eps offset casting_mode in_place row_mode",
-            eps=1e-6, in_place=False,
-        ),
-        "layer_norm": adapter(
-            f.liger_layer_norm, "x:X weight:W bias:B eps", bias=None, eps=1e-6
-        ),
-        "fused_add_rms_norm": adapter(
-            f.liger_fused_add_rms_norm, "X R W eps offset casting_mode in_place",
-            eps=1e-6, in_place=False,
-        ),
-        "jsd": adapter(f.liger_jsd, _OF_JSD),
-        "kl_div": adapter(f.liger_kl_div, _OF_KL, reduction="batchmean"),
-        "softmax": f.liger_softmax,
-        "swiglu": f.liger_swiglu,
-        "geglu": f.liger_geglu,
-        "rope": adapter(f.liger_rope, "q k cos sin position_ids unsqueeze_dim"),
-        "cross_entropy": adapter(_cross_entropies, f"input target {OF_LOGITS}", _logits),
-        "fused_linear_cross_entropy": adapter(_fused_cross_entropies, _OF_HEAD, _head),
-        "fused_linear_jsd": adapter(f.liger_fused_linear_jsd, _OF_HEADS),
-    }.items()
+_CALLS: dict[str, Callable[..., Any]] = {
+    "rms_norm": adapter(
+        f.liger_rms_norm, "x:X weight:W eps offset casting_mode in_place row_mode",
+        eps=1e-6, in_place=False,
+    ),
+    "layer_norm": adapter(
+        f.liger_layer_norm, "x:X weight:W bias:B eps", bias=None, eps=1e-6
+    ),
+    "fused_add_rms_norm": adapter(
+        f.liger_fused_add_rms_norm, "X R W eps offset casting_mode in_place",
+        eps=1e-6, in_place=False,
+    ),
+    "jsd": adapter(f.liger_jsd, _OF_JSD),
+    "kl_div": adapter(f.liger_kl_div, _OF_KL, reduction="batchmean"),
+    "softmax": f.liger_softmax,
+    "swiglu": f.liger_swiglu,
+    "geglu": f.liger_geglu,
+    "rope": adapter(f.liger_rope, "q k cos sin position_ids unsqueeze_dim"),
+    "cross_entropy": adapter(_cross_entropies, f"input target {OF_LOGITS}", _logits),
+    "fused_linear_cross_entropy": adapter(_fused_cross_entropies, _OF_HEAD, _head),
+    "fused_linear_jsd": adapter(f.liger_fused_linear_jsd, _OF_HEADS),
 }  # fmt: skip
+FUNCTIONS = {name: chosen(name, call) for name, call in _CALLS.items()}
 """By the name of the operator."""
 globals().update(FUNCTIONS)
 

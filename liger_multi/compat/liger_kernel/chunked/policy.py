@@ -184,9 +184,8 @@ class FunctionalGRPOLoss(LigerFusedLinearGRPOLoss):
 
     def check(self) -> None:
         """Temperatures of SAPO are above 0."""
-        self.temperature = float(self.temperature)
-        if self.loss_type == "sapo" and (
-            min(self.sapo_temperature_pos, self.sapo_temperature_neg) <= 0
-        ):
+        vars(self)["temperature"] = float(self.temperature)
+        lowest = min(self.sapo_temperature_pos, self.sapo_temperature_neg)
+        if self.loss_type == "sapo" and lowest <= 0:
             raise ArgumentError("sapo_temperature must be > 0.")
         super().check()
