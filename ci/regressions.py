@@ -79,9 +79,9 @@ CASES = (
             Break(
                 "the call in the graph drops `ignore_index`",
                 "liger_multi/dispatch/op.py",
-                "return self.whole(*args, traced, sources())",
+                "return self.torch_op(*args, traced, source_hash())",
                 "args = tuple(0 if type(a) is int and a == -100 else a for a in args)\n"
-                "            return self.whole(*args, traced, sources())",
+                "            return self.torch_op(*args, traced, source_hash())",
                 ("tests/ops/test_contracts.py::test_compiled_equals_eager_with_ignored_targets",),
             ),
         ),
@@ -131,7 +131,7 @@ CASES = (
             ),
             Break(
                 "`inplace=True` does not advance autograd's version counter",
-                "liger_multi/dispatch/flat.py",
+                "liger_multi/dispatch/codegen.py",
                 '        f"_increment_version({op.inplace})" if op.inplace else None,\n',
                 "",
                 (
@@ -150,7 +150,7 @@ CASES = (
         (
             Break(
                 "a patched model's sum over tokens becomes a mean",
-                "liger_multi/patching/lazy_logits/loss.py",
+                "liger_multi/patching/head/loss.py",
                 '"reduction": self.reduction,',
                 '"reduction": self.reduction.replace("sum", "mean"),',
                 (
@@ -197,7 +197,7 @@ CASES = (
         (
             Break(
                 "the patched head does not check that its weight has elements",
-                "liger_multi/patching/replace/head.py",
+                "liger_multi/patching/head/module.py",
                 "if weight.numel() == 0:",
                 "if False:",
                 (
@@ -214,7 +214,7 @@ CASES = (
             ),
             Break(
                 "the loss reads the weight instead of calling the head, whose hooks gather it",
-                "liger_multi/patching/lazy_logits/deferred.py",
+                "liger_multi/patching/head/deferred.py",
                 'return getattr(self.head, "asked", self.head)(hidden, job)',
                 "return job.run(self.head, hidden)",
                 (
@@ -230,7 +230,7 @@ CASES = (
         (
             Break(
                 "the fused loss uses the base layer instead of the adapter",
-                "liger_multi/patching/recognize/heads.py",
+                "liger_multi/patching/head/find.py",
                 "    return [head]\n",
                 '    base = getattr(head, "base_layer", None)\n'
                 "    if base is not None:\n"
@@ -248,7 +248,7 @@ CASES = (
         (
             Break(
                 "every tensor is treated as requiring a gradient",
-                "liger_multi/dispatch/flat.py",
+                "liger_multi/dispatch/codegen.py",
                 "{optional}{name}.requires_grad",
                 "{name} is not None",
                 (
@@ -265,7 +265,7 @@ CASES = (
         (
             Break(
                 "logits are lazy only while gradients are recorded",
-                "liger_multi/patching/replace/head.py",
+                "liger_multi/patching/head/module.py",
                 "if not grad and (hidden.ndim < 3",
                 "if not grad or (hidden.ndim < 3",
                 (
@@ -281,7 +281,7 @@ CASES = (
         (
             Break(
                 "an equal copy of the original class is restored",
-                "liger_multi/patching/replace/swap.py",
+                "liger_multi/patching/swap.py",
                 "module.__class__ = found.stock",
                 "module.__class__ = type(found.stock.__name__, (found.stock,), {})",
                 ("tests/patching/test_patching_api.py::test_unpatch_brings_the_very_same_back",),
@@ -338,7 +338,7 @@ CASES = (
         (
             Break(
                 "the device of the tensors is not made the current one",
-                "liger_multi/dispatch/primitive.py",
+                "liger_multi/dispatch/torch_ops.py",
                 "if module is None or module.current_device() == device.index:",
                 "if True:",
                 ("tests/ops/test_numerics.py::test_operators_run_on_the_device_of_their_tensors",),
@@ -409,9 +409,9 @@ CASES = (
         (
             Break(
                 "a sharded hidden axis is treated as rows",
-                "liger_multi/dispatch/op.py",
-                "name in op.replicated or placement.dim % arg.ndim == arg.ndim - 1",
-                "name in op.replicated",
+                "liger_multi/dispatch/dtensor.py",
+                "name in replicated(op) or placement.dim % arg.ndim == arg.ndim - 1",
+                "name in replicated(op)",
                 (
                     "tests/tools/test_regressions.py::test_dtensors_in_two_processes",
                     "tests/tools/test_regressions.py::test_sequence_parallel_norms_in_two_processes",
@@ -419,14 +419,14 @@ CASES = (
             ),
             Break(
                 "the weight's gradient is not summed over ranks",
-                "liger_multi/dispatch/op.py",
+                "liger_multi/dispatch/dtensor.py",
                 "shared = Replicate() if axis is None else Partial()",
                 "shared = Replicate()",
                 ("tests/tools/test_regressions.py::test_dtensors_in_two_processes",),
             ),
             Break(
                 "sharded rows are gathered",
-                "liger_multi/dispatch/op.py",
+                "liger_multi/dispatch/dtensor.py",
                 "for axis in (None, *range(axes - 1)):",
                 "for axis in (None,):",
                 ("tests/tools/test_regressions.py::test_dtensors_in_two_processes",),

@@ -16,10 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton.activations import gated, gated_rows
-from liger_multi.backends.triton.activations import operators as activations
-from liger_multi.backends.triton.activations.operators import TritonActivation, relu_squared
-from liger_multi.backends.triton.adapters.operators import split
+from liger_multi.backends.triton.activations import (
+    gated,
+    gated_rows,
+    geglu,
+    geglu_packed,
+    relu_squared,
+    swiglu,
+    swiglu_clamped,
+    swiglu_clamped_packed,
+    swiglu_packed,
+)
+from liger_multi.backends.triton.activations.gated_mlp import TritonActivation
+from liger_multi.backends.triton.adapters.low_rank import split
 from liger_multi.backends.triton.attention import (
     attention,
     indexer_scores,
@@ -31,29 +40,29 @@ from liger_multi.backends.triton.common.float8 import FORMATS
 from liger_multi.backends.triton.common.gemm import gemm_by_rows
 from liger_multi.backends.triton.cross_entropy import (
     cross_entropy,
+    cross_entropy_inplace,
     float8,
     selective_log_softmax,
     softmax,
     sparsemax,
 )
-from liger_multi.backends.triton.cross_entropy.operators import (
-    CrossEntropyInplace,
-    TritonLogProbRows,
-    scale,
-)
-from liger_multi.backends.triton.divergences.operators import KINDS, TritonPairs
+from liger_multi.backends.triton.cross_entropy.rows import TritonLogProbRows, scale
+from liger_multi.backends.triton.divergences.pairs import KINDS, TritonPairs
 from liger_multi.backends.triton.embedding import embedding
 from liger_multi.backends.triton.experts import fused_moe, grouped, lora_moe
 from liger_multi.backends.triton.float8.rows import CodeRoom, TritonQuantizer
 from liger_multi.backends.triton.linear_attention import (
+    causal_conv1d,
     gated_delta_rule,
+    gated_short_conv,
     kimi_delta_attention,
     selective_scan,
     ssd_scan,
 )
-from liger_multi.backends.triton.linear_attention.operators import CausalConv1d, GatedShortConv
 from liger_multi.backends.triton.norms import (
     dyt,
+    fused_add_rms_norm,
+    fused_scaled_add_rms_norm,
     gated_rms_norm,
     group_norm,
     layer_norm,
@@ -61,14 +70,20 @@ from liger_multi.backends.triton.norms import (
     poly_norm,
     rms_norm,
 )
-from liger_multi.backends.triton.norms.operators import FusedAddRMSNorm, FusedScaledAddRMSNorm
-from liger_multi.backends.triton.residuals import attention_residuals, hyper_connections
-from liger_multi.backends.triton.residuals.operators import (
-    HyperConnectionsPost,
-    HyperConnectionsPre,
+from liger_multi.backends.triton.residuals import (
+    attention_residuals,
+    hyper_connections,
+    hyper_connections_post,
+    hyper_connections_pre,
 )
-from liger_multi.backends.triton.rope import operators as rope_kinds
-from liger_multi.backends.triton.rope import rms_norm_rope, rope
+from liger_multi.backends.triton.rope import (
+    rms_norm_rope,
+    rope,
+    rope_complex,
+    rope_multimodal,
+    rope_positions,
+    rope_sorted,
+)
 from liger_multi.reference.cross_entropy.rows import LogSumExp, Objective, RowStats, Upstream
 from liger_multi.reference.divergences.divergence import DivergenceSpec
 
@@ -144,7 +159,7 @@ def _causal_conv1d(
     state = _meta(2, width - 1, channels, dtype=dtype) if everything else None
     ids = _meta(2, 8192, dtype=torch.int32) if everything else None
     given = (weight, bias.expand(channels) if everything else None, state, ids, "silu")
-    CausalConv1d.backward(CausalConv1d.forward(x, *given), x, *given, True, True, True, True)
+    causal_conv1d.backward(causal_conv1d.forward(x, *given), x, *given, True, True, True, True)
 
 
 def _gated_short_conv(
@@ -152,7 +167,7 @@ def _gated_short_conv(
 ) -> None:
     x, weight = (_meta(*s, dtype=dtype) for s in ((2, 8192, 3 * channels), (channels, width)))
     given = (weight, None, _meta(2, 8192, dtype=torch.int32) if packed else None)
-    GatedShortConv.backward(GatedShortConv.forward(x, *given), x, *given, True, True, True)
+    gated_short_conv.backward(gated_short_conv.forward(x, *given), x, *given, True, True, True)
 
 
 def _delta_rule(
@@ -219,8 +234,8 @@ def _selective_scan_teams(channels: int, states: int, gated: bool = True) -> Non
 def _fused_add(rows: int, cols: int, dtype: torch.dtype = BF16, casting: str = "llama") -> None:
     x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
     offset = float(casting == "gemma")
-    y, s, rstd = FusedAddRMSNorm.forward(x, x, weight, 1e-6, offset, casting)
-    FusedAddRMSNorm.backward(s, y, s, weight, rstd, offset, casting, True, True, True)
+    y, s, rstd = fused_add_rms_norm.forward(x, x, weight, 1e-6, offset, casting)
+    fused_add_rms_norm.backward(s, y, s, weight, rstd, offset, casting, True, True, True)
 
 
 def _layer_norm(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
@@ -238,9 +253,9 @@ def _dyt(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
 def _scaled_add(rows: int, cols: int, dtype: torch.dtype = BF16) -> None:
     x, weight = _meta(rows, cols, dtype=dtype), _meta(cols, dtype=dtype)
     how = (0.0, "llama", 0.22, 1.0)
-    y, s, rstd = FusedScaledAddRMSNorm.forward(x, x, weight, 1e-6, *how)
+    y, s, rstd = fused_scaled_add_rms_norm.forward(x, x, weight, 1e-6, *how)
     kinds: Any = (dtype, dtype, True, True, True)
-    FusedScaledAddRMSNorm.backward(s, y, s, weight, rstd, *how, *kinds)
+    fused_scaled_add_rms_norm.backward(s, y, s, weight, rstd, *how, *kinds)
 
 
 def _gated_norm(
@@ -275,28 +290,24 @@ def _group_norm(shape: tuple[int, ...], groups: int, dtype: torch.dtype = BF16) 
 def _swiglu(dtype: torch.dtype) -> None:
     gate = _meta(8192, 14336, dtype=dtype)
     for by in ((1.0, 1.0), (0.5, 2.0)):
-        activations.SwiGLU.backward(
-            activations.SwiGLU.forward(gate, gate, *by), gate, gate, *by, True, True
-        )
+        swiglu.backward(swiglu.forward(gate, gate, *by), gate, gate, *by, True, True)
 
 
 def _swiglu_packed() -> None:
     gate_up = _meta(8192, 2 * 11008)
-    activations.PackedSwiGLU.backward(
-        activations.PackedSwiGLU.forward(gate_up, 1.0, 1.0), gate_up, 1.0, 1.0
-    )
+    swiglu_packed.backward(swiglu_packed.forward(gate_up, 1.0, 1.0), gate_up, 1.0, 1.0)
 
 
 def _clamped(dtype: torch.dtype) -> None:
     gate, by = _meta(32768, 2880, dtype=dtype), (7.0, 1.702, 1.0)
-    y = activations.ClampedSwiGLU.forward(gate, gate, *by)
-    activations.ClampedSwiGLU.backward(y, gate, gate, *by, True, True)
+    y = swiglu_clamped.forward(gate, gate, *by)
+    swiglu_clamped.backward(y, gate, gate, *by, True, True)
 
 
 def _clamped_packed(interleaved: bool) -> None:
     gate_up, by = _meta(32768, 5760), (7.0, 1.702, 1.0)
-    y = activations.PackedClampedSwiGLU.forward(gate_up, *by, interleaved)
-    activations.PackedClampedSwiGLU.backward(y, gate_up, *by, interleaved)
+    y = swiglu_clamped_packed.forward(gate_up, *by, interleaved)
+    swiglu_clamped_packed.backward(y, gate_up, *by, interleaved)
 
 
 def _relu_squared(dtype: torch.dtype) -> None:
@@ -377,23 +388,21 @@ def _hyper(rows: int, streams: int, cols: int, dtype: torch.dtype = BF16) -> Non
     rows_of = x.flatten(1)
     parts.mixes(rows_of, weight, 1e-6)
     parts.mixes_gradients(rows_of, weight, z, z[:, :1], True, True)
-    HyperConnectionsPre.forward(x, pre)
-    HyperConnectionsPre.backward(out, x, pre, True, True)
-    y = HyperConnectionsPost.forward(x, out, pre, mix)
-    HyperConnectionsPost.backward(y, x, out, pre, mix, True, True, True, True)
+    hyper_connections_pre.forward(x, pre)
+    hyper_connections_pre.backward(out, x, pre, True, True)
+    y = hyper_connections_post.forward(x, out, pre, mix)
+    hyper_connections_post.backward(y, x, out, pre, mix, True, True, True, True)
 
 
 def _geglu(approximate: str, dtype: torch.dtype) -> None:
     gate = _meta(8192, 14336, dtype=dtype)
-    y = activations.GEGLU.forward(gate, gate, approximate)
-    activations.GEGLU.backward(y, gate, gate, approximate, True, True)
+    y = geglu.forward(gate, gate, approximate)
+    geglu.backward(y, gate, gate, approximate, True, True)
 
 
 def _geglu_packed(approximate: str) -> None:
     gate_up = _meta(8192, 2 * 11008)
-    activations.PackedGEGLU.backward(
-        activations.PackedGEGLU.forward(gate_up, approximate), gate_up, approximate
-    )
+    geglu_packed.backward(geglu_packed.forward(gate_up, approximate), gate_up, approximate)
 
 
 def _rope(
@@ -438,13 +447,13 @@ def _rope_kinds(
     # by kind: the operator, the tensors of its angles (backward has them in reverse), its options
     table: dict[str, tuple[Any, tuple[Tensor, ...], tuple[Any, ...]]] = {
         "multimodal": (
-            rope_kinds.MultimodalRope, (grids, grids),
+            rope_multimodal, (grids, grids),
             (sections, chunked, style, 1, width, "cohere"),
         ),
-        "complex": (rope_kinds.ComplexRope, (complexes,), (1, width)),
-        "sorted": (rope_kinds.SortedRope, (angles, angles), (1, width, "cohere")),
+        "complex": (rope_complex, (complexes,), (1, width)),
+        "sorted": (rope_sorted, (angles, angles), (1, width, "cohere")),
         "positions": (
-            rope_kinds.PositionRope, (ids, freqs), (1.0, sections, chunked, style, 1, "llama"),
+            rope_positions, (ids, freqs), (1.0, sections, chunked, style, 1, "llama"),
         ),
     }  # fmt: skip
     operator, tensors, options = table[kind]
@@ -495,7 +504,7 @@ def _scale(dtype: torch.dtype) -> None:
 
 
 def _inplace(cols: int) -> None:
-    CrossEntropyInplace.backward(_meta(dtype=FP32), _meta(4096, cols))
+    cross_entropy_inplace.backward(_meta(dtype=FP32), _meta(4096, cols))
 
 
 def _log_prob(cols: int, dtype: torch.dtype, *, full: bool = False) -> None:

@@ -20,8 +20,8 @@ from liger_multi import ops
 from liger_multi.bench.cases import Case
 from liger_multi.bench.peers import FLOORS, PACKAGES, TABLE
 from liger_multi.dispatch.op import OPS
-from liger_multi.dispatch.primitive import candidate
 from liger_multi.dispatch.registry import packages
+from liger_multi.dispatch.resolve import candidate
 from liger_multi.testing import samples
 from liger_multi.testing.formulas import Formula
 

@@ -22,7 +22,7 @@ from liger_multi.dispatch.registry import REFERENCE, backends, module
 from liger_multi.errors import ContractError, unknown
 
 if TYPE_CHECKING:
-    from liger_multi.dispatch.primitive import Primitive
+    from liger_multi.dispatch.torch_ops import Primitive
 
 PROPERTIES = {
     "repeat": "the same inputs on the same machine, with as much free memory and as many "
@@ -105,8 +105,8 @@ REFERENCES = {
     "forward": "dispatch calls its forward for every row alone; its gradients count rows",
     "itself": "it looks at the setting, and goes through the rows itself",
     "exact": "no operation of it rounds by the position or the number of rows",
-    "no": "it has none",
 }
+"""Operators that write in place have none of them: their calls cannot be repeated row by row."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Bitwise:
     backward: Promise = Promise()
     batched: Mapping[str, int] = field(default_factory=dict)
     trailing: int | None = None
-    reference: str = "no"
+    reference: str = "row by row"
 
     def axis(self, name: str) -> int | None:
         """The axis of rows of a tensor or gradient; None where it has none."""
@@ -180,7 +180,8 @@ def promised(name: str, prim: Primitive) -> Promise:
 def goes_row_by_row(name: str, prim: Primitive) -> bool:
     """Whether a backend's function is called for every row alone under "rows"."""
     spec: Bitwise = prim.op.bitwise
-    if name != REFERENCE or getattr(spec, prim.direction).since("rows") is None:
+    promised_rows = getattr(spec, prim.direction).since("rows") is not None
+    if name != REFERENCE or prim.op.inplace or not promised_rows:
         return False
     return spec.reference == "row by row" or (spec.reference, prim.direction) == ("forward",) * 2
 
@@ -211,15 +212,14 @@ ALIGNED = 16  # bytes; what a thread loads at a time, and with it the order of a
 
 def aligned(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
     """Run a direction on tensors that lie as an allocator places them; the others are copied."""
-    moved = {
-        i: _fresh(args[i]) for i in prim.places if args[i] is not None and not _is_aligned(args[i])
-    }
-    made = call(*[moved.get(i, a) for i, a in enumerate(args)]) if moved else call(*args)
+    tensors = {i: args[i] for i in prim.tensor_indices if args[i] is not None}
+    moved = {i: _fresh(t) for i, t in tensors.items() if not _is_aligned(t)}
+    result = call(*[moved.get(i, a) for i, a in enumerate(args)]) if moved else call(*args)
     for name in prim.mutates:
         place = prim.params.index(name)
         if place in moved:
             args[place].copy_(moved[place])
-    return made
+    return result
 
 
 def _fresh(x: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ def row_by_row(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
     """
     rows = RowAxes(prim.op.bitwise, dict(zip(prim.params, args, strict=True)))
     written = {prim.params.index(name) for name in prim.mutates}
-    copied = written if rows.lead else set(prim.places)
+    copied = written if rows.lead else set(prim.tensor_indices)
     fresh = [_fresh(a) if i in copied and a is not None else a for i, a in enumerate(args)]
     made = call(*fresh)
     if not rows.lead:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from liger_multi.dispatch.config import current
 from liger_multi.dispatch.op import OPS
-from liger_multi.dispatch.primitive import Candidate, candidate, candidates
 from liger_multi.dispatch.registry import REFERENCE, backends, device_of, operators
+from liger_multi.dispatch.resolve import Candidate, candidate, candidates
 from liger_multi.errors import ConfigurationError, shown, unknown
 
 

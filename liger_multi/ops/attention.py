@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.dispatch.primitive import LIBRARY
+from liger_multi.dispatch.torch_ops import LIBRARY
 from liger_multi.ops._samples import each_frozen, frozen
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -29,7 +29,7 @@ def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:
     return like.new_empty(like.shape[0], length, heads, size).transpose(1, 2)
 
 
-@op.forward(returns="y lse", residuals="lse")
+@op.forward(returns="y", residuals="lse")
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
     causal: bool, scale: float, softcap: float,
@@ -56,7 +56,7 @@ def gradients_of_heads(**given: Any) -> tuple[Tensor, ...]:
 op.backward(
     reads="dy q k v sinks ranges y lse causal scale softcap",
     returns="dq dk dv dsinks",
-    rule=gradients_of_heads,
+    shapes=gradients_of_heads,
 )
 
 

@@ -18,8 +18,7 @@ CODES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 op = Op(
     "linear_float8",
     family="float8",
-    rows=("x", "dy", "codes", "codes_scale"),
-    replicated=("weight", "bias", "weight_scale", "weight_codes"),
+    rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x y x_codes x_scale codes codes_scale", 1),
 )
 
@@ -38,9 +37,7 @@ class LinearFloat8Output(NamedTuple):
     quantized: Float8Rows
 
 
-@op.forward(
-    returns="y x_codes x_scale scale", residuals="scale", non_differentiable="x_codes x_scale"
-)
+@op.forward(returns="y x_codes x_scale", residuals="scale")
 def forward(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], weight_scale: Optional[Tensor],
     codes: Optional[Tensor], codes_scale: Optional[Tensor], weight_codes: Optional[Tensor],
@@ -74,7 +71,7 @@ def _gradients(**given: Any) -> tuple[Tensor, ...]:
 
 op.backward(
     reads="dy x? weight? weight_scale weight_codes scale weight_dtype", returns="dx dweight dbias",
-    not_saved=_unread, rule=_gradients,
+    not_saved=_unread, shapes=_gradients,
 )  # fmt: skip
 
 

@@ -9,20 +9,35 @@ from functools import partial
 from torch import nn
 
 from liger_multi.errors import PatchError
-from liger_multi.patching import modeltypes
-from liger_multi.patching.finders.absent import find_absent
-from liger_multi.patching.finders.adapters import find_expert_adapters, find_lora, find_shared
-from liger_multi.patching.finders.attention import find_rotary, find_rotated, find_sparse
-from liger_multi.patching.finders.changes import restore_class
-from liger_multi.patching.finders.head import find_loss_head
-from liger_multi.patching.finders.layers import find_experts, find_mlp, find_norm, find_registered
-from liger_multi.patching.finders.linear import find_float8, find_linear
-from liger_multi.patching.finders.mixers import find_mixer, find_packed
-from liger_multi.patching.lazy_logits.protocol import warn_once
-from liger_multi.patching.options import OpChoice, Request, parse_request
-from liger_multi.patching.recognize import registered
-from liger_multi.patching.replace.swap import Block, lock, refuse_buried
-from liger_multi.patching.report import PatchReport, promised
+from liger_multi.patching import modeltypes, registered
+from liger_multi.patching.attention.find import find_sparse
+from liger_multi.patching.changes import restore_class
+from liger_multi.patching.experts.find import find_experts
+from liger_multi.patching.experts.lora import find_expert_adapters
+from liger_multi.patching.float8.find import find_float8
+from liger_multi.patching.head.find import find_loss_head
+from liger_multi.patching.linear import find_linear
+from liger_multi.patching.lora.find import find_lora, find_shared
+from liger_multi.patching.mixers.find import find_mixer
+from liger_multi.patching.mlp.find import find_mlp
+from liger_multi.patching.mlp.kinds import MLP_OPS
+from liger_multi.patching.norms.find import find_norm
+from liger_multi.patching.norms.kinds import NORM_OPS
+from liger_multi.patching.norms.rotated import find_rotated
+from liger_multi.patching.options import (
+    MIXER_OPS,
+    ROTATED,
+    SPARSE,
+    TOLD,
+    OpChoice,
+    Request,
+    parse_request,
+)
+from liger_multi.patching.packing.find import find_packed
+from liger_multi.patching.registered import find_registered
+from liger_multi.patching.report import PatchReport, Skipped, promised, warn_once
+from liger_multi.patching.rotary import find_rotary
+from liger_multi.patching.swap import Block, lock, refuse_buried
 
 __all__ = ["patch", "patched", "unpatch"]
 
@@ -176,3 +191,40 @@ def _recognize(report: PatchReport, request: Request, model: nn.Module, head_nee
     find_loss_head(report, request, model, head_needed)
     find_linear(report, request, model)
     find_absent(report, request, model)
+
+
+_ALONE = (
+    ("fused_moe",),
+    ("rope",),
+    ("lora",),
+    ("linear",),
+    ("linear_float8",),
+    (SPARSE,),
+    (ROTATED,),
+)
+"""Operators that are a family each."""
+
+
+def find_absent(report: PatchReport, request: Request, model: nn.Module) -> None:
+    """Name the operators that found nothing; one kind of MLP is enough where none was named."""
+    names = {type(m).__name__ for m in model.modules()}
+    experts = sorted(name for name in names if name.endswith("Experts"))
+    experts = [] if report.count("fused_moe") else experts
+    seen = {e.op for e in report.entries if e.status != "restored"}
+    seen |= {s.op for s in report.skipped}
+    if experts and "fused_moe" in request.enabled and not seen & {"fused_moe", *MLP_OPS}:
+        seen.add("fused_moe")
+        reason = f"{', '.join(experts)} does not use the experts interface of transformers"
+        strict = "fused_moe" in request.named
+        report.skipped.append(Skipped("", "fused_moe", reason, strict=strict))
+    for family in (NORM_OPS, MLP_OPS, MIXER_OPS, *_ALONE):
+        wanted = [op for op in family if op in request.enabled]
+        missing = [op for op in wanted if op not in seen]
+        for op in missing:
+            named = op in request.named
+            # most models have no experts, which is nothing to report
+            if named or (len(missing) == len(wanted) and op in TOLD):
+                reason = "the model has no module of this kind"
+                if family is MLP_OPS and experts:
+                    reason += f" (its experts, {', '.join(experts)}, are not patched)"
+                report.skipped.append(Skipped("", op, reason, strict=named))

@@ -25,10 +25,9 @@ pytest.importorskip("transformers")
 from test_adapters import ATTENTION, MLP, filled, lora
 
 from liger_multi import ops, patch, unpatch
-from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
-from liger_multi.patching.replace import adapters
-from liger_multi.patching.replace.adapters import SharedInput
-from liger_multi.patching.replace.swap import swapped
+from liger_multi.patching.head.lazy_tensor import LazyLogits
+from liger_multi.patching.lora.fused import SharedInput, together
+from liger_multi.patching.swap import swapped
 from tests.models import batch, build
 
 # --- calls in every form ---
@@ -468,7 +467,7 @@ def test_what_a_module_does_with_its_layers(kind, calls):
     for _ in range(2):
         assert_same(stock, ours, *inputs())
     assert calls == 2 * ["qkv"]
-    assert adapters.together.get() is None
+    assert together.get() is None
 
 
 def test_an_input_that_changes_between_two_calls(calls):
@@ -632,7 +631,7 @@ def test_nothing_outlives_the_call(kind, monkeypatch):
     assert (error is None) == (kind is NoKeys)
     assert len(held) == 3
     assert held[1]() is None  # the keys, which nobody came for
-    assert adapters.together.get() is None
+    assert together.get() is None
     if error is None:
         del y
 

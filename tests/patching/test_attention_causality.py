@@ -20,9 +20,9 @@ transformers = pytest.importorskip("transformers")
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 
 from liger_multi.patching import register_attention, unregister_attention
-from liger_multi.patching.recognize import attention_support
-from liger_multi.patching.replace import attention as ours
-from liger_multi.patching.replace.attention import KeyMask, MaskReadError, mask
+from liger_multi.patching.attention import interface as attention
+from liger_multi.patching.attention import support as attention_support
+from liger_multi.patching.attention.interface import KeyMask, MaskReadError, mask
 from tests.models import build, continued
 from tests.sweep.attention import OURS, REFUSAL, Verdict, counted, judge
 from tests.sweep.cases import registered
@@ -369,7 +369,7 @@ def test_a_mask_is_complete(kind):
     if "attention_mask" in MASKS[kind]:
         seen = seen & MASKS[kind]["attention_mask"][:, None, None]
     right = (torch.softmax((q @ q.mT / 2).masked_fill(~seen, -torch.inf), -1) @ v).nan_to_num()
-    y = ours.forward(nn.Module(), q, q, v, found)[0].transpose(1, 2)
+    y = attention.forward(nn.Module(), q, q, v, found)[0].transpose(1, 2)
     visible = seen.any(-1)[..., None]
     torch.testing.assert_close((y * visible), right, rtol=1e-5, atol=1e-6)
 
@@ -386,6 +386,7 @@ def test_a_compiled_model_that_reads_the_mask_raises(reader, fullgraph):
         torch.compile(Reader(), backend="eager", fullgraph=fullgraph)(SCORES)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_takes_a_mask_that_was_made_before():
     from torch._dynamo.testing import CompileCounter
 
@@ -460,9 +461,9 @@ Q, SHORT = torch.randn(2, 2, 5, 4), torch.randn(2, 2, 3, 4)
 )
 def test_what_could_be_misunderstood_is_refused(arguments, message):
     usual = {"module": Causal(), "query": Q, "key": Q, "value": Q, "attention_mask": None}
-    ours.forward(**usual)
+    attention.forward(**usual)
     with pytest.raises(ValueError, match=message) as error:
-        ours.forward(**{**usual, **arguments})
+        attention.forward(**{**usual, **arguments})
     assert REFUSAL in str(error.value)
 
 
@@ -471,25 +472,27 @@ def test_dense_masks_of_others_are_taken(form):
     seen = torch.rand(2, 2 if form == "all heads" else 1, 5, 5) > 0.4
     seen[..., 0] = True
     given = seen if form != "float" else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-    y = ours.forward(Causal(), Q, Q, Q, given)[0].transpose(1, 2)
+    y = attention.forward(Causal(), Q, Q, Q, given)[0].transpose(1, 2)
     right = nn.functional.scaled_dot_product_attention(Q, Q, Q, attn_mask=seen)
     torch.testing.assert_close(y, right, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [*ours.HARMLESS, "token_type_ids"])
+@pytest.mark.parametrize("name", [*attention.HARMLESS, "token_type_ids"])
 def test_keywords_that_eager_attention_does_not_read_change_nothing(name):
     given = {name: 2 if name == "sliding_window" else True}
     if name.startswith("cu_seq_lens"):
         given[name] = torch.tensor([0, 5])
-    with_it, without = (ours.forward(Causal(), Q, Q, Q, made(), **more)[0] for more in (given, {}))
+    with_it, without = (
+        attention.forward(Causal(), Q, Q, Q, made(), **more)[0] for more in (given, {})
+    )
     assert torch.equal(with_it, without)
 
 
 def test_a_layer_without_eager_attention_takes_known_keywords_only():
     layer = nn.Module()
-    ours.forward(layer, Q, Q, Q, made(), use_cache=True)
+    attention.forward(layer, Q, Q, Q, made(), use_cache=True)
     with pytest.raises(ValueError, match="does not support token_type_ids, asked by Module"):
-        ours.forward(layer, Q, Q, Q, made(), token_type_ids=IDS)
+        attention.forward(layer, Q, Q, Q, made(), token_type_ids=IDS)
 
 
 def test_token_types_reach_a_compiled_model():
@@ -511,6 +514,6 @@ def test_token_types_reach_a_compiled_model():
 def test_without_a_mask_the_layer_says_whether_it_is_causal(is_causal, attribute, causal):
     module = Causal()
     module.is_causal = attribute
-    y = ours.forward(module, Q, Q, Q, None, is_causal=is_causal)[0].transpose(1, 2)
+    y = attention.forward(module, Q, Q, Q, None, is_causal=is_causal)[0].transpose(1, 2)
     right = nn.functional.scaled_dot_product_attention(Q, Q, Q, is_causal=causal)
     torch.testing.assert_close(y, right, rtol=1e-5, atol=1e-6)

@@ -10,7 +10,7 @@ import torch
 from liger_multi import ops
 from liger_multi.errors import ConfigurationError
 from liger_multi.patching import register_attention, unregister_attention
-from liger_multi.patching.replace import attention as ours
+from liger_multi.patching.attention import interface as attention
 from tests.comparing import assert_same_gradients
 
 transformers = pytest.importorskip("transformers")
@@ -74,7 +74,7 @@ def calls(monkeypatch):
         seen.append(kwargs.get("ranges"))
         return ops.attention(*args, **kwargs)
 
-    monkeypatch.setattr(ours, "attention", spy)
+    monkeypatch.setattr(attention, "attention", spy)
     return seen
 
 
@@ -152,7 +152,7 @@ def test_a_hole_in_the_padding_becomes_two_ranges(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
 def test_any_other_mask_stays_dense_and_equal(kind, monkeypatch, caplog):
-    monkeypatch.setattr(ours, "_said", set())
+    monkeypatch.setattr(attention, "_said", set())
     eager, other = pair(kind, sliding_window=64)
     seen = calls(monkeypatch)
     mask = torch.ones_like(IDS)
@@ -167,7 +167,7 @@ def test_any_other_mask_stays_dense_and_equal(kind, monkeypatch, caplog):
 
 def test_masks_in_parts_are_the_same(monkeypatch):
     eager, other = pair("mistral")
-    monkeypatch.setattr(ours, "ELEMENTS", 2 * 13 * 3)
+    monkeypatch.setattr(attention, "ELEMENTS", 2 * 13 * 3)
     mask = torch.ones_like(IDS)
     mask[1, :4] = 0
     same(eager, other, **padded(mask))
@@ -197,7 +197,7 @@ def test_dropout_and_unknown_changes_of_scores_are_refused():
     other.eval()(input_ids=IDS)
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(ValueError, match="does not support position_bias"):
-        ours.forward(torch.nn.Module(), q, q, q, None, position_bias=q)
+        attention.forward(torch.nn.Module(), q, q, q, None, position_bias=q)
 
 
 def test_registration_leaves_nothing_when_undone():
@@ -236,6 +236,7 @@ def test_a_patched_model_too():
         same(eager, other, input_ids=IDS, labels=IDS)
 
 
+@pytest.mark.slow
 def test_a_graph_finds_out_once_a_pass_that_a_mask_is_causal(monkeypatch):
     """Else it could not take the kernels of plain causal masks that an eager model takes."""
     from liger_multi.reference.attention import attention as kernels

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import liger_multi
-from liger_multi.dispatch.primitive import Primitive
+from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.testing.training import STEPS, batches, digest, train, train_twice
 from tests import models
 

@@ -17,7 +17,7 @@ pytest.importorskip("peft.tuners.lora.layer", reason="a PEFT with target_paramet
 from liger_multi import ops
 from liger_multi.dispatch.op import inline_ops
 from liger_multi.patching import patch, unpatch
-from liger_multi.patching.replace import expert_adapters
+from liger_multi.patching.experts import lora as expert_lora
 from tests.models import assert_as_exact, assert_same_training, batch, build
 
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -97,7 +97,7 @@ def calls(monkeypatch):
 
 
 def wrappers(model):
-    return [m for _, m in expert_adapters.outermost_wrappers(model)]
+    return [m for _, m in expert_lora.outermost_wrappers(model)]
 
 
 # --- equal ---
@@ -379,9 +379,9 @@ def test_another_layout_is_left_to_peft():
         def get_delta_weight(self, adapter_name):
             return super().get_delta_weight(adapter_name).flip(0)
 
-    assert expert_adapters._measured(ParamWrapper, True) == ""
-    assert "lays its factors out in another way" in expert_adapters._measured(Turned, True)
-    assert "failed on a small copy" in expert_adapters._measured(nn.Linear, False)
+    assert expert_lora._measured(ParamWrapper, True) == ""
+    assert "lays its factors out in another way" in expert_lora._measured(Turned, True)
+    assert "failed on a small copy" in expert_lora._measured(nn.Linear, False)
 
 
 def test_experts_that_peft_reads_the_other_way_round_are_left():

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch.op import OPS
-from liger_multi.dispatch.primitive import Primitive
+from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, patched, unpatch
-from liger_multi.patching.replace import float8
-from liger_multi.patching.replace.float8 import Float8Linear
-from liger_multi.patching.replace.float8_shards import GatheredWeight
-from liger_multi.patching.replace.float8_weight import Float8Weight
+from liger_multi.patching.float8 import linear as float8
+from liger_multi.patching.float8.linear import Float8Linear
+from liger_multi.patching.float8.shards import GatheredWeight
+from liger_multi.patching.float8.weight import Float8Weight
 from liger_multi.reference.float8.rows import PLAIN, Float8Rows, dequantized
 from tests.models import VOCABULARY, build
 
@@ -284,7 +284,7 @@ def test_codes_are_not_kept_where_no_optimizer_steps():
 
 def test_a_loop_of_ones_own_that_follows_an_optimizer():
     """The optimizer is still there, and does not step any more: uses are counted too."""
-    from liger_multi.patching.replace import float8_kept
+    from liger_multi.patching.float8 import kept as float8_kept
 
     made = model()
     patch(made, linear_float8=CACHED)
@@ -364,7 +364,7 @@ def test_passes_without_gradients_do_not_read_kept_codes():
 
 
 def test_kept_codes_go_with_the_step_and_with_the_model():
-    from liger_multi.patching.replace import float8_kept
+    from liger_multi.patching.float8 import kept as float8_kept
 
     def count():
         return sum(w.kept is not None for f in float8_kept._followed() for w in f.weights.values())

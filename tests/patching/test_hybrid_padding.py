@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 import liger_multi
 from liger_multi.arguments import cache_parameter
-from liger_multi.patching.replace.samples import sample_ids, several, visible_tokens
+from liger_multi.patching.packing.samples import sample_ids, several, visible_tokens
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import continued
 from tests.sweep import cases
@@ -263,7 +263,7 @@ def test_tokens_that_a_mask_hides(form):
 @pytest.mark.parametrize("before", [0, 3])
 def test_tokens_that_other_masks_hide(before):
     """Of our attention, which has ranges, and of flex attention, which has a function."""
-    from liger_multi.patching.replace.attention import KeyMask, one_range
+    from liger_multi.patching.attention.interface import KeyMask, one_range
 
     seen = keys(HIDDEN, before)
     ranges = one_range(torch.where(seen.any(-1, keepdim=True), seen, False)[:, 0])[0]

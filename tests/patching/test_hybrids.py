@@ -17,11 +17,12 @@ import liger_multi
 from tests.comparing import assert_same_gradients, gradients
 
 transformers = pytest.importorskip("transformers")
-from liger_multi.patching.recognize.kinds import MIXER_OPS  # noqa: E402
-from liger_multi.patching.recognize.mixers import SERVED as SERVED_BY  # noqa: E402
-from liger_multi.patching.recognize.mixers import differs, gates, sizes_of  # noqa: E402
-from liger_multi.patching.replace import mixers  # noqa: E402
-from liger_multi.patching.replace.mixers import FusedMixer  # noqa: E402
+from liger_multi.patching.mixers.calls import SERVED as SERVED_BY  # noqa: E402
+from liger_multi.patching.mixers.calls import differs, gates, sizes_of  # noqa: E402
+from liger_multi.patching.mixers.fused import FusedMixer  # noqa: E402
+from liger_multi.patching.options import MIXER_OPS  # noqa: E402
+from liger_multi.patching.packing import hybrids  # noqa: E402
+from liger_multi.patching.packing.samples import sample_ids  # noqa: E402
 from tests.models import Calls, continued  # noqa: E402
 from tests.sweep import cases  # noqa: E402
 
@@ -60,7 +61,7 @@ KEPT = version.parse("5.23")  # from here on, all types of SERVED hand ids to th
 def test_sizes_that_no_kernel_takes_are_in_the_report(monkeypatch):
     """The operator is patched all the same. On a device without kernels there is nothing to say."""
     from liger_multi.dispatch import explain
-    from liger_multi.dispatch.primitive import Candidate
+    from liger_multi.dispatch.resolve import Candidate
 
     asked = []
 
@@ -235,7 +236,7 @@ def test_under_autocast(model_type):
 @pytest.mark.parametrize("model_type", SERVED)
 def test_samples_of_a_row_do_not_see_each_other(model_type, kind):
     stock, model = built(model_type)
-    if isinstance(model, mixers.SeparateModel) and version.parse(transformers.__version__) < KEPT:
+    if isinstance(model, hybrids.SeparateModel) and version.parse(transformers.__version__) < KEPT:
         pytest.skip(
             "this transformers hands no ids to the mixers of this type, and rows are refused"
         )
@@ -271,6 +272,7 @@ def test_samples_stay_apart_when_layers_run_again(model_type, reentrant):
     assert_same_gradients(found[1], found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["lfm3", "bamba"])
 def test_a_compiled_model_keeps_samples_apart(model_type):
     _, model = built(model_type)
@@ -343,7 +345,7 @@ def test_a_backbone_that_is_called_alone_keeps_samples_apart():
 def test_a_head_that_hands_nothing_on_is_given_ids_to_hand():
     """A call of threads, compiled, and of a forward that does more than read its module."""
     stock, model = built("mamba2")
-    assert any(isinstance(m, mixers.TellingModel) for m in model.modules())
+    assert any(isinstance(m, hybrids.TellingModel) for m in model.modules())
     samples, row, told = packed()
     with torch.no_grad():
         apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
@@ -388,7 +390,7 @@ def test_adapters(model_type):
 def test_packages_that_transformers_would_call_are_not(monkeypatch):
     """With mamba-ssm installed, a mixer would run by one function of it, which mixes samples."""
     modeling = pytest.importorskip("transformers.models.bamba.modeling_bamba")
-    names = [n for n in mixers.SERVED if hasattr(modeling, n)]
+    names = [n for n in SERVED_BY if hasattr(modeling, n)]
 
     def installed(name):
         body = inspect.unwrap(getattr(modeling, name))
@@ -474,7 +476,7 @@ def test_unpatched_again_and_off():
         lambda: liger_multi.patch(model, **dict.fromkeys(MIXER_OPS, False)),
     ):
         liger_multi.patch(model)
-        assert any(isinstance(m, mixers.PackedModel) for m in model.modules())
+        assert any(isinstance(m, hybrids.PackedModel) for m in model.modules())
         undo()
         for mine, theirs in zip(model.modules(), stock.modules(), strict=True):
             if isinstance(theirs, type(stock.model)) or "Delta" in type(theirs).__name__:
@@ -504,7 +506,7 @@ def test_the_report_says_what_a_mixer_runs():
     ],
 )  # fmt: skip
 def test_ids_of_samples(given, wanted):
-    found = mixers.sample_ids({"input_ids": torch.zeros(1, 5), **given})
+    found = sample_ids({"input_ids": torch.zeros(1, 5), **given})
     assert (None if found is None else found.tolist()) == wanted
 
 
@@ -533,7 +535,7 @@ def mixes(x, **kwargs):
      ("parts", False), ("half", False), ("absent", False)],
 )  # fmt: skip
 def test_who_gets_keyword_arguments_is_read_from_the_source(name, hands_on):
-    assert mixers._hands_on(Layer.forward, name) is hands_on
+    assert hybrids._hands_on(Layer.forward, name) is hands_on
 
 
 def test_a_function_that_computes_something_else_is_left_alone():

@@ -13,18 +13,16 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("transformers")
 
 from liger_multi.patching import patch, real_logits
-from liger_multi.patching.lazy_logits import lazy_tensor
-from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
-from liger_multi.patching.lazy_logits.steps import is_view
-from liger_multi.patching.lazy_logits.traced import ReplicaLogits
+from liger_multi.patching.head.lazy_tensor import LazyLogits
+from liger_multi.patching.head.loss import SWAPS
+from liger_multi.patching.head.steps import is_view
+from liger_multi.patching.head.traced import ReplicaLogits
 from tests.models import VOCABULARY, FusedCalls, assert_same_training, batch, pair
 from tests.sweep.cases import build, inputs, registered
 
 IDS = batch()["input_ids"]
 
-swapped = pytest.mark.skipif(
-    not lazy_tensor.SWAPS, reason="lazy logits stay lazy before PyTorch 2.11"
-)
+swapped = pytest.mark.skipif(not SWAPS, reason="lazy logits stay lazy before PyTorch 2.11")
 WRITES = {
     "setitem": lambda z: z.__setitem__((..., slice(50)), -1e9),
     "masked_fill_": lambda z: z.masked_fill_(torch.arange(VOCABULARY) < 50, -3.0),
@@ -154,7 +152,7 @@ GIVEN = {
 @pytest.mark.parametrize("name", GIVEN)
 def test_a_compiled_function_takes_the_logits_of_an_eager_model(models, name):
     """It breaks its graph where it uses them, and Dynamo warns of nothing."""
-    if name in ("mT", "data") and not lazy_tensor.SWAPS:
+    if name in ("mT", "data") and not SWAPS:
         pytest.skip("before PyTorch 2.11 a guard reads it of logits that stay lazy, which raises")
     torch._dynamo.reset()
     compiled = torch.compile(GIVEN[name], backend="eager")

@@ -1,4 +1,4 @@
-"""Modules with computed weights: each is computed as often as without a patch."""
+"""Modules with computed weights: none is computed more often than without a patch."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def test_every_weight_is_computed_once(architecture: str, first: str) -> None:
         parametrize_all(ours)
     expected, times = counted(lambda: step(stock, inputs))
     actual, ours_times = counted(lambda: step(ours, inputs))
-    assert ours_times == times
+    assert ours_times.keys() == times.keys()
+    more = {name: n for name, n in ours_times.items() if n > times[name]}
+    assert not more  # grouped GEMMs of transformers 5.0 read the size of a weight beside its value
     torch.testing.assert_close(actual, expected)
     assert_same_gradients(gradients(ours), gradients(stock))
 

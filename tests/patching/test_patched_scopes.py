@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from liger_multi.errors import ConfigurationError, PatchError
 from liger_multi.patching import modeltypes, patch, patched, unpatch
 from liger_multi.patching.held import HeldPatch
-from liger_multi.patching.replace.swap import Patched, swapped
+from liger_multi.patching.swap import Patched, swapped
 from tests.models import batch, build
 
 FORMS = (

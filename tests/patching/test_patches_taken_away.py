@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 import liger_multi.patching
 from liger_multi.patching import patch, unpatch
-from liger_multi.patching.replace.swap import swapped
+from liger_multi.patching.swap import swapped
 from tests.models import ARCHITECTURES, batch, build
 
 FOLDER = liger_multi.patching.__path__[0]

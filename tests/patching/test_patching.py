@@ -14,7 +14,7 @@ import torch.nn.functional as F
 pytest.importorskip("transformers")
 
 from liger_multi.patching import patch, real_logits, unpatch
-from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
+from liger_multi.patching.head.lazy_tensor import LazyLogits
 from tests import harness
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import (
@@ -514,6 +514,7 @@ def run(folder, plans):
     harness.in_two_processes(folder, body.replace("PLANS", plans))
 
 
+@pytest.mark.slow
 def test_losses_of_sharded_heads_equal_one_process(tmp_path):
     run(tmp_path, 'with_hugging_face_s_plan("llama")')
 

@@ -424,6 +424,8 @@ def test_experts_that_end_in_a_norm():
 
 def test_experts_without_a_gate():
     """Their activation is one of ours itself, which is no reason to leave the experts."""
+    if not hasattr(transformers, "NemotronHConfig"):
+        pytest.skip("this transformers has no nemotron_h")
     config = transformers.NemotronHConfig(
         hidden_size=16, n_routed_experts=4, moe_intermediate_size=12, num_experts_per_tok=2
     )
@@ -866,4 +868,4 @@ def test_registrations_that_cannot_be():
             register(item, name)
     with pytest.raises(PatchError, match="not registered"):
         unregister("nobody")
-    assert "twice" not in patching.recognize.registered.probes()
+    assert "twice" not in patching.registered.probes()

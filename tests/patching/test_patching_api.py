@@ -324,9 +324,11 @@ def test_models_of_fake_tensors_are_recognized_and_remembered_rightly():
     """Probes compared fake numbers, which raised, and remembered that as a refusal."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from liger_multi.patching.recognize import mlp, norms, rotary
+    from liger_multi.patching import rotary
+    from liger_multi.patching.mlp import find as find_mlps
+    from liger_multi.patching.norms import find as find_norms
 
-    for memory in (norms._known, mlp._known, rotary._known):
+    for memory in (find_norms._known, find_mlps._known, rotary._known):
         memory.clear()
     with FakeTensorMode():
         patch(build("gemma"), strict=True)
@@ -334,9 +336,11 @@ def test_models_of_fake_tensors_are_recognized_and_remembered_rightly():
 
 
 def test_probes_leave_the_random_state_and_the_module_alone():
-    from liger_multi.patching.recognize import mlp, norms, rotary
+    from liger_multi.patching import rotary
+    from liger_multi.patching.mlp import find as find_mlps
+    from liger_multi.patching.norms import find as find_norms
 
-    for memory in (norms._known, mlp._known, rotary._known):
+    for memory in (find_norms._known, find_mlps._known, rotary._known):
         memory.clear()
     model = build("qwen3")
     calls = []
@@ -595,16 +599,16 @@ def test_activations_that_differ_in_a_function_are_told_apart():
 def test_probes_run_once_for_equal_layers(monkeypatch):
     """The activations of gemma hold a ``functools.partial`` of their own each."""
     from liger_multi import ops
-    from liger_multi.patching.recognize import mlp
+    from liger_multi.patching.mlp import find as find_mlps
 
-    mlp._known.clear()
+    find_mlps._known.clear()
     calls = []
     stock = ops.gated_mlp
     monkeypatch.setattr(ops, "gated_mlp", lambda *a, **k: (calls.append(k), stock(*a, **k))[1])
     patch(build("gemma", num_hidden_layers=1))
     one = [k["activation"] for k in calls]
     assert list(dict.fromkeys(one)) == ["silu", "gelu_tanh"]
-    mlp._known.clear()
+    find_mlps._known.clear()
     calls.clear()
     patch(build("gemma", num_hidden_layers=3))
     assert [k["activation"] for k in calls] == one

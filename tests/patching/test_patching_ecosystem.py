@@ -24,7 +24,7 @@ from tests.models import VOCABULARY, pair
 transformers = pytest.importorskip("transformers")
 
 from liger_multi.patching import patch, real_logits, unpatch
-from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
+from liger_multi.patching.head.lazy_tensor import LazyLogits
 from tests.models import (
     FusedCalls,
     Graphs,
@@ -41,6 +41,7 @@ def fused(monkeypatch):
     return FusedCalls(monkeypatch)
 
 
+@pytest.mark.slow
 def test_the_stock_graph_holds_all_logits():
     """What the matrix counts in graphs of patched models is there to be counted."""
     graphs = Graphs()

@@ -15,10 +15,10 @@ pytest.importorskip("transformers")
 
 from liger_multi import ops
 from liger_multi.patching import patch, real_logits
-from liger_multi.patching.lazy_logits import lazy_tensor as lazy_tensors
-from liger_multi.patching.lazy_logits import reductions
-from liger_multi.patching.lazy_logits.deferred import Guard
-from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
+from liger_multi.patching.head import lazy_tensor, reductions
+from liger_multi.patching.head.deferred import Guard
+from liger_multi.patching.head.lazy_tensor import LazyLogits
+from liger_multi.patching.head.loss import SWAPS
 from tests.comparing import assert_same_gradients, difference, gradients
 from tests.models import VOCABULARY, FusedCalls, Widest, assert_same_training, batch, pair
 
@@ -140,7 +140,7 @@ def test_same_values_and_gradients(models, small_chunks, name):
     stock, ours = models
     wanted, got = function(stock(input_ids=IDS).logits), function(lazy(ours))
     assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
-    if lazy_tensors.SWAPS:
+    if SWAPS:
         assert isinstance(got, LazyLogits) == (name in VIEWS)
     values = real_logits(got)
     tolerance = (
@@ -464,11 +464,11 @@ class Square(torch.autograd.Function):
         return 2 * x * gradient
 
 
-@pytest.mark.parametrize("swaps", [False, lazy_tensors.SWAPS])
+@pytest.mark.parametrize("swaps", [False, SWAPS])
 @pytest.mark.parametrize("write", [Tensor.addcmul_, Tensor.addcdiv_, Tensor.add_])
 def test_real_logits_are_written_with_lazy_ones(models, swaps, write, monkeypatch):
     """What in-place dropout returned is real, and the logits beside it are those of before."""
-    monkeypatch.setattr(lazy_tensors, "SWAPS", swaps)
+    monkeypatch.setattr(lazy_tensor, "SWAPS", swaps)
 
     def written(model):
         z = model(input_ids=IDS, labels=IDS).logits
@@ -482,10 +482,10 @@ def test_real_logits_are_written_with_lazy_ones(models, swaps, write, monkeypatc
     torch.testing.assert_close(real_logits(written(ours)), written(stock), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("swaps", [False, lazy_tensors.SWAPS])
+@pytest.mark.parametrize("swaps", [False, SWAPS])
 def test_gradients_come_back_through_an_autograd_function(models, swaps, monkeypatch):
     """Also where lazy logits stay what they are, as before PyTorch 2.11."""
-    monkeypatch.setattr(lazy_tensors, "SWAPS", swaps)
+    monkeypatch.setattr(lazy_tensor, "SWAPS", swaps)
     assert_same_training(*models, lambda m: Square.apply(m(input_ids=IDS).logits).sum())
     assert_same_training(
         *models, lambda m: Square.apply(m(input_ids=IDS).logits[:, 1:] * 0.5).sum()

@@ -22,7 +22,7 @@ from transformers.integrations import moe
 import liger_multi
 from liger_multi.errors import ConfigurationError
 from liger_multi.patching import patch, real_logits, register_experts, unpatch, unregister_experts
-from liger_multi.patching.recognize.mlp import experts_kind
+from liger_multi.patching.experts.find import experts_kind
 from tests.comparing import assert_same_gradients
 from tests.models import (
     ARCHITECTURES,

@@ -23,14 +23,16 @@ from liger_multi import ops
 from liger_multi.patching import (
     patch,
     patched,
-    recognize,
     register_experts,
+    rotary,
     unpatch,
     unregister_experts,
 )
-from liger_multi.patching.recognize import norms, rotary
-from liger_multi.patching.recognize.probe import probe_context
-from liger_multi.patching.replace import mlp
+from liger_multi.patching.evidence.probe import probe_context
+from liger_multi.patching.experts import find as find_experts
+from liger_multi.patching.mlp import find as find_mlps
+from liger_multi.patching.mlp import fused as mlp
+from liger_multi.patching.norms import find as find_norms
 from tests.models import Calls, Graphs, assert_same_training, batch, build, pair
 
 ALONE = {"fused_linear_cross_entropy": False}
@@ -849,8 +851,8 @@ def test_the_routing_before_the_index():
 
 def probes_forgotten():
     for known in (
-        recognize.mlp._known_experts,
-        *(m._known for m in (recognize.mlp, norms, rotary)),
+        find_experts._known_experts,
+        *(m._known for m in (find_mlps, find_norms, rotary)),
     ):
         known.clear()
 

@@ -16,11 +16,10 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from liger_multi.patching import patch, patched, unpatch
+from liger_multi.patching import patch, patched, rotary, unpatch
+from liger_multi.patching.evidence import redirect
 from liger_multi.patching.options import Options
-from liger_multi.patching.recognize import rotary
-from liger_multi.patching.replace import redirect
-from liger_multi.patching.replace.rotary import served_function
+from liger_multi.patching.rotary import served_function
 from tests.models import Calls, Graphs, assert_same_training, batch, build, pair
 
 ONLY = {
@@ -614,6 +613,7 @@ def test_dtypes_of_autocast_are_those_of_stock():
     assert {query for query, *_ in dtypes} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_compiled_calls_follow_the_class():
     stock, ours = pair(num_hidden_layers=1)
     patch(ours)

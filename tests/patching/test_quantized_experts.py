@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 from liger_multi import ops
 from liger_multi.dispatch.op import inline_ops
 from liger_multi.patching import patch, unpatch
-from liger_multi.patching.replace import quantized_experts
+from liger_multi.patching.experts import quantized as quantized_experts
 from tests.models import assert_same_training, batch, build
 from tests.patching.test_expert_adapters import Stacks, adapted
 

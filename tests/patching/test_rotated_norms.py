@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 from liger_multi import ops, use
 from liger_multi.errors import PatchError
 from liger_multi.patching import patch, unpatch
-from liger_multi.patching.recognize import rotated_norms as recognize
+from liger_multi.patching.norms import rotated
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import Graphs, assert_same_training, batch, build, continued
 from tests.sweep.run import executed
@@ -121,8 +121,13 @@ def test_compiled(kind):
         torch._dynamo.reset()
         graphs[model] = Graphs()
         compiled = torch.compile(model, backend=graphs[model], fullgraph=True, dynamic=True)
-        for _ in range(2):
+        try:
             compiled(**batch()).loss.backward()
+        except torch._dynamo.exc.BackendCompilerFailed:
+            if model is ours:
+                raise
+            pytest.skip("this PyTorch compiles no backward of the unpatched model for any length")
+        compiled(**batch()).loss.backward()
     torch._dynamo.reset()
     assert graphs[ours].count == graphs[stock].count
     assert any(KEY in target for target in graphs[ours].targets)
@@ -230,8 +235,9 @@ def test_sharded_queries_are_left_to_the_model(one_process):
     for model in (stock, ours):
         model.set_attn_implementation("eager")  # that of the CPU has no rule for shards
         distribute_module(model.model.layers[0].self_attn, mesh)
-    with implicit_replication(), executed(ours) as seen:
-        wanted, got = (loss_of(model) for model in (stock, ours))
+    ids = batch()["input_ids"]
+    with implicit_replication(), executed(ours) as seen:  # no head: PyTorch 2.9 slices no shards
+        wanted, got = (model.model(input_ids=ids).last_hidden_state for model in (stock, ours))
     torch.testing.assert_close(got, wanted)
     assert not seen.calls[KEY]
 
@@ -284,11 +290,30 @@ def test_a_helper_of_the_rotary_function_that_is_replaced_later(monkeypatch):
     assert not seen.calls[KEY]
 
 
-def test_a_cache_gets_the_angles_themselves():
-    """Older forwards hand cos and sin to the cache."""
+@pytest.mark.parametrize("updated", [True, False])
+def test_a_cache_gets_the_angles_themselves(updated):
+    """Older forwards hand cos and sin to the cache, in training too."""
     from transformers.models.qwen3 import modeling_qwen3
 
     class Older(modeling_qwen3.Qwen3Attention):
+        def forward(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+        ):
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+            k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+            v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+            cos, sin = position_embeddings
+            q, k = apply_rotary_pos_emb(q, k, cos, sin)
+            if past_key_values is not None:
+                cache_kwargs = {"sin": sin, "cos": cos}
+                k, v = past_key_values.update(k, v, 0, cache_kwargs)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            return self.o_proj(y.transpose(1, 2).flatten(2)), None
+
+    class Other(Older):
+        """A forward that does more with its cache than to update it."""
+
         def forward(
             self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
         ):
@@ -307,13 +332,17 @@ def test_a_cache_gets_the_angles_themselves():
     class Cache:
         given = []
 
+        def update(self, k, v, layer, cache_kwargs):
+            self.given.append(cache_kwargs)
+            return k, v
+
     model = build("qwen3")
     attention = attentions(model)[0]
-    attention.__class__ = Older
+    attention.__class__ = Older if updated else Other
     patch(model)
     x = torch.randn(2, 5, model.config.hidden_size)
     angles = (torch.randn(1, 5, attention.head_dim), torch.randn(1, 5, attention.head_dim))
-    for cache, calls in ((None, 2), (Cache, 0)):
+    for cache, calls in ((None, 2), (Cache(), 2 if updated else 0)):
         with executed(model) as seen:
             attention(x, position_embeddings=angles, attention_mask=None, past_key_values=cache)
         assert seen.calls[KEY] == calls
@@ -415,10 +444,8 @@ def test_norms_that_no_kernel_keeps_are_apart():
 def test_layers_that_are_alike_are_tried_once(monkeypatch):
     """Their numbers differ, which no forward reads before it has a cache."""
     tried = []
-    measured = recognize._refusal
-    monkeypatch.setattr(
-        recognize, "_refusal", lambda *given: tried.append(given) or measured(*given)
-    )
+    measured = rotated._refusal
+    monkeypatch.setattr(rotated, "_refusal", lambda *given: tried.append(given) or measured(*given))
     model = build("qwen3", num_hidden_layers=4)
     assert patch(model).count(KEY) == 4
     assert len(tried) == 1

@@ -16,8 +16,8 @@ from tests.comparing import assert_same_gradients, gradients
 transformers = pytest.importorskip("transformers")
 from liger_multi.errors import ConfigurationError, PatchError  # noqa: E402
 from liger_multi.patching import register_attention, unregister_attention  # noqa: E402
-from liger_multi.patching.replace import sparse_attention as sparse  # noqa: E402
-from liger_multi.patching.replace.attention import MaskReadError  # noqa: E402
+from liger_multi.patching.attention import sparse  # noqa: E402
+from liger_multi.patching.attention.interface import MaskReadError  # noqa: E402
 from tests.models import Calls  # noqa: E402
 from tests.sweep import cases  # noqa: E402
 
@@ -268,6 +268,7 @@ def test_other_calls_are_left_to_the_module(reason, equal):
     assert not equal(stock, model, given)
 
 
+@pytest.mark.slow
 def test_compiled_graphs_run_the_module():
     stock = built().eval()
     model, given = copy.deepcopy(stock), batch(stock)

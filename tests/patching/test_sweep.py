@@ -54,6 +54,7 @@ def swept(folder, *arguments):
     return [Outcome(**o) for o in json.loads(file.read_text())["pairs"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [9, 27])
 def test_a_sample_of_all_models_is_equal_to_stock(tmp_path, every):
     ran = check(swept(tmp_path, "--first", "3", "--every", str(every)))
@@ -152,6 +153,7 @@ def test_the_record_ends_with_its_block():
 LLAVA = next(p for p in PAIRS if p.name == "llava/LlavaForConditionalGeneration")
 
 
+@pytest.mark.slow
 def test_towers_without_inputs_are_named():
     model = build(LLAVA)
     batch, report = inputs(LLAVA, model, text=True), patch(model)
@@ -226,7 +228,7 @@ def test_the_kinds_of_inputs_of_a_batch():
 
 
 WRONG = """
-from liger_multi.patching.recognize import norms
+from liger_multi.patching.norms import find as norms
 from liger_multi.reference.norms import rms_norm
 from tests.sweep.cases import Pair
 from tests.sweep.run import sweep
@@ -241,6 +243,7 @@ print(outcome.status, outcome.why)
 """
 
 
+@pytest.mark.slow
 def test_a_wrong_operator_is_seen():
     """The comparison fails where an operator computes something else."""
     done = subprocess.run(
@@ -339,10 +342,10 @@ def test_packed_rows_are_apart_or_refused():
 
 
 def test_a_leak_that_is_let_through_is_found(monkeypatch):
-    from liger_multi.patching.replace import packing as checks
+    from liger_multi.patching.packing import checked as checked_packing
     from tests.sweep import packing
 
-    monkeypatch.setattr(checks, "check", lambda *arguments: None)
+    monkeypatch.setattr(checked_packing, "check", lambda *arguments: None)
     pair = next(p for p in PAIRS if p.cls == "OPTForCausalLM")
     found = packing.judge(pair)
     assert found.status == "wrong"

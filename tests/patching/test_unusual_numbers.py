@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import liger_multi
-from liger_multi.patching.recognize.rotary import recognized
+from liger_multi.patching.rotary import recognized
 
 SIZE = 32
 

@@ -22,8 +22,8 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.llama import modeling_llama
 
 from liger_multi.patching import patch
-from liger_multi.patching.recognize import branches
-from liger_multi.patching.recognize.branches import Outcomes
+from liger_multi.patching.evidence import branches
+from liger_multi.patching.evidence.branches import Outcomes
 from tests.models import assert_same_training, batch, build, pair
 
 ALONE = {"fused_linear_cross_entropy": False}
@@ -644,6 +644,7 @@ torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), [("= 1.0", "= 2.0"), ("act_fn(", "act_fn(0.5 * ")])
 def test_a_module_that_is_loaded_where_its_code_is_another(old, new, tmp_path):
     """A probe says nothing of code that was edited since the model was saved."""

@@ -10,7 +10,7 @@ import torch
 from benchmarks import bitwise, bitwise_models, bitwise_operators, store
 from ci.docs import bitwise as pages
 from liger_multi.bench.measure import Clock
-from liger_multi.dispatch.primitive import Primitive
+from liger_multi.dispatch.torch_ops import Primitive
 
 CPU = bitwise_operators.Place(torch.device("cpu"), torch.bfloat16, True, 0.02)
 RUN = {
@@ -19,6 +19,7 @@ RUN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_trial_keeps_rows_of_every_process(tmp_path):
     file = tmp_path / "run.json"
     given = ["--device", "cpu", "--tiny", "--seconds", "0.02", "--ops", "rms_norm"]
@@ -66,6 +67,7 @@ def test_a_broken_promise_is_found(broken):
     assert not [text for text in said if "backward" in text]
 
 
+@pytest.mark.slow
 def test_gemms_have_a_time_or_a_reason():
     rows = list(bitwise_operators.gemms(CPU, Clock(CPU.device)))
     assert len(rows) == 2 * len(bitwise_operators.LAYERS) * len(bitwise_operators.GEMMS)

@@ -63,6 +63,7 @@ def findings(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_this_tree_keeps_every_rule():
     assert "\n".join(map(str, layering.check(ROOT))) == ""
 

@@ -270,7 +270,7 @@ def test_a_section_of_a_device_binds_compiled_swiglu_too():
 
 def test_auto_in_words_is_auto():
     """``default: auto`` in a file turned the traced form of swiglu off."""
-    from liger_multi.dispatch.primitive import automatic
+    from liger_multi.dispatch.resolve import automatic
 
     assert automatic("swiglu")
     liger_multi.configure({"default": "auto", "ops": {"swiglu": "auto"}})

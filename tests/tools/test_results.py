@@ -49,8 +49,7 @@ def run(pytester):
     """Run a small suite under this suite's hooks; the result that it left."""
 
     def run(text, *args):
-        for name in ("conftest.py", "thinned.yaml"):
-            (pytester.path / name).write_text((ROOT / "tests" / name).read_text())
+        (pytester.path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
         (pytester.path / "test_suite.py").write_text(text)
         file = pytester.path / "out" / "native.json"
         plugins = ("cacheprovider", "xdist", "randomly")
@@ -146,6 +145,7 @@ def test_a_shared_layer_is_run_by_its_heirs(monkeypatch):
     assert docs_status.NOT_RUN in row("triton", kept, monkeypatch)
 
 
+@pytest.mark.slow
 def test_the_newest_run_counts_and_a_red_one_is_said(monkeypatch):
     kept = [run_on("cuda:0", "cuda", failed=2, date="2026-06-01"), run_on("cuda:0", "cuda")]
     said = row("cuda", kept, monkeypatch)
@@ -542,6 +542,7 @@ def test_end_elsewhere_is_found_where_controls_are_chaotic():
     assert not found.good
 
 
+@pytest.mark.slow
 def test_ours_is_within_bounds_and_a_wrong_gradient_is_not(tmp_path):
     case = convergence.Case("llama", "float32", 2, 24, 14)
     row = trained_curves(case, ("stock", "control-1", "control-2", "ours", "bug-gradient"))

@@ -584,6 +584,7 @@ torch.testing.assert_close(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 def test_vocab_parallel_losses_on_two_ranks(tmp_path):
     script = tmp_path / "ranks.py"

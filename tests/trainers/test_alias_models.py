@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from liger_multi import unpatch
 from liger_multi.compat import liger_kernel as alias
 from liger_multi.errors import PatchError
-from liger_multi.patching.replace.swap import Patched
+from liger_multi.patching.swap import Patched
 
 transformers = pytest.importorskip("transformers")
 
@@ -266,6 +266,7 @@ def test_unfused_model_keeps_its_class():
         apply_liger_kernel_to_llama(model=model, fused_loss=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_options_with_checkpointing_and_compile(checkpointing):
     model = patched()

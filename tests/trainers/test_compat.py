@@ -114,7 +114,7 @@ def test_model_types_exist_in_transformers(installed):
 
 
 def counts(model):
-    from liger_multi.patching.replace.swap import Patched, swapped
+    from liger_multi.patching.swap import Patched, swapped
 
     found = [swapped(m).op for m in model.modules() if isinstance(m, Patched)]
     return {op: found.count(op) for op in sorted({*found} - {"loss options"})}  # the model itself

@@ -36,7 +36,7 @@ def trained(model):
 
 
 def counts(model):
-    from liger_multi.patching.replace.swap import Patched, swapped
+    from liger_multi.patching.swap import Patched, swapped
 
     found = [swapped(m).op for m in model.modules() if isinstance(m, Patched)]
     return {op: found.count(op) for op in sorted({*found} - {"loss options"})}  # the model itself
@@ -156,6 +156,7 @@ def test_assigned_lce_forward(monkeypatch, where):
     assert out.logits.shape == (*IDS.shape, model.config.vocab_size)
 
 
+@pytest.mark.slow
 def test_assigned_forward_compiles_after_first_call():
     from liger_kernel.transformers.model.llama import lce_forward
 

@@ -23,7 +23,7 @@ from liger_multi.compat.liger_kernel.outputs import (
 )
 from liger_multi.losses import Head
 from liger_multi.patching.options import BUILT_IN
-from liger_multi.patching.replace.swap import swapped
+from liger_multi.patching.swap import swapped
 
 _READY = "_liger_multi_forward_ready"
 

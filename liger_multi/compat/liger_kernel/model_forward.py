@@ -21,9 +21,9 @@ from liger_multi.compat.liger_kernel.losses import LigerFusedLinearCrossEntropyL
 from liger_multi.compat.liger_kernel.output_classes import extended, make_loaded
 from liger_multi.compat.liger_kernel.outputs import unpack_cross_entropy_result
 from liger_multi.losses import Head
-from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
-from liger_multi.patching.lazy_logits.traced import TracedLogits, real_logits
-from liger_multi.patching.replace.swap import Patched, Swap, apply, swapped
+from liger_multi.patching.head.lazy_tensor import LazyLogits
+from liger_multi.patching.head.traced import TracedLogits, real_logits
+from liger_multi.patching.swap import Patched, Swap, apply, swapped
 
 _OP = "loss options"
 _CAP = "final_logit_softcapping"
