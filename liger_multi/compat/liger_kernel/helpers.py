@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from operator import lt
 from typing import Any
 
@@ -25,23 +23,6 @@ _LARGEST = 65536
 def is_hip() -> bool:
     """Whether PyTorch was built for ROCm."""
     return torch.version.hip is not None
-
-
-def device_context(device: Any) -> AbstractContextManager[Any]:
-    """A block in which a device's index is the current one; nothing on a CPU."""
-    place = torch.device(device)
-    if place.type == "cpu":
-        return contextlib.nullcontext()
-    return torch.get_device_module(place).device(place)  # type: ignore[no-any-return]
-
-
-def get_amp_custom_fwd_bwd() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The decorators of autograd functions under autocast, for the device of this machine."""
-    device = infer_device()
-    return (
-        functools.partial(torch.amp.custom_fwd, device_type=device),
-        functools.partial(torch.amp.custom_bwd, device_type=device),
-    )
 
 
 _COLLECTIVES = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}

@@ -182,8 +182,7 @@ HOMES: dict[str, dict[str, str]] = {
             "infer_device_arch is_npu_available is_peft_available transformers_version_dispatch"
         ),
         "ops.utils": (
-            "calculate_settings compare_version device_context ensure_contiguous "
-            "get_amp_custom_fwd_bwd is_hip torch_to_triton_dtype"
+            "calculate_settings compare_version ensure_contiguous is_hip torch_to_triton_dtype"
         ),
         "ops.backends": "IMPL_REGISTRY",
         "ops.backends.registry": "IMPL_REGISTRY",
