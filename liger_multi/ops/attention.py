@@ -3,7 +3,6 @@
 Windows, packing, padding and global tokens become such ranges.
 """
 
-import importlib
 from typing import Any, Optional
 
 import torch
@@ -62,12 +61,15 @@ op.backward(
 
 # --- ranges of keys ---
 
+
+def _looked_at(ranges: Tensor, keys: int) -> Tensor:
+    from liger_multi.reference.attention.attention import looked_at
+
+    return looked_at(ranges, keys)
+
+
 LIBRARY.define("looked_at_ranges(Tensor ranges, SymInt keys) -> Tensor")
-LIBRARY.impl(
-    "looked_at_ranges",
-    importlib.import_module("liger_multi.reference.attention.attention").looked_at,
-    "CompositeExplicitAutograd",
-)
+LIBRARY.impl("looked_at_ranges", _looked_at, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "liger_multi::looked_at_ranges", lambda ranges, keys: torch.empty_like(ranges), lib=LIBRARY
 )

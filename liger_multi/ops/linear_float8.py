@@ -15,6 +15,8 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 CODES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+SMALLEST = 2**22 + 1
+"""Elements of a weight below which a layer gains nothing in FP8."""
 op = Op(
     "linear_float8",
     family="float8",

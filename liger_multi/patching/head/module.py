@@ -20,7 +20,7 @@ from liger_multi._torch_private import is_exporting, is_tracing, lazy_logits_wor
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.autograd import transforming
 from liger_multi.dispatch.resolve import by_rows
-from liger_multi.parameters import Evaluated, is_computed, stored
+from liger_multi.parameters import Evaluated, Job, is_computed, stored
 from liger_multi.patching.evidence.signature import (
     PLAIN,
     calls_replaced,
@@ -30,7 +30,6 @@ from liger_multi.patching.evidence.signature import (
 from liger_multi.patching.head.deferred import (
     DeferredLogits,
     Guard,
-    Job,
     TracedGuard,
     count_optimizer_steps,
 )

@@ -23,7 +23,8 @@ from liger_multi._torch_private import (
     frame_callback,
     tree_map,
 )
-from liger_multi.patching.head.deferred import DeferredLogits, Job
+from liger_multi.parameters import Job
+from liger_multi.patching.head.deferred import DeferredLogits
 from liger_multi.patching.head.handlers import HANDLERS, TABLES, joined
 from liger_multi.patching.head.log_probs import REDUCTIONS
 from liger_multi.patching.head.rules import (

@@ -1,4 +1,4 @@
-"""A second process that works beside this one, where the machine has a core for it."""
+"""A second process that works at the same time, where the machine has a core for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def can_fork() -> bool:
 
 
 @contextlib.contextmanager
-def beside(work: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+def forked(work: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
     """Run ``work`` in a copy of this process, which has imported what is slow to import.
 
     Yields a function that waits for what ``work`` returned, plain data. It returns None where the
