@@ -1,113 +1,59 @@
-"""How far every operator got on Ascend: by which path, and up to which level of docs/ascend.md.
+"""How far every operator got on Ascend, by the levels of docs/ascend.md.
 
-A reference on the device reaches level 3, which is as far as there is anything to check; levels 4
-and 5 are about kernels. tests/kernels/test_npu.py wants what stands here,
-tests/kernels/test_vendors.py a row for every operator. For the first two levels there is one
+The reference on the device and the operators of torch_npu reach level 3, which is as far as there
+is anything to check; levels 4 and 5 are about kernels. So the level of an operator follows from
+the backend: whether its implementation reaches a kernel. For the first two levels there is one
 call of every operator of torch_npu that the backend uses.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
+import re
+
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from liger_multi.dispatch.registry import packages
+from liger_multi.dispatch.registry import module, packages
 
 # --- levels ---
 
-REFERENCE, SIMULATED, COMPILED = "reference", 3, 5
+SIMULATED, COMPILED = 3, 5
+KERNEL = re.compile(r"^def _\w+_kernel\(", re.M)
+IMPORT = re.compile(r"^from (liger_multi\.backends\.npu[\w.]*) import ([\w, ]+|\([^)]*\))", re.M)
 
 
-class Row(NamedTuple):
-    """Path and level of an operator."""
+def level(op: str) -> int:
+    """The level that an operator reaches."""
+    served = module("npu", op)
+    if served is None:
+        return SIMULATED
+    home = inspect.getfile(served)
+    return COMPILED if has_kernel(Path(home)) else SIMULATED
 
-    path: str
-    level: int
+
+@functools.cache
+def has_kernel(file: Path) -> bool:
+    """Whether a file of the backend has a kernel, or one that it imports."""
+    text = file.read_text(encoding="utf-8")
+    return KERNEL.search(text) is not None or any(map(has_kernel, imported(text)))
 
 
-KERNEL = Row("kernel", COMPILED)
-BOTH = Row("torch_npu and kernel", COMPILED)
-FUSED = Row("torch_npu and reference", SIMULATED)
-HEAD = Row("products and kernel", COMPILED)
-IN_TURN = Row("rms_norm, then rope", SIMULATED)
-BATCHED = Row("batched matmuls", SIMULATED)
-PLAIN = Row(REFERENCE, SIMULATED)
-
-ROWS: dict[str, Row] = {
-    "attention": FUSED,
-    "attention_residuals": PLAIN,
-    "causal_conv1d": KERNEL,
-    "cross_entropy": KERNEL,
-    "cross_entropy_inplace": KERNEL,
-    "dyt": KERNEL,
-    "embedding": PLAIN,
-    "fused_add_rms_norm": BOTH,
-    "fused_add_rms_norm_quantized": PLAIN,
-    "fused_linear_cross_entropy": HEAD,
-    "fused_linear_jsd": HEAD,
-    "fused_linear_kl_div": HEAD,
-    "fused_linear_log_prob": HEAD,
-    "fused_linear_tvd": HEAD,
-    "fused_moe": FUSED,
-    "fused_scaled_add_rms_norm": PLAIN,
-    "gated_delta_rule": BATCHED,
-    "gated_mlp": PLAIN,
-    "gated_mlp_float8": PLAIN,
-    "gated_rms_norm": PLAIN,
-    "gated_short_conv": KERNEL,
-    "geglu": KERNEL,
-    "geglu_packed": BOTH,
-    "geglu_quantized": PLAIN,
-    "group_norm": PLAIN,
-    "hyper_connections": PLAIN,
-    "hyper_connections_post": PLAIN,
-    "hyper_connections_pre": PLAIN,
-    "indexer_scores": PLAIN,
-    "indexer_topk": PLAIN,
-    "jsd": KERNEL,
-    "jsd_inplace": KERNEL,
-    "kimi_delta_attention": BATCHED,
-    "kl_div": KERNEL,
-    "kl_div_inplace": KERNEL,
-    "layer_norm": PLAIN,
-    "layer_norm_quantized": PLAIN,
-    "linear": PLAIN,
-    "linear_float8": PLAIN,
-    "lora_mlp": PLAIN,
-    "lora_moe": PLAIN,
-    "lora_qkv": PLAIN,
-    "lora_update": PLAIN,
-    "modulated_rms_norm": PLAIN,
-    "multi_token_attention": PLAIN,
-    "neighborhood_attention": PLAIN,
-    "poly_norm": PLAIN,
-    "relu_squared": PLAIN,
-    "rms_norm": BOTH,
-    "rms_norm_quantized": PLAIN,
-    "rms_norm_rope": IN_TURN,
-    "rope": BOTH,
-    "rope_complex": PLAIN,
-    "rope_multimodal": PLAIN,
-    "rope_positions": PLAIN,
-    "rope_sorted": PLAIN,
-    "selective_log_softmax": PLAIN,
-    "selective_scan": KERNEL,
-    "softmax": PLAIN,
-    "sparse_attention": PLAIN,
-    "sparsemax": PLAIN,
-    "ssd_scan": BATCHED,
-    "swiglu": KERNEL,
-    "swiglu_clamped": PLAIN,
-    "swiglu_clamped_packed": PLAIN,
-    "swiglu_packed": BOTH,
-    "swiglu_quantized": PLAIN,
-    "token_log_prob": KERNEL,
-    "tvd": KERNEL,
-    "tvd_inplace": KERNEL,
-}
+def imported(text: str) -> Iterator[Path]:
+    """The files of the backend that a source imports."""
+    root = folder()
+    for package, names in IMPORT.findall(text):
+        home = root.joinpath(*package.split(".")[3:])
+        if home.with_suffix(".py").exists():
+            yield home.with_suffix(".py")
+        for name in re.findall(r"\w+", names):
+            if (home / f"{name}.py").exists():
+                yield home / f"{name}.py"
 
 
 # --- calls ---
