@@ -224,7 +224,7 @@ static-tables: $(ENV)  ## launch tables of AMD cards that nobody measured on, by
 	$(RUN) -m ci.static --tables $(ARGS)
 
 bench: $(ENV)  ## time and memory of every operator on this machine, into benchmarks/results
-	$(RUN) -m benchmarks.operators --store $(ARGS)
+	$(RUN) -m benchmarks.ops --store $(ARGS)
 
 docs: $(ENV)  ## refresh what committed pages quote of contracts and results, and their pictures
 	$(RUN) -m ci.docs

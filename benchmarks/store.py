@@ -512,7 +512,7 @@ def timed_rows(file: Path, provider: str) -> tuple[Mapping[str, Any], dict[Key, 
     """The head of the newest run of a file, and one provider's newest rows that have a time."""
     runs = [run for run in taken(file) if run["kind"] == "operators"]
     if not runs:
-        raise ValueError(f"{file} has no run of benchmarks.operators")
+        raise ValueError(f"{file} has no run of benchmarks.ops")
     found = {}
     for run in runs:
         for row in run["rows"]:
@@ -574,7 +574,7 @@ def compare(old_file: Path, new_file: Path, provider: str, across: bool) -> tupl
 def compare_files(arguments: Sequence[str]) -> int:
     """Print what changed; 1 where something got worse.
 
-    A file is what ``--out`` of :mod:`benchmarks.operators` or ``liger-multi bench --output`` wrote,
+    A file is what ``--out`` of :mod:`benchmarks.ops` or ``liger-multi bench --output`` wrote,
     or a card's results, such as ``benchmarks/results/nvidia-h200.json``.
     """
     parser = argparse.ArgumentParser(

@@ -381,7 +381,7 @@ def heads(arguments: Sequence[str]) -> int:
 def fusion_ways(rows: int, width: int, classes: int) -> dict[str, Call]:
     """The GEMM of the logits and the row kernel, alone and beside each other."""
     from liger_multi.backends.triton.common.gemm import gemm_by_rows
-    from liger_multi.backends.triton.cross_entropy.operators import TritonRows
+    from liger_multi.backends.triton.cross_entropy.rows import TritonRows
     from liger_multi.reference.cross_entropy.rows import Objective
 
     device, objective = torch.device("cuda"), Objective(-100, 0.0, 0.0, None)

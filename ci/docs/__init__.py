@@ -33,9 +33,8 @@ from ci import regressions
 from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import bitwise as docs_bitwise
 from ci.docs import float8 as docs_float8
-from ci.docs import operators as docs_operators
+from ci.docs import operators_h100, stand_in
 from ci.docs import performance as docs_performance
-from ci.docs import stand_in
 from ci.docs import status as docs_status
 from ci.docs import traces as docs_traces
 from ci.docs.blocks import filled
@@ -445,7 +444,7 @@ def pages() -> dict[Path, Callable[[str], str]]:
         docs / "fp8.md": docs_float8.page,
         docs / "losses.md": losses_page,
         docs / "memory.md": docs_benchmarks.memory_page,
-        docs / "operators-h100.md": docs_operators.page,
+        docs / "operators-h100.md": operators_h100.page,
         docs / "performance.md": docs_performance.page,
         docs / "planning.md": docs_benchmarks.planning_page,
         docs / "recompute.md": docs_benchmarks.recompute_page,

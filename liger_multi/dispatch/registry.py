@@ -1,11 +1,10 @@
 """Backends, found by their folders, the choice of one per operator, and devices by name.
 
 The path is the registration. An operator's module in a backend is ``<family>/<op>.py``, or
-``<op>.py`` in a backend that has no families. It exports ``forward`` and ``backward`` (either may
-be absent) and optionally ``supports`` (per call) or ``supports_static`` (per device and dtype),
-which return the reason for a refusal or None. Operators that differ by a constant share the module
-``<family>/operators.py``, whose ``OPERATORS`` maps the name of each to an object with the same
-attributes. Modules are imported when first asked for and checked against the operator's schema.
+``<op>.py`` in a backend that has no folder for the family. It exports ``forward`` and ``backward``
+(either may be absent) and optionally ``supports`` (per call) or ``supports_static`` (per device and
+dtype), which return the reason for a refusal or None. Modules are imported when first asked for and
+checked against the operator's schema.
 ``liger_multi.reference`` ends every automatic chain.
 
 A device is checked against what PyTorch and the backends know, and what a machine has.
@@ -84,19 +83,12 @@ def serving(device_type: str) -> Iterator[Backend]:
 
 @functools.cache
 def module(name: str, op: str) -> Any:
-    """What implements an operator in a backend (see the top of this file), or None."""
+    """The module of an operator in a backend (see the top of this file), or None."""
     root, family = packages()[name], OPS[op].family
     folder = _spec(f"{root}.{family}") if family else None
-    rooms = folder is not None and folder.submodule_search_locations is not None
-    if rooms and _spec(f"{root}.{family}.{op}") is not None:
-        return importlib.import_module(f"{root}.{family}.{op}")
-    if _spec(f"{root}.{op}") is not None:
-        found = importlib.import_module(f"{root}.{op}")
-        if hasattr(found, "forward") or hasattr(found, "backward"):  # else the folder of a family
-            return found
-    if rooms and _spec(f"{root}.{family}.operators") is not None:
-        return importlib.import_module(f"{root}.{family}.operators").OPERATORS.get(op)
-    return None
+    in_family = folder is not None and folder.submodule_search_locations is not None
+    path = f"{root}.{family}.{op}" if in_family else f"{root}.{op}"
+    return None if _spec(path) is None else importlib.import_module(path)
 
 
 def _spec(path: str) -> Any:

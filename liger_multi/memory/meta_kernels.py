@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from liger_multi.reference.activations.operators import CodedGradients
+    from liger_multi.reference.activations.gated_mlp import CodedGradients
     from liger_multi.reference.float8.rows import Float8Rows
 
 CHUNKED = (
@@ -116,7 +116,7 @@ class _ActivationKernels:
         self, dproduct: Tensor, gate: Tensor, up: Tensor, activation: str, columns: Any,
         wanted: tuple[bool, bool], product: bool,
     ) -> CodedGradients:  # fmt: skip
-        from liger_multi.reference.activations.operators import CodedGradients
+        from liger_multi.reference.activations.gated_mlp import CodedGradients
 
         made = [
             dproduct * x if w else x.new_empty(0) for x, w in zip((gate, up), wanted, strict=True)
@@ -139,16 +139,16 @@ Directions = tuple[Callable[..., Any], Callable[..., Any]]
 @functools.cache
 def around_kernels(name: str) -> Directions:
     """Forward and backward of one of :data:`CHUNKED`."""
-    from liger_multi.reference.activations import operators as activations
-    from liger_multi.reference.adapters import operators as adapters
+    from liger_multi.reference.activations import gated_mlp
+    from liger_multi.reference.adapters import lora_mlp, lora_qkv, lora_update, low_rank
     from liger_multi.reference.cross_entropy import (
         fused_linear_cross_entropy,
         fused_linear_log_prob,
     )
-    from liger_multi.reference.float8 import operators as float8
+    from liger_multi.reference.float8 import gated_mlp_float8, linear_float8
 
     loss: Any = _LossKernels()
-    thin: Any = adapters.LowRank(_parts_of_thin, _ROWS)
+    thin: Any = low_rank.LowRank(_parts_of_thin, _ROWS)
     makers: Mapping[str, Callable[[], Directions]] = {
         "fused_linear_cross_entropy": functools.partial(
             fused_linear_cross_entropy.implement_fused_linear_cross_entropy, loss
@@ -156,13 +156,13 @@ def around_kernels(name: str) -> Directions:
         "fused_linear_log_prob": functools.partial(
             fused_linear_log_prob.implement_fused_linear_log_prob, loss
         ),
-        "gated_mlp": functools.partial(activations.implement_gated_mlp, _ActivationKernels()),
+        "gated_mlp": functools.partial(gated_mlp.implement_gated_mlp, _ActivationKernels()),
         "gated_mlp_float8": functools.partial(
-            float8.implement_gated_mlp_float8, _ActivationKernels(), _ROWS
+            gated_mlp_float8.implement_gated_mlp_float8, _ActivationKernels(), _ROWS
         ),
-        "linear_float8": functools.partial(float8.implement_linear_float8, _ROWS),
-        "lora_mlp": functools.partial(adapters.implement_lora_mlp, _ActivationKernels(), thin),
-        "lora_qkv": functools.partial(adapters.implement_lora_qkv, thin),
-        "lora_update": functools.partial(adapters.implement_lora_update, thin),
+        "linear_float8": functools.partial(linear_float8.implement_linear_float8, _ROWS),
+        "lora_mlp": functools.partial(lora_mlp.implement_lora_mlp, _ActivationKernels(), thin),
+        "lora_qkv": functools.partial(lora_qkv.implement_lora_qkv, thin),
+        "lora_update": functools.partial(lora_update.implement_lora_update, thin),
     }
     return makers[name]()

@@ -1,6 +1,6 @@
 """A mixture of frozen gated experts with adapters, one expert after the other.
 
-As :mod:`.fused_moe`, with the layers of :mod:`liger_multi.reference.adapters.operators`: what an
+As :mod:`.fused_moe`, with the layers of :mod:`liger_multi.reference.adapters.lora_mlp`: what an
 adapter adds are GEMMs with r columns or terms, on the rows of its expert.
 """
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from liger_multi.reference.adapters.operators import (
-    LowRank,
+from liger_multi.reference.adapters.lora_mlp import (
     adapted_layer,
     adapter_gradients,
     input_gradient,
 )
+from liger_multi.reference.adapters.low_rank import LowRank
 from liger_multi.reference.common.chunking import statistics_dtype
 from liger_multi.reference.experts.fused_moe import (
     bounds_of,

@@ -1,12 +1,12 @@
 """Operators that also hand out the rows of their result in FP8, made of those that do not."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_multi.reference.common.implementation import Implementation
 from liger_multi.reference.float8.rows import PLAIN, Quantizer, rows_of
 
 
@@ -17,11 +17,11 @@ def coded(y: Tensor, writes_y: bool, to: Quantizer = PLAIN) -> tuple[Tensor, Ten
     return y if writes_y else y.new_empty(0), codes, rows.scale.view(y.shape[:-1])
 
 
-def with_codes(plain: Any, visible: int = 1) -> Implementation:
-    """An operator that rounds the first output of ``plain`` too, and has its backward.
+def with_codes(plain: Any, visible: int = 1) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward that rounds the first output of ``plain`` too, and the backward of ``plain``.
 
     Args:
-        plain: Forward and backward.
+        plain: The operator's module, or another object with its forward and backward.
         visible: The number of visible outputs of ``plain``, which codes and scales follow.
     """
     signature = inspect.signature(plain.forward, eval_str=True)
@@ -40,4 +40,4 @@ def with_codes(plain: Any, visible: int = 1) -> Implementation:
         [*signature.parameters.values(), last],
         return_annotation=tuple[tuple(Tensor for _ in range(count + 2))],  # type: ignore[misc]
     )
-    return Implementation(forward, plain.backward)
+    return forward, plain.backward

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import as_rows, row_blocks, statistics_dtype
-from liger_multi.reference.common.implementation import Implementation
-from liger_multi.reference.float8.quantized import with_codes
 
 
 def _scaled(
@@ -87,6 +85,3 @@ def gradients(
             dx[block] = total if others is None else total + others[block]
     dweight = x.new_empty(0) if dw is None or weight is None else dw.to(weight.dtype)
     return dx.view(x.shape) if needs_x else dx, dweight
-
-
-quantized = with_codes(Implementation(forward, backward))

@@ -23,7 +23,7 @@ from ci.npu import blocks
 from liger_multi import ops
 from liger_multi.backends import npu
 from liger_multi.backends.npu.common.launching import start
-from liger_multi.backends.npu.norms import operators as norms
+from liger_multi.backends.npu.norms import rows as norm_rows
 from liger_multi.testing.samples import Sample, Tensor
 from liger_multi.testing.tolerance import excess
 
@@ -158,7 +158,7 @@ BUGS = {
 def planted(folder, bug):
     """The kernel file with a bug in its forward kernel."""
     was, now = BUGS[bug]
-    source = Path(norms.__file__).read_text(encoding="utf-8")
+    source = Path(norm_rows.__file__).read_text(encoding="utf-8")
     head, mark, rest = source.partition("def _norm_backward_kernel")
     assert was in head
     file = folder / f"planted_{bug.replace(' ', '_')}.py"

@@ -18,7 +18,7 @@ from liger_multi import ops
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.launch import DeviceInfo
 from liger_multi.dispatch.registry import backends
-from liger_multi.reference.attention.operators import MultiTokenAttention
+from liger_multi.reference.attention import multi_token_attention
 from liger_multi.testing import FORMULAS, samples
 from liger_multi.testing.bitwise import same_bits
 from liger_multi.testing.checks import call, grads, outputs
@@ -35,7 +35,7 @@ from liger_multi.backends.triton.common.float8 import FORMATS as CODE_FORMATS
 from liger_multi.backends.triton.common.rows import sum_rows
 from liger_multi.backends.triton.cross_entropy import cross_entropy as row_kernels
 from liger_multi.backends.triton.cross_entropy.float8 import TritonRounding
-from liger_multi.backends.triton.cross_entropy.operators import TritonRows
+from liger_multi.backends.triton.cross_entropy.rows import TritonRows
 from liger_multi.backends.triton.cross_entropy.softmax import TileConfig
 from liger_multi.backends.triton.experts import grouped, lora_moe, pairs
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
@@ -69,7 +69,7 @@ def made(sizes, seed=0, out=2, size=3):
 def compare(scores, weight, options):
     """Forward and backward with the reference's on the same inputs."""
     y, p = kernels.forward(scores, weight, None, *options)
-    right_y, right_p = MultiTokenAttention.forward(scores, weight, None, *options)
+    right_y, right_p = multi_token_attention.forward(scores, weight, None, *options)
     torch.testing.assert_close(p, right_p, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(y, right_y, rtol=1e-5, atol=1e-5)
     assert not y.triu(1).any()
@@ -77,7 +77,7 @@ def compare(scores, weight, options):
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     given = dy.clone()
     found = kernels.backward(dy, weight, None, p, *options, *NEEDS)
-    right = MultiTokenAttention.backward(dy, weight, None, p, *options, *NEEDS)
+    right = multi_token_attention.backward(dy, weight, None, p, *options, *NEEDS)
     assert torch.equal(dy, given)
     assert not found[0].triu(1).any()
     for got, exact in zip(found, right, strict=True):
@@ -159,7 +159,7 @@ def test_an_upstream_gradient_that_is_one_number(tiles):
     y, p = kernels.forward(scores, weight, None, *shape())
     ones = torch.ones((), device=DEVICE).expand(y.shape)
     found = kernels.backward(ones, weight, None, p, *shape(), *NEEDS)
-    right = MultiTokenAttention.backward(ones, weight, None, p, *shape(), *NEEDS)
+    right = multi_token_attention.backward(ones, weight, None, p, *shape(), *NEEDS)
     for got, exact in zip(found, right, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
 

@@ -7,7 +7,6 @@ fits, the first beyond. Predicates look at shapes, types and strides alone, so t
 Every operator says by which path it runs on Ascend, and which level that reached.
 """
 
-import ast
 import importlib.metadata
 import importlib.util
 import re
@@ -24,7 +23,7 @@ from ci.npu import levels
 from liger_multi.backends.npu.common import limits
 from liger_multi.backends.rocm import BACKEND, FULL_CARD, SIBLINGS, USUAL_CARD
 from liger_multi.dispatch import launch, registry
-from liger_multi.dispatch.registry import OPS, operators
+from liger_multi.dispatch.registry import operators
 from liger_multi.errors import ConfigurationError
 from tests import harness
 
@@ -207,7 +206,7 @@ def test_a_row_narrower_than_a_wave_still_has_one(monkeypatch, wave):
     pytest.importorskip("triton", reason="no Triton on this machine")
     from liger_multi.backends.triton.activations import gated
     from liger_multi.backends.triton.cross_entropy import cross_entropy
-    from liger_multi.backends.triton.cross_entropy.operators import scale_config
+    from liger_multi.backends.triton.cross_entropy.cross_entropy_inplace import scale_config
     from liger_multi.backends.triton.norms import row_config
 
     plug(monkeypatch, "gfx1234", wave, 65536, 40)
@@ -462,25 +461,17 @@ CALL = re.compile(r"torch\.ops\.npu\.\w+")
 
 
 def implementation(op):
-    """The statements of its family's file that serve an operator, as one text; None without."""
-    file = FOLDER / OPS[op].family / f"{op}.py"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    if registry.module("npu", op) is None:
+    """The source of an operator and of what it shares in its family; None without."""
+    module = registry.module("npu", op)
+    if module is None:
         return None
-    body = ast.parse(file.with_name("operators.py").read_text(encoding="utf-8")).body
-    defined = {getattr(n, "name", getattr(n, "targets", [None])[0]): n for n in body}
-    defined = {k if isinstance(k, str) else getattr(k, "id", ""): n for k, n in defined.items()}
-    table = defined["OPERATORS"].value
-    if isinstance(table, ast.Dict):  # else a function makes it, of the same for all
-        table = dict(zip(map(ast.literal_eval, table.keys), table.values, strict=True))[op]
-    reached, waiting = {}, [table]
+    family, waiting, texts = Path(module.__file__).parent, [op], {}
     while waiting:
-        names = {getattr(node, "id", "") for node in ast.walk(waiting.pop())}
-        for name in names & defined.keys() - reached.keys():
-            reached[name] = defined[name]
-            waiting.append(defined[name])
-    return "\n".join(map(ast.unparse, reached.values()))
+        name = waiting.pop()
+        texts[name] = (family / f"{name}.py").read_text(encoding="utf-8")
+        words = re.findall(rf"npu\.{family.name}(?:\.| import )(\w+)", texts[name])
+        waiting += {word for word in words if word not in texts and word not in operators()}
+    return "\n".join(texts.values())
 
 
 def test_every_operator_has_a_row():

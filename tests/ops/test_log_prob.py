@@ -13,7 +13,7 @@ from liger_multi.memory import measure
 from liger_multi.reference.cross_entropy import fused_linear
 from liger_multi.reference.cross_entropy import fused_linear_log_prob as loop
 from liger_multi.reference.cross_entropy import rows as rows_of
-from liger_multi.reference.cross_entropy.operators import implement_token_log_prob
+from liger_multi.reference.cross_entropy.token_log_prob import implement_token_log_prob
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
 from tests import harness
@@ -516,7 +516,7 @@ def test_another_temperature_compiles_nothing():
     if harness.interpreted():
         pytest.skip("interpreted kernels cannot be compiled")
     from ci.static import TARGETS, static_cases
-    from liger_multi.backends.triton.cross_entropy.operators import TritonLogProbRows
+    from liger_multi.backends.triton.cross_entropy.rows import TritonLogProbRows
     from liger_multi.reference.cross_entropy.rows import Objective, Upstream
 
     row = torch.empty(8, device="meta")

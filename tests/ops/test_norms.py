@@ -207,7 +207,7 @@ def test_rows_longer_than_kernels_take_for_granted_are_refused():
     from liger_multi.backends.triton.activations import gated
     from liger_multi.backends.triton.common.rows import LONGEST_ROW
     from liger_multi.backends.triton.cross_entropy import cross_entropy
-    from liger_multi.backends.triton.cross_entropy.operators import scale_config
+    from liger_multi.backends.triton.cross_entropy.cross_entropy_inplace import scale_config
     from liger_multi.backends.triton.norms import row_config
 
     info = DeviceInfo("any", "any", 32, 1024, 100_000, 100)

@@ -17,7 +17,7 @@ from liger_multi.dispatch import launch, primitive
 from liger_multi.dispatch.backend import DeviceInfo
 from liger_multi.dispatch.op import OPS, inline_ops
 from liger_multi.ops import lora_mlp, lora_moe, lora_qkv, lora_update
-from liger_multi.reference.adapters import operators as low_rank_reference
+from liger_multi.reference.adapters import low_rank as low_rank_reference
 from liger_multi.reference.common.chunking import add_product_, chunk_rows
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
@@ -618,7 +618,7 @@ def split(device):
     if device.type == "cpu" and not harness.interpreted():
         pytest.skip("kernels run on a GPU or interpreted")
     pytest.importorskip("triton")
-    from liger_multi.backends.triton.adapters.operators import split
+    from liger_multi.backends.triton.adapters.low_rank import split
 
     return split
 

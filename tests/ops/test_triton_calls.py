@@ -102,7 +102,7 @@ def test_what_was_overwritten_raises_for_whoever_saved_it(request, device):
 @pytest.mark.parametrize("size", [0, 5])
 def test_a_scaled_gradient_is_never_its_input(device, size):
     """Also an empty one: an operator may not return what it was handed."""
-    from liger_multi.backends.triton.cross_entropy.operators import scale
+    from liger_multi.backends.triton.cross_entropy.rows import scale
 
     if device.type == "cpu" and not harness.interpreted():
         pytest.skip("kernels run on a device or interpreted")

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from liger_multi import ops
 from liger_multi.patching import patch, unpatch
-from liger_multi.reference.adapters import operators as low_rank
+from liger_multi.reference.adapters import low_rank
 from tests.models import Widest, assert_as_exact, assert_same_training, batch, build, pair
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

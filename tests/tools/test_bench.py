@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from benchmarks import operators as bench
+from benchmarks import ops as bench
 from benchmarks import store
 from ci import results
 from liger_multi.bench import cases as bench_cases

@@ -23,7 +23,7 @@ from benchmarks import examples as example_runs
 from benchmarks import pictures, store
 from ci import docs
 from ci.docs import benchmarks as docs_benchmarks
-from ci.docs import operators as docs_operators
+from ci.docs import operators_h100
 from ci.docs import performance as docs_performance
 from ci.docs import status as docs_status
 from liger_multi.cli import main as command_line
@@ -302,21 +302,21 @@ def test_operators_beside_their_peers():
     runs = [run(1.0, aten=2.0, liger="wrong"), run(1.5, quack=2.0)]
     key = ("rms_norm", "8x4")
     found = docs_benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
-    line = docs_operators.line(*key, found[key])
+    line = operators_h100.line(*key, found[key])
     assert line[:4] == ["`rms_norm`", "8x4", "1.50", "-"]
     assert line[4:10] == ["wrong", "-", "2.00", "2.00", "-", "0.75"]
     assert set(line[10:]) == {"-"}
     runs = [run(1.0, transformers="out of memory", reference=4.0, compile="failed", flex="wrong")]
     found = docs_benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
-    assert docs_operators.line(*key, found[key])[4:10] == ["-", "-", "-", "4.00", "failed", "0.25"]
+    assert operators_h100.line(*key, found[key])[4:10] == ["-", "-", "-", "4.00", "failed", "0.25"]
 
 
 def test_every_operator_is_beside_its_peers():
     text = (ROOT / "docs" / "operators-h100.md").read_text(encoding="utf-8")
-    table = docs_operators.every()
+    table = operators_h100.every()
     assert table in text, "make docs"
     lacking = [name for name in docs.public_operators() if f"| `{name}` |" not in table]
-    assert not lacking, f"no row on an H100: python -m benchmarks.operators --ops {lacking}"
+    assert not lacking, f"no row on an H100: python -m benchmarks.ops --ops {lacking}"
 
 
 def test_what_is_under_80_percent_has_its_limit():
@@ -324,8 +324,8 @@ def test_what_is_under_80_percent_has_its_limit():
     limits = page.partition("\n## Below the target")[2].partition("\n## ")[0]
     under = {
         op
-        for (op, _), rows in docs_operators.measured().items()
-        if (docs_operators.peak(rows["ours"]) or 100) < 79.5
+        for (op, _), rows in operators_h100.measured().items()
+        if (operators_h100.peak(rows["ours"]) or 100) < 79.5
     }
     assert sorted(op for op in under if f"`{op}`" not in limits) == []
 

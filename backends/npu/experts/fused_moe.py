@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from liger_multi.backends.npu.activations.operators import PackedSwiGLU
+from liger_multi.backends.npu.activations import swiglu_packed
 from liger_multi.backends.npu.common import limits
 from liger_multi.dispatch.launch import device_info
 from liger_multi.reference.common.chunking import row_blocks
@@ -111,7 +111,7 @@ def _is_plain(how: Any) -> bool:
 def _activated(gate_up: Tensor, how: Any) -> Tensor:
     """act(gate) * up."""
     if _is_plain(how):
-        return PackedSwiGLU.forward(gate_up, 1.0, 1.0)
+        return swiglu_packed.forward(gate_up, 1.0, 1.0)
     made = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     for block in row_blocks(made.shape[0], 6 * made.shape[1] * made.element_size()):
         made[block] = reference.product(gate_up[block], how)
@@ -173,7 +173,7 @@ def _through_activation(
         rows, d, by = gate_up[block], dproduct[block].float(), weight[block].unsqueeze(1)
         weighted = (d * by).to(dproduct.dtype)
         if _is_plain(how):
-            dgate_up[block] = PackedSwiGLU.backward(weighted, rows, 1.0, 1.0)
+            dgate_up[block] = swiglu_packed.backward(weighted, rows, 1.0, 1.0)
         else:
             dgate_up[block] = reference.gradients(weighted, rows, how)
         made = _activated(rows.float(), how)

@@ -12,7 +12,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from liger_multi.backends.npu.norms.operators import RMSNorm
+from liger_multi.backends.npu.norms import rms_norm
 from liger_multi.backends.npu.rope.rope import rotate, rotate_within_limits
 from liger_multi.reference.rope.rms_norm_rope import heads_of, of_tokens, output_dtype, rows_of
 from liger_multi.reference.rope.rope import dense
@@ -20,7 +20,7 @@ from liger_multi.reference.rope.rope import dense
 
 def supports(casting: str) -> Optional[str]:
     """As of the norm."""
-    return RMSNorm.supports(casting)
+    return rms_norm.supports(casting)
 
 
 def _ordered(x: Tensor, axes: list[int]) -> Tensor:
@@ -40,11 +40,11 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Normalize, then rotate."""
     if of_tokens(x, weight):
-        rows, rstd = RMSNorm.forward(rows_of(x, head_axis, True), weight, eps, offset, casting)
+        rows, rstd = rms_norm.forward(rows_of(x, head_axis, True), weight, eps, offset, casting)
         u = heads_of(rows, x, head_axis, True)
     else:
         there, back = _orders(x_order)
-        rows, rstd = RMSNorm.forward(_ordered(x, there), weight, eps, offset, casting)
+        rows, rstd = rms_norm.forward(_ordered(x, there), weight, eps, offset, casting)
         u, rstd = _ordered(rows, back), _ordered(rstd, back).contiguous()
     dtype = output_dtype(x, weight, cos, sin, casting, rope_casting)
     how = ("half", head_axis, x.shape[-1], rope_casting, x_order, dtype, False)
@@ -65,7 +65,7 @@ def backward(
     else:
         g, rows, rstd = (_ordered(t, there) for t in (g, x, rstd))
     needs = (needs_x, needs_weight)
-    dx, dweight = RMSNorm.backward(g, rows, weight, rstd.contiguous(), offset, casting, *needs)
+    dx, dweight = rms_norm.backward(g, rows, weight, rstd.contiguous(), offset, casting, *needs)
     if not needs_x:
         return dx, dweight
     dx = heads_of(dx, x, head_axis, True) if whole else _ordered(dx, back)

@@ -39,7 +39,7 @@ from liger_multi.backends.triton.common.rows import (
 from liger_multi.backends.triton.float8.rows import CodeRoom
 from liger_multi.backends.triton.norms.row_config import forward_config
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
-from liger_multi.reference.activations.operators import Columns
+from liger_multi.reference.activations.gated_mlp import Columns
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from liger_multi.backends.triton.attention import attention
 from liger_multi.backends.triton.attention.attention import supports
-from liger_multi.reference.attention.operators import implement_neighborhood_attention
+from liger_multi.reference.attention.neighborhood_attention import implement_neighborhood_attention
 
 __all__ = ["backward", "forward", "supports"]
 

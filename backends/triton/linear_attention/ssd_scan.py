@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from liger_multi.backends.triton.activations.operators import SwiGLU
+from liger_multi.backends.triton.activations import swiglu
 from liger_multi.backends.triton.common.launching import launch
 from liger_multi.backends.triton.common.rows import (
     INTERPRETED,
@@ -376,7 +376,7 @@ def forward(
     y = _outputs(c, gates, _states(c, gates, _transposed(initial_state), final))
     last = _transposed(final)
     last = x.new_empty(0, dtype=torch.float32) if last is None else last
-    return y if z is None else SwiGLU.forward(z, y, 1.0, 1.0).to(y.dtype), last
+    return y if z is None else swiglu.forward(z, y, 1.0, 1.0).to(y.dtype), last
 
 
 def backward(
@@ -439,7 +439,7 @@ def _through_gate(
         return torch.zeros_like(c.x), None if z is None else torch.zeros_like(z)
     if z is None:
         return _rows(dy), None
-    dz, dy = SwiGLU.backward(dy, z, _outputs(c, gates, states), 1.0, 1.0, True, True)
+    dz, dy = swiglu.backward(dy, z, _outputs(c, gates, states), 1.0, 1.0, True, True)
     return _rows(dy.to(c.x.dtype)), dz
 
 

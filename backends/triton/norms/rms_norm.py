@@ -10,7 +10,7 @@ Forward gives a program a tile of whole rows. Backward runs a few persistent pro
 strided tiles, so that the weight's gradient stays in registers and leaves as one fp32 partial a
 program. A second kernel sums those in a fixed order. Rows too wide for registers loop over columns.
 
-The launchers here also serve the norms of sums in operators.py.
+The launchers here also serve the norms of sums.
 """
 
 from __future__ import annotations

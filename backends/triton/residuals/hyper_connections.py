@@ -40,8 +40,8 @@ from liger_multi.backends.triton.common.rows import (
 from liger_multi.backends.triton.experts.grouped import dot
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
 from liger_multi.reference.common.strict import by_rows
-from liger_multi.reference.residuals import operators as reference
-from liger_multi.reference.residuals.operators import How, implement_hyper_connections
+from liger_multi.reference.residuals import hyper_connections as reference
+from liger_multi.reference.residuals.hyper_connections import How, implement_hyper_connections
 
 # --- the product ---
 

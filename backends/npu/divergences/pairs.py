@@ -1,0 +1,220 @@
+"""Divergences of rows of two distributions on vector cores; the equations are reference/divergence.
+
+The normalizers of logits come from the row kernel of cross_entropy/rows.py; then one kernel
+sums a row's loss and ``slope``, and one writes the gradient, perhaps over the student.
+
+The loops over chunks are those of the reference.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.npu.common.launching import as_rows, block_of, jitted, start, summed
+from liger_multi.backends.npu.cross_entropy.rows import normalizers
+from liger_multi.reference.divergences.divergence import DivergenceSpec, DivergenceStats
+
+FORMS = {"logits": 0, "log_prob": 1, "prob": 2}
+KINDS = {"forward": 0, "reverse": 1, "jensen": 2, "tvd": 3}
+FAR: tl.constexpr = tl.constexpr(80.0)  # beyond, the smaller probability adds nothing
+
+
+@triton.jit
+def _distribution(ptr, mask, scale, shift, low, FORM: tl.constexpr):
+    """Logarithm, probability and the number that TVD compares; probability 0 where masked."""
+    if FORM == 2:
+        q = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+        # no logarithm of 0 where nothing will be made of it
+        return tl.where(q > 0.0, tl.log(tl.where(q > 0.0, q, 1.0)), float("-inf")), q, q
+    raw = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+    s = (raw * scale - shift) - low if FORM == 0 else raw
+    s = tl.where(mask, s, float("-inf"))
+    return s, tl.exp(s), s
+
+
+@triton.jit
+def _terms(
+    student_ptr, teacher_ptr, mask, scale, s_shift, s_low, t_shift, t_low, beta,
+    KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr,
+):  # fmt: skip
+    """Terms of the loss, q r and r of each class, and q.
+
+    ``slope`` is the sum of q r over the row. The forward KL returns -p for q r, which is finite at
+    q = 0.
+    """
+    s, q, students = _distribution(student_ptr, mask, scale, s_shift, s_low, FORM)
+    t, p, other = _distribution(teacher_ptr, mask, scale, t_shift, t_low, TEACHER_FORM)
+    if KIND == 3:
+        a = students if FORM == TEACHER_FORM else q
+        b = other if FORM == TEACHER_FORM else p
+        r = tl.where(a > b, 0.5, tl.where(a < b, -0.5, 0.0))
+        return tl.abs(q - p) * 0.5, q * r, r, q
+    gap = tl.where(q == p, 0.0, t - s)  # both may be 0
+    if KIND == 0:
+        share = tl.where(p == 0.0, 0.0, p / tl.where(q == 0.0, 1.0, q))
+        share = tl.where((q == 0.0) & (p != 0.0), float("inf"), share)
+        return tl.where(p == 0.0, 0.0, p * gap), -p, -share, q
+    if KIND == 1:
+        r = (0.0 if FORM == 0 else 1.0) - gap
+        return tl.where(q == 0.0, 0.0, -q * gap), tl.where(q == 0.0, 0.0, q * r), r, q
+    gap = tl.minimum(tl.maximum(gap, -FAR), FAR)
+    x = -tl.log(1.0 - beta + beta * tl.exp(gap))  # log q - log m
+    r = (1.0 - beta) * x
+    return beta * p * (gap + x) + q * r, q * r, r, q
+
+
+@jitted
+def _pair_sums_kernel(
+    student_ptr, teacher_ptr, lse_ptr, lse_low_ptr, teacher_lse_ptr, teacher_lse_low_ptr, loss_ptr,
+    slope_ptr, student_stride, teacher_stride, rows, cols, scale, beta, KIND: tl.constexpr,
+    FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Loss and slope of rows.
+
+    Program: every num_programs-th row, in steps of BLOCK columns; reads both distributions once.
+    Lanes are reduced at the row's end. ``slope`` is written for logits only, whose gradient needs
+    it.
+    """
+    lane = tl.arange(0, BLOCK)
+    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.cast(i, tl.int64)
+        students = student_ptr + row * student_stride
+        other = teacher_ptr + row * teacher_stride
+        s_shift = tl.load(lse_ptr + row) if FORM == 0 else 0.0
+        s_low = tl.load(lse_low_ptr + row) if FORM == 0 else 0.0
+        t_shift = tl.load(teacher_lse_ptr + row) if TEACHER_FORM == 0 else 0.0
+        t_low = tl.load(teacher_lse_low_ptr + row) if TEACHER_FORM == 0 else 0.0
+        loss = tl.zeros([BLOCK], tl.float32)
+        slope = tl.zeros([BLOCK], tl.float32)
+        for at in range(0, cols, BLOCK):
+            col = at + lane
+            mask = col < cols
+            part, weighted, _, _ = _terms(
+                students + col, other + col, mask, scale, s_shift, s_low, t_shift, t_low, beta,
+                KIND, FORM, TEACHER_FORM,
+            )  # fmt: skip
+            loss += tl.where(mask, part, 0.0)
+            slope += tl.where(mask, weighted, 0.0)
+        tl.store(loss_ptr + row, summed(loss, BLOCK))
+        if FORM == 0:
+            tl.store(slope_ptr + row, summed(slope, BLOCK))
+
+
+@jitted
+def _pair_gradient_kernel(
+    student_ptr, teacher_ptr, lse_ptr, lse_low_ptr, teacher_lse_ptr, teacher_lse_low_ptr, slope_ptr,
+    factor_ptr, out_ptr, student_stride, teacher_stride, out_stride, rows, cols, scale, beta,
+    KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the student, times the row's factor.
+
+    Program: every num_programs-th row, in steps of BLOCK columns; reads both distributions once,
+    and may overwrite the student. A factor of 0 gives zeros, whatever the row holds.
+    """
+    lane = tl.arange(0, BLOCK)
+    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.cast(i, tl.int64)
+        students = student_ptr + row * student_stride
+        other = teacher_ptr + row * teacher_stride
+        s_shift = tl.load(lse_ptr + row) if FORM == 0 else 0.0
+        s_low = tl.load(lse_low_ptr + row) if FORM == 0 else 0.0
+        t_shift = tl.load(teacher_lse_ptr + row) if TEACHER_FORM == 0 else 0.0
+        t_low = tl.load(teacher_lse_low_ptr + row) if TEACHER_FORM == 0 else 0.0
+        slope = tl.load(slope_ptr + row) if FORM == 0 else 0.0
+        factor = tl.load(factor_ptr + row)
+        for at in range(0, cols, BLOCK):
+            col = at + lane
+            mask = col < cols
+            _, weighted, r, q = _terms(
+                students + col, other + col, mask, scale, s_shift, s_low, t_shift, t_low, beta,
+                KIND, FORM, TEACHER_FORM,
+            )  # fmt: skip
+            dz = r if FORM == 2 else weighted
+            if FORM == 0:
+                dz = (weighted - q * slope) * scale
+            dz = tl.where(factor == 0.0, 0.0, dz * factor)
+            tl.store(out_ptr + row * out_stride + col, dz.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _constants(spec: DivergenceSpec, name: str, x: Tensor) -> dict[str, int]:
+    return {
+        "KIND": KINDS[spec.kind],
+        "FORM": FORMS[spec.form],
+        "TEACHER_FORM": FORMS[spec.teacher_form],
+        "BLOCK": block_of(name, x, x.shape[1]),
+    }
+
+
+def _factors(
+    factor: Tensor, target: Optional[Tensor], count: int, spec: DivergenceSpec, like: Tensor
+) -> Tensor:
+    """One number a row, 0 where the row is ignored."""
+    wide = factor.float().reshape(-1).expand(count)
+    if target is not None:
+        wide = torch.where(target != spec.ignore_index, wide, 0)
+    return wide.contiguous()
+
+
+class AscendPairs:
+    """Row kernels over rows of a student and a teacher."""
+
+    @staticmethod
+    def statistics(
+        student: Tensor, teacher: Tensor, target: Optional[Tensor], spec: DivergenceSpec
+    ) -> DivergenceStats:
+        """Losses and residuals of rows."""
+        student, teacher = as_rows(student), as_rows(teacher)
+        rows, (count, cols) = DivergenceStats.empty(student.shape[0], spec, student), student.shape
+        if spec.form == "logits":
+            high, low = normalizers(student, spec.scale)
+            rows = rows._replace(lse=high, lse_low=low)
+        if spec.teacher_form == "logits":
+            high, low = normalizers(teacher, spec.scale)
+            rows = rows._replace(teacher_lse=high, teacher_lse_low=low)
+        start(
+            _pair_sums_kernel, count, student, teacher, *rows[1:5], rows.loss,
+            rows.slope, student.stride(0), teacher.stride(0), count, cols, spec.scale, spec.beta,
+            **_constants(spec, "pair_sums", student),
+        )  # fmt: skip
+        if target is None:
+            return rows
+        valid = target != spec.ignore_index
+        return DivergenceStats._make(torch.where(valid, r, 0) if r.numel() else r for r in rows)
+
+    @staticmethod
+    def gradient_into(
+        out: Tensor,
+        student: Tensor,
+        teacher: Tensor,
+        target: Optional[Tensor],
+        rows: DivergenceStats,
+        spec: DivergenceSpec,
+        factor: Tensor,
+    ) -> None:
+        """Write the gradient times ``factor``; ``out`` may be the student."""
+        given, teacher = as_rows(student), as_rows(teacher)
+        count, cols = given.shape
+        room = given if out is student else out
+        start(
+            _pair_gradient_kernel, count, given, teacher, *rows[1:],
+            _factors(factor, target, count, spec, given), room, given.stride(0),
+            teacher.stride(0), room.stride(0), count, cols, spec.scale, spec.beta,
+            **_constants(spec, "pair_gradient", given),
+        )  # fmt: skip
+        if out is student and room is not out:
+            out.copy_(room)
+
+    @classmethod
+    def loss_and_gradient_(
+        cls, student: Tensor, teacher: Tensor, target: Optional[Tensor], spec: DivergenceSpec,
+        factor: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Losses of rows; the student becomes its gradient."""
+        rows = cls.statistics(student, teacher, target, spec)
+        cls.gradient_into(student, student, teacher, target, rows, spec, factor)
+        return rows.loss

@@ -1,0 +1,36 @@
+"""``y = u`` or ``silu(u)``: an Ascend kernel in each direction."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from torch import Tensor
+
+from liger_multi.backends.npu.linear_attention.convolution import (
+    arguments,
+    convolve,
+    gradients,
+    supports,
+)
+
+supports = supports
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], initial_state: Optional[Tensor],
+    segments: Optional[Tensor], activation: str,
+) -> Tensor:  # fmt: skip
+    """One launch, and with sequences a few on their ids."""
+    given = arguments(weight, bias, initial_state, segments)
+    return convolve(x, given, activation == "silu", False)
+
+
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor],
+    initial_state: Optional[Tensor], segments: Optional[Tensor], activation: str,
+    needs_x: bool, needs_weight: bool, needs_bias: bool, needs_initial_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """One launch, and sums of what it leaves of weight and bias."""
+    needs = (needs_x, needs_weight, needs_bias, needs_initial_state)
+    silu = activation == "silu"
+    return gradients(dy, x, weight, bias, initial_state, segments, silu, False, needs)

@@ -1,0 +1,32 @@
+"""``y = c u`` of the convolution u of ``b v``: an Ascend kernel in each direction."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from torch import Tensor
+
+from liger_multi.backends.npu.linear_attention.convolution import (
+    arguments,
+    convolve,
+    gradients,
+    supports,
+)
+
+supports = supports
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], segments: Optional[Tensor]
+) -> Tensor:
+    """One launch, and with sequences a few on their ids."""
+    return convolve(x, arguments(weight, bias, None, segments), False, True)
+
+
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor],
+    segments: Optional[Tensor], needs_x: bool, needs_weight: bool, needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One launch, and sums of what it leaves of weight and bias."""
+    needs = (needs_x, needs_weight, needs_bias, False)
+    return gradients(dy, x, weight, bias, None, segments, False, True, needs)[:3]

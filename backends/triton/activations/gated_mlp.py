@@ -1,0 +1,57 @@
+"""A gated MLP, ``y = (act(x Wg') * (x Wu')) Wd'``; its activation is one launch each way.
+
+The kernels are in gated.py, and stand between GEMMs of the vendor's library. The launch of backward
+writes act(gate) * up over the gradient that it read. The gradient of down_weight needs it, and gets
+it for one more write and no memory.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from liger_multi.backends.triton.activations import gated, gated_rows
+from liger_multi.backends.triton.float8.rows import code_room
+from liger_multi.reference.activations.gated_mlp import CodedGradients, Columns, implement_gated_mlp
+from liger_multi.reference.float8.rows import Float8Rows, format_of
+
+
+class TritonActivation:
+    """Launches of the kernels in gated.py."""
+
+    @staticmethod
+    def product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        """act(gate) * up."""
+        return gated.forward("gated_mlp", activation, gate, up)
+
+    @staticmethod
+    def coded(gate: Tensor, up: Tensor, activation: str, wanted: bool) -> tuple[Tensor, Float8Rows]:
+        """act(gate) * up where it is wanted, and its rows in FP8."""
+        room = code_room(gate, wanted)
+        y, codes, scale = gated_rows.forward("gated_mlp", activation, gate, up, gated.NONE, room)
+        return y, Float8Rows(codes.view(format_of(gate.device)), scale)
+
+    @staticmethod
+    def gradients(
+        dproduct: Tensor, gate: Tensor, up: Tensor, activation: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of gate and up; act(gate) * up overwrites ``dproduct``."""
+        given = ("gated_mlp", activation, dproduct, gate, up, True, True)
+        return *gated.backward(*given, product=True), dproduct
+
+    @staticmethod
+    def coded_gradients(
+        dproduct: Tensor, gate: Tensor, up: Tensor, activation: str, columns: Columns,
+        wanted: tuple[bool, bool], product: bool,
+    ) -> CodedGradients:  # fmt: skip
+        """The gradients, and codes of each times a number per column; the product on wish."""
+        pairs = zip((gate, up), columns, strict=True)
+        first, second = rooms = [None if c is None else code_room(x, False) for x, c in pairs]
+        made = gated_rows.backward(
+            "gated_mlp", activation, dproduct, gate, up, gated.NONE, (first, second), columns,
+            wanted, product,
+        )  # fmt: skip
+        codes = [None if room is None else room.rows_of(format_of(gate.device)) for room in rooms]
+        return CodedGradients(*made, dproduct, *codes)
+
+
+forward, backward = implement_gated_mlp(TritonActivation())

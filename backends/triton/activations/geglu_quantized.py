@@ -1,0 +1,20 @@
+"""GEGLU whose rows leave in FP8 too; the kernel stands in gated_rows.py."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from liger_multi.backends.triton.activations import gated, gated_rows, geglu
+from liger_multi.backends.triton.activations.gated import GELU
+from liger_multi.backends.triton.float8.rows import code_room
+
+
+def forward(
+    gate: Tensor, up: Tensor, approximate: str, writes_y: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """gelu(gate) * up where it is wanted, its codes and scales."""
+    room = code_room(gate, writes_y)
+    return gated_rows.forward("geglu", GELU[approximate], gate, up, gated.NONE, room)
+
+
+backward = geglu.backward

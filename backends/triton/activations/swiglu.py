@@ -1,0 +1,23 @@
+"""SwiGLU of two tensors: silu(gate) * up; the kernels stand in gated.py."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from liger_multi.backends.triton.activations import gated
+from liger_multi.backends.triton.activations.gated import multipliers
+
+
+def forward(gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float) -> Tensor:
+    """silu(gate) * up in the promoted dtype."""
+    by = multipliers(gate_multiplier, down_multiplier)
+    return gated.forward("swiglu", "silu", gate, up, by)
+
+
+def backward(
+    dy: Tensor, gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float,
+    needs_gate: bool, needs_up: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of gate and up; one that nobody needs is an empty tensor."""
+    by = multipliers(gate_multiplier, down_multiplier)
+    return gated.backward("swiglu", "silu", dy, gate, up, needs_gate, needs_up, by)

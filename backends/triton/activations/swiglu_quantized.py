@@ -1,0 +1,20 @@
+"""SwiGLU whose rows leave in FP8 too; the kernel stands in gated_rows.py."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from liger_multi.backends.triton.activations import gated_rows, swiglu
+from liger_multi.backends.triton.activations.gated import multipliers
+from liger_multi.backends.triton.float8.rows import code_room
+
+
+def forward(
+    gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float, writes_y: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """silu(gate) * up where it is wanted, its codes and scales."""
+    by = multipliers(gate_multiplier, down_multiplier)
+    return gated_rows.forward("swiglu", "silu", gate, up, by, code_room(gate, writes_y))
+
+
+backward = swiglu.backward

@@ -1,0 +1,6 @@
+"""KL divergence of rows whose gradient overwrites the student; kernels in pairs.py."""
+
+from liger_multi.backends.triton.divergences.pairs import TritonPairs, scale_
+from liger_multi.reference.divergences.divergence import overwriting
+
+forward, backward = overwriting("kl_div", TritonPairs("kl_div")), scale_

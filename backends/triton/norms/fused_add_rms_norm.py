@@ -1,0 +1,43 @@
+"""Sum of two tensors and its RMSNorm, by the kernels of ``rms_norm``.
+
+One pass each way: forward reads x and residual and writes their sum and its norm; backward
+reads dy, the sum and the gradient of its other uses, and writes the gradient of both terms.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.backends.triton.norms.rms_norm import gradients, normalize
+
+
+def forward(
+    x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float,
+    casting: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The norm of x + residual, the sum as it was rounded, and rstd (fp32)."""
+    return normalize("fused_add_rms_norm", x, residual, weight, eps, offset, casting)
+
+
+def backward(
+    new_residual: Tensor, dy: Optional[Tensor], dnew_residual: Optional[Tensor],
+    weight: Optional[Tensor], rstd: Tensor, offset: float, casting: str, needs_x: bool,
+    needs_residual: bool, needs_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradient of both terms, and that of weight."""
+    needs_sum = needs_x or needs_residual
+    if dy is not None:
+        return gradients(
+            "fused_add_rms_norm", dy, dnew_residual, new_residual, weight, rstd, offset,
+            casting, needs_sum, needs_weight,
+        )  # fmt: skip
+    dx = torch.empty(new_residual.shape if needs_sum else 0, dtype=new_residual.dtype,
+                     device=new_residual.device)  # fmt: skip
+    if needs_sum and dnew_residual is not None:
+        dx.copy_(dnew_residual)  # nobody used the norm; a result may not be one of the inputs
+    if weight is None or not needs_weight:
+        return dx, new_residual.new_empty(0)
+    return dx, torch.zeros_like(weight)

@@ -1,0 +1,26 @@
+"""Sum of two tensors and its RMSNorm, which also rounds its rows to FP8, from registers."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from torch import Tensor
+
+from liger_multi.backends.triton.float8.rows import code_room
+from liger_multi.backends.triton.norms import fused_add_rms_norm
+from liger_multi.backends.triton.norms.rms_norm import normalize
+
+
+def forward(
+    x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float,
+    casting: str, writes_y: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Y where it is wanted, the sum, codes and scales of y, and rstd (fp32)."""
+    room = code_room(x, writes_y)
+    name = "fused_add_rms_norm"
+    y, s, rstd = normalize(name, x, residual, weight, eps, offset, casting, room)
+    first, codes, scale = room.made(y)
+    return first, s, codes, scale, rstd
+
+
+backward = fused_add_rms_norm.backward

@@ -1,0 +1,24 @@
+"""RMSNorm that also rounds its rows to FP8, from registers."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from torch import Tensor
+
+from liger_multi.backends.triton.float8.rows import code_room
+from liger_multi.backends.triton.norms import rms_norm
+from liger_multi.backends.triton.norms.rms_norm import normalize
+
+
+def forward(
+    x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str,
+    writes_y: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Y where it is wanted, its codes and scales, and rstd (fp32)."""
+    room = code_room(x, writes_y)
+    y, _, rstd = normalize("rms_norm", x, None, weight, eps, offset, casting, room)
+    return *room.made(y), rstd
+
+
+backward = rms_norm.backward

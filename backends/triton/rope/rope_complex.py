@@ -1,0 +1,44 @@
+"""Rotary embedding by complex numbers; the kernel is in angles.py."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.backends.triton.rope.angles import Angles, rotate
+
+
+def _complex_angles(freqs: Tensor, rotary_dim: int) -> Angles:
+    flat = freqs.contiguous().flatten(-2)
+    flat = flat.view((1,) * (4 - flat.ndim) + flat.shape)
+    return Angles("complex", flat, flat, rotary_dim)
+
+
+def forward(
+    q: Tensor, k: Tensor, freqs: Tensor, head_axis: int, rotary_dim: int, q_order: str,
+    k_order: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotate q and k; products and sums in fp32, rounded once."""
+    orders, dtypes, turning = (
+        (q_order, k_order),
+        (q.dtype, k.dtype),
+        _complex_angles(freqs, rotary_dim),
+    )
+    return rotate("rope_complex", (q, k), orders, dtypes, head_axis, turning, (True, True), False)
+
+
+def backward(
+    dq_out: Optional[Tensor], dk_out: Optional[Tensor], freqs: Tensor, head_axis: int,
+    rotary_dim: int, q_order: str, k_order: str, q_dtype: torch.dtype, k_dtype: torch.dtype,
+    needs_q: bool, needs_k: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
+    given = (dq_out if needs_q else None, dk_out if needs_k else None)
+    orders, dtypes, turning = (
+        (q_order, k_order),
+        (q_dtype, k_dtype),
+        _complex_angles(freqs, rotary_dim),
+    )
+    return rotate("rope_complex", given, orders, dtypes, head_axis, turning, (True, True), True)

@@ -1,0 +1,43 @@
+"""A linear layer, ``y = x W' + b``; every GEMM is PyTorch's, or one of independent rows."""
+
+from typing import Optional
+
+from torch import Tensor
+
+from liger_multi.reference.common.chunking import as_rows, statistics_dtype
+from liger_multi.reference.common.strict import linear, matmul
+
+
+def dense(x: Tensor) -> Tensor:
+    """A contiguous tensor with the values of ``x``; ``x`` itself if it is one."""
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def weight_gradient(left: Tensor, right: Optional[Tensor], needed: bool) -> Tensor:
+    """The gradient of a weight: left' right, or nothing."""
+    return left.t() @ as_rows(right) if needed and right is not None else left.new_empty(0)
+
+
+def bias_gradient(rows: Tensor, needed: bool) -> Tensor:
+    """The gradient of a bias, or nothing."""
+    if not needed:
+        return rows.new_empty(0)
+    return rows.sum(0, dtype=statistics_dtype(rows.dtype)).to(rows.dtype)
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], needs_x: bool, needs_weight: bool
+) -> Tensor:
+    """X weight' + bias."""
+    return dense(linear(x, weight, bias))
+
+
+def backward(
+    dy: Tensor, x: Optional[Tensor], weight: Optional[Tensor], needs_x: bool,
+    needs_weight: bool, needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, weight and bias; one that nobody needs is an empty tensor."""
+    upstream, dx = as_rows(dy), dy.new_empty(0)
+    if needs_x and weight is not None:
+        dx = matmul(upstream, weight).view(*dy.shape[:-1], weight.shape[1])
+    return dx, weight_gradient(upstream, x, needs_weight), bias_gradient(upstream, needs_bias)

@@ -1,0 +1,6 @@
+"""SwiGLU whose rows leave in FP8 too: swiglu, and the codes of its result."""
+
+from liger_multi.reference.activations import swiglu
+from liger_multi.reference.float8.quantized import with_codes
+
+forward, backward = with_codes(swiglu)

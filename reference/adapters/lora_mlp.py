@@ -1,0 +1,134 @@
+"""A gated MLP of frozen layers with LoRA: its gradients need no dense product.
+
+Kept are x, gate and up; everything of rank r, and the inner product, is computed again.
+:func:`implement_lora_mlp` makes forward and backward from a backend's activation and its products
+with thin matrices; wide products are PyTorch's.
+"""
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+from torch import Tensor
+
+from liger_multi.reference.activations.gated_mlp import CodedActivation, ReferenceActivation
+from liger_multi.reference.adapters.low_rank import LowRank
+from liger_multi.reference.common.chunking import as_rows
+from liger_multi.reference.float8.frozen import (
+    Weight,
+    frozen_gradient,
+    frozen_linear,
+    held,
+    shared_rows,
+)
+from liger_multi.reference.float8.rows import Float8Rows
+
+
+def implement_lora_mlp(
+    kernels: CodedActivation, thin: LowRank
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the contract over a backend's activation and thin products."""
+
+    def forward(
+        x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+        gate_a: Optional[Tensor], gate_b: Optional[Tensor], up_a: Optional[Tensor],
+        up_b: Optional[Tensor], down_a: Optional[Tensor], down_b: Optional[Tensor],
+        gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
+        gate_scale: float, up_scale: float, down_scale: float, activation: str,
+        gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
+        down_weight_scale: Optional[Tensor], codes: Optional[Tensor],
+        codes_scale: Optional[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        rows, lead = as_rows(x), x.shape[:-1]
+        first, second = held(gate_weight, gate_weight_scale), held(up_weight, up_weight_scale)
+        left = shared_rows(x, codes, codes_scale, thin.to, first, second)
+        gate = adapted_layer(thin, rows, first, gate_bias, gate_a, gate_b, gate_scale, left)
+        up = adapted_layer(thin, rows, second, up_bias, up_a, up_b, up_scale, left)
+        third, left = held(down_weight, down_weight_scale), None
+        if isinstance(third, Float8Rows):
+            inner, left = kernels.coded(gate, up, activation, down_a is not None)
+        else:
+            inner = kernels.product(gate, up, activation)
+        y = adapted_layer(thin, inner, third, down_bias, down_a, down_b, down_scale, left)
+        return tuple(t.view(*lead, t.shape[-1]) for t in (y, gate, up))  # type: ignore[return-value]
+
+    def backward(
+        dy: Tensor, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+        gate_a: Optional[Tensor], gate_b: Optional[Tensor], up_a: Optional[Tensor],
+        up_b: Optional[Tensor], down_a: Optional[Tensor], down_b: Optional[Tensor],
+        gate: Tensor, up: Tensor, gate_scale: float, up_scale: float, down_scale: float,
+        activation: str, gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
+        down_weight_scale: Optional[Tensor], needs_x: bool, needs_gate_a: bool,
+        needs_gate_b: bool, needs_up_a: bool,
+        needs_up_b: bool, needs_down_a: bool, needs_down_b: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        rows, upstream = as_rows(x), as_rows(dy)
+        wide = held(down_weight, down_weight_scale)
+        dinner, low = input_gradient(thin, upstream, wide, down_a, down_b, down_scale)
+        needs = (needs_down_a, needs_down_b)
+        columns = (gate_weight_scale, up_weight_scale) if needs_x else (None, None)
+        wanted = [  # by adapters, and by a weight that is not in FP8
+            b is not None or (needs_x and scale is None)
+            for b, scale in ((gate_b, gate_weight_scale), (up_b, up_weight_scale))
+        ]
+        made = kernels.coded_gradients(
+            dinner, as_rows(gate), as_rows(up), activation, columns, (wanted[0], wanted[1]),
+            any(needs),
+        )  # fmt: skip
+        dgate, dup, inner, gate_rows, up_rows = made
+        ddown = adapter_gradients(thin, inner, upstream, low, down_a, down_b, down_scale, *needs)
+        del inner, dinner, made
+        wide = held(gate_weight, gate_weight_scale)
+        dx, low = input_gradient(
+            thin, dgate, wide, gate_a, gate_b, gate_scale, None, needs_x, gate_rows
+        )
+        needs = (needs_gate_a, needs_gate_b)
+        dgates = adapter_gradients(thin, rows, dgate, low, gate_a, gate_b, gate_scale, *needs)
+        del dgate, gate_rows
+        wide = held(up_weight, up_weight_scale)
+        dx, low = input_gradient(thin, dup, wide, up_a, up_b, up_scale, dx, needs_x, up_rows)
+        dups = adapter_gradients(thin, rows, dup, low, up_a, up_b, up_scale, needs_up_a, needs_up_b)
+        return (dx.view(x.shape) if needs_x else dx, *dgates, *dups, *ddown)
+
+    return forward, backward
+
+
+def adapted_layer(
+    thin: LowRank, rows: Tensor, weight: Weight, bias: Optional[Tensor], a: Optional[Tensor],
+    b: Optional[Tensor], scale: float, left: Optional[Float8Rows] = None,
+) -> Tensor:  # fmt: skip
+    """A linear layer's output, with what its adapter adds; ``left`` are its rows in FP8."""
+    y = frozen_linear(rows, weight, bias, left)
+    if a is None or b is None:
+        return y
+    return thin.add_(y, thin.narrow(rows, a.t()), b.t(), scale)
+
+
+def input_gradient(
+    thin: LowRank, dy: Tensor, weight: Weight, a: Optional[Tensor], b: Optional[Tensor],
+    scale: float, into: Tensor | None = None, needed: bool = True,
+    left: Optional[Float8Rows] = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradient of a layer's input, added to ``into``, and ``dy @ b``; ``left``: dy in FP8."""
+    low = dy.new_empty(0) if b is None else thin.narrow(dy, b)
+    if not needed:
+        return dy.new_empty(0), low
+    dx = frozen_gradient(dy, weight, thin.to, into, left)
+    return (dx if a is None else thin.add_(dx, low, a, scale)), low
+
+
+def adapter_gradients(
+    thin: LowRank, rows: Tensor, dy: Tensor, low: Tensor, a: Optional[Tensor],
+    b: Optional[Tensor], scale: float, needs_a: bool, needs_b: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of a and b, empty where nobody needs them."""
+    da, db = dy.new_empty(0), dy.new_empty(0)
+    if a is not None and b is not None:
+        da, db = a.new_empty(0), b.new_empty(0)
+        if needs_a:
+            da = thin.gradient(low, rows, scale, a.dtype)
+        if needs_b:
+            db = thin.gradient(dy, thin.narrow(rows, a.t()), scale, b.dtype)
+    return da, db
+
+
+forward, backward = implement_lora_mlp(ReferenceActivation(), LowRank())

@@ -1,0 +1,42 @@
+"""A linear layer's LoRA update, ``y = base + scale (x a') b'``.
+
+``x a'`` is not kept, backward computes it again. :func:`implement_lora_update` makes forward and
+backward from a backend's products with thin matrices.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from liger_multi.reference.adapters.low_rank import LowRank
+from liger_multi.reference.common.chunking import as_rows
+
+
+def implement_lora_update(thin: LowRank) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the contract."""
+
+    def forward(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        low = thin.narrow(as_rows(x), a.t())
+        return thin.added(as_rows(base), low, b.t(), scale).view(base.shape)
+
+    def backward(
+        dy: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float,
+        needs_x: bool, needs_a: bool, needs_b: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        rows, upstream = as_rows(x), as_rows(dy)
+        dx, da, db = x.new_empty(0), a.new_empty(0), b.new_empty(0)
+        if needs_x or needs_a:
+            low = thin.narrow(upstream, b)
+            if needs_x:
+                dx = thin.widened(low, a, scale, x.dtype).view(x.shape)
+            if needs_a:
+                da = thin.gradient(low, rows, scale, a.dtype)
+        if needs_b:
+            db = thin.gradient(upstream, thin.narrow(rows, a.t()), scale, b.dtype)
+        return dx, da, db
+
+    return forward, backward
+
+
+forward, backward = implement_lora_update(LowRank())

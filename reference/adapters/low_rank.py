@@ -1,0 +1,126 @@
+"""Products with the thin matrices of LoRA adapters, as exact as in fp32.
+
+A base in bf16 with adapters in fp32 multiplies as exactly as in fp32, as PEFT does. Where a device
+writes products of bf16 in fp32, a thin matrix is taken as the sum of three in bf16 (8 bits of its
+24 each): their products with bf16 numbers are exact, so a wide matrix is read as it is, once.
+Elsewhere the wide one is converted, some rows at a time. The scale meets sums, never a rounded
+factor.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.common.chunking import has_out_dtype, row_blocks
+from liger_multi.reference.common.strict import addmm, apart, matmul, multiply, product
+from liger_multi.reference.float8.rows import PLAIN, Quantizer
+
+# Products of parts, first and second; the other three are below fp32's last bit.
+TERMS = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))
+LEFT, RIGHT = (tuple(term[side] for term in TERMS) for side in (0, 1))
+PARTS = (0, 1, 2)
+
+
+def split(x: Tensor, order: Sequence[int], axis: int) -> Tensor:
+    """Three in bf16 whose sum is ``x``, each the rounded rest of those before, in ``order``."""
+    found = []
+    for _ in PARTS:
+        found.append(x.to(torch.bfloat16))
+        x = x - found[-1]
+    return torch.cat([found[part] for part in order], axis)
+
+
+class LowRank:
+    """The GEMMs of forward and backward.
+
+    Args:
+        split: How a backend makes the parts of a thin matrix.
+        to: How a backend rounds rows to FP8, for wide weights that are held in it.
+    """
+
+    def __init__(
+        self, split: Callable[[Tensor, Sequence[int], int], Tensor] = split, to: Quantizer = PLAIN
+    ) -> None:
+        self._split, self.to = split, to
+
+    def narrow(self, wide: Tensor, thin: Tensor) -> Tensor:
+        """``wide @ thin``, (rows, r), in the dtype of ``thin``."""
+        if wide.dtype == thin.dtype:
+            return matmul(wide, thin)
+        if _splits(wide, thin):
+            multiplied = product if apart() else _product
+            made = multiplied(wide, self._split(thin, PARTS, 1)).view(-1, 3, thin.shape[1])
+            return made[:, 0] + made[:, 1] + made[:, 2] if apart() else made.sum(1)
+        made = wide.new_empty(wide.shape[0], thin.shape[1], dtype=thin.dtype)
+        for block in _blocks(wide, thin.dtype):
+            multiply(wide[block].to(thin.dtype), thin, None, made[block])
+        return made
+
+    def add_(self, rows: Tensor, low: Tensor, thin: Tensor, scale: float) -> Tensor:
+        """``rows += scale low @ thin``, rounded once."""
+        if rows.dtype == low.dtype:
+            return addmm(rows, low, thin, scale, into=True)
+        if _splits(rows, low):
+            return addmm(rows, *self._terms(low, thin), scale, into=True)
+        for block in _blocks(rows, low.dtype):
+            rows[block] = addmm(rows[block].to(low.dtype), low[block], thin, scale)
+        return rows
+
+    def added(self, rows: Tensor, low: Tensor, thin: Tensor, scale: float) -> Tensor:
+        """``rows + scale low @ thin``, rounded once."""
+        if rows.dtype == low.dtype:
+            return addmm(rows, low, thin, scale)
+        if _splits(rows, low):
+            return addmm(rows, *self._terms(low, thin), scale)
+        return self.add_(rows.clone(memory_format=torch.contiguous_format), low, thin, scale)
+
+    def widened(self, low: Tensor, thin: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        """``scale low @ thin`` in a dtype of its own."""
+        if dtype == low.dtype:
+            return matmul(low, thin).mul_(scale)
+        made = low.new_empty(low.shape[0], thin.shape[1], dtype=dtype)
+        if _splits(made, low):
+            if apart():
+                return made.copy_(product(*self._terms(low, thin)).mul_(scale))
+            return made.addmm_(*self._terms(low, thin), beta=0, alpha=scale)
+        for block in _blocks(made, low.dtype):
+            made[block] = matmul(low[block], thin).mul_(scale)
+        return made
+
+    def gradient(self, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        """``scale left' @ right``, the gradient of a thin matrix, in its dtype."""
+        return self.sums(left, right, dtype).mul_(scale)
+
+    def sums(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+        """``left' @ right`` in a dtype of its own."""
+        if left.dtype == right.dtype == dtype:
+            return left.t() @ right
+        if _splits(left, right):
+            made = _product(left.t(), self._split(right, PARTS, 1))
+            return made.view(-1, 3, right.shape[1]).sum(1)
+        if _splits(right, left):
+            made = _product(self._split(left, PARTS, 1).t(), right)
+            return made.view(3, -1, right.shape[1]).sum(0)
+        total = left.new_zeros(left.shape[1], right.shape[1], dtype=dtype)
+        wider = left if left.shape[1] > right.shape[1] else right
+        for block in _blocks(wider, dtype):
+            total.addmm_(left[block].to(dtype).t(), right[block].to(dtype))
+        return total
+
+    def _terms(self, low: Tensor, thin: Tensor) -> tuple[Tensor, Tensor]:
+        """Two in bf16 whose product is that of two in fp32."""
+        return self._split(low, LEFT, 1), self._split(thin, RIGHT, 0)
+
+
+def _splits(wide: Tensor, thin: Tensor) -> bool:
+    kinds = wide.dtype == torch.bfloat16 and thin.dtype == torch.float32
+    return kinds and wide.numel() > 0 and has_out_dtype(wide.device.type, torch.bfloat16)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _blocks(wide: Tensor, dtype: torch.dtype) -> list[slice]:
+    return list(row_blocks(wide.shape[0], wide.shape[1] * dtype.itemsize))

@@ -1,0 +1,37 @@
+"""Sparsemax of the last axis, in blocks of rows.
+
+Of the values in falling order, the first k belong to the support for the largest k with
+``1 + k x[k] > x[1] + ... + x[k]``; then ``tau = (x[1] + ... + x[k] - 1) / k``.
+"""
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.common.chunking import as_rows, row_blocks, statistics_dtype
+
+
+def forward(x: Tensor) -> Tensor:
+    """By sorting; relative to the maximum, so that no large numbers cancel."""
+    rows, y = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out, cols = as_rows(y), x.shape[-1]
+    count = torch.arange(1, cols + 1, dtype=statistics_dtype(x.dtype), device=x.device)
+    for block in row_blocks(rows.shape[0], cols * 32):
+        z = rows[block].to(count.dtype)
+        z = z - z.amax(-1, keepdim=True)
+        fallen = z.sort(-1, descending=True).values
+        total = fallen.cumsum(-1) - 1
+        k = (fallen * count > total).sum(-1, keepdim=True).clamp(min=1)
+        out[block] = (z - total.gather(-1, k - 1) / k).clamp(min=0).to(x.dtype)
+    return y
+
+
+def backward(dy: Tensor, y: Tensor) -> Tensor:
+    """On the support, less the mean over it."""
+    dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
+    upstream, given, out = as_rows(dy), as_rows(y), as_rows(dx)
+    for block in row_blocks(out.shape[0], out.shape[1] * 16):
+        support = given[block] > 0
+        d = torch.where(support, upstream[block].to(statistics_dtype(dy.dtype)), 0)
+        mean = d.sum(-1, keepdim=True) / support.sum(-1, keepdim=True)
+        out[block] = torch.where(support, d - mean, 0).to(dx.dtype)
+    return dx

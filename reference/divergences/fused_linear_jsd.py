@@ -1,0 +1,6 @@
+"""Jensen-Shannon divergence of two linear heads, chunk by chunk."""
+
+from liger_multi.reference.divergences.divergence import ReferenceRows
+from liger_multi.reference.divergences.fused_linear_divergence import forward_and_backward
+
+forward, backward = forward_and_backward("jsd", ReferenceRows)

@@ -1,0 +1,5 @@
+"""KL divergence of rows of two distributions."""
+
+from liger_multi.reference.divergences.divergence import ReferenceRows, forward_and_backward
+
+forward, backward = forward_and_backward("kl_div", ReferenceRows)

@@ -1,0 +1,54 @@
+"""GEMMs of layers in FP8, and their gradients; the GEMMs stand in frozen.py.
+
+The gradient of a weight is a GEMM of unrounded numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Optional, TypeVar
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.common.chunking import as_rows, statistics_dtype
+from liger_multi.reference.float8.frozen import coded_gradient, coded_linear, coded_weight
+from liger_multi.reference.float8.rows import Float8Rows, Quantizer
+
+Weight = TypeVar("Weight", Tensor, Optional[Tensor])
+
+
+def read_weight(weight: Weight, codes: Optional[Tensor]) -> Weight:
+    """What is read of a weight: the codes beside it, where it has been rounded before."""
+    return weight if codes is None else codes
+
+
+def layer(
+    left: Float8Rows, weight: Tensor, scale: Optional[Tensor], bias: Optional[Tensor],
+    dtype: torch.dtype, to: Quantizer,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A layer's output, and the scales of its weight; empty where they were given."""
+    right = coded_weight(weight, scale, left.codes.dtype, to)
+    y = coded_linear(left, right, bias, dtype)
+    return y, right.scale if scale is None else right.scale.new_empty(0)
+
+
+def input_gradient(
+    left: Float8Rows, weight: Tensor, given: Optional[Tensor], own: Tensor, to: Quantizer,
+    dtype: torch.dtype, onto: Optional[Tensor] = None,
+) -> Tensor:  # fmt: skip
+    """The gradient of a layer's input; a weight without given scales is rounded by its own."""
+    return coded_gradient(left, weight, own if given is None else None, to, dtype, onto)
+
+
+def weight_gradient(dy: Tensor, x: Optional[Tensor], needed: bool, dtype: torch.dtype) -> Tensor:
+    """``dy' x``, or nothing."""
+    if not needed or x is None:
+        return dy.new_empty(0, dtype=dtype)
+    return (dy.t() @ as_rows(x)).to(dtype)
+
+
+def bias_gradient(dy: Tensor, needed: bool) -> Tensor:
+    """The sum of rows, or nothing."""
+    if not needed:
+        return dy.new_empty(0)
+    return dy.sum(0, dtype=statistics_dtype(dy.dtype)).to(dy.dtype)

@@ -1,0 +1,59 @@
+"""``u[t] = bias + sum of weight[:, W - 1 - j] x[t - j]``, ``y = u`` or ``silu(u)``."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.common.chunking import statistics_dtype
+from liger_multi.reference.linear_attention.convolution import Sums, blocks_of, filter_of, window_of
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], initial_state: Optional[Tensor],
+    segments: Optional[Tensor], activation: str,
+) -> Tensor:  # fmt: skip
+    """Block by block of tokens."""
+    by = filter_of(weight, bias, segments, statistics_dtype(x.dtype))
+    y = x.new_empty(x.shape)
+    for block in blocks_of(x):
+        u = by.sums(by.taps(window_of(x, initial_state, block, by.before), block))
+        y[:, block] = u * torch.sigmoid(u) if activation == "silu" else u
+    return y
+
+
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor],
+    initial_state: Optional[Tensor], segments: Optional[Tensor], activation: str,
+    needs_x: bool, needs_weight: bool, needs_bias: bool, needs_initial_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``dx[t] = sum of weight[:, W - 1 - j] du[t + j]``, also of the initial state."""
+    kind = statistics_dtype(x.dtype)
+    by = filter_of(weight, bias, segments, kind)
+    dx, state = x.new_empty(x.shape if needs_x else 0), x.new_empty(0)
+    if initial_state is not None:
+        needed = initial_state.shape if needs_initial_state else (0,)
+        state = initial_state.new_empty(needed)
+    total = Sums(by, needs_weight, needs_bias)
+    pending, reach = x.new_zeros(x.shape[0], by.before, x.shape[2], dtype=kind), by.before
+
+    def write(rows: Tensor, first: int) -> None:
+        early = min(max(0, -first), rows.shape[1])
+        if needs_initial_state and initial_state is not None:
+            state[:, first + reach : first + reach + early] = rows[:, :early]
+        if needs_x:
+            dx[:, first + early : first + rows.shape[1]] = rows[:, early:]
+
+    for block in blocks_of(x):
+        taps = by.taps(window_of(x, initial_state, block, reach), block)
+        du = dy[:, block].to(kind)
+        if activation == "silu":
+            u = by.sums(taps)
+            p = torch.sigmoid(u)
+            du = du * p * (1 + u * (1 - p))
+        total.add(du, taps)
+        if needs_x or needs_initial_state:
+            done, pending = by.transposed(du, block, pending)
+            write(done, block.start - reach)
+    write(pending, x.shape[1] - reach)
+    return dx, *total.gradients(weight, x if bias is None else bias), state

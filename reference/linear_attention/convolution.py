@@ -1,0 +1,111 @@
+"""Depthwise causal convolutions, some tokens of all rows at a time.
+
+A block of tokens is computed from a window: the block and the W - 1 tokens before it. In backward a
+token's gradient has terms from W - 1 later tokens, so that the last W - 1 sums of a block wait for
+the next one.
+"""
+
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
+
+
+class Filter(NamedTuple):
+    """Weight (C, W) and bias in the dtype of the sums, and which tokens share a sequence."""
+
+    weight: Tensor
+    bias: Optional[Tensor]
+    near: Optional[list[Tensor]]
+
+    @property
+    def before(self) -> int:
+        """Tokens before a block that it reads."""
+        return self.weight.shape[1] - 1
+
+    def taps(self, window: Tensor, block: slice) -> list[Tensor]:
+        """What each of the W weights meets: zeros where it is not of the token's sequence."""
+        count = block.stop - block.start
+        found = [window[:, k : k + count] for k in range(self.before + 1)]
+        if self.near is None:
+            return found
+        pairs = zip(found, reversed(self.near), strict=True)
+        return [x.masked_fill(~near[:, block], 0) for x, near in pairs]
+
+    def sums(self, taps: list[Tensor]) -> Tensor:
+        """``bias + sum of weight * x``."""
+        u = taps[0] * self.weight[:, 0]
+        for k in range(1, len(taps)):
+            u = torch.addcmul(u, taps[k], self.weight[:, k])
+        return u if self.bias is None else u + self.bias
+
+    def transposed(self, du: Tensor, block: slice, pending: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the tokens that are complete with this block, and sums that are not."""
+        count = du.shape[1]
+        total = torch.cat([pending, torch.zeros_like(du)], 1)
+        for k in range(self.before + 1):
+            term = du * self.weight[:, k]
+            if self.near is not None:
+                term = term.masked_fill(~self.near[self.before - k][:, block], 0)
+            total[:, k : k + count] += term
+        return total[:, :count], total[:, count:]
+
+
+def filter_of(weight: Tensor, bias: Tensor | None, ids: Tensor | None, kind: torch.dtype) -> Filter:
+    """The filter of one call.
+
+    Its ``near[j]`` (B, T, 1) says whether token t - j is of the sequence of t: no id changes in
+    between. What stands before a row belongs to the row's first sequence.
+    """
+    near = None
+    if ids is not None:
+        width = weight.shape[1]
+        change = ids[:, 1:] != ids[:, :-1]
+        same = torch.cat([ids.new_ones(ids.shape[0], width, dtype=torch.bool), ~change], 1)
+        near, length = [torch.ones_like(ids, dtype=torch.bool)], ids.shape[1]
+        for j in range(1, width):
+            near.append(near[-1] & same[:, width - j : width - j + length])
+        near = [n.unsqueeze(-1) for n in near]
+    return Filter(weight.to(kind), None if bias is None else bias.to(kind), near)
+
+
+def window_of(x: Tensor, before: Tensor | None, block: slice, reach: int) -> Tensor:
+    """A block's tokens and those before it, the row's initial state or zeros where it has none."""
+    kind, start = statistics_dtype(x.dtype), block.start
+    if start >= reach:
+        return x[:, start - reach : block.stop].to(kind)
+    if before is None:
+        before = x.new_zeros(x.shape[0], reach, x.shape[2])
+    return torch.cat([before[:, start:].to(kind), x[:, : block.stop].to(kind)], 1)
+
+
+def blocks_of(x: Tensor) -> list[slice]:
+    """Slices over tokens."""
+    each = 6 * x.shape[0] * x.shape[2] * statistics_dtype(x.dtype).itemsize
+    return list(row_blocks(x.shape[1], each))
+
+
+class Sums:
+    """Gradients of weight and bias over all blocks."""
+
+    def __init__(self, by: Filter, needs_weight: bool, needs_bias: bool) -> None:
+        self.weight = torch.zeros_like(by.weight) if needs_weight else None
+        needed = needs_bias and by.bias is not None
+        self.bias = by.weight.new_zeros(by.weight.shape[0]) if needed else None
+
+    def add(self, du: Tensor, taps: list[Tensor]) -> None:
+        """One block."""
+        if self.weight is not None:
+            for k, x in enumerate(taps):
+                self.weight[:, k] += (du * x).sum((0, 1))
+        if self.bias is not None:
+            self.bias += du.sum((0, 1))
+
+    def gradients(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """In the dtypes of weight and bias, or of what stands in place of an absent bias."""
+        return (
+            weight.new_empty(0) if self.weight is None else self.weight.to(weight.dtype),
+            bias.new_empty(0) if self.bias is None else self.bias.to(bias.dtype),
+        )

@@ -1,0 +1,99 @@
+"""RMSNorm of groups times an activated gate, in the order of the Hugging Face classes."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from liger_multi.reference.common.chunking import as_rows, row_blocks, statistics_dtype
+
+
+def _activate(gate: Tensor, activation: str) -> Tensor:
+    return torch.nn.functional.silu(gate) if activation == "silu" else torch.sigmoid(gate)
+
+
+def _slope(gate: Tensor, activation: str) -> Tensor:
+    p = torch.sigmoid(gate)
+    return p * (1 + gate * (1 - p)) if activation == "silu" else p * (1 - p)
+
+
+def _scaled(
+    n: Tensor, weight: Tensor | None, offset: float, casting: str, dtype: torch.dtype
+) -> Tensor:
+    """``w * n`` before a gate and the last rounding."""
+    if weight is None:
+        return n
+    if casting == "gemma":
+        return n * (offset + weight.to(n.dtype))
+    w = weight + offset if offset else weight
+    return w * n.to(dtype) if casting == "llama" else w * n
+
+
+def forward(
+    x: Tensor, gate: Optional[Tensor], weight: Optional[Tensor], eps: float, offset: float,
+    casting: str, group_size: int, norm_first: bool, activation: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Normalize block by block of rows; statistics and gate in fp32 (fp64 for fp64)."""
+    kind, rows, gates = (
+        statistics_dtype(x.dtype),
+        as_rows(x),
+        None if gate is None else as_rows(gate),
+    )
+    groups, dtype = x.shape[-1] // group_size, x.dtype
+    if weight is not None and casting == "llama" and (gate is None or not norm_first):
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+    result = x.new_empty(x.shape, dtype=dtype)
+    y = result.view(rows.shape)  # the result is no view, so that models may write to it
+    rstd = rows.new_empty((rows.shape[0], groups), dtype=kind)
+    for block in row_blocks(rows.shape[0], 5 * rows.shape[1] * kind.itemsize):
+        f = rows[block].to(kind)
+        act = None if gates is None else _activate(gates[block].to(kind), activation)
+        if act is not None and not norm_first:
+            f = f * act
+        parts = f.unflatten(-1, (groups, group_size)) if f.numel() else f[..., None]
+        r = torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + eps)
+        n = _scaled((parts * r).flatten(-2), weight, offset, casting, x.dtype)
+        y[block] = n * act if act is not None and norm_first else n
+        rstd[block] = r.squeeze(-1)[:, :groups]
+    return result, rstd.view(*x.shape[:-1], groups)
+
+
+def backward(
+    dy: Tensor, x: Tensor, gate: Optional[Tensor], weight: Optional[Tensor], rstd: Tensor,
+    offset: float, casting: str, group_size: int, norm_first: bool, activation: str,
+    needs_x: bool, needs_gate: bool, needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Through the gate; ``du = rstd * (g - n * mean(g * n))`` with ``g = d(w * n) * w``."""
+    kind, rows, dys, none = rstd.dtype, as_rows(x), as_rows(dy), x.new_empty(0)
+    rstds, gates = as_rows(rstd), none if gate is None else as_rows(gate)
+    groups, last = rstds.shape[1], gate is not None and norm_first
+    dx = rows.new_empty(rows.shape) if needs_x else none
+    dgate = gates.new_empty(gates.shape if needs_gate else (0,))
+    dw = None if weight is None or not needs_weight else torch.zeros_like(weight, dtype=kind)
+    w = None if weight is None else weight.to(kind) + offset
+    for block in row_blocks(rows.shape[0], 8 * rows.shape[1] * kind.itemsize):
+        f, g = rows[block].to(kind), dys[block].to(kind)
+        z = None if gate is None else gates[block].to(kind)
+        act = None if z is None else _activate(z, activation)
+        u = f if act is None or last else f * act
+        r = rstds[block].repeat_interleave(group_size, -1)
+        n = u * r
+        rounded = n.to(x.dtype).to(kind) if casting == "llama" and w is not None else n
+        if z is not None and last and needs_gate:
+            dgate[block] = g * (rounded if w is None else rounded * w) * _slope(z, activation)
+        g = g * act if act is not None and last else g
+        if dw is not None:
+            dw += (g * rounded).sum(0)
+        if not needs_x and (last or not needs_gate):
+            continue
+        g = g if w is None else g * w
+        shape = (-1, groups, group_size)
+        along = (g * n).view(shape).mean(-1).repeat_interleave(group_size, -1)
+        du = (g - n * along) * r
+        if needs_x:
+            dx[block] = du if act is None or last else du * act
+        if z is not None and not last and needs_gate:
+            dgate[block] = du * f * _slope(z, activation)
+    dweight = none if dw is None or weight is None else dw.to(weight.dtype)
+    shaped = dgate if gate is None or not needs_gate else dgate.view(gate.shape)
+    return dx.view(x.shape) if needs_x else dx, shaped, dweight

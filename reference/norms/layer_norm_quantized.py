@@ -1,0 +1,6 @@
+"""Layer norm whose rows leave in FP8 too: layer_norm, and the codes of its result."""
+
+from liger_multi.reference.float8.quantized import with_codes
+from liger_multi.reference.norms import layer_norm
+
+forward, backward = with_codes(layer_norm)
