@@ -2,58 +2,45 @@
 
 The reference on the device and the operators of torch_npu reach level 3, which is as far as there
 is anything to check; levels 4 and 5 are about kernels. So the level of an operator follows from
-the backend: whether its implementation reaches a kernel. For the first two levels there is one
+the backend: whether its implementation has a kernel. For the first two levels there is one
 call of every operator of torch_npu that the backend uses.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
-import inspect
 import re
-
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from liger_multi.dispatch.registry import module, packages
+from liger_multi.dispatch.registry import module, operators, packages
 
 # --- levels ---
 
 SIMULATED, COMPILED = 3, 5
-KERNEL = re.compile(r"^def _\w+_kernel\(", re.M)
-IMPORT = re.compile(r"^from (liger_multi\.backends\.npu[\w.]*) import ([\w, ]+|\([^)]*\))", re.M)
 
 
 def level(op: str) -> int:
-    """The level that an operator reaches."""
+    """The level of an operator: whether it, or what its family shares, has a kernel."""
+    return COMPILED if "_kernel" in (source(op) or "") else SIMULATED
+
+
+def source(op: str) -> str | None:
+    """The source of an operator and of what it shares in its family; None without one."""
     served = module("npu", op)
     if served is None:
-        return SIMULATED
-    home = inspect.getfile(served)
-    return COMPILED if has_kernel(Path(home)) else SIMULATED
-
-
-@functools.cache
-def has_kernel(file: Path) -> bool:
-    """Whether a file of the backend has a kernel, or one that it imports."""
-    text = file.read_text(encoding="utf-8")
-    return KERNEL.search(text) is not None or any(map(has_kernel, imported(text)))
-
-
-def imported(text: str) -> Iterator[Path]:
-    """The files of the backend that a source imports."""
-    root = folder()
-    for package, names in IMPORT.findall(text):
-        home = root.joinpath(*package.split(".")[3:])
-        if home.with_suffix(".py").exists():
-            yield home.with_suffix(".py")
-        for name in re.findall(r"\w+", names):
-            if (home / f"{name}.py").exists():
-                yield home / f"{name}.py"
+        return None
+    family = Path(served.__file__).parent
+    texts: dict[str, str] = {}
+    waiting = [op]
+    while waiting:
+        name = waiting.pop()
+        texts[name] = (family / f"{name}.py").read_text(encoding="utf-8")
+        words = re.findall(rf"npu\.{family.name}(?:\.| import )(\w+)", texts[name])
+        waiting += {word for word in words if word not in texts and word not in operators()}
+    return "\n".join(texts.values())
 
 
 # --- calls ---
