@@ -14,6 +14,8 @@ import torch
 from packaging import version
 
 import liger_multi
+from liger_multi.arguments import caches
+from liger_multi.errors import PackingError
 from tests.comparing import assert_same_gradients, gradients
 
 transformers = pytest.importorskip("transformers")
@@ -55,6 +57,7 @@ DELTA = ("gated_delta_rule", "kimi_delta_attention")
 ROUNDING = {"zamba2": 1e-3}
 """Relative to the largest number. Unpatched, zamba2 has 5e-5 in fp32 against fp64, bamba 1e-6."""
 LENGTHS = (17, 1, 23)
+NO_NAME = object()
 KEPT = version.parse("5.23")  # from here on, all types of SERVED hand ids to their mixers
 
 
@@ -91,7 +94,13 @@ def built(model_type):
     pairs = {p.type: p for p in cases.registered() if p.cls.endswith("ForCausalLM")}
     if model_type not in pairs:
         pytest.skip(f"this transformers has no {model_type}")
-    stock = cases.build(pairs[model_type])
+    try:
+        stock = cases.build(pairs[model_type])
+    except ValueError as error:
+        if "tie_weights_keys" not in str(error):
+            raise
+        # 5.0 ties the blocks of zamba2 to those of its first layer, which has none
+        pytest.skip(f"this transformers does not make the model: {str(error)[:100]}")
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in stock.named_parameters():
@@ -100,6 +109,20 @@ def built(model_type):
     model = copy.deepcopy(stock)
     liger_multi.patch(model)
     return stock, model
+
+
+def built_of_functions(model_type):
+    """The same, for tests of mixers that call functions over all tokens."""
+    stock, model = built(model_type)
+    if by_package(stock):
+        pytest.skip("mixers of this transformers call no function that an operator stands for")
+    return stock, model
+
+
+def by_package(model):
+    """Whether mixers have a convolution over rows only where the causal-conv1d package is."""
+    files = {sys.modules[type(m).__module__] for m in model.modules()}
+    return any(getattr(file, "causal_conv1d_fn", NO_NAME) is None for file in files)
 
 
 def packed(lengths=LENGTHS, seed=0):
@@ -132,6 +155,9 @@ def test_equal_to_unpatched(model_type, monkeypatch):
         rtol = ROUNDING.get(model_type, 1e-4)
         torch.testing.assert_close(*losses)
         assert_same_gradients(gradients(model), gradients(stock), rtol=rtol)
+    if by_package(stock):  # as in transformers 5.0: there is no function to serve
+        assert not calls["causal_conv1d"]
+        return
     assert all(calls[op] >= 2 for op in SERVED[model_type])
     mixing = SERVED[model_type] - {"causal_conv1d", "gated_short_conv"}
     sizes = [sizes_of(op, m) for op in mixing for m in model.modules() if isinstance(m, FusedMixer)]
@@ -142,7 +168,7 @@ def test_equal_to_unpatched(model_type, monkeypatch):
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_convolution_between_gates_is_one_operator(model_type, padded, monkeypatch):
     """Without a cache. With one, and with a hook on the convolution, its parts run."""
-    stock, model = built(model_type)
+    stock, model = built_of_functions(model_type)
     ids, mask = torch.randint(10, 60, (2, 30)), torch.ones(2, 30, dtype=torch.int64)
     mask[0, :7] = 0 if padded else 1
     hooked = copy.deepcopy(model)
@@ -214,6 +240,8 @@ def test_gradients_of_a_part_that_goes_on_from_a_cache(model_type):
 
     def gradients_of(model):
         first = model(input_ids=ids[:, :17], use_cache=True)
+        if not caches(dict(first.items())):  # 5.0: a cache of bamba is made by generate alone
+            pytest.skip("this transformers returns no cache where none was handed over")
         later = model(input_ids=ids[:, 17:], **continued(model, first))
         later.logits.square().mean().backward()
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -241,6 +269,11 @@ def test_samples_of_a_row_do_not_see_each_other(model_type, kind):
             "this transformers hands no ids to the mixers of this type, and rows are refused"
         )
     samples, row, told = packed()
+    if by_package(stock):  # mixers that are left unpatched do not keep samples apart
+        without = (NotImplementedError, UserWarning)  # of bamba, which takes ids with packages only
+        with pytest.raises((PackingError, *without) if kind == "seq_idx" else PackingError):
+            model(input_ids=row, use_cache=False, **told[kind])
+        return
     apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
     weights = torch.randn(apart.shape)
     (apart * weights).sum().backward()
@@ -259,7 +292,7 @@ def test_samples_of_a_row_do_not_see_each_other(model_type, kind):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("model_type", ["qwen3_next", "nemotron_h", "lfm3"])
 def test_samples_stay_apart_when_layers_run_again(model_type, reentrant):
-    _, model = built(model_type)
+    _, model = built_of_functions(model_type)
     _, row, told = packed()
     found = []
     for checkpointing in (False, True):
@@ -275,7 +308,7 @@ def test_samples_stay_apart_when_layers_run_again(model_type, reentrant):
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["lfm3", "bamba"])
 def test_a_compiled_model_keeps_samples_apart(model_type):
-    _, model = built(model_type)
+    _, model = built_of_functions(model_type)
     samples, row, told = packed()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
@@ -285,7 +318,7 @@ def test_a_compiled_model_keeps_samples_apart(model_type):
 
 
 def test_threads_with_other_samples():
-    _, model = built("qwen3_next")
+    _, model = built_of_functions("qwen3_next")
     found = {}
 
     def run(seed, lengths):
@@ -306,7 +339,7 @@ def test_threads_with_other_samples():
 
 @pytest.mark.parametrize("model_type", REFUSING)
 def test_what_would_mix_samples_raises(model_type, monkeypatch):
-    stock, model = built(model_type)
+    stock, model = built_of_functions(model_type)
     _, row, told = packed()
     for kind in told:
         with pytest.raises(ValueError, match=r"got rows of several samples, which it would mix"):
@@ -325,7 +358,7 @@ def test_what_would_mix_samples_raises(model_type, monkeypatch):
      ("granitemoehybrid", "the attention of GraniteMoeHybridModel")],
 )  # fmt: skip
 def test_the_message_says_what_mixes_samples(model_type, reason):
-    _, model = built(model_type)
+    _, model = built_of_functions(model_type)
     _, row, told = packed()
     with pytest.raises(ValueError, match=reason):
         model(input_ids=row, use_cache=False, **told["position_ids"])
@@ -333,7 +366,7 @@ def test_the_message_says_what_mixes_samples(model_type, reason):
 
 def test_a_backbone_that_is_called_alone_keeps_samples_apart():
     """Mamba2ForCausalLM hands it nothing by itself."""
-    stock, _ = built("mamba2")
+    stock, _ = built_of_functions("mamba2")
     model = stock.backbone
     liger_multi.patch(model)
     samples, row, told = packed()
@@ -344,7 +377,7 @@ def test_a_backbone_that_is_called_alone_keeps_samples_apart():
 
 def test_a_head_that_hands_nothing_on_is_given_ids_to_hand():
     """A call of threads, compiled, and of a forward that does more than read its module."""
-    stock, model = built("mamba2")
+    stock, model = built_of_functions("mamba2")
     assert any(isinstance(m, hybrids.TellingModel) for m in model.modules())
     samples, row, told = packed()
     with torch.no_grad():
@@ -391,6 +424,8 @@ def test_packages_that_transformers_would_call_are_not(monkeypatch):
     """With mamba-ssm installed, a mixer would run by one function of it, which mixes samples."""
     modeling = pytest.importorskip("transformers.models.bamba.modeling_bamba")
     names = [n for n in SERVED_BY if hasattr(modeling, n)]
+    if getattr(modeling, "causal_conv1d_fn", None) is None:
+        pytest.skip("mixers of this transformers call no function that an operator stands for")
 
     def installed(name):
         body = inspect.unwrap(getattr(modeling, name))
@@ -424,7 +459,7 @@ def test_packages_that_transformers_would_call_are_not(monkeypatch):
 )
 def test_a_function_that_stops_a_gradient_is_left(model_type, name):
     """What comes out is the same, so outputs alone do not tell it."""
-    stock, _ = built(model_type)
+    stock, _ = built_of_functions(model_type)
     own = getattr(sys.modules[type(stock).__module__], name)
 
     @functools.wraps(own)
@@ -451,7 +486,7 @@ def test_a_helper_that_is_replaced_after_the_patch(monkeypatch):
 
 
 def test_padding_is_no_sample():
-    _, model = built("jamba")
+    _, model = built_of_functions("jamba")
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[0, :4] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -460,7 +495,7 @@ def test_padding_is_no_sample():
 
 @pytest.mark.parametrize("off", ["causal_conv1d", "gated_delta_rule"])
 def test_a_mixer_that_is_served_in_part_raises(off):
-    stock, model = built("qwen3_next")
+    stock, model = built_of_functions("qwen3_next")
     liger_multi.patch(model, **{off: False})
     _, row, told = packed()
     with pytest.raises(ValueError, match="nothing keeps them apart in"):
@@ -470,7 +505,7 @@ def test_a_mixer_that_is_served_in_part_raises(off):
 
 
 def test_unpatched_again_and_off():
-    stock, model = built("qwen3_next")
+    stock, model = built_of_functions("qwen3_next")
     for undo in (
         lambda: liger_multi.unpatch(model),
         lambda: liger_multi.patch(model, **dict.fromkeys(MIXER_OPS, False)),
@@ -485,7 +520,7 @@ def test_unpatched_again_and_off():
 
 
 def test_the_report_says_what_a_mixer_runs():
-    _, model = built("qwen3_next")
+    _, model = built_of_functions("qwen3_next")
     report = str(liger_multi.patch(model))
     assert "causal_conv1d + gated_delta_rule" in report
     assert "ids of samples" in report
