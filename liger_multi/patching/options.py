@@ -191,10 +191,12 @@ class Request:
     Attributes:
         enabled: Operators that are on, with their options.
         named: The operators that the call turned on by name, rather than by default.
+        whole: Whether the model is a whole one, of which ``strict`` expects an output embedding.
     """
 
     enabled: Mapping[str, Any]
     named: frozenset[str]
+    whole: bool = True
 
     def get(self, op: str) -> Any:
         """Options of an operator; None when it is off."""

@@ -33,8 +33,8 @@ from liger_multi.patching.head.deferred import (
     TracedGuard,
     count_optimizer_steps,
 )
-from liger_multi.patching.head.lazy_tensor import lazy_logits
 from liger_multi.patching.head.loss import loss_logits
+from liger_multi.patching.head.protocol import lazy_logits
 from liger_multi.patching.head.rules import is_infrastructure
 from liger_multi.patching.head.traced import ReplicaLogits, TracedLogits, loss_takes_tensors
 from liger_multi.patching.lora.fused import adapters, fits, looks_like_lora
