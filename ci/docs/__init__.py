@@ -77,7 +77,7 @@ def directions(backend: str, op: str) -> tuple[str, ...]:
 def cell(backend: str, op: str, folders: dict[str, Path]) -> str:
     """What a backend has of an operator; of one that nobody ran, also the level that it reached."""
     text = directions_or_parent(backend, op, folders)
-    return f"{text}, level {levels.ROWS[op].level}" if backend == "npu" else text
+    return f"{text}, level {levels.level(op)}" if backend == "npu" else text
 
 
 def directions_or_parent(backend: str, op: str, folders: dict[str, Path]) -> str:

@@ -38,7 +38,7 @@ from liger_multi.losses.shared import check_kinds, counted, kinds_of
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops._head import accumulator, rows_and_budget
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS, op, prepared
-from liger_multi.parameters import dtype_of, stored
+from liger_multi.parameters import Job, dtype_of, stored
 
 # --- the weight of a head, through the head's own call ---
 
@@ -63,8 +63,6 @@ def through(head: nn.Module, hidden: Tensor, loss: Loss) -> Any:
     if reason is not None:
         raise TypeError(f"the weight of this head cannot be used by itself: {reason}")
     if hasattr(head, "stock_forward"):  # the head of a patched model takes jobs
-        from liger_multi.patching.head.deferred import Job
-
         try:
             return head(hidden, Job(lambda own, h: loss(h, own.weight, own.bias)))
         except TypeError:

@@ -210,3 +210,11 @@ def inplace_samples_of(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
         for s in samples
         if s.name in _INPLACE or s.size == "bench" or s.name.startswith("beta-")
     )
+
+
+def compile_samples_of(classes: int, *options: dict[str, Any]) -> tuple[Sample, ...]:
+    """Real sizes with options that no benchmark has."""
+    return tuple(
+        Sample(f"4096x{classes} " + " ".join(map(str, own.values())), pair(4096, classes), own)
+        for own in options
+    )

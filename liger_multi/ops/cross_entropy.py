@@ -12,6 +12,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.dispatch.resolve import may_overwrite
+from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -191,6 +192,10 @@ def cross_entropy(
     )
 
 
+# logits read; the gradient written, which one pass can do
+work = elementwise(1, 2)
+
+
 def writable_rows(op: str, name: str, x: Tensor) -> Tensor:
     """A view ``(rows, V)`` of the caller's tensor; ValueError where there is none to write to."""
     if x.is_leaf:
@@ -284,4 +289,7 @@ INPLACE_SAMPLES = tuple(
     Sample(s.name, s.tensors, {**s.options, "inplace": True}, s.size)
     for s in SAMPLES
     if s.name not in ("no-rows",)
+)
+COMPILE_SAMPLES = (
+    Sample("4096x128256 everything", _case(4096, 128256, weighted=True), EVERYTHING),
 )

@@ -17,6 +17,7 @@ from liger_multi.ops._float8 import (
     with_codes,
 )
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
+from liger_multi.ops._work import elementwise, with_code_bytes
 from liger_multi.ops.linear_float8 import Float8Rows
 from liger_multi.ops.rms_norm import CASTINGS, EPS, GEMMA, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
@@ -127,6 +128,11 @@ def fused_add_rms_norm(
     return FusedAddRMSNormOutput(*op(x, residual, weight, *by, casting))
 
 
+# both terms read, sum and norm written; two gradients and the sum read, one written
+work = elementwise(4, 8)
+quantized_work = with_code_bytes(work)
+
+
 def terms(
     *shape: int, weight: bool = True, layout: str = "contiguous", **both: Any
 ) -> dict[str, T]:
@@ -159,3 +165,4 @@ SAMPLES = (
     *bench(terms, "8192x4096"),
 )
 QUANTIZED_SAMPLES = coded_samples(terms, SHAPES, "8192x4096", {"odd-width": GEMMA})
+COMPILE_SAMPLES = (*bench(terms, "2048x16384 1024x65536"),)

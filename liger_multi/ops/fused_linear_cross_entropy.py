@@ -9,7 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
-from liger_multi.ops._head import case, strided
+from liger_multi.ops._head import case, head_work, strided
 from liger_multi.ops._samples import frozen
 from liger_multi.ops.cross_entropy import (
     EVERYTHING,
@@ -163,6 +163,9 @@ def fused_linear_cross_entropy(
         head.compute_dtype(name, hidden, weight, bias), compact, validate, wanted,
     )  # fmt: skip
     return named(results, lead, reduction, wanted)
+
+
+work = head_work
 
 
 _ALL = {**EVERYTHING, "logit_scale": 0.7, "chunk": 4}

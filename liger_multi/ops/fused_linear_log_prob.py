@@ -9,7 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
-from liger_multi.ops._head import case, strided
+from liger_multi.ops._head import case, head_work, strided
 from liger_multi.ops._samples import frozen
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -116,6 +116,10 @@ def fused_linear_log_prob(
     return named(op(*arguments), target, arguments[-1])
 
 
+# three products: whoever computes the logits twice, to save memory, does four
+work = head_work
+
+
 def named(results: tuple[Tensor, ...], target: Tensor, outputs: str) -> LogProbOutput:
     """Those outputs of the operator that were asked for, in the shape of the targets."""
     asked, each = outputs.split(","), zip(OUTPUTS, results[: len(OUTPUTS)], strict=True)
@@ -189,4 +193,8 @@ SAMPLES = (
     Sample("8192x4096x128256", case(8192, 4096, 128256), {"outputs": ("log_prob",)}, size="bench"),
     Sample("4096x2048x151936", case(4096, 2048, 151936),
            {"outputs": ("log_prob", "entropy"), "temperature": 0.9}, size="bench"),
+)  # fmt: skip
+COMPILE_SAMPLES = (
+    Sample("4096x2048x262144 everything", case(4096, 2048, 262144, bias=True),
+           {**_EVERY, "chunk": "auto"}),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """Contract of ``fused_moe``."""
 
+import math
 from dataclasses import replace
 from typing import Any, Optional
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.swiglu_clamped import numbers
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -145,6 +147,19 @@ def fused_moe(
     return result.view(x.shape)
 
 
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    width, pairs = shapes["x"][-1], math.prod(shapes["index"])
+    weights = math.prod(shapes["gate_up_weight"]) + math.prod(shapes["down_weight"])
+    product = 2.0 * pairs * weights / shapes["gate_up_weight"][0]
+    tokens = math.prod(shapes["x"][:-1]) * width * size
+    kept = 2 * pairs * weights / shapes["gate_up_weight"][0] / width / 3 * size
+    # weights read, x read, y and what is kept written; weights read, their gradients written,
+    # what is kept read, dy and x read, dx written
+    once = weights * size + 2 * tokens + kept
+    return Work(once, once + 2 * weights * size + 3 * tokens + kept, product, 3 * product)
+
+
 def _count(rows: Tensor) -> int:
     return rows.shape[:-1].numel()
 
@@ -254,3 +269,6 @@ SAMPLES = (
     Sample("8192x2880 2880 of 32", _case((8192,), 4, 32, 2880, 2880, transposed=True, bias=True),
            _GPT_OSS, size="bench"),
 )  # fmt: skip
+COMPILE_SAMPLES = (
+    Sample("8192x2688 1856 of 128 no gate", _case((8192,), 6, 128, 2688, 1856, parts=1), _NO_GATE),
+)

@@ -12,6 +12,7 @@ from liger_multi.dispatch.early_save import EarlySave, empty_of
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._float8 import OUTPUTS, QuantizedOutput
 from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit, shapes_of, unread
+from liger_multi.ops.gated_mlp import work as work
 from liger_multi.ops.linear_float8 import (
     CODES,
     Float8Rows,

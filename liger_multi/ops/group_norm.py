@@ -9,6 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
+from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -76,6 +77,9 @@ def group_norm(
         checks.vector("group_norm", name, parameter, channels, "channels of x")
     result: Tensor = op(x, groups, weight, bias, checks.number("group_norm", "eps", eps, 0.0))
     return result
+
+
+work = elementwise(2, 5)
 
 
 def _given(*shape: int, layout: str = "contiguous", **parameters: object) -> dict[str, T]:

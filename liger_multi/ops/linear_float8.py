@@ -11,10 +11,13 @@ from liger_multi import checks
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops.linear import work as work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 CODES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+SMALLEST = 2**22 + 1
+"""Elements of a weight below which a layer gains nothing in FP8."""
 op = Op(
     "linear_float8",
     family="float8",
@@ -302,3 +305,4 @@ SAMPLES = (
     Sample("8192x4096x4096", _case((8192,), 4096, 4096), size="bench"),
     Sample("8192x4096x14336-codes", _coded((8192,), 4096, 14336), size="bench"),
 )
+COMPILE_SAMPLES = (Sample("8192x28672x4096", _case((8192,), 28672, 4096)),)

@@ -1,5 +1,6 @@
 """Contract of ``lora_mlp``."""
 
+import math
 from typing import Any, Optional
 
 import torch
@@ -10,6 +11,7 @@ from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.early_save import EarlySave, empty_of
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._float8 import OUTPUTS
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit
 from liger_multi.ops.gated_mlp_float8 import activated
 from liger_multi.ops.linear import linear_of_mode
@@ -144,6 +146,15 @@ def lora_mlp(
     if checks.keeps_products.get():
         return _in_layers(x, wide, adapted, scales, activation, own, quantized)
     return _early(*every)
+
+
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    rows, inner = math.prod(shapes["x"][:-1]), shapes["gate_weight"][0]
+    width, outer = shapes["x"][-1], shapes["down_weight"][0]
+    product = 2.0 * rows * inner * (2 * width + outer)
+    # frozen layers have no gradient, so backward is as many products as forward
+    return Work(3 * rows * inner * size, 9 * rows * inner * size, product, 2 * product)
 
 
 # --- under checkpointing ---

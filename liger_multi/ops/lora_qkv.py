@@ -1,5 +1,6 @@
 """Contract of ``lora_qkv``."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.linear_float8 import (
     Float8Rows,
     fitting,
@@ -154,6 +156,16 @@ def lora_qkv(
     made = op(x, *wide[:3], *adapted.values(), *wide[3:], *scales, *own, *rows)
     there = [weight is not None for weight in weights.values()]
     return LoraQKVOutput(*(y if kept else None for y, kept in zip(made, there, strict=True)))
+
+
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    rows, width = math.prod(shapes["x"][:-1]), shapes["x"][-1]
+    outputs = sum(shapes[name][0] for name in shapes if name.endswith("_weight"))
+    product = 2.0 * rows * width * outputs
+    # x read, outputs written; then these gradients and x read, dx written; frozen as lora_mlp's
+    forward = rows * (width + outputs) * size
+    return Work(forward, 2 * forward + rows * width * size, product, 2 * product)
 
 
 def _absent(name: str, parts: dict[str, Tensor | None]) -> None:

@@ -9,6 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
+from liger_multi.ops._work import elementwise
 from liger_multi.ops.rms_norm import EPS
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -72,6 +73,9 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float 
     return result
 
 
+work = elementwise(2, 5)
+
+
 def _given(*shape: int, layout: str = "contiguous", **parameters: Any) -> dict[str, T]:
     made = {"x": T(shape, layout=layout)}
     return made | {"weight": T((3,), **parameters), "bias": T((1,), **parameters)}
@@ -87,3 +91,4 @@ SAMPLES = (
     Sample("frozen-parameters", _given(6, 64, grad=False)),
     *bench(_given, "8192x4096 8192x11264"),
 )
+COMPILE_SAMPLES = (*bench(_given, "65536x256 1024x65536"),)

@@ -6,7 +6,7 @@ that it stands in. The mode in force is asked at every call; in a compiled graph
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from liger_multi.dispatch.resolve import by_rows
 from liger_multi.parameters import is_computed, stored
 from liger_multi.patching import conflicts
-from liger_multi.patching.changes import apply_swap, restore_class
+from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.signature import code_holds
 from liger_multi.patching.options import Options, Request, run_bound
-from liger_multi.patching.report import PatchReport, Skipped
+from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import Patched, Swap, original, stock_class, unpatched_class
 
 FORWARDS = {
@@ -130,7 +130,7 @@ def _apply(layer: Any, x: Tensor, kind: type[LinearByRows]) -> Tensor:
     return linear(x, weight.t() if kind._liger_multi_transposed else weight, layer.bias)
 
 
-def find_linear(report: PatchReport, request: Request, model: nn.Module) -> None:
+def find_linear(model: nn.Module, request: Request) -> Iterator[Change]:
     """Linear layers that nothing else serves, the last of all."""
     options = request.get("linear")
     for path, module in model.named_modules():
@@ -139,9 +139,9 @@ def find_linear(report: PatchReport, request: Request, model: nn.Module) -> None
             continue
         found = options and (conflicts.of_module(module) or linear_refusal(module))
         if ours and (found or options is None):
-            restore_class(report, path, module)
+            yield Restore(path, module)
         if found:
-            report.skipped.append(Skipped(path, "linear", found))
+            yield Skipped(path, "linear", found)
         elif options is not None:
             swap = Swap("linear", stock_class(module), LinearByRows, options)
-            apply_swap(report, path, module, swap, "linear", options.shown())
+            yield Replace(path, module, swap, "linear", options.shown())

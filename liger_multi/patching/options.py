@@ -17,6 +17,7 @@ from liger_multi._torch_private import outside_of_graphs
 from liger_multi.checks import ACCUMULATE, describe
 from liger_multi.dispatch.resolve import by_rows
 from liger_multi.errors import PatchError, unknown
+from liger_multi.ops.linear_float8 import SMALLEST
 from liger_multi.patching.mlp.kinds import MLP_KINDS, MLP_OPS
 from liger_multi.patching.norms.kinds import NORM_OPS
 
@@ -115,7 +116,7 @@ class Float8Options(Options):
 
     frozen: bool = False
     originals: bool = True
-    smallest: int = 2**22 + 1
+    smallest: int = SMALLEST
     gather: bool = False
     cache: bool = False
 
@@ -190,10 +191,12 @@ class Request:
     Attributes:
         enabled: Operators that are on, with their options.
         named: The operators that the call turned on by name, rather than by default.
+        whole: Whether the model is a whole one, of which ``strict`` expects an output embedding.
     """
 
     enabled: Mapping[str, Any]
     named: frozenset[str]
+    whole: bool = True
 
     def get(self, op: str) -> Any:
         """Options of an operator; None when it is off."""

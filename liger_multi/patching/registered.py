@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, TypeAlias, cast
@@ -11,13 +11,13 @@ from torch import nn
 
 from liger_multi.errors import PatchError
 from liger_multi.patching import conflicts
-from liger_multi.patching.changes import apply_swap, restore_class
+from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.signature import code_holds
 from liger_multi.patching.linear import LinearByRows
 from liger_multi.patching.mlp.kinds import MLP_KINDS, MLP_NAMES, MlpKind, MlpNames
 from liger_multi.patching.norms.kinds import NORM_KINDS, NormKind
 from liger_multi.patching.options import BUILT_IN, Options, Request
-from liger_multi.patching.report import PatchReport, Skipped
+from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import Patched, Swap, original, stock_class, swapped
 
 Row: TypeAlias = NormKind | MlpNames | MlpKind
@@ -132,22 +132,27 @@ def generation() -> int:
     return _changes
 
 
-def find_registered(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
+def find_registered(model: nn.Module, request: Request) -> Iterator[Change]:
     """What users' probes say; modules that an operator serves are not asked."""
-    held = swapped(module)
-    if held is not None and held.behavior is LinearByRows:
-        held = None  # which serves what is left in the end
-    if held is not None and held.behavior is not Replaced:
-        return
+    for path, module in model.named_modules():
+        swap = swapped(module)
+        if swap is not None and swap.behavior is LinearByRows:
+            swap = None  # which serves what is left in the end
+        if swap is None or swap.behavior is Replaced:
+            yield from _by_probes(path, module, request, swap is not None)
+
+
+def _by_probes(path: str, module: nn.Module, request: Request, replaced: bool) -> Iterator[Change]:
+    """What the first probe says that knows a module; ``replaced``: whether one did before."""
     for name, probe in probes().items():
         options = request.get(name)
-        found = None if options is None or conflicts.of_module(module) else probe(module)
-        if isinstance(found, Replacement):
-            settings = replace(found, options=options)
+        verdict = None if options is None or conflicts.of_module(module) else probe(module)
+        if isinstance(verdict, Replacement):
+            settings = replace(verdict, options=options)
             swap = Swap(name, stock_class(module), Replaced, settings)
-            apply_swap(report, path, module, swap, found.shown, options.shown())
+            yield Replace(path, module, swap, verdict.shown, options.shown())
             return
-        if isinstance(found, str):
-            report.skipped.append(Skipped(path, name, found))
-    if held is not None:
-        restore_class(report, path, module)
+        if isinstance(verdict, str):
+            yield Skipped(path, name, verdict)
+    if replaced:
+        yield Restore(path, module)

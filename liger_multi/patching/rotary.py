@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, TypeAlias, cast
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from liger_multi import ops
 from liger_multi.patching import conflicts
 from liger_multi.patching.calling import Call, Calling, named, renew
-from liger_multi.patching.changes import apply_swap, restore_class
+from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.branches import Outcomes
 from liger_multi.patching.evidence.probe import alike, probe_context, random, unusual
 from liger_multi.patching.evidence.reached import Reached
 from liger_multi.patching.options import Options, Request, run_bound
-from liger_multi.patching.report import PatchReport, Skipped
+from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import Patched, Swap, swapped
 
 
@@ -471,21 +471,24 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
     )
 
 
-def find_rotary(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
+def find_rotary(model: nn.Module, request: Request) -> Iterator[Change]:
     """Modules that call a rotary function."""
-    stock = type(module)._liger_multi_swap.stock if isinstance(module, Patched) else type(module)
-    if request.get("rope") is None or not rotary_calls(stock):
-        if isinstance(module, FusedRotary):
-            restore_class(report, path, module)
-        return
-    overridden = conflicts.of_module(module)
-    kinds, reasons = ([], [overridden]) if overridden else rotary_kinds(stock)
-    report.skipped += [Skipped(path, "rope", reason) for reason in reasons]
-    if kinds:
-        swap = Swap("rope", stock, FusedRotary, request.get("rope"), *_around(module))
-        by = f"rope[{'; '.join(kinds)}]"
-        apply_swap(report, path, module, swap, by, request.get("rope").shown())
-        renew(type(module))
+    for path, module in model.named_modules():
+        stock = (
+            type(module)._liger_multi_swap.stock if isinstance(module, Patched) else type(module)
+        )
+        if request.get("rope") is None or not rotary_calls(stock):
+            if isinstance(module, FusedRotary):
+                yield Restore(path, module)
+            continue
+        overridden = conflicts.of_module(module)
+        kinds, reasons = ([], [overridden]) if overridden else rotary_kinds(stock)
+        yield from (Skipped(path, "rope", reason) for reason in reasons)
+        if kinds:
+            swap = Swap("rope", stock, FusedRotary, request.get("rope"), *_around(module))
+            by = f"rope[{'; '.join(kinds)}]"
+            yield Replace(path, module, swap, by, request.get("rope").shown())
+            renew(type(module))
 
 
 def _around(module: nn.Module) -> tuple[type[Patched] | None, Hashable]:

@@ -122,7 +122,7 @@ def test_a_module_whose_forward_did_not_run_is_not_counted():
     assert found["idle"] == []
 
 
-def test_a_module_whose_forward_fell_back_to_stock_is_not_counted():
+def test_a_module_that_fell_back_to_stock_is_not_counted():
     """LayerNorm of two dtypes is left to PyTorch."""
     found = seen(Norms(nn.LayerNorm), torch.randn(3, 16, dtype=torch.bfloat16), both=True)
     assert (found["modules"], found["ran"]) == ({"layer_norm": 2}, {"layer_norm": 2})
@@ -281,7 +281,7 @@ def test_the_page_is_made_of_the_kept_result():
         assert any(line.startswith(f"| {pair['type']} | {pair['cls']} |") for line in rows), pair
 
 
-def test_few_types_have_a_norm_an_mlp_or_experts_that_are_refused():
+def test_few_types_have_refused_norms_mlps_or_experts():
     """Each with its reason; the page of coverage lists them."""
     parts = {"rms_norm", "layer_norm", "gated_rms_norm", "swiglu", "geglu", "fused_moe"}
     absent = "the model has no module of this kind"
@@ -317,7 +317,7 @@ def test_packed_rows_are_as_the_page_says(kind):
     assert found.beside.keys() == coverage.BESIDE.keys()
 
 
-def test_attention_of_models_without_text_is_judged_with_what_they_take():
+def test_attention_of_models_without_text_is_judged():
     from liger_multi.patching import register_attention, unregister_attention
     from tests.sweep import attention
 

@@ -191,7 +191,7 @@ def test_only_the_update_of_pins_may_write_and_nobody_else_starts_it():
     made = yaml.load(text, yaml.BaseLoader)
     assert set(made["on"]) == {"schedule", "workflow_dispatch"}
     assert made["permissions"] == {"contents": "read"}
-    others = [made["jobs"][name] for name in ("names", "liger", "trainers")]
+    others = [made["jobs"][name] for name in ("liger", "trainers")]
     job, newest = made["jobs"]["pins"], made["jobs"]["newest"]
     assert len(made["jobs"]) == 2 + len(others)
     assert not [other for other in others if "permissions" in other]

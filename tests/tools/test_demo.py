@@ -16,7 +16,7 @@ import torch
 
 from liger_multi.cli.main import main
 from liger_multi.demo import command
-from liger_multi.memory import Peak
+from liger_multi.memory.measure import Peak
 from tests import harness
 
 pytest.importorskip("transformers")

@@ -30,7 +30,8 @@ CLEAN = {
     "liger_multi/testing/suite/plugin.py": "import pytest\n",
     "liger_multi/nn/__init__.py": "from liger_multi.ops import rms_norm\n__all__ = ['rms_norm']\n",
     "liger_multi/patching/__init__.py": "import transformers\nfrom liger_multi import nn\n",
-    "liger_multi/cli/main.py": "import rich\nprint('a table')\n",
+    "liger_multi/cli/main.py": "import rich\n",
+    "liger_multi/compat/__init__.py": "from liger_multi.cli import main\n",
     "reference/__init__.py": "from liger_multi.dispatch.backend import Backend\n",
     "reference/norms/rms_norm.py": "import math, torch\n"
     "from liger_multi.reference.common.chunking import r\n",
@@ -114,6 +115,66 @@ PLANTED = {
         "liger_multi/patching/__init__.py",
         "import liger_multi.cli.main\n",
     ),
+    "operator imports a module inside a function": (
+        "layer",
+        "liger_multi/ops/rms_norm.py",
+        "def f():\n    from liger_multi import nn\n",
+    ),
+    "machinery imports an operator by its name": (
+        "layer",
+        "liger_multi/dispatch/launch.py",
+        "def f():\n    return importlib.import_module('liger_multi.ops').rms_norm\n",
+    ),
+    "a module imports patching by its name": (
+        "layer",
+        "liger_multi/nn/__init__.py",
+        "__all__ = ['x']\nx = import_module('liger_multi.patching')\n",
+    ),
+    "a command imports what stands above it": (
+        "layer",
+        "liger_multi/cli/main.py",
+        "import liger_multi.compat\n",
+    ),
+    "operator imports a backend inside a function": (
+        "layer",
+        "liger_multi/ops/rms_norm.py",
+        "def f():\n    import liger_multi.backends.triton\n",
+    ),
+    "operators in a circle by their names": (
+        "cycle",
+        "liger_multi/dispatch/registry.py",
+        "def f():\n    importlib.import_module('liger_multi.dispatch.op')\n",
+    ),
+    "reference imports the machinery by its name": (
+        "reference",
+        "reference/norms/rms_norm.py",
+        "importlib.import_module('liger_multi.errors')\n",
+    ),
+    "backend imports a contract by its name": (
+        "backend",
+        "backends/cuda/rms_norm.py",
+        "importlib.import_module('liger_multi.ops.rms_norm')\n",
+    ),
+    "core imports triton by its name": (
+        "optional",
+        "liger_multi/dispatch/launch.py",
+        "tl = importlib.import_module('triton.language')\n",
+    ),
+    "a kernel asks for a capability number": (
+        "portable",
+        "backends/triton/norms/rms_norm.py",
+        "x = torch.cuda.get_device_capability()\n",
+    ),
+    "a product of fp32 by default": (
+        "portable",
+        "backends/triton/norms/rms_norm.py",
+        "x = tl.dot(a, b)\n",
+    ),
+    "an atomic sum": (
+        "portable",
+        "backends/triton/norms/rms_norm.py",
+        "tl.atomic_add(a, b)\n",
+    ),
     "operator imports a backend": (
         "layer",
         "liger_multi/ops/rms_norm.py",
@@ -141,43 +202,41 @@ PLANTED = {
         "from liger_multi.backends.triton.norms.rms_norm import forward\n",
     ),
     "one vendor imports another": (
-        "vendor import",
+        "backend",
         "backends/cuda/rms_norm.py",
         "from liger_multi.backends.rocm import BACKEND\n",
     ),
     "one vendor imports another lazily": (
-        "vendor import",
+        "backend",
         "backends/cuda/rms_norm.py",
         "def f():\n    from liger_multi.backends import npu\n",
     ),
     "the shared layer imports a vendor": (
-        "vendor import",
+        "backend",
         "backends/triton/norms/rms_norm.py",
         "from liger_multi.backends.cuda import BACKEND\n",
     ),
     "backend imports a contract": (
-        "backend import",
+        "backend",
         "backends/triton/norms/rms_norm.py",
         "from liger_multi.ops.rms_norm import op\n",
     ),
     "core imports triton": (
-        "lazy",
+        "optional",
         "liger_multi/dispatch/launch.py",
         "import triton.language as tl\n",
     ),
     "core imports transformers in a try": (
-        "lazy",
+        "optional",
         "liger_multi/nn/__init__.py",
         "try:\n    from transformers import X\nexcept ImportError:\n    X = None\n",
     ),
-    "formulas import pytest": ("lazy", "liger_multi/testing/formulas.py", "import pytest\n"),
+    "formulas import pytest": ("optional", "liger_multi/testing/formulas.py", "import pytest\n"),
     "core imports matplotlib in a class": (
-        "lazy",
+        "optional",
         "liger_multi/dispatch/op.py",
         "class A:\n    import matplotlib\n",
     ),
-    "print": ("print", "liger_multi/dispatch/op.py", "def f():\n    print('x')\n"),
-    "print in a kernel file": ("print", "backends/triton/norms/rms_norm.py", "print('x')\n"),
     "long function": ("length", "liger_multi/dispatch/op.py", "def f():\n" + LINES * 81),
     "long method": (
         "length",
@@ -243,6 +302,10 @@ PLANTED = {
 }
 
 
+def test_every_rule_has_a_planted_violation():
+    assert {rule for rule, _, _ in PLANTED.values()} | {"vendor word"} == layering.RULES.keys()
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_violation_is_found(findings, name):
     rule, path, text = PLANTED[name]
@@ -302,18 +365,31 @@ def test_a_cycle_is_found(findings):
             "liger_multi/c.py": "from liger_multi import a\n",
         }
     )
-    assert [rule for rule, _ in found] == ["cycle"]
+    assert found == [("cycle", f"liger_multi/{name}.py") for name in "abc"]
 
 
 def test_imports_for_type_checkers_do_not_count(findings):
     text = "if TYPE_CHECKING:\n    from liger_multi.ops import rms_norm\n    import triton\n"
     assert findings(files={"liger_multi/dispatch/launch.py": text}) == []
+    text += "else:\n    import triton\n"
+    assert findings(files={"liger_multi/dispatch/launch.py": text})
+
+
+@pytest.mark.parametrize(
+    "text", ["from liger_multi.reference import norms", "import_module('liger_multi.reference')"]
+)
+def test_functions_may_import_the_reference(findings, text):
+    operator = CLEAN["liger_multi/ops/rms_norm.py"]
+    assert (
+        findings(files={"liger_multi/ops/rms_norm.py": f"{operator}def f():\n    {text}\n"}) == []
+    )
+    assert findings(files={"liger_multi/ops/rms_norm.py": f"{operator}{text}\n"})
 
 
 def test_the_links_of_an_editable_install_are_not_read_twice(findings, tmp_path):
     findings()
     (tmp_path / "liger_multi/backends").symlink_to(tmp_path / "backends")
-    (tmp_path / "backends/cuda/rms_norm.py").write_text("print()\n")
+    (tmp_path / "backends/cuda/rms_norm.py").write_text("import liger_multi.ops\n")
     assert [f.path for f in layering.check(tmp_path)] == ["backends/cuda/rms_norm.py"]
 
 

@@ -212,7 +212,7 @@ def test_gradients_that_cancel_pass_without_vector_instructions():
             "-m",
             "pytest",
             "-q",
-            "tests/patching/test_patching.py",
+            "tests/patching/test_head_loss.py",
             "-k",
             "custom_loss_on",
         ],

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -21,11 +22,11 @@ from liger_multi.errors import PatchError
 from liger_multi.patching import conflicts
 from liger_multi.patching.attention.sparse import SparseAttention, SparseIndexer, range_mask
 from liger_multi.patching.attention.sparse import register as register_sparse
-from liger_multi.patching.changes import restore_class
+from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.probe import probe_context, random, scalars
 from liger_multi.patching.options import SPARSE, Options, Request
-from liger_multi.patching.report import Entry, PatchReport, Skipped
+from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import Patched, Swap, apply, swapped, unpatched_class
 
 INDEXER_NAMES = {"update_indexer", "topk", "relu", "matmul", "masked_fill"}
@@ -205,31 +206,30 @@ def _attends(stock: Any, ours: Any, generator: torch.Generator) -> bool:
 _TRIALS: dict[type[Patched], Any] = {SparseIndexer: _selects, SparseAttention: _attends}
 
 
-def find_sparse(report: PatchReport, request: Request, model: nn.Module) -> None:
+def find_sparse_attention(model: nn.Module, request: Request) -> Iterator[Change]:
     """Layers whose indexer selects keys; their rotations and adapters are served beneath."""
     options, served = request.get(SPARSE), set()
     for path, module in model.named_modules():
         behavior = behavior_of(module)
         if behavior is None:
             found = None if options is None else selects_otherwise(module)
-            report.skipped += [] if found is None else [Skipped(path, SPARSE, found)]
+            if found is not None:
+                yield Skipped(path, SPARSE, found)
             continue
         # an indexer comes after its attention module, without which it has nothing to select for
         wanted = options is not None and (behavior is SparseAttention or id(module) in served)
         found = _sparse_refusal(module, behavior) if wanted else None
         if found is not None:
-            report.skipped.append(Skipped(path, SPARSE, found))
+            yield Skipped(path, SPARSE, found)
         if not wanted or found is not None:
-            _without_sparse(report, path, module)
+            yield from _without_sparse(path, module)
             continue
         served.add(id(getattr(module, "indexer", None)))
         beneath = _beneath(module)
         swap = Swap(SPARSE, unpatched_class(module), behavior, options)
         if beneath is not None:
             swap = replace(beneath, around=behavior, around_settings=options)
-        status, name = apply(module, swap), swap.stock.__name__
-        entry = Entry(path, SPARSE, name, _SPARSE[behavior], options.shown(), status)
-        report.entries.append(entry)
+        yield Replace(path, module, swap, _SPARSE[behavior], options.shown(), op=SPARSE)
 
 
 def _sparse_refusal(module: nn.Module, behavior: type[Patched]) -> str | None:
@@ -242,13 +242,13 @@ def _sparse_refusal(module: nn.Module, behavior: type[Patched]) -> str | None:
     return found
 
 
-def _without_sparse(report: PatchReport, path: str, module: nn.Module) -> None:
+def _without_sparse(path: str, module: nn.Module) -> Iterator[Change]:
     beneath = _beneath(module)
     if isinstance(module, (SparseAttention, SparseIndexer)):
         if beneath is None:
-            restore_class(report, path, module)
+            yield Restore(path, module)
         else:
-            apply(module, beneath)
+            yield Replace(path, module, beneath)
 
 
 _SPARSE: dict[type[Patched], str] = {

@@ -8,7 +8,7 @@ the formulas of the operator, and then its whole forward, so models that nobody 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.patching import conflicts
-from liger_multi.patching.changes import apply_swap, restore_class
+from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.probe import (
     LARGE,
     MODES,
@@ -46,7 +46,7 @@ from liger_multi.patching.experts.fused import (
 from liger_multi.patching.experts.quantized import stack_of, unparametrized
 from liger_multi.patching.experts.selection import selected
 from liger_multi.patching.options import Request
-from liger_multi.patching.report import PatchReport, Skipped
+from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import Swap, stock_class, unpatched_class
 
 # --- experts ---
@@ -344,25 +344,26 @@ def _gates(module: nn.Module) -> list[ExpertsKind]:
     return found
 
 
-def find_experts(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
+def find_experts(model: nn.Module, request: Request) -> Iterator[Change]:
     """Stacks of experts."""
-    options = request.get("fused_moe")
-    if are_other_experts(module) and options is not None:
-        own = f"{type(module).__name__} does not use the experts interface of transformers"
-        report.skipped.append(Skipped(path, "fused_moe", own))
-    if not looks_like_experts(module):
-        return
-    if options is None:
-        restore_class(report, path, module)
-        return
-    found = conflicts.of_module(module) or experts_kind(module)
-    if isinstance(found, str):
-        report.skipped.append(Skipped(path, "fused_moe", found))
-        return
-    if selected(module) is None:
-        name = getattr(module.config, "_experts_implementation", None)
-        why = f"patched, but experts_implementation={name!r} runs itself while it is selected"
-        report.skipped.append(Skipped(path, "fused_moe", why, False))
-    settings = ExpertsSettings(found, options)
-    swap = Swap("fused_moe", stock_class(module), FusedExperts, settings)
-    apply_swap(report, path, module, swap, settings.shown, options.shown())
+    for path, module in model.named_modules():
+        options = request.get("fused_moe")
+        if are_other_experts(module) and options is not None:
+            own = f"{type(module).__name__} does not use the experts interface of transformers"
+            yield Skipped(path, "fused_moe", own)
+        if not looks_like_experts(module):
+            continue
+        if options is None:
+            yield Restore(path, module)
+            continue
+        found = conflicts.of_module(module) or experts_kind(module)
+        if isinstance(found, str):
+            yield Skipped(path, "fused_moe", found)
+            continue
+        if selected(module) is None:
+            name = getattr(module.config, "_experts_implementation", None)
+            why = f"patched, but experts_implementation={name!r} runs itself while it is selected"
+            yield Skipped(path, "fused_moe", why, False)
+        settings = ExpertsSettings(found, options)
+        swap = Swap("fused_moe", stock_class(module), FusedExperts, settings)
+        yield Replace(path, module, swap, settings.shown, options.shown())

@@ -12,6 +12,7 @@ of its class says of a small parameter is compared with what the operator would 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.checks import autocast_dtype
 from liger_multi.patching import conflicts
-from liger_multi.patching.changes import apply_swap, restore_class
+from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.probe import probe_context, random
 from liger_multi.patching.evidence.signature import code_holds, is_watched
 from liger_multi.patching.experts.find import looks_like_experts
@@ -37,7 +38,7 @@ from liger_multi.patching.experts.quantized import is_watched_by_others, stack_d
 from liger_multi.patching.experts.selection import computes_in_weight_dtype
 from liger_multi.patching.lora.fused import Adapter, adapters
 from liger_multi.patching.options import Options, Request, run_bound
-from liger_multi.patching.report import PatchReport, Skipped
+from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import Patched, Swap, original, stock_class, stock_of
 
 _WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper.forward")
@@ -213,18 +214,18 @@ def _serves(found: Factors, x: Tensor) -> bool:
     return all(kind.itemsize >= stack_declared(base, "down_proj").dtype.itemsize for kind in kinds)
 
 
-def find_expert_adapters(report: PatchReport, request: Request, model: nn.Module) -> None:
+def find_expert_adapters(model: nn.Module, request: Request) -> Iterator[Change]:
     """Adapters on stacks of experts, after these themselves: PEFT's wrappers stand around them."""
     options = None if request.get("fused_moe") is None else request.get("lora")
     for path, module in outermost_wrappers(model):
         if options is None:
-            restore_class(report, path, module)
+            yield Restore(path, module)
             continue
         found = conflicts.of_module(module) or factors(module)
         if isinstance(found, str):
-            restore_class(report, path, module)
-            report.skipped.append(Skipped(path, "lora", found))
+            yield Restore(path, module)
+            yield Skipped(path, "lora", found)
             continue
         settings = ExpertAdaptersSettings(options)
         swap = Swap("lora", stock_class(module), FusedExpertAdapters, settings)
-        apply_swap(report, path, module, swap, found.shown, options.shown())
+        yield Replace(path, module, swap, found.shown, options.shown())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from torch import nn
 
 from liger_multi.parameters import stored
 from liger_multi.patching import conflicts
-from liger_multi.patching.changes import apply_swap, restore_class
+from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.float8.linear import (
     Float8Linear,
     Float8Settings,
@@ -20,11 +21,11 @@ from liger_multi.patching.head.find import find_heads
 from liger_multi.patching.linear import LinearByRows, looks_like_linear
 from liger_multi.patching.lora.fused import looks_like_lora, matrices
 from liger_multi.patching.options import Request
-from liger_multi.patching.report import PatchReport, Skipped
+from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import Patched, Swap, stock_class, swapped
 
 
-def find_float8(report: PatchReport, request: Request, model: nn.Module) -> None:
+def find_float8(model: nn.Module, request: Request) -> Iterator[Change]:
     """Linear layers that multiply in FP8: those of size, but for heads and adapters."""
     options = request.get("linear_float8")
     heads = {id(m) for _, head in find_heads(model)[0] for m in head.modules()}
@@ -53,12 +54,12 @@ def find_float8(report: PatchReport, request: Request, model: nn.Module) -> None
             swap = Swap("linear_float8", stock_class(module), kind, settings)
         held = swapped(module) if ours else None
         if held is not None and held != swap and (fixed := held.behavior.fixed(module)):
-            report.skipped.append(Skipped(path, "linear_float8", f"{fixed}; options are fixed"))
+            yield Skipped(path, "linear_float8", f"{fixed}; options are fixed")
             continue
         if ours and swap is None:
-            restore_class(report, path, module)
+            yield Restore(path, module)
         if found:
-            report.skipped.append(Skipped(path, "linear_float8", found, strict=False))
+            yield Skipped(path, "linear_float8", found, strict=False)
         elif swap is not None:
             by = f"linear_float8{'[weight in FP8]' * options.frozen}"
-            apply_swap(report, path, module, swap, by, options.shown())
+            yield Replace(path, module, swap, by, options.shown())

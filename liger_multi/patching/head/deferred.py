@@ -25,7 +25,7 @@ from liger_multi._torch_private import WithoutAutocast, is_any_autocast_enabled,
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.resolve import mode_in_force
-from liger_multi.parameters import Evaluated
+from liger_multi.parameters import Evaluated, Job
 from liger_multi.patching.options import HeadSettings
 from liger_multi.patching.swap import Patched, buried
 
@@ -99,16 +99,6 @@ STEPS: Final[dict[str, Callable[[Tensor, Any], Tensor]]] = {
     "to": lambda z, dtype: z.to(dtype),
     "log_softmax": lambda z, dtype: torch.log_softmax(z, dim=-1, dtype=dtype),
 }
-
-
-class Job:
-    """What the head should do instead of a plain forward; passed through ``head.__call__``.
-
-    Going through the call lets the hooks of FSDP and ZeRO gather the weight first.
-    """
-
-    def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
-        self.run = run
 
 
 class Recorded:

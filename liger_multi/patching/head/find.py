@@ -12,7 +12,7 @@ from torch import nn
 
 from liger_multi.parameters import stored
 from liger_multi.patching import conflicts
-from liger_multi.patching.changes import apply_swap, restore_class
+from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.head.module import (
     LazyAdaptedHead,
     LazyHead,
@@ -24,13 +24,12 @@ from liger_multi.patching.head.module import (
 from liger_multi.patching.linear import LinearByRows
 from liger_multi.patching.lora.fused import FusedLora
 from liger_multi.patching.options import Request
-from liger_multi.patching.report import PatchReport, Skipped
+from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import (
     Swap,
     apply,
     buried,
     has_own_forward,
-    restore,
     stock_class,
     swapped,
 )
@@ -161,47 +160,46 @@ def behavior(head: nn.Module, owners: Iterable[nn.Module] = ()) -> type[LazyHead
 _LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 
 
-def find_loss_head(report: PatchReport, request: Request, model: nn.Module, needed: bool) -> None:
-    """The output embedding; ``needed``: whether a model without one is worth a line."""
+def find_loss_head(model: nn.Module, request: Request) -> Iterator[Change]:
+    """The output embedding."""
     settings = request.head
     heads, missing = find_heads(model)
     if settings is None:
         for path, module in heads:
             if not isinstance(module, LinearByRows):
-                restore_class(report, path, module)
+                yield Restore(path, module)
         return
     op = _LOSSES[0] if settings.fused else _LOSSES[1]
     if missing:
-        report.skipped.append(Skipped("", op, missing, strict=needed))
+        yield Skipped("", op, missing, strict=request.whole)
     theirs = next((why for m in with_heads(model) if (why := conflicts.of_model(m))), None)
     for path, module in heads:
         if settings.fused and hasattr(module, "base_layer"):
-            _unwrapped(report, path, module)
+            yield from _unwrapped(path, module)
         if isinstance(module, FusedLora) and not head_refusal(module):  # it is more than that
-            restore(module)
-            report.entries = [e for e in report.entries if (e.path, e.op) != (path, "lora")]
+            yield Restore(path, module, instead_of="lora")
         around = [m for p, m in model.named_modules() if not p or path.startswith(f"{p}.")]
         refusal = theirs or head_refusal(module, around)
         if refusal:
             for name, inner in module.named_modules():  # patched before an adapter came on top
                 if not isinstance(inner, (FusedLora, LinearByRows)):
-                    restore_class(report, f"{path}.{name}".strip("."), inner)
-            report.skipped.append(Skipped(path, op, refusal))
+                    yield Restore(f"{path}.{name}".strip("."), inner)
+            yield Skipped(path, op, refusal)
             continue
         swap = Swap(op, stock_class(module), behavior(module, around), settings)
-        apply_swap(report, path, module, swap, op, settings.shown)
+        yield Replace(path, module, swap, op, settings.shown)
         follow()
     for path, owner in inner_heads(model, [head for _, head in heads]):
         call = f"liger_multi.patch(model.{owner})"
         reason = f"it is the output embedding of a model within the model: {call} patches it"
-        report.skipped.append(Skipped(path, op, reason, strict=False))
+        yield Skipped(path, op, reason, strict=False)
 
 
-def _unwrapped(report: PatchReport, path: str, module: nn.Module) -> None:
+def _unwrapped(path: str, module: nn.Module) -> Iterator[Change]:
     """A head that was patched before an adapter came on top of it is its plain base again."""
     for name, inner in module.named_modules():
         if isinstance(inner, LazyHead) and inner is not module:
-            restore_class(report, f"{path}.{name}", inner)
+            yield Restore(f"{path}.{name}", inner)
 
 
 _MARK = "_liger_multi_resizes"

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from liger_multi._torch_private import top_saved_tensor_hooks
+from liger_multi.parameters import Job
 from liger_multi.patching.head import reductions
-from liger_multi.patching.head.deferred import DeferredLogits, Guard, Job, Step
+from liger_multi.patching.head.deferred import DeferredLogits, Guard, Step
 from liger_multi.patching.options import FusedOptions, run_bound
 
 NOTHING = -(2**31)

@@ -14,7 +14,8 @@ from torch import Tensor
 from liger_multi import ops
 from liger_multi._torch_private import DisableTorchFunctionSubclass
 from liger_multi.checks import autocast_dtype
-from liger_multi.patching.head.deferred import DeferredLogits, Job
+from liger_multi.parameters import Job
+from liger_multi.patching.head.deferred import DeferredLogits
 from liger_multi.patching.head.rules import (
     GRADIENT_BY_LOGITS,
     HOOKS,

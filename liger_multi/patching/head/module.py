@@ -20,7 +20,7 @@ from liger_multi._torch_private import is_exporting, is_tracing, lazy_logits_wor
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.autograd import transforming
 from liger_multi.dispatch.resolve import by_rows
-from liger_multi.parameters import Evaluated, is_computed, stored
+from liger_multi.parameters import Evaluated, Job, is_computed, stored
 from liger_multi.patching.evidence.signature import (
     PLAIN,
     calls_replaced,
@@ -30,12 +30,11 @@ from liger_multi.patching.evidence.signature import (
 from liger_multi.patching.head.deferred import (
     DeferredLogits,
     Guard,
-    Job,
     TracedGuard,
     count_optimizer_steps,
 )
-from liger_multi.patching.head.lazy_tensor import lazy_logits
 from liger_multi.patching.head.loss import loss_logits
+from liger_multi.patching.head.protocol import lazy_logits
 from liger_multi.patching.head.rules import is_infrastructure
 from liger_multi.patching.head.traced import ReplicaLogits, TracedLogits, loss_takes_tensors
 from liger_multi.patching.lora.fused import adapters, fits, looks_like_lora

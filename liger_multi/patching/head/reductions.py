@@ -15,7 +15,8 @@ from torch import Tensor
 
 from liger_multi.checks import autocast_dtype
 from liger_multi.dispatch.double_backward import first_derivatives_only
-from liger_multi.patching.head.deferred import DeferredLogits, Job
+from liger_multi.parameters import Job
+from liger_multi.patching.head.deferred import DeferredLogits
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes of fp32 logits that a reduction may hold at a time, on a device with little memory."""

@@ -21,8 +21,8 @@ from liger_multi._torch_private import (
 )
 from liger_multi.patching.head import steps
 from liger_multi.patching.head.deferred import DeferredLogits
-from liger_multi.patching.head.lazy_tensor import LazyLogits, head_of, real_tensor
 from liger_multi.patching.head.loss import CrossEntropyCall, fused, on_real
+from liger_multi.patching.head.protocol import LazyLogits, head_of
 from liger_multi.patching.head.rules import (
     GRADIENT_BY_LOGITS,
     HOOKS,
@@ -32,6 +32,7 @@ from liger_multi.patching.head.rules import (
     refuse_late_hook,
 )
 from liger_multi.patching.head.steps import RECORDED
+from liger_multi.patching.head.storage import real_tensor
 from liger_multi.patching.report import warn_once
 
 _METHODS = ("forward", "setup_context")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,14 +24,9 @@ from liger_multi.patching.evidence.signature import (
 )
 from liger_multi.patching.float8.linear import bare_frozen_float8, shared_codes, wide_parts
 from liger_multi.patching.options import Options, run_bound
-from liger_multi.patching.rotary import FusedRotary
 from liger_multi.patching.swap import (
     Patched,
-    Swap,
-    apply,
-    buried,
     original,
-    restore,
     stock_of,
     swapped,
 )
@@ -287,19 +281,3 @@ def _run(found: Sequence[tuple[Any, Adapter]], x: Tensor) -> Sequence[Tensor]:
         given |= {f"{slot}_a": adapter.a, f"{slot}_b": adapter.b, f"{slot}_scale": adapter.scale}
     known = None if all(scale is None for scale in scales) else shared_codes(x)
     return lora_qkv(x, **given, quantized=known)  # type: ignore[return-value]
-
-
-def share(module: nn.Module, wanted: bool) -> bool:
-    """Let a module compute its projections together, or no more; return whether it does."""
-    held, shares = swapped(module), isinstance(module, SharedInput)
-    if wanted == shares or buried(module):
-        return shares
-    if wanted and held is None:
-        apply(module, Swap("lora", type(module), SharedInput, None))
-    elif wanted and held is not None and held.behavior is FusedRotary:
-        apply(module, replace(held, around=SharedInput, around_settings=None))
-    elif held is not None and held.around is not None and issubclass(held.around, SharedInput):
-        apply(module, replace(held, around=None, around_settings=None))
-    elif not wanted:
-        restore(module)
-    return isinstance(module, SharedInput)

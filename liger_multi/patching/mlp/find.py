@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.patching import conflicts, registered
-from liger_multi.patching.changes import apply_swap, restore_class
+from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.branches import Outcomes
 from liger_multi.patching.evidence.probe import (
     MODES,
@@ -32,7 +32,7 @@ from liger_multi.patching.mlp import fused as mlp
 from liger_multi.patching.mlp.fused import FusedMlp, MlpSettings
 from liger_multi.patching.mlp.kinds import MLP_KINDS, MLP_OPS, MlpNames
 from liger_multi.patching.options import TOLD, Request
-from liger_multi.patching.report import PatchReport, Skipped
+from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import Swap, stock_class, unpatched_class
 
 # --- gated MLPs ---
@@ -283,24 +283,25 @@ def _settings(module: nn.Module, candidates: list[MlpNames]) -> Iterator[MlpSett
                     yield MlpSettings(kind, names, inner, outer, numbers)
 
 
-def find_mlp(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
+def find_mlps(model: nn.Module, request: Request) -> Iterator[Change]:
     """Gated MLPs."""
-    candidates, named = mlp_names(module)
-    if not candidates:
-        return
-    choices = {op: request.enabled[op] for op in MLP_OPS if op in request.enabled}
-    if not choices:
-        restore_class(report, path, module)
-        return
-    found = conflicts.of_module(module) or mlp_kind(module, candidates)
-    if isinstance(found, str):
-        told = [op for op in choices if op in TOLD or op in request.named]
-        if named and told:
-            report.skipped.append(Skipped(path, told[0], found))
-    elif found.kind.op not in choices:
-        restore_class(report, path, module)
-    else:
-        lora = request.get("lora") is not None
-        settings = replace(found, options=choices[found.kind.op], lora=lora)
-        swap = Swap(found.kind.op, stock_class(module), FusedMlp, settings)
-        apply_swap(report, path, module, swap, settings.shown(module), settings.options.shown())
+    for path, module in model.named_modules():
+        candidates, named = mlp_names(module)
+        if not candidates:
+            continue
+        choices = {op: request.enabled[op] for op in MLP_OPS if op in request.enabled}
+        if not choices:
+            yield Restore(path, module)
+            continue
+        found = conflicts.of_module(module) or mlp_kind(module, candidates)
+        if isinstance(found, str):
+            told = [op for op in choices if op in TOLD or op in request.named]
+            if named and told:
+                yield Skipped(path, told[0], found)
+        elif found.kind.op not in choices:
+            yield Restore(path, module)
+        else:
+            lora = request.get("lora") is not None
+            settings = replace(found, options=choices[found.kind.op], lora=lora)
+            swap = Swap(found.kind.op, stock_class(module), FusedMlp, settings)
+            yield Replace(path, module, swap, settings.shown(module), settings.options.shown())

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import BatchNorms
 from liger_multi.patching import conflicts, registered
-from liger_multi.patching.changes import apply_swap, restore_class
+from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.branches import Outcomes
 from liger_multi.patching.evidence.probe import (
     HUGE,
@@ -49,7 +49,7 @@ from liger_multi.patching.norms.kinds import (
     NormKind,
 )
 from liger_multi.patching.options import Options, Request
-from liger_multi.patching.report import PatchReport, Skipped
+from liger_multi.patching.report import Skipped
 from liger_multi.patching.swap import Swap, stock_class, unpatched_class
 
 
@@ -442,21 +442,22 @@ def _equal(stock: Tensor, ours: Tensor, exact: bool) -> bool:
     return same and torch.allclose(stock, ours, rtol=rtol, atol=atol)
 
 
-def find_norm(report: PatchReport, request: Request, path: str, module: nn.Module) -> None:
+def find_norms(model: nn.Module, request: Request) -> Iterator[Change]:
     """Norms, and activations that are one operator."""
-    likely = looks_like_norm(module)
-    if likely is None:
-        return
-    overridden = conflicts.of_module(module)
-    found = overridden or norm_settings(module, likely)
-    op = likely if isinstance(found, str) else found.kind.op
-    options = request.get(op)
-    if options is None:
-        restore_class(report, path, module)
-    elif isinstance(found, str):
-        if overridden or (found != NO_NORM and worth_a_line(likely)):
-            report.skipped.append(Skipped(path, op, found))
-    else:
-        settings = replace(found, options=options)
-        swap = Swap(op, stock_class(module), FusedNorm, settings)
-        apply_swap(report, path, module, swap, settings.shown, options.shown())
+    for path, module in model.named_modules():
+        likely = looks_like_norm(module)
+        if likely is None:
+            continue
+        overridden = conflicts.of_module(module)
+        found = overridden or norm_settings(module, likely)
+        op = likely if isinstance(found, str) else found.kind.op
+        options = request.get(op)
+        if options is None:
+            yield Restore(path, module)
+        elif isinstance(found, str):
+            if overridden or (found != NO_NORM and worth_a_line(likely)):
+                yield Skipped(path, op, found)
+        else:
+            settings = replace(found, options=options)
+            swap = Swap(op, stock_class(module), FusedNorm, settings)
+            yield Replace(path, module, swap, settings.shown, options.shown())

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi.arguments import cache_parameter, has_cache
+from liger_multi.patching.changes import Change, Replace
 from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.probe import (
     Watch,
@@ -36,9 +37,9 @@ from liger_multi.patching.evidence.signature import code_holds, globally_hooked,
 from liger_multi.patching.lora.fused import SharedInput, in_one
 from liger_multi.patching.norms.fused import FusedNorm, NormSettings, Rotation, apply_rotated
 from liger_multi.patching.options import ROTATED, Options, Request
-from liger_multi.patching.report import Entry, PatchReport, Skipped
+from liger_multi.patching.report import Skipped
 from liger_multi.patching.rotary import FusedRotary, Rotary, recognized, rotary_calls
-from liger_multi.patching.swap import Patched, Swap, apply, made_class, swapped, unpatched_class
+from liger_multi.patching.swap import Patched, Swap, made_class, swapped, unpatched_class
 from liger_multi.patching.watch import executed
 
 NORMS = (
@@ -494,7 +495,7 @@ def _as(
             part.__class__ = kind
 
 
-def find_rotated(report: PatchReport, request: Request, model: nn.Module) -> None:
+def find_rotated_norms(model: nn.Module, request: Request) -> Iterator[Change]:
     """Norms of queries and keys that are computed with their rotation, where both are served."""
     options, probed = _rotated_options(request), Probed()
     for path, module in model.named_modules():
@@ -508,14 +509,13 @@ def find_rotated(report: PatchReport, request: Request, model: nn.Module) -> Non
             swap = replace(held, around=AROUND[held.around], around_settings=settings)
             found = probed.refusal(module, made_class(swap), names)
             if found is None:
-                status, name = apply(module, swap), swap.stock.__name__
-                entry = Entry(path, ROTATED, name, ROTATED, options.shown(), status)
-                report.entries.append(entry)
+                yield Replace(path, module, swap, ROTATED, options.shown(), op=ROTATED)
                 continue
         if held.around in APART:
-            apply(module, replace(held, around=APART[held.around], around_settings=None))
+            apart = replace(held, around=APART[held.around], around_settings=None)
+            yield Replace(path, module, apart)
         if found is not None and ROTATED in request.named:  # else both run, one after the other
-            report.skipped.append(Skipped(path, ROTATED, found))
+            yield Skipped(path, ROTATED, found)
 
 
 def _rotated_options(request: Request) -> Any:

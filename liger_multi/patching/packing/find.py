@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import nn
 
 from liger_multi.patching import conflicts
-from liger_multi.patching.changes import apply_swap, restore_class
+from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.options import MIXER_OPS, PACKING, Request
 from liger_multi.patching.packing.checked import CheckedModel, CheckSettings, checked, forget
 from liger_multi.patching.packing.hybrids import PackedModel, SeparateModel, TellingModel, packing
-from liger_multi.patching.report import PatchReport
 from liger_multi.patching.swap import Patched, Swap, unpatched_class
 
 
-def find_packed(report: PatchReport, request: Request, model: nn.Module) -> None:
+def find_packed(model: nn.Module, request: Request) -> Iterator[Change]:
     """Models that tell mixers which sample a token belongs to, refuse packed rows, or are tried."""
     found = packing(model) if any(request.get(op) is not None for op in MIXER_OPS) else {}
     refuses = any(swap.behavior is SeparateModel for swap in found.values())
@@ -27,9 +27,9 @@ def find_packed(report: PatchReport, request: Request, model: nn.Module) -> None
         swap = found.get(path)
         if swap is not None and not conflicts.of_module(module):
             forget(module)
-            apply_swap(report, path, module, swap, _PACKED[swap.behavior], {})
+            yield Replace(path, module, swap, _PACKED[swap.behavior], {})
         elif _is_packed(module):
-            restore_class(report, path, module)
+            yield Restore(path, module)
 
 
 _PACKED: dict[type[Patched], str] = {

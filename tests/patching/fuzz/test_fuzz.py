@@ -26,7 +26,7 @@ from fuzz_logits_compare import Fuzzer
 from fuzz_logits_run import Program, models, statements
 
 from liger_multi._torch_private import function_apply_code
-from liger_multi.patching.head import lazy_tensor
+from liger_multi.patching.head import storage
 from liger_multi.patching.head.loss import SWAPS
 from tests.models import FusedCalls
 
@@ -83,7 +83,7 @@ def test_eager(seed, fused):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_eager_where_lazy_logits_stay_what_they_are(seed, fused, monkeypatch):
     """As they do before PyTorch 2.11."""
-    monkeypatch.setattr(lazy_tensor, "SWAPS", False)
+    monkeypatch.setattr(storage, "SWAPS", False)
     judge_all(run(seed, 200, fused=fused))
 
 

@@ -1,6 +1,7 @@
 """Train a GPT of Megatron-Core on a CPU.
 
-``python -m tests.trainers.runs.megatron_cpu`` and its arguments do it. Megatron-Core is a library without a command. This is the loop that a user writes: the local
+``python -m tests.trainers.runs.megatron_cpu`` and its arguments do it.
+Megatron-Core is a library without a command. This is the loop that a user writes: the local
 specification, which needs no Transformer Engine, tensor parallel over the processes of
 ``torchrun``, and with ``--parts`` the call for Liger-Kernel. Megatron-Core asks CUDA for the
 current device; here that is the CPU.
