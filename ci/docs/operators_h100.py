@@ -8,6 +8,8 @@ from benchmarks import store
 from ci.docs import benchmarks, performance
 from ci.docs.benchmarks import Row
 from ci.docs.blocks import filled
+from liger_multi.dispatch.registry import operators
+from liger_multi.testing import samples
 
 CARD = store.DEVICES["h100"]
 PEERS = {
@@ -90,7 +92,11 @@ def every() -> str:
         return ""
     used = [one.data for rows in found.values() for one in rows.values()]
     shown = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return f"{performance.provenance(used)}\n\n{shown}"
+    lacking = sorted({samples.public(op) for op in operators()} - {op for op, _ in found})
+    names = ", ".join(f"`{op}`" for op in lacking)
+    return f"{performance.provenance(used)}\n\n{shown}" + f"\n\nNot measured: {names}." * bool(
+        names
+    )
 
 
 BLOCKS: dict[str, Callable[[], str]] = {"operators-h100": every}
