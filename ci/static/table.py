@@ -511,7 +511,7 @@ def block(name: str, rows: Sequence[Row]) -> list[str]:
 
 def page(arch: str, blocks: Mapping[str, Sequence[str]]) -> str:
     """The baseline of a target, of the lines of its kernels."""
-    out = [f"# {arch}, triton {triton.__version__}: made by `make baseline`"]
+    out = [f"# {arch}, triton {triton.__version__}: made by `make static ARGS=--write`"]
     for name in sorted(blocks):
         out += ["", *blocks[name]]
     return "\n".join(out) + "\n"

@@ -18,9 +18,7 @@ from liger_multi.testing.samples import Tensor as T
 
 def pointwise(name: str, family: str = "activations") -> Op:
     """An operator ``y = f(x)``; traced by compilers, which fuse it with its neighbors."""
-    op = Op(
-        name, family=family, compile="trace", rows=("x", "dy"), bitwise=bitwise(PER_ROW, "x y", 1)
-    )
+    op = Op(name, family=family, compile="trace", rowwise=True, bitwise=bitwise(PER_ROW, "x y", 1))
 
     @op.forward(returns="y")
     def forward(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from liger_multi import checks
 from liger_multi.dispatch.op import OPS, Op
-from liger_multi.dispatch.primitive import may_overwrite
+from liger_multi.dispatch.resolve import may_overwrite
 from liger_multi.ops.cross_entropy import writable_rows
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -42,7 +42,7 @@ def declare(op: Op) -> None:
         )
 
     residuals = "lse lse_low teacher_lse teacher_lse_low slope"
-    op.forward(returns=f"loss {residuals}", residuals=residuals)(forward)
+    op.forward(returns="loss", residuals=residuals)(forward)
     op.backward(
         reads=f"dloss student teacher target {residuals} beta form teacher_form scale "
         "ignore_index reduction",

@@ -49,14 +49,14 @@ def declare(op: Op) -> None:
             statistics(like, ()),
         )
 
-    op.forward(returns=f"loss {GRADIENTS}", residuals=GRADIENTS)(forward)
+    op.forward(returns="loss", residuals=GRADIENTS)(forward)
     op.backward(
         reads=f"dloss {' '.join(f'{name}?' for name in CONSUMED)} {GRADIENTS} beta scale "
         "ignore_index reduction chunk budget accumulate compute_dtype compact needs_hidden "
         "needs_weight needs_bias hidden_dtype weight_dtype bias_dtype",
         returns="dhidden dweight dbias",
         not_saved=lambda reduction: () if reduction == "none" else CONSUMED,
-        rule=head.gradients,
+        shapes=head.gradients,
     )
 
 

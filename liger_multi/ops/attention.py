@@ -3,7 +3,6 @@
 Windows, packing, padding and global tokens become such ranges.
 """
 
-import importlib
 from typing import Any, Optional
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.dispatch.primitive import LIBRARY
+from liger_multi.dispatch.torch_ops import LIBRARY
 from liger_multi.ops._samples import each_frozen, frozen
 from liger_multi.ops._work import Options, Shapes, Work, visible_pairs
 from liger_multi.testing.samples import Sample
@@ -30,7 +29,7 @@ def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:
     return like.new_empty(like.shape[0], length, heads, size).transpose(1, 2)
 
 
-@op.forward(returns="y lse", residuals="lse")
+@op.forward(returns="y", residuals="lse")
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
     causal: bool, scale: float, softcap: float,
@@ -57,18 +56,21 @@ def gradients_of_heads(**given: Any) -> tuple[Tensor, ...]:
 op.backward(
     reads="dy q k v sinks ranges y lse causal scale softcap",
     returns="dq dk dv dsinks",
-    rule=gradients_of_heads,
+    shapes=gradients_of_heads,
 )
 
 
 # --- ranges of keys ---
 
+
+def _looked_at(ranges: Tensor, keys: int) -> Tensor:
+    from liger_multi.reference.attention.attention import looked_at
+
+    return looked_at(ranges, keys)
+
+
 LIBRARY.define("looked_at_ranges(Tensor ranges, SymInt keys) -> Tensor")
-LIBRARY.impl(
-    "looked_at_ranges",
-    importlib.import_module("liger_multi.reference.attention.attention").looked_at,
-    "CompositeExplicitAutograd",
-)
+LIBRARY.impl("looked_at_ranges", _looked_at, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "liger_multi::looked_at_ranges", lambda ranges, keys: torch.empty_like(ranges), lib=LIBRARY
 )

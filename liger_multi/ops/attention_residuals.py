@@ -19,7 +19,7 @@ op = Op(
 )
 
 
-@op.forward(returns="y p rstd", residuals="p rstd")
+@op.forward(returns="y", residuals="p rstd")
 def forward(
     blocks: Tensor, query: Tensor, weight: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,7 +32,7 @@ def forward(
 op.backward(
     reads="dy blocks query weight p rstd",
     returns="dblocks dquery dweight",
-    beside={"weight": "query"},
+    shapes={"weight": lambda weight, query: query.new_empty(0) if weight is None else weight},
 )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.dispatch.primitive import may_overwrite
+from liger_multi.dispatch.resolve import may_overwrite
 from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -79,9 +79,8 @@ def named(
 
 
 @op.forward(
-    returns=f"{RETURNS} lse_low denominators",
+    returns=RETURNS,
     residuals="lse_low denominators",
-    non_differentiable=RETURNS.removeprefix("loss "),
 )
 def forward(
     logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
@@ -107,12 +106,11 @@ inplace_op = Op(
     bitwise=bitwise(
         PER_ROW,
         "logits target loss z_loss token_accuracy predicted_tokens log_prob entropy lse",
-        reference="no",
     ),
 )
 
 
-@inplace_op.forward(returns=RETURNS, non_differentiable=RETURNS.removeprefix("loss "))
+@inplace_op.forward(returns=RETURNS)
 def forward_inplace(
     logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
     label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,

@@ -16,8 +16,7 @@ from liger_multi.testing.samples import Tensor as T
 op = Op(
     "dyt",
     family="norms",
-    rows=("x", "dy"),
-    replicated=("alpha", "weight", "bias"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x y", 1),
 )
 

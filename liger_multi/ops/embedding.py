@@ -27,8 +27,7 @@ def forward(
 op.backward(
     reads="dy index classes padding_idx scale",
     returns="dweight",
-    shapes={"weight": lambda dy, classes: (classes, dy.shape[1])},
-    beside={"weight": "dy"},
+    shapes={"weight": lambda dy, classes: dy.new_empty((classes, dy.shape[1]))},
 )
 
 

@@ -25,8 +25,8 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 op = Op(
-    "fused_add_rms_norm", family="norms", rows=("x", "residual", "dy", "new_residual", "rstd"),
-    replicated=("weight",), bitwise=bitwise(PER_ROW, "x residual y new_residual rstd", 1),
+    "fused_add_rms_norm", family="norms", rowwise=True,
+    bitwise=bitwise(PER_ROW, "x residual y new_residual rstd", 1),
 )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ class QuantizedAddRMSNormOutput(NamedTuple):
     quantized: Float8Rows
 
 
-@op.forward(returns="y new_residual rstd", residuals="rstd")
+@op.forward(returns="y new_residual", residuals="rstd")
 def forward(
     x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,9 +35,8 @@ op = Op(
 
 
 @op.forward(
-    returns=f"{RETURNS} lse_low hidden_gradient weight_gradient bias_gradient denominators",
+    returns=RETURNS,
     residuals="lse_low hidden_gradient weight_gradient bias_gradient denominators",
-    non_differentiable=RETURNS.removeprefix("loss "),
 )
 def forward(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor],
@@ -77,7 +76,7 @@ op.backward(
     not_saved=lambda reduction: (
         () if reduction == "none" else ("hidden", "weight", "bias", "class_weight")
     ),
-    rule=head.gradients,
+    shapes=head.gradients,
 )
 
 

@@ -31,7 +31,7 @@ class LogProbOutput(NamedTuple):
     argmax: Tensor | None = None
 
 
-@op.forward(returns=" ".join((*OUTPUTS, "lse_low")), non_differentiable="argmax lse_low")
+@op.forward(returns=" ".join((*OUTPUTS, "lse_low")))
 def forward(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor], ignore_index: int,
     softcap: Optional[float], logit_scale: float, chunk: int, budget: int, accumulate: torch.dtype,
@@ -56,7 +56,7 @@ op.backward(
     reads="dlog_prob dentropy dlse hidden weight target bias entropy lse lse_low ignore_index "
     "softcap logit_scale chunk budget accumulate compute_dtype compact",
     returns="dhidden dweight dbias",
-    beside={"bias": "weight"},
+    shapes={"bias": lambda bias, weight: weight.new_empty(0) if bias is None else bias},
 )
 
 

@@ -24,7 +24,7 @@ op = Op(
 )
 
 
-@op.forward(returns="y gate_up order offsets", residuals="gate_up order offsets")
+@op.forward(returns="y", residuals="gate_up order offsets")
 def forward(
     x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
     gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor], activation: str, limit: float,
@@ -70,7 +70,7 @@ op.backward(
     "activation limit alpha up_offset interleaved transposed",
     returns="dx dgate_up_weight ddown_weight drouting dgate_up_bias ddown_bias",
     not_saved=_unread,
-    rule=_gradients,
+    shapes=_gradients,
 )
 
 

@@ -18,12 +18,11 @@ from liger_multi.testing.samples import Tensor as T
 
 op = Op(
     "fused_scaled_add_rms_norm", family="norms",
-    rows=("x", "residual", "dy", "new_residual", "rstd"), replicated=("weight",),
-    bitwise=bitwise(PER_ROW, "x residual y new_residual rstd", 1),
+    rowwise=True, bitwise=bitwise(PER_ROW, "x residual y new_residual rstd", 1),
 )  # fmt: skip
 
 
-@op.forward(returns="y new_residual rstd", residuals="rstd")
+@op.forward(returns="y new_residual", residuals="rstd")
 def forward(
     x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str,
     x_scale: float, residual_scale: float,

@@ -20,13 +20,12 @@ op = Op(
     "gated_mlp",
     family="activations",
     compile="trace",
-    rows=("x", "dy", "gate", "up"),
-    replicated=("gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias"),
+    rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x y gate up", 1),
 )
 
 
-@op.forward(returns="y gate up", residuals="gate up")
+@op.forward(returns="y", residuals="gate up")
 def forward(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
     gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
@@ -65,7 +64,7 @@ op.backward(
     reads="dy x? gate_weight? up_weight? down_weight gate up activation",
     returns="dx dgate_weight dup_weight ddown_weight dgate_bias dup_bias ddown_bias",
     not_saved=unread,
-    rule=_gradients,
+    shapes=_gradients,
 )
 
 

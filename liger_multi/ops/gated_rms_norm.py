@@ -19,13 +19,12 @@ ACTIVATIONS = ("silu", "sigmoid")
 op = Op(
     "gated_rms_norm",
     family="norms",
-    rows=("x", "gate", "dy", "rstd"),
-    replicated=("weight",),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x gate y rstd", 1),
 )
 
 
-@op.forward(returns="y rstd", residuals="rstd")
+@op.forward(returns="y", residuals="rstd")
 def forward(
     x: Tensor, gate: Optional[Tensor], weight: Optional[Tensor], eps: float, offset: float,
     casting: str, group_size: int, norm_first: bool, activation: str,

@@ -28,7 +28,7 @@ op = Op(
     "geglu",
     family="activations",
     compile="trace",
-    rows=("gate", "up", "dy"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "gate up y", 1),
 )
 

@@ -15,7 +15,7 @@ op = Op(
     "geglu_packed",
     family="activations",
     compile="trace",
-    rows=("gate_up", "dy"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "gate_up y", 1),
 )
 

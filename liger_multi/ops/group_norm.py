@@ -16,7 +16,7 @@ from liger_multi.testing.samples import Tensor as T
 op = Op("group_norm", family="norms", bitwise=bitwise(PER_ROW, "x y mean rstd"))
 
 
-@op.forward(returns="y mean rstd", residuals="mean rstd")
+@op.forward(returns="y", residuals="mean rstd")
 def forward(
     x: Tensor, num_groups: int, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,7 +30,7 @@ op.backward(
     reads="dy x num_groups weight mean rstd bias_dtype",
     returns="dx dweight dbias",
     shapes={"bias": lambda x: x.shape[1:2]},
-    added=("bias",),
+    additive=("bias",),
 )
 
 

@@ -17,8 +17,7 @@ _LIBRARY = "where registers are few, the vendor's library multiplies"
 op = Op(
     "hyper_connections",
     family="residuals",
-    rows=("x", "mixes", "rstd"),
-    replicated=("weight", "bias", "scale"),
+    rowwise=True,
     bitwise=bitwise(
         BY_PIECES, "x pre post mix mixes rstd", 2,
         backward=promise("repeat recompute", rows="rows", because={"cards": _LIBRARY}),
@@ -26,7 +25,7 @@ op = Op(
 )  # fmt: skip
 
 
-@op.forward(returns="pre post mix mixes rstd", residuals="mixes rstd")
+@op.forward(returns="pre post mix", residuals="mixes rstd")
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, iterations: int, rms_eps: float,
     eps: float, post_scale: float,

@@ -14,7 +14,7 @@ from liger_multi.testing.samples import Tensor as T
 op = Op(
     "hyper_connections_post",
     family="residuals",
-    rows=("x", "out", "post", "mix", "dy"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x out post mix y", 2),
 )
 

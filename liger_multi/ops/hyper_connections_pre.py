@@ -14,7 +14,7 @@ from liger_multi.testing.samples import Tensor as T
 op = Op(
     "hyper_connections_pre",
     family="residuals",
-    rows=("x", "pre", "dy"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x pre y", 2),
 )
 

@@ -34,7 +34,7 @@ class IndexerTopkOutput(NamedTuple):
     scores: Tensor
 
 
-@op.forward(returns="indices scores", non_differentiable="indices")
+@op.forward(returns="indices scores")
 def forward(
     q: Tensor, k: Tensor, w: Tensor, ranges: Optional[Tensor], topk: int, causal: bool,
     scale: float,

@@ -31,7 +31,7 @@ inplace_op = Op(
     "jsd_inplace",
     family="divergences",
     inplace="student",
-    bitwise=bitwise(PER_ROW, "student teacher target loss", reference="no"),
+    bitwise=bitwise(PER_ROW, "student teacher target loss"),
 )
 declare_inplace(inplace_op)
 

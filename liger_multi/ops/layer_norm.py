@@ -25,13 +25,12 @@ from liger_multi.testing.samples import Tensor as T
 op = Op(
     "layer_norm",
     family="norms",
-    rows=("x", "dy", "mean", "rstd"),
-    replicated=("weight", "bias"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x y mean rstd", 1),
 )
 
 
-@op.forward(returns="y mean rstd", residuals="mean rstd")
+@op.forward(returns="y", residuals="mean rstd")
 def forward(
     x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,7 +44,7 @@ BACKWARD: dict[str, Any] = {
     "reads": "dy x weight mean rstd bias_dtype",
     "returns": "dx dweight dbias",
     "shapes": {"bias": lambda x: x.shape[-1:]},
-    "added": ("bias",),
+    "additive": ("bias",),
     "values_for": {"weight": "x"},
 }
 op.backward(**BACKWARD)

@@ -9,7 +9,7 @@ from torch.nn import functional
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.dispatch.primitive import by_rows
+from liger_multi.dispatch.resolve import by_rows
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -19,8 +19,7 @@ op = Op(
     "linear",
     family="activations",
     compile="trace",
-    rows=("x", "dy"),
-    replicated=("weight", "bias"),
+    rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x y", 1),
 )
 
@@ -50,7 +49,7 @@ def _gradients(**given: Any) -> tuple[Tensor, ...]:
 
 
 op.backward(
-    reads="dy x? weight?", returns="dx dweight dbias", not_saved=_unread, rule=_gradients
+    reads="dy x? weight?", returns="dx dweight dbias", not_saved=_unread, shapes=_gradients
 )  # fmt: skip
 
 

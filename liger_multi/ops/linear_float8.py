@@ -16,11 +16,12 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 CODES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+SMALLEST = 2**22 + 1
+"""Elements of a weight below which a layer gains nothing in FP8."""
 op = Op(
     "linear_float8",
     family="float8",
-    rows=("x", "dy", "codes", "codes_scale"),
-    replicated=("weight", "bias", "weight_scale", "weight_codes"),
+    rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x y x_codes x_scale codes codes_scale", 1),
 )
 
@@ -39,9 +40,7 @@ class LinearFloat8Output(NamedTuple):
     quantized: Float8Rows
 
 
-@op.forward(
-    returns="y x_codes x_scale scale", residuals="scale", non_differentiable="x_codes x_scale"
-)
+@op.forward(returns="y x_codes x_scale", residuals="scale")
 def forward(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], weight_scale: Optional[Tensor],
     codes: Optional[Tensor], codes_scale: Optional[Tensor], weight_codes: Optional[Tensor],
@@ -75,7 +74,7 @@ def _gradients(**given: Any) -> tuple[Tensor, ...]:
 
 op.backward(
     reads="dy x? weight? weight_scale weight_codes scale weight_dtype", returns="dx dweight dbias",
-    not_saved=_unread, rule=_gradients,
+    not_saved=_unread, shapes=_gradients,
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
-from liger_multi.dispatch.early import Early, empty_of
+from liger_multi.dispatch.early_save import EarlySave, empty_of
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._float8 import OUTPUTS
 from liger_multi.ops._work import Options, Shapes, Work
@@ -32,17 +32,12 @@ _OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("bias", "a"
 op = Op(
     "lora_mlp",
     family="adapters",
-    rows=("x", "y", "dy", "gate", "up", "codes", "codes_scale"),
-    replicated=[
-        f"{layer}_{part}"
-        for layer in LAYERS
-        for part in ("weight", "weight_scale", "bias", "a", "b")
-    ],
+    rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x y gate up codes codes_scale", 1),
 )
 
 
-@op.forward(returns="y gate up", residuals="gate up")
+@op.forward(returns="y", residuals="gate up")
 def forward(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
     gate_a: Optional[Tensor], gate_b: Optional[Tensor], up_a: Optional[Tensor],
@@ -234,7 +229,7 @@ def _rest(handed: tuple[Tensor, Tensor], *given: Any) -> Tensor:
     return _layers(inner, given, (2,), None, None)[0]
 
 
-_early = Early(op, _first, _rest)
+_early = EarlySave(op, _first, _rest)
 
 
 def _case(

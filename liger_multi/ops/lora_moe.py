@@ -32,7 +32,7 @@ op = Op(
 )
 
 
-@op.forward(returns="y gate_up order offsets", residuals="gate_up order offsets")
+@op.forward(returns="y", residuals="gate_up order offsets")
 def forward(
     x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
     gate_up_a: Optional[Tensor], gate_up_b: Optional[Tensor], down_a: Optional[Tensor],
@@ -81,7 +81,7 @@ op.backward(
     "interleaved transposed",
     returns="dx drouting dgate_up_a dgate_up_b ddown_a ddown_b",
     not_saved=_unread,
-    rule=_gradients,
+    shapes=_gradients,
 )
 
 

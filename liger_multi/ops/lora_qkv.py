@@ -26,8 +26,7 @@ _OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("weight", "
 op = Op(
     "lora_qkv",
     family="adapters",
-    rows=("x", "low", *LAYERS, *(f"d{layer}" for layer in LAYERS), "codes", "codes_scale"),
-    replicated=(*_OPTIONAL, *(f"{layer}_weight_scale" for layer in LAYERS)),
+    rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x q k v low codes codes_scale", 1),
 )
 
@@ -40,7 +39,7 @@ class LoraQKVOutput(NamedTuple):
     v: Tensor | None
 
 
-@op.forward(returns="q k v low", residuals="low")
+@op.forward(returns="q k v", residuals="low")
 def forward(
     x: Tensor, q_weight: Optional[Tensor], k_weight: Optional[Tensor], v_weight: Optional[Tensor],
     q_a: Optional[Tensor], q_b: Optional[Tensor], k_a: Optional[Tensor], k_b: Optional[Tensor],
@@ -73,7 +72,7 @@ op.backward(
     reads="dq dk dv x q_weight k_weight v_weight q_a q_b k_a k_b v_a v_b low q_scale k_scale "
     "v_scale q_weight_scale k_weight_scale v_weight_scale",
     returns="dx dq_a dq_b dk_a dk_b dv_a dv_b",
-    rule=_gradients,
+    shapes=_gradients,
 )
 
 

@@ -17,8 +17,7 @@ from liger_multi.testing.samples import Tensor as T
 op = Op(
     "lora_update",
     family="adapters",
-    rows=("base", "x", "dy"),
-    replicated=("a", "b"),
+    rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x base y", 1),
 )
 
@@ -29,7 +28,7 @@ def forward(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tens
     return base.new_empty(base.shape)
 
 
-op.backward(reads="dy x a b scale", returns="dx da db", identity_grads={"base": "y"})
+op.backward(reads="dy x a b scale", returns="dx da db", same_grad_as={"base": "y"})
 
 
 def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float = 1.0) -> Tensor:

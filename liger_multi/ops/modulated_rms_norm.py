@@ -30,7 +30,7 @@ op = Op(
 )
 
 
-@op.forward(returns="y rstd", residuals="rstd")
+@op.forward(returns="y", residuals="rstd")
 def forward(
     x: Tensor, scale: Tensor, shift: Optional[Tensor], weight: Optional[Tensor], eps: float,
     offset: float, casting: str,
@@ -46,7 +46,7 @@ op.backward(
     reads="dy x scale shift_dtype weight rstd offset casting",
     returns="dx dscale dshift dweight",
     shapes={"shift": "scale"},
-    added=("shift",),
+    additive=("shift",),
 )
 
 

@@ -19,7 +19,7 @@ def _length(size: int, kernel: int, stride: int, padding: int, dilation: int) ->
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 
-@op.forward(returns="y p", residuals="p")
+@op.forward(returns="y", residuals="p")
 def forward(
     scores: Tensor, weight: Tensor, bias: Optional[Tensor], stride: int, padding: int,
     dilation: int, groups: int, sparse: bool,

@@ -15,7 +15,7 @@ from liger_multi.testing.samples import Tensor as T
 op = Op("neighborhood_attention", family="attention", bitwise=bitwise(PER_ROW, "q k v y lse"))
 
 
-@op.forward(returns="y lse", residuals="lse")
+@op.forward(returns="y", residuals="lse")
 def forward(
     q: Tensor, k: Tensor, v: Tensor, reach: int, dilation: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -26,7 +26,7 @@ def forward(
 
 
 op.backward(
-    reads="dy q k v y lse reach dilation scale", returns="dq dk dv", rule=gradients_of_heads
+    reads="dy q k v y lse reach dilation scale", returns="dq dk dv", shapes=gradients_of_heads
 )
 
 

@@ -17,13 +17,12 @@ from liger_multi.testing.samples import Tensor as T
 op = Op(
     "poly_norm",
     family="norms",
-    rows=("x", "dy", "rstd"),
-    replicated=("weight", "bias"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x y rstd", 1),
 )
 
 
-@op.forward(returns="y rstd", residuals="rstd")
+@op.forward(returns="y", residuals="rstd")
 def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tuple[Tensor, Tensor]:
     """Shape rule."""
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -35,7 +34,7 @@ op.backward(
     reads="dy x weight rstd bias_dtype",
     returns="dx dweight dbias",
     shapes={"bias": lambda x: (1,)},
-    added=("bias",),
+    additive=("bias",),
     values_for={"weight": "x"},
 )
 

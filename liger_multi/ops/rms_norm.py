@@ -26,13 +26,12 @@ FACTOR = "factor"
 op = Op(
     "rms_norm",
     family="norms",
-    rows=("x", "dy", "rstd"),
-    replicated=("weight",),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x y rstd", 1),
 )
 
 
-@op.forward(returns="y rstd", residuals="rstd")
+@op.forward(returns="y", residuals="rstd")
 def forward(
     x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ def gradients(**given: Any) -> tuple[Tensor, ...]:
     )
 
 
-@op.forward(returns="y rstd", residuals="rstd")
+@op.forward(returns="y", residuals="rstd")
 def forward(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float, casting: str,
     rope_casting: str, head_axis: int, x_order: str,
@@ -49,7 +49,7 @@ def forward(
 op.backward(
     reads="dy x weight cos sin rstd offset casting rope_casting head_axis x_order",
     returns="dx dweight",
-    rule=gradients,
+    shapes=gradients,
     values_for={"weight": "x"},
 )
 

@@ -48,7 +48,7 @@ op.backward(
     reads="dq_out dk_out cos sin style head_axis rotary_dim casting q_order k_order q_dtype "
     "k_dtype",
     returns="dq dk",
-    rule=gradients,
+    shapes=gradients,
 )
 
 

@@ -34,7 +34,7 @@ def forward(
 op.backward(
     reads="dq_out dk_out freqs head_axis rotary_dim q_order k_order q_dtype k_dtype",
     returns="dq dk",
-    rule=_rotary.gradients,
+    shapes=_rotary.gradients,
 )
 
 

@@ -37,7 +37,7 @@ op.backward(
     reads="dq_out dk_out inv_freq position_ids scaling sections chunked style head_axis casting "
     "q_order k_order q_dtype k_dtype",
     returns="dq dk",
-    rule=_rotary.gradients,
+    shapes=_rotary.gradients,
 )
 
 

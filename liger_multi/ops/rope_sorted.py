@@ -37,7 +37,7 @@ def forward(
 op.backward(
     reads="dq_out dk_out cos sin head_axis rotary_dim casting q_order k_order q_dtype k_dtype",
     returns="dq dk",
-    rule=_rotary.gradients,
+    shapes=_rotary.gradients,
 )
 
 

@@ -17,7 +17,7 @@ op = Op(
 )
 
 
-@op.forward(returns="log_prob lse lse_low", residuals="lse lse_low")
+@op.forward(returns="log_prob", residuals="lse lse_low")
 def forward(
     logits: Tensor, index: Tensor, scale: float, ignore_index: int, validate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

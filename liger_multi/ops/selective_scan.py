@@ -23,7 +23,7 @@ op = Op(
 )
 
 
-@op.forward(returns="y final_state states", residuals="states")
+@op.forward(returns="y final_state", residuals="states")
 def forward(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
     z: Optional[Tensor], delta_bias: Optional[Tensor], initial_state: Optional[Tensor],

@@ -9,7 +9,7 @@ from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("softmax", family="cross_entropy", rows=("x", "dy"), bitwise=bitwise(PER_ROW, "x y", 1))
+op = Op("softmax", family="cross_entropy", rowwise=True, bitwise=bitwise(PER_ROW, "x y", 1))
 
 
 @op.forward(returns="y")

@@ -38,7 +38,7 @@ def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:
     return like.new_empty(like.shape[0], length, heads, size).transpose(1, 2)
 
 
-@op.forward(returns="y weights lse", residuals="lse", non_differentiable="weights")
+@op.forward(returns="y weights", residuals="lse")
 def forward(
     q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, value_dim: int, scale: float,
     output_weights: bool,
@@ -63,7 +63,7 @@ def gradients(**given: Any) -> tuple[Tensor, ...]:
 
 
 op.backward(
-    reads="dy q k v indices y lse value_dim scale", returns="dq dk dv", rule=gradients
+    reads="dy q k v indices y lse value_dim scale", returns="dq dk dv", shapes=gradients
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._work import elementwise
 from liger_multi.ops.softmax import along, samples_of
 
-op = Op("sparsemax", family="cross_entropy", rows=("x", "dy"), bitwise=bitwise(PER_ROW, "x y", 1))
+op = Op("sparsemax", family="cross_entropy", rowwise=True, bitwise=bitwise(PER_ROW, "x y", 1))
 
 
 @op.forward(returns="y")

@@ -26,7 +26,7 @@ op = Op(
     "swiglu",
     family="activations",
     compile="trace",
-    rows=("gate", "up", "dy"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "gate up y", 1),
 )
 

@@ -17,7 +17,7 @@ op = Op(
     "swiglu_clamped",
     family="activations",
     compile="trace",
-    rows=("gate", "up", "dy"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "gate up y", 1),
 )
 

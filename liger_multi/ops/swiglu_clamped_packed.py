@@ -17,7 +17,7 @@ op = Op(
     "swiglu_clamped_packed",
     family="activations",
     compile="trace",
-    rows=("gate_up", "dy"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "gate_up y", 1),
 )
 

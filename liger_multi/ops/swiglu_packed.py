@@ -12,7 +12,7 @@ op = Op(
     "swiglu_packed",
     family="activations",
     compile="trace",
-    rows=("gate_up", "dy"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "gate_up y", 1),
 )
 

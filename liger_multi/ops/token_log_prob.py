@@ -20,7 +20,7 @@ op = Op(
 )
 
 
-@op.forward(returns=" ".join((*OUTPUTS, "lse_low")), non_differentiable="argmax lse_low")
+@op.forward(returns=" ".join((*OUTPUTS, "lse_low")))
 def forward(
     logits: Tensor, target: Tensor, ignore_index: int, softcap: Optional[float], logit_scale: float,
     validate: bool, outputs: str,

@@ -86,7 +86,7 @@ def test_every_kernel_has_its_rows():
     """The committed table is made of today's kernels and launches."""
     stale = static_table.stale()
     said = "\n".join(f"{name}: {why}" for name, why in stale.items())
-    assert not stale, f"run `make baseline`:\n{said}"
+    assert not stale, f"run `make static ARGS=--write`:\n{said}"
 
 
 def test_the_committed_table_has_every_target_and_variant():

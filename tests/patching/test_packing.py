@@ -20,8 +20,8 @@ transformers = pytest.importorskip("transformers")
 import liger_multi
 from liger_multi.errors import PackingError, PatchError
 from liger_multi.patching import patch, unpatch
-from liger_multi.patching.recognize import packing as trials
-from liger_multi.patching.replace.packing import CheckedModel
+from liger_multi.patching.packing import trial as trials
+from liger_multi.patching.packing.checked import CheckedModel
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import build
 
@@ -41,15 +41,15 @@ def tokens(rows=1, length=TOKENS, seed=1):
 @pytest.fixture
 def counted(monkeypatch):
     """Forms that were tried."""
-    from liger_multi.patching.replace import packing
+    from liger_multi.patching.packing import checked as checked_packing
 
-    seen, trial = [], packing.trial
+    seen, trial = [], trials.trial
 
     def counting(*arguments):
         seen.append(trial(*arguments))
         return seen[-1]
 
-    monkeypatch.setattr(packing, "trial", counting)
+    monkeypatch.setattr(checked_packing, "trial", counting)
     return seen
 
 

@@ -522,6 +522,9 @@ def test_scans_of_transformers_are_ours(op, name):
     found = case(op, name)
     tensors = bench_cases.draw(found.sample, torch.device("cpu"), torch.float32)
     peer = bench_providers.find("transformers", found, torch.device("cpu"), torch.float32)
+    if function := bench_peers.missing(op):  # of older versions
+        assert peer == f"the installed transformers has no {function}"
+        pytest.skip(peer)
     right = FORMULAS[op](**tensors, **found.sample.options)
     torch.testing.assert_close(peer.call(**tensors), right)
 
