@@ -93,9 +93,8 @@ def every() -> str:
     shown = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     lacking = sorted({samples.public(op) for op in operators()} - {op for op, _ in found})
     names = ", ".join(f"`{op}`" for op in lacking)
-    return f"{performance.provenance(used)}\n\n{shown}" + f"\n\nNot measured: {names}." * bool(
-        names
-    )
+    text = f"{performance.provenance(used)}\n\n{shown}"
+    return f"{text}\n\nNot measured: {names}." if names else text
 
 
 BLOCKS: dict[str, Callable[[], str]] = {"operators-h100": every}
