@@ -183,7 +183,7 @@ def _case(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], label: str
     streams = all(n in aligned for n, v in values.items() if isinstance(v, torch.Tensor))
     streams = streams and all(
         kind == "constexpr" or label in aligned
-        for n in values if n == "cols" or n.endswith(("_stride", "_strides"))
+        for n in values if n in ("cols", "strides") or n.endswith(("_stride", "_strides"))
         for label, kind in _leaves(n, signature[n])
     )  # fmt: skip
     large = tuple(n for n, v in values.items() if isinstance(v, torch.Tensor) and v.dim() > 1)
