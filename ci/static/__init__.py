@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -104,6 +105,14 @@ class StaticCase:
     def name(self) -> str:
         """Name of the kernel."""
         return str(self.kernel.__name__)
+
+    def constant(self, name: str, default: int) -> int:
+        """A number among the constants, or among those that the kernel takes from a tuple."""
+        source = inspect.getsource(self.kernel.fn)
+        place = re.search(rf"^    {name}: tl\.constexpr = (\w+)\[(\d+)\]$", source, re.MULTILINE)
+        if place is not None:
+            return int(self.constants[place[1]][int(place[2])])
+        return int(self.constants.get(name, default))
 
     @property
     def identity(self) -> str:
