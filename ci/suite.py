@@ -25,8 +25,7 @@ from ci.npu import environment
 INTERPRETED = (
     "tests/ops/test_ops.py",
     "tests/ops/test_isolation.py",
-    "tests/ops/test_triton_calls.py",
-    "tests/kernels/test_triton_kernels.py",
+    *sorted(path.as_posix() for path in Path("tests").glob("*/test_triton*.py")),
 )
 COMPILED = "tests/kernels/test_static.py"
 ASCEND = ("tests/kernels/test_npu.py", "tests/kernels/test_npu_kernels.py", "tests/ops/test_ops.py")

@@ -305,7 +305,7 @@ TESTS = Path(__file__).parents[1]
 
 def test_no_test_chooses_a_port_and_releases_it():
     """Somebody else could take it before the ranks of the test do: they meet in a file."""
-    for path in [*TESTS.rglob("*.py"), *TESTS.parent.glob("examples/*.py")]:
+    for path in [*TESTS.rglob("test_*.py"), *TESTS.parent.glob("examples/*.py")]:
         text = path.read_text(encoding="utf-8")
         if path.name == Path(__file__).name:
             continue
@@ -314,7 +314,7 @@ def test_no_test_chooses_a_port_and_releases_it():
 
 def test_no_test_ends_a_process_that_is_only_slow():
     """The demo was given five minutes, and took more beside other work."""
-    for path in TESTS.rglob("*.py"):
+    for path in TESTS.rglob("test_*.py"):
         text = path.read_text(encoding="utf-8")
         found = re.findall(r"timeout=(\w[\w.]*)|\.join\((\d[\d.]*)\)", text)
         assert all(limit.endswith("PATIENCE") for limit, _ in found if limit), path.name
