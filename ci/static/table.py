@@ -135,7 +135,9 @@ def turn(arch: str) -> list[tuple[StaticCase, Variant]]:
 
 def wanted(ask: Ask) -> list[tuple[StaticCase, Variant]]:
     """The launches and variants that are asked for."""
-    pairs = {"full": full, "suite": suite, "turn": turn}[ask.which](ask.arch)
+    choices: dict[str, Callable[[str], Sequence[tuple[StaticCase, Variant]]]]
+    choices = {"full": full, "suite": suite, "turn": turn}
+    pairs = choices[ask.which](ask.arch)
     number, parts = ask.part
     return [p for p in pairs if re.search(ask.pattern, p[0].name)][number - 1 :: parts]
 
