@@ -191,13 +191,13 @@ def kernels(place: Place) -> Iterator[Row]:
         yield {"part": "kernels", "name": name, "shape": shape, "variant": "", "both_ms": found}
 
 
-CODED: dict[str, tuple[tuple[int, int], Callable[..., Any], int]] = {
-    "rms_norm": ((8192, 4096), ops.rms_norm, 1),
-    "fused_add_rms_norm": ((8192, 4096), ops.fused_add_rms_norm, 2),
-    "layer_norm": ((8192, 4096), ops.layer_norm, 1),
-    "swiglu": ((8192, 14336), ops.swiglu, 2),
-    "swiglu wide": ((8192, 18944), ops.swiglu, 2),
-    "geglu": ((8192, 14336), ops.geglu, 2),
+CODED: dict[str, tuple[tuple[int, int], str, int]] = {
+    "rms_norm": ((8192, 4096), "rms_norm", 1),
+    "fused_add_rms_norm": ((8192, 4096), "fused_add_rms_norm", 2),
+    "layer_norm": ((8192, 4096), "layer_norm", 1),
+    "swiglu": ((8192, 14336), "swiglu", 2),
+    "swiglu wide": ((8192, 18944), "swiglu", 2),
+    "geglu": ((8192, 14336), "geglu", 2),
 }
 """Shape, operator, and how many tensors of that shape it takes, by the name of a row."""
 
@@ -210,21 +210,21 @@ def codes(place: Place) -> Iterator[Row]:
     for name, (shape, op, count) in CODED.items():
         rows, cols = (64, 32) if place.tiny else shape
         given = [place.normal(rows, cols) for _ in range(count)]
-        kind = {"quantize": "float8_e4m3"}
+        run, with_codes = getattr(ops, op), getattr(ops, f"{op}_quantized")
 
-        def apart(op: Any = op, given: Any = given) -> Any:
+        def apart(op: Any = run, given: Any = given) -> Any:
             y = op(*given)
             y = getattr(y, "y", y)
             return y, to.rows(y, None, format)
 
-        def fused(op: Any = op, given: Any = given, kind: Any = kind) -> Any:
-            made = op(*given, **kind)
+        def fused(op: Any = with_codes, given: Any = given) -> Any:
+            made = op(*given)
             return made.y, made.quantized
 
-        def alone(op: Any = op, given: Any = given, kind: Any = kind) -> Any:
-            return op(*given, **kind, outputs=("quantized",)).quantized
+        def alone(op: Any = with_codes, given: Any = given) -> Any:
+            return op(*given, outputs=("quantized",)).quantized
 
-        def plain(op: Any = op, given: Any = given) -> Any:
+        def plain(op: Any = run, given: Any = given) -> Any:
             return op(*given)
 
         result, found = fused()  # another kernel's result may round a sum otherwise
@@ -250,8 +250,8 @@ def _one_by_one(x: Tensor, layers: Any, held: Any, finish: Callable[..., Any]) -
     """Layers in FP8 with adapters one after the other; those of one input share its codes."""
     made, rows = [], None
     for (_, a, b), weight in zip(layers, held, strict=True):
-        y, rows = ops.linear_float8(
-            x, weight.codes, weight_scale=weight.scale, quantized=rows, return_quantized=True
+        y, rows = ops.linear_float8_with_codes(
+            x, weight.codes, weight_scale=weight.scale, quantized=rows
         )
         made.append(ops.lora_update(y, x, a, b, scale=2.0))
     return finish(*made)
@@ -344,9 +344,9 @@ def mlp(place: Place) -> Iterator[Row]:
             ]
 
             def by_layers(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-                first, rows = ops.linear_float8(x, gate, return_quantized=True)
+                first, rows = ops.linear_float8_with_codes(x, gate)
                 second = ops.linear_float8(x, up, quantized=rows)
-                y, codes = ops.swiglu(first, second, quantize="float8_e4m3")
+                y, codes = ops.swiglu_quantized(first, second)
                 assert y is not None
                 return ops.linear_float8(y, down, quantized=codes)
 

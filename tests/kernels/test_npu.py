@@ -95,7 +95,7 @@ def test_every_parameter_gets_its_gradient(op):
                 .requires_grad_(t.requires_grad)
                 for n, t in made.items()
             }  # fmt: skip
-            found = getattr(ops, samples.public(op))(**fake, **sample.options)
+            found = samples.call(op, **fake, **sample.options)
             parts = [found] if isinstance(found, torch.Tensor) else list(found)
             outs = [p for p in parts if isinstance(p, torch.Tensor) and p.requires_grad]
             assert outs, sample.name
@@ -500,7 +500,7 @@ def both_ways(op, device, dtype, tensors, options):
     """Results and gradients."""
     given = {n: t.to(device, dtype).requires_grad_() for n, t in tensors.items()}
     more = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in options.items()}
-    made = getattr(ops, op)(**given, **more, output_final_state=True)
+    made = samples.call(op, **given, **more, output_final_state=True)
     torch.autograd.backward(made, [torch.ones_like(t) / 8 for t in made])
     return [t.detach().cpu().double() for t in (*made, *(t.grad for t in given.values()))]
 

@@ -1,5 +1,6 @@
 """The gated delta rule beside what the common suite asks: extremes, packing, transformers' own."""
 
+import functools
 import inspect
 import itertools
 
@@ -10,11 +11,12 @@ from liger_multi import ops
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.backend import DeviceInfo
 from liger_multi.errors import DoubleBackwardError
-from liger_multi.testing import FORMULAS
+from liger_multi.testing import FORMULAS, samples
 from liger_multi.testing.tolerance import excess
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 FINAL, NORMED = {"output_final_state": True}, {"qk_l2norm": True}
+rule = functools.partial(samples.call, "gated_delta_rule")
 
 
 def given(
@@ -92,7 +94,7 @@ def test_extremes_equal_the_recurrence(change, dtype):
     change(tensors)
     right = trained(FORMULAS["gated_delta_rule"], tensors, **FINAL, **NORMED)
     narrow = {n: t.to(dtype) for n, t in tensors.items()}
-    found = trained(ops.gated_delta_rule, narrow, **FINAL, **NORMED)
+    found = trained(rule, narrow, **FINAL, **NORMED)
     for got, wanted in zip(found, right, strict=True):
         assert got.isfinite().all()
         error = (got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)
@@ -103,7 +105,7 @@ def test_a_large_initial_state():
     tensors = given(200)
     tensors["initial_state"] *= 100
     right = trained(FORMULAS["gated_delta_rule"], tensors, **FINAL, **NORMED)
-    near(trained(ops.gated_delta_rule, tensors, **FINAL, **NORMED), right)
+    near(trained(rule, tensors, **FINAL, **NORMED), right)
 
 
 @pytest.mark.parametrize("length", [8192, pytest.param(32768, marks=pytest.mark.slow)])
@@ -113,12 +115,10 @@ def test_long_sequences(length):
     tensors["g"] *= 0.1
     with torch.no_grad():
         right = FORMULAS["gated_delta_rule"](**tensors, **FINAL, **NORMED)
-        near(ops.gated_delta_rule(**tensors, **FINAL, **NORMED), right)
-    wide = trained(ops.gated_delta_rule, tensors, **FINAL, **NORMED)
+        near(rule(**tensors, **FINAL, **NORMED), right)
+    wide = trained(rule, tensors, **FINAL, **NORMED)
     narrow = {n: t.float() for n, t in tensors.items()}
-    for got, wanted in zip(
-        trained(ops.gated_delta_rule, narrow, **FINAL, **NORMED), wide, strict=True
-    ):
+    for got, wanted in zip(trained(rule, narrow, **FINAL, **NORMED), wide, strict=True):
         assert ((got - wanted).norm() / wanted.norm()) < 1e-5
 
 
@@ -212,15 +212,13 @@ def test_two_calls_that_hand_over_the_state_are_one():
     tensors = given(170, group=3)
 
     def parts(initial_state, **rest):
-        y, state = ops.gated_delta_rule(
+        y, state = rule(
             **{n: t[:, :77] for n, t in rest.items()}, initial_state=initial_state, **FINAL
         )
-        more, state = ops.gated_delta_rule(
-            **{n: t[:, 77:] for n, t in rest.items()}, initial_state=state, **FINAL
-        )
+        more, state = rule(**{n: t[:, 77:] for n, t in rest.items()}, initial_state=state, **FINAL)
         return torch.cat([y, more], 1), state
 
-    near(trained(parts, tensors), trained(ops.gated_delta_rule, tensors, **FINAL))
+    near(trained(parts, tensors), trained(rule, tensors, **FINAL))
 
 
 # --- transformers, and what callers may rely on ---
@@ -241,9 +239,7 @@ def fallback(q, k, v, **options):
 def test_equals_transformers(length):
     tensors = given(length, heads=2, group=2, size=16, dtype=torch.float32)
     right = trained(fallback, tensors, **FINAL, **NORMED)
-    for got, wanted in zip(
-        trained(ops.gated_delta_rule, tensors, **FINAL, **NORMED), right, strict=True
-    ):
+    for got, wanted in zip(trained(rule, tensors, **FINAL, **NORMED), right, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
@@ -261,7 +257,7 @@ def test_bf16_is_as_exact_as_transformers():
 
 def test_the_same_bits_every_time():
     tensors = given(150, heads=2, group=2, dtype=torch.float32)
-    runs = [trained(ops.gated_delta_rule, tensors, **FINAL, **NORMED) for _ in range(3)]
+    runs = [trained(rule, tensors, **FINAL, **NORMED) for _ in range(3)]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
@@ -281,9 +277,9 @@ def test_spans_and_blocks_change_nothing(monkeypatch):
     from liger_multi.reference.linear_attention import chunks
 
     tensors = given(1100, batch=2, heads=2, group=2)
-    whole = trained(ops.gated_delta_rule, tensors, **FINAL, **NORMED)
+    whole = trained(rule, tensors, **FINAL, **NORMED)
     monkeypatch.setattr(chunks, "BLOCK_BYTES", 1)
-    near(trained(ops.gated_delta_rule, tensors, **FINAL, **NORMED), whole)
+    near(trained(rule, tensors, **FINAL, **NORMED), whole)
 
 
 Q = torch.ones(1, 4, 2, 8)

@@ -1,5 +1,6 @@
 """Scans of Mamba beside what the common suite asks: extremes, packing, transformers' own."""
 
+import functools
 import inspect
 import itertools
 
@@ -9,7 +10,7 @@ from test_gated_delta_rule import near, trained
 
 from liger_multi import ops
 from liger_multi.errors import DoubleBackwardError
-from liger_multi.testing import FORMULAS
+from liger_multi.testing import FORMULAS, samples
 
 FINAL = {"output_final_state": True}
 
@@ -52,7 +53,7 @@ OPERATORS = pytest.mark.parametrize("op", SCANS)
 def scan(op):
     """The operator, its formula, what makes its tensors, and its options."""
     made, options = SCANS[op]
-    return getattr(ops, op), FORMULAS[op], made, options
+    return functools.partial(samples.call, op), FORMULAS[op], made, options
 
 
 def steps(tensors):
