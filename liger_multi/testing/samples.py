@@ -167,10 +167,11 @@ def contract(op: str) -> Any:
 
 def function(op: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     """The public function that returns what options ask for; it takes the tensors of a sample."""
-    module, name, options = contract(op), public(op), dict(options)
-    run = getattr(module, name)
+    ops = importlib.import_module(contract(op).__package__)  # where callers may have put their own
+    name, options = public(op), dict(options)
+    run = getattr(ops, name)
     for option in RICHER.keys() & options.keys():
-        richer = getattr(module, f"{name}_{RICHER[option]}", None)
+        richer = getattr(ops, f"{name}_{RICHER[option]}", None)
         if richer is None:
             continue
         value = options.pop(option)
