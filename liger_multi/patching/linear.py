@@ -91,9 +91,10 @@ def linear_refusal(layer: nn.Module) -> str | None:
         return None
     weight = _weight(layer)
     return reason.format(
-        kind=unpatched_class(layer).__name__, weight=type(weight).__name__,
+        kind=unpatched_class(layer).__name__,
+        weight=type(weight).__name__,
         dtype=getattr(weight, "dtype", None),
-    )  # fmt: skip
+    )
 
 
 class LinearByRows(Patched):

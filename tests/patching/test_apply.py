@@ -366,9 +366,14 @@ def test_transformers_of_diffusers():
     sizes = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32}
     torch.manual_seed(0)
     stock = diffusers.FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, axes_dims_rope=[4, 4, 8],
-        pooled_projection_dim=32, **sizes
-    )  # fmt: skip
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        axes_dims_rope=[4, 4, 8],
+        pooled_projection_dim=32,
+        **sizes,
+    )
     ours = copy.deepcopy(stock)
     report = patch(ours, **HEADLESS)
     assert report.count("layer_norm") == report.count("rms_norm") == 6
@@ -386,9 +391,14 @@ def test_transformers_of_diffusers():
 def test_encoders_of_sentence_transformers():
     library = pytest.importorskip("sentence_transformers")
     config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
-        vocab_size=99, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        vocab_size=99,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
 
     class Encoder(nn.Module):
         def __init__(self):
@@ -417,9 +427,14 @@ def test_transformers_of_timm(kind):
     more = {"mlp_layer": timm.layers.SwiGLU, "norm_layer": timm.layers.RmsNorm}
     torch.manual_seed(0)
     stock = timm.models.VisionTransformer(
-        img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5,
+        img_size=16,
+        patch_size=8,
+        embed_dim=32,
+        depth=2,
+        num_heads=2,
+        num_classes=5,
         **(more if kind == "gated" else {}),
-    )  # fmt: skip
+    )
     ours = copy.deepcopy(stock)
     report = patch(ours, **HEADLESS)
     assert report.count("layer_norm") + report.count("rms_norm") == 5

@@ -383,10 +383,12 @@ def test_hyper_connections_are_those_of_deepseek(dtype):
 )
 def test_what_does_not_fit_is_refused(change, error, said):
     given = {
-        "x": torch.zeros(4, 8), "gate_up_weight": torch.zeros(3, 8, 8),
-        "down_weight": torch.zeros(3, 8, 4), "index": torch.zeros(4, 2, dtype=torch.int64),
+        "x": torch.zeros(4, 8),
+        "gate_up_weight": torch.zeros(3, 8, 8),
+        "down_weight": torch.zeros(3, 8, 4),
+        "index": torch.zeros(4, 2, dtype=torch.int64),
         "routing": torch.zeros(4, 2),
-    }  # fmt: skip
+    }
     with pytest.raises(error, match=said):
         liger_multi.ops.fused_moe(**(given | change))
 
@@ -407,12 +409,16 @@ def test_what_does_not_fit_is_refused(change, error, said):
 def test_streams_that_do_not_fit_are_refused(op, change, error, said):
     given = {
         "hyper_connections": {
-            "weight": torch.zeros(8, 8), "bias": torch.zeros(8), "scale": torch.zeros(3),
+            "weight": torch.zeros(8, 8),
+            "bias": torch.zeros(8),
+            "scale": torch.zeros(3),
         },
         "hyper_connections_pre": {"pre": torch.zeros(3, 2)},
         "hyper_connections_post": {
-            "out": torch.zeros(3, 4), "post": torch.zeros(3, 2), "mix": torch.zeros(3, 2, 2),
+            "out": torch.zeros(3, 4),
+            "post": torch.zeros(3, 2),
+            "mix": torch.zeros(3, 2, 2),
         },
-    }[op]  # fmt: skip
+    }[op]
     with pytest.raises(error, match=said):
         getattr(liger_multi.ops, op)(**({"x": torch.zeros(3, 2, 4)} | given | change))

@@ -42,10 +42,16 @@ def pair(kind, dtype=torch.float32, **config):
     """An eager model and one with our attention, of the same weights."""
     name = CLASSES.get(kind, "GptOss")
     made = getattr(transformers, f"{name}Config")(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
         **{"attention_dropout": 0.0, **KINDS[kind], **config},
-    )  # fmt: skip
+    )
     made._attn_implementation = "eager"
     torch.manual_seed(0)
     eager = getattr(transformers, f"{name}ForCausalLM")(made).to(dtype)

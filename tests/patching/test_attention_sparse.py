@@ -310,9 +310,14 @@ def indexer_of(base, change):
 
     class Other(base):
         def forward(
-            self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids,
+            self,
+            hidden_states,
+            q_resid,
+            position_embeddings,
+            attention_mask,
+            position_ids,
             past_key_values=None,
-        ):  # fmt: skip
+        ):
             q = self.wq_b(q_resid).unflatten(-1, (self.n_heads, -1))
             k = self.wk(hidden_states)
             if past_key_values is not None:

@@ -136,9 +136,10 @@ def test_a_cache_is_never_tried_with(form):
 
     cache = frozen(transformers.DynamicCache(config=model.config), *WRITES)
     value = {
-        "wrapped": Wrapper(cache), "unknown": Unknown(),
+        "wrapped": Wrapper(cache),
+        "unknown": Unknown(),
         "legacy": ((torch.zeros(1, 2, 0, 16), torch.zeros(1, 2, 0, 16)),) * 2,
-    }.get(form, cache)  # fmt: skip
+    }.get(form, cache)
 
     def stop(module, args, kwargs):
         seen.append(kwargs)

@@ -441,9 +441,12 @@ torch.save(model, "model.pt")
     for script, code in ((save, FILE), (LOAD, FILE), (LOAD, FILE.replace(old, new))):
         file.write_text(code)
         done = subprocess.run(
-            [sys.executable, "-B", "-c", script], cwd=tmp_path, capture_output=True, text=True,
+            [sys.executable, "-B", "-c", script],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stderr
 
 

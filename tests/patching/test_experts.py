@@ -77,9 +77,11 @@ def test_experts_that_all_tokens_go_to():
 def muse_spark_experts():
     config = transformers.MuseSparkConfig().text_config
     for name, value in {
-        "hidden_size": 16, "moe_hidden_size": 16, "moe_intermediate_size": 12,
+        "hidden_size": 16,
+        "moe_hidden_size": 16,
+        "moe_intermediate_size": 12,
         "num_local_experts": 4,
-    }.items():  # fmt: skip
+    }.items():
         setattr(config, name, value)
     return weighted(modeling("muse_spark").MuseSparkExperts(config))
 
@@ -99,9 +101,10 @@ def test_experts_that_end_in_a_norm():
             own.post_expert_norm.register_forward_hook(lambda m, given, y: 2 * y)
         equal(theirs, ours, torch.randn(10, 16), torch.rand(10, 2))
         assert len(seen) == 2
-    found = [m(torch.randn(0, 16), torch.rand(0, 2)) for m in (
-        OfRoutes(stock, index[:0]), OfRoutes(module, index[:0])
-    )]  # fmt: skip
+    found = [
+        m(torch.randn(0, 16), torch.rand(0, 2))
+        for m in (OfRoutes(stock, index[:0]), OfRoutes(module, index[:0]))
+    ]
     assert found[0].shape == found[1].shape == (0, 16)
 
 
@@ -120,10 +123,14 @@ def test_experts_without_a_gate():
     assert {e.status for e in report.entries} == {"already patched"}
 
     def experts(own):
-        return type("Called", (), {
-            "__call__": lambda self, x, routing: own(x, index, routing),
-            "parameters": lambda self: own.parameters(),
-        })()  # fmt: skip
+        return type(
+            "Called",
+            (),
+            {
+                "__call__": lambda self, x, routing: own(x, index, routing),
+                "parameters": lambda self: own.parameters(),
+            },
+        )()
 
     given = torch.randn(10, 16), torch.rand(10, 2)
     for change in (None, nn.SiLU()):

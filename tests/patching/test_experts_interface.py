@@ -30,12 +30,26 @@ ROUTED = ("mixtral", "qwen3_moe", "gpt_oss")
 
 def deepseek():
     config = transformers.DeepseekV3Config(
-        hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, vocab_size=64, n_routed_experts=8,
-        num_local_experts=8, num_experts_per_tok=3, n_group=2, topk_group=1, n_shared_experts=1,
-        first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8,
-        qk_rope_head_dim=8, v_head_dim=8,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=64,
+        n_routed_experts=8,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    )
     torch.manual_seed(0)
     return transformers.DeepseekV3ForCausalLM(config)
 
@@ -171,8 +185,11 @@ def test_a_gate_of_another_kind_stays_stock(monkeypatch):
 def test_what_the_gate_of_gpt_oss_is():
     found = experts_kind(experts_of(build("gpt_oss"))[0])
     assert (found.activation, found.interleaved, found.transposed, found.bias) == (
-        "swiglu_clamped", True, True, True,
-    )  # fmt: skip
+        "swiglu_clamped",
+        True,
+        True,
+        True,
+    )
     assert dict(found.clamps) == {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 
 

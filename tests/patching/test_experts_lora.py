@@ -27,12 +27,28 @@ EXPERTS, HIDDEN, INNER = 4, 32, 16
 def deepseek(**config):
     """A sigmoid router with groups and shared experts."""
     settings = transformers.DeepseekV3Config(
-        vocab_size=223, hidden_size=HIDDEN, intermediate_size=48, moe_intermediate_size=INNER,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=EXPERTS,
-        n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1, kv_lora_rank=8,
-        q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
-        first_k_dense_replace=1, max_position_embeddings=64, pad_token_id=0, **config,
-    )  # fmt: skip
+        vocab_size=223,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        moe_intermediate_size=INNER,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=EXPERTS,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        **config,
+    )
     torch.manual_seed(0)
     return transformers.DeepseekV3ForCausalLM(settings)
 
@@ -40,11 +56,20 @@ def deepseek(**config):
 def nemotron():
     """Experts without a gate."""
     settings = transformers.NemotronHConfig(
-        vocab_size=223, hidden_size=HIDDEN, layers_block_type=["attention", "moe"],
-        n_routed_experts=EXPERTS, moe_intermediate_size=INNER, num_experts_per_tok=2, n_group=1,
-        topk_group=1, moe_shared_expert_intermediate_size=16, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=223,
+        hidden_size=HIDDEN,
+        layers_block_type=["attention", "moe"],
+        n_routed_experts=EXPERTS,
+        moe_intermediate_size=INNER,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_shared_expert_intermediate_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     return transformers.NemotronHForCausalLM(settings)
 
@@ -387,10 +412,17 @@ def test_another_layout_is_left_to_peft():
 def test_experts_that_peft_reads_the_other_way_round_are_left():
     """Llama 4 keeps inputs before outputs, and has no flag that says so."""
     settings = transformers.Llama4TextConfig(
-        vocab_size=223, hidden_size=HIDDEN, intermediate_size=INNER, intermediate_size_mlp=48,
-        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        num_local_experts=EXPERTS, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=223,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        intermediate_size_mlp=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=EXPERTS,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     model = transformers.Llama4ForCausalLM(settings)
     names = [n for n, _ in model.named_parameters() if n.endswith("experts.gate_up_proj")]

@@ -54,9 +54,11 @@ def step(made, tokens=None):
 
 
 def equal(a, b):
-    return a[0] == b[0] and a[1].keys() == b[1].keys() and all(
-        torch.equal(g, b[1][n]) for n, g in a[1].items()
-    )  # fmt: skip
+    return (
+        a[0] == b[0]
+        and a[1].keys() == b[1].keys()
+        and all(torch.equal(g, b[1][n]) for n, g in a[1].items())
+    )
 
 
 def linears(made):

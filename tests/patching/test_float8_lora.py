@@ -104,8 +104,10 @@ def test_small_layers_of_fused_adapters_stay_in_16_bits():
     made = adapted()
     patch(made, linear_float8={**FROZEN, "smallest": 32 * 32})
     layers = made.base_model.model.model.layers[0].self_attn
-    kept = [isinstance(layers.get_submodule(n).base_layer.weight, Float8Weight)
-            for n in ("q_proj", "k_proj", "v_proj")]  # fmt: skip
+    kept = [
+        isinstance(layers.get_submodule(n).base_layer.weight, Float8Weight)
+        for n in ("q_proj", "k_proj", "v_proj")
+    ]
     assert kept == [True, False, False]
     with recorded(*FUSED) as seen:
         step(made)

@@ -269,9 +269,10 @@ def test_what_is_not_known_is_computed(models, second):
             loss = logits[:, 3:].logsumexp(-1).sum() + logits.flip(0).logsumexp(-1)
         else:
             loss = checkpoint(
-                lambda z: z.logsumexp(-1) + _entropy(z) * z.logsumexp(-1), logits,
+                lambda z: z.logsumexp(-1) + _entropy(z) * z.logsumexp(-1),
+                logits,
                 use_reentrant=False,
-            )  # fmt: skip
+            )
         loss.sum().backward()
         found.append(loss.detach())
     torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=2e-5)

@@ -354,9 +354,12 @@ def test_what_would_mix_samples_raises(model_type, monkeypatch):
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
-    [("jamba", "mamba_selective_scan"), ("zamba", "mamba_selective_scan"),
-     ("granitemoehybrid", "the attention of GraniteMoeHybridModel")],
-)  # fmt: skip
+    [
+        ("jamba", "mamba_selective_scan"),
+        ("zamba", "mamba_selective_scan"),
+        ("granitemoehybrid", "the attention of GraniteMoeHybridModel"),
+    ],
+)
 def test_the_message_says_what_mixes_samples(model_type, reason):
     _, model = built_of_functions(model_type)
     _, row, told = packed()
@@ -532,14 +535,18 @@ def test_the_report_says_what_a_mixer_runs():
         ({}, None),
         ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])}, [[0, 0, 0, 1, 1, 2]]),
         ({"position_ids": torch.tensor([[4, 5, 0, 1]])}, [[0, 0, 1, 1]]),
-        ({"position_ids": torch.tensor([[[0, 1, 0]], [[9, 9, 9]], [[9, 9, 9]], [[9, 9, 9]]])},
-         [[0, 0, 1]]),
-        ({"position_ids": torch.tensor([[[0, 1, 1, 0]], [[0, 1, 1, 0]], [[0, 1, 2, 0]]])},
-         [[1, 1, 1, 2]]),
+        (
+            {"position_ids": torch.tensor([[[0, 1, 0]], [[9, 9, 9]], [[9, 9, 9]], [[9, 9, 9]]])},
+            [[0, 0, 1]],
+        ),
+        (
+            {"position_ids": torch.tensor([[[0, 1, 1, 0]], [[0, 1, 1, 0]], [[0, 1, 2, 0]]])},
+            [[1, 1, 1, 2]],
+        ),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 2, 5])}, [[1, 1, 3, 3, 3]]),
         ({"seq_idx": torch.tensor([[7, 7, 3]])}, [[7, 7, 3]]),
     ],
-)  # fmt: skip
+)
 def test_ids_of_samples(given, wanted):
     found = sample_ids({"input_ids": torch.zeros(1, 5), **given})
     assert (None if found is None else found.tolist()) == wanted
@@ -566,9 +573,17 @@ def mixes(x, **kwargs):
 
 @pytest.mark.parametrize(
     ("name", "hands_on"),
-    [("blocks", True), ("mixer", True), ("either", True), ("mixes", True), ("other", False),
-     ("parts", False), ("half", False), ("absent", False)],
-)  # fmt: skip
+    [
+        ("blocks", True),
+        ("mixer", True),
+        ("either", True),
+        ("mixes", True),
+        ("other", False),
+        ("parts", False),
+        ("half", False),
+        ("absent", False),
+    ],
+)
 def test_who_gets_keyword_arguments_is_read_from_the_source(name, hands_on):
     assert hybrids._hands_on(Layer.forward, name) is hands_on
 

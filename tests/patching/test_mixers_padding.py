@@ -26,7 +26,7 @@ TYPES = (
     *("mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text"),
     *("qwen3_next", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
     "zaya",
-)  # fmt: skip
+)
 """Types with a recurrence or a convolution over tokens."""
 FAST = ("qwen3_5_text", "bamba", "granitemoehybrid", "jamba", "lfm2", "mamba2")
 LAYERS = {
@@ -116,9 +116,12 @@ def test_forward_and_backward(model_type, form):
         labels = ids.masked_fill(mask == 0, -100)
         model.train(mode).zero_grad()
         made = model(
-            input_ids=ids, attention_mask=mask, labels=labels, use_cache=False,
+            input_ids=ids,
+            attention_mask=mask,
+            labels=labels,
+            use_cache=False,
             **positions_of(form, mask),
-        )  # fmt: skip
+        )
         made.loss.backward()
         return made.logits.detach(), gradients(model)
 
@@ -164,12 +167,16 @@ def test_generate(model_type, way):
         ids, mask = holes(seed)
         given = {"attention_mask": mask[-rows:], "max_new_tokens": 4, "do_sample": False}
 
-        def run(model):
+        def run(model, ids=ids, given=given):
             torch.manual_seed(0)
             return model.generate(
-                ids[-rows:], **given, **WAYS[way], use_cache=True, output_logits=True,  # noqa: B023
+                ids[-rows:],
+                **given,
+                **WAYS[way],
+                use_cache=True,
+                output_logits=True,
                 return_dict_in_generate=True,
-            )  # fmt: skip
+            )
 
         expected, got = by_unpatched(run, unpatched), run(patched)
         assert torch.equal(got.sequences, expected.sequences)

@@ -298,9 +298,11 @@ def test_a_clamped_mlp_without_a_slope():
 def test_an_mlp_of_a_sparse_gate():
     """A share of every row of the gate is cut to zero before the activation."""
     config = transformers.Gemma3nTextConfig(
-        hidden_size=16, intermediate_size=[96] * 2, num_hidden_layers=2,
+        hidden_size=16,
+        intermediate_size=[96] * 2,
+        num_hidden_layers=2,
         activation_sparsity_pattern=[0.9, 0.0],
-    )  # fmt: skip
+    )
     for at, shown in enumerate(("geglu[tanh, sparse]", "gated_mlp[gelu_tanh]")):
         module = weighted(modeling("gemma3n").Gemma3nTextMLP(config, at))
         stock = copy.deepcopy(module)

@@ -174,10 +174,16 @@ def test_beside_adapters_on_the_projections(first):
 def test_other_names_of_the_norms():
     stock = transformers.Lfm2ForCausalLM(
         transformers.Lfm2Config(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=223, layer_types=["full_attention"], pad_token_id=0,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=223,
+            layer_types=["full_attention"],
+            pad_token_id=0,
         )
-    )  # fmt: skip
+    )
     ours = copy.deepcopy(stock)
     assert patch(ours).count(KEY) == 1
     with executed(ours) as seen:
@@ -433,9 +439,13 @@ def test_norms_that_no_kernel_keeps_are_apart():
     """A norm of all heads is one row."""
     for heads, together in ((64, True), (80, False)):
         config = transformers.Olmo2Config(
-            hidden_size=128 * heads, intermediate_size=48, num_hidden_layers=1,
-            num_attention_heads=heads, vocab_size=8, pad_token_id=0,
-        )  # fmt: skip
+            hidden_size=128 * heads,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=heads,
+            vocab_size=8,
+            pad_token_id=0,
+        )
         with torch.device("meta"):
             model = transformers.Olmo2ForCausalLM(config)
         assert patch(model).count(KEY) == together

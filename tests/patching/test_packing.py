@@ -150,9 +150,13 @@ def test_a_model_that_cannot():
 
 def test_encoders_see_samples_after_and_before():
     config = transformers.BertConfig(
-        vocab_size=223, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=223,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
     model = transformers.BertForMaskedLM(config)
     patch(model)
     with pytest.raises(PackingError, match="BertForMaskedLM got rows of several samples"):
@@ -440,9 +444,11 @@ def test_nothing_changes_but_the_verdict():
     with torch.no_grad():
         rows = model.get_input_embeddings().weight.clone()
     trials.trial(
-        model, type(model).forward.__get__(model),
-        {"input_ids": tokens(), "position_ids": positions()}, tokens(),
-    )  # fmt: skip
+        model,
+        type(model).forward.__get__(model),
+        {"input_ids": tokens(), "position_ids": positions()},
+        tokens(),
+    )
     assert not calls
     assert not model.seen.any()
     assert not hasattr(model, "last")

@@ -19,9 +19,14 @@ from tests.sweep.cases import build, registered
 
 LENGTHS = (11, 6, 9)
 MODELS = (
-    "BambaForCausalLM", "Gemma3ForCausalLM", "Lfm2ForCausalLM", "LlamaForCausalLM",
-    "MixtralForCausalLM", "Qwen3ForCausalLM", "Qwen3NextForCausalLM",
-)  # fmt: skip
+    "BambaForCausalLM",
+    "Gemma3ForCausalLM",
+    "Lfm2ForCausalLM",
+    "LlamaForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3NextForCausalLM",
+)
 KEPT = version.parse("5.23")
 """From here on, all hybrids hand ids of samples to their mixers."""
 if version.parse(transformers.__version__) < KEPT:
@@ -96,21 +101,26 @@ def _lengths(batch):
     ends = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
     ids = [torch.full((n,), i) for i, n in enumerate(LENGTHS)]
     return {
-        "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(LENGTHS),
-        "max_length_k": max(LENGTHS), "seq_idx": torch.cat(ids)[None].int(),
-    }  # fmt: skip
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": max(LENGTHS),
+        "max_length_k": max(LENGTHS),
+        "seq_idx": torch.cat(ids)[None].int(),
+    }
 
 
 REMEDIES = {
     "use_cache=False": lambda batch: {**batch, "use_cache": False},
     "no attention_mask": lambda batch: {k: v for k, v in batch.items() if k != "attention_mask"},
     "position_ids of shape (B, T) that begin again with every sample": lambda batch: {
-        **batch, "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
+        **batch,
+        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
     },
     "cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k and seq_idx": lambda batch: {
-        **batch, **_lengths(batch),
+        **batch,
+        **_lengths(batch),
     },
-}  # fmt: skip
+}
 
 
 def trained(model, name, batch):

@@ -186,14 +186,16 @@ def test_results_of_before_claim_nothing():
     [
         ("llava/LlavaForConditionalGeneration", ["image"], 2),
         pytest.param(
-            "qwen2_vl/Qwen2VLForConditionalGeneration", ["image", "video"], 0,
+            "qwen2_vl/Qwen2VLForConditionalGeneration",
+            ["image", "video"],
+            0,
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "whisper/WhisperForConditionalGeneration", ["audio"], 1, marks=pytest.mark.slow
         ),
     ],
-)  # fmt: skip
+)
 def test_towers_with_inputs_run_and_learn(tmp_path, name, beside, dead):
     """The dead: norms behind the last layer that is read, and fixed positions of a tower."""
     (outcome,) = swept(tmp_path, name)

@@ -33,11 +33,21 @@ INDEXER_NAMES = {"update_indexer", "topk", "relu", "matmul", "masked_fill"}
 """What the forward of an indexer loads by name."""
 ATTENTION_NAMES = {"expand_kv", "indexer", "_attn_implementation", "get_interface"}
 SIZES = {
-    "hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 20,
-    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "qk_head_dim": 16,
-    "v_head_dim": 12, "head_dim": 8, "index_n_heads": 24, "index_head_dim": 16, "index_topk": 3,
+    "hidden_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "index_n_heads": 24,
+    "index_head_dim": 16,
+    "index_topk": 3,
     "attention_dropout": 0.0,
-}  # fmt: skip
+}
 """A tiny layer, by the names of a configuration; with many heads, no two scores are 0."""
 TOKENS = 9
 

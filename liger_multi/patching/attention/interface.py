@@ -191,10 +191,16 @@ def mask(
             if cache_position is not None:
                 where = {"cache_position": cache_position[start : start + count]}
             made = sdpa_mask(
-                batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, **where,
-                mask_function=mask_function, attention_mask=attention_mask, **options,
-                allow_is_causal_skip=False, allow_is_bidirectional_skip=False,
-            )  # fmt: skip
+                batch_size=batch_size,
+                kv_length=kv_length,
+                kv_offset=kv_offset,
+                **where,
+                mask_function=mask_function,
+                attention_mask=attention_mask,
+                **options,
+                allow_is_causal_skip=False,
+                allow_is_bidirectional_skip=False,
+            )
             yield made.expand(batch_size, -1, count, kv_length)
 
     return _compressed(shape, dense)
@@ -337,9 +343,15 @@ def forward(
             y = _by_rows(q, k, v, seen.dense, scaling, softcap, s_aux)
         else:
             y = attention(
-                q, k, v, causal=seen.causal, sinks=s_aux, softcap=softcap, scale=scaling,
+                q,
+                k,
+                v,
+                causal=seen.causal,
+                sinks=s_aux,
+                softcap=softcap,
+                scale=scaling,
                 ranges=seen.ranges,
-            )  # fmt: skip
+            )
     return y.transpose(1, 2), None
 
 
@@ -416,9 +428,11 @@ def _dense_fits(module: torch.nn.Module, q: Tensor, k: Tensor, given: Tensor) ->
     """Refuse masks of which it is not certain how they are meant."""
     wanted = (*q.shape[:3], k.shape[2])
     known = given.dtype == torch.bool or given.is_floating_point()
-    if not known or given.ndim != 4 or any(
-        size not in (1, want) for size, want in zip(given.shape, wanted, strict=True)
-    ):  # fmt: skip
+    if (
+        not known
+        or given.ndim != 4
+        or any(size not in (1, want) for size, want in zip(given.shape, wanted, strict=True))
+    ):
         raise _refusal(
             module,
             f"needs a mask of bool or floating dtype that broadcasts to {tuple(wanted)}, got "
@@ -427,16 +441,22 @@ def _dense_fits(module: torch.nn.Module, q: Tensor, k: Tensor, given: Tensor) ->
 
 
 def _by_rows(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None, softcap: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float | None,
+    softcap: float | None,
     sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Plain attention for a mask of any shape, in memory of L x S."""
     if "dense" not in _said:
         _said.add("dense")
         logger.warning(
             "attention: this mask is not made of one or two ranges of keys a query; it stays dense "
-            "(%s), and scores of that size exist", tuple(seen.shape),
-        )  # fmt: skip
+            "(%s), and scores of that size exist",
+            tuple(seen.shape),
+        )
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     s = (q @ k.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:

@@ -341,9 +341,15 @@ def _plain(layer: Any) -> bool:
 
 
 def attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: RangeMask,
-    scaling: float, indices: Tensor | None = None, **others: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: RangeMask,
+    scaling: float,
+    indices: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
     """The attention function; for latents, queries and outputs go through the expanding matrix.
 
     Raises:

@@ -409,9 +409,13 @@ def differs_at_extremes(
 
 
 def _unlike(
-    stock: Call, ours: Call, given: Sequence[Tensor], generator: torch.Generator, exact: bool,
+    stock: Call,
+    ours: Call,
+    given: Sequence[Tensor],
+    generator: torch.Generator,
+    exact: bool,
     axis: int,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """What differs in one call: outputs, or gradients where all numbers are finite."""
     leaves = [
         [x.detach().clone().requires_grad_(x.is_floating_point()) for x in given] for _ in range(2)

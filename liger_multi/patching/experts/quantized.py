@@ -162,9 +162,14 @@ class _Groups:
             yield some, [p[some] for p in parts]
 
     def of(
-        self, some: slice, weights: list[Tensor], x: Tensor, index: Tensor, routing: Tensor,
+        self,
+        some: slice,
+        weights: list[Tensor],
+        x: Tensor,
+        index: Tensor,
+        routing: Tensor,
         thin: Sequence[Tensor],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The sum of a group, of whose experts ``thin`` are the factors."""
         given = {**self.others, **dict(zip(self.names, thin, strict=True))}
         device, on, dtype = self.autocast

@@ -119,9 +119,15 @@ class TrainedShard(Tensor):
 
 
 _KEPT = {
-    aten.detach.default, aten.alias.default, aten.clone.default, to_copy,
-    aten.new_zeros.default, aten.slice.Tensor, aten.empty_like.default, pin_memory,
-}  # fmt: skip
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    to_copy,
+    aten.new_zeros.default,
+    aten.slice.Tensor,
+    aten.empty_like.default,
+    pin_memory,
+}
 """Operations whose result takes the place of a shard."""
 
 # --- sharded parameters ---
@@ -145,9 +151,13 @@ def with_local(weight: Any, part: Tensor) -> Tensor:
     """The same sharded tensor of another local part."""
     module: Any = sys.modules["torch.distributed.tensor"]
     made: Tensor = module.DTensor.from_local(
-        part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape,
+        part,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
         stride=weight.stride(),
-    )  # fmt: skip
+    )
     return made
 
 

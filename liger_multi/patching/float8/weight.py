@@ -162,10 +162,15 @@ def _clone(weight: Float8Weight, *, memory_format: Any = None) -> Float8Weight:
 
 
 def _to(
-    weight: Float8Weight, *, dtype: torch.dtype | None = None, device: Any = None,
-    layout: Any = None, pin_memory: Any = None, non_blocking: bool = False,
+    weight: Float8Weight,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    layout: Any = None,
+    pin_memory: Any = None,
+    non_blocking: bool = False,
     memory_format: Any = None,
-) -> Float8Weight:  # fmt: skip
+) -> Float8Weight:
     """Another device moves codes; another dtype is the one that operations see."""
     made = _like(weight, lambda t: t.to(device=device, non_blocking=non_blocking, copy=True))
     wanted, original = dtype or weight.dtype, weight.original
@@ -215,9 +220,12 @@ def to_gather(codes: Tensor, scale: Tensor, whole: int, mesh: Any) -> tuple[Outp
 
 
 def gathered_weight(
-    kind: type[Float8Weight], gathered: Outputs, whole: int, format: torch.dtype,
+    kind: type[Float8Weight],
+    gathered: Outputs,
+    whole: int,
+    format: torch.dtype,
     dtype: torch.dtype,
-) -> tuple[Float8Weight, list[Tensor]]:  # fmt: skip
+) -> tuple[Float8Weight, list[Tensor]]:
     """The weight over the tensors that FSDP2 gathers into, and no others for it to free."""
     if len(gathered) == 1:
         scale, rows = gathered[0].split([4 * whole, gathered[0].numel() - 4 * whole])
@@ -240,9 +248,12 @@ def _split(weight: Float8Weight, size: int, dim: int = 0) -> list[Float8Weight] 
 
 
 def _slice(
-    weight: Float8Weight, dim: int = 0, start: int | None = None, stop: int | None = None,
+    weight: Float8Weight,
+    dim: int = 0,
+    start: int | None = None,
+    stop: int | None = None,
     step: int = 1,
-) -> Float8Weight | None:  # fmt: skip
+) -> Float8Weight | None:
     if dim or step != 1 or weight.ndim != 2:
         return None
     first, last, _ = slice(start, stop).indices(len(weight.scale))

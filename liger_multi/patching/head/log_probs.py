@@ -227,9 +227,11 @@ def _before(
 
 
 def _call(
-    deferred: DeferredLogits, options: FusedOptions, curve: tuple[float, float | None, float],
+    deferred: DeferredLogits,
+    options: FusedOptions,
+    curve: tuple[float, float | None, float],
     target: Tensor | None,
-) -> Statistics:  # fmt: skip
+) -> Statistics:
     hidden = deferred.hidden
     if target is None:
         target = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
@@ -239,11 +241,20 @@ def _call(
 
         scale, cap, temperature = curve
         return fused_linear_log_prob(
-            hidden, head.weight, target, head.bias, temperature=temperature, softcap=cap,
-            logit_scale=scale, ignore_index=NOTHING, chunk=options.chunk,
-            accumulate=options.accumulate, compact=False, validate=options.validate,
+            hidden,
+            head.weight,
+            target,
+            head.bias,
+            temperature=temperature,
+            softcap=cap,
+            logit_scale=scale,
+            ignore_index=NOTHING,
+            chunk=options.chunk,
+            accumulate=options.accumulate,
+            compact=False,
+            validate=options.validate,
             outputs=("log_prob", "entropy", "lse"),
-        )  # fmt: skip
+        )
 
     def run(head: Any, hidden: Tensor) -> Any:
         return run_bound(options, ("fused_linear_log_prob",), statistics, head, hidden)

@@ -193,9 +193,7 @@ def gates(module: nn.Module) -> bool:
     return _gates(kind, scalars(module), biased, inner.kernel_size[0], module)
 
 
-def _gates(
-    kind: type, known: Any, biased: tuple[bool, ...], reach: int, module: nn.Module
-) -> bool:  # fmt: skip
+def _gates(kind: type, known: Any, biased: tuple[bool, ...], reach: int, module: nn.Module) -> bool:
     key = (kind, getattr(kind, "forward", None), known, biased, reach)
     found = _GATES.get(key)
     if found is None:
@@ -214,7 +212,7 @@ _POWERS = (-10, -6, -3, -1, 1, 3)  # of inputs; results are products of three nu
 
 def _is_gated(
     replica: Any, biased: tuple[bool, ...], reach: int, generator: torch.Generator
-) -> bool:  # fmt: skip
+) -> bool:
     from liger_multi import ops
 
     width, (bias, into, out) = 6, biased
@@ -299,8 +297,11 @@ def _scans_heads(body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> boo
     x, dt, a, d = draw(2, 37, 4, 6), draw(2, 37, 4), -draw(4).abs(), draw(4)
     b, c = draw(2, 37, 2, 8), draw(2, 37, 2, 8)
     options: dict[str, Any] = {
-        "D": d, "dt_bias": draw(4), "dt_softplus": True, "dt_limit": (0.1, 2.0)
-    }  # fmt: skip
+        "D": d,
+        "dt_bias": draw(4),
+        "dt_softplus": True,
+        "dt_limit": (0.1, 2.0),
+    }
     state = draw(2, 4, 6, 8)
     theirs = body(
         x, dt, a, b, c, chunk_size=16, initial_states=state, return_final_states=True, **options

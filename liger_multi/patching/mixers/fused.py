@@ -109,9 +109,13 @@ def _convolution(op: str, stock: Callable[..., Any], options: Options) -> Callab
     from liger_multi import ops
 
     def served(
-        hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
-        activation: str | None = None, seq_idx: Tensor | None = None, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         kind = "silu" if activation == "swish" else activation
         if (
             _has_states(kwargs)
@@ -122,9 +126,11 @@ def _convolution(op: str, stock: Callable[..., Any], options: Options) -> Callab
             result: Tensor = stock(hidden_states, weight, bias, activation=activation, **given)
             return result
         call = functools.partial(
-            ops.causal_conv1d, activation=kind, channel_axis=1,
+            ops.causal_conv1d,
+            activation=kind,
+            channel_axis=1,
             seq_idx=_ids(seq_idx, hidden_states.shape[2]),
-        )  # fmt: skip
+        )
         made: Tensor = run_bound(options, (op,), call, hidden_states, weight, bias)
         return made
 
@@ -143,17 +149,28 @@ def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callabl
     from liger_multi import ops
 
     def served(
-        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
-        initial_state: Tensor | None = None, output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False, seq_idx: Tensor | None = None,
-        cu_seqlens: Tensor | None = None, **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
         many = cu_seqlens is not None and seq_idx is None and len(query) == 1
         call = functools.partial(
-            getattr(ops, op), initial_state=initial_state, qk_l2norm=use_qk_l2norm_in_kernel,
-            output_final_state=output_final_state, documents=_ids(seq_idx, query.shape[1]),
+            getattr(ops, op),
+            initial_state=initial_state,
+            qk_l2norm=use_qk_l2norm_in_kernel,
+            output_final_state=output_final_state,
+            documents=_ids(seq_idx, query.shape[1]),
             cu_seqlens=cu_seqlens if many else None,
-        )  # fmt: skip
+        )
         rows = (query, key.to(query.dtype), value.to(query.dtype), g, beta)
         made = run_bound(options, (op,), call, *rows)
         return made if output_final_state else (made, None)
@@ -170,19 +187,36 @@ def _heads_scan(op: str, stock: Callable[..., Any], options: Options) -> Callabl
     from liger_multi import ops
 
     def served(
-        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
-        D: Tensor | None = None, dt_bias: Tensor | None = None,
-        initial_states: Tensor | None = None, dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
-        z: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        z: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         **kwargs: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         call = functools.partial(
-            ops.ssd_scan, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
-            dt_limit=tuple(dt_limit), initial_state=_kept(initial_states), chunk=chunk_size,
-            output_final_state=return_final_states, cu_seqlens=None if seq_idx is not None
-            else cu_seqlens, seq_idx=_ids(seq_idx, hidden_states.shape[1]),
-        )  # fmt: skip
+            ops.ssd_scan,
+            D=D,
+            z=z,
+            dt_bias=dt_bias,
+            dt_softplus=dt_softplus,
+            dt_limit=tuple(dt_limit),
+            initial_state=_kept(initial_states),
+            chunk=chunk_size,
+            output_final_state=return_final_states,
+            cu_seqlens=None if seq_idx is not None else cu_seqlens,
+            seq_idx=_ids(seq_idx, hidden_states.shape[1]),
+        )
         return run_bound(options, (op,), call, hidden_states, dt, A, B, C)
 
     return served
@@ -192,16 +226,28 @@ def _channels_scan(op: str, stock: Callable[..., Any], options: Options) -> Call
     from liger_multi import ops
 
     def served(
-        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
-        D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None,
-        delta_softplus: bool = False, return_last_state: bool = False,
-        seq_idx: Tensor | None = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
         call = functools.partial(
-            ops.selective_scan, D=D, z=None if z is None else z.mT, delta_bias=delta_bias,
-            delta_softplus=delta_softplus, output_final_state=return_last_state,
+            ops.selective_scan,
+            D=D,
+            z=None if z is None else z.mT,
+            delta_bias=delta_bias,
+            delta_softplus=delta_softplus,
+            output_final_state=return_last_state,
             seq_idx=_ids(seq_idx, hidden_states.shape[2]),
-        )  # fmt: skip
+        )
         rows = (hidden_states.mT, dt.mT, A, B.mT, C.mT)
         made = run_bound(options, (op,), call, *rows)
         return (made[0].mT, made[1]) if return_last_state else made.mT

@@ -168,9 +168,15 @@ def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
         inner = getattr(ops, settings.kind.op)(*wide, **dict(settings.kind.options))
         return linear_of_mode(inner, down, down_bias)
     return ops.gated_mlp(
-        x, gate, up, down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
+        x,
+        gate,
+        up,
+        down,
+        gate_bias=gate_bias,
+        up_bias=up_bias,
+        down_bias=down_bias,
         activation=settings.kind.activation,
-    )  # fmt: skip
+    )
 
 
 def _float8(x: Tensor, layers: Sequence[Any], activation: str) -> Tensor | None:
@@ -180,11 +186,20 @@ def _float8(x: Tensor, layers: Sequence[Any], activation: str) -> Tensor | None:
     weights, own, beside = zip(*map(wide_parts, layers), strict=True)
     biases = [layer.bias for layer in layers]
     return ops.gated_mlp_float8(
-        x, *weights, gate_bias=biases[0], up_bias=biases[1], down_bias=biases[2],
-        activation=activation, gate_weight_scale=own[0], up_weight_scale=own[1],
-        down_weight_scale=own[2], gate_weight_codes=beside[0], up_weight_codes=beside[1],
-        down_weight_codes=beside[2], quantized=shared_codes(x),
-    )  # fmt: skip
+        x,
+        *weights,
+        gate_bias=biases[0],
+        up_bias=biases[1],
+        down_bias=biases[2],
+        activation=activation,
+        gate_weight_scale=own[0],
+        up_weight_scale=own[1],
+        down_weight_scale=own[2],
+        gate_weight_codes=beside[0],
+        up_weight_codes=beside[1],
+        down_weight_codes=beside[2],
+        quantized=shared_codes(x),
+    )
 
 
 def _with_adapters(

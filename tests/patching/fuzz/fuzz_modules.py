@@ -450,10 +450,18 @@ def generate(seed: int) -> Case:
     if CAPTURED in actions:  # a forward that somebody holds does not follow its class
         actions = [a for a in actions if not a.startswith("K.forward")]
     return Case(
-        kind, draw.choice(ACTIVATIONS), form, draw.random() < 0.3, names, tuple(features),
+        kind,
+        draw.choice(ACTIVATIONS),
+        form,
+        draw.random() < 0.3,
+        names,
+        tuple(features),
         tuple(actions),
-        draw.random() < 0.5, draw.random() < 0.1, draw.choice(DTYPES), seed,
-    )  # fmt: skip
+        draw.random() < 0.5,
+        draw.random() < 0.1,
+        draw.choice(DTYPES),
+        seed,
+    )
 
 
 class Holder(nn.Module):
