@@ -30,22 +30,24 @@ def owner(function: Any) -> str | None:
 
 def of_module(module: nn.Module) -> str | None:
     """Why a module is not ours to patch: its forward was replaced, on it or on its class."""
-    kind = stock_class(module)
+    module_class = stock_class(module)
     held = vars(module).get("forward")
     if held is not None and not has_own_forward(module):
-        found = owner(held)
-        return f"{found} replaced its forward" if found else "somebody else replaced its forward"
-    for where in (kind, kind.forward):
-        found = owner(where)
-        if found:
-            return f"{found} serves it ({kind.__name__})"
+        library = owner(held)
+        return (
+            f"{library} replaced its forward" if library else "somebody else replaced its forward"
+        )
+    for where in (module_class, module_class.forward):
+        library = owner(where)
+        if library:
+            return f"{library} serves it ({module_class.__name__})"
     return None
 
 
 def of_model(model: nn.Module) -> str | None:
     """Why a model's loss is not ours: the forward that holds it, or the loss function itself."""
-    found = owner(vars(model).get("forward")) or owner(stock_class(model).forward)
-    if found:
-        return f"{found} replaced the forward of {type(model).__name__}, with the loss in it"
-    found = owner(F.cross_entropy)
-    return f"{found} replaced torch.nn.functional.cross_entropy" if found else None
+    library = owner(vars(model).get("forward")) or owner(stock_class(model).forward)
+    if library:
+        return f"{library} replaced the forward of {type(model).__name__}, with the loss in it"
+    library = owner(F.cross_entropy)
+    return f"{library} replaced torch.nn.functional.cross_entropy" if library else None

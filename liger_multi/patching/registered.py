@@ -51,14 +51,14 @@ class Replaced(Patched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The replacement, with the original forward; that alone where somebody replaced it."""
-        kind = type(self)
-        if not issubclass(kind, Replaced):
-            return kind.forward(self, *args, **kwargs)
-        stock = original(kind)
-        if not code_holds(kind):
+        module_class = type(self)
+        if not issubclass(module_class, Replaced):
+            return module_class.forward(self, *args, **kwargs)
+        stock = original(module_class)
+        if not code_holds(module_class):
             return stock(self, *args, **kwargs)
-        found = cast(Replacement, kind._liger_multi_swap.settings)
-        return found.forward(self, MethodType(stock, self), *args, **kwargs)
+        replacement = cast(Replacement, module_class._liger_multi_swap.settings)
+        return replacement.forward(self, MethodType(stock, self), *args, **kwargs)
 
 
 def register(item: Row | Probe, name: str | None = None) -> None:

@@ -92,10 +92,10 @@ class Patched(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deepcopy through the original class; the made class has no importable name."""
         reduced = super().__reduce_ex__(protocol)
-        kind = reduced[1][0] if isinstance(reduced, tuple) and reduced[1] else None
-        if not isinstance(kind, type) or "_liger_multi_swap" not in vars(kind):
+        module_class = reduced[1][0] if isinstance(reduced, tuple) and reduced[1] else None
+        if not isinstance(module_class, type) or "_liger_multi_swap" not in vars(module_class):
             return reduced
-        return (_new, (kind._liger_multi_swap,), *reduced[2:])  # type: ignore[attr-defined]
+        return (_new, (module_class._liger_multi_swap,), *reduced[2:])  # type: ignore[attr-defined]
 
 
 COMPILERS = (DYNAMO, "torch.jit")
@@ -134,10 +134,10 @@ _types: dict[type, type[SwappedType]] = {type: SwappedType}
 def _type_of(stock: type[nn.Module]) -> type[SwappedType]:
     known = _types.get(type(stock))
     if known is None:
-        made: Any = type(stock)
-        if not issubclass(made, SwappedType):
-            made = type(SwappedType.__name__, (SwappedType, made), {})
-        known = _types.setdefault(type(stock), made)
+        metaclass: Any = type(stock)
+        if not issubclass(metaclass, SwappedType):
+            metaclass = type(SwappedType.__name__, (SwappedType, metaclass), {})
+        known = _types.setdefault(type(stock), metaclass)
     return known
 
 
@@ -145,8 +145,8 @@ _classes: dict[Swap, type[nn.Module]] = {}
 
 
 def _class_of(swap: Swap) -> type[nn.Module]:
-    made = _classes.get(swap)
-    if made is None:
+    swapped_class = _classes.get(swap)
+    if swapped_class is None:
         stock = swap.stock
         bases = (swap.behavior, stock)
         if swap.around is not None:
@@ -161,8 +161,8 @@ def _class_of(swap: Swap) -> type[nn.Module]:
         fresh: Any = _type_of(stock)(stock.__name__, bases, namespace)
         fresh._liger_multi_made = fresh  # a subclass inherits it, and is not it
         _note_code(fresh, swap)
-        made = _classes.setdefault(swap, fresh)
-    return made
+        swapped_class = _classes.setdefault(swap, fresh)
+    return swapped_class
 
 
 def made_class(swap: Swap) -> type[nn.Module]:
@@ -170,16 +170,16 @@ def made_class(swap: Swap) -> type[nn.Module]:
     return _class_of(swap)
 
 
-def _note_code(kind: Any, swap: Swap) -> None:
+def _note_code(module_class: Any, swap: Swap) -> None:
     """Note on a class of ours what code it was probed with, and whether that reads values."""
     signature = getattr(swap.settings, "signature", None)
     code = code_of(swap.stock, signature if isinstance(signature, Signature) else None)
-    kind._liger_multi_code, kind._liger_multi_reads = code, reads_values(code)
+    module_class._liger_multi_code, module_class._liger_multi_reads = code, reads_values(code)
 
 
 def _new(swap: Swap) -> nn.Module:
-    made = _class_of(swap)
-    return made.__new__(made)
+    swapped_class = _class_of(swap)
+    return swapped_class.__new__(swapped_class)
 
 
 def swapped(module: nn.Module) -> Swap | None:
@@ -189,19 +189,21 @@ def swapped(module: nn.Module) -> Swap | None:
 
 def stock_class(module: nn.Module) -> type[nn.Module]:
     """The class that the module has when it is not patched."""
-    found = swapped(module)
-    return found.stock if found else type(module)
+    swap = swapped(module)
+    return swap.stock if swap else type(module)
 
 
 def unpatched_class(module: nn.Module) -> type[nn.Module]:
     """The same, also where somebody swapped the class once more on top of ours."""
-    kind = type(module)
-    return kind._liger_multi_swap.stock if issubclass(kind, Patched) else kind
+    module_class = type(module)
+    return (
+        module_class._liger_multi_swap.stock if issubclass(module_class, Patched) else module_class
+    )
 
 
-def original(kind: type[nn.Module]) -> Any:
+def original(module_class: type[nn.Module]) -> Any:
     """The forward that instances of a class of ours, or of one on top of it, were built with."""
-    return kind._liger_multi_swap.stock.forward  # type: ignore[attr-defined]
+    return module_class._liger_multi_swap.stock.forward  # type: ignore[attr-defined]
 
 
 def buried(module: nn.Module) -> bool:
@@ -211,27 +213,27 @@ def buried(module: nn.Module) -> bool:
 
 def apply(module: nn.Module, swap: Swap) -> str:
     """Give ``module`` the class of ``swap``; return what happened, in the report's words."""
-    found = swapped(module)
+    before = swapped(module)
     _drop_own_forward(module)
     _note_code(_class_of(swap), swap)  # probed just now
-    if found == swap:
+    if before == swap:
         swap.behavior.entered(module, swap.settings)  # weights may have been replaced since
         return "already patched"
     module.__class__ = _class_of(swap)
-    if found and found.behavior is not swap.behavior:
-        found.behavior.left(module)
+    if before and before.behavior is not swap.behavior:
+        before.behavior.left(module)
     swap.behavior.entered(module, swap.settings)
-    return "options changed" if found else "patched"
+    return "options changed" if before else "patched"
 
 
 def restore(module: nn.Module) -> Swap | None:
     """Give the original class back; None when the module was not patched."""
-    found = swapped(module)
-    if found:
+    swap = swapped(module)
+    if swap:
         _drop_own_forward(module)
-        module.__class__ = found.stock
-        found.behavior.left(module)
-    return found
+        module.__class__ = swap.stock
+        swap.behavior.left(module)
+    return swap
 
 
 def has_own_forward(module: nn.Module) -> bool:
@@ -263,14 +265,14 @@ def refuse_buried(modules: Iterable[tuple[str, nn.Module]], action: str) -> None
         PatchError: Names the first module and its class.
     """
     modules = list(modules)
-    found = [
+    buried_modules = [
         (path, type(m).__name__)
         for path, m in modules
         if buried(m) and not cast("type[Patched]", type(m))._liger_multi_swap.behavior.loose
     ]
-    if found:
-        path, name = found[0]
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    if buried_modules:
+        path, name = buried_modules[0]
+        more = f" and {len(buried_modules) - 1} more" if len(buried_modules) > 1 else ""
         raise PatchError(
             f"cannot {action}: the class of {path or 'the model'!r}{more} was swapped again "
             "after the patch and is now "
@@ -283,20 +285,20 @@ def refuse_buried(modules: Iterable[tuple[str, nn.Module]], action: str) -> None
             raise PatchError(f"cannot {action} {path!r}: {reason}; {action} before sharding")
 
 
-def swap_of(kind: type[nn.Module]) -> Swap | None:
+def swap_of(module_class: type[nn.Module]) -> Swap | None:
     """The swap of a class that is exactly one of ours, else None.
 
     By attributes and not by ``vars(kind)``, a mapping that Dynamo refuses to read when anything
     was written to the class while it was tracing.
     """
-    ours = getattr(kind, "_liger_multi_made", None) is kind
-    return kind._liger_multi_swap if ours else None  # type: ignore[attr-defined]
+    ours = getattr(module_class, "_liger_multi_made", None) is module_class
+    return module_class._liger_multi_swap if ours else None  # type: ignore[attr-defined]
 
 
-def stock_of(kind: type[nn.Module]) -> type[nn.Module]:
+def stock_of(module_class: type[nn.Module]) -> type[nn.Module]:
     """The class that stands behind one of ours, or the class itself."""
-    found = swap_of(kind)
-    return found.stock if found else kind
+    swap = swap_of(module_class)
+    return swap.stock if swap else module_class
 
 
 # --- a block ---
@@ -333,12 +335,12 @@ class Block:
             came = {id(m): (m, stock_class(m)) for _, m in now if id(m) not in self.before}
             mine = {}
             # those that left the model while it was patched, too
-            for module, kind in (self.before | came).values():
+            for module, module_class in (self.before | came).values():
                 later = self._next(module)
                 if later is None:
-                    mine[id(module)] = (module, kind)
-                elif stock_of(later.before[id(module)][1]) is stock_of(kind):
-                    later.before[id(module)] = (module, kind)
+                    mine[id(module)] = (module, module_class)
+                elif stock_of(later.before[id(module)][1]) is stock_of(module_class):
+                    later.before[id(module)] = (module, module_class)
             refuse_buried(
                 [
                     (path, m)
@@ -347,8 +349,8 @@ class Block:
                 ],
                 "unpatch",
             )
-            for module, kind in mine.values():
-                _give_back(module, kind)
+            for module, module_class in mine.values():
+                _give_back(module, module_class)
 
     def forget(self) -> None:
         """Keep what was done since."""
@@ -361,11 +363,11 @@ class Block:
         return min(holding, key=lambda block: block.number, default=None)
 
 
-def _give_back(module: nn.Module, kind: type[nn.Module]) -> None:
+def _give_back(module: nn.Module, module_class: type[nn.Module]) -> None:
     """Back to a class that the module had, where it still is a form of it."""
-    if type(module) is kind or stock_class(module) is not stock_of(kind):
+    if type(module) is module_class or stock_class(module) is not stock_of(module_class):
         return
-    swap = swap_of(kind)
+    swap = swap_of(module_class)
     if swap is None:
         restore(module)
     else:

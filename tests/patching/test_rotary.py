@@ -113,7 +113,7 @@ KNOWN = {
 def test_kinds_are_told_apart(function):
     found = rotary.recognized(function)
     assert isinstance(found, rotary.Rotary), found
-    assert found.kind.name == KNOWN[function]
+    assert found.spec.name == KNOWN[function]
 
 
 @pytest.mark.parametrize("function", KNOWN, ids=lambda f: f.__name__)
@@ -177,7 +177,7 @@ def test_functions_of_transformers_are_recognized(file):
         kind = (kind, "pairs to halves")  # transformers < 5.20 asks for an angle a channel
     found = rotary.recognized(getattr(module, name))
     assert isinstance(found, rotary.Rotary), found
-    assert found.kind.name == kind or found.kind.name in kind
+    assert found.spec.name == kind or found.spec.name in kind
 
 
 @pytest.mark.parametrize("form", ["positions", "names", "both"])

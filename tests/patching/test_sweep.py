@@ -238,7 +238,7 @@ from tests.sweep.run import sweep
 right = rms_norm._scaled
 rms_norm._scaled = lambda *args: right(*args) * 1.001
 # the probe would refuse it
-norms._agrees = lambda m, settings, size: settings.kind.op == "rms_norm"
+norms._agrees = lambda m, settings, size: settings.spec.op == "rms_norm"
 norms._settled = lambda m, settings, size: settings
 (outcome,) = sweep([Pair("causal", "llama", "LlamaForCausalLM")])
 print(outcome.status, outcome.why)

@@ -41,25 +41,25 @@ def find_float8(model: nn.Module, request: Request) -> Iterator[Change]:
         alone = options and (options.frozen or options.gather)
         shared = alone and holders[id(stored(module))] > 1
         tied = shared and "its weight is that of another layer too, which would lose it"
-        found = options and (
+        reason = options and (
             head
             or tied
             or conflicts.of_module(module)
             or float8_refusal(module, options, unit_of(path, sharded))
         )
         swap = None
-        if options is not None and not found:
+        if options is not None and not reason:
             settings = Float8Settings(options, options.frozen)
-            kind = GatheringFloat8Linear if options.gather else Float8Linear
-            swap = Swap("linear_float8", stock_class(module), kind, settings)
+            behavior = GatheringFloat8Linear if options.gather else Float8Linear
+            swap = Swap("linear_float8", stock_class(module), behavior, settings)
         held = swapped(module) if ours else None
         if held is not None and held != swap and (fixed := held.behavior.fixed(module)):
             yield Skipped(path, "linear_float8", f"{fixed}; options are fixed")
             continue
         if ours and swap is None:
             yield Restore(path, module)
-        if found:
-            yield Skipped(path, "linear_float8", found, strict=False)
+        if reason:
+            yield Skipped(path, "linear_float8", reason, strict=False)
         elif swap is not None:
             by = f"linear_float8{'[weight in FP8]' * options.frozen}"
             yield Replace(path, module, swap, by, options.shown())

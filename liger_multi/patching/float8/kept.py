@@ -102,23 +102,23 @@ def _ordered(weight: Tensor) -> bool:
 
 def kept_rows(weight: Tensor) -> Any:
     """Codes and scales of a weight, made at its first use after a step; None before the first."""
-    found = next((f for f in _followed() if id(weight) in f.weights), None)
-    if found is None or not _ordered(weight):
+    followed = next((f for f in _followed() if id(weight) in f.weights), None)
+    if followed is None or not _ordered(weight):
         return None
-    place, key = found.weights[id(weight)], _key(weight)
+    place, key = followed.weights[id(weight)], _key(weight)
     kept = place.kept
     if kept is None or kept.key != key:
         from liger_multi.ops.linear_float8 import rounded_rows
 
-        _read(found)
+        _read(followed)
         with torch.no_grad():
             sums = bit_sums(weight)
             kept = place.kept = _Kept(key, rounded_rows(weight), sums, sums[::EVERY].sum())
     else:
         place.uses.append((kept.some, bit_sums(weight.detach()[::EVERY]).sum()))
         if len(place.uses) == USES:
-            _read(found)
-            _compare(found, {weight.device: _compared(place)})
+            _read(followed)
+            _compare(followed, {weight.device: _compared(place)})
     return kept.rows
 
 
@@ -128,8 +128,8 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 def bit_sums(weight: Tensor) -> Tensor:
     """A number per row, of all of its bits."""
     rows, width = weight.detach().contiguous(), weight.shape[1] * weight.itemsize
-    kind = next(kind for kind in _WORDS if width % kind.itemsize == 0)
-    return rows.view(torch.uint8).view(kind).sum(1, dtype=torch.int64)
+    word = next(word for word in _WORDS if width % word.itemsize == 0)
+    return rows.view(torch.uint8).view(word).sum(1, dtype=torch.int64)
 
 
 # --- steps of optimizers ---
@@ -148,55 +148,55 @@ def follow_optimizers() -> None:
 
 
 def _followed() -> list[_Followed]:
-    return [getattr(found, _NAME) for one in list(_stepped) if (found := one()) is not None]
+    return [getattr(followed, _NAME) for one in list(_stepped) if (followed := one()) is not None]
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
     """Sum again what codes were made of."""
-    found = getattr(optimizer, _NAME, None)
-    if found is None:
+    followed = getattr(optimizer, _NAME, None)
+    if followed is None:
         return
-    _read(found)
+    _read(followed)
     same: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
-        for place in found.weights.values():
-            made = same.setdefault(place.weight.device, [])
-            made += _compared(place)
+        for place in followed.weights.values():
+            answers = same.setdefault(place.weight.device, [])
+            answers += _compared(place)
             kept = place.kept
             if kept is not None and kept.key == _key(place.weight):
-                made.append((bit_sums(place.weight) == kept.sums).all())
-    _compare(found, same)
+                answers.append((bit_sums(place.weight) == kept.sums).all())
+    _compare(followed, same)
 
 
 def _compared(place: _Weight) -> list[Tensor]:
     """Whether sums of some rows were at each use what they had been."""
-    made = [before == at_use for before, at_use in place.uses]
+    answers = [before == at_use for before, at_use in place.uses]
     place.uses.clear()
-    return made
+    return answers
 
 
-def _compare(found: _Followed, same: Mapping[torch.device, list[Tensor]]) -> None:
+def _compare(followed: _Followed, same: Mapping[torch.device, list[Tensor]]) -> None:
     """Ask whether sums agree, by device; a CPU knows at once."""
-    found.answers += [_on_host(torch.stack(s).all(), device) for device, s in same.items() if s]
-    if all(event is None for _, event in found.answers):
-        _read(found)
+    followed.answers += [_on_host(torch.stack(s).all(), device) for device, s in same.items() if s]
+    if all(event is None for _, event in followed.answers):
+        _read(followed)
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
     """Drop all codes: an optimizer may write where another has its weights."""
-    found = getattr(optimizer, _NAME, None)
-    if found is None:
-        found = _Followed()
-        setattr(optimizer, _NAME, found)
+    followed = getattr(optimizer, _NAME, None)
+    if followed is None:
+        followed = _Followed()
+        setattr(optimizer, _NAME, followed)
         _stepped.append(ref(optimizer, _stepped.remove))
     weights = [p for group in optimizer.param_groups for p in group["params"]]
-    found.weights = {id(p): _Weight(p) for p in weights}
+    followed.weights = {id(p): _Weight(p) for p in weights}
     for other in _followed():
         _drop(other)
 
 
-def _drop(found: _Followed) -> None:
-    for place in list(found.weights.values()):
+def _drop(followed: _Followed) -> None:
+    for place in list(followed.weights.values()):
         place.kept = None
 
 
@@ -205,22 +205,22 @@ def _on_host(result: Tensor, device: torch.device) -> tuple[Tensor, Any]:
     if device.type == "cpu":
         return result, None
     module = torch.get_device_module(device)
-    made = torch.empty((), dtype=result.dtype, pin_memory=True)
-    made.copy_(result, non_blocking=True)
+    copied = torch.empty((), dtype=result.dtype, pin_memory=True)
+    copied.copy_(result, non_blocking=True)
     event = module.Event()
     event.record(module.current_stream(device))
-    return made, event
+    return copied, event
 
 
-def _read(found: _Followed) -> None:
-    for _, event in found.answers:
+def _read(followed: _Followed) -> None:
+    for _, event in followed.answers:
         if event is not None:
             event.synchronize()  # it was recorded a step ago, or some uses
-    agree = all(result.item() for result, _ in found.answers)
-    found.answers.clear()
+    agree = all(result.item() for result, _ in followed.answers)
+    followed.answers.clear()
     if not agree:
-        _drop(found)
-        for place in found.weights.values():
+        _drop(followed)
+        for place in followed.weights.values():
             place.uses.clear()  # one error for all of them
         raise PatchError(
             "a weight was written through .data, or by code that counts no version, after its "

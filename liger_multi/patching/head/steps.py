@@ -65,8 +65,8 @@ def reshape(
         sizes: The shape that was asked for.
         function: ``Tensor.view`` raises where logits would need a copy.
     """
-    wanted = sizes_of_rows(hidden, vocabulary, sizes)
-    return None if wanted is None else function(hidden, wanted)
+    row_sizes = sizes_of_rows(hidden, vocabulary, sizes)
+    return None if row_sizes is None else function(hidden, row_sizes)
 
 
 def sizes_of_rows(hidden: Tensor, vocabulary: int, sizes: Sequence[int]) -> tuple[int, ...] | None:

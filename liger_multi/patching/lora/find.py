@@ -32,10 +32,10 @@ def find_lora(model: nn.Module, request: Request) -> Iterator[Change]:
         if options is None:
             yield Restore(path, module)
             continue
-        found = conflicts.of_module(module) or adapters(module)
-        if isinstance(found, str):
+        verdict = conflicts.of_module(module) or adapters(module)
+        if isinstance(verdict, str):
             yield Restore(path, module)
-            yield Skipped(path, "lora", found)
+            yield Skipped(path, "lora", verdict)
         else:
             swap = Swap("lora", stock_class(module), FusedLora, options)
             yield Replace(path, module, swap, "lora_update", options.shown())

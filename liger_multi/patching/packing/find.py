@@ -17,14 +17,14 @@ from liger_multi.patching.swap import Patched, Swap, unpatched_class
 
 def find_packed(model: nn.Module, request: Request) -> Iterator[Change]:
     """Models that tell mixers which sample a token belongs to, refuse packed rows, or are tried."""
-    found = packing(model) if any(request.get(op) is not None for op in MIXER_OPS) else {}
-    refuses = any(swap.behavior is SeparateModel for swap in found.values())
+    packed = packing(model) if any(request.get(op) is not None for op in MIXER_OPS) else {}
+    refuses = any(swap.behavior is SeparateModel for swap in packed.values())
     if request.get(PACKING) is None:
-        found = {} if refuses else found
+        packed = {} if refuses else packed
     elif not refuses:
-        found |= {p: _tried(m, found.get(p)) for p, m in checked(model).items() if _free(m)}
+        packed |= {p: _tried(m, packed.get(p)) for p, m in checked(model).items() if _free(m)}
     for path, module in model.named_modules():
-        swap = found.get(path)
+        swap = packed.get(path)
         if swap is not None and not conflicts.of_module(module):
             forget(module)
             yield Replace(path, module, swap, _PACKED[swap.behavior], {})
@@ -41,7 +41,7 @@ _PACKED: dict[type[Patched], str] = {
 
 
 def _is_packed(module: nn.Module) -> bool:
-    return any(isinstance(module, kind) for kind in _PACKED)
+    return any(isinstance(module, behavior) for behavior in _PACKED)
 
 
 def _free(module: nn.Module) -> bool:
