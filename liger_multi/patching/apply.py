@@ -265,16 +265,16 @@ def find_absent(report: PatchReport, request: Request, model: nn.Module) -> None
     names = {type(m).__name__ for m in model.modules()}
     experts = sorted(name for name in names if name.endswith("Experts"))
     experts = [] if report.count("fused_moe") else experts
-    observed = {e.op for e in report.entries if e.status != "restored"}
-    observed |= {s.op for s in report.skipped}
-    if experts and "fused_moe" in request.enabled and not observed & {"fused_moe", *MLP_OPS}:
-        observed.add("fused_moe")
+    covered = {e.op for e in report.entries if e.status != "restored"}
+    covered |= {s.op for s in report.skipped}
+    if experts and "fused_moe" in request.enabled and not covered & {"fused_moe", *MLP_OPS}:
+        covered.add("fused_moe")
         reason = f"{', '.join(experts)} does not use the experts interface of transformers"
         strict = "fused_moe" in request.named
         report.skipped.append(Skipped("", "fused_moe", reason, strict=strict))
     for family in (NORM_OPS, MLP_OPS, MIXER_OPS, *_ALONE):
         requested = [op for op in family if op in request.enabled]
-        missing = [op for op in requested if op not in observed]
+        missing = [op for op in requested if op not in covered]
         for op in missing:
             named = op in request.named
             # most models have no experts, which is nothing to report

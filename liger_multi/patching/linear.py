@@ -13,12 +13,18 @@ from torch import Tensor, nn
 
 from liger_multi.dispatch.resolve import by_rows
 from liger_multi.parameters import is_computed, stored
-from liger_multi.patching import conflicts
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.signature import code_holds
 from liger_multi.patching.options import Options, Request, run_bound
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Patched, Swap, original, stock_class, unpatched_class
+from liger_multi.patching.swap import (
+    Patched,
+    Swap,
+    conflict_of,
+    original,
+    stock_class,
+    unpatched_class,
+)
 
 FORWARDS = {
     ("torch.nn.modules.linear", "Linear.forward"): False,
@@ -34,12 +40,12 @@ def _where(module_class: type[nn.Module]) -> tuple[str, str]:
 
 def looks_like_linear(module: nn.Module) -> bool:
     """Whether a module is a linear layer of any kind, but not one with an adapter around it."""
-    module_class, held = unpatched_class(module), vars(module)
+    module_class, attributes = unpatched_class(module), vars(module)
     if issubclass(module_class, nn.Linear) or _where(module_class) in FORWARDS:
         return True
-    of_sizes = isinstance(held.get("in_features"), int)
-    of_sizes &= isinstance(held.get("out_features"), int)
-    return of_sizes and "base_layer" not in held["_modules"]
+    of_sizes = isinstance(attributes.get("in_features"), int)
+    of_sizes &= isinstance(attributes.get("out_features"), int)
+    return of_sizes and "base_layer" not in attributes["_modules"]
 
 
 def _weight(layer: nn.Module) -> Any:
@@ -138,7 +144,7 @@ def find_linear(model: nn.Module, request: Request) -> Iterator[Change]:
         ours = isinstance(module, LinearByRows)
         if not looks_like_linear(module) or (isinstance(module, Patched) and not ours):
             continue
-        reason = options and (conflicts.of_module(module) or linear_refusal(module))
+        reason = options and (conflict_of(module) or linear_refusal(module))
         if ours and (reason or options is None):
             yield Restore(path, module)
         if reason:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi import ops
-from liger_multi.patching import conflicts
 from liger_multi.patching.calling import Call, Calling, named, renew
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence import redirect
@@ -28,7 +27,13 @@ from liger_multi.patching.evidence.probe import alike, probe_context, random, un
 from liger_multi.patching.evidence.reached import Reached
 from liger_multi.patching.options import Options, Request, run_bound
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Patched, Swap, swapped
+from liger_multi.patching.swap import (
+    Patched,
+    Swap,
+    conflict_of,
+    library_of,
+    swapped,
+)
 
 
 @dataclass(frozen=True)
@@ -200,7 +205,7 @@ def recognized(function: Callable[..., Any]) -> Rotary | str:
     """What a function computes, or the reason why it stays."""
     if "forward" in getattr(function, "__dict__", {}):  # a layer of the kernels hub
         return f"a hub kernel serves {_name(function)}"
-    theirs = conflicts.owner(function)
+    theirs = library_of(function)
     if theirs:
         return f"{theirs} put its {_name(function)} into the modeling file"
     code = Reached([getattr(function, "forward", function)])
@@ -488,7 +493,7 @@ def find_rotary(model: nn.Module, request: Request) -> Iterator[Change]:
             if isinstance(module, FusedRotary):
                 yield Restore(path, module)
             continue
-        overridden = conflicts.of_module(module)
+        overridden = conflict_of(module)
         kinds, reasons = ([], [overridden]) if overridden else rotary_kinds(stock)
         yield from (Skipped(path, "rope", reason) for reason in reasons)
         if kinds:
@@ -500,9 +505,9 @@ def find_rotary(model: nn.Module, request: Request) -> Iterator[Change]:
 
 def _around(module: nn.Module) -> tuple[type[Patched] | None, Hashable]:
     """What stands around the rotary functions of a module; others decide whether it stays."""
-    held = swapped(module)
-    if held is None:
+    current = swapped(module)
+    if current is None:
         return None, None
-    if held.behavior is FusedRotary:
-        return held.around, held.around_settings
-    return held.behavior, held.settings
+    if current.behavior is FusedRotary:
+        return current.around, current.around_settings
+    return current.behavior, current.settings

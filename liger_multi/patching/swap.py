@@ -22,6 +22,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias, cast
 
+import torch.nn.functional as F
 from torch import nn
 
 from liger_multi._torch_private import DYNAMO
@@ -243,9 +244,9 @@ def has_own_forward(module: nn.Module) -> bool:
     its hooks: they put a wrapper into the attributes, and put back what ``module.forward`` was.
     Where the patch came or went in between, that is one of our forwards, or the original one.
     """
-    held = vars(module).get("forward")
-    function = getattr(held, "__func__", None)
-    if getattr(held, "__self__", None) is not module or function is None:
+    own_forward = vars(module).get("forward")
+    function = getattr(own_forward, "__func__", None)
+    if getattr(own_forward, "__self__", None) is not module or function is None:
         return False
     written_in = str(getattr(function, "__globals__", {}).get("__name__"))
     ours = written_in.startswith("liger_multi.patching.")
@@ -299,6 +300,46 @@ def stock_of(module_class: type[nn.Module]) -> type[nn.Module]:
     """The class that stands behind one of ours, or the class itself."""
     swap = swap_of(module_class)
     return swap.stock if swap else module_class
+
+
+# --- patches of other libraries: reported, never stacked upon ---
+
+LIBRARIES = {
+    "liger_kernel": "Liger",
+    "unsloth": "Unsloth",
+    "unsloth_zoo": "Unsloth",
+    "kernels": "a hub kernel",
+    "trl": "TRL",
+    "cut_cross_entropy": "Cut Cross Entropy",
+    "axolotl": "axolotl",
+}
+"""Top-level packages that replace forwards, functions or losses, and how messages call them."""
+
+
+def library_of(function: Any) -> str | None:
+    """Which of these libraries a function, method or class comes from."""
+    function = getattr(function, "__func__", function)
+    root = str(getattr(function, "__module__", "") or "").partition(".")[0]
+    return LIBRARIES.get(root)
+
+
+def conflict_of(module: nn.Module) -> str | None:
+    """Why a module is not ours to patch: its forward was replaced, on it or on its class."""
+    module_class = stock_class(module)
+    own_forward = vars(module).get("forward")
+    if own_forward is not None and not has_own_forward(module):
+        return f"{library_of(own_forward) or 'somebody else'} replaced its forward"
+    library = library_of(module_class) or library_of(module_class.forward)
+    return f"{library} serves it ({module_class.__name__})" if library else None
+
+
+def loss_conflict(model: nn.Module) -> str | None:
+    """Why a model's loss is not ours: the forward that holds it, or the loss function itself."""
+    library = library_of(vars(model).get("forward")) or library_of(stock_class(model).forward)
+    if library:
+        return f"{library} replaced the forward of {type(model).__name__}, with the loss in it"
+    library = library_of(F.cross_entropy)
+    return f"{library} replaced torch.nn.functional.cross_entropy" if library else None
 
 
 # --- a block ---

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import EnableTorchFunction, say
 from liger_multi.errors import PatchError
-from liger_multi.patching import conflicts
 from liger_multi.patching.attention.sparse import SparseAttention, SparseIndexer, range_mask
 from liger_multi.patching.attention.sparse import register as register_sparse
 from liger_multi.patching.changes import Change, Replace, Restore
@@ -27,7 +26,14 @@ from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.probe import probe_context, random, scalars
 from liger_multi.patching.options import SPARSE, Options, Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Patched, Swap, apply, swapped, unpatched_class
+from liger_multi.patching.swap import (
+    Patched,
+    Swap,
+    apply,
+    conflict_of,
+    swapped,
+    unpatched_class,
+)
 
 INDEXER_NAMES = {"update_indexer", "topk", "relu", "matmul", "masked_fill"}
 """What the forward of an indexer loads by name."""
@@ -251,10 +257,10 @@ def find_sparse_attention(model: nn.Module, request: Request) -> Iterator[Change
 def _sparse_refusal(module: nn.Module, behavior: type[Patched]) -> str | None:
     """Why a layer is left as it is, or None; an attention module speaks for its indexer."""
     register_sparse()
-    reason = conflicts.of_module(module) or refusal(module, behavior)
+    reason = conflict_of(module) or refusal(module, behavior)
     indexer = getattr(module, "indexer", None)
     if reason is None and isinstance(indexer, nn.Module):
-        reason = conflicts.of_module(indexer) or refusal(indexer, SparseIndexer)
+        reason = conflict_of(indexer) or refusal(indexer, SparseIndexer)
     return reason
 
 
@@ -275,7 +281,11 @@ _SPARSE: dict[type[Patched], str] = {
 
 def _beneath(module: nn.Module) -> Swap | None:
     """The swap of a module without that of sparse attention."""
-    held = swapped(module)
-    if held is None or held.behavior in _SPARSE:
+    current = swapped(module)
+    if current is None or current.behavior in _SPARSE:
         return None
-    return replace(held, around=None, around_settings=None) if held.around in _SPARSE else held
+    return (
+        replace(current, around=None, around_settings=None)
+        if current.around in _SPARSE
+        else current
+    )

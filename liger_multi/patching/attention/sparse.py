@@ -136,8 +136,8 @@ class IndexCache:
 
     def update_indexer(self, keys: Tensor, *args: Any, **kwargs: Any) -> IndexKeys:
         """All keys, after the cache has taken the new ones."""
-        kept = keys if self.cache is None else self.cache.update_indexer(keys, *args, **kwargs)
-        return IndexKeys(kept, self.select)
+        all_keys = keys if self.cache is None else self.cache.update_indexer(keys, *args, **kwargs)
+        return IndexKeys(all_keys, self.select)
 
 
 class IndexKeys(_Recorder):
@@ -242,9 +242,9 @@ class SparseIndexer(Patched):
         arguments, name = by_name(stock, args, kwargs), cache_parameter(stock)
         if name is None:
             raise _unknown("no argument of its forward takes a cache")
-        held = caches(arguments)  # under another name too, which the forward may still take
-        cache = next(iter(held.values()), None)
-        arguments = {n: value for n, value in arguments.items() if n not in held}
+        index_caches = caches(arguments)  # under another name too, which the forward may still take
+        cache = next(iter(index_caches.values()), None)
+        arguments = {n: value for n, value in arguments.items() if n not in index_caches}
         arguments[name] = IndexCache(cache, functools.partial(_select, settings_of(module_class)))
         return inner(self, **arguments)
 
@@ -382,9 +382,11 @@ def attend(
     outputs = []
     for some in zip(query.split(step, 2), indices.split(step, 1), strict=True):
         operands = (some[0], *wide, some[1])
-        kept: Any = {"use_reentrant": False, "preserve_rng_state": False}
+        checkpoint_options: Any = {"use_reentrant": False, "preserve_rng_state": False}
         grads = torch.is_grad_enabled()
-        outputs.append(checkpoint(absorbed, *operands, **kept) if grads else absorbed(*operands))
+        outputs.append(
+            checkpoint(absorbed, *operands, **checkpoint_options) if grads else absorbed(*operands)
+        )
     return torch.cat(outputs, 1), None
 
 

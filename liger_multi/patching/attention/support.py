@@ -230,8 +230,8 @@ def _other_than_softmax(eager: types.FunctionType) -> str | None:
                 reason = reason or f"cannot be tried ({type(error).__name__}: {error})"
                 continue
             reason = "computes something else than softmax(scale q k' + mask) v"
-            for right in _softmax(q, k, v, visible, sinks):
-                if y.shape == right.shape and torch.allclose(y, right, rtol=1e-4, atol=1e-5):
+            for expected in _softmax(q, k, v, visible, sinks):
+                if y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-4, atol=1e-5):
                     return None
     return reason
 

@@ -181,9 +181,9 @@ def _inside(value: Any) -> list[Any]:
 
 def holds(places: Iterable[Place]) -> bool:
     """Whether every place has the value that it had."""
-    for owner, name, held in places:
+    for owner, name, recorded in places:
         now = getattr(owner, name, ...)
-        if now is not held and not (type(now) is type(held) and bool(now == held)):
+        if now is not recorded and not (type(now) is type(recorded) and bool(now == recorded)):
             return False
     return True
 

@@ -49,10 +49,10 @@ def calls_replaced() -> bool:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a module's call is more than its class's forward."""
-    held: dict[str, Any] = module.__dict__
-    before, after = held["_forward_pre_hooks"], held["_forward_hooks"]
-    hooked = before or after or held["_backward_pre_hooks"] or held["_backward_hooks"]
-    return bool(hooked) or "forward" in held
+    attributes: dict[str, Any] = module.__dict__
+    before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
+    hooked = before or after or attributes["_backward_pre_hooks"] or attributes["_backward_hooks"]
+    return bool(hooked) or "forward" in attributes
 
 
 _OF_LIBRARIES = ("torch.distributed.", "deepspeed.", "liger_multi.memory.")
@@ -66,9 +66,9 @@ def is_watched_by_users(module: nn.Module) -> bool:
     """
     if not is_watched(module):
         return False
-    held: dict[str, Any] = module.__dict__
-    hooks = [hook for name in _HOOKS for hook in held[name].values()]
-    return "forward" in held or not all(_of_library(hook) for hook in hooks)
+    attributes: dict[str, Any] = module.__dict__
+    hooks = [hook for name in _HOOKS for hook in attributes[name].values()]
+    return "forward" in attributes or not all(_of_library(hook) for hook in hooks)
 
 
 def _of_library(hook: Any) -> bool:
@@ -86,10 +86,10 @@ def bare_parts(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
     )
     if layer is None or not plain or is_watched(layer):
         return None
-    held: Any = layer._parameters  # asking for an attribute takes eight times as long
-    weight: Tensor | None = held.get("weight")
-    bias: Tensor | None = held.get("bias")
-    if weight is None or "bias" not in held:  # tensors stand in the place of parameters
+    parameters: Any = layer._parameters  # asking for an attribute takes eight times as long
+    weight: Tensor | None = parameters.get("weight")
+    bias: Tensor | None = parameters.get("bias")
+    if weight is None or "bias" not in parameters:  # tensors stand in the place of parameters
         weight, bias = cast(Any, layer).weight, cast(Any, layer).bias
     if type(weight) not in PLAIN or (bias is not None and type(bias) not in PLAIN):
         return None
@@ -142,25 +142,25 @@ class Part:
 
 def holds(module: nn.Module, signature: Signature) -> bool:
     """Whether an instance is still what the probe saw."""
-    held = module.__dict__
+    attributes = module.__dict__
     for name, value_class, value in signature.plain:
-        if name not in held:
+        if name not in attributes:
             return False
-        now = held[name]
+        now = attributes[name]
         if now is not value and (type(now) is not value_class or not _equal(now, value, module)):
             return False
     for holder, name, value_class, value in signature.fields:
-        now = getattr(held.get(holder), name, ...)
+        now = getattr(attributes.get(holder), name, ...)
         if type(now) is not value_class or now != value:
             return False
     for name in signature.inherited:
-        if name in held:
+        if name in attributes:
             return False
     for table, name in signature.absent:
-        if held[table].get(name) is not None:
+        if attributes[table].get(name) is not None:
             return False
     for part in signature.parts:
-        inner = held["_modules"].get(part.name)
+        inner = attributes["_modules"].get(part.name)
         if (
             inner is None
             or _unpatched(inner) is not part.module_class
@@ -193,8 +193,8 @@ def _transforming() -> bool:
 
 @constant_in_graphs
 def _code_holds(module_class: Any) -> bool:
-    for owner, name, held in module_class._liger_multi_code:
-        if getattr(owner, name, None) is not held:  # the rest is rarely needed
+    for owner, name, recorded in module_class._liger_multi_code:
+        if getattr(owner, name, None) is not recorded:  # the rest is rarely needed
             return reached.holds(module_class._liger_multi_code)
     return True
 
@@ -228,9 +228,8 @@ def code_of(
         )
     now = reached.Reached(functions_of(module_class, signature))
     if signature.code and signature.code != now.digest:
-        return (
-            (module_class, "forward", None),
-        )  # unpickled where the code is another: it never holds
+        # unpickled where the code is another: it never holds
+        return ((module_class, "forward", None),)
     return (*places, *now.places)
 
 
@@ -282,22 +281,22 @@ def signature_of(
         names: What the forward was seen to ask for, beside what its code names.
         starts: The methods that run.
     """
-    starts, visited = tuple(starts), set(names or ())
-    names = {*visited, *methods_of(module_class, starts)[0], *(s for s in starts if s != "forward")}
+    starts, asked = tuple(starts), set(names or ())
+    names = {*asked, *methods_of(module_class, starts)[0], *(s for s in starts if s != "forward")}
     names -= {*taken, *_of_every_module()}
-    held = vars(module)
+    attributes = vars(module)
     plain, fields, absent, parts = [], [], [], []
-    for name in sorted(names & held.keys()):
-        compared = token(held[name], module)
-        inside = [] if compared else _fields(held[name], names)
+    for name in sorted(names & attributes.keys()):
+        compared = token(attributes[name], module)
+        inside = [] if compared else _fields(attributes[name], names)
         if compared is None and not inside:
-            what = type(held[name]).__name__
+            what = type(attributes[name]).__name__
             return f"its forward reads its {name} ({what}), which may change later"
         plain += [(name, *compared)] if compared else []
         fields += [(name, *field) for field in inside]
     for table in ("_parameters", "_buffers", "_modules"):
-        for name in sorted(names & held[table].keys()):
-            value = held[table][name]
+        for name in sorted(names & attributes[table].keys()):
+            value = attributes[table][name]
             if value is None:
                 absent.append((table, name))
             elif table == "_modules":
@@ -308,9 +307,11 @@ def signature_of(
             else:
                 what = "buffer" if table == "_buffers" else "parameter"
                 return f"its forward reads its {what} {name}, which may change later"
-    of_class = {n for n in names - held.keys() if n != "forward" and _on_class(module_class, n)}
-    known = {*held, *of_class, *(n for _, n in absent), *(p.name for p in parts)}
-    missing = {n for n in visited & names - known if not hasattr(module_class, n)}
+    of_class = {
+        n for n in names - attributes.keys() if n != "forward" and _on_class(module_class, n)
+    }
+    known = {*attributes, *of_class, *(n for _, n in absent), *(p.name for p in parts)}
+    missing = {n for n in asked & names - known if not hasattr(module_class, n)}
     for name in sorted(of_class):
         value = getattr(module_class, name)
         if not (token(value) or callable(value) or isinstance(value, property)):
@@ -364,7 +365,7 @@ def _of_every_module() -> frozenset[str]:
 
 
 def methods_of(module_class: type, starts: Iterable[str]) -> tuple[set[str], list[FunctionType]]:
-    """The names that the code of methods loads, and that of the methods which these name; they."""
+    """The names that methods load, and the functions: the methods and those that they name."""
     names: set[str] = set()
     functions: list[FunctionType] = []
     todo = list(starts)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_multi.patching import conflicts
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.probe import (
     LARGE,
@@ -47,7 +46,12 @@ from liger_multi.patching.experts.quantized import stack_of, unparametrized
 from liger_multi.patching.experts.selection import selected
 from liger_multi.patching.options import Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Swap, stock_class, unpatched_class
+from liger_multi.patching.swap import (
+    Swap,
+    conflict_of,
+    stock_class,
+    unpatched_class,
+)
 
 # --- experts ---
 
@@ -360,7 +364,7 @@ def find_experts(model: nn.Module, request: Request) -> Iterator[Change]:
         if options is None:
             yield Restore(path, module)
             continue
-        verdict = conflicts.of_module(module) or experts_kind(module)
+        verdict = conflict_of(module) or experts_kind(module)
         if isinstance(verdict, str):
             yield Skipped(path, "fused_moe", verdict)
             continue

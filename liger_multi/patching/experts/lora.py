@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.checks import autocast_dtype
-from liger_multi.patching import conflicts
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.probe import probe_context, random
 from liger_multi.patching.evidence.signature import code_holds, is_watched
@@ -39,7 +38,14 @@ from liger_multi.patching.experts.selection import computes_in_weight_dtype
 from liger_multi.patching.lora.fused import Adapter, adapters
 from liger_multi.patching.options import Options, Request, run_bound
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Patched, Swap, original, stock_class, stock_of
+from liger_multi.patching.swap import (
+    Patched,
+    Swap,
+    conflict_of,
+    original,
+    stock_class,
+    stock_of,
+)
 
 _WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper.forward")
 
@@ -223,7 +229,7 @@ def find_expert_adapters(model: nn.Module, request: Request) -> Iterator[Change]
         if options is None:
             yield Restore(path, module)
             continue
-        verdict = conflicts.of_module(module) or factors(module)
+        verdict = conflict_of(module) or factors(module)
         if isinstance(verdict, str):
             yield Restore(path, module)
             yield Skipped(path, "lora", verdict)

@@ -125,12 +125,12 @@ def unparametrized(module: nn.Module, module_class: type[nn.Module]) -> type[nn.
 
 def is_watched_by_others(module: nn.Module) -> bool:
     """Whether hooks stand on a module beside those that bitsandbytes puts there for its cache."""
-    held = module.__dict__
-    before, after = held["_forward_pre_hooks"], held["_forward_hooks"]
+    attributes = module.__dict__
+    before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
     hooks = [*before.values(), *after.values()]
     own = all(str(_function(h).__module__).startswith("bitsandbytes.") for h in hooks)
-    backward = held["_backward_hooks"] or held["_backward_pre_hooks"]
-    return not own or bool(backward) or "forward" in held
+    backward = attributes["_backward_hooks"] or attributes["_backward_pre_hooks"]
+    return not own or bool(backward) or "forward" in attributes
 
 
 def _function(hook: Any) -> Any:

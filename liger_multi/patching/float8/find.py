@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from torch import nn
 
 from liger_multi.parameters import stored
-from liger_multi.patching import conflicts
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.float8.linear import (
     Float8Linear,
@@ -22,7 +21,13 @@ from liger_multi.patching.linear import LinearByRows, looks_like_linear
 from liger_multi.patching.lora.fused import looks_like_lora, matrices
 from liger_multi.patching.options import Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Patched, Swap, stock_class, swapped
+from liger_multi.patching.swap import (
+    Patched,
+    Swap,
+    conflict_of,
+    stock_class,
+    swapped,
+)
 
 
 def find_float8(model: nn.Module, request: Request) -> Iterator[Change]:
@@ -44,7 +49,7 @@ def find_float8(model: nn.Module, request: Request) -> Iterator[Change]:
         reason = options and (
             head
             or tied
-            or conflicts.of_module(module)
+            or conflict_of(module)
             or float8_refusal(module, options, unit_of(path, sharded))
         )
         swap = None
@@ -52,8 +57,8 @@ def find_float8(model: nn.Module, request: Request) -> Iterator[Change]:
             settings = Float8Settings(options, options.frozen)
             behavior = GatheringFloat8Linear if options.gather else Float8Linear
             swap = Swap("linear_float8", stock_class(module), behavior, settings)
-        held = swapped(module) if ours else None
-        if held is not None and held != swap and (fixed := held.behavior.fixed(module)):
+        current = swapped(module) if ours else None
+        if current is not None and current != swap and (fixed := current.behavior.fixed(module)):
             yield Skipped(path, "linear_float8", f"{fixed}; options are fixed")
             continue
         if ours and swap is None:

@@ -120,9 +120,9 @@ class Float8Weight(Tensor):
     ) -> Any:
         """Operations that keep codes, loading, and everything else on dequantized numbers."""
         kwargs = kwargs or {}
-        kept = _KEPT.get(func)
-        if kept is not None and isinstance(args[0], Float8Weight):
-            output = kept(*args, **kwargs)
+        handler = _KEPT.get(func)
+        if handler is not None and isinstance(args[0], Float8Weight):
+            output = handler(*args, **kwargs)
             if output is not None:
                 return output
         schema = func._schema.arguments

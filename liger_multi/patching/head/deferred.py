@@ -502,8 +502,12 @@ def _gathered_again(head: Any, weight: Tensor) -> bool:
     """Whether a sharding library puts the weight of the forward pass into the head's next call."""
     if not isinstance(head, Patched):
         return False
-    held: Any = head.weight
-    return buried(head) or hasattr(held, "device_mesh") or weight.untyped_storage().nbytes() == 0
+    weight_of_head: Any = head.weight
+    return (
+        buried(head)
+        or hasattr(weight_of_head, "device_mesh")
+        or weight.untyped_storage().nbytes() == 0
+    )
 
 
 def _place(tensor: Tensor) -> int | None:

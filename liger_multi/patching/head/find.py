@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from liger_multi.parameters import stored
-from liger_multi.patching import conflicts
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.head.module import (
     LazyAdaptedHead,
@@ -30,6 +29,7 @@ from liger_multi.patching.swap import (
     apply,
     buried,
     has_own_forward,
+    loss_conflict,
     stock_class,
     swapped,
 )
@@ -172,7 +172,7 @@ def find_loss_head(model: nn.Module, request: Request) -> Iterator[Change]:
     op = _LOSSES[0] if settings.fused else _LOSSES[1]
     if missing:
         yield Skipped("", op, missing, strict=request.whole)
-    theirs = next((why for m in with_heads(model) if (why := conflicts.of_model(m))), None)
+    theirs = next((why for m in with_heads(model) if (why := loss_conflict(m))), None)
     for path, module in heads:
         if settings.fused and hasattr(module, "base_layer"):
             yield from _unwrapped(path, module)

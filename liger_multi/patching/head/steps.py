@@ -248,8 +248,8 @@ def simple(name: str, function: Callable[[Tensor], Tensor]) -> Callable[..., Def
     """A function of every element, without arguments."""
 
     def run(deferred: DeferredLogits, **rest: Any) -> DeferredLogits | None:
-        kept = _dtype_of(function, deferred) == deferred.dtype
-        return deferred.step(name) if kept and not rest else None
+        same_dtype = _dtype_of(function, deferred) == deferred.dtype
+        return deferred.step(name) if same_dtype and not rest else None
 
     return run
 

@@ -57,7 +57,8 @@ SIZES: dict[str, dict[str, tuple[str, ...]]] = {
 def sizes_of(op: str, module: nn.Module) -> dict[str, list[int]]:
     """The last sizes of an operator's tensors in a mixer; empty where one is not known."""
     sizes_by_name = {
-        n: [getattr(module, a, None) for a in held] for n, held in SIZES.get(op, {}).items()
+        n: [getattr(module, a, None) for a in attributes]
+        for n, attributes in SIZES.get(op, {}).items()
     }
     known = all(isinstance(size, int) for sizes in sizes_by_name.values() for size in sizes)
     return sizes_by_name if known else {}  # type: ignore[return-value]

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from liger_multi.patching import conflicts, registered
+from liger_multi.patching import registered
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.branches import Outcomes
 from liger_multi.patching.evidence.probe import (
@@ -33,7 +33,12 @@ from liger_multi.patching.mlp.fused import FusedMlp, MlpSettings
 from liger_multi.patching.mlp.kinds import MLP_KINDS, MLP_OPS, MlpNames
 from liger_multi.patching.options import TOLD, Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Swap, stock_class, unpatched_class
+from liger_multi.patching.swap import (
+    Swap,
+    conflict_of,
+    stock_class,
+    unpatched_class,
+)
 
 # --- gated MLPs ---
 
@@ -278,7 +283,7 @@ def _settings(module: nn.Module, candidates: list[MlpNames]) -> Iterator[MlpSett
             numbers = tuple(
                 (number, next((n for n in floats if number in n), "")) for number in spec.numbers
             )
-            if all(held for _, held in numbers):
+            if all(attribute for _, attribute in numbers):
                 for inner, outer in places.get(len(drops), []):
                     yield MlpSettings(spec, names, inner, outer, numbers)
 
@@ -293,7 +298,7 @@ def find_mlps(model: nn.Module, request: Request) -> Iterator[Change]:
         if not choices:
             yield Restore(path, module)
             continue
-        verdict = conflicts.of_module(module) or mlp_kind(module, candidates)
+        verdict = conflict_of(module) or mlp_kind(module, candidates)
         if isinstance(verdict, str):
             reported = [op for op in choices if op in TOLD or op in request.named]
             if named and reported:

@@ -75,8 +75,8 @@ class MlpSettings:
         if self.spec.activation and self.lora and _adapted(module, self.names):
             return f"lora_mlp[{self.spec.activation}]"
         op = self.spec.op if self.names.up else f"{self.spec.op}_packed"
-        said = [value for _, value in self.spec.options if isinstance(value, str)]
-        details = ", ".join([*said, "sparse"] if self.spec.sparse else said)
+        shown_options = [value for _, value in self.spec.options if isinstance(value, str)]
+        details = ", ".join([*shown_options, "sparse"] if self.spec.sparse else shown_options)
         return f"{op}[{details}]" if details else op
 
 
@@ -114,8 +114,8 @@ def apply_mlp(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
             return _dropped(module, result, settings.outer)
     gate, down = getattr(module, names.gate), getattr(module, names.down)
     options = dict(spec.options)
-    for name, held in settings.numbers:
-        options[name] = getattr(module, held)
+    for name, attribute in settings.numbers:
+        options[name] = getattr(module, attribute)
     if names.up is None:
         options.update(spec.packed)
         inner = getattr(ops, f"{spec.op}_packed")(gate(x), **options)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi._torch_private import BatchNorms
-from liger_multi.patching import conflicts, registered
+from liger_multi.patching import registered
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.branches import Outcomes
 from liger_multi.patching.evidence.probe import (
@@ -50,7 +50,12 @@ from liger_multi.patching.norms.kinds import (
 )
 from liger_multi.patching.options import Options, Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Swap, stock_class, unpatched_class
+from liger_multi.patching.swap import (
+    Swap,
+    conflict_of,
+    stock_class,
+    unpatched_class,
+)
 
 
 class _Looks(NamedTuple):
@@ -161,12 +166,12 @@ def norm_settings(module: nn.Module, likely: str) -> NormSettings | str:
         module: A module.
         likely: What :func:`looks_like_norm` says.
     """
-    held = {n: p for n, p in module._parameters.items() if p is not None}
+    parameters = {n: p for n, p in module._parameters.items() if p is not None}
     module_class = unpatched_class(module)
-    signature = signature_of(module, module_class, held)
+    signature = signature_of(module, module_class, parameters)
     if isinstance(signature, str):
         return signature
-    shapes = tuple((n, tuple(p.shape), str(p.dtype)) for n, p in held.items())
+    shapes = tuple((n, tuple(p.shape), str(p.dtype)) for n, p in parameters.items())
     attributes = (shapes, scalars(module), likely, registered.generation())
     key = (module_class, code_of(module_class, signature), signature, attributes)
     known = _known.get(key)
@@ -253,9 +258,9 @@ def _groups(module: nn.Module, size: int, spec: NormKind) -> list[tuple[str, boo
 
 
 def _tensors(module: nn.Module, spec: NormKind) -> tuple[tuple[str, str | None], ...]:
-    held = module._parameters
+    parameters = module._parameters
     return tuple(
-        (argument, next((n for n in TENSOR_NAMES[argument] if held.get(n) is not None), None))
+        (argument, next((n for n in TENSOR_NAMES[argument] if parameters.get(n) is not None), None))
         for argument in spec.tensors
     )
 
@@ -341,12 +346,12 @@ def _formula(replica: nn.Module, x: Tensor, gate: Tensor | None, settings: NormS
 
 def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) -> NormSettings | str:
     """The settings with the signature of the module, or why the kind does not hold always."""
-    module_class, watch, held = unpatched_class(module), Watch(), module._parameters
+    module_class, watch, parameters = unpatched_class(module), Watch(), module._parameters
     with probe_context() as generator:
         replica = skeleton(module)
         for _, name in settings.tensors:
             if name is not None:
-                shape = cast(Tensor, held[name]).shape
+                shape = cast(Tensor, parameters[name]).shape
                 replica._parameters[name] = nn.Parameter(random(generator, *shape))
         inputs = [_rows(generator, settings.spec, 10, row)]
         if settings.spec.gated:
@@ -375,7 +380,7 @@ def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) ->
     if difference:
         return f"{module_class.__name__} is no {settings.spec.op}: {difference}"
     signature = signature_of(
-        module, module_class, [n for n, p in held.items() if p is not None], watch.read
+        module, module_class, [n for n, p in parameters.items() if p is not None], watch.read
     )
     if isinstance(signature, str):
         return signature
@@ -450,7 +455,7 @@ def find_norms(model: nn.Module, request: Request) -> Iterator[Change]:
         likely = looks_like_norm(module)
         if likely is None:
             continue
-        overridden = conflicts.of_module(module)
+        overridden = conflict_of(module)
         verdict = overridden or norm_settings(module, likely)
         op = likely if isinstance(verdict, str) else verdict.spec.op
         options = request.get(op)

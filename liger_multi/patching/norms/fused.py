@@ -109,10 +109,10 @@ def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> li
         return None
     if type(x).__name__ == "DTensor":
         return None
-    held, tensors = module.__dict__["_parameters"], []
+    parameters, tensors = module.__dict__["_parameters"], []
     for _, name in settings.tensors:
         # replicas and parametrized modules have it elsewhere
-        tensor = None if name is None else held.get(name)
+        tensor = None if name is None else parameters.get(name)
         tensors.append(tensor if name is None or tensor is not None else getattr(module, name))
         if name is not None and tensors[-1] is None:
             return None

@@ -504,21 +504,21 @@ def find_rotated_norms(model: nn.Module, request: Request) -> Iterator[Change]:
     """Norms of queries and keys that are computed with their rotation, where both are served."""
     options, probed = _rotated_options(request), Probed()
     for path, module in model.named_modules():
-        held = swapped(module)
-        if held is None or held.behavior is not FusedRotary:
+        current = swapped(module)
+        if current is None or current.behavior is not FusedRotary:
             continue
         names = names_of(module)
         reason = None if options is None or names is None else "something stands around its forward"
-        if options is not None and names is not None and held.around in AROUND:
+        if options is not None and names is not None and current.around in AROUND:
             settings = RotatedNormsSettings(options, names)
-            swap = replace(held, around=AROUND[held.around], around_settings=settings)
+            swap = replace(current, around=AROUND[current.around], around_settings=settings)
             reason = probed.refusal(module, made_class(swap), names)
             if reason is None:
                 yield Replace(path, module, swap, ROTATED, options.shown(), op=ROTATED)
                 continue
-        if held.around in APART:
-            apart = replace(held, around=APART[held.around], around_settings=None)
-            yield Replace(path, module, apart)
+        if current.around in APART:
+            split = replace(current, around=APART[current.around], around_settings=None)
+            yield Replace(path, module, split)
         if reason is not None and ROTATED in request.named:  # else both run, one after the other
             yield Skipped(path, ROTATED, reason)
 

@@ -7,12 +7,16 @@ from dataclasses import replace
 
 from torch import nn
 
-from liger_multi.patching import conflicts
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.options import MIXER_OPS, PACKING, Request
 from liger_multi.patching.packing.checked import CheckedModel, CheckSettings, checked, forget
 from liger_multi.patching.packing.hybrids import PackedModel, SeparateModel, TellingModel, packing
-from liger_multi.patching.swap import Patched, Swap, unpatched_class
+from liger_multi.patching.swap import (
+    Patched,
+    Swap,
+    conflict_of,
+    unpatched_class,
+)
 
 
 def find_packed(model: nn.Module, request: Request) -> Iterator[Change]:
@@ -25,7 +29,7 @@ def find_packed(model: nn.Module, request: Request) -> Iterator[Change]:
         packed |= {p: _tried(m, packed.get(p)) for p, m in checked(model).items() if _free(m)}
     for path, module in model.named_modules():
         swap = packed.get(path)
-        if swap is not None and not conflicts.of_module(module):
+        if swap is not None and not conflict_of(module):
             forget(module)
             yield Replace(path, module, swap, _PACKED[swap.behavior], {})
         elif _is_packed(module):

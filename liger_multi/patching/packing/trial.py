@@ -348,8 +348,8 @@ class Trial:
 
     def _alone(self, arguments: Arguments, part: slice, by: int) -> Tensor:
         """The same for the tokens of one sample, which nothing stands beside."""
-        kept = {n: v for n, v in arguments.items() if n not in _ANEW} | self._rows(by, by)
-        kwargs = {n: v[:, part] if _long(v, self.row) else v for n, v in kept.items()}
+        unchanged = {n: v for n, v in arguments.items() if n not in _ANEW} | self._rows(by, by)
+        kwargs = {n: v[:, part] if _long(v, self.row) else v for n, v in unchanged.items()}
         kwargs["use_cache"] = False  # and the positions that the model makes itself
         torch.manual_seed(0)
         tokens = self.row.first if part.start is None else self.row.tokens - self.row.first
@@ -508,8 +508,8 @@ def _attributes(model: nn.Module) -> Iterator[None]:
     buffers = [(b, b.clone()) for b in model.buffers() if b.device.type != "meta"]
     tables = [(t, dict(t)) for m in modules for t in (vars(m), vars(m)["_buffers"])]
     hooks = [(vars(m), {k: vars(m)[k] for k in _HOOKS}) for m in modules]
-    for table, held in hooks:
-        for hook_table, every in held.items():
+    for table, tables_by_name in hooks:
+        for hook_table, every in tables_by_name.items():
             table[hook_table] = type(every)((k, h) for k, h in every.items() if _of_library(h))
     for module in modules:
         vars(module).update(dict.fromkeys(_dropout_rates(module), 0.0))
