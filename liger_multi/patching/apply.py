@@ -261,7 +261,7 @@ _ALONE = (
 
 
 def find_absent(report: PatchReport, request: Request, model: nn.Module) -> None:
-    """Name the operators that found nothing; one kind of MLP is enough where none was named."""
+    """Report the operators without a module; one kind of MLP is enough where none was named."""
     names = {type(m).__name__ for m in model.modules()}
     experts = sorted(name for name in names if name.endswith("Experts"))
     experts = [] if report.count("fused_moe") else experts

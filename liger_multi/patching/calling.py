@@ -35,12 +35,12 @@ class Calling(Patched):
 
     @staticmethod
     def served(name: str, called: Any, settings: Any) -> FunctionType:
-        """The function that stands for one; :func:`named` by its options."""
+        """The function that replaces a call; :func:`named` by its options."""
         raise NotImplementedError
 
     @staticmethod
     def whole(method: Any, copy: FunctionType, settings: Any) -> FunctionType:
-        """What stands for a method, of which ``copy`` calls the functions that are served."""
+        """The method that replaces one, whose ``copy`` calls the functions that are served."""
         return copy
 
 

@@ -1,8 +1,4 @@
-"""What is known about the norms, gated MLPs and rotary functions of models, as data.
-
-Adding a name here widens where the probes look; whether a module is patched is decided by its
-numbers.
-"""
+"""The options of a patch call: what each operator takes, defaults, and checks of user input."""
 
 from __future__ import annotations
 

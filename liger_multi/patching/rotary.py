@@ -140,7 +140,7 @@ _DTYPES = (
 
 @dataclass(frozen=True)
 class Rotary:
-    """What the probe found out about a function.
+    """The result of probing a rotary function.
 
     Attributes:
         spec: How it computes.
@@ -387,7 +387,7 @@ class FusedRotary(Calling):
 
 
 def rotary_calls(module_class: type) -> list[Call]:
-    """What a class calls that is named like a rotary function: (method, its function, name, what).
+    """Calls of a class that are named like a rotary function: (method, its function, name, callee).
 
     Whether it is one, :func:`recognized` tells.
     """

@@ -1,6 +1,6 @@
 """Swap the class of one module instance, and give the original class back.
 
-Nothing is written into the module: what an instance should do stands on its new class, one per
+Nothing is written into the module: its behavior is defined by its new class, one per
 (original class, behavior, settings). The one exception is a weight that is kept in FP8, which takes
 the place of the original while the module has that behavior. The name of the class and its module
 are kept, so ``save_pretrained``, adapters that match by class or by name, and ``isinstance`` see
@@ -8,8 +8,8 @@ what they saw before; ``deepcopy`` and ``pickle`` rebuild the class.
 
 What a model was before a patch comes back in whatever order patches end. Every block remembers the
 class that each module had when it began. One that ends while a later one is still open hands that
-over: the later block then goes back to where the earlier one began. So no order of ends leaves
-anything behind, be they of one thread or of several.
+over: the later block then restores the state in which the earlier one began. So no order of ends
+leaves anything behind, in one thread or in several.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from liger_multi.patching.evidence.signature import Signature, code_of
 # --- one module ---
 
 Code: TypeAlias = "tuple[Place, ...]"
-"""Functions, and values that they read: where they stand, their names, what was there."""
+"""Functions and the values that they read: the owner of each, its name and its value."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ class Patched(nn.Module):
 
     @staticmethod
     def entered(module: nn.Module, settings: Any) -> None:
-        """What a behavior does beside its forward to a module that gets it, or other settings."""
+        """Called when a module gets this behavior, or other settings of it."""
 
     @staticmethod
     def left(module: nn.Module) -> None:
-        """Undo that, in a module that gets another behavior or its original class."""
+        """Called when a module gets another behavior, or its original class; undoes ``entered``."""
 
     @staticmethod
     def fixed(module: nn.Module) -> str | None:
-        """Why that cannot be undone now, or None."""
+        """Why ``entered`` cannot be undone now, or None."""
         return None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -105,11 +105,11 @@ COMPILERS = (DYNAMO, "torch.jit")
 class SwappedType(type):
     """The type of the classes that :func:`apply` gives: equal to the original, one way only.
 
-    Others look classes up as they are: ``type(module) in mapping`` (``quantize_dynamic``, policies
-    of DeepSpeed) or ``type(module) == nn.Linear``. They find what the original class is there.
-    Two patched classes of one original are not equal to each other. ``is`` tells all apart. So do
-    PyTorch's compilers: Dynamo finds what ``super()`` calls by the place of a class among its
-    bases, where both of them stand, and TorchScript keeps a type by class.
+    Other libraries compare classes directly: ``type(module) in mapping`` (``quantize_dynamic``,
+    policies of DeepSpeed) or ``type(module) == nn.Linear``. These comparisons hold as for the
+    original. Two patched classes of one original are not equal to each other. ``is`` distinguishes
+    all of them. So do PyTorch's compilers: Dynamo finds what ``super()`` calls by the place of a
+    class among its bases, where both of them stand, and TorchScript keeps a type by class.
     """
 
     def __eq__(cls, other: object) -> bool:
@@ -123,13 +123,13 @@ class SwappedType(type):
         return not caller.startswith(COMPILERS)
 
     def __hash__(cls) -> int:
-        """That of the original."""
+        """The hash of the original class."""
         swap = cls.__dict__.get("_liger_multi_swap")
         return type.__hash__(cls if swap is None else swap.stock)
 
 
 _types: dict[type, type[SwappedType]] = {type: SwappedType}
-"""By the type of the original class, which abstract classes have of their own."""
+"""Our metaclasses by the metaclass of the original class; abstract classes have their own."""
 
 
 def _type_of(stock: type[nn.Module]) -> type[SwappedType]:
@@ -172,7 +172,7 @@ def made_class(swap: Swap) -> type[nn.Module]:
 
 
 def _note_code(module_class: Any, swap: Swap) -> None:
-    """Note on a class of ours what code it was probed with, and whether that reads values."""
+    """Record on a class of ours the code that it was probed with, and whether that reads values."""
     signature = getattr(swap.settings, "signature", None)
     code = code_of(swap.stock, signature if isinstance(signature, Signature) else None)
     module_class._liger_multi_code, module_class._liger_multi_reads = code, reads_values(code)
@@ -289,8 +289,8 @@ def refuse_buried(modules: Iterable[tuple[str, nn.Module]], action: str) -> None
 def swap_of(module_class: type[nn.Module]) -> Swap | None:
     """The swap of a class that is exactly one of ours, else None.
 
-    By attributes and not by ``vars(kind)``, a mapping that Dynamo refuses to read when anything
-    was written to the class while it was tracing.
+    This reads attributes and not ``vars(module_class)``: Dynamo refuses to read that mapping when
+    anything was written to the class while it was tracing.
     """
     ours = getattr(module_class, "_liger_multi_made", None) is module_class
     return module_class._liger_multi_swap if ours else None  # type: ignore[attr-defined]

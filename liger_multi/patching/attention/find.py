@@ -59,7 +59,7 @@ TOKENS = 9
 
 
 def behavior_of(module: nn.Module) -> type[Patched] | None:
-    """What could take the place of a module's class; None where it is no such layer."""
+    """The behavior that fits a module; None where it is no layer of sparse attention."""
     module_class = unpatched_class(module)
     method = redirect.methods(module_class).get("forward")
     if method is None:
@@ -75,7 +75,7 @@ def behavior_of(module: nn.Module) -> type[Patched] | None:
 
 
 def selects_otherwise(module: nn.Module) -> str | None:
-    """Why a module that is no such layer is left, where it has an indexer all the same."""
+    """Why a module is left that has an indexer but is no layer of sparse attention."""
     indexer = module._modules.get("indexer")
     if indexer is None:
         return None
@@ -158,7 +158,7 @@ def _differs(module_class: type[nn.Module], behavior: type[Patched], layer: _Lay
 
 
 def _swapped(stock: nn.Module, behavior: type[Patched]) -> nn.Module:
-    """A copy that is patched, with its indexer."""
+    """A patched copy, with its indexer."""
     replica = copy.deepcopy(stock)
     for module in list(replica.modules()):
         mixin = behavior_of(module)
@@ -195,7 +195,7 @@ def _inputs(stock: nn.Module, generator: torch.Generator) -> dict[str, Any]:
 
 
 def _selects(stock: Any, ours: Any, generator: torch.Generator) -> bool:
-    """Whether the same keys are selected of those that are seen."""
+    """Whether both select the same keys among the visible ones."""
     inputs = _inputs(stock, generator)
     mask = inputs.pop("attention_mask")
     theirs = _as_mask(stock(attention_mask=mask[:, 0], **inputs)) & mask[:, 0]

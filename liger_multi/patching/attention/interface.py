@@ -9,15 +9,15 @@ keep a model from computing something else than its eager attention:
 * The mask raises when other code than :func:`forward` reads it.
 * :func:`forward` refuses masks and keyword arguments that it does not know.
 
-The mask is of ranges of keys that only our attention reads. The mask function turns any mask of
-transformers into ranges of keys, two numbers per query in place of a row: it has transformers
+The mask consists of ranges of keys, which only our attention reads. The mask function turns any
+mask of transformers into such ranges, two numbers per query in place of a row: it has transformers
 evaluate the mask for some queries at a time and keeps where each row begins and ends. A mask with
 one hole per row becomes two ranges; others stay dense. So windows, chunks, packed sequences,
 padding and caches need no code of their own.
 
 transformers does not check who receives the mask. Models with attention code of their own ask for
 it as well, and add it to their scores. So what we return is no tensor and never None: it is a
-:class:`KeyMask`, which is complete by itself and raises in every operation of everybody else.
+:class:`KeyMask`, which is complete by itself and raises in every operation of other code.
 """
 
 from __future__ import annotations
@@ -425,7 +425,7 @@ def _mask_fits(
 
 
 def _dense_fits(module: torch.nn.Module, q: Tensor, k: Tensor, mask: Tensor) -> None:
-    """Refuse masks of which it is not certain how they are meant."""
+    """Refuse masks whose meaning is not certain."""
     required = (*q.shape[:3], k.shape[2])
     known = mask.dtype == torch.bool or mask.is_floating_point()
     if (
@@ -449,7 +449,7 @@ def _by_rows(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Plain attention for a mask of any shape, in memory of L x S."""
+    """Plain attention for a mask of any shape; it materializes L x S scores."""
     if "dense" not in _said:
         _said.add("dense")
         logger.warning(

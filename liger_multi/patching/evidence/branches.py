@@ -1,9 +1,9 @@
-"""Branches that a probe did not take both ways, where it is the input that decides.
+"""Branches on the input that a probe took one way only.
 
 A forward may do something else for a long sequence, for one dtype, on one kind of device, or where
-a number overflows. A probe has seen the one side, and what it found holds for that side only. So
-the probe is traced: a condition that reads more than the module, which had one outcome only, is a
-reason to leave the module alone. Where the other side raises an error, it is not.
+a number overflows. A probe runs one side, and its result holds for that side only. So the probe is
+traced: a condition that reads more than the module and had one outcome only is a reason to leave
+the module alone. It is no reason where the other side raises an error.
 """
 
 from __future__ import annotations

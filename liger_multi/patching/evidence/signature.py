@@ -234,7 +234,7 @@ def code_of(
 
 
 def functions_of(module_class: type[nn.Module], signature: Signature) -> list[Any]:
-    """The functions that run in a forward, of the classes and of the attributes."""
+    """The functions that run in a forward: methods of classes, and functions among attributes."""
     functions = methods_of(module_class, ("forward", *signature.inherited))[1]
     functions += [value for _, _, value in signature.plain]
     for part in signature.parts:
@@ -278,7 +278,7 @@ def signature_of(
         module: A module.
         module_class: Its original class.
         taken: Names that the operator reads or calls itself.
-        names: What the forward was seen to ask for, beside what its code names.
+        names: Names that the forward asked for when it ran, in addition to those in its code.
         starts: The methods that run.
     """
     starts, asked = tuple(starts), set(names or ())

@@ -68,7 +68,7 @@ def looks_like_experts(module: nn.Module) -> bool:
 
 
 def _are_shared(module: nn.Module) -> bool:
-    """Whether a module has a stack a layer, and so no experts that tokens are routed to."""
+    """Whether a module has one stack per layer, and so no experts that tokens are routed to."""
     shapes = _shapes(module)
     return set(shapes) == set(SHARED) and all(len(shape) == 3 for shape in shapes.values())
 

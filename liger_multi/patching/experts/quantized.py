@@ -2,9 +2,9 @@
 
 bitsandbytes (``replace_parameter_4bit``) keeps a stack packed, and dequantizes all of it whenever a
 forward reads the parameter. Here the experts run in groups. An index of another group adds nothing,
-so the sum over groups is that over all experts; it is taken in fp32. Backward computes a group
-again, its weights included, so that no more than those of one group exist at a time. One autograd
-function has all groups: gradients of a group's factors are written into their place.
+so the sum over groups, taken in fp32, is the sum over all experts. Backward computes each group
+again, its weights included, so that only the weights of one group exist at a time. One autograd
+function runs all groups and writes the gradients of a group's factors into their place.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Stack:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the stack."""
+        """The shape of the stack."""
         return cast(torch.Size, self.state.shape)
 
     @property
@@ -51,7 +51,7 @@ class Stack:
 
     @property
     def expert(self) -> int:
-        """Numbers of one expert."""
+        """The number of elements of one expert."""
         return math.prod(self.shape[1:])
 
     @torch.no_grad()

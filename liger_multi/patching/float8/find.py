@@ -1,4 +1,4 @@
-"""Linear layers that multiply in FP8: those of size, but for heads and adapters."""
+"""Linear layers that multiply in FP8: large ones, except heads and adapters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from liger_multi.patching.swap import (
 
 
 def find_float8(model: nn.Module, request: Request) -> Iterator[Change]:
-    """Linear layers that multiply in FP8: those of size, but for heads and adapters."""
+    """Large linear layers, except heads and adapters."""
     options = request.get("linear_float8")
     heads = {id(m) for _, head in find_heads(model)[0] for m in head.modules()}
     holders = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))

@@ -1,4 +1,4 @@
-"""Codes of trained weights that are kept until an optimizer has stepped.
+"""FP8 codes of trained weights, cached until an optimizer has stepped.
 
 They serve the micro-batches of a step and the recomputation of checkpointing, for as long as a
 weight is the same storage, shape and version. An optimizer may be written in C and count no
@@ -48,7 +48,7 @@ class _Kept:
 
 @dataclass
 class _Weight:
-    """A weight that an optimizer has, which is held so that its ``id`` is no other's.
+    """A weight of an optimizer; the reference keeps its ``id`` from being reused.
 
     Attributes:
         weight: The tensor.
@@ -63,7 +63,7 @@ class _Weight:
 
 @dataclass
 class _Followed:
-    """Of an optimizer that has stepped, and an attribute of it, which goes with it.
+    """The weights of an optimizer that has stepped; an attribute of the optimizer holds it.
 
     Attributes:
         weights: By ``id``; nothing refers to them weakly, for PyTorch swaps no tensor then.
@@ -152,7 +152,7 @@ def _followed() -> list[_Followed]:
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
-    """Sum again what codes were made of."""
+    """Sum the weights again from which codes were computed."""
     followed = getattr(optimizer, _NAME, None)
     if followed is None:
         return

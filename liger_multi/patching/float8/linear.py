@@ -120,7 +120,7 @@ def hands_out(op: str) -> bool:
 
 
 def handed_out(module: nn.Module, op: str, call: Callable[..., Any]) -> Tensor:
-    """What an operator gives to a module, with codes where a layer rounded the last result.
+    """The output of an operator for a module, with codes where a layer rounded the last output.
 
     Not where a backend was pinned, for it may have no codes, and not under dispatch modes, some of
     which compare the calls of a recomputation with those of forward. A hook may write to the result
@@ -234,7 +234,7 @@ class GatheringFloat8Linear(Float8Linear):
 
     @staticmethod
     def entered(module: nn.Module, settings: Any) -> None:
-        """The same of a weight that is sharded already."""
+        """The same for a weight that is already sharded."""
         Float8Linear.entered(module, settings)
         weight = module._parameters.get("weight")
         if is_sharded(weight):

@@ -1,10 +1,10 @@
-"""How to get logits that were not computed: hidden states, head, and what was done since.
+"""Deferred logits: the hidden states, the head and the steps from which logits can be computed.
 
-deferred logits is immutable. Row operations act on its hidden states (autograd sees them there),
-elementwise ones are kept as steps. From it come the real logits, or the loss without them.
+A :class:`DeferredLogits` is immutable. Row operations act on its hidden states, where autograd sees
+them; elementwise operations are kept as steps. It gives the real logits, or the loss without them.
 
-Whether a tensor was written since it was looked at, PyTorch's version counter says, but for one
-case: fused optimizers (the default of the Hugging Face Trainer) write parameters without counting.
+PyTorch's version counter says whether a tensor was written since it was recorded, but for one case:
+fused optimizers (the default of the Hugging Face Trainer) write parameters without counting.
 A hook after every optimizer step counts for the parameters that are watched, and notes autograd's
 number of that moment for all: compiled graphs run no Python that could watch. The numbers are those
 of one thread.

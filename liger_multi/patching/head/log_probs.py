@@ -1,6 +1,6 @@
 """Log-probabilities of tokens and entropies of logits that do not exist: one fused call.
 
-What policy and preference losses ask of logits is one number a row. Written as ``log_softmax`` and
+Policy and preference losses need one number per row of the logits. Written as ``log_softmax`` and
 ``gather``, ``logsumexp``, or the sum of ``p * log(p)``, it is an output of
 ``fused_linear_log_prob``, whose row kernels hold no second tensor of the size of a chunk. The call
 answers for all of them, and what it found is kept with the logits: log-probabilities and entropies

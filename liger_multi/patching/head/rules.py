@@ -118,7 +118,7 @@ def warn_above_budget(deferred: DeferredLogits) -> None:
 
 
 def asking(func: Any) -> Any:
-    """The function that asks, where PyTorch names another one, which stands under its name now.
+    """The function that asks, where PyTorch names the wrapper that now stands under its name.
 
     A function of PyTorch hands over what it finds under its own name. Where somebody's wrapper
     stands there, that is the wrapper, which has run already and would run a second time.

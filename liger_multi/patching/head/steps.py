@@ -1,4 +1,4 @@
-"""Operations on logits that deferred logits can remember, by PyTorch function.
+"""Operations on logits that :class:`DeferredLogits` can record, by PyTorch function.
 
 An operation that selects rows of the logits is the same operation on the hidden states. Functions
 of the first part answer for a call ``func(logits, ...)`` with the hidden states of the result (a

@@ -1,4 +1,4 @@
-"""How the values of lazy tensors come about, and how they become ordinary tensors.
+"""How the values of lazy tensors are computed, and how lazy tensors become ordinary ones.
 
 All lazy tensors of one call of a head are a group: when one becomes real, all do, the very same
 Python objects (``torch.utils.swap_tensors``). So logits are lazy only while nobody holds a real
@@ -83,7 +83,7 @@ class Group:
 
 
 class Slot:
-    """How the values of one lazy tensor come about.
+    """How the values of one lazy tensor are computed.
 
     Args:
         deferred: How to compute them from hidden states.

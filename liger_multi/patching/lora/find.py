@@ -58,7 +58,7 @@ def find_shared_inputs(model: nn.Module, request: Request) -> Iterator[Change]:
 
 
 def _shared(path: str, module: nn.Module, together: bool) -> Iterator[Change]:
-    """Let a module compute its projections together, or no more."""
+    """Let a module compute its projections together, or stop doing so."""
     swap = swapped(module)
     if together == isinstance(module, SharedInput) or buried(module):
         return

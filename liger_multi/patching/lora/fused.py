@@ -1,8 +1,4 @@
-"""What is known about the norms, gated MLPs and rotary functions of models, as data.
-
-Adding a name here widens where the probes look; whether a module is patched is decided by its
-numbers.
-"""
+"""LoRA layers of PEFT: base layer and adapters as one operator, also for several of one input."""
 
 from __future__ import annotations
 

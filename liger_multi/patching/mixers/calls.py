@@ -75,7 +75,7 @@ def without_kernels(op: str, module: nn.Module) -> str | None:
 def mixer_calls(
     module_class: type, served: Any = SERVED
 ) -> list[tuple[str, FunctionType, str, Any]]:
-    """What a class calls under the wanted names: (method, its function, name, what)."""
+    """The calls of a class to functions of these names: (method, its function, name, callee)."""
     return [
         (method, function, name, called)
         for method, function in redirect.methods(module_class).items()

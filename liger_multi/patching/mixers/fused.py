@@ -41,7 +41,7 @@ class FusedMixer(Calling):
 
     @staticmethod
     def served(name: str, called: Any, settings: Any) -> FunctionType:
-        """The function that stands for one; itself where its operator is off."""
+        """The function that replaces a call; the original function where its operator is off."""
         op = SERVED[name]
         options = getattr(settings, op)
         if options is None:

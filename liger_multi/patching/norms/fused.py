@@ -74,7 +74,7 @@ class FusedNorm(Patched):
 class Rotation(NamedTuple):
     """The rotation of queries or keys: angles, the axis of the heads, its casting, options.
 
-    And the settings of the norm, whose class may be another one when it runs.
+    It holds the settings of the norm too, whose class may have changed when it runs.
     """
 
     cos: Tensor

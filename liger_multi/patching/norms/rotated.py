@@ -70,7 +70,7 @@ class RotatedNormsSettings:
 
 
 class Angles(NamedTuple):
-    """What stands for cos in the copy: cos itself, the norms to use before, options, settings."""
+    """Replaces cos in the copy: cos itself, the norms to apply before, options, settings."""
 
     cos: Tensor
     norms: tuple[Any, Any]
@@ -112,7 +112,7 @@ class CosForCache:
 
 
 def _with_cos(value: Any) -> Any:
-    """An argument with cos in the place of what stands for it."""
+    """An argument with cos itself in place of its replacement."""
     if not isinstance(value, dict):
         return value
     return {n: v.cos if isinstance(v, Angles) else v for n, v in value.items()}
@@ -147,7 +147,7 @@ class SharedRotatedNorms(SharedInput, RotatedNorms):
     """The same, with projections that are computed together."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the first, around that of the second."""
+        """The forward of the first base, around that of the second."""
         module_class = type(self)
         if not issubclass(module_class, SharedRotatedNorms):
             return cast(Any, module_class).forward(self, *args, **kwargs)
@@ -245,7 +245,7 @@ def copied(stock: Any, norms: tuple[str, str]) -> Copy | None:
 
 
 def _served(name: str, rotary: Rotary, stock: Any) -> FunctionType:
-    """What stands for a rotary function in the copy."""
+    """The function that replaces a rotary function in the copy."""
     casting, default, axes = rotary.spec.casting, rotary.unsqueeze_dim, rotary.axes
 
     def served(q: Tensor, k: Tensor, cos: Any, sin: Tensor, **named: Any) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ class PackedSettings:
 
 
 class _Model(Patched):
-    """A model whose forward sees the arguments first; its signature is that of its class."""
+    """A model that reads its arguments before its forward; the signature is that of its class."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Make the forward with the class."""
@@ -90,13 +90,13 @@ class PackedModel(_Model):
 
 @dataclass(frozen=True)
 class TellingSettings:
-    """The name of the model that a model hands nothing to."""
+    """The name of the inner model to which a model passes nothing."""
 
     inner: str
 
 
 class _Telling:
-    """A model of one call, which hands ids of samples to the model inside of it."""
+    """A stand-in for a model in one call; it passes ids of samples to the inner model."""
 
     def __init__(self, model: Any, inner: str, seq_idx: Tensor) -> None:
         self._liger_multi_model = model
@@ -266,7 +266,7 @@ def _mixes(module_class: type) -> bool:
 
 
 def _lacking(module: nn.Module) -> list[str]:
-    """The functions of a mixer that know nothing of samples."""
+    """The functions of a mixer that get no ids of samples."""
     lacking = unserved(unpatched_class(module))
     settings = type(module)._liger_multi_swap.settings if isinstance(module, FusedMixer) else None
     for _, function, name, _ in mixer_calls(unpatched_class(module)):
