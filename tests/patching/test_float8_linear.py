@@ -279,15 +279,15 @@ def test_codes_are_not_kept_where_no_optimizer_steps():
 
 def test_a_loop_of_ones_own_that_follows_an_optimizer():
     """The optimizer is still there, and does not step any more: uses are counted too."""
-    from liger_multi.patching.float8 import kept as float8_kept
+    from liger_multi.patching.float8 import code_cache
 
     llama = model()
     patch(llama, linear_float8=CACHED)
     optimizer = optimizer_of(llama)
-    for _ in range(2 * float8_kept.USES):
+    for _ in range(2 * code_cache.USES):
         step(llama)
-    waiting = float8_kept._followed()[-1].weights.values()
-    assert max(len(w.uses) for w in waiting) < float8_kept.USES
+    waiting = code_cache._followed()[-1].weights.values()
+    assert max(len(w.uses) for w in waiting) < code_cache.USES
 
     def train():
         step(llama)
@@ -295,7 +295,7 @@ def test_a_loop_of_ones_own_that_follows_an_optimizer():
             p.data.add_(p.grad, alpha=-0.05)
 
     with pytest.raises(PatchError, match="leave cache=True of linear_float8 out"):
-        repeated(train, 2 * float8_kept.USES)
+        repeated(train, 2 * code_cache.USES)
     step(llama)
     optimizer.step()
 
@@ -359,10 +359,10 @@ def test_passes_without_gradients_do_not_read_kept_codes():
 
 
 def test_kept_codes_go_with_the_step_and_with_the_model():
-    from liger_multi.patching.float8 import kept as float8_kept
+    from liger_multi.patching.float8 import code_cache
 
     def count():
-        return sum(w.kept is not None for f in float8_kept._followed() for w in f.weights.values())
+        return sum(w.cached is not None for f in code_cache._followed() for w in f.weights.values())
 
     llama = model()
     patch(llama, linear_float8=CACHED)

@@ -33,7 +33,7 @@ from liger_multi.patching.evidence.signature import (
     is_watched,
     is_watched_by_users,
 )
-from liger_multi.patching.float8.kept import follow_optimizers, kept_rows
+from liger_multi.patching.float8.code_cache import cached_rows, follow_optimizers
 from liger_multi.patching.float8.shards import (
     GatheredWeight,
     TrainedShard,
@@ -306,7 +306,7 @@ def _kept(layer: Any, weight: Tensor) -> tuple[Tensor, Tensor] | tuple[()]:
     )
     if settings is None or not settings.options.cache or torch.compiler.is_compiling():
         return ()
-    rows = kept_rows(weight) if weight.requires_grad and torch.is_grad_enabled() else None
+    rows = cached_rows(weight) if weight.requires_grad and torch.is_grad_enabled() else None
     return () if rows is None else (rows.scale, rows.codes)
 
 

@@ -30,7 +30,7 @@ from liger_multi.errors import PatchError
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _CachedCodes:
     """Codes of a weight.
 
     Attributes:
@@ -52,12 +52,12 @@ class _Weight:
 
     Attributes:
         weight: The tensor.
-        kept: Its codes, since the last step of any optimizer.
+        cached: Its codes, since the last step of any optimizer.
         uses: Sums of some rows, as they were and at a use, which were not compared yet.
     """
 
     weight: Tensor
-    kept: _Kept | None = None
+    cached: _CachedCodes | None = None
     uses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
@@ -100,26 +100,28 @@ def _ordered(weight: Tensor) -> bool:
     return usual and not capturing(device)
 
 
-def kept_rows(weight: Tensor) -> Any:
+def cached_rows(weight: Tensor) -> Any:
     """Codes and scales of a weight, made at its first use after a step; None before the first."""
     followed = next((f for f in _followed() if id(weight) in f.weights), None)
     if followed is None or not _ordered(weight):
         return None
     place, key = followed.weights[id(weight)], _key(weight)
-    kept = place.kept
-    if kept is None or kept.key != key:
+    cached = place.cached
+    if cached is None or cached.key != key:
         from liger_multi.ops.linear_float8 import rounded_rows
 
         _read(followed)
         with torch.no_grad():
             sums = bit_sums(weight)
-            kept = place.kept = _Kept(key, rounded_rows(weight), sums, sums[::EVERY].sum())
+            cached = place.cached = _CachedCodes(
+                key, rounded_rows(weight), sums, sums[::EVERY].sum()
+            )
     else:
-        place.uses.append((kept.some, bit_sums(weight.detach()[::EVERY]).sum()))
+        place.uses.append((cached.some, bit_sums(weight.detach()[::EVERY]).sum()))
         if len(place.uses) == USES:
             _read(followed)
             _compare(followed, {weight.device: _compared(place)})
-    return kept.rows
+    return cached.rows
 
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -162,9 +164,9 @@ def _before_step(optimizer: Any, *_: Any) -> None:
         for place in followed.weights.values():
             answers = same.setdefault(place.weight.device, [])
             answers += _compared(place)
-            kept = place.kept
-            if kept is not None and kept.key == _key(place.weight):
-                answers.append((bit_sums(place.weight) == kept.sums).all())
+            cached = place.cached
+            if cached is not None and cached.key == _key(place.weight):
+                answers.append((bit_sums(place.weight) == cached.sums).all())
     _compare(followed, same)
 
 
@@ -197,7 +199,7 @@ def _after_step(optimizer: Any, *_: Any) -> None:
 
 def _drop(followed: _Followed) -> None:
     for place in list(followed.weights.values()):
-        place.kept = None
+        place.cached = None
 
 
 def _on_host(result: Tensor, device: torch.device) -> tuple[Tensor, Any]:
