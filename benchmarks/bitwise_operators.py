@@ -29,8 +29,8 @@ from liger_multi.dispatch import launch
 from liger_multi.dispatch.bitwise import MODES, RowAxes, goes_row_by_row
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.op import OPS
-from liger_multi.dispatch.primitive import plan_for
 from liger_multi.dispatch.registry import REFERENCE
+from liger_multi.dispatch.resolve import plan_for
 from liger_multi.errors import BackendUnavailableError
 from liger_multi.testing import samples
 from liger_multi.testing.bitwise import SETTINGS, Call, recorded, same_bits, selected

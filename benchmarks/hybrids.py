@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.memory import measure
-from liger_multi.patching.replace.mixers import serving
+from liger_multi.patching.mixers.fused import serving
 
 Arguments = dict[str, Any]
 

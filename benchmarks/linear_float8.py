@@ -45,8 +45,8 @@ import liger_multi
 from benchmarks import models, store
 from liger_multi import ops
 from liger_multi.bench import report
-from liger_multi.patching.replace.float8_kept import bit_sums
-from liger_multi.patching.replace.float8_weight import Float8Weight
+from liger_multi.patching.float8.kept import bit_sums
+from liger_multi.patching.float8.weight import Float8Weight
 
 SHAPES = (
     (8192, 4096, 14336), (8192, 14336, 4096), (16384, 2048, 8192), (8192, 4096, 4096),

@@ -23,7 +23,7 @@ from benchmarks import store
 from liger_multi import patch
 from liger_multi.bench import report
 from liger_multi.memory import peak_memory
-from liger_multi.patching.replace.swap import Patched
+from liger_multi.patching.swap import Patched
 
 QKV = ("q_proj", "k_proj", "v_proj")
 TARGETS = (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj")

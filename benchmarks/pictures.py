@@ -62,7 +62,7 @@ METRICS = (
 
 def headline() -> Picture:
     """Peak memory and speed of the runs that the first page shows."""
-    from ci.docs import performance
+    from benchmarks.tables import performance
 
     runs = performance.shown_models()
     panels = {
@@ -83,7 +83,7 @@ def headline() -> Picture:
 
 def longest() -> Picture:
     """The longest sequences that train, a panel a model and card."""
-    from ci.docs import performance
+    from benchmarks.tables import performance
 
     panels: dict[str, dict[str, dict[str, str]]] = {}
     found = performance.longest()

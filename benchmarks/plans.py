@@ -32,7 +32,8 @@ import torch
 from benchmarks import store
 from benchmarks.memory import LARGE_MOE
 from liger_multi.bench import report
-from liger_multi.memory import Candidate, Settings, Space, TrainingPlan, apply, measure, plan
+from liger_multi.memory import Settings, Space, TrainingPlan, apply, measure, plan
+from liger_multi.memory.planning import Candidate
 from liger_multi.memory.planning.cost import CARDS
 from liger_multi.memory.planning.result import ENVIRONMENT
 from liger_multi.memory.sizes import config_of

@@ -33,8 +33,8 @@ from liger_multi import ops
 from liger_multi.bench.cases import draw
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.op import OPS
-from liger_multi.dispatch.primitive import Primitive
 from liger_multi.dispatch.registry import operators
+from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import unknown
 from liger_multi.testing import samples
 from liger_multi.testing.tolerance import excess

@@ -1,17 +1,17 @@
 """Who may import whom, how long functions may be, what is explained: ``python -m ci.layering``.
 
-Reads the sources as syntax trees and imports nothing. Every rule is one function from the tree of
-files to findings; ``tests/tools/test_layering.py`` plants a violation of each.
+Reads the sources as syntax trees and imports nothing. A rule is a function from a file (and the
+tree of all files) to lines with texts; ``RULES`` names them. ``tests/tools/test_layering.py``
+plants a violation of each.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
+import graphlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +21,7 @@ FOLDERS = {
     "backends": "liger_multi.backends",
     "reference": "liger_multi.reference",
 }
+BACKENDS, REFERENCE = FOLDERS["backends"], FOLDERS["reference"]
 SHARED_BACKENDS = ("triton",)  # layers that vendors inherit from, no vendors themselves
 # Parts of the package, lowest first. A file beside them belongs to the base. A dotted name is a
 # module with a layer of its own: contracts are made of samples.
@@ -30,27 +31,15 @@ LAYERS = (
     ("ops",),
     ("nn", "losses", "memory", "testing"),
     ("patching",),
+    ("bench", "cli", "demo"),
     ("compat", "integrations"),
-    ("bench", "cli", "demo", "__main__", "__init__"),
+    ("__main__", "__init__"),
 )
-LAZY = (
-    "triton",
-    "transformers",
-    "rich",
-    "torch_npu",
-    "matplotlib",
-    "tokenizers",
-    "accelerate",
-    "peft",
-    "datasets",
-    "trl",
-    "kernels",
-    "lightning",
-    "pytorch_lightning",
-    "pytest",
-)
-LAZY_EXEMPT = ("patching", "integrations", "bench", "cli", "demo", "testing.suite")
-PRINTERS = ("cli", "demo")
+REGISTRY = "liger_multi.dispatch.registry"  # finds backends by path
+HUGGING_FACE = ("transformers", "tokenizers", "accelerate", "peft", "datasets", "trl", "kernels")
+LIGHTNING = ("lightning", "pytorch_lightning")
+OPTIONAL = (*HUGGING_FACE, *LIGHTNING, "triton", "torch_npu", "rich", "matplotlib", "pytest")
+OPTIONAL_EXEMPT = ("patching", "integrations", "bench", "cli", "demo", "testing.suite")
 VENDOR_WORDS = re.compile(
     r"is_hip|torch\.version\.hip|torch_npu|\bgfx\d+|\bsm_?\d\d|is_npu|\bnpu\b|\bis_rocm\b",
     re.IGNORECASE,
@@ -58,6 +47,10 @@ VENDOR_WORDS = re.compile(
 FUNCTION_LINES = 80
 PRIVATE = "liger_multi._torch_private"  # the one module that names private symbols of PyTorch
 PRIVATE_PATH = re.compile(r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*")
+FOR_BACKENDS = [f"liger_multi.dispatch.{n}" for n in ("backend", "bitwise", "launch", "registry")]
+FOR_BACKENDS += [PRIVATE, REFERENCE, "liger_multi.errors"]
+Functions = ast.FunctionDef | ast.AsyncFunctionDef
+Findings = Iterator[tuple[int, str]]
 
 
 class Finding(NamedTuple):
@@ -73,12 +66,7 @@ class Finding(NamedTuple):
 
 
 class Import(NamedTuple):
-    """One imported module; ``eager`` when importing the file imports it.
-
-    Attributes:
-        names: What ``from module import names`` takes from it; each may be a module as well, and
-            then follows as an import of its own.
-    """
+    """One imported module; ``eager`` when importing the file imports it."""
 
     module: str
     line: int
@@ -86,453 +74,286 @@ class Import(NamedTuple):
     names: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class File:
-    """One source file of the package."""
-
-    path: str
-    source: str
-
-    @cached_property
-    def tree(self) -> ast.Module:
-        """The syntax tree."""
-        return ast.parse(self.source, self.path)
-
-    @property
-    def module(self) -> str:
-        """Its import name."""
-        folder, _, rest = self.path.removesuffix(".py").partition("/")
-        parts = [FOLDERS[folder], *rest.split("/")]
-        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-    @property
-    def part(self) -> str:
-        """The part of the package it belongs to: a folder's or a machinery module's name."""
-        return self.module.split(".")[1] if "." in self.module else "__init__"
-
-    @property
-    def room(self) -> str:
-        """The part and the name below it, as in ``testing.samples``."""
-        return ".".join(self.module.split(".")[1:3])
-
-    @property
-    def vendor(self) -> str | None:
-        """The folder below ``backends/``, if it stands in one."""
-        return (
-            self.path.split("/")[1]
-            if self.path.startswith("backends/") and self.path.count("/") > 1
-            else None
-        )
-
-    @cached_property
-    def imports(self) -> list[Import]:
-        """Every import, except those for type checkers only."""
-        return list(_imports(self.tree, True))
+def within(module: str, *packages: str) -> bool:
+    """Whether a module is one of some packages or stands in one."""
+    return any(module == p or module.startswith(p + ".") for p in packages)
 
 
-def _imports(node: ast.AST, eager: bool) -> Iterator[Import]:
+def imports(node: ast.AST, eager: bool = True) -> Iterator[Import]:
+    """Every import below a node: statements, in functions too, and ``import_module`` of a constant.
+
+    Those for type checkers only do not count.
+    """
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            yield from imports(ast.Module(child.orelse, []), eager)
+            continue
         if isinstance(child, ast.Import):
             yield from (Import(name.name, child.lineno, eager) for name in child.names)
         elif isinstance(child, ast.ImportFrom):
             names = tuple(name.name for name in child.names)
             yield Import(child.module or "", child.lineno, eager, names)
-            for name in child.names:  # `from package import module` imports the module
-                yield Import(f"{child.module}.{name.name}", child.lineno, eager)
-        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            for other in child.orelse:
-                yield from _imports(other, eager)
-        else:
-            lazy = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            yield from _imports(child, eager and not lazy)
+            for name in names:  # `from package import module` imports the module
+                yield Import(f"{child.module}.{name}", child.lineno, eager)
+        elif isinstance(child, ast.Call) and ast.unparse(child.func).endswith("import_module"):
+            constants = (a.value for a in child.args[:1] if isinstance(a, ast.Constant))
+            yield from (Import(str(name), child.lineno, eager) for name in constants)
+        yield from imports(child, eager and not isinstance(child, Functions | ast.Lambda))
+
+
+class File:
+    """One source file of the package.
+
+    Attributes:
+        module: Its import name.
+        part: The part of the package it belongs to: a folder's or a module's name.
+        room: The part and the name below it, as in ``testing.samples``.
+        layer: The number of its layer, from the bottom.
+        backend: The folder below ``backends/``, if it stands in one.
+        is_of_vendor: Whether that is one vendor's.
+        imports: Every import.
+        nodes: All nodes of the tree, without constants that are docstrings.
+    """
+
+    def __init__(self, path: str, source: str) -> None:
+        self.path, self.source, self.tree = path, source, ast.parse(source, path)
+        folder, *names = path.removesuffix(".py").removesuffix("/__init__").split("/")
+        self.module = ".".join([FOLDERS[folder], *names])
+        parts = self.module.split(".")
+        self.part, self.room = parts[1] if len(parts) > 1 else "__init__", ".".join(parts[1:3])
+        numbers = {name: number for number, names in enumerate(LAYERS) for name in names}
+        self.layer = numbers.get(self.room, numbers.get(self.part, 0))
+        self.backend = names[0] if folder == "backends" and names else ""
+        self.is_of_vendor = bool(self.backend) and self.backend not in SHARED_BACKENDS
+        self.imports = list(imports(self.tree))
+        nodes = list(ast.walk(self.tree))
+        documented = [n for n in nodes if isinstance(n, ast.Module | ast.ClassDef | Functions)]
+        first = [n.body[0] for n in documented if n.body]
+        skip = {id(n.value) for n in first if isinstance(n, ast.Expr)}
+        self.nodes = [n for n in nodes if not (isinstance(n, ast.Constant) and id(n) in skip)]
 
 
 class Tree:
     """All source files below a checkout's three folders."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.files: list[File] = []
-        for folder in FOLDERS:
-            for path in sorted((root / folder).rglob("*.py")):
-                relative = path.relative_to(root)
-                if not any((root / p).is_symlink() for p in relative.parents):
-                    self.files.append(File(relative.as_posix(), path.read_text(encoding="utf-8")))
+        paths = [p for folder in FOLDERS for p in sorted((root / folder).rglob("*.py"))]
+        relative = [p.relative_to(root) for p in paths]
+        # The links of an editable install show the same files again.
+        own = [p for p in relative if not any((root / q).is_symlink() for q in p.parents)]
+        self.files = [File(p.as_posix(), (root / p).read_text(encoding="utf-8")) for p in own]
         self.modules = {f.module: f for f in self.files}
 
-    def of(self, folder: str) -> list[File]:
-        """The files below one of the three folders."""
-        return [f for f in self.files if f.path.startswith(folder + "/")]
+    @cached_property
+    def cycle(self) -> list[str]:
+        """Modules that import each other in a circle, if there are any."""
+        edges: dict[str, set[str]] = {}
+        for file in self.files:
+            names = {i.module for i in file.imports} - {file.module}
+            # `from package import module` needs no more of the package than is loaded already
+            whole = {i.module: self._names_modules(i) for i in file.imports if i.names}
+            names -= {module for module, only_modules in whole.items() if only_modules}
+            edges[file.module] = names & self.modules.keys()
+        try:
+            graphlib.TopologicalSorter(edges).prepare()
+        except graphlib.CycleError as error:
+            return list(reversed(error.args[1]))
+        return []
 
-    def target(self, name: str) -> File | None:
-        """The file that an import name stands for."""
-        return self.modules.get(name)
-
-
-def _within(module: str, *packages: str) -> bool:
-    return any(module == p or module.startswith(p + ".") for p in packages)
-
-
-def _layer(file: File) -> int:
-    layers = {name: number for number, names in enumerate(LAYERS) for name in names}
-    return layers.get(file.room, layers.get(file.part, 0))
-
-
-def downwards(tree: Tree) -> Iterator[Finding]:
-    """Parts of the package import what stands below them; only a function may look up."""
-    for file in tree.of("liger_multi"):
-        for found in file.imports:
-            target = tree.target(found.module)
-            if target is None or not found.eager or target.module == "liger_multi":
-                continue
-            if _within(target.module, "liger_multi.backends", "liger_multi.reference"):
-                yield Finding(
-                    file.path,
-                    found.line,
-                    "layer",
-                    f"imports {target.module}; backends are found by path",
-                )
-                continue
-            if _layer(target) > _layer(file):
-                yield Finding(
-                    file.path, found.line, "layer", f"{file.module} stands below {target.module}"
-                )
+    def _names_modules(self, found: Import) -> bool:
+        return all(f"{found.module}.{name}" in self.modules for name in found.names)
 
 
-def acyclic(tree: Tree) -> Iterator[Finding]:
-    """No module imports itself through others, imports inside functions counted."""
-
-    def names_modules(found: Import) -> bool:
-        return bool(found.names) and all(f"{found.module}.{n}" in tree.modules for n in found.names)
-
-    edges = {
-        f.module: sorted({i.module for i in f.imports if tree.target(i.module) is not f})
-        for f in tree.files
-    }
-    for f in tree.files:
-        packages = {i.module for i in f.imports if names_modules(i)}
-        packages -= {i.module for i in f.imports if not names_modules(i)}
-        edges[f.module] = [m for m in edges[f.module] if m in tree.modules and m not in packages]
-    state: dict[str, int] = {}
-
-    def visit(module: str, trail: list[str]) -> Iterator[Finding]:
-        state[module] = 1
-        for other in edges[module]:
-            if state.get(other) == 1:
-                loop = [*trail[trail.index(other) :], other]
-                yield Finding(tree.modules[module].path, 1, "cycle", " -> ".join(loop))
-            elif other not in state:
-                yield from visit(other, [*trail, other])
-        state[module] = 2
-
-    for module in edges:
-        if module not in state:
-            yield from visit(module, [module])
-
-
-def reference_alone(tree: Tree) -> Iterator[Finding]:
-    """The reference imports torch and itself; its package file also the record it declares."""
-    for file in tree.of("reference"):
-        for found in file.imports:
-            top = found.module.partition(".")[0]
-            allowed = top in sys.stdlib_module_names or top in ("torch", "__future__")
-            allowed = allowed or _within(found.module, "liger_multi.reference", PRIVATE)
-            allowed = allowed or (
-                file.module == FOLDERS["reference"]
-                and _within(found.module, "liger_multi.dispatch.backend")
-            )
-            if not allowed:
-                yield Finding(
-                    file.path, found.line, "reference", f"imports {found.module}; torch only"
-                )
-
-
-def vendors_apart(tree: Tree) -> Iterator[Finding]:
-    """A backend imports its folder, the shared layers, the reference and launch machinery."""
-    for file in tree.of("backends"):
-        folders = (file.vendor, *(SHARED_BACKENDS if file.vendor not in SHARED_BACKENDS else ()))
-        mine = [f"liger_multi.backends.{name}" for name in folders if name]
-        for found in file.imports:
-            if (
-                _within(found.module, "liger_multi.backends")
-                and found.module != "liger_multi.backends"
-            ):
-                if not _within(found.module, *mine):
-                    yield Finding(file.path, found.line, "vendor import", f"imports {found.module}")
-            elif _within(found.module, "liger_multi") and found.module not in (
-                "liger_multi",
-                "liger_multi.backends",
-            ):
-                machinery = [f"dispatch.{n}" for n in ("backend", "bitwise", "launch", "registry")]
-                parts = (*machinery, "errors", "reference")
-                if not _within(found.module, PRIVATE, *[f"liger_multi.{p}" for p in parts]):
-                    yield Finding(
-                        file.path, found.line, "backend import", f"imports {found.module}"
-                    )
-
-
-def lazy_packages(tree: Tree) -> Iterator[Finding]:
-    """Importing the package imports torch and nothing else that is large or optional."""
-    for file in tree.of("liger_multi"):
-        if file.part in LAZY_EXEMPT or file.room in LAZY_EXEMPT:
+def layers(file: File, tree: Tree) -> Findings:
+    """Parts of the package import what stands below them; nobody imports a backend."""
+    for found in file.imports if file.path.startswith("liger_multi/") else ():
+        target = tree.modules.get(found.module)
+        if target is None or target.module == "liger_multi":
             continue
-        for found in file.imports:
-            if found.eager and found.module.partition(".")[0] in LAZY:
-                yield Finding(
-                    file.path,
-                    found.line,
-                    "lazy",
-                    f"imports {found.module} when it is imported itself",
-                )
+        if within(target.module, BACKENDS) and file.module != REGISTRY:
+            yield found.line, f"imports {target.module}; backends are found by path"
+        elif within(target.module, REFERENCE) and found.eager:
+            yield found.line, f"imports {target.module}; only functions import the reference"
+        elif not within(target.module, BACKENDS, REFERENCE) and target.layer > file.layer:
+            yield found.line, f"{file.module} stands below {target.module}"
 
 
-def _docstrings(tree: ast.AST) -> set[int]:
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                found.add(id(first.value))
-    return found
+def acyclic(file: File, tree: Tree) -> Findings:
+    """No module imports itself through others."""
+    if file.module in tree.cycle:
+        yield 1, " -> ".join(tree.cycle)
 
 
-def vendor_words(tree: Tree) -> Iterator[Finding]:
+def reference_alone(file: File, tree: Tree) -> Findings:
+    """The reference imports torch and itself; its package file also the record it declares."""
+    allowed = ["torch", "__future__", REFERENCE, PRIVATE, *sys.stdlib_module_names]
+    if file.module == REFERENCE:
+        allowed.append("liger_multi.dispatch.backend")
+    for found in file.imports if file.path.startswith("reference/") else ():
+        if not within(found.module, *allowed):
+            yield found.line, f"imports {found.module}; torch only"
+
+
+def backends_apart(file: File, tree: Tree) -> Findings:
+    """A backend imports its folder, the shared layers, the reference and launch machinery."""
+    shared = SHARED_BACKENDS if file.is_of_vendor else ()
+    own = [f"{BACKENDS}.{name}" for name in (file.backend, *shared) if name]
+    roots = ("liger_multi", BACKENDS)
+    for found in file.imports if file.path.startswith("backends/") else ():
+        is_allowed = within(found.module, *own, *FOR_BACKENDS) or found.module in roots
+        if within(found.module, "liger_multi") and not is_allowed:
+            yield found.line, f"imports {found.module}"
+
+
+def optional_packages(file: File, tree: Tree) -> Findings:
+    """Importing the package imports torch and nothing else that is large or optional."""
+    exempt = {file.part, file.room} & set(OPTIONAL_EXEMPT)
+    for found in file.imports if file.path.startswith("liger_multi/") and not exempt else ():
+        if found.eager and found.module.partition(".")[0] in OPTIONAL:
+            yield found.line, f"imports {found.module} when it is imported itself"
+
+
+def vendor_words(file: File, tree: Tree) -> Findings:
     """Code outside a vendor's folder names no vendor; docstrings and comments may.
 
     ``compat`` consists of others' names, which it cannot choose.
     """
-    for file in tree.files:
-        if file.vendor is not None and file.vendor not in SHARED_BACKENDS:
-            continue
-        if file.part == "compat":
-            continue
-        skip = _docstrings(file.tree)
-        seen = set()
-        for node in ast.walk(file.tree):
-            if (
-                isinstance(node, ast.Constant)
-                and isinstance(node.value, str)
-                and id(node) not in skip
-            ):
-                text = node.value
-            elif isinstance(node, ast.Attribute | ast.Name | ast.Import | ast.ImportFrom):
-                text = ast.unparse(node)
-            elif isinstance(node, ast.arg):
-                text = node.arg
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-                text = node.name
-            else:
-                continue
-            match = VENDOR_WORDS.search(text)
-            if match and (node.lineno, match[0]) not in seen:
-                seen.add((node.lineno, match[0]))
-                yield Finding(
-                    file.path,
-                    node.lineno,
-                    "vendor word",
-                    f"{match[0]!r} outside backends/<vendor>/",
-                )
+    words: dict[tuple[int, str], None] = {}
+    for node in file.nodes if not file.is_of_vendor and file.part != "compat" else ():
+        if isinstance(node, ast.Constant):
+            text = node.value if isinstance(node.value, str) else ""
+        elif isinstance(node, ast.Attribute | ast.Name | ast.Import | ast.ImportFrom | ast.arg):
+            text = ast.unparse(node)
+        else:
+            text = getattr(node, "name", None) or ""
+        match = VENDOR_WORDS.search(text)
+        if match:
+            words[getattr(node, "lineno", 1), match[0]] = None
+    yield from ((line, f"{word!r} outside backends/<vendor>/") for line, word in words)
 
 
-def _functions(file: File) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(file.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-
-
-def function_length(tree: Tree) -> Iterator[Finding]:
-    """The body of a function keeps to 80 lines, kernels too; its docstring does not count."""
-    for file in tree.files:
-        for node in _functions(file):
-            body = node.body if ast.get_docstring(node) is None else node.body[1:]
-            lines = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
-            if lines > FUNCTION_LINES:
-                text = f"{node.name}: {lines} lines, the limit is {FUNCTION_LINES}"
-                yield Finding(file.path, node.lineno, "length", text)
-
-
-def explained(tree: Tree) -> Iterator[Finding]:
-    """Every jitted function of a backend says in a docstring what a program does."""
-    for file in tree.of("backends"):
-        for node in _functions(file):
-            jitted = any("jit" in ast.unparse(d) for d in node.decorator_list)
-            if jitted and not (ast.get_docstring(node) or "").strip():
-                yield Finding(file.path, node.lineno, "explained", f"{node.name} has no docstring")
-
-
-def _all(tree: ast.Module) -> tuple[int, list[str]]:
-    """The line of ``__all__`` and its names; where they are computed, the re-exported ones."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            try:
-                return node.lineno, list(ast.literal_eval(node.value))
-            except ValueError:
-                imports = [n for n in tree.body if isinstance(n, ast.ImportFrom)]
-                again = [a.name for n in imports for a in n.names if a.name == a.asname]
-                return node.lineno, again
-    return 0, []
-
-
-def exports(tree: Tree) -> Iterator[Finding]:
-    """Every operator file has a reference and is exported by name."""
-    package = tree.target("liger_multi.ops")
-    implemented = {f.module.rpartition(".")[2] for f in tree.of("reference")}
-    known = ast.unparse(package.tree) if package else ""
-    for file in tree.of("liger_multi/ops"):
-        name = file.module.rpartition(".")[2]
-        if file is package or name.startswith("_"):
-            continue
-        if name not in implemented:
-            yield Finding(file.path, 1, "exports", f"the operator {name} has no reference")
-        if not re.search(rf"\bliger_multi\.ops(\.{name}\b| import (.*\b)?{name}\b)", known):
-            yield Finding(
-                package.path if package else file.path,
-                1,
-                "exports",
-                f"does not import the operator {name}",
-            )
-    for name in ("liger_multi", "liger_multi.ops", "liger_multi.nn"):
-        package = tree.target(name)
-        if package is not None:
-            line, names = _all(package.tree)
-            doubled = sorted({n for n in names if names.count(n) > 1})
-            if not names:
-                yield Finding(package.path, 1, "exports", "has no __all__ of literals or aliases")
-            elif doubled:
-                yield Finding(
-                    package.path, line, "exports", f"__all__ lists {', '.join(doubled)} twice"
-                )
-
-
-def _torch_names(tree: ast.Module) -> dict[str, str]:
-    """The names of a file that stand for PyTorch or a part of it, with the paths of these."""
-    names = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for name in node.names:
-                names[name.asname or name.name.partition(".")[0]] = (
-                    name.name if name.asname else name.name.partition(".")[0]
-                )
-        elif isinstance(node, ast.ImportFrom):
-            names |= {n.asname or n.name: f"{node.module}.{n.name}" for n in node.names}
-    names = {name: path for name, path in names.items() if _within(path, "torch")}
-    for node in ast.walk(tree):  # aten = torch.ops.aten
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            path = _torch_path(node.value, names)
-            if path is not None and isinstance(target, ast.Name):
-                names.setdefault(target.id, path)
-    return names
-
-
-def _torch_path(node: ast.AST, names: dict[str, str]) -> str | None:
-    """The dotted path of an expression that is PyTorch or a part of it."""
-    if isinstance(node, ast.Name):
-        return names.get(node.id)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
-        if node.func.id == "cast":
-            return _torch_path(node.args[1], names)
-        name = node.args[1]
-        if node.func.id in ("getattr", "hasattr", "setattr") and isinstance(name, ast.Constant):
-            owner = _torch_path(node.args[0], names)
-            return owner and f"{owner}.{name.value!s}"
-    if isinstance(node, ast.Attribute):
-        owner = _torch_path(node.value, names)
-        return owner and f"{owner}.{node.attr}"
-    return None
-
-
-def private_torch(tree: Tree) -> Iterator[Finding]:
-    """Private symbols of PyTorch stand in one module, which knows what to do without them."""
-    for file in tree.files:
-        if file.module == PRIVATE:
-            continue
-        names, skip = _torch_names(file.tree), _docstrings(file.tree)
-        paths: dict[tuple[int, str], None] = {}
-        for node in ast.walk(file.tree):
-            if isinstance(node, ast.Import):
-                paths |= {(node.lineno, name.name): None for name in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                paths |= {(node.lineno, f"{node.module}.{n.name}"): None for n in node.names}
-            elif isinstance(node, ast.Call | ast.Attribute):
-                paths[node.lineno, _torch_path(node, names) or ""] = None
-            elif isinstance(node, ast.Constant) and id(node) not in skip:
-                paths[node.lineno, str(node.value)] = None
-        for line, path in paths:
-            if PRIVATE_PATH.fullmatch(path):
-                yield Finding(file.path, line, "private", f"{path}: bind it in {PRIVATE}")
-
-
-def silence(tree: Tree) -> Iterator[Finding]:
-    """The library prints nothing; commands do."""
-    for file in tree.files:
-        if file.part in PRINTERS:
-            continue
-        for node in ast.walk(file.tree):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id == "print"
-            ):
-                yield Finding(file.path, node.lineno, "print", "the library prints nothing")
-
-
-def portable(tree: Tree) -> Iterator[Finding]:
+def portable(file: File, tree: Tree) -> Findings:
     """Kernels ask for nothing that one vendor's hardware does otherwise.
 
     Capability numbers mean other cards on other vendors; products of fp32 are of TF32 or XF32
     unless told; an atomic sum has no fixed order, and for 16 bits becomes a loop. PyTorch divides a
     sum among the cores that a card has.
     """
-    for file in tree.files:
-        if file.vendor is not None and file.vendor not in SHARED_BACKENDS:
-            continue
-        for node in ast.walk(file.tree):
-            if not isinstance(node, ast.Call):
-                continue
-            name, given = ast.unparse(node.func), {k.arg for k in node.keywords}
-            wrong = ""
-            if name.endswith("get_device_capability"):
-                wrong = "asks for a capability number"
-            elif name == "tl.dot" and "input_precision" not in given:
-                wrong = "tl.dot without input_precision"
-            elif name.startswith("tl.atomic_"):
-                wrong = f"{name}: an atomic operation; sum partials of programs instead"
-            elif file.vendor is not None and re.search(r"(?<!\btl)\.(sum|mean)$", name):
-                wrong = f"{name}: its order follows the card; sum_rows and sum_partials have one"
-            if wrong:
-                yield Finding(file.path, node.lineno, "portable", wrong)
+    calls = [n for n in file.nodes if isinstance(n, ast.Call)] if not file.is_of_vendor else []
+    for node in calls:
+        name = ast.unparse(node.func)
+        if name.endswith("get_device_capability"):
+            yield node.lineno, "asks for a capability number"
+        elif name == "tl.dot" and "input_precision" not in {k.arg for k in node.keywords}:
+            yield node.lineno, "tl.dot without input_precision"
+        elif name.startswith("tl.atomic_"):
+            yield node.lineno, f"{name}: an atomic operation; sum partials of programs instead"
+        elif file.backend and re.search(r"(?<!\btl)\.(sum|mean)$", name):
+            yield (
+                node.lineno,
+                f"{name}: its order follows the card; sum_rows and sum_partials have one",
+            )
 
 
-RULES: tuple[Callable[[Tree], Iterator[Finding]], ...] = (
-    downwards,
-    acyclic,
-    reference_alone,
-    vendors_apart,
-    lazy_packages,
-    vendor_words,
-    portable,
-    function_length,
-    explained,
-    exports,
-    silence,
-    private_torch,
-)
+def function_length(file: File, tree: Tree) -> Findings:
+    """The body of a function keeps to 80 lines, kernels too; its docstring does not count."""
+    for node in (n for n in file.nodes if isinstance(n, Functions)):
+        body = node.body if ast.get_docstring(node) is None else node.body[1:]
+        lines = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+        if lines > FUNCTION_LINES:
+            yield node.lineno, f"{node.name}: {lines} lines, the limit is {FUNCTION_LINES}"
+
+
+def explained(file: File, tree: Tree) -> Findings:
+    """Every jitted function of a backend says in a docstring what a program does."""
+    for node in (n for n in file.nodes if isinstance(n, Functions) and file.backend):
+        is_jitted = "jit" in " ".join(map(ast.unparse, node.decorator_list))
+        if is_jitted and not (ast.get_docstring(node) or "").strip():
+            yield node.lineno, f"{node.name} has no docstring"
+
+
+def exports(file: File, tree: Tree) -> Findings:
+    """Every operator file has a reference and is exported by name; packages list their names."""
+    operators = [f.module.rpartition(".")[2] for f in tree.files if f.room.startswith("ops.")]
+    operators = [name for name in operators if not name.startswith("_")]
+    name = file.module.rpartition(".")[2]
+    if file.room.startswith("ops.") and name in operators:
+        reference = rf"reference/(.+/)?{name}\.py"
+        if not any(re.fullmatch(reference, f.path) for f in tree.files):
+            yield 1, f"the operator {name} has no reference"
+    if file.module == "liger_multi.ops":
+        taken = {i.module.rpartition(".")[2] for i in file.imports}
+        yield from ((1, f"does not import the operator {n}") for n in operators if n not in taken)
+    if file.module in ("liger_multi", "liger_multi.ops", "liger_multi.nn"):
+        assigned = [n for n in file.tree.body if isinstance(n, ast.Assign)]
+        lists = [n for n in assigned if ast.unparse(n.targets[0]) == "__all__"]
+        names = [c.value for n in lists for c in ast.walk(n) if isinstance(c, ast.Constant)]
+        if not lists:
+            yield 1, "has no __all__"
+        for name in sorted({str(n) for n in names if names.count(n) > 1}):
+            yield lists[0].lineno, f"__all__ lists {name} twice"
+
+
+def private_torch(file: File, tree: Tree) -> Findings:
+    """Private symbols of PyTorch stand in one module, which knows what to do without them."""
+    names = {"torch": "torch"}  # what stands for PyTorch or a part of it
+    for node in file.nodes:
+        if isinstance(node, ast.ImportFrom):
+            names |= {n.asname or n.name: f"{node.module}.{n.name}" for n in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {n.asname: n.name for n in node.names if n.asname}
+
+    def path_of(node: ast.AST) -> str:
+        text = re.sub(r"cast\([^,]*, ([\w.]+)\)", r"\1", ast.unparse(node))
+        text = re.sub(r"(?:get|has|set)attr\(([\w.]+), '(\w+)'.*", r"\1.\2", text)
+        head, dot, rest = text.partition(".")
+        return names.get(head, "") + dot + rest
+
+    for node in file.nodes:  # aten = torch.ops.aten
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Attribute):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and within(path_of(node.value), "torch"):
+                names.setdefault(target.id, path_of(node.value))
+    paths = {(i.line, i.module) for i in file.imports}
+    for node in file.nodes if file.module != PRIVATE else ():
+        if isinstance(node, ast.Call | ast.Attribute):
+            paths.add((node.lineno, path_of(node)))
+        elif isinstance(node, ast.Constant):
+            paths.add((node.lineno, str(node.value)))
+    for line, path in sorted(paths):
+        if file.module != PRIVATE and PRIVATE_PATH.fullmatch(path):
+            yield line, f"{path}: bind it in {PRIVATE}"
+
+
+RULES: dict[str, Callable[[File, Tree], Findings]] = {
+    "layer": layers,
+    "cycle": acyclic,
+    "reference": reference_alone,
+    "backend": backends_apart,
+    "optional": optional_packages,
+    "vendor word": vendor_words,
+    "portable": portable,
+    "length": function_length,
+    "explained": explained,
+    "exports": exports,
+    "private": private_torch,
+}
 
 
 def check(root: Path) -> list[Finding]:
     """All findings below a checkout."""
     tree = Tree(root)
-    return sorted(finding for rule in RULES for finding in rule(tree))
+    return sorted(
+        Finding(file.path, line, name, text)
+        for name, rule in RULES.items()
+        for file in tree.files
+        for line, text in rule(file, tree)
+    )
 
 
 def main() -> int:
     """Print findings; 1 where there are any."""
-    parser = argparse.ArgumentParser(
-        description="Check layers, vendor words, lengths of functions, docstrings and exports."
-    )
-    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parent.parent)
-    findings = check(parser.parse_args().root)
+    findings = check(Path(__file__).parent.parent)
     print("\n".join(map(str, findings)) or "layering: all rules hold")
     return 1 if findings else 0
 

@@ -3,8 +3,8 @@
 ``make test BACKEND=cuda RESULTS=build/results`` writes ``cuda.json`` there (and ``cuda.xml`` in the
 form of JUnit). Without a backend there are three files: ``native``, ``interpreted`` and
 ``cross-compiled``. ``python -m ci.results FOLDER`` prints them as a table; ``--keep NAME`` merges
-them into ``benchmarks/results/suite-NAME.json``, which has the newest result of every part;
-``--not-run REASON FILE`` leaves a part that this machine cannot run, which the table then says.
+them into ``benchmarks/results/suite-NAME.json``, which has the newest result of every part. A part
+that the machine cannot run leaves its reason (:mod:`ci.suite`), which the table then says.
 """
 
 from __future__ import annotations
@@ -206,19 +206,13 @@ def table(found: Sequence[Result]) -> str:
 
 
 def main() -> int:
-    """Print results, keep them, or leave why a part did not run; 1 where there is no result."""
+    """Print results, or keep them; 1 where there is no result."""
     parser = argparse.ArgumentParser(description="Results of the suite.")
     parser.add_argument("path", type=Path, nargs="?", help="folder, or file; default: the kept")
     parser.add_argument("--keep", metavar="NAME", help="merge into benchmarks/results/suite-NAME")
-    parser.add_argument("--not-run", metavar="REASON", help="write to the file that it did not run")
     given = parser.parse_args()
-    if (given.not_run or given.keep) and given.path is None:
-        parser.error("--not-run wants a file, --keep a folder")
-    if given.not_run:
-        import torch
-
-        write(given.path, [], torch.device("cpu"), {}, 0.0, f"not run: {given.not_run}")
-        return 0
+    if given.keep and given.path is None:
+        parser.error("--keep wants a folder")
     found = kept() if given.path is None else read(given.path)
     print(table(found) if found else f"no results below {given.path or KEPT}")
     if found and given.keep:

@@ -7,7 +7,7 @@ first use.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from liger_multi import ops
+from liger_multi import ops, patcher
 from liger_multi._version import __version__
 from liger_multi.dispatch.config import configure, use
 from liger_multi.dispatch.explain import explain
@@ -30,6 +30,9 @@ __all__ = [
     "unpatch",
     "use",
 ]
+
+
+patcher.provide(lambda: importlib.import_module("liger_multi.patching"))
 
 
 def __getattr__(name: str) -> Any:

@@ -131,6 +131,15 @@ def has_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return any(is_cache(value) for value in args) or len(caches(kwargs)) > 0
 
 
+def fills_cache(arguments: Mapping[str, Any]) -> bool:
+    """Whether a call says where its tokens go in a cache that the model is to make or has.
+
+    Generation of transformers 5.0 hands over no cache for the first tokens.
+    """
+    places = arguments.get("cache_position")
+    return isinstance(places, Tensor) and bool(arguments.get("use_cache"))
+
+
 def _is_one(name: str, value: Any) -> bool:
     if is_cache(value):
         return True

@@ -54,6 +54,16 @@ def dtype_of(module: nn.Module, name: str = "weight") -> torch.dtype | None:
     return tensor.dtype if isinstance(tensor, Tensor) else None
 
 
+class Job:
+    """What a head should do instead of a plain forward; passed through ``head.__call__``.
+
+    Going through the call lets the hooks of FSDP and ZeRO gather the weight first.
+    """
+
+    def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
+        self.run = run
+
+
 class Evaluated:
     """A linear layer whose computed weight and bias were read once; the rest is the layer's.
 

@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 # Before anything imports a hub client: a test that wants the network is a bug.
@@ -22,6 +23,7 @@ import torch
 
 from liger_multi.testing.suite.plugin import poison_empty
 from tests import harness
+from tests.interpreter import patch_interpreter
 
 # PyTorch lets NVIDIA's convolutions round fp32 to TF32 unless it is told not to.
 torch.backends.cudnn.allow_tf32 = False
@@ -47,15 +49,10 @@ def pytest_addoption(parser):
         metavar="i/n",
         help="run the ith of n parts, which together are what would run without it",
     )
-    parser.addoption(
-        "--record-seconds",
-        action="store_true",
-        help="write how long every unit took to tests/seconds.json, which balances parts",
-    )
 
 
 STARTED = pytest.StashKey[float]()
-THINNED = harness.read_thinned(Path(__file__).parent / "thinned.yaml")
+CASES = pytest.StashKey[Counter[str]]()
 
 
 class Failures:
@@ -74,16 +71,15 @@ class Failures:
 
 def pytest_configure(config):
     config.stash[STARTED] = time.monotonic()
+    config.stash[CASES] = Counter()
     if config.getoption("--results") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(
             Failures(config.getoption("--results").with_suffix(".failed"))
         )
     harness.parse_part(config.getoption("--part"))  # refused before anything is collected
-    if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(harness.Recorder(config))
     poison_empty()
     if harness.interpreted() and importlib.util.find_spec("triton"):
-        harness.interpret_faster()
+        patch_interpreter()
     if config.getoption("--backend"):
         harness.selected_backends(config)  # refuses before anything is collected
 
@@ -97,16 +93,14 @@ def pytest_report_header(config):
 
 
 def pytest_itemcollected(item):
-    left = harness.left_as(item, THINNED)
-    if left is not None:
-        item.add_marker(left)
+    harness.mark_slow_case(item, item.config.stash[CASES])
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     named = [n for part in config.getoption("--backend") for n in part.split(",")]
     harness.apply_xfails(items, named, harness.read_xfails(Path(__file__).parent / "xfails"))
-    harness.select(config, items)
+    harness.keep_part(config, items)
 
 
 def pytest_collection_finish():
@@ -126,12 +120,7 @@ def pytest_unconfigure():
 
 def pytest_sessionfinish(session, exitstatus):
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("--part"):
-        session.exitstatus = pytest.ExitCode.OK  # fewer files than parts
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    return harness.scheduler(config, log)
+        session.exitstatus = pytest.ExitCode.OK  # fewer tests than parts
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):

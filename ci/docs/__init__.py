@@ -1,14 +1,10 @@
 """Pages made of contracts, modules and results: ``python -m ci.docs [--check] [--site FOLDER]``.
 
-Committed are README, whose operator table is made (between its markers), and pages with made parts
-and quoted numbers (:mod:`benchmarks.store`). One page an operator, the modules, the site's first
-page and list of pages, what :mod:`ci.docs.status` and :mod:`ci.regressions` say, and all that is
-made of results alone are written with the site. Backends are read as files, so the pages are the
-same on every machine.
-
-A page that is made whole is not committed. What links to it from a committed page names what it is
-made of (a contract, a result, a script), which is there on any host of the repository;
-:data:`MADE_OF` turns such a link into one to the page.
+Committed pages have tables between two markers (:mod:`ci.docs.blocks`), which ``make docs`` fills.
+One page an operator, the modules, the site's first page and list of pages, and what
+:mod:`ci.docs.status` says are written with the site, which mkdocs builds. What links to such a page
+from a committed page names what it is made of (a contract, a result, a script), which is there on
+any host of the repository; :data:`MADE_OF` turns such a link into one to the page.
 """
 
 from __future__ import annotations
@@ -28,25 +24,24 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from benchmarks import store
-from ci import regressions
-from ci.docs import benchmarks as docs_benchmarks
-from ci.docs import bitwise as docs_bitwise
-from ci.docs import float8 as docs_float8
-from ci.docs import operators_h100, stand_in
-from ci.docs import performance as docs_performance
-from ci.docs import status as docs_status
-from ci.docs import traces as docs_traces
+from benchmarks.tables import (
+    OPERATOR_FAMILIES,
+    bitwise,
+    float8,
+    measured,
+    operators_h100,
+    performance,
+    traces,
+)
+from ci.docs import status
 from ci.docs.blocks import filled
 from ci.npu import levels
-from ci.trainers import page as trainers
-
-stand_in.install()
+from tests.sweep import page as coverage
+from tests.trainers.runs import page as trainers
 
 # --- pages ---
 
 ROOT = Path(__file__).parent.parent.parent
-START, END = "<!-- op-table:start -->", "<!-- op-table:end -->"
 NOTE = "<!-- generated; edit the operators' docstrings instead -->"
 DIRECTIONS = ("forward", "backward")
 HEADING = re.compile(r"^([A-Z][A-Za-z ]*):$")
@@ -82,7 +77,7 @@ def directions(backend: str, op: str) -> tuple[str, ...]:
 def cell(backend: str, op: str, folders: dict[str, Path]) -> str:
     """What a backend has of an operator; of one that nobody ran, also the level that it reached."""
     text = directions_or_parent(backend, op, folders)
-    return f"{text}, level {levels.ROWS[op].level}" if backend == "npu" else text
+    return f"{text}, level {levels.level(op)}" if backend == "npu" else text
 
 
 def directions_or_parent(backend: str, op: str, folders: dict[str, Path]) -> str:
@@ -96,23 +91,6 @@ def directions_or_parent(backend: str, op: str, folders: dict[str, Path]) -> str
         return "no"
     lines = [parent for parent in _record(backend).parents if directions(parent, op)]
     return f"by {lines[0] if lines else 'reference'}"
-
-
-OPERATOR_FAMILIES = {
-    "cross_entropy": "LM head and cross entropy",
-    "divergences": "divergences",
-    "norms": "norms",
-    "activations": "MLPs and activations",
-    "rope": "rotary embeddings",
-    "attention": "attention",
-    "linear_attention": "linear attention and state spaces",
-    "experts": "mixtures of experts",
-    "adapters": "LoRA",
-    "float8": "FP8",
-    "residuals": "residual streams",
-    "embedding": "embedding",
-}
-"""Families of operators as people call them, in the order of the first page's table."""
 
 
 def by_family(operators: Iterable[str]) -> dict[str, list[str]]:
@@ -287,10 +265,11 @@ def _compiled(op: Any) -> str:
 
 
 def _sharded(op: Any) -> str:
-    if not op.rows:
+    replicated = importlib.import_module("liger_multi.dispatch.dtensor").replicated
+    if not op.rowwise:
         return "DTensors are refused. Pass local or full tensors."
-    rows = ", ".join(f"`{name}`" for name in op.rows if name in op.fwd.params)
-    whole = ", ".join(f"`{name}`" for name in op.replicated)
+    rows = ", ".join(f"`{name}`" for name in op.fwd.params if name in op.bitwise.batched)
+    whole = ", ".join(f"`{name}`" for name in replicated(op))
     said = f"DTensors: {rows} may be sharded on any axis but the last."
     return f"{said} Every rank has all of {whole}." if whole else said
 
@@ -370,17 +349,6 @@ def _schemas(op: Any) -> list[str]:
     return [f"liger_multi::{op.name}_{p.direction}{p.schema}" for p in op.primitives]
 
 
-def readme(old: str) -> str:
-    """README with the current table and numbers."""
-    if old.count(START) != 1 or old.count(END) != 1:
-        raise SystemExit(
-            f"README.md needs the lines {START} and {END}, once each, where the operator table goes"
-        )
-    before, rest = old.split(START)
-    text = f"{before}{START}\n{NOTE}\n\n{table()}\n\n{END}{rest.split(END)[1]}"
-    return filled(text, {"headline": docs_performance.headline})
-
-
 TASKS = (
     ("Fine-tune a model", "`liger_multi.patch(model)`", "docs/patching.md"),
     ("Use the Trainer, TRL, Lightning or accelerate", "`TrainerCallback()`", "docs/trainers.md"),
@@ -424,35 +392,44 @@ def tasks() -> str:
 
 def front() -> str:
     """The site's first page: README with the tasks before its first picture or section."""
-    text = readme((ROOT / "README.md").read_text(encoding="utf-8"))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = FIRST.sub(lambda _: tasks(), text, count=1)
     return NOTE + "\n\n" + linked(text, "", sources(public_operators()))
 
 
-def examples() -> str:
-    """The site's page of examples; the scripts themselves stand in the repository."""
-    text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    return linked(text, "examples", sources(public_operators()))
+def committed(path: str) -> str:
+    """A committed page outside of ``docs`` as a page of the site."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return linked(text, str(PurePosixPath(path).parent), sources(public_operators()))
 
 
-def pages() -> dict[Path, Callable[[str], str]]:
-    """Every committed page with generated parts: from its old text to its text."""
-    docs = ROOT / "docs"
-    made: dict[Path, Callable[[str], str]] = {
-        ROOT / "README.md": readme,
-        docs / "bitwise.md": docs_bitwise.page,
-        docs / "fp8.md": docs_float8.page,
-        docs / "losses.md": losses_page,
-        docs / "memory.md": docs_benchmarks.memory_page,
-        docs / "operators-h100.md": operators_h100.page,
-        docs / "performance.md": docs_performance.page,
-        docs / "planning.md": docs_benchmarks.planning_page,
-        docs / "recompute.md": docs_benchmarks.recompute_page,
-        docs / "traces.md": docs_traces.page,
-        docs / "trainers.md": trainers.page,
-        ROOT / "examples" / "README.md": docs_benchmarks.examples_page,
+def tables() -> dict[str, Callable[[], str]]:
+    """Every table of a committed page, by the name of its markers."""
+    lines: dict[str, Callable[[], list[str]]] = {
+        **measured.TABLES,
+        "bitwise-costs": bitwise.costs,
+        "loss-head": head,
+        "loss-families": families,
     }
-    return made | {page: store.quoted for page in docs.glob("*.md") if page not in made}
+    made: dict[str, Callable[[], str]] = {
+        **float8.BLOCKS,
+        **operators_h100.BLOCKS,
+        **performance.BLOCKS,
+        **traces.BLOCKS,
+        "headline": performance.headline,
+        "op-table": table,
+        "trainers": trainers.table,
+    }
+    return made | {name: partial(_joined, make) for name, make in lines.items()}
+
+
+def _joined(make: Callable[[], list[str]]) -> str:
+    return "\n".join(make())
+
+
+def pages() -> list[Path]:
+    """Every committed page that may have tables."""
+    return [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted(DOCS.glob("*.md"))]
 
 
 def whole() -> dict[str, Callable[[], str]]:
@@ -460,15 +437,13 @@ def whole() -> dict[str, Callable[[], str]]:
     made: dict[str, Callable[[], str]] = {
         "index.md": front,
         "ops/index.md": operators_page,
-        "bitwise-costs.md": docs_bitwise.site_page,
-        "convergence.md": docs_benchmarks.curves_page,
-        "coverage.md": docs_status.coverage_page,
-        "examples.md": examples,
+        "convergence.md": measured.curves_page,
+        "coverage.md": coverage.page,
+        "examples.md": partial(committed, "examples/README.md"),
         "loss-options.md": losses_whole,
         "nn.md": modules_page,
-        "regressions.md": regressions.page,
-        "verification.md": docs_status.page,
-        "benchmarks.md": docs_benchmarks.page,
+        "verification.md": status.page,
+        "benchmarks.md": partial(committed, "benchmarks/README.md"),
     }
     return made | {f"ops/{name}.md": partial(operator_page, name) for name in public_operators()}
 
@@ -480,10 +455,10 @@ def build(folder: Path) -> None:
 
 def stale() -> Mapping[Path, tuple[str, str]]:
     """The pages whose text differs from what they are made of: old and new text by path."""
-    found = {}
-    for path, make in pages().items():
-        old = path.read_text(encoding="utf-8") if path.exists() else ""
-        new = make(old)
+    found, made = {}, tables()
+    for path in pages():
+        old = path.read_text(encoding="utf-8")
+        new = filled(old, made)
         if new != old:
             found[path] = (old, new)
     return found
@@ -509,11 +484,9 @@ MADE_OF = {
     "liger_multi/losses/sequence.py": "loss-options.md",
     "liger_multi/nn": "nn.md",
     "benchmarks/README.md": "benchmarks.md",
-    "benchmarks/bitwise.py": "bitwise-costs.md",
     "benchmarks/README.md#results-of-the-suite": "verification.md",
     "benchmarks/README.md#training-curves": "convergence.md",
     "tests/sweep/results.json": "coverage.md",
-    "ci/regressions.py": "regressions.md",
     "examples/README.md": "examples.md",
 }
 
@@ -614,8 +587,6 @@ def write_site(
 
 # --- the losses ---
 
-LOSSES_PLACE = "<!-- losses:{} -->"
-LOSSES_END = "<!-- losses:end -->"
 FAMILIES = (
     ("Preference pairs with a reference", "dpo_loss", "DPOOptions", ("preference", "DPO")),
     ("Preference pairs without a reference", "cpo_loss", "CPOOptions", ("preference", "CPO")),
@@ -702,19 +673,6 @@ def losses_whole() -> str:
         lines = [(f"`{n}`", str(formula.source)) for n, formula in loss_types(place).items()]
         out += [*rows((what, "Source"), lines), "", *options(getattr(losses, kind)), ""]
     return "\n".join(out)
-
-
-def losses_page(old: str) -> str:
-    """The page with current tables between its markers."""
-    for name, make in (("head", head), ("families", families)):
-        before, found, rest = old.partition(LOSSES_PLACE.format(name))
-        _, end, after = rest.partition(LOSSES_END)
-        if not found or not end:
-            raise SystemExit(
-                f"docs/losses.md needs {LOSSES_PLACE.format(name)} and {LOSSES_END} after it"
-            )
-        old = "\n".join([before + found, "", *make(), "", LOSSES_END + after])
-    return old
 
 
 # --- the command ---

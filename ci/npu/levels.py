@@ -1,113 +1,46 @@
-"""How far every operator got on Ascend: by which path, and up to which level of docs/ascend.md.
+"""How far every operator got on Ascend, by the levels of docs/ascend.md.
 
-A reference on the device reaches level 3, which is as far as there is anything to check; levels 4
-and 5 are about kernels. tests/kernels/test_npu.py wants what stands here,
-tests/kernels/test_vendors.py a row for every operator. For the first two levels there is one
+The reference on the device and the operators of torch_npu reach level 3, which is as far as there
+is anything to check; levels 4 and 5 are about kernels. So the level of an operator follows from
+the backend: whether its implementation has a kernel. For the first two levels there is one
 call of every operator of torch_npu that the backend uses.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from liger_multi.dispatch.registry import packages
+from liger_multi.dispatch.registry import module, operators, packages
 
 # --- levels ---
 
-REFERENCE, SIMULATED, COMPILED = "reference", 3, 5
+SIMULATED, COMPILED = 3, 5
 
 
-class Row(NamedTuple):
-    """Path and level of an operator."""
-
-    path: str
-    level: int
+def level(op: str) -> int:
+    """The level of an operator: whether it, or what its family shares, has a kernel."""
+    return COMPILED if "_kernel" in (source(op) or "") else SIMULATED
 
 
-KERNEL = Row("kernel", COMPILED)
-BOTH = Row("torch_npu and kernel", COMPILED)
-FUSED = Row("torch_npu and reference", SIMULATED)
-HEAD = Row("products and kernel", COMPILED)
-IN_TURN = Row("rms_norm, then rope", SIMULATED)
-BATCHED = Row("batched matmuls", SIMULATED)
-PLAIN = Row(REFERENCE, SIMULATED)
-
-ROWS: dict[str, Row] = {
-    "attention": FUSED,
-    "attention_residuals": PLAIN,
-    "causal_conv1d": KERNEL,
-    "cross_entropy": KERNEL,
-    "cross_entropy_inplace": KERNEL,
-    "dyt": KERNEL,
-    "embedding": PLAIN,
-    "fused_add_rms_norm": BOTH,
-    "fused_add_rms_norm_quantized": PLAIN,
-    "fused_linear_cross_entropy": HEAD,
-    "fused_linear_jsd": HEAD,
-    "fused_linear_kl_div": HEAD,
-    "fused_linear_log_prob": HEAD,
-    "fused_linear_tvd": HEAD,
-    "fused_moe": FUSED,
-    "fused_scaled_add_rms_norm": PLAIN,
-    "gated_delta_rule": BATCHED,
-    "gated_mlp": PLAIN,
-    "gated_mlp_float8": PLAIN,
-    "gated_rms_norm": PLAIN,
-    "gated_short_conv": KERNEL,
-    "geglu": KERNEL,
-    "geglu_packed": BOTH,
-    "geglu_quantized": PLAIN,
-    "group_norm": PLAIN,
-    "hyper_connections": PLAIN,
-    "hyper_connections_post": PLAIN,
-    "hyper_connections_pre": PLAIN,
-    "indexer_scores": PLAIN,
-    "indexer_topk": PLAIN,
-    "jsd": KERNEL,
-    "jsd_inplace": KERNEL,
-    "kimi_delta_attention": BATCHED,
-    "kl_div": KERNEL,
-    "kl_div_inplace": KERNEL,
-    "layer_norm": PLAIN,
-    "layer_norm_quantized": PLAIN,
-    "linear": PLAIN,
-    "linear_float8": PLAIN,
-    "lora_mlp": PLAIN,
-    "lora_moe": PLAIN,
-    "lora_qkv": PLAIN,
-    "lora_update": PLAIN,
-    "modulated_rms_norm": PLAIN,
-    "multi_token_attention": PLAIN,
-    "neighborhood_attention": PLAIN,
-    "poly_norm": PLAIN,
-    "relu_squared": PLAIN,
-    "rms_norm": BOTH,
-    "rms_norm_quantized": PLAIN,
-    "rms_norm_rope": IN_TURN,
-    "rope": BOTH,
-    "rope_complex": PLAIN,
-    "rope_multimodal": PLAIN,
-    "rope_positions": PLAIN,
-    "rope_sorted": PLAIN,
-    "selective_log_softmax": PLAIN,
-    "selective_scan": KERNEL,
-    "softmax": PLAIN,
-    "sparse_attention": PLAIN,
-    "sparsemax": PLAIN,
-    "ssd_scan": BATCHED,
-    "swiglu": KERNEL,
-    "swiglu_clamped": PLAIN,
-    "swiglu_clamped_packed": PLAIN,
-    "swiglu_packed": BOTH,
-    "swiglu_quantized": PLAIN,
-    "token_log_prob": KERNEL,
-    "tvd": KERNEL,
-    "tvd_inplace": KERNEL,
-}
+def source(op: str) -> str | None:
+    """The source of an operator and of what it shares in its family; None without one."""
+    served = module("npu", op)
+    if served is None:
+        return None
+    family = Path(served.__file__).parent
+    texts: dict[str, str] = {}
+    waiting = [op]
+    while waiting:
+        name = waiting.pop()
+        texts[name] = (family / f"{name}.py").read_text(encoding="utf-8")
+        words = re.findall(rf"npu\.{family.name}(?:\.| import )(\w+)", texts[name])
+        waiting += {word for word in words if word not in texts and word not in operators()}
+    return "\n".join(texts.values())
 
 
 # --- calls ---

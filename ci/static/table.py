@@ -42,7 +42,6 @@ from ci.static import (
     kernels,
     missing,
     report,
-    static_cases,
     variants,
 )
 from ci.static import code as static_code
@@ -96,9 +95,9 @@ def distinct(cases: Iterable[StaticCase]) -> list[StaticCase]:
 @functools.cache
 def launches(arch: str) -> tuple[StaticCase, ...]:
     """The distinct launches of all operators on one target."""
-    from ci.static.cases import calls
+    from ci.static.cases import launched
 
-    return tuple(distinct(static_cases(TARGETS[arch].info, calls())))
+    return tuple(distinct(launched(arch)))
 
 
 def full(arch: str) -> list[tuple[StaticCase, Variant]]:
@@ -106,16 +105,22 @@ def full(arch: str) -> list[tuple[StaticCase, Variant]]:
     return [(case, v) for case in launches(arch) for v in variants(TARGETS[arch])]
 
 
-def suite(arch: str) -> list[tuple[StaticCase, Variant]]:
-    """A launch of every kernel, from the middle of them; on some targets in another variant too."""
-    found = []
+@functools.cache
+def suite(arch: str) -> tuple[tuple[StaticCase, Variant], ...]:
+    """A launch of every kernel; on some targets in another variant too.
+
+    It is the launch that the committed table has, so that a new sample changes no other line; of a
+    new kernel it is the one in the middle.
+    """
+    pairs = []
     for name in dict.fromkeys(case.name for case in launches(arch)):
-        mine = [case for case in launches(arch) if case.name == name]
-        middle = mine[len(mine) // 2]
-        found.append((middle, Variant()))
+        own = [case for case in launches(arch) if case.name == name]
+        label = label_of(blocks_of(arch).get(name, ()))
+        chosen = next((case for case in own if case.label == label), own[len(own) // 2])
+        pairs.append((chosen, Variant()))
         if arch in SUITE_VARIANTS:
-            found.append((middle, SUITE_VARIANTS[arch]))
-    return found
+            pairs.append((chosen, SUITE_VARIANTS[arch]))
+    return tuple(pairs)
 
 
 def turn(arch: str) -> list[tuple[StaticCase, Variant]]:
@@ -130,7 +135,9 @@ def turn(arch: str) -> list[tuple[StaticCase, Variant]]:
 
 def wanted(ask: Ask) -> list[tuple[StaticCase, Variant]]:
     """The launches and variants that are asked for."""
-    pairs = {"full": full, "suite": suite, "turn": turn}[ask.which](ask.arch)
+    choices: dict[str, Callable[[str], Sequence[tuple[StaticCase, Variant]]]]
+    choices = {"full": full, "suite": suite, "turn": turn}
+    pairs = choices[ask.which](ask.arch)
     number, parts = ask.part
     return [p for p in pairs if re.search(ask.pattern, p[0].name)][number - 1 :: parts]
 
@@ -500,16 +507,22 @@ def block(name: str, rows: Sequence[Row]) -> list[str]:
         launches.setdefault((row.case.label, row.case.identity), []).append(row)
     out = [f"{name} {sources(name)}"]
     for (label, _), (first, *others) in launches.items():
-        out.append("; ".join([f"  {label:<{LABEL}}{line(first)}", *map(_short, others)]))
+        out.append("; ".join([f"  {label + ' ':<{LABEL}}{line(first)}", *map(_short, others)]))
     return out
 
 
 def page(arch: str, blocks: Mapping[str, Sequence[str]]) -> str:
     """The baseline of a target, of the lines of its kernels."""
-    out = [f"# {arch}, triton {triton.__version__}: made by `make baseline`"]
+    out = [f"# {arch}, triton {triton.__version__}: made by `make static ARGS=--write`"]
     for name in sorted(blocks):
         out += ["", *blocks[name]]
     return "\n".join(out) + "\n"
+
+
+def label_of(lines: Sequence[str]) -> str:
+    """What made the launch of a block of the baseline; empty without one."""
+    match = re.match(r"  (\S.*?) +\d+ threads ", lines[1]) if len(lines) > 1 else None
+    return match[1] if match else ""
 
 
 def blocks_of(arch: str) -> dict[str, list[str]]:

@@ -429,13 +429,25 @@ def _modeling(model: str, name: str) -> Any:
     return getattr(module, name)
 
 
-def _transformers_delta_rule(model: str, name: str) -> Formula:
+def missing(op: str) -> str | None:
+    """The function of a recurrence that the installed transformers lacks, or None."""
+    if op not in _SCANNED_BY:
+        return None
+    model, name = _SCANNED_BY[op]
+    try:
+        _modeling(model, name)
+    except (ImportError, AttributeError):
+        return f"{model}.{name}"
+    return None
+
+
+def _transformers_delta_rule(op: str) -> Formula:
     def call(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, qk_l2norm: bool = False
     ) -> Tensor:
         many = v.shape[2] // q.shape[2]
         q, k = (x if many == 1 else x.repeat_interleave(many, 2) for x in (q, k))
-        by = _modeling(model, name)
+        by = _modeling(*_SCANNED_BY[op])
         found: Tensor = by(q, k, v, g, beta, use_qk_l2norm_in_kernel=qk_l2norm)[0]
         return found
 
@@ -446,7 +458,7 @@ def _transformers_ssd_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor, dt_bias: Tensor,
     dt_softplus: bool = False,
 ) -> Tensor:  # fmt: skip
-    by = _modeling("mamba2", "mamba2_chunk_scan")
+    by = _modeling(*_SCANNED_BY["ssd_scan"])
     found: Tensor = by(x, dt, A, B, C, 256, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus)
     return found
 
@@ -455,16 +467,23 @@ def _transformers_selective_scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor, z: Tensor,
     delta_bias: Tensor, delta_softplus: bool = False,
 ) -> Tensor:  # fmt: skip
-    by, rows = _modeling("mamba", "mamba_selective_scan"), (u.mT, delta.mT, A, B.mT, C.mT)
+    by, rows = _modeling(*_SCANNED_BY["selective_scan"]), (u.mT, delta.mT, A, B.mT, C.mT)
     found: Tensor = by(
         *rows, D=D, z=z.mT, delta_bias=delta_bias, delta_softplus=delta_softplus
     )  # fmt: skip
     return found.mT
 
 
+_SCANNED_BY = {
+    "gated_delta_rule": ("qwen3_next", "torch_chunk_gated_delta_rule"),
+    "kimi_delta_attention": ("kimi_linear", "chunk_kimi_delta_attention"),
+    "selective_scan": ("mamba", "mamba_selective_scan"),
+    "ssd_scan": ("mamba2", "mamba2_chunk_scan"),
+}
+"""Modeling files and their functions."""
 SCANS: dict[str, Formula] = {
-    "gated_delta_rule": _transformers_delta_rule("qwen3_next", "torch_chunk_gated_delta_rule"),
-    "kimi_delta_attention": _transformers_delta_rule("kimi_linear", "chunk_kimi_delta_attention"),
+    "gated_delta_rule": _transformers_delta_rule("gated_delta_rule"),
+    "kimi_delta_attention": _transformers_delta_rule("kimi_delta_attention"),
     "selective_scan": _transformers_selective_scan,
     "ssd_scan": _transformers_ssd_scan,
 }

@@ -18,10 +18,10 @@ from torch import Tensor
 import liger_multi
 from liger_multi import ops
 from liger_multi.bench.cases import Case
-from liger_multi.bench.peers import FLOORS, PACKAGES, TABLE
+from liger_multi.bench.peers import FLOORS, PACKAGES, TABLE, missing
 from liger_multi.dispatch.op import OPS
-from liger_multi.dispatch.primitive import candidate
 from liger_multi.dispatch.registry import packages
+from liger_multi.dispatch.resolve import candidate
 from liger_multi.testing import samples
 from liger_multi.testing.formulas import Formula
 
@@ -297,6 +297,8 @@ def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
         return f"torch {torch.__version__} has no linear_cross_entropy"
     if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
         return f"{PACKAGES[name]} is not installed"
+    if name == "transformers" and (function := missing(case.op)):
+        return f"the installed transformers has no {function}"
     if name == "compile":
         torch.compiler.reset()  # what one case compiled must not make the next one dynamic
         formula = _accepting(torch.compile(formula, dynamic=False), formula)

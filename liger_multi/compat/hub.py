@@ -19,12 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_multi.patching import swap
+from liger_multi.patching.experts import fused as fused_experts
+from liger_multi.patching.experts import interface as experts_interface
+from liger_multi.patching.experts.find import experts_kind, looks_like_experts
+from liger_multi.patching.mixers import fused as mixers
+from liger_multi.patching.mlp import fused as mlp
+from liger_multi.patching.mlp.find import mlp_kind, mlp_names
+from liger_multi.patching.norms import fused as norms
+from liger_multi.patching.norms.find import looks_like_norm, norm_settings
 from liger_multi.patching.options import Options
-from liger_multi.patching.recognize.mlp import experts_kind, looks_like_experts, mlp_kind, mlp_names
-from liger_multi.patching.recognize.norms import looks_like_norm, norm_settings
-from liger_multi.patching.recognize.rotary import Rotary, recognized
-from liger_multi.patching.replace import experts_interface, mixers, mlp, norms, swap
-from liger_multi.patching.replace.rotary import served_function
+from liger_multi.patching.rotary import Rotary, recognized, served_function
 
 DEVICES = ("cpu", "cuda", "mps", "npu", "rocm", "xpu")
 _KEY = "_liger_multi_hub"
@@ -53,10 +58,12 @@ def _rotary(module: nn.Module) -> Any:
 def _experts(module: Any) -> bool:
     inner = getattr(module, "experts", None)
     found = experts_kind(inner) if isinstance(inner, nn.Module) else None
-    if not isinstance(found, mlp.ExpertsKind) or inner is None:
+    if not isinstance(found, fused_experts.ExpertsKind) or inner is None:
         return False
-    settings = mlp.ExpertsSettings(found, _DEFAULT)
-    swap.apply(inner, swap.Swap("fused_moe", swap.stock_class(inner), mlp.FusedExperts, settings))
+    settings = fused_experts.ExpertsSettings(found, _DEFAULT)
+    swap.apply(
+        inner, swap.Swap("fused_moe", swap.stock_class(inner), fused_experts.FusedExperts, settings)
+    )
     return True
 
 

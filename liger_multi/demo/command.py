@@ -22,8 +22,8 @@ import torch
 
 from liger_multi.cli import checking
 from liger_multi.errors import LigerMultiError, need
-from liger_multi.memory import Comparison, Profile, compare, profile
-from liger_multi.memory.breakdown import comparison_page, profile_page
+from liger_multi.memory import Profile, compare, profile
+from liger_multi.memory.breakdown import Comparison, comparison_page, profile_page
 from liger_multi.memory.measure import format_bytes
 from liger_multi.page import Page
 

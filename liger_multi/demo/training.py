@@ -29,7 +29,8 @@ from transformers import (
     set_seed,
 )
 
-from liger_multi.memory import Peak, measure
+from liger_multi.memory import measure
+from liger_multi.memory.measure import Peak
 
 # --- the text ---
 

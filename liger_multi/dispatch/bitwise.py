@@ -22,7 +22,7 @@ from liger_multi.dispatch.registry import REFERENCE, backends, module
 from liger_multi.errors import ContractError, unknown
 
 if TYPE_CHECKING:
-    from liger_multi.dispatch.primitive import Primitive
+    from liger_multi.dispatch.torch_ops import Primitive
 
 PROPERTIES = {
     "repeat": "the same inputs on the same machine, with as much free memory and as many "
@@ -105,8 +105,8 @@ REFERENCES = {
     "forward": "dispatch calls its forward for every row alone; its gradients count rows",
     "itself": "it looks at the setting, and goes through the rows itself",
     "exact": "no operation of it rounds by the position or the number of rows",
-    "no": "it has none",
 }
+"""Operators that write in place have none of them: their calls cannot be repeated row by row."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Bitwise:
     backward: Promise = Promise()
     batched: Mapping[str, int] = field(default_factory=dict)
     trailing: int | None = None
-    reference: str = "no"
+    reference: str = "row by row"
 
     def axis(self, name: str) -> int | None:
         """The axis of rows of a tensor or gradient; None where it has none."""
@@ -161,26 +161,27 @@ def bitwise(
 def promised(name: str, prim: Primitive) -> Promise:
     """What a backend promises for one direction of an operator."""
     stated: Bitwise = getattr(module(name, prim.op.name), "BITWISE", prim.op.bitwise)
-    made: Promise = getattr(stated, prim.direction)
+    result: Promise = getattr(stated, prim.direction)
     if name == REFERENCE and stated.reference == "exact":
-        return made
-    rows = made.since("rows") is not None
+        return result
+    rows = result.since("rows") is not None
     if f"{prim.op.name}.{prim.direction}" in bounded_by_rows():
-        made = replace(
-            made, always=made.always - {"rows"}, rows=made.rows | {"rows"} if rows else made.rows,
-            because={"rows": _TABLE, **made.because},
-        )  # fmt: skip
-    apart = made.under("rows") & {"rows", "chunk"}
-    made = made.without(backends()[name].not_bitwise)
+        under_rows = result.rows | {"rows"} if rows else result.rows
+        because = {"rows": _TABLE, **result.because}
+        always = result.always - {"rows"}
+        result = replace(result, always=always, rows=under_rows, because=because)
+    apart = result.under("rows") & {"rows", "chunk"}
+    result = result.without(backends()[name].not_bitwise)
     if goes_row_by_row(name, prim) or (name == REFERENCE and stated.reference == "itself"):
-        made = replace(made, rows=made.rows | apart)
-    return made
+        result = replace(result, rows=result.rows | apart)
+    return result
 
 
 def goes_row_by_row(name: str, prim: Primitive) -> bool:
     """Whether a backend's function is called for every row alone under "rows"."""
     spec: Bitwise = prim.op.bitwise
-    if name != REFERENCE or getattr(spec, prim.direction).since("rows") is None:
+    promised_rows = getattr(spec, prim.direction).since("rows") is not None
+    if name != REFERENCE or prim.op.inplace or not promised_rows:
         return False
     return spec.reference == "row by row" or (spec.reference, prim.direction) == ("forward",) * 2
 
@@ -190,10 +191,11 @@ def refusal(name: str, prim: Primitive, mode: str) -> str | None:
 
     Under "rows" forward must have independent rows; the page says which backward passes have them.
     """
-    made = promised(name, prim)
+    properties = promised(name, prim)
     for needed in NEEDED[mode]:
-        if needed not in made.under(mode) and (needed, prim.direction) != ("rows", "backward"):
-            reason = made.because.get(needed, "its contract promises no more")
+        is_exempt = (needed, prim.direction) == ("rows", "backward")
+        if needed not in properties.under(mode) and not is_exempt:
+            reason = properties.because.get(needed, "its contract promises no more")
             return f"does not promise {needed!r} ({reason})"
     return None
 
@@ -211,15 +213,14 @@ ALIGNED = 16  # bytes; what a thread loads at a time, and with it the order of a
 
 def aligned(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
     """Run a direction on tensors that lie as an allocator places them; the others are copied."""
-    moved = {
-        i: _fresh(args[i]) for i in prim.places if args[i] is not None and not _is_aligned(args[i])
-    }
-    made = call(*[moved.get(i, a) for i, a in enumerate(args)]) if moved else call(*args)
+    tensors = {i: args[i] for i in prim.tensor_indices if args[i] is not None}
+    moved = {i: _fresh(t) for i, t in tensors.items() if not _is_aligned(t)}
+    result = call(*[moved.get(i, a) for i, a in enumerate(args)]) if moved else call(*args)
     for name in prim.mutates:
         place = prim.params.index(name)
         if place in moved:
             args[place].copy_(moved[place])
-    return made
+    return result
 
 
 def _fresh(x: Tensor) -> Tensor:
@@ -249,48 +250,48 @@ def row_by_row(prim: Primitive, call: Callable[..., Any], *args: Any) -> Any:
     """
     rows = RowAxes(prim.op.bitwise, dict(zip(prim.params, args, strict=True)))
     written = {prim.params.index(name) for name in prim.mutates}
-    copied = written if rows.lead else set(prim.places)
+    copied = written if rows.lead else set(prim.tensor_indices)
     fresh = [_fresh(a) if i in copied and a is not None else a for i, a in enumerate(args)]
-    made = call(*fresh)
+    result = call(*fresh)
     if not rows.lead:
         for i in written:
             args[i].copy_(fresh[i])
-        return made
-    outs = several(made)
+        return result
+    outs = several(result)
     flat = [rows.flat(n, t) for n, t in zip(prim.params, args, strict=True)]
     parts = []
     for row in range(rows.count):
-        given = [
+        row_args = [
             t if x is None else _fresh(x.narrow(axis, row, 1))
             for t, (x, axis) in zip(args, flat, strict=True)
         ]
-        parts.append(several(call(*given)))
+        parts.append(several(call(*row_args)))
         for i in written:
             x, axis = flat[i]
-            x.narrow(axis, row, 1).copy_(given[i])
+            x.narrow(axis, row, 1).copy_(row_args[i])
     if not parts:
-        return made
+        return result
     joined = []
     for j, (name, out) in enumerate(zip(prim.returns, outs, strict=True)):
         x, axis = rows.flat(name, out)
         part = [p[j] for p in parts]
         joined.append(out if x is None else torch.cat(part, axis).reshape(out.shape))
-    return joined[0] if isinstance(made, Tensor) else tuple(joined) or None
+    return joined[0] if isinstance(result, Tensor) else tuple(joined) or None
 
 
-def several(made: Any) -> tuple[Any, ...]:
+def several(result: Any) -> tuple[Any, ...]:
     """What a direction returned, as a tuple."""
-    return () if made is None else (made,) if isinstance(made, Tensor) else tuple(made)
+    return () if result is None else (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 class RowAxes:
     """The rows of one call: their number, and where each tensor has them."""
 
-    def __init__(self, spec: Bitwise, given: Mapping[str, Any]) -> None:
+    def __init__(self, spec: Bitwise, tensors: Mapping[str, Any]) -> None:
         self.spec = spec
-        named = (given.get(n) for name in spec.batched for n in (name, f"d{name}"))
+        named = (tensors.get(n) for name in spec.batched for n in (name, f"d{name}"))
         first = next((t for t in named if isinstance(t, Tensor)), None)
-        name = next((n for n, t in given.items() if t is first), "")
+        name = next((n for n, t in tensors.items() if t is first), "")
         axis = None if first is None else self.axis(name, first)
         self.lead = torch.Size()
         if first is not None and axis is not None:

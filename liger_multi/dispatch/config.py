@@ -109,10 +109,10 @@ def load(path: str | os.PathLike[str]) -> Layer:
 
 def parse(content: Any, source: str) -> Layer:
     """Check a mapping and turn it into a layer."""
-    given = _section(content, KEYS, source, "key in")
-    devices = given.get("devices", {})
+    settings = _section(content, KEYS, source, "key in")
+    devices = settings.get("devices", {})
     _expect(devices, Mapping, f"devices in {source}", "a mapping of device types")
-    sections: dict[str, Any] = {"": {k: given[k] for k in SECTION_KEYS if k in given}}
+    sections: dict[str, Any] = {"": {k: settings[k] for k in SECTION_KEYS if k in settings}}
     for device, section in devices.items():
         where = f"devices.{_device(device, source)} in {source}"
         content = {} if section is None else section
@@ -132,14 +132,14 @@ def parse(content: Any, source: str) -> Layer:
         }
         if "default" in section:
             default[device] = _order(section["default"], "default", source)
-    size = parse_bytes(given["chunk_bytes"], source) if "chunk_bytes" in given else None
-    products = given.get("head_gemms")
-    if products is not None:
-        products = _name(products, f"value of head_gemms in {source}", HEAD_GEMMS)
-    strict = (
-        parse_deterministic(given["deterministic"], source) if "deterministic" in given else None
-    )
-    return Layer(source, ops, default, size, products, strict)
+    size = parse_bytes(settings["chunk_bytes"], source) if "chunk_bytes" in settings else None
+    gemms = settings.get("head_gemms")
+    if gemms is not None:
+        gemms = _name(gemms, f"value of head_gemms in {source}", HEAD_GEMMS)
+    mode = settings.get("deterministic")
+    if mode is not None:
+        mode = parse_deterministic(mode, source)
+    return Layer(source, ops, default, size, gemms, mode)
 
 
 def parse_deterministic(value: Any, source: str) -> str:
@@ -185,25 +185,25 @@ def parse_memory(value: Any, source: str) -> int:
     return count
 
 
-def _expect(value: object, kind: type, where: str, wanted: str) -> None:
-    if not isinstance(value, kind):
+def _expect(value: object, expected_type: type, where: str, description: str) -> None:
+    if not isinstance(value, expected_type):
         raise ConfigurationError(
-            f"{where} must be {wanted}, got {type(value).__name__} {shown(value)}"
+            f"{where} must be {description}, got {type(value).__name__} {shown(value)}"
         )
 
 
-def _section(content: Any, keys: tuple[str, ...], where: str, kind: str) -> dict[str, Any]:
+def _section(content: Any, keys: tuple[str, ...], where: str, label: str) -> dict[str, Any]:
     """A mapping of some keys, without those that have no value."""
-    wanted = f"a mapping with the keys {', '.join(keys)}"
-    _expect(content, Mapping, where, wanted)
-    named = {_name(key, f"{kind} {where}", keys): value for key, value in content.items()}
+    description = f"a mapping with the keys {', '.join(keys)}"
+    _expect(content, Mapping, where, description)
+    named = {_name(key, f"{label} {where}", keys): value for key, value in content.items()}
     return {key: value for key, value in named.items() if value is not None}
 
 
-def _name(name: object, kind: str, known: Iterable[str]) -> str:
+def _name(name: object, label: str, known: Iterable[str]) -> str:
     """``name``, if it is a text that is known."""
     if not isinstance(name, str) or name not in known:
-        raise ConfigurationError(unknown(kind, name, known))
+        raise ConfigurationError(unknown(label, name, known))
     return str.__str__(name)
 
 
@@ -236,8 +236,8 @@ def _order(value: Any, op: object, source: str) -> tuple[str, ...]:
             f"the choice for {shown(op)} in {source} must be a backend's name or a list of names, "
             f"got {shown(value)}"
         )
-    kind, known = f"backend for {shown(op)} in {source}", (*backends(), "auto")
-    names = tuple(_name(name, kind, known) for name in names)
+    label, known = f"backend for {shown(op)} in {source}", (*backends(), "auto")
+    names = tuple(_name(name, label, known) for name in names)
     if len(set(names)) < len(names):
         raise ConfigurationError(
             f"the choice for {shown(op)} in {source} names a backend twice: {shown(value)}"
@@ -289,9 +289,9 @@ class Configuration:
     def choice(self, op: str, device: str) -> Choice:
         """The backends to try for ``op`` on tensors of ``device``."""
         for layer in self.layers:
-            found = layer.choice(op, device)
-            if found is not None:
-                return found
+            choice = layer.choice(op, device)
+            if choice is not None:
+                return choice
         return Choice(AUTO, False, "default")
 
     @functools.cached_property
@@ -317,36 +317,36 @@ class Configuration:
             source: Who names it, for messages.
         """
         choices = dict(choices)
-        strict = choices.pop("deterministic", None)
+        mode = choices.pop("deterministic", None)
         key = tuple(sorted((op, order(value)) for op, value in choices.items()))
-        if strict is not None:
-            key += (("deterministic", (parse_deterministic(strict, source),)),)
+        if mode is not None:
+            key += (("deterministic", (parse_deterministic(mode, source),)),)
         if source != USE:
             key += ((SOURCE, (source,)),)
-        found = self._scopes.get(key)
-        if found is None:
+        configuration = self._scopes.get(key)
+        if configuration is None:
             for op, value in choices.items():
                 _order(value, op, source)  # None says nothing in a file, and here something wrong
             ops = {k: v for k, v in choices.items() if k != "default"}
             mapping: dict[str, Any] = {"ops": ops}
             if "default" in choices:
                 mapping["default"] = choices["default"]
-            if strict is not None:
-                mapping["deterministic"] = strict
+            if mode is not None:
+                mapping["deterministic"] = mode
             layer = parse(mapping, source)
-            found = Configuration(self.base, (layer, *self.scopes), (*self.path, key))
-            self._scopes[key] = found
-        return found
+            configuration = Configuration(self.base, (layer, *self.scopes), (*self.path, key))
+            self._scopes[key] = configuration
+        return configuration
 
     def over(self, base: Configuration) -> Configuration:
         """The scopes of this configuration over another base, the same object each time."""
         moved = self._moved
         if moved is None or moved[0] is not base:
-            found = base
+            configuration = base
             for key in self.path:
-                said = {op: _said(op, names) for op, names in key if op != SOURCE}
-                found = found.scoped(said, dict(key).get(SOURCE, (USE,))[0])
-            self._moved = moved = (base, found)
+                choices = {op: _said(op, names) for op, names in key if op != SOURCE}
+                configuration = configuration.scoped(choices, dict(key).get(SOURCE, (USE,))[0])
+            self._moved = moved = (base, configuration)
         return moved[1]
 
 
@@ -405,8 +405,8 @@ def stated() -> str | None:
     Compilers cannot look into context variables. A graph that read these is compiled again where
     another setting is in force.
     """
-    said = _of_process.scope if _of_thread.is_foreign else _of_thread.deterministic
-    return _of_process.deterministic if said is None else said
+    mode = _of_process.scope if _of_thread.is_foreign else _of_thread.deterministic
+    return _of_process.deterministic if mode is None else mode
 
 
 class _Caller:
@@ -427,8 +427,8 @@ class _Caller:
 def _hand_over() -> None:
     """Show the scope of this thread to compilers, and to threads in which autograd works for it."""
     scope = _scope.get()[0]
-    said = None if scope is None else _innermost(scope.scopes)
-    _of_thread.deterministic = _of_process.scope = said
+    mode = None if scope is None else _innermost(scope.scopes)
+    _of_thread.deterministic = _of_process.scope = mode
     if _local.caller is None:
         _local.caller = _Caller()
     _local.caller.scope = _scope.get()
@@ -478,14 +478,14 @@ def configure(source: str | os.PathLike[str] | Mapping[str, Any] | None = None) 
         except ConfigurationError as error:
             raise ConfigurationError(f"{error} (named by {ENVIRONMENT_VARIABLE})") from error
     key = tuple(layer.key for layer in layers)
-    found = _known.get(key)
-    if found is None:
+    configuration = _known.get(key)
+    if configuration is None:
         if len(_known) >= MOST_CONFIGURATIONS:
             _known.pop(next(iter(_known)))
-        found = _known[key] = Configuration(tuple(layers))
-    _base = found
-    _of_process.deterministic = found.deterministic
-    return found
+        configuration = _known[key] = Configuration(tuple(layers))
+    _base = configuration
+    _of_process.deterministic = configuration.deterministic
+    return configuration
 
 
 def forget() -> None:

@@ -24,9 +24,9 @@ class _Raises(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kind: type[Exception], message: str, count: int, *tensors: Tensor
+        ctx: Any, error_class: type[Exception], message: str, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.kind, ctx.message = kind, message
+        ctx.kind, ctx.message = error_class, message
         ctx.set_materialize_grads(False)
         return tuple([t.data for t in tensors[:count]])  # no views, which could not be written to
 
@@ -77,17 +77,17 @@ def only_whole(
 
 
 def _marked(
-    kind: type[Exception],
+    error_class: type[Exception],
     message: str,
     tensors: Sequence[Tensor | None],
     origins: Iterable[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
     """The same tensors, which raise when they are differentiated."""
-    given = [t for t in tensors if t is not None]
+    present = [t for t in tensors if t is not None]
     edges = [t for t in origins if t is not None and t.requires_grad]
-    if not given or not edges:  # nothing to differentiate, or constants
+    if not present or not edges:  # nothing to differentiate, or constants
         return tuple(tensors)
-    marked = iter(_raises(kind, message, len(given), *given, *edges))
+    marked = iter(_raises(error_class, message, len(present), *present, *edges))
     return tuple([None if t is None else next(marked) for t in tensors])
 
 
@@ -108,8 +108,8 @@ def first_derivatives_only(name: str) -> Callable[[Callable[..., Any]], Callable
             if not torch.is_grad_enabled():
                 return backward(ctx, tensors, *grads)
             with torch.no_grad():
-                found = backward(ctx, tensors, *grads)
-            return not_differentiable(name, found, (*grads, *tensors))
+                grads_of_inputs = backward(ctx, tensors, *grads)
+            return not_differentiable(name, grads_of_inputs, (*grads, *tensors))
 
         return once
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from liger_multi.dispatch.config import current
 from liger_multi.dispatch.op import OPS
-from liger_multi.dispatch.primitive import Candidate, candidate, candidates
 from liger_multi.dispatch.registry import REFERENCE, backends, device_of, operators
+from liger_multi.dispatch.resolve import Candidate, candidate, candidates
 from liger_multi.errors import ConfigurationError, shown, unknown
 
 
@@ -71,18 +71,19 @@ class Explanation:
 
 def _devices() -> list[torch.device]:
     """The CPU and every accelerator that torch sees: one machine may hold different ones."""
-    found = [torch.device("cpu")]
+    devices = [torch.device("cpu")]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         count = torch.accelerator.device_count()
-        found += [torch.device(accelerator.type, index) for index in range(count)]
-    return found
+        devices += [torch.device(accelerator.type, index) for index in range(count)]
+    return devices
 
 
 def _absent(device: torch.device) -> str | None:
     """Why no tensor can be on a device of this type here, or None."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if device.type in ("cpu", "meta") or (found is not None and found.type == device.type):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    present = None if accelerator is None else accelerator.type
+    if device.type in ("cpu", "meta", present):
         return None
     return f"this machine has no {device.type} device that PyTorch sees"
 
@@ -122,19 +123,19 @@ def _reason(item: Candidate, winner: Candidate | None, tried: list[Candidate]) -
     )
 
 
-def passed_over(op: str, given: Mapping[str, Tensor]) -> str | None:
+def passed_over(op: str, tensors: Mapping[str, Tensor]) -> str | None:
     """Why forward runs by the reference, where a kernel serves the device but not such tensors.
 
     Args:
         op: Operator's name.
-        given: Its tensors by name, as far as their shapes decide; the first one has the device and
-            dtype.
+        tensors: Its tensors by name, as far as their shapes decide; the first one has the device
+            and dtype.
 
     Returns:
         What the first kernel says; None where a kernel runs, or the device has none.
     """
     prim: Any = OPS[op].fwd
-    like, args = next(iter(given.values())), tuple(given.get(name) for name in prim.params)
+    like, args = next(iter(tensors.values())), tuple(tensors.get(name) for name in prim.params)
     refused = None
     for item in candidates(prim, current(), like.device, like.dtype):
         if item.call is None:
@@ -173,8 +174,8 @@ def explain(
     devices = _devices() if device is None else [device_of(str(device))]
     rows: list[Row] = []
     for place in devices:
-        kind = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
+        tensor_dtype = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
         for name in operators() if op is None else (op,):
             for direction in ("forward", "backward"):
-                rows += _weigh(name, direction, place, kind)
+                rows += _weigh(name, direction, place, tensor_dtype)
     return Explanation(tuple(rows))

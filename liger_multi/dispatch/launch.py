@@ -71,12 +71,12 @@ def kept(question: tuple[Any, ...], make: Callable[[], Config]) -> Config:
     if _simulated:
         return make()
     key = (*question, any_rows.get())
-    found: Config | None = _found.get(key)
-    if found is None:
+    answer: Config | None = _found.get(key)
+    if answer is None:
         if len(_found) > _MOST:
             _found.clear()
-        found = _found[key] = make()
-    return found
+        answer = _found[key] = make()
+    return answer
 
 
 def launch_config(
@@ -91,23 +91,23 @@ def launch_config(
         shape: Sizes that the formula takes and entries bound, such as ``rows=8192, cols=4096``.
     """
     if _simulated:
-        made: Config = _config(name, formula, _simulated[-1], shape)
-        return made
+        simulated: Config = _config(name, formula, _simulated[-1], shape)
+        return simulated
     key = (name, device, any_rows.get(), *shape.values())
-    found: Config | None = _found.get(key)
-    if found is None:
+    cached: Config | None = _found.get(key)
+    if cached is None:
         if len(_found) > _MOST:
             _found.clear()
-        found = _found[key] = _config(name, formula, device_info(device), shape)
-    return found
+        cached = _found[key] = _config(name, formula, device_info(device), shape)
+    return cached
 
 
 def _config(name: str, formula: Callable[..., Any], info: DeviceInfo, shape: dict[str, int]) -> Any:
-    made = dataclasses.replace(formula(info, **shape), **tabled(name, info, **shape))
-    warps = getattr(made, "num_warps", None)
+    config = dataclasses.replace(formula(info, **shape), **tabled(name, info, **shape))
+    warps = getattr(config, "num_warps", None)
     if warps is not None and warps * info.warp_size > info.max_threads:
-        made = dataclasses.replace(made, num_warps=info.max_threads // info.warp_size)
-    return made
+        config = dataclasses.replace(config, num_warps=info.max_threads // info.warp_size)
+    return config
 
 
 def tabled(name: str, info: DeviceInfo, **shape: int) -> dict[str, int]:
@@ -118,8 +118,8 @@ def tabled(name: str, info: DeviceInfo, **shape: int) -> dict[str, int]:
         if any_rows.get() and "rows" in entry["when"]:
             continue
         if all(low <= known[axis] <= high for axis, (low, high) in entry["when"].items()):
-            found: dict[str, int] = entry["config"]
-            return found
+            fields: dict[str, int] = entry["config"]
+            return fields
     return {}
 
 
@@ -141,8 +141,8 @@ def table(backend: str, arch: str) -> Mapping[str, Any]:
     device = dict(content.get("device") or {})
     for key in device:
         if key not in ("warp_size", "shared_bytes"):
-            wanted = ("warp_size", "shared_bytes")
-            raise ConfigurationError(unknown(f"limit of the device in {file}", key, wanted))
+            known = ("warp_size", "shared_bytes")
+            raise ConfigurationError(unknown(f"limit of the device in {file}", key, known))
     limits = {"warp_size": (device.get("warp_size", 1), device.get("warp_size", 2**31))}
     limits["shared_bytes"] = (device.get("shared_bytes", 0), 2**31)
     return {
@@ -156,13 +156,13 @@ def bounded_by_rows() -> frozenset[str]:
     """Names of the kernels of which an entry of any table holds for some numbers of rows."""
     from liger_multi.dispatch.registry import packages
 
-    found = set()
+    names = set()
     for backend, package in packages().items():
         folder = importlib.resources.files(package) / "launch"
         for file in folder.iterdir() if folder.is_dir() else ():
             entries = table(backend, file.name.removesuffix(".yaml"))
-            found |= {n for n, each in entries.items() if any("rows" in e["when"] for e in each)}
-    return frozenset(found)
+            names |= {n for n, each in entries.items() if any("rows" in e["when"] for e in each)}
+    return frozenset(names)
 
 
 def _entry(

@@ -34,8 +34,7 @@ REFERENCE = "reference"
 
 @functools.cache
 def operators() -> tuple[str, ...]:
-    """Names of all operators."""
-    importlib.import_module("liger_multi.ops")
+    """Names of all operators: importing the package has registered every contract."""
     return tuple(sorted(OPS))
 
 
@@ -43,16 +42,16 @@ def operators() -> tuple[str, ...]:
 def packages() -> dict[str, str]:
     """Import path of every backend by name: folders first, then installed entry points."""
     root = importlib.import_module("liger_multi.backends")
-    found = {
+    paths = {
         m.name: f"{root.__name__}.{m.name}" for m in pkgutil.iter_modules(root.__path__) if m.ispkg
     }
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        if found.setdefault(point.name, point.value) != point.value:
+        if paths.setdefault(point.name, point.value) != point.value:
             raise ConfigurationError(
                 f"the entry point {point.name} = {point.value} takes the name of the backend at "
-                f"{found[point.name]}"
+                f"{paths[point.name]}"
             )
-    return {**found, REFERENCE: "liger_multi.reference"}
+    return {**paths, REFERENCE: "liger_multi.reference"}
 
 
 @functools.cache
@@ -146,8 +145,8 @@ def device_of(name: str) -> torch.device:
     Raises:
         ConfigurationError: No such type, or an index that this machine does not have.
     """
-    kind, colon, index = name.partition(":")
-    device_type(kind)
+    type_name, colon, index = name.partition(":")
+    device_type(type_name)
     # PyTorch keeps 8 bits of an index: its device "cuda:300" is another one
     if colon and not re.fullmatch("[0-9]{1,2}", index):
         raise ConfigurationError(
@@ -156,9 +155,9 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:  # of an extension that is not installed
-        raise ConfigurationError(f"this PyTorch has no device type {kind!r}") from error
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is not None and found.type == device.type and device.index is not None:
+        raise ConfigurationError(f"this PyTorch has no device type {type_name!r}") from error
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type == device.type and device.index is not None:
         count = torch.accelerator.device_count()
         if device.index >= count:
             raise ConfigurationError(f"there is no {name}: this machine has {count} of its type")
@@ -172,8 +171,8 @@ def usable_device(name: str | None) -> torch.device:
         ConfigurationError: It is unknown, absent or does not work.
     """
     if name is None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return torch.device("cpu") if found is None else found
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if accelerator is None else accelerator
     device = device_of(name)
     if device.type == "cpu":
         return device

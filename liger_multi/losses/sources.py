@@ -33,12 +33,12 @@ from liger_multi import checks, ops
 from liger_multi._torch_private import WithoutAutocast
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.dispatch.double_backward import first_derivatives_only
-from liger_multi.dispatch.primitive import resolve
+from liger_multi.dispatch.resolve import resolve
 from liger_multi.losses.shared import check_kinds, counted, kinds_of
 from liger_multi.ops import LogProbOutput
 from liger_multi.ops._head import accumulator, rows_and_budget
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS, op, prepared
-from liger_multi.parameters import dtype_of, stored
+from liger_multi.parameters import Job, dtype_of, stored
 
 # --- the weight of a head, through the head's own call ---
 
@@ -63,8 +63,6 @@ def through(head: nn.Module, hidden: Tensor, loss: Loss) -> Any:
     if reason is not None:
         raise TypeError(f"the weight of this head cannot be used by itself: {reason}")
     if hasattr(head, "stock_forward"):  # the head of a patched model takes jobs
-        from liger_multi.patching.lazy_logits.deferred import Job
-
         try:
             return head(hidden, Job(lambda own, h: loss(h, own.weight, own.bias)))
         except TypeError:

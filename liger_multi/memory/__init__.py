@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from liger_multi.memory.breakdown import Comparison, Holder, Profile
-from liger_multi.memory.choosing import Adaptive, Choice, Cost, Stats, adapt, choose, layer_stats
+from liger_multi.memory.breakdown import Profile
+from liger_multi.memory.choosing import adapt, choose, layer_stats
 from liger_multi.memory.estimation import Estimate, estimate
-from liger_multi.memory.measure import Peak, format_bytes, measure, peak_memory
-from liger_multi.memory.offload import Offload, offload_activations
-from liger_multi.memory.planning import Candidate, Settings, Space, TrainingPlan, apply, load, plan
+from liger_multi.memory.measure import format_bytes, measure, peak_memory
+from liger_multi.memory.offload import offload_activations
+from liger_multi.memory.planning import Settings, Space, TrainingPlan, apply, load, plan
 from liger_multi.memory.profiling import compare, profile
-from liger_multi.memory.recompute import (
-    POLICIES,
-    Policy,
-    Recompute,
-    apply_recompute,
-    decoder_layers,
-)
+from liger_multi.memory.recompute import POLICIES, Policy, apply_recompute, decoder_layers
 from liger_multi.memory.setup import TrainingSetup
 
 __all__ = [
     "POLICIES",
-    "Adaptive",
-    "Candidate",
-    "Choice",
-    "Comparison",
-    "Cost",
     "Estimate",
-    "Holder",
-    "Offload",
-    "Peak",
     "Policy",
     "Profile",
-    "Recompute",
     "Settings",
     "Space",
-    "Stats",
     "TrainingPlan",
     "TrainingSetup",
     "adapt",

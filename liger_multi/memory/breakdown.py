@@ -253,15 +253,15 @@ def _alive(events: Sequence[tuple[int, int]], until: int) -> dict[int, int]:
 def _holders(
     blocks: Sequence[Block], alive: Mapping[int, int], factors: Mapping[str, float]
 ) -> list[Holder]:
-    found: dict[tuple[str, ...], Holder] = {}
+    holders: dict[tuple[str, ...], Holder] = {}
     for index, size in alive.items():
         block = blocks[index]
         category = block.category
         key = (category, block.kind, LAYER.sub("*", block.module), block.op, block.phase)
-        holder = found.setdefault(key, Holder(*key))
+        holder = holders.setdefault(key, Holder(*key))
         holder.bytes += round(size * factors.get(category, 1.0))
         holder.count += 1
-    return sorted(found.values(), key=lambda holder: -holder.bytes)
+    return sorted(holders.values(), key=lambda holder: -holder.bytes)
 
 
 # --- pages of tables ---
@@ -338,59 +338,64 @@ def comparison_page(both: Comparison) -> Page:
     return page
 
 
-def estimate_page(made: Estimate) -> Page:
+def estimate_page(estimate: Estimate) -> Page:
     """A prediction: static, dynamic, peak."""
     page = Page()
-    trained = f"{made.trained / 1e6:,.1f} M trained of {made.total / 1e6:,.1f} M parameters"
+    trained = f"{estimate.trained / 1e6:,.1f} M trained of {estimate.total / 1e6:,.1f} M parameters"
     rows = [("model", trained)]
-    rows += [(f"static: {name}", format_bytes(size)) for name, size in made.parts.items()]
-    rows.append(("static", format_bytes(made.static_bytes)))
-    if made.host_bytes:
-        rows.append(("on the host instead", format_bytes(made.host_bytes)))
-    rows.append(("dynamic, at its own peak", format_bytes(made.dynamic_bytes)))
+    rows += [(f"static: {name}", format_bytes(size)) for name, size in estimate.parts.items()]
+    rows.append(("static", format_bytes(estimate.static_bytes)))
+    if estimate.host_bytes:
+        rows.append(("on the host instead", format_bytes(estimate.host_bytes)))
+    rows.append(("dynamic, at its own peak", format_bytes(estimate.dynamic_bytes)))
     for name in CATEGORIES[3:]:
-        if made.profile.largest.get(name):
-            rows.append((f"  {name}, largest", format_bytes(made.profile.largest[name])))
-    if made.gathered_bytes:
-        rows.append(("shards of others, for a while", format_bytes(made.gathered_bytes)))
-    if made.workspace_bytes:
-        rows.append(("workspace of products", format_bytes(made.workspace_bytes)))
-    rows.append(("peak of a device", format_bytes(made.peak_bytes)))
-    page.add(f"Estimate for {made.title}", rows)
+        if estimate.profile.largest.get(name):
+            rows.append((f"  {name}, largest", format_bytes(estimate.profile.largest[name])))
+    if estimate.gathered_bytes:
+        rows.append(("shards of others, for a while", format_bytes(estimate.gathered_bytes)))
+    if estimate.workspace_bytes:
+        rows.append(("workspace of products", format_bytes(estimate.workspace_bytes)))
+    rows.append(("peak of a device", format_bytes(estimate.peak_bytes)))
+    page.add(f"Estimate for {estimate.title}", rows)
     at_peak = {
-        **made.profile.at_peak,
-        "shards of others": made.gathered_bytes,
-        "workspace of products": made.workspace_bytes,
-        "sum, the peak": made.peak_bytes,
+        **estimate.profile.at_peak,
+        "shards of others": estimate.gathered_bytes,
+        "workspace of products": estimate.workspace_bytes,
+        "sum, the peak": estimate.peak_bytes,
     }
     peak = [
-        (name, format_bytes(size), _share(size, made.peak_bytes))
+        (name, format_bytes(size), _share(size, estimate.peak_bytes))
         for name, size in at_peak.items()
         if size
     ]
-    page.add(f"At the peak ({made.profile.peak_phase})", peak, ("category", "bytes", "share"))
-    page.add("Notes", [(f"{i}.", note) for i, note in enumerate(_why_below(made), 1)])
+    page.add(f"At the peak ({estimate.profile.peak_phase})", peak, ("category", "bytes", "share"))
+    page.add("Notes", [(f"{i}.", note) for i, note in enumerate(_why_below(estimate), 1)])
     return page
 
 
-def _why_below(made: Estimate) -> Iterator[str]:
+def _why_below(estimate: Estimate) -> Iterator[str]:
     """Why the peak is less than static and dynamic together, if it is."""
-    whole = made.static_bytes + made.dynamic_bytes + made.gathered_bytes + made.workspace_bytes
-    if whole <= made.peak_bytes:
+    whole = (
+        estimate.static_bytes
+        + estimate.dynamic_bytes
+        + estimate.gathered_bytes
+        + estimate.workspace_bytes
+    )
+    if whole <= estimate.peak_bytes:
         return
-    at_peak = made.profile.at_peak
+    at_peak = estimate.profile.at_peak
     absent = [
         f"{name} take {format_bytes(at_peak.get(name, 0))} of {format_bytes(size)}"
-        for name, size in made.parts.items()
+        for name, size in estimate.parts.items()
         if at_peak.get(name, 0) < size
     ]
     dynamic = sum(size for name, size in at_peak.items() if name in CATEGORIES[3:])
-    if dynamic < made.dynamic_bytes:
-        sizes = format_bytes(dynamic), format_bytes(made.dynamic_bytes)
+    if dynamic < estimate.dynamic_bytes:
+        sizes = format_bytes(dynamic), format_bytes(estimate.dynamic_bytes)
         absent.append(f"what is dynamic takes {sizes[0]} of {sizes[1]}")
     yield (
         f"Static and dynamic have their highest moments at different times: together they would be "
-        f"{format_bytes(whole)}, the peak is {format_bytes(made.peak_bytes)}. At the peak, "
+        f"{format_bytes(whole)}, the peak is {format_bytes(estimate.peak_bytes)}. At the peak, "
         f"{' and '.join(absent)}."
     )
 
@@ -404,14 +409,14 @@ def draw_timelines(profiles: Sequence[Profile], path: Path, plotted: str = "") -
     """Stacked bytes by category over a step, one panel a profile, all on one scale."""
     top = max(max(map(sum, p.timeline), default=0) for p in profiles)
     unit, name = next(((u, n) for u, n in UNITS if top >= u), (1, "B"))
-    with figure(path, 9.2, 1.0 + 3.1 * len(profiles), plotted) as made:
-        axes = made.subplots(len(profiles), 1, squeeze=False, sharey=True)[:, 0]
+    with figure(path, 9.2, 1.0 + 3.1 * len(profiles), plotted) as canvas:
+        axes = canvas.subplots(len(profiles), 1, squeeze=False, sharey=True)[:, 0]
         for axis, profile in zip(axes, profiles, strict=True):
             _timeline(axis, profile, unit)
             axis.set_ylabel(name)
             axis.set_ylim(0, 1.18 * top / unit)
         handles, labels = axes[0].get_legend_handles_labels()
-        made.legend(handles, labels, loc="outside lower center", ncols=4)
+        canvas.legend(handles, labels, loc="outside lower center", ncols=4)
 
 
 def _timeline(axis: Any, profile: Profile, unit: int) -> None:

@@ -26,6 +26,7 @@ from liger_multi.memory.recompute import (
 from liger_multi.memory.recorder import FORWARD, RECOMPUTE
 from liger_multi.memory.setup import DTYPES, known
 from liger_multi.memory.simulation import Simulation, backward
+from liger_multi.patcher import patcher
 
 # --- costs ---
 
@@ -103,9 +104,7 @@ def layer_stats(
     model = meta_model(model_or_config, kind, attention, sequence)
     undo_all(model)
     if patched:
-        from liger_multi.patching import patch
-
-        patch(model, **(patched if isinstance(patched, Mapping) else {}))
+        patcher().patch(model, **(patched if isinstance(patched, Mapping) else {}))
     model.train()
     layers = [layer for _, layer in decoder_layers(model)]
     for layer in layers:

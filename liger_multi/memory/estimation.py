@@ -33,6 +33,7 @@ from liger_multi.memory.setup import (
     setup_of,
 )
 from liger_multi.memory.simulation import Simulation, on_meta
+from liger_multi.patcher import patcher
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -143,9 +144,7 @@ def estimate(
     spec, device, level = OPTIMIZERS[setup.optimizer], setup.device, setup.level
     model = meta_model(config_or_model, kind, setup.attention, sequence)
     if setup.patched:
-        from liger_multi.patching import patch
-
-        patch(model, **(setup.patched if isinstance(setup.patched, Mapping) else {}))
+        patcher().patch(model, **(setup.patched if isinstance(setup.patched, Mapping) else {}))
     model.train()
     if setup.checkpointing:
         checkpoint(model)

@@ -54,8 +54,8 @@ class _Plain:
 
     def back(self, parked: _Parked) -> Tensor:
         """To the device."""
-        made: Tensor = parked.host.clone()
-        return made
+        tensor: Tensor = parked.host.clone()
+        return tensor
 
     def wait(self, parked: _Parked) -> None:
         """Until the last copy of this stretch is done."""
@@ -95,13 +95,13 @@ class _Streams(_Plain):
 
     def back(self, parked: _Parked) -> Tensor:
         """Begin to copy into memory that the stream that computes had before."""
-        made = torch.empty(parked.host.shape, dtype=parked.host.dtype, device=self.device)
+        tensor = torch.empty(parked.host.shape, dtype=parked.host.dtype, device=self.device)
         self._back.wait_stream(torch.accelerator.current_stream(self.device))
         with self._back:
             self._back.wait_event(parked.ready)
-            made.copy_(parked.host, non_blocking=True)
+            tensor.copy_(parked.host, non_blocking=True)
             parked.ready = self._back.record_event()
-        return made
+        return tensor
 
     def wait(self, parked: _Parked) -> None:
         """The stream that computes goes on after the copy."""
@@ -189,8 +189,8 @@ class _Step:
         if flat is None:
             self.copies.wait(parked)
             flat = parked.fetched
-        made: Tensor = flat.as_strided(packed.size, packed.stride)
-        return made
+        tensor: Tensor = flat.as_strided(packed.size, packed.stride)
+        return tensor
 
     def _fetch(self, parked: _Parked) -> None:
         if parked.source is None and parked.fetched is None:
@@ -286,11 +286,11 @@ class Offload:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
         """The same for a copy of the model, without what runs."""
-        made = object.__new__(type(self))
-        memo[id(self)] = made
-        made._options, made._open, made._streams = self._options, [], None
-        made._stack, made._handles = copy.deepcopy(self._stack, memo), []
-        return made
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied._options, copied._open, copied._streams = self._options, [], None
+        copied._stack, copied._handles = copy.deepcopy(self._stack, memo), []
+        return copied
 
 
 def offload_activations(

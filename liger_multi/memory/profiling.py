@@ -65,12 +65,12 @@ def profile(
     with _history(where) as history, recorder.recording():
         step_fn()
     if not history:
-        made = Profile(title, str(where), "live tensors")
-        return summarize(made, recorder.blocks, recorder.events, recorder.phases)
+        report = Profile(title, str(where), "live tensors")
+        return summarize(report, recorder.blocks, recorder.events, recorder.phases)
     phases = [(m, name) for m, (_, name) in zip(recorder.moments, recorder.phases, strict=True)]
     joined = join(history["entries"], recorder.blocks, phases, *history["start"])
-    made = Profile(title, str(where), "allocator history", allocator=joined.facts)
-    return summarize(made, joined.blocks, joined.events, joined.phases)
+    report = Profile(title, str(where), "allocator history", allocator=joined.facts)
+    return summarize(report, joined.blocks, joined.events, joined.phases)
 
 
 def compare(first: Profile, second: Profile) -> Comparison:
@@ -78,12 +78,12 @@ def compare(first: Profile, second: Profile) -> Comparison:
     return Comparison(first, second)
 
 
-def _device(given: torch.device | str | None, model: nn.Module | None) -> torch.device:
-    if given is None and model is not None:
+def _device(device: torch.device | str | None, model: nn.Module | None) -> torch.device:
+    if device is None and model is not None:
         parameter = next(model.parameters(), None)
         if parameter is not None:
             return parameter.device
-    return resolve_device(given)
+    return resolve_device(device)
 
 
 def _vocabulary(model: Any) -> int | None:
@@ -98,12 +98,12 @@ def _history(device: torch.device) -> Iterator[dict[str, Any]]:
 
     It stays empty where there is no such record.
     """
-    found: dict[str, Any] = {}
+    captured: dict[str, Any] = {}
     module = None if device.type == "cpu" else torch.get_device_module(device.type)
     memory: Any = getattr(module, "memory", None)
     history = memory_history(memory)
     if module is None or history is None:
-        yield found
+        yield captured
         return
     record, snapshot = history
     index = module.current_device() if device.index is None else device.index
@@ -111,10 +111,10 @@ def _history(device: torch.device) -> Iterator[dict[str, Any]]:
     start = (module.memory_allocated(index), module.memory_reserved(index))
     record(enabled="all", context=None, max_entries=MOST_ENTRIES)
     try:
-        yield found
+        yield captured
         module.synchronize(index)
         entries = snapshot()["device_traces"][index]
-        found.update(entries=entries, start=start)
+        captured.update(entries=entries, start=start)
     finally:
         record(enabled=None)
 
@@ -150,14 +150,14 @@ def join(
         allocated: Bytes allocated when the history began.
         reserved: Bytes reserved then.
     """
-    made = Joined()
+    joined = Joined()
     owners = _owners(entries, [b for b in seen if b.phase])
     at_start: dict[int, int] = {}
     for block in seen:
         if not block.phase:
-            at_start[block.address] = _open(made, block, block.size)
-    rest = max(0, allocated - sum(b.size for b in made.blocks))
-    older = _open(made, Block(rest, role=OTHER, op=OLDER), rest)
+            at_start[block.address] = _open(joined, block, block.size)
+    rest = max(0, allocated - sum(b.size for b in joined.blocks))
+    older = _open(joined, Block(rest, role=OTHER, op=OLDER), rest)
     live: dict[int, tuple[int, int]] = {}
     now, names = allocated, iter(phases)
     following = next(names, None)
@@ -165,16 +165,16 @@ def join(
     for place, entry in enumerate(entries):
         action, address, size = entry["action"], entry.get("addr", 0), entry.get("size", 0)
         while following is not None and entry.get("time_us", 0) >= following[0]:
-            made.phases.append((len(made.events), following[1]))
+            joined.phases.append((len(joined.events), following[1]))
             following = next(names, None)
         if action == "alloc":
-            phase = made.phases[-1][1] if made.phases else ""
+            phase = joined.phases[-1][1] if joined.phases else ""
             block = owners.get(place) or Block(size, phase, op=HIDDEN, role=TEMPORARY)
-            live[address] = (_open(made, block, size), size)
+            live[address] = (_open(joined, block, size), size)
             now += size
         elif action == "free_requested":
             index, size = live.pop(address, (at_start.pop(address, older), size))
-            made.events.append((index, -size))
+            joined.events.append((index, -size))
             now -= size
         elif action == "segment_alloc":
             reserved += size
@@ -183,18 +183,18 @@ def join(
         kept = max(kept, reserved)
         if now > best:
             best = now
-            made.facts = {"allocated": now, "reserved": reserved, "fragmentation": reserved - now}
-            made.facts["hidden"] = sum(
-                size for i, size in live.values() if made.blocks[i].op == HIDDEN
+            joined.facts = {"allocated": now, "reserved": reserved, "fragmentation": reserved - now}
+            joined.facts["hidden"] = sum(
+                size for i, size in live.values() if joined.blocks[i].op == HIDDEN
             )
-    made.facts["largest reserved"] = kept
-    return made
+    joined.facts["largest reserved"] = kept
+    return joined
 
 
-def _open(made: Joined, block: Block, size: int) -> int:
-    made.blocks.append(block)
-    made.events.append((len(made.blocks) - 1, size))
-    return len(made.blocks) - 1
+def _open(joined: Joined, block: Block, size: int) -> int:
+    joined.blocks.append(block)
+    joined.events.append((len(joined.blocks) - 1, size))
+    return len(joined.blocks) - 1
 
 
 def _owners(entries: Sequence[Mapping[str, Any]], seen: Sequence[Block]) -> dict[int, Block]:

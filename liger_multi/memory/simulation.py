@@ -357,15 +357,15 @@ class Simulation(Recorder):
 
         name = primitive.op.name
         if self._target != "cpu" and name not in CHUNKED:
-            given = dict(zip(primitive.params, args, strict=True))
-            made = primitive.fake(*args)
+            named = dict(zip(primitive.params, args, strict=True))
+            output = primitive.fake(*args)
             if name in SCRATCH:
-                SCRATCH[name](given)
-            return made
+                SCRATCH[name](named)
+            return output
         direction = getattr(registry.module(registry.REFERENCE, name), primitive.direction)
         if self._target != "cpu":
-            made = around_kernels(name)
-            direction = made[0] if primitive.direction == "forward" else made[1]
+            forward, backward = around_kernels(name)
+            direction = forward if primitive.direction == "forward" else backward
         capacity = self._capacity or 2**60
         free = assumed_free.set(0 if self._target == "cpu" else max(1, capacity - self.live))
         gemms = assumed_gemms.set(self._target != "cpu")
@@ -396,11 +396,11 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
                     continue
                 local = getattr(value, "_local_tensor", value)
                 moves = isinstance(value, nn.Parameter) and value.dtype == main
-                kind = dtype if dtype is not None and moves else value.dtype
-                made: Tensor = torch.empty_like(local.detach(), device="meta", dtype=kind)
+                copied_dtype = dtype if dtype is not None and moves else value.dtype
+                copied: Tensor = torch.empty_like(local.detach(), device="meta", dtype=copied_dtype)
                 if isinstance(value, nn.Parameter):
-                    made = nn.Parameter(made, requires_grad=value.requires_grad)
-                memo[id(value)] = made
+                    copied = nn.Parameter(copied, requires_grad=value.requires_grad)
+                memo[id(value)] = copied
     return copy.deepcopy(model, memo)
 
 

@@ -1,5 +1,7 @@
 """What the activations share: shape rules, checks and samples."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import PIECES, bench, usual
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -15,9 +18,7 @@ from liger_multi.testing.samples import Tensor as T
 
 def pointwise(name: str, family: str = "activations") -> Op:
     """An operator ``y = f(x)``; traced by compilers, which fuse it with its neighbors."""
-    op = Op(
-        name, family=family, compile="trace", rows=("x", "dy"), bitwise=bitwise(PER_ROW, "x y", 1)
-    )
+    op = Op(name, family=family, compile="trace", rowwise=True, bitwise=bitwise(PER_ROW, "x y", 1))
 
     @op.forward(returns="y")
     def forward(x: Tensor) -> Tensor:
@@ -92,3 +93,9 @@ MLPS = "8192x8192 8192x11008 8192x14336 8192x18944"
 PACKED_MLPS = [  # by the width of a half
     Sample(f"8192x{n}", packed(8192, 2 * n), size="bench") for n in (8192, 11008, 14336, 18944)
 ]
+
+
+def packed_work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    half = math.prod(shapes["gate_up"]) * size / 2
+    return Work(3 * half, 8 * half)

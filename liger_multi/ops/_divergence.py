@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from liger_multi import checks
 from liger_multi.dispatch.op import OPS, Op
-from liger_multi.dispatch.primitive import may_overwrite
+from liger_multi.dispatch.resolve import may_overwrite
 from liger_multi.ops.cross_entropy import writable_rows
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -42,7 +42,7 @@ def declare(op: Op) -> None:
         )
 
     residuals = "lse lse_low teacher_lse teacher_lse_low slope"
-    op.forward(returns=f"loss {residuals}", residuals=residuals)(forward)
+    op.forward(returns="loss", residuals=residuals)(forward)
     op.backward(
         reads=f"dloss student teacher target {residuals} beta form teacher_form scale "
         "ignore_index reduction",
@@ -209,4 +209,12 @@ def inplace_samples_of(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
         Sample(s.name, s.tensors, {**s.options, "inplace": True}, s.size)
         for s in samples
         if s.name in _INPLACE or s.size == "bench" or s.name.startswith("beta-")
+    )
+
+
+def compile_samples_of(classes: int, *options: dict[str, Any]) -> tuple[Sample, ...]:
+    """Real sizes with options that no benchmark has."""
+    return tuple(
+        Sample(f"4096x{classes} " + " ".join(map(str, own.values())), pair(4096, classes), own)
+        for own in options
     )

@@ -1,5 +1,6 @@
 """What the divergences of two linear heads share: shape rules, checks and samples."""
 
+import math
 from typing import Any, Optional
 
 import torch
@@ -9,6 +10,7 @@ from liger_multi import checks
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
 from liger_multi.ops._divergence import REDUCTIONS, statistics
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -47,14 +49,14 @@ def declare(op: Op) -> None:
             statistics(like, ()),
         )
 
-    op.forward(returns=f"loss {GRADIENTS}", residuals=GRADIENTS)(forward)
+    op.forward(returns="loss", residuals=GRADIENTS)(forward)
     op.backward(
         reads=f"dloss {' '.join(f'{name}?' for name in CONSUMED)} {GRADIENTS} beta scale "
         "ignore_index reduction chunk budget accumulate compute_dtype compact needs_hidden "
         "needs_weight needs_bias hidden_dtype weight_dtype bias_dtype",
         returns="dhidden dweight dbias",
         not_saved=lambda reduction: () if reduction == "none" else CONSUMED,
-        rule=head.gradients,
+        shapes=head.gradients,
     )
 
 
@@ -226,3 +228,12 @@ def samples_of(**own: Any) -> tuple[Sample, ...]:
         Sample("8192x4096x128256", _real(8192, 4096, 4096, 128256), own, size="bench"),
         Sample("8192x2048x151936", _real(8192, 2048, 4096, 151936), own, size="bench"),
     )  # fmt: skip
+
+
+def heads_work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    rows, width = math.prod(shapes["hidden"][:-1]), shapes["hidden"][-1]
+    other, classes = shapes["teacher_hidden"][-1], shapes["weight"][0]
+    mine, theirs = (rows + classes) * width * size, (rows + classes) * other * size
+    product, teacher = (2.0 * rows * classes * w for w in (width, other))
+    return Work(mine + theirs, 2 * mine + theirs, product + teacher, 3 * product + teacher)

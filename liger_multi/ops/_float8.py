@@ -50,16 +50,11 @@ def with_codes(plain: Op, **backward: Any) -> Op:
     batched = {**plain.bitwise.batched, "codes": 0, "codes_scale": 0}
     op = Op(
         f"{plain.name}_quantized", family=plain.family,
-        rows=(*plain.rows, "codes", "codes_scale"), replicated=plain.replicated,
-        bitwise=replace(plain.bitwise, batched=batched),
+        rowwise=plain.rowwise, bitwise=replace(plain.bitwise, batched=batched),
     )  # fmt: skip
-    count = len(plain.fwd.returns) - len(plain.residuals)
-    visible = (*plain.fwd.returns[:count], "codes", "codes_scale")
-    fake = _shapes(plain.fwd.fake, plain.fwd.signature, count, len(plain.fwd.returns) + 2)
-    op.forward(
-        returns=" ".join((*visible, *plain.residuals)), residuals=" ".join(plain.residuals),
-        non_differentiable="codes codes_scale",
-    )(fake)  # fmt: skip
+    visible, outputs = (*plain.visible, "codes", "codes_scale"), len(plain.fwd.returns) + 2
+    fake = _shapes(plain.fwd.fake, plain.fwd.signature, len(plain.visible), outputs)
+    op.forward(returns=" ".join(visible), residuals=" ".join(plain.residuals))(fake)
     op.backward(**backward)
     return op
 

@@ -1,5 +1,6 @@
 """What the fused linear operators share: checks, chunk sizes, dtypes and samples."""
 
+import math
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.dispatch.config import current, parse_bytes
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -123,3 +125,12 @@ def strided(scale: float) -> list[Sample]:
         Sample("transposed-weight", given | weight),
         Sample("sliced-hidden", given | {"hidden": T((6, 16), layout="sliced")}),
     ]
+
+
+def head_work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    rows, width = math.prod(shapes["hidden"][:-1]), shapes["hidden"][-1]
+    classes = shapes["weight"][0]
+    once, product = (rows + classes) * width * size, 2.0 * rows * width * classes
+    # forward: one product, inputs read; backward: two more, gradients written
+    return Work(once, 2 * once, product, 3 * product)

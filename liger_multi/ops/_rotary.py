@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import checks
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Tensor as T
 
 STYLES = ("half", "interleaved")
@@ -167,3 +169,13 @@ def queries_and_keys(
         return (batch, *lead, width) if batch else (tokens, count, width)
 
     return {n: T(shape(h), layout=layout) for n, h in zip("qk", heads, strict=True)}
+
+
+def rope_work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    heads = (math.prod(shapes["q"]) + math.prod(shapes["k"])) * size
+    angles = sum(math.prod(shape) for name, shape in shapes.items() if name in ("cos", "sin"))
+    angles = angles * size + math.prod(shapes.get("freqs", (0,))) * 4
+    # an integer a token
+    angles += math.prod(shapes.get("position_ids", (0,))) * 8
+    return Work(2 * heads + angles, 4 * heads + 2 * angles)

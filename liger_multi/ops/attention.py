@@ -3,7 +3,6 @@
 Windows, packing, padding and global tokens become such ranges.
 """
 
-import importlib
 from typing import Any, Optional
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.dispatch.primitive import LIBRARY
+from liger_multi.dispatch.torch_ops import LIBRARY
 from liger_multi.ops._samples import each_frozen, frozen
+from liger_multi.ops._work import Options, Shapes, Work, visible_pairs
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -29,7 +29,7 @@ def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:
     return like.new_empty(like.shape[0], length, heads, size).transpose(1, 2)
 
 
-@op.forward(returns="y lse", residuals="lse")
+@op.forward(returns="y", residuals="lse")
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
     causal: bool, scale: float, softcap: float,
@@ -56,18 +56,21 @@ def gradients_of_heads(**given: Any) -> tuple[Tensor, ...]:
 op.backward(
     reads="dy q k v sinks ranges y lse causal scale softcap",
     returns="dq dk dv dsinks",
-    rule=gradients_of_heads,
+    shapes=gradients_of_heads,
 )
 
 
 # --- ranges of keys ---
 
+
+def _looked_at(ranges: Tensor, keys: int) -> Tensor:
+    from liger_multi.reference.attention.attention import looked_at
+
+    return looked_at(ranges, keys)
+
+
 LIBRARY.define("looked_at_ranges(Tensor ranges, SymInt keys) -> Tensor")
-LIBRARY.impl(
-    "looked_at_ranges",
-    importlib.import_module("liger_multi.reference.attention.attention").looked_at,
-    "CompositeExplicitAutograd",
-)
+LIBRARY.impl("looked_at_ranges", _looked_at, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "liger_multi::looked_at_ranges", lambda ranges, keys: torch.empty_like(ranges), lib=LIBRARY
 )
@@ -208,6 +211,16 @@ def attention(
     return result
 
 
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    (batch, heads, length, width), (_, groups, keys, value) = shapes["q"], shapes["v"]
+    tokens = batch * (heads * length + groups * keys) * (width + value) * size
+    # forward: two products; backward: the scores again and four more
+    product = 2.0 * batch * heads * visible_pairs(length, keys, options)
+    forward = product * (width + value)
+    return Work(tokens, 3 * tokens, forward, forward + product * (3 * width + 2 * value))
+
+
 def _shapes_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
@@ -334,4 +347,10 @@ SAMPLES = (
            {"causal": True, "softcap": 50.0}, size="bench"),
     Sample("global-2x8192x64", _case((2, 12, 8192, 64), layout="swapped"),
            {"window": (256, 256), "global_tokens": 64}, size="bench"),
+)  # fmt: skip
+COMPILE_SAMPLES = tuple(
+    Sample(f"everything-2x8192x{size}",
+           _case((2, 8, 8192, size), layout="swapped", documents=_ids(2, 8192), sinks=T((8,))),
+           {"window": (256, 256), "global_tokens": 64, "softcap": 50.0})
+    for size in (64, 128)
 )  # fmt: skip

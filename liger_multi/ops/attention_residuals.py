@@ -1,5 +1,6 @@
 """Contract of ``attention_residuals``."""
 
+import math
 from collections.abc import Sequence
 from typing import Optional
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -17,7 +19,7 @@ op = Op(
 )
 
 
-@op.forward(returns="y p rstd", residuals="p rstd")
+@op.forward(returns="y", residuals="p rstd")
 def forward(
     blocks: Tensor, query: Tensor, weight: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,7 +32,7 @@ def forward(
 op.backward(
     reads="dy blocks query weight p rstd",
     returns="dblocks dquery dweight",
-    beside={"weight": "query"},
+    shapes={"weight": lambda weight, query: query.new_empty(0) if weight is None else weight},
 )
 
 
@@ -71,6 +73,13 @@ def attention_residuals(
     checks.vector(name, "weight", weight, blocks.shape[-1], "last axis of blocks")
     result: Tensor = op(blocks, query, weight, checks.number(name, "eps", eps, 0.0))
     return result
+
+
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    count, every = shapes["blocks"][0], math.prod(shapes["blocks"]) * size
+    # blocks read, y written; dy and blocks read, their gradients written
+    return Work(every * (1 + 1 / count), every * (3 + 2 / count))
 
 
 def _stacked(name: str, blocks: object) -> Tensor:
@@ -114,3 +123,4 @@ SAMPLES = (
     Sample("8x8192x4096", _case((8, 1, 8192, 4096)), size="bench"),
     Sample("32x4096x2048", _case((32, 1, 4096, 2048)), size="bench"),
 )
+COMPILE_SAMPLES = (Sample("16x2048x16384", _case((16, 1, 2048, 16384))),)

@@ -9,6 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_PIECES, PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
+from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -95,6 +96,10 @@ def causal_conv1d(
     return y.mT if first else y
 
 
+# x read, y written; dy and x read, dx written
+work = elementwise(2, 5)
+
+
 def check_filter(name: str, weight: Tensor, bias: Tensor | None, channels: int) -> None:
     """Shapes of weight and bias."""
     if weight.ndim != 2 or weight.shape[0] != channels or weight.shape[1] < 1:
@@ -169,4 +174,8 @@ SAMPLES = (
     Sample("past-65535-rows", _case(1, 65537, 2), size="thin"),
     Sample("2x8192x8192", _case(2, 8192, 8192, bias=False), SILU, size="bench"),
     Sample("2x8192x8192 packed", _case(2, 8192, 8192, bias=False, ids=2), SILU, size="bench"),
+)
+COMPILE_SAMPLES = (
+    Sample("2x8192x4096 width 7", _case(2, 8192, 4096, 7, bias=False), SILU),
+    Sample("2x8192x2048 width 8 everything", _case(2, 8192, 2048, 8, state=True, ids=2), SILU),
 )

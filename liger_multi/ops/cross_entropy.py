@@ -11,7 +11,8 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.dispatch.primitive import may_overwrite
+from liger_multi.dispatch.resolve import may_overwrite
+from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -78,9 +79,8 @@ def named(
 
 
 @op.forward(
-    returns=f"{RETURNS} lse_low denominators",
+    returns=RETURNS,
     residuals="lse_low denominators",
-    non_differentiable=RETURNS.removeprefix("loss "),
 )
 def forward(
     logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
@@ -106,12 +106,11 @@ inplace_op = Op(
     bitwise=bitwise(
         PER_ROW,
         "logits target loss z_loss token_accuracy predicted_tokens log_prob entropy lse",
-        reference="no",
     ),
 )
 
 
-@inplace_op.forward(returns=RETURNS, non_differentiable=RETURNS.removeprefix("loss "))
+@inplace_op.forward(returns=RETURNS)
 def forward_inplace(
     logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
     label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,
@@ -191,6 +190,10 @@ def cross_entropy(
     return named(
         op(logits.reshape(ids.numel(), logits.shape[-1]), *args), target.shape, reduction, wanted
     )
+
+
+# logits read; the gradient written, which one pass can do
+work = elementwise(1, 2)
 
 
 def writable_rows(op: str, name: str, x: Tensor) -> Tensor:
@@ -286,4 +289,7 @@ INPLACE_SAMPLES = tuple(
     Sample(s.name, s.tensors, {**s.options, "inplace": True}, s.size)
     for s in SAMPLES
     if s.name not in ("no-rows",)
+)
+COMPILE_SAMPLES = (
+    Sample("4096x128256 everything", _case(4096, 128256, weighted=True), EVERYTHING),
 )

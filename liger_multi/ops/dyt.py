@@ -9,14 +9,14 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
+from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 op = Op(
     "dyt",
     family="norms",
-    rows=("x", "dy"),
-    replicated=("alpha", "weight", "bias"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x y", 1),
 )
 
@@ -78,6 +78,9 @@ def dyt(
     return result
 
 
+work = elementwise(2, 5)
+
+
 def _given(*shape: int, layout: str = "contiguous", **parameters: Any) -> dict[str, T]:
     made, width = {"x": T(shape, layout=layout)}, T(shape[-1:], **parameters)
     return made | {"alpha": T((1,), scale=0.7, **parameters), "weight": width, "bias": width}
@@ -98,3 +101,4 @@ SAMPLES = (
     Sample("frozen-parameters", _given(6, 64, grad=False)),
     *bench(_given, "8192x4096 50432x768"),
 )
+COMPILE_SAMPLES = (*bench(_given, "65536x256 1024x65536"),)

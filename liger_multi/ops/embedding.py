@@ -1,11 +1,14 @@
 """Contract of ``embedding``."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -24,8 +27,7 @@ def forward(
 op.backward(
     reads="dy index classes padding_idx scale",
     returns="dweight",
-    shapes={"weight": lambda dy, classes: (classes, dy.shape[1])},
-    beside={"weight": "dy"},
+    shapes={"weight": lambda dy, classes: dy.new_empty((classes, dy.shape[1]))},
 )
 
 
@@ -85,6 +87,14 @@ def embedding(
     return found.view(*lead, width)
 
 
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    rows, width = math.prod(shapes["index"]), shapes["weight"][1]
+    gathered, table = rows * width * size, math.prod(shapes["weight"]) * size
+    # rows read and written; what arrives read, and the gradient written, most of it zeros
+    return Work(2 * gathered, 3 * gathered + table)
+
+
 def _case(
     rows: int, classes: int, width: int, *, ids: tuple[int, ...] = (), layout: str = "contiguous"
 ) -> dict[str, T]:
@@ -118,4 +128,7 @@ SAMPLES = (
     Sample("16384x2048 of 151936", _case(16384, 151936, 2048), size="bench"),
     Sample("8192x2304 of 256000", _case(8192, 256000, 2304), {"scale": 48.0}, size="bench"),
     Sample("16384x4096 of 8", _case(16384, 8, 4096), size="bench"),
+)
+COMPILE_SAMPLES = tuple(
+    Sample(f"8192x{width} of 128256", _case(8192, 128256, width)) for width in (128, 8192)
 )

@@ -17,6 +17,7 @@ from liger_multi.ops._float8 import (
     with_codes,
 )
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
+from liger_multi.ops._work import elementwise, with_code_bytes
 from liger_multi.ops.linear_float8 import Float8Rows
 from liger_multi.ops.rms_norm import CASTINGS, EPS, GEMMA, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
@@ -24,8 +25,8 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 op = Op(
-    "fused_add_rms_norm", family="norms", rows=("x", "residual", "dy", "new_residual", "rstd"),
-    replicated=("weight",), bitwise=bitwise(PER_ROW, "x residual y new_residual rstd", 1),
+    "fused_add_rms_norm", family="norms", rowwise=True,
+    bitwise=bitwise(PER_ROW, "x residual y new_residual rstd", 1),
 )  # fmt: skip
 
 
@@ -55,7 +56,7 @@ class QuantizedAddRMSNormOutput(NamedTuple):
     quantized: Float8Rows
 
 
-@op.forward(returns="y new_residual rstd", residuals="rstd")
+@op.forward(returns="y new_residual", residuals="rstd")
 def forward(
     x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,6 +128,11 @@ def fused_add_rms_norm(
     return FusedAddRMSNormOutput(*op(x, residual, weight, *by, casting))
 
 
+# both terms read, sum and norm written; two gradients and the sum read, one written
+work = elementwise(4, 8)
+quantized_work = with_code_bytes(work)
+
+
 def terms(
     *shape: int, weight: bool = True, layout: str = "contiguous", **both: Any
 ) -> dict[str, T]:
@@ -159,3 +165,4 @@ SAMPLES = (
     *bench(terms, "8192x4096"),
 )
 QUANTIZED_SAMPLES = coded_samples(terms, SHAPES, "8192x4096", {"odd-width": GEMMA})
+COMPILE_SAMPLES = (*bench(terms, "2048x16384 1024x65536"),)

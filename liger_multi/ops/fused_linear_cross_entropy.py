@@ -9,7 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
-from liger_multi.ops._head import case, strided
+from liger_multi.ops._head import case, head_work, strided
 from liger_multi.ops._samples import frozen
 from liger_multi.ops.cross_entropy import (
     EVERYTHING,
@@ -35,9 +35,8 @@ op = Op(
 
 
 @op.forward(
-    returns=f"{RETURNS} lse_low hidden_gradient weight_gradient bias_gradient denominators",
+    returns=RETURNS,
     residuals="lse_low hidden_gradient weight_gradient bias_gradient denominators",
-    non_differentiable=RETURNS.removeprefix("loss "),
 )
 def forward(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor],
@@ -77,7 +76,7 @@ op.backward(
     not_saved=lambda reduction: (
         () if reduction == "none" else ("hidden", "weight", "bias", "class_weight")
     ),
-    rule=head.gradients,
+    shapes=head.gradients,
 )
 
 
@@ -164,6 +163,9 @@ def fused_linear_cross_entropy(
         head.compute_dtype(name, hidden, weight, bias), compact, validate, wanted,
     )  # fmt: skip
     return named(results, lead, reduction, wanted)
+
+
+work = head_work
 
 
 _ALL = {**EVERYTHING, "logit_scale": 0.7, "chunk": 4}

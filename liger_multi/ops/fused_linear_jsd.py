@@ -6,7 +6,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._divergence_head import declare, heads, run, samples_of
+from liger_multi.ops._divergence_head import declare, heads, heads_work, run, samples_of
 from liger_multi.testing.samples import Sample
 
 op = Op(
@@ -75,6 +75,9 @@ def fused_linear_jsd(
         vocabulary=vocabulary, ignore_index=ignore_index, reduction=reduction, chunk=chunk,
         accumulate=accumulate, compact=compact,
     )  # fmt: skip
+
+
+work = heads_work
 
 
 SAMPLES = (

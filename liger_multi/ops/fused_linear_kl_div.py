@@ -5,7 +5,7 @@ from torch import Tensor
 
 from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._divergence_head import declare, run, samples_of
+from liger_multi.ops._divergence_head import declare, heads_work, run, samples_of
 
 op = Op(
     "fused_linear_kl_div",
@@ -69,6 +69,10 @@ def fused_linear_kl_div(
         vocabulary=vocabulary, ignore_index=ignore_index, reduction=reduction, chunk=chunk,
         accumulate=accumulate, compact=compact,
     )  # fmt: skip
+
+
+# both logits, and two products for the gradients of the student
+work = heads_work
 
 
 SAMPLES = samples_of()

@@ -9,7 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _head as head
-from liger_multi.ops._head import case, strided
+from liger_multi.ops._head import case, head_work, strided
 from liger_multi.ops._samples import frozen
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -31,7 +31,7 @@ class LogProbOutput(NamedTuple):
     argmax: Tensor | None = None
 
 
-@op.forward(returns=" ".join((*OUTPUTS, "lse_low")), non_differentiable="argmax lse_low")
+@op.forward(returns=" ".join((*OUTPUTS, "lse_low")))
 def forward(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor], ignore_index: int,
     softcap: Optional[float], logit_scale: float, chunk: int, budget: int, accumulate: torch.dtype,
@@ -56,7 +56,7 @@ op.backward(
     reads="dlog_prob dentropy dlse hidden weight target bias entropy lse lse_low ignore_index "
     "softcap logit_scale chunk budget accumulate compute_dtype compact",
     returns="dhidden dweight dbias",
-    beside={"bias": "weight"},
+    shapes={"bias": lambda bias, weight: weight.new_empty(0) if bias is None else bias},
 )
 
 
@@ -114,6 +114,10 @@ def fused_linear_log_prob(
         compact=compact, validate=validate, outputs=outputs,
     )  # fmt: skip
     return named(op(*arguments), target, arguments[-1])
+
+
+# three products: whoever computes the logits twice, to save memory, does four
+work = head_work
 
 
 def named(results: tuple[Tensor, ...], target: Tensor, outputs: str) -> LogProbOutput:
@@ -189,4 +193,8 @@ SAMPLES = (
     Sample("8192x4096x128256", case(8192, 4096, 128256), {"outputs": ("log_prob",)}, size="bench"),
     Sample("4096x2048x151936", case(4096, 2048, 151936),
            {"outputs": ("log_prob", "entropy"), "temperature": 0.9}, size="bench"),
+)  # fmt: skip
+COMPILE_SAMPLES = (
+    Sample("4096x2048x262144 everything", case(4096, 2048, 262144, bias=True),
+           {**_EVERY, "chunk": "auto"}),
 )  # fmt: skip

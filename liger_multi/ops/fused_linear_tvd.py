@@ -5,7 +5,7 @@ from torch import Tensor
 
 from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._divergence_head import declare, run, samples_of
+from liger_multi.ops._divergence_head import declare, heads_work, run, samples_of
 
 op = Op(
     "fused_linear_tvd",
@@ -69,6 +69,9 @@ def fused_linear_tvd(
         vocabulary=vocabulary, ignore_index=ignore_index, reduction=reduction, chunk=chunk,
         accumulate=accumulate, compact=compact,
     )  # fmt: skip
+
+
+work = heads_work
 
 
 SAMPLES = samples_of()

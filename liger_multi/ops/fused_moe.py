@@ -1,5 +1,6 @@
 """Contract of ``fused_moe``."""
 
+import math
 from dataclasses import replace
 from typing import Any, Optional
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.swiglu_clamped import numbers
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -22,7 +24,7 @@ op = Op(
 )
 
 
-@op.forward(returns="y gate_up order offsets", residuals="gate_up order offsets")
+@op.forward(returns="y", residuals="gate_up order offsets")
 def forward(
     x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
     gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor], activation: str, limit: float,
@@ -68,7 +70,7 @@ op.backward(
     "activation limit alpha up_offset interleaved transposed",
     returns="dx dgate_up_weight ddown_weight drouting dgate_up_bias ddown_bias",
     not_saved=_unread,
-    rule=_gradients,
+    shapes=_gradients,
 )
 
 
@@ -143,6 +145,19 @@ def fused_moe(
         transposed, x.dtype,
     )  # fmt: skip
     return result.view(x.shape)
+
+
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    width, pairs = shapes["x"][-1], math.prod(shapes["index"])
+    weights = math.prod(shapes["gate_up_weight"]) + math.prod(shapes["down_weight"])
+    product = 2.0 * pairs * weights / shapes["gate_up_weight"][0]
+    tokens = math.prod(shapes["x"][:-1]) * width * size
+    kept = 2 * pairs * weights / shapes["gate_up_weight"][0] / width / 3 * size
+    # weights read, x read, y and what is kept written; weights read, their gradients written,
+    # what is kept read, dy and x read, dx written
+    once = weights * size + 2 * tokens + kept
+    return Work(once, once + 2 * weights * size + 3 * tokens + kept, product, 3 * product)
 
 
 def _count(rows: Tensor) -> int:
@@ -254,3 +269,6 @@ SAMPLES = (
     Sample("8192x2880 2880 of 32", _case((8192,), 4, 32, 2880, 2880, transposed=True, bias=True),
            _GPT_OSS, size="bench"),
 )  # fmt: skip
+COMPILE_SAMPLES = (
+    Sample("8192x2688 1856 of 128 no gate", _case((8192,), 6, 128, 2688, 1856, parts=1), _NO_GATE),
+)

@@ -9,6 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
+from liger_multi.ops._work import elementwise
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput, fp32_residual, terms
 from liger_multi.ops.rms_norm import CASTINGS, GEMMA, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
@@ -17,12 +18,11 @@ from liger_multi.testing.samples import Tensor as T
 
 op = Op(
     "fused_scaled_add_rms_norm", family="norms",
-    rows=("x", "residual", "dy", "new_residual", "rstd"), replicated=("weight",),
-    bitwise=bitwise(PER_ROW, "x residual y new_residual rstd", 1),
+    rowwise=True, bitwise=bitwise(PER_ROW, "x residual y new_residual rstd", 1),
 )  # fmt: skip
 
 
-@op.forward(returns="y new_residual rstd", residuals="rstd")
+@op.forward(returns="y new_residual", residuals="rstd")
 def forward(
     x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str,
     x_scale: float, residual_scale: float,
@@ -89,6 +89,10 @@ def fused_scaled_add_rms_norm(
     return FusedAddRMSNormOutput(*made)
 
 
+# as that, with two gradients written
+work = elementwise(4, 9)
+
+
 GRANITE, BOTH = {"x_scale": 0.22}, {"x_scale": 1.4, "residual_scale": -0.6}
 SAMPLES = (
     Sample("granite", terms(2, 5, 64), GRANITE),
@@ -112,3 +116,4 @@ SAMPLES = (
     Sample("frozen-terms", terms(6, 64, grad=False), GRANITE),
     *bench(terms, "8192x4096", GRANITE),
 )  # fmt: skip
+COMPILE_SAMPLES = (*bench(terms, "2048x16384 1024x65536", GRANITE),)

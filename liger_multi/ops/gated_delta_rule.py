@@ -1,5 +1,6 @@
 """Contract of ``gated_delta_rule``."""
 
+import math
 from typing import Optional
 
 import torch
@@ -9,6 +10,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.attention import runs
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -90,6 +92,20 @@ def gated_delta_rule(
     first = _first(v, cu_seqlens, documents)
     y, state = op(q, k, v, g, beta, initial_state, first, by, qk_l2norm, output_final_state)
     return (y, state) if output_final_state else y
+
+
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    keys, values = math.prod(shapes["q"]) * size, math.prod(shapes["v"]) * size
+    size_k, size_v, chunk = shapes["k"][-1], shapes["v"][-1], 64
+    rows = math.prod(shapes["v"][:-1])  # tokens of value heads
+    gates = math.prod(shapes["g"]) * 4 + rows * size  # of 4 bytes; beta
+    # q, k, v and gates read, y written; those and dy read, their gradients written
+    forward = 2 * keys + 2 * values + gates
+    # of each token a row of three squares and of three states; backward makes them again, and has
+    # the gradients of both factors of each
+    product = 2.0 * rows * (chunk * (2 * size_k + 2 * size_v) + 3 * size_k * size_v)
+    return Work(forward, forward + 4 * keys + 3 * values + 2 * gates, product, 4 * product)
 
 
 def _shapes_fit(
@@ -186,3 +202,8 @@ SAMPLES = (
     Sample("2x8192 16/32x128", _case(*LONG, group=2, gates=torch.float32), L2, size="bench"),
     Sample("2x8192 16x96", _case(2, 8192, 16, 96, value=192, gates=torch.float32), L2, "bench"),
 )
+COMPILE_SAMPLES = tuple(
+    Sample(f"2x8192 4x{size} everything",
+           _case(2, 8192, 4, size, group=2, state=True, ids=2, gates=torch.float32), FINAL)
+    for size in (32, 64, 128)
+)  # fmt: skip

@@ -1,5 +1,6 @@
 """Contract of ``gated_mlp``."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
@@ -8,6 +9,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.linear import linear_of_mode
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -18,13 +20,12 @@ op = Op(
     "gated_mlp",
     family="activations",
     compile="trace",
-    rows=("x", "dy", "gate", "up"),
-    replicated=("gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias"),
+    rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x y gate up", 1),
 )
 
 
-@op.forward(returns="y gate up", residuals="gate up")
+@op.forward(returns="y", residuals="gate up")
 def forward(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
     gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
@@ -63,7 +64,7 @@ op.backward(
     reads="dy x? gate_weight? up_weight? down_weight gate up activation",
     returns="dx dgate_weight dup_weight ddown_weight dgate_bias dup_bias ddown_bias",
     not_saved=unread,
-    rule=_gradients,
+    shapes=_gradients,
 )
 
 
@@ -121,6 +122,15 @@ def gated_mlp(
     checks.vector("gated_mlp", "down_bias", down_bias, outer, "rows of down_weight")
     run: Callable[..., Tensor] = _in_steps if checks.in_checkpoint() else op
     return run(*checks.one_dtype(op.name, tensors), activation)
+
+
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    rows, width = math.prod(shapes["x"][:-1]), shapes["x"][-1]
+    inner, outer = shapes["gate_weight"][0], shapes["down_weight"][0]
+    product = 2.0 * rows * inner * (2 * width + outer)
+    # beside the products: gate and up read, one written; then three read, three written
+    return Work(3 * rows * inner * size, 9 * rows * inner * size, product, 3 * product)
 
 
 def _in_steps(

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
-from liger_multi.dispatch.early import Early, empty_of
+from liger_multi.dispatch.early_save import EarlySave, empty_of
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._float8 import OUTPUTS, QuantizedOutput
 from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit, shapes_of, unread
+from liger_multi.ops.gated_mlp import work as work
 from liger_multi.ops.linear_float8 import (
     CODES,
     Float8Rows,
@@ -29,16 +30,13 @@ _WIDE = tuple(f"{layer}_weight" for layer in LAYERS)
 op = Op(
     "gated_mlp_float8",
     family="float8",
-    rows=("x", "dy", "gate", "up", "codes", "codes_scale"),
-    replicated=[
-        f"{n}_{part}" for n in LAYERS for part in ("weight", "bias", "weight_scale", "weight_codes")
-    ],
+    rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x y gate up codes codes_scale", 1),
 )
 
 
 @op.forward(
-    returns="y gate up gate_scale up_scale down_scale",
+    returns="y",
     residuals="gate up gate_scale up_scale down_scale",
 )
 def forward(
@@ -84,7 +82,7 @@ op.backward(
     "gate_scale up_scale down_scale gate_weight_dtype up_weight_dtype",
     returns="dx dgate_weight dup_weight ddown_weight dgate_bias dup_bias ddown_bias",
     not_saved=unread,
-    rule=_gradients,
+    shapes=_gradients,
 )
 
 
@@ -192,7 +190,7 @@ def _rest(handed: tuple[Tensor, Tensor], *given: Any) -> Tensor:
     return y  # type: ignore[no-any-return]
 
 
-_early = Early(op, _first, _rest)
+_early = EarlySave(op, _first, _rest)
 
 
 def _in_layers(

@@ -1,5 +1,6 @@
 """Contract of ``gated_rms_norm``."""
 
+import math
 from typing import Any, Optional
 
 import torch
@@ -9,6 +10,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import ROWS, bench, each_frozen, frozen, usual
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.rms_norm import CASTINGS, EPS, GEMMA, numbers
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -17,13 +19,12 @@ ACTIVATIONS = ("silu", "sigmoid")
 op = Op(
     "gated_rms_norm",
     family="norms",
-    rows=("x", "gate", "dy", "rstd"),
-    replicated=("weight",),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x gate y rstd", 1),
 )
 
 
-@op.forward(returns="y rstd", residuals="rstd")
+@op.forward(returns="y", residuals="rstd")
 def forward(
     x: Tensor, gate: Optional[Tensor], weight: Optional[Tensor], eps: float, offset: float,
     casting: str, group_size: int, norm_first: bool, activation: str,
@@ -98,6 +99,14 @@ def gated_rms_norm(
     return result
 
 
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    # x (and a gate) read, y written; dy and those read, their gradients written
+    inputs = 2 if "gate" in shapes else 1
+    once = math.prod(shapes["x"]) * size
+    return Work((inputs + 1) * once, (inputs + 1 + 2 * inputs + 1) * once)
+
+
 def _case(*shape: int, dtype: torch.dtype | None = None, **both: Any) -> dict[str, T]:
     made = T(shape, **both)
     return {"x": made, "gate": made, "weight": T((shape[-1],), dtype=dtype)}
@@ -137,3 +146,7 @@ SAMPLES = (
     Sample("8192x4096 gateless", {"x": T((8192, 4096)), "weight": T((4096,))}, {"group_size": 1024},
            "bench"),
 )  # fmt: skip
+COMPILE_SAMPLES = (
+    *bench(_case, "2048x16384 1024x65536"),
+    Sample("1024x65536 after", _case(1024, 65536), AFTER),
+)

@@ -1,5 +1,6 @@
 """Contract of ``gated_short_conv``."""
 
+import math
 from typing import Optional
 
 from torch import Tensor
@@ -8,6 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_PIECES, PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.causal_conv1d import check_filter, segments_of
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -72,6 +74,13 @@ def gated_short_conv(
     return result
 
 
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    once = math.prod(shapes["x"]) * size / 3
+    # two gates and values read, y written; dy and these read, three gradients written
+    return Work(4 * once, 11 * once)
+
+
 def _case(
     batch: int, length: int, channels: int, width: int = 3, *, bias: bool = False, ids: int = 0,
     layout: str = "contiguous",
@@ -107,3 +116,4 @@ SAMPLES = (
     Sample("2x8192x2048", _case(2, 8192, 2048), size="bench"),
     Sample("2x8192x2048 packed", _case(2, 8192, 2048, ids=2), size="bench"),
 )
+COMPILE_SAMPLES = (Sample("2x8192x2048 width 7", _case(2, 8192, 2048, 7, ids=2)),)

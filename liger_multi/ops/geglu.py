@@ -18,6 +18,7 @@ from liger_multi.ops._float8 import (
     with_codes,
 )
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
+from liger_multi.ops._work import elementwise, with_code_bytes
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -27,7 +28,7 @@ op = Op(
     "geglu",
     family="activations",
     compile="trace",
-    rows=("gate", "up", "dy"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "gate up y", 1),
 )
 
@@ -80,6 +81,10 @@ def geglu(
     checks.one_of("geglu", "approximate", approximate, APPROXIMATIONS)
     given = (gate, up, approximate)
     return either(op, quantized_op, quantize, outputs, *given)
+
+
+work = elementwise(3, 8)
+quantized_work = with_code_bytes(work)
 
 
 EXACT = {"approximate": "none"}

@@ -5,7 +5,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._activations import PACKED_MLPS, even, packed
+from liger_multi.ops._activations import PACKED_MLPS, even, packed, packed_work
 from liger_multi.ops._samples import HALVES, usual
 from liger_multi.ops.geglu import APPROXIMATIONS, EXACT
 from liger_multi.testing.samples import Sample
@@ -15,7 +15,7 @@ op = Op(
     "geglu_packed",
     family="activations",
     compile="trace",
-    rows=("gate_up", "dy"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "gate_up y", 1),
 )
 
@@ -57,6 +57,9 @@ def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
     checks.one_of("geglu_packed", "approximate", approximate, APPROXIMATIONS)
     result: Tensor = op(gate_up, approximate)
     return result
+
+
+work = packed_work
 
 
 SAMPLES = (

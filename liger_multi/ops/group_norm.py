@@ -9,13 +9,14 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
+from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 op = Op("group_norm", family="norms", bitwise=bitwise(PER_ROW, "x y mean rstd"))
 
 
-@op.forward(returns="y mean rstd", residuals="mean rstd")
+@op.forward(returns="y", residuals="mean rstd")
 def forward(
     x: Tensor, num_groups: int, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,7 +30,7 @@ op.backward(
     reads="dy x num_groups weight mean rstd bias_dtype",
     returns="dx dweight dbias",
     shapes={"bias": lambda x: x.shape[1:2]},
-    added=("bias",),
+    additive=("bias",),
 )
 
 
@@ -76,6 +77,9 @@ def group_norm(
         checks.vector("group_norm", name, parameter, channels, "channels of x")
     result: Tensor = op(x, groups, weight, bias, checks.number("group_norm", "eps", eps, 0.0))
     return result
+
+
+work = elementwise(2, 5)
 
 
 def _given(*shape: int, layout: str = "contiguous", **parameters: object) -> dict[str, T]:

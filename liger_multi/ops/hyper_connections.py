@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_PIECES, bitwise, promise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._work import streamwise
 from liger_multi.ops.hyper_connections_pre import coefficient, streams
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -16,8 +17,7 @@ _LIBRARY = "where registers are few, the vendor's library multiplies"
 op = Op(
     "hyper_connections",
     family="residuals",
-    rows=("x", "mixes", "rstd"),
-    replicated=("weight", "bias", "scale"),
+    rowwise=True,
     bitwise=bitwise(
         BY_PIECES, "x pre post mix mixes rstd", 2,
         backward=promise("repeat recompute", rows="rows", because={"cards": _LIBRARY}),
@@ -25,7 +25,7 @@ op = Op(
 )  # fmt: skip
 
 
-@op.forward(returns="pre post mix mixes rstd", residuals="mixes rstd")
+@op.forward(returns="pre post mix", residuals="mixes rstd")
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, iterations: int, rms_eps: float,
     eps: float, post_scale: float,
@@ -104,6 +104,10 @@ def hyper_connections(
     return HyperCoefficients(*op(x, weight, bias, scale, steps, *numbers))
 
 
+# streams read; read again, their gradient written
+work = streamwise(1, 3, (0, 0))
+
+
 def _case(
     *shape: int, layout: str = "contiguous", frozen: str = "", dtype: torch.dtype | None = None
 ) -> dict[str, T]:
@@ -132,4 +136,8 @@ SAMPLES = (
     Sample("frozen-parameters", _case(3, 4, 8, frozen="weight bias scale"), {"iterations": 2}),
     Sample("past-65535-rows", _case(65537, 2, 2), {"iterations": 2}, size="thin"),
     Sample("8192x4x4096", _case(8192, 4, 4096, dtype=torch.float32), size="bench"),
+)
+COMPILE_SAMPLES = (
+    Sample("8192x2x2048", _case(8192, 2, 2048, dtype=torch.float32)),
+    Sample("2048x8x7168", _case(2048, 8, 7168, dtype=torch.float32)),
 )

@@ -6,6 +6,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._work import streamwise
 from liger_multi.ops.hyper_connections_pre import coefficient, streams
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -13,7 +14,7 @@ from liger_multi.testing.samples import Tensor as T
 op = Op(
     "hyper_connections_post",
     family="residuals",
-    rows=("x", "out", "post", "mix", "dy"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x out post mix y", 2),
 )
 
@@ -62,6 +63,10 @@ def hyper_connections_post(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) ->
     return result
 
 
+# streams and one read, streams written; dy, both read, both gradients written
+work = streamwise(2, 5, (1, 3))
+
+
 def _case(
     *shape: int, dtype: torch.dtype | None = None, layout: str = "contiguous", frozen: str = ""
 ) -> dict[str, T]:
@@ -100,3 +105,4 @@ SAMPLES = (
     Sample("past-65535-rows", _case(65537, 2, 4), size="thin"),
     Sample("8192x4x4096", _case(8192, 4, 4096, dtype=torch.float32), size="bench"),
 )
+COMPILE_SAMPLES = (Sample("2048x8x7168", _case(2048, 8, 7168, dtype=torch.float32)),)

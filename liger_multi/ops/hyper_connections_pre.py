@@ -7,13 +7,14 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
+from liger_multi.ops._work import streamwise
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 op = Op(
     "hyper_connections_pre",
     family="residuals",
-    rows=("x", "pre", "dy"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x pre y", 2),
 )
 
@@ -69,6 +70,10 @@ def hyper_connections_pre(x: Tensor, pre: Tensor) -> Tensor:
     return result
 
 
+# streams read, one written; dy and streams read, a gradient written
+work = streamwise(1, 3, (1, 2))
+
+
 def _case(
     *shape: int, dtype: torch.dtype | None = None, layout: str = "contiguous"
 ) -> dict[str, T]:
@@ -90,3 +95,4 @@ SAMPLES = (
     Sample("past-65535-rows", _case(65537, 2, 4), size="thin"),
     Sample("8192x4x4096", _case(8192, 4, 4096, dtype=torch.float32), size="bench"),
 )
+COMPILE_SAMPLES = (Sample("2048x8x7168", _case(2048, 8, 7168, dtype=torch.float32)),)

@@ -1,5 +1,6 @@
 """Contract of ``indexer_scores``, and what it shares with ``indexer_topk``."""
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
+from liger_multi.ops._work import Options, Shapes, Work, visible_pairs
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -74,6 +76,18 @@ def indexer_scores(
     by = q.shape[3] ** -0.5 if scale is None else checks.number(op.name, "scale", scale)
     result: Tensor = op(q, k, w, indices.to(torch.int32), by)
     return result
+
+
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    (batch, length, heads, width), keys = shapes["q"], shapes["k"][1]
+    once = (math.prod(shapes["q"]) + math.prod(shapes["k"])) * size + math.prod(shapes["w"]) * 4
+    topk = options.get("topk", 0)
+    listed = 2.0 * heads * width * batch * length * (topk or shapes["indices"][-1])
+    # the selection has a product of all pairs that are seen, scores of a list one of listed pairs
+    seen = 2.0 * heads * width * batch * visible_pairs(length, keys, {"causal": True})
+    forward = seen if topk else listed
+    return Work(once, 3 * once, forward, forward + 3 * listed)
 
 
 def check_indexer(name: str, q: Tensor, k: Tensor, w: Tensor) -> None:
@@ -149,3 +163,4 @@ SAMPLES = (
         "8192x64x128-2048", _case((1, 8192, 64, 128), 2048, absent=0.0, whole=8.0), size="bench"
     ),
 )
+COMPILE_SAMPLES = (Sample("128x8x32-2048", _case((1, 128, 8, 32), 2048, keys=8192)),)

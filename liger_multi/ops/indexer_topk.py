@@ -11,6 +11,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops.attention import from_lengths, key_ranges
 from liger_multi.ops.indexer_scores import case, check_indexer, statistics
+from liger_multi.ops.indexer_scores import work as work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -33,7 +34,7 @@ class IndexerTopkOutput(NamedTuple):
     scores: Tensor
 
 
-@op.forward(returns="indices scores", non_differentiable="indices")
+@op.forward(returns="indices scores")
 def forward(
     q: Tensor, k: Tensor, w: Tensor, ranges: Optional[Tensor], topk: int, causal: bool,
     scale: float,
@@ -180,3 +181,8 @@ SAMPLES = (
         size="bench",
     ),
 )
+COMPILE_SAMPLES = (
+    Sample("128x8x32-2048", case((1, 128, 8, 32), 8192), _topk(2048)),
+    Sample("8192x64x128-2048 documents", case((1, 8192, 64, 128), **_documents(1, 8192)),
+           _topk(2048)),
+)  # fmt: skip

@@ -6,6 +6,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence import (
+    compile_samples_of,
     declare,
     declare_inplace,
     inplace_samples_of,
@@ -13,6 +14,7 @@ from liger_multi.ops._divergence import (
     run,
     samples_of,
 )
+from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
 
 op = Op(
@@ -29,7 +31,7 @@ inplace_op = Op(
     "jsd_inplace",
     family="divergences",
     inplace="student",
-    bitwise=bitwise(PER_ROW, "student teacher target loss", reference="no"),
+    bitwise=bitwise(PER_ROW, "student teacher target loss"),
 )
 declare_inplace(inplace_op)
 
@@ -86,6 +88,13 @@ def jsd(
     )  # fmt: skip
 
 
+work = elementwise(2, 5)
+
+
+# student and teacher read; the gradient written, which one pass can do
+inplace_work = elementwise(2, 3)
+
+
 _LOGITS = {"form": "logits"}
 SAMPLES = (
     *samples_of(),
@@ -101,3 +110,8 @@ SAMPLES = (
     Sample("beta-1.0-large", pair(2, 32777), {**_LOGITS, "beta": 1.0}, size="thin"),
 )
 INPLACE_SAMPLES = inplace_samples_of(SAMPLES)
+COMPILE_SAMPLES = compile_samples_of(
+    128256,
+    {"form": "logits", "teacher_form": "logits", "beta": 0.9},
+    {"form": "log_prob", "teacher_form": "log_prob", "beta": 0.9},
+)

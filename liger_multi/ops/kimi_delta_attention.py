@@ -13,6 +13,7 @@ from liger_multi.ops._samples import each_frozen
 from liger_multi.ops.gated_delta_rule import _case as case
 from liger_multi.ops.gated_delta_rule import _first as first_tokens
 from liger_multi.ops.gated_delta_rule import _shapes_fit as shapes_fit
+from liger_multi.ops.gated_delta_rule import work as work
 from liger_multi.testing.samples import Sample
 
 op = Op(
@@ -121,3 +122,8 @@ SAMPLES = (
     Sample("past-65535-rows", _case(65537, 1, 1, 2), size="thin"),
     Sample("2x8192 32x128", _case(2, 8192, 32, 128, gates=FP32), L2, size="bench"),
 )
+COMPILE_SAMPLES = tuple(
+    Sample(f"2x8192 8x{size} everything",
+           _case(2, 8192, 8, size, state=True, ids=2, gates=FP32), FINAL)
+    for size in (32, 64, 128)
+)  # fmt: skip

@@ -7,12 +7,14 @@ from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence import (
     FORMS,
+    compile_samples_of,
     declare,
     declare_inplace,
     inplace_samples_of,
     run,
     samples_of,
 )
+from liger_multi.ops._work import Options, Shapes, Work, elementwise
 
 op = Op(
     "kl_div",
@@ -28,7 +30,7 @@ inplace_op = Op(
     "kl_div_inplace",
     family="divergences",
     inplace="student",
-    bitwise=bitwise(PER_ROW, "student teacher target loss", reference="no"),
+    bitwise=bitwise(PER_ROW, "student teacher target loss"),
 )
 declare_inplace(inplace_op)
 
@@ -82,5 +84,17 @@ def kl_div(
     )  # fmt: skip
 
 
+# student and teacher read; read again, and the gradient written
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    # the gradient of log-probabilities is that of the teacher, and reads nothing else
+    return elementwise(2, 5 if options.get("form") == "logits" else 4)(shapes, size, options)
+
+
+# student and teacher read; the gradient written, which one pass can do
+inplace_work = elementwise(2, 3)
+
+
 SAMPLES = samples_of()
 INPLACE_SAMPLES = inplace_samples_of(SAMPLES)
+COMPILE_SAMPLES = compile_samples_of(128256, {"form": "log_prob", "teacher_form": "prob"})

@@ -17,6 +17,7 @@ from liger_multi.ops._float8 import (
     with_codes,
 )
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
+from liger_multi.ops._work import elementwise, with_code_bytes
 from liger_multi.ops.rms_norm import EPS
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -24,13 +25,12 @@ from liger_multi.testing.samples import Tensor as T
 op = Op(
     "layer_norm",
     family="norms",
-    rows=("x", "dy", "mean", "rstd"),
-    replicated=("weight", "bias"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x y mean rstd", 1),
 )
 
 
-@op.forward(returns="y mean rstd", residuals="mean rstd")
+@op.forward(returns="y", residuals="mean rstd")
 def forward(
     x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +44,7 @@ BACKWARD: dict[str, Any] = {
     "reads": "dy x weight mean rstd bias_dtype",
     "returns": "dx dweight dbias",
     "shapes": {"bias": lambda x: x.shape[-1:]},
-    "added": ("bias",),
+    "additive": ("bias",),
     "values_for": {"weight": "x"},
 }
 op.backward(**BACKWARD)
@@ -92,6 +92,10 @@ def layer_norm(
     return either(op, quantized_op, quantize, outputs, *given)
 
 
+work = elementwise(2, 5)
+quantized_work = with_code_bytes(work)
+
+
 def _given(*shape: int, layout: str = "contiguous", **both: Any) -> dict[str, T]:
     sliced = "sliced" if layout == "sliced" else "contiguous"
     made = T(shape[-1:], layout=sliced, **both)
@@ -111,3 +115,4 @@ SAMPLES = (
     *bench(_given, "8192x4096 32768x1024"),
 )
 QUANTIZED_SAMPLES = coded_samples(_given, SHAPES, "8192x4096")
+COMPILE_SAMPLES = (*bench(_given, "2048x16384 1024x65536"),)

@@ -1,5 +1,6 @@
 """Contract of ``linear``."""
 
+import math
 from typing import Any, Optional
 
 from torch import Tensor
@@ -8,7 +9,8 @@ from torch.nn import functional
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.dispatch.primitive import by_rows
+from liger_multi.dispatch.resolve import by_rows
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -17,8 +19,7 @@ op = Op(
     "linear",
     family="activations",
     compile="trace",
-    rows=("x", "dy"),
-    replicated=("weight", "bias"),
+    rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x y", 1),
 )
 
@@ -48,7 +49,7 @@ def _gradients(**given: Any) -> tuple[Tensor, ...]:
 
 
 op.backward(
-    reads="dy x? weight?", returns="dx dweight dbias", not_saved=_unread, rule=_gradients
+    reads="dy x? weight?", returns="dx dweight dbias", not_saved=_unread, shapes=_gradients
 )  # fmt: skip
 
 
@@ -90,6 +91,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
                       f"{tuple(weight.shape)}", x)  # fmt: skip
     checks.vector("linear", "bias", bias, weight.shape[0], "rows of weight")
     return op(*checks.one_dtype("linear", given))  # type: ignore[no-any-return]
+
+
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    rows, (outer, width) = math.prod(shapes["x"][:-1]), shapes["weight"]
+    x, weight, y = rows * width * size, outer * width * size, rows * outer * size
+    product = 2.0 * rows * width * outer
+    # x and weight read, y written; then dy, x and weight read, two gradients written
+    return Work(x + weight + y, 3 * (x + weight) + 2 * y, product, 3 * product)
 
 
 def linear_of_mode(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

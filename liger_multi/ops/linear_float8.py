@@ -11,15 +11,17 @@ from liger_multi import checks
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops.linear import work as work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 CODES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+SMALLEST = 2**22 + 1
+"""Elements of a weight below which a layer gains nothing in FP8."""
 op = Op(
     "linear_float8",
     family="float8",
-    rows=("x", "dy", "codes", "codes_scale"),
-    replicated=("weight", "bias", "weight_scale", "weight_codes"),
+    rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x y x_codes x_scale codes codes_scale", 1),
 )
 
@@ -38,9 +40,7 @@ class LinearFloat8Output(NamedTuple):
     quantized: Float8Rows
 
 
-@op.forward(
-    returns="y x_codes x_scale scale", residuals="scale", non_differentiable="x_codes x_scale"
-)
+@op.forward(returns="y x_codes x_scale", residuals="scale")
 def forward(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], weight_scale: Optional[Tensor],
     codes: Optional[Tensor], codes_scale: Optional[Tensor], weight_codes: Optional[Tensor],
@@ -74,7 +74,7 @@ def _gradients(**given: Any) -> tuple[Tensor, ...]:
 
 op.backward(
     reads="dy x? weight? weight_scale weight_codes scale weight_dtype", returns="dx dweight dbias",
-    not_saved=_unread, rule=_gradients,
+    not_saved=_unread, shapes=_gradients,
 )  # fmt: skip
 
 
@@ -305,3 +305,4 @@ SAMPLES = (
     Sample("8192x4096x4096", _case((8192,), 4096, 4096), size="bench"),
     Sample("8192x4096x14336-codes", _coded((8192,), 4096, 14336), size="bench"),
 )
+COMPILE_SAMPLES = (Sample("8192x28672x4096", _case((8192,), 28672, 4096)),)

@@ -1,5 +1,6 @@
 """Contract of ``lora_mlp``."""
 
+import math
 from typing import Any, Optional
 
 import torch
@@ -7,9 +8,10 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
-from liger_multi.dispatch.early import Early, empty_of
+from liger_multi.dispatch.early_save import EarlySave, empty_of
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._float8 import OUTPUTS
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit
 from liger_multi.ops.gated_mlp_float8 import activated
 from liger_multi.ops.linear import linear_of_mode
@@ -30,17 +32,12 @@ _OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("bias", "a"
 op = Op(
     "lora_mlp",
     family="adapters",
-    rows=("x", "y", "dy", "gate", "up", "codes", "codes_scale"),
-    replicated=[
-        f"{layer}_{part}"
-        for layer in LAYERS
-        for part in ("weight", "weight_scale", "bias", "a", "b")
-    ],
+    rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x y gate up codes codes_scale", 1),
 )
 
 
-@op.forward(returns="y gate up", residuals="gate up")
+@op.forward(returns="y", residuals="gate up")
 def forward(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
     gate_a: Optional[Tensor], gate_b: Optional[Tensor], up_a: Optional[Tensor],
@@ -151,6 +148,15 @@ def lora_mlp(
     return _early(*every)
 
 
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    rows, inner = math.prod(shapes["x"][:-1]), shapes["gate_weight"][0]
+    width, outer = shapes["x"][-1], shapes["down_weight"][0]
+    product = 2.0 * rows * inner * (2 * width + outer)
+    # frozen layers have no gradient, so backward is as many products as forward
+    return Work(3 * rows * inner * size, 9 * rows * inner * size, product, 2 * product)
+
+
 # --- under checkpointing ---
 
 
@@ -223,7 +229,7 @@ def _rest(handed: tuple[Tensor, Tensor], *given: Any) -> Tensor:
     return _layers(inner, given, (2,), None, None)[0]
 
 
-_early = Early(op, _first, _rest)
+_early = EarlySave(op, _first, _rest)
 
 
 def _case(

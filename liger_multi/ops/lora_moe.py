@@ -1,5 +1,7 @@
 """Contract of ``lora_moe``."""
 
+import math
+from dataclasses import replace
 from typing import Any, Optional
 
 import torch
@@ -8,11 +10,13 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.fused_moe import _GPT_OSS as GPT_OSS
 from liger_multi.ops.fused_moe import ACTIVATIONS, UNGATED
 from liger_multi.ops.fused_moe import _case as experts_case
 from liger_multi.ops.fused_moe import _count as count
 from liger_multi.ops.fused_moe import _shapes_fit as shapes_fit
+from liger_multi.ops.fused_moe import work as moe_work
 from liger_multi.ops.lora_update import adapter_dtypes, frozen
 from liger_multi.ops.swiglu_clamped import numbers
 from liger_multi.testing.samples import Sample
@@ -28,7 +32,7 @@ op = Op(
 )
 
 
-@op.forward(returns="y gate_up order offsets", residuals="gate_up order offsets")
+@op.forward(returns="y", residuals="gate_up order offsets")
 def forward(
     x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
     gate_up_a: Optional[Tensor], gate_up_b: Optional[Tensor], down_a: Optional[Tensor],
@@ -77,7 +81,7 @@ op.backward(
     "interleaved transposed",
     returns="dx drouting dgate_up_a dgate_up_b ddown_a ddown_b",
     not_saved=_unread,
-    rule=_gradients,
+    shapes=_gradients,
 )
 
 
@@ -157,6 +161,15 @@ def lora_moe(
     return result.view(x.shape)
 
 
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    moe = moe_work(shapes, size, options)
+    weights = math.prod(shapes["gate_up_weight"]) + math.prod(shapes["down_weight"])
+    # frozen weights have no gradient, so backward is as many products as forward
+    both = moe.both_bytes - weights * size
+    return replace(moe, both_bytes=both, both_operations=2 * moe.forward_operations)
+
+
 def _factors(
     x: Tensor, first: Tensor, thin: dict[str, Tensor | None], transposed: bool, activation: str
 ) -> list[Tensor | None]:
@@ -230,3 +243,6 @@ SAMPLES = (
     Sample("8192x2048 768 of 128 r16-fp32",
            _case((8192,), 8, 128, 2048, 768, 16, dtype=torch.float32), _SCALES, size="bench"),
 )  # fmt: skip
+COMPILE_SAMPLES = (
+    Sample("8192x4096 14336 of 8 r64", _case((8192,), 2, 8, 4096, 14336, 64), _SCALES),
+)

@@ -1,5 +1,6 @@
 """Contract of ``lora_qkv``."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.linear_float8 import (
     Float8Rows,
     fitting,
@@ -24,8 +26,7 @@ _OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("weight", "
 op = Op(
     "lora_qkv",
     family="adapters",
-    rows=("x", "low", *LAYERS, *(f"d{layer}" for layer in LAYERS), "codes", "codes_scale"),
-    replicated=(*_OPTIONAL, *(f"{layer}_weight_scale" for layer in LAYERS)),
+    rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x q k v low codes codes_scale", 1),
 )
 
@@ -38,7 +39,7 @@ class LoraQKVOutput(NamedTuple):
     v: Tensor | None
 
 
-@op.forward(returns="q k v low", residuals="low")
+@op.forward(returns="q k v", residuals="low")
 def forward(
     x: Tensor, q_weight: Optional[Tensor], k_weight: Optional[Tensor], v_weight: Optional[Tensor],
     q_a: Optional[Tensor], q_b: Optional[Tensor], k_a: Optional[Tensor], k_b: Optional[Tensor],
@@ -71,7 +72,7 @@ op.backward(
     reads="dq dk dv x q_weight k_weight v_weight q_a q_b k_a k_b v_a v_b low q_scale k_scale "
     "v_scale q_weight_scale k_weight_scale v_weight_scale",
     returns="dx dq_a dq_b dk_a dk_b dv_a dv_b",
-    rule=_gradients,
+    shapes=_gradients,
 )
 
 
@@ -155,6 +156,16 @@ def lora_qkv(
     made = op(x, *wide[:3], *adapted.values(), *wide[3:], *scales, *own, *rows)
     there = [weight is not None for weight in weights.values()]
     return LoraQKVOutput(*(y if kept else None for y, kept in zip(made, there, strict=True)))
+
+
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    rows, width = math.prod(shapes["x"][:-1]), shapes["x"][-1]
+    outputs = sum(shapes[name][0] for name in shapes if name.endswith("_weight"))
+    product = 2.0 * rows * width * outputs
+    # x read, outputs written; then these gradients and x read, dx written; frozen as lora_mlp's
+    forward = rows * (width + outputs) * size
+    return Work(forward, 2 * forward + rows * width * size, product, 2 * product)
 
 
 def _absent(name: str, parts: dict[str, Tensor | None]) -> None:

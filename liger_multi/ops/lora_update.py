@@ -1,5 +1,6 @@
 """Contract of ``lora_update``."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.linear_float8 import CODES
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -15,8 +17,7 @@ from liger_multi.testing.samples import Tensor as T
 op = Op(
     "lora_update",
     family="adapters",
-    rows=("base", "x", "dy"),
-    replicated=("a", "b"),
+    rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x base y", 1),
 )
 
@@ -27,7 +28,7 @@ def forward(base: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tens
     return base.new_empty(base.shape)
 
 
-op.backward(reads="dy x a b scale", returns="dx da db", identity_grads={"base": "y"})
+op.backward(reads="dy x a b scale", returns="dx da db", same_grad_as={"base": "y"})
 
 
 def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -62,6 +63,15 @@ def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float =
     by = checks.number("lora_update", "scale", scale)
     x, a, b = adapter_dtypes("lora_update", {"base": base, "x": x}, a, b)
     return op(base, x, a, b, by)  # type: ignore[no-any-return]
+
+
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    inputs, outputs = math.prod(shapes["x"]), math.prod(shapes["base"])
+    product = 2.0 * shapes["a"][0] * (inputs + outputs)
+    # x and base read, y written; then dy and x read, dx written
+    forward = (inputs + 2 * outputs) * size
+    return Work(forward, forward + (outputs + 2 * inputs) * size, product, 4 * product)
 
 
 def fit(op: str, x: Tensor, out: tuple[int, ...], a: Tensor, b: Tensor, of: str = "") -> None:

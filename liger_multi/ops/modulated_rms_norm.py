@@ -10,6 +10,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise, promise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.rms_norm import CASTINGS, numbers
 from liger_multi.ops.rms_norm import forward as norm_shapes
 from liger_multi.testing.samples import Sample
@@ -29,7 +30,7 @@ op = Op(
 )
 
 
-@op.forward(returns="y rstd", residuals="rstd")
+@op.forward(returns="y", residuals="rstd")
 def forward(
     x: Tensor, scale: Tensor, shift: Optional[Tensor], weight: Optional[Tensor], eps: float,
     offset: float, casting: str,
@@ -45,7 +46,7 @@ op.backward(
     reads="dy x scale shift_dtype weight rstd offset casting",
     returns="dx dscale dshift dweight",
     shapes={"shift": "scale"},
-    added=("shift",),
+    additive=("shift",),
 )
 
 
@@ -99,6 +100,13 @@ def modulated_rms_norm(
     checks.one_of(name, "casting", casting, CASTINGS)
     result: Tensor = op(x, scale, shift, weight, *numbers(name, eps, offset), casting)
     return result
+
+
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    once, by = math.prod(shapes["x"]) * size, math.prod(shapes["scale"]) * size
+    # x, scale and shift read, y written; dy, x and scale read, three gradients written
+    return Work(2 * once + 2 * by, 5 * once + 5 * by)
 
 
 def _fits(x: torch.Size, scale: torch.Size) -> bool:
@@ -159,3 +167,7 @@ SAMPLES = (
     Sample("2x4096x3072", _case((2, 4096, 3072), (2, 1, 3072), weight=False), size="bench"),
     Sample("8192x4096 every row", _case((8192, 4096), (8192, 4096), weight=False), size="bench"),
 )  # fmt: skip
+COMPILE_SAMPLES = (
+    Sample("8x128x65536", _case((8, 128, 65536), (8, 1, 65536))),
+    Sample("1024x65536 every row", _case((1024, 65536), (1024, 65536))),
+)

@@ -1,5 +1,6 @@
 """Contract of ``multi_token_attention``."""
 
+import math
 from typing import Optional
 
 from torch import Tensor
@@ -7,6 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -17,7 +19,7 @@ def _length(size: int, kernel: int, stride: int, padding: int, dilation: int) ->
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 
-@op.forward(returns="y p", residuals="p")
+@op.forward(returns="y", residuals="p")
 def forward(
     scores: Tensor, weight: Tensor, bias: Optional[Tensor], stride: int, padding: int,
     dilation: int, groups: int, sparse: bool,
@@ -100,6 +102,20 @@ def multi_token_attention(
     return result
 
 
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    *_, heads, rows, cols = shapes["scores"]
+    scores = math.prod(shapes["scores"])
+    seen = scores * sum(min(row + 1, cols) for row in range(rows)) / (rows * cols)
+    wide = shapes["weight"][0] / heads  # what y has to scores, where the convolution keeps sizes
+    product = 2.0 * seen * wide * math.prod(shapes["weight"][1:])
+    # seen scores read, probabilities and y written with their zeros; what is seen of dy and the
+    # probabilities read, dscores written; no product past the diagonal
+    forward = (seen + scores * (1 + wide)) * size
+    both = forward + (seen * (1 + wide) + scores) * size
+    return Work(forward, both, product, 3 * product)
+
+
 def _case(
     scores: tuple[int, int, int, int], out: int, size: int, groups: int = 1,
     layout: str = "contiguous",
@@ -134,3 +150,8 @@ SAMPLES = (
     Sample("1x16x2048", _case((1, 16, 2048, 2048), 16, 3), {"padding": 1}, size="bench"),
     Sample("1x8x4096", _case((1, 8, 4096, 4096), 8, 3), {"padding": 1}, size="bench"),
 )  # fmt: skip
+COMPILE_SAMPLES = (
+    Sample("1x2x16384", _case((1, 2, 16384, 16384), 2, 3), {"padding": 1}),
+    Sample("1x1x65536", _case((1, 1, 65536, 65536), 1, 3), {"padding": 1}),
+    Sample("1x16x2048 sparse", _case((1, 16, 2048, 2048), 16, 3), {"padding": 1, "sparse": True}),
+)

@@ -6,14 +6,16 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.attention import gradients_of_heads
+from liger_multi.ops.attention import work as attention_work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 op = Op("neighborhood_attention", family="attention", bitwise=bitwise(PER_ROW, "q k v y lse"))
 
 
-@op.forward(returns="y lse", residuals="lse")
+@op.forward(returns="y", residuals="lse")
 def forward(
     q: Tensor, k: Tensor, v: Tensor, reach: int, dilation: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -24,7 +26,7 @@ def forward(
 
 
 op.backward(
-    reads="dy q k v y lse reach dilation scale", returns="dq dk dv", rule=gradients_of_heads
+    reads="dy q k v y lse reach dilation scale", returns="dq dk dv", shapes=gradients_of_heads
 )
 
 
@@ -77,6 +79,12 @@ def neighborhood_attention(
     by = q.shape[3] ** -0.5 if scale is None else checks.number(name, "scale", scale)
     result: Tensor = op(q, k, v, size // 2, steps, by)
     return result
+
+
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    reach = options.get("kernel_size", 7) // 2  # a dilation leaves out as many as it reaches
+    return attention_work(shapes, size, {"window": (reach, reach)})
 
 
 def _case(

@@ -9,6 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
+from liger_multi.ops._work import elementwise
 from liger_multi.ops.rms_norm import EPS
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -16,13 +17,12 @@ from liger_multi.testing.samples import Tensor as T
 op = Op(
     "poly_norm",
     family="norms",
-    rows=("x", "dy", "rstd"),
-    replicated=("weight", "bias"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x y rstd", 1),
 )
 
 
-@op.forward(returns="y rstd", residuals="rstd")
+@op.forward(returns="y", residuals="rstd")
 def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tuple[Tensor, Tensor]:
     """Shape rule."""
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -34,7 +34,7 @@ op.backward(
     reads="dy x weight rstd bias_dtype",
     returns="dx dweight dbias",
     shapes={"bias": lambda x: (1,)},
-    added=("bias",),
+    additive=("bias",),
     values_for={"weight": "x"},
 )
 
@@ -73,6 +73,9 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float 
     return result
 
 
+work = elementwise(2, 5)
+
+
 def _given(*shape: int, layout: str = "contiguous", **parameters: Any) -> dict[str, T]:
     made = {"x": T(shape, layout=layout)}
     return made | {"weight": T((3,), **parameters), "bias": T((1,), **parameters)}
@@ -88,3 +91,4 @@ SAMPLES = (
     Sample("frozen-parameters", _given(6, 64, grad=False)),
     *bench(_given, "8192x4096 8192x11264"),
 )
+COMPILE_SAMPLES = (*bench(_given, "65536x256 1024x65536"),)

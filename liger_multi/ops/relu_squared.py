@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from liger_multi.ops._activations import pointwise, pointwise_samples, run_pointwise
+from liger_multi.ops._work import elementwise
 
 # traced as swiglu, whose traced form was measured; this one's was not
 op = pointwise("relu_squared", family="activations")
@@ -31,6 +32,10 @@ def relu_squared(x: Tensor) -> Tensor:
         So et al. 2021 (arXiv:2109.08668); transformers ``ReLUSquaredActivation``.
     """
     return run_pointwise(op, x)
+
+
+# x read, y written; dy and x read, dx written
+work = elementwise(2, 5)
 
 
 SAMPLES = pointwise_samples("8192x16384 8192x24576")

@@ -17,6 +17,7 @@ from liger_multi.ops._float8 import (
     with_codes,
 )
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
+from liger_multi.ops._work import elementwise, with_code_bytes
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -25,13 +26,12 @@ FACTOR = "factor"
 op = Op(
     "rms_norm",
     family="norms",
-    rows=("x", "dy", "rstd"),
-    replicated=("weight",),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x y rstd", 1),
 )
 
 
-@op.forward(returns="y rstd", residuals="rstd")
+@op.forward(returns="y", residuals="rstd")
 def forward(
     x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
@@ -96,6 +96,11 @@ def rms_norm(
     return either(op, quantized_op, quantize, outputs, *given)
 
 
+# x read, y written; dy and x read, dx written (statistics and weights are one row)
+work = elementwise(2, 5)
+quantized_work = with_code_bytes(work)
+
+
 def numbers(name: str, eps: float, offset: float) -> tuple[float, float]:
     """Both numbers of a norm, checked."""
     return (
@@ -126,3 +131,7 @@ QUANTIZED_SAMPLES = coded_samples(
     _given, SHAPES, "8192x4096 16384x2048",
     {"odd-width": GEMMA, "one-row": {"casting": "olmo"}},
 )  # fmt: skip
+COMPILE_SAMPLES = (
+    *bench(_given, "2048x16384 1024x65536"),
+    Sample("16384x2048 gemma", _given(16384, 2048), GEMMA),
+)

@@ -1,5 +1,6 @@
 """Contract of ``rms_norm_rope``."""
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._rotary import check_angles, head_axis, order
 from liger_multi.ops._samples import each_frozen
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.rms_norm import CASTINGS, numbers
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -29,7 +31,7 @@ def gradients(**given: Any) -> tuple[Tensor, ...]:
     )
 
 
-@op.forward(returns="y rstd", residuals="rstd")
+@op.forward(returns="y", residuals="rstd")
 def forward(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float, casting: str,
     rope_casting: str, head_axis: int, x_order: str,
@@ -47,7 +49,7 @@ def forward(
 op.backward(
     reads="dy x weight cos sin rstd offset casting rope_casting head_axis x_order",
     returns="dx dweight",
-    rule=gradients,
+    shapes=gradients,
     values_for={"weight": "x"},
 )
 
@@ -124,6 +126,14 @@ def rms_norm_rope(
     return result
 
 
+# q, k, cos and sin read, q and k written, twice
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    once, angles = (math.prod(shapes[name]) * size for name in ("x", "cos"))
+    # x and angles read, y written; dy, x and angles read, dx written
+    return Work(2 * once + 2 * angles, 5 * once + 4 * angles)
+
+
 def _case(
     batch: int, heads: int, tokens: int, width: int, *, angles: tuple[int, ...] = (1,),
     axis: int = 1, whole: bool = False, layout: str = "contiguous", kind: Any = None, **weight: Any,
@@ -181,4 +191,10 @@ SAMPLES = (
     Sample("8x2048 8x128", _case(8, 8, 2048, 128, layout="swapped"), size="bench"),
     Sample("4x2048 32x128 tokens", _case(4, 32, 2048, 128, layout="swapped", whole=True),
            size="bench"),
+)  # fmt: skip
+COMPILE_SAMPLES = (
+    Sample("4x2048 8x256 gemma", _case(4, 8, 2048, 256, layout="swapped"),
+           {"casting": "gemma", "offset": 1.0}),
+    Sample("4x2048 64x128 olmo", _case(4, 64, 2048, 128, layout="swapped", whole=True),
+           {"casting": "olmo"}),
 )  # fmt: skip

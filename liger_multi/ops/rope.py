@@ -15,6 +15,7 @@ from liger_multi.ops._rotary import (
     head_axis,
     order,
     queries_and_keys,
+    rope_work,
     rotary_width,
 )
 from liger_multi.ops._samples import each_frozen
@@ -47,7 +48,7 @@ op.backward(
     reads="dq_out dk_out cos sin style head_axis rotary_dim casting q_order k_order q_dtype "
     "k_dtype",
     returns="dq dk",
-    rule=gradients,
+    shapes=gradients,
 )
 
 
@@ -112,6 +113,9 @@ def rope(
     return result
 
 
+work = rope_work
+
+
 def _case(
     *lead: Any, rotary: int = 0, angles: tuple[int, ...] = (1,), kind: Any = None, **more: Any
 ) -> dict[str, T]:
@@ -155,4 +159,9 @@ SAMPLES = (
     Sample("8x1024 14/2x64", _case(8, (14, 2), 1024, 64, layout="swapped"), size="bench"),
     Sample("8x1024 32/8x128 interleaved", _case(8, (32, 8), 1024, 128, layout="swapped"),
            INTERLEAVED, size="bench"),
+)  # fmt: skip
+COMPILE_SAMPLES = (
+    Sample("4x2048 16/16x80", _case(4, (16, 16), 2048, 80, layout="swapped")),
+    Sample("4x2048 32/2x128 of 64", _case(4, (32, 2), 2048, 128, rotary=64, layout="swapped"),
+           {"rotary_dim": 64}),
 )  # fmt: skip

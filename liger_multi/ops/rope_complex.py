@@ -9,6 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
+from liger_multi.ops._rotary import rope_work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -33,7 +34,7 @@ def forward(
 op.backward(
     reads="dq_out dk_out freqs head_axis rotary_dim q_order k_order q_dtype k_dtype",
     returns="dq dk",
-    rule=_rotary.gradients,
+    shapes=_rotary.gradients,
 )
 
 
@@ -80,6 +81,9 @@ def rope_complex(
     _rotary.check_angles(name, q, parts, parts, heads)
     rotary = _rotary.rotary_width(name, q, parts, 2 * parts.shape[-1])
     return _rotary.run(op, q, k, (freqs,), (heads, rotary), "cohere")
+
+
+work = rope_work
 
 
 def _case(angles: tuple[int, ...], *lead: Any, kind: Any = None, **more: Any) -> Any:

@@ -10,6 +10,8 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
+from liger_multi.ops._rotary import rope_work
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -39,7 +41,7 @@ op.backward(
     reads="dq_out dk_out cos sin sections chunked style head_axis rotary_dim casting q_order "
     "k_order q_dtype k_dtype",
     returns="dq dk",
-    rule=_rotary.gradients,
+    shapes=_rotary.gradients,
 )
 
 
@@ -92,6 +94,12 @@ def rope_multimodal(
     cos, sin = (t if t.ndim == 4 else t.unsqueeze(1) for t in (cos, sin))
     rest = (word, arrangement == "chunked", style, heads, rotary, casting)
     return _rotary.run(op, q, k, (cos, sin), rest, casting)
+
+
+# of three grids, each pair needs the angles of one
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    return rope_work({**shapes, "cos": shapes["cos"][1:], "sin": shapes["sin"][1:]}, size, options)
 
 
 def _case(grids: int, angles: tuple[int, ...], *lead: Any, **options: Any) -> dict[str, T]:

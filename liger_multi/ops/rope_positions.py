@@ -10,6 +10,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
+from liger_multi.ops._rotary import rope_work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -36,7 +37,7 @@ op.backward(
     reads="dq_out dk_out inv_freq position_ids scaling sections chunked style head_axis casting "
     "q_order k_order q_dtype k_dtype",
     returns="dq dk",
-    rule=_rotary.gradients,
+    shapes=_rotary.gradients,
 )
 
 
@@ -91,6 +92,9 @@ def rope_positions(
     scale = checks.number(name, "scaling", scaling)
     rest = (scale, word, arrangement == "chunked", style, heads, casting)
     return _rotary.run(op, q, k, (positions, inv_freq), rest, "cohere")
+
+
+work = rope_work
 
 
 def _positions(

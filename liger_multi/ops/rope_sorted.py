@@ -9,6 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
+from liger_multi.ops._rotary import rope_work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -36,7 +37,7 @@ def forward(
 op.backward(
     reads="dq_out dk_out cos sin head_axis rotary_dim casting q_order k_order q_dtype k_dtype",
     returns="dq dk",
-    rule=_rotary.gradients,
+    shapes=_rotary.gradients,
 )
 
 
@@ -78,6 +79,9 @@ def rope_sorted(
     _rotary.check_angles(name, q, cos, sin, heads)
     rotary = _rotary.rotary_width(name, q, cos, rotary_dim)
     return _rotary.run(op, q, k, (cos, sin), (heads, rotary, casting), casting)
+
+
+work = rope_work
 
 
 def _case(angles: tuple[int, ...], *lead: Any, **more: Any) -> dict[str, T]:

@@ -1,5 +1,6 @@
 """Contract of ``selective_scan``."""
 
+import math
 from typing import Any, Optional
 
 import torch
@@ -9,6 +10,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.causal_conv1d import segments_of
 from liger_multi.ops.ssd_scan import first_tokens, shapes_are
 from liger_multi.testing.samples import Sample
@@ -21,7 +23,7 @@ op = Op(
 )
 
 
-@op.forward(returns="y final_state states", residuals="states")
+@op.forward(returns="y final_state", residuals="states")
 def forward(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
     z: Optional[Tensor], delta_bias: Optional[Tensor], initial_state: Optional[Tensor],
@@ -109,6 +111,15 @@ def selective_scan(
     return (y, state) if output_final_state else y
 
 
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    rows, pairs = math.prod(shapes["u"]) * size, math.prod(shapes["B"]) * size
+    steps = math.prod(shapes["delta"]) * 4
+    # u, z, delta, B and C read, y written; those and dy read, five gradients written
+    forward = 3 * rows + steps + 2 * pairs
+    return Work(forward, 2 * forward + 2 * rows + steps + 2 * pairs)
+
+
 def _case(
     *shape: int, states: int = 4, layout: str = "contiguous", ids: int = 0,
     dtype: torch.dtype | None = None, strength: float = 1.0, without: str = "",
@@ -162,4 +173,16 @@ SAMPLES = (
         _case(2, 8192, 8192, states=16, dtype=torch.float32, without="initial_state"), SOFT,
         "bench",
     ),
+)  # fmt: skip
+COMPILE_SAMPLES = (
+    *[
+        Sample(f"2x8192x{channels} N{states}",
+               _case(2, 8192, channels, states=states, dtype=torch.float32,
+                     without="initial_state"), SOFT)
+        for channels, states in ((4096, 64), (1024, 256))
+    ],
+    Sample("2x8192x8192 N16 plain",
+           _case(2, 8192, 8192, states=16, dtype=torch.float32, without=SCAN)),
+    Sample("2x8192x8192 N16 everything",
+           _case(2, 8192, 8192, states=16, ids=2, dtype=torch.float32), SOFT | FINAL),
 )  # fmt: skip

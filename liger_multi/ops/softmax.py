@@ -5,10 +5,11 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
-op = Op("softmax", family="cross_entropy", rows=("x", "dy"), bitwise=bitwise(PER_ROW, "x y", 1))
+op = Op("softmax", family="cross_entropy", rowwise=True, bitwise=bitwise(PER_ROW, "x y", 1))
 
 
 @op.forward(returns="y")
@@ -58,6 +59,10 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
         ``torch.nn.functional.softmax``.
     """
     return along(op, x, dim)
+
+
+# x read, y written; dy and y read, dx written
+work = elementwise(2, 5)
 
 
 def samples_of() -> tuple[Sample, ...]:

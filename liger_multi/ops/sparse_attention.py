@@ -1,5 +1,6 @@
 """Contract of ``sparse_attention``: softmax attention of every query over a list of keys."""
 
+import math
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -9,6 +10,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -36,7 +38,7 @@ def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:
     return like.new_empty(like.shape[0], length, heads, size).transpose(1, 2)
 
 
-@op.forward(returns="y weights lse", residuals="lse", non_differentiable="weights")
+@op.forward(returns="y weights", residuals="lse")
 def forward(
     q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, value_dim: int, scale: float,
     output_weights: bool,
@@ -61,7 +63,7 @@ def gradients(**given: Any) -> tuple[Tensor, ...]:
 
 
 op.backward(
-    reads="dy q k v indices y lse value_dim scale", returns="dq dk dv", rule=gradients
+    reads="dy q k v indices y lse value_dim scale", returns="dq dk dv", shapes=gradients
 )  # fmt: skip
 
 
@@ -112,6 +114,18 @@ def sparse_attention(
     wanted = checks.boolean(op.name, "output_weights", output_weights)
     y, weights = op(q, k, v, places, size, by, wanted)
     return SparseAttentionOutput(y, weights.view(indices.shape)) if wanted else y
+
+
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    (batch, heads, length, width), listed = shapes["q"], shapes["indices"][-1]
+    value = shapes["v"][-1] if "v" in shapes else width  # a latent's value is nearly all of it
+    once = (math.prod(shapes["q"]) + batch * heads * length * value) * size
+    once += math.prod(shapes["k"]) * size + math.prod(shapes["indices"]) * 4
+    # forward: two products of listed pairs; backward: the scores again and four more
+    product = 2.0 * batch * heads * length * listed
+    forward = product * (width + value)
+    return Work(once, 3 * once, forward, forward + product * (3 * width + 2 * value))
 
 
 def _shapes_fit(q: Tensor, k: Tensor, v: Tensor | None, value_dim: int | None) -> int:
@@ -210,4 +224,12 @@ SAMPLES = (
            _latent(512), size="bench"),
     Sample("latent-8192x128x576-2048", _case((1, 128, 8192, 576), 2048, layout="swapped",
            absent=0.0), _latent(512), size="bench"),
+)  # fmt: skip
+COMPILE_SAMPLES = (
+    Sample("latent-128x32x320-2048", _case((1, 32, 128, 320), 2048, keys=8192), _latent(256)),
+    *[
+        Sample(f"128x{heads}x{size}-2048",
+               _case((1, heads, 128, size), 2048, keys=8192, groups=groups, value=value), WEIGHTS)
+        for heads, groups, size, value in ((32, 2, 128, 128), (16, 16, 192, 128), (8, 2, 64, 64))
+    ],
 )  # fmt: skip

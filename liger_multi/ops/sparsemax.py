@@ -4,9 +4,10 @@ from torch import Tensor
 
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._work import elementwise
 from liger_multi.ops.softmax import along, samples_of
 
-op = Op("sparsemax", family="cross_entropy", rows=("x", "dy"), bitwise=bitwise(PER_ROW, "x y", 1))
+op = Op("sparsemax", family="cross_entropy", rowwise=True, bitwise=bitwise(PER_ROW, "x y", 1))
 
 
 @op.forward(returns="y")
@@ -44,6 +45,9 @@ def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
         Martins and Astudillo 2016 (arXiv:1602.02068).
     """
     return along(op, x, dim)
+
+
+work = elementwise(2, 5)
 
 
 SAMPLES = samples_of()

@@ -1,5 +1,6 @@
 """Contract of ``ssd_scan``, and what it shares with ``selective_scan``."""
 
+import math
 from typing import Any, Optional
 
 import torch
@@ -9,6 +10,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._samples import each_frozen
+from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.causal_conv1d import segments_of
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -106,6 +108,19 @@ def ssd_scan(
     y, state = op(x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, low, high,
                   chunk, output_final_state)  # fmt: skip
     return (y, state) if output_final_state else y
+
+
+def work(shapes: Shapes, size: int, options: Options) -> Work:
+    """What a call reads and writes at least, and its operations."""
+    rows, groups = math.prod(shapes["x"]) * size, math.prod(shapes["B"]) * size
+    value, states, chunk = shapes["x"][-1], shapes["B"][-1], 64
+    steps = math.prod(shapes["dt"]) * 4
+    # x, B, C and dt read, y written; those and dy read, four gradients written
+    forward = 2 * rows + 2 * groups + steps
+    # of each token a row of a square and of two states, and of a group a row of another square
+    tokens, shared = math.prod(shapes["dt"]), math.prod(shapes["B"][:-1])
+    product = 2.0 * (tokens * (chunk * value + 2 * states * value) + shared * chunk * states)
+    return Work(forward, forward + 2 * rows + 2 * groups + steps, product, 4 * product)
 
 
 def _shapes_fit(x: Tensor, B: Tensor, C: Tensor) -> None:
@@ -214,4 +229,14 @@ SAMPLES = (
         "2x8192 128x64 G1 N256",
         _case(*MANY, states=256, dtype=torch.float32, without=MAMBA2), SOFT, "bench",
     ),
+)  # fmt: skip
+COMPILE_SAMPLES = (
+    *[
+        Sample(f"2x8192 16x{value} G{groups} N{states}",
+               _case(2, 8192, 16, value, groups=groups, states=states, dtype=torch.float32,
+                     without=MAMBA2), SOFT)
+        for groups, value, states in ((8, 64, 64), (16, 32, 128), (2, 64, 32), (2, 128, 128))
+    ],
+    Sample("2x8192 16x64 G1 N128 everything",
+           _case(2, 8192, 16, 64, states=128, ids=2, dtype=torch.float32), SOFT | FINAL),
 )  # fmt: skip

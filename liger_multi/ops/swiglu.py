@@ -17,6 +17,7 @@ from liger_multi.ops._float8 import (
     with_codes,
 )
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
+from liger_multi.ops._work import elementwise, with_code_bytes
 from liger_multi.testing.samples import Sample
 
 # H200, 8192x14336 bf16, 2026-11: forward + backward 0.439 ms under
@@ -25,7 +26,7 @@ op = Op(
     "swiglu",
     family="activations",
     compile="trace",
-    rows=("gate", "up", "dy"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "gate up y", 1),
 )
 
@@ -77,6 +78,11 @@ def swiglu(
     gate_and_up("swiglu", gate, up)
     given = (gate, up, *multipliers("swiglu", gate_multiplier, down_multiplier))
     return either(op, quantized_op, quantize, outputs, *given)
+
+
+# gate and up read, y written; dy, gate and up read, two gradients written
+work = elementwise(3, 8)
+quantized_work = with_code_bytes(work)
 
 
 FALCON = {"gate_multiplier": 0.8838834764831844, "down_multiplier": 0.5}

@@ -8,6 +8,7 @@ from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._activations import FP32_UP, gate_and_up, pair
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
+from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -16,7 +17,7 @@ op = Op(
     "swiglu_clamped",
     family="activations",
     compile="trace",
-    rows=("gate", "up", "dy"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "gate up y", 1),
 )
 
@@ -61,6 +62,9 @@ def swiglu_clamped(
     gate_and_up("swiglu_clamped", gate, up)
     result: Tensor = op(gate, up, *numbers("swiglu_clamped", limit, alpha, up_offset))
     return result
+
+
+work = elementwise(3, 8)
 
 
 def numbers(name: str, limit: float, alpha: float, offset: float) -> tuple[float, float, float]:

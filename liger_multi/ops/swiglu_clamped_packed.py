@@ -7,7 +7,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._activations import even, packed
+from liger_multi.ops._activations import even, packed, packed_work
 from liger_multi.ops._samples import HALVES, usual
 from liger_multi.ops.swiglu_clamped import CLOSE, PLAIN, numbers
 from liger_multi.testing.samples import Sample
@@ -17,7 +17,7 @@ op = Op(
     "swiglu_clamped_packed",
     family="activations",
     compile="trace",
-    rows=("gate_up", "dy"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "gate_up y", 1),
 )
 
@@ -66,6 +66,9 @@ def swiglu_clamped_packed(
     by = numbers("swiglu_clamped_packed", limit, alpha, up_offset)
     result: Tensor = op(gate_up, *by, interleaved)
     return result
+
+
+work = packed_work
 
 
 FAR: dict[str, Any] = {"one-row": {}, "no-rows": {}, "past-65535-rows": {}}

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
-from liger_multi.ops._activations import BOTH, PACKED_MLPS, even, multipliers, packed
+from liger_multi.ops._activations import BOTH, PACKED_MLPS, even, multipliers, packed, packed_work
 from liger_multi.ops._samples import HALVES, usual
 from liger_multi.testing.samples import Sample
 
@@ -12,7 +12,7 @@ op = Op(
     "swiglu_packed",
     family="activations",
     compile="trace",
-    rows=("gate_up", "dy"),
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "gate_up y", 1),
 )
 
@@ -55,6 +55,9 @@ def swiglu_packed(
     by = multipliers("swiglu_packed", gate_multiplier, down_multiplier)
     result: Tensor = op(gate_up, *by)
     return result
+
+
+work = packed_work
 
 
 SAMPLES = (

@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._work import elementwise
 from liger_multi.ops.fused_linear_log_prob import OUTPUTS, LogProbOutput, named
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -19,7 +20,7 @@ op = Op(
 )
 
 
-@op.forward(returns=" ".join((*OUTPUTS, "lse_low")), non_differentiable="argmax lse_low")
+@op.forward(returns=" ".join((*OUTPUTS, "lse_low")))
 def forward(
     logits: Tensor, target: Tensor, ignore_index: int, softcap: Optional[float], logit_scale: float,
     validate: bool, outputs: str,
@@ -86,6 +87,10 @@ def token_log_prob(
         ignore_index=ignore_index, validate=validate, outputs=outputs,
     )  # fmt: skip
     return named(op(*arguments), target, arguments[-1])
+
+
+# logits read; read again, and the gradient written
+work = elementwise(1, 3)
 
 
 def prepared(

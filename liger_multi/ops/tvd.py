@@ -5,12 +5,14 @@ from torch import Tensor
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence import (
+    compile_samples_of,
     declare,
     declare_inplace,
     inplace_samples_of,
     run,
     samples_of,
 )
+from liger_multi.ops._work import elementwise
 
 op = Op(
     "tvd",
@@ -26,7 +28,7 @@ inplace_op = Op(
     "tvd_inplace",
     family="divergences",
     inplace="student",
-    bitwise=bitwise(PER_ROW, "student teacher target loss", reference="no"),
+    bitwise=bitwise(PER_ROW, "student teacher target loss"),
 )
 declare_inplace(inplace_op)
 
@@ -79,5 +81,13 @@ def tvd(
     )  # fmt: skip
 
 
+work = elementwise(2, 5)
+
+
+# student and teacher read; the gradient written, which one pass can do
+inplace_work = elementwise(2, 3)
+
+
 SAMPLES = samples_of()
 INPLACE_SAMPLES = inplace_samples_of(SAMPLES)
+COMPILE_SAMPLES = compile_samples_of(32000, {"form": "prob", "teacher_form": "prob"})

@@ -4,11 +4,12 @@ Importing this imports no transformers; ``docs/recognition.md`` says how it work
 """
 
 from liger_multi.patching.apply import patch, patched, unpatch
-from liger_multi.patching.lazy_logits.traced import real_logits
-from liger_multi.patching.recognize.kinds import MlpKind, MlpNames, NormKind
-from liger_multi.patching.recognize.registered import Replacement, register, unregister
-from liger_multi.patching.replace.attention import register_attention, unregister_attention
-from liger_multi.patching.replace.experts_interface import register_experts, unregister_experts
+from liger_multi.patching.attention.interface import register_attention, unregister_attention
+from liger_multi.patching.experts.interface import register_experts, unregister_experts
+from liger_multi.patching.head.traced import real_logits
+from liger_multi.patching.mlp.kinds import MlpKind, MlpNames
+from liger_multi.patching.norms.kinds import NormKind
+from liger_multi.patching.registered import Replacement, register, unregister
 from liger_multi.patching.report import Entry, PatchReport, Skipped, Watched
 
 __all__ = [

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 from torch import nn
 
 from liger_multi.errors import PatchError
-from liger_multi.patching import modeltypes
-from liger_multi.patching.finders.absent import find_absent
-from liger_multi.patching.finders.adapters import find_expert_adapters, find_lora, find_shared
-from liger_multi.patching.finders.attention import find_rotary, find_rotated, find_sparse
-from liger_multi.patching.finders.changes import restore_class
-from liger_multi.patching.finders.head import find_loss_head
-from liger_multi.patching.finders.layers import find_experts, find_mlp, find_norm, find_registered
-from liger_multi.patching.finders.linear import find_float8, find_linear
-from liger_multi.patching.finders.mixers import find_mixer, find_packed
-from liger_multi.patching.lazy_logits.protocol import warn_once
-from liger_multi.patching.options import OpChoice, Request, parse_request
-from liger_multi.patching.recognize import registered
-from liger_multi.patching.replace.swap import Block, lock, refuse_buried
-from liger_multi.patching.report import PatchReport, promised
+from liger_multi.patching import modeltypes, registered
+from liger_multi.patching.attention.find import find_sparse_attention
+from liger_multi.patching.changes import Change, Relabel, Replace, Restore
+from liger_multi.patching.experts.find import find_experts
+from liger_multi.patching.experts.lora import find_expert_adapters
+from liger_multi.patching.float8.find import find_float8
+from liger_multi.patching.head.find import find_loss_head
+from liger_multi.patching.linear import find_linear
+from liger_multi.patching.lora.find import find_lora, find_shared_inputs
+from liger_multi.patching.mixers.find import find_mixers
+from liger_multi.patching.mlp.find import find_mlps
+from liger_multi.patching.mlp.kinds import MLP_OPS
+from liger_multi.patching.norms.find import find_norms
+from liger_multi.patching.norms.kinds import NORM_OPS
+from liger_multi.patching.norms.rotated import find_rotated_norms
+from liger_multi.patching.options import (
+    MIXER_OPS,
+    ROTATED,
+    SPARSE,
+    TOLD,
+    OpChoice,
+    Request,
+    parse_request,
+)
+from liger_multi.patching.packing.find import find_packed
+from liger_multi.patching.registered import find_registered
+from liger_multi.patching.report import Entry, PatchReport, Skipped, promised, warn_once
+from liger_multi.patching.rotary import find_rotary
+from liger_multi.patching.swap import Block, Patched, apply, buried, lock, refuse_buried, restore
 
 __all__ = ["patch", "patched", "unpatch"]
 
@@ -81,7 +98,7 @@ def unpatch(model: nn.Module | str) -> PatchReport:
         refuse_buried(_module(model).named_modules(), "unpatch")
         report = PatchReport(type(model).__name__, call="unpatch")
         for path, module in model.named_modules():
-            restore_class(report, path, module)
+            _carry_out(report, Restore(path, module))
     return report
 
 
@@ -133,21 +150,19 @@ def _module(model: object) -> nn.Module:
 
 def _patch_built(model: nn.Module, request: Request, strict: bool) -> None:
     """Patch what a constructor has built: a whole model, or the part of one that has no head."""
-    report = _patch(model, request, strict, head_needed=False)
+    report = _patch(model, replace(request, whole=False), strict)
     refused = [s for s in report.skipped if s.strict]
     if refused:
         few = PatchReport(report.target, [], refused)
         warn_once(f"not everything was patched: {few}", f"skipped {report.target}")
 
 
-def _patch(
-    model: nn.Module, request: Request, strict: bool, head_needed: bool = True
-) -> PatchReport:
+def _patch(model: nn.Module, request: Request, strict: bool) -> PatchReport:
     report = PatchReport(type(model).__name__)
     with lock:
         before = Block(model)
         try:
-            _recognize(report, request, model, head_needed)
+            _run_parts(report, request, model)
             if strict and any(s.strict for s in report.skipped):
                 raise PatchError(
                     f"strict=True, and some modules were skipped; the model is unchanged\n{report}"
@@ -159,20 +174,112 @@ def _patch(
     return report
 
 
-_FINDERS = (find_norm, find_mlp, find_experts, find_rotary, find_mixer, find_lora, find_registered)
-"""Asked in this order for every module; each knows its operators' modules and leaves others."""
+Find: TypeAlias = Callable[[nn.Module, Request], Iterator[Change]]
+PARTS: tuple[tuple[Find, ...], ...] = (
+    (find_float8,),  # whether an MLP is one operator depends on its layers
+    (find_norms, find_mlps, find_experts, find_rotary, find_mixers, find_lora, find_registered),
+    (find_expert_adapters,),  # after the experts: the wrappers of PEFT stand around them
+    (find_shared_inputs,),
+    (find_rotated_norms,),
+    (find_sparse_attention,),
+    (find_packed,),
+    (find_loss_head,),
+    (find_linear,),  # what nothing else serves
+)
+"""What is patched, in this order; lines of parts in one row are in the order of modules."""
 
 
-def _recognize(report: PatchReport, request: Request, model: nn.Module, head_needed: bool) -> None:
-    find_float8(report, request, model)  # whether an MLP is one operator depends on its layers
-    for path, module in model.named_modules():
-        for find in _FINDERS:
-            find(report, request, path, module)
-    find_expert_adapters(report, request, model)
-    find_shared(report, request, model)
-    find_rotated(report, request, model)
-    find_sparse(report, request, model)
-    find_packed(report, request, model)
-    find_loss_head(report, request, model, head_needed)
-    find_linear(report, request, model)
+def _run_parts(report: PatchReport, request: Request, model: nn.Module) -> None:
+    order = {path: i for i, (path, _) in enumerate(model.named_modules())}
+    for row in PARTS:
+        entries, skipped = len(report.entries), len(report.skipped)
+        for find in row:
+            for change in find(model, request):
+                _carry_out(report, change)
+        if len(row) > 1:
+            report.entries[entries:] = sorted(
+                report.entries[entries:], key=lambda entry: order[entry.path]
+            )
+            report.skipped[skipped:] = sorted(
+                report.skipped[skipped:], key=lambda skip: order[skip.path]
+            )
     find_absent(report, request, model)
+
+
+def _carry_out(report: PatchReport, change: Change) -> None:
+    """Do what a part says, with a line in the report."""
+    if isinstance(change, Replace):
+        _replace(report, change)
+    elif isinstance(change, Restore):
+        swap, op = restore(change.module), change.instead_of
+        if op:
+            report.entries = [e for e in report.entries if (e.path, e.op) != (change.path, op)]
+        elif swap and swap.behavior.reported:
+            name = swap.stock.__name__
+            report.entries.append(Entry(change.path, swap.op, name, name, {}, "restored"))
+    elif isinstance(change, Relabel):
+        report.entries = [
+            replace(e, replaced_by=change.replaced_by)
+            if e.op == change.op and e.path in change.paths
+            else e
+            for e in report.entries
+        ]
+    else:
+        report.skipped.append(change)
+
+
+def _replace(report: PatchReport, change: Replace) -> None:
+    """Swap, or say why not; a module that was wrapped after an equal patch counts as patched."""
+    path, module, swap = change.path, change.module, change.swap
+    status = "already patched"
+    if isinstance(module, Patched) and buried(module):
+        below = type(module)._liger_multi_swap
+        if (below.op, below.settings) != (swap.op, swap.settings):
+            name = type(module).__name__
+            reason = f"its class is now {name}, on top of an earlier patch; options are fixed"
+            report.skipped.append(Skipped(path, swap.op, reason))
+            return
+        swap = below
+    else:
+        status = apply(module, swap)
+    if change.replaced_by is not None:
+        op, options = change.op or swap.op, dict(change.options)
+        entry = Entry(path, op, swap.stock.__name__, change.replaced_by, options, status)
+        report.entries.append(entry)
+
+
+_ALONE = (
+    ("fused_moe",),
+    ("rope",),
+    ("lora",),
+    ("linear",),
+    ("linear_float8",),
+    (SPARSE,),
+    (ROTATED,),
+)
+"""Operators that are a family each."""
+
+
+def find_absent(report: PatchReport, request: Request, model: nn.Module) -> None:
+    """Name the operators that found nothing; one kind of MLP is enough where none was named."""
+    names = {type(m).__name__ for m in model.modules()}
+    experts = sorted(name for name in names if name.endswith("Experts"))
+    experts = [] if report.count("fused_moe") else experts
+    seen = {e.op for e in report.entries if e.status != "restored"}
+    seen |= {s.op for s in report.skipped}
+    if experts and "fused_moe" in request.enabled and not seen & {"fused_moe", *MLP_OPS}:
+        seen.add("fused_moe")
+        reason = f"{', '.join(experts)} does not use the experts interface of transformers"
+        strict = "fused_moe" in request.named
+        report.skipped.append(Skipped("", "fused_moe", reason, strict=strict))
+    for family in (NORM_OPS, MLP_OPS, MIXER_OPS, *_ALONE):
+        wanted = [op for op in family if op in request.enabled]
+        missing = [op for op in wanted if op not in seen]
+        for op in missing:
+            named = op in request.named
+            # most models have no experts, which is nothing to report
+            if named or (len(missing) == len(wanted) and op in TOLD):
+                reason = "the model has no module of this kind"
+                if family is MLP_OPS and experts:
+                    reason += f" (its experts, {', '.join(experts)}, are not patched)"
+                report.skipped.append(Skipped("", op, reason, strict=named))

@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from liger_multi.errors import PatchError
+from liger_multi.patching import registered
 from liger_multi.patching.apply import patch
 from liger_multi.patching.options import OpChoice, parse_request
-from liger_multi.patching.recognize import registered
-from liger_multi.patching.replace.swap import Block
 from liger_multi.patching.report import PatchReport
+from liger_multi.patching.swap import Block
 
 logger = logging.getLogger("liger_multi")
 

@@ -1,4 +1,8 @@
-"""What may be asked of :func:`liger_multi.patching.patch`, parsed into hashable settings."""
+"""What is known about the norms, gated MLPs and rotary functions of models, as data.
+
+Adding a name here widens where the probes look; whether a module is patched is decided by its
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,26 @@ from typing import Any, TypeAlias
 
 import torch
 
+from liger_multi._torch_private import outside_of_graphs
 from liger_multi.checks import ACCUMULATE, describe
-from liger_multi.dispatch.primitive import by_rows
+from liger_multi.dispatch.resolve import by_rows
 from liger_multi.errors import PatchError, unknown
-from liger_multi.patching.recognize.kinds import MIXER_OPS, MLP_KINDS, MLP_OPS, NORM_OPS, SPARSE
+from liger_multi.ops.linear_float8 import SMALLEST
+from liger_multi.patching.mlp.kinds import MLP_KINDS, MLP_OPS
+from liger_multi.patching.norms.kinds import NORM_OPS
+
+# --- mixers of hybrid models ---
+
+MIXER_OPS = (
+    *("causal_conv1d", "gated_delta_rule", "gated_short_conv", "kimi_delta_attention"),
+    *("selective_scan", "ssd_scan"),
+)
+
+SPARSE = "sparse_attention"
+"""The patch key of layers whose indexer selects keys."""
+
+TOLD = ("rms_norm", "swiglu", "geglu", "rope")
+"""Operators whose absence is worth a line where nobody named them."""
 
 PATCH = "patch()"
 """Who chose a backend, in messages."""
@@ -96,7 +116,7 @@ class Float8Options(Options):
 
     frozen: bool = False
     originals: bool = True
-    smallest: int = 2**22 + 1
+    smallest: int = SMALLEST
     gather: bool = False
     cache: bool = False
 
@@ -171,10 +191,12 @@ class Request:
     Attributes:
         enabled: Operators that are on, with their options.
         named: The operators that the call turned on by name, rather than by default.
+        whole: Whether the model is a whole one, of which ``strict`` expects an output embedding.
     """
 
     enabled: Mapping[str, Any]
     named: frozenset[str]
+    whole: bool = True
 
     def get(self, op: str) -> Any:
         """Options of an operator; None when it is off."""
@@ -285,3 +307,29 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "materialize_bytes": ("an integer >= 0", lambda v: _is_int(v) and v >= 0),
 }
+
+# --- one fused call ---
+
+
+def run_bound(
+    options: Options, names: tuple[str, ...], function: Callable[..., Any], *args: Any
+) -> Any:
+    """``function(*args)``, operators of ``names`` on the backend of the instance, if it has one."""
+    if options.backend is None:
+        return function(*args)
+    return _run_scoped(dict.fromkeys(names, options.backend), function, *args)
+
+
+def _run_scoped(choices: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
+    from liger_multi.dispatch.config import scope
+
+    with scope(choices, PATCH):
+        return function(*args)
+
+
+# A graph breaks at the scope.
+outside_of_graphs(
+    _run_scoped,
+    "a backend named for a patched model is a scope that no graph can hold; use "
+    "liger_multi.configure",
+)

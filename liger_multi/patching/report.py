@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from liger_multi.patching.watch import Executed, executed, serves
@@ -217,3 +222,24 @@ def promised(model_type: str, enabled: Mapping[str, Any]) -> PatchReport:
     for op, options in enabled.items():
         report.entries.append(Entry("", op, model_type, op, options.shown()))
     return report
+
+
+def caller_level() -> tuple[int, str]:
+    """Stack level and place of the first frame outside of torch and of this package."""
+    own = str(Path(os.path.abspath(__file__)).parents[1])
+    inside = (own + os.sep, os.path.dirname(torch.__file__) + os.sep)
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    return level, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str, key: str | None = None) -> None:
+    """Warn at the caller's line, once for a key (the line itself by default)."""
+    level, place = caller_level()
+    if (key or place) not in _warned:
+        _warned.add(key or place)
+        warnings.warn(message.replace("{place}", place), stacklevel=level, category=UserWarning)

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from liger_multi.dispatch.bitwise import MODES, RowAxes, promised, several
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.op import OPS
-from liger_multi.dispatch.primitive import Primitive, plan_for
+from liger_multi.dispatch.resolve import plan_for
+from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import BackendUnavailableError
 from liger_multi.testing.checks import Order, call, grads, outputs
 from liger_multi.testing.samples import Sample

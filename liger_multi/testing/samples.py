@@ -64,6 +64,12 @@ class Tensor:
         values = self.formed(values)
         return _LAYOUTS[self.layout](values.to(device, self.dtype or dtype), self.shape)
 
+    def empty(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor without values, for devices that have none."""
+        dtype = torch.int64 if self.classes else self.dtype or dtype
+        shape = (1, *self.shape[1:]) if self.layout == "expanded" else self.shape
+        return _LAYOUTS[self.layout](torch.empty(shape, dtype=dtype, device=device), self.shape)
+
     def formed(self, values: torch.Tensor) -> torch.Tensor:
         """Drawn values with the sign and the fractions that the spec allows."""
         values = -values.abs() if self.negative else values
@@ -120,26 +126,54 @@ class Sample:
             made[name] = tensor.requires_grad_(spec.grad and tensor.is_floating_point())
         return made
 
+    def empty(self, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The same tensors without values."""
+        tensors = {}
+        for name, spec in self.tensors.items():
+            tensor = spec.empty(device, dtype)
+            tensors[name] = tensor.requires_grad_(spec.grad and tensor.is_floating_point())
+        return tensors
+
     @property
     def elements(self) -> int:
         """Elements of the largest tensor."""
         return max(math.prod(t.shape) for t in self.tensors.values())
 
 
-FORMS = {"_inplace": "INPLACE_SAMPLES", "_quantized": "QUANTIZED_SAMPLES"}
-"""Endings of operators that an option of a public function chooses, and where their samples are."""
+FORMS = ("inplace", "quantized")
+"""Endings of operators that an option of a public function chooses."""
 
 
 def public(op: str) -> str:
     """The public function that calls an operator."""
-    for ending in FORMS:
-        op = op.removesuffix(ending)
+    for form in FORMS:
+        op = op.removesuffix(f"_{form}")
     return op
 
 
+def contract(op: str) -> Any:
+    """The module of the public function that calls an operator."""
+    return importlib.import_module(f"liger_multi.ops.{public(op)}")
+
+
+def declared(op: str, name: str) -> Any:
+    """What the contract of an operator declares: that of its form, or of its public function."""
+    form = op.removeprefix(public(op)).strip("_")
+    own = f"{form.upper() if name.isupper() else form}_{name}"
+    return getattr(contract(op), own, None) or getattr(contract(op), name)
+
+
 def of(op: str) -> tuple[Sample, ...]:
-    """The samples of an operator, from its contract, which its other forms share."""
-    name = public(op)
-    contract = importlib.import_module(f"liger_multi.ops.{name}")
-    found: tuple[Sample, ...] = getattr(contract, FORMS.get(op[len(name) :], "SAMPLES"))
-    return found
+    """The samples of an operator, from its contract."""
+    samples: tuple[Sample, ...] = declared(op, "SAMPLES")
+    return samples
+
+
+def compiled(op: str) -> tuple[Sample, ...]:
+    """Samples of real sizes: what the cross-compiler takes.
+
+    They are those of the benchmarks, and ``COMPILE_SAMPLES`` of a contract: sizes and options that
+    reach kernels which no benchmark starts.
+    """
+    extra = getattr(contract(op), "COMPILE_SAMPLES", ()) if op == public(op) else ()
+    return (*(s for s in of(op) if s.size == "bench"), *extra)

@@ -26,8 +26,8 @@ import yaml
 import liger_multi
 from liger_multi import documents, ops
 from liger_multi.cli.main import _parser, main
-from liger_multi.dispatch import primitive as planning
 from liger_multi.dispatch import registry
+from liger_multi.dispatch import resolve as planning
 from liger_multi.dispatch.config import configure, current, load, parse, parse_bytes
 from liger_multi.errors import ConfigurationError, shown, unknown
 from tests.harness import PATIENCE
@@ -904,6 +904,7 @@ def test_a_broken_file_of_the_environment(tmp_path):
     assert said.endswith("(named by LIGER_MULTI_CONFIG)\n")
 
 
+@pytest.mark.slow
 def test_output_that_cannot_be_written():
     with open("/dev/full", "wb") as full:
         done = program("explain", "rms_norm", stdout=full)
@@ -912,6 +913,7 @@ def test_output_that_cannot_be_written():
     assert done.stderr.count(b"\n") == 1
 
 
+@pytest.mark.slow
 def test_a_reader_who_leaves():
     reading, writing = os.pipe()
     os.close(reading)
@@ -920,6 +922,7 @@ def test_a_reader_who_leaves():
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.slow
 def test_names_that_the_output_cannot_spell(tmp_path):
     path = os.fsencode(tmp_path) + b"/\xff.yaml"
     with open(path, "wb") as file:

@@ -10,11 +10,11 @@ from torch._dynamo.backends.common import aot_autograd
 
 import liger_multi
 from liger_multi import ops
-from liger_multi.dispatch import bitwise, primitive
+from liger_multi.dispatch import bitwise, resolve
 from liger_multi.dispatch.config import forget, parse_deterministic
 from liger_multi.dispatch.op import OPS
-from liger_multi.dispatch.primitive import mode_in_force
 from liger_multi.dispatch.registry import module
+from liger_multi.dispatch.resolve import mode_in_force
 from liger_multi.errors import BackendUnavailableError, ConfigurationError, ContractError
 from liger_multi.reference.common import strict
 from liger_multi.reference.norms import rms_norm
@@ -77,13 +77,13 @@ def test_pytorch_s_own_switch_is_followed(torch_strict):
 
 def test_backward_runs_under_the_setting_of_its_forward(monkeypatch):
     seen = []
-    resolve = liger_multi.dispatch.primitive.resolve
+    original = liger_multi.dispatch.torch_ops.resolve
 
     def watched(prim, args):
         seen.append((prim.direction, mode_in_force()))
-        return resolve(prim, args)
+        return original(prim, args)
 
-    monkeypatch.setattr(liger_multi.dispatch.primitive, "resolve", watched)
+    monkeypatch.setattr(liger_multi.dispatch.torch_ops, "resolve", watched)
     x = torch.randn(3, 8, requires_grad=True)
     with liger_multi.use(deterministic="rows"):
         y = ops.rms_norm(x, torch.ones(8))
@@ -314,13 +314,13 @@ def test_kernels_get_rows_that_start_at_multiples_of_16_bytes(monkeypatch, name)
 
     prim = OPS["rms_norm"].fwd
     ops_forward = module("reference", "rms_norm").forward
-    run = primitive._strictly("cuda", prim, kernel, "rows")
+    run = resolve._strictly("cuda", prim, kernel, "rows")
     made = run(x, weight, 1e-6, 0.0, "llama")
     assert (seen[0] is not x) == is_copied
     assert all(t.data_ptr() % 16 == 0 for t in seen)
     assert checks.same_bits(tuple(seen), (x, weight))
     assert checks.same_bits(made, ops_forward(x, weight, 1e-6, 0.0, "llama"))
-    assert primitive._strictly("cuda", prim, lambda *args: args[0], "deterministic")(x) is x
+    assert resolve._strictly("cuda", prim, lambda *args: args[0], "deterministic")(x) is x
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "swiglu", "geglu", "gated_rms_norm", "softmax"])
@@ -353,7 +353,7 @@ def test_what_is_written_to_is_written_in_its_place():
 
     prim = OPS["cross_entropy_inplace"].fwd
     rest = [None] * (len(prim.params) - 1)
-    primitive._strictly("cuda", prim, kernel, "rows")(logits, *rest)
+    resolve._strictly("cuda", prim, kernel, "rows")(logits, *rest)
     assert torch.equal(logits, -given)
 
 

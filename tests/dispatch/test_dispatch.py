@@ -20,11 +20,11 @@ from torch.autograd import forward_ad
 
 import liger_multi
 from liger_multi import errors, ops
-from liger_multi.dispatch import flat, registry
+from liger_multi.dispatch import codegen, registry
 from liger_multi.dispatch.backend import Backend
 from liger_multi.dispatch.config import configure, current, forget, parse_bytes
 from liger_multi.dispatch.op import OPS, Op, inline_ops
-from liger_multi.dispatch.primitive import plan_for, resolve
+from liger_multi.dispatch.resolve import plan_for
 from liger_multi.testing.samples import of
 from liger_multi.testing.tolerance import excess
 
@@ -183,7 +183,7 @@ def test_explain_names_every_backend_with_a_reason():
 @pytest.fixture
 def plugin(monkeypatch):
     """A backend from outside the tree, with forward of rms_norm only, that refuses wide rows."""
-    from liger_multi.dispatch import primitive, registry
+    from liger_multi.dispatch import registry, resolve
     from liger_multi.reference.norms import rms_norm as reference
 
     calls = []
@@ -218,7 +218,7 @@ def plugin(monkeypatch):
         registry.backends,
         registry.unavailable,
         registry.module,
-        primitive._implementation,
+        resolve._implementation,
     )
     for function in cached:
         function.cache_clear()
@@ -503,8 +503,8 @@ def test_no_function_where_nothing_needs_a_gradient(monkeypatch):
         raise AssertionError("a graph node for nobody")
 
     op = OPS["rms_norm"]
-    names = {"general": op.general, "apply": never, "forward": op.fwd.run}
-    watched = flat.compiled(flat.call_source(op), "rms_norm call, watched", names)
+    names = {"slow_path": op.slow_path, "apply": never, "forward": op.fwd.run}
+    watched = codegen.compiled(codegen.call_source(op), "rms_norm call, watched", names)
     monkeypatch.setattr(op, "run", watched)
     x = torch.randn(3, 8, requires_grad=True)
     with pytest.raises(AssertionError, match="for nobody"):
@@ -515,7 +515,7 @@ def test_no_function_where_nothing_needs_a_gradient(monkeypatch):
 
 
 def test_the_code_that_is_shown_is_the_code_that_runs():
-    _, _, shown = flat.__doc__.partition("is::")
+    _, _, shown = codegen.__doc__.partition("is::")
     runs = inspect.getsource(OPS["rms_norm"].run)
     parts = [ast.dump(ast.parse(textwrap.dedent(code))) for code in (shown, runs)]
     assert parts[0] == parts[1]
@@ -687,13 +687,13 @@ def test_a_lazy_name_stays_what_it_is():
 
 
 def test_resolution_is_cached(monkeypatch):
-    from liger_multi.dispatch import primitive
+    from liger_multi.dispatch import resolve
 
     x = torch.randn(3, 8)
     ops.rms_norm(x)
-    monkeypatch.setattr(primitive, "candidates", lambda *a: pytest.fail("resolved again"))
+    monkeypatch.setattr(resolve, "candidates", lambda *a: pytest.fail("resolved again"))
     ops.rms_norm(x)
     assert (
-        resolve(OPS["rms_norm"].fwd, (x, None, 1e-6, 0.0, "llama")).__module__
+        resolve.resolve(OPS["rms_norm"].fwd, (x, None, 1e-6, 0.0, "llama")).__module__
         == "liger_multi.reference.norms.rms_norm"
     )

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from liger_multi.dispatch import launch as numbers
-from liger_multi.dispatch import primitive
-from liger_multi.dispatch.primitive import Primitive
+from liger_multi.dispatch import torch_ops
+from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.testing import samples
 
 pytest.importorskip("triton", reason="no Triton on this machine")
@@ -291,7 +291,7 @@ def test_the_tuner_finds_calls_of_an_operator_that_has_run(direction):
     for _ in range(2):
         found = tune.call_arguments("softmax", direction, sample, torch.device("cpu"))
         assert found[0].shape == next(iter(sample.tensors.values())).shape
-    assert Primitive.call is primitive._CALL
+    assert Primitive.call is torch_ops._CALL
 
 
 def test_forced_numbers_hold_for_the_block_only():

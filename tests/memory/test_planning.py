@@ -27,7 +27,6 @@ from liger_multi import configure
 from liger_multi.cli.main import main
 from liger_multi.errors import ConfigurationError, PlanError
 from liger_multi.memory import (
-    Candidate,
     Settings,
     Space,
     TrainingPlan,
@@ -38,7 +37,7 @@ from liger_multi.memory import (
     plan,
     simulation,
 )
-from liger_multi.memory.planning import search
+from liger_multi.memory.planning import Candidate, search
 from liger_multi.memory.planning.cost import CARDS, Traffic, card_of, step_seconds
 from liger_multi.memory.planning.predict import Predictor
 from liger_multi.memory.planning.result import deepspeed

@@ -14,7 +14,7 @@ from benchmarks.memory import Case
 from liger_multi.cli.main import main
 from liger_multi.errors import PlanError
 from liger_multi.memory import Space, plan
-from liger_multi.memory.planning import beside, search, store
+from liger_multi.memory.planning import forked, search, store
 from liger_multi.memory.planning.passes import Passes
 from liger_multi.memory.planning.store import Store
 from liger_multi.memory.sizes import SIZES, Source
@@ -323,23 +323,23 @@ def test_a_process_that_fails_is_done_without(two, monkeypatch):
 
 def test_what_is_known_needs_no_process(two, monkeypatch, cache):
     made()
-    monkeypatch.setattr(search, "beside", lambda work: pytest.fail("a process was started"))
+    monkeypatch.setattr(search, "forked", lambda work: pytest.fail("a process was started"))
     assert made(processes=2).simulations == 0
 
 
 def test_no_copy_of_a_process_with_threads(monkeypatch):
-    monkeypatch.setattr(beside.threading, "active_count", lambda: 1)
-    monkeypatch.setattr(beside.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    monkeypatch.setattr(beside.sys, "platform", "linux")
+    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(forked.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(forked.sys, "platform", "linux")
     # an earlier test of the process may have used its card
-    monkeypatch.setattr(beside.torch.cuda, "is_initialized", lambda: False)
-    assert beside.can_fork()
+    monkeypatch.setattr(forked.torch.cuda, "is_initialized", lambda: False)
+    assert forked.can_fork()
     for place, name, told in (
-        (beside.threading, "active_count", lambda: 2),
-        (beside.os, "sched_getaffinity", lambda _: {1}),
-        (beside.torch.cuda, "is_initialized", lambda: True),
-        (beside.sys, "platform", "darwin"),
+        (forked.threading, "active_count", lambda: 2),
+        (forked.os, "sched_getaffinity", lambda _: {1}),
+        (forked.torch.cuda, "is_initialized", lambda: True),
+        (forked.sys, "platform", "darwin"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, told)
-            assert not beside.can_fork()
+            assert not forked.can_fork()

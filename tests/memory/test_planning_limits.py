@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 from liger_multi.cli.main import main
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.errors import ConfigurationError, PlanError
-from liger_multi.memory import Candidate, Settings, Space, TrainingPlan, plan
-from liger_multi.memory.planning import host
+from liger_multi.memory import Settings, Space, TrainingPlan, plan
+from liger_multi.memory.planning import Candidate, host
 from liger_multi.memory.planning.cost import card_of
 from liger_multi.memory.planning.result import plan_page
 

@@ -17,9 +17,7 @@ import liger_multi
 from benchmarks.memory import Case
 from liger_multi.memory import (
     POLICIES,
-    Cost,
     Policy,
-    Stats,
     adapt,
     apply_recompute,
     choose,
@@ -29,6 +27,7 @@ from liger_multi.memory import (
     offload_activations,
     profile,
 )
+from liger_multi.memory.choosing import Cost, Stats
 from liger_multi.memory.recompute import keeps
 from liger_multi.memory.recorder import SAVED
 from liger_multi.ops import rms_norm

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import liger_multi
 from liger_multi import ops
-from liger_multi.dispatch import launch, primitive
+from liger_multi.dispatch import launch, torch_ops
 from liger_multi.dispatch.backend import DeviceInfo
 from liger_multi.dispatch.op import OPS, inline_ops
 from liger_multi.ops import lora_mlp, lora_moe, lora_qkv, lora_update
@@ -286,9 +286,9 @@ def test_operators_run_on_the_device_of_their_tensors(monkeypatch):
             pass
 
     module = types.SimpleNamespace(current_device=lambda: 0, device=Guard, device_count=lambda: 2)
-    monkeypatch.setattr(primitive, "_module_of_several", primitive._module_of_several.__wrapped__)
+    monkeypatch.setattr(torch_ops, "_module_of_several", torch_ops._module_of_several.__wrapped__)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
-    monkeypatch.setattr(primitive, "resolve", lambda prim, args: lambda *a: None)
+    monkeypatch.setattr(torch_ops, "resolve", lambda prim, args: lambda *a: None)
     prim = OPS["rms_norm"].fwd
     for place in ("cuda:1", "npu:1", "xpu:0", "cpu"):
         kind, _, index = place.partition(":")

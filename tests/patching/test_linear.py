@@ -18,10 +18,9 @@ from torch.nn.utils import parametrizations, parametrize
 import liger_multi
 from liger_multi import ops
 from liger_multi.errors import PatchError
-from liger_multi.patching import patch, patched, real_logits, register_attention, unpatch
-from liger_multi.patching.recognize import signature
-from liger_multi.patching.replace import swap
-from liger_multi.patching.replace.linear import LinearByRows
+from liger_multi.patching import patch, patched, real_logits, register_attention, swap, unpatch
+from liger_multi.patching.evidence import signature
+from liger_multi.patching.linear import LinearByRows
 from tests.models import VOCABULARY, batch, build
 
 FUNCTION = F.linear

@@ -17,13 +17,13 @@ transformers = pytest.importorskip("transformers")
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ci.docs import status as docs_status
 from liger_multi.patching import patch
+from tests.sweep import page as coverage
 from tests.sweep.cases import as_lines, build, inputs, registered
 from tests.sweep.multimodal import given
 from tests.sweep.run import Outcome, counts, difference, executed, liven
 
-KEPT = json.loads(docs_status.RESULTS.read_text(encoding="utf-8"))
+KEPT = json.loads(coverage.RESULTS.read_text(encoding="utf-8"))
 OUTCOMES = {(o["type"], o["cls"]): o for o in KEPT["pairs"]}
 PAIRS = registered()
 ROOT = Path(__file__).parents[2]
@@ -54,6 +54,7 @@ def swept(folder, *arguments):
     return [Outcome(**o) for o in json.loads(file.read_text())["pairs"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [9, 27])
 def test_a_sample_of_all_models_is_equal_to_stock(tmp_path, every):
     ran = check(swept(tmp_path, "--first", "3", "--every", str(every)))
@@ -69,17 +70,17 @@ def test_what_the_kept_result_promises():
     pairs = KEPT["pairs"]
     assert sum(o["status"] == "equal" for o in pairs) >= 330
     assert not [o["cls"] for o in pairs if o["status"] == "different"]
-    together = {o["type"] for o in pairs if docs_status.covers(o) >= {"norms", "mlp", "head"}}
+    together = {o["type"] for o in pairs if coverage.covers(o) >= {"norms", "mlp", "head"}}
     assert len(together) >= 155
-    rotary = {o["type"] for o in pairs if "rotary" in docs_status.covers(o)}
+    rotary = {o["type"] for o in pairs if "rotary" in coverage.covers(o)}
     assert len(rotary) >= 155
 
 
 def test_kept_outcomes_were_measured():
     equal = [o for o in KEPT["pairs"] if o["status"] == "equal"]
-    assert all(map(docs_status.measured, equal))
+    assert all(map(coverage.measured, equal))
     assert sum(len(o["inputs"]) > 1 or o["inputs"] == ["audio"] for o in equal) >= 110
-    assert {o["type"] for o in equal if o["text_only"]} == docs_status.TEXT_ONLY.keys()
+    assert {o["type"] for o in equal if o["text_only"]} == coverage.TEXT_ONLY.keys()
     for one in equal:
         for op, n in one["modules"].items():
             ran, served = (one[k].get(op, 0) for k in ("ran", "served"))
@@ -121,7 +122,7 @@ def test_a_module_whose_forward_did_not_run_is_not_counted():
     assert found["idle"] == []
 
 
-def test_a_module_whose_forward_fell_back_to_stock_is_not_counted():
+def test_a_module_that_fell_back_to_stock_is_not_counted():
     """LayerNorm of two dtypes is left to PyTorch."""
     found = seen(Norms(nn.LayerNorm), torch.randn(3, 16, dtype=torch.bfloat16), both=True)
     assert (found["modules"], found["ran"]) == ({"layer_norm": 2}, {"layer_norm": 2})
@@ -152,6 +153,7 @@ def test_the_record_ends_with_its_block():
 LLAVA = next(p for p in PAIRS if p.name == "llava/LlavaForConditionalGeneration")
 
 
+@pytest.mark.slow
 def test_towers_without_inputs_are_named():
     model = build(LLAVA)
     batch, report = inputs(LLAVA, model, text=True), patch(model)
@@ -162,7 +164,7 @@ def test_towers_without_inputs_are_named():
     assert outcome.text_only
     assert outcome.served["rms_norm"] == outcome.modules["rms_norm"] > 0
     assert "layer_norm" not in outcome.served
-    row = docs_status._row(vars(outcome))
+    row = coverage._row(vars(outcome))
     assert "| equal on **text only** |" in row
     assert "`model.vision_tower` did not run (no image)" in row
     assert f"| 5 of {5 + outcome.modules['layer_norm']} |" in row
@@ -173,10 +175,10 @@ def test_results_of_before_claim_nothing():
     new = OUTCOMES["llama", "LlamaForCausalLM"]
     added = ("ran", "served", "stock", "idle", "text_only", "inputs", "gradients")
     old = {k: v for k, v in new.items() if k not in added}
-    assert docs_status.covers(new) == {"norms", "mlp", "rotary", "head"}
-    assert docs_status.covers(old) == set()
-    assert docs_status._row(old).count(docs_status.NOT_MEASURED) == 6
-    assert "not measured in 1 of the equal pairs" in docs_status._summary([old, new])
+    assert coverage.covers(new) == {"norms", "mlp", "rotary", "head"}
+    assert coverage.covers(old) == set()
+    assert coverage._row(old).count(coverage.NOT_MEASURED) == 6
+    assert "not measured in 1 of the equal pairs" in coverage._summary([old, new])
 
 
 @pytest.mark.parametrize(
@@ -200,7 +202,7 @@ def test_towers_with_inputs_run_and_learn(tmp_path, name, beside, dead):
     assert outcome.served == outcome.ran == outcome.modules
     alive, every = outcome.gradients
     assert every - alive == dead
-    assert f"equal with {' and '.join(beside)} | {alive} of {every} |" in docs_status._row(
+    assert f"equal with {' and '.join(beside)} | {alive} of {every} |" in coverage._row(
         vars(outcome)
     )
 
@@ -226,7 +228,7 @@ def test_the_kinds_of_inputs_of_a_batch():
 
 
 WRONG = """
-from liger_multi.patching.recognize import norms
+from liger_multi.patching.norms import find as norms
 from liger_multi.reference.norms import rms_norm
 from tests.sweep.cases import Pair
 from tests.sweep.run import sweep
@@ -241,6 +243,7 @@ print(outcome.status, outcome.why)
 """
 
 
+@pytest.mark.slow
 def test_a_wrong_operator_is_seen():
     """The comparison fails where an operator computes something else."""
     done = subprocess.run(
@@ -260,25 +263,25 @@ def test_differences_are_relative_to_each_gradient():
 
 
 def test_what_other_generations_promise():
-    rows = json.loads(docs_status.ELSEWHERE.read_text(encoding="utf-8"))["generations"]
+    rows = json.loads(coverage.ELSEWHERE.read_text(encoding="utf-8"))["generations"]
     assert {r["transformers"] for r in rows} == {"5.0.0", "5.17.0"}
     assert all(r["different"] == 0 for r in rows)
     assert all(r["equal"] > 0.9 * (r["equal"] + r["not built"]) for r in rows)
     packing = next(r["packing"] for r in rows if r["transformers"] == "5.0.0")
-    assert packing.keys() == {"positions", *docs_status.BESIDE}
+    assert packing.keys() == {"positions", *coverage.BESIDE}
     for found in packing.values():
         assert found.get("wrong", 0) == 0
         assert found["apart"] >= 90
 
 
 def test_the_page_is_made_of_the_kept_result():
-    page = docs_status.coverage_page()
+    page = coverage.page()
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     for pair in KEPT["pairs"]:
         assert any(line.startswith(f"| {pair['type']} | {pair['cls']} |") for line in rows), pair
 
 
-def test_few_types_have_a_norm_an_mlp_or_experts_that_are_refused():
+def test_few_types_have_refused_norms_mlps_or_experts():
     """Each with its reason; the page of coverage lists them."""
     parts = {"rms_norm", "layer_norm", "gated_rms_norm", "swiglu", "geglu", "fused_moe"}
     absent = "the model has no module of this kind"
@@ -289,12 +292,12 @@ def test_few_types_have_a_norm_an_mlp_or_experts_that_are_refused():
         if any(not reason.startswith(absent) for reason in pair["skipped"][op])
     }
     assert len(refused) <= 7, sorted(refused)
-    page = docs_status.coverage_page()
+    page = coverage.page()
     assert all(re.search(rf"^\| .*\b{name}\b.* \|$", page, re.MULTILINE) for name in refused)
 
 
 def test_the_kept_result_is_one_pair_a_line():
-    written = docs_status.RESULTS.read_text(encoding="utf-8")
+    written = coverage.RESULTS.read_text(encoding="utf-8")
     assert written == as_lines(KEPT)
     assert len(written.splitlines()) == len(KEPT["pairs"]) + 2
 
@@ -304,17 +307,17 @@ def test_the_kept_result_is_one_pair_a_line():
 def test_packed_rows_are_as_the_page_says(kind):
     from tests.sweep import packing
 
-    file = docs_status.RESULTS.with_name("packing.json")
+    file = coverage.RESULTS.with_name("packing.json")
     kept = json.loads(file.read_text(encoding="utf-8"))["pairs"]
     (wanted,) = [one for one in kept if one["type"] == kind and one["kind"] != "masked"]
     pair = next(p for p in PAIRS if (p.type, p.cls) == (kind, wanted["cls"]))
     found = packing.judge(pair)
     assert (found.status, found.why) == (wanted["status"], wanted["why"])
     assert found.beside == wanted["beside"]
-    assert found.beside.keys() == docs_status.BESIDE.keys()
+    assert found.beside.keys() == coverage.BESIDE.keys()
 
 
-def test_attention_of_models_without_text_is_judged_with_what_they_take():
+def test_attention_of_models_without_text_is_judged():
     from liger_multi.patching import register_attention, unregister_attention
     from tests.sweep import attention
 
@@ -329,7 +332,7 @@ def test_attention_of_models_without_text_is_judged_with_what_they_take():
 
 def test_packed_rows_are_apart_or_refused():
     """With positions alone, and with ids of samples or their lengths beside them."""
-    file = docs_status.RESULTS.with_name("packing.json")
+    file = coverage.RESULTS.with_name("packing.json")
     kept = json.loads(file.read_text(encoding="utf-8"))["pairs"]
     for one in kept:
         told = [one["status"], *(status for status, _ in one["beside"].values())]
@@ -339,10 +342,10 @@ def test_packed_rows_are_apart_or_refused():
 
 
 def test_a_leak_that_is_let_through_is_found(monkeypatch):
-    from liger_multi.patching.replace import packing as checks
+    from liger_multi.patching.packing import checked as checked_packing
     from tests.sweep import packing
 
-    monkeypatch.setattr(checks, "check", lambda *arguments: None)
+    monkeypatch.setattr(checked_packing, "check", lambda *arguments: None)
     pair = next(p for p in PAIRS if p.cls == "OPTForCausalLM")
     found = packing.judge(pair)
     assert found.status == "wrong"

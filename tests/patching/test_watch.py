@@ -146,7 +146,7 @@ def test_models_that_a_report_is_not_of(watched):
     assert seen.served == []
 
 
-def test_a_rotation_is_not_taken_for_another_operator_of_its_module():
+def test_a_rotation_is_no_other_operator_of_its_module():
     for op, other in (("rope", "sparse_attention"), ("sparse_attention", "rope_multimodal")):
         seen = Executed(ran={"attn"}, called={"attn": Counter({other: 1})})
         assert not serves(op, "attn", seen)

@@ -494,6 +494,8 @@ def _finish(config: Any) -> None:
                 setattr(config, name, 0)
     if "pad_token_id" not in has:
         config.pad_token_id = None
+    if getattr(config, "layers_block_type", ()) is None:  # granitemoehybrid in transformers 5.0
+        config.layer_types = ["mamba"] * config.num_hidden_layers
     section = SECTIONS.get(config.model_type)
     if section:
         config.rope_parameters = {**(config.rope_parameters or {}), "mrope_section": section}

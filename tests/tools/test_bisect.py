@@ -17,9 +17,9 @@ import liger_multi
 from liger_multi import nn
 from liger_multi.cli.bisect import settings
 from liger_multi.cli.main import main
-from liger_multi.dispatch import launch, primitive, registry
+from liger_multi.dispatch import launch, registry, resolve
 from liger_multi.dispatch.config import current, forget
-from liger_multi.dispatch.primitive import Primitive
+from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import ConfigurationError
 from liger_multi.reference.norms import rms_norm as reference
 from liger_multi.testing import bisect
@@ -68,7 +68,7 @@ def planted(monkeypatch, tmp_path):
     monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [point])
     cached = (
         registry.packages, registry.backends, registry.unavailable, registry.module,
-        primitive._implementation, launch.bounded_by_rows,
+        resolve._implementation, launch.bounded_by_rows,
     )  # fmt: skip
     for function in cached:
         function.cache_clear()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks import bitwise, bitwise_models, bitwise_operators, store
-from ci.docs import bitwise as pages
+from benchmarks.tables import bitwise as pages
 from liger_multi.bench.measure import Clock
-from liger_multi.dispatch.primitive import Primitive
+from liger_multi.dispatch.torch_ops import Primitive
 
 CPU = bitwise_operators.Place(torch.device("cpu"), torch.bfloat16, True, 0.02)
 RUN = {
@@ -19,6 +19,7 @@ RUN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_trial_keeps_rows_of_every_process(tmp_path):
     file = tmp_path / "run.json"
     given = ["--device", "cpu", "--tiny", "--seconds", "0.02", "--ops", "rms_norm"]
@@ -66,6 +67,7 @@ def test_a_broken_promise_is_found(broken):
     assert not [text for text in said if "backward" in text]
 
 
+@pytest.mark.slow
 def test_gemms_have_a_time_or_a_reason():
     rows = list(bitwise_operators.gemms(CPU, Clock(CPU.device)))
     assert len(rows) == 2 * len(bitwise_operators.LAYERS) * len(bitwise_operators.GEMMS)
@@ -109,23 +111,16 @@ def test_tables_have_ratios_of_one_run(tmp_path, monkeypatch):
     store.add([{**RUN, "rows": rows}, {**RUN, "tiny": True, "rows": rows[:1], "date": store.now()}],
               tmp_path)  # fmt: skip
     monkeypatch.setattr(store, "RESULTS", tmp_path)
-    text = pages.page(f"# A\n{pages.START}\n{pages.END}\nend\n")
+    text = "\n".join(pages.costs())
     assert "| norms | 2 | 1.12 | 1.25 | 1.30 | 1.50 | `1.10` |" in text
     assert '| patched, `deterministic="rows"` | 8 | 120 | 1.20 | - | yes | yes |' in text
     assert "failed: not installed" in text
     assert "| llama | 100 steps | NVIDIA H200 | yes |" in text
     said = "2 promises of operators were checked. Broken: `rows` of `rms_norm` forward"
     assert f"On NVIDIA H200, {said}, setting rows." in text
-    assert pages.page(text) == text
-    site = pages.site_page()
-    assert "| [`rms_norm`](ops/rms_norm.md) | 8x4 | 1.000 | 1.00 | 1.00 | 1.50 | 1.50 |" in site
-    assert "| head, 8x4 | NVIDIA H200 | ours | 3.000 | 1.50 | 5 | yes |" in site
     assert json.loads((tmp_path / "nvidia-h200.json").read_text())["runs"]
 
 
 def test_pages_say_that_nothing_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "RESULTS", tmp_path)
-    assert pages.UNMEASURED[0] in pages.page(f"{pages.START}\n{pages.END}")
-    assert pages.UNMEASURED[0] in pages.site_page()
-    with pytest.raises(SystemExit, match="needs the lines"):
-        pages.page("nothing")
+    assert pages.UNMEASURED[0] in pages.costs()

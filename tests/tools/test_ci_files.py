@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import liger_multi
-from ci import plan, portable, results, venv
+from ci import plan, portable, venv
 from ci.npu import environment
 from liger_multi import _torch_private
 from liger_multi._tested import TESTED, untested
@@ -142,49 +142,6 @@ def test_pull_requests_run_a_part_of_ascend():
     }
     assert job["if"] == "github.event.action != 'labeled'"
     assert "'test'" in job["env"]["TARGET"]
-    assert "test-npu-some" in read("Makefile").partition("\ntest: $(ENV)")[2].partition("\nelse")[0]
-
-
-@pytest.fixture
-def python(tmp_path):
-    """An interpreter that says what it is told of Ascend's environment, and builds nothing."""
-
-    def made(code, said=""):
-        path = tmp_path / "python"
-        path.write_text(
-            f'#!/bin/bash\nif [ "$2" = ci.npu.environment ]; then echo "{said}"; exit {code}; fi\n'
-            f'exec {sys.executable} "$@"\n'
-        )
-        path.chmod(0o755)
-        return path
-
-    return made
-
-
-def make(target, python, tmp_path, *arguments):
-    # nothing of a `make` that runs this test: it exports what it was called with
-    environment = {"PATH": os.environ["PATH"]}
-    return subprocess.run(
-        ["make", target, "NO_VENV=1", f"PYTHON={python}", f"NPU_VENV={tmp_path / 'npu'}"]
-        + [f"RESULTS={tmp_path / 'results'}", *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-
-
-def test_what_a_machine_cannot_run_is_said_with_its_reason(python, tmp_path):
-    done = make("test-npu-some", python(3, "needs Python 3.11"), tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "== npu-simulated: not run: needs Python 3.11" in done.stdout
-    (one,) = results.read(tmp_path / "results")
-    assert not one.ran
-    assert "| **not run: needs Python 3.11** |" in results.table([one])
-
-
-def test_an_environment_that_is_not_built_is_a_failure(python, tmp_path):
-    """It said "cannot be built here, not run", and passed."""
-    done = make("test-npu-some", python(1), tmp_path)
-    assert done.returncode != 0
-    assert "not run" not in done.stdout
 
 
 # --- pinned versions ---
@@ -234,7 +191,7 @@ def test_only_the_update_of_pins_may_write_and_nobody_else_starts_it():
     made = yaml.load(text, yaml.BaseLoader)
     assert set(made["on"]) == {"schedule", "workflow_dispatch"}
     assert made["permissions"] == {"contents": "read"}
-    others = [made["jobs"][name] for name in ("names", "liger", "trainers")]
+    others = [made["jobs"][name] for name in ("liger", "trainers")]
     job, newest = made["jobs"]["pins"], made["jobs"]["newest"]
     assert len(made["jobs"]) == 2 + len(others)
     assert not [other for other in others if "permissions" in other]
@@ -625,7 +582,7 @@ def test_a_fresh_machine_needs_two_commands_which_stand_at_the_top_of_readme():
     ).stdout
     for _, target in commands:
         assert re.search(rf"^{target}\b", listed, re.MULTILINE)
-    assert len(lines) <= 150
+    assert len([line for line in lines if not line.startswith("|")]) <= 150
 
 
 def test_the_demo_installs_no_more_than_it_needs(tmp_path):

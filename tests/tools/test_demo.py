@@ -16,7 +16,7 @@ import torch
 
 from liger_multi.cli.main import main
 from liger_multi.demo import command
-from liger_multi.memory import Peak
+from liger_multi.memory.measure import Peak
 from tests import harness
 
 pytest.importorskip("transformers")
@@ -92,6 +92,7 @@ def test_timed_steps_are_not_metered(numbers):
     assert run["tokens_per_second"] == pytest.approx(4 * 192 / run["seconds"][-1])
 
 
+@pytest.mark.slow
 def test_every_step_is_shown(demo, numbers):
     _, done = demo
     for model in numbers["models"]:
@@ -100,6 +101,7 @@ def test_every_step_is_shown(demo, numbers):
             assert any(row[0] == str(index + 1) for row in rows)
 
 
+@pytest.mark.slow
 def test_fewer_merges_than_asked_are_admitted(demo):
     _, done = demo
     assert "the text yields no more" in done.stdout
@@ -138,6 +140,7 @@ def test_verdict(losses, peak, said):
     assert all(a.startswith(b) for a, b in zip(found, said, strict=True))
 
 
+@pytest.mark.slow
 def test_a_patch_that_does_nothing_fails(monkeypatch, tmp_path, capsys):
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
         monkeypatch.setenv(name, os.environ.get(name, "1"))

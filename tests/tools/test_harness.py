@@ -3,7 +3,9 @@
 import os
 import re
 import warnings
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,8 +104,7 @@ def test_free():
 @pytest.fixture
 def suite(pytester):
     """A small suite of its own under this suite's hooks."""
-    for name in ("conftest.py", "thinned.yaml"):
-        (pytester.path / name).write_text((ROOT / "tests" / name).read_text())
+    (pytester.path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (pytester.path / "test_suite.py").write_text(SUITE)
     (pytester.path / "xfails").mkdir()
 
@@ -127,6 +128,7 @@ def outcome(run):
     }
 
 
+@pytest.mark.slow
 def test_an_expected_failure_is_expected(suite):
     assert outcome(suite()) == {"passed": 8, "failed": 1}
     assert outcome(suite(xfails=ENTRY % "rms_norm-reference-wide-bfloat16")) == {
@@ -210,76 +212,51 @@ def test_seeded(generator):
     assert torch.equal(torch.rand(3), torch.rand(3, generator=generator))
 
 
-# --- thinned tests ---
-
-THINNED = harness.read_thinned(ROOT / "tests" / "thinned.yaml")
-
-
-def test_thinned_tests_exist():
-    for file, test in THINNED:
-        (path,) = (ROOT / "tests").rglob(file)
-        name = r"test_\w+" if test == "*" else test
-        assert re.search(rf"^def {name}\(", path.read_text(encoding="utf-8"), re.M), (file, test)
-
-
-def test_of_thinned_tests_something_stays(request):
-    """Of those that this run collected whole; of a share, nothing may be left of a small test."""
-    narrowed = {Path(arg.partition("::")[0]).name for arg in request.config.args if "::" in arg}
-    marked = not request.config.getoption("markexpr").startswith("not slow")
-    kept = {(i.path.name, getattr(i, "originalname", i.name)) for i in request.session.items}
-    files = {file for file, _ in kept} - narrowed
-    if marked or request.config.getoption("keyword") or request.config.getoption("--part"):
-        pytest.skip("a part of the suite is not all that stays")
-    lists = {n for n, keep in THINNED.items() if keep and not isinstance(keep, str)}
-    whole = {n for n in lists if n[0] in files and (n[0], "*") not in THINNED}
-    gone = whole - kept
-    assert not gone
+# --- what `make test` runs ---
 
 
 class Item:
-    """Of pytest, as far as thinning asks it."""
+    """A test of pytest, as far as the harness reads it."""
 
-    def __init__(self, name, **parameters):
-        self.path, self.originalname, self.name = Path("tests/test_a.py"), name, name
-        if parameters:
-            self.callspec = type("Spec", (), parameters)
+    def __init__(self, name, slow=False):
+        self.nodeid, self.slow = f"tests/test_a.py::{name}", slow
+
+    def get_closest_marker(self, name):
+        return self.slow or None
+
+    def add_marker(self, name):
+        assert name == "slow"
+        self.slow = True
 
 
-def test_what_is_thinned_is_slow_but_for_what_stays():
-    thinned = {("test_a.py", "test_one"): ["x", "y-*"], ("test_a.py", "test_gone"): []}
-    found = [
-        harness.left_as(item, thinned)
-        for item in (
-            Item("test_one", id="x"), Item("test_one", id="y-2"), Item("test_one", id="z"),
-            Item("test_gone"), Item("test_other", id="z"),
+def test_first_and_every_seventh_case_are_fast():
+    many = [Item(f"test_many[{n}]") for n in range(20)]
+    few = [Item("test_few[0]"), Item("test_few[1]", slow=True), Item("test_few[2]")]
+    cases = Counter()
+    for item in (*many, Item("test_alone"), *few):
+        harness.mark_slow_case(item, cases)
+    assert [n for n, item in enumerate(many) if not item.slow] == [0, 7, 14]
+    assert [item.slow for item in few] == [False, True, True]
+    assert cases["tests/test_a.py::test_alone"] == 1
+
+
+@pytest.mark.parametrize("count", [1, 3, 50])
+def test_every_test_is_in_one_part(count):
+    items = [Item(f"test_many[{n}]") for n in range(20)]
+    chosen = []
+    for part in range(1, count + 1):
+        left, dropped = list(items), []
+        hook = SimpleNamespace(
+            pytest_deselected=lambda items, dropped=dropped: dropped.extend(items)
         )
-    ]  # fmt: skip
-    assert found == [None, None, "slow", "slow", None]
+        options = SimpleNamespace(getoption=lambda name, p=part: f"{p}/{count}", hook=hook)
+        harness.keep_part(options, left)
+        assert len(left) + len(dropped) == len(items)
+        chosen += left
+    assert sorted(i.nodeid for i in chosen) == sorted(i.nodeid for i in items)
 
 
-def test_a_share_stays_the_same_and_the_rest_is_sampled():
-    """The same third in every process, and every sample is in it or marked."""
-    items = [Item("test_one", id=f"softmax-{n}-float32") for n in range(300)]
-    found = [harness.left_as(item, {("test_a.py", "test_one"): "1/3"}) for item in items]
-    assert set(found) == {None, "sampled"}
-    assert 70 < found.count(None) < 130
-    whole = [harness.left_as(item, {("test_a.py", "test_one"): "3/3"}) for item in items]
-    assert set(whole) == {None}
-
-
-def test_what_is_not_named_to_stay_is_sampled():
-    thinned = {("test_a.py", "test_one"): {"stay": ["x", "y-*"]}, ("test_a.py", "*"): "0/1"}
-    items = [Item("test_one", id=name) for name in ("x", "y-2", "z")]
-    assert [harness.left_as(i, thinned) for i in items] == [None, None, "sampled"]
-
-
-def test_the_share_of_a_file_is_of_tests_without_an_entry():
-    thinned = {
-        ("test_a.py", "*"): "1/3",
-        ("test_a.py", "test_1"): "1/1",
-        ("test_a.py", "test_2"): [],
-    }
-    found = [harness.left_as(Item(f"test_{n}"), thinned) for n in range(300)]
-    assert found[1:3] == [None, "slow"]
-    assert set(found[3:]) == {None, "sampled"}
-    assert 70 < found[3:].count(None) < 130
+@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "a/b", "1/", "-1/2"])
+def test_a_wrong_part_is_refused(text):
+    with pytest.raises(pytest.UsageError, match=f"--part {text}: expected i/n"):
+        harness.parse_part(text)

@@ -1,20 +1,14 @@
 """Defects found by use, or by users of other libraries: each test failed before its fix.
 
-Of reported ones those are here that no other file holds already. ``ci/regressions.py`` lists every
-case with its threads, its tests and what makes them fail: its tests exist, and fail without their
-fixes. Of those found by use, the last run the row-wise operators on DTensors in two real processes.
+Of reported ones those are here that no other file holds already. Of those found by use, the last
+run the row-wise operators on DTensors in two real processes.
 """
-
-import ast
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import liger_multi
-from ci import regressions
 from liger_multi import ops
 from liger_multi.patching import real_logits
 from liger_multi.testing.tolerance import excess
@@ -270,7 +264,7 @@ def test_a_section_of_a_device_binds_compiled_swiglu_too():
 
 def test_auto_in_words_is_auto():
     """``default: auto`` in a file turned the traced form of swiglu off."""
-    from liger_multi.dispatch.primitive import automatic
+    from liger_multi.dispatch.resolve import automatic
 
     assert automatic("swiglu")
     liger_multi.configure({"default": "auto", "ops": {"swiglu": "auto"}})
@@ -532,46 +526,3 @@ print("done")
 def test_sequence_parallel_norms_in_two_processes(tmp_path):
     """Rows stay on their rank; a sharded hidden axis is right in a model, and no operator's."""
     harness.in_two_processes(tmp_path, SEQUENCE_PARALLEL)
-
-
-# --- the table of reported defects ---
-
-ROOT = Path(__file__).parents[2]
-FIXES = [(case, fix) for case in regressions.CASES for fix in case.breaks]
-IDS = [f"{case.number}-{case.breaks.index(fix)}" for case, fix in FIXES]
-
-
-@pytest.mark.parametrize(("case", "fix"), FIXES, ids=IDS)
-def test_the_tests_of_the_table_exist(case, fix):
-    assert fix.names
-    for name in fix.names:
-        file, _, function = name.partition("::")
-        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        assert function in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}, name
-
-
-@pytest.mark.parametrize(("case", "fix"), FIXES, ids=IDS)
-def test_the_fix_stands_where_the_table_says(case, fix):
-    assert regressions.broken((ROOT / fix.file).read_text(encoding="utf-8"), fix)
-
-
-def test_a_moved_fix_is_stale_and_not_skipped():
-    fix = regressions.CASES[0].breaks[0]
-    for text in ("nothing of it", fix.old * 2):
-        with pytest.raises(regressions.StaleError, match=f"{text.count(fix.old)} times, not once"):
-            regressions.broken(text, fix)
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkout")
-    regressions.checkout(folder)
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "fix"), FIXES, ids=IDS)
-def test_every_test_fails_without_its_fix(case, fix, checkout):
-    if fix.environment and importlib.util.find_spec("triton") is None:
-        pytest.skip("needs Triton's interpreter")
-    assert regressions.survivors(checkout, fix) == []

@@ -19,8 +19,8 @@ import torch
 import torch._inductor  # inner sessions forget what they import first, and it aborts twice
 
 from benchmarks import convergence, recompute, store
+from benchmarks.tables import measured as docs_benchmarks
 from ci import results
-from ci.docs import benchmarks as docs_benchmarks
 from ci.docs import status as docs_status
 from liger_multi.cli import doctor  # noqa: F401, inner sessions forget what they import first
 from liger_multi.dispatch.registry import backends
@@ -49,8 +49,7 @@ def run(pytester):
     """Run a small suite under this suite's hooks; the result that it left."""
 
     def run(text, *args):
-        for name in ("conftest.py", "thinned.yaml"):
-            (pytester.path / name).write_text((ROOT / "tests" / name).read_text())
+        (pytester.path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
         (pytester.path / "test_suite.py").write_text(text)
         file = pytester.path / "out" / "native.json"
         plugins = ("cacheprovider", "xdist", "randomly")
@@ -146,6 +145,7 @@ def test_a_shared_layer_is_run_by_its_heirs(monkeypatch):
     assert docs_status.NOT_RUN in row("triton", kept, monkeypatch)
 
 
+@pytest.mark.slow
 def test_the_newest_run_counts_and_a_red_one_is_said(monkeypatch):
     kept = [run_on("cuda:0", "cuda", failed=2, date="2026-06-01"), run_on("cuda:0", "cuda")]
     said = row("cuda", kept, monkeypatch)
@@ -299,14 +299,13 @@ def test_what_a_command_printed_is_kept_as_notes(tmp_path, capsys):
     text.write_text("a step takes 1.5 ms\n\nand 2 GiB  \n")
     given = ["--notes", "steps", "--device", "A Card", "--into", str(tmp_path)]
     assert store.main([str(text), *given]) == 0
-    assert docs_benchmarks.lines("a-card", "steps", tmp_path) == [
-        "a step takes 1.5 ms",
-        "and 2 GiB",
-    ]
+    (kept,) = store.read("notes", tmp_path)
+    assert kept["rows"] == ["a step takes 1.5 ms", "and 2 GiB"]
     text.write_text("a step takes 1.4 ms")
     bench_run = {**store.notes(text, "steps", "A Card", "abc"), "date": "2126-01-01T00:00:00+00:00"}
     store.add([bench_run], tmp_path)
-    assert docs_benchmarks.lines("a-card", "steps", tmp_path) == ["a step takes 1.4 ms"]
+    (kept,) = store.read("notes", tmp_path)
+    assert kept["rows"] == ["a step takes 1.4 ms"]
     with pytest.raises(SystemExit):
         store.main([str(text), "--notes", "steps"])
     assert "--notes wants one file, and --device" in capsys.readouterr().err
@@ -447,11 +446,12 @@ def test_the_page_shows_the_newest_rows_in_whatever_order_they_are_kept(tmp_path
         (path,) = store.add([timed_run], tmp_path)
     assert [timed_run["commit"] for timed_run in store.load(path)] == ["aa", "bb"]
     monkeypatch.setattr(store, "RESULTS", tmp_path)
-    page = docs_benchmarks.page()
-    assert "| 8x4 | ours | 5 | 1.00 | ████████████████████████ | 80 % | 16 | 0.50 |" in page
+    runs = store.read("operators")
+    rows = docs_benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    (newest,) = [found for (_, sample), found in rows.items() if sample == "8x4"]
+    assert newest["ours"].row["both_ms"] == 5.0
     # what was not measured again stands beside ours of its own run
-    assert "| 8x4 | liger | 2 | 0.50 | ██████████ | 80 % | 16 | 0.50 |" in page
-    assert "Measured 2026-01-02, aa (torch 2); 2026-01-03, bb (torch 2)." in page
+    assert newest["liger"].ours["both_ms"] == 4.0
 
 
 @pytest.mark.parametrize("date", ["2026-01-02", "", "yesterday", "2026-01-02T10:00:00"])
@@ -542,6 +542,7 @@ def test_end_elsewhere_is_found_where_controls_are_chaotic():
     assert not found.good
 
 
+@pytest.mark.slow
 def test_ours_is_within_bounds_and_a_wrong_gradient_is_not(tmp_path):
     case = convergence.Case("llama", "float32", 2, 24, 14)
     row = trained_curves(case, ("stock", "control-1", "control-2", "ours", "bug-gradient"))

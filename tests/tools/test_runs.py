@@ -1,7 +1,6 @@
 """How the suite runs: in parts, in processes of several ranks, and on any CPU.
 
-Every test is in one part, and files stay whole. The bounds of comparisons follow from what fp32
-resolves.
+The bounds of comparisons follow from what fp32 resolves.
 """
 
 import os
@@ -17,120 +16,73 @@ import pytest
 import torch
 import yaml
 
-from ci import portable, results
+from ci import portable, results, suite
 from tests import harness, processes
 from tests.comparing import ULPS, assert_same_gradients, difference
 
+ROOT = Path(__file__).parents[2]
+
 # --- parts ---
 
-ROOT = Path(__file__).parents[2]
-NAMES = [f"tests/test_{f}.py::test_{i}" for f in "abcdefg" for i in range(ord(f) - 90)] + [
-    f"tests/ops/test_ops.py::test_{kind}[{op}-reference-{i}]"
-    for kind in ("both", "mixed")
-    for op in ("rms_norm", "softmax", "swiglu")
-    for i in range(5)
-]
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The calls of pytest that a command line of the suite makes, which runs none of them."""
+
+    def called(*arguments, refusal=None):
+        calls = []
+
+        def run(words, **options):
+            if "pytest" in words:
+                calls.append(" ".join(words[words.index("pytest") :]))
+            return SimpleNamespace(returncode=0)
+
+        monkeypatch.setattr(suite, "subprocess", SimpleNamespace(run=run))
+        monkeypatch.setattr(suite.environment, "refusal", lambda: refusal)
+        monkeypatch.setattr(Path, "touch", lambda path: None)
+        assert suite.main(arguments) == 0
+        return calls
+
+    return called
 
 
-class Config:
-    """Of pytest, as far as parts ask it."""
-
-    def __init__(self, part="", markexpr="not slow", randomly=False):
-        self.options = {"--part": part, "markexpr": markexpr}
-        self.dropped = []
-        self.hook = SimpleNamespace(pytest_deselected=lambda items: self.dropped.extend(items))
-        self.pluginmanager = SimpleNamespace(hasplugin=lambda name: randomly)
-
-    def getoption(self, name):
-        return self.options[name]
+def test_every_run_of_the_suite_takes_its_part(commands):
+    calls = commands("--slow", "--part", "2/3")
+    # native, interpreted, compiled, Ascend in three ways, DeepSpeed and bitsandbytes
+    assert len(calls) == 7
+    assert all("--part 2/3" in call for call in calls)
 
 
-def selected(names, **options):
-    config, items = Config(**options), [SimpleNamespace(nodeid=n) for n in names]
-    harness.select(config, items)
-    assert len(items) + len(config.dropped) == len(names)
-    return [item.nodeid for item in items]
+def test_make_test_runs_every_sixth_sample_on_ascend(commands):
+    ascend = [call for call in commands() if "ci.npu.simulate" in call]
+    assert len(ascend) == 3
+    assert all("--share 6" in call for call in ascend)
+    assert all("--share 1" in call for call in commands("--backend", "ascend"))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 50])
-@pytest.mark.parametrize("markexpr", ["not slow", "slow"])
-def test_every_test_is_in_one_part_and_files_are_whole(count, markexpr, monkeypatch):
-    known = {"native not slow": {"test_g.py": 90.0, "test_ops.py[softmax]": 30.0, "test_old.py": 9}}
-    monkeypatch.setattr(harness, "recorded", lambda: known)
-    found = [selected(NAMES, part=f"{i}/{count}", markexpr=markexpr) for i in range(1, count + 1)]
-    assert sorted(name for names in found for name in names) == sorted(NAMES)
-    units = [{harness.unit(name) for name in names} for names in found]
-    assert sum(map(len, units)) == len(set().union(*units))
+def test_slow_tests_run_only_if_asked_for(commands):
+    assert all("-m not slow" in call for call in commands())
+    assert not any("not slow" in c for c in commands("--slow") if "ci.npu.simulate" not in c)
+    assert commands("--backend", "cuda") == [
+        "pytest -q -m not slow -n 2 --dist worksteal --backend cuda"
+    ]
 
 
-def test_parts_are_balanced_by_time():
-    seconds = {"a": 50, "b": 30, "c": 21, "d": 20, "e": 10, "f": 9}
-    found = harness.shares(seconds, 3)
-    totals = [sum(s for n, s in seconds.items() if found[n] == part) for part in (1, 2, 3)]
-    assert totals == [50, 49, 41]
+def test_a_part_that_cannot_run_says_why(commands, tmp_path, capsys):
+    calls = commands("--results", str(tmp_path), refusal="need Python 3.11")
+    assert not any("ci.npu.simulate" in call for call in calls)
+    reason = "not run: the Ascend levels need Python 3.11"
+    assert f"== npu-simulated: {reason}" in capsys.readouterr().out
+    (result,) = results.read(tmp_path)
+    assert not result.ran
+    assert f"| **{reason}** |" in results.table([result])
 
 
-def test_the_longest_comes_first_unless_the_order_is_random(monkeypatch):
-    monkeypatch.setattr(harness, "recorded", lambda: {"native not slow": {"test_b.py": 90.0}})
-    assert harness.unit(selected(NAMES)[0]) == "test_b.py"
-    assert selected(NAMES, randomly=True) == NAMES
-
-
-@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "a/b", "1/", "-1/2"])
-def test_a_part_that_is_none_is_refused(text):
-    with pytest.raises(pytest.UsageError, match=f"--part {text}: expected i/n"):
-        harness.parse_part(text)
-
-
-def test_the_longest_test_of_a_file_goes_to_several_workers():
-    long = "tests/kernels/test_npu.py::test_kernels_compile_as_listed"
-    found = [harness.unit(f"{long}[{name}]") for name in ("fp32-a2", "bf16-a2", "fp32-a5")]
-    assert found[0] == found[2] != found[1]
-    assert harness.unit("tests/kernels/test_npu.py::test_a_block[fp32]") == "test_npu.py"
-
-
-def test_what_an_operator_compiles_for_16_bits_goes_to_several_workers():
-    name = "tests/ops/test_ops.py::test_forward_and_backward[rms_norm-triton-wide-{}]"
-    found = [harness.unit(name.format(dtype)) for dtype in ("float32", "bfloat16", "float16")]
-    assert found == [f"test_ops.py[rms_norm{of}]" for of in ("", "-bfloat16", "-float16")]
-
-
-def test_times_are_recorded_by_unit(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "SECONDS", tmp_path / "seconds.json")
-    monkeypatch.setattr(harness, "interpreted", lambda: False)
-    for seconds in (2.0, 3.0):  # another run of the same replaces it
-        recorder = harness.Recorder(Config())
-        for name in ("tests/test_a.py::test_1", "tests/test_a.py::test_2", "tests/test_b.py::test"):
-            duration = seconds if "test_a" in name else 0.1
-            recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=name, duration=duration))
-        recorder.pytest_sessionfinish()
-    assert harness.recorded() == {"native not slow": {"test_a.py": 6.0}}
-
-
-def test_recorded_files_exist():
-    units = {unit for run in harness.recorded().values() for unit in run}
-    files = {unit.partition("[")[0] for unit in units}
-    gone = sorted(files - {path.name for path in (ROOT / "tests").rglob("test_*.py")})
-    assert not gone, "make seconds"
-
-
-def test_every_run_of_the_suite_takes_its_part(tmp_path):
-    """Of the arguments that an interpreter is called with, which does nothing else."""
-    log, python = tmp_path / "calls", tmp_path / "npu" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/bash\necho "$@" >> {log}\n')
-    python.chmod(0o755)
-    # nothing of a `make` that runs this test: it exports what it was called with
-    given = {"PATH": os.environ["PATH"]}
-    subprocess.run(
-        ["make", "test-full", "NO_VENV=1", "PART=2/3", f"PYTHON={python}"]
-        + [f"NPU_VENV={tmp_path / 'npu'}"],
-        cwd=ROOT, env=given, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    runs = re.findall(r".*-m pytest .*", log.read_text())
-    # fast and slow: native, interpreted; compiled, adapters, and what an NPU has
-    assert len(runs) >= 8, runs
-    assert all("--part 2/3" in run for run in runs), runs
+def test_a_run_that_fails_is_named(monkeypatch, capsys):
+    failing = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=1))
+    monkeypatch.setattr(suite, "subprocess", failing)
+    assert suite.main(["--backend", "cuda"]) == 1
+    assert "failed: cuda" in capsys.readouterr().out
 
 
 def test_the_workflow_runs_every_part():
@@ -250,6 +202,7 @@ def test_a_model_without_gradients_proves_nothing():
         assert_same_gradients([None], [None])
 
 
+@pytest.mark.slow
 def test_gradients_that_cancel_pass_without_vector_instructions():
     """Attention of a first position gives its queries no gradient, in exact arithmetic."""
     pytest.importorskip("transformers")
@@ -259,7 +212,7 @@ def test_gradients_that_cancel_pass_without_vector_instructions():
             "-m",
             "pytest",
             "-q",
-            "tests/patching/test_patching.py",
+            "tests/patching/test_head_loss.py",
             "-k",
             "custom_loss_on",
         ],
@@ -329,10 +282,10 @@ def test_one_result_has_every_row(tmp_path, monkeypatch, capsys):
     assert portable.main([str(tmp_path / "portable.json"), "--rows", "3"]) == 1, "nothing ran"
 
 
+@pytest.mark.slow
 def test_a_row_is_a_run_of_the_suite_under_its_settings(tmp_path):
     pytest.importorskip("pytest_randomly")
-    for name in ("conftest.py", "thinned.yaml"):
-        (tmp_path / name).write_text((ROOT / "tests" / name).read_text())
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     suite = tmp_path / "test_settings.py"
     suite.write_text(
         "import os, torch\n"
@@ -352,7 +305,7 @@ TESTS = Path(__file__).parents[1]
 
 def test_no_test_chooses_a_port_and_releases_it():
     """Somebody else could take it before the ranks of the test do: they meet in a file."""
-    for path in [*TESTS.rglob("*.py"), *TESTS.parent.glob("examples/*.py")]:
+    for path in [*TESTS.rglob("test_*.py"), *TESTS.parent.glob("examples/*.py")]:
         text = path.read_text(encoding="utf-8")
         if path.name == Path(__file__).name:
             continue
@@ -361,7 +314,7 @@ def test_no_test_chooses_a_port_and_releases_it():
 
 def test_no_test_ends_a_process_that_is_only_slow():
     """The demo was given five minutes, and took more beside other work."""
-    for path in TESTS.rglob("*.py"):
+    for path in TESTS.rglob("test_*.py"):
         text = path.read_text(encoding="utf-8")
         found = re.findall(r"timeout=(\w[\w.]*)|\.join\((\d[\d.]*)\)", text)
         assert all(limit.endswith("PATIENCE") for limit, _ in found if limit), path.name

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import traces
+from benchmarks.tables import traces as pages
 from benchmarks.traces import Span
-from ci.docs import traces as pages
 
 STEP = [
     Span("_rms_norm_forward_kernel", 0, 5),

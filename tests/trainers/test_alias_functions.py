@@ -1,27 +1,18 @@
 """The ``Liger*Function`` classes: values and gradients against formulas in fp64."""
 
-import importlib
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_multi.compat.liger_kernel import finder, functional, modules
+from liger_multi.compat.liger_kernel import functional, losses, modules, op_functions
 from tests import processes
 
 TARGET = torch.tensor([1, -100, 3, 4, 10, 0])
 VALID = TARGET != -100
-CLASSES = {
-    name: f"{finder.HERE}.function_classes.{home}"
-    for home, files in finder._FUNCTION_CLASSES.items()
-    for names in files.values()
-    for name in names.split()
-    if name.endswith("Function")
-}
 
 
 def function(name):
-    return getattr(importlib.import_module(CLASSES[name]), name)
+    return getattr(op_functions, name)
 
 
 def draw(seed=0):
@@ -342,7 +333,7 @@ def several(x):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_are_those_of_the_formula(case):
+def test_functions_match_formulas(case):
     args, formula = CASES[case]
     name = case.split()[0]
     ours, wide = leaves(args, torch.float32), leaves(args, torch.float64)
@@ -362,6 +353,68 @@ def test_values_and_gradients_are_those_of_the_formula(case):
             torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-5)
 
 
+def test_classes_of_ops():
+    assert all(issubclass(function(name), torch.autograd.Function) for name in CLASSES)
+    shown = {case.split()[0] for case in CASES}
+    apart = {"LigerTiledMLPFunction", "LigerFusedLinearScaledCrossEntropyTPFunction"}
+    assert shown | apart == CLASSES
+
+
+CLASSES = {f"Liger{name}Function" for name in op_functions.CLASSES}
+MODULES = {  # options, the class of the same case, its arguments that are parameters, and the call
+    "LigerLayerNorm": ((8, 1e-5), "LayerNorm", (1, 2), lambda m, x, *_: m(x)),
+    "LigerGroupNorm": ((6, 3, 1e-5), "GroupNorm", (1, 2), lambda m, x, *_: m(x)),
+    "LigerPolyNorm": ((), "PolyNorm", (1, 2), lambda m, x, *_: m(x)),
+    "LigerDyT": ((8,), "DyT", (1, 2, 3), lambda m, x, *_: m(x)),
+    "LigerFusedAddRMSNorm": ((8, 1e-5), "FusedAddRMSNorm", (2,), lambda m, x, r, *_: m(x, r)),
+    "LigerModulatedRMSNorm": (
+        (8, 1e-5), "ModulatedRMSNorm", (1,), lambda m, x, w, a, b, *_: m(x, a, b)
+    ),
+    "LigerSoftmax": ((), "Softmax", (), lambda m, x: m(x)),
+    "LigerSparsemax": ((-1,), "Sparsemax", (), lambda m, x, *_: m(x)),
+    "LigerReLUSquared": ((), "ReLUSquared", (), lambda m, x: m(x)),
+    "LigerCrossEntropyLoss": (
+        (None, -100, 0.1, 0.1, "mean", 5.0, True, True, True), "CrossEntropy", (),
+        lambda m, x, t, *_: tuple(vars(m(x, t)).values()),
+    ),
+    "LigerFusedLinearCrossEntropyLoss": (
+        (None, -100, 0.1, 0.1, "sum", None, True), "FusedLinearCrossEntropy", (),
+        lambda m, x, w, t, b, *_: tuple(vars(m(w, x, t, b)).values()),
+    ),
+    "LigerFusedLinearJSD": (
+        (0.3, -100, 2.0), "FusedLinearJSD", (), lambda m, *args: m(*args[:5])
+    ),
+    "LigerJSD": ((0.3,), "JSD", (), lambda m, q, p, t, *_: m(q, p, t)),
+    "LigerKLDIVLoss": (
+        (1e-10, None, None, "batchmean"), "KLDivLoss", (), lambda m, q, p: m(q, p)
+    ),
+    "LigerTVDLoss": ((), "TVDLoss", (), lambda m, p, q, t: m(p, q, t)),
+    "LigerFusedLinearKLDivLoss": (
+        ("batchmean", -100, 1.5), "FusedLinearKLDiv", (), lambda m, x, w, p, t, *_: m(x, w, p, t)
+    ),
+    "LigerFusedCETVDLoss": ((), "FusedCETVD", (), lambda m, *args: m(*args)),
+    "LigerVocabParallelCrossEntropy": (
+        (-100, 0.1), "VocabParallelCE", (), lambda m, z, t, *_: m(z, t)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_and_classes_agree(name):
+    options, short, places, call = MODULES[name]
+    case = f"Liger{short}Function"
+    args = leaves(CASES[case][0], torch.float32)
+    made = (getattr(modules, name, None) or getattr(losses, name))(*options)
+    expected = several(function(case).apply(*args))
+    with torch.no_grad():
+        for parameter, place in zip(made.parameters(), places, strict=True):
+            parameter.copy_(args[place])
+    for x, y in zip(several(call(made, *args)), expected, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            torch.testing.assert_close(x, y)
+
+
 TRACED_FIRST = (
     "LigerRMSNormFunction", "LigerSiLUMulFunction", "LigerCrossEntropyFunction",
     "LigerFusedLinearCrossEntropyFunction", "LigerFusedLinearScaledCrossEntropyFunction",
@@ -374,7 +427,7 @@ TRACED = [
 
 
 @pytest.mark.parametrize("case", TRACED)
-def test_they_are_traced_by_the_compiler(case):
+def test_functions_compile_to_one_graph(case):
     """One graph, with the gradients of eager mode."""
     torch.compiler.reset()
     name, (args, _) = case.split()[0], CASES[case]
@@ -393,21 +446,10 @@ def test_they_are_traced_by_the_compiler(case):
             torch.testing.assert_close(x, y)
 
 
-def test_every_class_has_a_case():
-    shown = {case.split()[0] for case in CASES}
-    apart = {"LigerTiledMLPFunction", "LigerFusedLinearScaledCrossEntropyTPFunction"}
-    assert shown | apart == set(CLASSES)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_they_are_autograd_functions(name):
-    assert issubclass(function(name), torch.autograd.Function)
-
-
 # --- what is not a formula ---
 
 
-def test_losses_of_halves_have_the_dtypes_of_liger():
+def test_loss_dtypes_of_16_bit_inputs():
     logits = R(6, 11).bfloat16()
     loss, z, _, _ = function("LigerCrossEntropyFunction").apply(
         logits, TARGET, None, -100, 0.1, 0.0, "mean", None, True
@@ -430,7 +472,7 @@ def test_losses_of_halves_have_the_dtypes_of_liger():
     assert y.dtype == torch.bfloat16
 
 
-def test_logits_of_an_operation_give_their_memory_to_the_gradient():
+def test_cross_entropy_function_may_overwrite_logits():
     x = R(6, 11).requires_grad_()
     logits, leaf = x * 1, x.detach().clone().requires_grad_()
     kept, places = logits.detach().clone(), logits.data_ptr()
@@ -443,7 +485,7 @@ def test_logits_of_an_operation_give_their_memory_to_the_gradient():
     torch.testing.assert_close(x.grad, leaf.grad)
 
 
-def test_selected_ids_are_a_list_of_classes():
+def test_selected_token_ids_errors():
     apply = function("LigerFusedLinearScaledCrossEntropyFunction").apply
     args = R(6, 8), R(11, 8), TARGET, 1.0, -100, 1, False
     with pytest.raises(ValueError, match=r"selected_token_ids must lie in \[0, 11\), got \[11\]"):
@@ -452,16 +494,14 @@ def test_selected_ids_are_a_list_of_classes():
         apply(*args, torch.tensor([[1], [2]]))
 
 
-def test_hyper_connections_of_fp32_need_a_permission():
+def test_mhc_fp32_needs_allow_fp32():
     args = list(CASES["LigerMHCCoeffsFunction"][0])
     args[6] = False
     with pytest.raises(AssertionError, match="allow_fp32"):
         function("LigerMHCCoeffsFunction").apply(*args)
 
 
-def test_a_tiled_mlp_is_the_mlp():
-    from liger_multi.compat.liger_kernel.function_classes.blocks import apply_tiled_mlp
-
+def test_tiled_mlp_equals_mlp():
     layer = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.SiLU(), torch.nn.Linear(9, 4))
     seen = []
 
@@ -473,8 +513,8 @@ def test_a_tiled_mlp_is_the_mlp():
     wanted = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
     for call, pieces in (
         (lambda: function("LigerTiledMLPFunction").apply(run, layer, x, 4), [3, 3, 3, 1]),
-        (lambda: apply_tiled_mlp(run, layer, x), [4, 4, 2]),
-        (lambda: apply_tiled_mlp(run, layer, x, 2, list(layer.parameters())), [5, 5]),
+        (lambda: op_functions.apply_tiled_mlp(run, layer, x), [4, 4, 2]),
+        (lambda: op_functions.apply_tiled_mlp(run, layer, x, 2, list(layer.parameters())), [5, 5]),
     ):
         seen.clear()
         got = torch.autograd.grad(call().square().sum(), [x, *layer.parameters()])
@@ -483,36 +523,12 @@ def test_a_tiled_mlp_is_the_mlp():
             torch.testing.assert_close(mine, right)
 
 
-FUNCTIONS = {
-    "liger_fused_linear_kl_div": ("LigerFusedLinearKLDivFunction", {}),
-    "liger_attn_res": ("LigerAttnResFunction", {}),
-    "liger_multi_token_attention": ("LigerMultiTokenAttentionFunction", {}),
-    "liger_fused_neighborhood_attention": ("LigerFusedNeighborhoodAttentionFunction", {}),
-    "liger_mhc_coeffs": ("LigerMHCCoeffsFunction", {"allow_fp32": True, "pre_eps": 1e-3}),
-    "liger_mhc_pre": ("LigerMHCPreFunction", {}),
-    "liger_mhc_post_res": ("LigerMHCPostResFunction", {}),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_hand_their_arguments_to_the_classes(name):
-    from liger_multi.compat.liger_kernel import functional_blocks
-
-    case, options = FUNCTIONS[name]
-    args, _ = CASES[case]
-    given = args[:6] if options else args
-    got = several(getattr(functional_blocks, name)(*given, **options))
-    for mine, right in zip(got, several(function(case).apply(*args)), strict=True):
-        assert torch.equal(mine, right)
-
-
 # --- a vocabulary of two processes ---
 
 RANKS = """
 import sys, torch, torch.distributed as dist
 import torch.nn.functional as F
-from liger_multi.compat.liger_kernel import functional_blocks
-from liger_multi.compat.liger_kernel.function_classes import heads, losses
+from liger_multi.compat.liger_kernel import functional, op_functions
 
 rank, meeting = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
@@ -527,14 +543,14 @@ z = wide[0] @ wide[1].T / 0.7
 entropy = torch.where(valid, -(z.softmax(-1) * z.log_softmax(-1)).sum(-1), 0)
 right = F.cross_entropy(z, target, reduction="none"), entropy
 ours = [x.clone().requires_grad_() for x in (hidden, weight[part])]
-tp = heads.LigerFusedLinearScaledCrossEntropyTPFunction
+tp = op_functions.LigerFusedLinearScaledCrossEntropyTPFunction
 got = tp.apply(*ours, target, group, 0.7, -100, 1, True)
 (right[0].sum() + 0.3 * right[1].sum()).backward()
 (got[0].sum() + 0.3 * got[1].sum()).backward()
 for a, b in zip((*got, ours[0].grad, ours[1].grad), (*right, wide[0].grad, wide[1].grad[part])):
     torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 assert isinstance(tp.apply(*ours, target, group), torch.Tensor)
-function = functional_blocks.liger_fused_linear_scaled_cross_entropy_tp
+function = functional.liger_fused_linear_scaled_cross_entropy_tp
 for a, b in zip(function(*ours, target, group, 0.7, return_entropy=True), got):
     assert torch.equal(a, b)
 
@@ -542,7 +558,7 @@ for formula, share in (("pytorch", 0.1), ("megatron", 0.1 * 12 / 11)):
     whole = (hidden @ weight.T).double().requires_grad_()
     right = F.cross_entropy(whole, target, reduction="none", label_smoothing=share)
     mine = (hidden @ weight.T)[:, part].clone().requires_grad_()
-    apply = losses.LigerVocabParallelCEFunction.apply
+    apply = op_functions.LigerVocabParallelCEFunction.apply
     got = apply(mine, target, group, -100, 0.1, formula, "global")
     right.sum().backward()
     got.sum().backward()
@@ -568,8 +584,9 @@ torch.testing.assert_close(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
-def test_a_vocabulary_of_two_processes(tmp_path):
+def test_vocab_parallel_losses_on_two_ranks(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     every = [[str(rank), str(tmp_path / "meeting")] for rank in range(2)]
@@ -580,6 +597,7 @@ def test_a_vocabulary_of_two_processes(tmp_path):
 MIXED = {
     "rms_norm": lambda f, x, w: f.liger_rms_norm(x, w, 1e-5),
     "rms_norm of gemma": lambda f, x, w: f.liger_rms_norm(x, w, 1e-5, 1.0, "gemma"),
+    "modulated_rms_norm": lambda f, x, w: f.liger_modulated_rms_norm(x, None, w, w),
     "layer_norm": lambda f, x, w: f.liger_layer_norm(x, w, w, 1e-5),
     "poly_norm": lambda f, x, w: f.liger_poly_norm(x, w[:3], w[0]),
     "fused_add_rms_norm": lambda f, x, w: f.liger_fused_add_rms_norm(x, x, w, 1e-5),
@@ -595,7 +613,7 @@ ANGLES = torch.ones(1, 3, 8), torch.zeros(1, 3, 8)
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_results_have_the_dtype_of_the_input_whatever_the_weights_have(name):
+def test_output_dtype_with_fp32_weights(name):
     """As Liger-Kernel's kernels write them, where PyTorch's types would promote."""
     x, w = R(3, 8).bfloat16().requires_grad_(), R(8).requires_grad_()
     found = MIXED[name](functional, x, w)

@@ -48,7 +48,7 @@ def clipped_gain(z, x, delta=None):
 
 
 @pytest.mark.parametrize("delta", [None, 1.1])
-def test_numbers_of_tokens_are_those_of_the_formula(given, delta):
+def test_grpo_token_losses_match_formula(given, delta):
     given["logits"].retain_grad()
     wanted = clipped_gain(given["logits"], given, delta)
     found = triton_grpo_loss(**given, beta=0.1, eps_high=0.3, delta=delta)
@@ -62,7 +62,7 @@ def test_numbers_of_tokens_are_those_of_the_formula(given, delta):
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_the_loss_of_a_batch_is_that_of_policies(given, kind, beta):
+def test_grpo_batch_loss_matches_policy_loss(given, kind, beta):
     o = options(kind)
     loss, metrics = triton_grpo_loss(**given, beta=beta, reduce=True, **o)
     named = {"epsilon_high": o["eps_high"], "max_length": o.get("max_completion_length")}
@@ -83,7 +83,7 @@ def test_the_loss_of_a_batch_is_that_of_policies(given, kind, beta):
     assert found[:, -1].count_nonzero() == 0, "the last logit is not read"
 
 
-def test_logits_stay_what_they_are_and_a_graph_serves_twice(given):
+def test_grpo_leaves_logits_and_retains_graph(given):
     before = given["logits"].detach().clone()
     loss, _ = triton_grpo_loss(**given, inplace=True, reduce=True)
     first, second = (
@@ -93,7 +93,7 @@ def test_logits_stay_what_they_are_and_a_graph_serves_twice(given):
     assert torch.equal(first, second)
 
 
-def test_gradients_of_half_precision_logits_have_their_dtype(given):
+def test_grpo_gradient_dtype(given):
     given["logits"] = given["logits"].detach().to(torch.bfloat16).requires_grad_()
     loss, kl, clipped = triton_grpo_loss(**given)
     assert {loss.dtype, kl.dtype, clipped.dtype} == {torch.float32}
@@ -101,7 +101,7 @@ def test_gradients_of_half_precision_logits_have_their_dtype(given):
     assert given["logits"].grad.dtype == torch.bfloat16
 
 
-def test_answers_without_tokens_cost_nothing(given):
+def test_grpo_empty_completions(given):
     given["completion_mask"] = torch.zeros(3, 5)
     loss, metrics = triton_grpo_loss(**given, reduce=True)
     assert (loss.item(), metrics[0].item(), metrics[1].item()) == (0, 0, 0)
@@ -109,7 +109,7 @@ def test_answers_without_tokens_cost_nothing(given):
     assert given["logits"].grad.count_nonzero() == 0
 
 
-def test_what_is_refused(given):
+def test_grpo_argument_errors(given):
     positional = [
         given["logits"], given["old_logp"], None, given["completion_ids"], given["advantages"],
         given["completion_mask"], T,

@@ -26,7 +26,7 @@ def names():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("centered", [False, True])
-def test_a_norm_is_that_of_torch(names, centered, dtype):
+def test_megatron_norm_matches_torch(names, centered, dtype):
     norm = names.LigerMegatronRMSNorm(RMS, 8, eps=1e-3, zero_centered_gamma=centered).to(dtype)
     assert norm.weight.sequence_parallel is True
     assert norm.weight.eq(0.0 if centered else 1.0).all()
@@ -45,7 +45,7 @@ def test_a_norm_is_that_of_torch(names, centered, dtype):
         torch.testing.assert_close(ours.double(), exact, **near)
 
 
-def test_a_norm_survives_copies_and_states(names):
+def test_megatron_norm_copies_and_state(names):
     norm = names.LigerMegatronRMSNorm(RMS, (8,))
     assert [*norm.state_dict()] == ["weight"]
     for again in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
@@ -59,7 +59,7 @@ def test_a_norm_survives_copies_and_states(names):
         names.LigerMegatronRMSNorm(LAYER, 8)
 
 
-def test_an_mlp_goes_to_its_fallback_with_what_is_not_served(names):
+def test_megatron_swiglu_fallback(names):
     x = torch.randn(4, 2, 12, requires_grad=True)
     gate, up = x.chunk(2, -1)
     mlp = names.LigerMegatronSwiGLU(lambda *args: args)
@@ -75,7 +75,7 @@ def test_an_mlp_goes_to_its_fallback_with_what_is_not_served(names):
         alone(x[0, 0])
 
 
-def test_a_cross_entropy_has_the_defaults_of_megatron(names):
+def test_megatron_cross_entropy_defaults(names):
     loss = names.LigerMegatronCrossEntropy(label_smoothing=0.1)
     shown = "label_smoothing_formula='megatron', label_smoothing_mode='partition')"
     assert repr(loss).endswith(shown)
@@ -145,7 +145,7 @@ def megatron(monkeypatch):
     return module(monkeypatch, "user", LNImpl=Norm, loss=plain, fast=fused, act=Function)
 
 
-def test_every_name_of_a_place_is_replaced_and_restored(names, megatron):
+def test_megatron_names_replaced_and_restored(names, megatron):
     before = dict(vars(megatron))
     local = sys.modules["megatron.core.models.backends"].LocalSpecProvider
     own = local.layer_norm
@@ -184,7 +184,7 @@ def test_every_name_of_a_place_is_replaced_and_restored(names, megatron):
     assert local.layer_norm is own
 
 
-def test_only_what_is_asked_for_is_replaced(names, megatron):
+def test_megatron_replaces_only_requested(names, megatron):
     before = dict(vars(megatron))
     names.apply_liger_kernel_to_megatron()
     changed = {name for name in before if vars(megatron)[name] is not before[name]}
@@ -193,14 +193,14 @@ def test_only_what_is_asked_for_is_replaced(names, megatron):
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron"), reason="Megatron-Core is installed")
 @pytest.mark.parametrize("part", ["rms_norm", "cross_entropy", "swiglu"])
-def test_without_megatron_the_error_says_what_is_missing(names, part):
+def test_missing_megatron_error(names, part):
     asked = {"rms_norm": False, part: True}
     with pytest.raises(ImportError, match=r"pip install megatron-core"):
         names.apply_liger_kernel_to_megatron(**asked)
     names.apply_liger_kernel_to_megatron(rms_norm=False)
 
 
-def test_a_megatron_without_a_place_is_named(names, megatron, monkeypatch):
+def test_missing_megatron_attribute_error(names, megatron, monkeypatch):
     monkeypatch.delattr(sys.modules["megatron.core.fusions.fused_bias_swiglu"], "SwiGLUFunction")
     with pytest.raises(ImportError, match=r"no megatron\.core\.fusions\.fused_bias_swiglu\.SwiGLU"):
         names.apply_liger_kernel_to_megatron(rms_norm=False, swiglu=True)

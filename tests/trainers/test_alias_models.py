@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from liger_multi import unpatch
 from liger_multi.compat import liger_kernel as alias
 from liger_multi.errors import PatchError
-from liger_multi.patching.replace.swap import Patched
+from liger_multi.patching.swap import Patched
 
 transformers = pytest.importorskip("transformers")
 
@@ -112,7 +112,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o))
 @pytest.mark.parametrize("made", [patched, of_type, assigned])
-def test_options_of_a_forward_reach_the_loss(made, options):
+def test_forward_options_reach_fused_loss(made, options):
     stock, model = build(), made()
     model(IDS, labels=LABELS)  # which readies a forward that was assigned
     right = formula(stock(IDS).logits, shifted(LABELS), **options)
@@ -125,7 +125,7 @@ def test_options_of_a_forward_reach_the_loss(made, options):
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Granite", "Cohere"])
-def test_scales_and_caps_of_a_model_stay(kind):
+def test_model_scale_and_softcap_with_options(kind):
     more = {"logits_scaling": 3.0} if kind == "Granite" else {}
     stock, model = build(kind, **more), patched(kind, **more)
     right = formula(stock(IDS).logits, shifted(LABELS), label_smoothing=0.2)
@@ -134,7 +134,7 @@ def test_scales_and_caps_of_a_model_stay(kind):
 
 
 @pytest.mark.parametrize("made", [patched, assigned])
-def test_outputs_that_are_asked_for(made):
+def test_requested_outputs_of_forward(made):
     from liger_kernel.transformers.model import output_classes
 
     model = made()
@@ -154,7 +154,7 @@ def test_outputs_that_are_asked_for(made):
     assert (loss, accuracy) == (asked.loss, asked.token_accuracy)
 
 
-def test_experts_have_their_own_output_and_loss():
+def test_moe_output_class_and_aux_loss():
     from liger_kernel.transformers.model import output_classes
 
     more = {"num_local_experts": 4, "output_router_logits": True}
@@ -168,7 +168,7 @@ def test_experts_have_their_own_output_and_loss():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_shifted_labels_alone_have_a_loss(training):
+def test_shift_labels_without_labels(training):
     model, stock = patched().train(training), build().train(training)
     right = stock(IDS, labels=LABELS).loss
     for given in ({"shift_labels": shifted(LABELS)},
@@ -179,7 +179,7 @@ def test_shifted_labels_alone_have_a_loss(training):
         torch.testing.assert_close(asked.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_options_count_where_liger_kernel_fuses_the_loss():
+def test_options_apply_in_training_or_skip_logits():
     model = patched().eval()
     plain = model(IDS, labels=LABELS)
     found = model(IDS, labels=LABELS, label_smoothing=0.1, return_token_accuracy=True)
@@ -197,7 +197,7 @@ def test_options_count_where_liger_kernel_fuses_the_loss():
 
 
 @pytest.mark.parametrize("why", ["hook", "adapter"])
-def test_a_head_whose_logits_are_computed(why):
+def test_options_with_materialized_logits(why):
     model = patched()
     if why == "hook":
         model.lm_head.register_forward_hook(lambda *_: None)
@@ -214,7 +214,7 @@ def test_a_head_whose_logits_are_computed(why):
         model(input_ids=IDS, labels=LABELS, use_token_scaling=True)
 
 
-def test_a_loss_that_options_do_not_reach_is_told():
+def test_unreachable_loss_options_raise():
     model = patched()
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().mean() * 0 + 7
     assert model(IDS, labels=LABELS).loss == 7  # a user's own
@@ -234,7 +234,7 @@ def test_a_loss_that_options_do_not_reach_is_told():
         alone(IDS, labels=LABELS, label_smoothing=0.1)
 
 
-def test_a_model_stays_what_it_is():
+def test_patched_model_copies_and_unpatches():
     model = patched()
     right = model(IDS, labels=LABELS, label_smoothing=0.1).loss
     saved = io.BytesIO()
@@ -253,7 +253,7 @@ def test_a_model_stays_what_it_is():
     assert type(model(IDS)) is transformers.modeling_outputs.CausalLMOutputWithPast
 
 
-def test_a_model_without_the_fused_loss_is_not_touched():
+def test_unfused_model_keeps_its_class():
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     model = build()
@@ -266,8 +266,9 @@ def test_a_model_without_the_fused_loss_is_not_touched():
         apply_liger_kernel_to_llama(model=model, fused_loss=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_recomputation_and_a_compiler(checkpointing):
+def test_options_with_checkpointing_and_compile(checkpointing):
     model = patched()
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -290,7 +291,7 @@ def test_recomputation_and_a_compiler(checkpointing):
 
 
 @pytest.mark.parametrize("made", [build, patched])
-def test_the_loss_of_a_head(made):
+def test_lce_maybe_trainable_lm_head(made):
     from liger_kernel.transformers.model.llama import lce_maybe_trainable_lm_head as loss_of
 
     model, hidden = made(), torch.randn(2, 9, 32, requires_grad=True)

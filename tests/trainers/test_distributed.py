@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from liger_multi import ops
-from liger_multi.dispatch.primitive import Primitive
+from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.errors import PackingError
 from liger_multi.patching import patch
 from tests.comparing import assert_same_gradients
@@ -436,7 +436,7 @@ ORDERS = {"patched first": "patch shard", "sharded first": "shard patch"}
 for _name, _order in ORDERS.items():
 
     def _trained(run, order=_order):
-        from liger_multi.patching.replace.float8_shards import TrainedShard
+        from liger_multi.patching.float8.shards import TrainedShard
 
         _, ours = same_bits(run, run.build(), changes(run, order, gather=True))
         assert all(type(t) is TrainedShard for t in coded_parts(ours).values())
@@ -447,7 +447,7 @@ for _name, _order in ORDERS.items():
 @case()
 def fsdp2_gathers_codes_of_adapters_on_a_frozen_base(run):
     """A rank holds a byte per weight of its rows, and four per row."""
-    from liger_multi.patching.replace.float8_weight import Float8Weight
+    from liger_multi.patching.float8.weight import Float8Weight
 
     change = changes(run, frozen=True)
     stock = lora_everywhere(run.build())
@@ -1157,6 +1157,7 @@ def files_beside_memory(request):
     assert not built.returncode, built.stderr[-3000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES],

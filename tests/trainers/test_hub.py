@@ -13,7 +13,7 @@ kernels = pytest.importorskip("kernels")
 from transformers.integrations import hub_kernels  # noqa: E402
 
 from liger_multi.compat import hub  # noqa: E402
-from liger_multi.patching.recognize.mixers import SERVED  # noqa: E402
+from liger_multi.patching.mixers.calls import SERVED  # noqa: E402
 
 AVAILABLE = hub_kernels.is_kernels_available()
 """Whether transformers accepts this version of the library, and so has marked its layers."""
@@ -177,6 +177,7 @@ def test_a_function_that_computes_something_else_stays():
     assert torch.equal(ours(x, weight), causal_conv1d_fn(x, weight))
 
 
+@pytest.mark.slow
 def test_compiled_layers_of_a_settled_model(monkeypatch):
     stock = build(num_hidden_layers=1)
     for found in every(stock, "RMSNorm"):

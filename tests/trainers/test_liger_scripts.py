@@ -36,22 +36,13 @@ def trained(model):
 
 
 def counts(model):
-    from liger_multi.patching.replace.swap import Patched, swapped
+    from liger_multi.patching.swap import Patched, swapped
 
     found = [swapped(m).op for m in model.modules() if isinstance(m, Patched)]
     return {op: found.count(op) for op in sorted({*found} - {"loss options"})}  # the model itself
 
 
 # --- models ---
-
-
-def test_the_auto_class(saved):
-    from liger_kernel.transformers import AutoLigerKernelForCausalLM
-
-    path, loss, norm = saved
-    model = AutoLigerKernelForCausalLM.from_pretrained(path)
-    torch.testing.assert_close(trained(model), (loss, norm), rtol=1e-5, atol=1e-6)
-    assert counts(model)["rms_norm"] == 5
 
 
 @pytest.mark.parametrize(
@@ -66,7 +57,7 @@ def test_the_auto_class(saved):
         ({"fused_linear_cross_entropy": True, "cross_entropy": False}, set()),
     ],
 )  # fmt: skip
-def test_a_call_before_the_model_is_made(saved, flags, off):
+def test_apply_before_from_pretrained(saved, flags, off):
     import transformers
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -111,7 +102,7 @@ FEW = ("llama", "gemma3_text", "phi3", "mixtral")
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_flags_of_a_function_on_a_model_and_on_its_type(kind):
+def test_apply_flags_on_model_and_type(kind):
     model, found = takes_every_flag(kind, lambda: build(kind))
     assert found["rms_norm"] == ARCHITECTURES[kind].counts["rms_norm"]
     torch.testing.assert_close(trained(model), trained(build(kind)), rtol=1e-4, atol=1e-5)
@@ -148,7 +139,7 @@ def test_flags_of_every_function(name):
 
 
 @pytest.mark.parametrize("where", ["class", "instance"])
-def test_a_forward_that_is_assigned(monkeypatch, where):
+def test_assigned_lce_forward(monkeypatch, where):
     from liger_kernel.transformers.model.llama import lce_forward
 
     model, stock = build(), trained(build())
@@ -165,7 +156,8 @@ def test_a_forward_that_is_assigned(monkeypatch, where):
     assert out.logits.shape == (*IDS.shape, model.config.vocab_size)
 
 
-def test_a_forward_that_is_assigned_is_traced_after_its_first_call():
+@pytest.mark.slow
+def test_assigned_forward_compiles_after_first_call():
     from liger_kernel.transformers.model.llama import lce_forward
 
     torch.compiler.reset()
@@ -178,7 +170,7 @@ def test_a_forward_that_is_assigned_is_traced_after_its_first_call():
     found.backward()
 
 
-def test_a_forward_of_a_class_whose_file_was_not_imported():
+def test_lce_forward_unknown_class_error():
     from liger_kernel.transformers.model.llama import lce_forward
 
     with pytest.raises(TypeError, match="the forward of Linear is not known"):
@@ -188,20 +180,7 @@ def test_a_forward_of_a_class_whose_file_was_not_imported():
 # --- losses and functions ---
 
 
-def test_a_head_of_ones_own():
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    torch.manual_seed(0)
-    model, loss_fn = nn.Linear(128, 256), LigerFusedLinearCrossEntropyLoss()
-    x, target = torch.randn(4, 128, requires_grad=True), torch.randint(256, (4,))
-    loss_fn(model.weight, x, target).backward()
-    found = x.grad.clone(), model.weight.grad.clone()
-    x.grad = model.weight.grad = None
-    F.cross_entropy(x @ model.weight.T, target).backward()
-    torch.testing.assert_close(found, (x.grad, model.weight.grad))
-
-
-def test_heads_that_predict_later_tokens():
+def test_medusa_heads_loss():
     """As in the example of Medusa: the sum of the losses of several heads on one hidden state."""
     from liger_kernel.transformers.fused_linear_cross_entropy import (
         LigerFusedLinearCrossEntropyLoss,
@@ -222,85 +201,15 @@ def test_heads_that_predict_later_tokens():
     torch.testing.assert_close((total, *found), (wanted, *right))
 
 
-def test_a_loss_of_pairs():
-    from liger_kernel.chunked_loss import LigerFusedLinearORPOLoss
-
-    torch.manual_seed(0)
-    lm_head, x = nn.Linear(16, 30, bias=False), torch.randn(4, 7, 16, requires_grad=True)
-    target = torch.randint(30, (4, 7))
-    loss, beside = LigerFusedLinearORPOLoss()(lm_head.weight, x, target)
-    log_p = lm_head(x).log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
-    chosen, rejected = log_p.mean(-1).chunk(2)
-    odds = chosen - rejected - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
-    wanted = -log_p[:2].mean() - 0.1 * F.logsigmoid(odds).mean()
-    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
-    assert len(beside) >= 5
-
-
-@pytest.mark.parametrize("ids", [None, [3, 11]])
-def test_the_entropy_of_a_head(ids):
-    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
-
-    torch.manual_seed(0)
-    x, weight = torch.randn(5, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
-    target = torch.tensor([3, -100, 4, 9, 1])
-    selected = () if ids is None else (torch.tensor(ids),)
-    found = LigerFusedLinearScaledCrossEntropyFunction.apply(
-        x, weight, target, 1.0, -100, 1, True, *selected
-    )
-    loss = found[0].sum() / (target != -100).sum().clamp_min(1)
-    log_p = (x @ weight.T).log_softmax(-1)
-    torch.testing.assert_close(loss, F.cross_entropy(x @ weight.T, target))
-    kept = (target != -100).unsqueeze(-1)
-    torch.testing.assert_close(found[1], -(log_p.exp() * log_p * kept).sum(-1))
-    if ids is not None:
-        torch.testing.assert_close(found[2], torch.where(kept, log_p[:, ids], 0))
-    loss.backward()
-    assert min(x.grad.norm(), weight.grad.norm()) > 0
-
-
-def test_the_head_of_one_process_of_several():
-    import torch.distributed as dist
-    from liger_kernel.ops import (
-        LigerFusedLinearScaledCrossEntropyFunction as Whole,
-    )
-    from liger_kernel.ops import (
-        LigerFusedLinearScaledCrossEntropyTPFunction as Split,
-    )
-
-    torch.manual_seed(0)
-    x, weight, target = torch.randn(5, 16), torch.randn(30, 16), torch.tensor([3, -100, 4, 9, 1])
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        found = Split.apply(x, weight, target, dist.group.WORLD, 1.0, -100, 1, True)
-    finally:
-        dist.destroy_process_group()
-    torch.testing.assert_close(found, Whole.apply(x, weight, target, 1.0, -100, 1, True))
-
-
-def test_a_variable_that_asks_for_kernels_of_one_vendor(monkeypatch):
-    alias.uninstall()
-    monkeypatch.setenv("LIGER_KERNEL_IMPL", "cutile")
-    with pytest.warns(UserWarning, match="'nvidia-cutile' is not available"):
-        alias.install()
-    from liger_kernel import functional, get_impl
-    from liger_kernel.backends import LigerImplFallbackWarning
-
-    assert get_impl() is None
-    with pytest.warns(LigerImplFallbackWarning):
-        found = functional.softmax(torch.zeros(2, 4))
-    torch.testing.assert_close(found, torch.full((2, 4), 0.25))
-
-
 # --- trainers ---
 
 
 @pytest.mark.slow
-def test_the_trainer_of_orpo(tmp_path, monkeypatch):
+def test_liger_orpo_trainer(tmp_path, monkeypatch):
     from liger_kernel.transformers.trainer import LigerORPOTrainer
 
     orpo = pytest.importorskip("trl.experimental.orpo")
-    from ci.trainers import setting
+    from tests.trainers.runs import setting
 
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from datasets import Dataset
@@ -325,25 +234,10 @@ def test_the_trainer_of_orpo(tmp_path, monkeypatch):
     assert ours == pytest.approx(stock, rel=1e-4)
 
 
-def test_no_trainer_of_orpo_without_one_of_trl(monkeypatch):
+def test_orpo_trainer_needs_trl(monkeypatch):
     from liger_multi.compat.liger_kernel import orpo
 
     orpo._made.cache_clear()
     monkeypatch.setattr(orpo, "HOMES", ("nowhere",))
     with pytest.raises(ImportError, match="needs the ORPOTrainer of TRL"):
         orpo.LigerORPOTrainer  # noqa: B018
-
-
-def test_a_training_step_of_lightning(saved):
-    """As the example for Lightning: a module that holds a model, and returns its loss."""
-    import transformers
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-    path, loss, _ = saved
-    apply_liger_kernel_to_llama(fused_linear_cross_entropy=True, cross_entropy=False)
-    module = types.SimpleNamespace(
-        model=transformers.AutoModelForCausalLM.from_pretrained(path, use_cache=False)
-    )
-    mask = torch.ones_like(IDS)
-    out = module.model(input_ids=IDS, attention_mask=mask, labels=IDS)
-    torch.testing.assert_close(out.loss, loss, rtol=1e-5, atol=1e-6)

@@ -18,7 +18,7 @@ import torch
 from tests.models import build
 from tests.models import Texts
 from liger_multi.integrations import LightningCallback
-from liger_multi.patching.replace.swap import Patched
+from liger_multi.patching.swap import Patched
 
 
 class Module(L.LightningModule):

@@ -11,7 +11,7 @@ from torch import nn
 
 from liger_multi.compat import liger_kernel as alias
 from liger_multi.errors import PatchError
-from liger_multi.patching.replace.swap import Patched, swapped
+from liger_multi.patching.swap import Patched, swapped
 from tests.models import build
 
 

@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 import yaml
 
-import ci.trainers as table
-from ci.trainers import ROOT, Run, Trainer, driver, launch, page, setting, trainers
-from ci.trainers import __main__ as command
+import tests.trainers.runs as table
 from liger_multi import ops
+from tests.trainers.runs import ROOT, Run, Trainer, driver, launch, page, setting, trainers
+from tests.trainers.runs import __main__ as command
 
 STOCK = {(1, "loss"): 2.0, (1, "grad_norm"): 5.0, (2, "loss"): 1.0}
 
 
-def test_the_table_names_operators_formats_and_runs_that_exist():
+def test_trainer_table_is_consistent():
     for trainer in trainers().values():
         for run in trainer.runs.values():
             assert {*run.calls} <= {*ops.__all__}
@@ -27,7 +27,7 @@ def test_the_table_names_operators_formats_and_runs_that_exist():
         assert not {*trainer.not_run} & {*trainer.runs}
 
 
-def test_equal_numbers_have_a_difference_and_others_fail():
+def test_curve_difference():
     ours = {**STOCK, (1, "grad_norm"): 5.0001}
     assert driver.difference(STOCK, ours) == pytest.approx(2e-5, rel=1e-3)
     with pytest.raises(driver.RunError, match=r"step 2, loss: 1\.0 and 1\.01"):
@@ -38,7 +38,7 @@ def test_equal_numbers_have_a_difference_and_others_fail():
         driver.difference({(1, "loss"): 0.0, (2, "loss"): 0.0}, {(1, "loss"): 0.0, (2, "loss"): 0})
 
 
-def test_the_longest_state_below_a_folder_is_the_curve(tmp_path):
+def test_curve_is_longest_trainer_state(tmp_path):
     with pytest.raises(driver.RunError, match=r"no trainer_state\.json"):
         driver.curve(tmp_path)
     rows = [{"step": 1, "loss": 2.0, "epoch": 0.1}, {"step": 1, "eval_loss": 3.0}]
@@ -58,7 +58,7 @@ def bench(tmp_path, monkeypatch, **trainer):
     return driver.Bench("python", row, tmp_path), started
 
 
-def test_only_the_second_run_has_the_switch_and_the_names(tmp_path, monkeypatch):
+def test_switch_is_on_in_second_run_only(tmp_path, monkeypatch):
     made, started = bench(tmp_path, monkeypatch, options={"model": "{model}", "many": [1, 2]})
     run = Run("some.module", calls=("rope",), arguments=("train",), options={"out": "{out}"})
     calls = tmp_path / "runs" / "a" / "with.calls.json"
@@ -68,8 +68,8 @@ def test_only_the_second_run_has_the_switch_and_the_names(tmp_path, monkeypatch)
     assert kept == {"steps": 2, "logged": ["grad_norm", "loss"], "first": 2.0, "last": 1.0,
                     "difference": 0.0, "calls": {"rope": 3}}  # fmt: skip
     _, stock, ours = started
-    assert stock[:4] == ["ci.trainers.launch", "-", "some.module", "train"]
-    assert ours[:4] == ["ci.trainers.launch", str(calls), "some.module", "train"]
+    assert stock[:4] == ["tests.trainers.runs.launch", "-", "some.module", "train"]
+    assert ours[:4] == ["tests.trainers.runs.launch", str(calls), "some.module", "train"]
     given = ["--model", f"{tmp_path}/model", "--many", "1", "2", "--out"]
     assert stock[4:] == [*given, f"{tmp_path}/runs/a/stock"]
     assert ours[4:] == [*given, f"{tmp_path}/runs/a/with", "--use_it", "True"]
@@ -77,7 +77,7 @@ def test_only_the_second_run_has_the_switch_and_the_names(tmp_path, monkeypatch)
         driver.compared(made, "a", replace(run, calls=("rms_norm", "rope")))
 
 
-def test_a_resumed_run_starts_from_the_run_without_the_switch(tmp_path, monkeypatch):
+def test_resumed_run_starts_from_stock_run(tmp_path, monkeypatch):
     made, started = bench(tmp_path, monkeypatch, written="yaml")
     calls = tmp_path / "runs" / "b-c" / "with.calls.json"
     calls.parent.mkdir(parents=True)
@@ -90,7 +90,7 @@ def test_a_resumed_run_starts_from_the_run_without_the_switch(tmp_path, monkeypa
     assert file.endswith("with.yaml")
 
 
-def test_a_run_that_ends_in_an_error_shows_its_last_lines(tmp_path, monkeypatch):
+def test_failed_run_shows_log_tail(tmp_path, monkeypatch):
     monkeypatch.setattr(driver.Bench, "__init__", lambda *_: None)
     made = driver.Bench()
     made.python, made.folder, made.environment = sys.executable, tmp_path, {"PYTHONPATH": str(ROOT)}
@@ -98,14 +98,14 @@ def test_a_run_that_ends_in_an_error_shows_its_last_lines(tmp_path, monkeypatch)
         made._started(["no_such_trainer"], tmp_path / "log")
 
 
-def test_a_launched_module_imports_the_names_and_its_calls_count(tmp_path):
+def test_launch_serves_names_and_counts_calls(tmp_path):
     (tmp_path / "toy.py").write_text(
         "import sys, torch\n"
         "from liger_kernel.transformers.functional import liger_softmax\n"
         "assert sys.argv[1:] == ['--x', '1']\n"
         "liger_softmax(torch.ones(2, 3))\n"
     )
-    command = [sys.executable, "-m", "ci.trainers.launch", "calls.json", "toy", "--x", "1"]
+    command = [sys.executable, "-m", "tests.trainers.runs.launch", "calls.json", "toy", "--x", "1"]
     path = f"{ROOT}:{tmp_path}"
     subprocess.run(command, check=True, cwd=tmp_path, env={"PYTHONPATH": path, "RANK": "1"})
     assert not (tmp_path / "calls.json").exists()
@@ -113,7 +113,7 @@ def test_a_launched_module_imports_the_names_and_its_calls_count(tmp_path):
     assert json.loads((tmp_path / "calls.json").read_text()) == {"softmax": 1}
 
 
-def test_calls_of_a_patch_do_not_count():
+def test_probe_calls_are_not_counted():
     from tests.models import build
 
     calls = launch.Counter()
@@ -137,14 +137,14 @@ def setting_ids():
     return torch.tensor([[5, 6, 7]])
 
 
-def test_the_setting_is_the_same_every_time():
+def test_dialogues_are_deterministic():
     assert setting.dialogues() == setting.dialogues()
     assert len({d["answer"] for d in setting.dialogues()}) > setting.ROWS / 2
     rewards = setting.reward(["ab", "abc", [{"content": "x"}]])
     assert len({*rewards}) > 1
 
 
-def test_the_page_says_what_ran_and_what_did_not(tmp_path, monkeypatch):
+def test_trainer_table_page(tmp_path, monkeypatch):
     kept = {"versions": {"trl": "1.2", "torch": "3.4"},
             "runs": {"SFT": {"date": "2026-01-01", "difference": 3e-7, "calls": {"rope": 8}},
                      "DPO": {"date": "2026-01-02", "difference": 5e-6,
@@ -163,7 +163,7 @@ def test_the_page_says_what_ran_and_what_did_not(tmp_path, monkeypatch):
         page.page("without markers")
 
 
-def test_every_run_of_the_table_was_kept():
+def test_results_cover_table():
     """What the page shows is of today's table."""
     kept = json.loads(table.RESULTS.read_text(encoding="utf-8"))
     assert {n: [*t.runs] for n, t in trainers().items() if t.runs} == {
@@ -171,7 +171,7 @@ def test_every_run_of_the_table_was_kept():
     }
 
 
-def test_kept_runs_stay_beside_new_ones(tmp_path, monkeypatch):
+def test_store_merges_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "RESULTS", tmp_path / "results.json")
     row = Trainer(install=(), switch={}, runs={n: Run("m", ()) for n in ("a", "b")})
     command.store("x", row, {"versions": 1, "runs": {"b": 1, "gone": 2}})
@@ -181,11 +181,11 @@ def test_kept_runs_stay_beside_new_ones(tmp_path, monkeypatch):
     assert [*kept["x"]["runs"]] == ["a", "b"]
 
 
-def test_a_run_has_the_commit_that_ran_and_changes_are_not_stored(monkeypatch, capsys):
+def test_stored_runs_have_a_clean_commit(monkeypatch, capsys):
     monkeypatch.setattr(command, "commit", lambda *beside: f"abc without {beside[0]}")
-    assert command.provenance()["commit"] == "abc without ci/trainers/results.json"
+    assert command.provenance()["commit"] == "abc without tests/trainers/runs/results.json"
     monkeypatch.setattr(command, "commit", lambda *beside: "abc+")
-    monkeypatch.setattr(sys, "argv", ["ci.trainers", "trl", "--store"])
+    monkeypatch.setattr(sys, "argv", ["tests.trainers.runs", "trl", "--store"])
     monkeypatch.setattr(command, "ran", lambda *_: pytest.fail("it ran"))
     with pytest.raises(SystemExit):
         command.main()
@@ -202,7 +202,7 @@ def test_a_run_has_the_commit_that_ran_and_changes_are_not_stored(monkeypatch, c
     assert kept["runs"] == {"a": {"commit": "abc", "date": "1", "steps": 4}}
 
 
-def test_numbers_are_read_from_what_a_trainer_prints(tmp_path):
+def test_printed_curve(tmp_path):
     log = tmp_path / "log"
     log.write_text("step:  1  loss:  2.5 x\nother\nstep:  2  loss:  1e-3 x\n")
     pattern = r"step: +(?P<step>\d+) +loss: +(?P<loss>\S+)"
@@ -211,24 +211,24 @@ def test_numbers_are_read_from_what_a_trainer_prints(tmp_path):
         driver.printed(log, "nothing")
 
 
-def test_a_resumed_run_that_prints_is_compared_after_its_checkpoint():
+def test_resumed_run_is_compared_after_checkpoint():
     ours = {(2, "loss"): 1.0}
     assert driver.continued(STOCK, ours) == ours
     with pytest.raises(driver.RunError, match="resumed at step 1, which is the first"):
         driver.continued(STOCK, STOCK)
 
 
-def test_options_are_written_as_the_trainer_reads_them(tmp_path, monkeypatch):
+def test_option_formats(tmp_path, monkeypatch):
     assert [*driver.flags({"a": [], "b": [1, 2]})] == ["--a", "--b", "1", "2"]
     made, started = bench(tmp_path, monkeypatch, written="assignments", printed="x")
     monkeypatch.setattr(driver, "printed", lambda log, pattern: {(1, pattern): str(log)})
     found, _ = made.run("a", Run("m", (), options={"b.c": False}, processes=2), False)
     assert found == {(1, "x"): f"{tmp_path}/runs/a/stock.log"}
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    assert started[1] == [*torchrun, "ci.trainers.launch", "-", "m", "b.c=False"]
+    assert started[1] == [*torchrun, "tests.trainers.runs.launch", "-", "m", "b.c=False"]
 
 
-def test_a_run_may_have_a_switch_of_its_own(tmp_path, monkeypatch):
+def test_run_specific_switch(tmp_path, monkeypatch):
     made, started = bench(tmp_path, monkeypatch)
     made.environment = {}
     calls = tmp_path / "runs" / "a" / "with.calls.json"
@@ -239,7 +239,7 @@ def test_a_run_may_have_a_switch_of_its_own(tmp_path, monkeypatch):
     assert started[2][3:] == ["--plugin", f"{ROOT}/liger_multi/x"]
 
 
-def test_every_trainer_that_runs_has_a_job():
+def test_workflow_matrix_covers_trainers():
     jobs = yaml.safe_load((ROOT / ".github/workflows/update.yml").read_text(encoding="utf-8"))
     matrix = jobs["jobs"]["trainers"]["strategy"]["matrix"]["trainer"]
     assert matrix == [name for name, trainer in trainers().items() if trainer.runs]

@@ -15,7 +15,7 @@ pytest.importorskip("accelerate")
 from liger_multi import patch
 from liger_multi.errors import PatchError
 from liger_multi.integrations import TrainerCallback
-from liger_multi.patching.replace.swap import Patched
+from liger_multi.patching.swap import Patched
 from tests.models import FusedCalls, Texts, build, pair, trainer
 
 

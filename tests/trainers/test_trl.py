@@ -15,7 +15,7 @@ import liger_multi
 from liger_multi import losses
 from liger_multi.compat import liger_kernel as alias
 from liger_multi.integrations import TrainerCallback
-from liger_multi.patching.replace.swap import Patched, swapped
+from liger_multi.patching.swap import Patched, swapped
 from tests.models import Calls, arguments, build, rows, tokenizer
 
 trl = pytest.importorskip("trl")

@@ -11,89 +11,7 @@ from torch import Tensor, nn
 
 from liger_multi import nn as ours
 from liger_multi import ops
-from liger_multi.compat.liger_kernel import functional_blocks as functional
-from liger_multi.compat.liger_kernel.function_classes import blocks
-from liger_multi.compat.liger_kernel.functional import liger_rms_norm
-from liger_multi.compat.liger_kernel.modules import LigerRMSNorm, LigerRMSNormForGemma2
-
-# --- MLPs and norms ---
-
-
-class LigerMLP(nn.Module):
-    """:func:`liger_multi.ops.gated_mlp` with SiLU."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        if config.hidden_act not in ("silu", "swish"):
-            raise ValueError(f"Activation function {config.hidden_act} not supported.")
-        self.config = config
-        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The MLP."""
-        return self._run(x)
-
-    def _run(self, x: Tensor, *multipliers: float) -> Tensor:
-        weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
-        found: Tensor = blocks.LigerMLPFunction.apply(x, *weights, *multipliers)
-        return found
-
-
-class LigerFalconH1MLP(LigerMLP):
-    """The same with the multipliers of the configuration."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The MLP."""
-        return self._run(x, self.gate_multiplier, self.down_multiplier)
-
-
-class LigerSwiGLUMLPForMuseGlimmer(nn.Module):
-    """A SwiGLU MLP whose activation the configuration does not name."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
-        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The MLP."""
-        result: Tensor = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
-        return result
-
-
-class LigerRMSNormForMuseGlimmer(LigerRMSNorm):
-    """A norm in fp32, perhaps without a weight; then it needs no width."""
-
-    def __init__(
-        self, dim: int | None = None, eps: float = 1e-6, offset: float = 0.0,
-        casting_mode: str | int = "gemma", init_fn: str = "ones", in_place: bool = False,
-        with_scale: bool = True,
-    ) -> None:  # fmt: skip
-        if with_scale and dim is None:
-            raise TypeError("LigerRMSNormForMuseGlimmer: dim must be an integer, got None")
-        super().__init__(dim or 1, eps, offset, casting_mode, init_fn, in_place, None, with_scale)
-        self.with_scale = with_scale
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalize the last axis, whatever its width where there is no weight."""
-        return liger_rms_norm(
-            hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode
-        )
-
-
-class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
-    """As that of Gemma: its weight is what is added to one."""
-
+from liger_multi.compat.liger_kernel import functional
 
 # --- attention and the embedding ---
 
@@ -123,11 +41,10 @@ class LigerMultiTokenAttention(nn.Module):
 
     def forward(self, scores: Tensor) -> Tensor:
         """Normalize scores of attention and convolve them."""
-        found: Tensor = functional.liger_multi_token_attention(
+        return functional.liger_multi_token_attention(
             scores, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups,
             self.sparse,
         )  # fmt: skip
-        return found
 
 
 class LigerFusedNeighborhoodAttentionConfig:
@@ -231,7 +148,7 @@ class LigerEmbedding(ours.Embedding):
 
 
 class LigerMHC(nn.Module):
-    """A layer between residual streams: :func:`functional_blocks.liger_mhc_forward`."""
+    """A layer between residual streams: :func:`functional.liger_mhc_forward`."""
 
     def __init__(
         self, layer: nn.Module, *, hc: int, c: int, tmax: int = 20, rms_eps: float = 1e-6,

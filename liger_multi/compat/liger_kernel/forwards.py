@@ -15,15 +15,15 @@ from torch import Tensor
 
 from liger_multi import patching
 from liger_multi._torch_private import outside_of_graphs
-from liger_multi.compat.liger_kernel.losses import (
-    LigerForCausalLMLoss,
+from liger_multi.compat.liger_kernel.losses import LigerForCausalLMLoss
+from liger_multi.compat.liger_kernel.model_forward import answer, dress, names_of
+from liger_multi.compat.liger_kernel.outputs import (
+    CrossEntropyOutput,
     unpack_cross_entropy_result,
 )
-from liger_multi.compat.liger_kernel.model_forward import answer, dress, names_of
-from liger_multi.compat.liger_kernel.outputs import CrossEntropyOutput
 from liger_multi.losses import Head
 from liger_multi.patching.options import BUILT_IN
-from liger_multi.patching.replace.swap import swapped
+from liger_multi.patching.swap import swapped
 
 _READY = "_liger_multi_forward_ready"
 

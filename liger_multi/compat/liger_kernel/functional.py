@@ -7,15 +7,17 @@ tensors, and kernels choose their own rows. ``accum_dtype=None`` is fp32.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks, losses, ops
-from liger_multi.compat.liger_kernel.errors import TargetError
-from liger_multi.compat.liger_kernel.outputs import NAMES, CrossEntropyOutput
+from liger_multi.compat.liger_kernel.outputs import NAMES, CrossEntropyOutput, TargetError
+from liger_multi.nn.vocab_parallel import vocab_parallel_fused_linear_log_prob
 
 __all__ = ["CrossEntropyOutput"]
 
@@ -97,13 +99,13 @@ def liger_cross_entropy(
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
     label_smoothing: float = 0.0, lse_square_scale: float = 0.0, softcap: float | None = None,
     return_z_loss: bool = False, return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False,
+    return_predicted_tokens: bool = False, *, inplace: bool = False,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """:func:`cross_entropy`; nothing is written over the logits, which callers may read again."""
+    """:func:`cross_entropy`; the logits stay what they are, unless ``inplace`` gives them up."""
     retired("liger_cross_entropy", size_average, reduce, None)
     return cross_entropy(  # type: ignore[no-any-return]
         input, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
-        z_loss=lse_square_scale, softcap=softcap, reduction=reduction,
+        z_loss=lse_square_scale, softcap=softcap, reduction=reduction, inplace=inplace,
         outputs=beside({
             "return_z_loss": return_z_loss, "return_token_accuracy": return_token_accuracy,
             "return_predicted_tokens": return_predicted_tokens,
@@ -221,6 +223,61 @@ def liger_kl_div(
         reduction="sum" if reduction == "sum" else "mean",
     )  # fmt: skip
     return found / input.shape[-1] if reduction == "mean" else found
+
+
+_REDUCTIONS = ("batchmean", "mean", "sum")
+
+
+def _counted(rows: torch.Size, shift_labels: Tensor | None, ignore_index: int, x: Tensor) -> Tensor:
+    """Targets of which only ``ignore_index`` means something."""
+    kept = int(ignore_index == 0)  # some class that is not ignored
+    if shift_labels is None:
+        return torch.full(rows, kept, device=x.device)
+    return torch.where(shift_labels == ignore_index, ignore_index, kept)
+
+
+def liger_fused_linear_kl_div(
+    student_input: Tensor, student_weight: Tensor, target: Tensor,
+    shift_labels: Tensor | None = None, reduction: str = "batchmean", ignore_index: int = -100,
+    temperature: float = 1.0, eps: float = 1e-10, accum_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """KL divergence of a head's tokens from given distributions ``target`` ``(tokens, classes)``.
+
+    ``batchmean`` divides by the tokens that count, ``mean`` by their elements.
+    """
+    checks.one_of("LigerFusedLinearKLDivFunction", "reduction", reduction, _REDUCTIONS)
+    accumulate = torch.float32 if accum_dtype is None else accum_dtype
+    head = losses.Head(
+        student_input, student_weight, temperature=temperature, accumulate=accumulate
+    )
+    found, _ = losses.distillation_loss(
+        head, losses.Logits(target.detach().clamp_min(eps).log()),
+        _counted(target.shape[:-1], shift_labels, ignore_index, student_input),
+        num_items=1.0 if reduction == "sum" else None, divergence="forward_kl",
+        ignore_index=ignore_index,
+    )  # fmt: skip
+    return found / target.shape[-1] if reduction == "mean" else found
+
+
+def scaled_outputs(found: ops.LogProbOutput, *more: Tensor) -> Any:
+    """Costs, entropies where asked for, and what comes behind; one of them alone is no tuple."""
+    assert found.log_prob is not None
+    made = [-found.log_prob, *(() if found.entropy is None else (found.entropy,)), *more]
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+def liger_fused_linear_scaled_cross_entropy_tp(
+    input: Tensor, weight: Tensor, target: Tensor, tp_group: Any, temperature: float = 1.0,
+    ignore_index: int = -100, tiles_per_reduce: int = 1, return_entropy: bool = False,
+) -> Any:  # fmt: skip
+    """What every token costs, of a head whose classes are split evenly over a group's processes."""
+    found = vocab_parallel_fused_linear_log_prob(
+        input, weight, target, tp_group,
+        vocabulary=weight.shape[0] * dist.get_world_size(tp_group), temperature=temperature,
+        ignore_index=ignore_index,
+        outputs=("log_prob", "entropy") if return_entropy else ("log_prob",),
+    )  # fmt: skip
+    return scaled_outputs(found)
 
 
 def liger_tvd(
@@ -361,7 +418,11 @@ def liger_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None,
     unsqueeze_dim: int = 1, rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """:func:`liger_multi.ops.rope`; of an odd number of channels, the last one passes through."""
+    """:func:`liger_multi.ops.rope`; of an odd number of channels, the last one passes through.
+
+    ``position_ids`` is not read, as in Liger-Kernel. Angles get no gradient.
+    """
+    cos, sin = cos.detach(), sin.detach()
     width = min(cos.shape[-1], q.shape[-1])
     if rotary_dim is None and (width % 2 or cos.shape[-1] > width):
         rotary_dim = width // 2 * 2  # angles are those of the first pairs
@@ -389,8 +450,8 @@ def liger_multimodal_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Any, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope_multimodal`, sections one after another."""
-    sections = list(mrope_section)
-    return _like(ops.rope_multimodal(q, k, cos, sin, sections, unsqueeze_dim=unsqueeze_dim), q, k)
+    sections, angles = list(mrope_section), (cos.detach(), sin.detach())
+    return _like(ops.rope_multimodal(q, k, *angles, sections, unsqueeze_dim=unsqueeze_dim), q, k)
 
 
 liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb
@@ -400,7 +461,7 @@ def liger_llama4_text_rotary_pos_emb(
     xq: Tensor, xk: Tensor, freqs_cis: Tensor
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope_complex`."""
-    return _like(ops.rope_complex(xq, xk, freqs_cis), xq, xk)
+    return _like(ops.rope_complex(xq, xk, freqs_cis.detach()), xq, xk)
 
 
 def liger_llama4_vision_rotary_pos_emb(
@@ -425,3 +486,90 @@ def liger_rotary_pos_emb_gpt_oss(
 ) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope`, an angle a pair."""
     return _like(ops.rope(q, k, cos, sin, rotary_dim=2 * cos.shape[-1]), q, k)
+
+
+# --- blocks: attention and residual streams ---
+
+
+def liger_attn_res(V: Tensor, w_query: Tensor, w_norm: Tensor, eps: float = 1e-6) -> Tensor:
+    """:func:`liger_multi.ops.attention_residuals`."""
+    return ops.attention_residuals(V, w_query, w_norm, eps)
+
+
+def _single(size: Any) -> Any:
+    """One number for two equal ones."""
+    return size[0] if isinstance(size, (tuple, list)) and len({*size}) == 1 else size
+
+
+def liger_multi_token_attention(
+    scores: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    dilation: Any = 1, groups: int = 1, sparse: bool = False,
+) -> Tensor:  # fmt: skip
+    """:func:`liger_multi.ops.multi_token_attention`."""
+    return ops.multi_token_attention(
+        scores, weight, bias, stride=_single(stride), padding=_single(padding),
+        dilation=_single(dilation), groups=groups, sparse=sparse,
+    )  # fmt: skip
+
+
+def liger_fused_neighborhood_attention(
+    query: Tensor, key: Tensor, value: Tensor, kernel_size: int = 7, dilation: int = 1,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """:func:`liger_multi.ops.neighborhood_attention`."""
+    return ops.neighborhood_attention(query, key, value, kernel_size, dilation, scale)
+
+
+def liger_mhc_coeffs(
+    x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor,
+    allow_fp32: bool = False, tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0,
+    sinkhorn_eps: float = 1e-6, post_mult: float = 2.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """:func:`liger_multi.ops.hyper_connections`, with an eps of its own for the first output."""
+    if x.dtype == torch.float32 and not allow_fp32:
+        raise AssertionError(
+            "LigerMHCCoeffsFunction: x must be float16 or bfloat16, got float32; "
+            "allow_fp32=True takes it"
+        )
+    scale = torch.stack([a.reshape(()) for a in (alpha_pre, alpha_post, alpha_res)])
+    pre, post, mix = ops.hyper_connections(
+        x, phi.mT, b, scale, iterations=tmax, rms_eps=rms_eps, eps=sinkhorn_eps,
+        post_scale=post_mult,
+    )  # fmt: skip
+    return pre + (pre_eps - sinkhorn_eps), post, mix
+
+
+def liger_mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
+    """:func:`liger_multi.ops.hyper_connections_pre`."""
+    return ops.hyper_connections_pre(x, h_pre)
+
+
+def liger_mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+    """:func:`liger_multi.ops.hyper_connections_post`."""
+    return ops.hyper_connections_post(x, f_out, h_post, h_res)
+
+
+def liger_mhc_apply(
+    x: Tensor, f_out: Tensor, h_pre: Tensor, h_post: Tensor, h_res: Tensor, *,
+    return_x_in: bool = False,
+) -> Any:  # fmt: skip
+    """The streams after a layer's result, and with ``return_x_in`` the layer's input too."""
+    found = liger_mhc_post_res(x, f_out, h_post, h_res)
+    return (found, liger_mhc_pre(x, h_pre)) if return_x_in else found
+
+
+def liger_mhc_forward(
+    x: Tensor, layer: Callable[[Tensor], Tensor], phi: Tensor, b: Tensor, alpha_pre: Tensor,
+    alpha_post: Tensor, alpha_res: Tensor, *, allow_fp32: bool = False, tmax: int = 20,
+    rms_eps: float = 1e-6, pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6,
+    post_mult: float = 2.0, return_coeffs: bool = False,
+) -> Any:  # fmt: skip
+    """Coefficients, the layer on the mixed streams, and the streams after it."""
+    coefficients = liger_mhc_coeffs(
+        x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, pre_eps,
+        sinkhorn_eps, post_mult,
+    )  # fmt: skip
+    h_pre, h_post, h_res = coefficients
+    f_out = layer(liger_mhc_pre(x, h_pre))
+    found = liger_mhc_post_res(x, f_out, h_post, h_res)
+    return (found, coefficients) if return_coeffs else found

@@ -10,8 +10,8 @@ from torch import Tensor
 from liger_multi import losses, ops
 from liger_multi.compat.liger_kernel.chunked.bases import check_policy, ranks
 from liger_multi.compat.liger_kernel.chunked.policy import check_level, get_gamma_weights
-from liger_multi.compat.liger_kernel.errors import ArgumentError
-from liger_multi.compat.liger_kernel.function_classes.making import function_class
+from liger_multi.compat.liger_kernel.outputs import ArgumentError
+from liger_multi.compat.liger_kernel.signatures import function_class
 from liger_multi.losses import policy
 from liger_multi.losses.shared import divisor, masked_mean
 
@@ -85,8 +85,7 @@ def _losses(
     return torch.where(counted, loss, 0), kl, clipped, counted
 
 
-@function_class
-def GrpoLossFunction(
+def grpo_loss(
     logits: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None, completion_ids: Tensor,
     advantages: Tensor, completion_mask: Tensor | None, temperature: float, beta: float,
     eps_low: float, eps_high: float, inplace: bool, loss_type: str = "grpo",
@@ -134,6 +133,9 @@ def _reduced(
     return total, mean, masked_mean(clipped, counted)
 
 
+GrpoLossFunction = function_class("GrpoLossFunction", grpo_loss)
+
+
 def triton_grpo_loss(
     logits: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None, completion_ids: Tensor,
     advantages: Tensor, completion_mask: Tensor | None = None, temperature: float = 0.9,
@@ -157,7 +159,7 @@ def triton_grpo_loss(
             advantages, own - before, counted, vllm_is_ratio, vespo_k_pos, vespo_lambda_pos,
             vespo_k_neg, vespo_lambda_neg,
         )  # fmt: skip
-    found: Any = GrpoLossFunction.apply(
+    found: Any = grpo_loss(
         logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, beta,
         eps_low, eps_high, inplace, loss_type, max_completion_length, reduce,
         importance_sampling_level, sapo_temperature_pos, sapo_temperature_neg, vllm_is_ratio,

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import importlib.util
-import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from operator import lt
 from typing import Any
 
@@ -21,115 +17,12 @@ from liger_multi.dispatch.launch import device_info
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 IMPL_REGISTRY: dict[str, Any] = {}
 """Liger's alternative sets of operators; ``liger_multi.configure`` chooses backends here."""
-LIGER_KERNEL_IMPL_ENV = "LIGER_KERNEL_IMPL"
-
 _LARGEST = 65536
-
-
-@dataclass(frozen=True)
-class ImplInfo:
-    """A set of operators for some devices."""
-
-    name: str
-    devices: tuple[str, ...]
-    default_devices: tuple[str, ...] = field(default_factory=tuple)
-    module_path: str = ""
-
-
-def register_impl(info: ImplInfo) -> None:
-    """Refused: a set of operators is a backend here.
-
-    Raises:
-        NotImplementedError: Always.
-    """
-    raise NotImplementedError(
-        f"register_impl: {info.name!r} would be a backend here; docs/extending.md says how one is "
-        "added"
-    )
-
-
-def select_impl(device: str, explicit: str | None = None) -> ImplInfo | None:
-    """None: operators are this library's.
-
-    Raises:
-        RuntimeError: A set is named; there are none.
-    """
-    if explicit is None:
-        return None
-    raise RuntimeError(
-        f"Unknown {LIGER_KERNEL_IMPL_ENV}={explicit!r}. Registered implementations: none; "
-        "liger_multi.configure chooses backends"
-    )
-
-
-@dataclass(frozen=True)
-class FusedLinearCrossEntropyConfig:
-    """Buffers that Liger's own kernels for several hosts want; nothing here reads it."""
-
-    max_tokens: int
-    hidden_size: int
-    local_vocab_size: int
-    group: Any = None
-    tiles_per_reduce: int = 1
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """Buffers that Liger's own kernels for several hosts want; nothing here reads it."""
-
-    max_tokens: int
-    hidden_size: int
-    num_experts: int
-    top_k: int
-    num_hosts: int
-    gpus_per_host: int
-    group: Any = None
-    max_inflight: int = 1
-
-
-def configure(
-    *, process_groups: Any = None, bootstrap_group: Any = None, device: Any = None,
-    flsce: FusedLinearCrossEntropyConfig | None = None, moe: MoEConfig | None = None,
-) -> bool:  # fmt: skip
-    """Warn and return False, as Liger-Kernel does without its kernels for several hosts."""
-    warnings.warn(
-        "liger_multi has no buffers to configure for several hosts; its operators run without",
-        UserWarning,
-        stacklevel=2,
-    )
-    return False
 
 
 def is_hip() -> bool:
     """Whether PyTorch was built for ROCm."""
     return torch.version.hip is not None
-
-
-def device_context(device: Any) -> AbstractContextManager[Any]:
-    """A block in which a device's index is the current one; nothing on a CPU."""
-    place = torch.device(device)
-    if place.type == "cpu":
-        return contextlib.nullcontext()
-    return torch.get_device_module(place).device(place)  # type: ignore[no-any-return]
-
-
-def get_npu_core_count(default: int = 20) -> int:
-    """The default: launch tables here do not read it."""
-    return default
-
-
-def set_large_grf_mode(kernel_args: dict[str, Any]) -> None:
-    """Ask Intel's compiler for large registers."""
-    kernel_args["grf_mode"] = "256"
-
-
-def get_amp_custom_fwd_bwd() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The decorators of autograd functions under autocast, for the device of this machine."""
-    device = infer_device()
-    return (
-        functools.partial(torch.amp.custom_fwd, device_type=device),
-        functools.partial(torch.amp.custom_bwd, device_type=device),
-    )
 
 
 _COLLECTIVES = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
@@ -263,21 +156,6 @@ class _TritonDtypes(dict[torch.dtype, Any]):
 
 
 torch_to_triton_dtype = _TritonDtypes()
-
-
-def _no_halves(direction: str) -> Callable[..., Any]:
-    def function(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            f"fused_linear_cross_entropy_{direction}: forward and backward are no functions here; "
-            "call liger_multi.ops.fused_linear_cross_entropy"
-        )
-
-    function.__name__ = function.__qualname__ = f"fused_linear_cross_entropy_{direction}"
-    return function
-
-
-fused_linear_cross_entropy_forward = _no_halves("forward")
-fused_linear_cross_entropy_backward = _no_halves("backward")
 
 
 class _FSDPForwardRedirection:

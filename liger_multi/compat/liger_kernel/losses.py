@@ -2,40 +2,64 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_multi import checks
-from liger_multi.compat.liger_kernel import functional, functional_blocks
-from liger_multi.compat.liger_kernel.errors import ArgumentError
-from liger_multi.compat.liger_kernel.function_classes import losses as function_classes
-from liger_multi.compat.liger_kernel.outputs import CrossEntropyOutput
+from liger_multi.compat.liger_kernel import functional, op_functions
+from liger_multi.compat.liger_kernel.outputs import ArgumentError, CrossEntropyOutput
+from liger_multi.compat.liger_kernel.signatures import parameters
 
 
-class _Options(nn.Module):
-    """Keeps the options of a function."""
+def defaults_of(names: str, like: Callable[..., Any], **defaults: Any) -> dict[str, Any]:
+    """Options by name, with the defaults of a function."""
+    return {name: p.default for name, p in parameters(names, like, **defaults).items()}
 
-    def __init__(self, options: dict[str, Any]) -> None:
+
+class Options(nn.Module):
+    """Keeps the options of a function.
+
+    ``defaults`` has them in the order of Liger-Kernel's constructor; ``check`` is called with it.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls) -> None:
+        """Show the options in the signature."""
+        super().__init_subclass__()
+        of = inspect.Parameter
+        cls.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
+            of(n, of.POSITIONAL_OR_KEYWORD, default=v) for n, v in cls.defaults.items()
+        ])  # fmt: skip
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        options = {k: v for k, v in options.items() if k not in ("self", "__class__")}
-        self._names = tuple(options)
-        for name, value in options.items():
+        if len(args) > len(self.defaults) or not {*kwargs} <= {*self.defaults}:
+            raise TypeError(f"{type(self).__name__} takes {', '.join(self.defaults)}")
+        given = {**self.defaults, **dict(zip(self.defaults, args)), **kwargs}
+        for name, value in given.items():
             setattr(self, name, value)
+        self.check()
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             """Options are no parameters."""
 
+    def check(self) -> None:
+        """Options are in their ranges."""
+
     @property
     def options(self) -> dict[str, Any]:
         """The options as they are now."""
-        return {name: getattr(self, name) for name in self._names}
+        return {name: getattr(self, name) for name in self.defaults}
 
     def extra_repr(self) -> str:
         """What was chosen."""
@@ -55,35 +79,34 @@ def check_cross_entropy(label_smoothing: float, reduction: str, softcap: float |
         raise ArgumentError(f"softcap must be greater than 0.0 or None. Got: {softcap}")
 
 
-class LigerCrossEntropyLoss(_Options):
+class LigerCrossEntropyLoss(Options):
     """:func:`liger_multi.ops.cross_entropy`."""
 
-    def __init__(
-        self, weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
-        return_z_loss: bool = False, return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-    ) -> None:  # fmt: skip
-        check_cross_entropy(label_smoothing, reduction, softcap)
-        super().__init__(locals())
+    defaults = defaults_of(
+        op_functions.OF_LOGITS,
+        functional.liger_cross_entropy,
+    )
+
+    def check(self) -> None:
+        """Options are in their ranges."""
+        check_cross_entropy(self.label_smoothing, self.reduction, self.softcap)
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         """The loss of logits."""
         return functional.liger_cross_entropy(_input, target, **self.options)
 
 
-class LigerFusedLinearCrossEntropyLoss(_Options):
+class LigerFusedLinearCrossEntropyLoss(Options):
     """:func:`liger_multi.ops.fused_linear_cross_entropy`; the weight comes first."""
 
-    def __init__(
-        self, ce_weight: Tensor | None = None, ignore_index: int = -100,
-        lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
-        softcap: float | None = None, return_z_loss: bool = False,
-        accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
-        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    ) -> None:  # fmt: skip
-        check_cross_entropy(label_smoothing, reduction, softcap)
-        super().__init__(locals())
+    defaults = defaults_of(
+        op_functions.OF_HEAD,
+        functional.liger_fused_linear_cross_entropy,
+    )
+
+    def check(self) -> None:
+        """Options are in their ranges."""
+        check_cross_entropy(self.label_smoothing, self.reduction, self.softcap)
 
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
@@ -94,16 +117,17 @@ class LigerFusedLinearCrossEntropyLoss(_Options):
         )
 
 
-class LigerFusedLinearJSD(_Options):
+class LigerFusedLinearJSD(Options):
     """:func:`liger_multi.ops.fused_linear_jsd`."""
 
-    def __init__(
-        self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
-        accum_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        if not temperature:
+    defaults = defaults_of(
+        "jsd_beta ignore_index temperature accum_dtype", functional.liger_fused_linear_jsd
+    )
+
+    def check(self) -> None:
+        """Options are in their ranges."""
+        if not self.temperature:
             raise ArgumentError("temperature cannot be 0.")
-        super().__init__(locals())
 
     def forward(
         self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor,
@@ -116,11 +140,10 @@ class LigerFusedLinearJSD(_Options):
         )  # fmt: skip
 
 
-class LigerJSD(_Options):
+class LigerJSD(Options):
     """:func:`liger_multi.ops.jsd`."""
 
-    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
-        super().__init__(locals())
+    defaults = defaults_of("beta ignore_index", functional.liger_jsd)
 
     def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
         """The divergence of log-probabilities, the student's first."""
@@ -141,84 +164,80 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         )
 
 
-class LigerTVDLoss(_Options):
+class LigerTVDLoss(Options):
     """:func:`liger_multi.ops.tvd`."""
 
-    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
-        super().__init__(locals())
+    defaults = defaults_of("reduction ignore_index", functional.liger_tvd, reduction="batchmean")
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
         """The distance of two distributions."""
         return functional.liger_tvd(p, q, shift_labels, **self.options)
 
 
-class LigerFusedLinearKLDivLoss(_Options):
-    """:func:`functional_blocks.liger_fused_linear_kl_div`."""
+class LigerFusedLinearKLDivLoss(Options):
+    """:func:`functional.liger_fused_linear_kl_div`."""
 
-    def __init__(
-        self, reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0,
-        eps: float = 1e-10, accum_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        if not temperature:
+    defaults = defaults_of(
+        "reduction ignore_index temperature eps accum_dtype", functional.liger_fused_linear_kl_div
+    )
+
+    def check(self) -> None:
+        """Options are in their ranges."""
+        if not self.temperature:
             raise ArgumentError("temperature cannot be 0.")
-        super().__init__(locals())
 
     def forward(
         self, student_input: Tensor, student_weight: Tensor, target: Tensor,
         shift_labels: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The divergence of a head's tokens from given distributions."""
-        found: Tensor = functional_blocks.liger_fused_linear_kl_div(
+        return functional.liger_fused_linear_kl_div(
             student_input, student_weight, target, shift_labels, **self.options
         )
-        return found
 
 
-class LigerFusedCETVDLoss(_Options):
+class LigerFusedCETVDLoss(Options):
     """Cross entropy and total variation distance of every token."""
 
-    def __init__(self, ignore_index: int = -100) -> None:
-        super().__init__(locals())
+    defaults: ClassVar[dict[str, Any]] = {"ignore_index": -100}
 
     def forward(
         self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Both, in fp32."""
-        found: tuple[Tensor, Tensor] = function_classes.LigerFusedCETVDFunction.apply(
+        return op_functions.cross_entropy_and_distance(
             student_logits, teacher_logits, target, self.ignore_index
         )
-        return found
 
 
-class LigerVocabParallelCrossEntropy(_Options):
+class LigerVocabParallelCrossEntropy(Options):
     """The loss of every token, of logits whose classes are split over processes."""
 
-    def __init__(
-        self, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "none",
-        label_smoothing_formula: str = "pytorch", label_smoothing_mode: str = "global",
-    ) -> None:  # fmt: skip
-        super().__init__(locals())
-        checks.one_of(type(self).__name__, "reduction", reduction, ("none",))
-        function_classes.validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
-        if not 0.0 <= label_smoothing < 1.0:
-            raise ArgumentError(f"label_smoothing must be in [0, 1), got {label_smoothing}.")
+    defaults: ClassVar[dict[str, Any]] = {
+        "ignore_index": -100,
+        "label_smoothing": 0.0,
+        "reduction": "none",
+        "label_smoothing_formula": "pytorch",
+        "label_smoothing_mode": "global",
+    }
+
+    def check(self) -> None:
+        """Options are in their ranges."""
+        checks.one_of(type(self).__name__, "reduction", self.reduction, ("none",))
+        op_functions.validate_formula_and_mode(
+            self.label_smoothing_formula, self.label_smoothing_mode
+        )
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ArgumentError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}.")
 
     def forward(
         self, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None
     ) -> Tensor:
         """The loss of every token, in fp32."""
-        found: Tensor = function_classes.LigerVocabParallelCEFunction.apply(
+        return op_functions.vocab_parallel(
             vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
             self.label_smoothing_formula, self.label_smoothing_mode,
         )  # fmt: skip
-        return found
-
-
-def unpack_cross_entropy_result(result: Any) -> tuple[Any, Any, Any, Any]:
-    """The loss, the z-loss, the share of right tokens and the likeliest ones; None: not there."""
-    if isinstance(result, CrossEntropyOutput):
-        return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
-    return result, None, None, None
 
 
 def fixed_fused_linear_cross_entropy(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -70,12 +70,11 @@ class LigerMegatronRMSNorm(nn.Module):
 class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
     """:class:`LigerVocabParallelCrossEntropy`, smoothed as Megatron-Core does."""
 
-    def __init__(
-        self, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "none",
-        label_smoothing_formula: str = "megatron", label_smoothing_mode: str = "partition",
-    ) -> None:  # fmt: skip
-        super().__init__(ignore_index, label_smoothing, reduction, label_smoothing_formula,
-                         label_smoothing_mode)  # fmt: skip
+    defaults: ClassVar[dict[str, Any]] = {
+        **LigerVocabParallelCrossEntropy.defaults,
+        "label_smoothing_formula": "megatron",
+        "label_smoothing_mode": "partition",
+    }
 
 
 class LigerMegatronSwiGLU(nn.Module):

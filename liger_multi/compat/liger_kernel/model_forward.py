@@ -17,15 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_multi.compat.liger_kernel import functional
-from liger_multi.compat.liger_kernel.losses import (
-    LigerFusedLinearCrossEntropyLoss,
-    unpack_cross_entropy_result,
-)
+from liger_multi.compat.liger_kernel.losses import LigerFusedLinearCrossEntropyLoss
 from liger_multi.compat.liger_kernel.output_classes import extended, make_loaded
+from liger_multi.compat.liger_kernel.outputs import unpack_cross_entropy_result
 from liger_multi.losses import Head
-from liger_multi.patching.lazy_logits.lazy_tensor import LazyLogits
-from liger_multi.patching.lazy_logits.traced import TracedLogits, real_logits
-from liger_multi.patching.replace.swap import Patched, Swap, apply, swapped
+from liger_multi.patching.head.protocol import LazyLogits
+from liger_multi.patching.head.traced import TracedLogits, real_logits
+from liger_multi.patching.swap import Patched, Swap, apply, swapped
 
 _OP = "loss options"
 _CAP = "final_logit_softcapping"

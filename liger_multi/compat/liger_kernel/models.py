@@ -14,10 +14,10 @@ from torch import nn
 from liger_multi import patching
 from liger_multi.compat.liger_kernel import functional, model_forward
 from liger_multi.errors import PatchError, unknown
-from liger_multi.patching import PatchReport, modeltypes
+from liger_multi.patching import PatchReport, modeltypes, registered
+from liger_multi.patching.mlp.kinds import MLP_OPS
+from liger_multi.patching.norms.kinds import NORM_OPS
 from liger_multi.patching.options import BUILT_IN, OFF, PACKING
-from liger_multi.patching.recognize import registered
-from liger_multi.patching.recognize.kinds import MLP_OPS, NORM_OPS
 
 _DENSE = "rope cross_entropy fused_linear_cross_entropy rms_norm swiglu model"
 _GELU = "rope cross_entropy fused_linear_cross_entropy rms_norm geglu model"

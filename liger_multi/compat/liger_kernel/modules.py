@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from liger_multi import nn as ours
 from liger_multi import ops
-from liger_multi.compat.liger_kernel import functional
-from liger_multi.compat.liger_kernel.errors import ArgumentError
+from liger_multi.compat.liger_kernel import functional, op_functions
 from liger_multi.compat.liger_kernel.functional import casting_of
+from liger_multi.compat.liger_kernel.outputs import ArgumentError
+from liger_multi.compat.liger_kernel.signatures import adapter
 
 _INITS = {"ones": torch.ones, "zeros": torch.zeros}
 
@@ -47,62 +48,74 @@ class LigerRMSNorm(ours.RMSNorm):
         return super().forward(hidden_states).to(hidden_states.dtype)
 
 
+_RMS = "self hidden_size eps offset casting_mode init_fn in_place row_mode"
+_OF_GEMMA: dict[str, Any] = {"offset": 1.0, "casting_mode": "gemma", "init_fn": "zeros"}
+
+
 class LigerRMSNormForGemma(LigerRMSNorm):
     """The norm of Gemma: in fp32, its weight is what is added to one."""
 
-    def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 1.0,
-        casting_mode: str | int = "gemma", init_fn: str = "zeros", in_place: bool = True,
-        row_mode: bool | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+    __init__ = adapter(LigerRMSNorm.__init__, _RMS, **_OF_GEMMA)
 
 
 class LigerRMSNormForGemma2(LigerRMSNormForGemma):
     """As that of Gemma."""
 
-    def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 1.0,
-        casting_mode: str | int = "gemma", init_fn: str = "zeros", in_place: bool = False,
-        row_mode: bool | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+    __init__ = adapter(LigerRMSNorm.__init__, _RMS, **_OF_GEMMA, in_place=False)
 
 
 class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
     """As that of Gemma."""
 
 
+class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
+    """As that of Gemma: its weight is what is added to one."""
+
+
 class LigerRMSNormForGemma3(LigerRMSNormForGemma):
     """As that of Gemma, with the arguments of ``Gemma3RMSNorm``."""
 
-    def __init__(
-        self, dim: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str | int = "gemma",
-        init_fn: str = "zeros", in_place: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
+    __init__ = adapter(
+        LigerRMSNorm.__init__, _RMS.replace("hidden_size", "dim:hidden_size"), **_OF_GEMMA,
+        in_place=False,
+    )  # fmt: skip
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
     """The norm of Gemma 4: in fp32, perhaps without a weight."""
 
-    def __init__(
-        self, dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str | int = "gemma",
-        init_fn: str = "ones", in_place: bool = False, with_scale: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, None, with_scale)
-        self.with_scale = with_scale
+    __init__ = adapter(
+        LigerRMSNorm.__init__,
+        "self dim:hidden_size eps offset casting_mode init_fn in_place "
+        "with_scale:elementwise_affine",
+        casting_mode="gemma", in_place=False,
+    )  # fmt: skip
+
+    @property
+    def with_scale(self) -> bool:
+        """Whether there is a weight."""
+        return self.weight is not None
+
+
+class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
+    """The same; without a weight it needs no width."""
+
+    def __init__(self, dim: int | None = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(dim or 1, *args, **kwargs)
+        if self.with_scale and dim is None:
+            raise TypeError("LigerRMSNormForMuseGlimmer: dim must be an integer, got None")
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalize the last axis, whatever its width where there is no weight."""
+        return functional.liger_rms_norm(
+            hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode
+        )
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):
     """As that of Llama."""
 
-    def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0,
-        casting_mode: str | int = "llama", init_fn: str = "ones", in_place: bool = False,
-        row_mode: bool | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+    __init__ = adapter(LigerRMSNorm.__init__, _RMS, in_place=False)
 
 
 class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
@@ -292,13 +305,17 @@ class LigerPhi3SwiGLUMLP(ours.PackedSwiGLUMLP):
         return super().forward(x)
 
 
+def _checked_activation(config: Any) -> None:
+    if config.hidden_act not in ("silu", "swish"):
+        raise ValueError(f"Activation function {config.hidden_act} not supported.")
+
+
 class LigerBlockSparseTop2MLP(nn.Module):
     """A SwiGLU expert whose layers are w1 (gate), w3 (up) and w2 (down)."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        if config.hidden_act not in ("silu", "swish"):
-            raise ValueError(f"hidden_act must be silu or swish, got {config.hidden_act!r}")
+        _checked_activation(config)
         hidden, wide = config.hidden_size, config.intermediate_size
         self.ffn_dim, self.hidden_dim = wide, hidden
         self.w1 = nn.Linear(hidden, wide, bias=False)
@@ -309,6 +326,48 @@ class LigerBlockSparseTop2MLP(nn.Module):
         """The MLP."""
         result: Tensor = self.w2(ops.swiglu(self.w1(x), self.w3(x)))
         return result
+
+
+class LigerSwiGLUMLPForMuseGlimmer(nn.Module):
+    """A SwiGLU MLP whose activation the configuration does not name."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        hidden, wide = config.hidden_size, config.intermediate_size
+        self.hidden_size, self.intermediate_size = hidden, wide
+        self.gate_proj = nn.Linear(hidden, wide, bias=False)
+        self.up_proj = nn.Linear(hidden, wide, bias=False)
+        self.down_proj = nn.Linear(wide, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The MLP."""
+        result: Tensor = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
+        return result
+
+
+class LigerMLP(LigerSwiGLUMLPForMuseGlimmer):
+    """:func:`liger_multi.ops.gated_mlp` with SiLU."""
+
+    multipliers = (1.0, 1.0)
+
+    def __init__(self, config: Any) -> None:
+        _checked_activation(config)
+        super().__init__(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The MLP."""
+        weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+        return op_functions.mlp(x, *weights, *self.multipliers)
+
+
+class LigerFalconH1MLP(LigerMLP):
+    """The same with the multipliers of the configuration."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.multipliers = tuple(config.mlp_multipliers)
+        self.gate_multiplier, self.down_multiplier = self.multipliers
 
 
 class LigerGEGLUMLP(ours.GEGLUMLP):

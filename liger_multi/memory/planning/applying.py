@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from liger_multi.memory.offload import Offload, offload_activations
 from liger_multi.memory.planning.result import Settings
 from liger_multi.memory.recompute import apply_recompute
+from liger_multi.ops.linear_float8 import SMALLEST
+from liger_multi.patcher import patcher
 
 
 def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -129,44 +131,42 @@ def apply(plan: Any, model: nn.Module) -> Applied:
 
 def prepare(model: Any, settings: Settings, simulated: bool = False) -> Applied:
     """:func:`apply`, also for a model of shapes."""
-    made = Applied(settings)
+    applied = Applied(settings)
     try:
-        _attention(made, model, settings, simulated)
+        _attention(applied, model, settings, simulated)
         if settings.patched:
-            _patch(made, model, settings, simulated)
+            _patch(applied, model, settings, simulated)
         if settings.tiles > 1:
-            _tile(made, model, settings)
-        _recompute(made, model, settings, simulated)
+            _tile(applied, model, settings)
+        _recompute(applied, model, settings, simulated)
     except BaseException:
-        made.undo()
+        applied.undo()
         raise
-    return made
+    return applied
 
 
-def _attention(made: Applied, model: Any, settings: Settings, simulated: bool) -> None:
+def _attention(applied: Applied, model: Any, settings: Settings, simulated: bool) -> None:
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if simulated or before in (None, settings.attention):
         return
     model.set_attn_implementation(settings.attention)
-    made.add(
+    applied.add(
         f"attention {settings.attention} instead of {before}",
         lambda: model.set_attn_implementation(before),
     )
 
 
-def _patch(made: Applied, model: Any, settings: Settings, simulated: bool) -> None:
-    from liger_multi.patching import patch, unpatch
-
+def _patch(applied: Applied, model: Any, settings: Settings, simulated: bool) -> None:
     if not simulated and any(hasattr(m, "_liger_multi_swap") for m in model.modules()):
-        made.done.append("patched before")
+        applied.done.append("patched before")
         return
     options: dict[str, Any] = {}
     if settings.chunk is not None:
         options["fused_linear_cross_entropy"] = {"chunk": settings.chunk}
     if settings.precision == "fp8":
         options["linear_float8"] = float8_of(model)
-    report = patch(model, **options)
-    made.add(f"patched {report.target}", lambda: unpatch(model))
+    report = patcher().patch(model, **options)
+    applied.add(f"patched {report.target}", lambda: patcher().unpatch(model))
 
 
 def float8_of(model: nn.Module) -> dict[str, Any] | bool:
@@ -174,19 +174,14 @@ def float8_of(model: nn.Module) -> dict[str, Any] | bool:
 
     A model has a frozen base where no weight of its layers is trained that is wide enough.
     """
-    from liger_multi.patching.options import Float8Options
-
-    least = Float8Options().smallest
     _, layers = layers_of(model)
-    wide = [p for p in layers.parameters() if p.ndim == 2 and p.numel() >= least]
+    wide = [p for p in layers.parameters() if p.ndim == 2 and p.numel() >= SMALLEST]
     return True if any(p.requires_grad for p in wide) else {"frozen": True}
 
 
 def in_float8(model: nn.Module) -> None:
     """Patch a model of shapes, and nothing but its wide layers."""
-    from liger_multi.patching import patch
-
-    patch(model, linear_float8=float8_of(model))
+    patcher().patch(model, linear_float8=float8_of(model))
 
 
 def mlps_of(model: nn.Module) -> list[nn.Module]:
@@ -195,7 +190,7 @@ def mlps_of(model: nn.Module) -> list[nn.Module]:
     Those of experts are left out, and of transformers' Conv1D: it needs rows without gaps, which
     a tile of several sequences has.
     """
-    found = []
+    mlps = []
     for layer in layers_of(model)[1]:
         for name in ("mlp", "feed_forward", "ffn", "feedforward"):
             child = getattr(layer, name, None)
@@ -205,34 +200,34 @@ def mlps_of(model: nn.Module) -> list[nn.Module]:
                 or type(m).__name__ == "Conv1D"
                 for m in child.modules()
             ):
-                found.append(child)
+                mlps.append(child)
                 break
-    return found
+    return mlps
 
 
-def _tile(made: Applied, model: nn.Module, settings: Settings) -> None:
-    found = mlps_of(model)
-    if not found:
+def _tile(applied: Applied, model: nn.Module, settings: Settings) -> None:
+    mlps = mlps_of(model)
+    if not mlps:
         raise ValueError(f"{type(model).__name__} has no MLP that could run in tiles")
-    taken = [type(m).__name__ for m in found if "forward" in m.__dict__]
+    taken = [type(m).__name__ for m in mlps if "forward" in m.__dict__]
     if taken:
         raise ValueError(f"the forward of {taken[0]} was replaced already; undo that first")
-    for mlp in found:
+    for mlp in mlps:
         mlp.__dict__["forward"] = _TiledForward(mlp, settings.tiles)
 
     def undo() -> None:
-        for mlp in found:
+        for mlp in mlps:
             mlp.__dict__.pop("forward", None)
 
-    made.add(f"MLPs of {len(found)} layers in {settings.tiles} tiles", undo)
+    applied.add(f"MLPs of {len(mlps)} layers in {settings.tiles} tiles", undo)
 
 
-def _recompute(made: Applied, model: nn.Module, settings: Settings, simulated: bool) -> None:
+def _recompute(applied: Applied, model: nn.Module, settings: Settings, simulated: bool) -> None:
     if settings.layers and settings.recompute != "none":
         handle = apply_recompute(model, settings.recompute, layers=settings.layers)
-        made.add(f"recompute {handle}", handle.remove)
+        applied.add(f"recompute {handle}", handle.remove)
     if settings.offload_activations:
         # what is on its way is counted apart: it does not grow with the layers
         options = {"in_flight_bytes": 0} if simulated else {}
-        made.offload = offload_activations(model, **options)
-        made.add("activations on the host", made.offload.remove)
+        applied.offload = offload_activations(model, **options)
+        applied.add("activations on the host", applied.offload.remove)

@@ -318,7 +318,7 @@ def write(plan: TrainingPlan, folder: Path, candidate: Candidate) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     settings = candidate.settings
-    made: dict[str, Any] = {
+    files: dict[str, Any] = {
         "plan.yaml": {
             "version": VERSION,
             "model": plan.model,
@@ -335,13 +335,13 @@ def write(plan: TrainingPlan, folder: Path, candidate: Candidate) -> list[Path]:
     }
     if settings.patched and settings.chunk:
         width = 4 if settings.precision == "fp32" else 2
-        made["liger_multi.yaml"]["chunk_bytes"] = settings.chunk * max(1, plan.vocabulary) * width
+        files["liger_multi.yaml"]["chunk_bytes"] = settings.chunk * max(1, plan.vocabulary) * width
     if settings.pipeline == 1:
-        made["accelerate.yaml"] = accelerate(plan, settings)
+        files["accelerate.yaml"] = accelerate(plan, settings)
     if _uses_deepspeed(settings):
-        made["deepspeed.json"] = deepspeed(settings, plan.devices, plan.compression)
+        files["deepspeed.json"] = deepspeed(settings, plan.devices, plan.compression)
     paths = []
-    for name, content in made.items():
+    for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
         if name.endswith(".yaml"):
             text = yaml.safe_dump(content, sort_keys=False)
@@ -376,7 +376,7 @@ def training_arguments(settings: Settings) -> dict[str, Any]:
 
     Checkpointing stays off: :func:`apply` recomputes, and two at once would do so twice.
     """
-    made: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "output_dir": "output",
         "per_device_train_batch_size": settings.micro_batch,
         "gradient_accumulation_steps": settings.accumulation,
@@ -385,10 +385,10 @@ def training_arguments(settings: Settings) -> dict[str, Any]:
         "average_tokens_across_devices": settings.data > 1,
     }
     if settings.optimizer in TRAINER_OPTIMIZERS:
-        made["optim"] = TRAINER_OPTIMIZERS[settings.optimizer]
+        arguments["optim"] = TRAINER_OPTIMIZERS[settings.optimizer]
     if settings.spread == "ddp":
-        made["ddp_find_unused_parameters"] = False
-    return made
+        arguments["ddp_find_unused_parameters"] = False
+    return arguments
 
 
 def _uses_deepspeed(settings: Settings) -> bool:
@@ -399,7 +399,7 @@ def _uses_deepspeed(settings: Settings) -> bool:
 def accelerate(plan: TrainingPlan, settings: Settings) -> dict[str, Any]:
     """A configuration for ``accelerate launch --config_file``."""
     kind = "MULTI_GPU" if plan.devices > 1 else "NO"
-    made: dict[str, Any] = {
+    config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": kind,
         "mixed_precision": {"amp": "bf16", "fp16": "fp16"}.get(settings.precision, "no"),
@@ -410,8 +410,8 @@ def accelerate(plan: TrainingPlan, settings: Settings) -> dict[str, Any]:
         "use_cpu": False,
     }
     if settings.spread == "fsdp2":
-        made["distributed_type"] = "FSDP"
-        made["fsdp_config"] = {
+        config["distributed_type"] = "FSDP"
+        config["fsdp_config"] = {
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_transformer_layer_cls_to_wrap": plan.layer_class,
@@ -422,20 +422,20 @@ def accelerate(plan: TrainingPlan, settings: Settings) -> dict[str, Any]:
             "fsdp_activation_checkpointing": False,
         }
     elif _uses_deepspeed(settings):
-        made["distributed_type"] = "DEEPSPEED"
+        config["distributed_type"] = "DEEPSPEED"
         # what is in this file must not stand here as well
-        del made["mixed_precision"]
-        made["deepspeed_config"] = {
+        del config["mixed_precision"]
+        config["deepspeed_config"] = {
             "deepspeed_config_file": "deepspeed.json",
             "zero3_init_flag": settings.spread == "zero3",
         }
     if settings.tensor > 1:
         shard = "shard" if settings.spread == "fsdp2" else "replicate"
-        made["parallelism_config"] = {
+        config["parallelism_config"] = {
             "parallelism_config_tp_size": settings.tensor,
             f"parallelism_config_dp_{shard}_size": settings.data,
         }
-    return made
+    return config
 
 
 def deepspeed(settings: Settings, devices: int, compression: bool = False) -> dict[str, Any]:
@@ -464,7 +464,7 @@ def deepspeed(settings: Settings, devices: int, compression: bool = False) -> di
                 "zero_quantized_gradients": True,
                 "zero_hpz_partition_size": devices,
             }
-    made: dict[str, Any] = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": settings.micro_batch,
         "gradient_accumulation_steps": settings.accumulation,
         "train_batch_size": settings.sequences,
@@ -473,13 +473,13 @@ def deepspeed(settings: Settings, devices: int, compression: bool = False) -> di
         "bf16": {"enabled": settings.precision in (*PURE, "amp")},
     }
     if settings.precision == "fp16":
-        made["fp16"] = {
+        config["fp16"] = {
             "enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000,
             "hysteresis": 2, "min_loss_scale": 1,
         }  # fmt: skip
     if settings.offload_states:
-        made["zero_force_ds_cpu_optimizer"] = False
-    return made
+        config["zero_force_ds_cpu_optimizer"] = False
+    return config
 
 
 # --- a page ---
@@ -543,8 +543,8 @@ def draw_candidates(plan: TrainingPlan, path: Path, plotted: str = "", most: int
     parts = [name for name in parts if any(one.parts.get(name) for one in chosen)]
     unit, name = (2**30, "GiB") if plan.budget_bytes >= 2**30 else (2**20, "MiB")
     lines = max(_label(one).count("\n") for one in chosen)
-    with figure(path, 9.2, 1.5 + (0.38 + 0.14 * lines) * len(chosen), plotted) as made:
-        axis = made.subplots()
+    with figure(path, 9.2, 1.5 + (0.38 + 0.14 * lines) * len(chosen), plotted) as canvas:
+        axis = canvas.subplots()
         places = list(range(len(chosen)))[::-1]
         left = [0.0] * len(chosen)
         for i, part in enumerate(parts):
@@ -564,7 +564,7 @@ def draw_candidates(plan: TrainingPlan, path: Path, plotted: str = "", most: int
         axis.grid(axis="y", visible=False)
         size = format_bytes(plan.memory_bytes)
         axis.set_title(f"{plan.model}, {plan.devices} x {size}")
-        made.legend(loc="outside lower center", ncols=4)
+        canvas.legend(loc="outside lower center", ncols=4)
 
 
 def _label(one: Candidate) -> str:

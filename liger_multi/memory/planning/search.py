@@ -12,8 +12,8 @@ from liger_multi.dispatch.registry import device_type
 from liger_multi.dtypes import short_name
 from liger_multi.errors import PlanError, shown
 from liger_multi.memory.measure import format_bytes
-from liger_multi.memory.planning.beside import beside, can_fork
 from liger_multi.memory.planning.cost import Card, card_of
+from liger_multi.memory.planning.forked import can_fork, forked
 from liger_multi.memory.planning.host import host_memory as host_bytes
 from liger_multi.memory.planning.predict import Predictor
 from liger_multi.memory.planning.result import (
@@ -135,14 +135,14 @@ def plan(
     _check(devices, batch, sequence, optimizer, headroom, space)
     _check_float8(space, card, device)
     store = _store(model_or_config) if cache else Store()
-    given = model_or_config
-    if isinstance(given, Source) and not store.names("facts"):
-        given = given()
-    shapes = Shapes(given, sequence, store)
+    source = model_or_config
+    if isinstance(source, Source) and not store.names("facts"):
+        source = source()
+    shapes = Shapes(source, sequence, store)
     host = round(host_bytes(host_memory) * (1 - headroom))
     predictor = Predictor(shapes, card, device, said, host)
     search = _Search(predictor, space, round(size * (1 - headroom)), processes)
-    made = TrainingPlan(
+    result = TrainingPlan(
         model=shapes.facts.model_type,
         layers=shapes.count,
         card=card.name + (" (nearest in memory)" if card.guessed else ""),
@@ -158,48 +158,48 @@ def plan(
     )
     try:
         search.ask(devices, batch, sequence, optimizer)
-        made.candidates = search.ranked()
-        if made.best.fits and limits:
-            made.largest_batch, made.longest_sequence = search.limits(made.best.settings)
-            made.most_batch, made.most_sequence = search.limits(made.nearest.settings)
+        result.candidates = search.ranked()
+        if result.best.fits and limits:
+            result.largest_batch, result.longest_sequence = search.limits(result.best.settings)
+            result.most_batch, result.most_sequence = search.limits(result.nearest.settings)
     finally:
         shapes.keep()
         store.save()
-    made.notes = notes_of(made, card, shapes)
-    made.simulations = search.predictor.simulations
-    if not made.best.fits:
-        nearest = made.nearest
+    result.notes = notes_of(result, card, shapes)
+    result.simulations = search.predictor.simulations
+    if not result.best.fits:
+        nearest = result.nearest
         there = f", and {format_bytes(nearest.host_bytes)} on the host" * bool(nearest.host_bytes)
         raise PlanError(
             f"nothing fits into {format_bytes(search.budget)} of {format_bytes(size)} and "
             f"{format_bytes(host)} of the host for each device: the nearest plan "
             f"({nearest.settings}) needs {format_bytes(nearest.peak_bytes)}{there}",
             nearest,
-            made,
+            result,
         )
-    return made
+    return result
 
 
-def _store(given: Any) -> Store:
+def _store(model_or_config: Any) -> Store:
     """What is known of an architecture; of a model with weights and code of its own, nothing."""
-    if isinstance(given, Source):
-        return Store.of(given.identity)
-    if not hasattr(given, "to_dict"):
+    if isinstance(model_or_config, Source):
+        return Store.of(model_or_config.identity)
+    if not hasattr(model_or_config, "to_dict"):
         return Store()
-    kind = type(given)
-    told = {k: v for k, v in given.to_dict().items() if k not in UNRELATED}
-    return Store.of({"class": f"{kind.__module__}.{kind.__qualname__}", **told})
+    model_class = type(model_or_config)
+    config = {k: v for k, v in model_or_config.to_dict().items() if k not in UNRELATED}
+    return Store.of({"class": f"{model_class.__module__}.{model_class.__qualname__}", **config})
 
 
 def _space(space: Space | None, precision: str | Sequence[str] | None, card: Card) -> Space:
-    made = space or Space()
+    chosen = space or Space()
     if precision is not None:
         names = (precision,) if isinstance(precision, str) else tuple(precision)
         names = tuple(short_name(name) for name in names)
-        made = replace(made, precisions=names)
+        chosen = replace(chosen, precisions=names)
     elif not card.bf16 and space is None:
-        made = replace(made, precisions=("fp16", "fp32"))
-    return made
+        chosen = replace(chosen, precisions=("fp16", "fp32"))
+    return chosen
 
 
 def _check(
@@ -290,8 +290,8 @@ class _Search:
         passes = self.predictor.passes
         if not ways or self.shapes.store.names("bodies") or not can_fork():
             return
-        for kind in itertools.islice(self._kinds(ways[0], True), 1):
-            self.predictor.traces(kind)
+        for settings in itertools.islice(self._kinds(ways[0], True), 1):
+            self.predictor.traces(settings)
         before = passes.simulations
 
         def simulate(kinds: Callable[[Settings], bool]) -> tuple[int, Any]:
@@ -304,21 +304,21 @@ class _Search:
             passes.said = lambda _: None  # one process tells what it does
             return simulate(_has_extras)
 
-        with beside(elsewhere) as result:
-            simulate(lambda kind: not _has_extras(kind))
-            found = result()
-        if found is not None:
-            passes.take_over(*found)
+        with forked(elsewhere) as result:
+            simulate(lambda settings: not _has_extras(settings))
+            remote = result()
+        if remote is not None:
+            passes.take_over(*remote)
 
     def _layouts(self, devices: int) -> list[tuple[int, int]]:
         if self.space.layouts is not None:
-            made = list(self.space.layouts)
+            layouts = list(self.space.layouts)
         else:
             powers = [2**i for i in range(int(math.log2(devices)) + 1)]
-            made = [(t, p) for t in powers for p in powers if t * p <= devices]
+            layouts = [(t, p) for t in powers for p in powers if t * p <= devices]
         return [
             (t, p)
-            for t, p in made
+            for t, p in layouts
             if devices % (t * p) == 0 and p <= self.shapes.count and self.shapes.divisible(t)
         ]
 
@@ -328,27 +328,29 @@ class _Search:
             spreads = [s for s in spreads if s in ("ddp", "zero1")] or ["none"]
         if plain.tensor > 1:
             spreads = [s for s in spreads if s in ("none", "ddp", "fsdp2")] or ["ddp"]
-        for kind in filter(self._wanted, self._kinds(plain, first)):
-            most = min(LARGEST_MICRO, max(1, LARGEST_PASS // kind.sequence))
-            most = 2 ** int(math.log2(most)) if batch is None else batch // kind.data
-            self._micros(kind, batch, most & -most if batch else most, spreads)
+        for settings in filter(self._wanted, self._kinds(plain, first)):
+            most = min(LARGEST_MICRO, max(1, LARGEST_PASS // settings.sequence))
+            most = 2 ** int(math.log2(most)) if batch is None else batch // settings.data
+            self._micros(settings, batch, most & -most if batch else most, spreads)
 
     def _is_small(self, settings: Settings) -> bool:
         """Whether a whole model and its states take next to nothing of a device's memory."""
         return self.predictor.shared_bytes(settings) < SMALL * self.budget
 
-    def _micros(self, kind: Settings, batch: int | None, most: int, spreads: Sequence[str]) -> None:
+    def _micros(
+        self, settings: Settings, batch: int | None, most: int, spreads: Sequence[str]
+    ) -> None:
         """One sequence at a time, and as many as fit, by powers of two."""
 
         def fits(micro: int) -> bool:
-            passes = batch // kind.data // micro if batch else self._passes(kind)
-            some = replace(kind, micro_batch=micro, accumulation=passes)
-            found = [self._spread(some, spread) for spread in spreads]  # every one is noted
-            return any(found)
+            passes = batch // settings.data // micro if batch else self._passes(settings)
+            some = replace(settings, micro_batch=micro, accumulation=passes)
+            results = [self._spread(some, spread) for spread in spreads]  # every one is noted
+            return any(results)
 
         if not fits(1) or most == 1:
             return
-        micro = min(most, max(2, self._guess(kind, 1)))
+        micro = min(most, max(2, self._guess(settings, 1)))
         if fits(micro):
             while micro < most and fits(2 * micro):
                 micro *= 2
@@ -358,18 +360,18 @@ class _Search:
             if fits(micro):
                 return
 
-    def _passes(self, kind: Settings) -> int:
+    def _passes(self, settings: Settings) -> int:
         """Micro-batches where nobody asked for a number: enough to fill a pipeline."""
-        return 2 * kind.pipeline if kind.pipeline > 1 else 1
+        return 2 * settings.pipeline if settings.pipeline > 1 else 1
 
-    def _guess(self, kind: Settings, micro: int) -> int:
+    def _guess(self, settings: Settings, micro: int) -> int:
         """The power of two of sequences that should fit, from what one of them needs."""
-        growing = self.predictor.growing(replace(kind, micro_batch=micro))
-        found = self._lowest.get(_kind(kind))
+        growing = self.predictor.growing(replace(settings, micro_batch=micro))
+        lowest = self._lowest.get(_group(settings))
         static = (
             0
-            if found is None
-            else sum(found.parts.get(name, 0) for name in ("parameters", "optimizer states"))
+            if lowest is None
+            else sum(lowest.parts.get(name, 0) for name in ("parameters", "optimizer states"))
         )
         ratio = micro * (self.budget - static) / max(1, growing)
         return int(2 ** max(0, math.floor(math.log2(max(1.0, ratio)))))
@@ -420,14 +422,14 @@ class _Search:
             if some.precision == "fp8" and spread == "fsdp2" and self.shapes.facts.adapted:
                 continue  # shards of a frozen weight are of the dequantized one
             settings = replace(some, spread=spread, offload_states=away)
-            found = self.predictor.predict(settings, self.budget)
-            if not found.fits and settings.layers:
-                self._note(found)
+            candidate = self.predictor.predict(settings, self.budget)
+            if not candidate.fits and settings.layers:
+                self._note(candidate)
                 continue
-            if found.fits and settings.layers:
-                found = self._fewest(settings, found)
-            self._note(found)
-            fits = fits or found.fits
+            if candidate.fits and settings.layers:
+                candidate = self._fewest(settings, candidate)
+            self._note(candidate)
+            fits = fits or candidate.fits
         return fits
 
     def _fewest(self, settings: Settings, all_of_them: Candidate) -> Candidate:
@@ -435,40 +437,41 @@ class _Search:
         low, high, best = 0, settings.layers, all_of_them
         while high - low > 1:  # the peak falls with every layer
             middle = (low + high) // 2
-            found = self.predictor.predict(replace(settings, layers=middle), self.budget)
-            if found.fits:
-                high, best = middle, found
+            candidate = self.predictor.predict(replace(settings, layers=middle), self.budget)
+            if candidate.fits:
+                high, best = middle, candidate
             else:
                 low = middle
         return best
 
-    def _note(self, found: Candidate) -> None:
-        s = found.settings
-        kind = _kind(s)
-        if kind not in self._lowest or found.peak_bytes < self._lowest[kind].peak_bytes:
-            self._lowest[kind] = found
+    def _note(self, candidate: Candidate) -> None:
+        s = candidate.settings
+        group = _group(s)
+        if group not in self._lowest or candidate.peak_bytes < self._lowest[group].peak_bytes:
+            self._lowest[group] = candidate
         key = _way(s)
         old = self._best.get(key)
-        if old is None or _rank(found) < _rank(old):
-            self._best[key] = found
+        if old is None or _rank(candidate) < _rank(old):
+            self._best[key] = candidate
 
     def ranked(self) -> list[Candidate]:
         """Those that fit, the fastest a token first; then the others, the lowest peak first."""
-        found = sorted(self._best.values(), key=_rank)
-        speeds = [self._speed(one) for one in found]
-        fastest = max((s for s, one in zip(speeds, found, strict=True) if one.fits), default=0.0)
-        for one, speed in zip(found, speeds, strict=True):
-            one.relative = (fastest or speeds[0]) / speed
-        return sorted(found, key=_rank_shown)
+        candidates = sorted(self._best.values(), key=_rank)
+        speeds = [self._speed(candidate) for candidate in candidates]
+        pairs = zip(speeds, candidates, strict=True)
+        fastest = max((speed for speed, candidate in pairs if candidate.fits), default=0.0)
+        for candidate, speed in zip(candidates, speeds, strict=True):
+            candidate.relative = (fastest or speeds[0]) / speed
+        return sorted(candidates, key=_rank_shown)
 
-    def _speed(self, found: Candidate) -> float:
+    def _speed(self, candidate: Candidate) -> float:
         """Tokens a second; no more than of the same way without what it does not need, if it fits.
 
         States elsewhere, and shards of a small model, only save memory. What an engine gains beside
         them, such as 16-bit copies in place of autocast, or a larger micro-batch, is not theirs.
         """
-        plain, speed = replace(found.settings, offload_states=None), found.tokens_per_second
-        simpler = [plain] if found.settings.offload_states else []
+        plain, speed = replace(candidate.settings, offload_states=None), candidate.tokens_per_second
+        simpler = [plain] if candidate.settings.offload_states else []
         if plain.level and self._is_small(plain):
             simpler.append(replace(plain, spread="ddp"))
         twins = [self._best.get(_way(settings)) for settings in simpler]
@@ -503,10 +506,10 @@ class _Search:
         """
         low, high, at = 0, most, known
         for _ in range(TRIES):
-            found = self.predictor.predict(settings(at), self.budget)
-            low, high = (at, high) if found.fits else (low, at)
+            candidate = self.predictor.predict(settings(at), self.budget)
+            low, high = (at, high) if candidate.fits else (low, at)
             growing = self.predictor.growing(settings(at))
-            static = sum(found.parts.get(n, 0) for n in ("parameters", "optimizer states"))
+            static = sum(candidate.parts.get(n, 0) for n in ("parameters", "optimizer states"))
             at = int(at * max(0, self.budget - static) / max(1, growing))
             if low and high and not low < at < high:
                 at = (low + high) // 2
@@ -525,13 +528,13 @@ def _coarser(settings: Settings) -> Settings:
     return replace(settings, chunk=settings.chunk and max(settings.chunk, 1 << rows.bit_length()))
 
 
-def _rank(found: Candidate) -> tuple[bool, float]:
-    if not found.fits:
-        return True, float(found.peak_bytes)
-    s = found.settings
+def _rank(candidate: Candidate) -> tuple[bool, float]:
+    if not candidate.fits:
+        return True, float(candidate.peak_bytes)
+    s = candidate.settings
     # equal times go to what is simpler
     extras = (s.offload_activations, s.tiles > 1, s.level, s.tensor > 1, s.pipeline > 1)
-    return False, (1 + 1e-6 * sum(map(int, extras))) / found.tokens_per_second
+    return False, (1 + 1e-6 * sum(map(int, extras))) / candidate.tokens_per_second
 
 
 def _way(settings: Settings) -> Settings:
@@ -540,12 +543,12 @@ def _way(settings: Settings) -> Settings:
     return replace(settings, micro_batch=1, accumulation=1, layers=layers, chunk=None)
 
 
-def _rank_shown(found: Candidate) -> tuple[bool, float, bool, bool, int]:
+def _rank_shown(candidate: Candidate) -> tuple[bool, float, bool, bool, int]:
     """Times as they are shown; equal ones go to what loses no updates, then to what is simpler."""
-    if not found.fits:
+    if not candidate.fits:
         return True, 0.0, False, False, 0
-    s = found.settings
-    return False, round(found.relative, 2), s.precision in PURE, bool(s.offload_states), s.level
+    s = candidate.settings
+    return False, round(candidate.relative, 2), s.precision in PURE, bool(s.offload_states), s.level
 
 
 def _exists(precision: str, spread: str, away: str | None) -> bool:
@@ -559,7 +562,7 @@ def _has_extras(settings: Settings) -> bool:
     return settings.tiles > 1 or settings.offload_activations or not settings.patched
 
 
-def _kind(settings: Settings) -> Settings:
+def _group(settings: Settings) -> Settings:
     return replace(
         settings, micro_batch=1, accumulation=1, spread="none", offload_states=None, layers=0
     )
@@ -571,9 +574,9 @@ def _kind(settings: Settings) -> Settings:
 def notes_of(plan: TrainingPlan, card: Card, shapes: Shapes) -> list[str]:
     """Notes on the best candidate, or on the nearest where nothing fits."""
     best = plan.best if plan.best.fits else plan.nearest
-    made = [*_lengths(best.settings, plan, shapes), *_precision(best.settings, card)]
-    made += _spread(best.settings, plan)
-    return [*made, *_rest(best, card, shapes)]
+    notes = [*_lengths(best.settings, plan, shapes), *_precision(best.settings, card)]
+    notes += _spread(best.settings, plan)
+    return [*notes, *_rest(best, card, shapes)]
 
 
 def _lengths(settings: Any, plan: TrainingPlan, shapes: Shapes) -> Iterator[str]:

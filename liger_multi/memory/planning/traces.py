@@ -383,13 +383,13 @@ def sequence_of(
 
 
 def _merged(parts: Iterable[Part]) -> list[Part]:
-    made: list[Part] = []
+    segments: list[Part] = []
     for segment, times in parts:
-        if made and made[-1][0] is segment:
-            made[-1] = (segment, made[-1][1] + times)
+        if segments and segments[-1][0] is segment:
+            segments[-1] = (segment, segments[-1][1] + times)
         else:
-            made.append((segment, times))
-    return made
+            segments.append((segment, times))
+    return segments
 
 
 def work_of(parts: Iterable[Part]) -> Work:

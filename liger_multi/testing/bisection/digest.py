@@ -30,7 +30,7 @@ SUMS = 16  # with random signs; the estimated difference is right to about a fif
 _MODULUS = 2**64
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_LAZY = "liger_multi.patching.lazy_logits.lazy_tensor"
+_LAZY = "liger_multi.patching.head.storage"
 
 Pair = tuple[Tensor, Tensor]
 

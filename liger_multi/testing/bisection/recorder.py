@@ -1,6 +1,6 @@
 """Record what operators, modules and gradients compute while a model runs.
 
-Operators are seen in :meth:`~liger_multi.dispatch.primitive.Primitive.call`, which every eager call
+Operators are seen in :meth:`~liger_multi.dispatch.torch_ops.Primitive.call`, which every eager call
 and every opaque operator of a compiled graph passes. Modules are seen in ``nn.Module._call_impl``:
 a forward hook would change what is recorded, since patched modules call their layers one by one
 where somebody watches them. Both are replaced only within :meth:`Recorder.recording`.
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import WithoutAutocast, is_any_autocast_enabled, replace_module_call
 from liger_multi.dispatch.config import current
-from liger_multi.dispatch.primitive import Dispatch, Primitive, mode_of
+from liger_multi.dispatch.resolve import Dispatch, mode_of
+from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.testing.bisection.digest import Digest, Pair, digest, is_lazy, on_host, readable
 
 OPERATOR, MODULE, GRADIENT, OUTPUT = "operator", "module", "gradient", "output"

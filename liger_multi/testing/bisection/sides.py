@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,7 @@ from liger_multi.dispatch import config as configuration
 from liger_multi.dispatch.config import Configuration, current, parse, use
 from liger_multi.dispatch.registry import operators
 from liger_multi.errors import ConfigurationError, shown, unknown
+from liger_multi.patcher import patcher
 from liger_multi.testing.bisection import recorder as recording
 from liger_multi.testing.bisection.digest import computed
 from liger_multi.testing.bisection.recorder import Key, Recorder, path_of, tensors_in
@@ -317,8 +317,7 @@ class Running:
             stack.enter_context(undisturbed(self.model, self.side.seed))
             stack.enter_context(configured(self.side))
             if self.side.patch:
-                patching = importlib.import_module("liger_multi.patching")
-                stack.enter_context(patching.patched(self.model))
+                stack.enter_context(patcher().patched(self.model))
             if self.side.checkpoint:
                 stack.enter_context(checkpointed(self.model))
             names = {} if self.compiles else {

@@ -26,7 +26,8 @@ from fuzz_logits_compare import Fuzzer
 from fuzz_logits_run import Program, models, statements
 
 from liger_multi._torch_private import function_apply_code
-from liger_multi.patching.lazy_logits import lazy_tensor
+from liger_multi.patching.head import storage
+from liger_multi.patching.head.loss import SWAPS
 from tests.models import FusedCalls
 
 # --- logits ---
@@ -82,7 +83,7 @@ def test_eager(seed, fused):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_eager_where_lazy_logits_stay_what_they_are(seed, fused, monkeypatch):
     """As they do before PyTorch 2.11."""
-    monkeypatch.setattr(lazy_tensor, "SWAPS", False)
+    monkeypatch.setattr(storage, "SWAPS", False)
     judge_all(run(seed, 200, fused=fused))
 
 
@@ -218,7 +219,7 @@ def test_writes_reach_every_later_use(write, aliased):
         program(f"z = model(ids).logits{before}\n{write}\n{LOSS}\n(v1 + z.mean()).backward()")
     )
     # a list as an index has computed the others, which are real then
-    refused = write in BELOW and not (aliased and lazy_tensor.SWAPS)
+    refused = write in BELOW and not (aliased and SWAPS)
     assert verdict.kind == ("refused" if refused else "equal"), verdict.why
 
 
@@ -558,9 +559,10 @@ def test_a_case_is_drawn_again_from_its_seed(fuzz_modules):
     assert len({fuzz_modules.generate(seed).source for seed in range(40)}) > 30
 
 
+@pytest.mark.slow
 def test_a_fault_is_found_shrunk_and_printed(fuzz_modules, monkeypatch):
     """A fuzzer that cannot fail holds nothing: here nobody looks at the signature."""
-    from liger_multi.patching.replace import mlp
+    from liger_multi.patching.mlp import fused as mlp
 
     monkeypatch.setattr(mlp, "holds", lambda module, signature: True)
     failures = fuzz_modules.run(0, 60).failures

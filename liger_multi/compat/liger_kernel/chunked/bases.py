@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import losses, ops
-from liger_multi.compat.liger_kernel.errors import ArgumentError
 from liger_multi.compat.liger_kernel.functional import wide
+from liger_multi.compat.liger_kernel.outputs import ArgumentError
 from liger_multi.dispatch.double_backward import not_differentiable
 from liger_multi.losses.one_pass import curved, mean_logits, tiled_sum
 from liger_multi.losses.pairs import chosen_nll, sequences, with_nll_targets

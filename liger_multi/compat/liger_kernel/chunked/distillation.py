@@ -8,20 +8,26 @@ import torch
 from torch import Tensor
 
 from liger_multi import losses, ops
-from liger_multi.compat.liger_kernel.errors import ArgumentError
-from liger_multi.compat.liger_kernel.losses import _Options
+from liger_multi.compat.liger_kernel.chunked import bases
+from liger_multi.compat.liger_kernel.losses import Options, defaults_of
+from liger_multi.compat.liger_kernel.outputs import ArgumentError
 
 
-class _Distilled(_Options):
+class _Distilled(Options):
     divergence = "jsd"
+    defaults = defaults_of(
+        "weight_hard_loss weight_soft_loss beta ignore_index temperature compiled chunk_size "
+        "return_soft_hard_loss",
+        bases.LigerFusedLinearDistillationBase.forward,
+    )
 
     @property
     def factor(self) -> float:
         """What the soft term is multiplied by, before its weight."""
         return 1.0
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__(options)
+    def check(self) -> None:
+        """Options are known and go together."""
         if not self.temperature:
             raise ArgumentError("Temperature cannot be 0.")
         losses.DistillationOptions(**self.given)
@@ -64,25 +70,11 @@ class _Distilled(_Options):
 class LigerFusedLinearJSDLoss(_Distilled):
     """:func:`liger_multi.losses.distillation_loss`; of two vocabularies the common part."""
 
-    def __init__(
-        self, weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5,
-        ignore_index: int = -100, temperature: float = 1.0, compiled: bool = True,
-        chunk_size: int = 1024, return_soft_hard_loss: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(locals())
-
 
 class LigerFusedLinearCosineSimilarityLoss(_Distilled):
     """:func:`liger_multi.losses.distillation_loss` of the cosine; ``beta`` is its factor."""
 
     divergence = "cosine"
-
-    def __init__(
-        self, weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5,
-        ignore_index: int = -100, temperature: float = 1.0, compiled: bool = True,
-        chunk_size: int = 1024, return_soft_hard_loss: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(locals())
 
     @property
     def factor(self) -> float:

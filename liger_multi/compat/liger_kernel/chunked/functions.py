@@ -6,19 +6,13 @@ Hidden states come before the weight in all of them. A loss of one's own derives
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from liger_multi.compat.liger_kernel.chunked import distillation, policy, preference
-from liger_multi.compat.liger_kernel.chunked.bases import (
-    LigerFusedLinearDistillationBase,
-    LigerFusedLinearPPOBase,
-    LigerFusedLinearPreferenceBase,
-    LigerFusedLinearUnpairedPreferenceBase,
-    Made,
-)
+from liger_multi.compat.liger_kernel.chunked import bases, distillation, policy, preference
 
 _HOOKS = ("forward", "preference_loss_fn", "ppo_loss_fn", "distillation_loss_fn")
 
@@ -38,171 +32,124 @@ class _Sealed(torch.autograd.Function):
             )
 
 
-class LigerFusedLinearDPOFunction(_Sealed, LigerFusedLinearPreferenceBase):
+def _applied(loss: Any, names: str, **defaults: Any) -> Callable[..., Any]:
+    """A function whose arguments are options of a loss and what it is called with.
+
+    Args:
+        loss: The class of the module.
+        names: In the order of ``apply``; ``weight`` is the module's ``lin_weight``.
+        defaults: Defaults that are not the module's.
+    """
+    call = inspect.signature(loss.forward).parameters
+    renamed = {"weight": "lin_weight"} if "lin_weight" in call else {}
+    order, of = tuple(names.split()), inspect.Parameter
+    usual = {n: loss.defaults[n] if n in loss.defaults else call[renamed.get(n, n)].default
+             for n in order} | defaults  # fmt: skip
+    needed = max((i for i, n in enumerate(order) if usual[n] is of.empty), default=-1)
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        """The loss, and what the module returns beside it."""
+        if len(args) > len(order) or not {*kwargs} <= {*order}:
+            raise TypeError(f"apply takes {', '.join(order)}")
+        given = {**defaults, **dict(zip(order, args)), **kwargs}
+        module = loss(**{n: v for n, v in given.items() if n in loss.defaults})
+        return module(**{renamed.get(n, n): v for n, v in given.items() if n not in loss.defaults})
+
+    apply.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
+        of(n, of.POSITIONAL_OR_KEYWORD, default=of.empty if i <= needed else usual[n])
+        for i, n in enumerate(order)
+    ])  # fmt: skip
+    return apply
+
+
+_PAIRS = "_input weight target bias"
+_REFERENCE = "ref_input ref_weight ref_bias"
+_TEACHER = (
+    "student_input student_weight teacher_input teacher_weight true_labels student_bias "
+    "teacher_bias weight_hard_loss weight_soft_loss beta ignore_index temperature compiled "
+    "chunk_size return_soft_hard_loss"
+)
+liger_fused_linear_dpo = _applied(
+    preference.LigerFusedLinearDPOLoss,
+    f"{_PAIRS} {_REFERENCE} ignore_index beta compute_nll_loss compiled use_ref_model "
+    "average_log_prob chunk_size loss_type label_smoothing discopop_tau alpha",
+)
+liger_fused_linear_cpo = _applied(
+    preference.LigerFusedLinearCPOLoss,
+    f"{_PAIRS} ignore_index beta alpha label_smoothing compute_nll_loss compiled "
+    "average_log_prob chunk_size",
+)
+liger_fused_linear_simpo = _applied(
+    preference.LigerFusedLinearSimPOLoss,
+    f"{_PAIRS} ignore_index beta alpha label_smoothing compute_nll_loss compiled gamma chunk_size",
+    compute_nll_loss=False,
+)
+liger_fused_linear_orpo = _applied(
+    preference.LigerFusedLinearORPOLoss,
+    f"{_PAIRS} ignore_index beta compute_nll_loss nll_target compiled chunk_size",
+)
+liger_fused_linear_kto = _applied(
+    preference.LigerFusedLinearKTOLoss,
+    f"_input weight target preference_labels bias {_REFERENCE} kl ignore_index beta compiled "
+    "use_ref_model average_log_prob chunk_size",
+    preference_labels=inspect.Parameter.empty,
+    use_ref_model=True,
+)
+liger_fused_linear_grpo = _applied(
+    policy.FunctionalGRPOLoss,
+    "_input weight selected_token_ids attention_mask advantages bias ref_per_token_logps "
+    f"old_per_token_logps {_REFERENCE} beta epsilon_low epsilon_high loss_type "
+    "max_completion_length importance_sampling_level sapo_temperature_pos sapo_temperature_neg "
+    "temperature compiled use_ref_model chunk_size vllm_is_ratio delta use_bias_correction_kl "
+    "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg num_items_in_batch",
+)
+liger_fused_linear_jsd = _applied(distillation.LigerFusedLinearJSDLoss, _TEACHER)
+liger_fused_linear_cosine = _applied(distillation.LigerFusedLinearCosineSimilarityLoss, _TEACHER)
+
+
+class LigerFusedLinearDPOFunction(_Sealed, bases.LigerFusedLinearPreferenceBase):
     """:class:`LigerFusedLinearDPOLoss`."""
 
-    @staticmethod
-    def apply(
-        _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, ignore_index: int = -100, beta: float = 0.1,
-        compute_nll_loss: bool = False, compiled: bool = True, use_ref_model: bool = True,
-        average_log_prob: bool = False, chunk_size: int = 1, loss_type: str = "sigmoid",
-        label_smoothing: float = 0.0, discopop_tau: float = 0.05, alpha: float = 1.0,
-    ) -> Made:  # fmt: skip
-        """The loss, and what the module returns beside it."""
-        loss = preference.LigerFusedLinearDPOLoss(
-            ignore_index, beta, alpha, compute_nll_loss, compiled, use_ref_model, average_log_prob,
-            chunk_size, loss_type, label_smoothing, discopop_tau,
-        )  # fmt: skip
-        return loss(weight, _input, target, bias, ref_input, ref_weight, ref_bias)  # type: ignore[no-any-return]
+    apply = staticmethod(liger_fused_linear_dpo)
 
 
-class LigerFusedLinearCPOFunction(_Sealed, LigerFusedLinearPreferenceBase):
+class LigerFusedLinearCPOFunction(_Sealed, bases.LigerFusedLinearPreferenceBase):
     """:class:`LigerFusedLinearCPOLoss`."""
 
-    @staticmethod
-    def apply(
-        _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
-        ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0,
-        label_smoothing: float = 0.0, compute_nll_loss: bool = True, compiled: bool = True,
-        average_log_prob: bool = False, chunk_size: int = 1,
-    ) -> Made:  # fmt: skip
-        """The loss, and what the module returns beside it."""
-        loss = preference.LigerFusedLinearCPOLoss(
-            ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled,
-            average_log_prob, chunk_size,
-        )  # fmt: skip
-        return loss(weight, _input, target, bias)  # type: ignore[no-any-return]
+    apply = staticmethod(liger_fused_linear_cpo)
 
 
-class LigerFusedLinearSimPOFunction(_Sealed, LigerFusedLinearPreferenceBase):
+class LigerFusedLinearSimPOFunction(_Sealed, bases.LigerFusedLinearPreferenceBase):
     """:class:`LigerFusedLinearSimPOLoss`, by default without the NLL."""
 
-    @staticmethod
-    def apply(
-        _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
-        ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0,
-        label_smoothing: float = 0.0, compute_nll_loss: bool = False, compiled: bool = True,
-        gamma: float = 0.5, chunk_size: int = 1,
-    ) -> Made:  # fmt: skip
-        """The loss, and what the module returns beside it."""
-        loss = preference.LigerFusedLinearSimPOLoss(
-            ignore_index, beta, alpha, label_smoothing, compute_nll_loss, compiled, gamma,
-            chunk_size,
-        )  # fmt: skip
-        return loss(weight, _input, target, bias)  # type: ignore[no-any-return]
+    apply = staticmethod(liger_fused_linear_simpo)
 
 
-class LigerFusedLinearORPOFunction(_Sealed, LigerFusedLinearPreferenceBase):
+class LigerFusedLinearORPOFunction(_Sealed, bases.LigerFusedLinearPreferenceBase):
     """:class:`LigerFusedLinearORPOLoss`."""
 
-    @staticmethod
-    def apply(
-        _input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
-        ignore_index: int = -100, beta: float = 0.1, compute_nll_loss: bool = True,
-        nll_target: Tensor | None = None, compiled: bool = True, chunk_size: int = 1,
-    ) -> Made:  # fmt: skip
-        """The loss, and what the module returns beside it."""
-        loss = preference.LigerFusedLinearORPOLoss(
-            ignore_index, beta, compute_nll_loss, compiled, chunk_size
-        )
-        return loss(weight, _input, target, bias, nll_target)  # type: ignore[no-any-return]
+    apply = staticmethod(liger_fused_linear_orpo)
 
 
-class LigerFusedLinearKTOFunction(_Sealed, LigerFusedLinearUnpairedPreferenceBase):
+class LigerFusedLinearKTOFunction(_Sealed, bases.LigerFusedLinearUnpairedPreferenceBase):
     """:class:`LigerFusedLinearKTOLoss`, by default with a reference."""
 
-    @staticmethod
-    def apply(
-        _input: Tensor, weight: Tensor, target: Tensor, preference_labels: Tensor,
-        bias: Tensor | None = None, ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
-        kl: Tensor | float | None = None, ignore_index: int = -100, beta: float = 0.1,
-        compiled: bool = True, use_ref_model: bool = True, average_log_prob: bool = False,
-        chunk_size: int = 1,
-    ) -> Made:  # fmt: skip
-        """The loss, and what the module returns beside it."""
-        loss = preference.LigerFusedLinearKTOLoss(
-            ignore_index, beta, compiled, use_ref_model, average_log_prob, chunk_size
-        )
-        return loss(  # type: ignore[no-any-return]
-            _input, weight, target, bias, preference_labels, ref_input, ref_weight, ref_bias, kl
-        )
+    apply = staticmethod(liger_fused_linear_kto)
 
 
-class LigerFusedLinearGRPOFunction(_Sealed, LigerFusedLinearPPOBase):
+class LigerFusedLinearGRPOFunction(_Sealed, bases.LigerFusedLinearPPOBase):
     """:class:`LigerFusedLinearGRPOLoss`."""
 
-    @staticmethod
-    def apply(
-        _input: Tensor, weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor,
-        advantages: Tensor, bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None,
-        old_per_token_logps: Tensor | None = None, ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, beta: float = 0.04,
-        epsilon_low: float = 0.2, epsilon_high: float = 0.2, loss_type: str = "dapo",
-        max_completion_length: int | None = None, importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05,
-        temperature: float = 1.0, compiled: bool = True, use_ref_model: bool = True,
-        chunk_size: int = 1, vllm_is_ratio: Tensor | None = None, delta: float | None = None,
-        use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
-        num_items_in_batch: Tensor | float | None = None,
-    ) -> Made:  # fmt: skip
-        """The loss and its metrics."""
-        loss = policy.FunctionalGRPOLoss(
-            beta, compiled, use_ref_model, chunk_size, epsilon_low, epsilon_high, loss_type,
-            max_completion_length, importance_sampling_level, sapo_temperature_pos,
-            sapo_temperature_neg, float(temperature), delta, use_bias_correction_kl, vespo_k_pos,
-            vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg,
-        )  # fmt: skip
-        return loss(  # type: ignore[no-any-return]
-            _input, weight, selected_token_ids, attention_mask, advantages, bias,
-            ref_per_token_logps, old_per_token_logps, ref_input, ref_weight, ref_bias,
-            vllm_is_ratio, num_items_in_batch,
-        )  # fmt: skip
+    apply = staticmethod(liger_fused_linear_grpo)
 
 
-class _Distillation(_Sealed, LigerFusedLinearDistillationBase):
-    MODULE: Any = None
-
-    @classmethod
-    def apply(
-        cls, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor,
-        teacher_weight: Tensor, true_labels: Tensor, student_bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None, weight_hard_loss: float = 0.5,
-        weight_soft_loss: float = 0.5, beta: float = 0.5, ignore_index: int = -100,
-        temperature: float = 1.0, compiled: bool = True, chunk_size: int = 1024,
-        return_soft_hard_loss: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The loss, and where asked for its soft and its hard term."""
-        loss = cls.MODULE(
-            weight_hard_loss, weight_soft_loss, beta, ignore_index, temperature, compiled,
-            chunk_size, return_soft_hard_loss,
-        )  # fmt: skip
-        return loss(  # type: ignore[no-any-return]
-            student_input, student_weight, teacher_input, teacher_weight, true_labels,
-            student_bias, teacher_bias,
-        )  # fmt: skip
-
-
-class LigerFusedLinearJSDFunction(_Distillation):
+class LigerFusedLinearJSDFunction(_Sealed, bases.LigerFusedLinearDistillationBase):
     """:class:`LigerFusedLinearJSDLoss`."""
 
-    MODULE = distillation.LigerFusedLinearJSDLoss
+    apply = staticmethod(liger_fused_linear_jsd)
 
 
-class LigerFusedLinearCosineSimilarityFunction(_Distillation):
+class LigerFusedLinearCosineSimilarityFunction(_Sealed, bases.LigerFusedLinearDistillationBase):
     """:class:`LigerFusedLinearCosineSimilarityLoss`."""
 
-    MODULE = distillation.LigerFusedLinearCosineSimilarityLoss
-
-
-liger_fused_linear_orpo = LigerFusedLinearORPOFunction.apply
-liger_fused_linear_dpo = LigerFusedLinearDPOFunction.apply
-liger_fused_linear_jsd = LigerFusedLinearJSDFunction.apply
-liger_fused_linear_cosine = LigerFusedLinearCosineSimilarityFunction.apply
-liger_fused_linear_cpo = LigerFusedLinearCPOFunction.apply
-liger_fused_linear_simpo = LigerFusedLinearSimPOFunction.apply
-liger_fused_linear_kto = LigerFusedLinearKTOFunction.apply
-liger_fused_linear_grpo = LigerFusedLinearGRPOFunction.apply
+    apply = staticmethod(liger_fused_linear_cosine)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from liger_multi import losses
+from liger_multi.compat.liger_kernel.chunked import bases
 from liger_multi.compat.liger_kernel.chunked.bases import check_policy, ranks, sampler_ratios
-from liger_multi.compat.liger_kernel.errors import ArgumentError
-from liger_multi.compat.liger_kernel.losses import _Options
+from liger_multi.compat.liger_kernel.losses import Options, defaults_of
+from liger_multi.compat.liger_kernel.outputs import ArgumentError
 from liger_multi.losses.policy import POLICY, _vespo_weight
 
 TOKENS_ONLY = ("cispo", "sapo", "vespo")
@@ -85,27 +86,30 @@ def check_level(level: str, loss_type: str) -> None:
         )
 
 
-class LigerFusedLinearGRPOLoss(_Options):
+class LigerFusedLinearGRPOLoss(Options):
     """:func:`liger_multi.losses.policy_loss`."""
 
     positive: tuple[str, ...] = _POSITIVE
     """Options that must be above 0, whatever the loss type reads."""
 
-    def __init__(
-        self, beta: float = 0.04, compiled: bool = True, use_ref_model: bool = True,
-        chunk_size: int = 1, epsilon_low: float = 0.2, epsilon_high: float = 0.2,
-        loss_type: str = "dapo", max_completion_length: int | None = None,
-        importance_sampling_level: str = "token", sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05, temperature: float = 1.0, delta: float | None = None,
-        use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
-    ) -> None:  # fmt: skip
-        super().__init__(locals())
+    defaults = defaults_of(
+        "beta compiled use_ref_model chunk_size epsilon_low epsilon_high loss_type "
+        "max_completion_length importance_sampling_level sapo_temperature_pos "
+        "sapo_temperature_neg temperature delta use_bias_correction_kl vespo_k_pos "
+        "vespo_lambda_pos vespo_k_neg vespo_lambda_neg",
+        bases.LigerFusedLinearPPOBase.forward,
+        use_ref_model=True,
+    )
+
+    def check(self) -> None:
+        """Options are known and go together."""
         for name in self.positive:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ArgumentError(f"{name} must be positive, got {value}")
-        if loss_type in POLICY and (loss_type != "dr_grpo" or max_completion_length is not None):
+        if self.loss_type in POLICY and (
+            self.loss_type != "dr_grpo" or self.max_completion_length is not None
+        ):
             losses.PolicyOptions(**self.given)
 
     @property
@@ -127,7 +131,7 @@ class LigerFusedLinearGRPOLoss(_Options):
         num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """Loss, and the mean divergence (with a beta) and the share of clipped tokens."""
-        self.check(ref_per_token_logps, ref_input)
+        self.check_call(ref_per_token_logps, ref_input)
         ratios = sampler_ratios("LigerFusedLinearGRPOLoss", vllm_is_ratio, selected_token_ids)
         if ratios is not None and self.loss_type == "vespo":
             ratios = of_answers(ratios, attention_mask.bool())
@@ -150,7 +154,7 @@ class LigerFusedLinearGRPOLoss(_Options):
             clipped,
         )
 
-    def check(self, logps: Tensor | None, ref_input: Tensor | None) -> None:
+    def check_call(self, logps: Tensor | None, ref_input: Tensor | None) -> None:
         """Loss type and level are known and go together, and what they need is there."""
         check_policy("LigerFusedLinearGRPOLoss", self.loss_type, self.max_completion_length,
                      self.use_ref_model and self.beta != 0, (logps, ref_input))  # fmt: skip
@@ -178,8 +182,10 @@ class FunctionalGRPOLoss(LigerFusedLinearGRPOLoss):
 
     positive = ()
 
-    def __init__(self, *options: Any) -> None:
-        loss_type, temperatures = options[6], options[9:11]
-        if loss_type == "sapo" and min(temperatures) <= 0:
+    def check(self) -> None:
+        """Temperatures of SAPO are above 0."""
+        vars(self)["temperature"] = float(self.temperature)
+        lowest = min(self.sapo_temperature_pos, self.sapo_temperature_neg)
+        if self.loss_type == "sapo" and lowest <= 0:
             raise ArgumentError("sapo_temperature must be > 0.")
-        super().__init__(*options)
+        super().check()

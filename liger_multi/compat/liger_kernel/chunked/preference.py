@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_multi import losses
+from liger_multi.compat.liger_kernel.chunked import bases
 from liger_multi.compat.liger_kernel.chunked.bases import (
     by_side,
     chosen_labels,
@@ -15,14 +16,14 @@ from liger_multi.compat.liger_kernel.chunked.bases import (
     pair_tokens,
     reference_answers,
 )
-from liger_multi.compat.liger_kernel.errors import ArgumentError
-from liger_multi.compat.liger_kernel.losses import _Options
+from liger_multi.compat.liger_kernel.losses import Options, defaults_of
+from liger_multi.compat.liger_kernel.outputs import ArgumentError
 from liger_multi.losses.pairs import sequences
 from liger_multi.losses.preference import DPO, _log_odds
 from liger_multi.ops import LogProbOutput
 
 
-class _Pairs(_Options):
+class _Pairs(Options):
     """What the losses over pairs share; the first half of a batch is the chosen one."""
 
     ignore_index: int
@@ -58,25 +59,31 @@ def _dpo_types(loss_type: str | list[str], label_smoothing: float) -> tuple[str,
 class LigerFusedLinearDPOLoss(_Pairs):
     """:func:`liger_multi.losses.dpo_loss`, which also beside the reference's hidden states."""
 
-    def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0,
-        compute_nll_loss: bool = False, compiled: bool = True, use_ref_model: bool = True,
-        average_log_prob: bool = False, chunk_size: int = 1,
-        loss_type: str | list[str] = "sigmoid", label_smoothing: float = 0.0,
-        discopop_tau: float = 0.05,
-    ) -> None:  # fmt: skip
-        super().__init__(locals())
-        types = _dpo_types(loss_type, label_smoothing)
+    defaults = defaults_of(
+        "ignore_index beta alpha compute_nll_loss compiled use_ref_model average_log_prob "
+        "chunk_size loss_type label_smoothing discopop_tau",
+        bases.LigerFusedLinearPreferenceBase.forward,
+        compute_nll_loss=False,
+        use_ref_model=True,
+        average_log_prob=False,
+        loss_type="sigmoid",
+        label_smoothing=0.0,
+        discopop_tau=0.05,
+    )
+
+    def check(self) -> None:
+        """Options are known and go together."""
+        types = _dpo_types(self.loss_type, self.label_smoothing)
         # as in Liger-Kernel, the sigmoid by itself is not smoothed
         smooth = types != ("sigmoid",) and any(DPO[kind].smooth for kind in types)
         self.given: dict[str, Any] = {
-            "loss_type": types, "beta": beta, "length_normalized": average_log_prob,
-            "label_smoothing": label_smoothing if smooth else 0.0,
+            "loss_type": types, "beta": self.beta, "length_normalized": self.average_log_prob,
+            "label_smoothing": self.label_smoothing if smooth else 0.0,
         }  # fmt: skip
         if "discopop" in types:
-            self.given["discopop_tau"] = discopop_tau
+            self.given["discopop_tau"] = self.discopop_tau
         losses.DPOOptions(**self.given)
-        self.average = average_log_prob
+        self.average = self.average_log_prob
 
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
@@ -104,7 +111,7 @@ class _Margins(_Pairs):
     def given(self) -> dict[str, Any]:
         """Options of :func:`liger_multi.losses.cpo_loss`."""
         names = ("beta", "label_smoothing", "gamma")
-        found = {name: getattr(self, name) for name in names if name in self._names}
+        found = {name: getattr(self, name) for name in names if name in self.defaults}
         return {"loss_type": self.loss_type, "nll_weight": 0.0, **found}
 
     def forward(
@@ -132,13 +139,17 @@ class _Margins(_Pairs):
 class LigerFusedLinearCPOLoss(_Margins):
     """:func:`liger_multi.losses.cpo_loss`."""
 
-    def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0,
-        label_smoothing: float = 0.0, compute_nll_loss: bool = True, compiled: bool = True,
-        average_log_prob: bool = False, chunk_size: int = 1,
-    ) -> None:  # fmt: skip
-        super().__init__(locals())
-        self.average = average_log_prob
+    defaults = defaults_of(
+        "ignore_index beta alpha label_smoothing compute_nll_loss compiled average_log_prob "
+        "chunk_size",
+        bases.LigerFusedLinearPreferenceBase.forward,
+        label_smoothing=0.0,
+        average_log_prob=False,
+    )
+
+    def check(self) -> None:
+        """Options are known and go together."""
+        self.average = self.average_log_prob
         losses.CPOOptions(**self.given)
 
 
@@ -147,12 +158,15 @@ class LigerFusedLinearSimPOLoss(_Margins):
 
     loss_type, average = "simpo", True
 
-    def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0,
-        label_smoothing: float = 0.0, compute_nll_loss: bool = True, compiled: bool = True,
-        gamma: float = 0.5, chunk_size: int = 1,
-    ) -> None:  # fmt: skip
-        super().__init__(locals())
+    defaults = defaults_of(
+        "ignore_index beta alpha label_smoothing compute_nll_loss compiled gamma chunk_size",
+        bases.LigerFusedLinearPreferenceBase.forward,
+        label_smoothing=0.0,
+        gamma=0.5,
+    )
+
+    def check(self) -> None:
+        """Options are known and go together."""
         losses.CPOOptions(**self.given)
 
 
@@ -161,11 +175,13 @@ class LigerFusedLinearORPOLoss(_Margins):
 
     loss_type, average = "orpo", True
 
-    def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, compute_nll_loss: bool = True,
-        compiled: bool = True, chunk_size: int = 1,
-    ) -> None:  # fmt: skip
-        super().__init__(locals())
+    defaults = defaults_of(
+        "ignore_index beta compute_nll_loss compiled chunk_size",
+        bases.LigerFusedLinearPreferenceBase.forward,
+    )
+
+    def check(self) -> None:
+        """Options are known and go together."""
         losses.CPOOptions(**self.given)
 
     def beside(self, sums: Tensor) -> tuple[Tensor, ...]:
@@ -175,15 +191,18 @@ class LigerFusedLinearORPOLoss(_Margins):
         return (*super().beside(sums), ratio.mean(), (chosen - rejected).mean())
 
 
-class LigerFusedLinearKTOLoss(_Options):
+class LigerFusedLinearKTOLoss(Options):
     """:func:`liger_multi.losses.kto_loss`."""
 
-    def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, compiled: bool = True,
-        use_ref_model: bool = False, average_log_prob: bool = False, chunk_size: int = 1,
-    ) -> None:  # fmt: skip
-        super().__init__(locals())
-        losses.KTOOptions(beta=beta)
+    defaults = defaults_of(
+        "ignore_index beta compiled use_ref_model average_log_prob chunk_size",
+        bases.LigerFusedLinearUnpairedPreferenceBase.forward,
+        beta=0.1,
+    )
+
+    def check(self) -> None:
+        """Options are known and go together."""
+        losses.KTOOptions(beta=self.beta)
 
     def forward(
         self, _input: Tensor, lin_weight: Tensor, target: Tensor, bias: Tensor | None = None,

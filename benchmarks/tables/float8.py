@@ -1,0 +1,123 @@
+"""The tables of ``docs/fp8.md``, of the newest runs of both FP8 benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks import store
+from benchmarks.float8_convergence import FINAL, LAST, NORM
+from benchmarks.linear_float8 import KERNELS
+
+PARTS = {
+    "linear": "one layer, weight {name}",
+    "mlp": "a gated MLP, weights {name}",
+    "codes": "{name} with codes, forward",
+    "adapters": "{name} over a frozen base",
+    "layer": "a decoder layer of {name}",
+    "small": "a step of {name}",
+    "model": "a step of {name}, checkpointed",
+    "gradients": "forward and backward of {name}, checkpointed, no optimizer",
+    "accumulated": "a step of {name}, checkpointed, 4 micro-batches",
+    "lora": "a step of LoRA on {name}, checkpointed",
+}
+"""Parts of the speed benchmark, and how the page calls a row of one."""
+OURS = ("ours", "float8")
+PEERS = ("torchao", "peft", "apart", "layers", "kept")
+Row = Mapping[str, Any]
+
+
+def _rows(lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _said(run: Mapping[str, Any]) -> str:
+    return f"{store.device(run)}, torch {run['versions']['torch']}, {run['date'][:10]}:"
+
+
+def curves() -> str:
+    """The verdicts of the newest run on every card."""
+    newest = {store.device(run): run for run in store.read("float8-convergence")}
+    parts = []
+    for run in newest.values():
+        lines = [["trained", "learning rate", "last loss, bf16", "FP8", "difference", "seeds",
+                  "gradient norm", "in bounds"], ["---"] * 8]  # fmt: skip
+        for one in run["verdicts"]:
+            lines.append([
+                "adapters" if one["lora"] else "all weights", f"{one['rate']:g}",
+                f"{one['bf16']:.4f}", f"{one['float8']:.4f}", f"{100 * one['above']:+.2f} %",
+                "-" if one["lora"] else f"{100 * one['seeds_apart']:.2f} %",
+                f"{100 * one['norms_apart']:+.1f} %", "yes" if one["good"] else "**no**",
+            ])  # fmt: skip
+        size = f"{run['steps']} steps of {run['batch']} x {run['tokens']} tokens, "
+        parts.append(f"{size}{_said(run)}\n\n{_rows(lines)}")
+    bounds = (
+        f"In bounds: the mean loss of the last {LAST} steps is at most {100 * FINAL:g} % above "
+        f"that of bf16, and the median gradient norm differs by at most {100 * NORM:g} %."
+    )
+    return "\n\n".join([bounds, *parts]) if parts else ""
+
+
+def _line(run: Mapping[str, Any], row: Row) -> list[str] | None:
+    """A row of ours beside bf16 in the same run."""
+    same = [
+        r for r in run["rows"]
+        if (r["part"], r["name"], r["shape"]) == (row["part"], row["name"], row["shape"])
+    ]  # fmt: skip
+    base = next((r for r in same if r["variant"] == "bf16"), None)
+    if base is None:
+        return None
+    peer = min(
+        (r for r in same if r["variant"] in PEERS), key=lambda r: PEERS.index(r["variant"]),
+        default=None,
+    )  # fmt: skip
+    held = [r.get("held_bytes", 0) + r["extra_bytes"] for r in (base, row)]
+    errors = row.get("error", {})
+    return [
+        PARTS[row["part"]].format(name=row["name"]), row["shape"],
+        f"{base['both_ms']:.2f}", f"{row['both_ms']:.2f}",
+        f"{row['both_ms'] / base['both_ms']:.2f}",
+        f"{row['row_ms'] / base['row_ms']:.2f}" if "row_ms" in row and "row_ms" in base else "-",
+        "-" if peer is None else f"{peer['both_ms']:.2f} ({peer['variant']})",
+        *(f"{n / 2**20:,.0f}" for n in held),
+        " / ".join(f"{100 * errors[k]:.1f} %" for k in ("y", "dx") if k in errors) or "-",
+    ]  # fmt: skip
+
+
+def speed() -> str:
+    """Times of the newest rows on every card."""
+    newest: dict[tuple[str, ...], tuple[Mapping[str, Any], Row]] = {}
+    for run, row in store.rows("linear-float8"):
+        if row["variant"] in OURS:
+            newest[store.device(run), row["part"], row["name"], row["shape"]] = run, row
+    parts = []
+    for card in dict.fromkeys(key[0] for key in newest):
+        found = [(run, row) for key, (run, row) in newest.items() if key[0] == card]
+        lines = [["", "shape", "bf16 ms", "FP8 ms", "ratio", "in a row", "peer ms", "bf16 MiB",
+                  "FP8 MiB", "error of y / dx"], ["---"] * 10]  # fmt: skip
+        lines += [line for run, row in found if (line := _line(run, row)) is not None]
+        parts.append(f"{_said(found[-1][0])}\n\n{_rows(lines)}")
+    return "\n\n".join(parts)
+
+
+def traces() -> str:
+    """Device time by kind of kernel, of the newest traced layers and steps on every card."""
+    newest: dict[tuple[str, ...], tuple[Mapping[str, Any], Row]] = {}
+    for run, row in store.rows("linear-float8"):
+        if row.get("trace_ms") and row["variant"] != "layers":
+            newest[store.device(run), row["part"], row["name"], row["variant"]] = run, row
+    parts = []
+    for card in dict.fromkeys(key[0] for key in newest):
+        found = [each for key, each in newest.items() if key[0] == card]
+        lines = [["", "variant", *KERNELS, "all kernels", "wall"], ["---"] * (4 + len(KERNELS))]
+        for _, each in found:
+            spent = [each["trace_ms"][kind] for kind in KERNELS]
+            cells = [f"{ms:.1f}" for ms in (*spent, sum(spent), each["both_ms"])]
+            lines.append([PARTS[each["part"]].format(name=each["name"]), each["variant"], *cells])
+        parts.append(f"Milliseconds, {_said(found[-1][0])}\n\n{_rows(lines)}")
+    return "\n\n".join(parts)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "float8-curves": curves, "float8-speed": speed, "float8-traces": traces,
+}  # fmt: skip

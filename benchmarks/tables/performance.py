@@ -1,0 +1,402 @@
+"""Tables of ``docs/performance.md`` and README's headline, each from the newest results alone.
+
+Every table answers one question and names the card, the date and the versions of its rows. A row is
+of one run, in which all variants took turns; where several cards have it, the newest run counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks import store
+
+Run = Mapping[str, Any]
+Rows = dict[str, Mapping[str, Any]]  # of one measurement, by who was measured
+PEOPLE = {"stock": "Hugging Face", "liger": "Liger-Kernel", "ours": "liger_multi"}
+PACKAGES = {
+    "torch": "torch", "triton": "triton", "transformers": "transformers",
+    "liger-kernel": "Liger-Kernel", "trl": "TRL",
+}  # fmt: skip
+ABSENT = "-"
+NOISE, TOO_NOISY = 15.0, 40.0
+"""Percent between the fastest and the slowest step: what is shown, and what makes no headline."""
+
+
+# --- what was measured ---
+
+
+def newest(kind: str, name: Callable[[Run, Any], Any], who: str) -> dict[Any, tuple[Run, Rows]]:
+    """Every measurement by its name: its newest run that has ours, and the rows of that run."""
+    found: dict[Any, tuple[Run, Rows]] = {}
+    for data in store.read(kind):
+        rows: dict[Any, Rows] = {}
+        for row in data["rows"]:
+            rows.setdefault(name(data, row), {})[row[who]] = row
+        found |= {key: (data, some) for key, some in rows.items() if "ours" in some}
+    return found
+
+
+def models() -> dict[str, tuple[Run, Rows]]:
+    """Whole models without a limit of memory, the variants that run eagerly."""
+    found = newest("models", lambda data, row: (row["run"], data["limit_gb"]), "variant")
+    return {run: one for (run, limit), one in found.items() if limit is None}
+
+
+def longest() -> dict[tuple[str, float | None], list[tuple[Run, Any]]]:
+    """Searches for the longest sequence by model and limit.
+
+    Those of the newest search's card come first; of another card are those that it lacks.
+    """
+    found: dict[tuple[str, float | None], list[tuple[Run, Any]]] = {}
+    for data in sorted(store.read("longest"), key=store.moment):
+        for row in data["rows"]:
+            if "longest" not in row:
+                continue
+            searches = found.setdefault((row["model"], data["limit_gb"]), [])
+            card, who = store.device(data), row["provider"]
+            same = [
+                one for run, one in searches if (store.device(run), one["provider"]) == (card, who)
+            ]
+            # a search that ended early goes on where an older one of its card stopped
+            known = {name: value for name, value in row.items() if value is not None}
+            others = [one for one in searches if one[1]["provider"] != who]
+            searches[:] = [(data, {**(same[0] if same else {}), **known}), *others]
+    for searches in found.values():
+        card = store.device(searches[0][0])
+        searches.sort(key=lambda one: store.device(one[0]) != card)
+    return found
+
+
+def from_elsewhere(searches: Sequence[tuple[Run, Any]], who: str) -> str:
+    """The card of a search, where it is not that of the first one."""
+    cards = {row["provider"]: store.device(run) for run, row in searches}
+    card = cards.get(who)
+    return "" if card in (None, store.device(searches[0][0])) else f" ({card})"
+
+
+# --- how it is written ---
+
+
+def provenance(runs: Iterable[Run]) -> str:
+    """Card, dates and versions of some runs, a line per card."""
+    lines = []
+    by_card: dict[str, list[Run]] = {}
+    for run in runs:
+        by_card.setdefault(store.device(run), []).append(run)
+    for card, some in by_card.items():
+        days = sorted({run["date"][:10] for run in some})
+        when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        versions = []
+        for package, shown in PACKAGES.items():
+            known = sorted({run["versions"][package] for run in some if package in run["versions"]})
+            versions += [f"{shown} {' and '.join(v.partition('+')[0] for v in known)}"] * bool(
+                known
+            )
+        commits = sorted({run["commit"][:7] for run in some})
+        lines.append(f"{card}, {when}, commit {', '.join(commits)}; {', '.join(versions)}")
+    return f"Measured on {'. On '.join(lines)}."
+
+
+def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Rows in Markdown."""
+    every = [list(heads), ["---"] * len(heads), *map(list, lines)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in every)
+
+
+def block(runs: Sequence[Run], heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table below its provenance; empty where nothing was measured."""
+    return f"{provenance(runs)}\n\n{table(heads, lines)}" if lines else ""
+
+
+def number(row: Mapping[str, Any] | None, unit: str) -> str:
+    """A number of a row, or why there is none."""
+    if row is None:
+        return ABSENT
+    field, shown = store.UNITS[unit]
+    value = row.get(field)
+    if value:
+        return shown(value)
+    why = str(row.get("failure") or row.get("status") or ABSENT)
+    return why if why in (ABSENT, "out of memory") else "failed"
+
+
+def is_wrong(row: Mapping[str, Any] | None) -> bool:
+    """Whether the result was beyond the tolerance."""
+    error = None if row is None else row.get("error")
+    return isinstance(error, int | float) and error > 1
+
+
+def ratio(rows: Rows, field: str, other: str) -> str:
+    """Ours over another one's, unless that was wrong."""
+    ours, its = (rows.get(who, {}).get(field) for who in ("ours", other))
+    return f"{ours / its:.2f}" if ours and its and not is_wrong(rows.get(other)) else ABSENT
+
+
+def title(run: str) -> str:
+    """A run as people write it."""
+    from benchmarks.pictures import named
+
+    return named(run)
+
+
+def speed(row: Mapping[str, Any] | None) -> str:
+    """Tokens a second, with the spread of steps where it is wide."""
+    text, spread = number(row, "tokens"), (row or {}).get("spread_percent") or 0.0
+    return f"{text} ± {spread / 2:.0f} %" if spread >= NOISE else text
+
+
+# --- the tables ---
+
+EAGER = ("stock", "liger", "ours")
+DENSE = ("llama-3.2-1b:4x4096", "qwen2-0.5b:8x2048", "gemma-3-1b:4x2048")
+MIXTURE = "qwen3-30b-a3b-4-layers:4x2048"
+"""Runs that the headline may show: those of which all variants fit an 80 GB card."""
+
+
+def whole_models() -> str:
+    """Tokens a second and memory of every run."""
+    found = models()
+    lines, runs = [], []  # a spread is half the distance of the fastest and the slowest step
+    for run, (data, rows) in sorted(found.items()):
+        if not {"liger", "stock"} & set(rows):
+            continue
+        runs.append(data)
+        lines.append(
+            [
+                title(run), *[speed(rows.get(who)) for who in EAGER],
+                ratio(rows, "tokens_per_second", "liger"),
+                *[number(rows.get(who), "GiB") for who in EAGER],
+                ratio(rows, "peak_bytes", "liger"), store.device(data).split()[1],
+            ]
+        )  # fmt: skip
+    heads = [f"{PEOPLE[who]}, tokens/s" for who in EAGER]
+    memory = [f"{PEOPLE[who]}, GiB" for who in EAGER]
+    heads = ["run", *heads, "ours / Liger", *memory, "ours / Liger", "card"]
+    return block(runs, heads, lines)
+
+
+def several_cards() -> str:
+    """FSDP2 over the cards of a machine."""
+    found = newest("several-cards", lambda _, row: (row["run"], row["cards"]), "variant")
+    runs = [data for data, _ in found.values()]
+    lines = [
+        [
+            f"{title(run)} a card", str(cards),
+            *[number(rows.get(who), "tokens") for who in EAGER],
+            ratio(rows, "tokens_per_second", "liger"),
+            *[number(rows.get(who), "GiB") for who in EAGER],
+        ]
+        for (run, cards), (_, rows) in sorted(found.items())
+    ]  # fmt: skip
+    heads = [f"{PEOPLE[who]}, tokens/s" for who in EAGER]
+    memory = [f"{PEOPLE[who]}, GiB a card" for who in EAGER]
+    return block(runs, ["run", "cards", *heads, "ours / Liger", *memory], lines)
+
+
+def compiled() -> str:
+    """Variants that pass through torch.compile, beside those that do not."""
+    names = {
+        "stock": "unpatched",
+        "liger": "Liger-Kernel",
+        "ours": "ours",
+        "ours+attention": "ours with `register_attention`",
+    }
+    found = {
+        run: one for run, one in models().items()
+        if any(who.endswith("+compile") for who in one[1])
+    }  # fmt: skip
+    newest_run = max(found.items(), key=lambda item: store.moment(item[1][0]), default=None)
+    if newest_run is None:
+        return ""
+    run, (data, rows) = newest_run
+    lines = [
+        [
+            title(run),
+            shown,
+            *[number(rows.get(f"{who}{end}"), "tokens") for end in ("", "+compile")],
+        ]
+        for who, shown in names.items()
+    ]
+    return block([data], ["run", "variant", "eager, tokens/s", "compiled, tokens/s"], lines)
+
+
+def longest_sequences() -> str:
+    """The longest sequence of each variant, and the shortest that failed."""
+    lines, runs = [], []
+    for (model, limit), rows in sorted(longest().items(), key=str):
+        found = {row["provider"]: row for _, row in rows}
+        runs += [data for data, _ in rows]
+        where = store.device(rows[0][0]) if limit is None else f"{limit:g} GB"
+        cells = [
+            number(found.get(who), unit) + from_elsewhere(rows, who)
+            for who in EAGER
+            for unit in ("longest", "too-long")
+        ]
+        lines.append([title(model), where, *cells])
+    heads = [f"{PEOPLE[who]}, {what}" for who in EAGER for what in ("trains", "fails")]
+    return block(runs, ["model", "within", *heads], lines)
+
+
+HEADS = {
+    "ours": "ours",
+    "ours-512MiB": "ours within `512MiB`",
+    "liger-hopper": "Liger CuTe",
+    "quack": "QuACK",
+    "liger": "Liger",
+    "compile": "`compile`",
+    "products": "the GEMMs",
+}
+
+
+def heads() -> str:
+    """The fused linear cross entropy beside peers; each peer's time is of its newest run."""
+    from benchmarks.tables import measured
+
+    op = "fused_linear_cross_entropy"
+    runs = [run for run in store.read("operators") if store.device(run) == store.DEVICES["h100"]]
+    found = measured.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    lines, used = [], []
+    for (name, sample), rows in sorted(found.items()):
+        if name != op or "ours" not in rows:
+            continue
+        used += [rows[who].data for who in HEADS if who in rows]
+        cells = [sample]
+        for who in HEADS:
+            one = rows.get(who)
+            cells.append(ABSENT if one is None else number(one.row, "ms"))
+            if who != "ours":
+                cells.append("-" if one is None else _over(one.ours, one.row))
+        cells += [
+            number(rows[who].row, "GiB") if who in rows else ABSENT
+            for who in ("ours", "ours-512MiB", "liger", "products")
+        ]
+        lines.append(cells)
+    heads = ["shape"]
+    for who, shown in HEADS.items():
+        heads += [f"{shown}, ms", *["ours / it"] * (who != "ours")]
+    heads += ["ours, GiB", "within `512MiB`, GiB", "Liger, GiB", "GEMMs, GiB"]
+    return block(used, heads, lines)
+
+
+def _over(ours: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    a, b = ours.get("both_ms"), row.get("both_ms")
+    return f"{a / b:.2f}" if a and b else ABSENT
+
+
+def losses() -> str:
+    """Losses on hidden states beside the GEMMs that they need, TRL, Liger-Kernel and PyTorch."""
+    found = newest("losses", lambda _, row: (row["case"], store.shape(row)), "provider")
+    lines = []
+    who = ("ours", "products", "trl", "liger", "torch")
+    for (case, shape), (data, rows) in sorted(found.items()):
+        lines.append(
+            [
+                case, shape, *[_within(rows.get(name)) for name in who],
+                *[ratio(rows, "both_ms", name) for name in who[1:]],
+                *[number(rows.get(name), "GiB") for name in ("ours", "trl", "liger", "torch")],
+                store.device(data).split()[1],
+            ]
+        )  # fmt: skip
+    shown = {
+        "ours": "ours",
+        "products": "the GEMMs",
+        "trl": "TRL",
+        "liger": "Liger",
+        "torch": "PyTorch",
+    }
+    heads = ["loss", "shape", *[f"{shown[name]}, ms" for name in who]]
+    heads += [f"ours / {shown[name]}" for name in who[1:]]
+    heads += [f"{shown[name]}, GiB" for name in ("ours", "trl", "liger", "torch")] + ["card"]
+    return block([data for data, _ in found.values()], heads, lines)
+
+
+def _within(row: Mapping[str, Any] | None) -> str:
+    """A time; not where the result is beyond the tolerance."""
+    return "wrong" if is_wrong(row) else number(row, "ms")
+
+
+def experts() -> str:
+    """Experts of Qwen3-30B-A3B beside grouped GEMMs of PyTorch, Liger-Kernel and transformers."""
+    from benchmarks.tables import measured
+
+    runs = [run for run in store.read("operators") if store.device(run) == store.DEVICES["h100"]]
+    found = measured.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    who = {"torch": "PyTorch", "liger": "Liger", "transformers-grouped": "transformers"}
+    lines, used = [], []
+    for (op, sample), rows in sorted(found.items(), key=lambda item: _tokens(item[0][1])):
+        if op != "fused_moe" or "ours" not in rows:
+            continue
+        used += [rows[name].data for name in ("ours", *who) if name in rows]
+        cells = [sample.partition("x")[0], number(rows["ours"].row, "ms")]
+        for name in who:
+            one = rows.get(name)
+            cells += (
+                [ABSENT] * 2 if one is None else [number(one.row, "ms"), _over(one.ours, one.row)]
+            )
+        lines.append(cells)
+    heads = ["tokens", "ours, ms"]
+    for shown in who.values():
+        heads += [f"{shown}, ms", f"ours / {shown}"]
+    return block(used, heads, lines)
+
+
+def _tokens(sample: str) -> int:
+    first = sample.partition("x")[0]
+    return int(first) if first.isdigit() else 0
+
+
+# --- README ---
+
+
+def shown_models() -> dict[str, tuple[Run, Rows]]:
+    """The runs of the headline, of which all three trained: two dense models and a mixture."""
+    found = {
+        run: one for run, one in models().items()
+        if all(one[1].get(who, {}).get("peak_bytes") for who in EAGER)
+        if max(one[1][who]["spread_percent"] for who in EAGER) < TOO_NOISY
+    }  # fmt: skip
+    names = [*[run for run in DENSE if run in found][:2], *[MIXTURE] * (MIXTURE in found)]
+    return {run: found[run] for run in names}
+
+
+def headline() -> str:
+    """README's table: one card, several cards and the longest sequence."""
+    lines: list[list[str]] = []
+    runs: list[Run] = []
+
+    def add(data: Sequence[Run], name: str, rows: Rows, unit: str, ending: str) -> None:
+        runs.extend(data)
+        cells = [number(rows.get(who), unit) for who in EAGER]
+        cells = [f"{cell} {ending}" if cell[:1].isdigit() else cell for cell in cells]
+        lines.append([name, *cells[:-1], f"**{cells[-1]}**"])
+
+    for place, (run, (data, rows)) in enumerate(shown_models().items()):
+        if place == 0:
+            add([data], f"{title(run)}, peak memory", rows, "GiB", "GiB")
+        if place == 0 or run == MIXTURE:
+            add([data], f"{title(run)}, speed", rows, "tokens", "tokens/s")
+    cards = newest("several-cards", lambda _, row: (row["run"], row["cards"]), "variant")
+    for (run, count), (data, rows) in sorted(cards.items()):
+        name = f"{title(run)} on each of {count} cards, FSDP2, speed"
+        add([data], name, rows, "tokens", "tokens/s")
+    for (model, limit), some in sorted(longest().items(), key=str):
+        if limit is not None:
+            found = {row["provider"]: row for _, row in some}
+            name = f"{title(model)} within `{limit:g} GB`, longest sequence"
+            add([data for data, _ in some], name, found, "longest", "tokens")
+            for place, who in enumerate(EAGER, 1):
+                lines[-1][place] += from_elsewhere(some, who)
+    heads = ["bf16, fused AdamW", *PEOPLE.values()]
+    return block(runs, heads, lines)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "models": whole_models,
+    "several-cards": several_cards,
+    "compiled": compiled,
+    "longest": longest_sequences,
+    "heads": heads,
+    "losses": losses,
+    "experts": experts,
+}

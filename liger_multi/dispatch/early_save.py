@@ -1,0 +1,94 @@
+"""Operators that keep what backward reads before they compute the rest of their result.
+
+Under checkpointing PyTorch computes a layer again until all is there that backward needs, and then
+stops. An ``autograd.Function`` hands its tensors over when its forward is over: the last operator
+of a layer would always run to its end, and the GEMM that gives its result would run for nothing.
+
+Here forward is two functions. The first computes what is kept, and gives an empty result of the
+right shape, without memory. The second computes the result, and takes the first one's place in the
+graph. Where a layer is computed again, it ends in the first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_multi._torch_private import is_tracing
+from liger_multi.dispatch import codegen
+from liger_multi.dispatch.autograd import make_function, transforming
+from liger_multi.dispatch.config import Configuration
+from liger_multi.dispatch.op import Op
+
+
+class _Result(torch.autograd.Function):
+    """The result, with the gradient of the empty one."""
+
+    @staticmethod
+    def forward(ctx: Any, empty: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """Compute it."""
+        ctx.set_materialize_grads(False)
+        y = compute()
+        return y.detach() if y._is_view() else y  # a view made in here could not be written to
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        """The gradient as it comes."""
+        return upstream[0], None
+
+
+class _Handover(threading.local):
+    """What the first function leaves for the second."""
+
+    value: Any = None
+
+
+class EarlySave:
+    """An operator with one visible output, in two functions.
+
+    Args:
+        op: Of which backward is.
+        first: Takes the arguments of forward, and returns its outputs, the result as
+            :func:`empty_of` gives it, and what the second function needs.
+        rest: Takes the arguments of the call and what the first left; returns the result.
+    """
+
+    def __init__(
+        self, op: Op, first: Callable[..., tuple[tuple[Tensor, ...], Any]],
+        rest: Callable[..., Tensor],
+    ) -> None:  # fmt: skip
+        self._op, self._rest, self._handover = op, rest, _Handover()
+        names = op.fwd.params
+        self._flags = [names.index(n[6:]) for n in names if n.startswith("needs_")]
+
+        def run(_: Configuration, *args: Any) -> tuple[Tensor, ...]:
+            outputs, self._handover.value = first(*args)
+            return outputs
+
+        self._function = make_function(op, run, op.bwd.run_configured)
+
+    def __call__(self, *args: Any) -> Tensor:
+        """Call with the arguments of the operator."""
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        needed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        unusual = is_tracing() or transforming()
+        if not needed or unusual or any(type(t) not in codegen.PLAIN for t in tensors):
+            return self._op(*args)  # type: ignore[no-any-return]
+        flagged = (args[i] for i in self._flags)
+        flags = [isinstance(a, Tensor) and a.requires_grad for a in flagged]
+        try:
+            outputs = self._function.apply(*args, *flags)
+            handover = self._handover.value
+        finally:
+            self._handover.value = None
+        empty = outputs[0] if isinstance(outputs, tuple) else outputs
+        return _Result.apply(empty, lambda: self._rest(handover, *args))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def empty_of(x: Tensor, *shape: int) -> Tensor:
+    """A tensor like ``x`` of a shape, in the memory of one element."""
+    return x.new_empty(1).expand(shape)

@@ -1,0 +1,1 @@
+"""Attention: the interface of transformers, and layers whose indexer selects keys."""

@@ -1,0 +1,448 @@
+"""``attn_implementation="liger_multi"``: the attention operator in transformers' interfaces.
+
+transformers asks two functions of one name: a mask function, once per forward pass and kind of
+layer (:func:`mask`), and the attention function (:func:`forward`), once per layer. Three checks
+keep a model from computing something else than its eager attention:
+
+* When a model asks for the name, its class must call the attention interface
+  (:mod:`liger_multi.patching.attention.support`).
+* The mask raises when other code than :func:`forward` reads it.
+* :func:`forward` refuses masks and keyword arguments that it does not know.
+
+The mask is of ranges of keys that only our attention reads. The mask function turns any mask of
+transformers into ranges of keys, two numbers per query in place of a row: it has transformers
+evaluate the mask for some queries at a time and keeps where each row begins and ends. A mask with
+one hole per row becomes two ranges; others stay dense. So windows, chunks, packed sequences,
+padding and caches need no code of their own.
+
+transformers does not check who receives the mask. Models with attention code of their own ask for
+it as well, and add it to their scores. So what we return is no tensor and never None: it is a
+:class:`KeyMask`, which is complete by itself and raises in every operation of everybody else.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi import checks
+from liger_multi._torch_private import assert_async, constant_in_graphs
+from liger_multi.errors import ConfigurationError
+from liger_multi.ops.attention import attention
+from liger_multi.patching.attention import support as attention_support
+
+# --- masks ---
+
+NAME = "liger_multi"
+ELEMENTS = 2**26  # of a dense mask that exist at a time
+
+
+class MaskReadError(ConfigurationError, AttributeError, TypeError):
+    """Code other than our attention read a :class:`KeyMask`."""
+
+
+class KeyMask:
+    """Which keys each query sees. It has a shape and moves to devices; all else raises.
+
+    Attributes:
+        causal: Without tensors: the queries are the last keys, and see none after them. Without
+            tensors and not causal, every query sees every key.
+        ranges: ``(B, L, 2 or 4)`` int32, as ``ops.attention`` takes them.
+        dense: ``(B, 1, L, S)`` bool, for a mask of another form.
+        shape: ``(B, 1, L, S)``, of the mask that this one stands for.
+    """
+
+    ndim = 4
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        *,
+        causal: bool = False,
+        ranges: Tensor | None = None,
+        dense: Tensor | None = None,
+    ) -> None:
+        self.shape, self.causal, self.ranges, self.dense = shape, causal, ranges, dense
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is causal or all of the keys, without tensors."""
+        return self.ranges is None and self.dense is None
+
+    def to(self, *args: Any, **kwargs: Any) -> KeyMask:
+        """The mask on another device, for models that are spread over several."""
+        ranges, dense = (
+            None if x is None else x.to(*args, **kwargs) for x in (self.ranges, self.dense)
+        )
+        return KeyMask(self.shape, causal=self.causal, ranges=ranges, dense=dense)
+
+    def contiguous(self) -> KeyMask:
+        """Itself: generation asks it of each mask that it makes before a step."""
+        return self
+
+    def __repr__(self) -> str:
+        form = "ranges" if self.ranges is not None else "dense" if self.dense is not None else ""
+        return f"KeyMask({tuple(self.shape)}, {form or ('causal' if self.causal else 'all keys')})"
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise MaskReadError(_misread(getattr(function, "__name__", str(function))))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise MaskReadError(_misread(f".{name}"))
+
+
+def _raising(name: str) -> Callable[..., NoReturn]:
+    def operation(self: KeyMask, *others: Any) -> NoReturn:
+        raise MaskReadError(_misread(name))
+
+    return operation
+
+
+_BINARY = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+    *("and", "or", "xor", "lshift", "rshift"),
+)
+_OTHERS = (
+    *("eq", "ne", "lt", "le", "gt", "ge", "neg", "invert", "abs", "bool", "int", "float", "index"),
+    *("len", "iter", "getitem", "setitem", "contains"),
+)
+for _name in (*(f"{side}{name}" for name in _BINARY for side in ("", "r", "i")), *_OTHERS):
+    setattr(KeyMask, f"__{_name}__", _raising(f"__{_name}__"))
+KeyMask.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def _misread(operation: str) -> str:
+    module, model = _reader()
+    return (
+        f"attn_implementation={NAME!r} cannot serve {model}: {module} reads the attention mask "
+        f"itself ({operation}) where it must only hand it to transformers' AttentionInterface; "
+        "use 'sdpa' where the model supports it, or 'eager'"
+    )
+
+
+def _reader() -> tuple[str, str]:
+    """The innermost module and the outermost model that are running."""
+    if torch.compiler.is_compiling():
+        return "one of its modules", "this model"
+    from transformers import PreTrainedModel
+
+    frame, module, model = sys._getframe(1), "", ""
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            module = module or type(owner).__name__
+            model = type(owner).__name__ if isinstance(owner, PreTrainedModel) else model
+        frame = frame.f_back  # type: ignore[assignment]
+    return module or "code outside of modules", model or "this model"
+
+
+def mask(
+    batch_size: int,
+    kv_length: int,
+    q_length: int | None = None,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | KeyMask | None = None,
+    cache_position: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **options: Any,
+) -> KeyMask:
+    """What transformers' mask interface asks for, as a :class:`KeyMask`."""
+    from transformers.masking_utils import (
+        bidirectional_mask_function,
+        causal_mask_function,
+        sdpa_mask,
+    )
+
+    if isinstance(attention_mask, KeyMask):  # made before the forward pass, as generation does
+        return attention_mask
+    if cache_position is not None:  # where the queries stand is known to the device alone
+        q_length, q_offset = len(cache_position), cache_position[0]
+    assert q_length is not None
+    queries = q_length
+    shape = (batch_size, 1, queries, kv_length)
+    if not _tracing() and attention_mask is not None and attention_mask.shape[-1] >= kv_length:
+        attention_mask = None if bool(attention_mask.all()) else attention_mask
+    last = isinstance(q_offset, int) and q_offset + queries == kv_length + kv_offset
+    if attention_mask is None and (last or queries == kv_length):
+        if mask_function is causal_mask_function and allow_is_causal_skip:
+            return KeyMask(shape, causal=True)
+        if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
+            return KeyMask(shape)
+
+    def dense() -> Iterator[Tensor]:
+        step = max(1, ELEMENTS // max(1, batch_size * kv_length))
+        for start in range(0, queries, step):
+            count = min(step, queries - start)
+            where: dict[str, Any] = {"q_length": count, "q_offset": q_offset + start}
+            if cache_position is not None:
+                where = {"cache_position": cache_position[start : start + count]}
+            made = sdpa_mask(
+                batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, **where,
+                mask_function=mask_function, attention_mask=attention_mask, **options,
+                allow_is_causal_skip=False, allow_is_bidirectional_skip=False,
+            )  # fmt: skip
+            yield made.expand(batch_size, -1, count, kv_length)
+
+    return _compressed(shape, dense)
+
+
+def _tracing() -> bool:
+    return torch.compiler.is_compiling()
+
+
+def _compressed(shape: tuple[int, int, int, int], dense: Callable[[], Iterator[Tensor]]) -> KeyMask:
+    """The ranges of the rows of a dense mask that comes in parts, or the mask itself."""
+    parts = [one_range(part) for part in dense()]
+    ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    if _tracing():
+        assert_async(
+            exact.all(), "attention: under a compiler, padding must be at one end of a sequence"
+        )
+        return KeyMask(shape, ranges=ranges[:, 0])
+    if bool(exact.all()):
+        return KeyMask(shape, ranges=ranges[:, 0])
+    parts = [_two_ranges(part) for part in dense()]
+    ranges, exact = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    if bool(exact.all()):
+        return KeyMask(shape, ranges=ranges[:, 0])
+    return KeyMask(shape, dense=torch.cat(list(dense()), 2))
+
+
+def _extent(seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Places, and the first and one past the last that a row sees (0, 0 where it sees none)."""
+    place = torch.arange(seen.shape[-1], device=seen.device, dtype=torch.int32)
+    last = torch.where(seen, place + 1, 0).amax(-1)
+    first = torch.where(seen, place, seen.shape[-1]).amin(-1)
+    return place, torch.minimum(first, last), last
+
+
+def one_range(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """The range of every row, and whether it is all that the row sees."""
+    _, first, last = _extent(seen)
+    return torch.stack([first, last], -1), seen.sum(-1) == last - first
+
+
+def _two_ranges(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """A row's first and last run of keys, and whether they are all that it sees."""
+    place, first, last = _extent(seen)
+    hole = torch.where(seen | (place < first[..., None]), seen.shape[-1], place).amin(-1)
+    end = torch.minimum(hole, last)
+    begin = torch.where(seen | (place >= last[..., None]), 0, place + 1).amax(-1)
+    begin = torch.where(end == last, last, begin)
+    exact = seen.sum(-1) == (end - first) + (last - begin)
+    return torch.stack([first, end, begin, last], -1), exact
+
+
+# --- attention ---
+
+REFUSED = ("position_bias", "head_mask", "score_mod", "alibi")  # change scores, by names in use
+HARMLESS = (
+    *("use_cache", "return_dict", "position_ids", "cache_position", "labels", "logits_to_keep"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch"),
+    # windows and packed sequences are in the mask
+    *("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+)
+logger = logging.getLogger("liger_multi")
+_said: set[str] = set()
+
+
+def register_attention(name: str = NAME) -> None:
+    """Make ``attn_implementation=name`` this library's attention, for models that can use it.
+
+    Models that do not ask for the name are not affected. A model that asks for it without calling
+    transformers' attention interface is refused. Registering twice is registering once.
+
+    Raises:
+        ConfigurationError: Somebody else has registered the name.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for interface, ours in ((AttentionInterface, forward), (AttentionMaskInterface, mask)):
+        there = interface._global_mapping.get(name)
+        if there is not None and there is not ours:
+            raise ConfigurationError(
+                f"register_attention: transformers has another {name!r}, {there!r}; "
+                "register under a name of your own"
+            )
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, mask)
+    attention_support.watch(name)
+
+
+def unregister_attention(name: str = NAME) -> None:
+    """Take ``name`` out of transformers again; models that still ask for it fail with its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for interface, ours in ((AttentionInterface, forward), (AttentionMaskInterface, mask)):
+        if interface._global_mapping.get(name) is ours:
+            del interface._global_mapping[name]
+    attention_support.unwatch(name)
+
+
+def forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | KeyMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention of a layer, ``(B, L, H, E)``; windows and padding are all in the mask.
+
+    Raises:
+        ValueError: Dropout, a keyword argument or a mask that this implementation does not know, or
+            no mask where the layer needs one.
+    """
+    if dropout:
+        raise ValueError(
+            f"attn_implementation={NAME!r} has no dropout of probabilities, got {dropout}; set "
+            "attention_dropout to 0 in the model's configuration, or use 'eager'"
+        )
+    for name, given in others.items():
+        if given is not None and name not in HARMLESS and _changes_scores(type(module), name):
+            raise _refusal(module, f"does not support {name}")
+    kind = checks.autocast_dtype(value.device.type) or value.dtype
+    q, k, v = (x.to(kind) for x in (query, key, value))
+    if isinstance(attention_mask, Tensor):
+        _dense_fits(module, q, k, attention_mask)
+        y = _by_rows(q, k, v, attention_mask, scaling, softcap, s_aux)
+    else:
+        seen = attention_mask
+        if seen is None:
+            seen = KeyMask(
+                (q.shape[0], 1, q.shape[2], k.shape[2]),
+                causal=_causal_without_mask(module, q, k, is_causal, others),
+            )
+        _mask_fits(module, q, k, seen, is_causal, others)
+        if seen.dense is not None:
+            y = _by_rows(q, k, v, seen.dense, scaling, softcap, s_aux)
+        else:
+            y = attention(
+                q, k, v, causal=seen.causal, sinks=s_aux, softcap=softcap, scale=scaling,
+                ranges=seen.ranges,
+            )  # fmt: skip
+    return y.transpose(1, 2), None
+
+
+@constant_in_graphs
+def _changes_scores(layer: type, name: str) -> bool:
+    """Whether a keyword argument may matter: eager attention of the layer's file is not without it.
+
+    Models pass on what they do not know themselves, such as the token types of a tokenizer; eager
+    attention swallows it. Where there is no eager attention to compare with, it may matter.
+    """
+    return _known_changes(layer, name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_changes(layer: type, name: str) -> bool:
+    eager = attention_support.eager_functions(layer)
+    return (
+        name in REFUSED
+        or not eager
+        or any(name in attention_support.names_read(function) for function in eager)
+    )
+
+
+def _refusal(module: torch.nn.Module, reason: str) -> ValueError:
+    return ValueError(
+        f"attn_implementation={NAME!r} {reason}, asked by {type(module).__name__}; use 'eager'"
+    )
+
+
+def _causal_without_mask(
+    module: torch.nn.Module, q: Tensor, k: Tensor, is_causal: bool | None, others: dict[str, Any]
+) -> bool:
+    """What a layer without a mask sees: as SDPA, by ``is_causal``, but nothing is assumed."""
+    queries, keys = q.shape[2], k.shape[2]
+    window = others.get("sliding_window")
+    if window is not None and keys > window and is_causal is not False:
+        raise _refusal(module, f"needs a mask for a window of {window} in {keys} keys, got None")
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if queries == 1 or causal is False:
+        return False
+    if causal is None:
+        raise _refusal(module, "needs a mask, or is_causal as argument or attribute, got neither")
+    if queries != keys:
+        raise _refusal(module, f"needs a mask for {queries} queries of {keys} keys, got None")
+    return True
+
+
+def _mask_fits(
+    module: torch.nn.Module,
+    q: Tensor,
+    k: Tensor,
+    given: KeyMask,
+    is_causal: bool | None,
+    others: dict[str, Any],
+) -> None:
+    batch, _, queries, keys = given.shape
+    if (queries, keys) != (q.shape[2], k.shape[2]) or batch not in (1, q.shape[0]):
+        raise _refusal(
+            module,
+            f"got {given} for {q.shape[2]} queries and {k.shape[2]} keys, batch {q.shape[0]}",
+        )
+    if given.plain and is_causal is not None and queries > 1 and is_causal != given.causal:
+        raise _refusal(module, f"got is_causal={is_causal}, which contradicts its mask, {given}")
+    lengths = others.get("cu_seq_lens_q")
+    if given.plain and lengths is not None and len(lengths) > 2:
+        raise _refusal(
+            module,
+            f"got cu_seq_lens_q of {len(lengths) - 1} sequences with {given}, in which they are "
+            "one; pass position_ids, and neither attention_mask nor past_key_values",
+        )
+
+
+def _dense_fits(module: torch.nn.Module, q: Tensor, k: Tensor, given: Tensor) -> None:
+    """Refuse masks of which it is not certain how they are meant."""
+    wanted = (*q.shape[:3], k.shape[2])
+    known = given.dtype == torch.bool or given.is_floating_point()
+    if not known or given.ndim != 4 or any(
+        size not in (1, want) for size, want in zip(given.shape, wanted, strict=True)
+    ):  # fmt: skip
+        raise _refusal(
+            module,
+            f"needs a mask of bool or floating dtype that broadcasts to {tuple(wanted)}, got "
+            f"{checks.describe(given)}",
+        )
+
+
+def _by_rows(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None, softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Plain attention for a mask of any shape, in memory of L x S."""
+    if "dense" not in _said:
+        _said.add("dense")
+        logger.warning(
+            "attention: this mask is not made of one or two ranges of keys a query; it stays dense "
+            "(%s), and scores of that size exist", tuple(seen.shape),
+        )  # fmt: skip
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    s = (q @ k.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        s = torch.tanh(s / softcap) * softcap
+    s = s.masked_fill(~seen, torch.finfo(s.dtype).min) if seen.dtype == torch.bool else s + seen
+    if sinks is not None:
+        s = torch.cat([s, sinks.to(s)[None, :, None, None].expand(*s.shape[:3], 1)], -1)
+    p = torch.softmax(s, -1)[..., : k.shape[2]].to(v.dtype)
+    return (p @ v).transpose(1, 2).contiguous().transpose(1, 2)

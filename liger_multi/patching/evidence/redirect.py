@@ -1,0 +1,221 @@
+"""Let one class call another function under a global name, and leave everybody else's calls alone.
+
+A modeling file calls its rotary function by a global name, from methods that all its models share.
+Three ways to change that were weighed:
+
+* Put another function under that name. It acts on the whole process: models that are not patched,
+  other threads and copies have to be told apart at every call, and users counted, which garbage
+  collection and unpickling make hard to keep right.
+* Copy the method with globals of its own. What the module defines or replaces later would not reach
+  the copy, and Dynamo, which guards globals in the module that ``__name__`` names, would guard the
+  wrong object.
+* Copy the method with *code* that asks for another name, in the same globals. This is done here.
+
+So the copy is an ordinary function of its module: its other globals are live, decorators and
+``super()`` keep their cells, compilers trace it, tracebacks show the original source. Who calls it
+is decided by the class of an instance alone, so there is nothing to count: unpatching gives the
+class back, and the module keeps one private name that only the copies ask for.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from types import CellType, CodeType, FunctionType
+from typing import Any, cast
+
+import torch
+
+from liger_multi._torch_private import constant_in_graphs
+from liger_multi.dispatch.autograd import transforming
+from liger_multi.patching.evidence import reached
+
+
+def methods(kind: type) -> dict[str, FunctionType]:
+    """The methods that instances of a module's class run, those of PyTorch's own classes aside."""
+    found: dict[str, Any] = {}
+    for owner in kind.__mro__:
+        if not owner.__module__.startswith(("torch.", "builtins")):
+            for name, value in vars(owner).items():
+                found.setdefault(name, value)
+    return {name: value for name, value in found.items() if isinstance(value, FunctionType)}
+
+
+def calls(function: FunctionType, wanted: Callable[[str, Any], bool]) -> dict[str, Any]:
+    """The globals by name, accepted by ``wanted``, that a method or what it decorates loads."""
+    return {
+        name: layer.__globals__[name]
+        for layer in _layers(function)
+        for name in sorted(_names(layer.__code__))
+        if name in layer.__globals__ and wanted(name, layer.__globals__[name])
+    }
+
+
+def while_current(function: FunctionType, name: str, target: FunctionType) -> FunctionType:
+    """``target``, as long as a method finds under a global name what it finds there now.
+
+    And as long as that reads what it reads now; a compiled graph would keep values among it.
+    """
+    home, holds = _home(function, name), still(function, name)
+
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        if holds():
+            return target(*args, **kwargs)
+        return home[name](*args, **kwargs)
+
+    followed.__name__ = target.__name__
+    return cast(FunctionType, followed)
+
+
+def still(function: FunctionType, name: str) -> Callable[[], bool]:
+    """Tells whether a method finds under a global name what it finds there now, as above."""
+    home = _home(function, name)
+    stock = home[name]
+    found = reached.reached([getattr(stock, "forward", stock)])
+    places = () if isinstance(found, str) else found
+    reads = reached.reads_values(places)
+
+    @constant_in_graphs
+    def current() -> bool:
+        return home.get(name) is stock and reached.holds(places) and not transforming()
+
+    return lambda: current() and not (reads and torch.compiler.is_compiling())
+
+
+def _home(function: FunctionType, name: str) -> dict[str, Any]:
+    """The globals in which a method, or what it decorates, finds a name."""
+    layers = [layer for layer in _layers(function) if name in _names(layer.__code__)]
+    return next(layer.__globals__ for layer in layers if name in layer.__globals__)
+
+
+@functools.lru_cache(maxsize=1024)
+def names(function: FunctionType) -> frozenset[str]:
+    """The attributes and globals that a method and what it decorates load."""
+    return frozenset(name for layer in _layers(function) for name in _names(layer.__code__))
+
+
+def variables(function: FunctionType) -> set[str]:
+    """The names of the variables of a method and of what it decorates."""
+    return {name for layer in _layers(function) for name in layer.__code__.co_varnames}
+
+
+@functools.lru_cache(maxsize=1024)
+def refusal(function: FunctionType, name: str) -> str | None:
+    """Why a copy cannot be told to load another global instead of ``name``, or None."""
+    for layer in _layers(function):
+        for code in reached.codes(layer.__code__):
+            for step in dis.get_instructions(code):
+                named = step.opcode in dis.hasname and step.argval == name
+                if named and step.opname != "LOAD_GLOBAL":
+                    return (
+                        f"{function.__qualname__} uses the name {name} for something else as well"
+                    )
+    return None
+
+
+def only_calls(function: FunctionType, argument: str, method: str) -> bool:
+    """Whether a method compares an argument with None, calls one of its methods, and nothing else.
+
+    Bytecode in another form than the usual one counts as something else.
+    """
+    return all(
+        _is_call_or_comparison(step, following, method)
+        for layer in _layers(function)
+        for code in reached.codes(layer.__code__)
+        for step, following in _neighbors(code)
+        if step.argval == argument or (isinstance(step.argval, tuple) and argument in step.argval)
+    )
+
+
+def _neighbors(code: CodeType) -> Iterator[tuple[dis.Instruction, dis.Instruction | None]]:
+    steps = list(dis.get_instructions(code))
+    return zip(steps, [*steps[1:], None], strict=True)
+
+
+def _is_call_or_comparison(
+    step: dis.Instruction, following: dis.Instruction | None, method: str
+) -> bool:
+    loads = step.opname.startswith("LOAD_FAST") and isinstance(step.argval, str)
+    if not loads or following is None:
+        return False
+    if following.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+        return bool(following.argval == method)
+    is_none = following.opname == "LOAD_CONST" and following.argval is None
+    jumps = following.opname.startswith("POP_JUMP") and following.opname.endswith("_NONE")
+    return is_none or jumps
+
+
+def redirected(
+    function: FunctionType,
+    targets: Mapping[str, FunctionType],
+    around: Callable[[FunctionType], FunctionType] = lambda made: made,
+) -> FunctionType:
+    """A copy of a method that calls ``targets`` in the place of the globals of these names.
+
+    The targets are put into the globals of the method under their own ``__name__``. What stands on
+    the class is what ``around`` makes of the copy.
+    """
+    inner, made_inner = _inner(function), None
+    cells, itself = list(function.__closure__ or ()), None
+    for at, cell in enumerate(cells):
+        held = _held(cell)
+        if inner is not None and held is inner:
+            made_inner = redirected(inner, targets)
+            cells[at] = CellType(made_inner)
+        elif held is function:  # a function that asks whether it is the method of a class
+            itself = cells[at] = CellType()
+    used = {n: t.__name__ for n, t in targets.items() if n in _names(function.__code__)}
+    function.__globals__.update({t.__name__: t for n, t in targets.items() if n in used})
+    made = FunctionType(
+        _renamed(function.__code__, used),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        tuple(cells),
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(made, function)
+    del made.__wrapped__  # type: ignore[attr-defined]
+    if "__wrapped__" in vars(function):
+        made.__wrapped__ = made_inner or vars(function)["__wrapped__"]  # type: ignore[attr-defined]
+    made = around(made)
+    if itself is not None:
+        itself.cell_contents = made
+    return made
+
+
+def _layers(function: FunctionType) -> Iterator[FunctionType]:
+    """A function, and those that its decorators wrap."""
+    found: FunctionType | None = function
+    while found is not None:
+        yield found
+        found = _inner(found)
+
+
+def _inner(function: FunctionType) -> FunctionType | None:
+    """The function that a decorator's function wraps and holds in a cell."""
+    inner = vars(function).get("__wrapped__")
+    held = any(_held(cell) is inner for cell in function.__closure__ or ())
+    return inner if held and isinstance(inner, FunctionType) else None
+
+
+def _held(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def _names(code: CodeType) -> set[str]:
+    return {name for part in reached.codes(code) for name in part.co_names}
+
+
+def _renamed(code: CodeType, names: Mapping[str, str]) -> CodeType:
+    """The code with other entries in the tables of names, which say what a global is called."""
+    return code.replace(
+        co_names=tuple(names.get(name, name) for name in code.co_names),
+        co_consts=tuple(
+            _renamed(c, names) if isinstance(c, CodeType) else c for c in code.co_consts
+        ),
+    )

@@ -1,0 +1,1 @@
+"""Stacks of experts: a mixture of experts is one operator."""

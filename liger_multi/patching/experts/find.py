@@ -1,0 +1,369 @@
+"""Which modules compute a gated mixture of experts.
+
+transformers keeps the weights of all experts in two tensors, states their layout by flags, and asks
+``_apply_gate`` for what is computed between the GEMMs. That method of a replica is compared with
+the formulas of the operator, and then its whole forward, so models that nobody listed are served.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi.patching import conflicts
+from liger_multi.patching.changes import Change, Replace, Restore
+from liger_multi.patching.evidence.probe import (
+    LARGE,
+    MODES,
+    TINY,
+    Call,
+    Watch,
+    differs_at_extremes,
+    disagreement,
+    probe_context,
+    random,
+    scalars,
+    set_mode,
+    skeleton,
+)
+from liger_multi.patching.evidence.signature import Signature, code_of, signature_of
+from liger_multi.patching.experts.fused import (
+    NO_GATE,
+    SHARED,
+    WEIGHTS,
+    ExpertsKind,
+    ExpertsSettings,
+    FusedExperts,
+    apply_experts,
+    bias_names,
+    routes_of,
+)
+from liger_multi.patching.experts.quantized import stack_of, unparametrized
+from liger_multi.patching.experts.selection import selected
+from liger_multi.patching.options import Request
+from liger_multi.patching.report import Skipped
+from liger_multi.patching.swap import Swap, stock_class, unpatched_class
+
+# --- experts ---
+
+
+def looks_like_experts(module: nn.Module) -> bool:
+    """Whether a module has the stacks of transformers' interface to experts.
+
+    With code of its own, that is all that it may have.
+    """
+    held = set(_shapes(module))
+    if hasattr(module, "_apply_gate"):
+        return "down_proj" in held
+    return _named_experts(module) and (held == set(WEIGHTS[True]) or _are_shared(module))
+
+
+def _are_shared(module: nn.Module) -> bool:
+    """Whether a module has a stack a layer, and so no experts that tokens are routed to."""
+    shapes = _shapes(module)
+    return set(shapes) == set(SHARED) and all(len(shape) == 3 for shape in shapes.values())
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """Shapes of parameters, also of those that are partitioned (ZeRO-3) or in 4 bits."""
+    held = {
+        n: getattr(p, "ds_shape", p.shape) for n, p in module._parameters.items() if p is not None
+    }
+    packed = {n: stack_of(module, n) for n in {*WEIGHTS[True], *WEIGHTS[False]}}
+    return held | {n: stack.shape for n, stack in packed.items() if stack is not None}
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    return unparametrized(module, unpatched_class(module))
+
+
+def are_other_experts(module: nn.Module) -> bool:
+    """Whether a module has matrices of experts of another form."""
+    named = _named_experts(module) and not looks_like_experts(module)
+    return named and any(p is not None and p.ndim == 3 for p in module._parameters.values())
+
+
+def _named_experts(module: nn.Module) -> bool:
+    return "Experts" in unpatched_class(module).__name__
+
+
+_known_experts: dict[Any, ExpertsKind | str] = {}
+
+
+def experts_kind(module: nn.Module) -> ExpertsKind | str:
+    """The kind of an instance, or the reason why it stays as it is."""
+    kind = _own_class(module)
+    signature = _signature(module, kind, ())
+    if isinstance(signature, str):
+        return signature
+    code, shapes = code_of(kind, signature), tuple(sorted(_shapes(module).items()))
+    key = (kind, code, signature, shapes, scalars(module))
+    found = _known_experts.get(key)
+    if found is None:
+        found = _known_experts[key] = _measure_experts(module)
+    return found
+
+
+def _weights(module: nn.Module) -> tuple[str, ...]:
+    if _are_shared(module) and not hasattr(module, "_apply_gate"):
+        return SHARED
+    return WEIGHTS[bool(getattr(module, "has_gate", True))]
+
+
+_NORM = "post_expert_norm"
+
+
+def _norm(module: nn.Module) -> str:
+    """The module that outputs of experts go through, by the flag of transformers' interface."""
+    return _NORM if getattr(module, f"has_{_NORM}", False) else ""
+
+
+_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+
+
+def _signature(module: nn.Module, kind: type[nn.Module], seen: Collection[str]) -> Signature | str:
+    """Of gate, forward and flags, without the configuration: see :class:`_Eager`."""
+    flags = [name for name in _FLAGS if name in vars(module)]
+    weights = _weights(module)
+    taken = ("config", *weights, *bias_names(weights), *filter(None, (_norm(module),)))
+    starts = [name for name in ("forward", "_apply_gate") if hasattr(kind, name)]
+    return signature_of(module, kind, taken, [*flags, *seen], tuple(starts))
+
+
+def _measure_experts(module: nn.Module) -> ExpertsKind | str:
+    """Compare the gate of a replica with every formula, and the forward with the operator."""
+    own, watch = _own_class(module), Watch()
+    try:
+        with probe_context() as generator:
+            replica, inputs = _replica_experts(module, generator)
+            with watch.over(replica):
+                for training, grad in MODES:
+                    set_mode(replica, training)
+                    with torch.set_grad_enabled(grad):
+                        replica.forward(*inputs)
+                kind = _with_the_gate(module, replica, inputs, generator)
+            if watch.written:
+                return f"its forward sets its {', '.join(sorted(watch.written))}"
+            if getattr(replica, "config", _Eager(None)).read:
+                return "its forward reads its configuration, which may change later"
+            if kind is None:
+                what = "activation" if _weights(module) == WEIGHTS[False] else "gate"
+                return f"the {what} of {own.__name__} is none that fused_moe has"
+            found = _disagreement(replica, inputs, kind, generator)
+            found = found or _experts_at_extremes(replica, inputs, kind, generator)
+            if found:
+                return f"{own.__name__} is more than its gate and products: {found}"
+    except Exception as error:  # somebody's forward: any failure means that it is not one of ours
+        return f"its forward failed on a replica: {type(error).__name__}: {error}"
+    signature = _signature(module, own, watch.read)
+    return signature if isinstance(signature, str) else replace(kind, signature=signature)
+
+
+def _with_the_gate(
+    module: nn.Module, replica: Any, inputs: list[Tensor], generator: torch.Generator
+) -> ExpertsKind | None:
+    """The first kind that has the gate of a replica, or its whole forward where it has none."""
+    if not hasattr(replica, "_apply_gate"):
+        return next(
+            (k for k in _candidates(module) if not _disagreement(replica, inputs, k, generator)),
+            None,
+        )
+    x = (random(generator, 6, 48) * 4).requires_grad_()
+    stock = replica.act_fn(x) if _weights(module) == WEIGHTS[False] else replica._apply_gate(x)
+    return next((k for k in _candidates(module) if _same_gate(stock, x, k)), None)
+
+
+def _same_gate(stock: Tensor, x: Tensor, kind: ExpertsKind) -> bool:
+    y = _gate(x, kind)
+    if y.shape != stock.shape or not _near_experts(y, stock):
+        return False
+    (slope,) = torch.autograd.grad(stock.sum(), x, retain_graph=True)
+    (ours,) = torch.autograd.grad(y.sum(), x)
+    return _near_experts(ours, slope)
+
+
+class _Eager:
+    """A configuration that asks for the loop over experts of the modeling file.
+
+    The interface reads the name of an implementation, all of which compute the same; what else is
+    read is noted.
+    """
+
+    _experts_implementation = "eager"
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.read = config, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self.config, name)
+
+
+def _replica_experts(module: nn.Module, generator: torch.Generator) -> tuple[Any, list[Tensor]]:
+    """A small copy, and hidden states, indices and weights of experts, as its form takes them."""
+    shapes, weights = _shapes(module), _weights(module)
+    experts, *axes = shapes[weights[0]]
+    hidden, wide = axes if _transposed(module) else reversed(axes)
+    sizes = {wide // 2: 6, wide: 12} if weights == WEIGHTS[True] else {wide: 6}
+    sizes.setdefault(hidden, 8)
+    own, more = shapes[weights[1]][0], experts - shapes[weights[1]][0]
+    for many, few in ((own, 4), (more, 4 if more == own else 2)):
+        sizes.setdefault(many, few)
+    sizes.setdefault(experts, sizes[own] + (sizes[more] if more else 0))
+    replica: Any = skeleton(module, sizes)
+    replica.__class__ = _own_class(module)
+    for name, whole in shapes.items():
+        small = random(generator, *(sizes[n] for n in whole)) * 0.5
+        replica._parameters[name] = nn.Parameter(small)
+    for name, part in module._modules.items():
+        if name != "parametrizations":
+            replica._modules[name] = None if part is None else _part(part, sizes, generator)
+    if "config" in vars(replica):
+        replica.__dict__["config"] = _Eager(replica.config)
+    if _form(module) == "blocks":
+        return replica, [random(generator, 5 * sizes[experts], sizes[hidden])]
+    if _form(module) == "shared":
+        return replica, [random(generator, 7, n) for n in (sizes[hidden], sizes[experts])]
+    scores = random(generator, 7, sizes[experts])
+    routing, index = scores.softmax(-1).topk(min(2, sizes[experts]), -1)
+    return replica, [random(generator, 7, sizes[hidden]), index, routing]
+
+
+def _part(module: nn.Module, sizes: dict[int, int], generator: torch.Generator) -> nn.Module:
+    """A small copy of a module within, with random parameters."""
+    made = skeleton(module, sizes)
+    for name, p in module._parameters.items():
+        if p is not None:
+            made._parameters[name] = nn.Parameter(random(generator, *(sizes[n] for n in p.shape)))
+    return made
+
+
+def _disagreement(
+    replica: Any, inputs: list[Tensor], kind: ExpertsKind, generator: torch.Generator
+) -> str | None:
+    def close(a: Tensor, b: Tensor) -> bool:
+        return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+    return disagreement(replica, *_calls(replica, kind), inputs, close, generator)
+
+
+def _calls(replica: Any, kind: ExpertsKind) -> tuple[Call, Call]:
+    """The forward of a replica, and the operator."""
+
+    def stock(*given: Tensor) -> Any:
+        return replica.forward(*given)
+
+    def ours(x: Tensor, *given: Tensor) -> Tensor:
+        routes = routes_of(replica, kind, x, given)
+        assert routes is not None
+        return apply_experts(replica, kind, x, *routes)
+
+    return stock, ours
+
+
+def _experts_at_extremes(
+    replica: Any, inputs: list[Tensor], kind: ExpertsKind, generator: torch.Generator
+) -> str | None:
+    """What experts do with zeros, tiny and large numbers that the operator does not."""
+    stock, ours = _calls(replica, kind)
+    return differs_at_extremes(replica, stock, ours, inputs, generator, (*TINY[2:], *LARGE[:3]))
+
+
+def _near_experts(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def _gate(x: Tensor, kind: ExpertsKind) -> Tensor:
+    from liger_multi.reference.experts.fused_moe import product
+
+    if kind.activation == "swiglu_clamped":
+        numbers = dict(kind.clamps)
+        by = tuple(numbers[name] for name in ("limit", "alpha", "up_offset"))
+        return product(x, (kind.activation, *by, kind.interleaved))
+    return product(x, (kind.activation, 7.0, 1.0, 0.0, kind.interleaved))
+
+
+def _transposed(module: nn.Module) -> bool:
+    """Whether the inputs of a layer stand before its outputs; told by the shapes without a flag."""
+    told = getattr(module, "is_transposed", None)
+    if told is None and not hasattr(module, "_apply_gate") and not _are_shared(module):
+        first, second = (_shapes(module)[name] for name in WEIGHTS[True])
+        return len(first) == len(second) == 3 and first[1:] == (second[2], 2 * second[1])
+    return bool(told)
+
+
+def _form(module: nn.Module) -> str:
+    """The form of a call, by the arguments of forward and the numbers of experts."""
+    if hasattr(module, "_apply_gate"):
+        return "routed"
+    if _are_shared(module):
+        return "shared"
+    if len(inspect.signature(unpatched_class(module).forward).parameters) == 2:
+        return "blocks"
+    first, second = (_shapes(module)[name] for name in WEIGHTS[True])
+    return "routed" if first[0] == second[0] else "identity"
+
+
+_ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
+
+def _candidates(module: nn.Module) -> list[ExpertsKind]:
+    return [replace(kind, form=_form(module), norm=_norm(module)) for kind in _gates(module)]
+
+
+def _gates(module: nn.Module) -> list[ExpertsKind]:
+    weights = _weights(module)
+    bias = all(getattr(module, name, None) is not None for name in bias_names(weights))
+    transposed = _transposed(module)
+    if weights == SHARED:
+        return [ExpertsKind(name, False, False, False) for name in _ACTIVATIONS]
+    if weights != WEIGHTS[True]:
+        return [ExpertsKind(NO_GATE, False, transposed, bias)]
+    orders = (False, True)
+    found = [
+        ExpertsKind(activation, order, transposed, bias)
+        for activation in _ACTIVATIONS
+        for order in orders
+    ]
+    given = dict(scalars(module))
+    numbers = {n: v for n, v in given.items() if isinstance(v, (int, float)) and v is not True}
+    limits = {float(v) for n, v in numbers.items() if "limit" in n and v > 0}
+    alphas = {float(v) for n, v in numbers.items() if "alpha" in n} | {1.0, 1.702}
+    for limit in sorted(limits):
+        for alpha in sorted(alphas):
+            for offset in (0.0, 1.0):
+                clamps = (("limit", limit), ("alpha", alpha), ("up_offset", offset))
+                found += [
+                    ExpertsKind("swiglu_clamped", o, transposed, bias, clamps) for o in orders
+                ]
+    return found
+
+
+def find_experts(model: nn.Module, request: Request) -> Iterator[Change]:
+    """Stacks of experts."""
+    for path, module in model.named_modules():
+        options = request.get("fused_moe")
+        if are_other_experts(module) and options is not None:
+            own = f"{type(module).__name__} does not use the experts interface of transformers"
+            yield Skipped(path, "fused_moe", own)
+        if not looks_like_experts(module):
+            continue
+        if options is None:
+            yield Restore(path, module)
+            continue
+        found = conflicts.of_module(module) or experts_kind(module)
+        if isinstance(found, str):
+            yield Skipped(path, "fused_moe", found)
+            continue
+        if selected(module) is None:
+            name = getattr(module.config, "_experts_implementation", None)
+            why = f"patched, but experts_implementation={name!r} runs itself while it is selected"
+            yield Skipped(path, "fused_moe", why, False)
+        settings = ExpertsSettings(found, options)
+        swap = Swap("fused_moe", stock_class(module), FusedExperts, settings)
+        yield Replace(path, module, swap, settings.shown, options.shown())

@@ -1,0 +1,225 @@
+"""Experts: one operator for the stacks of their weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi import ops
+from liger_multi.checks import autocast_dtype
+from liger_multi.patching.evidence.signature import Signature, code_holds, globally_hooked, holds
+from liger_multi.patching.experts.quantized import Stack, in_groups, stack_declared, stacked
+from liger_multi.patching.experts.selection import autocast_of, computes_in_weight_dtype, selected
+from liger_multi.patching.options import Options, run_bound
+from liger_multi.patching.swap import Patched, original
+
+# --- experts ---
+
+WEIGHTS = {True: ("gate_up_proj", "down_proj"), False: ("up_proj", "down_proj")}
+"""Names of the stacks of experts, with and without a gate; those of biases follow them."""
+SHARED = ("gate_proj", "up_proj", "down_proj")
+"""Names of the stacks of experts that every token goes to."""
+NO_GATE = "relu_squared"
+"""The activation of experts without a gate."""
+
+
+def bias_names(weights: tuple[str, ...]) -> tuple[str, str]:
+    """Names of the biases beside stacks of such names."""
+    return (f"{weights[0]}_bias", f"{weights[1]}_bias")
+
+
+WEIGHT_TYPES = (Tensor, nn.Parameter)
+
+
+FORMS = ("routed", "identity", "blocks", "shared")
+"""What a call of experts brings: hidden states, experts and weights; the same, where an index past
+the last expert stands for the hidden states themselves; equally many rows for each expert; or
+hidden states and a weight for every expert, all of which every token goes to."""
+
+
+@dataclass(frozen=True)
+class ExpertsKind:
+    """What the operator needs to know of a module: its gate, how its weights lie, and its form.
+
+    ``norm`` is the name of a module that the outputs of experts go through before they are summed.
+    """
+
+    activation: str
+    interleaved: bool
+    transposed: bool
+    bias: bool
+    clamps: tuple[tuple[str, float], ...] = ()
+    form: str = "routed"
+    norm: str = ""
+    signature: Signature = field(default_factory=Signature)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the stacks."""
+        return SHARED if self.form == "shared" else WEIGHTS[self.activation != NO_GATE]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the stacks, and of the biases where there are any."""
+        return (*self.weights, *bias_names(self.weights)) if self.bias else self.weights
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of ``fused_moe``."""
+        how = {"interleaved": self.interleaved, "transposed": self.transposed}
+        return {"activation": self.activation, **how, **dict(self.clamps)}
+
+
+@dataclass(frozen=True)
+class ExpertsSettings:
+    """The kind, and the options of the patch."""
+
+    kind: ExpertsKind
+    options: Options
+
+    @property
+    def signature(self) -> Signature:
+        """What must not have changed since the probe, or the original forward runs."""
+        return self.kind.signature
+
+    @property
+    def shown(self) -> str:
+        """What the report says that runs now."""
+        op = "gated_mlp" if self.kind.form == "shared" else "fused_moe"
+        return f"{op}[{self.kind.activation}{', norm' if self.kind.norm else ''}]"
+
+
+class FusedExperts(Patched):
+    """All experts of a layer as one operator."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The experts with nothing kept but gate and up; what was not probed runs the original."""
+        kind = type(self)
+        if not issubclass(kind, FusedExperts):
+            return cast(Tensor, kind.forward(self, hidden_states, *args, **kwargs))
+        settings = cast(ExpertsSettings, kind._liger_multi_swap.settings)
+        given = (*args, *kwargs.values())  # the index first, whatever a model calls it
+        known = code_holds(kind) and is_probed_call(self, settings.kind, hidden_states)
+        routes = routes_of(self, settings.kind, hidden_states, given) if known else None
+        if routes is None:
+            return cast(Tensor, original(kind)(self, hidden_states, *args, **kwargs))
+        bound = (self, settings.kind, hidden_states, *routes)
+        names = ("fused_moe", "gated_mlp")
+        return cast(Tensor, run_bound(settings.options, names, apply_experts, *bound))
+
+
+def routes_of(
+    module: Any, kind: ExpertsKind, x: Tensor, given: Sequence[Any]
+) -> tuple[Tensor, Tensor] | None:
+    """Experts of every token and their weights, or None where a call has another form.
+
+    transformers 5.0 hands phimoe's experts a routing of all experts, and reads two of them.
+    """
+    if kind.form == "blocks":
+        experts = stack_declared(module, "down_proj").shape[0]
+        # under autocast the dtype of the result is that of a product
+        known = not given and x.ndim == 2 and autocast_dtype(x.device.type) is None
+        if not known or x.shape[0] % experts:
+            return None
+        index = torch.arange(experts, device=x.device)
+        index = index.repeat_interleave(x.shape[0] // experts).unsqueeze(1)
+        return index, x.new_ones(index.shape)
+    if kind.form == "shared":
+        experts = stack_declared(module, "down_proj").shape[0]
+        rows = x.shape[:-1].numel()
+        known = len(given) == 1 and given[0].numel() == rows * experts
+        if not known or given[0].dtype != x.dtype or autocast_dtype(x.device.type) is not None:
+            return None
+        index = torch.arange(experts, device=x.device).expand(rows, experts)
+        return index, given[0].reshape(rows, experts)
+    alike = len(given) == 2 and given[0].shape == given[1].shape
+    return (given[0], given[1]) if alike and not given[0].is_floating_point() else None
+
+
+def is_probed_call(module: Any, kind: ExpertsKind, hidden: Tensor) -> bool:
+    """Whether a call is one of those that were probed, with ordinary weights."""
+    if globally_hooked() or not holds(module, kind.signature) or selected(module) is None:
+        return False
+    return type(hidden) is Tensor and all(
+        isinstance(t, Stack)
+        or (type(t) in WEIGHT_TYPES and t.is_floating_point() and t.itemsize > 1)
+        for t in (stack_declared(module, name) for name in kind.parameters)
+    )
+
+
+def apply_experts(
+    module: Any,
+    kind: ExpertsKind,
+    x: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    factors: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """Run the operator with the weights of ``module``, and with what adapters add to them."""
+    if kind.form == "shared":
+        return _shared(module, kind, x, routing)
+    if not kind.norm:
+        return _summed(module, kind, x, index, routing, factors or {})
+    # every pair is a token of its own, since the norm is that of one expert's output
+    pairs = x.unsqueeze(1).expand(-1, index.shape[1], -1).reshape(-1, x.shape[1])
+    ones = routing.new_ones(index.numel(), 1)
+    y = _summed(module, kind, pairs, index.reshape(-1, 1), ones, factors or {})
+    y = getattr(module, kind.norm)(y) * routing.reshape(-1, 1)
+    wide = torch.promote_types(y.dtype, torch.float32)
+    return cast(Tensor, y.view(*index.shape, y.shape[-1]).sum(1, dtype=wide).to(x.dtype))
+
+
+def _shared(module: Any, kind: ExpertsKind, x: Tensor, routing: Tensor) -> Tensor:
+    """The weighted sum of MLPs that all tokens go through."""
+    rows, total = x.reshape(-1, x.shape[-1]), None
+    stacks = [getattr(module, name).unbind(0) for name in kind.weights]
+    for weight, parts in zip(routing.split(1, 1), zip(*stacks, strict=True), strict=True):
+        y = ops.gated_mlp(rows, *parts, activation=kind.activation) * weight
+        y = y.to(torch.promote_types(y.dtype, torch.float32))
+        total = y if total is None else total + y
+    return cast(Tensor, total).to(x.dtype).view(x.shape)
+
+
+def _summed(
+    module: Any,
+    kind: ExpertsKind,
+    x: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    factors: Mapping[str, Any],
+) -> Tensor:
+    """The weighted sum of the experts that every token goes to."""
+    parts, given = [stacked(module, name) for name in kind.parameters], x.dtype
+    experts = parts[1].shape[0]
+    if autocast_dtype(x.device.type) is None or computes_in_weight_dtype(module, x.device.type):
+        x = x.to(parts[1].dtype)
+    if kind.form == "identity":
+        parts[0] = parts[0][:experts]
+    run = functools.partial(_run, kind)
+    whole = not any(isinstance(part, Stack) for part in parts)
+    with autocast_of(module, x.device.type):
+        y = (run if whole else functools.partial(in_groups, run))(parts, x, index, routing, factors)
+    if kind.form == "identity":
+        y = y + torch.where(index < experts, 0, routing).sum(-1, keepdim=True).to(y.dtype) * x
+    return y.to(given)
+
+
+def _run(
+    kind: ExpertsKind,
+    parts: Sequence[Tensor],
+    x: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    factors: Mapping[str, Any],
+) -> Tensor:
+    weight, down, *biases = parts
+    options: dict[str, Any] = kind.options
+    if biases:
+        options |= {"gate_up_bias": biases[0], "down_bias": biases[1]}
+    op = ops.lora_moe if factors else ops.fused_moe
+    return op(x, weight, down, index, routing, **options, **factors)

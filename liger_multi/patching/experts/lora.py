@@ -1,0 +1,231 @@
+"""LoRA on stacked experts: PEFT's ``target_parameters`` as one operator.
+
+PEFT puts a wrapper around the experts for every parameter that has an adapter, one inside the
+other. Its forward replaces the parameter by the sum of all experts' weights and adapters. The
+outermost wrapper computes the experts of all of them instead, by the frozen weights and the
+factors. Whatever is more than that runs PEFT's forward.
+
+How PEFT lays out the factors of all experts in two matrices is not in the modules: what a wrapper
+of its class says of a small parameter is compared with what the operator would add to that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi._torch_private import constant_in_graphs
+from liger_multi.checks import autocast_dtype
+from liger_multi.patching import conflicts
+from liger_multi.patching.changes import Change, Replace, Restore
+from liger_multi.patching.evidence.probe import probe_context, random
+from liger_multi.patching.evidence.signature import code_holds, is_watched
+from liger_multi.patching.experts.find import looks_like_experts
+from liger_multi.patching.experts.fused import (
+    ExpertsKind,
+    ExpertsSettings,
+    FusedExperts,
+    apply_experts,
+    is_probed_call,
+    routes_of,
+)
+from liger_multi.patching.experts.quantized import is_watched_by_others, stack_declared
+from liger_multi.patching.experts.selection import computes_in_weight_dtype
+from liger_multi.patching.lora.fused import Adapter, adapters
+from liger_multi.patching.options import Options, Request, run_bound
+from liger_multi.patching.report import Skipped
+from liger_multi.patching.swap import Patched, Swap, original, stock_class, stock_of
+
+_WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper.forward")
+
+
+def is_wrapper(module: nn.Module | None) -> bool:
+    """Whether a module is PEFT's wrapper of a parameter."""
+    return _wraps(type(module))
+
+
+@constant_in_graphs
+def _wraps(kind: Any) -> bool:
+    own = getattr(stock_of(kind), "forward", None)
+    return (getattr(own, "__module__", ""), getattr(own, "__qualname__", "")) == _WRAPPER
+
+
+def chain(outermost: nn.Module) -> tuple[list[Any], Any]:
+    """The wrappers around one module, the outermost first, and the module."""
+    found, module = [], cast(Any, outermost)
+    while is_wrapper(module):
+        found.append(module)
+        module = module.base_layer
+    return found, module
+
+
+def outermost_wrappers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The wrappers around experts of transformers' interface that are in no other one."""
+    found = [(path, module) for path, module in model.named_modules() if is_wrapper(module)]
+    inner = {id(wrapper) for _, module in found for wrapper in chain(module)[0][1:]}
+    return [
+        (path, module)
+        for path, module in found
+        if id(module) not in inner and looks_like_experts(chain(module)[1])
+    ]
+
+
+# --- factors ---
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The adapters of the weights of all experts, by the name of the weight."""
+
+    kind: ExpertsKind
+    base: Any
+    thin: dict[str, list[Adapter]]
+
+    @property
+    def shown(self) -> str:
+        """What the report says that runs now."""
+        return f"lora_moe[{self.kind.activation}]"
+
+    def given(self) -> dict[str, Any]:
+        """Arguments of ``lora_moe``: a (E, r, in) and b (E, out, r) as views of PEFT's matrices."""
+        experts = stack_declared(self.base, "down_proj").shape[0]
+        found: dict[str, Any] = {}
+        for layer, name in zip(("gate_up", "down"), self.kind.weights, strict=True):
+            parts = [_views(one, experts) for one in self.thin.get(name, ())]
+            if len(parts) == 1:
+                found |= dict(zip((f"{layer}_a", f"{layer}_b"), parts[0], strict=True))
+                found[f"{layer}_scale"] = self.thin[name][0].scale
+            elif parts:
+                scaled = [b * one.scale for (_, b), one in zip(parts, self.thin[name], strict=True)]
+                found[f"{layer}_a"] = torch.cat([a for a, _ in parts], 1)
+                found[f"{layer}_b"] = torch.cat(scaled, 2)
+        return found
+
+
+def _views(adapter: Adapter, experts: int) -> tuple[Tensor, Tensor]:
+    """PEFT's matrices as stacks: experts are the slowest rows of a and the fastest columns of b."""
+    a, b = adapter.a, adapter.b
+    rank = a.shape[0] // experts
+    return a.view(experts, rank, -1), b.view(-1, rank, experts).permute(2, 0, 1)
+
+
+def factors(outermost: nn.Module) -> Factors | str:
+    """What acts now around experts that we serve, or why it is left to PEFT."""
+    wrappers, base = chain(outermost)
+    watched = any(is_watched(m) for m in wrappers[1:]) or is_watched_by_others(base)
+    if not isinstance(base, FusedExperts) or watched:
+        return "its experts are not patched, or something stands around them"
+    kind = cast(ExpertsSettings, type(base)._liger_multi_swap.settings).kind
+    other = kind.form in ("identity", "shared")
+    if other or bool(getattr(base, "is_transposed", False)) != kind.transposed:
+        return "PEFT reads the layout of its experts in another way"
+    thin: dict[str, list[Adapter]] = {}
+    for wrapper in wrappers:
+        name, found = wrapper.parameter_name, adapters(wrapper)
+        if isinstance(found, str):
+            return f"{name}: {found}"
+        if name not in kind.weights or name in thin:
+            return f"its parameter {name} is none of {' and '.join(kind.weights)}"
+        if len({t.dtype for one in found for t in one[:2]}) > 1:
+            return f"{name}: its factors have several dtypes"
+        thin[name] = found
+    parts = [stack_declared(base, name) for name in kind.parameters]
+    if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
+        return "its experts are trained as well"
+    wrapper = cast(Any, stock_of(type(wrappers[0])))
+    return _layout(wrapper, kind.transposed) or Factors(kind, base, thin)
+
+
+@constant_in_graphs
+def _layout(wrapper: Any, transposed: bool) -> str:
+    """Why the factors of a class of wrappers are no stacks as :func:`_views` reads them, or ""."""
+    return _measured(wrapper, transposed)
+
+
+@functools.cache
+def _measured(wrapper: Any, transposed: bool) -> str:
+    import peft
+
+    experts, shape = 3, (4, 5)
+    config = peft.LoraConfig(r=2, lora_alpha=3)
+    try:
+        with probe_context() as generator:
+            base = nn.Module()
+            base.register_parameter("weight", nn.Parameter(random(generator, experts, *shape)))
+            base.is_transposed = transposed  # type: ignore[assignment]
+            made = wrapper(base, "probe", "weight", config=config, r=2, lora_alpha=3)
+            a, b = (cast(Any, side["probe"]) for side in (made.lora_A, made.lora_B))
+            a.weight, b.weight = (
+                nn.Parameter(random(generator, *layer.weight.shape)) for layer in (a, b)
+            )
+            one = Adapter(a.weight, b.weight, made.scaling["probe"])
+            first, second = _views(one, experts)
+            wanted = one.scale * (second @ first)
+            found = made.get_delta_weight("probe")
+            same = torch.allclose(found, wanted.mT if transposed else wanted, atol=1e-5)
+    except Exception as error:  # another version of PEFT: any failure leaves its modules to it
+        return f"PEFT's {wrapper.__name__} failed on a small copy: {type(error).__name__}: {error}"
+    return "" if same else f"PEFT's {wrapper.__name__} lays its factors out in another way"
+
+
+# --- the module ---
+
+
+@dataclass(frozen=True)
+class ExpertAdaptersSettings:
+    """The options of the patch."""
+
+    options: Options
+
+
+class FusedExpertAdapters(Patched):
+    """Experts with adapters that make no sum of weights and adapters."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The experts and what every adapter adds; PEFT's forward where it must."""
+        kind = type(self)
+        if not issubclass(kind, FusedExpertAdapters):
+            return cast(Tensor, kind.forward(self, x, *args, **kwargs))
+        found = factors(self) if code_holds(kind) else ""
+        routes = None
+        if isinstance(found, Factors) and _serves(found, x):
+            routes = routes_of(found.base, found.kind, x, (*args, *kwargs.values()))
+        if isinstance(found, str) or routes is None:
+            return cast(Tensor, original(kind)(self, x, *args, **kwargs))
+        options = cast(ExpertAdaptersSettings, kind._liger_multi_swap.settings).options
+        bound = (found.base, found.kind, x, *routes, found.given())
+        return cast(Tensor, run_bound(options, ("fused_moe", "lora_moe"), apply_experts, *bound))
+
+
+def _serves(found: Factors, x: Tensor) -> bool:
+    """Whether the experts are what the probe saw, and the operator takes the dtypes."""
+    base = found.base
+    if not code_holds(type(base)) or not is_probed_call(base, found.kind, x):
+        return False
+    device_type = x.device.type
+    if autocast_dtype(device_type) is not None and not computes_in_weight_dtype(base, device_type):
+        return True
+    kinds = [one.a.dtype for several in found.thin.values() for one in several]
+    return all(kind.itemsize >= stack_declared(base, "down_proj").dtype.itemsize for kind in kinds)
+
+
+def find_expert_adapters(model: nn.Module, request: Request) -> Iterator[Change]:
+    """Adapters on stacks of experts, after these themselves: PEFT's wrappers stand around them."""
+    options = None if request.get("fused_moe") is None else request.get("lora")
+    for path, module in outermost_wrappers(model):
+        if options is None:
+            yield Restore(path, module)
+            continue
+        found = conflicts.of_module(module) or factors(module)
+        if isinstance(found, str):
+            yield Restore(path, module)
+            yield Skipped(path, "lora", found)
+            continue
+        settings = ExpertAdaptersSettings(options)
+        swap = Swap("lora", stock_class(module), FusedExpertAdapters, settings)
+        yield Replace(path, module, swap, found.shown, options.shown())

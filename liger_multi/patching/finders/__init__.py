@@ -1,1 +1,0 @@
-"""What a patch call finds in a model: which modules each operator serves, leaves or restores."""

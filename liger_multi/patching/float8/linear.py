@@ -1,0 +1,394 @@
+"""Linear layers that multiply in FP8, and the codes of an input that several of them read.
+
+Layers of one input, such as q, k and v, follow each other. The first of them rounds it, and the
+codes are kept for the next, in one place per thread: for the very tensor, unwritten since. The next
+input that is rounded takes the place, so that no codes outlive the layer after theirs.
+
+A norm or a gated activation can write the codes itself, which saves that pass. Which of them should
+is learned from what happens: where a layer rounds the very output of a module, the module hands out
+codes from its next call on, for as long as somebody takes them. Codes have the bits that the layer
+would round to, so results do not depend on what was learned. Graphs of a compiler round.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi._torch_private import dispatch_mode_count
+from liger_multi.checks import autocast_dtype
+from liger_multi.dispatch.resolve import automatic
+from liger_multi.errors import PatchError
+from liger_multi.parameters import is_computed
+from liger_multi.patching.evidence.signature import (
+    PLAIN,
+    code_holds,
+    globally_hooked,
+    is_watched,
+    is_watched_by_users,
+)
+from liger_multi.patching.float8.kept import follow_optimizers, kept_rows
+from liger_multi.patching.float8.shards import (
+    GatheredWeight,
+    TrainedShard,
+    gather_codes,
+    has_run,
+    is_sharded,
+    local,
+    saved,
+)
+from liger_multi.patching.float8.weight import Float8Weight, freeze, held, thaw
+from liger_multi.patching.linear import linear_refusal
+from liger_multi.patching.options import Float8Options, run_bound
+from liger_multi.patching.swap import Patched, original
+
+# --- codes of the last input ---
+
+
+class _Use:
+    """Whether the codes that a module handed out last were taken."""
+
+    taken = True
+
+
+class _Last(threading.local):
+    """The last input that this thread has codes of, its version then, the codes, and their use."""
+
+    x: weakref.ref[Tensor] | None = None
+    version = 0
+    dtype: torch.dtype | None = None
+    rows: Any = None
+    use: _Use | None = None
+
+
+_last = _Last()
+
+
+def _drop(dead: weakref.ref[Tensor]) -> None:
+    if _last.x is dead:
+        _last.x = _last.rows = _last.use = None
+
+
+def codes_of(x: Tensor) -> Any:
+    """Codes of a tensor, if it was the last one of this thread that was rounded.
+
+    Tensors of inference mode count no writes, so each layer rounds them.
+    """
+    known = not x.is_inference() and _last.x is not None and _last.x() is x
+    now = (x._version, autocast_dtype(x.device.type)) if known else None
+    if now != (_last.version, _last.dtype):
+        return None
+    if _last.use is not None:
+        _last.use.taken = True
+    return _last.rows
+
+
+def remember(x: Tensor, rows: Any, use: _Use | None = None) -> None:
+    """Keep the codes of a tensor until another one is rounded, or it is gone."""
+    _last.x, _last.version = weakref.ref(x, _drop), x._version
+    _last.dtype, _last.rows, _last.use = autocast_dtype(x.device.type), rows, use
+
+
+# --- codes that other modules hand out ---
+
+CODED = ("rms_norm", "layer_norm", "swiglu", "geglu")
+"""Operators of patched modules that can write codes of their result."""
+
+
+class _Output(threading.local):
+    """The last output of this thread that could have been handed out with codes, and its module."""
+
+    y: weakref.ref[Tensor] | None = None
+    version = 0
+    module: weakref.ref[nn.Module] | None = None
+
+
+_output = _Output()
+_uses: weakref.WeakKeyDictionary[nn.Module, _Use] = weakref.WeakKeyDictionary()
+_process = {"rounds": False}  # also set by layers that were copied or loaded
+
+
+def hands_out(op: str) -> bool:
+    """Whether layers of this process round their inputs, and an operator could do it for them."""
+    return not torch.compiler.is_compiling() and _process["rounds"] and op in CODED
+
+
+def handed_out(module: nn.Module, op: str, call: Callable[..., Any]) -> Tensor:
+    """What an operator gives to a module, with codes where a layer rounded the last result.
+
+    Not where a backend was pinned, for it may have no codes, and not under dispatch modes, some of
+    which compare the calls of a recomputation with those of forward. A hook may write to the result
+    through ``.data``, which no version counts, so not where one stands on the module either.
+    """
+    if torch.is_inference_mode_enabled() or dispatch_mode_count():
+        return cast(Tensor, call())
+    if is_hooked(module):
+        _uses.pop(module, None)
+        return cast(Tensor, call())
+    use = _uses.get(module)
+    if use is not None and use.taken and automatic(op):
+        use.taken = False
+        y, rows = call(quantize="float8_e4m3")
+        if autocast_dtype(y.device.type) in (None, y.dtype):
+            remember(y, rows, use)
+        return cast(Tensor, y)
+    _uses.pop(module, None)
+    made = cast(Tensor, call())
+    _output.y, _output.version = weakref.ref(made), made._version
+    _output.module = weakref.ref(module)
+    return made
+
+
+def _ask(x: Tensor) -> None:
+    """Have the module whose output this is hand out codes from its next call on."""
+    _process["rounds"] = True
+    found = _output.y is not None and _output.y() is x and x._version == _output.version
+    module = _output.module() if found and _output.module is not None else None
+    if module is not None and autocast_dtype(x.device.type) in (None, x.dtype):
+        _uses[module] = _Use()
+
+
+# --- layers ---
+
+
+@dataclass(frozen=True)
+class Float8Settings:
+    """What a layer does.
+
+    Attributes:
+        options: What the patch call asked for.
+        stored: Whether its frozen weight is kept in FP8.
+    """
+
+    options: Float8Options
+    stored: bool
+
+
+class Float8Linear(Patched):
+    """A linear layer whose output and input gradient are FP8 GEMMs."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The operator, or the layer's own forward for other calls than a plain tensor's."""
+        kind = type(self)
+        if not issubclass(kind, Float8Linear):
+            return cast(Tensor, kind.forward(self, input))
+        layer = cast(Any, self)
+        if not code_holds(kind) or _computes(layer) or not _served(layer, input):
+            return cast(Tensor, original(kind)(self, input))
+        options = cast(Float8Settings, kind._liger_multi_swap.settings).options
+        return cast(Tensor, run_bound(options, ("linear_float8",), _apply, layer, input))
+
+    @staticmethod
+    def entered(module: nn.Module, settings: Any) -> None:
+        """Keep the weight in FP8 where that was asked for."""
+        _process["rounds"] = True
+        if settings.options.cache:
+            follow_optimizers()
+        if not settings.stored:
+            thaw(module)
+        elif not is_sharded(module._parameters.get("weight")):
+            freeze(module, settings.options.originals)
+
+    @staticmethod
+    def left(module: nn.Module) -> None:
+        """Give the weight back."""
+        thaw(module)
+
+    @staticmethod
+    def fixed(module: nn.Module) -> str | None:
+        """FSDP2 has no way back from what it gathers."""
+        weight = module._parameters.get("weight")
+        coded = is_sharded(weight) and isinstance(local(weight), (Float8Weight, TrainedShard))
+        return "FSDP2 gathers its weight in FP8" if coded else None
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Checkpoints hold the original weight, or the dequantized one where that was dropped."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = held(self)
+        name = f"{prefix}weight"
+        if weight is not None:
+            destination[name] = weight.restored()
+        elif is_sharded(destination.get(name)):
+            destination[name] = saved(destination[name])
+
+
+class GatheringFloat8Linear(Float8Linear):
+    """One whose trained weight FSDP2 gathers in FP8."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """FSDP2 puts a sharded weight here before it looks how that is gathered."""
+        if name == "weight" and is_sharded(value):
+            gather_codes(value)
+        super().__setattr__(name, value)
+
+    @staticmethod
+    def entered(module: nn.Module, settings: Any) -> None:
+        """The same of a weight that is sharded already."""
+        Float8Linear.entered(module, settings)
+        weight = module._parameters.get("weight")
+        if is_sharded(weight):
+            gather_codes(weight)
+
+
+def _computes(layer: nn.Module) -> bool:
+    """Whether weight or bias were parametrized after the patch: its own forward reads them once."""
+    return is_computed(layer) or is_computed(layer, "bias")
+
+
+def _served(layer: Any, x: Tensor) -> bool:
+    weight = layer.weight
+    if type(x) not in PLAIN or not x.is_floating_point():
+        return False
+    if isinstance(weight, Float8Weight):
+        if weight.requires_grad and not isinstance(weight, GatheredWeight):
+            raise PatchError(
+                "the weight of this layer is kept in FP8 and cannot be trained, got "
+                f"requires_grad=True on {weight!r}; unpatch the model first"
+            )
+    elif type(weight) not in PLAIN:
+        return False
+    return autocast_dtype(x.device.type) is not None or _alike(layer, x)
+
+
+def _alike(layer: Any, x: Tensor) -> bool:
+    """Whether a call is one that PyTorch's own layer takes."""
+    weight, bias = layer.weight, layer.bias
+    fits = x.ndim > 0 and x.shape[-1] == weight.shape[1] and x.dtype == weight.dtype
+    return fits and x.device == weight.device and (bias is None or bias.dtype == x.dtype)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody's code runs between a module's call and its forward."""
+    return is_watched_by_users(module) or globally_hooked()
+
+
+def _apply(layer: Any, x: Tensor) -> Tensor:
+    from liger_multi.ops.linear_float8 import Float8Rows, linear_float8, op
+
+    weight, scale, beside = wide_parts(layer)
+    given: Any = {"weight_scale": scale, "weight_codes": beside}
+    if torch.compiler.is_compiling():
+        return cast(Tensor, linear_float8(x, weight, layer.bias, **given))
+    known = None if is_hooked(layer) else codes_of(x)
+    if known is None:
+        _ask(x)
+    if autocast_dtype(x.device.type) is not None:
+        y, rows = linear_float8(
+            x, weight, layer.bias, **given, quantized=known, return_quantized=True
+        )
+    else:  # what the function checks, _served and the report have seen
+        y, *made = op(x, weight, layer.bias, scale, *(known or (None, None)), beside)
+        rows = Float8Rows(*made)
+    if known is None and not x.is_inference():
+        remember(x, rows)
+    return cast(Tensor, y)
+
+
+# --- layers of operators that take several of them ---
+
+
+def _kept(layer: Any, weight: Tensor) -> tuple[Tensor, Tensor] | tuple[()]:
+    """Scales and codes of a trained weight, where they are kept between its uses."""
+    kind = type(layer)
+    settings: Any = kind._liger_multi_swap.settings if issubclass(kind, Float8Linear) else None
+    if settings is None or not settings.options.cache or torch.compiler.is_compiling():
+        return ()
+    rows = kept_rows(weight) if weight.requires_grad and torch.is_grad_enabled() else None
+    return () if rows is None else (rows.scale, rows.codes)
+
+
+def bare_float8(layer: nn.Module | None) -> bool:
+    """Whether a layer does nothing but multiply in FP8, on a backend that nobody named."""
+    kind = type(layer)
+    if layer is None or not issubclass(kind, Float8Linear):
+        return False
+    options = cast(Float8Settings, kind._liger_multi_swap.settings).options
+    if options.backend is not None or not code_holds(kind) or is_watched(layer):
+        return False
+    if _computes(layer):
+        return False
+    weight, bias = layer.weight, layer.bias  # tensors may stand in the place of parameters
+    frozen = held(layer) is not None and not weight.requires_grad
+    plain = type(weight) in PLAIN or frozen or isinstance(weight, GatheredWeight)
+    return plain and (bias is None or type(bias) in PLAIN)
+
+
+def bare_frozen_float8(layer: nn.Module | None) -> bool:
+    """The same of a layer whose weight is kept in FP8."""
+    if layer is None or not bare_float8(layer):
+        return False
+    return held(layer) is not None and not layer.weight.requires_grad
+
+
+class Wide(NamedTuple):
+    """The weight of a layer as operators take it: numbers or codes, scales, and codes beside."""
+
+    weight: Tensor
+    scale: Tensor | None = None
+    codes: Tensor | None = None
+
+
+def wide_parts(layer: Any) -> Wide:
+    """The weight of a layer: codes where it is kept in FP8, or was gathered in it."""
+    weight = layer.weight
+    if not isinstance(weight, Float8Weight):
+        return Wide(weight, *_kept(layer, weight))
+    if isinstance(weight, GatheredWeight) and weight.requires_grad:
+        return Wide(weight.master(), weight.scale, weight.codes)
+    return Wide(weight.codes, weight.scale)
+
+
+def shared_codes(x: Tensor) -> Any:
+    """Codes of the input of layers, if a module handed them out; it is asked to otherwise."""
+    if torch.compiler.is_compiling():
+        return None
+    known = codes_of(x)
+    if known is None:
+        _ask(x)
+    return known
+
+
+# --- which layers ---
+
+
+def float8_refusal(
+    layer: nn.Module, options: Float8Options, unit: nn.Module | None = None
+) -> str | None:
+    """Why a linear layer stays in its dtype, or None; ``unit``: of FSDP2, which it is part of."""
+    from liger_multi.reference.float8.rows import format_of, unsupported
+
+    reason = linear_refusal(layer)
+    if reason is not None:
+        return reason
+    weight = cast(Tensor, layer._parameters.get("weight"))
+    if unit is not None and is_sharded(weight):
+        plain = type(local(weight)) is Tensor
+        if plain and options.frozen:
+            return "FSDP2 has sharded its weight in 16 bits or more: patch before sharding"
+        if plain and options.gather and has_run(unit):
+            return "FSDP2 has gathered its weight before: patch before the first step"
+    elif weight is None or (type(weight) not in PLAIN and not isinstance(weight, Float8Weight)):
+        return f"its weight is a {type(weight).__name__}"
+    if weight.numel() < options.smallest:
+        return (
+            f"it is small: {tuple(weight.shape)} has {weight.numel():,} elements, "
+            f"fewer than smallest={options.smallest:,}"
+        )
+    if options.frozen and weight.requires_grad:
+        return "its weight requires a gradient, and frozen=True was asked for"
+    device = weight.device
+    if device.type in ("cpu", "meta"):
+        return None
+    reason = unsupported(device, format_of(device), *weight.shape)
+    return None if options.frozen else reason

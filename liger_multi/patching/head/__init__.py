@@ -1,0 +1,1 @@
+"""The output embedding and its loss; logits are computed only if something reads them."""

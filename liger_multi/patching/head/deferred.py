@@ -1,0 +1,525 @@
+"""How to get logits that were not computed: hidden states, head, and what was done since.
+
+deferred logits is immutable. Row operations act on its hidden states (autograd sees them there),
+elementwise ones are kept as steps. From it come the real logits, or the loss without them.
+
+Whether a tensor was written since it was looked at, PyTorch's version counter says, but for one
+case: fused optimizers (the default of the Hugging Face Trainer) write parameters without counting.
+A hook after every optimizer step counts for the parameters that are watched, and notes autograd's
+number of that moment for all: compiled graphs run no Python that could watch. The numbers are those
+of one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from liger_multi._torch_private import WithoutAutocast, is_any_autocast_enabled, next_sequence_nr
+from liger_multi.checks import autocast_dtype
+from liger_multi.dispatch.config import use
+from liger_multi.dispatch.resolve import mode_in_force
+from liger_multi.parameters import Evaluated, Job
+from liger_multi.patching.options import HeadSettings
+from liger_multi.patching.swap import Patched, buried
+
+# --- versions of parameters ---
+
+# By ``id``: a parameter with a weak reference cannot be swapped, which is how ``Module.to`` moves
+# DTensors. A later tensor with the same id is no trouble: both are compared with values of its own
+# time, a count for equality and a number of autograd with a larger one.
+_counts: dict[int, int] = {}
+_last: dict[int, int] = {}
+_lock = threading.Lock()
+_hooked = False
+
+
+def count_optimizer_steps() -> None:
+    """Register the hook, once."""
+    global _hooked
+    with _lock:
+        if not _hooked:
+            register_optimizer_step_post_hook(_after_step)
+            _hooked = True
+
+
+def watch_version(parameter: Tensor) -> None:
+    """Count the optimizer steps that change ``parameter``."""
+    if id(parameter) in _counts:
+        return
+    count_optimizer_steps()
+    with _lock:
+        _counts[id(parameter)] = 0
+
+
+def stepped_since(parameter: Tensor, made: Tensor) -> bool:
+    """Whether an optimizer has changed ``parameter`` since ``made`` was computed.
+
+    The order is that of autograd's numbers, so ``made`` needs a history.
+    """
+    number = None if made.grad_fn is None else made.grad_fn._sequence_nr()
+    return number is not None and _last.get(id(parameter), -1) > number
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    number = next_sequence_nr()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                _last[id(parameter)] = number
+                if id(parameter) in _counts:
+                    _counts[id(parameter)] += 1
+
+
+def version_of(tensor: Tensor) -> tuple[int, int]:
+    """A value that changes when ``tensor`` is written."""
+    return (-1 if tensor.is_inference() else tensor._version), _counts.get(id(tensor), 0)
+
+
+# --- deferred logits ---
+
+Step = tuple[str, Any]
+"""An elementwise step: ("mul" | "div" | "add", number), ("tanh" | "exp" | "log", None), ("to" |
+"softmax" | "log_softmax", dtype), or ("times" | "plus", steps): with these logits after others."""
+
+STEPS: Final[dict[str, Callable[[Tensor, Any], Tensor]]] = {
+    "mul": lambda z, by: z * by,
+    "div": lambda z, by: z / by,
+    "add": lambda z, by: z + by,
+    "tanh": lambda z, _: torch.tanh(z),
+    "exp": lambda z, _: torch.exp(z),
+    "log": lambda z, _: torch.log(z),
+    "softmax": lambda z, dtype: torch.softmax(z, dim=-1, dtype=dtype),
+    "to": lambda z, dtype: z.to(dtype),
+    "log_softmax": lambda z, dtype: torch.log_softmax(z, dim=-1, dtype=dtype),
+}
+
+
+class Recorded:
+    """Weight and bias of the forward pass, for jobs whose head no longer holds them."""
+
+    def __init__(self, deferred: DeferredLogits) -> None:
+        self.deferred = deferred
+        self.weight: Tensor
+        self.bias: Tensor | None
+        self.weight, self.bias = deferred.weights[:2]  # type: ignore[assignment]
+
+    def stock_forward(self, hidden: Tensor) -> Tensor:
+        """The forward of a linear layer with its adapters; the call of one that is sharded."""
+        if self.deferred.sharded:
+            return self.deferred.head(hidden)  # type: ignore[no-any-return]
+        return self.deferred.product(hidden, *self.deferred.weights)
+
+
+class DeferredLogits:
+    """Logits of ``head(hidden)`` after ``steps``."""
+
+    def __init__(
+        self,
+        head: Any,
+        weights: tuple[Tensor | None, ...],
+        hidden: Tensor,
+        settings: HeadSettings,
+        raw_dtype: torch.dtype,
+        grad: bool,
+        guard: Guard | TracedGuard | None = None,
+        dtype: torch.dtype | None = None,
+        steps: tuple[Step, ...] = (),
+        scales: tuple[float, ...] = (),
+    ) -> None:
+        self.head = head
+        # weight, bias, and both factors of every low-rank adapter, whose scales are ``scales``
+        self.weights, self.scales = weights, scales
+        self.hidden = hidden
+        self.settings = settings
+        self.raw_dtype = raw_dtype
+        self.dtype = dtype or raw_dtype
+        self.steps = steps
+        self.grad = grad
+        self.vocabulary: int = head.out_features
+        self.guard = guard
+        self._detached: DeferredLogits | None = None
+        self._packed: DeferredLogits | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the logits."""
+        return torch.Size((*self.hidden.shape[:-1], self.vocabulary))
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the head has some of the classes, and other processes the others."""
+        return hasattr(self.weights[0], "placements")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the logits."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def step(self, name: str, value: Any = None) -> DeferredLogits:
+        """The deferred logits after one more elementwise step."""
+        dtype = value if name in ("to", "softmax", "log_softmax") else self.dtype
+        return self._with(self.hidden, dtype, (*self.steps, (name, value)), self.grad)
+
+    def undone(self) -> DeferredLogits:
+        """The deferred logits without its last step, which kept or widened the dtype."""
+        return self._with(self.hidden, self.dtype, self.steps[:-1], self.grad)
+
+    def until(self, steps: tuple[Step, ...]) -> DeferredLogits:
+        """The deferred logits after the first of their steps only; their dtype is not known."""
+        return self._with(self.hidden, self.dtype, steps, self.grad)
+
+    def rows(self, hidden: Tensor) -> DeferredLogits:
+        """The deferred logits of other rows."""
+        return self._with(hidden, self.dtype, self.steps, self.grad)
+
+    def detached(self) -> DeferredLogits:
+        """The same values, cut off from autograd; the same deferred logits each time."""
+        if self._detached is None:
+            self._detached = self._with(self.hidden.detach(), self.dtype, self.steps, False)
+        return self._detached
+
+    def packed(self) -> DeferredLogits:
+        """The same values on hidden states without gaps; the same deferred logits each time.
+
+        The rows of hidden states lie in memory as those of the logits would, so that views of them
+        tell which operations on logits would share memory. Results of elementwise operations have
+        no gaps.
+        """
+        if is_dense(self.hidden):
+            return self
+        if self._packed is None:
+            self._packed = self.rows(self.hidden.contiguous())
+        return self._packed
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides of the logits."""
+        width = self.hidden.shape[-1]
+        return (*[s // width * self.vocabulary for s in self.hidden.stride()[:-1]], 1)
+
+    def copy(self) -> DeferredLogits:
+        """An equal deferred logits that is another object."""
+        return self._with(self.hidden, self.dtype, self.steps, self.grad)
+
+    def _with(
+        self, hidden: Tensor, dtype: torch.dtype, steps: tuple[Step, ...], grad: bool
+    ) -> DeferredLogits:
+        return DeferredLogits(
+            self.head,
+            self.weights,
+            hidden,
+            self.settings,
+            self.raw_dtype,
+            grad,
+            self.guard,
+            dtype,
+            steps,
+            self.scales,
+        )
+
+    def run(self, job: Job, hidden: Tensor) -> Any:
+        """``job`` with the weights of the forward pass.
+
+        Through the head's call while it is ours and holds them, or a sharding library's hooks will
+        gather them; with the recorded ones after an unpatch, a replacement, ``functional_call`` or
+        a change of adapters.
+        """
+        weight = cast(Tensor, self.weights[0])
+        if isinstance(self.head, Patched) and (
+            self._held_by(self.head) or _gathered_again(self.head, weight)
+        ):
+            try:
+                return getattr(self.head, "asked", self.head)(hidden, job)
+            except TypeError:
+                if isinstance(self.head, Patched):
+                    raise
+                # another thread took the patch away in between, and no other layer takes jobs
+        if isinstance(self.head, Evaluated) and not torch.compiler.is_compiling():
+            layer, freed = self.head.layer, not weight.untyped_storage().nbytes()
+            if freed and isinstance(layer, Patched):  # a part of what was gathered
+                return layer(hidden, job)
+        return job.run(Recorded(self), hidden)
+
+    def _held_by(self, head: Any) -> bool:
+        """Whether the head has the weight, and the adapters that act, of the forward pass."""
+        kind = type(head)  # once: another thread may give the class back
+        if not hasattr(kind, "thin") or head.weight is not self.weights[0]:
+            return False
+        if "forward" in head.__dict__:
+            return False  # somebody's, around ours, which has run; accelerate's hooks put one there
+        thin, recorded = kind.thin(head), self.weights[2:]
+        if not thin and not recorded:
+            return True
+        same = len(thin) == len(recorded) and kind.scales(head) == self.scales
+        return same and all(a is b for a, b in zip(thin, recorded, strict=True))
+
+    def product(
+        self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, *thin: Tensor | None
+    ) -> Tensor:
+        """Raw logits of some rows, from tensors in the order of ``weights``."""
+        from liger_multi.ops.linear import linear_of_mode
+
+        logits = linear_of_mode(hidden, cast(Tensor, weight), bias)
+        for scale, a, b in zip(self.scales, thin[::2], thin[1::2], strict=True):
+            from liger_multi.ops import lora_update
+
+            logits = lora_update(logits, hidden, cast(Tensor, a), cast(Tensor, b), scale=scale)
+        return logits
+
+    def compute(self) -> Tensor:
+        """The real logits, differentiable where the deferred logits is."""
+        with self.mode():
+            job = Job(_stock_forward)
+            logits = self.finish(self.run(job, self.hidden))
+        return logits if self.grad else logits.detach()
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """Apply the steps to raw logits."""
+        return finished(logits, self.steps)
+
+    def joined(self, name: str, other: DeferredLogits) -> DeferredLogits | None:
+        """The deferred logits of ``times`` or ``plus`` another one of the same rows, else None."""
+        same = other.hidden is self.hidden and other.weights[0] is self.weights[0]
+        if not same or other.grad != self.grad or other.raw_dtype != self.raw_dtype:
+            return None
+        dtype = torch.promote_types(self.dtype, other.dtype)
+        return self._with(self.hidden, dtype, (*self.steps, (name, other.steps)), self.grad)
+
+    def mode(self) -> contextlib.AbstractContextManager[Any]:
+        """Grad mode and autocast of the forward pass; checks that nothing was overwritten since."""
+        if self.guard is None:
+            return contextlib.nullcontext()
+        if _tracing(self.guard):
+            return self.guard.traced()
+        self.guard.check(self.head)
+        return self.guard.entered(self.grad)
+
+    def circumstances(self) -> contextlib.AbstractContextManager[None]:
+        """Autocast of the forward pass, for a backward pass that computes again."""
+        if self.guard is None or _tracing(self.guard):
+            return contextlib.nullcontext()
+        return self.guard.entered(True)
+
+    @property
+    def epilogue(self) -> tuple[float, float | None] | None:
+        """``(logit_scale, softcap)`` when the steps are no more than that, else None."""
+        dtype, names = self.raw_dtype, []
+        for name, value in self.steps:
+            if name != "to":
+                names.append((name, value))
+            elif value != dtype and value.itemsize <= dtype.itemsize:
+                return None  # the loss would not round the logits down
+            elif value == torch.float64 != dtype:
+                return None  # it would not be computed in fp64
+            else:
+                dtype = value
+        cap = None
+        if len(names) >= 3 and _is_softcap(names[-3:]):
+            cap = float(names[-1][1])
+            names = names[:-3]
+        scale = 1.0
+        for name, value in names:
+            if name not in ("mul", "div"):
+                return None
+            scale = scale * value if name == "mul" else scale / value
+        return float(scale), cap
+
+
+def _stock_forward(head: Any, hidden: Tensor) -> Tensor:
+    own = getattr(head, "stock_forward", None)  # a compiler asks no method for its truth
+    return (head.forward if own is None else own)(hidden)  # type: ignore[no-any-return]
+
+
+def finished(raw: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    """Apply steps to logits, in the dtypes that the steps name whatever autocast says now."""
+    if steps and is_any_autocast_enabled() and not torch.compiler.is_compiling():
+        with WithoutAutocast():
+            return finished(raw, steps)
+    logits = raw
+    for name, value in steps:
+        if name in ("times", "plus"):
+            other = finished(raw, value)
+            logits = logits * other if name == "times" else logits + other
+        else:
+            logits = STEPS[name](logits, value)
+    return logits
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill their memory without gaps and overlaps, in any order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected = expected * size
+    return True
+
+
+def _is_softcap(last: list[Step]) -> bool:
+    (divide, by), (sinkhorn, _), (multiply, back) = last
+    return (divide, sinkhorn, multiply) == ("div", "tanh", "mul") and by == back
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class _Circumstances:
+    """Autocast of the head's forward, how equal bits had to be, which weights required grad."""
+
+    def __init__(self, hidden: Tensor, weights: Iterable[Tensor]) -> None:
+        kind = hidden.device.type
+        self.device_type = kind
+        self.autocast_dtype = autocast_dtype(kind)
+        self.strict = mode_in_force()
+        self.trained = [(t, t.requires_grad) for t in weights]
+        self.required = [wanted for _, wanted in self.trained]
+
+    def entered(self, grad: bool) -> contextlib.AbstractContextManager[None]:
+        """Grad mode, autocast and bits as in the forward pass; weights are frozen as they were.
+
+        A loss right behind the head finds them so, and enters nothing: the contexts of PyTorch take
+        longer than all that is asked here.
+        """
+        unchanged = (
+            (grad or not torch.is_grad_enabled())
+            and self.autocast_dtype == autocast_dtype(self.device_type)
+            and (not self.strict or self.strict == mode_in_force())
+            and [tensor.requires_grad for tensor, _ in self.trained] == self.required
+        )
+        return _NOTHING if unchanged else self._restored(grad)
+
+    @contextlib.contextmanager
+    def _restored(self, grad: bool) -> Iterator[None]:
+        kind, dtype = self.device_type, self.autocast_dtype
+        with contextlib.ExitStack() as stack:
+            if kind != "meta":
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+            if not grad:
+                stack.enter_context(torch.no_grad())
+            if self.strict and self.strict != mode_in_force():
+                stack.enter_context(use(deterministic=True if self.strict != "rows" else "rows"))
+            for tensor, wanted in self.trained:
+                if tensor.requires_grad != wanted and tensor.is_leaf:
+                    tensor.requires_grad_(wanted)
+                    stack.callback(tensor.requires_grad_, not wanted)
+            yield
+
+    def traced(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast as in the forward pass, in a form that a compiler traces."""
+        kind, dtype = self.device_type, self.autocast_dtype
+        if kind == "meta" or dtype == autocast_dtype(kind):
+            return contextlib.nullcontext()
+        return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
+
+
+class Guard(_Circumstances):
+    """The circumstances of the head's forward that later use has to meet or restore.
+
+    Args:
+        head: The linear layer.
+        hidden: What it got.
+        settled: Whether nobody gathers the weights for a call and frees them after it, so that
+            their memory stays where it is.
+    """
+
+    def __init__(self, head: Any, hidden: Tensor, settled: bool = True) -> None:
+        weights = _parameters(head)
+        super().__init__(hidden, weights.values())
+        for tensor in weights.values():
+            watch_version(tensor)
+        self.weight: Tensor = weights["head's weights"]
+        # name, tensor, version, and for weights that stay where they are the place of their values
+        self.seen: list[tuple[str, Tensor, tuple[int, int], int | None]] = [
+            ("hidden states", hidden, version_of(hidden), None)
+        ]
+        for name, tensor in weights.items():
+            place = _place(tensor) if settled else None
+            self.seen.append((name, tensor, version_of(tensor), place))
+        self.known: list[Any] = []  # what was computed of the logits' rows
+
+    def check(self, head: Any) -> None:
+        """Raise when hidden states or the recorded weights were written since the forward pass.
+
+        Where sharding libraries put the gathered and the sharded parameter in turns, one that is
+        another object now is left alone.
+        """
+        if getattr(head, "merged", False):  # by PEFT, through .data
+            raise RuntimeError(_stale("its head's adapters have been merged into the weights"))
+        gathered = _gathered_again(head, self.weight)
+        now = _parameters(head) if gathered else {}
+        for name, tensor, version, place in self.seen:
+            if gathered and now.get(name, tensor) is not tensor:
+                continue
+            if version_of(tensor) != version:
+                raise RuntimeError(_stale(f"its {name} have been modified in place"))
+            if not gathered and place is not None and _place(tensor) != place:
+                raise RuntimeError(_stale(f"its {name} have been replaced through .data"))
+
+
+class TracedGuard(_Circumstances):
+    """The same for logits of a compiled graph, whose runs execute no Python of ours.
+
+    What tells when a run was is the autograd node of its hidden states: nodes are numbered in the
+    order in which they are made. So optimizer steps are noticed, other writes are not.
+    """
+
+    def __init__(self, weight: Tensor, hidden: Tensor) -> None:
+        super().__init__(hidden, [weight])
+        self.weight, self.hidden = weight, hidden
+
+    def check(self, head: Any) -> None:
+        """Raise when an optimizer has stepped the weight since the run."""
+        if stepped_since(self.weight, self.hidden):
+            raise RuntimeError(_stale("its head's weights have been modified in place"))
+
+
+def _tracing(guard: Guard | TracedGuard) -> bool:
+    return isinstance(guard, TracedGuard) and torch.compiler.is_compiling()
+
+
+def _stale(what: str) -> str:
+    return (
+        f"these logits were not computed during the forward pass, and {what} since "
+        "(an optimizer step does that), so they cannot be computed any more. Read the logits "
+        "before the step, keep them with liger_multi.patching.real_logits(outputs.logits), or "
+        "patch with fused_linear_cross_entropy=False"
+    )
+
+
+def _gathered_again(head: Any, weight: Tensor) -> bool:
+    """Whether a sharding library puts the weight of the forward pass into the head's next call."""
+    if not isinstance(head, Patched):
+        return False
+    held: Any = head.weight
+    return buried(head) or hasattr(held, "device_mesh") or weight.untyped_storage().nbytes() == 0
+
+
+def _place(tensor: Tensor) -> int | None:
+    """Where the values of an ordinary tensor are."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    return tensor.data_ptr() if plain else None
+
+
+def _parameters(head: Any) -> dict[str, Tensor]:
+    """The parameters of a linear head, under the words that messages use."""
+    found, bias = {"head's weights": head.weight}, head.bias
+    if bias is not None:
+        found["head's bias"] = bias
+    if isinstance(head, Evaluated):  # which may be an original, or a part of one
+        places = {t.untyped_storage()._cdata for t in found.values() if t.numel()}
+        originals = [p for p in head.layer.parameters() if p.untyped_storage()._cdata in places]
+        return found | {f"head's original weights ({i})": p for i, p in enumerate(originals)}
+    thin = getattr(head, "thin", None)  # an adapter's factors
+    for i, tensor in enumerate(thin() if thin else ()):
+        found[f"head's adapters ({i})"] = tensor
+    return found

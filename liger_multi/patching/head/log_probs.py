@@ -1,0 +1,252 @@
+"""Log-probabilities of tokens and entropies of logits that do not exist: one fused call.
+
+What policy and preference losses ask of logits is one number a row. Written as ``log_softmax`` and
+``gather``, ``logsumexp``, or the sum of ``p * log(p)``, it is an output of
+``fused_linear_log_prob``, whose row kernels hold no second tensor of the size of a chunk. The call
+answers for all of them, and what it found is kept with the logits: log-probabilities and entropies
+of the same rows take one pass over the vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_multi._torch_private import top_saved_tensor_hooks
+from liger_multi.parameters import Job
+from liger_multi.patching.head import reductions
+from liger_multi.patching.head.deferred import DeferredLogits, Guard, Step
+from liger_multi.patching.options import FusedOptions, run_bound
+
+NOTHING = -(2**31)
+"""A class id that no row has: every row counts."""
+
+Steps = tuple[Step, ...]
+
+
+# --- what is asked of logits ---
+
+
+def gather(deferred: DeferredLogits, dim: Any, index: Tensor, *, sparse_grad: bool = False) -> Any:
+    """``gather(-1, index)`` of one index a row, also after ``log_softmax``; more in chunks."""
+    found = None
+    one = index.shape[-1:] == (1,) and index.dtype == torch.int64
+    if one and reductions.along_classes(deferred, dim):
+        with contextlib.suppress(IndexError):  # of no class: PyTorch says it in its own words
+            found = _token(deferred, index.squeeze(-1))
+    if found is None:
+        return reductions.gather(deferred, dim, index, sparse_grad=sparse_grad)
+    return found.to(deferred.dtype).unsqueeze(-1)
+
+
+def logsumexp(deferred: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
+    """``logits.logsumexp(-1)``; that of something else in chunks of rows."""
+    found = None
+    if reductions.along_classes(deferred, dim):
+        found = _answer(deferred, deferred.steps)
+    if found is None:
+        return reductions.logsumexp(deferred, dim, keepdim)
+    own = found.lse.to(deferred.dtype, copy=True)  # what is kept is nobody's to write to
+    return reductions.shaped(own.unsqueeze(-1), keepdim)
+
+
+def total(
+    deferred: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    """``(p * log(p)).sum(-1)``, also times a number; other sums in chunks of rows."""
+    found = _entropy(deferred) if reductions.along_classes(deferred, dim) else None
+    if found is None:
+        return reductions.total(deferred, dim, keepdim, dtype=dtype)
+    return reductions.shaped(found.to(dtype or deferred.dtype).unsqueeze(-1), keepdim)
+
+
+REDUCTIONS: dict[Any, Callable[..., Any]] = {
+    **reductions.REDUCTIONS,
+    **dict.fromkeys((Tensor.sum, torch.sum), total),
+    **dict.fromkeys((Tensor.logsumexp, torch.logsumexp, torch.special.logsumexp), logsumexp),
+    **dict.fromkeys((Tensor.gather, torch.gather), gather),
+}
+
+# --- from the steps to outputs of the call ---
+
+
+def _token(deferred: DeferredLogits, target: Tensor) -> Tensor | None:
+    """The value at one class a row: a log-probability, or a logit as one and the normalizer."""
+    before, name, factor = _ended(deferred.steps)
+    if name == "p":
+        return None
+    found = _answer(deferred, before if name else deferred.steps, target)
+    if found is None:
+        return None
+    if not name:
+        return found.log_prob + found.lse
+    return found.log_prob if factor == 1 else found.log_prob * factor
+
+
+def _entropy(deferred: DeferredLogits) -> Tensor | None:
+    """The sum of ``p * log(p)`` times a number; None where the steps make something else."""
+    steps, factor = _factored(deferred.steps)
+    if not steps or steps[-1][0] != "times":
+        return None
+    (before, name, one), (same, kind, other) = _ended(steps[:-1]), _ended(steps[-1][1])
+    if before != same or {name, kind} != {"p", "log p"}:
+        return None
+    found = _answer(deferred, before)
+    return None if found is None else found.entropy * (-factor * one * other)
+
+
+def _factored(steps: Steps) -> tuple[Steps, float]:
+    """The steps without the last products with numbers, and these numbers' product."""
+    factor = 1.0
+    while steps and steps[-1][0] == "mul":
+        factor, steps = factor * steps[-1][1], steps[:-1]
+    return steps, factor
+
+
+def _ended(steps: Steps) -> tuple[Steps, str, float]:
+    """The steps before probabilities or their logarithms, which of them it is, times what."""
+    steps, factor = _factored(steps)
+    names = tuple(name for name, _ in steps[-2:])
+    if names == ("log_softmax", "exp"):
+        return steps[:-2], "p", factor
+    if names[-1:] == ("softmax",):
+        return steps[:-1], "p", factor
+    return steps[:-1], "log p" if names[-1:] == ("log_softmax",) else "", factor
+
+
+def _curve(deferred: DeferredLogits, steps: Steps) -> tuple[float, float | None, float] | None:
+    """Scale, softcap and the temperature after it; None if the steps are more than that."""
+    temperature = 1.0
+    while (found := deferred.until(steps).epilogue) is None:
+        name, value = steps[-1]
+        if name == "to" and value.itemsize >= deferred.raw_dtype.itemsize:
+            pass
+        elif name in ("mul", "div") and value > 0:
+            temperature = temperature * value if name == "div" else temperature / value
+        else:
+            return None
+        steps = steps[:-1]
+    return (*found, temperature)
+
+
+# --- the call, and what it found before ---
+
+
+class Statistics(NamedTuple):
+    """What one call finds of every row."""
+
+    log_prob: Tensor
+    entropy: Tensor
+    lse: Tensor
+
+
+class Known(NamedTuple):
+    """What one call found of some rows.
+
+    Attributes:
+        hidden: The rows, kept so that their memory is not used again.
+        curve: Scale, softcap and temperature of their logits.
+        connected: Whether gradients may pass.
+        found: The outputs.
+    """
+
+    hidden: Tensor
+    curve: tuple[float, float | None, float]
+    connected: bool
+    found: Statistics
+
+    def of(self, hidden: Tensor) -> Statistics | None:
+        """The outputs of ``hidden``, where these are all or some of the rows in their memory."""
+        mine, width = self.hidden, hidden.shape[-1]
+        if mine.dtype != hidden.dtype or mine.shape[-1] != width:
+            return None
+        apart = hidden.data_ptr() - mine.data_ptr()
+        if not apart and mine.shape == hidden.shape and mine.stride() == hidden.stride():
+            return self.found
+        first, rest = divmod(apart, max(1, width * mine.element_size()))
+        rows, count = mine.numel() // max(1, width), hidden.numel() // max(1, width)
+        packed = mine.is_contiguous() and hidden.is_contiguous()
+        if rest or not packed or first < 0 or first + count > rows:
+            return None
+        shape = hidden.shape[:-1]
+        return Statistics._make(x.flatten()[first : first + count].view(shape) for x in self.found)
+
+
+def _answer(
+    deferred: DeferredLogits, before: Steps, target: Tensor | None = None
+) -> Statistics | None:
+    """The outputs for the logits after the steps ``before``; None where the call has others.
+
+    Without a target, the log-probabilities are those of any class.
+    """
+    from liger_multi.reference.common.chunking import statistics_dtype
+
+    curve, options = _curve(deferred, before), deferred.settings.fused
+    if options is None or curve is None or deferred.sharded or deferred.scales:
+        return None
+    if deferred.dtype.itemsize > statistics_dtype(deferred.raw_dtype).itemsize:
+        return None  # of more digits than the call has
+    rows, device = deferred.hidden.shape[:-1], deferred.hidden.device
+    if target is not None and (target.shape != rows or target.device != device):
+        return None
+    connected = deferred.grad and torch.is_grad_enabled()
+    with deferred.mode():
+        kept = _kept(deferred)
+        found = _before(kept, deferred.hidden, curve, connected) if target is None else None
+        if found is None:
+            found = _call(deferred, options, curve, target)
+            kept[:] = [*kept[-1:], Known(deferred.hidden, curve, connected, found)]
+    if connected:
+        return found
+    return Statistics._make(x.detach() for x in found)
+
+
+def _kept(deferred: DeferredLogits) -> list[Known]:
+    """What is kept with the logits.
+
+    Nothing where saved tensors are packed by somebody: a checkpointed function has to save as many
+    when it runs again.
+    """
+    guard, hooks = deferred.guard, top_saved_tensor_hooks(True)
+    return guard.known if isinstance(guard, Guard) and hooks is None else []
+
+
+def _before(
+    kept: list[Known], hidden: Tensor, curve: tuple[float, float | None, float], connected: bool
+) -> Statistics | None:
+    for known in kept:
+        if known.curve == curve and (known.connected or not connected):
+            found = known.of(hidden)
+            if found is not None:
+                return found
+    return None
+
+
+def _call(
+    deferred: DeferredLogits, options: FusedOptions, curve: tuple[float, float | None, float],
+    target: Tensor | None,
+) -> Statistics:  # fmt: skip
+    hidden = deferred.hidden
+    if target is None:
+        target = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+
+    def statistics(head: Any, hidden: Tensor) -> Any:
+        from liger_multi.ops import fused_linear_log_prob
+
+        scale, cap, temperature = curve
+        return fused_linear_log_prob(
+            hidden, head.weight, target, head.bias, temperature=temperature, softcap=cap,
+            logit_scale=scale, ignore_index=NOTHING, chunk=options.chunk,
+            accumulate=options.accumulate, compact=False, validate=options.validate,
+            outputs=("log_prob", "entropy", "lse"),
+        )  # fmt: skip
+
+    def run(head: Any, hidden: Tensor) -> Any:
+        return run_bound(options, ("fused_linear_log_prob",), statistics, head, hidden)
+
+    made = deferred.run(Job(run), hidden)
+    return Statistics(made.log_prob, made.entropy, made.lse)

@@ -1,0 +1,360 @@
+"""The loss of logits that do not exist: one fused call through the head.
+
+For ``cross_entropy=True`` there are real logits, whose ``F.cross_entropy`` is ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_multi import ops
+from liger_multi._torch_private import DisableTorchFunctionSubclass
+from liger_multi.checks import autocast_dtype
+from liger_multi.parameters import Job
+from liger_multi.patching.head.deferred import DeferredLogits
+from liger_multi.patching.head.rules import (
+    GRADIENT_BY_LOGITS,
+    HOOKS,
+    asked_for,
+    asking,
+    refuse_late_hook,
+)
+from liger_multi.patching.options import FusedOptions, HeadSettings, LossOptions, run_bound
+
+
+class CrossEntropyCall:
+    """The arguments of one ``F.cross_entropy(input, target, ...)``, however passed."""
+
+    def __init__(
+        self,
+        input: Any,
+        target: Any,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        self.input = input
+        self.target = target
+        self.weight = weight
+        self.legacy = size_average is not None or reduce is not None
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+
+    @property
+    def plain(self) -> bool:
+        """Whether these are rows of logits with class indices and no deprecated argument."""
+        return (
+            not self.legacy
+            and isinstance(self.target, Tensor)
+            and self.target.dtype == torch.int64
+            and self.target.ndim == 1
+            and self.input.ndim == 2
+            and self.target.shape[0] == self.input.size(0)
+            and self.reduction in ("mean", "sum", "none")
+        )
+
+    def keywords(self, options: LossOptions, grad: bool) -> dict[str, Any]:
+        """Keyword arguments that both of our losses share."""
+        return {
+            "ignore_index": self.ignore_index,
+            "label_smoothing": self.label_smoothing,
+            "z_loss": options.z_loss if grad else 0.0,
+            "reduction": self.reduction,
+            "validate": options.validate,
+        }
+
+
+def fused(deferred: DeferredLogits, call: CrossEntropyCall) -> Tensor | None:
+    """The loss of ``deferred`` without its logits, or None when it takes the real ones."""
+    loss = _fused(deferred, call)
+    if loss is None:
+        return None
+    loss = _of_dtype(loss, deferred.dtype)
+    return loss if deferred.grad else loss.detach()  # under a compiler nothing else cuts it off
+
+
+def _fused(deferred: DeferredLogits, call: CrossEntropyCall) -> Tensor | None:
+    options, epilogue = deferred.settings.fused, deferred.epilogue
+    if options is None or epilogue is None or not call.plain:
+        return None
+    grad = deferred.grad and torch.is_grad_enabled()
+    if deferred.sharded:
+        return _of_shards(deferred, call, epilogue, options.chunk, options.z_loss if grad else 0.0)
+    if deferred.scales:
+        return _through_adapters(deferred, call, options, call.keywords(options, grad))
+    scale, cap = epilogue
+
+    def loss(head: Any, hidden: Tensor) -> Any:
+        return ops.fused_linear_cross_entropy(
+            hidden,
+            head.weight,
+            call.target,
+            head.bias,
+            class_weight=call.weight,
+            softcap=cap,
+            logit_scale=scale,
+            chunk=options.chunk,
+            accumulate=options.accumulate,
+            compact=options.compact,
+            **call.keywords(options, grad),
+        )
+
+    def run(head: Any, hidden: Tensor) -> Any:
+        return run_bound(options, ("fused_linear_cross_entropy",), loss, head, hidden)
+
+    with deferred.mode():
+        return deferred.run(Job(run), deferred.hidden)  # type: ignore[no-any-return]
+
+
+def _of_dtype(loss: Tensor, logits: torch.dtype) -> Tensor:
+    """A loss in the dtype of PyTorch's: that of the logits, and fp32 under autocast."""
+    autocast = autocast_dtype(loss.device.type) is not None and logits != torch.float64
+    wanted = torch.float32 if autocast else logits
+    return loss if loss.dtype == wanted else loss.to(wanted)
+
+
+def _of_shards(
+    deferred: DeferredLogits,
+    call: CrossEntropyCall,
+    epilogue: tuple[float, float | None],
+    chunk: int | str,
+    z_loss: float,
+) -> Tensor | None:
+    """The same where the head has some of the classes; None for what that loss has not."""
+    scale, cap = epilogue
+    if call.weight is not None or z_loss or (call.label_smoothing and cap is not None):
+        return None
+    if hasattr(call.target, "placements"):
+        return None  # of a DTensor's loss, the caller expects a DTensor
+
+    def run(head: Any, hidden: Tensor) -> Any:
+        from liger_multi.nn.vocab_parallel import vocab_parallel_fused_linear_cross_entropy
+
+        return vocab_parallel_fused_linear_cross_entropy(
+            hidden,
+            head.weight.to_local(),
+            call.target,
+            head.weight.device_mesh.get_group(),
+            vocabulary=deferred.vocabulary,
+            bias=None if head.bias is None else head.bias.to_local(),
+            ignore_index=call.ignore_index,
+            label_smoothing=call.label_smoothing,
+            logit_scale=scale,
+            softcap=cap,
+            reduction=call.reduction,
+            chunk=chunk,
+        )
+
+    with deferred.mode():
+        return deferred.run(Job(run), deferred.hidden)  # type: ignore[no-any-return]
+
+
+def _through_adapters(
+    deferred: DeferredLogits,
+    call: CrossEntropyCall,
+    options: FusedOptions,
+    keywords: dict[str, Any],
+) -> Tensor | None:
+    """The loss of a head with adapters: its logits a chunk of rows at a time, twice.
+
+    The fused operator would take the adapters as columns of the weight, whose gradient is dense.
+    """
+    from liger_multi.ops._head import rows_and_budget
+    from liger_multi.patching.head.reductions import by_rows
+    from liger_multi.reference.common.chunking import chunk_rows
+
+    if call.weight is not None:
+        return None  # their sum divides a mean, which is the operator's to know
+    reduction, target = keywords.pop("reduction"), call.target
+    if options.compact and reduction != "none":
+        rows = (target != call.ignore_index).nonzero().squeeze(1)
+        deferred, target = deferred.rows(deferred.hidden[rows]), target[rows]
+
+    def losses(logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        found: Tensor = run_bound(
+            options,
+            ("cross_entropy",),
+            lambda: ops.cross_entropy(logits, ids.squeeze(-1), reduction="none", **keywords),
+        )
+        return (found.unsqueeze(-1),)
+
+    step, budget = rows_and_budget("fused_linear_cross_entropy", options.chunk)
+    if not step:
+        # besides the logits there are those in fp32 and two gradients
+        step = max(
+            1, chunk_rows(target.numel(), deferred.hidden, deferred.vocabulary, 0, budget) // 4
+        )
+    found = by_rows(deferred, losses, target.unsqueeze(-1), step=step)[0].squeeze(-1)
+    if reduction == "none":
+        return found
+    if reduction == "sum":
+        return found.sum()
+    count: Tensor = (target != call.ignore_index).sum().clamp(min=1)
+    return found.sum() / count
+
+
+def negative_log_likelihood(deferred: DeferredLogits, *args: Any, **kwargs: Any) -> Tensor | None:
+    """``F.nll_loss(log_softmax(logits), ...)`` as a cross entropy, or None when it is none."""
+    if not deferred.steps or deferred.steps[-1][0] != "log_softmax":
+        return None
+    before = deferred.undone()
+    call = CrossEntropyCall(LogitsShape(before), *args, **kwargs)
+    return fused(before, call)
+
+
+class LogitsShape:
+    """The shape of lazy logits for checks of a call, which would ask them through PyTorch."""
+
+    def __init__(self, deferred: DeferredLogits) -> None:
+        self.shape, self.ndim = deferred.shape, len(deferred.shape)
+
+    def size(self, dim: int) -> int:
+        """Length of an axis."""
+        return self.shape[dim]
+
+
+def on_real(logits: Tensor, options: LossOptions, call: CrossEntropyCall) -> Tensor | None:
+    """The loss of real logits by our cross entropy, or None when it is a call for PyTorch's."""
+    if not call.plain:
+        return None
+    keywords = call.keywords(options, torch.is_grad_enabled())
+
+    def loss() -> Any:
+        return ops.cross_entropy(logits, call.target, call.weight, **keywords)
+
+    return _of_dtype(run_bound(options, ("cross_entropy",), loss), logits.dtype)
+
+
+# --- real logits whose loss is ours ---
+
+# Whether lazy logits that become real change places with the real ones. Older versions lost a
+# reference to them: an autograd.Function that had saved them read freed memory, seen up to
+# 2.9, not with 2.11 and 2.13. There they remember the real ones instead.
+SWAPS = torch.__version__ >= "2.11"
+
+# What stands between a head and its loss; the result is logits still.
+_KEEP = {
+    *(
+        Tensor.__getitem__,
+        Tensor.view,
+        Tensor.reshape,
+        Tensor.flatten,
+        Tensor.contiguous,
+        Tensor.float,
+        Tensor.to,
+    ),
+    *(
+        torch.reshape,
+        torch.flatten,
+        Tensor.mul,
+        Tensor.__mul__,
+        Tensor.__rmul__,
+        torch.mul,
+        Tensor.div,
+        torch.div,
+    ),
+    *(
+        Tensor.__truediv__,
+        torch.true_divide,
+        Tensor.tanh,
+        torch.tanh,
+        Tensor.squeeze,
+        torch.squeeze,
+    ),
+    *(
+        Tensor.add,
+        Tensor.__add__,
+        Tensor.__radd__,
+        torch.add,
+        Tensor.sub,
+        Tensor.__sub__,
+        torch.sub,
+    ),
+    *(Tensor.masked_fill, torch.masked_fill, Tensor.clamp, torch.clamp),
+}
+_UNWRAP = {
+    *(Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.__format__),
+}
+
+
+def loss_logits(logits: Tensor, settings: HeadSettings, grad: bool) -> Tensor:
+    """Real logits with our loss, where the head's settings make it differ from PyTorch's."""
+    options = settings.on_real
+    if options is None or not grad or hasattr(logits, "placements"):
+        return logits
+    return LossLogits.wrap(logits, options)
+
+
+def without_hooks(logits: Tensor) -> Tensor:
+    """Real logits that refuse hooks, since a loss was computed before without them."""
+    if not logits.requires_grad or type(logits) not in (Tensor, LossLogits):
+        return logits
+    LossLogits.wrap(logits, getattr(logits, "_options", None))._late = True  # type: ignore[attr-defined]
+    return logits
+
+
+_CROSS_ENTROPY = F.cross_entropy
+
+
+class LossLogits(Tensor):
+    """A tensor like any other but for the loss that is computed from it, and perhaps for hooks."""
+
+    _options: LossOptions | None
+    _late = False
+
+    @staticmethod
+    def wrap(logits: Tensor, options: LossOptions | None) -> Tensor:
+        """Give ``logits`` our loss.
+
+        It is the same tensor under another class: autograd refuses in-place operations on some
+        views that it allows on what they are views of.
+        """
+        logits.__class__ = LossLogits
+        logits._options = options  # type: ignore[attr-defined]
+        return logits
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Our loss for ``F.cross_entropy``; what keeps logits logits keeps this class."""
+        if any(getattr(kind, "_becomes_real", False) for kind in types):
+            return NotImplemented  # lazy logits among the arguments become real first
+        func, kwargs = asking(func), kwargs or {}
+        first = args[0] if args and isinstance(args[0], LossLogits) else None
+        if func in HOOKS and first is not None and first._late:
+            refuse_late_hook(func, args)
+        if func is torch.autograd.grad and any(map(_is_late, asked_for(*args, **kwargs))):
+            raise RuntimeError(GRADIENT_BY_LOGITS)
+        with DisableTorchFunctionSubclass():
+            if func is _CROSS_ENTROPY:
+                loss = _loss(CrossEntropyCall(*args, **kwargs))
+                if loss is not None:
+                    return loss
+            if func in _UNWRAP:
+                args = tuple(_plain(a) for a in args)
+            result = func(*args, **kwargs)
+            if first is None or first._options is None or "out" in kwargs:
+                return result
+            if func in _KEEP and type(result) is Tensor:
+                return LossLogits.wrap(result, first._options)
+        return result
+
+
+def _is_late(value: Any) -> bool:
+    return isinstance(value, LossLogits) and value._late
+
+
+def _loss(call: CrossEntropyCall) -> Tensor | None:
+    options = call.input._options if isinstance(call.input, LossLogits) else None
+    return None if options is None else on_real(_plain(call.input), options, call)
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(Tensor) if isinstance(value, LossLogits) else value

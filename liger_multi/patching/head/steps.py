@@ -1,0 +1,384 @@
+"""Operations on logits that deferred logits can remember, by PyTorch function.
+
+An operation that selects rows of the logits is the same operation on the hidden states. Functions
+of the first part answer for a call ``func(logits, ...)`` with the hidden states of the result (a
+tuple of them where the call returns several tensors), or with None when the call touches the
+vocabulary axis or is not understood.
+
+Elementwise operations are steps. Functions of the second part answer with the deferred logits of
+the result, with the same deferred logits when nothing changes, or with None when the operation
+cannot be remembered.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_multi.checks import autocast_dtype
+from liger_multi.patching.head.deferred import DeferredLogits
+
+# --- rows ---
+
+Hidden: TypeAlias = "Tensor | tuple[Tensor, ...] | None"
+
+
+def getitem(hidden: Tensor, index: Any) -> Hidden:
+    """``logits[index]`` when the index leaves the last axis whole."""
+    items = index if isinstance(index, tuple) else (index,)
+    used, open_ended = 0, False
+    for item in items:
+        if item is None:
+            continue
+        if item is Ellipsis:
+            open_ended = True
+        elif isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8):
+            used += item.ndim
+        elif isinstance(item, (int, slice, Tensor)) and not isinstance(item, bool):
+            used += 1
+        else:
+            return None
+    if open_ended or used == hidden.ndim:
+        # The last index may fall on the vocabulary, which only a full slice leaves whole.
+        last = items[-1]
+        whole = isinstance(last, slice) and last == slice(None)
+        if not whole and not (last is Ellipsis and used < hidden.ndim):
+            return None
+    elif used > hidden.ndim:
+        return None
+    return hidden[index]
+
+
+def reshape(
+    hidden: Tensor, vocabulary: int, sizes: Sequence[int], function: Any = Tensor.reshape
+) -> Hidden:
+    """``logits.reshape(sizes)`` when the last axis stays the vocabulary.
+
+    Args:
+        hidden: The hidden states.
+        vocabulary: Length of the logits' last axis.
+        sizes: The shape that was asked for.
+        function: ``Tensor.view`` raises where logits would need a copy.
+    """
+    wanted = sizes_of_rows(hidden, vocabulary, sizes)
+    return None if wanted is None else function(hidden, wanted)
+
+
+def sizes_of_rows(hidden: Tensor, vocabulary: int, sizes: Sequence[int]) -> tuple[int, ...] | None:
+    """The shape of hidden states whose logits have the shape ``sizes``, if there is one."""
+    if not sizes or [size for size in sizes if not isinstance(size, int)]:
+        return None
+    resolved, total = list(sizes), _product(hidden.shape[:-1]) * vocabulary
+    free = [at for at, size in enumerate(resolved) if size == -1]
+    if len(free) > 1:
+        return None
+    for at in free:
+        known = _product(resolved[:at]) * _product(resolved[at + 1 :])
+        if not known or total % known:
+            return None
+        resolved[at] = total // known
+    if resolved[-1] != vocabulary or _product(resolved) != total:
+        return None
+    return (*resolved[:-1], hidden.shape[-1])
+
+
+def is_view(hidden: Tensor, sizes: Sequence[int]) -> bool:
+    """Whether ``hidden.reshape(sizes)`` shares memory, from sizes and strides alone.
+
+    Axes of the tensor that lie in memory without gaps between them form a block; a view may cut
+    axes within a block, and none that spans two. For compiled graphs, where nobody can be asked.
+    """
+    shape, strides, at = hidden.shape, hidden.stride(), len(sizes) - 1
+    block, base = 1, strides[-1]
+    for axis in reversed(range(len(shape))):
+        block = block * shape[axis]
+        inside = axis > 0 and (shape[axis - 1] == 1 or strides[axis - 1] == block * base)
+        if inside:
+            continue
+        covered = 1
+        while at >= 0 and (covered < block or sizes[at] == 1):
+            covered, at = covered * sizes[at], at - 1
+        if covered != block:
+            return False
+        block, base = 1, strides[axis - 1]
+    return at == -1
+
+
+def _product(sizes: Sequence[int]) -> int:
+    result = 1
+    for size in sizes:
+        result = result * size
+    return result
+
+
+def along(dim: int, ndim: int) -> int | None:
+    """``dim`` counted from the front, or None when it is the vocabulary axis or out of range."""
+    dim = dim + ndim if dim < 0 else dim
+    return dim if 0 <= dim < ndim - 1 else None
+
+
+def flatten(hidden: Tensor, vocabulary: int, start_dim: int = 0, end_dim: int = -1) -> Hidden:
+    """``logits.flatten(start, end)`` over row axes."""
+    start, end = along(start_dim, hidden.ndim), along(end_dim, hidden.ndim)
+    return None if start is None or end is None or start > end else hidden.flatten(start, end)
+
+
+def squeeze(hidden: Tensor, vocabulary: int, dim: int | None = None) -> Hidden:
+    """``logits.squeeze(dim)`` of a row axis."""
+    at = None if dim is None else along(dim, hidden.ndim)
+    return None if at is None else hidden.squeeze(at)
+
+
+def unsqueeze(hidden: Tensor, vocabulary: int, dim: int) -> Hidden:
+    """``logits.unsqueeze(dim)`` before the vocabulary axis."""
+    at = along(dim, hidden.ndim + 1)
+    return None if at is None else hidden.unsqueeze(at)
+
+
+def transpose(hidden: Tensor, vocabulary: int, dim0: int, dim1: int) -> Hidden:
+    """``logits.transpose(a, b)`` of row axes."""
+    a, b = along(dim0, hidden.ndim), along(dim1, hidden.ndim)
+    return None if a is None or b is None else hidden.transpose(a, b)
+
+
+def pieces(function: Callable[..., Any], default: int | None) -> Callable[..., Hidden]:
+    """``split``, ``chunk``, ``unbind``, ``narrow``, ``select``, ``index_select`` of a row axis.
+
+    Args:
+        function: The method of Tensor; its axis is the argument ``dim``.
+        default: The axis when none is given; None if the axis comes first.
+    """
+
+    def run(hidden: Tensor, vocabulary: int, *args: Any, **kwargs: Any) -> Hidden:
+        positional = list(args)
+        at = 1 if function in (Tensor.split, Tensor.chunk) else 0
+        if "dim" in kwargs:
+            dim = kwargs.pop("dim")
+        elif len(positional) > at:
+            dim = positional.pop(at)
+        elif default is not None:
+            dim = default
+        else:
+            return None
+        axis = along(dim, hidden.ndim) if isinstance(dim, int) else None
+        if axis is None:
+            return None
+        positional.insert(at, axis)
+        return function(hidden, *positional, **kwargs)  # type: ignore[no-any-return]
+
+    return run
+
+
+_split, _chunk, _unbind = pieces(Tensor.split, 0), pieces(Tensor.chunk, 0), pieces(Tensor.unbind, 0)
+_narrow, _select, _take = (
+    pieces(Tensor.narrow, None),
+    pieces(Tensor.select, None),
+    pieces(Tensor.index_select, None),
+)
+
+
+def _shaped(function: Any) -> Callable[..., Hidden]:
+    def run(hidden: Tensor, vocabulary: int, *sizes: Any, **kwargs: Any) -> Hidden:
+        sizes = sizes or (kwargs.get("shape", kwargs.get("size", ())),)
+        flat = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        return reshape(hidden, vocabulary, tuple(flat), function)
+
+    return run
+
+
+def _item(hidden: Tensor, vocabulary: int, index: Any) -> Hidden:
+    return getitem(hidden, index)
+
+
+ROWS: dict[Any, Callable[..., Hidden]] = {
+    Tensor.__getitem__: _item,
+    Tensor.view: _shaped(Tensor.view),
+    **dict.fromkeys((Tensor.reshape, torch.reshape), _shaped(Tensor.reshape)),
+    **dict.fromkeys((Tensor.flatten, torch.flatten), flatten),
+    **dict.fromkeys((Tensor.squeeze, torch.squeeze), squeeze),
+    **dict.fromkeys((Tensor.unsqueeze, torch.unsqueeze), unsqueeze),
+    **dict.fromkeys((Tensor.transpose, torch.transpose), transpose),
+    **dict.fromkeys((Tensor.split, torch.split), _split),
+    **dict.fromkeys((Tensor.chunk, torch.chunk), _chunk),
+    **dict.fromkeys((Tensor.unbind, torch.unbind), _unbind),
+    **dict.fromkeys((Tensor.narrow, torch.narrow), _narrow),
+    **dict.fromkeys((Tensor.select, torch.select), _select),
+    **dict.fromkeys((Tensor.index_select, torch.index_select), _take),
+}
+
+
+# --- elementwise ---
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def multiply(deferred: DeferredLogits, other: Any, **rest: Any) -> DeferredLogits | None:
+    """``logits * number``."""
+    return deferred.step("mul", other) if _number(other) and not rest else None
+
+
+def divide(deferred: DeferredLogits, other: Any, **rest: Any) -> DeferredLogits | None:
+    """``logits / number``."""
+    return deferred.step("div", other) if _number(other) and other != 0 and not rest else None
+
+
+def add(deferred: DeferredLogits, other: Any, **rest: Any) -> DeferredLogits | None:
+    """``logits + number``, for losses that are made of probabilities."""
+    return deferred.step("add", other) if _number(other) and not rest else None
+
+
+def subtract(deferred: DeferredLogits, other: Any, **rest: Any) -> DeferredLogits | None:
+    """``logits - number``."""
+    return deferred.step("add", -other) if _number(other) and not rest else None
+
+
+def negative(deferred: DeferredLogits) -> DeferredLogits:
+    """``-logits``."""
+    return deferred.step("mul", -1)
+
+
+def simple(name: str, function: Callable[[Tensor], Tensor]) -> Callable[..., DeferredLogits | None]:
+    """A function of every element, without arguments."""
+
+    def run(deferred: DeferredLogits, **rest: Any) -> DeferredLogits | None:
+        kept = _dtype_of(function, deferred) == deferred.dtype
+        return deferred.step(name) if kept and not rest else None
+
+    return run
+
+
+def _dtype_of(function: Callable[[Tensor], Tensor], deferred: DeferredLogits) -> torch.dtype | None:
+    """The dtype that autocast gives a result now; None where a graph cannot ask."""
+    device = deferred.hidden.device
+    autocast = autocast_dtype(device.type)
+    if autocast is None:
+        return deferred.dtype
+    if torch.compiler.is_compiling():
+        return None
+    return _autocast_result(function, device, deferred.dtype, autocast)
+
+
+@functools.lru_cache(maxsize=256)
+def _autocast_result(
+    function: Callable[[Tensor], Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    autocast: torch.dtype,
+) -> torch.dtype:
+    """Asked of PyTorch, whose lists of operations differ between devices and releases."""
+    with torch.no_grad():
+        return function(torch.ones(1, device=device, dtype=dtype)).dtype
+
+
+def tanh(deferred: DeferredLogits, **rest: Any) -> DeferredLogits | None:
+    """``tanh(logits)``."""
+    return None if rest else deferred.step("tanh")
+
+
+def cast(deferred: DeferredLogits, dtype: torch.dtype) -> DeferredLogits | None:
+    """``logits.to(dtype)``."""
+    if not dtype.is_floating_point:
+        return None
+    return deferred if dtype == deferred.dtype else deferred.step("to", dtype)
+
+
+def to(deferred: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
+    """``logits.to(...)`` without a change of device."""
+    dtype = kwargs.pop("dtype", None)
+    device = kwargs.pop("device", None)
+    kwargs.pop("non_blocking", None)
+    for value in args:
+        if isinstance(value, torch.dtype):
+            dtype = value
+        elif isinstance(value, Tensor):
+            dtype, device = value.dtype, value.device
+        elif isinstance(value, (str, torch.device)):
+            device = value
+        elif value is not None:
+            return None
+    if kwargs or (device is not None and torch.device(device) != deferred.hidden.device):
+        return None
+    return deferred if dtype is None else cast(deferred, dtype)
+
+
+def contiguous(
+    deferred: DeferredLogits, memory_format: Any = torch.contiguous_format
+) -> DeferredLogits | None:
+    """``logits.contiguous()``: themselves, or a copy without gaps."""
+    if memory_format is not torch.contiguous_format:
+        return None
+    return (
+        deferred if deferred.hidden.is_contiguous() else deferred.rows(deferred.hidden.contiguous())
+    )
+
+
+def clone(deferred: DeferredLogits, **rest: Any) -> DeferredLogits | None:
+    """``logits.clone()``."""
+    return None if rest else deferred.packed().copy()
+
+
+def normalized(name: str, along: Callable[..., Tensor]) -> Callable[..., DeferredLogits | None]:
+    """``softmax`` or ``log_softmax`` over the vocabulary."""
+
+    def function(logits: Tensor) -> Tensor:
+        return along(logits, -1)
+
+    def run(
+        deferred: DeferredLogits, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
+    ) -> DeferredLogits | None:
+        kept = dtype or _dtype_of(function, deferred)
+        if dim not in (-1, deferred.hidden.ndim - 1) or kept is None or not kept.is_floating_point:
+            return None
+        return deferred.step(name, kept)
+
+    return run
+
+
+RECORDED: dict[Any, Callable[..., DeferredLogits | None]] = {
+    **dict.fromkeys(
+        (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, torch.multiply), multiply
+    ),
+    **dict.fromkeys(
+        (Tensor.div, Tensor.__truediv__, torch.div, torch.divide, torch.true_divide), divide
+    ),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), tanh),
+    **dict.fromkeys((Tensor.neg, Tensor.__neg__, torch.neg), negative),
+    **dict.fromkeys((Tensor.exp, torch.exp), simple("exp", torch.exp)),
+    **dict.fromkeys((Tensor.log, torch.log), simple("log", torch.log)),
+    **dict.fromkeys((Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add), add),
+    **dict.fromkeys((Tensor.sub, Tensor.__sub__, torch.sub), subtract),
+    Tensor.float: lambda deferred: cast(deferred, torch.float32),
+    Tensor.double: lambda deferred: cast(deferred, torch.float64),
+    Tensor.half: lambda deferred: cast(deferred, torch.float16),
+    Tensor.bfloat16: lambda deferred: cast(deferred, torch.bfloat16),
+    Tensor.to: to,
+    Tensor.type_as: lambda deferred, other: to(deferred, other),
+    Tensor.contiguous: contiguous,
+    **dict.fromkeys((Tensor.clone, torch.clone), clone),
+    **dict.fromkeys(
+        (Tensor.softmax, torch.softmax, F.softmax), normalized("softmax", torch.softmax)
+    ),
+    **dict.fromkeys(
+        (Tensor.log_softmax, torch.log_softmax, F.log_softmax),
+        normalized("log_softmax", torch.log_softmax),
+    ),
+}
+JOINS: dict[Any, str] = {
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, torch.mul, torch.multiply), "times"),
+    **dict.fromkeys((Tensor.add, Tensor.__add__, torch.add), "plus"),
+}
+"""Operations on two lazy logits of the same rows, as ``p * log(p)`` in an entropy is."""
+
+WRITES: dict[Any, Callable[..., DeferredLogits | None]] = {
+    **dict.fromkeys((Tensor.mul_, Tensor.__imul__), multiply),
+    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), divide),
+    **dict.fromkeys((Tensor.tanh_, torch.tanh_), tanh),
+}
+"""The same in place."""

@@ -1,0 +1,341 @@
+"""How the values of lazy tensors come about, and how they become ordinary tensors.
+
+All lazy tensors of one call of a head are a group: when one becomes real, all do, the very same
+Python objects (``torch.utils.swap_tensors``). So logits are lazy only while nobody holds a real
+tensor of them, and whatever is done to a real one, by whatever name, is plain PyTorch. Gradients
+that arrive below Python's function protocol go through the node of :class:`_Connect`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_multi._torch_private import (
+    DisableTorchFunctionSubclass,
+    is_functorch_wrapped,
+    make_wrapper_subclass,
+    throw_on_mutable_data_ptr,
+    transforms_active,
+)
+from liger_multi.dispatch.double_backward import not_differentiable
+from liger_multi.patching.head.deferred import DeferredLogits
+from liger_multi.patching.head.loss import (
+    SWAPS,
+    loss_logits,
+    without_hooks,
+)
+from liger_multi.patching.head.rules import (
+    WRITTEN_BELOW,
+    WRITTEN_SINCE,
+    as_saved_by_the_head,
+    recording,
+    warn_above_budget,
+)
+
+Derive = Callable[..., Tensor]
+
+
+REGISTER_HOOK: Any = Tensor.register_hook
+
+
+class Group:
+    """The lazy tensors that come from one call of a head; they become real together.
+
+    Args:
+        tensor_class: Their class.
+
+    Attributes:
+        members: Weak references to them, parents first.
+        consumed: Whether a result was computed that does not pass by the logits.
+    """
+
+    def __init__(self, tensor_class: type[LazyTensor]) -> None:
+        self.tensor_class = tensor_class
+        self.members: list[weakref.ref[LazyTensor]] = []
+        self.made: dict[Slot, Tensor] = {}  # real logits, while members become real
+        self.consumed = False
+        self.lock = threading.RLock()
+
+    def living(self) -> list[LazyTensor]:
+        """The members that somebody still holds."""
+        return [member for ref in self.members if (member := ref()) is not None]
+
+    def materialize(self) -> None:
+        """Turn every member into an ordinary tensor, parents first."""
+        with self.lock, recording(), as_saved_by_the_head():
+            living = self.living()
+            self.members.clear()  # weak references forbid the swap
+            try:
+                for member in living:
+                    slot = member._slot
+                    _promote(member, slot.compute(self.made))
+                    self.made[slot] = member if slot.cached is None else slot.cached
+            except BaseException:
+                self.members += [weakref.ref(m) for m in living if isinstance(m, LazyTensor)]
+                raise
+            self.made.clear()
+
+
+class Slot:
+    """How the values of one lazy tensor come about.
+
+    Args:
+        deferred: How to compute them from hidden states.
+        parents: The slots that this one was derived from.
+        derive: From the parents' real logits to this one's.
+        shares: Whether the result shares memory with that of the first parent.
+        tensor_class: The class of the lazy tensor, where it has no parents.
+    """
+
+    def __init__(
+        self,
+        deferred: DeferredLogits,
+        parents: tuple[Slot, ...] = (),
+        derive: Derive | None = None,
+        shares: bool = False,
+        tensor_class: type[LazyTensor] | None = None,
+    ) -> None:
+        self.deferred, self.parents, self.derive = deferred, parents, derive
+        if not parents:
+            assert tensor_class is not None
+            self.group = Group(tensor_class)
+        else:
+            self.group = parents[0].group
+        self.memory: object = parents[0].memory if shares else object()
+        # a view taken under no_grad: it requires grad, by its base, and has no history
+        self.bound = False
+        self.hooks: list[Callable[[Tensor], Any]] = []
+        # real logits, where the tensor could not become them because autograd holds it
+        self.cached: Tensor | None = None
+        self.version, self.own = 0, True
+        # values that an autograd.Function returned as they came; their history is the lazy tensor's
+        self.exposed: Tensor | None = None
+
+    def compute(self, made: dict[Slot, Tensor]) -> Tensor:
+        """The real logits, by those of the parents; differentiable where the deferred logits is.
+
+        Args:
+            made: What was computed already; the result is added.
+        """
+        if self not in made:
+            if self.derive is None:
+                warn_above_budget(self.deferred)
+            with torch.set_grad_enabled(self.deferred.grad):
+                if self.derive is None:
+                    deferred = self.deferred
+                    real = deferred.compute()
+                    made[self] = loss_logits(real, deferred.settings, deferred.grad)
+                else:
+                    made[self] = self.derive(*[parent.compute(made) for parent in self.parents])
+        return made[self]
+
+    def needs(self, other: Slot) -> bool:
+        """Whether a write to ``other`` would show in this one, or in what it is computed from."""
+        return self.memory is other.memory or any(
+            p is other or p.needs(other) for p in self.parents
+        )
+
+    def unwritten(self) -> DeferredLogits:
+        """The deferred logits, for the gradients that arrive at :class:`_Connect`.
+
+        Raises:
+            RuntimeError: Logits that an autograd.Function saved were written since.
+        """
+        if self.cached is not None and self.cached._version != self.version:
+            raise RuntimeError(WRITTEN_SINCE)
+        return self.deferred
+
+
+def _promote(member: LazyTensor, real: Tensor) -> None:
+    """Make a lazy tensor the real one; if autograd holds it, remember the real one instead."""
+    slot = member._slot
+    slot.own = has_own_node(member)
+    if slot.exposed is not None or not slot.own:
+        values = [real if slot.exposed is None else slot.exposed]
+        with torch.enable_grad():  # the history is the tensor's, whatever its reader computes
+            real = _Through.apply(member, values)  # type: ignore[no-untyped-call]
+    if slot.group.consumed:
+        real = without_hooks(real)
+    for hook in slot.hooks:
+        REGISTER_HOOK(real, hook)
+    slot.hooks.clear()
+    slot.cached, slot.version = real, real._version
+    _swap(member, slot)
+
+
+def _swap(member: LazyTensor, slot: Slot) -> None:
+    real, slot.cached = slot.cached, None
+    assert real is not None
+    if not exchanged(member, real):
+        slot.cached = real
+
+
+def exchanged(one: Tensor, other: Tensor) -> bool:
+    """Exchange two tensors; not where an autograd.Function saved one, or a weak reference is."""
+    if not SWAPS:
+        return False
+    vars(other).update({name: value for name, value in vars(one).items() if name != "_slot"})
+    try:
+        with DisableTorchFunctionSubclass():
+            torch.utils.swap_tensors(one, other)
+    except RuntimeError:
+        return False
+    return True
+
+
+def describes_itself(value: Any) -> bool:
+    """Whether shape and history are those of the lazy tensor: it is pending, or refuses its use."""
+    if not isinstance(value, LazyTensor):
+        return False
+    return value._slot.cached is None or (value._slot.own and not has_own_node(value))
+
+
+def check_unwritten(group: Group) -> None:
+    """Refuse logits that were written through a view which C++ made of a lazy tensor.
+
+    Raises:
+        RuntimeError: A lazy tensor's version counter, which such views share, has moved.
+    """
+    with DisableTorchFunctionSubclass():
+        for member in group.living():
+            if member._version:
+                raise RuntimeError(WRITTEN_BELOW)
+
+
+def has_own_node(member: LazyTensor) -> bool:
+    """Whether no other autograd.Function returned the tensor, whose backward it has to pass."""
+    with DisableTorchFunctionSubclass():
+        node = member.grad_fn
+    return node is None or getattr(node, "slot", None) is member._slot
+
+
+class _Through(torch.autograd.Function):
+    """Real values with the history of a lazy tensor that somebody's autograd.Function returned."""
+
+    @staticmethod
+    def forward(ctx: Any, member: LazyTensor, values: list[Tensor]) -> Tensor:
+        return values[0].data.as_subclass(Tensor).data  # no views, which refuse in-place operations
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None
+
+
+class _Connect(torch.autograd.Function):
+    """Ties a lazy tensor to the graph, for consumers that the function protocol does not see."""
+
+    @staticmethod
+    def forward(ctx: Any, slot: Slot, *inputs: Tensor | None) -> LazyTensor:
+        ctx.slot, ctx.inputs = slot, inputs
+        ctx.set_materialize_grads(False)
+        return slot.group.tensor_class(slot)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * (1 + len(ctx.inputs))
+        deferred: DeferredLogits = ctx.slot.unwritten()
+        # cut off, since a tied weight has a part in the hidden states as well
+        hidden = deferred.hidden.detach().requires_grad_(deferred.hidden.requires_grad)
+        with torch.enable_grad():
+            real = deferred.rows(hidden).compute()
+        inputs = (hidden, *ctx.inputs[1:])
+        wanted = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
+        grads = torch.autograd.grad(
+            real, [inputs[i] for i in wanted], real_tensor(grad), allow_unused=True
+        )
+        found: list[Any] = [None] * len(inputs)
+        for i, g in zip(wanted, grads, strict=True):
+            found[i] = g
+        if torch.is_grad_enabled():  # create_graph=True
+            return (None, *not_differentiable("patching.patch", found, (grad, *ctx.inputs)))
+        return (None, *found)
+
+
+_connect: Any = super(torch.autograd.Function, _Connect).apply
+"""The part of ``apply`` in C++; what Python does around it serves functorch."""
+
+
+class LazyTensor(Tensor):
+    """A tensor with the metadata of logits and no storage; its subclass serves functions."""
+
+    _slot: Slot
+
+    @staticmethod
+    def __new__(cls: type[LazyTensor], slot: Slot) -> LazyTensor:
+        """A tensor of the shape, strides, dtype and device of the logits."""
+        deferred = slot.deferred
+        made: LazyTensor = make_wrapper_subclass(
+            cls,
+            deferred.shape,
+            strides=deferred.strides,
+            dtype=deferred.dtype,
+            device=deferred.hidden.device,
+        )
+        throw_on_mutable_data_ptr(made)  # else C++ reads from address 0
+        made._slot = slot
+        return made
+
+
+def lazy_tensor(
+    deferred: DeferredLogits,
+    parents: tuple[Slot, ...] = (),
+    derive: Derive | None = None,
+    shares: bool = False,
+    tensor_class: type[LazyTensor] | None = None,
+) -> LazyTensor:
+    """A lazy tensor of deferred logits; the arguments are those of :class:`Slot`."""
+    slot = Slot(deferred, parents, derive, shares, tensor_class)
+    connected = deferred.grad and torch.is_grad_enabled()
+    if not connected:
+        made = slot.group.tensor_class(slot)
+    else:
+        plain = not (transforms_active() or is_functorch_wrapped(deferred.hidden))
+        connect: Any = _connect if plain else _Connect.apply
+        made = connect(slot, deferred.hidden, *deferred.weights)
+    slot.group.members.append(weakref.ref(made))
+    return made
+
+
+def real_tensor(value: Any) -> Any:
+    """The real logits when ``value`` is lazy, else ``value`` itself."""
+    if not isinstance(value, LazyTensor):
+        return value
+    slot = value._slot
+    if slot.cached is None:
+        slot.group.materialize()
+    elif slot.own and not has_own_node(value):  # a Function marked it as written
+        raise RuntimeError(WRITTEN_SINCE)
+    else:
+        _swap(value, slot)  # who held it may be gone
+    return slot.cached if isinstance(value, LazyTensor) else value
+
+
+def is_lazy(value: Any) -> bool:
+    """Whether a value is logits that were not computed."""
+    if not isinstance(value, LazyTensor):
+        return False
+    slot = value._slot
+    if slot.cached is not None or slot.exposed is not None or not has_own_node(value):
+        return False
+    return not (slot.bound and torch.is_grad_enabled())
+
+
+def values_of(value: Any) -> Any:
+    """Values without history, for code that runs below autograd."""
+    if not isinstance(value, LazyTensor):
+        return value
+    slot = value._slot
+    slot.group.consumed = True
+    if slot.exposed is not None:
+        return slot.exposed
+    if slot.cached is None:
+        with torch.no_grad():
+            return slot.deferred.compute()
+    return slot.cached.detach().as_subclass(Tensor)

@@ -1,0 +1,147 @@
+"""Plain linear layers: under ``deterministic="rows"`` they call the operator, else PyTorch's.
+
+A vendor's library chooses a GEMM by the number of rows, so that a row's result depends on the batch
+that it stands in. The mode in force is asked at every call; in a compiled graph, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, cast
+
+from torch import Tensor, nn
+
+from liger_multi.dispatch.resolve import by_rows
+from liger_multi.parameters import is_computed, stored
+from liger_multi.patching import conflicts
+from liger_multi.patching.changes import Change, Replace, Restore
+from liger_multi.patching.evidence.signature import code_holds
+from liger_multi.patching.options import Options, Request, run_bound
+from liger_multi.patching.report import Skipped
+from liger_multi.patching.swap import Patched, Swap, original, stock_class, unpatched_class
+
+FORWARDS = {
+    ("torch.nn.modules.linear", "Linear.forward"): False,
+    ("transformers.pytorch_utils", "Conv1D.forward"): True,
+}
+"""The forwards that the operator stands for, and whether their weights lie the other way round."""
+
+
+def _where(kind: type[nn.Module]) -> tuple[str, str]:
+    own = kind.forward
+    return own.__module__, getattr(own, "__qualname__", "")
+
+
+def looks_like_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of any kind, but not one with an adapter around it."""
+    kind, held = unpatched_class(module), vars(module)
+    if issubclass(kind, nn.Linear) or _where(kind) in FORWARDS:
+        return True
+    of_sizes = isinstance(held.get("in_features"), int)
+    of_sizes &= isinstance(held.get("out_features"), int)
+    return of_sizes and "base_layer" not in held["_modules"]
+
+
+def _weight(layer: nn.Module) -> Any:
+    return stored(layer)
+
+
+def _is_parametrized(layer: nn.Module) -> bool:
+    return "parametrizations" in layer._modules
+
+
+def _has_properties(layer: nn.Module) -> bool:
+    return any(hasattr(type(layer), n) and is_computed(layer, n) for n in ("weight", "bias"))
+
+
+_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        _is_parametrized,
+        (
+            "its parameters are computed (torch.nn.utils.parametrize), by a class that must stay "
+            "on top of a patch: patch first"
+        ),
+    ),
+    (_has_properties, "its class {kind} computes its weight whenever that is read"),
+    (
+        lambda layer: _where(unpatched_class(layer)) not in FORWARDS,
+        "it has a forward of its own ({kind})",
+    ),
+    (
+        lambda layer: unpatched_class(layer) is nn.modules.linear.NonDynamicallyQuantizableLinear,
+        "nn.MultiheadAttention multiplies with its weight itself",
+    ),
+    (lambda layer: not isinstance(_weight(layer), Tensor), "it has no weight"),
+    (
+        lambda layer: _weight(layer).itemsize < 2 or not _weight(layer).is_floating_point(),
+        "its weight is stored as {dtype}, which only its own call can turn into numbers",
+    ),
+    (
+        lambda layer: type(_weight(layer)).__module__.startswith("torchao."),
+        "its weight is a {weight}, whose products are its own",
+    ),
+)
+"""Why a linear layer stays as it is: the first that holds, with its reason."""
+
+
+def linear_refusal(layer: nn.Module) -> str | None:
+    """Why a linear layer cannot call the operator, or None."""
+    reason = next((text for holds, text in _REFUSALS if holds(layer)), None)
+    if reason is None:
+        return None
+    weight = _weight(layer)
+    return reason.format(
+        kind=unpatched_class(layer).__name__, weight=type(weight).__name__,
+        dtype=getattr(weight, "dtype", None),
+    )  # fmt: skip
+
+
+class LinearByRows(Patched):
+    """A linear layer whose rows are independent where the configuration asks for it."""
+
+    weight: Tensor
+    bias: Tensor | None
+    _liger_multi_transposed: ClassVar[bool]
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Say of the class what is asked at every call, and that PyTorch's own is a plain layer."""
+        super().__init_subclass__(**keywords)
+        swap = vars(cls).get("_liger_multi_swap")
+        if swap is not None:
+            cls._liger_multi_transposed = FORWARDS.get(_where(swap.stock), False)
+            if swap.stock is nn.Linear:
+                cls._liger_multi_plain = cls  # type: ignore[attr-defined]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The operator where rows must be independent, or the layer's own forward."""
+        kind = type(self)
+        if not issubclass(kind, LinearByRows):
+            return cast(Tensor, kind.forward(self, input))
+        if not (by_rows() and code_holds(kind)):
+            return cast(Tensor, original(kind)(self, input))
+        options = cast(Options, kind._liger_multi_swap.settings)
+        return cast(Tensor, run_bound(options, ("linear",), _apply, self, input, kind))
+
+
+def _apply(layer: Any, x: Tensor, kind: type[LinearByRows]) -> Tensor:
+    from liger_multi.ops import linear
+
+    weight = layer.weight
+    return linear(x, weight.t() if kind._liger_multi_transposed else weight, layer.bias)
+
+
+def find_linear(model: nn.Module, request: Request) -> Iterator[Change]:
+    """Linear layers that nothing else serves, the last of all."""
+    options = request.get("linear")
+    for path, module in model.named_modules():
+        ours = isinstance(module, LinearByRows)
+        if not looks_like_linear(module) or (isinstance(module, Patched) and not ours):
+            continue
+        found = options and (conflicts.of_module(module) or linear_refusal(module))
+        if ours and (found or options is None):
+            yield Restore(path, module)
+        if found:
+            yield Skipped(path, "linear", found)
+        elif options is not None:
+            swap = Swap("linear", stock_class(module), LinearByRows, options)
+            yield Replace(path, module, swap, "linear", options.shown())

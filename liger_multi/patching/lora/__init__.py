@@ -1,0 +1,1 @@
+"""LoRA layers of PEFT."""

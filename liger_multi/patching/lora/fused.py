@@ -1,0 +1,283 @@
+"""What is known about the norms, gated MLPs and rotary functions of models, as data.
+
+Adding a name here widens where the probes look; whether a module is patched is decided by its
+numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi._torch_private import constant_in_graphs
+from liger_multi.checks import autocast_dtype
+from liger_multi.patching.evidence.signature import (
+    code_holds,
+    globally_hooked,
+    is_plain_linear,
+    is_watched,
+)
+from liger_multi.patching.float8.linear import bare_frozen_float8, shared_codes, wide_parts
+from liger_multi.patching.options import Options, run_bound
+from liger_multi.patching.swap import (
+    Patched,
+    original,
+    stock_of,
+    swapped,
+)
+
+PROJECTIONS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q", "k", "v"),
+    ("query", "key", "value"),
+    ("to_q", "to_k", "to_v"),
+)
+"""Names of an attention module's layers that may share an input."""
+
+# --- one layer ---
+
+FORWARDS = {
+    ("peft.tuners.lora.layer", "Linear.forward"),
+    ("peft.tuners.lora.bnb", "Linear4bit.forward"),
+    ("peft.tuners.lora.bnb", "Linear8bitLt.forward"),
+}
+"""Where a forward of PEFT's stands whose adapters are added to what the base layer gives."""
+
+
+together: ContextVar[Any] = ContextVar("liger_multi_together", default=None)
+"""The projections of the module that runs, which has them computed together."""
+
+
+class Adapter(NamedTuple):
+    """``scale (x a') b'``."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def looks_like_lora(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of PEFT's with LoRA adapters."""
+    return _is_lora(type(module))
+
+
+@constant_in_graphs
+def _is_lora(kind: Any) -> bool:
+    own = stock_of(kind).forward
+    return (own.__module__, own.__qualname__) in FORWARDS
+
+
+def matrices(layer: Any) -> list[nn.Module]:
+    """The thin layers of all adapters of a LoRA layer."""
+    return [*layer.lora_A.values(), *layer.lora_B.values()]
+
+
+def adapters(layer: Any) -> list[Adapter] | str:
+    """The adapters of a LoRA layer that act now, or why they are left to PEFT."""
+    if layer.disable_adapters or layer.merged:
+        return "its adapters are disabled or merged"
+    found = []
+    for name in layer.active_adapters:
+        if name not in layer.lora_A:
+            continue
+        a, b, drop = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+        if name in layer.lora_variant:
+            return f"its adapter {name!r} is no plain LoRA ({_variant(layer, name)})"
+        if type(drop) is not nn.Identity and not (type(drop) is nn.Dropout and _rests(drop)):
+            return f"its adapter {name!r} has a dropout, whose numbers PEFT draws"
+        if not is_plain_linear(a) or not is_plain_linear(b) or is_watched(drop):
+            return f"something stands around the adapter {name!r}"
+        if a.bias is not None or b.bias is not None:
+            return f"its adapter {name!r} has a bias"
+        scale = layer.scaling[name]
+        if not isinstance(scale, (int, float)):
+            return f"the scale of its adapter {name!r} is a {type(scale).__name__}"
+        found.append(Adapter(a.weight, b.weight, scale))
+    return found
+
+
+def _variant(layer: Any, name: str) -> str:
+    return type(layer.lora_variant[name]).__name__
+
+
+def _rests(drop: nn.Dropout) -> bool:
+    return not (drop.training and drop.p)
+
+
+def one_adapter(layer: Any) -> Adapter | None:
+    """The adapter of a LoRA layer whose base is bare and frozen, in 16 bits or FP8; else None."""
+    base = getattr(layer, "base_layer", None)
+    if base is None or not looks_like_lora(layer) or is_watched(layer):
+        return None
+    if not is_plain_linear(base) and not bare_frozen_float8(base):
+        return None
+    # FSDP and nn.DataParallel put tensors that are no parameters there
+    if any(p is not None and p.requires_grad for p in (base.weight, base.bias)):
+        return None
+    found = adapters(layer)
+    return found[0] if not isinstance(found, str) and len(found) == 1 else None
+
+
+def fits(x: Tensor, adapter: Adapter) -> bool:
+    """Whether the operators take the dtypes."""
+    if autocast_dtype(x.device.type) is not None:
+        return True
+    a, b = adapter.a.dtype, adapter.b.dtype
+    return a == b and a.itemsize >= x.dtype.itemsize
+
+
+class FusedLora(Patched):
+    """A linear layer with LoRA adapters that keeps nothing but its input."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The base layer's output and what every adapter adds; PEFT's forward where it must."""
+        kind = type(self)
+        if not issubclass(kind, FusedLora):
+            return cast(Tensor, kind.forward(self, x, *args, **kwargs))
+        if not code_holds(kind):
+            return cast(Tensor, original(kind)(self, x, *args, **kwargs))
+        group = None if torch.compiler.is_compiling() else together.get()
+        if group is not None and not (args or kwargs):
+            handed = group.output(self, x)
+            if handed is not None:
+                return cast(Tensor, handed)
+        other = args or kwargs or type(x) is not Tensor or globally_hooked()
+        found = "called in another form" if other else adapters(self)
+        if isinstance(found, str) or not all(fits(x, one) for one in found):
+            return cast(Tensor, original(kind)(self, x, *args, **kwargs))
+        from liger_multi.ops import lora_update
+
+        options = cast(Options, kind._liger_multi_swap.settings)
+        made = cast(Any, self).base_layer(x)
+        if autocast_dtype(x.device.type) is None and made.dtype != x.dtype:
+            x = x.to(made.dtype)  # a quantized layer's own choice
+
+        def updated(base: Tensor) -> Tensor:
+            for a, b, scale in found:
+                base = lora_update(base, x, a, b, scale=scale)
+            return base
+
+        return cast(Tensor, run_bound(options, ("lora_update",), updated, made))
+
+
+# --- layers of one input ---
+
+_SLOTS = ("q", "k", "v")  # of the operator
+
+
+def projections(module: nn.Module) -> list[Any]:
+    """The projections of a module that have adapters which we add, where there are several."""
+    for names in PROJECTIONS:
+        layers = [module._modules.get(name) for name in names]
+        found = [layer for layer in layers if isinstance(layer, FusedLora)]
+        if len(found) > 1:
+            return found
+    return []
+
+
+class Together:
+    """The projections in one call of their module."""
+
+    def __init__(self, layers: Sequence[Any], x: Tensor) -> None:
+        self.layers = layers
+        self.x: Tensor | None = x
+        self.made: dict[nn.Module, Tensor] | None = None
+        self.state: tuple[Any, ...] = ()
+
+    def output(self, layer: nn.Module, x: Any) -> Tensor | None:
+        """What a layer gives of the module's input, once; None leaves it to the layer."""
+        mine = self.x
+        if mine is None or x is not mine or not any(layer is one for one in self.layers):
+            return None
+        now = (mine._version, torch.is_grad_enabled(), autocast_dtype(mine.device.type))
+        if self.made is None:
+            self.made, self.state = _made(self.layers, mine), now
+        return self.made.pop(layer, None) if now == self.state else None
+
+
+class SharedInput(Patched):
+    """A module that computes its projections with adapters together."""
+
+    reported = False  # its layers have lines
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original forward; compiled graphs and unknown forms of a call have layer by layer."""
+        kind = type(self)
+        if not issubclass(kind, SharedInput):
+            return kind.forward(self, *args, **kwargs)
+        inner = functools.partial(kind._liger_multi_inner.forward, self, *args, **kwargs)
+        return in_one(self, inner, args, kwargs)
+
+
+def in_one(
+    module: nn.Module, inner: Callable[[], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What ``inner`` returns, while the projections of a module are computed together."""
+    group = None if torch.compiler.is_compiling() else _group(module, args, kwargs)
+    if group is None:
+        return inner()
+    token = together.set(group)
+    try:
+        return inner()
+    finally:
+        together.reset(token)
+        group.made = group.x = None  # a traceback may hold this frame
+
+
+def _group(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Together | None:
+    layers = [] if globally_hooked() else projections(module)
+    if not layers:
+        return None
+    width = layers[0].in_features
+    given = [t for t in (*args, *kwargs.values()) if _may_be_input(t, width)]
+    # a second one of that form may be what keys and values are made of
+    if not given or any(t is not given[0] and t.ndim == given[0].ndim for t in given):
+        return None
+    return Together(layers, given[0])
+
+
+def _may_be_input(x: Any, width: int) -> bool:
+    plain = type(x) is Tensor and x.is_floating_point() and not x.is_inference()
+    return plain and x.ndim > 1 and x.shape[-1] == width
+
+
+def _made(layers: Sequence[Any], x: Tensor) -> dict[nn.Module, Tensor]:
+    """The outputs of those layers that are frozen and bare but for one adapter."""
+    found = [(layer, adapter) for layer in layers if (adapter := _usable(layer, x)) is not None]
+    cast_to = autocast_dtype(x.device.type)
+    if len(found) < 2 or (cast_to is None and len({a.a.dtype for _, a in found}) > 1):
+        return {}
+    swap = swapped(layers[0])
+    if swap is None:  # another thread has just taken the patch away
+        return {}
+    options = cast(Options, swap.settings)
+    outputs = run_bound(options, ("lora_qkv",), _run, found, x)
+    return {layer: y for (layer, _), y in zip(found, outputs, strict=False)}
+
+
+def _usable(layer: Any, x: Tensor) -> Adapter | None:
+    adapter = one_adapter(layer)
+    if adapter is None or not fits(x, adapter):
+        return None
+    same = layer.base_layer.weight.dtype == x.dtype
+    return adapter if same or autocast_dtype(x.device.type) is not None else None
+
+
+def _run(found: Sequence[tuple[Any, Adapter]], x: Tensor) -> Sequence[Tensor]:
+    from liger_multi.ops import lora_qkv
+
+    given: dict[str, Any] = {}
+    scales = []
+    for slot, (layer, adapter) in zip(_SLOTS, found, strict=False):
+        weight, scale, _ = wide_parts(layer.base_layer)
+        scales.append(scale)
+        given |= {f"{slot}_weight": weight, f"{slot}_bias": layer.base_layer.bias}
+        given |= {f"{slot}_weight_scale": scale}
+        given |= {f"{slot}_a": adapter.a, f"{slot}_b": adapter.b, f"{slot}_scale": adapter.scale}
+    known = None if all(scale is None for scale in scales) else shared_codes(x)
+    return lora_qkv(x, **given, quantized=known)  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""Mixers of hybrid models: convolutions and recurrences."""

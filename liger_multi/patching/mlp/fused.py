@@ -1,0 +1,275 @@
+"""Gated MLPs: one operator between their own linear layers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi import ops
+from liger_multi.checks import autocast_dtype
+from liger_multi.ops.linear import linear_of_mode
+from liger_multi.parameters import dtype_of, stored
+from liger_multi.patching.evidence.signature import (
+    PLAIN,
+    Signature,
+    bare_parts,
+    code_holds,
+    globally_hooked,
+    holds,
+    is_plain_linear,
+    is_watched,
+)
+from liger_multi.patching.float8.linear import (
+    bare_float8,
+    bare_frozen_float8,
+    handed_out,
+    hands_out,
+    shared_codes,
+    wide_parts,
+)
+from liger_multi.patching.lora.fused import Adapter, fits, one_adapter
+from liger_multi.patching.mlp.kinds import MlpKind, MlpNames
+from liger_multi.patching.options import MlpOptions, run_bound
+from liger_multi.patching.swap import Patched, original
+
+# --- gated MLPs ---
+
+
+@dataclass(frozen=True)
+class MlpSettings:
+    """How an instance computes, and the names of its attributes.
+
+    Attributes:
+        kind: The gated activation.
+        names: The layers.
+        inner: Dropout between the product and the last layer.
+        outer: Dropout after the last layer.
+        numbers: Arguments of the operator and the attributes that hold them.
+        options: What the patch call asked for.
+        lora: Whether adapters on the layers are part of the operator.
+        casts: Whether the last layer's input takes the dtype of its weight, as in T5.
+        signature: What must not have changed since the probe, or the original forward runs.
+    """
+
+    kind: MlpKind
+    names: MlpNames
+    inner: str | None = None
+    outer: str | None = None
+    numbers: tuple[tuple[str, str], ...] = ()
+    options: MlpOptions = field(default_factory=MlpOptions)
+    lora: bool = True
+    casts: bool = False
+    signature: Signature = field(default_factory=Signature)
+
+    def shown(self, module: nn.Module) -> str:
+        """What the report says that runs now."""
+        if self.kind.activation and _bare(module, self.names) and self.options.whole:
+            return f"gated_mlp[{self.kind.activation}]"
+        if self.kind.activation and self.options.whole and _in_float8(module, self.names):
+            return f"gated_mlp_float8[{self.kind.activation}]"
+        if self.kind.activation and self.lora and _adapted(module, self.names):
+            return f"lora_mlp[{self.kind.activation}]"
+        op = self.kind.op if self.names.up else f"{self.kind.op}_packed"
+        said = [value for _, value in self.kind.options if isinstance(value, str)]
+        details = ", ".join([*said, "sparse"] if self.kind.sparse else said)
+        return f"{op}[{details}]" if details else op
+
+
+class FusedMlp(Patched):
+    """``down(act(gate(x)) * up(x))`` as one operator, or with one between layers of other kinds.
+
+    Adapters, hooks, sharded and quantized weights act in the layers' own calls, so these are made.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The MLP with few activations kept for backward; what was not probed runs the original."""
+        kind = type(self)
+        if not issubclass(kind, FusedMlp):
+            return cast(Tensor, kind.forward(self, *args, **kwargs))
+        settings: MlpSettings = kind._liger_multi_swap.settings  # type: ignore[assignment]
+        known = len(args) == 1 and not kwargs and code_holds(kind)
+        if not known or not serves(self, settings):
+            return cast(Tensor, original(kind)(self, *args, **kwargs))
+        op = settings.kind.op
+        names = ("gated_mlp", "gated_mlp_float8", "lora_mlp", op, f"{op}_packed")
+        return run_bound(settings.options, names, apply_mlp, self, args[0], settings)  # type: ignore[no-any-return]
+
+
+def serves(module: nn.Module, settings: MlpSettings) -> bool:
+    """Whether an instance still computes what its settings say, and nobody looks on."""
+    return not globally_hooked() and holds(module, settings.signature)
+
+
+def apply_mlp(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
+    """Run the operators with the weights of ``module``."""
+    kind, names = settings.kind, settings.names
+    if names.up is not None and kind.activation and _silent(module, settings.inner):
+        result = _by_weights(module, x, settings)
+        if result is not None:
+            return _dropped(module, result, settings.outer)
+    gate, down = getattr(module, names.gate), getattr(module, names.down)
+    options = dict(kind.options)
+    for name, held in settings.numbers:
+        options[name] = getattr(module, held)
+    if names.up is None:
+        options.update(kind.packed)
+        inner = getattr(ops, f"{kind.op}_packed")(gate(x), **options)
+    else:
+        first = sparse(gate(x), options.pop("sparsity")) if kind.sparse else gate(x)
+        operator, given = getattr(ops, kind.op), (first, getattr(module, names.up)(x))
+        if hands_out(kind.op):
+            inner = handed_out(module, kind.op, functools.partial(operator, *given, **options))
+        else:
+            inner = operator(*given, **options)
+    inner = _dropped(module, inner, settings.inner)
+    inner = _for(down, inner) if settings.casts else inner
+    return _dropped(module, cast(Tensor, down(inner)), settings.outer)
+
+
+def sparse(gate: Tensor, sparsity: float) -> Tensor:
+    """``relu(gate - mean - k * deviation)`` by row; of a normal row it leaves 1 - sparsity.
+
+    Source: Gemma 3n's activation sparsity (arXiv:2506.06644); ``k`` is the normal distribution's
+    quantile at ``sparsity``, rounded to the dtype of gate as transformers does.
+    """
+    quantile = (2 * torch.tensor(sparsity, dtype=torch.float32) - 1).erfinv() * 2.0**0.5
+    deviation, mean = torch.std_mean(gate, -1, correction=0, keepdim=True)
+    return torch.relu(gate - (mean + deviation * quantile.to(gate.dtype)))
+
+
+def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
+    """The MLP by the weights of layers that only multiply; None where their calls are needed."""
+    names = settings.names
+    layers = [module._modules[name] for name in names.all]
+    parts = [bare_parts(layer) for layer in layers]
+    if None in parts:
+        if settings.options.whole and _in_float8(module, names):
+            return _float8(x, layers, settings.kind.activation)
+        thin = _adapted(module, names) if settings.lora else None
+        if thin is None:
+            return None
+        layers = [getattr(layer, "base_layer", layer) for layer in layers]
+        if _one_dtype(x, *[layer.weight for layer in layers]) and all(
+            a is None or fits(x, a) for a in thin
+        ):
+            return _with_adapters(x, layers, thin, settings.kind.activation)
+        return None
+    given: Any = parts
+    (gate, gate_bias), (up, up_bias), (down, down_bias) = given
+    if globally_hooked() or not _one_dtype(x, gate, up, down):
+        return None
+    if not settings.options.whole:
+        wide = linear_of_mode(x, gate, gate_bias), linear_of_mode(x, up, up_bias)
+        inner = getattr(ops, settings.kind.op)(*wide, **dict(settings.kind.options))
+        return linear_of_mode(inner, down, down_bias)
+    return ops.gated_mlp(
+        x, gate, up, down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
+        activation=settings.kind.activation,
+    )  # fmt: skip
+
+
+def _float8(x: Tensor, layers: Sequence[Any], activation: str) -> Tensor | None:
+    """The MLP by layers that multiply in FP8; None for an input that they do not take."""
+    if not _one_dtype(x, *[layer.weight for layer in layers]):
+        return None
+    weights, own, beside = zip(*map(wide_parts, layers), strict=True)
+    biases = [layer.bias for layer in layers]
+    return ops.gated_mlp_float8(
+        x, *weights, gate_bias=biases[0], up_bias=biases[1], down_bias=biases[2],
+        activation=activation, gate_weight_scale=own[0], up_weight_scale=own[1],
+        down_weight_scale=own[2], gate_weight_codes=beside[0], up_weight_codes=beside[1],
+        down_weight_codes=beside[2], quantized=shared_codes(x),
+    )  # fmt: skip
+
+
+def _with_adapters(
+    x: Tensor, layers: list[Any], thin: list[Adapter | None], activation: str
+) -> Tensor:
+    pairs = [(None, None) if a is None else (a.a, a.b) for a in thin]
+    scales = [1.0 if a is None else a.scale for a in thin]
+    weights, own, _ = zip(*map(wide_parts, layers), strict=True)
+    return ops.lora_mlp(
+        x,
+        *weights,
+        *(t for pair in pairs for t in pair),
+        gate_bias=layers[0].bias,
+        up_bias=layers[1].bias,
+        down_bias=layers[2].bias,
+        gate_scale=scales[0],
+        up_scale=scales[1],
+        down_scale=scales[2],
+        activation=activation,
+        gate_weight_scale=own[0],
+        up_weight_scale=own[1],
+        down_weight_scale=own[2],
+        quantized=shared_codes(x) if any(scale is not None for scale in own[:2]) else None,
+    )
+
+
+def _dropped(module: Any, x: Tensor, name: str | None) -> Tensor:
+    return x if name is None else cast(Tensor, getattr(module, name)(x))
+
+
+def _silent(module: Any, name: str | None) -> bool:
+    """Whether a dropout does nothing now, and nobody looks at it."""
+    if name is None:
+        return True
+    drop = getattr(module, name)
+    rests = type(drop) is nn.Dropout and not (drop.training and drop.p)
+    return rests and not is_watched(drop)
+
+
+def _for(down: Any, x: Tensor) -> Tensor:
+    """``x`` in the dtype of a layer that is kept in a wider one, as T5 does."""
+    weight, dtype = stored(down), dtype_of(down)
+    if weight is not None and type(weight) not in PLAIN:
+        return x
+    if dtype is None or not dtype.is_floating_point or dtype.itemsize < 2:
+        return x
+    return x if autocast_dtype(x.device.type) is not None else x.to(dtype)
+
+
+def _bare(module: nn.Module, names: MlpNames) -> bool:
+    """Whether gate, up and down do nothing but multiply, so that their weights are all of them."""
+    if names.up is None or globally_hooked():
+        return False
+    return all(is_plain_linear(module._modules[name]) for name in names.all)
+
+
+def _in_float8(module: nn.Module, names: MlpNames) -> bool:
+    """Whether gate, up and down do nothing but multiply in FP8."""
+    if names.up is None or globally_hooked():
+        return False
+    return all(bare_float8(module._modules[name]) for name in names.all)
+
+
+def _adapted(module: nn.Module, names: MlpNames) -> list[Adapter | None] | None:
+    """The adapters of layers that are frozen and otherwise bare; None where not all are."""
+    if names.up is None or globally_hooked():
+        return None
+    found = []
+    for name in names.all:
+        layer: Any = module._modules[name]
+        bare = is_plain_linear(layer) or bare_frozen_float8(layer)
+        adapter = None if bare else one_adapter(layer)
+        if adapter is None and not (bare and _frozen(layer)):
+            return None
+        found.append(adapter)
+    return found if any(found) else None
+
+
+def _frozen(layer: nn.Module) -> bool:
+    return not any(p is not None and p.requires_grad for p in (layer.weight, layer.bias))
+
+
+def _one_dtype(x: Tensor, *weights: Tensor) -> bool:
+    if type(x) is not Tensor:
+        return False
+    if autocast_dtype(x.device.type) is not None:
+        return True
+    return {x.dtype, *[weight.dtype for weight in weights]} == {x.dtype}

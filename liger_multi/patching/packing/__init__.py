@@ -1,0 +1,1 @@
+"""Packed rows: which sample every token belongs to, and models that keep samples apart."""

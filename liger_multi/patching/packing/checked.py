@@ -1,0 +1,213 @@
+"""Models that are tried before a packed row trains them: samples that see each other raise.
+
+transformers keeps the samples of a row apart under conditions that nothing checks: positions that
+begin again, no mask, no cache, masks that are made of positions. The first call with arguments of a
+form tries the model (:mod:`liger_multi.patching.packing.trial`); where it keeps samples apart,
+nothing is looked at again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi.arguments import by_name, fills_cache, has_cache
+from liger_multi.errors import PackingError
+from liger_multi.patching.packing.samples import is_numbered, rows_of, several
+from liger_multi.patching.packing.trial import Verdict, checkpoints, text_config, trial
+from liger_multi.patching.report import warn_once
+from liger_multi.patching.swap import Patched, Swap, swapped, unpatched_class
+
+TOLD_BY = ("position_ids", "seq_idx", "cu_seq_lens_q")
+"""Arguments that say where samples begin."""
+
+
+@dataclass(frozen=True)
+class CheckSettings:
+    """There is nothing to set."""
+
+
+class CheckedModel(Patched):
+    """A model whose samples of a packed row are checked to be apart; results are its own."""
+
+    loose: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Make the forward with the class."""
+        super().__init_subclass__(**keywords)
+        if "_liger_multi_swap" in vars(cls):
+            cls.forward = _checked(cls)
+
+
+def _checked(cls: Any) -> Callable[..., Any]:
+    swap: Swap = vars(cls)["_liger_multi_swap"]
+    below: Any = vars(cls)["_liger_multi_inner"]  # its forward may be replaced at any time
+
+    @functools.wraps(swap.stock.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and isinstance(self, CheckedModel):
+            given = by_name(swap.stock.forward, args, kwargs)
+            if any(given.get(name) is not None for name in TOLD_BY):
+                check(self, functools.partial(below.forward, self), given)
+            elif _has_numbered_masks(self, given):
+                warn_once(_NUMBERED.format(unpatched_class(self).__name__), "numbered masks")
+        return below.forward(self, *args, **kwargs)
+
+    return forward
+
+
+_numbered: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+_NUMBERED = (
+    "{} got an attention_mask that numbers samples, and nothing else that tells them. transformers "
+    "takes all numbers but 0 alike, so samples of a row see each other, unless other code reads "
+    "the numbers. Pass position_ids that begin again with every sample, and no attention_mask"
+)
+
+
+def _has_numbered_masks(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether the masks of a model number samples: the first one tells, as to look is to wait.
+
+    Ranks may differ in that, so nothing that runs the model follows from it.
+    """
+    mask = given.get("attention_mask")
+    if type(mask) is not Tensor or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return False
+    found = _numbered.get(model)  # once: a patch in another thread forgets it
+    if found is None:
+        found = not getattr(model, "_is_replica", False) and is_numbered(mask)
+        _numbered[model] = found
+    return found
+
+
+class _Verdicts(dict[Hashable, Verdict]):
+    """What is known of a model, and a lock: other threads that call it wait for a trial."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+
+_verdicts: weakref.WeakKeyDictionary[nn.Module, _Verdicts] = weakref.WeakKeyDictionary()
+_first_call = threading.Lock()
+
+
+def check(model: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Try a model with the form of these arguments, unless that is known.
+
+    A call that mixes samples waits for the device, to see whether it has several in a row.
+
+    Raises:
+        PackingError: A row has several samples, and they see each other.
+    """
+    rows = rows_of(given)
+    if not isinstance(rows, Tensor) or _left(model, rows, given):
+        return
+    with _first_call:
+        known = _verdicts.setdefault(model, _Verdicts())
+    with known.lock:
+        form = _form(model, given)
+        if form not in known:
+            known[form] = trial(model, forward, given, rows)
+        verdict = known[form]
+    if not (verdict.change or verdict.untried) or not several(given) or _unpatched(model):
+        return
+    if not verdict.untried:
+        raise PackingError(_message(model, given, verdict))
+    warn_once(
+        f"{unpatched_class(model).__name__} got rows of several samples, and it could not be tried "
+        f"whether it keeps them apart: {verdict.untried}",
+        f"packing {unpatched_class(model).__name__}",
+    )
+
+
+def forget(model: nn.Module) -> None:
+    """Try a model again: what it runs is not what it was."""
+    _verdicts.pop(model, None)
+    _numbered.pop(model, None)
+
+
+def _left(model: Any, rows: Tensor, given: Mapping[str, Any]) -> bool:
+    """Calls that nobody checks: of generation, of tracers, with masks that say it all."""
+    mask = given.get("attention_mask")
+    return (
+        type(rows) is not Tensor
+        or rows.device.type == "meta"
+        or rows.shape[1] < 2
+        or has_cache((), given)
+        or fills_cache(given)
+        or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        or getattr(model, "_is_replica", False)
+    )
+
+
+_SETTINGS = ("use_cache", "_attn_implementation")  # of configurations
+
+
+def _form(model: Any, given: Mapping[str, Any]) -> Hashable:
+    """What decides whether samples are kept apart, and is not written in the model."""
+    config = getattr(model, "config", None)
+    text = text_config(model)
+    tensors = {n: v.ndim for n, v in given.items() if isinstance(v, Tensor)}
+    positions = given.get("position_ids")
+    return (
+        frozenset(tensors.items()),
+        positions.shape[0] if isinstance(positions, Tensor) and positions.ndim == 3 else 0,
+        given.get("use_cache"),
+        _has_numbered_masks(model, given),
+        *(getattr(c, name, None) for c in (config, text) for name in _SETTINGS),
+        # which turns the cache off in training
+        checkpoints(model),
+        model.training,
+        torch.is_grad_enabled(),
+    )
+
+
+def _unpatched(model: nn.Module) -> bool:
+    """Whether only a class that others put on top of ours keeps the check alive."""
+    return swapped(model) is None and not any(swapped(m) for m in model.modules())
+
+
+def _message(model: nn.Module, given: Mapping[str, Any], verdict: Verdict) -> str:
+    told = next(name for name in TOLD_BY if given.get(name) is not None)
+    name = unpatched_class(model).__name__
+    if verdict.remedy:
+        way = f"With {' and '.join(verdict.remedy)} they are kept apart (this was tried)."
+    else:
+        way = "Nothing that was tried keeps them apart: pass one sample per row."
+    return (
+        f"{name} got rows of several samples ({told}), and it does not keep them apart: the output "
+        f"of a sample differs by {verdict.change:.1%} with other tokens beside it, or with none. "
+        f"{way} To train on such rows on purpose: patch(model, packing=False)"
+    )
+
+
+# --- which models of a model are checked ---
+
+
+def checked(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost modules that take tokens, by their paths; wrappers of PEFT are none."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
+        if not inside and _takes_tokens(module):
+            found[path] = module
+    return found
+
+
+def _takes_tokens(module: nn.Module) -> bool:
+    kind = unpatched_class(module)
+    if kind.__module__.partition(".")[0] == "peft" or not hasattr(module, "config"):
+        return False
+    names = inspect.signature(cast(Any, kind).forward).parameters
+    embeds = callable(getattr(module, "get_input_embeddings", None))
+    return embeds and ("input_ids" in names or "inputs_embeds" in names)

@@ -1,1 +1,0 @@
-"""What a module computes: numerical identification of norms, MLPs, rotary functions and experts."""

@@ -1,1 +1,0 @@
-"""Classes of patched modules, how they are swapped in, and how they are restored."""

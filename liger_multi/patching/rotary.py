@@ -1,0 +1,501 @@
+"""Rotary functions: known kinds, what a function computes, and modules that call ``rope`` instead.
+
+A function of a modeling file is recognized by running it. The operator has the function's signature
+and stands under its name in copies of the methods that call it. It serves the forms of a call that
+were probed, and leaves the others to the function.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi import ops
+from liger_multi.patching import conflicts
+from liger_multi.patching.calling import Call, Calling, named, renew
+from liger_multi.patching.changes import Change, Replace, Restore
+from liger_multi.patching.evidence import redirect
+from liger_multi.patching.evidence.branches import Outcomes
+from liger_multi.patching.evidence.probe import alike, probe_context, random, unusual
+from liger_multi.patching.evidence.reached import Reached
+from liger_multi.patching.options import Options, Request, run_bound
+from liger_multi.patching.report import Skipped
+from liger_multi.patching.swap import Patched, Swap, swapped
+
+
+@dataclass(frozen=True)
+class RotaryKind:
+    """How one rotary function computes, in terms of the operator ``rope``.
+
+    Attributes:
+        name: In the report.
+        style: Which channels make a pair, as in ``rope``.
+        casting: Dtype inside and out, as in ``rope``.
+        angles: What cos and sin hold: a value for every "channel", for every "pair", or for every
+            pair in their "first half"; "complex" where one complex number a pair stands for both.
+        backwards: Whether it turns the other way.
+        sorted: Whether interleaved pairs come in and half-split ones go out.
+    """
+
+    name: str
+    style: str = "half"
+    casting: str = "llama"
+    angles: str = "channel"
+    backwards: bool = False
+    sorted: bool = False
+
+
+ROTARY_KINDS = (
+    RotaryKind("half"),
+    RotaryKind("half, cast back", casting="cohere"),
+    RotaryKind("half, an angle a pair", angles="pair"),
+    RotaryKind("interleaved", style="interleaved"),
+    RotaryKind("interleaved, cast back", style="interleaved", casting="cohere"),
+    RotaryKind("interleaved, angles in the first half", style="interleaved", angles="first half"),
+    RotaryKind("interleaved, an angle a pair", style="interleaved", angles="pair"),
+    RotaryKind(
+        "interleaved, angles in the first half, cast back",
+        style="interleaved",
+        casting="cohere",
+        angles="first half",
+    ),
+    RotaryKind("pairs to halves", sorted=True),
+    RotaryKind("pairs to halves, angles in the first half", angles="first half", sorted=True),
+    RotaryKind("pairs to halves, cast back", casting="cohere", sorted=True),
+    RotaryKind("half, backwards", backwards=True),
+    RotaryKind("half, cast back, backwards", casting="cohere", backwards=True),
+)
+"""Tried in this order."""
+
+ROTARY_NAME = re.compile(r"apply_.*rotary")
+ROTARY_ARGUMENTS = ("q", "k", "cos", "sin")
+ROTARY_SINGLE = (("x", "cos", "sin"), ("tensor", "sin", "cos"))
+ROTARY_COMPLEX = ("xq", "xk", "freqs_cis")
+"""Arguments of functions that turn one tensor, and of those that multiply by complex numbers."""
+ROTARY_OPTIONS = ("position_ids", "unsqueeze_dim")
+"""What may follow; a call that gives position ids is left to the function."""
+
+
+@dataclass(frozen=True)
+class RotaryForm:
+    """One form of a call, as shapes for a replica; heads differ between q and k.
+
+    Attributes:
+        q: Shape of the queries, like the next two.
+        k: Of the keys.
+        angles: Of cos and sin.
+        unsqueeze_dim: What functions get that have an argument of this name.
+        heads: The axis of the heads; None where it is ``unsqueeze_dim``.
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    angles: tuple[int, ...]
+    unsqueeze_dim: int = 1
+    heads: int | None = None
+
+    @property
+    def axis(self) -> int:
+        """The axis of the heads."""
+        return self.unsqueeze_dim if self.heads is None else self.heads
+
+
+ROTARY_FORMS = (
+    RotaryForm((2, 4, 5, 8), (2, 3, 5, 8), (2, 5, 8)),
+    RotaryForm((2, 4, 5, 8), (2, 3, 5, 8), (1, 5, 8)),
+    RotaryForm((2, 4, 5, 8), (2, 3, 5, 8), (2, 5, 4)),
+    RotaryForm((2, 5, 4, 8), (2, 5, 3, 8), (2, 5, 8), 2),
+    RotaryForm((2, 5, 4, 8), (2, 5, 3, 8), (2, 5, 4), 2),
+    RotaryForm((5, 4, 8), (5, 3, 8), (5, 8)),
+    RotaryForm((5, 4, 8), (5, 3, 8), (5, 4)),
+    # positions that all rows of a batch share
+    RotaryForm((2, 4, 5, 8), (2, 3, 5, 8), (5, 8), 0, heads=1),
+    RotaryForm((2, 5, 4, 8), (2, 5, 3, 8), (5, 8), 1, heads=2),
+)
+
+Key: TypeAlias = "tuple[int, int, int | None, bool]"
+"""Axes of q and of cos, the ``unsqueeze_dim`` in force if there is one, and whether cos is as wide
+as q."""
+POWERS = (-38, -20, -6, -3, 3, 6, 20)
+_DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """What the probe found out about a function.
+
+    Attributes:
+        kind: How it computes.
+        options: The names of its arguments after q, k, cos and sin.
+        unsqueeze_dim: The default of that argument, None where there is none.
+        axes: The axis of the heads by form of a call; other forms are left to the function.
+        arguments: The names of its first arguments.
+    """
+
+    kind: RotaryKind
+    options: tuple[str, ...]
+    unsqueeze_dim: int | None
+    axes: dict[Key, int]
+    arguments: tuple[str, ...] = ROTARY_ARGUMENTS
+
+    @property
+    def single(self) -> bool:
+        """Whether it turns one tensor, so that q and k come in calls of their own."""
+        return self.arguments in ROTARY_SINGLE
+
+    @property
+    def sin_first(self) -> bool:
+        """Whether sin comes before cos."""
+        return self.arguments[-1] == "cos"
+
+
+def apply_complex_rotary(q: Tensor, k: Tensor, freqs: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Rotate by complex numbers, with heads on ``axis``."""
+    return ops.rope_complex(q, k, freqs, unsqueeze_dim=axis)
+
+
+def apply_rotary(
+    kind: RotaryKind, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, axis: int
+) -> tuple[Tensor, Tensor]:
+    """Rotate as ``kind`` does, with heads on ``axis``."""
+    rotary = None
+    if kind.angles == "pair":
+        rotary = 2 * cos.shape[-1]
+    elif kind.angles == "first half":
+        rotary = cos.shape[-1]
+        cos, sin = cos[..., : rotary // 2], sin[..., : rotary // 2]
+    if kind.backwards:
+        sin = -sin
+    if kind.sorted:
+        q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+    return ops.rope(
+        q,
+        k,
+        cos,
+        sin,
+        style=kind.style,
+        unsqueeze_dim=axis,
+        rotary_dim=rotary,
+        casting=kind.casting,
+    )
+
+
+_known: dict[Any, Rotary | str] = {}
+
+
+def recognized(function: Callable[..., Any]) -> Rotary | str:
+    """What a function computes, or the reason why it stays."""
+    if "forward" in getattr(function, "__dict__", {}):  # a layer of the kernels hub
+        return f"a hub kernel serves {_name(function)}"
+    theirs = conflicts.owner(function)
+    if theirs:
+        return f"{theirs} put its {_name(function)} into the modeling file"
+    code = Reached([getattr(function, "forward", function)])
+    if code.refusal:
+        return f"{_name(function)}: {code.refusal}"
+    try:
+        found = _known.get((function, code.places))
+    except TypeError:  # cannot be hashed
+        return _followed(function, code)
+    if found is None:
+        found = _known[function, code.places] = _followed(function, code)
+    return found
+
+
+def _followed(function: Callable[..., Any], code: Reached) -> Rotary | str:
+    """As :func:`_measure`, but for a function with branches that no form of a call took."""
+    taken = Outcomes(code.functions)
+    with taken.watched():
+        found = _measure(function)
+    where = taken.one_sided(given=0) if isinstance(found, Rotary) else None
+    return f"{_name(function)}: {where}" if where else found
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _measure(function: Callable[..., Any]) -> Rotary | str:
+    """Compare a function with every kind, in all forms of a call that it takes."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = list(inspect.signature(called).parameters.values())
+    except (TypeError, ValueError):
+        return f"{_name(function)} does not say what its arguments are"
+    names = tuple(p.name for p in parameters)
+    if names == ROTARY_COMPLEX:
+        return _measure_complex(called)
+    arguments = names[:3] if names[:3] in ROTARY_SINGLE else ROTARY_ARGUMENTS
+    if arguments in ROTARY_SINGLE:
+        turn = called
+
+        def called(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **more: Any) -> Any:
+            angles = (sin, cos) if arguments[-1] == "cos" else (cos, sin)
+            return turn(q, *angles, **more), turn(k, *angles, **more)
+
+        names = (*ROTARY_ARGUMENTS, *names[3:])
+    options = names[len(ROTARY_ARGUMENTS) :]
+    if names[: len(ROTARY_ARGUMENTS)] != ROTARY_ARGUMENTS or not set(options) <= set(
+        ROTARY_OPTIONS
+    ):
+        return f"{_name(function)} takes ({', '.join(names)}), not (q, k, cos, sin)"
+    default = next((p.default for p in parameters if p.name == "unsqueeze_dim"), None)
+    wanted: dict[RotaryForm, list[_Result]] = {}
+    error: Exception | None = None
+    with probe_context():
+        for form in ROTARY_FORMS:
+            extra = {} if default is None else {"unsqueeze_dim": form.unsqueeze_dim}
+            stock = functools.partial(called, **extra)
+            try:
+                wanted[form] = [_run(stock, form, dtypes) for dtypes in _DTYPES]
+            except Exception as raised:  # a form that it does not take
+                error = error or raised
+        if not wanted:
+            return f"{_name(function)} failed on a replica: {type(error).__name__}: {error}"
+        for kind in ROTARY_KINDS:
+            if all(_agrees(kind, form, results) for form, results in wanted.items()):
+                found = _at_extremes(called, kind, next(iter(wanted)), default)
+                if found:
+                    return f"{_name(function)} is more than a rotation: {found}"
+                failed = {(_key(f, default), f.axis) for f in ROTARY_FORMS if f not in wanted}
+                axes = {(_key(f, default), f.axis) for f in wanted} - failed
+                return Rotary(kind, options, default, dict(axes), arguments)
+    return f"{_name(function)} is no rotation of q and k that is known"
+
+
+COMPLEX: Key = (4, 3, None, False)
+
+
+def _measure_complex(function: Callable[..., Any]) -> Rotary | str:
+    """Compare a function that multiplies by complex numbers, for either place of the heads."""
+    error: Exception | None = None
+    with probe_context() as generator:
+        angles = random(generator, 2, 5, 4)
+        freqs = torch.polar(torch.ones_like(angles), angles)
+        for axis, q, k in ((2, (2, 5, 3, 8), (2, 5, 7, 8)), (1, (2, 3, 5, 8), (2, 7, 5, 8))):
+            for dtype in (torch.float32, torch.bfloat16):
+                given = [random(generator, *s, dtype=dtype).requires_grad_() for s in (q, k)]
+                try:
+                    stock = function(*given, freqs)
+                except Exception as raised:  # heads stand elsewhere
+                    error = error or raised
+                    break
+                ours = apply_complex_rotary(given[0], given[1], freqs, axis)
+                upstream = [random(generator, *s, dtype=dtype) for s in (q, k)]
+                wanted = (*stock, *torch.autograd.grad(stock, given, upstream))
+                got = (*ours, *torch.autograd.grad(ours, given, upstream))
+                rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2**-6, 2**-5)
+                if any(
+                    a.dtype != b.dtype
+                    or a.shape != b.shape
+                    or not torch.allclose(a, b, rtol=rtol, atol=atol)
+                    for a, b in zip(wanted, got, strict=True)
+                ):
+                    break
+            else:
+                return Rotary(RotaryKind("complex", angles="complex"), (), None, {COMPLEX: axis})
+    if error is not None:
+        return f"{_name(function)} failed on a replica: {type(error).__name__}: {error}"
+    return f"{_name(function)} is no rotation of q and k that is known"
+
+
+def _key(form: RotaryForm, default: int | None) -> Key:
+    axis = None if default is None else form.unsqueeze_dim
+    return len(form.q), len(form.angles), axis, form.angles[-1] == form.q[-1]
+
+
+_Result: TypeAlias = "tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]"
+"""The rotated q and k, and the gradients by q and k."""
+
+
+def _run(
+    function: Callable[..., Any], form: RotaryForm, dtypes: tuple[torch.dtype, torch.dtype]
+) -> _Result:
+    generator = torch.Generator(device="cpu").manual_seed(7)
+    q, k = (random(generator, *s, dtype=dtypes[0]).requires_grad_() for s in (form.q, form.k))
+    cos, sin = (random(generator, *form.angles).cos().to(dtypes[1]) for _ in range(2))
+    out = function(q, k, cos, sin)
+    upstream = [random(generator, *o.shape, dtype=o.dtype) for o in out]
+    return (out[0], out[1]), torch.autograd.grad(out, (q, k), upstream)
+
+
+def _at_extremes(
+    called: Callable[..., Any], kind: RotaryKind, form: RotaryForm, default: int | None
+) -> str | None:
+    """What a function does with zeros, tiny and huge numbers that the rotation does not."""
+    generator = torch.Generator(device="cpu").manual_seed(8)
+    q, k = (random(generator, *s) for s in (form.q, form.k))
+    cos, sin = (random(generator, *form.angles).cos() for _ in range(2))
+    extra = {} if default is None else {"unsqueeze_dim": form.unsqueeze_dim}
+    several = zip(unusual(q, POWERS, generator), unusual(k, POWERS, generator), strict=True)
+    for queries, keys in several:
+        wanted = called(queries, keys, cos, sin, **extra)
+        got = apply_rotary(kind, queries, keys, cos, sin, form.axis)
+        if not all(alike(a, b) for a, b in zip(wanted, got, strict=True)):
+            return "its output differs for numbers that are equal, zero, tiny, large or not finite"
+    return None
+
+
+def _agrees(kind: RotaryKind, form: RotaryForm, results: list[_Result]) -> bool:
+    """Whether shapes and dtypes are equal and numbers close; bf16 is rounded at other places."""
+    ours = functools.partial(apply_rotary, kind, axis=form.axis)
+    for dtypes, (out, grads) in zip(_DTYPES, results, strict=True):
+        try:
+            our_out, our_grads = _run(ours, form, dtypes)
+        except ValueError:  # the kind does not exist in this form
+            return False
+        rtol, atol = (2**-6, 2**-5) if torch.bfloat16 in dtypes else (1e-5, 1e-5)
+        for a, b in zip((*our_out, *our_grads), (*out, *grads), strict=True):
+            same = a.dtype == b.dtype and a.shape == b.shape
+            if not same or not torch.allclose(a, b, rtol=rtol, atol=atol):
+                return False
+    return True
+
+
+class FusedRotary(Calling):
+    """A module whose calls of rotary functions go to the operator."""
+
+    @staticmethod
+    def found(stock: type) -> list[Call]:
+        """The calls of rotary functions that are served."""
+        return [c for c in rotary_calls(stock) if isinstance(_usable(*c[1:]), Rotary)]
+
+    @staticmethod
+    def served(name: str, called: Any, settings: Any) -> FunctionType:
+        """The function that stands for a rotary function."""
+        return served_function(name, called, cast(Options, settings))
+
+
+def rotary_calls(kind: type) -> list[Call]:
+    """What a class calls that is named like a rotary function: (method, its function, name, what).
+
+    Whether it is one, :func:`recognized` tells.
+    """
+    return [
+        (method, function, name, called)
+        for method, function in redirect.methods(kind).items()
+        for name, called in redirect.calls(
+            function, lambda n, f: bool(ROTARY_NAME.match(n)) and callable(f)
+        ).items()
+    ]
+
+
+def rotary_kinds(kind: type) -> tuple[list[str], list[str]]:
+    """The kinds of the rotary functions that a class calls, and why others stay as they are."""
+    found = [_usable(*call) for _, *call in rotary_calls(kind)]
+    kinds = {f.kind.name for f in found if isinstance(f, Rotary)}
+    return sorted(kinds), sorted({f for f in found if isinstance(f, str)})
+
+
+def _usable(function: FunctionType, name: str, called: Any) -> Rotary | str:
+    return redirect.refusal(function, name) or recognized(called)
+
+
+def served_function(name: str, stock: Callable[..., Any], options: Options) -> FunctionType:
+    """The function that stands for ``stock`` in the methods of patched modules."""
+    found = cast(Rotary, recognized(stock))
+    if found.kind.angles == "complex":
+        return _served_complex(name, stock, found.axes[COMPLEX], options)
+    kind, arguments, default, axes = found.kind, found.options, found.unsqueeze_dim, found.axes
+
+    needed = found.arguments
+
+    def served(*args: Any, **named: Any) -> Any:
+        given = dict(named)
+        try:
+            (q, *ks, cos, sin), rest = (
+                [*args[: len(needed)], *[given.pop(name) for name in needed[len(args) :]]],
+                args[len(needed) :],
+            )
+        except KeyError:
+            return stock(*args, **named)
+        if found.sin_first:
+            cos, sin = sin, cos
+        if not set(given) <= set(arguments):
+            return stock(*args, **named)
+        for at, value in enumerate(rest):
+            given[arguments[at]] = value
+        axis = axes.get(
+            (q.ndim, cos.ndim, given.get("unsqueeze_dim", default), cos.shape[-1] == q.shape[-1])
+        )
+        if axis is None or given.get("position_ids") is not None:
+            return stock(*args, **named)
+        k = ks[0] if ks else q.narrow(axis, 0, 0)  # no heads: one call of the operator for each
+        if not _fits(q, k, cos, sin, axis):
+            return stock(*args, **named)
+        turned = run_bound(options, ("rope",), apply_rotary, kind, q, k, cos, sin, axis)
+        return turned[0] if found.single else turned
+
+    return named(served, name, options)
+
+
+def _served_complex(
+    name: str, stock: Callable[..., Any], axis: int, options: Options
+) -> FunctionType:
+    def served(*args: Any, **named: Any) -> Any:
+        if named or not all(type(x) is Tensor for x in args) or len(args) != 3:
+            return stock(*args, **named)
+        q, k, freqs = args
+        fits = q.ndim == 4 and freqs.ndim == 3 and freqs.is_complex() and not freqs.requires_grad
+        if not fits or 2 * freqs.shape[-1] != q.shape[-1] or freqs.shape[0] not in (1, q.shape[0]):
+            return stock(*args)
+        return run_bound(options, ("rope_complex",), apply_complex_rotary, q, k, freqs, axis)
+
+    return named(served, name, options)
+
+
+def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> bool:
+    """Whether shapes are those of the probe, without what the function would broadcast."""
+    tokens = 3 - heads if q.ndim == 4 else 0
+    return (
+        type(q).__name__ != "DTensor"
+        and not (cos.requires_grad or sin.requires_grad)
+        and cos.shape == sin.shape
+        and k.ndim == q.ndim
+        and (k.shape[0], k.shape[-1]) == (q.shape[0], q.shape[-1])
+        and cos.shape[-2] == q.shape[tokens] == k.shape[tokens]
+        and (cos.ndim == 2 or cos.shape[0] in (1, q.shape[0]))
+    )
+
+
+def find_rotary(model: nn.Module, request: Request) -> Iterator[Change]:
+    """Modules that call a rotary function."""
+    for path, module in model.named_modules():
+        stock = (
+            type(module)._liger_multi_swap.stock if isinstance(module, Patched) else type(module)
+        )
+        if request.get("rope") is None or not rotary_calls(stock):
+            if isinstance(module, FusedRotary):
+                yield Restore(path, module)
+            continue
+        overridden = conflicts.of_module(module)
+        kinds, reasons = ([], [overridden]) if overridden else rotary_kinds(stock)
+        yield from (Skipped(path, "rope", reason) for reason in reasons)
+        if kinds:
+            swap = Swap("rope", stock, FusedRotary, request.get("rope"), *_around(module))
+            by = f"rope[{'; '.join(kinds)}]"
+            yield Replace(path, module, swap, by, request.get("rope").shown())
+            renew(type(module))
+
+
+def _around(module: nn.Module) -> tuple[type[Patched] | None, Hashable]:
+    """What stands around the rotary functions of a module; others decide whether it stays."""
+    held = swapped(module)
+    if held is None:
+        return None, None
+    if held.behavior is FusedRotary:
+        return held.around, held.around_settings
+    return held.behavior, held.settings

@@ -1,0 +1,372 @@
+"""Swap the class of one module instance, and give the original class back.
+
+Nothing is written into the module: what an instance should do stands on its new class, one per
+(original class, behavior, settings). The one exception is a weight that is kept in FP8, which takes
+the place of the original while the module has that behavior. The name of the class and its module
+are kept, so ``save_pretrained``, adapters that match by class or by name, and ``isinstance`` see
+what they saw before; ``deepcopy`` and ``pickle`` rebuild the class.
+
+What a model was before a patch comes back in whatever order patches end. Every block remembers the
+class that each module had when it began. One that ends while a later one is still open hands that
+over: the later block then goes back to where the earlier one began. So no order of ends leaves
+anything behind, be they of one thread or of several.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeAlias, cast
+
+from torch import nn
+
+from liger_multi._torch_private import DYNAMO
+from liger_multi.errors import PatchError
+from liger_multi.patching.evidence.reached import Place, reads_values
+from liger_multi.patching.evidence.signature import Signature, code_of
+
+# --- one module ---
+
+Code: TypeAlias = "tuple[Place, ...]"
+"""Functions, and values that they read: where they stand, their names, what was there."""
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Why an instance has the class that it has.
+
+    Attributes:
+        op: Operator that the new forward calls.
+        stock: The class that the instance had.
+        behavior: The mixin that brings the new forward.
+        settings: What the forward needs to know; hashable and picklable.
+        around: A mixin whose forward calls that of the behavior, if any.
+        around_settings: What that forward needs to know; hashable and picklable.
+    """
+
+    op: str
+    stock: type[nn.Module]
+    behavior: type[Patched]
+    settings: Hashable
+    around: type[Patched] | None = None
+    around_settings: Hashable = None
+
+
+class Patched(nn.Module):
+    """Base of the behaviors; the concrete classes are made by :func:`apply`.
+
+    Somebody may hold a bound ``forward`` of a patched module (accelerate's hooks, a compiled
+    forward) and call it when the module has its original class again, and another thread may give
+    that back while a forward runs. So every behavior's forward reads the class of the instance
+    once, as its first step, and has all that the class says from there: settings, and the original
+    forward (:func:`original`; ``super()`` looks at the instance again). Where that class is not one
+    of the behavior's, the forward is the one of the class.
+    """
+
+    loose: ClassVar[bool] = False
+    """Whether a module may be called unpatched while somebody's class is on top of this one."""
+    reported: ClassVar[bool] = True
+    """Whether the report has a line for a module that gets its class back."""
+    _liger_multi_swap: ClassVar[Swap]
+    _liger_multi_code: ClassVar[Code]
+    _liger_multi_reads: ClassVar[bool]
+    _liger_multi_inner: ClassVar[type[nn.Module]]
+
+    @staticmethod
+    def entered(module: nn.Module, settings: Any) -> None:
+        """What a behavior does beside its forward to a module that gets it, or other settings."""
+
+    @staticmethod
+    def left(module: nn.Module) -> None:
+        """Undo that, in a module that gets another behavior or its original class."""
+
+    @staticmethod
+    def fixed(module: nn.Module) -> str | None:
+        """Why that cannot be undone now, or None."""
+        return None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and deepcopy through the original class; the made class has no importable name."""
+        reduced = super().__reduce_ex__(protocol)
+        kind = reduced[1][0] if isinstance(reduced, tuple) and reduced[1] else None
+        if not isinstance(kind, type) or "_liger_multi_swap" not in vars(kind):
+            return reduced
+        return (_new, (kind._liger_multi_swap,), *reduced[2:])  # type: ignore[attr-defined]
+
+
+COMPILERS = (DYNAMO, "torch.jit")
+
+
+class SwappedType(type):
+    """The type of the classes that :func:`apply` gives: equal to the original, one way only.
+
+    Others look classes up as they are: ``type(module) in mapping`` (``quantize_dynamic``, policies
+    of DeepSpeed) or ``type(module) == nn.Linear``. They find what the original class is there.
+    Two patched classes of one original are not equal to each other. ``is`` tells all apart. So do
+    PyTorch's compilers: Dynamo finds what ``super()`` calls by the place of a class among its
+    bases, where both of them stand, and TorchScript keeps a type by class.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        """Whether the other one is this class or its original."""
+        if cls is other:
+            return True
+        swap = cls.__dict__.get("_liger_multi_swap")
+        if swap is None or swap.stock is not other:
+            return False
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        return not caller.startswith(COMPILERS)
+
+    def __hash__(cls) -> int:
+        """That of the original."""
+        swap = cls.__dict__.get("_liger_multi_swap")
+        return type.__hash__(cls if swap is None else swap.stock)
+
+
+_types: dict[type, type[SwappedType]] = {type: SwappedType}
+"""By the type of the original class, which abstract classes have of their own."""
+
+
+def _type_of(stock: type[nn.Module]) -> type[SwappedType]:
+    known = _types.get(type(stock))
+    if known is None:
+        made: Any = type(stock)
+        if not issubclass(made, SwappedType):
+            made = type(SwappedType.__name__, (SwappedType, made), {})
+        known = _types.setdefault(type(stock), made)
+    return known
+
+
+_classes: dict[Swap, type[nn.Module]] = {}
+
+
+def _class_of(swap: Swap) -> type[nn.Module]:
+    made = _classes.get(swap)
+    if made is None:
+        stock = swap.stock
+        bases = (swap.behavior, stock)
+        if swap.around is not None:
+            bases = (swap.around, _class_of(replace(swap, around=None, around_settings=None)))
+        namespace = {
+            "_liger_multi_swap": swap,
+            "_liger_multi_inner": bases[-1],
+            "__module__": stock.__module__,
+            "__qualname__": stock.__qualname__,
+            "__doc__": stock.__doc__,
+        }
+        fresh: Any = _type_of(stock)(stock.__name__, bases, namespace)
+        fresh._liger_multi_made = fresh  # a subclass inherits it, and is not it
+        _note_code(fresh, swap)
+        made = _classes.setdefault(swap, fresh)
+    return made
+
+
+def made_class(swap: Swap) -> type[nn.Module]:
+    """The class that :func:`apply` gives to an instance."""
+    return _class_of(swap)
+
+
+def _note_code(kind: Any, swap: Swap) -> None:
+    """Note on a class of ours what code it was probed with, and whether that reads values."""
+    signature = getattr(swap.settings, "signature", None)
+    code = code_of(swap.stock, signature if isinstance(signature, Signature) else None)
+    kind._liger_multi_code, kind._liger_multi_reads = code, reads_values(code)
+
+
+def _new(swap: Swap) -> nn.Module:
+    made = _class_of(swap)
+    return made.__new__(made)
+
+
+def swapped(module: nn.Module) -> Swap | None:
+    """The swap of an instance whose class is exactly one of ours, else None."""
+    return swap_of(type(module))
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module has when it is not patched."""
+    found = swapped(module)
+    return found.stock if found else type(module)
+
+
+def unpatched_class(module: nn.Module) -> type[nn.Module]:
+    """The same, also where somebody swapped the class once more on top of ours."""
+    kind = type(module)
+    return kind._liger_multi_swap.stock if issubclass(kind, Patched) else kind
+
+
+def original(kind: type[nn.Module]) -> Any:
+    """The forward that instances of a class of ours, or of one on top of it, were built with."""
+    return kind._liger_multi_swap.stock.forward  # type: ignore[attr-defined]
+
+
+def buried(module: nn.Module) -> bool:
+    """Whether somebody swapped the class once more on top of ours (FSDP2 does)."""
+    return isinstance(module, Patched) and swapped(module) is None
+
+
+def apply(module: nn.Module, swap: Swap) -> str:
+    """Give ``module`` the class of ``swap``; return what happened, in the report's words."""
+    found = swapped(module)
+    _drop_own_forward(module)
+    _note_code(_class_of(swap), swap)  # probed just now
+    if found == swap:
+        swap.behavior.entered(module, swap.settings)  # weights may have been replaced since
+        return "already patched"
+    module.__class__ = _class_of(swap)
+    if found and found.behavior is not swap.behavior:
+        found.behavior.left(module)
+    swap.behavior.entered(module, swap.settings)
+    return "options changed" if found else "patched"
+
+
+def restore(module: nn.Module) -> Swap | None:
+    """Give the original class back; None when the module was not patched."""
+    found = swapped(module)
+    if found:
+        _drop_own_forward(module)
+        module.__class__ = found.stock
+        found.behavior.left(module)
+    return found
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether the forward in a module's attributes is just that of its class, bound.
+
+    transformers 5.0 leaves it there when it has captured outputs, and accelerate when it removes
+    its hooks: they put a wrapper into the attributes, and put back what ``module.forward`` was.
+    Where the patch came or went in between, that is one of our forwards, or the original one.
+    """
+    held = vars(module).get("forward")
+    function = getattr(held, "__func__", None)
+    if getattr(held, "__self__", None) is not module or function is None:
+        return False
+    written_in = str(getattr(function, "__globals__", {}).get("__name__"))
+    ours = written_in.startswith("liger_multi.patching.")
+    return ours or function in (type(module).forward, stock_class(module).forward)
+
+
+def _drop_own_forward(module: nn.Module) -> None:
+    """Let the class decide again; the attribute would outlive a change of class."""
+    if has_own_forward(module):
+        del module.__dict__["forward"]
+
+
+def refuse_buried(modules: Iterable[tuple[str, nn.Module]], action: str) -> None:
+    """Raise, before anything is changed, when a class on top of ours or a module is in the way.
+
+    Raises:
+        PatchError: Names the first module and its class.
+    """
+    modules = list(modules)
+    found = [
+        (path, type(m).__name__)
+        for path, m in modules
+        if buried(m) and not cast("type[Patched]", type(m))._liger_multi_swap.behavior.loose
+    ]
+    if found:
+        path, name = found[0]
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise PatchError(
+            f"cannot {action}: the class of {path or 'the model'!r}{more} was swapped again "
+            "after the patch and is now "
+            f"{name} (FSDP2 does this); {action} before wrapping the model"
+        )
+    for path, module in modules:
+        swap = swapped(module)
+        reason = None if swap is None else swap.behavior.fixed(module)
+        if reason is not None:
+            raise PatchError(f"cannot {action} {path!r}: {reason}; {action} before sharding")
+
+
+def swap_of(kind: type[nn.Module]) -> Swap | None:
+    """The swap of a class that is exactly one of ours, else None.
+
+    By attributes and not by ``vars(kind)``, a mapping that Dynamo refuses to read when anything
+    was written to the class while it was tracing.
+    """
+    ours = getattr(kind, "_liger_multi_made", None) is kind
+    return kind._liger_multi_swap if ours else None  # type: ignore[attr-defined]
+
+
+def stock_of(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that stands behind one of ours, or the class itself."""
+    found = swap_of(kind)
+    return found.stock if found else kind
+
+
+# --- a block ---
+
+lock = threading.RLock()
+"""Held while classes of modules change: patches of several threads follow one another."""
+_open: weakref.WeakSet[Block] = weakref.WeakSet()
+_numbers = itertools.count()
+
+
+class Block:
+    """The classes of a model's modules from here on, until :meth:`end` brings them back.
+
+    A block that nobody holds any more is forgotten, and the model stays as it is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        with lock:
+            self.model, self.number = model, next(_numbers)
+            self.before = {id(m): (m, type(m)) for m in model.modules()}
+            _open.add(self)
+
+    def end(self) -> None:
+        """Bring the classes back that no later block holds; modules that came lose the patch.
+
+        Raises:
+            PatchError: A class that is no longer ours, and was when the block began.
+        """
+        with lock:
+            if self not in _open:
+                return
+            _open.discard(self)
+            now = list(self.model.named_modules())
+            came = {id(m): (m, stock_class(m)) for _, m in now if id(m) not in self.before}
+            mine = {}
+            # those that left the model while it was patched, too
+            for module, kind in (self.before | came).values():
+                later = self._next(module)
+                if later is None:
+                    mine[id(module)] = (module, kind)
+                elif stock_of(later.before[id(module)][1]) is stock_of(kind):
+                    later.before[id(module)] = (module, kind)
+            refuse_buried(
+                [
+                    (path, m)
+                    for path, m in now
+                    if id(m) in mine and (id(m) in came or type(m) is not mine[id(m)][1])
+                ],
+                "unpatch",
+            )
+            for module, kind in mine.values():
+                _give_back(module, kind)
+
+    def forget(self) -> None:
+        """Keep what was done since."""
+        with lock:
+            _open.discard(self)
+
+    def _next(self, module: nn.Module) -> Block | None:
+        """The first of the open blocks that began later and hold the module."""
+        holding = [b for b in _open if b.number > self.number and id(module) in b.before]
+        return min(holding, key=lambda block: block.number, default=None)
+
+
+def _give_back(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Back to a class that the module had, where it still is a form of it."""
+    if type(module) is kind or stock_class(module) is not stock_of(kind):
+        return
+    swap = swap_of(kind)
+    if swap is None:
+        restore(module)
+    else:
+        apply(module, swap)

@@ -1,0 +1,138 @@
+"""Operators that keep what backward reads before they compute the rest, under checkpointing."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from liger_multi import ops
+from liger_multi.dispatch.early_save import EarlySave
+from liger_multi.errors import DoubleBackwardError
+
+
+def mlp(trained=True):
+    torch.manual_seed(0)
+    return [
+        (torch.randn(a, b) * b**-0.5).requires_grad_(trained)
+        for a, b in ((48, 32),) * 2 + ((32, 48),)
+    ]
+
+
+def lora():
+    torch.manual_seed(1)
+    shapes = ((4, 32), (48, 4)) * 2 + ((4, 48), (32, 4))
+    return [(torch.randn(s) * 0.2).requires_grad_() for s in shapes]
+
+
+WEIGHTS, FROZEN, THIN = mlp(), mlp(False), lora()
+CALLS = {
+    "gated_mlp_float8": (lambda x: ops.gated_mlp_float8(x, *WEIGHTS), WEIGHTS),
+    "lora_mlp": (lambda x: ops.lora_mlp(x, *FROZEN, *THIN), THIN),
+}
+every_call = pytest.mark.parametrize("name", CALLS)
+
+
+def inputs(grad=True):
+    torch.manual_seed(2)
+    return torch.randn(2, 5, 32).requires_grad_(grad)
+
+
+def counted(monkeypatch):
+    """How often each half of an operator ran."""
+    seen = {"first": 0, "rest": 0}
+    call = EarlySave.__call__
+
+    def spy(early, *args):
+        if not hasattr(early, "counts"):
+            rest = early._rest
+
+            def again(*given):
+                seen["rest"] += 1
+                return rest(*given)
+
+            monkeypatch.setattr(early, "_rest", again)
+            monkeypatch.setattr(early, "counts", True, raising=False)
+        seen["first"] += 1
+        return call(early, *args)
+
+    monkeypatch.setattr(EarlySave, "__call__", spy)
+    return seen
+
+
+AFTER = {"nothing": lambda y: y, "what adds": lambda y: y + 1, "what reads": torch.sin}
+
+
+@every_call
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("grad", [True, False], ids=["x", "weights alone"])
+def test_gradients_are_those_without_checkpointing(name, after, grad, monkeypatch):
+    """The rest runs again where somebody reads its result, and only there."""
+    call, weights = CALLS[name]
+    run = lambda x: AFTER[after](call(x))  # noqa: E731
+    x = inputs(grad)
+    wanted = [x, *weights] if grad else weights
+    right = run(x)
+    exact = torch.autograd.grad(right.square().sum(), wanted)
+    seen = counted(monkeypatch)
+    y = checkpoint(run, x, use_reentrant=False)
+    assert torch.equal(y, right)
+    found = torch.autograd.grad(y.square().sum(), wanted)
+    assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+    assert seen == {"first": 2, "rest": 2 if after == "what reads" else 1}
+
+
+@every_call
+def test_a_second_backward_and_no_early_stop(name):
+    call, weights = CALLS[name]
+    x = inputs()
+    exact = torch.autograd.grad(call(x).sum(), weights)
+    y = checkpoint(call, x, use_reentrant=False)
+    for _ in range(2):
+        found = torch.autograd.grad(y.sum(), weights, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+    with set_checkpoint_early_stop(False):
+        y = checkpoint(call, x, use_reentrant=False)
+    found = torch.autograd.grad(y.sum(), weights)
+    assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+
+
+@every_call
+def test_double_backward_raises(name):
+    call, _ = CALLS[name]
+    x = inputs()
+    y = checkpoint(call, x, use_reentrant=False)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(DoubleBackwardError):
+        dx.sum().backward()
+
+
+@every_call
+def test_nobody_asks_for_gradients(name):
+    call, _ = CALLS[name]
+    x = inputs(False)
+    with torch.no_grad():
+        right = call(x)
+        assert torch.equal(checkpoint(call, x, use_reentrant=False), right)
+
+
+@every_call
+def test_threads_do_not_share_what_is_handed_over(name):
+    call, weights = CALLS[name]
+    xs = [torch.randn(3 + i, 32) for i in range(4)]
+    exact = [torch.autograd.grad(call(x).sum(), weights) for x in xs]
+    wrong = []
+
+    def run(x, right):
+        for _ in range(5):
+            y = checkpoint(call, x, use_reentrant=False)
+            found = torch.autograd.grad(y.sum(), weights)
+            if not all(torch.equal(a, b) for a, b in zip(found, right, strict=True)):
+                wrong.append(x.shape)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in zip(xs, exact, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

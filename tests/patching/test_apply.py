@@ -1,0 +1,428 @@
+"""patch, unpatch, patched, the report: what is recognized, refused, and that all comes back."""
+
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+import contextlib
+import copy
+import functools
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.models.llama.modeling_llama import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaMLP,
+    LlamaRMSNorm,
+)
+
+import liger_multi
+from liger_multi.errors import ConfigurationError, PatchError
+from liger_multi.patching import (
+    PatchReport,
+    patch,
+    patched,
+    unpatch,
+)
+from tests.models import ARCHITECTURES, KINDS, assert_same_training, batch, build
+
+
+def state(model):
+    """Everything of every module that a patch might touch."""
+    return [(type(m), {k: id(v) for k, v in vars(m).items()}) for m in model.modules()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unpatch_brings_the_very_same_back(kind):
+    model = build(kind)
+    before = state(model)
+    keys = list(model.state_dict())
+    patch(model)
+    assert list(model.state_dict()) == keys
+    assert [attributes for _, attributes in state(model)] == [
+        attributes for _, attributes in before
+    ]
+    assert [type(m).__name__ for m in model.modules()] == [kind.__name__ for kind, _ in before]
+    assert isinstance(model.lm_head, nn.Linear)
+    report = unpatch(model)
+    assert {e.status for e in report.entries} == {"restored"}
+    assert state(model) == before
+    assert unpatch(model).entries == []
+
+
+def test_public_names_of_the_package():
+    assert liger_multi.patch is patch
+    assert liger_multi.unpatch is unpatch
+    assert liger_multi.patched is patched
+
+
+def test_patching_twice_is_harmless():
+    model = build()
+    first, classes = patch(model), [type(m) for m in model.modules()]
+    second = patch(model)
+    assert {e.status for e in first.entries} == {"patched"}
+    assert {e.status for e in second.entries} == {"already patched"}
+    assert [type(m) for m in model.modules()] == classes
+
+
+def test_changed_options_take_effect():
+    model = build()
+    patch(model)
+    report = patch(
+        model, rms_norm=False, swiglu="reference", fused_linear_cross_entropy={"chunk": 3}
+    )
+    status = {(e.op, e.status) for e in report.entries}
+    assert status == {
+        ("rms_norm", "restored"),
+        ("swiglu", "options changed"),
+        ("rope", "already patched"),
+        ("packing", "already patched"),
+        ("fused_linear_cross_entropy", "options changed"),
+    }
+    assert type(model.model.norm) is LlamaRMSNorm
+    assert type(model.model.layers[0].mlp)._liger_multi_swap.settings.options.backend == "reference"
+    patch(model, fused_linear_cross_entropy=False)
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_patched_blocks_nest_and_survive_exceptions():
+    model = build()
+    before = state(model)
+    with patched(model) as report:
+        assert isinstance(report, PatchReport)
+        outer = state(model)
+        with (
+            contextlib.suppress(ZeroDivisionError),
+            patched(model, rms_norm=False, fused_linear_cross_entropy={"chunk": 2}),
+        ):
+            assert type(model.model.norm) is LlamaRMSNorm
+            raise ZeroDivisionError
+        assert state(model) == outer
+    assert state(model) == before
+
+
+def test_strict_raises_and_leaves_the_model_as_it_was():
+    model = build()
+    model.model.norm.forward = functools.partial(LlamaRMSNorm.forward, model.model.norm)
+    before = state(model)
+    with pytest.raises(PatchError, match="somebody else replaced its forward"):
+        patch(model, strict=True)
+    assert state(model) == before
+    report = patch(model)
+    assert [(s.path, s.op) for s in report.skipped] == [("model.norm", "rms_norm")]
+    assert report.count("rms_norm") == 4
+
+
+@pytest.mark.parametrize(
+    ("ops", "message"),
+    [
+        ({"rmsnorm": True}, "unknown patch key 'rmsnorm'; did you mean 'rms_norm'"),
+        ({"fused_linear_cross_entropy": {"chunks": 3}}, "did you mean 'chunk'"),
+        ({"rms_norm": {"eps": 3}}, "unknown option of rms_norm 'eps'"),
+        (
+            {"swiglu": 3},
+            "swiglu must be True, False, a backend's name or a mapping of options, got 3",
+        ),
+        ({"fused_linear_cross_entropy": {"chunk": 0}}, "chunk must be .* got 0"),
+        (
+            {"fused_linear_cross_entropy": {"z_loss": -1.0}},
+            "z_loss must be a number >= 0, got -1.0",
+        ),
+        ({"fused_linear_cross_entropy": {"accumulate": torch.int32}}, "accumulate must be"),
+        ({"cross_entropy": {"validate": "yes"}}, "validate must be True or False"),
+        ({"geglu": {"whole": 1}}, "geglu: whole must be True or False, got 1"),
+        ({"swiglu_clamped": {"whole": True}}, "unknown option of swiglu_clamped 'whole'"),
+    ],
+)
+def test_bad_options(ops, message):
+    model = build()
+    before = state(model)
+    with pytest.raises(PatchError, match=message):
+        patch(model, **ops)
+    assert state(model) == before
+
+
+def test_bad_backend_and_model():
+    with pytest.raises(ConfigurationError, match="referenc"):
+        patch(build(), rms_norm="referenc")
+    with pytest.raises(PatchError, match="unknown model type 'lama'; did you mean 'llama'"):
+        patch("lama")
+    with pytest.raises(PatchError, match="model type 'llama' is not patched"):
+        unpatch("llama")
+    for call in (patch, unpatch):
+        with pytest.raises(TypeError, match="expected a model"):
+            call(3)
+    with pytest.raises(TypeError, match="expected a model"), patched(None):
+        pass
+
+
+def test_model_type_patches_what_is_built_later(tmp_path):
+    post_init = transformers.PreTrainedModel.post_init
+    build("llama").save_pretrained(tmp_path)
+    report = patch("llama", rms_norm=False)
+    try:
+        assert "llama" in str(report)
+        ours = build("llama")
+        assert type(ours.lm_head) is not nn.Linear
+        assert type(ours.model.norm) is LlamaRMSNorm
+        assert type(build("qwen2").lm_head) is nn.Linear
+        patch("llama", swiglu=False)
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+        assert type(loaded.lm_head) is not nn.Linear
+        assert type(loaded.model.norm) is not LlamaRMSNorm
+        assert type(loaded.model.layers[0].mlp) is LlamaMLP
+    finally:
+        unpatch("llama")
+    assert transformers.PreTrainedModel.post_init is post_init
+    stock = build("llama")
+    assert type(stock.lm_head) is nn.Linear
+    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    unpatch(ours)
+    assert type(ours.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_model_type_is_patched_as_its_instances_are(kind):
+    known = ARCHITECTURES[kind]
+    stock = build(kind)
+    report = patch(kind, strict=True)
+    assert {e.op for e in report.entries} == {
+        *("rms_norm", "layer_norm", "gated_rms_norm", "poly_norm", "dyt", "relu_squared"),
+        *("swiglu", "geglu", "swiglu_clamped", "fused_moe", "rope", "lora"),
+        *(
+            "causal_conv1d",
+            "gated_delta_rule",
+            "gated_short_conv",
+            "kimi_delta_attention",
+            "selective_scan",
+            "ssd_scan",
+            "sparse_attention",
+        ),
+        "fused_linear_cross_entropy",
+        "packing",
+        "rms_norm_rope",
+    }
+    try:
+        ours = build(kind)
+    finally:
+        unpatch(kind)
+    assert ours.config.model_type == kind
+    again = patch(ours, strict=True)
+    assert {op: again.count(op) for op in known.every} == known.every
+    assert {e.status for e in again.entries} == {"already patched"}
+    assert [type(m) for m in build(kind).modules()] == [type(m) for m in stock.modules()]
+    unpatch(ours)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+
+
+def test_strict_model_types_raise_in_the_constructor(monkeypatch):
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    with patched("llama", strict=True), pytest.raises(PatchError, match="LlamaMLP"):
+        build("llama")
+    with patched("llama"), pytest.warns(UserWarning, match="LlamaMLP computes neither"):
+        assert type(build("llama").lm_head) is not nn.Linear
+    with patched("llama", swiglu=False, geglu=False, strict=True):
+        transformers.LlamaModel(build("llama").config)  # a model that has no head, by design
+
+
+def test_strict_asks_for_what_was_named():
+    """A default finds what there is; a name that finds nothing is a mistake."""
+    report = patch(build("mixtral"), strict=True)
+    assert {s.op for s in report.skipped} == {"swiglu", "geglu"}
+    assert "are not patched" not in str(report)
+    report = patch(build("mixtral"), strict=True, fused_moe=False)
+    assert "no module of this kind (its experts, MixtralExperts, are not patched)" in str(report)
+    assert not patch(build("llama"), strict=True).skipped
+    for kind, op in (("mixtral", "swiglu"), ("llama", "geglu"), ("gemma", "swiglu")):
+        with pytest.raises(PatchError, match=f"{op}.*no module of this kind"):
+            patch(build(kind), strict=True, **{op: True})
+
+
+def test_a_forward_of_its_own_class_is_nobodys_replacement():
+    """What transformers 5.0 leaves behind when it has captured outputs; it kept a patch alive."""
+    stock, ours = build(), build()
+    for model in (stock, ours):
+        for module in model.modules():
+            module.forward = module.forward
+    report = patch(ours, strict=True)
+    assert report.count("rope") == 2
+    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    for module in ours.modules():
+        module.forward = module.forward
+    unpatch(ours)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+    for module in ours.modules():
+        held = vars(module).get("forward")
+        assert held is None or held.__func__ is type(module).forward
+
+
+def test_model_type_as_a_block():
+    post_init = transformers.PreTrainedModel.post_init
+    with patched("qwen3"):
+        with patched("qwen3", fused_linear_cross_entropy=False), patched("llama"):
+            assert type(build("qwen3").lm_head) is nn.Linear
+            assert type(build("llama").lm_head) is not nn.Linear
+        assert type(build("qwen3").lm_head) is not nn.Linear
+        assert type(build("llama").lm_head) is nn.Linear
+    assert transformers.PreTrainedModel.post_init is post_init
+
+
+def test_models_built_on_meta_are_recognized():
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=99,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+            )
+        )
+    patch(model, strict=True)
+    model.to_empty(device="cpu")
+    assert type(model.lm_head) is not nn.Linear
+
+
+def test_models_of_fake_tensors_are_recognized():
+    """Probes compared fake numbers, which raised, and remembered that as a refusal."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from liger_multi.patching import rotary
+    from liger_multi.patching.mlp import find as find_mlps
+    from liger_multi.patching.norms import find as find_norms
+
+    for memory in (find_norms._known, find_mlps._known, rotary._known):
+        memory.clear()
+    with FakeTensorMode():
+        patch(build("gemma"), strict=True)
+    patch(build("gemma"), strict=True)
+
+
+def test_probes_leave_the_random_state_and_the_module_alone():
+    from liger_multi.patching import rotary
+    from liger_multi.patching.mlp import find as find_mlps
+    from liger_multi.patching.norms import find as find_norms
+
+    for memory in (find_norms._known, find_mlps._known, rotary._known):
+        memory.clear()
+    model = build("qwen3")
+    calls = []
+    for module in model.modules():
+        module.register_forward_hook(lambda *args: calls.append(args))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        patch(model, strict=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert calls == []
+
+
+def test_unpatch_refuses_where_the_class_is_no_longer_ours():
+    model = build()
+    patch(model)
+    before = state(model)
+    norm = model.model.norm
+    ours = type(norm)
+    norm.__class__ = type("FSDPLlamaRMSNorm", (ours,), {})
+    for action in (unpatch, lambda m: patched(m).__enter__()):
+        if action is unpatch:
+            with pytest.raises(PatchError, match=r"'model\.norm'.*FSDPLlamaRMSNorm"):
+                action(model)
+        else:
+            assert patch(model).count("rms_norm") == 5  # an equal patch below the wrapper counts
+    assert "on top of an earlier patch" in patch(model, rms_norm="reference").skipped[0].reason
+    patch(model)
+    norm.__class__ = ours
+    assert state(model) == before
+    unpatch(model)
+    with pytest.raises(PatchError, match="swapped again"), patched(model):
+        norm.__class__ = type("FSDPLlamaRMSNorm", (type(norm),), {})
+
+
+def test_import_pulls_neither_transformers_nor_rich():
+    code = (
+        "import sys, liger_multi\n"
+        "before = set(sys.modules)\n"
+        "import liger_multi.patching\n"
+        "from torch import nn\n"
+        "str(liger_multi.patch(nn.Sequential(nn.Linear(2, 2))))\n"
+        "heavy = {'transformers', 'rich', 'peft', 'accelerate'} & set(sys.modules)\n"
+        "heavy |= {'triton', 'torch._dynamo'} & (set(sys.modules) - before)\n"
+        "sys.exit(', '.join(heavy) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+HEADLESS = {"fused_linear_cross_entropy": False}
+
+
+def test_transformers_of_diffusers():
+    diffusers = pytest.importorskip("diffusers")
+    sizes = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32}
+    torch.manual_seed(0)
+    stock = diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, axes_dims_rope=[4, 4, 8],
+        pooled_projection_dim=32, **sizes
+    )  # fmt: skip
+    ours = copy.deepcopy(stock)
+    report = patch(ours, **HEADLESS)
+    assert report.count("layer_norm") == report.count("rms_norm") == 6
+    inputs = {
+        "hidden_states": torch.randn(1, 4, 4),
+        "encoder_hidden_states": torch.randn(1, 3, 32),
+        "pooled_projections": torch.randn(1, 32),
+        "timestep": torch.tensor([1.0]),
+        "img_ids": torch.zeros(4, 3),
+        "txt_ids": torch.zeros(3, 3),
+    }
+    assert_same_training(stock, ours, lambda m: m(**inputs).sample.pow(2).sum())
+
+
+def test_encoders_of_sentence_transformers():
+    library = pytest.importorskip("sentence_transformers")
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+        vocab_size=99, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.auto_model = transformers.BertModel(config)
+
+        def forward(self, features):
+            out = self.auto_model(input_ids=features["input_ids"]).last_hidden_state
+            return {**features, "sentence_embedding": out.mean(1)}
+
+    torch.manual_seed(0)
+    stock = library.SentenceTransformer(modules=[Encoder()], device="cpu")
+    ours = copy.deepcopy(stock)
+    assert patch(ours, **HEADLESS).count("layer_norm") == 5
+
+    def loss(model):
+        made = model({"input_ids": torch.arange(12).view(2, 6)})["sentence_embedding"]
+        return made.pow(3).sum()
+
+    assert_same_training(stock, ours, loss)
+
+
+@pytest.mark.parametrize("kind", ["stock", "gated"])
+def test_transformers_of_timm(kind):
+    timm = pytest.importorskip("timm", exc_type=ImportError)
+    more = {"mlp_layer": timm.layers.SwiGLU, "norm_layer": timm.layers.RmsNorm}
+    torch.manual_seed(0)
+    stock = timm.models.VisionTransformer(
+        img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5,
+        **(more if kind == "gated" else {}),
+    )  # fmt: skip
+    ours = copy.deepcopy(stock)
+    report = patch(ours, **HEADLESS)
+    assert report.count("layer_norm") + report.count("rms_norm") == 5
+    assert report.count("geglu") == (2 if kind == "gated" else 0)  # it says SwiGLU, and takes GELU
+    pixels = torch.randn(2, 3, 16, 16)
+    assert_same_training(stock, ours, lambda m: m(pixels).pow(2).sum())

@@ -1,0 +1,79 @@
+"""Training under ``deterministic=True``: a repeated run has equal losses and parameters."""
+
+import os
+
+import pytest
+import torch
+
+import liger_multi
+from liger_multi.dispatch.torch_ops import Primitive
+from liger_multi.testing.training import STEPS, batches, digest, train, train_twice
+from tests import models
+
+KINDS = ("llama", "qwen3_moe")
+
+
+def maker(kind, checkpointing):
+    """Builds a patched model, the same every time."""
+
+    def make():
+        model = models.build(kind)
+        liger_multi.patch(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_repeated_run_has_equal_bits(kind, checkpointing):
+    first, second = train_twice(
+        maker(kind, checkpointing), lambda: batches(models.VOCABULARY, "cpu")
+    )
+    assert first == second
+    assert first.last < first.first, f"nothing was learnt in {STEPS} steps"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_operator_that_does_not_repeat_is_found(kind, monkeypatch):
+    """The last bit of some elements of a norm, at random in every call."""
+    maker(kind, False)()  # recognizes the norms, which probes of such a norm would not
+    original, generator = Primitive.call, torch.Generator()
+
+    def drifting(prim, *args):
+        made = original(prim, *args)
+        if (prim.op.name, prim.direction) != ("rms_norm", "forward"):
+            return made
+        y, rstd = made
+        generator.manual_seed(int.from_bytes(os.urandom(6), "little"))
+        flips = torch.rand(y.shape, generator=generator) < 0.1
+        return torch.where(flips, y * (1 + torch.finfo(y.dtype).eps), y), rstd
+
+    monkeypatch.setattr(Primitive, "call", drifting)
+    first, second = train_twice(
+        maker(kind, False), lambda: batches(models.VOCABULARY, "cpu", steps=3)
+    )
+    assert first.parameters != second.parameters
+
+
+def test_a_digest_sees_one_bit_and_the_order():
+    x, y = torch.ones(3), torch.tensor([1.0, 1.0, 1.0 + torch.finfo(torch.float32).eps])
+    assert digest([x, y]) == digest([x.clone(), y.clone()])
+    assert digest([x, y]) != digest([y, x])
+    assert digest([x]) != digest([y])
+    assert digest([torch.zeros(1)]) != digest([-torch.zeros(1)])
+
+
+def test_batches_are_the_same_in_every_run():
+    first, second = (list(batches(50, "cpu", steps=4)) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_weights_change_the_digest():
+    plain = models.build("llama")
+    other = models.build("llama", seed=1)
+    found = [train(model, batches(models.VOCABULARY, "cpu", steps=2)) for model in (plain, other)]
+    assert found[0].parameters != found[1].parameters

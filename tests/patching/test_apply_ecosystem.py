@@ -1,0 +1,617 @@
+"""Patched models with what stands around them: compilers, adapters, trainers, parallelism.
+
+Programs are made of them by ``torch.export``, ``torch.jit.trace`` and ``torch.fx``.
+"""
+
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+
+import copy
+import io
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import liger_multi
+from liger_multi import ops
+from tests.comparing import assert_same_gradients, gradients
+from tests.models import VOCABULARY, pair
+
+transformers = pytest.importorskip("transformers")
+
+from liger_multi.patching import patch, real_logits, unpatch
+from liger_multi.patching.head.protocol import LazyLogits
+from tests.models import (
+    FusedCalls,
+    Graphs,
+    assert_same_training,
+    batch,
+    build,
+    graph_batch,
+    trainer,
+)
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    return FusedCalls(monkeypatch)
+
+
+@pytest.mark.slow
+def test_the_stock_graph_holds_all_logits():
+    """What the matrix counts in graphs of patched models is there to be counted."""
+    graphs = Graphs()
+    stock = build("llama", num_hidden_layers=1)
+    torch.compile(stock, fullgraph=True, backend=graphs)(**graph_batch(rows=4)).loss.backward()
+    assert (graphs.count, graphs.rows) == (1, 44)
+
+
+def bert():
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
+        vocab_size=VOCABULARY, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    stock = transformers.BertForMaskedLM(config)
+    return stock, copy.deepcopy(stock)
+
+
+def test_a_loss_object_in_the_graph():
+    """Dynamo makes a call of its own of ``nn.CrossEntropyLoss()``, which takes tensors only."""
+    graphs, (stock, ours) = Graphs(), bert()
+    patch(ours)
+    compiled = torch.compile(ours, fullgraph=True, backend=graphs)
+    inputs = graph_batch()
+    assert_same_training(stock, ours, lambda m: (compiled if m is ours else m)(**inputs).loss)
+    assert graphs.count == 1
+    assert any("layer_norm" in name for name in graphs.targets)
+
+
+def test_a_loss_object_of_the_caller_in_the_graph():
+    stock, ours = pair("llama", num_hidden_layers=1)
+    patch(ours)
+    inputs = graph_batch(labels=False)
+
+    def step(model):
+        logits = model(**inputs).logits.view(-1, VOCABULARY)
+        return nn.CrossEntropyLoss()(logits, inputs["input_ids"].flatten())
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_same_training(stock, ours, lambda m: (compiled if m is ours else step)(m))
+
+
+def test_a_loss_object_keeps_what_the_patch_adds():
+    """A z-loss belongs to our loss, which the compiler's own call would silently replace."""
+    ours = bert()[1]
+    patch(ours, fused_linear_cross_entropy={"z_loss": 0.1})
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(ours, fullgraph=True, backend="eager")(**graph_batch())
+
+
+def test_compiled_model_returns_usable_logits():
+    stock, ours = pair("llama", num_hidden_layers=1)
+    patch(ours)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    inputs = graph_batch()
+    wanted, got = stock(**inputs).logits, compiled(**inputs).logits
+    assert (got.shape, got.dtype, got.ndim) == (wanted.shape, wanted.dtype, wanted.ndim)
+    torch.testing.assert_close(real_logits(got), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.softmax(got, -1), wanted.softmax(-1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got[:, 1:].sum(), wanted[:, 1:].sum(), rtol=1e-4, atol=1e-5)
+    assert torch.equal(got.argmax(-1), wanted.argmax(-1))
+    assert torch.equal((got + 1) > 1, (wanted + 1) > 1)
+
+
+@pytest.mark.parametrize("fused_optimizer", [False, True])
+def test_compiled_logits_are_stale_after_a_step_and_only_then(fused_optimizer):
+    ours = pair("llama", num_hidden_layers=1)[1]
+    patch(ours)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    optimizer = torch.optim.Adam(ours.parameters(), fused=fused_optimizer)
+    for _ in range(2):
+        out, unread = compiled(**graph_batch()), compiled(**graph_batch())
+        out.loss.backward()
+        assert (out.logits + 0).isfinite().all()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified in place"):
+            unread.logits[:, 1:] + 0
+
+
+def test_compiled_logits_pickle_without_a_gradient():
+    ours = pair("llama", num_hidden_layers=1)[1]
+    patch(ours)
+    out = torch.compile(ours, fullgraph=True, backend="eager")(**graph_batch())
+    with pytest.raises(RuntimeError, match="real_logits"):
+        torch.autograd.grad(out.loss, out.logits, allow_unused=True)
+    assert torch.equal(pickle.loads(pickle.dumps(out.logits)), real_logits(out.logits))
+
+
+@pytest.mark.slow
+def test_compile_with_a_custom_loss_inside_the_graph():
+    stock, ours = pair("llama", num_hidden_layers=1)
+    patch(ours)
+    inputs = graph_batch(labels=False)
+    ids = inputs["input_ids"]
+
+    def step(model):
+        logits = model(**inputs).logits
+        logits = torch.tanh(logits / 5.0) * 5.0
+        plain = logits[:, :-1].float().reshape(-1, VOCABULARY)
+        return (
+            F.cross_entropy(plain, ids[:, 1:].reshape(-1))
+            + 0.01 * logits.logsumexp(-1).pow(2).mean()
+        )
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_same_training(stock, ours, lambda m: (compiled if m is ours else step)(m))
+
+
+def test_compile_without_gradients():
+    stock, ours = pair("llama", num_hidden_layers=1)
+    patch(ours)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        wanted, got = stock(**graph_batch()), compiled(**graph_batch())
+    torch.testing.assert_close(got.loss, wanted.loss)
+    torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_loss_on_eager_logits():
+    stock, ours = pair("llama", num_hidden_layers=1)
+    patch(ours)
+    ids = batch()["input_ids"]
+    loss = torch.compile(
+        lambda logits: logits.float().softmax(-1).pow(2).sum(), backend="aot_eager"
+    )
+    assert_same_training(stock, ours, lambda m: loss(m(input_ids=ids).logits))
+
+
+@pytest.mark.slow
+def test_compile_real_logits_with_our_cross_entropy():
+    stock, ours = pair("llama", num_hidden_layers=1)
+    patch(ours, fused_linear_cross_entropy=False, cross_entropy=True)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    assert_same_training(
+        stock, ours, lambda m: (compiled if m is ours else m)(**graph_batch()).loss
+    )
+
+
+@pytest.mark.slow
+def test_a_bound_backend_breaks_the_graph_and_is_right():
+    stock, ours = pair("llama", num_hidden_layers=1)
+    patch(ours, rms_norm="reference")
+    compiled = torch.compile(ours, backend="aot_eager")
+    assert_same_training(
+        stock, ours, lambda m: (compiled if m is ours else m)(**graph_batch()).loss
+    )
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"use liger_multi\.configure|_run_scoped"):
+        torch.compile(ours, fullgraph=True, backend="aot_eager")(**graph_batch())
+
+
+def test_accelerate_convert_outputs_to_fp32(fused):
+    operations = pytest.importorskip("accelerate.utils.operations")
+    stock, ours = pair("llama", dtype=torch.bfloat16)
+    patch(ours)
+    for model in (stock, ours):
+        model.forward = operations.convert_outputs_to_fp32(model.forward)
+    outs = [m(**batch()) for m in (stock, ours)]
+    assert outs[1].logits.dtype == torch.float32
+    torch.testing.assert_close(real_logits(outs[1].logits), outs[0].logits, rtol=0, atol=0)
+    torch.testing.assert_close(outs[1].loss, outs[0].loss, rtol=1e-3, atol=0)
+    assert fused.count == 1
+
+
+def lora(model, **config):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **config)
+    )
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return wrapped
+
+
+@pytest.mark.parametrize("order", ["patch first", "adapter first", "inside"])
+def test_lora_on_the_layers(order, fused):
+    stock, ours = pair("llama")
+    config = {"target_modules": ["q_proj", "v_proj", "gate_proj", "down_proj"]}
+    if order == "patch first":
+        patch(ours)
+    wrapped = lora(ours, **config)
+    if order == "adapter first":
+        assert patch(wrapped, strict=True).count("swiglu") == 2
+    if order == "inside":
+        patch(wrapped.base_model.model, strict=True)
+    stock = lora(stock, **config)
+    assert_same_training(stock, wrapped, lambda m: m(**batch()).loss)
+    assert fused.count == 1
+    unpatch(wrapped)
+    assert type(wrapped.base_model.model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_lora_on_the_head_is_trained(patch_first, fused):
+    stock, ours = pair("llama", tied=False)
+    config = {"target_modules": ["q_proj", "lm_head"]}
+    if patch_first:
+        patch(ours)
+    ours, stock = lora(ours, **config), lora(stock, **config)
+    if not patch_first:
+        assert patch(ours, strict=True).count("fused_linear_cross_entropy") == 1
+    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    adapter = ours.base_model.model.lm_head.lora_A["default"].weight
+    assert adapter.grad.abs().max() > 0
+    assert fused.count == 0
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_the_head_among_modules_to_save(patch_first, fused):
+    stock, ours = pair("llama", tied=False)
+    config = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    if patch_first:
+        patch(ours)
+    ours, stock = lora(ours, **config), lora(stock, **config)
+    if not patch_first:
+        patch(ours, strict=True)
+    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert fused.count == 1
+    saved = [p for n, p in ours.named_parameters() if "modules_to_save" in n]
+    assert saved
+    assert all(p.grad is not None for p in saved)
+
+
+def losses(made):
+    made.train()
+    return np.array([entry["loss"] for entry in made.state.log_history if "loss" in entry])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"bf16": True}, {"gradient_checkpointing": True}],
+    ids=["fp32", "bf16", "checkpointing"],
+)
+def test_trainer(arguments, tmp_path, fused):
+    stock, ours = pair("llama")
+    patch(ours)
+    wanted, got = (losses(trainer(m, tmp_path, **arguments)) for m in (stock, ours))
+    assert np.allclose(got, wanted, rtol=2e-2 if "bf16" in arguments else 1e-4)
+    assert wanted[0] != wanted[-1]
+    assert fused.count == 3
+
+
+def test_trainer_accumulation_of_uneven_lengths(tmp_path):
+    weights = []
+    for size, accumulate in ((4, 1), (1, 4), (2, 2)):
+        model = build("llama")
+        patch(model)
+        trainer(
+            model,
+            tmp_path,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulate,
+            max_steps=2,
+            optim="sgd",
+            learning_rate=0.5,
+        ).train()
+        weights.append(model.lm_head.weight.detach())
+    for other in weights[1:]:
+        torch.testing.assert_close(other, weights[0], rtol=1e-4, atol=1e-5)
+
+
+def test_trainer_metrics_get_real_logits(tmp_path):
+    seen = []
+
+    def metrics(prediction):
+        seen.append(prediction.predictions)
+        return {
+            "accuracy": float(
+                (prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]).mean()
+            )
+        }
+
+    results = []
+    for model in pair("llama"):
+        if seen:
+            patch(model)
+        results.append(trainer(model, tmp_path, compute_metrics=metrics).evaluate())
+    assert isinstance(seen[1], np.ndarray)
+    assert seen[1].shape == (4, 14, VOCABULARY)
+    np.testing.assert_allclose(seen[1], seen[0], rtol=1e-4, atol=1e-5)
+    assert results[1]["eval_accuracy"] == results[0]["eval_accuracy"]
+    assert results[1]["eval_loss"] == pytest.approx(results[0]["eval_loss"], rel=1e-5)
+
+
+def test_trainer_patched_again_on_every_train(tmp_path):
+    class PatchOnStart(transformers.TrainerCallback):
+        reports = []
+
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            self.reports.append(patch(model))
+
+    made = trainer(build("llama"), tmp_path, callbacks=[PatchOnStart()], max_steps=1)
+    made.train()
+    made.train()
+    assert {e.status for e in PatchOnStart.reports[1].entries} == {"already patched"}
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_distributed_data_parallel(one_process, unused, fused):
+    stock, ours = pair("llama")
+    patch(ours)
+    wrapped = nn.parallel.DistributedDataParallel(ours, find_unused_parameters=unused)
+    inputs = batch()
+    assert_same_training(stock, ours, lambda m: (wrapped if m is ours else m)(**inputs).loss)
+    assert fused.count == 1
+    ids = inputs["input_ids"]
+    assert_same_training(
+        stock,
+        ours,
+        lambda m: (wrapped if m is ours else m)(input_ids=ids).logits.softmax(-1).pow(2).sum(),
+        rtol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("plan", ["root", "layers", "head"])
+def test_fsdp2(one_process, plan, fused):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from liger_multi.errors import PatchError
+
+    stock, ours = pair("llama", tied=False)
+    patch(ours)
+    mesh = init_device_mesh("cpu", (1,))
+    if plan != "root":
+        for layer in ours.model.layers:
+            fully_shard(layer, mesh=mesh)
+    if plan == "head":
+        fully_shard(ours.lm_head, mesh=mesh)
+    fully_shard(ours, mesh=mesh)
+    losses = [m(**batch()).loss for m in (stock, ours)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    assert_same_gradients(gradients(ours), gradients(stock))
+    assert fused.count == 1
+    if plan == "head":
+        with pytest.raises(PatchError, match="FSDP"):
+            unpatch(ours)
+
+
+def test_a_head_replaced_by_a_resize_is_fused_again(fused):
+    stock, ours = pair("llama", tied=False)
+    patch(ours)
+    for model in (stock, ours):
+        torch.manual_seed(0)
+        model.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
+    assert_same_training(stock, ours, lambda m: m(**batch()).loss)
+    assert fused.count == 1
+    assert {e.status for e in patch(ours).entries} == {"already patched"}
+
+
+def test_a_frozen_reference_model_of_patched_copies():
+    policy = build("llama")
+    patch(policy)
+    reference = copy.deepcopy(policy).eval()
+    ids = batch()["input_ids"]
+    with torch.no_grad():
+        wanted = reference(input_ids=ids).logits
+    assert isinstance(wanted, LazyLogits)
+    out = policy(input_ids=ids)
+    divergence = F.kl_div(
+        F.log_softmax(out.logits, -1), F.log_softmax(wanted, -1), log_target=True, reduction="sum"
+    )
+    assert abs(divergence.item()) < 1e-4
+    divergence.backward()
+    assert not wanted.requires_grad
+
+
+def test_a_whole_run_makes_no_warning_of_ours(tmp_path):
+    ours = build("llama")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch(ours)
+        trainer(ours, tmp_path, max_steps=2).train()
+    assert [
+        str(w.message) for w in caught if "liger_multi" in w.filename or "logits" in str(w.message)
+    ] == []
+
+
+# --- exported programs ---
+
+
+# the tracer warns of every comparison of shapes, in transformers and here
+TRACED = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+
+GRAD = pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+FIRST = {"rows": 2, "length": 9}
+OTHER = {"rows": 4, "length": 33}
+
+
+def ids(rows, length):
+    """Token ids without padding."""
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+
+
+class Returns(nn.Module):
+    """A model of token ids that returns one tensor."""
+
+    def __init__(self, model, what):
+        super().__init__()
+        self.model, self.what = model, what
+
+    def forward(self, tokens):
+        """Logits, transformers' loss, or a loss of the caller."""
+        if self.what == "loss":
+            return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        if self.what == "logits":
+            return logits
+        return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+
+
+WHAT = pytest.mark.parametrize("what", ["logits", "loss", "own loss"])
+
+
+def both(what, **config):
+    """A stock model and a patched one, as modules of one tensor."""
+    stock, ours = pair(**{"num_hidden_layers": 1, **config})
+    liger_multi.patch(ours)
+    return Returns(stock.eval(), what), Returns(ours.eval(), what)
+
+
+def exported(module, strict=False, dynamic=True):
+    """A program that takes other numbers of rows and of tokens."""
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC} if dynamic else None
+    shapes = {"tokens": sizes} if dynamic else None
+    return torch.export.export(module, (ids(**FIRST),), strict=strict, dynamic_shapes=shapes)
+
+
+def assert_same(found, wanted, grad):
+    """The same output for other shapes, and with gradients those of every parameter."""
+    tokens = ids(**OTHER)
+    results = [program(tokens) for program in (found, wanted)]
+    torch.testing.assert_close(results[0], results[1], rtol=2e-5, atol=2e-5)
+    assert results[0].requires_grad == results[1].requires_grad == grad
+    if grad:
+        for program, result in zip((found, wanted), results, strict=True):
+            program.zero_grad()
+            (result.square().mean() if result.ndim else result).backward()
+        assert_same_gradients(gradients(found), gradients(wanted))
+
+
+@TRACED
+@pytest.mark.parametrize(
+    ("what", "grad", "strict"),
+    [
+        ("logits", True, False),
+        ("logits", False, True),
+        ("loss", True, True),
+        ("loss", False, False),
+        ("own loss", True, False),
+    ],
+)
+def test_an_exported_program_is_that_of_stock(what, grad, strict):
+    """Outputs and gradients, for other sizes; the program holds the operators."""
+    stock, ours = both(what)
+    with torch.set_grad_enabled(grad):
+        program = exported(ours, strict)
+        assert any("liger_multi" in str(node.target) for node in program.graph.nodes)
+        assert_same(program.module(), stock, grad)
+
+
+@TRACED
+def test_an_exported_program_is_saved_and_loaded():
+    """As any other."""
+    stock, ours = both("loss")
+    file = io.BytesIO()
+    torch.export.save(exported(ours), file)
+    file.seek(0)
+    assert_same(torch.export.load(file).module(), stock, grad=True)
+
+
+@TRACED
+@WHAT
+def test_a_decomposed_program_runs_with_gradients_enabled(what):
+    """Its operators are forwards, on parameters that require grad. A backward pass raises."""
+    stock, ours = both(what)
+    program = exported(ours, dynamic=False).run_decompositions().module()
+    tokens = ids(**FIRST)
+    result, wanted = program(tokens), stock(tokens)
+    torch.testing.assert_close(result, wanted, rtol=2e-5, atol=2e-5)
+    with pytest.raises(RuntimeError, match="before run_decompositions"):
+        result.sum().backward()
+
+
+@TRACED
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_a_half_has_no_gradient(half):
+    """What ``torch.ops`` offers is not differentiated by its inside, which may be anything."""
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    y = ops.rms_norm(x, weight)  # its node keeps what it saved while somebody holds it
+    rstd = next(t for t in y.grad_fn.saved_tensors if t.shape[-1:] != (8,))
+    schema = getattr(torch.ops.liger_multi, f"rms_norm_{half}").default._schema
+    known = {"x": x, "dy": torch.ones_like(x), "weight": weight, "rstd": rstd, "eps": 1e-6}
+    known |= {"casting": "llama", "offset": 0.0}
+    known |= {a.name: True for a in schema.arguments if str(a.type) == "bool"}
+    outs = getattr(torch.ops.liger_multi, f"rms_norm_{half}")(
+        *[known[a.name] for a in schema.arguments]
+    )
+    assert outs[0].requires_grad
+    with pytest.raises(RuntimeError, match=f"rms_norm_{half} has no gradient"):
+        outs[0].sum().backward()
+
+
+@TRACED
+@WHAT
+@GRAD
+def test_a_traced_model_is_stock_for_other_sizes(what, grad):
+    """``torch.jit.trace`` records operators, so its own check passes and the file can be saved."""
+    stock, ours = both(what)
+    with torch.set_grad_enabled(grad):
+        traced = torch.jit.trace(ours, (ids(**FIRST),))
+        assert "PythonOp" not in str(traced.inlined_graph)
+        file = io.BytesIO()
+        torch.jit.save(traced, file)
+        file.seek(0)
+        assert_same(torch.jit.load(file), stock, grad)
+
+
+@TRACED
+@pytest.mark.parametrize("kind", ["gemma2", "glm4", "mixtral", "gpt_oss"])
+def test_traced_models_of_other_types(kind):
+    """Soft caps, packed layers, experts."""
+    stock, ours = pair(kind)
+    liger_multi.patch(ours)
+    module = Returns(ours.eval(), "logits")
+    tokens = ids(**FIRST)
+    with torch.no_grad():
+        traced = torch.jit.trace(module, (tokens,), check_trace=False)
+        wanted = Returns(stock.eval(), "logits")(tokens)
+        torch.testing.assert_close(traced(tokens), wanted, rtol=1e-4, atol=1e-4)
+
+
+@TRACED
+@GRAD
+def test_a_trace_holds_operators_and_not_what_a_backend_does(grad):
+    """A kernel is invisible to the tracer, which would record the buffer that it fills."""
+
+    def function(x, weight):
+        return ops.rms_norm(x, weight)
+
+    def and_gradient(x, weight):
+        y = function(x, weight)
+        return torch.autograd.grad(y.square().sum(), (x, weight))
+
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    with torch.set_grad_enabled(grad):
+        graph = torch.jit.trace(function, (x, weight), check_trace=False).graph
+    kinds = [node.kind() for node in graph.nodes()]
+    assert "liger_multi::rms_norm" in kinds
+    assert not {kind for kind in kinds if "empty" in kind or "rsqrt" in kind}
+    if grad:
+        graph = torch.jit.trace(and_gradient, (x, weight), check_trace=False).graph
+        assert "liger_multi::rms_norm_backward" in [node.kind() for node in graph.nodes()]
+
+
+@TRACED
+def test_symbolic_tracing_runs_the_forwards_of_stock():
+    """``torch.fx`` traces with proxies, which no operator takes."""
+    stock, ours = both("logits", num_hidden_layers=2)
+    x = torch.randn(2, 5, 32)
+    for path in ("layers.0.mlp", "layers.1.input_layernorm", "norm"):
+        traced = torch.fx.symbolic_trace(nn.Sequential(ours.model.model.get_submodule(path)))
+        torch.testing.assert_close(traced(x), stock.model.model.get_submodule(path)(x))
+    for module in (stock, ours):
+        with pytest.raises(torch.fx.proxy.TraceError):
+            torch.fx.symbolic_trace(module)

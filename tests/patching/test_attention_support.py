@@ -1,0 +1,519 @@
+"""``attn_implementation="liger_multi"`` equals eager attention or refuses, and sees no future."""
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+
+import copy
+import inspect
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from packaging import version
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
+
+from liger_multi.patching import register_attention, unregister_attention
+from liger_multi.patching.attention import interface as attention
+from liger_multi.patching.attention import support as attention_support
+from liger_multi.patching.attention.interface import KeyMask, MaskReadError, mask
+from tests.models import build, continued
+from tests.sweep.attention import OURS, REFUSAL, Verdict, counted, judge
+from tests.sweep.cases import registered
+
+PAIRS = registered()
+LATEST = version.parse(transformers.__version__) >= version.parse("5.23")
+"""Others have models that call the interface and models that do not; each is equal or refused."""
+ROOT = Path(__file__).parents[2]
+IDS = torch.arange(2 * 11).reshape(2, 11).mul(37).remainder(199).add(5)
+PADDED = torch.ones_like(IDS)
+PADDED[0, :4] = 0
+
+
+@pytest.fixture(autouse=True)
+def registration():
+    register_attention()
+    yield
+    unregister_attention()
+
+
+# --- every model type ---
+
+SERVED = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "paligemma": "PaliGemmaForConditionalGeneration",
+    "gpt2": "GPT2LMHeadModel",
+    "codegen": "CodeGenForCausalLM",
+    "gptj": "GPTJForCausalLM",
+    "bart": "BartForConditionalGeneration",
+    "bigbird_pegasus": "BigBirdPegasusForCausalLM",
+    "nllb-moe": "NllbMoeForConditionalGeneration",
+    "pegasus_x": "PegasusXForConditionalGeneration",
+    "encoder-decoder": "EncoderDecoderModel",
+    "bert": "BertForMaskedLM",
+    "modernbert": "ModernBertForMaskedLM",
+    "chameleon": "ChameleonForConditionalGeneration",
+}
+REFUSED = {
+    "bloom": "BloomForCausalLM",
+    "xglm": "XGLMForCausalLM",
+    "gpt_neo": "GPTNeoForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "mpt": "MptForCausalLM",
+    "roformer": "RoFormerForCausalLM",
+    "deberta": "DebertaForMaskedLM",
+    "t5": "T5ForConditionalGeneration",
+    "bigbird_pegasus": "BigBirdPegasusForConditionalGeneration",
+    "t5gemma2": "T5Gemma2ForConditionalGeneration",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+}
+
+
+def verdict(model_type, cls):
+    found = [p for p in PAIRS if (p.type, p.cls) == (model_type, cls)]
+    if not found:
+        pytest.skip(f"this transformers has no {model_type}")
+    return judge(found[0])
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_models_that_call_the_interface_equal_eager(model_type):
+    found = verdict(model_type, SERVED[model_type])
+    assert found.status in (("served",) if LATEST else ("served", "refused")), found.why
+    assert not LATEST or found.causal == (found.kind != "masked")
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_models_with_attention_of_their_own_are_refused(model_type):
+    found = verdict(model_type, REFUSED[model_type])
+    assert found.status in (("refused",) if LATEST else ("served", "refused")), found.why
+    assert found.status == "served" or "'eager'" in found.why
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="every pair runs in a fork")
+def test_all_model_types_equal_eager_or_are_refused(tmp_path):
+    file = tmp_path / "verdicts.json"
+    command = [sys.executable, "-m", "tests.sweep", "--attention", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert file.exists(), done.stdout + done.stderr
+    found = [Verdict(**fields) for fields in json.loads(file.read_text())]
+    assert not [f"{v.type}/{v.cls}: {v.why}" for v in found if v.status == "wrong"]
+    served = [v for v in found if v.status == "served"]
+    assert len(served) > 0.7 * len(found)
+    assert sum(v.causal for v in served) > 0.55 * len(found)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        ("RecurrentGemma", {"lru_width": 32, "attention_window_size": 4, "head_dim": 8}),
+        (
+            "GraniteMoeHybrid",
+            {
+                "layer_types": ["attention"] * 3,
+                "shared_intermediate_size": 48,
+                "num_local_experts": 0,
+                "num_experts_per_tok": 0,
+                "mamba_n_heads": 8,
+                "mamba_n_groups": 1,
+                "mamba_d_head": 8,
+            },
+        ),
+    ],
+)
+def test_layers_that_the_sweep_has_no_attention_in(cls, options):
+    config = getattr(transformers, f"{cls}Config")(**{**TINY, "num_hidden_layers": 3, **options})
+    eager = getattr(transformers, f"{cls}ForCausalLM")._from_config(
+        config, attn_implementation="eager"
+    )
+    other = copy.deepcopy(eager.eval())
+    other.set_attn_implementation(OURS)
+    if other.config._attn_implementation != OURS:
+        pytest.skip(f"{cls} of this transformers takes no other attention")
+    for padded in (torch.ones_like(IDS), PADDED):
+        with counted() as calls:
+            found, right = (m(IDS, attention_mask=padded).logits for m in (other, eager))
+        seen = padded.bool()
+        torch.testing.assert_close(found[seen], right[seen], rtol=1e-4, atol=1e-5)
+        assert calls
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss"])
+def test_a_prompt_in_pieces_through_a_cache_equals_eager(kind, padding):
+    eager = build(kind, sliding_window=4, attn_implementation="eager").eval()
+    eager.config.output_router_logits = False  # their loss wants masks of one length
+    other = copy.deepcopy(eager)
+    other.set_attn_implementation(OURS)
+    mask = PADDED if padding else torch.ones_like(IDS)
+    found = []
+    for model in (eager, other):
+        cache, parts = {}, []
+        for start, end in ((0, 6), (6, 9), (9, 10), (10, 11)):
+            made = model(IDS[:, start:end], attention_mask=mask[:, :end], use_cache=True, **cache)
+            cache = continued(model, made)
+            parts.append(made.logits)
+        found.append(torch.cat(parts, 1)[mask.bool()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+# --- who may ask ---
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        ("Bloom", "BloomForCausalLM: it has attention of its own"),
+        ("Git", "GitForCausalLM: it picks attention classes from a table of its own, GIT_SELF_ATT"),
+    ],
+)
+def test_the_refusal_names_the_class_and_what_is_missing(cls, reason):
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2} if cls == "Git" else {"n_layer": 1}
+    config = getattr(transformers, f"{cls}Config")(hidden_size=32, n_head=2, **sizes)
+    config._attn_implementation = OURS
+    with pytest.raises(ValueError, match=reason) as error:
+        getattr(transformers, f"{cls}ForCausalLM")(config)
+    assert REFUSAL in str(error.value)
+    assert "use 'sdpa' where the model supports it, or 'eager'" in str(error.value)
+
+
+def test_another_name_and_parts_of_a_model():
+    config = transformers.LlavaConfig(
+        text_config={"model_type": "llama", **TINY}, vision_config={**VISION}, image_token_index=3
+    )
+    config._attn_implementation = {"text_config": OURS, "vision_config": "eager"}
+    model = transformers.LlavaForConditionalGeneration(config)
+    found = {m.config.model_type: m.config._attn_implementation for m in parts(model)}
+    assert found["llama"] == OURS
+    assert found["clip_vision_model"] == "eager"
+    register_attention("other")
+    try:
+        model.set_attn_implementation("other")
+        assert {m.config._attn_implementation for m in parts(model)} == {"other"}
+        with pytest.raises(ValueError, match="attn_implementation='other' cannot serve Bloom"):
+            transformers.BloomModel._from_config(
+                transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=2),
+                attn_implementation="other",
+            )
+    finally:
+        unregister_attention("other")
+
+
+def test_a_refused_part_can_stay_eager():
+    from tests.sweep.cases import _small
+
+    config = transformers.EncoderDecoderConfig(
+        encoder=_small("bert").to_dict(),
+        decoder=_small("xglm", is_decoder=True, add_cross_attention=True).to_dict(),
+    )
+    config._attn_implementation = OURS
+    with pytest.raises(ValueError, match="cannot serve XGLMForCausalLM"):
+        transformers.EncoderDecoderModel(config)
+    config._attn_implementation = {"encoder": OURS, "decoder": "eager"}
+    model = transformers.EncoderDecoderModel(config).eval()
+    assert model.encoder.config._attn_implementation == OURS
+    found = model(input_ids=IDS, decoder_input_ids=IDS).logits
+    model.encoder.set_attn_implementation("eager")
+    right = model(input_ids=IDS, decoder_input_ids=IDS).logits
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+TINY = {
+    "vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+VISION = {
+    "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16, "patch_size": 8,
+    "projection_dim": 32,
+}  # fmt: skip
+
+
+def parts(model):
+    return [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+
+
+def eager_attention_forward(
+    module, query, key, value, attention_mask, scaling, dropout, alibi_slopes=None, **kwargs
+):
+    """An eager attention of ReLU, not softmax, with keyword arguments of its own."""
+    p = torch.relu(query @ key.mT * scaling)
+    assert kwargs.get("indices") is None
+    if attention_mask is not None:
+        p = p.masked_fill(attention_mask < 0, 0)
+    return (p @ value).transpose(1, 2), p
+
+
+class ReluAttention(nn.Module):
+    def forward(self, q, k, v, attention_mask=None):
+        attention = ALL_ATTENTION_FUNCTIONS.get("eager", eager_attention_forward)
+        return attention(self, q, k, v, attention_mask, 1.0, 0.0)
+
+
+ALL_ATTENTION_FUNCTIONS = AttentionInterface()
+
+
+class ReluModel(PreTrainedModel):
+    """A model of somebody else, which calls the interface beside an eager attention of its own."""
+
+    config_class = transformers.LlamaConfig
+    _supports_sdpa = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.attention = ReluAttention()
+
+
+def test_an_eager_attention_that_is_not_softmax_is_refused():
+    config = transformers.LlamaConfig(**TINY)
+    ReluModel._from_config(config, attn_implementation="sdpa")
+    with pytest.raises(ValueError, match="ReluModel: its eager_attention_forward computes some"):
+        ReluModel._from_config(config, attn_implementation=OURS)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_check_holds_while_a_model_is_loaded(device):
+    """That is on the meta device and in the dtype of the checkpoint."""
+    attention_support._other_than_softmax.cache_clear()
+    config = transformers.LlamaConfig(**TINY)
+    with torch.device(device), torch.autocast("cpu"):
+        transformers.LlamaForCausalLM._from_config(
+            config, attn_implementation=OURS, dtype=torch.bfloat16
+        )
+
+
+def test_the_check_of_transformers_comes_back():
+    unregister_attention()
+    stock = PreTrainedModel.get_correct_attn_implementation
+    assert not attention_support._original
+    register_attention()
+    register_attention("other")
+    register_attention()
+    unregister_attention()
+    assert PreTrainedModel.get_correct_attn_implementation is not stock
+    unregister_attention("other")
+    assert PreTrainedModel.get_correct_attn_implementation is stock
+
+
+# --- masks that only our attention reads ---
+
+
+def made(causal=True, **options):
+    kind = "causal" if causal else "bidirectional"
+    options["mask_function"] = getattr(masking_utils, f"{kind}_mask_function")
+    if "cache_position" in inspect.signature(masking_utils.sdpa_mask).parameters:  # an older one
+        options["cache_position"] = torch.arange(5)
+    else:
+        options |= {"q_length": 5, "device": torch.device("cpu")}
+    return mask(2, 5, **options)
+
+
+MASKS = {
+    "causal": {},
+    "all": {"causal": False, "allow_is_bidirectional_skip": True},
+    "ranges": {"attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()},
+    "dense": {"attention_mask": torch.tensor([[1, 0, 1, 0, 1], [1, 1, 1, 1, 1]]).bool()},
+}
+SCORES = torch.zeros(2, 4, 5, 5)
+READERS = {
+    "add": lambda m: SCORES + m,
+    "radd": lambda m: m + SCORES,
+    "iadd": lambda m: SCORES.clone().add_(m),
+    "item": lambda m: m[:, :, :, :5],
+    "assign": lambda m: m.__setitem__(0, 0),
+    "where": lambda m: torch.where(m, SCORES, -1.0),
+    "masked_fill": lambda m: SCORES.masked_fill(m, 0.0),
+    "cat": lambda m: torch.cat([m, SCORES], -1),
+    "invert": lambda m: ~m,
+    "equal": lambda m: m == 0,
+    "truth": lambda m: bool(m),
+    "dtype": lambda m: m.dtype,
+    "method": lambda m: m.expand(2, 4, 5, 5),
+    "iterate": lambda m: list(m),
+    "sdpa": lambda m: nn.functional.scaled_dot_product_attention(
+        SCORES, SCORES, SCORES, attn_mask=m
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_mask_raises_for_everybody_else(kind, reader):
+    with pytest.raises(MaskReadError, match=r"must only hand it to transformers' AttentionInt"):
+        READERS[reader](made(**MASKS[kind]))
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_mask_is_complete(kind):
+    """It is never None, moves, and survives copies and pickling."""
+    found = made(**MASKS[kind])
+    assert isinstance(found, KeyMask)
+    assert found.shape == (2, 1, 5, 5)
+    assert found.plain == (kind in ("causal", "all"))
+    for other in (found.to("cpu"), copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert repr(other) == repr(found)
+        for name in ("ranges", "dense"):
+            before, after = getattr(found, name), getattr(other, name)
+            assert (before is None and after is None) or torch.equal(before, after)
+    q, v = torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
+    seen = torch.ones(2, 1, 5, 5).tril().bool() if kind != "all" else torch.ones(2, 1, 5, 5).bool()
+    if "attention_mask" in MASKS[kind]:
+        seen = seen & MASKS[kind]["attention_mask"][:, None, None]
+    right = (torch.softmax((q @ q.mT / 2).masked_fill(~seen, -torch.inf), -1) @ v).nan_to_num()
+    y = attention.forward(nn.Module(), q, q, v, found)[0].transpose(1, 2)
+    visible = seen.any(-1)[..., None]
+    torch.testing.assert_close((y * visible), right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("reader", ["add", "item", "where", "dtype", "sdpa"])
+def test_a_compiled_model_that_reads_the_mask_raises(reader, fullgraph):
+    class Reader(nn.Module):
+        def forward(self, scores):
+            return READERS[reader](made()), scores
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="reads the attention mask itself"):
+        torch.compile(Reader(), backend="eager", fullgraph=fullgraph)(SCORES)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_takes_a_mask_that_was_made_before():
+    from torch._dynamo.testing import CompileCounter
+
+    eager = build("llama").eval()
+    other = copy.deepcopy(eager)
+    other.set_attn_implementation(OURS)
+    torch._dynamo.reset()
+    steps = CompileCounter()
+    other.forward = torch.compile(other.forward, backend=steps, fullgraph=True)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"cache_implementation": "static", "disable_compile": True}
+    right, got = (m.generate(IDS, attention_mask=PADDED, **options) for m in (eager, other))
+    assert torch.equal(right, got)
+    assert steps.frame_count <= 2, "prefill and decoding"
+
+
+def test_a_compiled_model_with_checkpoints_and_padding():
+    other = build("llama")
+    other.set_attn_implementation(OURS)
+    labels = IDS.masked_fill(PADDED == 0, -100)
+    labels[0, 4] = -100
+    batch = {"input_ids": IDS, "attention_mask": PADDED, "labels": labels, "use_cache": False}
+    right = other(**batch).loss
+    other.gradient_checkpointing_enable({"use_reentrant": False})
+    torch._dynamo.reset()
+    loss = torch.compile(other, backend="aot_eager")(**batch).loss
+    loss.backward()
+    torch.testing.assert_close(loss, right, rtol=1e-5, atol=1e-6)
+
+
+# --- what our attention is given ---
+
+
+class Causal(nn.Module):
+    is_causal = True
+
+
+Q, SHORT = torch.randn(2, 2, 5, 4), torch.randn(2, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"position_bias": SCORES}, "does not support position_bias"),
+        ({"alibi_slopes": SCORES[0, 0, 0]}, "does not support alibi_slopes"),
+        ({"indices": IDS}, "does not support indices"),
+        ({"score_mod": max}, "does not support score_mod"),
+        ({"attention_mask": IDS}, r"broadcasts to \(2, 2, 5, 5\), got .*int64"),
+        ({"attention_mask": torch.ones(2, 5)}, r"broadcasts to \(2, 2, 5, 5\)"),
+        ({"attention_mask": torch.ones(2, 1, 5, 5).long()}, "of bool or floating dtype"),
+        ({"attention_mask": torch.ones(2, 1, 5, 2).int()}, "of bool or floating dtype"),
+        ({"attention_mask": torch.ones(2, 1, 5, 9)}, r"broadcasts to \(2, 2, 5, 5\)"),
+        ({"attention_mask": torch.ones(3, 1, 5, 5).bool()}, r"broadcasts to \(2, 2, 5, 5\)"),
+        ({"attention_mask": KeyMask((2, 1, 3, 5))}, "for 5 queries and 5 keys"),
+        ({"attention_mask": KeyMask((3, 1, 5, 5))}, "batch 2"),
+        ({"attention_mask": None, "sliding_window": 3}, "needs a mask for a window of 3 in 5 keys"),
+        ({"attention_mask": None, "query": SHORT}, "needs a mask for 3 queries of 5 keys, got Non"),
+        ({"attention_mask": None, "module": nn.Module()}, "is_causal as argument or attribute"),
+        (
+            {"attention_mask": KeyMask((2, 1, 5, 5), causal=True), "is_causal": False},
+            "contradicts its mask",
+        ),
+        ({"attention_mask": KeyMask((2, 1, 5, 5)), "is_causal": True}, "contradicts its mask"),
+        (
+            {
+                "attention_mask": KeyMask((2, 1, 5, 5), causal=True),
+                "cu_seq_lens_q": torch.tensor([0, 2, 5]),
+            },
+            "cu_seq_lens_q of 2 sequences",
+        ),
+    ],
+)
+def test_what_could_be_misunderstood_is_refused(arguments, message):
+    usual = {"module": Causal(), "query": Q, "key": Q, "value": Q, "attention_mask": None}
+    attention.forward(**usual)
+    with pytest.raises(ValueError, match=message) as error:
+        attention.forward(**{**usual, **arguments})
+    assert REFUSAL in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["bool", "float", "one head", "all heads"])
+def test_dense_masks_of_others_are_taken(form):
+    seen = torch.rand(2, 2 if form == "all heads" else 1, 5, 5) > 0.4
+    seen[..., 0] = True
+    given = seen if form != "float" else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+    y = attention.forward(Causal(), Q, Q, Q, given)[0].transpose(1, 2)
+    right = nn.functional.scaled_dot_product_attention(Q, Q, Q, attn_mask=seen)
+    torch.testing.assert_close(y, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [*attention.HARMLESS, "token_type_ids"])
+def test_keywords_that_eager_does_not_read_change_nothing(name):
+    given = {name: 2 if name == "sliding_window" else True}
+    if name.startswith("cu_seq_lens"):
+        given[name] = torch.tensor([0, 5])
+    with_it, without = (
+        attention.forward(Causal(), Q, Q, Q, made(), **more)[0] for more in (given, {})
+    )
+    assert torch.equal(with_it, without)
+
+
+def test_a_layer_without_eager_takes_known_keywords_only():
+    layer = nn.Module()
+    attention.forward(layer, Q, Q, Q, made(), use_cache=True)
+    with pytest.raises(ValueError, match="does not support token_type_ids, asked by Module"):
+        attention.forward(layer, Q, Q, Q, made(), token_type_ids=IDS)
+
+
+def test_token_types_reach_a_compiled_model():
+    """Tokenizers hand them to models that do not know them."""
+    other = build("llama").eval()
+    other.set_attn_implementation(OURS)
+    batch = {"input_ids": IDS, "use_cache": False}
+    right = other(**batch).logits
+    torch._dynamo.reset()
+    compiled = torch.compile(other, backend="eager", fullgraph=True)
+    found = compiled(**batch, token_type_ids=torch.zeros_like(IDS)).logits
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("is_causal", "attribute", "causal"),
+    [(None, True, True), (None, False, False), (False, True, False), (True, False, True)],
+)
+def test_without_a_mask_the_layer_says_whether_it_is_causal(is_causal, attribute, causal):
+    module = Causal()
+    module.is_causal = attribute
+    y = attention.forward(module, Q, Q, Q, None, is_causal=is_causal)[0].transpose(1, 2)
+    right = nn.functional.scaled_dot_product_attention(Q, Q, Q, is_causal=causal)
+    torch.testing.assert_close(y, right, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,540 @@
+"""What a forward reads beside its module and its input, and what it does for other inputs."""
+
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+import copy
+import functools
+import os
+import subprocess
+import sys
+import threading
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as hooks_of_all
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.models.llama import modeling_llama
+
+from liger_multi.patching import patch
+from tests.models import assert_same_training, batch, build, pair
+
+ALONE = {"fused_linear_cross_entropy": False}
+FACTOR = 1.0
+FACTORS = [1.0]
+CALLS = 0
+SEEN = []
+OTHER_FILE = types.ModuleType("settings_of_somebody")
+OTHER_FILE.factor = 1.0
+
+
+class Table:
+    factor = 1.0
+    factors = (1.0,)
+    lists = [1.0]
+
+
+def helper(x):
+    return x * FACTOR
+
+
+@functools.lru_cache(maxsize=1)
+def cached():
+    return FACTORS[0]
+
+
+class Mlp(nn.Module):
+    """A gated MLP, whose subclasses scale its output."""
+
+    lists = [1.0]
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(12, 16), nn.Linear(12, 16)
+        self.down_proj, self.act_fn = nn.Linear(16, 12), nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Norm(nn.Module):
+    """An RMSNorm, whose subclasses scale its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(12) + 0.5), 1e-6
+
+    def forward(self, x):
+        r = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x.float() * r).to(x.dtype)
+
+
+def of(scale, base=Mlp):
+    """A module whose output goes through a function."""
+
+    class Scaled(base):
+        def forward(self, x):
+            return scale(super().forward(x))
+
+    return Scaled()
+
+
+def holder(module):
+    return nn.Sequential(module)
+
+
+def report_of(module):
+    return patch(holder(module), **ALONE)
+
+
+def is_served(report):
+    return report.count("swiglu") + report.count("rms_norm") == 1
+
+
+def reasons(report):
+    return " ".join(s.reason for s in report.skipped)
+
+
+def assert_as_stock(module, stock, x):
+    """Outputs and gradients of both."""
+    results = []
+    for each in (module, stock):
+        given = x.clone().requires_grad_()
+        y = each(given)
+        results.append((y, *torch.autograd.grad(y.square().sum(), [given, *each.parameters()])))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+# --- values that can be compared ---
+
+
+def closure():
+    factor = 1.0
+
+    def scale(y):
+        return y * factor
+
+    def change(value):
+        nonlocal factor
+        factor = value
+
+    return scale, change
+
+
+def of_globals(name):
+    return lambda value: globals().__setitem__(name, value)
+
+
+def _pairs():
+    scale, change = closure()
+    return {
+        "a global": (lambda y: y * FACTOR, of_globals("FACTOR")),
+        "a global of a helper": (helper, of_globals("FACTOR")),
+        "a variable of a closure": (scale, change),
+        "another file": (
+            lambda y: y * OTHER_FILE.factor,
+            lambda value: setattr(OTHER_FILE, "factor", value),
+        ),
+        "a class": (lambda y: y * Table.factor, lambda value: setattr(Table, "factor", value)),
+        "a tuple": (
+            lambda y: y * Table.factors[0],
+            lambda value: setattr(Table, "factors", (value,)),
+        ),
+    }
+
+
+@pytest.mark.parametrize("base", [Mlp, Norm])
+@pytest.mark.parametrize("where", _pairs())
+def test_values_that_change_after_the_patch(where, base):
+    scale, change = _pairs()[where]
+    module = of(scale, base)
+    stock, x = copy.deepcopy(module), torch.randn(2, 5, 12)
+    report = patch(model := holder(module), **ALONE)
+    try:
+        with report.watch(model) as seen:
+            assert_as_stock(module, stock, x)
+        assert bool(seen.served) == is_served(report)
+        change(3.0)
+        assert_as_stock(module, stock, x)
+        with report.watch(model) as seen:
+            model(x)
+        assert not seen.served
+        change(float("1.0"))  # another object of the same value
+        with report.watch(model) as seen:
+            assert_as_stock(module, stock, x)
+        assert bool(seen.served) == is_served(report)
+    finally:
+        change(1.0)
+
+
+def test_a_factor_that_is_one_is_recognized():
+    assert is_served(report_of(of(lambda y: y * FACTOR)))
+
+
+@pytest.mark.parametrize("where", ["a global", "a class"])
+def test_a_compiled_graph_does_not_keep_values(where):
+    scale, change = _pairs()[where]
+    module = of(scale)
+    stock, x = copy.deepcopy(module), torch.randn(2, 5, 12)
+    assert is_served(report_of(module))
+    # torch 2.11 itself keeps an attribute of a class that a forward names
+    ours, theirs = (torch.compile(m, backend="eager", fullgraph=True) for m in (module, stock))
+    try:
+        for value in (1.0, 2.0):
+            change(value)
+            assert_as_stock(ours, theirs, x)
+    finally:
+        change(1.0)
+        torch._dynamo.reset()
+
+
+def test_what_a_class_kept_is_not_taken_for_another_value():
+    """The probe of a class is kept, but not over a change of what its code reads."""
+    module = of(lambda y: y * FACTOR)
+    again = type(module)()
+    assert is_served(report_of(module))
+    of_globals("FACTOR")(2.0)
+    try:
+        assert not is_served(report_of(again))
+        assert_as_stock(again, copy.deepcopy(again), torch.randn(3, 12))
+    finally:
+        of_globals("FACTOR")(1.0)
+
+
+# --- what cannot be compared, and what code does beside its result ---
+
+
+def _mutable_default(y, factors=[1.0]):  # noqa: B006
+    return y * factors[0]
+
+
+def _counts(y):
+    global CALLS
+    CALLS += 1
+    return y
+
+
+def _appends(y):
+    SEEN.append(y.detach().mean())
+    return y
+
+
+def _counts_on_a_class(y):
+    Table.count = 1
+    return y
+
+
+def _imports(y):
+    import settings_of_somebody  # never run: found in the code
+
+    return y * settings_of_somebody.factor
+
+
+def _of_a_list(y):
+    return y * FACTORS[0]
+
+
+def _of_a_classes_list(y):
+    return y * Table.lists[0]
+
+
+def _of_a_tensor():
+    factor = torch.ones(())
+    return lambda y: y * factor
+
+
+@pytest.mark.parametrize("base", [Mlp, Norm])
+@pytest.mark.parametrize(
+    ("scale", "reason"),
+    [
+        (_of_a_list, "FACTORS (list)"),
+        (_of_a_classes_list, "lists (list)"),
+        (lambda y: y * cached(), "FACTORS (list)"),
+        (_mutable_default, "a default that is mutable"),
+        (_of_a_tensor(), "a variable of a closure (Tensor)"),
+        (_counts, "sets CALLS"),
+        (_appends, "SEEN (list)"),
+        (_counts_on_a_class, "sets count"),
+        (_imports, "imports settings_of_somebody"),
+        (lambda y: torch.distributed.get_world_size() * y, "of torch.distributed"),
+    ],
+)
+def test_code_that_does_more_is_left_alone(scale, reason, base):
+    module = of(scale, base)
+    report = report_of(module)
+    assert not is_served(report)
+    assert reason in reasons(report)
+
+
+def test_a_list_of_the_class_is_left_alone():
+    class Listed(Mlp):
+        def forward(self, x):
+            return super().forward(x) * self.lists[0]
+
+    assert "lists (list) of its class" in reasons(report_of(Listed()))
+
+
+# --- functions that are replaced ---
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("owner", "name", "base"), [(F, "silu", Mlp), (torch, "rsqrt", Norm), (F, "linear", Mlp)]
+)
+def test_replaced_functions_of_pytorch(owner, name, base, when, monkeypatch):
+    module, x = base(), torch.randn(2, 5, 12)
+    stock, own = copy.deepcopy(module), getattr(owner, name)
+    assert is_served(report_of(base()))  # the class is known already
+
+    def replace():
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: own(*args, **kwargs) * 0.5)
+
+    if when == "before":
+        replace()
+    report_of(module)
+    if when == "after":
+        replace()
+    assert_as_stock(module, stock, x)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_replaced_helper_of_a_rotary_function(when, monkeypatch):
+    stock, model = pair("llama")
+    patch(build("llama"))  # the function is known already
+    own = modeling_llama.rotate_half
+
+    def replace():
+        monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: 2 * own(x))
+
+    if when == "before":
+        replace()
+    report = patch(model)
+    if when == "after":
+        replace()
+    assert bool(report.count("rope")) == (when == "after")
+    assert_same_training(stock, model, lambda each: each(**batch()).loss)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("options", [{}, {"cross_entropy": True}, ALONE | {"cross_entropy": True}])
+@pytest.mark.parametrize("name", ["cross_entropy", "log_softmax", "relu"])
+def test_a_wrapper_around_a_loss_runs_once(name, options, when, monkeypatch):
+    own, calls = getattr(F, name), []
+
+    @functools.wraps(own)
+    def wrapper(*args, **kwargs):
+        calls.append(1)
+        return 2 * own(*args, **kwargs)
+
+    if when == "before":
+        monkeypatch.setattr(F, name, wrapper)
+    stock, model = pair("llama")
+    patch(model, **options)
+    monkeypatch.setattr(F, name, wrapper)
+    found = []
+    for each in (stock, model):
+        calls.clear()
+        logits = each(**(given := batch())).logits[:, :-1].flatten(0, 1)
+        labels = given["labels"][:, 1:].flatten()
+        loss = F.cross_entropy(logits, labels) + F.log_softmax(logits, -1).mean()
+        (loss + F.relu(logits).mean()).backward()
+        found.append((loss.detach(), len(calls), each.lm_head.weight.grad))
+    (loss, count, grad), (ours, our_count, our_grad) = found
+    torch.testing.assert_close(ours, loss)
+    torch.testing.assert_close(our_grad, grad)
+    assert our_count == count
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_replaced_linear_function_reaches_the_head(when, monkeypatch):
+    stock, model = pair("llama")
+    own = F.linear
+
+    def replace():
+        monkeypatch.setattr(F, "linear", lambda x, w, b=None: own(x, w * 0.5, b))
+
+    if when == "before":
+        replace()
+    patch(model)
+    if when == "after":
+        replace()
+    assert_same_training(stock, model, lambda each: each(**batch()).loss)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_hook_on_all_modules_acts_on_logits_alone(between):
+    stock, model = pair("llama")
+    patch(model)
+
+    def scale(module, args, output):
+        if isinstance(module, nn.Linear) and isinstance(output, torch.Tensor):
+            return output * 1.5
+        return None
+
+    found = []
+    for each in (stock, model):
+        given = batch()
+        labels, handle = given.pop("labels"), None
+        if not between:
+            handle = hooks_of_all.register_module_forward_hook(scale)
+        try:
+            logits = each(**given).logits
+            if between:
+                handle = hooks_of_all.register_module_forward_hook(scale)
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        finally:
+            handle.remove()
+        loss.backward()
+        found.append((loss.detach(), each.lm_head.weight.grad, each.model.norm.weight.grad))
+    torch.testing.assert_close(*found)
+
+
+# --- other processes ---
+
+
+FILE = """
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+FACTOR = 1.0
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(12, 16), nn.Linear(12, 16)
+        self.down_proj, self.act_fn = nn.Linear(16, 12), nn.SiLU()
+
+    def forward(self, x):
+        return FACTOR * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+"""
+LOAD = """
+import copy, torch, liger_multi
+from liger_multi.patching import unpatch
+model, x = torch.load("model.pt", weights_only=False), torch.ones(3, 12)
+y = model(x)
+unpatch(model)
+torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("old", "new"), [("= 1.0", "= 2.0"), ("act_fn(", "act_fn(0.5 * ")])
+def test_a_module_that_is_loaded_where_its_code_is_another(old, new, tmp_path):
+    """A probe says nothing of code that was edited since the model was saved."""
+    file = tmp_path / "code_of_somebody.py"
+    file.write_text(FILE)
+    save = """
+import torch, liger_multi
+from torch import nn
+from torch.autograd import forward_ad
+from code_of_somebody import Mlp
+report = liger_multi.patch(model := nn.Sequential(Mlp()), fused_linear_cross_entropy=False)
+assert report.count("swiglu") == 1
+torch.save(model, "model.pt")
+"""
+    for script, code in ((save, FILE), (LOAD, FILE), (LOAD, FILE.replace(old, new))):
+        file.write_text(code)
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", script], cwd=tmp_path, capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+
+# --- transforms of torch.func ---
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe", "phi3"])
+def test_transforms_of_torch_func_run_what_is_unpatched(kind):
+    """Gradients of each sample, and a derivative forwards."""
+    stock, model = pair(kind, attn_implementation="eager")
+    patch(model)
+    given = batch(rows=3)
+    found = []
+    for each in (stock, model):
+        weights = {name: p.detach() for name, p in each.named_parameters()}
+
+        def loss(weights, ids, each=each):
+            given = {"input_ids": ids, "labels": ids, "use_cache": False}
+            return torch.func.functional_call(each, weights, (), given).loss
+
+        def of_a_sample(weights, ids, loss=loss):
+            return loss(weights, ids[None])
+
+        ids, along = given["input_ids"], {n: torch.ones_like(w) for n, w in weights.items()}
+        results = [torch.func.grad(loss)(weights, ids)]
+        if kind != "qwen3_moe":  # its grouped GEMM has neither of them
+            by_sample = torch.func.vmap(torch.func.grad(of_a_sample), in_dims=(None, 0))
+            results.append(by_sample(weights, ids))
+            forwards = functools.partial(loss, ids=ids)
+            results.append(torch.func.jvp(forwards, (weights,), (along,)))
+        found.append(results)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "phi3"])
+def test_derivatives_forwards_run_what_is_unpatched(kind):
+    """Dual tensors, without a transform of ``torch.func`` around them."""
+    stock, model = pair(kind, attn_implementation="eager")
+    patch(model)
+    ids, found = batch()["input_ids"], []
+    for each in (stock, model):
+        with forward_ad.dual_level():
+            weights = {
+                name: forward_ad.make_dual(p.detach(), torch.ones_like(p))
+                for name, p in each.named_parameters()
+            }
+            given = {"input_ids": ids, "labels": ids, "use_cache": False}
+            loss = torch.func.functional_call(each, weights, (), given).loss
+            found.append(forward_ad.unpack_dual(loss).tangent)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_debugger_has_every_place_for_tools():
+    """From Python 3.12 on, conditions are seen by ``sys.monitoring``, which has six places."""
+    if sys.version_info < (3, 12):
+        pytest.skip("sys.monitoring is of Python 3.12")
+    taken = [i for i in range(6) if sys.monitoring.get_tool(i) is None]
+    for i in taken:
+        sys.monitoring.use_tool_id(i, "somebody")
+    try:
+        assert is_served(report_of(of(lambda y: y * FACTOR)))
+        assert not is_served(report_of(of(lambda y: y * 2 if y.shape[1] > 1000 else y)))
+        assert all(sys.monitoring.get_tool(i) == "somebody" for i in taken)
+    finally:
+        for i in taken:
+            sys.monitoring.free_tool_id(i)
+
+
+def test_a_trace_of_the_thread_comes_back():
+    def trace(frame, event, arg):
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        assert is_served(report_of(of(lambda y: y * FACTOR)))
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(before)
+
+
+def test_threads_that_patch_at_once():
+    found, start = [], threading.Barrier(8)
+
+    def run():
+        module = of(lambda y: y * FACTOR)
+        start.wait()
+        found.append(is_served(report_of(module)))
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for step in ("start", "join"):
+        for thread in threads:
+            getattr(thread, step)()
+    assert found == [True] * 8

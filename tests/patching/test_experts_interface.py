@@ -1,0 +1,194 @@
+"""``experts_implementation="liger_multi"``: loss and gradients are those of the unpatched model."""
+
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+import copy
+
+import pytest
+import torch
+from packaging import version
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.integrations import moe
+
+import liger_multi
+from liger_multi.errors import ConfigurationError
+from liger_multi.patching import patch, register_experts, unpatch, unregister_experts
+from liger_multi.patching.experts.find import experts_kind
+from tests.comparing import assert_same_gradients
+from tests.models import (
+    assert_same_training,
+    batch,
+    build,
+)
+from tests.patching.test_apply_models import experts_of
+
+# --- experts ---
+
+ROUTED = ("mixtral", "qwen3_moe", "gpt_oss")
+
+
+def deepseek():
+    config = transformers.DeepseekV3Config(
+        hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, vocab_size=64, n_routed_experts=8,
+        num_local_experts=8, num_experts_per_tok=3, n_group=2, topk_group=1, n_shared_experts=1,
+        first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8,
+        qk_rope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def model(kind):
+    return deepseek() if kind == "deepseek_v3" else build(kind)
+
+
+def needs_names():
+    if version.parse(transformers.__version__) < version.parse("5.7"):
+        pytest.skip("models of this transformers take no names of experts but its own")
+
+
+def numbers(rows=6):
+    generator = torch.Generator().manual_seed(4)
+    return {"input_ids": torch.randint(64, (2, rows), generator=generator)}
+
+
+@pytest.mark.parametrize("kind", [*ROUTED, "deepseek_v3"])
+@pytest.mark.parametrize("way", ["patch", "interface"])
+def test_the_loss_and_every_gradient_are_those_of_stock(kind, way, monkeypatch):
+    stock = model(kind).float()
+    ours = copy.deepcopy(stock)
+    calls, public = [], liger_multi.ops.fused_moe
+    monkeypatch.setattr(
+        liger_multi.ops, "fused_moe", lambda *a, **k: (calls.append(1), public(*a, **k))[1]
+    )
+    if way == "interface":
+        needs_names()
+    if way == "patch":
+        report = patch(ours)
+        assert report.count("fused_moe") == len(experts_of(stock))
+        assert not [s for s in report.skipped if s.op == "fused_moe"]
+    else:
+        register_experts()
+        ours.set_experts_implementation("liger_multi")
+    data = batch(length=6) if kind != "deepseek_v3" else numbers()
+    data["labels"] = data["input_ids"]
+    experts_kind(experts_of(ours)[0])  # the interface asks at its first call
+    calls.clear()
+    assert_same_training(stock, ours, lambda m: m(**data).loss)
+    assert len(calls) == len(experts_of(stock)), "the operator served the step"
+    if way == "patch":
+        unpatch(ours)
+        assert [type(m) for m in experts_of(ours)] == [type(m) for m in experts_of(stock)]
+    else:
+        unregister_experts()
+        assert "liger_multi" not in moe.ALL_EXPERTS_FUNCTIONS
+
+
+def test_a_routing_of_another_shape_is_for_the_stock_loop():
+    """transformers 5.0 hands phimoe's experts that of all experts, which was an error."""
+    layer = experts_of(build("mixtral"))[0]
+    layer.config._experts_implementation = "eager"
+    patched = copy.deepcopy(layer)
+    patch(patched)
+    x, index = torch.randn(5, 32), torch.rand(5, 4).argsort(-1)[:, :2]
+    routing = torch.rand(5, 4)
+    torch.testing.assert_close(patched(x, index, routing), layer(x, index, routing))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_experts_a_token_are_the_eager_loop(kind, dtype):
+    """Of two terms the order of the sum is free, so a layer says what the loop says."""
+    layer = experts_of(build(kind).to(dtype))[0]
+    layer.config._experts_implementation = "eager"
+    patched = copy.deepcopy(layer)
+    patch(patched)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, layer.down_proj.shape[1 if kind == "mixtral" else 2], generator=generator)
+    index = torch.rand(12, 4, generator=generator).argsort(-1)[:, :2]
+    routing = torch.rand(12, 2, generator=generator).to(dtype)
+    right, y = layer(x.to(dtype), index, routing), patched(x.to(dtype), index, routing)
+    # the loop rounds every term to the dtype of the sum, ours only the sum
+    by = {torch.float32: (1e-6, 1e-6), torch.bfloat16: (2**-7, 2**-8 * right.abs().max().item())}
+    torch.testing.assert_close(y, right, rtol=by[dtype][0], atol=by[dtype][1])
+
+
+def test_sentinels_of_expert_parallelism_add_nothing():
+    """As transformers' grouped GEMMs have it: ids from num_experts on are somebody else's.
+
+    Spelled out here too: those of 5.0 returned 2e34 for them with PyTorch 2.9.
+    """
+    layer = experts_of(build("mixtral"))[0]
+    ours = copy.deepcopy(layer)
+    patch(ours)
+    layer.config._experts_implementation, layer._is_expert_parallel = "grouped_mm", True
+
+    def spelled_out(x, index, routing):
+        y = torch.zeros_like(x)
+        for expert, both in enumerate(layer.gate_up_proj):
+            gate, up = (x @ both.mT).chunk(2, -1)
+            inside = (layer.act_fn(gate) * up) @ layer.down_proj[expert].mT
+            y = y + (routing * (index == expert)).sum(-1, keepdim=True) * inside
+        return y
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, layer.down_proj.shape[1], generator=generator, requires_grad=True)
+    index = torch.randint(5, (9, 2), generator=generator)
+    assert (index == 4).any()
+    routing = torch.rand(9, 2, generator=generator).requires_grad_()
+    runs = [(spelled_out, layer), (ours, ours)]
+    if version.parse(transformers.__version__) >= version.parse("5.17"):
+        runs.append((layer, layer))
+    found = []
+    for run, each in runs:
+        y = run(x, index, routing)
+        found.append((y, *torch.autograd.grad(y.square().sum(), [x, routing, each.down_proj])))
+    for other in found[1:]:
+        torch.testing.assert_close(other[0], found[0][0], rtol=1e-4, atol=1e-6)
+        assert_same_gradients(other[1:], found[0][1:])
+
+
+def test_a_gate_of_another_kind_stays_stock(monkeypatch):
+    built = build("mixtral")
+    kind = type(experts_of(built)[0])
+    monkeypatch.setattr(kind, "_apply_gate", lambda self, x: x.chunk(2, -1)[0].tanh())
+    report = patch(built)
+    assert not report.count("fused_moe")
+    assert {s.reason for s in report.skipped if s.op == "fused_moe"} == {
+        "the gate of MixtralExperts is none that fused_moe has"
+    }
+    needs_names()
+    register_experts()
+    try:
+        built.set_experts_implementation("liger_multi")
+        assert torch.isfinite(built(**batch(length=6)).loss)
+    finally:
+        unregister_experts()
+
+
+def test_what_the_gate_of_gpt_oss_is():
+    found = experts_kind(experts_of(build("gpt_oss"))[0])
+    assert (found.activation, found.interleaved, found.transposed, found.bias) == (
+        "swiglu_clamped", True, True, True,
+    )  # fmt: skip
+    assert dict(found.clamps) == {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+
+
+def test_a_transformers_that_takes_no_names_is_refused(monkeypatch):
+    """5.0 raised when a model asked for the name, with a list of its own."""
+    monkeypatch.setattr("transformers.__version__", "5.6.2")  # whatever module stands for it now
+    with pytest.raises(ConfigurationError, match=r"needs transformers >= 5\.7, this is 5\.6\.2"):
+        register_experts()
+    assert "liger_multi" not in moe.ExpertsInterface._global_mapping
+
+
+def test_a_name_that_is_taken_is_refused():
+    needs_names()
+    moe.ExpertsInterface.register("taken", print)
+    try:
+        with pytest.raises(ConfigurationError, match="another 'taken'"):
+            register_experts("taken")
+    finally:
+        del moe.ExpertsInterface._global_mapping["taken"]

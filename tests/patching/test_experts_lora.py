@@ -1,0 +1,413 @@
+"""LoRA on stacks of experts: patched models train as PEFT's do, and nothing has a stack's size."""
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft.tuners.lora.layer", reason="a PEFT with target_parameters")
+
+from liger_multi import ops
+from liger_multi.dispatch.op import inline_ops
+from liger_multi.patching import patch, unpatch
+from liger_multi.patching.experts import lora as expert_lora
+from tests.models import assert_as_exact, assert_same_training, batch, build
+
+STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+EXPERTS, HIDDEN, INNER = 4, 32, 16
+
+
+def deepseek(**config):
+    """A sigmoid router with groups and shared experts."""
+    settings = transformers.DeepseekV3Config(
+        vocab_size=223, hidden_size=HIDDEN, intermediate_size=48, moe_intermediate_size=INNER,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=EXPERTS,
+        n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1, kv_lora_rank=8,
+        q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+        first_k_dense_replace=1, max_position_embeddings=64, pad_token_id=0, **config,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.DeepseekV3ForCausalLM(settings)
+
+
+def nemotron():
+    """Experts without a gate."""
+    settings = transformers.NemotronHConfig(
+        vocab_size=223, hidden_size=HIDDEN, layers_block_type=["attention", "moe"],
+        n_routed_experts=EXPERTS, moe_intermediate_size=INNER, num_experts_per_tok=2, n_group=1,
+        topk_group=1, moe_shared_expert_intermediate_size=16, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.NemotronHForCausalLM(settings)
+
+
+OWN = {"deepseek_v3": deepseek, "nemotron_h": nemotron}
+FIRST = {"nemotron_h": ("mixer.experts.up_proj", "mixer.experts.down_proj")}
+
+
+def made(kind="qwen3_moe", dtype=torch.float32):
+    return (OWN[kind]() if kind in OWN else build(kind)).to(dtype)
+
+
+def adapted(model, name="default", seed=3, **config):
+    """The model with adapters on its experts, whose factors differ from expert to expert."""
+    torch.manual_seed(seed)
+    config = {"r": 3, "lora_alpha": 8, "target_modules": [], "target_parameters": STACKS} | config
+    config["target_parameters"] = list(config["target_parameters"])
+    return filled(peft.get_peft_model(model, peft.LoraConfig(**config), adapter_name=name))
+
+
+def filled(model):
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def pair(kind="qwen3_moe", dtype=torch.float32, **config):
+    stock = adapted(made(kind, dtype), **config)
+    return stock, copy.deepcopy(stock)
+
+
+def loss_of(model):
+    return model(**batch()).loss
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    found = Counter()
+    for name in ("lora_moe", "fused_moe"):
+        stock = getattr(ops, name)
+
+        def counted(*args, name=name, stock=stock, **options):
+            found[name] += 1
+            return stock(*args, **options)
+
+        monkeypatch.setattr(ops, name, counted)
+    return found
+
+
+def wrappers(model):
+    return [m for _, m in expert_lora.outermost_wrappers(model)]
+
+
+# --- equal ---
+
+LAYERS = {"qwen3_moe": 1, "mixtral": 2, "gpt_oss": 2, "deepseek_v3": 1, "nemotron_h": 1}
+ACTIVATIONS = {"gpt_oss": "swiglu_clamped", "nemotron_h": "relu_squared"}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_step_is_peft_s(kind, calls):
+    stock, ours = pair(kind, target_parameters=FIRST.get(kind, STACKS))
+    report = patch(ours, strict=True)
+    found = [e.replaced_by for e in report.entries if e.op == "lora"]
+    assert found == [f"lora_moe[{ACTIVATIONS.get(kind, 'silu')}]"] * LAYERS[kind]
+    calls.clear()
+    assert_same_training(stock, ours, loss_of)
+    assert calls == {"lora_moe": LAYERS[kind]}
+    grads = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
+    assert len(grads) == 4 * LAYERS[kind]
+    assert all("lora_" in name and grad.any() for name, grad in grads.items())
+    unpatch(ours)
+    assert not any(hasattr(type(m), "_liger_multi_swap") for m in ours.modules())
+    calls.clear()
+    assert_same_training(stock, ours, loss_of)
+    assert not calls
+
+
+CONFIGS = {
+    "gate_up alone": {"target_parameters": STACKS[:1]},
+    "down alone": {"target_parameters": STACKS[1:]},
+    "a rank each": {"rank_pattern": {STACKS[1]: 5}, "alpha_pattern": {STACKS[0]: 3}},
+    "rank-stabilized": {"use_rslora": True},
+    "attention and dense layers": {"target_modules": ["q_proj", "v_proj", "gate_proj", "up_proj"]},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_forms_of_plain_lora(name, calls):
+    stock, ours = pair(**CONFIGS[name])
+    patch(ours, strict=True)
+    calls.clear()
+    assert_same_training(stock, ours, loss_of)
+    assert calls == {"lora_moe": 1}
+
+
+@pytest.mark.parametrize("active", [["default"], ["other"], ["default", "other"]])
+def test_one_of_two_adapters_and_both(active, calls):
+    stock = adapted(made())
+    torch.manual_seed(5)
+    settings = peft.LoraConfig(r=2, target_modules=[], target_parameters=list(STACKS))
+    stock.add_adapter("other", settings)
+    filled(stock).base_model.set_adapter(active)
+    ours = copy.deepcopy(stock)
+    patch(ours, strict=True)
+    calls.clear()
+    assert_same_training(stock, ours, loss_of)
+    assert calls == {"lora_moe": 1}
+
+
+def test_patched_before_and_after_the_adapters(calls):
+    stock, ours = adapted(made()), made()
+    patch(ours, strict=True)
+    ours = adapted(ours)
+    calls.clear()
+    assert_same_training(stock, ours, loss_of)
+    assert calls["lora_moe"] == 0  # PEFT's forward, until the next patch
+    patch(ours, strict=True)
+    calls.clear()
+    assert_same_training(stock, ours, loss_of)
+    assert calls == {"lora_moe": 1}
+
+
+def test_adapters_are_pefts_without_lora_or_experts(calls):
+    stock, ours = pair()
+    for options in ({"lora": False}, {"fused_moe": False}):
+        patch(ours)
+        report = patch(ours, **options)
+        calls.clear()
+        assert_same_training(stock, ours, loss_of)
+        assert calls["lora_moe"] == 0
+        assert not report.count("lora")
+
+
+# --- what PEFT's models can do ---
+
+
+def test_disabled_merged_and_unloaded(calls):
+    stock, ours = pair()
+    patch(ours, strict=True)
+    calls.clear()
+    with torch.no_grad():
+        wanted = stock(**batch()).loss
+        with stock.disable_adapter(), ours.disable_adapter():
+            bare = stock(**batch()).loss
+            torch.testing.assert_close(ours(**batch()).loss, bare)
+        assert calls == {"fused_moe": 1}
+        assert abs(bare - wanted) > 1e-4
+        ours.merge_adapter()
+        torch.testing.assert_close(ours(**batch()).loss, wanted)
+        assert calls["lora_moe"] == 0
+        ours.unmerge_adapter()
+        torch.testing.assert_close(ours(**batch()).loss, wanted)
+        assert calls["lora_moe"] == 1
+        merged = ours.merge_and_unload()
+        torch.testing.assert_close(merged(**batch()).loss, wanted)
+    assert calls["lora_moe"] == 1
+
+
+def test_evaluation_and_generation(calls):
+    stock, ours = pair()
+    patch(ours, strict=True)
+    ids = batch()["input_ids"]
+    for model in (stock.eval(), ours.eval()):
+        model.generation_config.pad_token_id = 0
+        # with it, transformers 5.17 raises: one token's routers meet the mask of all tokens
+        model.config.output_router_logits = False
+    wanted = stock.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
+    calls.clear()
+    assert torch.equal(ours.generate(input_ids=ids, max_new_tokens=4, do_sample=False), wanted)
+    assert calls == {"lora_moe": 4}
+
+
+def test_saved_and_loaded(tmp_path):
+    stock, ours = pair()
+    patch(ours, strict=True)
+    optimizer = torch.optim.SGD([p for p in ours.parameters() if p.requires_grad], 0.1)
+    loss_of(ours).backward()
+    optimizer.step()
+    ours.save_pretrained(tmp_path)
+    assert ours.state_dict().keys() == stock.state_dict().keys()
+    again = peft.PeftModel.from_pretrained(made(), tmp_path)
+    with torch.no_grad():
+        wanted = loss_of(ours)
+        torch.testing.assert_close(loss_of(again), wanted)
+        torch.testing.assert_close(loss_of(copy.deepcopy(ours)), wanted)
+        assert abs(loss_of(stock) - wanted) > 1e-4
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_checkpointing(reentrant, calls):
+    stock, ours = pair()
+    for model in (stock, ours):
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    patch(ours, strict=True)
+    calls.clear()
+    assert_same_training(stock, ours, loss_of)
+    assert calls == {"lora_moe": 2}
+
+
+def test_compiled_as_one_graph(calls):
+    stock, ours = pair()
+    patch(ours, strict=True)
+    layer = ours.base_model.model.model.layers[1].mlp
+    other = stock.base_model.model.model.layers[1].mlp
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 5, HIDDEN)
+    found = []
+    for run, owner in ((other, other), (compiled, layer)):
+        y = run(x)
+        y = y[0] if isinstance(y, tuple) else y
+        thin = [p for p in owner.parameters() if p.requires_grad]
+        found.append([y, *torch.autograd.grad(y.square().sum(), thin)])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(wanted, got, rtol=1e-4, atol=1e-5)
+
+
+# --- low precision ---
+
+
+@pytest.mark.parametrize("thin", [torch.float32, torch.bfloat16])
+def test_bf16_experts(thin, calls):
+    wide = adapted(made())
+    stock = copy.deepcopy(wide)
+    for name, parameter in stock.named_parameters():
+        parameter.data = parameter.data.to(thin if "lora_" in name else torch.bfloat16)
+    ours = copy.deepcopy(stock)
+    patch(ours, strict=True)
+    calls.clear()
+    assert_as_exact(stock, ours, wide, loss_of, loss_of)
+    assert calls == {"lora_moe": 1}
+
+
+def test_under_autocast(calls):
+    stock, ours = pair()
+    wide = copy.deepcopy(stock)
+    patch(ours, strict=True)
+
+    def rounded(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model)
+
+    calls.clear()
+    assert_as_exact(stock, ours, wide, rounded, loss_of)
+    assert calls == {"lora_moe": 1}
+
+
+# --- memory ---
+
+
+class Stacks(TorchDispatchMode):
+    """Tensors as large as the smaller stack, or larger, that are in no memory of these."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.known = {p.untyped_storage().data_ptr() for p in base}
+        self.least = min(p.numel() for p in base)
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for t in tree_leaves(result):
+            large = isinstance(t, torch.Tensor) and t.numel() >= self.least
+            if large and t.untyped_storage().data_ptr() not in self.known:
+                self.found.append((str(func), tuple(t.shape)))
+        return result
+
+
+def stacks_in_a_step(model):
+    layer = model.base_model.model.model.layers[0].mlp
+    base = [p for n, p in layer.named_parameters() if n.endswith(("gate_up_proj", "down_proj"))]
+    assert len(base) == 2
+    x = torch.randn(1, 6, 64, requires_grad=True)
+    mode = Stacks(base)
+    with inline_ops(), mode:
+        y = layer(x)
+        (y[0] if isinstance(y, tuple) else y).sum().backward()
+    assert x.grad.any()
+    return mode.found
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_no_tensor_has_the_size_of_a_stack(kind):
+    sizes = {"num_local_experts": 8, "hidden_size": 64, "intermediate_size": 40}
+    stock = adapted(build(kind, **sizes))
+    ours = copy.deepcopy(stock)
+    patch(ours, strict=True)
+    assert stacks_in_a_step(ours) == []
+    assert len(stacks_in_a_step(stock)) > 4
+
+
+# --- left to PEFT ---
+
+
+def trained(ours):
+    ours.base_model.model.model.layers[
+        1
+    ].mlp.experts.base_layer.base_layer.down_proj.requires_grad_()
+
+
+def watched(ours):
+    inner = wrappers(ours)[0].base_layer.base_layer
+    inner.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [(trained, "are trained as well"), (watched, "something stands around")]
+)
+def test_what_is_more_runs_peft_s_forward(change, reason, calls):
+    """Before a patch, with the reason in its report, and after it."""
+    for when in ("before", "after"):
+        stock, ours = pair()
+        if when == "after":
+            patch(ours, strict=True)
+        change(stock)
+        change(ours)
+        if when == "before":
+            report = patch(ours)
+            assert [s.reason for s in report.skipped if s.op == "lora" and reason in s.reason]
+        calls.clear()
+        assert_same_training(stock, ours, loss_of)
+        assert calls["lora_moe"] == 0
+
+
+def test_another_layout_is_left_to_peft():
+    from peft.tuners.lora.layer import ParamWrapper
+
+    class Turned(ParamWrapper):
+        def get_delta_weight(self, adapter_name):
+            return super().get_delta_weight(adapter_name).flip(0)
+
+    assert expert_lora._measured(ParamWrapper, True) == ""
+    assert "lays its factors out in another way" in expert_lora._measured(Turned, True)
+    assert "failed on a small copy" in expert_lora._measured(nn.Linear, False)
+
+
+def test_experts_that_peft_reads_the_other_way_round_are_left():
+    """Llama 4 keeps inputs before outputs, and has no flag that says so."""
+    settings = transformers.Llama4TextConfig(
+        vocab_size=223, hidden_size=HIDDEN, intermediate_size=INNER, intermediate_size_mlp=48,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_local_experts=EXPERTS, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(settings)
+    names = [n for n, _ in model.named_parameters() if n.endswith("experts.gate_up_proj")]
+    stock = adapted(model, target_parameters=names)
+    ours = copy.deepcopy(stock)
+    report = patch(ours)
+    assert [s.reason for s in report.skipped if s.op == "lora"] == [
+        "PEFT reads the layout of its experts in another way"
+    ]
+    assert_same_training(stock, ours, loss_of)
+
+
+def test_a_wrapped_parameter_of_another_module_is_no_concern():
+    torch.manual_seed(0)
+    model = build("mixtral")
+    model = adapted(model, target_parameters=["mlp.gate.weight"])
+    stock = copy.deepcopy(model)
+    report = patch(model, strict=True)
+    assert not report.count("lora")
+    assert_same_training(stock, model, loss_of)

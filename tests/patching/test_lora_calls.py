@@ -1,0 +1,699 @@
+"""Calls of LoRA layers in every form that PEFT has, on patched and unpatched models alike.
+
+q, k and v with adapters are one operator: whatever a module does with its layers stays right.
+"""
+
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+
+# ruff: noqa: E402  (what needs peft is imported after the skip)
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.comparing import assert_same_gradients
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+from test_lora import ATTENTION, MLP, filled, lora
+
+from liger_multi import ops, patch, unpatch
+from liger_multi.patching.head.protocol import LazyLogits
+from liger_multi.patching.lora.fused import SharedInput, together
+from liger_multi.patching.swap import swapped
+from tests.models import batch, build
+
+# --- calls in every form ---
+
+
+EVERYWHERE = (*ATTENTION, *MLP, "lm_head")
+INPUTS = {name: torch.cat([t, t.flip(1)]) for name, t in batch().items()}
+"""Four rows, so that a batch can mix three adapters."""
+MIXED = ["default", "other", "__base__", "default"]
+
+
+def two_adapters(first=None, second=None, patch_first=False):
+    """A stock model and a patched one with two adapters each, in eval mode."""
+    models = []
+    for ours in (False, True):
+        model = build("llama", num_hidden_layers=1)
+        if ours and patch_first:
+            patch(model)
+        model = lora(model, EVERYWHERE, task_type="CAUSAL_LM", **(first or {}))
+        torch.manual_seed(5)
+        options = {"r": 2, "target_modules": ["q_proj", "up_proj", "lm_head"], **(second or {})}
+        options["task_type"] = "CAUSAL_LM"
+        model.add_adapter("other", peft.LoraConfig(**options))
+        if ours and not patch_first:
+            patch(model)
+        models.append(filled_again(model).eval())
+    return models
+
+
+def filled_again(model):
+    torch.manual_seed(9)
+    return filled(model)
+
+
+def assert_equal(stock, ours, grad=False, inputs=INPUTS, **call):
+    """Losses and logits of two models, and their gradients."""
+    with torch.set_grad_enabled(grad):
+        wanted, got = (m(**inputs, **call) for m in (stock, ours))
+    torch.testing.assert_close(got.loss, wanted.loss, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(got.logits + 0.0, wanted.logits, atol=5e-6, rtol=1e-5)
+    if grad:
+        for m, out in ((stock, wanted), (ours, got)):
+            m.zero_grad()
+            out.loss.backward()
+        grads = {n: p.grad for n, p in stock.named_parameters() if p.grad is not None}
+        assert {n for n, p in ours.named_parameters() if p.grad is not None} == set(grads)
+        for name, p in ours.named_parameters():
+            if name in grads:
+                torch.testing.assert_close(p.grad, grads[name], atol=5e-6, rtol=1e-4)
+
+
+NAMES = {
+    "mixed": MIXED,
+    "one": ["other"] * 4,
+    "base": ["__base__"] * 4,
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("patch_first", [False, True])
+@pytest.mark.parametrize("names", NAMES)
+def test_a_batch_of_several_adapters(names, patch_first):
+    stock, ours = two_adapters(patch_first=patch_first)
+    assert_equal(stock, ours, adapter_names=NAMES[names])
+    assert_equal(stock, ours, grad=True)  # nothing of it is left for the next call
+
+
+KINDS = {
+    "dora on top": ({}, {"use_dora": True}),
+    "dora": ({"use_dora": True}, {}),
+    "rank-stabilized": ({"use_rslora": True}, {"use_rslora": True}),
+    "dropout": ({"lora_dropout": 0.5}, {}),
+    "biases": ({"lora_bias": True}, {}),
+    "activated": ({"alora_invocation_tokens": [3, 4]}, {}),
+    "both activated": ({"alora_invocation_tokens": [3]}, {"alora_invocation_tokens": [5, 6]}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_of_adapters_in_one_batch(kind):
+    stock, ours = two_adapters(*KINDS[kind])
+    if "dora" not in kind:  # PEFT refuses
+        assert_equal(stock, ours, adapter_names=MIXED)
+    for name in ("default", "other"):
+        for model in (stock, ours):
+            model.set_adapter(name)
+        assert_equal(stock, ours, grad=True)
+
+
+def test_keywords_of_adapters_reach_pefts_forward():
+    """Whatever PEFT hands to a layer beside its input is PEFT's to interpret."""
+    stock, ours = two_adapters()
+    offsets = [None, 3, None, 5]
+    assert_equal(stock, ours, alora_offsets=offsets)
+    hidden = torch.randn(4, 3, 32)
+    for path in ("lm_head", "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"):
+        layers = [m.base_model.model.get_submodule(path) for m in (stock, ours)]
+        for call in ({"adapter_names": MIXED}, {"alora_offsets": offsets}):
+            wanted, got = (layer(hidden, **call) for layer in layers)
+            assert torch.equal(got, wanted)
+        wanted, got = (layer(x=hidden) for layer in layers)
+        torch.testing.assert_close(got, wanted)
+        messages = []
+        for layer in layers:
+            with pytest.raises(TypeError) as raised:
+                layer(hidden, nosuch=1)
+            messages.append(str(raised.value))
+        assert messages[0] == messages[1]
+
+
+def test_generation_with_an_adapter_per_row():
+    stock, ours = two_adapters()
+    ids = INPUTS["input_ids"][:, :5]
+    options = {"max_new_tokens": 4, "do_sample": False, "adapter_names": MIXED}
+    wanted, got = (m.generate(input_ids=ids, **options) for m in (stock, ours))
+    assert torch.equal(got, wanted)
+
+
+def test_whole_heads_of_several_adapters():
+    models = []
+    for ours in (False, True):
+        model = lora(build("llama", num_hidden_layers=1), ["q_proj"], modules_to_save=["lm_head"])
+        model.add_adapter(
+            "other", peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        )
+        torch.manual_seed(9)
+        with torch.no_grad():
+            for copied in model.base_model.model.lm_head.modules_to_save.values():
+                copied.weight.add_(torch.randn_like(copied.weight), alpha=0.1)
+        if ours:
+            patch(model)
+        models.append(filled_again(model).eval())
+    assert_equal(*models, adapter_names=MIXED)
+    assert_equal(*models, grad=True)
+
+
+def _merge(model):
+    model.merge_adapter()
+
+
+def _merge_and_back(model):
+    model.merge_adapter()
+    model.unmerge_adapter()
+
+
+def _switch(model):
+    model.set_adapter("other")
+
+
+def _both(model):
+    model.base_model.set_adapter(["default", "other"])
+
+
+def _off(model):
+    model.base_model.disable_adapter_layers()
+
+
+def _off_and_on(model):
+    with model.disable_adapter():
+        model(**INPUTS)
+
+
+def _one_more(model):
+    torch.manual_seed(4)
+    model.add_adapter("third", peft.LoraConfig(r=3, target_modules=["k_proj", "v_proj", "lm_head"]))
+    filled_again(model).set_adapter("third")
+
+
+def _one_less(model):
+    model.delete_adapter("default")
+    model.set_adapter("other")
+
+
+def _scaled(model):
+    for module in model.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(0.5)
+
+
+def _combined(model):
+    model.add_weighted_adapter(["default", "other"], [0.7, 0.3], "sum", combination_type="cat")
+    model.set_adapter("sum")
+
+
+CHANGES = [_merge, _merge_and_back, _switch, _both, _off, _off_and_on, _one_more, _one_less]
+CHANGES += [_scaled, _combined]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_adapters_that_change_after_the_patch(change):
+    stock, ours = two_adapters()
+    for model in (stock, ours):
+        change(model)
+    assert_equal(stock, ours, grad=change not in (_off, _merge))
+    if change is not _merge:
+        names = [n for n in MIXED if n in (*stock.peft_config, "__base__")]
+        assert_equal(
+            stock, ours, inputs={n: t[: len(names)] for n, t in INPUTS.items()}, adapter_names=names
+        )
+    patch(ours)
+    assert_equal(stock, ours, grad=change not in (_off, _merge))
+
+
+@pytest.mark.parametrize("end", ["merge_and_unload", "unload"])
+def test_adapters_that_leave_a_patched_model(end):
+    stock, ours = (getattr(m, end)().requires_grad_() for m in two_adapters())
+    assert_equal(stock, ours, grad=True)
+    patch(ours)
+    assert_equal(stock, ours, grad=True)
+    assert isinstance(ours(**INPUTS).logits, LazyLogits)
+
+
+def test_copies_have_the_same_adapters():
+    stock, ours = two_adapters()
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert_equal(stock, copied, adapter_names=MIXED)
+
+
+# --- logits that are computed later ---
+
+
+def _disabled(model, read):
+    with model.disable_adapter():
+        return read()
+
+
+def _switched(model, read):
+    model.set_adapter("other")
+    return read()
+
+
+def _added(model, read):
+    model.base_model.set_adapter(["default", "other"])
+    return read()
+
+
+def _deleted(model, read):
+    model.delete_adapter("default")
+    return read()
+
+
+def _rescaled(model, read):
+    model.base_model.model.lm_head.scale_layer(3.0)
+    return read()
+
+
+def _unpatched(model, read):
+    if hasattr(type(model.base_model.model.lm_head), "_liger_multi_swap"):
+        patch(model, fused_linear_cross_entropy=False)
+        patch(model, fused_linear_cross_entropy=False)
+    return read()
+
+
+LATER = [_disabled, _switched, _added, _deleted, _rescaled, _unpatched]
+
+
+@pytest.mark.parametrize("change", LATER)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("reader", ["logits", "loss", "row"])
+def test_logits_are_those_of_the_adapters_of_their_forward(change, grad, reader):
+    target = INPUTS["input_ids"].flatten()
+    readers = {
+        "logits": lambda z: z.clone().tolist(),
+        "loss": lambda z: F.cross_entropy(z.flatten(0, -2), target).tolist(),
+        "row": lambda z: z[:, -1].tolist(),
+    }
+    found = []
+    for model in two_adapters():
+        with torch.set_grad_enabled(grad):
+            logits = model(input_ids=INPUTS["input_ids"]).logits
+            found.append(change(model, lambda logits=logits: readers[reader](logits)))
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]))
+
+
+def test_logits_of_a_head_without_its_adapters_stay_without():
+    found = []
+    for model in two_adapters(second={"target_modules": ["q_proj"]}):
+        model.set_adapter("other")
+        logits = model(input_ids=INPUTS["input_ids"]).logits
+        model.set_adapter("default")  # whose head has an adapter
+        found.append(logits.clone().tolist())
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]))
+
+
+def test_logits_cannot_be_computed_after_a_merge():
+    """PEFT writes merged weights through .data, which no version counter sees."""
+    ours = two_adapters()[1]
+    out = ours(**INPUTS)
+    ours.merge_adapter()
+    with pytest.raises(RuntimeError, match="adapters have been merged"):
+        out.logits.sum()
+
+
+def test_keyword_of_a_plain_head():
+    stock, ours = build("llama", num_hidden_layers=1), build("llama", num_hidden_layers=1)
+    patch(ours)
+    hidden = torch.randn(2, 3, 32)
+    torch.testing.assert_close(ours.lm_head(input=hidden) + 0.0, stock.lm_head(input=hidden))
+
+
+def test_a_scale_that_is_no_number_is_pefts():
+    stock, ours = two_adapters()
+    for model in (stock, ours):
+        for module in model.modules():
+            if isinstance(getattr(module, "scaling", None), dict):
+                module.scaling["default"] = torch.tensor(1.5)
+    assert_equal(stock, ours, grad=True)
+
+
+# --- shared inputs ---
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+class Attention(nn.Module):
+    """Projections of one input, and a mixture of what they give."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.q_proj = nn.Linear(16, 24, bias=bias)
+        self.k_proj = nn.Linear(16, 12, bias=bias)
+        self.v_proj = nn.Linear(16, 12, bias=bias)
+
+    def forward(self, x, other=None, mask=None):
+        q, k, v = (getattr(self, name)(x) for name in PROJECTIONS)
+        return torch.tanh(q) * torch.cat([k.sigmoid(), v.sin()], -1)
+
+
+class KeysOfAnother(Attention):
+    def forward(self, x, other):
+        q, k, v = self.q_proj(x), self.k_proj(other), self.v_proj(other)
+        return torch.tanh(q) * torch.cat([k.sigmoid(), v.sin()], -1)
+
+
+class KeysOfAHalf(Attention):
+    def forward(self, x):
+        half = x / 2
+        q, k, v = self.q_proj(x), self.k_proj(half), self.v_proj(x)
+        return torch.tanh(q) * torch.cat([k.sigmoid(), v.sin()], -1)
+
+
+class NoKeys(Attention):
+    def forward(self, x):
+        return self.q_proj(x) * torch.cat([x[..., :12], self.v_proj(x).sin()], -1)
+
+
+class Twice(Attention):
+    """Outputs are written to, as with the clip_qkv of OLMo, and layers are called again."""
+
+    def forward(self, x):
+        q, k, v = (getattr(self, name)(x).clamp_(-0.5, 0.5) for name in PROJECTIONS)
+        return q * self.q_proj(x).tanh() * torch.cat([k, self.k_proj(x).tanh() + v], -1)
+
+
+class Changed(Attention):
+    """Between two calls, the input becomes another."""
+
+    def forward(self, x):
+        q, k = self.q_proj(x), self.k_proj(x)
+        x += 1
+        return q * torch.cat([k, self.v_proj(x)], -1)
+
+
+class Elsewhere(Attention):
+    """Some calls record gradients and others do not."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            q = self.q_proj(x)
+        return q * torch.cat([self.k_proj(x), self.v_proj(x)], -1)
+
+
+def adapted(kind, targets=PROJECTIONS, dtype=torch.float32, **config):
+    """A stock module and an equal patched one."""
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), **config)
+    stock = peft.inject_adapter_in_model(settings, kind())
+    for name, parameter in stock.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_" not in name:
+            parameter.data = parameter.data.to(dtype)
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+    ours = copy.deepcopy(stock)
+    report = patch(ours)
+    assert {e.replaced_by for e in report.entries if e.op == "lora"} == {"lora_qkv"}
+    assert isinstance(ours, SharedInput)
+    return stock, ours
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The layers that every call of the operator had."""
+    found, stock = [], ops.lora_qkv
+
+    def counted(x, **given):
+        found.append("".join(n[0] for n in given if n.endswith("_weight")))
+        return stock(x, **given)
+
+    monkeypatch.setattr(ops, "lora_qkv", counted)
+    return found
+
+
+def results(module, *inputs, run=None, **options):
+    """Output and gradients by name; of parameters that nothing reached, None."""
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    module.zero_grad()
+    y = (run or module)(*(x * 1 for x in inputs), **options)
+    y.square().sum().backward()
+    found = {n: p.grad for n, p in module.named_parameters()}
+    return {"y": y.detach()} | {f"d{i}": x.grad for i, x in enumerate(inputs)} | found
+
+
+def assert_same(stock, ours, *inputs, **options):
+    wanted, got = results(stock, *inputs, **options), results(ours, *inputs, **options)
+    assert set(wanted) == set(got)
+    same(wanted, got)
+
+
+def same(wanted, got):
+    torch.testing.assert_close(got.pop("y"), wanted.pop("y"), rtol=1e-5, atol=1e-5)
+    assert_same_gradients(got, wanted)
+
+
+def inputs(count=1):
+    torch.manual_seed(1)
+    return [torch.randn(2, 5, 16) for _ in range(count)]
+
+
+MODULES = (Attention, KeysOfAHalf, NoKeys, Twice, Elsewhere)
+
+
+@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+def test_what_a_module_does_with_its_layers(kind, calls):
+    stock, ours = adapted(kind)
+    for _ in range(2):
+        assert_same(stock, ours, *inputs())
+    assert calls == 2 * ["qkv"]
+    assert together.get() is None
+
+
+def test_an_input_that_changes_between_two_calls(calls):
+    stock, ours = adapted(Changed)
+    with torch.no_grad():
+        wanted, got = (m(inputs()[0]) for m in (stock, ours))
+    torch.testing.assert_close(got, wanted)
+    assert calls == ["qkv"]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        results(ours, *inputs())
+
+
+def test_two_inputs_are_left_to_the_layers(calls):
+    stock, ours = adapted(KeysOfAnother)
+    assert_same(stock, ours, *inputs(2))
+    assert calls == []
+    x = inputs()[0]  # the same tensor twice is one input
+    run = {stock: lambda x: stock(x, x), ours: lambda x: ours(x, x)}
+    wanted, got = (results(m, x, run=run[m]) for m in (stock, ours))
+    same(wanted, got)
+    assert calls == ["qkv"]
+
+
+def test_a_mask_is_no_second_input(calls):
+    stock, ours = adapted(Attention)
+    mask = torch.zeros(2, 1, 5, 16)
+    assert_same(stock, ours, *inputs(), mask=mask)
+    assert calls == ["qkv"]
+
+
+FORMS = {
+    "some": ({"targets": ["q_proj", "v_proj"]}, "qk"),
+    "ranks": ({"rank_pattern": {"k_proj": 2}}, "qkv"),
+    "scales": ({"alpha_pattern": {"k_proj": 1}}, "qkv"),
+    "bf16 and fp32": ({"dtype": torch.bfloat16}, "qkv"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_adapters(form, calls):
+    config, layers = FORMS[form]
+    stock, ours = adapted(Attention, **config)
+    x = inputs()[0].to(config.get("dtype", torch.float32))
+    if x.dtype == torch.float32:
+        assert_same(stock, ours, x)
+    else:
+        exact = copy.deepcopy(stock).double()
+        right, wanted, got = (
+            results(m, x.to(next(m.parameters()).dtype)) for m in (exact, stock, ours)
+        )
+        for name, value in right.items():
+            if value is not None:
+                near, far = ((r[name].double() - value).norm() for r in (got, wanted))
+                assert near <= 1.1 * far + 1e-5 * value.norm(), name
+    assert calls == [layers]
+
+
+def test_layers_that_are_more_than_their_adapter(calls):
+    stock, ours = adapted(Attention)
+    seen = []
+    for module in (stock, ours):
+        module.k_proj.register_forward_hook(lambda *args: seen.append(1))
+    assert_same(stock, ours, *inputs())
+    assert (calls, len(seen)) == (["qk"], 2)  # two of them, in the operator's first places
+    for module in (stock, ours):
+        module.q_proj.base_layer.weight.requires_grad_()
+    assert_same(stock, ours, *inputs())
+    assert calls == ["qk"]  # one is not worth it
+    for module in (stock, ours):
+        module.q_proj.base_layer.weight.requires_grad_(False)
+        module.q_proj.merge()
+    assert_same(stock, ours, *inputs())
+    assert calls == ["qk"]
+
+
+def test_a_dropout_and_another_rule_are_pefts(calls):
+    for config in ({"lora_dropout": 0.5}, {"use_dora": True}):
+        torch.manual_seed(0)
+        settings = peft.LoraConfig(r=2, target_modules=list(PROJECTIONS), **config)
+        stock = peft.inject_adapter_in_model(settings, Attention())
+        ours = copy.deepcopy(stock)
+        patch(ours)
+        assert type(ours) is Attention
+
+        def run(module, x):
+            torch.manual_seed(2)
+            return module(x)
+
+        x = inputs()[0]
+        wanted, got = (results(m, x, run=lambda x, m=m: run(m, x)) for m in (stock, ours))
+        assert torch.equal(wanted["y"], got["y"])
+    stock, ours = adapted(Attention, lora_dropout=0.0)
+    for module in (stock, ours):  # it acts in training only, and is asked at every call
+        module.q_proj.lora_dropout["default"] = nn.Dropout(0.5)
+        module.eval()
+    assert_same(stock, ours, *inputs())
+    ours.train()(*inputs())
+    assert calls == ["qkv", "qk"]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant, calls):
+    stock, ours = adapted(Attention)
+    run = {m: lambda x, m=m: checkpoint(m, x, use_reentrant=reentrant) * 1 for m in (stock, ours)}
+    x = inputs()[0]
+    wanted, got = (results(m, x, run=run[m]) for m in (stock, ours))
+    same(wanted, got)
+    assert calls == ["qkv", "qkv"]
+
+
+def test_without_gradients(calls):
+    stock, ours = adapted(Attention)
+    x = inputs()[0]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), stock(x))
+    assert calls == ["qkv"]
+    with torch.inference_mode():  # tensors without versions
+        torch.testing.assert_close(ours(x * 1), stock(x * 1))
+    assert calls == ["qkv"]
+
+
+def test_hooks_of_parameters_fire_once():
+    ours, fired = adapted(Attention)[1], []
+    for name, parameter in ours.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
+    results(ours, *inputs())
+    assert sorted(fired) == sorted(n for n, p in ours.named_parameters() if p.requires_grad)
+
+
+def test_gradients_have_memory_of_their_own():
+    ours = adapted(Attention)[1]
+    found = [g for g in results(ours, *inputs()).values() if g is not None]
+    assert len({g.untyped_storage().data_ptr() for g in found}) == len(found)
+
+
+class Fails(Attention):
+    def forward(self, x):
+        self.q_proj(x)
+        raise ValueError("as it must")
+
+
+@pytest.mark.parametrize("kind", [NoKeys, Fails])
+def test_nothing_outlives_the_call(kind, monkeypatch):
+    ours, held, stock = adapted(kind)[1], [], ops.lora_qkv
+
+    def noted(x, **given):
+        made = stock(x, **given)
+        held.extend(weakref.ref(t) for t in made)
+        return made
+
+    monkeypatch.setattr(ops, "lora_qkv", noted)
+    x, error = inputs()[0].requires_grad_() * 1, None
+    gc.disable()
+    try:
+        y = ours(x)
+    except ValueError as raised:
+        error = raised  # and with it, frames
+    finally:
+        gc.enable()
+    assert (error is None) == (kind is NoKeys)
+    assert len(held) == 3
+    assert held[1]() is None  # the keys, which nobody came for
+    assert together.get() is None
+    if error is None:
+        del y
+
+
+def test_what_is_kept_for_backward():
+    """The input once and 3 r numbers a row, where PEFT keeps three copies of it."""
+    stock, ours = adapted(Attention, dtype=torch.bfloat16)
+    rows, width, rank = 7, 16, 4
+    for module, kept in ((stock, 3 * rows * (width + rank) * 4), (ours, 3 * rows * rank * 4)):
+        x = torch.randn(rows, width, dtype=torch.bfloat16, requires_grad=True) * 1
+        own = {p.untyped_storage().data_ptr() for p in (*module.parameters(), x)}
+        held = {}
+
+        def note(tensor, own=own, held=held):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                held[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            made = Attention.forward(module, x) if module is stock else module(x)
+        after = 2 * rows * 24 * 2 + 2 * rows * 12 * 2  # of tanh, cat, sigmoid and sin
+        assert sum(held.values()) == kept + after
+        del made
+
+
+def test_copies_pickles_and_states(calls):
+    stock, ours = adapted(Attention)
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    assert vars(ours).keys() == vars(stock).keys()
+    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert swapped(twin) == swapped(ours)
+        assert_same(stock, twin, *inputs())
+    assert calls == ["qkv", "qkv"]
+    loaded = adapted(Attention)[1]
+    loaded.load_state_dict(stock.state_dict())
+    assert_same(stock, loaded, *inputs())
+
+
+def test_patching_again_and_back(calls):
+    ours = adapted(Attention)[1]
+    assert {e.status for e in patch(ours).entries} == {"already patched"}
+    assert {e.op for e in patch(ours, lora=False).entries} == {"lora"}
+    assert type(ours) is Attention
+    patch(ours)
+    unpatch(ours)
+    assert not any(hasattr(type(m), "_liger_multi_swap") for m in ours.modules())
+
+
+def test_a_named_backend(calls):
+    stock = adapted(Attention)[0]
+    ours = copy.deepcopy(stock)
+    report = patch(ours, lora="reference")
+    assert [e.options for e in report.entries] == 3 * [{"backend": "reference"}]
+    assert_same(stock, ours, *inputs())
+    assert calls == ["qkv"]
+
+
+def test_a_compiled_module_has_its_layers(calls):
+    stock, ours = adapted(Attention)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    x = inputs()[0]
+    torch.testing.assert_close(compiled(x), stock(x))
+    assert calls == []
+    torch._dynamo.reset()

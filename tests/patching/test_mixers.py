@@ -1,0 +1,610 @@
+"""Hybrid models: mixers that call operators, and rows of several samples.
+
+Parameters are drawn again: with those of a new model, a sample barely sees the one before it.
+"""
+
+import copy
+import functools
+import inspect
+import sys
+import threading
+
+import pytest
+import torch
+from packaging import version
+
+import liger_multi
+from liger_multi.arguments import caches
+from liger_multi.errors import PackingError
+from tests.comparing import assert_same_gradients, gradients
+
+transformers = pytest.importorskip("transformers")
+from liger_multi.patching.mixers.calls import SERVED as SERVED_BY  # noqa: E402
+from liger_multi.patching.mixers.calls import differs, gates, sizes_of  # noqa: E402
+from liger_multi.patching.mixers.fused import FusedMixer  # noqa: E402
+from liger_multi.patching.options import MIXER_OPS  # noqa: E402
+from liger_multi.patching.packing import hybrids  # noqa: E402
+from liger_multi.patching.packing.samples import sample_ids  # noqa: E402
+from tests.models import Calls, continued  # noqa: E402
+from tests.sweep import cases  # noqa: E402
+
+SCAN, CHANNELS = {"causal_conv1d", "ssd_scan"}, {"causal_conv1d", "selective_scan"}
+SERVED = {
+    "bailing_hybrid": {"causal_conv1d", "kimi_delta_attention"},
+    "bamba": SCAN,
+    "falcon_h1": SCAN,
+    "kimi_linear": {"causal_conv1d", "kimi_delta_attention"},
+    "lfm2_moe": {"gated_short_conv"},
+    "lfm3": {"gated_short_conv"},
+    "mamba2": SCAN,
+    "nemotron_h": SCAN,
+    "olmo_hybrid": {"causal_conv1d", "gated_delta_rule"},
+    "qwen3_5_moe_text": {"causal_conv1d", "gated_delta_rule"},
+    "qwen3_5_text": {"causal_conv1d", "gated_delta_rule"},
+    "qwen3_next": {"causal_conv1d", "gated_delta_rule"},
+    "qwen4_exp_text": {"causal_conv1d", "gated_delta_rule"},
+    "zamba2": SCAN,
+}
+REFUSING = {
+    "falcon_mamba": CHANNELS,
+    "granitemoehybrid": SCAN,
+    "inkling_text": {"causal_conv1d"},
+    "jamba": CHANNELS,
+    "mamba": CHANNELS,
+    "zamba": CHANNELS,
+}
+DELTA = ("gated_delta_rule", "kimi_delta_attention")
+ROUNDING = {"zamba2": 1e-3}
+"""Relative to the largest number. Unpatched, zamba2 has 5e-5 in fp32 against fp64, bamba 1e-6."""
+LENGTHS = (17, 1, 23)
+NO_NAME = object()
+KEPT = version.parse("5.23")  # from here on, all types of SERVED hand ids to their mixers
+
+
+def test_sizes_that_no_kernel_takes_are_in_the_report(monkeypatch):
+    """The operator is patched all the same. On a device without kernels there is nothing to say."""
+    from liger_multi.dispatch import explain
+    from liger_multi.dispatch.resolve import Candidate
+
+    asked = []
+
+    def refused(args):
+        asked.append([tuple(t.shape) for t in args[:3]])
+        return "takes keys of up to 4 elements (registers), got 8"
+
+    def candidates(prim, *_):
+        kernel = Candidate("cuda", print, None, refused if prim.op.name in DELTA else None)
+        return [kernel, Candidate("reference", print, None)]
+
+    stock, _ = built("qwen3_5_text")
+    quiet = liger_multi.patch(copy.deepcopy(stock))
+    monkeypatch.setattr(explain, "candidates", candidates)
+    said = liger_multi.patch(stock, strict=True)
+    assert quiet.count("gated_delta_rule") == said.count("gated_delta_rule") > 0
+    lines = {s.reason for s in said.skipped} - {s.reason for s in quiet.skipped}
+    why = "takes keys of up to 4 elements (registers), got 8"
+    assert lines == {f"patched, but runs by the chunked PyTorch reference: cuda {why}"}
+    mixer = next(m for m in stock.modules() if hasattr(m, "head_k_dim"))
+    keys = (1, 1, mixer.num_k_heads, mixer.head_k_dim)
+    assert asked[0] == [keys, keys, (1, 1, mixer.num_v_heads, mixer.head_v_dim)]
+
+
+def built(model_type):
+    """A stock model of a type with other parameters, and a patched copy."""
+    pairs = {p.type: p for p in cases.registered() if p.cls.endswith("ForCausalLM")}
+    if model_type not in pairs:
+        pytest.skip(f"this transformers has no {model_type}")
+    try:
+        stock = cases.build(pairs[model_type])
+    except ValueError as error:
+        if "tie_weights_keys" not in str(error):
+            raise
+        # 5.0 ties the blocks of zamba2 to those of its first layer, which has none
+        pytest.skip(f"this transformers does not make the model: {str(error)[:100]}")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in stock.named_parameters():
+            if parameter.ndim > 1 or "norm" not in name:
+                parameter.normal_(std=0.5 if parameter.ndim < 2 else 0.2)
+    model = copy.deepcopy(stock)
+    liger_multi.patch(model)
+    return stock, model
+
+
+def built_of_functions(model_type):
+    """The same, for tests of mixers that call functions over all tokens."""
+    stock, model = built(model_type)
+    if by_package(stock):
+        pytest.skip("mixers of this transformers call no function that an operator stands for")
+    return stock, model
+
+
+def by_package(model):
+    """Whether mixers have a convolution over rows only where the causal-conv1d package is."""
+    files = {sys.modules[type(m).__module__] for m in model.modules()}
+    return any(getattr(file, "causal_conv1d_fn", NO_NAME) is None for file in files)
+
+
+def packed(lengths=LENGTHS, seed=0):
+    """Samples, a row of them all, and the ways to say where they begin."""
+    torch.manual_seed(seed)
+    samples = [torch.randint(10, 60, (1, n)) for n in lengths]
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    told = {
+        "position_ids": {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]},
+        "seq_idx": {"seq_idx": torch.arange(len(lengths)).repeat_interleave(ends.diff())[None]},
+        "cu_seq_lens": {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends},
+    }
+    for kind in ("seq_idx", "cu_seq_lens"):  # attention goes by positions
+        told[kind] |= told["position_ids"]
+    told["seq_idx"]["seq_idx"] = told["seq_idx"]["seq_idx"].to(torch.int32)
+    return samples, torch.cat(samples, 1), told
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_equal_to_unpatched(model_type, monkeypatch):
+    stock, model = built(model_type)
+    ids = torch.randint(10, 60, (2, 70))
+    calls = Calls(monkeypatch)
+    for mode in ("train", "eval"):
+        losses = []
+        for m in (stock, model):
+            getattr(m, mode)().zero_grad()
+            losses.append(m(input_ids=ids, labels=ids).loss)
+            losses[-1].backward()
+        rtol = ROUNDING.get(model_type, 1e-4)
+        torch.testing.assert_close(*losses)
+        assert_same_gradients(gradients(model), gradients(stock), rtol=rtol)
+    if by_package(stock):  # as in transformers 5.0: there is no function to serve
+        assert not calls["causal_conv1d"]
+        return
+    assert all(calls[op] >= 2 for op in SERVED[model_type])
+    mixing = SERVED[model_type] - {"causal_conv1d", "gated_short_conv"}
+    sizes = [sizes_of(op, m) for op in mixing for m in model.modules() if isinstance(m, FusedMixer)]
+    assert not mixing or any(sizes), "the report knows what kernels will be asked for"
+
+
+@pytest.mark.parametrize("model_type", ["lfm2_moe", "lfm3"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_convolution_between_gates_is_one_operator(model_type, padded, monkeypatch):
+    """Without a cache. With one, and with a hook on the convolution, its parts run."""
+    stock, model = built_of_functions(model_type)
+    ids, mask = torch.randint(10, 60, (2, 30)), torch.ones(2, 30, dtype=torch.int64)
+    mask[0, :7] = 0 if padded else 1
+    hooked = copy.deepcopy(model)
+    for mixer in (m for m in hooked.modules() if isinstance(m, FusedMixer)):
+        mixer.conv.register_forward_hook(lambda *_: None)
+    for m, cached, op in (
+        (model, False, "gated_short_conv"),
+        (model, True, "causal_conv1d"),
+        (hooked, False, "causal_conv1d"),
+    ):
+        found, calls = [], Calls(monkeypatch)
+        for one in (m, stock):
+            one.zero_grad()
+            loss = one(input_ids=ids, labels=ids, attention_mask=mask, use_cache=cached).loss
+            loss.backward()
+            found.append((loss, gradients(one)))
+        torch.testing.assert_close(found[0][0], found[1][0])
+        assert_same_gradients(found[0][1], found[1][1], rtol=1e-4)
+        run = {name for name in ("causal_conv1d", "gated_short_conv") if calls[name]}
+        assert run == {op}
+
+
+def test_a_gated_convolution_that_does_more_keeps_its_parts(monkeypatch):
+    """Another function of a class that looks alike, and a key that is off."""
+    stock, _ = built("lfm3")
+    mixers_of = [m for m in stock.modules() if hasattr(m, "conv_kernel_size")]
+    assert mixers_of
+    assert all(gates(m) for m in mixers_of)
+    kind = type(mixers_of[0])
+
+    class More(kind):
+        def forward(self, hidden_states, past_key_values=None, attention_mask=None, **kwargs):
+            return super().forward(hidden_states, past_key_values, attention_mask, **kwargs) * 2
+
+    more = copy.deepcopy(mixers_of[0])
+    more.__class__ = More
+    assert not gates(more)
+    wide = copy.deepcopy(mixers_of[0])
+    wide.conv.dilation = (2,)
+    assert not gates(wide)
+    model = copy.deepcopy(stock)
+    report = liger_multi.patch(model, gated_short_conv=False)
+    assert not report.count("gated_short_conv")
+    calls = Calls(monkeypatch)
+    model(input_ids=torch.randint(10, 60, (1, 9)), use_cache=False)
+    assert calls["causal_conv1d"]
+    assert not calls["gated_short_conv"]
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_text_is_generated_as_unpatched(model_type):
+    stock, model = built(model_type)
+    ids = torch.randint(10, 60, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0  # padding on the left
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "use_cache": True}
+    try:
+        wanted = stock.eval().generate(ids, **options)
+    except KeyError as error:  # 5.23 and zamba2: no cache for layers of its old configurations
+        pytest.skip(f"unpatched it does not generate: {error!r}")
+    assert torch.equal(model.eval().generate(ids, **options), wanted)
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1", "nemotron_h", "lfm3"])
+def test_gradients_of_a_part_that_goes_on_from_a_cache(model_type):
+    """The cache is written over before backward. Types of delta rules raise there unpatched too."""
+    stock, model = built(model_type)
+    ids = torch.randint(10, 60, (2, 29))
+
+    def gradients_of(model):
+        first = model(input_ids=ids[:, :17], use_cache=True)
+        if not caches(dict(first.items())):  # 5.0: a cache of bamba is made by generate alone
+            pytest.skip("this transformers returns no cache where none was handed over")
+        later = model(input_ids=ids[:, 17:], **continued(model, first))
+        later.logits.square().mean().backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    assert_same_gradients(gradients_of(model), gradients_of(stock))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm3"])
+def test_under_autocast(model_type):
+    stock, model = built(model_type)
+    ids = torch.randint(10, 60, (2, 40))
+    with torch.autocast("cpu", torch.bfloat16):
+        got, wanted = (m(input_ids=ids, labels=ids).loss for m in (model, stock))
+    torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+    got.backward()
+    assert all(torch.isfinite(g).all() for g in gradients(model).values())
+
+
+@pytest.mark.parametrize("kind", ["position_ids", "seq_idx", "cu_seq_lens"])
+@pytest.mark.parametrize("model_type", SERVED)
+def test_samples_of_a_row_do_not_see_each_other(model_type, kind):
+    stock, model = built(model_type)
+    if isinstance(model, hybrids.SeparateModel) and version.parse(transformers.__version__) < KEPT:
+        pytest.skip(
+            "this transformers hands no ids to the mixers of this type, and rows are refused"
+        )
+    samples, row, told = packed()
+    if by_package(stock):  # mixers that are left unpatched do not keep samples apart
+        without = (NotImplementedError, UserWarning)  # of bamba, which takes ids with packages only
+        with pytest.raises((PackingError, *without) if kind == "seq_idx" else PackingError):
+            model(input_ids=row, use_cache=False, **told[kind])
+        return
+    apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
+    weights = torch.randn(apart.shape)
+    (apart * weights).sum().backward()
+    wanted = {name: g.clone() for name, g in gradients(model).items()}
+    model.zero_grad()
+    together = model(input_ids=row, use_cache=False, **told[kind]).logits
+    (together * weights).sum().backward()
+    rtol = ROUNDING.get(model_type, 1e-4)
+    torch.testing.assert_close(together, apart, rtol=rtol, atol=rtol)
+    assert_same_gradients(gradients(model), wanted, rtol=rtol)
+    if kind == "position_ids":  # what the patch is for
+        leaked = stock(input_ids=row, use_cache=False, **told[kind]).logits
+        assert (leaked - apart).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "nemotron_h", "lfm3"])
+def test_samples_stay_apart_when_layers_run_again(model_type, reentrant):
+    _, model = built_of_functions(model_type)
+    _, row, told = packed()
+    found = []
+    for checkpointing in (False, True):
+        model.zero_grad()
+        if checkpointing:
+            options = {"use_reentrant": reentrant}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        model(input_ids=row, labels=row, use_cache=False, **told["position_ids"]).loss.backward()
+        found.append({name: g.clone() for name, g in gradients(model).items()})
+    assert_same_gradients(found[1], found[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["lfm3", "bamba"])
+def test_a_compiled_model_keeps_samples_apart(model_type):
+    _, model = built_of_functions(model_type)
+    samples, row, told = packed()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
+        together = compiled(input_ids=row, use_cache=False, **told["position_ids"]).logits
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
+
+
+def test_threads_with_other_samples():
+    _, model = built_of_functions("qwen3_next")
+    found = {}
+
+    def run(seed, lengths):
+        samples, row, told = packed(lengths, seed)
+        with torch.no_grad():
+            made = model(input_ids=row, use_cache=False, **told["position_ids"]).logits
+            apart = [model(input_ids=s, use_cache=False).logits for s in samples]
+        found[seed] = (made, torch.cat(apart, 1))
+
+    threads = [threading.Thread(target=run, args=(n, (5 + n, 30 - n))) for n in range(3)]
+    for step in ("start", "join"):
+        for thread in threads:
+            getattr(thread, step)()
+    assert len(found) == 3
+    for made, apart in found.values():
+        torch.testing.assert_close(made, apart, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", REFUSING)
+def test_what_would_mix_samples_raises(model_type, monkeypatch):
+    stock, model = built_of_functions(model_type)
+    _, row, told = packed()
+    for kind in told:
+        with pytest.raises(ValueError, match=r"got rows of several samples, which it would mix"):
+            model(input_ids=row, use_cache=False, **told[kind])
+    alone = {"position_ids": torch.arange(row.shape[1])[None], "use_cache": False}
+    calls = Calls(monkeypatch)
+    for mode in ("train", "eval"):
+        got, wanted = (getattr(m, mode)()(input_ids=row, **alone).logits for m in (model, stock))
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+    assert all(calls[op] >= 2 for op in REFUSING[model_type])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("jamba", "mamba_selective_scan"), ("zamba", "mamba_selective_scan"),
+     ("granitemoehybrid", "the attention of GraniteMoeHybridModel")],
+)  # fmt: skip
+def test_the_message_says_what_mixes_samples(model_type, reason):
+    _, model = built_of_functions(model_type)
+    _, row, told = packed()
+    with pytest.raises(ValueError, match=reason):
+        model(input_ids=row, use_cache=False, **told["position_ids"])
+
+
+def test_a_backbone_that_is_called_alone_keeps_samples_apart():
+    """Mamba2ForCausalLM hands it nothing by itself."""
+    stock, _ = built_of_functions("mamba2")
+    model = stock.backbone
+    liger_multi.patch(model)
+    samples, row, told = packed()
+    apart = torch.cat([model(input_ids=s, use_cache=False)[0] for s in samples], 1)
+    together = model(input_ids=row, use_cache=False, **told["position_ids"])[0]
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_that_hands_nothing_on_is_given_ids_to_hand():
+    """A call of threads, compiled, and of a forward that does more than read its module."""
+    stock, model = built_of_functions("mamba2")
+    assert any(isinstance(m, hybrids.TellingModel) for m in model.modules())
+    samples, row, told = packed()
+    with torch.no_grad():
+        apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        together = compiled(input_ids=row, use_cache=False, **told["position_ids"]).logits
+        hidden = model(input_ids=row, use_cache=False, output_hidden_states=True, labels=row)
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
+    assert len(hidden.hidden_states) == stock.config.num_hidden_layers + 1
+
+    class Writing(type(stock)):
+        def forward(self, input_ids=None, attention_mask=None, **kwargs):
+            self.rows = len(input_ids)
+            return self.backbone(input_ids, attention_mask=attention_mask)
+
+    stock.__class__ = Writing
+    liger_multi.patch(stock)
+    with pytest.raises(ValueError, match="nothing keeps them apart in Writing"):
+        stock(input_ids=row, **told["position_ids"])
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm2_moe"])
+def test_adapters(model_type):
+    """LoRA on the projections of mixers: its gradients are those of the unpatched model."""
+    peft = pytest.importorskip("peft")
+    names = {"qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj"]}
+    names = names.get(model_type, ["in_proj", "out_proj"])
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=names, init_lora_weights=False)
+    stock, _ = built(model_type)
+    torch.manual_seed(2)
+    stock = peft.get_peft_model(stock, config)
+    model = copy.deepcopy(stock)
+    liger_multi.patch(model)
+    ids = torch.randint(10, 60, (2, 40))
+    for m in (stock, model):
+        m.train()(input_ids=ids, labels=ids).loss.backward()
+    found = gradients(model)
+    assert any("lora_A" in name and gradient is not None for name, gradient in found.items())
+    assert_same_gradients(found, gradients(stock), rtol=1e-4)
+
+
+def test_packages_that_transformers_would_call_are_not(monkeypatch):
+    """With mamba-ssm installed, a mixer would run by one function of it, which mixes samples."""
+    modeling = pytest.importorskip("transformers.models.bamba.modeling_bamba")
+    names = [n for n in SERVED_BY if hasattr(modeling, n)]
+    if getattr(modeling, "causal_conv1d_fn", None) is None:
+        pytest.skip("mixers of this transformers call no function that an operator stands for")
+
+    def installed(name):
+        body = inspect.unwrap(getattr(modeling, name))
+
+        @functools.wraps(body)
+        def package(*args, **kwargs):
+            raise AssertionError(f"{name} was called")
+
+        return package
+
+    for name in names:
+        monkeypatch.setattr(modeling, name, installed(name))
+    stock, model = built("bamba")
+    samples, row, told = packed()
+    with pytest.raises(AssertionError, match="mamba2_split_conv1d_scan_combined was called"):
+        stock.train()(input_ids=row, use_cache=False)
+    for mode in ("train", "eval"):
+        getattr(model, mode)()
+        apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
+        together = model(input_ids=row, use_cache=False, **told["position_ids"]).logits
+        torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        *[("qwen3_next", name) for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")],
+        ("bamba", "mamba2_chunk_scan"),
+        ("mamba", "mamba_selective_scan"),
+    ],
+)
+def test_a_function_that_stops_a_gradient_is_left(model_type, name):
+    """What comes out is the same, so outputs alone do not tell it."""
+    stock, _ = built_of_functions(model_type)
+    own = getattr(sys.modules[type(stock).__module__], name)
+
+    @functools.wraps(own)
+    def stopped(x, *args, **kwargs):
+        return own(x.detach(), *args, **kwargs)
+
+    del stopped.__wrapped__
+    assert differs(name, own) is None
+    assert differs(name, stopped) == f"{name} computes something else than {SERVED_BY[name]}"
+
+
+def test_a_helper_that_is_replaced_after_the_patch(monkeypatch):
+    """The delta rule of this file is decorated, and normalizes by a function of its file."""
+    stock, model = built("qwen3_next")
+    file = sys.modules[type(stock).__module__]
+    own = file.l2norm
+    monkeypatch.setattr(file, "l2norm", lambda x, **options: 0.5 * own(x, **options))
+    ids = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(0))
+    losses = [each(input_ids=ids, labels=ids, use_cache=False).loss for each in (stock, model)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(gradients(model), gradients(stock), rtol=1e-4)
+
+
+def test_padding_is_no_sample():
+    _, model = built_of_functions("jamba")
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :4] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    model(input_ids=torch.randint(10, 60, (2, 9)), attention_mask=mask, position_ids=positions)
+
+
+@pytest.mark.parametrize("off", ["causal_conv1d", "gated_delta_rule"])
+def test_a_mixer_that_is_served_in_part_raises(off):
+    stock, model = built_of_functions("qwen3_next")
+    liger_multi.patch(model, **{off: False})
+    _, row, told = packed()
+    with pytest.raises(ValueError, match="nothing keeps them apart in"):
+        model(input_ids=row, use_cache=False, **told["position_ids"])
+    got, wanted = (m(input_ids=row).logits for m in (model, stock))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_unpatched_again_and_off():
+    stock, model = built_of_functions("qwen3_next")
+    for undo in (
+        lambda: liger_multi.unpatch(model),
+        lambda: liger_multi.patch(model, **dict.fromkeys(MIXER_OPS, False)),
+    ):
+        liger_multi.patch(model)
+        assert any(isinstance(m, hybrids.PackedModel) for m in model.modules())
+        undo()
+        for mine, theirs in zip(model.modules(), stock.modules(), strict=True):
+            if isinstance(theirs, type(stock.model)) or "Delta" in type(theirs).__name__:
+                assert type(mine) is type(theirs)
+                assert vars(mine).keys() == vars(theirs).keys()
+
+
+def test_the_report_says_what_a_mixer_runs():
+    _, model = built_of_functions("qwen3_next")
+    report = str(liger_multi.patch(model))
+    assert "causal_conv1d + gated_delta_rule" in report
+    assert "ids of samples" in report
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, None),
+        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])}, [[0, 0, 0, 1, 1, 2]]),
+        ({"position_ids": torch.tensor([[4, 5, 0, 1]])}, [[0, 0, 1, 1]]),
+        ({"position_ids": torch.tensor([[[0, 1, 0]], [[9, 9, 9]], [[9, 9, 9]], [[9, 9, 9]]])},
+         [[0, 0, 1]]),
+        ({"position_ids": torch.tensor([[[0, 1, 1, 0]], [[0, 1, 1, 0]], [[0, 1, 2, 0]]])},
+         [[1, 1, 1, 2]]),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 2, 5])}, [[1, 1, 3, 3, 3]]),
+        ({"seq_idx": torch.tensor([[7, 7, 3]])}, [[7, 7, 3]]),
+    ],
+)  # fmt: skip
+def test_ids_of_samples(given, wanted):
+    found = sample_ids({"input_ids": torch.zeros(1, 5), **given})
+    assert (None if found is None else found.tolist()) == wanted
+
+
+class Layer(torch.nn.Module):
+    """One with children that are called in several ways."""
+
+    def forward(self, x, **kwargs):
+        """Call them."""
+        for block in self.blocks[:2]:
+            x = block(x, **kwargs)
+        for part in self.parts:
+            x = part(x)
+        x = self.either(self.either(x, **kwargs))
+        x = self.half(self.half(x, **kwargs), mask=None)
+        return self.other(self.mixer(mixes(x, **kwargs), mask=None, **kwargs))
+
+
+def mixes(x, **kwargs):
+    """A function that a layer calls."""
+    return x
+
+
+@pytest.mark.parametrize(
+    ("name", "hands_on"),
+    [("blocks", True), ("mixer", True), ("either", True), ("mixes", True), ("other", False),
+     ("parts", False), ("half", False), ("absent", False)],
+)  # fmt: skip
+def test_who_gets_keyword_arguments_is_read_from_the_source(name, hands_on):
+    assert hybrids._hands_on(Layer.forward, name) is hands_on
+
+
+def test_a_function_that_computes_something_else_is_left_alone():
+    def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
+        return hidden_states
+
+    assert "computes something else" in differs("causal_conv1d_fn", causal_conv1d_fn)
+    assert "cannot be probed" in differs("torch_chunk_gated_delta_rule", lambda x: x)
+
+
+def test_a_rule_whose_callers_repeat_the_keys_is_recognized():
+    """So it is in transformers 5.17."""
+
+    def rule(query, key, value, g, beta, **options):
+        if key.shape[2] != value.shape[2]:
+            raise RuntimeError("sizes do not match")
+        options["qk_l2norm"] = options.pop("use_qk_l2norm_in_kernel")
+        return liger_multi.ops.gated_delta_rule(query, key, value, g, beta, **options)
+
+    assert differs("torch_chunk_gated_delta_rule", rule) is None
+
+
+def test_a_gated_convolution_that_reads_more_runs_its_own(monkeypatch):
+    """A helper of the modeling file that is replaced after the patch takes effect at once."""
+    lfm2 = pytest.importorskip("transformers.models.lfm2.modeling_lfm2")
+    unpatched, model = built("lfm2")
+    samples, *_ = packed()
+    rows = torch.cat([samples[0], samples[0]])
+    mask = torch.ones_like(rows)
+    mask[0, :2] = 0
+    before = model(input_ids=rows, attention_mask=mask, use_cache=False).logits
+    stock = lfm2.apply_mask_to_padding_states
+    monkeypatch.setattr(lfm2, "apply_mask_to_padding_states", lambda x, mask: 2 * stock(x, mask))
+    after = model(input_ids=rows, attention_mask=mask, use_cache=False).logits
+    same = unpatched(input_ids=rows, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(after, same)
+    assert not torch.allclose(after, before, atol=1e-3)

@@ -1,0 +1,344 @@
+"""Gated MLPs: which instances are one, by names or by structure, and what they keep."""
+
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+)
+
+from liger_multi.patching import (
+    patch,
+)
+from tests.comparing import assert_same_gradients, gradients
+from tests.models import assert_same_training, batch, build
+from tests.patching.test_norms_find import (
+    Holder,
+    calls_of,
+    equal,
+    modeling,
+    patched_module,
+    weighted,
+)
+
+
+class Gated(nn.Module):
+    """A gated MLP under the names of the arguments."""
+
+    def __init__(self, act="silu", bias=False, dropout=0.0, swapped=False, inner=40):
+        super().__init__()
+        self.gate_proj, self.up_proj = (
+            nn.Linear(24, inner, bias=bias),
+            nn.Linear(24, inner, bias=bias),
+        )
+        self.down_proj = nn.Linear(inner, 24, bias=bias)
+        self.act_fn = ACT2FN[act]
+        self.swapped = swapped
+        if dropout:
+            self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = (up, gate) if self.swapped else (gate, up)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class Packed(nn.Module):
+    """Gate and up in one layer, split by an attribute."""
+
+    def __init__(self, act="silu"):
+        super().__init__()
+        self.size = 56
+        self.gate_up_proj, self.down_proj = (
+            nn.Linear(24, 112, bias=False),
+            nn.Linear(56, 24, bias=False),
+        )
+        self.activation_fn = ACT2FN[act]
+
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).split(self.size, dim=-1)
+        return self.down_proj(up * self.activation_fn(gate))
+
+
+class Attention(nn.Module):
+    """Three linear layers of fitting shapes that are no MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (
+            nn.Linear(24, 24, bias=False) for _ in range(3)
+        )
+
+    def forward(self, x):
+        scores = (self.gate_proj(x) @ self.up_proj(x).transpose(-1, -2)).softmax(-1)
+        return self.down_proj(scores @ x)
+
+
+@pytest.mark.parametrize(
+    ("mlp", "by"),
+    [
+        (Gated(), "gated_mlp[silu]"),
+        (Gated(bias=True), "gated_mlp[silu]"),
+        (Gated(inner=24), "gated_mlp[silu]"),
+        (Packed(), "swiglu_packed"),
+        (Gated("gelu_pytorch_tanh"), "gated_mlp[gelu_tanh]"),
+        (Gated("gelu", bias=True), "gated_mlp[gelu]"),
+        (Packed("gelu_pytorch_tanh"), "geglu_packed[tanh]"),
+        (Packed("gelu"), "geglu_packed[none]"),
+    ],
+    ids=["plain", "bias", "square", "packed", "tanh", "exact", "packed tanh", "packed exact"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_mlps_are_recognized(mlp, by, dtype):
+    stock = copy.deepcopy(mlp).to(dtype)
+    ours = copy.deepcopy(stock)
+    report = patch(Holder(ours), fused_linear_cross_entropy=False, rms_norm=False, strict=True)
+    assert [entry.replaced_by for entry in report.entries] == [by]
+    x = torch.randn(5, 24, dtype=dtype)
+    assert torch.equal(ours(x), stock(x))
+    assert_same_training(
+        stock,
+        ours,
+        lambda m: m(x).float().square().sum(),
+        rtol=1e-5 if dtype == torch.float32 else 2e-2,
+    )
+
+
+@pytest.mark.parametrize(
+    "mlp",
+    [Gated("quick_gelu"), Gated("relu"), Gated(swapped=True), Attention(), Gated(dropout=0.1)],
+    ids=["quick gelu", "relu", "gate and up swapped", "attention", "dropout"],
+)
+def test_other_mlps_are_left_alone(mlp):
+    kind = type(mlp)
+    report = patch(Holder(mlp), fused_linear_cross_entropy=False, rms_norm=False)
+    assert type(mlp) is kind
+    assert report.count("swiglu") == report.count("geglu") == 0
+    assert report.skipped
+
+
+@pytest.mark.parametrize(("on", "off"), [("swiglu", "geglu"), ("geglu", "swiglu")])
+def test_kinds_of_mlps_are_chosen_by_their_own_keys(on, off):
+    model = nn.ModuleList([Gated("silu"), Gated("gelu"), Packed("silu"), Packed("gelu")])
+    options = {"fused_linear_cross_entropy": False, "rms_norm": False, "rope": False}
+    report = patch(model, **options, strict=True)
+    assert (report.count("swiglu"), report.count("geglu")) == (2, 2)
+    report = patch(model, **options, **{off: False}, strict=True)
+    assert (report.count(on), report.count(off)) == (2, 0)
+    assert [type(m) for m in model if "_liger_multi_swap" not in vars(type(m))] == [Gated, Packed]
+
+
+def test_the_same_function_in_more_roundings_is_recognized():
+    mlp = Gated("gelu_new")
+    stock = copy.deepcopy(mlp)
+    report = patch(Holder(mlp), fused_linear_cross_entropy=False, rms_norm=False, strict=True)
+    assert [entry.replaced_by for entry in report.entries] == ["gated_mlp[gelu_tanh]"]
+    x = torch.randn(5, 24)
+    assert_same_training(stock, mlp, lambda m: m(x).square().sum(), rtol=1e-5)
+
+
+def test_a_class_whose_forward_was_replaced_is_probed_again(monkeypatch):
+    assert patch(build()).count("swiglu") == 2
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.gate_proj(x)))
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: self.weight * x)
+    report = patch(build())
+    assert report.count("swiglu") == report.count("rms_norm") == 0
+    assert {s.op for s in report.skipped} == {"swiglu", "rms_norm"}
+
+
+def test_activations_that_differ_in_a_function_are_told_apart():
+    """The probe's memory knew an activation by its class and plain attributes."""
+
+    class Call(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+
+        def forward(self, x):
+            return self.function(x)
+
+    model = nn.ModuleList([Gated(), Gated()])
+    model[0].act_fn, model[1].act_fn = Call(F.silu), Call(F.gelu)
+    report = patch(model, fused_linear_cross_entropy=False, rms_norm=False)
+    assert [e.replaced_by for e in report.entries] == ["gated_mlp[silu]", "gated_mlp[gelu]"]
+
+
+def test_probes_run_once_for_equal_layers(monkeypatch):
+    """The activations of gemma hold a ``functools.partial`` of their own each."""
+    from liger_multi import ops
+    from liger_multi.patching.mlp import find as find_mlps
+
+    find_mlps._known.clear()
+    calls = []
+    stock = ops.gated_mlp
+    monkeypatch.setattr(ops, "gated_mlp", lambda *a, **k: (calls.append(k), stock(*a, **k))[1])
+    patch(build("gemma", num_hidden_layers=1))
+    one = [k["activation"] for k in calls]
+    assert list(dict.fromkeys(one)) == ["silu", "gelu_tanh"]
+    find_mlps._known.clear()
+    calls.clear()
+    patch(build("gemma", num_hidden_layers=3))
+    assert [k["activation"] for k in calls] == one
+
+
+def test_a_gated_mlp_keeps_its_input_gate_and_up():
+    """Linear layers around an activation keep their product for backward, too."""
+    mlp = Gated()
+    stock, x = copy.deepcopy(mlp), torch.randn(7, 24, requires_grad=True)
+    patch(Holder(mlp), fused_linear_cross_entropy=False, rms_norm=False)
+    kept = {}
+    for name, module in (("stock", stock), ("ours", mlp)):
+        seen = {}
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, seen=seen: seen.setdefault(t.data_ptr(), t), lambda t: t
+        )
+        weights = {p.data_ptr() for p in module.parameters()}
+        with hooks:
+            y = module(x)
+        kept[name] = sorted(tuple(t.shape) for at, t in seen.items() if at not in weights)
+        y.sum().backward()
+    inner = mlp.gate_proj.out_features
+    assert kept["ours"] == sorted([(7, 24), (7, inner), (7, inner)])
+    assert kept["stock"].count((7, inner)) == 4  # the activation's output and the product as well
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh", "gelu"])
+def test_an_mlp_in_steps_is_the_whole_one(act, monkeypatch):
+    from liger_multi import ops
+
+    calls = []
+    for op in (ops.gated_mlp, ops.swiglu, ops.geglu):
+        spy = lambda *a, _op=op, **k: (calls.append(_op.__name__), _op(*a, **k))[1]  # noqa: E731
+        monkeypatch.setattr(ops, op.__name__, spy)
+    stock, found = Gated(act, bias=True), {}
+    for whole in (True, False):
+        ours = copy.deepcopy(stock)
+        options = {"swiglu": {"whole": whole}, "geglu": {"whole": whole}}
+        report = patch(Holder(ours), fused_linear_cross_entropy=False, rms_norm=False, **options)
+        calls.clear()
+        x = torch.linspace(-3, 3, 120).view(5, 24).requires_grad_()
+        y = ours(x)
+        y.square().sum().backward()
+        found[whole] = (y, {"x": x.grad} | gradients(ours))
+        step = "swiglu" if act == "silu" else "geglu"
+        assert calls == ["gated_mlp" if whole else step]
+        assert report.entries[0].replaced_by.startswith(calls[0])
+        assert report.entries[0].options == ({} if whole else {"whole": False})
+    assert torch.equal(found[True][0], found[False][0])
+    assert_same_gradients(found[True][1], found[False][1])
+
+
+def test_mlp_runs_hooks_and_replacements_of_its_layers():
+    model = build()
+    patch(model)
+    seen = []
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    mlp.down_proj = nn.Sequential(mlp.down_proj, nn.Identity())
+    model(**batch()).loss.backward()
+    assert seen == [(2, 11, 48)]
+
+
+class Odd(nn.Module):
+    """A gated MLP whose names nobody knows."""
+
+    def __init__(self, act, inner_drop=0.0, outer_drop=0.0, packed=False):
+        super().__init__()
+        self.a = nn.Linear(16, 64 if packed else 32)
+        self.b = None if packed else nn.Linear(16, 32)
+        self.c = nn.Linear(32, 16)
+        self.act, self.inner, self.outer = act, nn.Dropout(inner_drop), nn.Dropout(outer_drop)
+
+    def forward(self, x):
+        gate, up = self.a(x).chunk(2, -1) if self.b is None else (self.b(x), self.a(x))
+        return self.outer(self.c(self.inner(self.act(gate) * up)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(), nn.GELU("tanh")], ids=str)
+def test_gated_mlps_by_structure(act, packed):
+    module = Odd(act, packed=packed)
+    stock = copy.deepcopy(module)
+    shown, _ = patched_module(module)
+    assert len(shown) == 1
+    equal(stock, module, torch.randn(2, 5, 16))
+
+
+class Clamped(nn.Module):
+    """SwiGLU of clamped inputs with a limit of its own, and no slope."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, 32), nn.Linear(16, 32)
+        self.down_proj, self.swiglu_limit = nn.Linear(32, 16), limit
+
+    def forward(self, x):
+        up = self.up_proj(x).clamp(-self.swiglu_limit, self.swiglu_limit)
+        return self.down_proj(F.silu(self.gate_proj(x).clamp(max=self.swiglu_limit)) * up)
+
+
+def test_a_clamped_mlp_without_a_slope():
+    module = weighted(Clamped(0.7))
+    stock = copy.deepcopy(module)
+    assert patched_module(module)[0] == ["swiglu_clamped"]
+    equal(stock, module, 3 * torch.randn(2, 5, 16))
+    stock.swiglu_limit = module.swiglu_limit = 0.3  # no longer what was probed
+    equal(stock, module, 3 * torch.randn(2, 5, 16))
+
+
+def test_an_mlp_of_a_sparse_gate():
+    """A share of every row of the gate is cut to zero before the activation."""
+    config = transformers.Gemma3nTextConfig(
+        hidden_size=16, intermediate_size=[96] * 2, num_hidden_layers=2,
+        activation_sparsity_pattern=[0.9, 0.0],
+    )  # fmt: skip
+    for at, shown in enumerate(("geglu[tanh, sparse]", "gated_mlp[gelu_tanh]")):
+        module = weighted(modeling("gemma3n").Gemma3nTextMLP(config, at))
+        stock = copy.deepcopy(module)
+        assert patched_module(module) == ([shown], [])
+        equal(stock, module, torch.randn(2, 5, 16), rtol=2e-5)
+        with torch.autocast("cpu", torch.bfloat16):
+            equal(stock, module, torch.randn(2, 5, 16), rtol=1e-1)
+        with calls_of("geglu") as seen:
+            stock.activation_sparsity = module.activation_sparsity = 0.5  # no longer what it was
+            equal(stock, module, torch.randn(2, 5, 16), rtol=2e-5)
+        assert not seen
+
+
+def test_dropouts_stay_where_they_are():
+    module = Odd(nn.SiLU(), inner_drop=0.5, outer_drop=0.25)
+    stock = copy.deepcopy(module)
+    assert patched_module(module)[0] == ["gated_mlp[silu]"]
+    x = torch.randn(64, 16)
+    found = []
+    for mlp in (stock.train(), module.train()):
+        torch.manual_seed(3)
+        found.append(mlp(x))
+    torch.testing.assert_close(found[1], found[0])
+    assert (found[0] == 0).double().mean() > 0.1
+    equal(stock.eval(), module.eval(), x)
+
+
+def test_three_layers_that_are_no_mlp_are_left_without_a_word():
+    class Three(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+
+        def forward(self, x):
+            return self.c(self.a(x) + self.b(x))
+
+    module = Three()
+    shown, skipped = patched_module(module)
+    assert not shown
+    assert all("Three" not in reason for reason in skipped)
+    assert type(module) is Three

@@ -1,0 +1,473 @@
+"""Norms of queries and keys that are computed with their rotation: QK-norm and RoPE."""
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+from liger_multi import ops, use
+from liger_multi.errors import PatchError
+from liger_multi.patching import patch, unpatch
+from liger_multi.patching.norms import rotated
+from tests.comparing import assert_same_gradients, gradients
+from tests.models import Graphs, assert_same_training, batch, build, continued
+from tests.sweep.run import executed
+
+KINDS = ("qwen3", "gemma3_text", "olmo2")
+KEY = "rms_norm_rope"
+every = pytest.mark.parametrize("kind", KINDS)
+
+
+def pair(kind="qwen3", **options):
+    """A model and a patched one, of which norms are not ones."""
+    stock = build(kind)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in stock.named_parameters():
+            if "_norm" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    ours = copy.deepcopy(stock)
+    return stock, ours, patch(ours, **options)
+
+
+def loss_of(model):
+    return model(**batch()).loss
+
+
+def attentions(model):
+    return [m for n, m in model.named_modules() if n.endswith("self_attn")]
+
+
+@every
+def test_a_step_is_that_of_the_unpatched_model(kind):
+    stock, ours, report = pair(kind)
+    layers = len(attentions(ours))
+    assert report.count(KEY) == layers > 0
+    with report.watch(ours) as seen:
+        assert_same_training(stock, ours, loss_of)
+    assert not seen.idle
+    assert not seen.stock
+    with executed(ours) as counted:
+        loss_of(ours).backward()
+    assert counted.calls[KEY] == 2 * layers
+    assert not counted.calls["rope"]
+
+
+@every
+def test_numbers_are_those_of_both_operators(kind):
+    """The reference rounds where both do, so in bf16 every bit of the logits is equal."""
+    stock, ours, _ = pair(kind)
+    apart = copy.deepcopy(stock)
+    patch(apart, **{KEY: False})
+    for model in (ours, apart):
+        model.bfloat16().eval()
+    with torch.no_grad():
+        found, wanted = (m(input_ids=batch()["input_ids"]).logits for m in (ours, apart))
+    assert torch.equal(found, wanted)
+
+
+@every
+def test_the_classes_come_back(kind):
+    stock, ours, _ = pair(kind)
+    patched = [type(m) for m in attentions(ours)]
+    patch(ours, **{KEY: False})
+    apart = [type(m) for m in attentions(ours)]
+    assert all(a is not b for a, b in zip(patched, apart, strict=True))
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, loss_of)
+    assert not seen.calls[KEY]
+    report = patch(ours)
+    assert [type(m) for m in attentions(ours)] == patched
+    again = patch(ours)
+    assert {e.status for e in again.entries if e.op == KEY} == {"already patched"}
+    assert {e.status for e in report.entries if e.op == KEY} == {"options changed"}
+    unpatch(ours)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+
+
+def test_copies_and_pickles_are_patched():
+    stock, ours, _ = pair()
+    for made in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        with executed(made) as seen:
+            assert_same_training(copy.deepcopy(stock), made, loss_of)
+        assert seen.calls[KEY]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant):
+    stock, ours, _ = pair()
+    for model in (stock, ours):
+        model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, loss_of)
+    assert seen.calls[KEY] == 4 * len(attentions(ours))
+
+
+@pytest.mark.slow
+@every
+def test_compiled(kind):
+    """As many graphs as unpatched, of any length."""
+    stock, ours, _ = pair(kind)
+    graphs = {}
+    for model in (stock, ours):
+        torch._dynamo.reset()
+        graphs[model] = Graphs()
+        compiled = torch.compile(model, backend=graphs[model], fullgraph=True, dynamic=True)
+        try:
+            compiled(**batch()).loss.backward()
+        except torch._dynamo.exc.BackendCompilerFailed:
+            if model is ours:
+                raise
+            pytest.skip("this PyTorch compiles no backward of the unpatched model for any length")
+        compiled(**batch()).loss.backward()
+    torch._dynamo.reset()
+    assert graphs[ours].count == graphs[stock].count
+    assert any(KEY in target for target in graphs[ours].targets)
+    assert_same_gradients(gradients(ours), gradients(stock))
+
+
+@pytest.mark.parametrize("first", ["patch", "adapters"])
+def test_beside_adapters_on_the_projections(first):
+    """Queries and keys come from one call for both projections, and go into this operator."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(model):
+        settings = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"])
+        torch.manual_seed(3)
+        made = peft.get_peft_model(model, settings)
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+        return made
+
+    stock, model = adapted(build("qwen3")), build("qwen3")
+    if first == "patch":
+        patch(model)
+    ours = adapted(model)
+    kinds = [type(m) for m in attentions(stock)]
+    for _ in range(2):
+        report = patch(ours)
+        assert report.count(KEY) == 2
+        with executed(ours) as seen:
+            assert_same_training(stock, ours, loss_of)
+        assert (seen.calls[KEY], seen.calls["lora_qkv"], seen.calls["rope"]) == (4, 2, 0)
+    assert {e.status for e in report.entries if e.op == KEY} == {"already patched"}
+    for options, calls in (({KEY: False}, (0, 2)), ({"lora": False}, (4, 0))):
+        patch(ours)
+        patch(ours, **options)
+        with executed(ours) as seen:
+            assert_same_training(stock, ours, loss_of)
+        assert (seen.calls[KEY], seen.calls["lora_qkv"]) == calls
+    unpatch(ours)
+    assert [type(m) for m in attentions(ours)] == kinds
+
+
+def test_other_names_of_the_norms():
+    stock = transformers.Lfm2ForCausalLM(
+        transformers.Lfm2Config(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=223, layer_types=["full_attention"], pad_token_id=0,
+        )
+    )  # fmt: skip
+    ours = copy.deepcopy(stock)
+    assert patch(ours).count(KEY) == 1
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, loss_of)
+    assert seen.calls[KEY] == 2
+
+
+def _autocast(model):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return loss_of(model)
+
+
+def _in_rows(model):
+    with use(deterministic="rows"):
+        return loss_of(model)
+
+
+def _packed(model):
+    ids = batch()["input_ids"][:1]
+    positions = torch.cat([torch.arange(5), torch.arange(ids.shape[1] - 5)])[None]
+    return model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss
+
+
+def _cached(model):
+    ids = batch()["input_ids"]
+    first = model(input_ids=ids[:, :4], use_cache=True)
+    rest = model(input_ids=ids[:, 4:], **continued(model, first))
+    return rest.logits.float().pow(2).mean()
+
+
+@every
+@pytest.mark.parametrize("run", [_autocast, _in_rows, _packed, _cached])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_in_other_surroundings(kind, run, frozen):
+    stock, ours, _ = pair(kind)
+    for model in (stock, ours):
+        for attention in attentions(model) if frozen else ():
+            attention.q_norm.requires_grad_(False)
+            attention.k_norm.requires_grad_(False)
+    bound = 2e-2 if run is _autocast else 2e-5  # gradients of roundings to bf16
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, run, rtol=bound)
+    assert seen.calls[KEY] >= 2 * len(attentions(ours))  # a packed row is tried in short ones
+    assert not seen.calls["rope"]
+
+
+def test_sharded_queries_are_left_to_the_model(one_process):
+    """Queries that are DTensors: the norm and the rotary function of the model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_module
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    stock, ours, _ = pair("olmo2")
+    mesh = init_device_mesh("cpu", (1,))
+    for model in (stock, ours):
+        model.set_attn_implementation("eager")  # that of the CPU has no rule for shards
+        distribute_module(model.model.layers[0].self_attn, mesh)
+    ids = batch()["input_ids"]
+    with implicit_replication(), executed(ours) as seen:  # no head: PyTorch 2.9 slices no shards
+        wanted, got = (model.model(input_ids=ids).last_hidden_state for model in (stock, ours))
+    torch.testing.assert_close(got, wanted)
+    assert not seen.calls[KEY]
+
+
+# --- what runs both operators, or the model's own ---
+
+
+def _hooked(model):
+    for attention in attentions(model):
+        attention.q_norm.register_forward_hook(lambda module, given, y: 2 * y)
+
+
+def _other_eps(model):
+    for attention in attentions(model):
+        attention.k_norm.variance_epsilon = 0.1
+
+
+def _other_norm(model):
+    for attention in attentions(model):
+        attention.q_norm = nn.Identity()
+
+
+@pytest.mark.parametrize("change", [_hooked, _other_eps, _other_norm])
+def test_a_changed_norm_is_called_where_the_model_calls_it(change):
+    stock, ours, _ = pair()
+    for model in (stock, ours):
+        change(model)
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, loss_of)
+    assert not seen.calls[KEY]
+
+
+def test_a_rotary_function_that_is_replaced_later(monkeypatch):
+    from transformers.models.qwen3 import modeling_qwen3
+
+    stock, ours, _ = pair()
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", lambda q, k, *rest: (q, k))
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, loss_of)
+    assert not seen.calls[KEY]
+
+
+def test_a_helper_of_the_rotary_function_that_is_replaced_later(monkeypatch):
+    from transformers.models.qwen3 import modeling_qwen3
+
+    stock, ours, _ = pair()
+    monkeypatch.setattr(modeling_qwen3, "rotate_half", lambda x: 2 * x)
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, loss_of)
+    assert not seen.calls[KEY]
+
+
+@pytest.mark.parametrize("updated", [True, False])
+def test_a_cache_gets_the_angles_themselves(updated):
+    """Older forwards hand cos and sin to the cache, in training too."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    class Older(modeling_qwen3.Qwen3Attention):
+        def forward(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+        ):
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+            k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+            v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+            cos, sin = position_embeddings
+            q, k = apply_rotary_pos_emb(q, k, cos, sin)
+            if past_key_values is not None:
+                cache_kwargs = {"sin": sin, "cos": cos}
+                k, v = past_key_values.update(k, v, 0, cache_kwargs)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            return self.o_proj(y.transpose(1, 2).flatten(2)), None
+
+    class Other(Older):
+        """A forward that does more with its cache than to update it."""
+
+        def forward(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+        ):
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+            k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+            v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+            cos, sin = position_embeddings
+            q, k = apply_rotary_pos_emb(q, k, cos, sin)
+            if past_key_values is not None:
+                cache_kwargs = {"sin": sin, "cos": cos}
+                past_key_values.given.append(cache_kwargs)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            return self.o_proj(y.transpose(1, 2).flatten(2)), None
+
+    class Cache:
+        given = []
+
+        def update(self, k, v, layer, cache_kwargs):
+            self.given.append(cache_kwargs)
+            return k, v
+
+    model = build("qwen3")
+    attention = attentions(model)[0]
+    attention.__class__ = Older if updated else Other
+    patch(model)
+    x = torch.randn(2, 5, model.config.hidden_size)
+    angles = (torch.randn(1, 5, attention.head_dim), torch.randn(1, 5, attention.head_dim))
+    for cache, calls in ((None, 2), (Cache(), 2 if updated else 0)):
+        with executed(model) as seen:
+            attention(x, position_embeddings=angles, attention_mask=None, past_key_values=cache)
+        assert seen.calls[KEY] == calls
+    assert Cache.given[0]["cos"] is angles[0]
+
+
+def test_angles_of_a_part_of_the_channels():
+    """Refused where a configuration says so, and left to the model where only a call does."""
+    stock, ours, _ = pair()
+    rotate = type(stock.model.rotary_emb).forward
+
+    def narrow(self, *args, **kwargs):
+        return tuple(angle[..., :-1] for angle in rotate(self, *args, **kwargs))
+
+    for model in (stock, ours):
+        model.model.rotary_emb.forward = narrow.__get__(model.model.rotary_emb)
+        with pytest.raises(RuntimeError, match="size"):
+            loss_of(model)
+    other = build("qwen3")
+    other.config.rope_parameters["partial_rotary_factor"] = 0.5
+    report = patch(other, **{KEY: True})
+    assert {s.reason for s in report.skipped if s.op == KEY} == {
+        "only a part of its channels turns"
+    }
+    assert not report.count(KEY)
+
+
+def test_what_stands_between_norm_and_rotation_is_seen():
+    """The forward of a replica is compared, so scaled queries are no form of the operator."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    class Scaled(modeling_qwen3.Qwen3Attention):
+        def forward(self, hidden_states, position_embeddings, attention_mask, **kwargs):
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            q = 2 * self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+            k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+            v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+            cos, sin = position_embeddings
+            q, k = modeling_qwen3.apply_rotary_pos_emb(q, k, cos, sin)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            return self.o_proj(y.transpose(1, 2).flatten(2)), None
+
+    Scaled.forward.__globals__["apply_rotary_pos_emb"] = modeling_qwen3.apply_rotary_pos_emb
+    model = build("qwen3")
+    for attention in attentions(model):
+        attention.__class__ = Scaled
+    report = patch(model, **{KEY: True})
+    assert not report.count(KEY)
+
+
+# --- by default ---
+
+
+def test_a_default_that_finds_nothing_says_nothing():
+    """Both operators run apart there, which is what a model without the key has."""
+    other = build("qwen3")
+    other.config.rope_parameters["partial_rotary_factor"] = 0.5
+    for model in (build("llama"), other):
+        report = patch(model, strict=True)
+        assert not report.count(KEY)
+        assert not [s for s in report.skipped if s.op == KEY]
+        with pytest.raises(PatchError, match=r"no module of this kind|a part of its channels"):
+            patch(model, strict=True, **{KEY: True})
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "rope"])
+def test_a_backend_named_for_one_of_both_operators_is_binding(op):
+    stock, ours, report = pair("qwen3", **{op: "reference"})
+    assert not report.count(KEY)
+    with executed(ours) as seen:
+        assert_same_training(stock, ours, loss_of)
+    assert not seen.calls[KEY]
+    assert patch(ours, **{op: "reference", KEY: True}).count(KEY)
+    assert not patch(ours, **{op: False}).count(KEY)
+
+
+def test_a_backend_named_for_the_key_serves_it():
+    """More than what is configured, here one that a CPU does not have."""
+    _, named, _ = pair("qwen3", **{KEY: "reference", "rms_norm": "reference"})
+    _, unnamed, _ = pair("qwen3")
+    with use(**{KEY: "triton"}):
+        loss_of(named)
+        with pytest.raises(RuntimeError, match="triton"):
+            loss_of(unnamed)
+
+
+def test_norms_that_no_kernel_keeps_are_apart():
+    """A norm of all heads is one row."""
+    for heads, together in ((64, True), (80, False)):
+        config = transformers.Olmo2Config(
+            hidden_size=128 * heads, intermediate_size=48, num_hidden_layers=1,
+            num_attention_heads=heads, vocab_size=8, pad_token_id=0,
+        )  # fmt: skip
+        with torch.device("meta"):
+            model = transformers.Olmo2ForCausalLM(config)
+        assert patch(model).count(KEY) == together
+
+
+def test_layers_that_are_alike_are_tried_once(monkeypatch):
+    """Their numbers differ, which no forward reads before it has a cache."""
+    tried = []
+    measured = rotated._refusal
+    monkeypatch.setattr(rotated, "_refusal", lambda *given: tried.append(given) or measured(*given))
+    model = build("qwen3", num_hidden_layers=4)
+    assert patch(model).count(KEY) == 4
+    assert len(tried) == 1
+    attentions(model)[2].scaling = 0.5
+    patch(model)
+    assert len(tried) == 3
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_bad_input(whole):
+    x, angle = torch.randn(2, 4, 3, 8), torch.randn(3, 8)
+    weight = torch.ones(32 if whole else 8)
+    good = {"x": x, "weight": weight, "cos": angle, "sin": angle}
+    for name, value, said in (
+        ("x", x[0], "shape"),
+        ("weight", torch.ones(9), r"\(8,\), or \(32,\)"),
+        ("cos", angle[:, :4], "same shape|as wide"),
+        ("x", x.long(), "floating-point"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=said):
+            ops.rms_norm_rope(**{**good, name: value})
+    with pytest.raises(ValueError, match="casting"):
+        ops.rms_norm_rope(**good, casting="factor")
+    with pytest.raises(ValueError, match="gradient"):
+        ops.rms_norm_rope(x, weight, angle.clone().requires_grad_(), angle)

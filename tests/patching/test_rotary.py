@@ -1,0 +1,628 @@
+"""Rotary functions: what is recognized, and that only patched instances call the operator."""
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+
+import copy
+import functools
+import gc
+import importlib
+import pickle
+import re
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from liger_multi.patching import patch, patched, rotary, unpatch
+from liger_multi.patching.evidence import redirect
+from liger_multi.patching.options import Options
+from liger_multi.patching.rotary import served_function
+from tests.models import Calls, Graphs, assert_same_training, batch, build, pair
+
+ONLY = {
+    "packing": False,
+    "rms_norm": False,
+    "swiglu": False,
+    "geglu": False,
+    "fused_linear_cross_entropy": False,
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    return Calls(monkeypatch)
+
+
+def turn_half(x):
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def turn_pairs(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def half(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + turn_half(q) * sin, k * cos + turn_half(k) * sin
+
+
+def backwards(q, k, cos, sin, unsqueeze_dim=1):
+    return half(q, k, cos, -sin, unsqueeze_dim)
+
+
+def cast_back(q, k, cos, sin, unsqueeze_dim=1):
+    outs = half(q.float(), k.float(), cos.float(), sin.float(), unsqueeze_dim)
+    return outs[0].to(q.dtype), outs[1].to(k.dtype)
+
+
+def partial(q, k, cos, sin, unsqueeze_dim=1):
+    width = cos.shape[-1]
+    outs = half(q[..., :width], k[..., :width], cos, sin, unsqueeze_dim)
+    return tuple(torch.cat((o, x[..., width:]), -1) for o, x in zip(outs, (q, k), strict=True))
+
+
+def pairs(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + turn_pairs(q) * sin, k * cos + turn_pairs(k) * sin
+
+
+def pairs_from_first_half(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = (x[..., : x.shape[-1] // 2].repeat_interleave(2, -1) for x in (cos, sin))
+    return pairs(q, k, cos, sin, unsqueeze_dim)
+
+
+def an_angle_a_pair(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = (torch.cat((x, x), -1) for x in (cos, sin))
+    return half(q, k, cos, sin, unsqueeze_dim)
+
+
+def an_angle_an_interleaved_pair(q, k, cos, sin, unsqueeze_dim=1):
+    return pairs(q, k, *(x.repeat_interleave(2, -1) for x in (cos, sin)), unsqueeze_dim)
+
+
+def sorted_pairs(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    if position_ids is not None:  # an assertion would be rewritten by pytest, to code of its own
+        raise ValueError("position_ids are not used")
+    q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+    return half(q, k, cos, sin, unsqueeze_dim)
+
+
+def vision(q, k, cos, sin):
+    return cast_back(q, k, cos, sin, -2)
+
+
+KNOWN = {
+    half: "half",
+    backwards: "half, backwards",
+    cast_back: "half, cast back",
+    partial: "half",
+    pairs: "interleaved",
+    pairs_from_first_half: "interleaved, angles in the first half",
+    an_angle_a_pair: "half, an angle a pair",
+    an_angle_an_interleaved_pair: "interleaved, an angle a pair",
+    sorted_pairs: "pairs to halves",
+    vision: "half, cast back",
+}
+
+
+@pytest.mark.parametrize("function", KNOWN, ids=lambda f: f.__name__)
+def test_kinds_are_told_apart(function):
+    found = rotary.recognized(function)
+    assert isinstance(found, rotary.Rotary), found
+    assert found.kind.name == KNOWN[function]
+
+
+@pytest.mark.parametrize("function", KNOWN, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16, torch.float32)])
+def test_the_served_function_equals_the_stock_one(function, dtypes, calls):
+    served = served_function(function.__name__, function, Options())
+    width = 4 if "angle" in function.__name__ else 8
+    lead = (5, 6) if function is vision else (2, 6, 5)
+    q, k = (torch.randn(*shape, 8, dtype=dtypes[0]) for shape in (lead, lead))
+    angles = torch.randn(*((5,) if function is vision else (1, 5)), width)
+    cos, sin = angles.cos().to(dtypes[1]), angles.sin().to(dtypes[1])
+    calls.clear()
+    wanted, got = function(q, k, cos, sin), served(q, k, cos, sin)
+    assert calls["rope"] == 1
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # compares dtypes as well
+
+
+SHARED = {  # positions of two axes, for all rows of a batch: q, unsqueeze_dim
+    "pixtral": (half, (2, 6, 5, 8), {"unsqueeze_dim": 0}),
+    "kimi_k25": (vision, (2, 5, 6, 8), {}),
+}
+
+
+@pytest.mark.parametrize("tower", SHARED)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_positions_that_all_rows_share(tower, batch, calls):
+    function, shape, named = SHARED[tower]
+    served = served_function(f"shared_{tower}", function, Options())
+    q, k = (torch.randn(batch, *shape[1:], requires_grad=True) for _ in range(2))
+    angles = torch.randn(5, 8)
+    cos, sin = angles.cos(), angles.sin()
+    calls.clear()
+    results = [f(q, k, cos, sin, **named) for f in (function, served)]
+    assert calls["rope"] == 1
+    upstream = [torch.randn_like(q), torch.randn_like(k)]
+    grads = [torch.autograd.grad(r, (q, k), upstream) for r in results]
+    for a, b in zip((*results[1], *grads[1]), (*results[0], *grads[0]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+FILES = {
+    "cohere": ("apply_rotary_pos_emb", "interleaved, cast back"),
+    "deepseek_v3": (
+        "apply_rotary_pos_emb_interleave",
+        "pairs to halves, angles in the first half",
+    ),
+    "ernie4_5": ("apply_rotary_pos_emb", "interleaved, angles in the first half, cast back"),
+    "qwen2_vl": ("apply_rotary_pos_emb_vision", "half, cast back"),
+    "nanochat": ("apply_rotary_pos_emb", "half, backwards"),
+    "gptj": ("apply_rotary_pos_emb", "interleaved, an angle a pair"),
+    "codegen": ("apply_rotary_pos_emb", "interleaved, an angle a pair"),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_functions_of_transformers_are_recognized(file):
+    module = pytest.importorskip(f"transformers.models.{file}.modeling_{file}")
+    name, kind = FILES[file]
+    if file == "deepseek_v3" and "apply_rotary_pos_emb_interleave" in vars(module):
+        kind = (kind, "pairs to halves")  # transformers < 5.20 asks for an angle a channel
+    found = rotary.recognized(getattr(module, name))
+    assert isinstance(found, rotary.Rotary), found
+    assert found.kind.name == kind or found.kind.name in kind
+
+
+@pytest.mark.parametrize("form", ["positions", "names", "both"])
+def test_one_tensor_with_sin_before_cos(form, calls):
+    stock = importlib.import_module("transformers.models.gptj.modeling_gptj").apply_rotary_pos_emb
+    served = served_function("sin_first", stock, Options())
+    x, angles = torch.randn(2, 5, 6, 8, requires_grad=True), torch.randn(2, 5, 4)
+    given = {"tensor": x, "sin": angles.sin(), "cos": angles.cos()}
+    args, named = {
+        "positions": ([*given.values()], {}),
+        "names": ([], given),
+        "both": ([x], {n: t for n, t in given.items() if n != "tensor"}),
+    }[form]
+    calls.clear()
+    results = [f(*args, **named) for f in (stock, served)]
+    assert calls["rope"] == 1
+    upstream = torch.randn_like(x)
+    grads = [torch.autograd.grad(r, x, upstream)[0] for r in results]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-5)
+
+
+def shifted(q, k, cos, sin, unsqueeze_dim=1):
+    q, k = half(q, k, cos, sin, unsqueeze_dim)
+    return q + 1e-3, k
+
+
+def detached(q, k, cos, sin, unsqueeze_dim=1):
+    q, k = half(q, k, cos, sin, unsqueeze_dim)
+    return q, k + (k.detach() - k) / 2
+
+
+def rounded(q, k, cos, sin, unsqueeze_dim=1):
+    return tuple(x.bfloat16() for x in half(q, k, cos, sin, unsqueeze_dim))
+
+
+def swapped(q, k, cos, sin, unsqueeze_dim=1):
+    return half(q, k, cos, sin, unsqueeze_dim)[::-1]
+
+
+def other_arguments(tensor, frequencies, unsqueeze_dim=1):
+    return half(tensor, tensor, frequencies.cos(), frequencies.sin(), unsqueeze_dim)[0]
+
+
+def failing(q, k, cos, sin):
+    raise ZeroDivisionError("no")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (shifted, "shifted is no rotation of q and k that is known"),
+        (detached, "detached is no rotation"),
+        (rounded, "rounded is no rotation"),
+        (swapped, "swapped is no rotation"),
+        (other_arguments, r"takes \(tensor, frequencies, unsqueeze_dim\), not \(q, k, cos, sin\)"),
+        (failing, "failing failed on a replica: ZeroDivisionError: no"),
+    ],
+)
+def test_other_functions_are_left_alone(function, reason, monkeypatch):
+    modeling = importlib.import_module("transformers.models.llama.modeling_llama")
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", function)
+    model = build()
+    kinds = [type(m) for m in model.modules()]
+    report = patch(model, **ONLY)
+    assert [type(m) for m in model.modules()] == kinds
+    assert report.count("rope") == 0
+    assert len(report.skipped) == 2
+    assert re.search(reason, report.skipped[0].reason), report.skipped[0].reason
+
+
+def calls_half(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    return half(q, k, cos, sin, unsqueeze_dim)
+
+
+def test_calls_that_were_not_probed_are_left_to_the_function(calls, monkeypatch):
+    seen, own = [], half
+
+    def counted(q, *args, **kwargs):
+        seen.append(q.shape)
+        return own(q, *args, **kwargs)
+
+    served = served_function("calls_half", calls_half, Options())
+    # after the probe, which leaves a function that appends to a list
+    monkeypatch.setitem(globals(), "half", counted)
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 3, 6, 8)
+    angles = torch.randn(2, 6, 8)
+    cos, sin = angles.cos(), angles.sin()
+    seen.clear()
+    calls.clear()
+    plain = [
+        served(q, k, cos, sin),
+        served(q, k, cos=cos, sin=sin),
+        served(q, k, cos, sin, None, 1),
+        served(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2),
+    ]
+    assert calls["rope"] == 4
+    assert seen == []
+    for a, b in plain[:3]:
+        assert torch.equal(a, plain[0][0])
+        assert torch.equal(b, plain[0][1])
+    left = [
+        ((q, k, cos, sin), {"position_ids": torch.arange(6)}),
+        ((q, k, cos, sin), {"unsqueeze_dim": -3}),
+        ((q, q[:, :3, :, :], cos[:1, :1], sin[:1, :1]), {}),  # one angle for all tokens
+        ((q, k[:1], cos[:1], sin[:1]), {}),
+        ((q, k, cos.requires_grad_(), sin), {}),
+    ]
+    for arguments, named in left:
+        wanted = own(*arguments, named.get("unsqueeze_dim", 1))
+        for a, b in zip(served(*arguments, **named), wanted, strict=True):
+            assert torch.equal(a, b)
+    assert calls["rope"] == 4
+    assert len(seen) == len(left)
+
+
+def test_unpatched_models_call_the_function_of_the_file(monkeypatch, calls):
+    modeling = importlib.import_module("transformers.models.llama.modeling_llama")
+
+    def public():  # a private name stays where an earlier patch put it
+        return {n: v for n, v in vars(modeling).items() if not n.startswith("_liger_multi_")}
+
+    before = public()
+    attention = modeling.LlamaAttention
+    methods = dict(vars(attention))
+    stock, ours = pair()
+    with patched(ours):
+        assert modeling.apply_rotary_pos_emb is before["apply_rotary_pos_emb"]
+        calls.clear()
+        stock(**batch())
+        assert not calls["rope"]
+        ours(**batch())
+        assert calls["rope"] == 2
+        assert dict(vars(attention)) == methods
+    assert type(ours.model.layers[0].self_attn) is attention
+    calls.clear()
+    ours(**batch())
+    assert not calls["rope"]
+    assert public() == before
+
+
+def test_copies_and_garbage_leave_nothing_behind(calls):
+    stock, ours = pair()
+    patch(ours)
+    copied, unpickled = copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))
+    gone = weakref.ref(ours.model.layers[0].self_attn)
+    del ours
+    gc.collect()
+    assert gone() is None
+    for model in (copied, unpickled):
+        assert_same_training(stock, model, lambda m: m(**batch()).loss)
+        unpatch(model)
+        calls.clear()
+        model(**batch())
+        stock(**batch())
+        assert not calls
+
+
+def test_blocks_nest_and_models_do_not_mix(calls):
+    first, second = pair()
+
+    def of(model):
+        calls.clear()
+        model(**batch())
+        return calls["rope"]
+
+    with patched(first):
+        with patched(second, rope=False):
+            assert (of(first), of(second)) == (2, 0)
+            with patched(first, rope=False), patched(second):
+                assert (of(first), of(second)) == (0, 2)
+            assert (of(first), of(second)) == (2, 0)
+        assert (of(first), of(second)) == (2, 0)
+    assert (of(first), of(second)) == (0, 0)
+
+
+def test_a_backend_is_that_of_an_instance(monkeypatch):
+    from liger_multi import ops
+    from liger_multi.dispatch import config
+
+    seen = []
+    stock = ops.rope
+    monkeypatch.setattr(
+        ops,
+        "rope",
+        lambda *a, **k: (seen.append(str(config.current().choice("rope", "cuda"))), stock(*a, **k))[
+            1
+        ],
+    )
+    bound, free = pair()
+    report = patch(bound, rope="reference")
+    patch(free)
+    assert [e.options for e in report.entries if e.op == "rope"] == [{"backend": "reference"}] * 2
+    seen.clear()
+    bound(**batch())
+    free(**batch())
+    assert ["reference" in s for s in seen] == [True, True, False, False]
+
+
+def test_threads(calls):
+    stock, ours = pair()
+    wanted = stock(**batch()).loss
+    patch(ours)
+    wrong = []
+
+    def work(model):
+        for _ in range(10):
+            loss = model(**batch()).loss
+            if not torch.allclose(loss, wanted, rtol=1e-5):
+                wrong.append(loss)
+
+    def swap():
+        other = copy.deepcopy(stock)
+        for _ in range(10):
+            patch(other)
+            unpatch(other)
+
+    calls.clear()
+    threads = [threading.Thread(target=work, args=(m,)) for m in (stock, ours)]
+    threads.append(threading.Thread(target=swap))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert calls["rope"] == 20
+
+
+def test_a_replaced_method_of_the_stock_class_is_followed(monkeypatch, calls):
+    """The class of a patched instance held copies of the methods of the first patch."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    ours = build()
+    patch(ours)
+    unpatch(ours)
+    marks = []
+    stock = LlamaAttention.forward
+
+    @functools.wraps(stock)
+    def marked(self, *args, **kwargs):
+        marks.append(self)
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", marked)
+    patch(ours)
+    calls.clear()
+    ours(**batch())
+    assert len(marks) == 2
+    assert calls["rope"] == 2  # within the decorator
+    monkeypatch.setattr(LlamaAttention, "forward", lambda self, *a, **k: (torch.ones(2, 11, 32), 0))
+    assert patch(ours).count("rope") == 0
+    ours(**batch())
+    assert type(ours.model.layers[0].self_attn) is LlamaAttention
+
+
+# --- methods of other forms ---
+
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    return half(q, k, cos, sin, unsqueeze_dim)
+
+
+def kept(function):
+    @functools.wraps(function)
+    def wrapper(self, *args, **kwargs):
+        self.seen.append("before")
+        return function(self, *args, **kwargs)
+
+    return wrapper
+
+
+def only_for_the_class(function):
+    """As the checkpointing layers of transformers wrap their forward."""
+
+    @functools.wraps(function)
+    def wrapper(self, *args, **kwargs):
+        self.seen.append(type(self).forward is wrapper)
+        return function(self, *args, **kwargs)
+
+    return wrapper
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def finish(self, q):
+        return q
+
+
+class Plain(Base):
+    def forward(self, q, k, cos, sin, *, scale: float = 1.0):
+        """Rotate."""
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return super().finish(q) * scale, k
+
+
+class Helper(Base):
+    def rotated(self, *args):
+        return apply_rotary_pos_emb(*args)
+
+    def forward(self, q, k, cos, sin):
+        return self.rotated(q, k, cos, sin)
+
+
+class Nested(Base):
+    def forward(self, q, k, cos, sin):
+        def run(*args):
+            return apply_rotary_pos_emb(*args)
+
+        return [run(*args) for args in ((q, k, cos, sin),)][0]  # noqa: RUF015
+
+
+class Decorated(Base):
+    @kept
+    @kept
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+class Inherited(Plain):
+    pass
+
+
+class SelfAware(Base):
+    @only_for_the_class
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+INPUTS = (
+    torch.randn(2, 4, 5, 8),
+    torch.randn(2, 2, 5, 8),
+    torch.randn(1, 5, 8),
+    torch.rand(1, 5, 8),
+)
+
+
+@pytest.mark.parametrize("kind", [Plain, Helper, Nested, Decorated, Inherited, SelfAware])
+def test_methods_are_redirected(kind, calls):
+    module = kind()
+    wanted = module(*INPUTS)
+    stock_seen = list(module.seen)
+    module.seen.clear()
+    holder = nn.ModuleList([module])
+    assert patch(holder, **ONLY).count("rope") == 1
+    calls.clear()
+    got = module(*INPUTS)
+    assert calls["rope"] == 1
+    assert module.seen == stock_seen
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    unpatch(holder)
+    calls.clear()
+    module(*INPUTS)
+    assert not calls
+    assert type(module) is kind
+
+
+def test_a_copy_of_a_method_says_what_the_method_says():
+    import inspect
+
+    made = redirect.redirected(Plain.forward, {"apply_rotary_pos_emb": half})
+    assert made is not Plain.forward
+    assert inspect.signature(made) == inspect.signature(Plain.forward)
+    assert (made.__doc__, made.__qualname__, made.__module__) == (
+        "Rotate.",
+        "Plain.forward",
+        __name__,
+    )
+    assert made.__globals__ is globals()
+    assert "__wrapped__" not in vars(made)
+    assert inspect.getsource(made) == inspect.getsource(Plain.forward)
+
+
+def test_a_name_that_is_used_otherwise_is_refused():
+    class Both(Base):
+        apply_rotary_pos_emb = None
+
+        def forward(self, q, k, cos, sin):
+            if self.apply_rotary_pos_emb is None:
+                return apply_rotary_pos_emb(q, k, cos, sin)
+            return self.apply_rotary_pos_emb(q, k, cos, sin)
+
+    report = patch(nn.ModuleList([Both()]), **ONLY)
+    assert "uses the name apply_rotary_pos_emb for something else" in report.skipped[0].reason
+
+
+class Func(nn.Module):
+    """What the kernels hub makes of a function: a module without parameters that calls it."""
+
+    def forward(self, q, k, cos, sin, unsqueeze_dim=1):
+        return half(q, k, cos, sin, unsqueeze_dim)
+
+
+def test_functions_wrapped_for_the_kernels_hub(monkeypatch, calls):
+    function = Func()
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", function)
+    module = Plain()
+    object.__setattr__(module, "rotary_fn", function)
+    assert patch(nn.ModuleList([module]), **ONLY, strict=True).count("rope") == 1
+    calls.clear()
+    module(*INPUTS)
+    assert calls["rope"] == 1
+    unpatch(module)
+    function.forward = function.forward  # a kernel was put there
+    report = patch(nn.ModuleList([module]), **ONLY)
+    assert "a hub kernel serves" in report.skipped[0].reason
+
+
+def test_dtypes_of_autocast_are_those_of_stock():
+    """Queries are bf16 there and angles fp32, which gives fp32."""
+    modeling = importlib.import_module("transformers.models.llama.modeling_llama")
+    stock, ours = pair()
+    patch(ours)
+    dtypes = []
+    interface = modeling.ALL_ATTENTION_FUNCTIONS
+
+    def seen(module, query, key, value, *args, **kwargs):
+        dtypes.append((query.dtype, key.dtype, value.dtype))
+        return interface["sdpa"](module, query, key, value, *args, **kwargs)
+
+    transformers.AttentionInterface.register("seen", seen)
+    transformers.masking_utils.AttentionMaskInterface.register(
+        "seen", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    )
+    for model in (stock, ours):
+        model.set_attn_implementation("seen")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(**batch())
+    assert dtypes[:2] == dtypes[2:]
+    assert {query for query, *_ in dtypes} == {torch.float32}
+
+
+@pytest.mark.slow
+def test_compiled_calls_follow_the_class():
+    stock, ours = pair(num_hidden_layers=1)
+    patch(ours)
+    graphs = Graphs()
+    compiled = torch.compile(ours, fullgraph=True, backend=graphs, dynamic=True)
+    for length in (8, 11):
+        inputs = batch(length=length) | {"use_cache": False}
+        assert_same_training(
+            stock, ours, lambda m, i=inputs: (compiled if m is ours else m)(**i).loss
+        )
+    assert "ops/rope.py" in graphs.traces
+    torch._dynamo.reset()

@@ -1,0 +1,254 @@
+"""Liger-Kernel's own tests, run with our import names: ``make test-liger``.
+
+The source distribution of a release has the package and its tests. First every public name and
+signature of the package is compared with ours (test_alias_surface.py says what may differ). Then
+its tests run here as they are, with ``liger_kernel`` served by this library; at least
+:data:`SHARE` of those that run have to pass. Parts of its kernels that they import are stand-ins,
+which raise when they are used. On a CPU a test that takes longer than ``--limit`` is skipped.
+
+``--imports PACKAGE==VERSION`` prints what a trainer imports of ``liger_kernel``, for
+``alias_names.yaml``.
+"""
+
+import argparse
+import ast
+import collections
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import types
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+NAME = "liger_kernel"
+ROOT = Path(__file__).parents[2]
+PARTS = ("backends", "chunked_loss", "megatron", "ops", "transformers", "triton")
+"""Folders of its tests; the others are those of one vendor's kernels, and convergence."""
+SHARE = 0.96
+
+
+def fetch(requirement, folder):
+    """The unpacked source distribution of a release."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+    with tempfile.TemporaryDirectory() as place:
+        subprocess.run([*pip, "-d", place, requirement], check=True)
+        (archive,) = Path(place).glob("*.tar.gz")
+        with tarfile.open(archive) as opened:
+            opened.extractall(folder, filter="data")
+        return folder / archive.name.removesuffix(".tar.gz")
+
+
+# --- public names and their signatures ---
+
+
+def parameters(call, skip):
+    """Names, kinds and defaults of parameters; None where Python does not know them."""
+    try:
+        found = [*inspect.signature(call).parameters.values()][skip:]
+    except (TypeError, ValueError):
+        return None
+    return [[p.name, p.kind.name, None if p.default is p.empty else repr(p.default)] for p in found]
+
+
+def entry(found):
+    """Parameters of a function, or of a class's construction and call."""
+    if not isinstance(found, type):
+        return {"call": parameters(found, 0)} if inspect.isroutine(found) else {}
+    if issubclass(found, torch.autograd.Function):
+        own = any(
+            "apply" in vars(c) for c in found.__mro__ if not c.__module__.startswith("torch.")
+        )
+        return {"call": parameters(found.apply, 0) if own else parameters(found.forward, 1)}
+    made = {"init": parameters(found, 0)}
+    if issubclass(found, torch.nn.Module):
+        made["call"] = parameters(found.forward, 1)
+    return made
+
+
+def surface():
+    """Public names of the ``liger_kernel`` that is found, below it, each with its parameters."""
+    every, paths = {}, [NAME]
+    for path in paths:
+        try:
+            module = importlib.import_module(path)
+        except ImportError:
+            continue
+        every[path.partition(".")[2]] = {}
+        package = hasattr(module, "__path__")
+        for _, name, _ in pkgutil.iter_modules(module.__path__ if package else ()):
+            if not name.startswith(("_", "cut")):
+                paths.append(f"{path}.{name}")
+        for name, value in vars(module).items():
+            home = getattr(value, "__module__", None) or ""
+            ours = home == path or (package and home.partition(".")[0] == NAME)
+            if ours and not name.startswith("_"):
+                every[f"{path}.{name}".partition(".")[2]] = entry(value)
+    return every
+
+
+def surface_of(source):
+    """The surface of a package in a folder, read in a process of its own."""
+    code = f"import json, {__name__} as m; print(json.dumps(m.surface()))"
+    path = os.pathsep.join([str(source), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# --- what trainers import ---
+
+
+def imports(requirement):
+    """Dotted names below the package that the wheel of a trainer imports, by their modules."""
+    by = collections.defaultdict(set)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    with tempfile.TemporaryDirectory() as place:
+        subprocess.run([*pip, "-d", place, requirement], check=True)
+        (wheel,) = Path(place).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            texts = [archive.read(n).decode() for n in archive.namelist() if n.endswith(".py")]
+    for text in texts:
+        for node in ast.walk(ast.parse(text)) if NAME in text else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(NAME):
+                by[node.module.partition(".")[2]] |= {a.name for a in node.names}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                by["transformers"] |= set(
+                    re.findall(r"^apply_liger_kernel_to_[a-z0-9_]+$", node.value)
+                )
+    return {module: " ".join(sorted(names)) for module, names in sorted(by.items()) if names}
+
+
+# --- its tests: this module is their plugin too ---
+
+
+class Missing:
+    """Stands for a part of a kernel."""
+
+    def __init__(self, name):
+        self.__name__ = name
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Missing(f"{self.__name__}.{name}")
+
+    def __call__(self, *args, **kwargs):
+        raise NotImplementedError(self.__name__)
+
+    def __iter__(self):
+        return iter(())
+
+
+def _with_stand_ins(module):
+    names, get = vars(module), vars(module).get("__getattr__")
+
+    def look(name):
+        with contextlib.suppress(AttributeError):
+            if get is not None:
+                return get(name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(f"{module.__name__}.{name}")
+        return Missing(f"{module.__name__}.{name}")
+
+    names["__getattr__"] = look
+
+
+OF_A_CPU = {
+    "get_device_properties": lambda *_: types.SimpleNamespace(
+        total_memory=2**36, name="CPU", multi_processor_count=8
+    ),
+    "mem_get_info": lambda *_: (2**36, 2**36),
+    "memory_allocated": lambda *_: 0,
+    "max_memory_allocated": lambda *_: 0,
+    "reset_peak_memory_stats": lambda *_: None,
+    "empty_cache": lambda: None,
+}
+"""Functions that its tests ask of any device's module."""
+
+
+def pytest_configure(config):
+    if "LIGER_SUITE" not in os.environ:
+        return
+    from liger_multi.compat import liger_kernel
+    from liger_multi.compat.liger_kernel import finder
+
+    load = finder._Loader.exec_module
+    finder._Loader.exec_module = lambda self, module: (load(self, module), _with_stand_ins(module))
+    liger_kernel.install(force=True)
+    loaded = importlib.import_module(f"{NAME}.transformers.functional")
+    loaded.liger_softmax(torch.ones(2, 2, requires_grad=True)).sum().backward()  # no test loads it
+    for name, function in OF_A_CPU.items():
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, function)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    limit = int(os.environ.get("LIGER_SUITE") or 0)
+    signal.signal(signal.SIGALRM, lambda *_: pytest.skip(f"longer than {limit} s"))
+    signal.alarm(limit)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+
+
+def tests(source, limit, more):
+    """Run its tests; how many passed and how many ran."""
+    report = source / "report.xml"
+    path = os.pathsep.join([str(ROOT), str(source)])
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-p", __name__, "-q", "--tb=line"]
+    command += ["-p", "no:randomly", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    command += [f"--junitxml={report}", *(more or [f"test/{part}" for part in PARTS])]
+    environment = {**os.environ, "PYTHONPATH": path, "LIGER_SUITE": str(limit)}
+    subprocess.run(command, cwd=source, env=environment, check=False)
+    found = re.search(
+        r'errors="(\d+)" failures="(\d+)" skipped="(\d+)" tests="(\d+)"', report.read_text()
+    )
+    errors, failures, skipped, every = map(int, found.groups())
+    return every - skipped - errors - failures, every - skipped
+
+
+def main():
+    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}")
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "build" / "liger")
+    parser.add_argument("--release", default="liger-kernel==0.8.5")
+    parser.add_argument("--limit", type=int, default=0 if torch.cuda.is_available() else 20)
+    parser.add_argument("--imports", metavar="PACKAGE==VERSION")
+    o, more = parser.parse_known_args()
+    if o.imports:
+        print(json.dumps(imports(o.imports), indent=1))
+        return 0
+    source = fetch(o.release, o.folder.resolve())
+    surfaces = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        str(Path(__file__).with_name("test_alias_surface.py")),
+    ]
+    environment = {**os.environ, "LIGER_KERNEL_SOURCE": str(source / "src")}
+    wrong = subprocess.run(surfaces, cwd=ROOT, env=environment, check=False).returncode
+    passed, ran = tests(source, o.limit, more)
+    print(f"{o.release}: {passed} of {ran} of its tests pass ({passed / max(ran, 1):.1%})")
+    return int(bool(wrong) or passed < SHARE * ran)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
