@@ -59,8 +59,11 @@ class Stats:
     def kept_bytes(self, policies: tuple[str, ...]) -> int:
         """What all layers keep, and beside it the largest of them while it is computed again."""
         pairs = list(zip(self.layers, policies, strict=True))
-        again = (max(c.kept_bytes for c in layer.values()) - layer[p].kept_bytes
-                 for layer, p in pairs if p != "none")  # fmt: skip
+        again = (
+            max(c.kept_bytes for c in layer.values()) - layer[p].kept_bytes
+            for layer, p in pairs
+            if p != "none"
+        )
         return sum(layer[p].kept_bytes for layer, p in pairs) + max([0, *again])
 
     def seconds(self, policies: tuple[str, ...]) -> float:
@@ -265,8 +268,10 @@ def _steps(stats: Stats) -> Iterator[tuple[float, int, str]]:
             lower = [(n, c) for n, c in layer.items() if c.kept_bytes < at.kept_bytes]
             if not lower:
                 break
-            rates = [((c.seconds - at.seconds) / (at.kept_bytes - c.kept_bytes), c.kept_bytes, n)
-                     for n, c in lower]  # fmt: skip
+            rates = [
+                ((c.seconds - at.seconds) / (at.kept_bytes - c.kept_bytes), c.kept_bytes, n)
+                for n, c in lower
+            ]
             rate, _, name = min(rates)
             yield rate, place, name
             at = layer[name]

@@ -19,9 +19,15 @@ if TYPE_CHECKING:
     from liger_multi.reference.float8.rows import Float8Rows
 
 CHUNKED = (
-    "fused_linear_cross_entropy", "fused_linear_log_prob", "gated_mlp", "gated_mlp_float8",
-    "linear_float8", "lora_mlp", "lora_qkv", "lora_update",
-)  # fmt: skip
+    "fused_linear_cross_entropy",
+    "fused_linear_log_prob",
+    "gated_mlp",
+    "gated_mlp_float8",
+    "linear_float8",
+    "lora_mlp",
+    "lora_qkv",
+    "lora_update",
+)
 """Operators of more than one kernel."""
 
 
@@ -113,9 +119,15 @@ class _ActivationKernels:
         return gate * up if wanted else gate.new_empty(0), _ROWS.of(gate)
 
     def coded_gradients(
-        self, dproduct: Tensor, gate: Tensor, up: Tensor, activation: str, columns: Any,
-        wanted: tuple[bool, bool], product: bool,
-    ) -> CodedGradients:  # fmt: skip
+        self,
+        dproduct: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        columns: Any,
+        wanted: tuple[bool, bool],
+        product: bool,
+    ) -> CodedGradients:
         from liger_multi.reference.activations.gated_mlp import CodedGradients
 
         made = [

@@ -24,8 +24,12 @@ PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer states"
 SAVED, LOGITS, TEMPORARY, OTHER = "saved activations", "logits and loss", "temporaries", "other"
 CATEGORIES = (PARAMETERS, GRADIENTS, STATES, SAVED, LOGITS, TEMPORARY, OTHER)
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, BETWEEN = (
-    "forward", "backward", "recompute", "optimizer", "between",
-)  # fmt: skip
+    "forward",
+    "backward",
+    "recompute",
+    "optimizer",
+    "between",
+)
 LOSSES = ("cross_entropy", "fused_linear", "log_softmax", "nll_loss", "log_prob")
 
 

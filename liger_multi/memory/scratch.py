@@ -118,8 +118,10 @@ def _scan(args: Arguments) -> list[Tensor]:
     if back:
         held += [u.new_empty(some, spans * (spans > 1), states + 1, cols, dtype=FP32)]
         held += [u.new_empty(some, -(-length // TOKENS), states, cols, dtype=FP32)]
-        held += [u.new_empty(batch, spans, args[f"needs_{n}"] * k, cols, dtype=FP32)
-                 for n, k in (("A", states), ("D", 1), ("delta_bias", 1))]  # fmt: skip
+        held += [
+            u.new_empty(batch, spans, args[f"needs_{n}"] * k, cols, dtype=FP32)
+            for n, k in (("A", states), ("D", 1), ("delta_bias", 1))
+        ]
         if args["needs_B"] or args["needs_C"]:  # side by side
             held += [u.new_empty(blocks, some, length, 2, states, dtype=FP32)]
     return held

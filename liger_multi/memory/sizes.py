@@ -25,35 +25,70 @@ from liger_multi.errors import (
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-0.5b": (
         "Qwen2",
-        {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-         "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
-         "max_position_embeddings": 131072, "tie_word_embeddings": True},
+        {
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
     ),
     "llama-3.2-1b": (
         "Llama",
-        {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-         "max_position_embeddings": 131072, "tie_word_embeddings": True},
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen2.5-7b": (
         "Qwen2",
-        {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-         "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-         "max_position_embeddings": 131072, "tie_word_embeddings": False},
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": False,
+        },
     ),
     "llama-3-8b": (
         "Llama",
-        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-         "max_position_embeddings": 8192, "tie_word_embeddings": False},
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": False,
+        },
     ),
     "qwen2.5-14b": (
         "Qwen2",
-        {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
-         "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
-         "max_position_embeddings": 131072, "tie_word_embeddings": False},
+        {
+            "hidden_size": 5120,
+            "intermediate_size": 13824,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "vocab_size": 152064,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": False,
+        },
     ),
-}  # fmt: skip
+}
 
 
 def config_of(model: str | Path, sequence: int = 0) -> Any:

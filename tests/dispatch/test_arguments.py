@@ -51,9 +51,21 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "sizes": ("12", 1, (1.5, 2), (True, True), ("1", "1")),
     "chunk": (True, 0, -1, 1.5, "", "512 parrots", "0MiB", NAN, HUGE),
     "window": (True, 1.5, "1", (1,), (1, 2, 3), (1.5, 1), (True, 1), NAN),
-    "interval": (True, 1.5, "01", (0.0,), (0.0, 1.0, 2.0), (1.0, 0.5), (NAN, 1.0), (0.0, NAN),
-                 (True, 1.0), ("0", "1"), (INFINITY, INFINITY), (0.0, 1j)),
-}  # fmt: skip
+    "interval": (
+        True,
+        1.5,
+        "01",
+        (0.0,),
+        (0.0, 1.0, 2.0),
+        (1.0, 0.5),
+        (NAN, 1.0),
+        (0.0, NAN),
+        (True, 1.0),
+        ("0", "1"),
+        (INFINITY, INFINITY),
+        (0.0, 1j),
+    ),
+}
 RANGES: dict[str, tuple[Any, ...]] = {
     "eps": (-1e-6, -1),
     "rms_eps": (-1e-6,),
@@ -101,8 +113,9 @@ def values(parameter: inspect.Parameter) -> Iterator[tuple[str, Any]]:
     else:
         yield from ((word, make()) for word, make in OTHERS)
         given = (*KINDS[kind], *RANGES.get(parameter.name, ()))
-        words = ((f"{value!r:.40}" if value not in (HUGE, -HUGE) else "huge", value)
-                 for value in given)  # fmt: skip
+        words = (
+            (f"{value!r:.40}" if value not in (HUGE, -HUGE) else "huge", value) for value in given
+        )
         yield from (pair for pair in words if (parameter.name, pair[0]) not in MEANT)
     if not optional and parameter.default is not None:
         yield "None", None
@@ -242,7 +255,7 @@ CONSTRUCTORS: dict[str, dict[str, Any]] = {
             hidden_size=16, hc_mult=2, hc_sinkhorn_iters=3, hc_eps=1e-3, rms_norm_eps=1e-5
         )
     },
-}  # fmt: skip
+}
 FACTORY = ("device", "dtype")
 """Arguments that PyTorch checks."""
 
@@ -278,21 +291,46 @@ def log_probs(*shape):
 
 
 LOSSES = {
-    "cpo_loss": ("CPO", lambda: {"policy": log_probs(4, 5), "target": ids(4, 5),
-                                 "nll_target": ids(2, 5)}),
-    "dpo_loss": ("DPO", lambda: {"policy": log_probs(4, 5), "target": ids(4, 5),
-                                 "reference": log_probs(4)}),
-    "kto_loss": ("KTO", lambda: {"policy": log_probs(3, 5), "target": ids(3, 5), "kl": 0.1,
-                                 "desirable": torch.tensor([True, False, True])}),
-    "policy_loss": ("Policy", lambda: {"policy": torch.randn(3, 5, 11), "target": ids(3, 5),
-                                       "advantages": torch.randn(3), "loss_type": "dapo"}),
+    "cpo_loss": (
+        "CPO",
+        lambda: {"policy": log_probs(4, 5), "target": ids(4, 5), "nll_target": ids(2, 5)},
+    ),
+    "dpo_loss": (
+        "DPO",
+        lambda: {"policy": log_probs(4, 5), "target": ids(4, 5), "reference": log_probs(4)},
+    ),
+    "kto_loss": (
+        "KTO",
+        lambda: {
+            "policy": log_probs(3, 5),
+            "target": ids(3, 5),
+            "kl": 0.1,
+            "desirable": torch.tensor([True, False, True]),
+        },
+    ),
+    "policy_loss": (
+        "Policy",
+        lambda: {
+            "policy": torch.randn(3, 5, 11),
+            "target": ids(3, 5),
+            "advantages": torch.randn(3),
+            "loss_type": "dapo",
+        },
+    ),
     "sequence_loss": ("Sequence", lambda: {"policy": log_probs(3, 5), "target": ids(3, 5)}),
     "mtp_loss": ("MTP|Sequence", lambda: {"heads": [log_probs(3, 5)] * 2, "target": ids(3, 5)}),
-    "distillation_loss": ("Distillation", lambda: {"student": torch.randn(3, 5, 11),
-                                                   "teacher": torch.randn(3, 5, 11),
-                                                   "target": ids(3, 5)}),
-    "tokens": ("tokens|token_log_prob", lambda: {"source": torch.randn(3, 5, 11),
-                                                 "target": ids(3, 5)}),
+    "distillation_loss": (
+        "Distillation",
+        lambda: {
+            "student": torch.randn(3, 5, 11),
+            "teacher": torch.randn(3, 5, 11),
+            "target": ids(3, 5),
+        },
+    ),
+    "tokens": (
+        "tokens|token_log_prob",
+        lambda: {"source": torch.randn(3, 5, 11), "target": ids(3, 5)},
+    ),
     "kto_divergence": ("KTO", lambda: {"policy": log_probs(3), "reference": log_probs(3)}),
     "Head": ("Head", lambda: {"hidden": torch.randn(3, 5, 16), "weight": torch.randn(11, 16)}),
     "Logits": ("Logits", lambda: {"logits": torch.randn(3, 5, 11)}),
@@ -303,7 +341,7 @@ LOSSES = {
     "PolicyOptions": ("Policy", dict),
     "SequenceOptions": ("Sequence", dict),
     "DistillationOptions": ("Distillation", dict),
-}  # fmt: skip
+}
 """How a loss calls itself in messages, and the arguments of a call that works."""
 SKIPPED = ("group", "name", "role")  # a process group, and words for messages
 

@@ -80,18 +80,98 @@ def circle():
 
 
 VALUES = (
-    None, True, False, 0, 1, -1, 3, 2**62, 2**63, 10**400, 10**5000, -(10**5000), 0.0, 1.5, 2.0,
-    math.nan, math.inf, 1e308, 1j, "", " ", "auto", "reference", "triton", "refrence", "512MiB",
-    "1.5GiB", "1.5", "0.3KiB", "12", "-12", "٣MiB", "9" * 400, "9" * 5000, "512 mib ", "1 TB",
-    "a\0b", "\ud800", "x" * 10**6, "['reference']", "exact", "float8", "float8_logits", "on",
-    [], ["reference"], ["triton", "reference"], ["reference", "reference"], ["auto"],
-    ["auto", "reference"], [["reference"]], [None], [1], ("reference",), {"reference"}, {},
-    {"a": 1}, {1: 2}, b"reference", bytearray(b"x"), numpy.int64(4096), numpy.float32(2),
-    numpy.array(["reference"]), numpy.bool_(True), torch.tensor(4096), torch.float32, Loud(),
-    Backend.REFERENCE, circle(), iter(["reference"]), object, len, Path("reference"),
-)  # fmt: skip
-OPERATORS = ("rms_norm", "rms_*", "*", "sw?glu", "[rs]*", "[z-a]", "[", "", "rms_nrom", "RMS_NORM",
-             "\0", "\ud800", "*" * 500, "a" * 10**5, "ops", "default")  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3,
+    2**62,
+    2**63,
+    10**400,
+    10**5000,
+    -(10**5000),
+    0.0,
+    1.5,
+    2.0,
+    math.nan,
+    math.inf,
+    1e308,
+    1j,
+    "",
+    " ",
+    "auto",
+    "reference",
+    "triton",
+    "refrence",
+    "512MiB",
+    "1.5GiB",
+    "1.5",
+    "0.3KiB",
+    "12",
+    "-12",
+    "٣MiB",
+    "9" * 400,
+    "9" * 5000,
+    "512 mib ",
+    "1 TB",
+    "a\0b",
+    "\ud800",
+    "x" * 10**6,
+    "['reference']",
+    "exact",
+    "float8",
+    "float8_logits",
+    "on",
+    [],
+    ["reference"],
+    ["triton", "reference"],
+    ["reference", "reference"],
+    ["auto"],
+    ["auto", "reference"],
+    [["reference"]],
+    [None],
+    [1],
+    ("reference",),
+    {"reference"},
+    {},
+    {"a": 1},
+    {1: 2},
+    b"reference",
+    bytearray(b"x"),
+    numpy.int64(4096),
+    numpy.float32(2),
+    numpy.array(["reference"]),
+    numpy.bool_(True),
+    torch.tensor(4096),
+    torch.float32,
+    Loud(),
+    Backend.REFERENCE,
+    circle(),
+    iter(["reference"]),
+    object,
+    len,
+    Path("reference"),
+)
+OPERATORS = (
+    "rms_norm",
+    "rms_*",
+    "*",
+    "sw?glu",
+    "[rs]*",
+    "[z-a]",
+    "[",
+    "",
+    "rms_nrom",
+    "RMS_NORM",
+    "\0",
+    "\ud800",
+    "*" * 500,
+    "a" * 10**5,
+    "ops",
+    "default",
+)
 DEVICES = (
     "cpu",
     "cuda",
@@ -367,10 +447,14 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     for a, b in zip("abcdefgh", "bcdefghi", strict=True)
 )
 REFUSED = {
-    "twice": (b"ops: {rms_norm: reference}\nops: {}\n",
-              "line 2, .*'ops' is given twice, first on line 1"),
-    "twice inside": (b"ops:\n  rms_norm: reference\n  'rms_norm': triton\n",
-                     "line 3, .*given twice"),
+    "twice": (
+        b"ops: {rms_norm: reference}\nops: {}\n",
+        "line 2, .*'ops' is given twice, first on line 1",
+    ),
+    "twice inside": (
+        b"ops:\n  rms_norm: reference\n  'rms_norm': triton\n",
+        "line 3, .*given twice",
+    ),
     "a boolean": (b"ops: {rms_norm: true}\n", "got True"),
     "on": (b"default: on\n", "unknown backend .* 'on'"),
     "off": (b"ops: {swiglu: off}\n", "unknown backend .* 'off'"),
@@ -408,7 +492,7 @@ REFUSED = {
     "a directive": (b"%YAML " + b"9" * 5000 + b".1\n---\na: b\n", "is not YAML"),
     "huge": (b"# " + b"x" * 2**21, "larger than 1 MiB"),
     "many": (b"ops: [" + b"a," * 20000 + b"]", "more than 10000 values"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -463,13 +547,19 @@ def test_places_that_are_no_file(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     places = {
-        tmp_path: "Is a directory", pipe: "it is a pipe, not a file",
-        "/dev/zero": "it is a device, not a file", "": "No such file", "a\0b": "null byte",
-        "\ud800": "surrogates", "x" * 10**5: "File name too long",
-        tmp_path / "absent.yaml": "No such file", 5: "must be named by text or a path, got int 5",
-        b"a.yaml": "must be named by text or a path, got bytes", True: "got bool True",
+        tmp_path: "Is a directory",
+        pipe: "it is a pipe, not a file",
+        "/dev/zero": "it is a device, not a file",
+        "": "No such file",
+        "a\0b": "null byte",
+        "\ud800": "surrogates",
+        "x" * 10**5: "File name too long",
+        tmp_path / "absent.yaml": "No such file",
+        5: "must be named by text or a path, got int 5",
+        b"a.yaml": "must be named by text or a path, got bytes",
+        True: "got bool True",
         1.5: "got float 1.5",
-    }  # fmt: skip
+    }
     for place, said in places.items():
         with at_most(20), pytest.raises(ConfigurationError, match=said):
             configure(place)
@@ -477,20 +567,65 @@ def test_places_that_are_no_file(tmp_path):
 
 def test_what_plans_write_is_read(tmp_path):
     """PyYAML writes YAML 1.1, from which nothing may change here."""
-    content = {"a": True, "b": None, "c": 5, "d": [1.5, -2, 1e-05, "on", "1:30", "0512", "08",
-               "~", ""],
-               "e": {"f": "2026-01-01", "g": "null", "h": "é", "i": "1e5", "j": 1e5}}  # fmt: skip
+    content = {
+        "a": True,
+        "b": None,
+        "c": 5,
+        "d": [1.5, -2, 1e-05, "on", "1:30", "0512", "08", "~", ""],
+        "e": {"f": "2026-01-01", "g": "null", "h": "é", "i": "1e5", "j": 1e5},
+    }
     path = tmp_path / "a.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     assert documents.read_yaml(path, "the plan") == content
 
 
 PIECES = (
-    "ops", "rms_norm", "reference", "auto", "devices", "cuda", "default", "chunk_bytes", "512MiB",
-    ": ", ":\n  ", ", ", "\n", "\n- ", "[", "]", "{", "}", "&a ", "*a", "!!int ", "!", "|", ">",
-    "'", '"', "#", "---\n", "...\n", "%YAML 1.1\n", "? ", "\t", "\0", "\u2028", "\ufeff", "@", "`",
-    "1", "9" * 50, ".", "e", "~", "on", "\\x", "<<",
-)  # fmt: skip
+    "ops",
+    "rms_norm",
+    "reference",
+    "auto",
+    "devices",
+    "cuda",
+    "default",
+    "chunk_bytes",
+    "512MiB",
+    ": ",
+    ":\n  ",
+    ", ",
+    "\n",
+    "\n- ",
+    "[",
+    "]",
+    "{",
+    "}",
+    "&a ",
+    "*a",
+    "!!int ",
+    "!",
+    "|",
+    ">",
+    "'",
+    '"',
+    "#",
+    "---\n",
+    "...\n",
+    "%YAML 1.1\n",
+    "? ",
+    "\t",
+    "\0",
+    "\u2028",
+    "\ufeff",
+    "@",
+    "`",
+    "1",
+    "9" * 50,
+    ".",
+    "e",
+    "~",
+    "on",
+    "\\x",
+    "<<",
+)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -547,9 +682,12 @@ def tiny(tmp_path):
     transformers = pytest.importorskip("transformers")
     folder = tmp_path / "model"
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
         num_attention_heads=2,
-    )  # fmt: skip
+    )
     config.save_pretrained(folder)
     return folder
 
@@ -765,8 +903,19 @@ def test_the_file_that_is_named_is_the_one_that_is_read(tiny, capsys):
         assert main(["estimate", str(tiny / name), "--sequence", "8", "--json"]) == 0
         sizes.append(json.loads(capsys.readouterr().out)["parameters"])
     assert sizes[0] < sizes[1]
-    argv = ["--gpu", "24GiB", "--seq", "8", "--batch", "1", "--no-limits", "--data-parallel",
-            "--precision", "fp32", "--json"]  # fmt: skip
+    argv = [
+        "--gpu",
+        "24GiB",
+        "--seq",
+        "8",
+        "--batch",
+        "1",
+        "--no-limits",
+        "--data-parallel",
+        "--precision",
+        "fp32",
+        "--json",
+    ]
     assert main(["plan", str(tiny / "other.json"), *argv]) == 0
     assert json.loads(capsys.readouterr().out)["layers"] == 5
 
@@ -780,8 +929,10 @@ BROKEN = {
     "nested": ("[" * 10**5, "is not JSON: it is nested too deep"),
     "digits": ('{"a": ' + "9" * 5000 + "}", "is not JSON"),
     "no type": ('{"hidden_size": 8}', r"has no model_type.* its keys are \['hidden_size'\]"),
-    "a wrong type": ('{"model_type": "lama"}',
-                     "unknown model_type in .* 'lama'; did you mean 'llama'"),
+    "a wrong type": (
+        '{"model_type": "lama"}',
+        "unknown model_type in .* 'lama'; did you mean 'llama'",
+    ),
     "another type": ('{"model_type": 5}', "unknown model_type in .* 5"),
     "a type of no text": ('{"model_type": "vit"}', "has no causal language model for a ViTConfig"),
     "wrong sizes": ('{"model_type": "llama", "num_attention_heads": 0}', "."),
@@ -789,9 +940,11 @@ BROKEN = {
     "negative": ('{"model_type": "llama", "hidden_size": -8}', "."),
     "no layers": ('{"model_type": "llama", "num_hidden_layers": 0, "vocab_size": 0}', "."),
     "a map of code": ('{"model_type": "llama", "auto_map": null, "hidden_size": []}', "."),
-    "an unknown own": ('{"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}',
-                       r"the code of its own that it names \(auto_map\) is not run"),
-}  # fmt: skip
+    "an unknown own": (
+        '{"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}',
+        r"the code of its own that it names \(auto_map\) is not run",
+    ),
+}
 
 
 @pytest.mark.parametrize("command", ["estimate", "plan"])
@@ -851,8 +1004,13 @@ def test_code_beside_a_configuration_never_runs(command, kind, tmp_path, monkeyp
     monkeypatch.setattr("builtins.input", never)
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     own = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-             "num_attention_heads": 2}  # fmt: skip
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     content = {"model_type": kind, "auto_map": own, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(content))
     planned = "--gpu 24GiB --seq 8 --batch 1 --no-limits --data-parallel --precision fp32"
@@ -870,8 +1028,10 @@ def test_a_file_that_is_no_profile(content, tmp_path):
     assert not outcome(Profile.load, tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("options", [{"batch": True}, {"sequence": 2**40}, {"world": "2"},
-                                     {"capacity": "80GiB"}, {"dtype": []}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [{"batch": True}, {"sequence": 2**40}, {"world": "2"}, {"capacity": "80GiB"}, {"dtype": []}],
+)
 def test_wrong_options_of_an_estimate(options, tiny):
     from liger_multi.memory import estimate
     from liger_multi.memory.sizes import config_of

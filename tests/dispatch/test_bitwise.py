@@ -246,8 +246,10 @@ def _switches():
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        found.fill_uninitialized_memory, cudnn.deterministic, cudnn.benchmark,
-    )  # fmt: skip
+        found.fill_uninitialized_memory,
+        cudnn.deterministic,
+        cudnn.benchmark,
+    )
 
 
 @pytest.mark.parametrize("held", [strict._attention, strict._convolutions])

@@ -276,16 +276,22 @@ def test_a_condition_on_what_no_call_has_is_refused(plugin):
     ("op", "files", "found"),
     [
         ("rms_norm", {"rms_norm/__init__.py": "forward = 1\n"}, "rms_norm"),
-        ("rms_norm", {"norms/__init__.py": "", "norms/rms_norm.py": "", "rms_norm.py": ""},
-         "norms.rms_norm"),
+        (
+            "rms_norm",
+            {"norms/__init__.py": "", "norms/rms_norm.py": "", "rms_norm.py": ""},
+            "norms.rms_norm",
+        ),
         ("rms_norm", {"norms/__init__.py": "", "rms_norm.py": "backward = 1\n"}, "rms_norm"),
         ("attention", {"attention/__init__.py": ""}, None),
         ("attention", {"attention.py": "forward = 1\n"}, "attention"),
         ("neighborhood_attention", {"attention.py": "import absent_package\n"}, None),
-        ("neighborhood_attention", {"attention/__init__.py": "",
-                                    "attention/attention.py": "import absent_package\n"}, None),
+        (
+            "neighborhood_attention",
+            {"attention/__init__.py": "", "attention/attention.py": "import absent_package\n"},
+            None,
+        ),
     ],
-)  # fmt: skip
+)
 def test_where_a_backend_may_have_an_operator(op, files, found, tmp_path, monkeypatch):
     """In a family, beside them, as a file or as a folder; others' modules stay unloaded."""
     for name, text in {"__init__.py": "", **files}.items():

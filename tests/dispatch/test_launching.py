@@ -143,10 +143,35 @@ class Checked(Kernel):
 
 LIMIT = 2**31  # bytes of a storage; of AMD, above which addresses have 64 bits
 INTEGERS = (
-    0, 1, 2, 8, 15, 16, 17, 32, 48, -1, -16, 2**16, 2**30, 2**31 - 1, 2**31 - 16, 2**31, 2**31 + 1,
-    2**32, 2**62, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 16, 2**64 - 1, -(2**31), -(2**31) - 1,
-    -(2**31) - 16, -(2**63),
-)  # fmt: skip
+    0,
+    1,
+    2,
+    8,
+    15,
+    16,
+    17,
+    32,
+    48,
+    -1,
+    -16,
+    2**16,
+    2**30,
+    2**31 - 1,
+    2**31 - 16,
+    2**31,
+    2**31 + 1,
+    2**32,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**63 + 1,
+    2**64 - 16,
+    2**64 - 1,
+    -(2**31),
+    -(2**31) - 1,
+    -(2**31) - 16,
+    -(2**63),
+)
 
 
 @functools.cache
@@ -276,8 +301,10 @@ def test_host_time_of_operators_and_steps():
 
 def test_grids_of_the_tuner():
     assert list(tune.grid("rows=1,2;stages=3|rows=4")) == [
-        {"rows": 1, "stages": 3}, {"rows": 2, "stages": 3}, {"rows": 4}
-    ]  # fmt: skip
+        {"rows": 1, "stages": 3},
+        {"rows": 2, "stages": 3},
+        {"rows": 4},
+    ]
     with pytest.raises(ValueError, match=r"did you mean 'rms_norm\.backward'"):
         tune.tune("rms_nor.backward", "8192x4096", "", 1)
     with pytest.raises(ValueError, match="unknown sample '8192x409'"):
@@ -331,8 +358,9 @@ def test_a_measured_entry_is_right_and_faster(monkeypatch, us, entries):
     device, seen = torch.device("cpu"), []
 
     def call(x):
-        k = numbers.launch_config("some.forward", lambda info, rows, cols: Config(4, 4), device,
-                          rows=64, cols=100)  # fmt: skip
+        k = numbers.launch_config(
+            "some.forward", lambda info, rows, cols: Config(4, 4), device, rows=64, cols=100
+        )
         seen.append(k)
         return x + (us.get(k.rows, 0) < 0)
 
@@ -351,10 +379,11 @@ def test_a_measured_entry_is_right_and_faster(monkeypatch, us, entries):
         return
     assert made == {
         "some.forward": {
-            "when": {"rows": [16, 2**30], "cols": [65, 128]}, "config": entries,
+            "when": {"rows": [16, 2**30], "cols": [65, 128]},
+            "config": entries,
             "source": "measured on a card: an op 64x100, 100.0 -> 50.0 us",
         }
-    }  # fmt: skip
+    }
 
 
 def test_a_table_is_not_measured_without_a_device(capsys, monkeypatch):

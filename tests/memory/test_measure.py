@@ -492,9 +492,12 @@ def test_history_is_joined_with_what_was_seen():
     assert [b.op for b in joined.blocks if b.op in (OLDER, HIDDEN)] == [OLDER, HIDDEN]
     assert made.phases[-1][1] == OPTIMIZER
     assert joined.facts == {
-        "allocated": 4072, "reserved": 6144, "fragmentation": 2072, "hidden": 0,
+        "allocated": 4072,
+        "reserved": 6144,
+        "fragmentation": 2072,
+        "hidden": 0,
         "largest reserved": 6144,
-    }  # fmt: skip
+    }
     assert sum(change for _, change in joined.events) == 1512 + 2048 - 256 + 128
 
 

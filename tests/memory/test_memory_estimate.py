@@ -77,9 +77,15 @@ def test_layers_in_float8_within_ten_percent_of_a_measured_step(name):
     model, patched = case.build("cpu"), {"linear_float8": options}
     again = name == "checkpointed"
     found = estimate(
-        model, 4, 128, dtype="bfloat16", optimizer="adamw_loop", device="cpu", patched=patched,
+        model,
+        4,
+        128,
+        dtype="bfloat16",
+        optimizer="adamw_loop",
+        device="cpu",
+        patched=patched,
         checkpointing=again,
-    )  # fmt: skip
+    )
     liger_multi.patch(model, **patched)
     if again:
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
@@ -321,8 +327,11 @@ def test_autocast_keeps_copies_of_weights():
     saved = autocast.profile.by("kind", "op", saved=True)
     assert saved["LlamaMLP", "gated_mlp.forward"] == 3 * 2 * (2 * 64) * 256 * 2
     # each layer's weights once in 16 bits
-    copies = [n for (_, op), n in stock.profile.by("kind", "op", saved=True).items()
-              if op == "aten::_to_copy"]  # fmt: skip
+    copies = [
+        n
+        for (_, op), n in stock.profile.by("kind", "op", saved=True).items()
+        if op == "aten::_to_copy"
+    ]
     assert sum(copies) >= 2 * sum(
         p.numel() for n, p in model_of("dense").named_parameters() if "proj" in n
     )
@@ -508,8 +517,16 @@ def _meta(*shape, dtype=torch.bfloat16):
 
 def _delta(channels=()):
     rows, gates = _meta(2, 1000, 4, 128), _meta(2, 1000, 4, *channels, dtype=torch.float32)
-    return {"q": rows, "k": rows.clone(), "v": rows.clone(), "g": gates, "scale": 1.0,
-            "beta": _meta(2, 1000, 4), "qk_l2norm": True, "output_final_state": False}  # fmt: skip
+    return {
+        "q": rows,
+        "k": rows.clone(),
+        "v": rows.clone(),
+        "g": gates,
+        "scale": 1.0,
+        "beta": _meta(2, 1000, 4),
+        "qk_l2norm": True,
+        "output_final_state": False,
+    }
 
 
 def _numbers(*shape):
@@ -518,25 +535,43 @@ def _numbers(*shape):
 
 KERNELS = {
     "causal_conv1d": {
-        "x": _meta(2, 8192, 4096), "weight": _meta(4096, 4), "bias": _meta(4096),
+        "x": _meta(2, 8192, 4096),
+        "weight": _meta(4096, 4),
+        "bias": _meta(4096),
         "activation": "silu",
     },
     "gated_delta_rule": _delta(),
     "gated_short_conv": {"x": _meta(2, 8192, 6144), "weight": _meta(2048, 3)},
     "kimi_delta_attention": _delta((128,)),
     "ssd_scan": {
-        "x": _meta(2, 1000, 16, 64), "dt": _meta(2, 1000, 16), "A": _numbers(16),
-        "B": _meta(2, 1000, 2, 128), "C": _meta(2, 1000, 2, 128), "D": _numbers(16),
-        "z": _meta(2, 1000, 16, 64), "dt_bias": _numbers(16), "dt_softplus": True, "dt_min": 0.0,
-        "dt_max": 1.0, "chunk": 256, "output_final_state": False,
+        "x": _meta(2, 1000, 16, 64),
+        "dt": _meta(2, 1000, 16),
+        "A": _numbers(16),
+        "B": _meta(2, 1000, 2, 128),
+        "C": _meta(2, 1000, 2, 128),
+        "D": _numbers(16),
+        "z": _meta(2, 1000, 16, 64),
+        "dt_bias": _numbers(16),
+        "dt_softplus": True,
+        "dt_min": 0.0,
+        "dt_max": 1.0,
+        "chunk": 256,
+        "output_final_state": False,
     },
     "selective_scan": {
-        "u": _meta(2, 8192, 8192), "delta": _meta(2, 8192, 8192), "A": _numbers(8192, 16),
-        "B": _meta(2, 8192, 16), "C": _meta(2, 8192, 16), "D": _numbers(8192),
-        "z": _meta(2, 8192, 8192), "delta_bias": _numbers(8192), "delta_softplus": True,
-        "output_final_state": False, "states": _numbers(2, 32, 16, 8192),
+        "u": _meta(2, 8192, 8192),
+        "delta": _meta(2, 8192, 8192),
+        "A": _numbers(8192, 16),
+        "B": _meta(2, 8192, 16),
+        "C": _meta(2, 8192, 16),
+        "D": _numbers(8192),
+        "z": _meta(2, 8192, 8192),
+        "delta_bias": _numbers(8192),
+        "delta_softplus": True,
+        "output_final_state": False,
+        "states": _numbers(2, 32, 16, 8192),
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -558,9 +593,7 @@ def test_scratch_is_that_of_launchers_on_a_card(name, direction):
         like = like[..., : len(given["weight"])] if "weight" in given else like
         arguments |= {"dy": torch.empty_like(like)}
     held = [t for t in arguments.values() if isinstance(t, torch.Tensor)]
-    with (
-        simulate(TARGETS["sm90"].info), recorded("", []), measure("meta", known=held) as peak
-    ):  # fmt: skip
+    with simulate(TARGETS["sm90"].info), recorded("", []), measure("meta", known=held) as peak:
         results = launcher(**arguments)
     with measure("meta", known=[*held, *results]) as guess:
         kept = SCRATCH[name](arguments)

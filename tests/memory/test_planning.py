@@ -51,9 +51,14 @@ BASE = Settings(
     sequence=LENGTH, micro_batch=BATCH, precision="fp32", optimizer="adamw_loop", chunk=64
 )
 SMALL = Space(
-    precisions=("fp32",), policies=("none", "full"), patched=(True,), offload=False, tiled=False,
-    offload_states=(None,), layouts=((1, 1),),
-)  # fmt: skip
+    precisions=("fp32",),
+    policies=("none", "full"),
+    patched=(True,),
+    offload=False,
+    tiled=False,
+    offload_states=(None,),
+    layouts=((1, 1),),
+)
 
 
 def config_of(kind="dense", layers=LAYERS):
@@ -101,11 +106,14 @@ WAYS = {
     "full": {"recompute": "full", "layers": LAYERS},
     "norms_and_mlp of some": {"recompute": "norms_and_mlp", "layers": 2},
     "keep_attention, stock": {
-        "recompute": "keep_attention", "layers": LAYERS, "patched": False, "chunk": None
+        "recompute": "keep_attention",
+        "layers": LAYERS,
+        "patched": False,
+        "chunk": None,
     },
     "tiles": {"tiles": 4, "micro_batch": 4},
     "accumulation": {"accumulation": 2},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -214,9 +222,17 @@ def test_fewest_layers_recompute():
     peak = predictor.predict(settings).peak_bytes
     space = replace(SMALL, policies=("full",))
     found = plan(
-        config_of(), peak - 2**19, 1, 8, LENGTH, device="cpu", space=space, headroom=0,
-        limits=False, optimizer="adamw_loop",
-    )  # fmt: skip
+        config_of(),
+        peak - 2**19,
+        1,
+        8,
+        LENGTH,
+        device="cpu",
+        space=space,
+        headroom=0,
+        limits=False,
+        optimizer="adamw_loop",
+    )
     some = [c for c in found.fitting if c.settings.micro_batch == 8]
     assert some
     assert 0 < some[0].settings.layers < LAYERS
@@ -315,8 +331,13 @@ def test_equal_times_go_to_weights_that_lose_no_updates():
         settings = replace(BASE, precision=precision)
         return Candidate(settings, 100, {}, relative, relative, fits=fits)
 
-    some = [one("bf16", 1.0), one("amp", 1.001), one("fp32", 1.3), one("bf16", 1.3),
-            one("bf16", 9.0, False)]  # fmt: skip
+    some = [
+        one("bf16", 1.0),
+        one("amp", 1.001),
+        one("fp32", 1.3),
+        one("bf16", 1.3),
+        one("bf16", 9.0, False),
+    ]
     order = [c.settings.precision for c in sorted(some, key=search._rank_shown)]
     assert order == ["amp", "bf16", "fp32", "bf16", "bf16"]
 
@@ -541,17 +562,26 @@ def test_wrong_options(options, said):
 # --- FP8 ---
 
 WIDE = Space(
-    precisions=("bf16", "fp8"), policies=("none",), patched=(True,), offload=False, tiled=False,
-    offload_states=(None,), layouts=((1, 1),),
-)  # fmt: skip
+    precisions=("bf16", "fp8"),
+    policies=("none",),
+    patched=(True,),
+    offload=False,
+    tiled=False,
+    offload_states=(None,),
+    layouts=((1, 1),),
+)
 
 
 def wide_config(layers=4):
     config = config_of(layers=layers)
     for name, value in {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-        "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 4096,
-    }.items():  # fmt: skip
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+    }.items():
         setattr(config, name, value)
     return config
 
@@ -601,9 +631,14 @@ def test_fp8_of_several_devices():
     """Divided layers stay in 16 bits, and engines with fp32 copies have no such precision."""
     space = replace(WIDE, layouts=None)
     made = plan(
-        wide_config(), "h200", 2, batch=2, sequence=128, space=replace(space, precisions=("fp8",)),
+        wide_config(),
+        "h200",
+        2,
+        batch=2,
+        sequence=128,
+        space=replace(space, precisions=("fp8",)),
         limits=False,
-    )  # fmt: skip
+    )
     assert {c.settings.tensor for c in made.candidates} == {1}
     assert {c.settings.spread for c in made.candidates} <= {"none", "ddp", "fsdp2"}
     assert {"ddp", "fsdp2"} <= {c.settings.spread for c in made.candidates}
@@ -611,8 +646,22 @@ def test_fp8_of_several_devices():
 
 def test_the_command(tmp_path, capsys):
     config_of(layers=4).save_pretrained(tmp_path)
-    argv = ["plan", str(tmp_path), "--gpu", "80MiB", "--seq", "64", "--batch", "1", "--headroom",
-            "0", "--precision", "bf16", "--no-limits", "--data-parallel"]  # fmt: skip
+    argv = [
+        "plan",
+        str(tmp_path),
+        "--gpu",
+        "80MiB",
+        "--seq",
+        "64",
+        "--batch",
+        "1",
+        "--headroom",
+        "0",
+        "--precision",
+        "bf16",
+        "--no-limits",
+        "--data-parallel",
+    ]
     out = tmp_path / "files"
     assert main([*argv, "--write", str(out), "--picture", str(tmp_path / "plan.png")]) == 0
     said = capsys.readouterr()
@@ -684,9 +733,11 @@ def test_rows_are_written_after_every_candidate():
     written = []
     codes = iter([f"print({json.dumps(json.dumps(MEASURED))})"] * 2 + ["raise ValueError('x')"] * 2)
     rows = plans.execute(
-        two_plans(), lambda: pretending(next(codes)), given(),
+        two_plans(),
+        lambda: pretending(next(codes)),
+        given(),
         lambda rows: written.append([len(row["runs"]) for row in rows]),
-    )  # fmt: skip
+    )
     assert written == [[1, 0], [1, 1], [2, 1], [3, 1]]
     assert [run.get("failure") for run in rows[0]["runs"]] == [None, *["ValueError: x"] * 2]
     assert rows[0]["runs"][0]["error_percent"] == 0

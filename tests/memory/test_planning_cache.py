@@ -22,9 +22,13 @@ from tests import harness
 
 LENGTH = 64
 SMALL = Space(
-    precisions=("bf16",), policies=("none", "full"), offload=False, tiled=False,
-    offload_states=(None,), layouts=((1, 1),),
-)  # fmt: skip
+    precisions=("bf16",),
+    policies=("none", "full"),
+    offload=False,
+    tiled=False,
+    offload_states=(None,),
+    layouts=((1, 1),),
+)
 
 
 def config_of(layers=2):
@@ -48,9 +52,7 @@ def model(tmp_path):
 
 
 def made(config=None, memory="80MiB", **options):
-    return plan(
-        config or config_of(), memory, sequence=LENGTH, space=SMALL, cache=True, **options
-    )  # fmt: skip
+    return plan(config or config_of(), memory, sequence=LENGTH, space=SMALL, cache=True, **options)
 
 
 def only(cache):

@@ -35,9 +35,14 @@ def config_of(**changes):
     from transformers import LlamaConfig
 
     sizes = {
-        "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 4, "vocab_size": 512,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "num_hidden_layers": 4,
+        "vocab_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+    }
     return LlamaConfig(**{**sizes, **changes})
 
 
@@ -132,8 +137,20 @@ def test_states_on_a_disk_take_no_memory_of_the_host():
 
 def test_the_table_shows_the_hosts_memory(capsys, tmp_path, simulations):
     config_of().save_pretrained(tmp_path)
-    argv = ["plan", str(tmp_path), "--gpu", "1GB", "--batch", "1", "--seq", "64", "--no-limits",
-            "--data-parallel", "--precision", "bf16"]  # fmt: skip
+    argv = [
+        "plan",
+        str(tmp_path),
+        "--gpu",
+        "1GB",
+        "--batch",
+        "1",
+        "--seq",
+        "64",
+        "--no-limits",
+        "--data-parallel",
+        "--precision",
+        "bf16",
+    ]
     assert main([*argv, "--host-memory", "64MB", "--headroom", "0"]) == 0
     said = capsys.readouterr().out
     header = next(line for line in said.splitlines() if line.strip().startswith("way"))
@@ -160,9 +177,16 @@ def test_offloaded_states_rank_below_the_same_way_without(
 ):
     space = replace(SPACE, precisions=precisions, policies=("none", "full"))
     made = plan(
-        config_of(), "24GB", devices, None, 512, space=space, limits=False, optimizer=optimizer,
+        config_of(),
+        "24GB",
+        devices,
+        None,
+        512,
+        space=space,
+        limits=False,
+        optimizer=optimizer,
         cache=True,
-    )  # fmt: skip
+    )
     places = {}
     for place, one in enumerate(made.fitting):
         s = one.settings
@@ -217,9 +241,18 @@ def test_the_picture_cuts_no_word(tmp_path, monkeypatch):
 
     monkeypatch.setattr("liger_multi.memory.planning.result.figure", watched)
     way = Settings(
-        recompute="norms_and_mlp", layers=80, tiles=16, offload_activations=True, spread="fsdp2",
-        offload_states="cpu", tensor=4, pipeline=4, data=64, micro_batch=32, accumulation=64,
-    )  # fmt: skip
+        recompute="norms_and_mlp",
+        layers=80,
+        tiles=16,
+        offload_activations=True,
+        spread="fsdp2",
+        offload_states="cpu",
+        tensor=4,
+        pipeline=4,
+        data=64,
+        micro_batch=32,
+        accumulation=64,
+    )
     ways = [Candidate(replace(way, data=n), 2**36, {"parameters": 2**36}) for n in range(1, 13)]
     made = TrainingPlan("llama", 80, "card", 2**36, 2**36, 64, None, ways)
     made.draw(tmp_path / "plan.png")

@@ -30,8 +30,10 @@ def predictor_of(config):
 
 def same(found, told):
     assert (found.peak_bytes, found.parts, found.host_bytes) == (
-        told.peak_bytes, told.parts, told.host_bytes
-    )  # fmt: skip
+        told.peak_bytes,
+        told.parts,
+        told.host_bytes,
+    )
     assert found.seconds == pytest.approx(told.seconds, rel=1e-12)
 
 
@@ -42,10 +44,12 @@ def simulate_all(monkeypatch):
     def start(predictor):
         made = predictor.passes
         monkeypatch.setattr(
-            made, "_trace", lambda settings, recompute: passes.Trace(
+            made,
+            "_trace",
+            lambda settings, recompute: passes.Trace(
                 *made._simulate(settings, recompute, made.shapes.depth)
             ),
-        )  # fmt: skip
+        )
         return predictor
 
     return start
@@ -144,11 +148,13 @@ def test_sums_of_a_layer_that_is_computed_again():
         (2, {"memory": "80MiB", "sequence": 64}, 84),
         pytest.param(2, {"memory": "24GiB", "sequence": 64}, 70, marks=pytest.mark.slow),
         pytest.param(
-            6, {"memory": "200MiB", "sequence": 128, "devices": 4, "limits": False}, 90,
+            6,
+            {"memory": "200MiB", "sequence": 128, "devices": 4, "limits": False},
+            90,
             marks=pytest.mark.slow,
         ),
     ],
-)  # fmt: skip
+)
 def test_a_plan_needs_few_simulations(layers, options, most):
     """There were 125, 67 and 114 before layers and heads were told apart."""
     config = config_of(layers=layers, num_attention_heads=8, num_key_value_heads=8, head_dim=12)

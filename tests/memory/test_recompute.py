@@ -230,8 +230,15 @@ def test_a_last_product_is_kept_where_a_norm_reads_it():
     import transformers
 
     sizes = {**case().config().to_dict(), "num_hidden_layers": 2, "head_dim": 16}
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-             "num_key_value_heads", "vocab_size", "head_dim")  # fmt: skip
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+        "head_dim",
+    )
     config = transformers.Gemma2Config(**{n: sizes[n] for n in names})
     torch.manual_seed(0)
     config.use_cache = False
@@ -483,9 +490,11 @@ def test_offloading_is_foretold():
     peaks = {}
     for room in (None, 10**9, 0):
         model = Short("gqa", 4, 64, "float32").build("meta")
-        handle = None if room is None else offload_activations(
-            model, min_bytes=1024, in_flight_bytes=room
-        )  # fmt: skip
+        handle = (
+            None
+            if room is None
+            else offload_activations(model, min_bytes=1024, in_flight_bytes=room)
+        )
         made = estimate(model, 4, 64, dtype="float32", optimizer="none")
         peaks[room] = made.profile.largest[SAVED]
         assert handle is None or handle.offloaded_bytes == 0, "of the copy"

@@ -102,10 +102,8 @@ CARDS = {
     "mi300x": _card(
         "AMD Instinct MI300X", 192, (1307.4, 163.4, 2614.9), 5300, 448, 64, "AMD MI300X datasheet"
     ),
-    "mi250x": _card(
-        "AMD Instinct MI250X", 128, (383, 47.9), 3277, 400, 32, "AMD MI250X datasheet"
-    ),
-}  # fmt: skip
+    "mi250x": _card("AMD Instinct MI250X", 128, (383, 47.9), 3277, 400, 32, "AMD MI250X datasheet"),
+}
 
 
 def card_of(given: str | int | Card) -> tuple[Card, int]:

@@ -230,10 +230,15 @@ class Passes:
 def _body_key(settings: Settings, recompute: str) -> Settings:
     """What layers depend on, beside the number of sequences."""
     return Settings(
-        sequence=settings.sequence, precision=_kinds(settings), patched=settings.patched,
-        recompute=recompute, tiles=settings.tiles, attention=settings.attention,
-        offload_activations=settings.offload_activations, tensor=settings.tensor,
-    )  # fmt: skip
+        sequence=settings.sequence,
+        precision=_kinds(settings),
+        patched=settings.patched,
+        recompute=recompute,
+        tiles=settings.tiles,
+        attention=settings.attention,
+        offload_activations=settings.offload_activations,
+        tensor=settings.tensor,
+    )
 
 
 def _head_key(settings: Settings) -> Settings:
@@ -245,10 +250,13 @@ def _head_key(settings: Settings) -> Settings:
     if chunk and settings.micro_batch * settings.sequence <= chunk:
         chunk = 0
     return Settings(
-        sequence=settings.sequence, precision=_kinds(settings), patched=settings.patched,
-        chunk=chunk, attention=settings.attention,
+        sequence=settings.sequence,
+        precision=_kinds(settings),
+        patched=settings.patched,
+        chunk=chunk,
+        attention=settings.attention,
         offload_activations=settings.offload_activations,
-    )  # fmt: skip
+    )
 
 
 def _kinds(settings: Settings) -> str:

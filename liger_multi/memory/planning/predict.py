@@ -180,8 +180,9 @@ class Predictor:
         tokens = settings.micro_batch * settings.sequence
         hidden = tokens * self.shapes.facts.hidden * (autocast or kind).itemsize
         start: dict[str, float] = {
-            PARAMETERS: static.parameters + traces[0].body.buffers, STATES: static.states
-        }  # fmt: skip
+            PARAMETERS: static.parameters + traces[0].body.buffers,
+            STATES: static.states,
+        }
         start[GRADIENTS] = static.gradients if accumulating else 0
         start[OTHER] = static.gradients if settings.spread == "ddp" else 0
         if settings.tensor > 1:
@@ -221,9 +222,14 @@ class Predictor:
         return self._static[key]
 
     def _seconds(
-        self, settings: Settings, parts: list[Part], static: Static, offloaded: float,
-        hidden: int, layers: int,
-    ) -> float:  # fmt: skip
+        self,
+        settings: Settings,
+        parts: list[Part],
+        static: Static,
+        offloaded: float,
+        hidden: int,
+        layers: int,
+    ) -> float:
         passes, level, data = settings.accumulation, settings.level, settings.data
         ring = 2 * (data - 1) / data
         once = ring * static.gradients

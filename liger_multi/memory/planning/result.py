@@ -474,9 +474,13 @@ def deepspeed(settings: Settings, devices: int, compression: bool = False) -> di
     }
     if settings.precision == "fp16":
         config["fp16"] = {
-            "enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000,
-            "hysteresis": 2, "min_loss_scale": 1,
-        }  # fmt: skip
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+        }
     if settings.offload_states:
         config["zero_force_ds_cpu_optimizer"] = False
     return config

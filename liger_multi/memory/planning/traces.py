@@ -30,12 +30,21 @@ from liger_multi.memory.simulation import Simulation
 BEFORE, NORM, LOSS, CASTS, HEAD, AFTER = "before", "norm", "loss", "casts", "head", "after"
 GRADIENT = CATEGORIES.index(GRADIENTS)
 _PRODUCTS = {
-    "aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2),
-    "aten::addmm.out": (1, 2), "aten::addmm.dtype": (1, 2), "aten::addmm.dtype_out": (1, 2),
-    "aten::mm.out": (0, 1), "aten::mm.dtype": (0, 1), "aten::mm.dtype_out": (0, 1),
-    "aten::_grouped_mm": (0, 1), "aten::matmul": (0, 1), "aten::linear": (0, 1),
+    "aten::mm": (0, 1),
+    "aten::bmm": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::baddbmm": (1, 2),
+    "aten::addmm.out": (1, 2),
+    "aten::addmm.dtype": (1, 2),
+    "aten::addmm.dtype_out": (1, 2),
+    "aten::mm.out": (0, 1),
+    "aten::mm.dtype": (0, 1),
+    "aten::mm.dtype_out": (0, 1),
+    "aten::_grouped_mm": (0, 1),
+    "aten::matmul": (0, 1),
+    "aten::linear": (0, 1),
     "aten::_scaled_mm": (0, 1),
-}  # fmt: skip
+}
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach")
 
 
