@@ -79,11 +79,11 @@ def figure(
     from PIL import Image, PngImagePlugin
 
     with matplotlib.rc_context(STYLE):
-        made = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
-        FigureCanvasAgg(made)
-        yield made
+        fig = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+        FigureCanvasAgg(fig)
+        yield fig
         raw = io.BytesIO()
-        made.savefig(raw, format="png")
+        fig.savefig(raw, format="png")
     text = PngImagePlugin.PngInfo()
     if plotted:
         text.add_text("Plotted", plotted)

@@ -32,13 +32,13 @@ def _experts(args: Arguments) -> list[Tensor]:
 def _filters(tokens: int) -> Callable[[Arguments], list[Tensor]]:
     """Sums of every program's tokens for the gradients of a convolution's weight and bias."""
 
-    def made(given: Arguments) -> list[Tensor]:
-        weight, (batch, length) = given["weight"], given["x"].shape[:2]
-        programs = batch * -(-length // tokens) if "dy" in given else 0
-        sizes = [weight.numel(), len(weight) if given["bias"] is not None else 0]
+    def allocate(args: Arguments) -> list[Tensor]:
+        weight, (batch, length) = args["weight"], args["x"].shape[:2]
+        programs = batch * -(-length // tokens) if "dy" in args else 0
+        sizes = [weight.numel(), len(weight) if args["bias"] is not None else 0]
         return [weight.new_empty(programs, size, dtype=FP32) for size in sizes]
 
-    return made
+    return allocate
 
 
 def _delta_rule(args: Arguments) -> list[Tensor]:

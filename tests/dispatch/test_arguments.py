@@ -99,22 +99,23 @@ def kind_of(parameter: inspect.Parameter) -> tuple[str, bool]:
         "tuple[int, int]": "window",
         "tuple[float, float]": "interval",
     }
-    found = next((kind for part, kind in compound.items() if part in text), None)
+    match = next((type_name for part, type_name in compound.items() if part in text), None)
     plain = text.removesuffix(" | None").rsplit(".", 1)[-1]
-    assert found or plain in KINDS, f"{parameter.name}: what kind is {text}?"
-    return found or plain, optional
+    assert match or plain in KINDS, f"{parameter.name}: what kind is {text}?"
+    return match or plain, optional
 
 
 def values(parameter: inspect.Parameter) -> Iterator[tuple[str, Any]]:
     """Values that an argument cannot have, under a name."""
-    kind, optional = kind_of(parameter)
-    if kind == "Tensor":
+    type_name, optional = kind_of(parameter)
+    if type_name == "Tensor":
         yield from ((word, make()) for word, make in TENSORS)
     else:
         yield from ((word, make()) for word, make in OTHERS)
-        given = (*KINDS[kind], *RANGES.get(parameter.name, ()))
+        candidates = (*KINDS[type_name], *RANGES.get(parameter.name, ()))
         words = (
-            (f"{value!r:.40}" if value not in (HUGE, -HUGE) else "huge", value) for value in given
+            (f"{value!r:.40}" if value not in (HUGE, -HUGE) else "huge", value)
+            for value in candidates
         )
         yield from (pair for pair in words if (parameter.name, pair[0]) not in MEANT)
     if not optional and parameter.default is not None:
@@ -127,10 +128,10 @@ def small(op: str, name: str) -> samples.Sample:
     return next((s for s in every if name in s.tensors or name in s.options), every[0])
 
 
-def refusals(call: Any, title: str, name: str, given: Iterator[tuple[str, Any]]) -> list[str]:
+def refusals(call: Any, title: str, name: str, candidates: Iterator[tuple[str, Any]]) -> list[str]:
     """What is wrong with how a function takes bad values of one argument."""
     wrong = []
-    for word, value in given:
+    for word, value in candidates:
         try:
             call(value)
         except (TypeError, ValueError) as error:
@@ -153,8 +154,8 @@ def test_operators_refuse_what_no_argument_is(op):
         sample = small(op, name)
 
         def call(value, name=name, sample=sample):
-            given = {**sample.make("cpu", torch.float32), **sample.options, name: value}
-            return function(**given)
+            kwargs = {**sample.make("cpu", torch.float32), **sample.options, name: value}
+            return function(**kwargs)
 
         wrong += refusals(call, op, name, values(parameter))
     assert not wrong, "\n".join(wrong)
@@ -179,19 +180,19 @@ def test_operators_refuse_other_dtypes_and_devices(op):
         sample = small(op, name)
         if kind_of(parameter)[0] != "Tensor" or name not in sample.tensors:
             continue
-        made = sample.make("cpu", torch.float32)
+        tensors = sample.make("cpu", torch.float32)
 
-        def call(value, name=name, sample=sample, made=made):
-            return function(**{**made, **sample.options, name: value})
+        def call(value, name=name, sample=sample, tensors=tensors):
+            return function(**{**tensors, **sample.options, name: value})
 
         alone = sum(n in sample.tensors for n in inspect.signature(function).parameters) == 1
-        given = (
+        candidates = (
             (word, x)
-            for word, x in other_tensors(made[name])
+            for word, x in other_tensors(tensors[name])
             if not (alone and "device" in word) and (name, word) not in MEANT
         )
         # a device differs between two tensors, of which a message names either
-        wrong += [w for w in refusals(call, op, name, given) if "on one device, got" not in w]
+        wrong += [w for w in refusals(call, op, name, candidates) if "on one device, got" not in w]
     assert not wrong, "\n".join(wrong)
 
 
@@ -217,9 +218,9 @@ def test_operators_take_or_refuse_other_shapes(op):
         if kind_of(parameter)[0] != "Tensor" or name not in sample.tensors:
             continue
         for word, value in other_shapes(sample.make("cpu", torch.float32)[name]):
-            given = {**sample.make("cpu", torch.float32), **sample.options, name: value}
+            kwargs = {**sample.make("cpu", torch.float32), **sample.options, name: value}
             try:
-                function(**given)
+                function(**kwargs)
             except (TypeError, ValueError) as error:
                 if not str(error).startswith(f"{op}"):
                     wrong.append(f"{name} of {word}: {type(error).__name__}: {error!s:.200}")
@@ -262,15 +263,15 @@ FACTORY = ("device", "dtype")
 
 @pytest.mark.parametrize("name", nn.__all__)
 def test_modules_refuse_what_no_argument_is(name):
-    kind, wrong = getattr(nn, name), []
-    given = CONSTRUCTORS.get(name, {})
-    kind(**given)
-    for argument, parameter in inspect.signature(kind).parameters.items():
+    module_class, wrong = getattr(nn, name), []
+    kwargs = CONSTRUCTORS.get(name, {})
+    module_class(**kwargs)
+    for argument, parameter in inspect.signature(module_class).parameters.items():
         if argument in FACTORY or parameter.kind is inspect.Parameter.VAR_KEYWORD:
             continue
 
         def call(value, argument=argument):
-            return kind(**{**given, argument: value})
+            return module_class(**{**kwargs, argument: value})
 
         bad = values(parameter)
         if argument in ("config", "mlp"):

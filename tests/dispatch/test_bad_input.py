@@ -74,9 +74,9 @@ class Loud:
 
 
 def circle():
-    found = []
-    found.append(found)
-    return found
+    items = []
+    items.append(items)
+    return items
 
 
 VALUES = (
@@ -251,24 +251,24 @@ def drawn(rng, depth=0):
     good = rng.random() < 0.5
     order = lambda: rng.choice(["reference", "auto", ["triton", "reference"]])  # noqa: E731
     value = lambda make: make() if good or rng.random() < 0.6 else rng.choice(VALUES)  # noqa: E731
-    found = {}
+    settings = {}
     if rng.random() < 0.4:
-        found["default"] = value(order)
+        settings["default"] = value(order)
     if rng.random() < 0.7:
         names = OPERATORS[:5] if good else OPERATORS
-        made = {rng.choice(names): value(order) for _ in range(rng.randrange(3))}
-        found["ops"] = value(lambda: made)
+        mapping = {rng.choice(names): value(order) for _ in range(rng.randrange(3))}
+        settings["ops"] = value(lambda: mapping)
     if depth == 0 and rng.random() < 0.5:
         names = DEVICES[:5] if good else DEVICES
-        made = {rng.choice(names): drawn(rng, 1) for _ in range(rng.randrange(3))}
-        found["devices"] = value(lambda: made)
+        mapping = {rng.choice(names): drawn(rng, 1) for _ in range(rng.randrange(3))}
+        settings["devices"] = value(lambda: mapping)
     if depth == 0 and rng.random() < 0.4:
-        found["chunk_bytes"] = value(lambda: rng.choice([4096, "512MiB", "1.5GiB"]))
+        settings["chunk_bytes"] = value(lambda: rng.choice([4096, "512MiB", "1.5GiB"]))
     if depth == 0 and rng.random() < 0.3:
-        found["head_gemms"] = value(lambda: "exact")
+        settings["head_gemms"] = value(lambda: "exact")
     if not good and rng.random() < 0.2:
-        found[rng.choice(KEYS)] = rng.choice(VALUES)
-    return found
+        settings[rng.choice(KEYS)] = rng.choice(VALUES)
+    return settings
 
 
 def outcome(function, *args, **options):
@@ -367,14 +367,14 @@ def test_messages_are_short_and_never_fail():
 @pytest.fixture
 def built(monkeypatch):
     """Forward or backward of which operators was resolved, in order."""
-    made, original = [], planning.Dispatch.__init__
+    resolved, original = [], planning.Dispatch.__init__
 
     def count(self, prim, *args):
-        made.append(f"{prim.op.name}.{prim.direction}")
+        resolved.append(f"{prim.op.name}.{prim.direction}")
         original(self, prim, *args)
 
     monkeypatch.setattr(planning.Dispatch, "__init__", count)
-    return made
+    return resolved
 
 
 def step():
@@ -385,12 +385,12 @@ def step():
 def test_configure_within_a_scope_builds_plans_once(built):
     with liger_multi.use(rms_norm=["reference"]):
         configure({"ops": {"swiglu": "reference"}})
-        seen = {id(current()) for _ in range(3)}
+        identities = {id(current()) for _ in range(3)}
         for _ in range(4):
             step()
         assert current().choice("rms_norm", "cpu").source == "use()"
         assert current().choice("swiglu", "cpu").source == "configure()"
-    assert len(seen) == 1
+    assert len(identities) == 1
     assert sorted(built) == ["rms_norm.backward", "rms_norm.forward"]
 
 
@@ -662,11 +662,11 @@ def test_any_plan_is_one_or_refused(seed, tmp_path):
         path.write_text(yaml.safe_dump(content))
         if not outcome(load_plan, path):
             continue
-        found = load_plan(path)
-        assert found.level >= 0
-        assert found.dtype
-        assert str(found)
-        assert found.sequences >= 1
+        plan = load_plan(path)
+        assert plan.level >= 0
+        assert plan.dtype
+        assert str(plan)
+        assert plan.sequences >= 1
 
 
 # --- commands ---
@@ -739,15 +739,15 @@ def called(argv, capsys):
 
 def commands():
     """Every command's words and its options that take a value."""
-    found, queue = [], [((), _parser())]
+    cases, queue = [], [((), _parser())]
     while queue:
         words, parser = queue.pop()
         choices = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
         queue += [((*words, name), sub) for each in choices for name, sub in each.items()]
         if not choices:
             taking = [a for a in parser._actions if a.nargs != 0 and a.dest != "help"]
-            found += [(words, (a.option_strings or [""])[0], a.type) for a in taking]
-    return found
+            cases += [(words, (a.option_strings or [""])[0], a.type) for a in taking]
+    return cases
 
 
 NEEDED = {("plan",): ["{model}", "--gpu", "24GiB"], ("estimate",): ["{model}"]}
@@ -758,8 +758,8 @@ def _shown(value):
     return " ".join(value) if isinstance(value, tuple) else getattr(value, "__name__", str(value))
 
 
-@pytest.mark.parametrize(("words", "option", "kind"), commands(), ids=_shown)
-def test_any_value_of_any_option(words, option, kind, tiny, idle, capsys):
+@pytest.mark.parametrize(("words", "option", "option_type"), commands(), ids=_shown)
+def test_any_value_of_any_option(words, option, option_type, tiny, idle, capsys):
     """Refused with code 2 before any work, or taken; nothing is written."""
     before = tree(idle.parent)
     for value in JUNK:
@@ -771,7 +771,7 @@ def test_any_value_of_any_option(words, option, kind, tiny, idle, capsys):
             value_args = [f"{option}={value}"] if option else [value]
         code, said = called([*words, *needed, *value_args], capsys)
         assert code in (None, 0, 1, 2)
-        path = kind is not None and kind.__name__ == "path"
+        path = option_type is not None and option_type.__name__ == "path"
         if value in ("", "a\0b", "\ud800", "[]", "9" * 5000) and not path:
             assert code == 2, f"{words} {option} took {value!r}"
             assert said
@@ -991,8 +991,8 @@ def test_a_place_that_holds_no_model(command, place, said, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("command", ["estimate", "plan"])
-@pytest.mark.parametrize("kind", ["llama", "vit", "mine"])
-def test_code_beside_a_configuration_never_runs(command, kind, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("model_type", ["llama", "vit", "mine"])
+def test_code_beside_a_configuration_never_runs(command, model_type, tmp_path, monkeypatch, capsys):
     from transformers import dynamic_module_utils
     from transformers.models.auto import auto_factory, configuration_auto
 
@@ -1011,12 +1011,12 @@ def test_code_beside_a_configuration_never_runs(command, kind, tmp_path, monkeyp
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
-    content = {"model_type": kind, "auto_map": own, **sizes}
+    content = {"model_type": model_type, "auto_map": own, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(content))
     planned = "--gpu 24GiB --seq 8 --batch 1 --no-limits --data-parallel --precision fp32"
     options = {"estimate": ["--sequence", "8"], "plan": planned.split()}
     code, _ = called([command, str(tmp_path), *options[command]], capsys)
-    assert code == (0 if kind == "llama" else 2)
+    assert code == (0 if model_type == "llama" else 2)
     assert not (tmp_path / "ran").exists()
 
 
