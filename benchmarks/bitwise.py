@@ -224,10 +224,15 @@ def _plain(row: Row) -> str:
     if "failure" in row:
         return f"{shown[0]} {row['failure']}"
     for key, form in (
-        ("both_ms", "{:.3f} ms"), ("both_spread_ms", "+-{:.3f}"), ("tflops", "{:.0f} TFLOP/s"),
-        ("tokens_per_second", "{:.0f} tokens/s"), ("loss", "loss {:.4f}"), ("repeat", "repeat {}"),
-        ("rows", "rows {}"), ("note", "({})"),
-    ):  # fmt: skip
+        ("both_ms", "{:.3f} ms"),
+        ("both_spread_ms", "+-{:.3f}"),
+        ("tflops", "{:.0f} TFLOP/s"),
+        ("tokens_per_second", "{:.0f} tokens/s"),
+        ("loss", "loss {:.4f}"),
+        ("repeat", "repeat {}"),
+        ("rows", "rows {}"),
+        ("note", "({})"),
+    ):
         if row.get(key) is not None:
             shown.append(form.format(row[key]))
     if row.get("extra_bytes"):

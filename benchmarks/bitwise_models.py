@@ -238,15 +238,27 @@ def step(place: Place) -> Iterator[Row]:
 # --- training ---
 
 _SMALL: dict[str, Any] = {
-    "vocab_size": 223, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-            "output_router_logits": True, "mlp_only_layers": [0]}  # fmt: skip
+    "vocab_size": 223,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "output_router_logits": True,
+    "mlp_only_layers": [0],
+}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", _SMALL), "qwen3_moe": ("Qwen3Moe", {**_SMALL, **_EXPERTS}),
-}  # fmt: skip
+    "llama": ("Llama", _SMALL),
+    "qwen3_moe": ("Qwen3Moe", {**_SMALL, **_EXPERTS}),
+}
 RUNS = tuple(f"{kind}{extra}" for kind in SMALL for extra in ("", "+checkpointing"))
 
 

@@ -293,8 +293,13 @@ def other_launches() -> list[str]:
 # --- GEMMs ---
 
 Gemm = Callable[[Tensor, Tensor], Tensor]  # (M, K) @ (K, N)
-LAYERS = {"q, o": (2048, 2048), "k, v": (512, 2048), "gate, up": (8192, 2048),
-          "down": (2048, 8192), "head": (128256, 2048)}  # fmt: skip
+LAYERS = {
+    "q, o": (2048, 2048),
+    "k, v": (512, 2048),
+    "gate, up": (8192, 2048),
+    "down": (2048, 8192),
+    "head": (128256, 2048),
+}
 """Outputs and inputs of the linear layers of Llama-3.2-1B."""
 
 
@@ -329,8 +334,10 @@ def ours() -> Gemm | str:
 
 
 GEMMS: dict[str, Callable[[], Gemm | str]] = {
-    "library": lambda: torch.mm, "ours": ours, "sgemm-bi": sgemm_bi,
-}  # fmt: skip
+    "library": lambda: torch.mm,
+    "ours": ours,
+    "sgemm-bi": sgemm_bi,
+}
 
 
 def gemms(place: Place, clock: Clock) -> Iterator[Row]:

@@ -108,8 +108,11 @@ def judge(row: Mapping[str, Any], provider: str = "ours") -> Verdict:
 # --- pictures ---
 
 COLORS = {
-    "stock": pictures.STOCK, "ours": pictures.OURS, "liger": pictures.LIGER, "seed": "#cc79a7",
-}  # fmt: skip
+    "stock": pictures.STOCK,
+    "ours": pictures.OURS,
+    "liger": pictures.LIGER,
+    "seed": "#cc79a7",
+}
 NOTE = "Below each loss: distance from Hugging Face's; dotted, what the controls allow"
 NAMES = {
     "stock": "Hugging Face",
@@ -179,10 +182,18 @@ ROOT = Path(__file__).parent.parent
 
 WARM_STEPS, RATE, WIDE_RATE, CLIP = 10, 1e-3, 2e-4, 1.0
 TINY: dict[str, Any] = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
-    "bos_token_id": None, "eos_token_id": None, "use_cache": False,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "use_cache": False,
+}
 ROUTED = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.01}
 SLIDING = {"query_pre_attn_scalar": 16, "sliding_window": 16}
 KINDS: dict[str, dict[str, Any]] = {
@@ -198,10 +209,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 4.0},
     "qwen3_moe": {**ROUTED, "num_experts": 4, "moe_intermediate_size": 64, "mlp_only_layers": [0]},
     "gpt_oss": {
-        **ROUTED, "num_local_experts": 4, "sliding_window": 16,
+        **ROUTED,
+        "num_local_experts": 4,
+        "sliding_window": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -273,11 +286,17 @@ def _wrong_weights(model: Any) -> None:
 # what must be found: a norm's eps ten times too large, the gradient of one MLP 1 % too large, and
 # weights of norms that get none
 BUGS: dict[str, Callable[[Any], None]] = {
-    "bug-eps": _wrong_eps, "bug-gradient": _wrong_gradient, "bug-weights": _wrong_weights,
-}  # fmt: skip
+    "bug-eps": _wrong_eps,
+    "bug-gradient": _wrong_gradient,
+    "bug-weights": _wrong_weights,
+}
 PROVIDERS: dict[str, Callable[[Any], None]] = {
-    "stock": lambda model: None, "ours": _ours, "liger": _liger, "seed": lambda model: None, **BUGS,
-}  # fmt: skip
+    "stock": lambda model: None,
+    "ours": _ours,
+    "liger": _liger,
+    "seed": lambda model: None,
+    **BUGS,
+}
 
 
 # --- training ---

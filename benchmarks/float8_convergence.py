@@ -42,14 +42,22 @@ SEEDS = (0, 1, 2)
 WARM, CLIP, VOCABULARY = 50, 1.0, 8192
 SIZES: dict[bool, dict[str, Any]] = {
     False: {
-        "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
-        "num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": VOCABULARY,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "vocab_size": VOCABULARY,
     },
     True: {
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": VOCABULARY,
     },
-}  # fmt: skip
+}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -158,11 +166,18 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         seeds = [final(r) for r in by["bf16"]]
         above = losses["float8"] / losses["bf16"] - 1
         apart = norms["float8"] / norms["bf16"] - 1
-        made.append({
-            "lora": lora, "rate": rate, "bf16": losses["bf16"], "float8": losses["float8"],
-            "above": above, "norms_apart": apart, "seeds_apart": max(seeds) / min(seeds) - 1,
-            "good": above <= FINAL and abs(apart) <= NORM,  # NaN is not
-        })  # fmt: skip
+        made.append(
+            {
+                "lora": lora,
+                "rate": rate,
+                "bf16": losses["bf16"],
+                "float8": losses["float8"],
+                "above": above,
+                "norms_apart": apart,
+                "seeds_apart": max(seeds) / min(seeds) - 1,
+                "good": above <= FINAL and abs(apart) <= NORM,  # NaN is not
+            }
+        )
     return made
 
 
@@ -191,8 +206,9 @@ def run(given: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train and judge; 1 where FP8 is out of bounds."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.float8_convergence",
-                                   description=__doc__)  # fmt: skip
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.float8_convergence", description=__doc__
+    )
     made.add_argument("--device", default="cuda")
     made.add_argument("--jobs", type=int, default=12, help="processes at once")
     made.add_argument("--tiny", action="store_true", help="sizes for a CPU")

@@ -25,15 +25,29 @@ _QWEN: dict[str, Any] = HYBRIDS["0.8B"]
 QWEN: dict[str, dict[str, Any]] = {
     **HYBRIDS,
     "1B": {**_QWEN, "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 20},
-    "tiny": {**_QWEN, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-             "vocab_size": 500},
-}  # fmt: skip
+    "tiny": {
+        **_QWEN,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "vocab_size": 500,
+    },
+}
 BAMBA: dict[str, Any] = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "mamba_n_heads": 64, "mamba_d_head": 64,
-    "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256, "vocab_size": 128256,
-    "attn_layer_indices": [9, 18], "max_position_embeddings": 262144,
-}  # fmt: skip
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "mamba_n_heads": 64,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 256,
+    "vocab_size": 128256,
+    "attn_layer_indices": [9, 18],
+    "max_position_embeddings": 262144,
+}
 OTHERS = ("fla", "mamba_ssm", "causal_conv1d")
 
 
@@ -53,7 +67,7 @@ def step_of(name: str, tokens: int, patched: bool, device: str) -> Callable[[], 
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         config_of(name.split("/")[0]), dtype=torch.bfloat16, attn_implementation="sdpa"
-    )  # fmt: skip
+    )
     model = model.to(device).train()
     if name.endswith("/checkpointing"):
         model.gradient_checkpointing_enable()

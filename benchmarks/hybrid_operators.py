@@ -75,9 +75,10 @@ def _delta(
         made = {n: draw(batch, length, many, 128) for n, many in rows.items()}
         gates = (batch, length, values, 128)[: 4 if channels else 3]
         return {
-            **made, "g": -draw(*gates, kind=torch.float32).abs() / 4,
+            **made,
+            "g": -draw(*gates, kind=torch.float32).abs() / 4,
             "beta": draw(batch, length, values).sigmoid(),
-        }  # fmt: skip
+        }
 
     return make
 
@@ -86,11 +87,14 @@ def _heads(count: int, width: int, states: int, groups: int) -> Any:
     def make(draw: Draw, batch: int, length: int, share: int) -> Arguments:
         many, group, wide = count // share, max(1, groups // share), torch.float32
         return {
-            "x": draw(batch, length, many, width), "dt": draw(batch, length, many),
-            "A": -draw(many, kind=wide).exp(), "B": draw(batch, length, group, states),
-            "C": draw(batch, length, group, states), "D": draw(many, kind=wide),
+            "x": draw(batch, length, many, width),
+            "dt": draw(batch, length, many),
+            "A": -draw(many, kind=wide).exp(),
+            "B": draw(batch, length, group, states),
+            "C": draw(batch, length, group, states),
+            "D": draw(many, kind=wide),
             "dt_bias": draw(many, kind=wide) - 3,
-        }  # fmt: skip
+        }
 
     return make
 
@@ -159,27 +163,42 @@ def _fla_convolution(given: Arguments) -> Tensor:
 
 NORMED = {"qk_l2norm": True}
 DELTA = {
-    "fla-core": _fla_delta, "fla-core without its check": _fla_delta_unchecked,
+    "fla-core": _fla_delta,
+    "fla-core without its check": _fla_delta_unchecked,
     "transformers": _unpatched("qwen3_next", "torch_chunk_gated_delta_rule"),
-}  # fmt: skip
+}
 KIMI = {
     "fla-core": _fla_kimi,
     "transformers": _unpatched("kimi_linear", "chunk_kimi_delta_attention"),
-}  # fmt: skip
+}
 CASES = (
-    Case("gated_delta_rule", "16 key and 32 value heads of 128", _delta(16, 32, False), NORMED,
-         DELTA),
+    Case(
+        "gated_delta_rule", "16 key and 32 value heads of 128", _delta(16, 32, False), NORMED, DELTA
+    ),
     Case("kimi_delta_attention", "32 heads of 128", _delta(32, 32, True), NORMED, KIMI),
     Case("kimi_delta_attention", "16 heads of 128", _delta(16, 16, True), NORMED, KIMI),
-    Case("ssd_scan", "128 heads of 64, 128 states, 8 groups", _heads(128, 64, 128, 8),
-         {"dt_softplus": True}),
-    Case("ssd_scan", "32 heads of 128, 256 states, 1 group", _heads(32, 128, 256, 1),
-         {"dt_softplus": True}),
+    Case(
+        "ssd_scan",
+        "128 heads of 64, 128 states, 8 groups",
+        _heads(128, 64, 128, 8),
+        {"dt_softplus": True},
+    ),
+    Case(
+        "ssd_scan",
+        "32 heads of 128, 256 states, 1 group",
+        _heads(32, 128, 256, 1),
+        {"dt_softplus": True},
+    ),
     Case("selective_scan", "8192 channels, 16 states, gate", _channels, {"delta_softplus": True}),
-    Case("causal_conv1d", "8192 channels, 4 weights, silu", _convolution, {"activation": "silu"},
-         {"fla-core": _fla_convolution}),
+    Case(
+        "causal_conv1d",
+        "8192 channels, 4 weights, silu",
+        _convolution,
+        {"activation": "silu"},
+        {"fla-core": _fla_convolution},
+    ),
     Case("gated_short_conv", "2048 channels, 3 weights", _gated),
-)  # fmt: skip
+)
 
 
 def drawn(case: Case, batch: int, length: int, share: int) -> Arguments:

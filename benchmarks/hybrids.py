@@ -56,10 +56,16 @@ def _kimi(draw: Callable[..., Tensor]) -> Arguments:
 
 def _heads_scan(draw: Callable[..., Tensor]) -> Arguments:
     return {
-        "hidden_states": draw(1, 2048, 16, 64), "dt": draw(1, 2048, 16), "A": -draw(16).abs(),
-        "B": draw(1, 2048, 1, 128), "C": draw(1, 2048, 1, 128), "chunk_size": 256, "D": draw(16),
-        "dt_bias": draw(16), "dt_softplus": True,
-    }  # fmt: skip
+        "hidden_states": draw(1, 2048, 16, 64),
+        "dt": draw(1, 2048, 16),
+        "A": -draw(16).abs(),
+        "B": draw(1, 2048, 1, 128),
+        "C": draw(1, 2048, 1, 128),
+        "chunk_size": 256,
+        "D": draw(16),
+        "dt_bias": draw(16),
+        "dt_softplus": True,
+    }
 
 
 def _channels_scan(draw: Callable[..., Tensor]) -> Arguments:

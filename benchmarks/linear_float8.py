@@ -49,9 +49,14 @@ from liger_multi.patching.float8.kept import bit_sums
 from liger_multi.patching.float8.weight import Float8Weight
 
 SHAPES = (
-    (8192, 4096, 14336), (8192, 14336, 4096), (16384, 2048, 8192), (8192, 4096, 4096),
-    (8192, 4096, 1024), (16384, 2048, 2048), (8192, 896, 4864),
-)  # fmt: skip
+    (8192, 4096, 14336),
+    (8192, 14336, 4096),
+    (16384, 2048, 8192),
+    (8192, 4096, 4096),
+    (8192, 4096, 1024),
+    (16384, 2048, 2048),
+    (8192, 896, 4864),
+)
 TINY_SHAPES = ((64, 32, 48),)
 KERNELS = {
     "FP8 GEMM": "e4m3|f8f8|nvjet_(sm[0-9]+_)?qq",
@@ -124,9 +129,10 @@ class Place:
             self.wait()
         found = dict.fromkeys(KERNELS, 0.0)
         ran = [
-            event for event in seen.events() or ()
+            event
+            for event in seen.events() or ()
             if event.device_type.name == "CUDA" and not event.is_user_annotation
-        ]  # fmt: skip
+        ]
         for event in ran:
             kind = next(k for k, p in KERNELS.items() if re.search(p, event.name.lower()))
             found[kind] += event.time_range.elapsed_us() / 1e3
@@ -232,18 +238,26 @@ def codes(place: Place) -> Iterator[Row]:
             assert torch.equal(got.view(torch.uint8), right.view(torch.uint8)), name
         calls = {"bf16": plain, "apart": apart, "float8": fused, "codes alone": alone}
         for variant, ms in place.in_turns(calls).items():
-            yield {"part": "codes", "name": name, "shape": f"{rows}x{cols}", "variant": variant,
-                   "both_ms": ms, "extra_bytes": place.peak(calls[variant])}  # fmt: skip
+            yield {
+                "part": "codes",
+                "name": name,
+                "shape": f"{rows}x{cols}",
+                "variant": variant,
+                "both_ms": ms,
+                "extra_bytes": place.peak(calls[variant]),
+            }
 
 
 def _adapted(place: Place, width: int, outs: Sequence[int]) -> list[tuple[Tensor, ...]]:
     """Weight, a and b of rank 16, of layers of one input."""
     return [
-        (place.normal(out, width, scale=width**-0.5),
-         place.normal(16, width, scale=width**-0.5).requires_grad_(),
-         place.normal(out, 16, scale=0.1).requires_grad_())
+        (
+            place.normal(out, width, scale=width**-0.5),
+            place.normal(16, width, scale=width**-0.5).requires_grad_(),
+            place.normal(out, 16, scale=0.1).requires_grad_(),
+        )
         for out in outs
-    ]  # fmt: skip
+    ]
 
 
 def _one_by_one(x: Tensor, layers: Any, held: Any, finish: Callable[..., Any]) -> Any:
@@ -294,8 +308,9 @@ def adapters(place: Place) -> Iterator[Row]:
         return cast(Tensor, joined)
 
     for name, layers, fused, apart in (
-        ("lora_mlp", mlp, _fused_mlp, by_layers), ("lora_qkv", qkv, _fused_qkv, by_projections),
-    ):  # fmt: skip
+        ("lora_mlp", mlp, _fused_mlp, by_layers),
+        ("lora_qkv", qkv, _fused_qkv, by_projections),
+    ):
         held = [Float8Weight.of(weight, keep=False) for weight, _, _ in layers]
         thin = [t for _, a, b in layers for t in (a, b)]
         calls = {
@@ -308,9 +323,13 @@ def adapters(place: Place) -> Iterator[Row]:
 
 
 def _both_ways(
-    place: Place, part: str, name: str, shape: str, calls: Mapping[str, Callable[[], Tensor]],
+    place: Place,
+    part: str,
+    name: str,
+    shape: str,
+    calls: Mapping[str, Callable[[], Tensor]],
     wanted: list[Tensor],
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[Row]:
     """Forward and backward of every variant, with errors of y and dx beside the first."""
     dy = torch.randn_like(calls["bf16"]())
 
@@ -324,17 +343,23 @@ def _both_ways(
     for variant, run in runs.items():
         errors = [_error(got, right.float()) for got, right in zip(run(), exact, strict=True)]
         assert max(errors) < 0.2, (name, variant, errors)
-        yield {"part": part, "name": name, "shape": shape, "variant": variant,
-               "both_ms": times[variant], "row_ms": place.in_a_row(run),
-               "extra_bytes": place.peak(run),
-               "error": {"y": errors[0], "dx": errors[1]}}  # fmt: skip
+        yield {
+            "part": part,
+            "name": name,
+            "shape": shape,
+            "variant": variant,
+            "both_ms": times[variant],
+            "row_ms": place.in_a_row(run),
+            "extra_bytes": place.peak(run),
+            "error": {"y": errors[0], "dx": errors[1]},
+        }
 
 
 def mlp(place: Place) -> Iterator[Row]:
     """A whole gated MLP, its weights trained or frozen."""
     for tokens, width, inner in (
         ((64, 32, 48),) if place.tiny else ((8192, 4096, 14336), (16384, 2048, 8192))
-    ):  # fmt: skip
+    ):
         x = place.normal(tokens, width).requires_grad_()
         shapes = ((inner, width), (inner, width), (width, inner))
         for trained in (True, False):
@@ -427,11 +452,15 @@ def linear(place: Place) -> Iterator[Row]:
             for name, call in calls.items():
                 errors = [_error(got, right) for got, right in zip(call(), exact, strict=False)]  # type: ignore[no-untyped-call]
                 yield {
-                    "part": "linear", "name": "trained" if trained else "frozen",
-                    "shape": f"{tokens}x{width}x{out}", "variant": name, "both_ms": times[name],
-                    "row_ms": place.in_a_row(call), "extra_bytes": place.peak(call),
+                    "part": "linear",
+                    "name": "trained" if trained else "frozen",
+                    "shape": f"{tokens}x{width}x{out}",
+                    "variant": name,
+                    "both_ms": times[name],
+                    "row_ms": place.in_a_row(call),
+                    "extra_bytes": place.peak(call),
                     "error": dict(zip(("y", "dx", "dweight"), errors, strict=False)),
-                }  # fmt: skip
+                }
 
 
 def _exact(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -453,8 +482,12 @@ SIZES: dict[str, tuple[str, int, int, bool]] = {
 
 def _built(place: Place, part: str) -> tuple[Any, Tensor]:
     name, batch, tokens, checkpointing = SIZES[part]
-    run = models.Run("tiny" if place.tiny else name, 2 if place.tiny else batch,
-                     32 if place.tiny else tokens, checkpointing)  # fmt: skip
+    run = models.Run(
+        "tiny" if place.tiny else name,
+        2 if place.tiny else batch,
+        32 if place.tiny else tokens,
+        checkpointing,
+    )
     torch.manual_seed(0)
     model = models.build(run, place.device)
     vocabulary = model.config.vocab_size
@@ -501,10 +534,14 @@ def _compared(place: Place, part: str, model: Any, once: Call, rounds: int = 0) 
             rows["torchao"]["row_ms"] = place.in_a_row(once)
     for name, found in times.items():
         yield {
-            "part": part, "name": SIZES[part][0], "shape": "x".join(map(str, SIZES[part][1:3])),
-            "variant": name, "both_ms": min(found), **rows.get(name, {}),
+            "part": part,
+            "name": SIZES[part][0],
+            "shape": "x".join(map(str, SIZES[part][1:3])),
+            "variant": name,
+            "both_ms": min(found),
+            **rows.get(name, {}),
             "extra_bytes": peaks[name],
-        }  # fmt: skip
+        }
 
 
 def _step(model: Any, ids: Tensor, optimizer: Any) -> Call:
@@ -571,9 +608,14 @@ def accumulated(place: Place) -> Iterator[Row]:
             place.wait()
             times[name].append(1e3 * (time.perf_counter() - start))
     for name, found in times.items():
-        yield {"part": "accumulated", "name": SIZES["accumulated"][0], "shape": "4x2x4096",
-               "variant": name, "both_ms": statistics.median(found),
-               "extra_bytes": peaks[name]}  # fmt: skip
+        yield {
+            "part": "accumulated",
+            "name": SIZES["accumulated"][0],
+            "shape": "4x2x4096",
+            "variant": name,
+            "both_ms": statistics.median(found),
+            "extra_bytes": peaks[name],
+        }
 
 
 def small(place: Place) -> Iterator[Row]:
@@ -604,17 +646,31 @@ def lora(place: Place) -> Iterator[Row]:
         times = place.in_turns({name: once}, 2 if place.tiny else 6)
         peak, trace = place.peak(once), place.traced(once)
         yield {
-            "part": "lora", "name": "llama-3-8b", "shape": "2x4096", "variant": name,
-            "both_ms": times[name], "extra_bytes": peak, "held_bytes": held, "trace_ms": trace,
-        }  # fmt: skip
+            "part": "lora",
+            "name": "llama-3-8b",
+            "shape": "2x4096",
+            "variant": name,
+            "both_ms": times[name],
+            "extra_bytes": peak,
+            "held_bytes": held,
+            "trace_ms": trace,
+        }
     liger_multi.configure(None)
 
 
 PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
-    "kernels": kernels, "codes": codes, "linear": linear, "mlp": mlp, "adapters": adapters,
-    "layer": layer, "small": small, "lora": lora, "gradients": gradients,
-    "accumulated": accumulated, "model": model,
-}  # fmt: skip
+    "kernels": kernels,
+    "codes": codes,
+    "linear": linear,
+    "mlp": mlp,
+    "adapters": adapters,
+    "layer": layer,
+    "small": small,
+    "lora": lora,
+    "gradients": gradients,
+    "accumulated": accumulated,
+    "model": model,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

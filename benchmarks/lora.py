@@ -28,18 +28,29 @@ from liger_multi.patching.swap import Patched
 QKV = ("q_proj", "k_proj", "v_proj")
 TARGETS = (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj")
 LAYER = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 128256, "num_hidden_layers": 1,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "num_hidden_layers": 1,
+}
 SMALL = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 128256, "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "num_hidden_layers": 16,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 TINY = {
-    "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 512,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
 FORMS = ("fp32 adapters", "autocast")
 
 

@@ -71,9 +71,13 @@ def made(sizes: dict[str, int], device: torch.device, dtype: torch.dtype) -> Lay
 
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
-        vocab_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4,
-        num_experts_per_tok=min(8, sizes["num_experts"] // 2), **sizes,
-    )  # fmt: skip
+        vocab_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_experts_per_tok=min(8, sizes["num_experts"] // 2),
+        **sizes,
+    )
     with torch.device(device):
         model = transformers.Qwen3MoeForCausalLM._from_config(config, dtype=dtype)
     return Layer(model.model.layers[0].mlp.experts).requires_grad_(False)

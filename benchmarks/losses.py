@@ -136,9 +136,15 @@ def grpo(
     """GRPO of tokens, clipped, with the divergence from the old policy."""
     passes = o.pop("passes", "auto")
     return losses.policy_loss(
-        _head(hidden, weight, **o), target, advantages, old=old, reference=old, beta=0.04,
-        passes=passes, metrics=(),
-    )[0]  # fmt: skip
+        _head(hidden, weight, **o),
+        target,
+        advantages,
+        old=old,
+        reference=old,
+        beta=0.04,
+        passes=passes,
+        metrics=(),
+    )[0]
 
 
 def gspo(
@@ -188,9 +194,15 @@ def _headed(classes: int, width: int) -> Any:
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=classes, hidden_size=width, num_hidden_layers=0, num_attention_heads=1,
-        num_key_value_heads=1, intermediate_size=1, tie_word_embeddings=False, use_cache=False,
-    )  # fmt: skip
+        vocab_size=classes,
+        hidden_size=width,
+        num_hidden_layers=0,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        intermediate_size=1,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     model.model.norm = torch.nn.Identity()
@@ -347,9 +359,14 @@ def liger_grpo() -> Loss:
     ) -> Tensor:
         mask = (target >= 0).to(torch.float32)
         return loss(  # type: ignore[no-any-return]
-            hidden, weight, target.clamp(min=0), mask, advantages, ref_per_token_logps=old,
+            hidden,
+            weight,
+            target.clamp(min=0),
+            mask,
+            advantages,
+            ref_per_token_logps=old,
             old_per_token_logps=old,
-        )[0]  # fmt: skip
+        )[0]
 
     return call
 
@@ -380,9 +397,12 @@ def liger_jsd() -> Loss:
     ) -> Tensor:
         rows = target.numel()
         return loss(  # type: ignore[no-any-return]
-            hidden.reshape(rows, -1), weight, other.reshape(rows, -1), other_weight,
+            hidden.reshape(rows, -1),
+            weight,
+            other.reshape(rows, -1),
+            other_weight,
             target.reshape(rows),
-        )  # fmt: skip
+        )
 
     return call
 
@@ -410,9 +430,9 @@ def trl_tokens(*outputs: str) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]:
         kept = target != -100
-        found = apply(
-            hidden[kept], weight, None, target[kept], 1.0, columns, None, 1.0, outputs
-        )[: 1 + len(outputs)]  # fmt: skip
+        found = apply(hidden[kept], weight, None, target[kept], 1.0, columns, None, 1.0, outputs)[
+            : 1 + len(outputs)
+        ]
         return [x.new_zeros(kept.shape).masked_scatter(kept, x) for x in found]
 
     return call
@@ -455,25 +475,35 @@ class Case:
 
 CASES: dict[str, Case] = {
     "nll": Case(
-        nll, torch_nll, ("target",),
+        nll,
+        torch_nll,
+        ("target",),
         {
-            "log-prob": lambda: log_prob_nll, "lazy": lambda: lazy_nll, "liger": liger_nll,
-            "liger-fp32": lambda: liger_nll(torch.float32), "trl": trl_nll,
+            "log-prob": lambda: log_prob_nll,
+            "lazy": lambda: lazy_nll,
+            "liger": liger_nll,
+            "liger-fp32": lambda: liger_nll(torch.float32),
+            "trl": trl_nll,
         },
     ),
     "dpo": Case(dpo, torch_dpo, ("target", "old"), {"liger": nobody}),
     "dpo-reference": Case(
-        dpo_reference, torch_dpo_reference, ("target", "other", "other_weight"),
-        {"liger": liger_dpo}, True,
+        dpo_reference,
+        torch_dpo_reference,
+        ("target", "other", "other_weight"),
+        {"liger": liger_dpo},
+        True,
     ),
     "grpo": Case(grpo, torch_grpo, ("target", "advantages", "old"), {"liger": liger_grpo}),
     "gspo": Case(gspo, torch_gspo, ("target", "advantages", "old"), {"liger": liger_gspo}),
     "jsd": Case(jsd, torch_jsd, ("target", "other", "other_weight"), {"liger": liger_jsd}, True),
     "policy": Case(
-        policy, torch_policy, ("target", "advantages"),
+        policy,
+        torch_policy,
+        ("target", "advantages"),
         {"lazy": lambda: lazy_policy, "liger": liger_policy, "trl": trl_policy},
     ),
-}  # fmt: skip
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours-1GiB": {"keep": "996MiB", "chunk": "256MiB"},

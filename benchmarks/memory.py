@@ -33,15 +33,22 @@ from liger_multi.memory.sizes import config_of
 # --- cases ---
 
 _BASE: dict[str, Any] = {
-    "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 6,
-    "num_key_value_heads": 6, "vocab_size": 1999, "max_position_embeddings": 256,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "vocab_size": 1999,
+    "max_position_embeddings": 256,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 _HEADS = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,
-}  # fmt: skip
+}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Llama", {}),
     "gqa": ("Mistral", {"num_key_value_heads": 2, "sliding_window": None}),
@@ -50,15 +57,29 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "delta": ("Qwen3_5Text", {**_HEADS, "num_hidden_layers": 4, "head_dim": 16}),
     "scan": ("Mamba", {"state_size": 16, "hidden_size": 96, "num_hidden_layers": 3}),
     "heads_scan": (
-        "Mamba2", {"hidden_size": 96, "num_heads": 12, "head_dim": 16, "state_size": 32,
-                   "n_groups": 1, "num_hidden_layers": 3, "chunk_size": 64},
+        "Mamba2",
+        {
+            "hidden_size": 96,
+            "num_heads": 12,
+            "head_dim": 16,
+            "state_size": 32,
+            "n_groups": 1,
+            "num_hidden_layers": 3,
+            "chunk_size": 64,
+        },
     ),
-}  # fmt: skip
+}
 LARGE_MOE = {
-    **_EXPERTS, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000,
-    "num_local_experts": 8, "max_position_embeddings": 4096,
-}  # fmt: skip
+    **_EXPERTS,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "max_position_embeddings": 4096,
+}
 
 
 @dataclass(frozen=True)
@@ -172,12 +193,18 @@ class Case:
 CPU = [
     Case(kind, 4, 128, "float32", patched, checkpointing, lora)
     for kind, checkpointing, lora in (
-        ("dense", False, False), ("gqa", False, False), ("moe", False, False),
-        ("tied", False, False), ("dense", False, True), ("dense", True, False),
-        ("delta", False, False), ("scan", False, False), ("heads_scan", False, False),
+        ("dense", False, False),
+        ("gqa", False, False),
+        ("moe", False, False),
+        ("tied", False, False),
+        ("dense", False, True),
+        ("dense", True, False),
+        ("delta", False, False),
+        ("scan", False, False),
+        ("heads_scan", False, False),
     )
     for patched in (False, True)
-]  # fmt: skip
+]
 T4 = 15.36
 _SMALL_CARD = [
     Case("qwen2-0.5b", batch, sequence, dtype, patched, limit_gb=T4)
@@ -215,14 +242,18 @@ STORIES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("qwen2.5-7b", 4, 2048, {"dtype": "bfloat16-mixed", "fsdp": True, "world": 8}),
     ("qwen2.5-14b", 1, 4096, {"dtype": "bfloat16-mixed", "zero_stage": 3, "world": 8}),
     (
-        "qwen2.5-14b", 1, 4096,
+        "qwen2.5-14b",
+        1,
+        4096,
         {"dtype": "bfloat16-mixed", "zero_stage": 3, "world": 8, "checkpointing": True},
     ),
     (
-        "qwen2.5-14b", 1, 32768,
+        "qwen2.5-14b",
+        1,
+        32768,
         {"dtype": "bfloat16-mixed", "zero_stage": 3, "world": 8, "checkpointing": True},
     ),
-]  # fmt: skip
+]
 
 
 def explained() -> list[dict[str, Any]]:
@@ -240,16 +271,34 @@ def explained() -> list[dict[str, Any]]:
     return rows
 
 
-_QWEN: dict[str, Any] = {"head_dim": 256, "linear_num_key_heads": 16, "vocab_size": 248320,
-                         "max_position_embeddings": 262144}  # fmt: skip
+_QWEN: dict[str, Any] = {
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+}
 HYBRIDS: dict[str, dict[str, Any]] = {
-    "0.8B": {**_QWEN, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
-             "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_value_heads": 16,
-             "tie_word_embeddings": True},
-    "9B": {**_QWEN, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
-           "num_attention_heads": 16, "num_key_value_heads": 4, "linear_num_value_heads": 32,
-           "tie_word_embeddings": False},
-}  # fmt: skip
+    "0.8B": {
+        **_QWEN,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "9B": {
+        **_QWEN,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
+        "tie_word_embeddings": False,
+    },
+}
 """Models of the sizes of Qwen3.5, forward and backward of which were measured on an H200."""
 
 
@@ -265,9 +314,14 @@ def hybrids(tokens: Sequence[int] = (8192, 32768, 131072)) -> Iterator[str]:
         for length in tokens:
             for patched in (True, False):
                 made = estimate(
-                    transformers.Qwen3_5TextConfig(**sizes), 1, length, patched=patched,
-                    checkpointing=True, optimizer="none", capacity=141 * 10**9,
-                )  # fmt: skip
+                    transformers.Qwen3_5TextConfig(**sizes),
+                    1,
+                    length,
+                    patched=patched,
+                    checkpointing=True,
+                    optimizer="none",
+                    capacity=141 * 10**9,
+                )
                 how = "patched" if patched else "unpatched"
                 peak = f"{made.peak_bytes / 2**30:.1f}"
                 yield f"{name} {length} checkpointing, {how}, peak [GiB]: {peak}"

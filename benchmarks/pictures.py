@@ -194,9 +194,16 @@ def dots(data: Mapping[str, Any], path: Path, plotted: str) -> None:
                 xs, ys = zip(*points, strict=True) if points else ((), ())
                 look = {"ours": ("o", 46), "liger": ("D", 24)}[who]
                 axis.scatter(
-                    xs, ys, marker=look[0], s=look[1], color=COLORS[who], label=data["who"][who],
-                    edgecolor=pictures.PAPER, linewidth=0.6, zorder=3,
-                )  # fmt: skip
+                    xs,
+                    ys,
+                    marker=look[0],
+                    s=look[1],
+                    color=COLORS[who],
+                    label=data["who"][who],
+                    edgecolor=pictures.PAPER,
+                    linewidth=0.6,
+                    zorder=3,
+                )
             for y, op in enumerate(order):
                 best = max(panel[op]["ours"])
                 axis.plot([0, best], [y, y], color=pictures.GRID, lw=3, zorder=1)

@@ -78,9 +78,15 @@ class Case:
             tiled=self.model != "moe-1b",
         )
         return plan(
-            self.config(), f"{card}:{self.memory}", 1, self.batch, self.sequence,
-            space=space, limits=False, device=device,
-        )  # fmt: skip
+            self.config(),
+            f"{card}:{self.memory}",
+            1,
+            self.batch,
+            self.sequence,
+            space=space,
+            limits=False,
+            device=device,
+        )
 
 
 def executed(case: Case, settings: Settings, steps: int, device: torch.device) -> dict[str, Any]:
@@ -156,9 +162,14 @@ class Worker:
     def __init__(self, device: str, command: Sequence[str] | None = None) -> None:
         given = command or (sys.executable, "-m", "benchmarks.plans", "--worker", device)
         self._process = subprocess.Popen(
-            given, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, env={**ENVIRONMENT, **os.environ},
-        )  # fmt: skip
+            given,
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**ENVIRONMENT, **os.environ},
+        )
 
     def run(self, case: Case, settings: Settings, steps: int, limit: float) -> dict[str, Any]:
         """What was measured, or ``failure``; after ``limit`` seconds the process is ended."""

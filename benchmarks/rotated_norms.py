@@ -22,23 +22,44 @@ from liger_multi import patch
 from liger_multi.bench import report
 
 LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-8b": ("Qwen3", {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128,
-    }),
-    "gemma-3-4b": ("Gemma3Text", {
-        "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 256, "layer_types": ["full_attention"],
-    }),
-    "olmo-2-7b": ("Olmo2", {
-        "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-    }),
-}  # fmt: skip
+    "qwen3-8b": (
+        "Qwen3",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+    ),
+    "gemma-3-4b": (
+        "Gemma3Text",
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "layer_types": ["full_attention"],
+        },
+    ),
+    "olmo-2-7b": (
+        "Olmo2",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+        },
+    ),
+}
 SMALL = {
-    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 16,
-}  # fmt: skip
+}
 KINDS = {
     "GEMMs": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "aten::mm", "aten::bmm", "aten::addmm"),
     "attention": ("flash", "fmha", "attention", "cudnn"),
@@ -54,9 +75,13 @@ def made(name: str, variant: str, device: torch.device, tiny: bool) -> Any:
     kind, sizes = LAYERS[name]
     sizes = {**sizes, **{k: v for k, v in SMALL.items() if tiny and k in sizes}}
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=64, pad_token_id=0, num_hidden_layers=1, use_cache=False,
-        attn_implementation="sdpa", **sizes,
-    )  # fmt: skip
+        vocab_size=64,
+        pad_token_id=0,
+        num_hidden_layers=1,
+        use_cache=False,
+        attn_implementation="sdpa",
+        **sizes,
+    )
     torch.manual_seed(0)
     with torch.device(device):
         model = getattr(transformers, f"{kind}Model")._from_config(config, dtype=torch.bfloat16)

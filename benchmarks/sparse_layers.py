@@ -25,15 +25,31 @@ from liger_multi.bench import report
 from liger_multi.patching import register_attention
 
 LAYER = {
-    "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128,
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-    "v_head_dim": 128, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
-}  # fmt: skip
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
 SMALL = {
-    "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 48,
-    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
-    "index_n_heads": 24, "index_head_dim": 32, "index_topk": 8,
-}  # fmt: skip
+    "hidden_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "index_n_heads": 24,
+    "index_head_dim": 32,
+    "index_topk": 8,
+}
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 VARIANTS = {"stock": "sdpa", "ours": "liger_multi"}
 """Attention implementations."""
@@ -54,10 +70,16 @@ def made(
     import transformers
 
     config = transformers.DeepseekV32Config(
-        vocab_size=64, num_hidden_layers=1, first_k_dense_replace=1, intermediate_size=64,
-        max_position_embeddings=length, use_cache=False, attn_implementation=VARIANTS[variant],
-        mlp_layer_types=["dense"], **sizes,
-    )  # fmt: skip
+        vocab_size=64,
+        num_hidden_layers=1,
+        first_k_dense_replace=1,
+        intermediate_size=64,
+        max_position_embeddings=length,
+        use_cache=False,
+        attn_implementation=VARIANTS[variant],
+        mlp_layer_types=["dense"],
+        **sizes,
+    )
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.DeepseekV32Model._from_config(config, dtype=dtype)

@@ -85,9 +85,15 @@ class Call:
         self.ranges = None
         if mask.window is not None:
             self.ranges = key_ranges(
-                length, length, self.q.device, causal=right == 0, left=left, right=right,
-                global_tokens=mask.global_tokens, documents=None,
-            )  # fmt: skip
+                length,
+                length,
+                self.q.device,
+                causal=right == 0,
+                left=left,
+                right=right,
+                global_tokens=mask.global_tokens,
+                documents=None,
+            )
         self.how = (self.ranges is None, mask.size**-0.5, mask.softcap)
         self.y, self.lse = self.forward()
         self.dq, self.inner = torch.empty_like(self.q), torch.empty_like(self.lse)

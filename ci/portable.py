@@ -24,9 +24,14 @@ from ci import results
 
 # what a processor has to have for a value, as Linux names it; others run anywhere
 NEEDS = {
-    "avx2": "avx2", "AVX2": "avx2", "avx512": "avx512f", "AVX512": "avx512f",
-    "AVX512_CORE": "avx512bw", "SSE4_2": "sse4_2", "SSE41": "sse4_1",
-}  # fmt: skip
+    "avx2": "avx2",
+    "AVX2": "avx2",
+    "avx512": "avx512f",
+    "AVX512": "avx512f",
+    "AVX512_CORE": "avx512bw",
+    "SSE4_2": "sse4_2",
+    "SSE41": "sse4_1",
+}
 
 
 @dataclass(frozen=True)

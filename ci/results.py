@@ -107,9 +107,15 @@ def device_facts(device: Any) -> dict[str, str]:
 
 
 def write(
-    path: Path, backends: Sequence[str], device: Any, counts: Mapping[str, int], seconds: float,
-    note: str = "", failures: Sequence[str] = (), settings: Mapping[str, str] | None = None,
-) -> None:  # fmt: skip
+    path: Path,
+    backends: Sequence[str],
+    device: Any,
+    counts: Mapping[str, int],
+    seconds: float,
+    note: str = "",
+    failures: Sequence[str] = (),
+    settings: Mapping[str, str] | None = None,
+) -> None:
     """Write the result of the session that ends."""
     from liger_multi.cli import doctor
 

@@ -13,9 +13,23 @@ import torch
 
 FILES = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 WORDS = [
-    "one", "two", "three", "four", "five", "six", "seven", "eight",
-    "nine", "ten", "and", "so", "on", "we", "count", "again",
-]  # fmt: skip
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "and",
+    "so",
+    "on",
+    "we",
+    "count",
+    "again",
+]
 TINY = {"steps": 12, "rows": 4, "length": 32, "rate": 1e-2}
 
 
@@ -82,10 +96,17 @@ def load(given: argparse.Namespace) -> tuple[Any, Any]:
         tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
     config = hf.LlamaConfig(
-        vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
-        pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
     return tokenizer, hf.LlamaForCausalLM(config)
 
 

@@ -38,10 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
                 stack.enter_context(memory.offload_activations(model))
         else:
             made = memory.plan(
-                model, given.memory, batch=given.rows, sequence=given.length,
+                model,
+                given.memory,
+                batch=given.rows,
+                sequence=given.length,
                 precision="bf16" if model.dtype == torch.bfloat16 else "fp32",
-                space=memory.Space(patched=(True,), offload_states=(None,)), limits=False,
-            )  # fmt: skip
+                space=memory.Space(patched=(True,), offload_states=(None,)),
+                limits=False,
+            )
             print(made)  # the ways that were weighed, the fastest that fits first
             print(stack.enter_context(memory.apply(made, model)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=given.rate, fused=True)

@@ -459,8 +459,18 @@ def trainer(model, directory, **arguments):
 
 def arguments(tmp_path, **more):
     return {
-        "output_dir": str(tmp_path), "per_device_train_batch_size": 2, "max_steps": 4,
-        "learning_rate": 0.1, "logging_steps": 1, "report_to": [], "save_strategy": "no",
-        "use_cpu": True, "bf16": False, "disable_tqdm": True, "seed": 3, "optim": "sgd",
-        "lr_scheduler_type": "constant", **more,
-    }  # fmt: skip
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "learning_rate": 0.1,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "seed": 3,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        **more,
+    }

@@ -15,8 +15,11 @@ from benchmarks.tables import OPERATOR_FAMILIES
 
 SETTINGS = ("deterministic", "rows")
 TARGETS = {
-    "norms": 1.10, "activations": 1.10, "cross_entropy": 1.10, "divergences": 1.10,
-}  # fmt: skip
+    "norms": 1.10,
+    "activations": 1.10,
+    "cross_entropy": 1.10,
+    "divergences": 1.10,
+}
 """The most that "rows" may cost, by family; the whole step may cost :data:`STEP`."""
 STEP = 1.25
 UNMEASURED = ["Not measured yet: `python -m benchmarks.bitwise --store`.", ""]
@@ -159,8 +162,11 @@ def steps() -> list[str]:
             lines.append([*cells, *(_yes(row.get(key)) for key in ("repeat", "rows"))])
         head = ["Step", "tokens/s", "ms", "/ its default", "peak above weights, GiB"]
         head += ["repeats", "rows independent"]
-        notes = {row["note"] for key, (_, row) in group.items() if key in (*SETTINGS, "default")
-                 and row.get("note")}  # fmt: skip
+        notes = {
+            row["note"]
+            for key, (_, row) in group.items()
+            if key in (*SETTINGS, "default") and row.get("note")
+        }
         said = f"{name}, {shape} tokens, forward, backward and AdamW, bf16 ({_said([group])})"
         said += f"; {'; '.join(sorted(notes))}" if notes else ""
         made += [f"{said}:", "", *_table(head, lines), ""]

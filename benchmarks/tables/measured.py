@@ -229,10 +229,11 @@ def reused() -> list[str]:
         device, count = store.device(data), len(steps)
         limit, asked = short["limit_bytes"] / GIB, short["logits_bytes"] / GIB
         lines += [
-            f"{device}, `fused_linear_cross_entropy` of 32 768 tokens, {count} steps:", "",
+            f"{device}, `fused_linear_cross_entropy` of 32 768 tokens, {count} steps:",
+            "",
             "| after step | allocated, MiB | reserved, MiB | segments | retries |",
             "|---|---|---|---|---|",
-        ]  # fmt: skip
+        ]
         for i in (0, count - 1):
             row = steps[i]
             sizes = [f"{row[n] / 2**20:,.1f}" for n in ("allocated", "reserved")]

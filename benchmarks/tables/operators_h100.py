@@ -59,10 +59,15 @@ def line(op: str, sample: str, rows: Mapping[str, Row]) -> list[str]:
     reached = peak(ours)
     beside = [ours, *(peers[head] for head in BESIDE)]
     return [
-        f"`{op}`", sample, _time(ours), "-" if reached is None else f"{reached:.0f}",
-        *map(_time, peers.values()), f"{max(ratios):.2f}" if ratios else "-",
-        *map(_memory, beside), *map(_error, beside),
-    ]  # fmt: skip
+        f"`{op}`",
+        sample,
+        _time(ours),
+        "-" if reached is None else f"{reached:.0f}",
+        *map(_time, peers.values()),
+        f"{max(ratios):.2f}" if ratios else "-",
+        *map(_memory, beside),
+        *map(_error, beside),
+    ]
 
 
 def measured() -> dict[tuple[str, str], dict[str, Row]]:

@@ -15,9 +15,12 @@ Run = Mapping[str, Any]
 Rows = dict[str, Mapping[str, Any]]  # of one measurement, by who was measured
 PEOPLE = {"stock": "Hugging Face", "liger": "Liger-Kernel", "ours": "liger_multi"}
 PACKAGES = {
-    "torch": "torch", "triton": "triton", "transformers": "transformers",
-    "liger-kernel": "Liger-Kernel", "trl": "TRL",
-}  # fmt: skip
+    "torch": "torch",
+    "triton": "triton",
+    "transformers": "transformers",
+    "liger-kernel": "Liger-Kernel",
+    "trl": "TRL",
+}
 ABSENT = "-"
 NOISE, TOO_NOISY = 15.0, 40.0
 """Percent between the fastest and the slowest step: what is shown, and what makes no headline."""
@@ -164,12 +167,14 @@ def whole_models() -> str:
         runs.append(data)
         lines.append(
             [
-                title(run), *[speed(rows.get(who)) for who in EAGER],
+                title(run),
+                *[speed(rows.get(who)) for who in EAGER],
                 ratio(rows, "tokens_per_second", "liger"),
                 *[number(rows.get(who), "GiB") for who in EAGER],
-                ratio(rows, "peak_bytes", "liger"), store.device(data).split()[1],
+                ratio(rows, "peak_bytes", "liger"),
+                store.device(data).split()[1],
             ]
-        )  # fmt: skip
+        )
     heads = [f"{PEOPLE[who]}, tokens/s" for who in EAGER]
     memory = [f"{PEOPLE[who]}, GiB" for who in EAGER]
     heads = ["run", *heads, "ours / Liger", *memory, "ours / Liger", "card"]
@@ -182,13 +187,14 @@ def several_cards() -> str:
     runs = [data for data, _ in found.values()]
     lines = [
         [
-            f"{title(run)} a card", str(cards),
+            f"{title(run)} a card",
+            str(cards),
             *[number(rows.get(who), "tokens") for who in EAGER],
             ratio(rows, "tokens_per_second", "liger"),
             *[number(rows.get(who), "GiB") for who in EAGER],
         ]
         for (run, cards), (_, rows) in sorted(found.items())
-    ]  # fmt: skip
+    ]
     heads = [f"{PEOPLE[who]}, tokens/s" for who in EAGER]
     memory = [f"{PEOPLE[who]}, GiB a card" for who in EAGER]
     return block(runs, ["run", "cards", *heads, "ours / Liger", *memory], lines)
@@ -203,9 +209,8 @@ def compiled() -> str:
         "ours+attention": "ours with `register_attention`",
     }
     found = {
-        run: one for run, one in models().items()
-        if any(who.endswith("+compile") for who in one[1])
-    }  # fmt: skip
+        run: one for run, one in models().items() if any(who.endswith("+compile") for who in one[1])
+    }
     newest_run = max(found.items(), key=lambda item: store.moment(item[1][0]), default=None)
     if newest_run is None:
         return ""
@@ -292,12 +297,14 @@ def losses() -> str:
     for (case, shape), (data, rows) in sorted(found.items()):
         lines.append(
             [
-                case, shape, *[_within(rows.get(name)) for name in who],
+                case,
+                shape,
+                *[_within(rows.get(name)) for name in who],
                 *[ratio(rows, "both_ms", name) for name in who[1:]],
                 *[number(rows.get(name), "GiB") for name in ("ours", "trl", "liger", "torch")],
                 store.device(data).split()[1],
             ]
-        )  # fmt: skip
+        )
     shown = {
         "ours": "ours",
         "products": "the GEMMs",
@@ -352,10 +359,11 @@ def _tokens(sample: str) -> int:
 def shown_models() -> dict[str, tuple[Run, Rows]]:
     """The runs of the headline, of which all three trained: two dense models and a mixture."""
     found = {
-        run: one for run, one in models().items()
+        run: one
+        for run, one in models().items()
         if all(one[1].get(who, {}).get("peak_bytes") for who in EAGER)
         if max(one[1][who]["spread_percent"] for who in EAGER) < TOO_NOISY
-    }  # fmt: skip
+    }
     names = [*[run for run in DENSE if run in found][:2], *[MIXTURE] * (MIXTURE in found)]
     return {run: found[run] for run in names}
 

@@ -62,8 +62,17 @@ def both_ways(found: Iterable[Cells]) -> list[list[str]]:
 TABLES = {
     "stalls": Table(
         "stalls",
-        ("count", "model", "form", "idle at a head, us: median", "least", "most", "copies",
-         "kernels of a step, ms", "idle in a step, ms"),
+        (
+            "count",
+            "model",
+            "form",
+            "idle at a head, us: median",
+            "least",
+            "most",
+            "copies",
+            "kernels of a step, ms",
+            "idle in a step, ms",
+        ),
         rf"(\w+) +(\S+) +(\w+) +idle at the head, us: median{NUMBER} least{NUMBER} most{NUMBER} of "
         rf"\d+ heads, (\d+) copies to the host; kernels of a step{NUMBER} ms, idle{NUMBER} ms",
         one_each,
@@ -76,14 +85,23 @@ TABLES = {
         one_each,
     ),
     "fusion": Table(
-        "head-fusion", ("shape", "what", "median, ms", "least, ms"),
+        "head-fusion",
+        ("shape", "what", "median, ms", "least, ms"),
         rf"(\S+) (.+?) +{NUMBER} ms, least{NUMBER}",
         one_each,
     ),
     "operators": Table(
         "operator-kernels",
-        ("operator", "shape", "launches", "kernels, us", "least, MiB", "at a copy's rate, us",
-         "% of peak", "longest kernels, us"),
+        (
+            "operator",
+            "shape",
+            "launches",
+            "kernels, us",
+            "least, MiB",
+            "at a copy's rate, us",
+            "% of peak",
+            "longest kernels, us",
+        ),
         rf"(\w+) (.+) (?:forward|backward): (\d+) launches,{NUMBER} us"
         rf"(?:, least{NUMBER} MiB ={NUMBER} us:\s*\d+ %)?; (.*)",
         both_ways,
@@ -95,7 +113,7 @@ TABLES = {
         rf"{NUMBER} ms, both{NUMBER} ms",
         one_each,
     ),
-}  # fmt: skip
+}
 
 
 def rows(table: Table, lines: Iterable[str]) -> list[list[str]]:

@@ -34,9 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for side in ("a", "b"):
         parser.add_argument(
-            f"--{side}", default="", metavar="KEY=VALUE,...",
+            f"--{side}",
+            default="",
+            metavar="KEY=VALUE,...",
             help=f"configuration {side}, {EXAMPLE} (default: none)",
-        )  # fmt: skip
+        )
     parser.add_argument("--forward-only", action="store_true", help="no gradients")
     parser.add_argument("--device", help=f"of {TINY} (default: the accelerator, else the CPU)")
     parser.add_argument(
@@ -104,9 +106,12 @@ def _value(text: str) -> Any:
 
 
 def _compared(
-    models: tuple[Any, Any], batch: Any, given: dict[str, dict[str, Any]], backward: bool,
+    models: tuple[Any, Any],
+    batch: Any,
+    given: dict[str, dict[str, Any]],
+    backward: bool,
     said: Callable[[str], None],
-) -> Bisection:  # fmt: skip
+) -> Bisection:
     """Run both; whatever the model raises becomes one line."""
     with _one_line("the model"):
         return bisect(*models, batch, a=given["a"], b=given["b"], backward=backward, said=said)
@@ -122,9 +127,14 @@ def tiny(device: torch.device) -> tuple[tuple[Any, None], dict[str, Any]]:
 
     logging.set_verbosity_error()
     config = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model = LlamaForCausalLM(config)

@@ -261,9 +261,9 @@ def _profile(arguments: argparse.Namespace, device: torch.device, patched: bool)
         patch(model)
     optimizer = torch.optim.AdamW(model.parameters())
     generator = torch.Generator().manual_seed(arguments.seed)
-    ids = torch.randint(
-        scale.vocabulary, (scale.batch, scale.sequence), generator=generator
-    ).to(device)  # fmt: skip
+    ids = torch.randint(scale.vocabulary, (scale.batch, scale.sequence), generator=generator).to(
+        device
+    )
 
     def step() -> None:
         model(input_ids=ids, labels=ids).loss.backward()

@@ -130,9 +130,14 @@ class FusedLoss(ChunkedLossWrapper):
                 f"of {whole} classes; got a head that tensor parallelism has split. Leave it out"
             )
         return ops.fused_linear_cross_entropy(
-            hidden, head.weight, labels, head.bias, ignore_index=IGNORED, reduction="sum",
+            hidden,
+            head.weight,
+            labels,
+            head.bias,
+            ignore_index=IGNORED,
+            reduction="sum",
             chunk=self.chunk,
-        )  # fmt: skip
+        )
 
 
 @override(  # type: ignore[untyped-decorator]

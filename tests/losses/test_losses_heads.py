@@ -144,8 +144,10 @@ def test_a_reference_is_the_policy_with_its_adapter_off():
     with model.disable_adapter(), torch.no_grad():
         before = losses.tokens(losses.Head(hidden, head), target).log_prob.sum(-1)
     ours, _ = losses.dpo_loss(losses.Head(hidden, head), target, before)
-    base, policy = (F.log_softmax(x, -1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
-                    * (target >= 0) for x in (head.base_layer(hidden), model(hidden)))  # fmt: skip
+    base, policy = (
+        F.log_softmax(x, -1).gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target >= 0)
+        for x in (head.base_layer(hidden), model(hidden))
+    )
     ratio = (policy - base.detach()).sum(-1)
     trained = [p for p in model.parameters() if p.requires_grad]
     same(ours, -F.logsigmoid(0.1 * (ratio[:2] - ratio[2:])).mean(), [hidden, *trained])
@@ -186,9 +188,11 @@ def test_heads_that_are_refused_with_the_reason():
     replaced = torch.nn.Linear(16, 37)
     replaced.forward = lambda x: x
     refused = {
-        "no plain LoRA": dora, "forward of its own": Own(16, 37),
-        "replaced the forward": replaced, "not a linear layer": torch.nn.Identity(),
-    }  # fmt: skip
+        "no plain LoRA": dora,
+        "forward of its own": Own(16, 37),
+        "replaced the forward": replaced,
+        "not a linear layer": torch.nn.Identity(),
+    }
     for message, head in refused.items():
         with pytest.raises(TypeError, match=message):
             losses.sequence_loss(losses.Head(hidden, head), target)
@@ -277,9 +281,14 @@ def _rank(rank, meeting, results):
     for passes in ("one", "two"):
         head.zero_grad()
         loss, _ = losses.policy_loss(
-            losses.Head(hidden[mine], head), target[mine], advantages[mine], old=old[mine],
-            loss_type="dapo", group=dist.group.WORLD, passes=passes,
-        )  # fmt: skip
+            losses.Head(hidden[mine], head),
+            target[mine],
+            advantages[mine],
+            old=old[mine],
+            loss_type="dapo",
+            group=dist.group.WORLD,
+            passes=passes,
+        )
         loss.backward()
         found = [p.grad.full_tensor() for p in (head.weight, head.bias)]
         results.put([float((a - b).abs().max()) for a, b in zip(found, right, strict=True)])
@@ -328,8 +337,13 @@ def test_log_prob_output_is_what_the_operator_gives():
 
 # --- devices ---
 
-OPS = ("fused_linear_log_prob", "token_log_prob", "fused_linear_cross_entropy",
-       "fused_linear_jsd", "jsd")  # fmt: skip
+OPS = (
+    "fused_linear_log_prob",
+    "token_log_prob",
+    "fused_linear_cross_entropy",
+    "fused_linear_jsd",
+    "jsd",
+)
 
 
 @pytest.fixture
@@ -360,7 +374,7 @@ LOSSES = {
     "jsd": lambda s, t, x: losses.distillation_loss(s, x["teacher"], t, hard_weight=0.5),
     "cosine": lambda s, t, x: losses.distillation_loss(s, x["teacher"], t, divergence="cosine"),
     "few": lambda s, t, x: losses.distillation_loss(s, x["few"], t, rest="bucket"),
-}  # fmt: skip
+}
 
 
 def given(kind, device):
@@ -370,18 +384,24 @@ def given(kind, device):
     def draw(*shape, size=1.0):
         return (torch.randn(shape, generator=g) * size).to(device, kind)
 
-    leaves = [draw(4, 6, 16).requires_grad_(), draw(70, 16, size=0.4).requires_grad_(),
-              draw(70, size=0.3).requires_grad_()]  # fmt: skip
+    leaves = [
+        draw(4, 6, 16).requires_grad_(),
+        draw(70, 16, size=0.4).requires_grad_(),
+        draw(70, size=0.3).requires_grad_(),
+    ]
     target = torch.randint(70, (4, 6), generator=g)
     target[torch.rand((4, 6), generator=g) < 0.3] = -100
     teacher = [draw(4, 6, 24), draw(70, 24, size=0.4)]
     top = torch.log_softmax(teacher[0].double() @ teacher[1].double().T, -1).topk(5)
     wide = torch.float64 if kind == torch.float64 else torch.float32
     beside = {
-        "before": draw(4, size=3.0).to(wide) - 20, "old": draw(4, 6).to(wide) - 4,
-        "good": DESIRABLE.to(device), "advantages": ADVANTAGES.to(device, wide),
-        "teacher": losses.Head(*teacher), "few": losses.TopK(top.indices, top.values.to(wide)),
-    }  # fmt: skip
+        "before": draw(4, size=3.0).to(wide) - 20,
+        "old": draw(4, 6).to(wide) - 4,
+        "good": DESIRABLE.to(device),
+        "advantages": ADVANTAGES.to(device, wide),
+        "teacher": losses.Head(*teacher),
+        "few": losses.TopK(top.indices, top.values.to(wide)),
+    }
     return leaves, target.to(device), beside
 
 
@@ -442,7 +462,8 @@ def test_a_loss_and_its_gradients(device, name, dtype, source):
     ours, metrics = LOSSES[name](policy, target, beside)
     assert ours.dtype == torch.float32
     assert excess(ours.detach().cpu(), right.detach(), dtype) <= 1
-    for a, b in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(right, wide),
-                    strict=True):  # fmt: skip
+    for a, b in zip(
+        torch.autograd.grad(ours, leaves), torch.autograd.grad(right, wide), strict=True
+    ):
         assert excess(a.cpu(), b, dtype) <= 1
     assert all(not m.requires_grad for m in metrics if isinstance(m, torch.Tensor))

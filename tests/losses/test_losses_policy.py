@@ -22,8 +22,11 @@ class Batch:
 
     def __init__(self, rows=4, length=9, width=16, classes=53, dtype=WIDE, bias=True, empty=True):
         torch.manual_seed(0)
-        made = [torch.randn(rows, length, width), torch.randn(classes, width) * 0.4,
-                torch.randn(classes) * 0.3 if bias else None]  # fmt: skip
+        made = [
+            torch.randn(rows, length, width),
+            torch.randn(classes, width) * 0.4,
+            torch.randn(classes) * 0.3 if bias else None,
+        ]
         self.leaves = [None if x is None else x.to(dtype).requires_grad_() for x in made]
         self.ids = torch.randint(classes, (rows, length))
         lengths = torch.randint(1, length + 1, (rows,))
@@ -49,12 +52,23 @@ class Batch:
 
 
 OPTIONS = {
-    "epsilon_low": "epsilon_low", "epsilon_high": "epsilon_high", "beta": "beta",
-    "top_entropy": "top_entropy_quantile", "off_policy_threshold": "off_policy_mask_threshold",
-    "max_length": "max_completion_length", "entropy_weight": "entropy_coef",
-}  # fmt: skip
-ARGS = ("delta", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos",
-        "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")  # fmt: skip
+    "epsilon_low": "epsilon_low",
+    "epsilon_high": "epsilon_high",
+    "beta": "beta",
+    "top_entropy": "top_entropy_quantile",
+    "off_policy_threshold": "off_policy_mask_threshold",
+    "max_length": "max_completion_length",
+    "entropy_weight": "entropy_coef",
+}
+ARGS = (
+    "delta",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
 
 
 def trl_policy(b, options, leaves=None, temperature=1.0, accumulation=1, given=()):
@@ -66,17 +80,21 @@ def trl_policy(b, options, leaves=None, temperature=1.0, accumulation=1, given=(
     leaves = leaves or b.leaves
     model = comparing.Toy(*leaves, temperature=temperature)
     stub = comparing.trainer(
-        model, **{theirs: getattr(o, ours) for ours, theirs in OPTIONS.items()},
+        model,
+        **{theirs: getattr(o, ours) for ours, theirs in OPTIONS.items()},
         loss_type="grpo" if o.loss_type == "gspo" else o.loss_type,
         importance_sampling_level="sequence" if o.sequence_level else "token",
         current_gradient_accumulation_steps=accumulation,
-        use_vllm="ratios" in given, vllm_importance_sampling_correction=True,
-        _entropy_bonus_enabled=o.entropy_weight != 0, use_adaptive_entropy=False,
+        use_vllm="ratios" in given,
+        vllm_importance_sampling_correction=True,
+        _entropy_bonus_enabled=o.entropy_weight != 0,
+        use_adaptive_entropy=False,
         args=SimpleNamespace(
-            **{key: getattr(o, key) for key in ARGS}, use_bias_correction_kl=o.correct_kl,
+            **{key: getattr(o, key) for key in ARGS},
+            use_bias_correction_kl=o.correct_kl,
             steps_per_generation=accumulation,
         ),
-    )  # fmt: skip
+    )
     for name in ("get_gamma_weights", "get_off_policy_mask"):
         setattr(stub, name, getattr(GRPOTrainer, name))
     stub.get_high_entropy_mask = GRPOTrainer.get_high_entropy_mask.__get__(stub)
@@ -91,12 +109,20 @@ def trl_policy(b, options, leaves=None, temperature=1.0, accumulation=1, given=(
 
     stub._get_per_token_logps_and_entropies = score
     inputs = {
-        "prompt_ids": b.ids[:, :0], "prompt_mask": b.mask[:, :0].long(),
-        "completion_ids": b.ids, "completion_mask": b.mask.long(), "advantages": b.advantages,
-        "num_items_in_batch": b.mask.sum() * 1.0, "ref_per_token_logps": b.reference,
-    }  # fmt: skip
-    names = {"old": "old_per_token_logps", "ratios": "importance_sampling_ratio",
-             "sampled": "sampling_per_token_logps", "tools": "tool_mask"}  # fmt: skip
+        "prompt_ids": b.ids[:, :0],
+        "prompt_mask": b.mask[:, :0].long(),
+        "completion_ids": b.ids,
+        "completion_mask": b.mask.long(),
+        "advantages": b.advantages,
+        "num_items_in_batch": b.mask.sum() * 1.0,
+        "ref_per_token_logps": b.reference,
+    }
+    names = {
+        "old": "old_per_token_logps",
+        "ratios": "importance_sampling_ratio",
+        "sampled": "sampling_per_token_logps",
+        "tools": "tool_mask",
+    }
     inputs |= {names[key]: getattr(b, key) for key in given}
     return GRPOTrainer._compute_loss(stub, model, inputs), comparing.logged(stub)
 
@@ -124,8 +150,9 @@ def both(ours, theirs, b, dtype=WIDE, wide=None):
         assert excess(x, y, dtype) <= 1
 
 
-KINDS = {kind: {"loss_type": kind, **({"max_length": 9} if kind == "dr_grpo" else {})}
-         for kind in POLICY}  # fmt: skip
+KINDS = {
+    kind: {"loss_type": kind, **({"max_length": 9} if kind == "dr_grpo" else {})} for kind in POLICY
+}
 CASES = {
     **KINDS,
     "clip-higher": {"loss_type": "dapo", "epsilon_low": 0.1, "epsilon_high": 0.28},
@@ -139,15 +166,17 @@ CASES = {
     "top-entropy": {"top_entropy": 0.3},
     "top-entropy-bonus": {"top_entropy": 0.4, "entropy_weight": 0.2, "beta": 0.2},
     "off-policy": {"off_policy_threshold": 0.05},
-    "sapo-temperatures": {"loss_type": "sapo", "sapo_temperature_pos": 0.7,
-                          "sapo_temperature_neg": 2.0},
+    "sapo-temperatures": {
+        "loss_type": "sapo",
+        "sapo_temperature_pos": 0.7,
+        "sapo_temperature_neg": 2.0,
+    },
     "luspo-tokens": {"loss_type": "luspo", "level": "token"},
     "bnpo-sequence": {"loss_type": "bnpo", "level": "sequence"},
     "cispo-5": {"loss_type": "cispo", "epsilon_high": 1.3},
     "vespo-shape": {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_neg": 3.0},
-}  # fmt: skip
-GIVEN = {"on-policy": (), "old": ("old",), "sampler": ("old", "ratios"),
-         "tools": ("old", "tools")}  # fmt: skip
+}
+GIVEN = {"on-policy": (), "old": ("old",), "sampler": ("old", "ratios"), "tools": ("old", "tools")}
 
 
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
@@ -160,12 +189,17 @@ def test_policy_is_trl(options, given):
     count = b.mask.sum() * 1.0
     ours, metrics = ours_policy(b, options, given, num_items=count)
     both(ours, theirs, b)
-    names = {"kl": metrics.kl, "entropy": metrics.entropy, "policy_loss": metrics.policy_loss,
-             "clip_ratio/low_mean": metrics.clip_low, "clip_ratio/high_mean": metrics.clip_high,
-             "clip_ratio/region_mean": metrics.clip_region,
-             "clip_ratio/low_min": metrics.clip_low_min,
-             "clip_ratio/high_max": metrics.clip_high_max,
-             "cispo_clip_ratio": metrics.clip_high}  # fmt: skip
+    names = {
+        "kl": metrics.kl,
+        "entropy": metrics.entropy,
+        "policy_loss": metrics.policy_loss,
+        "clip_ratio/low_mean": metrics.clip_low,
+        "clip_ratio/high_mean": metrics.clip_high,
+        "clip_ratio/region_mean": metrics.clip_region,
+        "clip_ratio/low_min": metrics.clip_low_min,
+        "clip_ratio/high_max": metrics.clip_high_max,
+        "cispo_clip_ratio": metrics.clip_high,
+    }
     sequences = losses.PolicyOptions(**options).sequence_level
     for key, value in names.items():
         if key in log and not (sequences and key.startswith(("clip", "kl"))):

@@ -68,8 +68,11 @@ def trl_dpo(leaves, frozen, ids, mask, options, **changes):
     from trl import DPOTrainer
 
     model, stub = dpo_trainer(leaves, frozen, options, **changes)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids),
-              "completion_mask": mask.long()}  # fmt: skip
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "completion_mask": mask.long(),
+    }
     return DPOTrainer._compute_loss(stub, model, inputs, False), comparing.logged(stub)
 
 
@@ -224,8 +227,10 @@ def test_smoothed_labels_and_rpo():
     reference, _ = shifted(frozen, ids, mask)
     ours, _ = losses.dpo_loss(head, target, reference, label_smoothing=0.2, rpo_alpha=0.7)
     flipped = target.view(2, 3, -1).flip(0).flatten(0, 1)
-    back = [losses.Head(s.hidden.view(2, 3, *s.hidden.shape[1:]).flip(0).flatten(0, 1), s.weight)
-            for s in (head, reference)]  # fmt: skip
+    back = [
+        losses.Head(s.hidden.view(2, 3, *s.hidden.shape[1:]).flip(0).flatten(0, 1), s.weight)
+        for s in (head, reference)
+    ]
     plain, _ = losses.dpo_loss(head, target, reference)
     turned, _ = losses.dpo_loss(back[0], flipped, back[1])
     rows = losses.tokens(head, target).log_prob[:3]
@@ -315,10 +320,18 @@ def test_cpo_is_trl(options):
     leaves, _, ids, mask = batch(bias=True)
     o = losses.CPOOptions(**options)
     theirs, log = trl_margin(
-        "cpo", "CPOTrainer", leaves, ids, mask, loss_type=o.loss_type, beta=o.beta,
-        alpha=o.alpha, simpo_gamma=o.gamma, label_smoothing=o.label_smoothing,
+        "cpo",
+        "CPOTrainer",
+        leaves,
+        ids,
+        mask,
+        loss_type=o.loss_type,
+        beta=o.beta,
+        alpha=o.alpha,
+        simpo_gamma=o.gamma,
+        label_smoothing=o.label_smoothing,
         cpo_alpha=o.nll_weight,
-    )  # fmt: skip
+    )
     head, target = shifted(leaves, ids, mask, chunk=5)
     ours, metrics = losses.cpo_loss(head, target, **options)
     both(ours, theirs, leaves)
@@ -374,17 +387,26 @@ def trl_kto(leaves, frozen, ids, mask, desirable, others, **options):
     model.others, ref.others = [(other_ids, hidden[0])], [(other_ids, hidden[1])]
     o = losses.KTOOptions(**options)
     stub = comparing.trainer(
-        model, ref_model=ref, precompute_ref_logps=False, loss_type=o.loss_type, beta=o.beta,
+        model,
+        ref_model=ref,
+        precompute_ref_logps=False,
+        loss_type=o.loss_type,
+        beta=o.beta,
         args=SimpleNamespace(gradient_checkpointing_kwargs=None),
-        calculate_KL=o.loss_type == "kto", desirable_weight=o.desirable_weight,
+        calculate_KL=o.loss_type == "kto",
+        desirable_weight=o.desirable_weight,
         undesirable_weight=o.undesirable_weight,
-    )  # fmt: skip
+    )
     stub._compute_kl_logps = KTOTrainer._compute_kl_logps.__get__(stub)
     inputs = {
-        "input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": mask.long(),
-        "KL_input_ids": other_ids, "KL_attention_mask": torch.ones_like(other_ids),
-        "KL_completion_mask": other_mask.long(), "label": desirable,
-    }  # fmt: skip
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "completion_mask": mask.long(),
+        "KL_input_ids": other_ids,
+        "KL_attention_mask": torch.ones_like(other_ids),
+        "KL_completion_mask": other_mask.long(),
+        "label": desirable,
+    }
     return KTOTrainer._compute_loss(stub, model, inputs, False), comparing.logged(stub)
 
 
@@ -429,10 +451,13 @@ def test_kto_is_trl(options, labels):
     assert metrics.kl.item() == pytest.approx(log["kl"], rel=1e-5)
     assert metrics.entropy.item() == pytest.approx(log["entropy"], rel=1e-5)
     for key, value in (
-        ("rewards/chosen", metrics.chosen_reward), ("rewards/rejected", metrics.rejected_reward),
-        ("logps/chosen", metrics.chosen_log_prob), ("rewards/margins", metrics.margin),
-        ("logits/chosen", metrics.chosen_logit), ("logits/rejected", metrics.rejected_logit),
-    ):  # fmt: skip
+        ("rewards/chosen", metrics.chosen_reward),
+        ("rewards/rejected", metrics.rejected_reward),
+        ("logps/chosen", metrics.chosen_log_prob),
+        ("rewards/margins", metrics.margin),
+        ("logits/chosen", metrics.chosen_logit),
+        ("logits/rejected", metrics.rejected_logit),
+    ):
         assert key not in log or value.item() == pytest.approx(log[key], rel=1e-5)
         assert key in log or value.isnan() or (key[:6] == "logits" and value == 0)
 

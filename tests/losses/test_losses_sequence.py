@@ -20,8 +20,11 @@ HALF, WIDE = torch.bfloat16, torch.float32
 
 def head(rows=4, length=9, width=16, classes=53, dtype=WIDE, empty=True):
     torch.manual_seed(0)
-    leaves = [torch.randn(rows, length, width), torch.randn(classes, width) * 0.4,
-              torch.randn(classes) * 0.3]  # fmt: skip
+    leaves = [
+        torch.randn(rows, length, width),
+        torch.randn(classes, width) * 0.4,
+        torch.randn(classes) * 0.3,
+    ]
     target = torch.randint(classes, (rows, length))
     target[torch.rand(target.shape) < 0.3] = -100
     if empty:
@@ -69,9 +72,12 @@ def test_sft_is_trl(kind, dtype, chunk, num_items):
     wide = [x.detach().float().requires_grad_() for x in leaves]
     theirs, log = trl_sft(wide, target, kind, num_items)
     ours, metrics = losses.sequence_loss(
-        losses.Head(*leaves, chunk=chunk), target, loss_type=kind, num_items=num_items,
+        losses.Head(*leaves, chunk=chunk),
+        target,
+        loss_type=kind,
+        num_items=num_items,
         metrics=("entropy", "token_accuracy"),
-    )  # fmt: skip
+    )
     both(ours, theirs, leaves, dtype, wide)
     near = {"rel": 1e-5} if dtype == WIDE else {"rel": 2**-6}
     assert metrics.entropy.item() == pytest.approx(log["entropy"], **near)
@@ -94,9 +100,13 @@ def test_z_loss_and_entropy(passes):
     """-log p + z lse^2 - e H, meaned over tokens."""
     leaves, target = head()
     ours, metrics = losses.sequence_loss(
-        losses.Head(*leaves, chunk=5), target, z_loss=1e-2, entropy_weight=0.3, passes=passes,
+        losses.Head(*leaves, chunk=5),
+        target,
+        z_loss=1e-2,
+        entropy_weight=0.3,
+        passes=passes,
         metrics=("z_loss",),
-    )  # fmt: skip
+    )
     own, lse, entropy = exact(leaves, target)
     count = (target >= 0).sum()
     both(ours, (-own + 1e-2 * lse**2 - 0.3 * entropy).sum() / count, leaves)
@@ -129,9 +139,11 @@ def test_packed_rows_are_the_same_as_padded_ones():
     packed = [leaves[0].reshape(1, 18, -1), *leaves[1:]]
     positions = torch.arange(6).repeat(3)[None]
     together, _ = losses.sequence_loss(
-        losses.Head(*packed), target.reshape(1, 18), segments=losses.segments_of(positions),
+        losses.Head(*packed),
+        target.reshape(1, 18),
+        segments=losses.segments_of(positions),
         reduction="sequence",
-    )  # fmt: skip
+    )
     both(together, alone, leaves)
     plain, _ = losses.sequence_loss(
         losses.Head(*packed), target.reshape(1, 18), reduction="sequence"
@@ -223,12 +235,20 @@ class Pair:
 
     def __init__(self, rows=4, length=7, classes=53, dtype=WIDE, other=None):
         torch.manual_seed(0)
-        made = [torch.randn(rows, length, 16), torch.randn(classes, 16) * 0.4,
-                torch.randn(classes) * 0.3]  # fmt: skip
+        made = [
+            torch.randn(rows, length, 16),
+            torch.randn(classes, 16) * 0.4,
+            torch.randn(classes) * 0.3,
+        ]
         width, count = 24, other or classes
-        self.teacher = [x.to(dtype) for x in (
-            torch.randn(rows, length, width), torch.randn(count, width) * 0.4,
-            torch.randn(count) * 0.3)]  # fmt: skip
+        self.teacher = [
+            x.to(dtype)
+            for x in (
+                torch.randn(rows, length, width),
+                torch.randn(count, width) * 0.4,
+                torch.randn(count) * 0.3,
+            )
+        ]
         self.leaves = [x.to(dtype).requires_grad_() for x in made]
         self.target = torch.randint(min(classes, count), (rows, length))
         self.target[torch.rand(rows, length) < 0.3] = -100
@@ -241,8 +261,10 @@ class Pair:
     def sources(self, chunk="auto", given=False, **options):
         if given:
             return F.linear(*self.leaves), F.linear(*self.teacher)
-        return (losses.Head(*self.leaves, chunk=chunk, **options),
-                losses.Head(*self.teacher, **options))  # fmt: skip
+        return (
+            losses.Head(*self.leaves, chunk=chunk, **options),
+            losses.Head(*self.teacher, **options),
+        )
 
 
 def trl_gkd(pair, leaves=None, teacher=None, **options):
@@ -299,22 +321,37 @@ def test_scales_softcaps_and_temperatures_of_each_head(kind, unlike):
     own = {"logit_scale": 0.6, "softcap": 2.0 if unlike else None}
     other = {"logit_scale": 1.5 if unlike else 0.6, "softcap": None}
     theirs, entropy, count = module._chunked_divergence_loss(
-        pair.leaves[0], pair.teacher[0], pair.leaves[1], pair.teacher[1], pair.mask, BETAS[kind],
-        student_lm_head_bias=pair.leaves[2], teacher_lm_head_bias=pair.teacher[2],
-        student_logit_scale=0.6, teacher_logit_scale=other["logit_scale"],
-        student_final_logit_softcapping=own["softcap"], temperature=1.3,
-    )  # fmt: skip
+        pair.leaves[0],
+        pair.teacher[0],
+        pair.leaves[1],
+        pair.teacher[1],
+        pair.mask,
+        BETAS[kind],
+        student_lm_head_bias=pair.leaves[2],
+        teacher_lm_head_bias=pair.teacher[2],
+        student_logit_scale=0.6,
+        teacher_logit_scale=other["logit_scale"],
+        student_final_logit_softcapping=own["softcap"],
+        temperature=1.3,
+    )
     ours, metrics = losses.distillation_loss(
-        losses.Head(*pair.leaves, chunk=5, **own), losses.Head(*pair.teacher, **other),
-        pair.target, divergence=kind, temperature=1.3, metrics=("entropy", "token_accuracy"),
+        losses.Head(*pair.leaves, chunk=5, **own),
+        losses.Head(*pair.teacher, **other),
+        pair.target,
+        divergence=kind,
+        temperature=1.3,
+        metrics=("entropy", "token_accuracy"),
         **({"beta": 0.3} if kind == "jsd" else {}),
-    )  # fmt: skip
+    )
     both(ours, theirs, pair.leaves)
     assert metrics.tokens == count
     warm, _ = losses.distillation_loss(
-        losses.Head(*pair.leaves, temperature=1.3, **own), losses.Head(*pair.teacher, **other),
-        pair.target, soft_weight=1.0, metrics=("entropy",),
-    )  # fmt: skip
+        losses.Head(*pair.leaves, temperature=1.3, **own),
+        losses.Head(*pair.teacher, **other),
+        pair.target,
+        soft_weight=1.0,
+        metrics=("entropy",),
+    )
     again = losses.tokens(
         losses.Head(*pair.leaves, temperature=1.3, **own), pair.target, ("entropy",)
     )
@@ -327,13 +364,22 @@ def test_hard_and_soft_terms_over_the_step():
     pair = Pair()
     student, teacher = pair.sources(5)
     ours, metrics = losses.distillation_loss(
-        student, teacher, pair.target, temperature=2.0, square_temperature=True, soft_weight=0.7,
-        hard_weight=0.4, num_items=40,
-    )  # fmt: skip
+        student,
+        teacher,
+        pair.target,
+        temperature=2.0,
+        square_temperature=True,
+        soft_weight=0.7,
+        hard_weight=0.4,
+        num_items=40,
+    )
     soft = trl_gkd(pair, beta=0.5, temperature=2.0, num_items_in_batch=40) * 4
-    hard = F.cross_entropy(
-        F.linear(*pair.leaves).flatten(0, 1), pair.target.flatten(), reduction="sum"
-    ) / 40  # fmt: skip
+    hard = (
+        F.cross_entropy(
+            F.linear(*pair.leaves).flatten(0, 1), pair.target.flatten(), reduction="sum"
+        )
+        / 40
+    )
     both(ours, 0.7 * soft + 0.4 * hard, pair.leaves)
     assert metrics.hard.item() == pytest.approx(hard.item(), rel=1e-5)
     assert metrics.soft.item() == pytest.approx(soft.item(), rel=1e-5)
@@ -383,8 +429,10 @@ def test_ignored_tokens_are_ignored_in_every_term():
             for p in (pair, spoiled)
         ]
         assert torch.equal(*found)
-        grads = [torch.autograd.grad(x, p.leaves[1:])
-                 for x, p in zip(found, (pair, spoiled), strict=True)]  # fmt: skip
+        grads = [
+            torch.autograd.grad(x, p.leaves[1:])
+            for x, p in zip(found, (pair, spoiled), strict=True)
+        ]
         for x, y in zip(*grads, strict=True):
             assert torch.equal(x, y)
         pair.target[:] = -100
@@ -416,17 +464,35 @@ def test_few_tokens_are_trl(kind, rest, given):
     options = {"logit_scale": 0.7, "softcap": 4.0}
     flat = pair.mask.reshape(-1)
     ids, values = (x.reshape(-1, 5)[flat] for x in (top.ids, top.log_prob))
-    theirs = module._jsd_loss_chunk(
-        pair.leaves[0].reshape(-1, 16)[flat], *pair.leaves[1:], 0.7, 4.0, ids, values, ids >= 0,
-        BETAS[kind], 1.3, rest == "bucket", None, 1,
-    )[0] / flat.sum()  # fmt: skip
+    theirs = (
+        module._jsd_loss_chunk(
+            pair.leaves[0].reshape(-1, 16)[flat],
+            *pair.leaves[1:],
+            0.7,
+            4.0,
+            ids,
+            values,
+            ids >= 0,
+            BETAS[kind],
+            1.3,
+            rest == "bucket",
+            None,
+            1,
+        )[0]
+        / flat.sum()
+    )
     student = losses.Head(*pair.leaves, chunk=5, **options)
     if given:
         student = losses.Logits(F.linear(*pair.leaves), **options)
     ours, _ = losses.distillation_loss(
-        student, top, pair.target, divergence=kind, temperature=1.3, rest=rest,
+        student,
+        top,
+        pair.target,
+        divergence=kind,
+        temperature=1.3,
+        rest=rest,
         **({"beta": 0.3} if kind == "jsd" else {}),
-    )  # fmt: skip
+    )
     both(ours, theirs, pair.leaves)
 
 

@@ -475,9 +475,7 @@ def test_where_a_rounding_turns_a_sign_the_norm_decides(op, status):
     turned[7] = -1
     provider = bench_providers.Provider("known", lambda x: (x * turned).sum())
     right = bench_cases.Truth((turned.sum().double(),), {"x": torch.ones(4096).double()}, "fp64")
-    row = bench_runner._checked(
-        found, provider, {"x": x}, (torch.ones(()),), right, torch.bfloat16
-    )  # fmt: skip
+    row = bench_runner._checked(found, provider, {"x": x}, (torch.ones(()),), right, torch.bfloat16)
     assert row["status"] == status
 
 
@@ -584,9 +582,10 @@ def test_whoever_overwrites_works_on_copies():
 def test_both_channels_of_a_pair_turn_by_one_angle(style):
     """Peers read half of cos and sin: with angles of each channel's own, they were called wrong."""
     sample = next(
-        s for s in samples.of("rope")
+        s
+        for s in samples.of("rope")
         if s.size == "bench" and s.options.get("style", "half") == style
-    )  # fmt: skip
+    )
     tensors = {
         name: dataclasses.replace(t, shape=(*t.shape[:-2], 4, 8))
         for name, t in sample.tensors.items()

@@ -67,9 +67,13 @@ def planted(monkeypatch, tmp_path):
     point = types.SimpleNamespace(name="planted", value="planted")
     monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [point])
     cached = (
-        registry.packages, registry.backends, registry.unavailable, registry.module,
-        resolve._implementation, launch.bounded_by_rows,
-    )  # fmt: skip
+        registry.packages,
+        registry.backends,
+        registry.unavailable,
+        registry.module,
+        resolve._implementation,
+        launch.bounded_by_rows,
+    )
     for function in cached:
         function.cache_clear()
     forget()
@@ -202,8 +206,15 @@ def test_a_run_repeats_itself_with_dropout():
     assert {row.state for row in found.rows} == {"equal"}
     kinds = {row.kind for row in found.rows}
     assert kinds == {
-        "data", "weight", "operator", "module", "output", "gradient", "loss", "parameter gradient",
-    }  # fmt: skip
+        "data",
+        "weight",
+        "operator",
+        "module",
+        "output",
+        "gradient",
+        "loss",
+        "parameter gradient",
+    }
     operators = [(r.name, r.direction) for r in found.rows if r.kind == "operator"]
     assert operators == [("rms_norm", "forward")] * 3 + [("rms_norm", "backward")] * 3
     assert bisect(model, model, x, b={"seed": 1}).first.name == "drop"
@@ -272,10 +283,16 @@ def one(tensor):
 @pytest.mark.parametrize(
     "dtype",
     [
-        torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool, torch.int8,
-        torch.int64, torch.float8_e4m3fn,
+        torch.float32,
+        torch.bfloat16,
+        torch.float64,
+        torch.complex64,
+        torch.bool,
+        torch.int8,
+        torch.int64,
+        torch.float8_e4m3fn,
     ],
-)  # fmt: skip
+)
 def test_the_hash_sees_bits_and_places(dtype):
     x = (torch.arange(24).reshape(4, 6) % 7).to(dtype)
     mixed = x.flatten()[torch.arange(23, -1, -1)].reshape(4, 6)
@@ -459,7 +476,7 @@ def test_json_and_the_picture(planted, tmp_path):
         (Norms(), torch.ones(2), 7, "configuration a must be a mapping such as"),
         (Norms(), torch.ones(2, 16), {"checkpoint": True}, "checkpoint=True needs a Hugging Face"),
     ],
-)  # fmt: skip
+)
 def test_wrong_input_is_named(model, batch, settings, said):
     with pytest.raises(ConfigurationError) as caught:
         bisect(model, None, batch, a=settings)
@@ -486,9 +503,12 @@ def test_settings_of_the_command():
     assert settings("a", "") == {}
     text = "rms_norm=reference, split=1,compile,checkpoint=false,swiglu=npu+triton"
     assert settings("a", text) == {
-        "rms_norm": "reference", "split": 1, "compile": True, "checkpoint": False,
+        "rms_norm": "reference",
+        "split": 1,
+        "compile": True,
+        "checkpoint": False,
         "swiglu": ["npu", "triton"],
-    }  # fmt: skip
+    }
 
 
 def test_the_command_on_a_file(tmp_path, capsys, planted):

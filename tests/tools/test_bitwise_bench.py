@@ -14,9 +14,13 @@ from liger_multi.dispatch.torch_ops import Primitive
 
 CPU = bitwise_operators.Place(torch.device("cpu"), torch.bfloat16, True, 0.02)
 RUN = {
-    "kind": "bitwise", "date": "2026-11-01T00:00:00+00:00", "commit": "abc", "tiny": False,
-    "device": {"name": "NVIDIA H200"}, "versions": {"torch": "2.11.0"},
-}  # fmt: skip
+    "kind": "bitwise",
+    "date": "2026-11-01T00:00:00+00:00",
+    "commit": "abc",
+    "tiny": False,
+    "device": {"name": "NVIDIA H200"},
+    "versions": {"torch": "2.11.0"},
+}
 
 
 @pytest.mark.slow
@@ -98,18 +102,47 @@ def test_tables_have_ratios_of_one_run(tmp_path, monkeypatch):
     rows += [
         row_of("step", "llama", who, ms, tokens_per_second=8.0, repeat=True, rows=who == "rows")
         for who, ms in (("default", 100.0), ("rows", 120.0), ("baseline", 200.0))
-    ]  # fmt: skip
-    rows += [{"part": "step", "name": "llama", "shape": "8x4", "variant": "sgemm-bi",
-              "failure": "not installed"}]  # fmt: skip
-    rows += [{"part": "training", "name": "llama", "shape": "100 steps", "repeat": True,
-              "variant": "deterministic"}]  # fmt: skip
-    rows += [row_of("gemm", "head", who, ms, tflops=5.0, rows=True)
-             for who, ms in (("library", 2.0), ("ours", 3.0))]  # fmt: skip
-    rows += [{"part": "check", "name": "rms_norm", "shape": "8x4", "variant": "rows",
-              "direction": "forward", "backend": "triton", "repeat": True, "rows": False,
-              "promised": ["repeat", "rows"], "broken": ["rows"]}]  # fmt: skip
-    store.add([{**RUN, "rows": rows}, {**RUN, "tiny": True, "rows": rows[:1], "date": store.now()}],
-              tmp_path)  # fmt: skip
+    ]
+    rows += [
+        {
+            "part": "step",
+            "name": "llama",
+            "shape": "8x4",
+            "variant": "sgemm-bi",
+            "failure": "not installed",
+        }
+    ]
+    rows += [
+        {
+            "part": "training",
+            "name": "llama",
+            "shape": "100 steps",
+            "repeat": True,
+            "variant": "deterministic",
+        }
+    ]
+    rows += [
+        row_of("gemm", "head", who, ms, tflops=5.0, rows=True)
+        for who, ms in (("library", 2.0), ("ours", 3.0))
+    ]
+    rows += [
+        {
+            "part": "check",
+            "name": "rms_norm",
+            "shape": "8x4",
+            "variant": "rows",
+            "direction": "forward",
+            "backend": "triton",
+            "repeat": True,
+            "rows": False,
+            "promised": ["repeat", "rows"],
+            "broken": ["rows"],
+        }
+    ]
+    store.add(
+        [{**RUN, "rows": rows}, {**RUN, "tiny": True, "rows": rows[:1], "date": store.now()}],
+        tmp_path,
+    )
     monkeypatch.setattr(store, "RESULTS", tmp_path)
     text = "\n".join(pages.costs())
     assert "| norms | 2 | 1.12 | 1.25 | 1.30 | 1.50 | `1.10` |" in text

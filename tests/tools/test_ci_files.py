@@ -295,8 +295,10 @@ def test_a_release_publishes_what_was_installed_from_a_tag_that_is_the_version()
     assert "secrets." not in text
     jobs = made["jobs"]
     assert [jobs[n].get("needs") for n in ("build", "install", "publish")] == [
-        None, "build", "install",
-    ]  # fmt: skip
+        None,
+        "build",
+        "install",
+    ]
     assert [n for n, job in jobs.items() if "permissions" in job] == ["publish"]
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
     assert jobs["publish"]["environment"] == "pypi"
@@ -318,8 +320,10 @@ def test_a_tag_of_another_version_stops_a_release(tag, code):
             "TAG": tag.format(liger_multi.__version__),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         },
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == code, done.stderr
     assert code == 0 or liger_multi.__version__ in done.stderr
 

@@ -433,12 +433,18 @@ def a_model(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps(
             {
-                "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64,
-                "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096,
+                "model_type": "llama",
+                "architectures": ["LlamaForCausalLM"],
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": 512,
+                "max_position_embeddings": 4096,
             }
         )
-    )  # fmt: skip
+    )
     (tmp_path / "good.yaml").write_text("ops: {rms_norm: reference}\n")
     return tmp_path
 
@@ -505,9 +511,12 @@ def test_no_command_breaks_without_extras(a_model, command):
     names = ("transformers", "accelerate", "peft", "trl", "rich", "matplotlib", "tokenizers")
     code = BLOCKED.format(names=names, argv=filled(command, a_model))
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
         timeout=harness.PATIENCE,
-    )  # fmt: skip
+    )
     assert "Traceback" not in done.stderr
     if command in NEEDED:
         assert done.returncode == 2
@@ -597,9 +606,12 @@ def test_an_ascii_terminal(a_model, command):
 
     asked = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "40", "NO_COLOR": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "liger_multi", *filled(command, a_model)], capture_output=True,
-        check=False, timeout=harness.PATIENCE, env=asked,
-    )  # fmt: skip
+        [sys.executable, "-m", "liger_multi", *filled(command, a_model)],
+        capture_output=True,
+        check=False,
+        timeout=harness.PATIENCE,
+        env=asked,
+    )
     assert done.returncode in (0, 1), done.stderr
     assert b"\x1b" not in done.stdout + done.stderr
 

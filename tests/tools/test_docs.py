@@ -57,8 +57,10 @@ def tracked():
     """Files of the repository; what git ignores is not among them."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     if listed.returncode:
         pytest.skip("a source package has no list of files")
     return {(ROOT / name).resolve() for name in listed.stdout.splitlines()}
@@ -475,8 +477,11 @@ def measured(date, card, rows, kind="longest", **more):
 def test_the_newest_card_has_the_word(monkeypatch):
     """Of one question there is one table: older cards give only what the newest lacks, by name."""
     search = lambda who, n, fails=None: {  # noqa: E731
-        "model": "llama-3.2-1b", "provider": who, "longest": n, "shortest_failed": fails,
-    }  # fmt: skip
+        "model": "llama-3.2-1b",
+        "provider": who,
+        "longest": n,
+        "shortest_failed": fails,
+    }
     old = measured(
         "2026-01-01",
         "NVIDIA H200",
@@ -492,8 +497,13 @@ def test_the_newest_card_has_the_word(monkeypatch):
     )
     row = docs_performance.longest_sequences().splitlines()[-1]
     assert [c.strip() for c in row.split("|")[3:-1]] == [
-        "3", "4", "1 (NVIDIA H200)", "2 (NVIDIA H200)", "7", "6"
-    ]  # fmt: skip
+        "3",
+        "4",
+        "1 (NVIDIA H200)",
+        "2 (NVIDIA H200)",
+        "7",
+        "6",
+    ]
     said = docs_performance.longest_sequences().splitlines()[0]
     assert "NVIDIA H100, 2026-02-02 to 2026-02-03" in said
     assert "NVIDIA H200, 2026-01-01" in said
@@ -502,9 +512,12 @@ def test_the_newest_card_has_the_word(monkeypatch):
 def test_a_row_is_of_one_run(monkeypatch):
     """Variants of an older run do not stand beside ours of a newer one."""
     row = lambda who, speed, spread=1.0: {  # noqa: E731
-        "run": "llama-3.2-1b:4x4096", "variant": who, "tokens_per_second": speed * 1e3,
-        "peak_bytes": 2**30, "spread_percent": spread,
-    }  # fmt: skip
+        "run": "llama-3.2-1b:4x4096",
+        "variant": who,
+        "tokens_per_second": speed * 1e3,
+        "peak_bytes": 2**30,
+        "spread_percent": spread,
+    }
     old = measured(
         "2026-01-01",
         "NVIDIA H200",
@@ -638,9 +651,12 @@ def test_an_example_imports_with_care_what_may_be_missing(name):
 
 @pytest.mark.parametrize(
     ("name", "package"),
-    [*((n, p) for n in EXAMPLES for ps in needs(n).values() for p in sorted(ps)),
-     ("plain_loop", "datasets"), ("plain_loop", "transformers")],
-)  # fmt: skip
+    [
+        *((n, p) for n in EXAMPLES for ps in needs(n).values() for p in sorted(ps)),
+        ("plain_loop", "datasets"),
+        ("plain_loop", "transformers"),
+    ],
+)
 def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
     name, package, monkeypatch
 ):

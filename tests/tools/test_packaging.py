@@ -291,9 +291,13 @@ def test_from_clone_to_a_trainer_by_the_first_page(checkout, fresh, tmp_path):
     block = next(b for b in blocks if "TrainingArguments" in b)
     desk = tmp_path / "desk"
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=16384,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=16384,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(desk / "small")
     tokenizer().save_pretrained(desk / "small")
     (desk / "train.txt").write_text("one two three four\n" * 4)

@@ -118,9 +118,16 @@ def run_on(device, part, failed=0, date="2026-05-01"):
     backends = [part, "reference"] if part != "native" else ["reference"]
     versions = {"torch": "2.13.0", "python": "3.12.1", "triton": "3.9.0"}
     return results.Result(
-        part, backends, facts, versions, "abcdef0", date, counts, 1.0,
+        part,
+        backends,
+        facts,
+        versions,
+        "abcdef0",
+        date,
+        counts,
+        1.0,
         failures=["test_a", "test_b"][:failed],
-    )  # fmt: skip
+    )
 
 
 def row(name, kept, monkeypatch):
@@ -228,9 +235,13 @@ def test_the_newest_row_stays_with_what_it_was_compared_with(tmp_path, order):
         (path,) = store.add([runs[place]], tmp_path)
     assert path.name == "a-card-9000.json"
     assert stored(tmp_path) == {
-        ("c1", "ours"): 1.0, ("c1", "liger"): 2.0, ("c1", "stock"): 3.0,
-        ("c2", "ours"): 4.0, ("c2", "liger"): 5.0, ("c3", "ours"): 6.0,
-    }  # fmt: skip
+        ("c1", "ours"): 1.0,
+        ("c1", "liger"): 2.0,
+        ("c1", "stock"): 3.0,
+        ("c2", "ours"): 4.0,
+        ("c2", "liger"): 5.0,
+        ("c3", "ours"): 6.0,
+    }
     store.add(
         [bench_run("models", 4, timed(ours=7.0, liger=8.0, stock=9.0), limit_gb=None)], tmp_path
     )
@@ -351,8 +362,9 @@ def test_a_suite_keeps_the_newest_result_of_a_part_and_the_green_one_before_a_re
     assert len(path.read_text().splitlines()) == 5, "a line a result"
     results.keep("card", [suite("cuda", 5)], tmp_path)
     assert {(one.part, one.date[-1]) for one in results.kept(tmp_path)} == {
-        ("native", "4"), ("cuda", "5"),
-    }  # fmt: skip
+        ("native", "4"),
+        ("cuda", "5"),
+    }
 
 
 def test_committed_suites_have_nothing_old(tmp_path):

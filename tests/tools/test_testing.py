@@ -235,16 +235,14 @@ def test_the_suite_runs_on_an_installed_backend(toy):
 
 
 PLANTED = {
-    "a wrong gradient": (
-        "upstream - (wide * upstream)", "upstream - 0.99 * (wide * upstream)"
-    ),
+    "a wrong gradient": ("upstream - (wide * upstream)", "upstream - 0.99 * (wide * upstream)"),
     "a wrong result": ("wide.amax(-1, keepdim=True)).exp()", "wide.amax()).exp() + 1e-3"),
     "an input that is written to": ("wide = x.to(", "x.mul_(2)\n    wide = x.to("),
     "memory that is not filled": (
         "return dx.to(dy.dtype).contiguous()",
         "out = torch.empty_like(dy)\n    out[..., 1:] = dx[..., 1:].to(dy.dtype)\n    return out",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -390,8 +388,10 @@ def extended(tmp_path):
 def test_an_operator_is_three_files_and_one_line():
     files, line = told()
     assert [name.rpartition("/")[0] for name in files] == [
-        "liger_multi/ops", "reference/activations", "backends/triton/activations",
-    ]  # fmt: skip
+        "liger_multi/ops",
+        "reference/activations",
+        "backends/triton/activations",
+    ]
     assert line.count("\n") == 1
 
 
@@ -404,10 +404,26 @@ def test_the_suite_runs_the_operator_of_the_guide(extended, backend):
     files = ["tests/ops/test_ops.py"] + ["tests/ops/test_contracts.py"] * (backend == "reference")
     kernels = {"TRITON_INTERPRET": "1"} if backend == "triton" else {}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow",
-         "-k", "tanh_glu", "--backend", backend, *files],
-        cwd=extended, env={**os.environ, **kernels, "PYTHONPATH": str(extended)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow",
+            "-k",
+            "tanh_glu",
+            "--backend",
+            backend,
+            *files,
+        ],
+        cwd=extended,
+        env={**os.environ, **kernels, "PYTHONPATH": str(extended)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 14, done.stdout[-500:]

@@ -89,8 +89,15 @@ def test_the_page_has_every_line_that_is_printed(name):
 def test_the_page_joins_both_directions_and_names_the_longest_kernels():
     (cells,) = pages.rows(pages.TABLES["operators"], LINES["operators"])
     assert cells == [
-        "jsd", "logits-8x9", "3", "67.0", "3.0", "1.0", "1", "at::reduce 51.0; _jsd_kernel 8.0"
-    ]  # fmt: skip
+        "jsd",
+        "logits-8x9",
+        "3",
+        "67.0",
+        "3.0",
+        "1.0",
+        "1",
+        "at::reduce 51.0; _jsd_kernel 8.0",
+    ]
     lines = [
         x.replace("at::reduce 51.0", "void at::reduce<int, 4>(a, b) 51.0")
         for x in LINES["operators"]

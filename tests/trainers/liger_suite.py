@@ -103,9 +103,12 @@ def surface_of(source):
     code = f"import json, {__name__} as m; print(json.dumps(m.surface()))"
     path = os.pathsep.join([str(source), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True,
+        [sys.executable, "-W", "ignore", "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
         env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 

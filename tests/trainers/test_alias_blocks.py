@@ -29,8 +29,11 @@ def same(found, wanted, *inputs):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-MLPS = {"LigerMLP": (1.0, 1.0), "LigerFalconH1MLP": (2.0, 3.0),
-        "LigerSwiGLUMLPForMuseGlimmer": (1.0, 1.0)}  # fmt: skip
+MLPS = {
+    "LigerMLP": (1.0, 1.0),
+    "LigerFalconH1MLP": (2.0, 3.0),
+    "LigerSwiGLUMLPForMuseGlimmer": (1.0, 1.0),
+}
 
 
 @pytest.mark.parametrize("name", MLPS)
@@ -40,8 +43,10 @@ def test_mlps(name):
     x = torch.randn(2, 3, 8, requires_grad=True)
     wanted = made.down_proj(F.silu(made.gate_proj(x) * gate) * made.up_proj(x) * down)
     assert [n for n, _ in made.named_parameters()] == [
-        "gate_proj.weight", "up_proj.weight", "down_proj.weight",
-    ]  # fmt: skip
+        "gate_proj.weight",
+        "up_proj.weight",
+        "down_proj.weight",
+    ]
     same(made(x), wanted, x, *made.parameters())
 
 
@@ -195,8 +200,13 @@ def test_gpt_oss_and_llama4_rope():
     q, k = torch.randn(1, 2, 5, 8, requires_grad=True), torch.randn(1, 1, 5, 8)
     cos, sin = torch.randn(1, 5, 4), torch.randn(1, 5, 4)
     first, second = q.chunk(2, -1)
-    wanted = torch.cat((first * cos[:, None] - second * sin[:, None],
-                        second * cos[:, None] + first * sin[:, None]), -1)  # fmt: skip
+    wanted = torch.cat(
+        (
+            first * cos[:, None] - second * sin[:, None],
+            second * cos[:, None] + first * sin[:, None],
+        ),
+        -1,
+    )
     same(functional.liger_rotary_pos_emb_gpt_oss(q, k, cos, sin)[0], wanted, q)
     angles = torch.polar(torch.ones(5, 4), torch.randn(5, 4))
     x = torch.randn(1, 5, 2, 8, requires_grad=True)

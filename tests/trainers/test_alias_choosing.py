@@ -88,11 +88,15 @@ def test_impl_argument_scope(monkeypatch):
     [
         ({}, None, "cutedsl", "nvidia-cutedsl"),
         ({"LIGER_KERNEL_IMPL": "cutile"}, None, "cutedsl", "nvidia-cutile"),
-        ({"LIGER_KERNEL_IMPL": "cutile", "LIGER_KERNEL_IMPL_SOFTMAX": "cutedsl"}, None, None,
-         "nvidia-cutedsl"),
+        (
+            {"LIGER_KERNEL_IMPL": "cutile", "LIGER_KERNEL_IMPL_SOFTMAX": "cutedsl"},
+            None,
+            None,
+            "nvidia-cutedsl",
+        ),
         ({"LIGER_KERNEL_IMPL_SOFTMAX": "cutedsl"}, "cutile", None, "nvidia-cutile"),
     ],
-)  # fmt: skip
+)
 def test_absent_impl_precedence_and_fallback(monkeypatch, variable, argument, chosen, expected):
     for name, value in variable.items():
         monkeypatch.setenv(name, value)
@@ -224,10 +228,17 @@ def test_helpers(capsys):
 
 @pytest.mark.parametrize(
     ("arch", "name"),
-    [("sm75", "volta_turing"), ("sm89", "ampere_ada"), ("sm90", "hopper"), ("sm100", "blackwell"),
-     ("sm103", "blackwell_ultra"), ("sm120", "blackwell_consumer"), ("sm61", "sm_61"),
-     ("gfx942", "gfx942")],
-)  # fmt: skip
+    [
+        ("sm75", "volta_turing"),
+        ("sm89", "ampere_ada"),
+        ("sm90", "hopper"),
+        ("sm100", "blackwell"),
+        ("sm103", "blackwell_ultra"),
+        ("sm120", "blackwell_consumer"),
+        ("sm61", "sm_61"),
+        ("gfx942", "gfx942"),
+    ],
+)
 def test_infer_device_arch(monkeypatch, arch, name):
     monkeypatch.setattr(helpers, "infer_device", lambda: "cuda")
     monkeypatch.setattr(helpers, "device_info", lambda _: SimpleNamespace(arch=arch))

@@ -22,11 +22,14 @@ def given():
     logits = draw(3, 6, 20)
     own = (logits[:, :-1] / T).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     return {
-        "logits": logits.requires_grad_(), "old_logp": own.detach() + 0.4 * draw(3, 5),
-        "ref_logp": own.detach() + 0.4 * draw(3, 5), "completion_ids": ids,
+        "logits": logits.requires_grad_(),
+        "old_logp": own.detach() + 0.4 * draw(3, 5),
+        "ref_logp": own.detach() + 0.4 * draw(3, 5),
+        "completion_ids": ids,
         "advantages": torch.tensor([1.0, -0.5, 0.3], dtype=torch.float64),
-        "completion_mask": mask, "temperature": T,
-    }  # fmt: skip
+        "completion_mask": mask,
+        "temperature": T,
+    }
 
 
 def options(kind):
@@ -68,12 +71,17 @@ def test_grpo_batch_loss_matches_policy_loss(given, kind, beta):
     named = {"epsilon_high": o["eps_high"], "max_length": o.get("max_completion_length")}
     reads = losses.policy.POLICY[kind].reads
     wanted, beside = losses.policy_loss(
-        losses.Logits(given["logits"][:, :-1] / T), given["completion_ids"],
-        given["advantages"], old=given["old_logp"],
-        reference=given["ref_logp"] if beta else None, token_mask=given["completion_mask"],
-        loss_type=kind, beta=beta, level=None if kind == "vespo" else "token",
+        losses.Logits(given["logits"][:, :-1] / T),
+        given["completion_ids"],
+        given["advantages"],
+        old=given["old_logp"],
+        reference=given["ref_logp"] if beta else None,
+        token_mask=given["completion_mask"],
+        loss_type=kind,
+        beta=beta,
+        level=None if kind == "vespo" else "token",
         **{k: v for k, v in named.items() if k in reads},
-    )  # fmt: skip
+    )
     torch.testing.assert_close(loss, wanted, check_dtype=False, rtol=1e-5, atol=1e-6)
     assert len(metrics) == (2 if beta else 1)
     if beta:
@@ -111,9 +119,14 @@ def test_grpo_empty_completions(given):
 
 def test_grpo_argument_errors(given):
     positional = [
-        given["logits"], given["old_logp"], None, given["completion_ids"], given["advantages"],
-        given["completion_mask"], T,
-    ]  # fmt: skip
+        given["logits"],
+        given["old_logp"],
+        None,
+        given["completion_ids"],
+        given["advantages"],
+        given["completion_mask"],
+        T,
+    ]
     with pytest.raises(AssertionError, match="must be provided"):
         GrpoLossFunction.apply(*positional, 0.1, 0.2, 0.2, False)
     with pytest.raises(ValueError, match="Unknown loss_type: nothing"):

@@ -17,9 +17,14 @@ from liger_multi.patching.swap import Patched
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 IDS = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(1))
 LABELS = IDS.clone()
 LABELS[0, :3] = LABELS[1, 7] = -100
@@ -78,9 +83,12 @@ def formula(logits, target, **o):
     z = z if cap is None else cap * torch.tanh(z / cap)
     weight = o.get("ce_weight")
     each = F.cross_entropy(
-        z, t, weight=None if weight is None else weight.double(), reduction="none",
+        z,
+        t,
+        weight=None if weight is None else weight.double(),
+        reduction="none",
         label_smoothing=o.get("label_smoothing", 0.0),
-    )  # fmt: skip
+    )
     kept = t != -100
     of_target = kept.double() if weight is None else weight.double()[t * kept] * kept
     scale = 1.0
@@ -171,8 +179,10 @@ def test_moe_output_class_and_aux_loss():
 def test_shift_labels_without_labels(training):
     model, stock = patched().train(training), build().train(training)
     right = stock(IDS, labels=LABELS).loss
-    for given in ({"shift_labels": shifted(LABELS)},
-                  {"shift_labels": shifted(LABELS), "labels": LABELS}):  # fmt: skip
+    for given in (
+        {"shift_labels": shifted(LABELS)},
+        {"shift_labels": shifted(LABELS), "labels": LABELS},
+    ):
         torch.testing.assert_close(model(IDS, **given).loss, right)
         asked = model(IDS, label_smoothing=0.1, skip_logits=True, **given).loss
         wanted = formula(stock(IDS).logits, shifted(LABELS), label_smoothing=0.1)
@@ -240,8 +250,11 @@ def test_patched_model_copies_and_unpatches():
     saved = io.BytesIO()
     torch.save(model, saved)
     saved.seek(0)
-    copies = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)),
-              torch.load(saved, weights_only=False))  # fmt: skip
+    copies = (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(saved, weights_only=False),
+    )
     for other in copies:
         assert torch.equal(other(IDS, labels=LABELS, label_smoothing=0.1).loss, right)
     assert inspect.signature(model.forward) == inspect.signature(build().forward)

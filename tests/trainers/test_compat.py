@@ -90,8 +90,14 @@ def test_apply_signatures_show_flags(installed):
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     flags = inspect.signature(apply_liger_kernel_to_llama).parameters
-    assert [*flags] == ["rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm",
-                        "swiglu", "model"]  # fmt: skip
+    assert [*flags] == [
+        "rope",
+        "cross_entropy",
+        "fused_linear_cross_entropy",
+        "rms_norm",
+        "swiglu",
+        "model",
+    ]
     assert flags["fused_linear_cross_entropy"].default is True
     assert flags["cross_entropy"].default is False
     assert "geglu" in inspect.signature(apply_liger_kernel_to_gemma2).parameters
@@ -347,9 +353,14 @@ TOKEN_SCALED = {
     "weights": {"ce_weight": torch.tensor([0.5, 2.0, 1.0, 3.0, 0.1])},
     "smoothed": {"label_smoothing": 0.2},
     "squares": {"lse_square_scale": 0.1},
-    "all": {"ce_weight": torch.tensor([0.5, 2.0, 1.0, 3.0, 0.1]), "label_smoothing": 0.2,
-            "lse_square_scale": 0.1, "return_z_loss": True, "return_predicted_tokens": True},
-}  # fmt: skip
+    "all": {
+        "ce_weight": torch.tensor([0.5, 2.0, 1.0, 3.0, 0.1]),
+        "label_smoothing": 0.2,
+        "lse_square_scale": 0.1,
+        "return_z_loss": True,
+        "return_predicted_tokens": True,
+    },
+}
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -397,9 +408,11 @@ def test_causal_lm_loss_matches_transformers(draw, count):
 
 
 NORMS = {
-    "LigerRMSNorm": "LlamaRMSNorm", "LigerRMSNormForGemma": "GemmaRMSNorm",
-    "LigerRMSNormForGemma2": "Gemma2RMSNorm", "LigerRMSNormForGemma3": "Gemma3RMSNorm",
-}  # fmt: skip
+    "LigerRMSNorm": "LlamaRMSNorm",
+    "LigerRMSNormForGemma": "GemmaRMSNorm",
+    "LigerRMSNormForGemma2": "Gemma2RMSNorm",
+    "LigerRMSNormForGemma3": "Gemma3RMSNorm",
+}
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -430,10 +443,13 @@ def test_casting_modes(draw):
 
 
 MLPS = {
-    "LigerSwiGLUMLP": "llama.Llama", "LigerPhi3SwiGLUMLP": "phi3.Phi3",
-    "LigerGEGLUMLP": "gemma2.Gemma2", "LigerQwen3MoeSwiGLUMLP": "qwen3_moe.Qwen3Moe",
-    "LigerTiledSwiGLUMLP": "llama.Llama", "LigerTiledGEGLUMLP": "gemma2.Gemma2",
-}  # fmt: skip
+    "LigerSwiGLUMLP": "llama.Llama",
+    "LigerPhi3SwiGLUMLP": "phi3.Phi3",
+    "LigerGEGLUMLP": "gemma2.Gemma2",
+    "LigerQwen3MoeSwiGLUMLP": "qwen3_moe.Qwen3Moe",
+    "LigerTiledSwiGLUMLP": "llama.Llama",
+    "LigerTiledGEGLUMLP": "gemma2.Gemma2",
+}
 
 
 @pytest.mark.parametrize("name", MLPS)
@@ -468,12 +484,18 @@ def test_rope_odd_head_dim(width):
         turned = run(q, k, cos, sin)
         up = [torch.randn_like(x) for x in leaves]
         right = [
-            torch.cat((
-                x[..., :pairs] * cos[..., :pairs] - x[..., pairs : 2 * pairs] * sin[..., :pairs],
-                x[..., pairs : 2 * pairs] * cos[..., :pairs] + x[..., :pairs] * sin[..., :pairs],
-                x[..., 2 * pairs :],
-            ), -1) for x in leaves
-        ]  # fmt: skip
+            torch.cat(
+                (
+                    x[..., :pairs] * cos[..., :pairs]
+                    - x[..., pairs : 2 * pairs] * sin[..., :pairs],
+                    x[..., pairs : 2 * pairs] * cos[..., :pairs]
+                    + x[..., :pairs] * sin[..., :pairs],
+                    x[..., 2 * pairs :],
+                ),
+                -1,
+            )
+            for x in leaves
+        ]
         torch.testing.assert_close(list(turned[:2]), right)
         torch.testing.assert_close(
             torch.autograd.grad(turned[:2], leaves, up), torch.autograd.grad(right, leaves, up)
@@ -491,8 +513,10 @@ def test_modulated_norm_bf16_gradient(shape, offset, casting, weight):
     x, up = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
     ours, theirs = (
         (torch.randn(shape[-1], generator=torch.Generator().manual_seed(1)) * 0.1)
-        .bfloat16().requires_grad_() for _ in range(2)
-    )  # fmt: skip
+        .bfloat16()
+        .requires_grad_()
+        for _ in range(2)
+    )
     w = torch.randn(shape[-1]).bfloat16() if weight else None
     f.liger_modulated_rms_norm(x, w, ours, None, 1e-6, offset, casting).backward(up)
     n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -621,9 +645,15 @@ def test_kto(pairs):
 
     b, liked = pairs, torch.tensor([True, False, False, True])
     got, aux = LigerFusedLinearKTOLoss(beta=0.3, use_ref_model=True)(
-        b.hidden, b.weight, b.target, b.bias, liked, b.ref_hidden, b.ref_weight,
+        b.hidden,
+        b.weight,
+        b.target,
+        b.bias,
+        liked,
+        b.ref_hidden,
+        b.ref_weight,
         kl=torch.tensor(0.2),
-    )  # fmt: skip
+    )
     ratio = (b.own - b.ref).sum(-1)
     sign = torch.where(liked, 1.0, -1.0)
     b.same(got, (1 - torch.sigmoid(0.3 * sign * (ratio - 0.2))).mean())
@@ -642,9 +672,15 @@ def test_grpo(pairs, kind, beta):
         beta=beta, loss_type=kind, temperature=0.9, max_completion_length=7, epsilon_high=0.3
     )
     got, metrics = loss(
-        b.hidden, b.weight, b.target.clamp(min=0), b.mask.long(), advantages, b.bias,
-        old_per_token_logps=old, ref_per_token_logps=b.ref if beta else None,
-    )  # fmt: skip
+        b.hidden,
+        b.weight,
+        b.target.clamp(min=0),
+        b.mask.long(),
+        advantages,
+        b.bias,
+        old_per_token_logps=old,
+        ref_per_token_logps=b.ref if beta else None,
+    )
     own = b.each(b.logits, 0.9)
     ratio, a = (own - old).exp(), advantages.unsqueeze(1)
     each = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.3) * a)
@@ -652,9 +688,11 @@ def test_grpo(pairs, kind, beta):
     each = (each + beta * (gap.exp() - gap - 1)) * b.mask
     count = b.mask.sum(-1)
     wanted = {
-        "grpo": (each.sum(-1) / count).mean(), "bnpo": each.sum() / count.sum(),
-        "dapo": each.sum() / count.sum(), "dr_grpo": each.sum() / (4 * 7),
-    }[kind]  # fmt: skip
+        "grpo": (each.sum(-1) / count).mean(),
+        "bnpo": each.sum() / count.sum(),
+        "dapo": each.sum() / count.sum(),
+        "dr_grpo": each.sum() / (4 * 7),
+    }[kind]
     b.same(got, wanted)
     clipped = ((ratio < 0.8) & (a < 0)) | ((ratio > 1.3) & (a > 0))
     torch.testing.assert_close(metrics[-1], (clipped & b.mask).sum() / count.sum())
@@ -794,9 +832,17 @@ def test_token_losses_reject_sequence_level(pairs, loss_type):
     words = "Sequence-level importance sampling is not supported|requires importance_sampling_leve"
     with pytest.raises(ValueError, match=words):
         triton_grpo_loss(
-            torch.randn(4, 6, 11), b.own.detach(), None, ids, advantages, mask, beta=0.0,
-            importance_sampling_level="sequence", loss_type=loss_type, reduce=True,
-        )  # fmt: skip
+            torch.randn(4, 6, 11),
+            b.own.detach(),
+            None,
+            ids,
+            advantages,
+            mask,
+            beta=0.0,
+            importance_sampling_level="sequence",
+            loss_type=loss_type,
+            reduce=True,
+        )
     loss = LigerFusedLinearGRPOLoss(
         beta=0.0, loss_type=loss_type, use_ref_model=False, importance_sampling_level="sequence"
     )
@@ -842,9 +888,14 @@ def policy_of(b, given=(), **options):
 
     call = dict(given)
     return LigerFusedLinearGRPOLoss(**options)(
-        b.hidden, b.weight, b.target.clamp(min=0), b.mask.long(),
-        torch.tensor([1.0, -0.5, 0.3, -1.0]), b.bias, **call,
-    )  # fmt: skip
+        b.hidden,
+        b.weight,
+        b.target.clamp(min=0),
+        b.mask.long(),
+        torch.tensor([1.0, -0.5, 0.3, -1.0]),
+        b.bias,
+        **call,
+    )
 
 
 @pytest.mark.parametrize("given", [{}, {"ref_per_token_logps": 3.0}])
@@ -902,9 +953,17 @@ def test_custom_preference_loss(pairs):
         @classmethod
         def forward(cls, ctx, x, w, t, bias):
             return super().forward(
-                cls=cls, ctx=ctx, _input=x, weight=w, target=t, bias=bias, beta=0.3, gamma=0.2,
-                alpha=0.5, average_log_prob=False,
-            )  # fmt: skip
+                cls=cls,
+                ctx=ctx,
+                _input=x,
+                weight=w,
+                target=t,
+                bias=bias,
+                beta=0.3,
+                gamma=0.2,
+                alpha=0.5,
+                average_log_prob=False,
+            )
 
         @staticmethod
         def backward(ctx, *grad_output):
@@ -935,9 +994,16 @@ def test_custom_distillation_loss_bounds_memory():
         @classmethod
         def forward(cls, ctx, x, w, tx, tw, t):
             return super().forward(
-                cls=cls, ctx=ctx, student_input=x, student_weight=w, teacher_input=tx,
-                teacher_weight=tw, target=t, temperature=2.0, return_soft_hard_loss=True,
-            )  # fmt: skip
+                cls=cls,
+                ctx=ctx,
+                student_input=x,
+                student_weight=w,
+                teacher_input=tx,
+                teacher_weight=tw,
+                target=t,
+                temperature=2.0,
+                return_soft_hard_loss=True,
+            )
 
         @staticmethod
         def backward(ctx, *grad_output):

@@ -198,9 +198,12 @@ def in_one_unit(run, wrap):
 
     for freed in (True, False):
         stock, ours = run.pair()
-        wrap(ours, lambda model, freed=freed: fully_shard(
-            [model.model.norm, model.lm_head], mesh=run.mesh(), reshard_after_forward=freed
-        ))  # fmt: skip
+        wrap(
+            ours,
+            lambda model, freed=freed: fully_shard(
+                [model.model.norm, model.lm_head], mesh=run.mesh(), reshard_after_forward=freed
+            ),
+        )
         right = run.right(stock)
         for _ in range(2):
             ours.zero_grad()
@@ -383,9 +386,10 @@ def changes(run, order="patch shard", options={}, **eight):  # noqa: B006
 def coded_parts(ours):
     """This rank's parts of the weights of linear layers."""
     return {
-        n: p._local_tensor for n, p in ours.named_parameters()
+        n: p._local_tensor
+        for n, p in ours.named_parameters()
         if "proj" in n and "lora" not in n and n.endswith("weight")
-    }  # fmt: skip
+    }
 
 
 def same_bits(run, stock, change, steps=2, autocast=False, frozen=False):
@@ -394,9 +398,8 @@ def same_bits(run, stock, change, steps=2, autocast=False, frozen=False):
     patch(one, linear_float8={**EIGHT, "frozen": frozen})
     change(ours)
     sgd = [
-        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
-        for m in (one, ours)
-    ]  # fmt: skip
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (one, ours)
+    ]
     call, coded = Primitive.call, []
 
     def seen(prim, *args):
@@ -413,9 +416,10 @@ def same_bits(run, stock, change, steps=2, autocast=False, frozen=False):
         found = []
         for model in (one, ours):
             coded.clear()
-            with mock.patch.object(Primitive, "call", seen), torch.autocast(
-                run.device.type, torch.bfloat16, enabled=autocast
-            ):  # fmt: skip
+            with (
+                mock.patch.object(Primitive, "call", seen),
+                torch.autocast(run.device.type, torch.bfloat16, enabled=autocast),
+            ):
                 loss = model(**run.batch()).loss
                 loss.backward()
             found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
@@ -1086,9 +1090,13 @@ class Ranks:
     def __init__(self, folder, kind, names):
         # what launchers say of a rank, for DeepSpeed
         environment = {
-            "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2",
-            "DS_ACCELERATOR": kind, "RANK": "RANK", "LOCAL_RANK": "RANK",
-        }  # fmt: skip
+            "OMP_NUM_THREADS": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "WORLD_SIZE": "2",
+            "DS_ACCELERATOR": kind,
+            "RANK": "RANK",
+            "LOCAL_RANK": "RANK",
+        }
         files = [folder / f"{rank}.json" for rank in range(2)]
         every = [
             [str(rank), str(folder / "meet"), kind, str(file), *names]

@@ -98,9 +98,11 @@ def test_activations(monkeypatch, name):
     wanted, got = stock(x), ours(x)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
-        torch.autograd.grad(got.sum(), x)[0], torch.autograd.grad(wanted.sum(), x)[0],
-        rtol=1e-4, atol=1e-5,
-    )  # fmt: skip
+        torch.autograd.grad(got.sum(), x)[0],
+        torch.autograd.grad(wanted.sum(), x)[0],
+        rtol=1e-4,
+        atol=1e-5,
+    )
 
 
 def _rows(*shape):
@@ -112,21 +114,26 @@ _B = (_rows(2, 20, 1, 8), _rows(2, 20, 1, 8) + 1)
 FUNCTIONS = {
     "causal_conv1d_fn": ("qwen3_next", (_rows(2, 5, 9), _rows(5, 4)), {"activation": "silu"}),
     "chunk_gated_delta_rule": (
-        "qwen3_next", (*_HEADS, -_rows(2, 70, 2).abs(), _rows(2, 70, 2).sigmoid()),
+        "qwen3_next",
+        (*_HEADS, -_rows(2, 70, 2).abs(), _rows(2, 70, 2).sigmoid()),
         {"use_qk_l2norm_in_kernel": True},
     ),
     "chunk_kda": (
-        "kimi_linear", (*_HEADS, -_rows(2, 70, 2, 8).abs(), _rows(2, 70, 2).sigmoid()),
+        "kimi_linear",
+        (*_HEADS, -_rows(2, 70, 2, 8).abs(), _rows(2, 70, 2).sigmoid()),
         {"use_qk_l2norm_in_kernel": True},
     ),
     "mamba_chunk_scan_combined": (
-        "mamba2", (_rows(2, 20, 4, 6), _rows(2, 20, 4), -_rows(4).abs(), *_B), {"chunk_size": 16},
+        "mamba2",
+        (_rows(2, 20, 4, 6), _rows(2, 20, 4), -_rows(4).abs(), *_B),
+        {"chunk_size": 16},
     ),
     "selective_scan_fn": (
-        "mamba", (_rows(2, 6, 11), _rows(2, 6, 11), -_rows(6, 4).abs(), *_rows(2, 2, 4, 11)),
+        "mamba",
+        (_rows(2, 6, 11), _rows(2, 6, 11), -_rows(6, 4).abs(), *_rows(2, 2, 4, 11)),
         {"delta_softplus": True},
     ),
-}  # fmt: skip
+}
 
 
 def mixing(name):

@@ -50,13 +50,18 @@ def counts(model):
     [
         ({}, set()),
         (
-            {"rope": True, "swiglu": True, "cross_entropy": True,
-             "fused_linear_cross_entropy": False, "rms_norm": False},
+            {
+                "rope": True,
+                "swiglu": True,
+                "cross_entropy": True,
+                "fused_linear_cross_entropy": False,
+                "rms_norm": False,
+            },
             {"rms_norm", "fused_linear_cross_entropy"},
         ),
         ({"fused_linear_cross_entropy": True, "cross_entropy": False}, set()),
     ],
-)  # fmt: skip
+)
 def test_apply_before_from_pretrained(saved, flags, off):
     import transformers
     from liger_kernel.transformers import apply_liger_kernel_to_llama
@@ -218,14 +223,25 @@ def test_liger_orpo_trainer(tmp_path, monkeypatch):
     losses = {}
     for trainer_class in (orpo.ORPOTrainer, LigerORPOTrainer):
         args = orpo.ORPOConfig(
-            output_dir=str(tmp_path), beta=0.1, max_length=32, per_device_train_batch_size=2,
-            max_steps=3, save_strategy="no", report_to="none", use_cpu=True, bf16=False,
-            learning_rate=1e-2, logging_steps=1, seed=3,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            beta=0.1,
+            max_length=32,
+            per_device_train_batch_size=2,
+            max_steps=3,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            learning_rate=1e-2,
+            logging_steps=1,
+            seed=3,
+        )
         trainer = trainer_class(
-            model=setting.model(0), args=args, processing_class=setting.tokenizer(),
+            model=setting.model(0),
+            args=args,
+            processing_class=setting.tokenizer(),
             train_dataset=data,
-        )  # fmt: skip
+        )
         trainer.train()
         losses[trainer_class] = [r["loss"] for r in trainer.state.log_history if "loss" in r]
     stock, ours = losses.values()

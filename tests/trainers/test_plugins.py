@@ -45,8 +45,11 @@ def ops_of(model):
 
 @pytest.fixture
 def axolotl(imported):
-    return imported("axolotl", axolotl__integrations__base={"BasePlugin": object},
-                    pydantic={"BaseModel": object})  # fmt: skip
+    return imported(
+        "axolotl",
+        axolotl__integrations__base={"BasePlugin": object},
+        pydantic={"BaseModel": object},
+    )
 
 
 def test_axolotl_patches_by_its_key(axolotl):
@@ -165,9 +168,11 @@ def torchtitan(imported):
         torchtitan__models__common={"RMSNorm": configured(nn.RMSNorm)},
         torchtitan__models__common__feed_forward={"FeedForward": configured(nn.Module)},
         torchtitan__models__common__rope={
-            "RoPE": rotary, "ComplexRoPE": configured(rotary), "CosSinRoPE": configured(rotary),
+            "RoPE": rotary,
+            "ComplexRoPE": configured(rotary),
+            "CosSinRoPE": configured(rotary),
         },
-    )  # fmt: skip
+    )
 
 
 def test_torchtitan_norms_and_mlps_compute_the_same(torchtitan):
@@ -205,9 +210,10 @@ def test_torchtitan_loss_is_that_of_the_head_within_its_hooks(torchtitan):
     hidden, labels = torch.randn(2, 5, 4, requires_grad=True), torch.randint(7, (2, 5))
     labels[0, 1] = -100
     wanted = nn.functional.cross_entropy(
-        nn.functional.linear(hidden, head.weight, head.bias).flatten(0, 1), labels.flatten(),
+        nn.functional.linear(hidden, head.weight, head.bias).flatten(0, 1),
+        labels.flatten(),
         reduction="sum",
-    )  # fmt: skip
+    )
     found, metrics = loss(hidden, labels)
     assert (metrics, seen) == ({}, ["called"])
     torch.testing.assert_close(found, wanted)

@@ -65,8 +65,14 @@ def test_switch_is_on_in_second_run_only(tmp_path, monkeypatch):
     calls.parent.mkdir(parents=True)
     calls.write_text('{"rope": 3}')
     kept = driver.compared(made, "a", run)
-    assert kept == {"steps": 2, "logged": ["grad_norm", "loss"], "first": 2.0, "last": 1.0,
-                    "difference": 0.0, "calls": {"rope": 3}}  # fmt: skip
+    assert kept == {
+        "steps": 2,
+        "logged": ["grad_norm", "loss"],
+        "first": 2.0,
+        "last": 1.0,
+        "difference": 0.0,
+        "calls": {"rope": 3},
+    }
     _, stock, ours = started
     assert stock[:4] == ["tests.trainers.runs.launch", "-", "some.module", "train"]
     assert ours[:4] == ["tests.trainers.runs.launch", str(calls), "some.module", "train"]
@@ -145,10 +151,13 @@ def test_dialogues_are_deterministic():
 
 
 def test_trainer_table_page(tmp_path, monkeypatch):
-    kept = {"versions": {"trl": "1.2", "torch": "3.4"},
-            "runs": {"SFT": {"date": "2026-01-01", "difference": 3e-7, "calls": {"rope": 8}},
-                     "DPO": {"date": "2026-01-02", "difference": 5e-6,
-                             "calls": {"rms_norm": 1, "rope": 8}}}}  # fmt: skip
+    kept = {
+        "versions": {"trl": "1.2", "torch": "3.4"},
+        "runs": {
+            "SFT": {"date": "2026-01-01", "difference": 3e-7, "calls": {"rope": 8}},
+            "DPO": {"date": "2026-01-02", "difference": 5e-6, "calls": {"rms_norm": 1, "rope": 8}},
+        },
+    }
     file = tmp_path / "trainers.json"
     file.write_text(json.dumps({"trl": kept}))
     row = Trainer(install=(), switch={}, runs={}, not_run={"GRPO": "no engine"})

@@ -86,8 +86,9 @@ def test_a_model_of_model_init_is_patched_too(tmp_path, fused):
 
     stock = curve(trainer(None, tmp_path, model_init=model_init, max_steps=2))
     assert fused.count == 0
-    got = curve(trainer(None, tmp_path, model_init=model_init, callbacks=[TrainerCallback()],
-                        max_steps=2))  # fmt: skip
+    got = curve(
+        trainer(None, tmp_path, model_init=model_init, callbacks=[TrainerCallback()], max_steps=2)
+    )
     assert got == pytest.approx(stock, rel=1e-5)
     assert fused.count == 2
     assert patched_modules(made[-1])

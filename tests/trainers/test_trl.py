@@ -58,9 +58,13 @@ def run(kind, place, tmp_path, callbacks=(), **more):
     config = getattr(trl, f"{kind}Config")(**arguments(tmp_path, max_steps=2, **options, **more))
     torch.manual_seed(5)
     made = getattr(trl, f"{kind}Trainer")(
-        model, args=config, train_dataset=rows(data), processing_class=tokenizer(),
-        callbacks=list(callbacks), **beside,
-    )  # fmt: skip
+        model,
+        args=config,
+        train_dataset=rows(data),
+        processing_class=tokenizer(),
+        callbacks=list(callbacks),
+        **beside,
+    )
     made.train()
     found = [row["loss"] for row in made.state.log_history if "loss" in row]
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -129,8 +133,12 @@ def test_use_liger_kernel(kind, stock, saved, tmp_path, monkeypatch):
 def saved_padded(tmp_path_factory):
     """A tiny model on disk, from which trainers load references."""
     words, place = tokenizer(), tmp_path_factory.mktemp("model")
-    made = build("llama", vocab_size=len(words), pad_token_id=words.pad_token_id,
-                 eos_token_id=words.eos_token_id)  # fmt: skip
+    made = build(
+        "llama",
+        vocab_size=len(words),
+        pad_token_id=words.pad_token_id,
+        eos_token_id=words.eos_token_id,
+    )
     made.save_pretrained(place)
     return place
 
@@ -209,9 +217,10 @@ def test_sft(tmp_path, saved_padded, way):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             hidden = states(model, inputs["input_ids"], inputs["attention_mask"])
             return losses.sequence_loss(
-                losses.Head(hidden, model.lm_head), inputs["labels"][:, 1:],
+                losses.Head(hidden, model.lm_head),
+                inputs["labels"][:, 1:],
                 num_items=num_items_in_batch,
-            )[0]  # fmt: skip
+            )[0]
 
     def function(outputs, labels, num_items_in_batch=None):
         return losses.sequence_loss(
@@ -225,10 +234,13 @@ def test_sft(tmp_path, saved_padded, way):
         config = SFTConfig(**arguments(tmp_path, gradient_accumulation_steps=2), max_length=32)
         return curve(
             trainer(
-                own, config, train_dataset=rows("completion", 16), processing_class=tokenizer(),
+                own,
+                config,
+                train_dataset=rows("completion", 16),
+                processing_class=tokenizer(),
                 **more,
             )
-        )  # fmt: skip
+        )
 
     stock = run(SFTTrainer)
     if way == "subclass":
@@ -252,20 +264,31 @@ def test_dpo(tmp_path, saved_padded, kind):
             with torch.no_grad():
                 reference, _ = scored(self.ref_model, inputs)
             return losses.dpo_loss(
-                policy, target, reference, loss_type=kind if isinstance(kind, str) else tuple(kind),
-                loss_weights=self.args.loss_weights, beta=self.beta,
-            )[0]  # fmt: skip
+                policy,
+                target,
+                reference,
+                loss_type=kind if isinstance(kind, str) else tuple(kind),
+                loss_weights=self.args.loss_weights,
+                beta=self.beta,
+            )[0]
 
     def run(trainer):
         weights = None if isinstance(kind, str) else (0.8, 0.2, 1.0)
         config = DPOConfig(
-            **arguments(tmp_path), loss_type=kind, beta=0.3,
+            **arguments(tmp_path),
+            loss_type=kind,
+            beta=0.3,
             loss_weights=None if weights is None else list(weights),
-        )  # fmt: skip
+        )
         return curve(
-            trainer(model(saved_padded), None, args=config, train_dataset=rows("pair"),
-                    processing_class=tokenizer())
-        )  # fmt: skip
+            trainer(
+                model(saved_padded),
+                None,
+                args=config,
+                train_dataset=rows("pair"),
+                processing_class=tokenizer(),
+            )
+        )
 
     assert_same_curves(run(DPOTrainer), run(Ours))
 
@@ -283,14 +306,26 @@ def test_kto(tmp_path, saved_padded):
                     for m in (model, self.ref_model)
                 ]
             return losses.kto_loss(
-                policy, target, inputs["label"], reference, losses.kto_divergence(*sums),
-                beta=self.beta, desirable_weight=1.5,
-            )[0]  # fmt: skip
+                policy,
+                target,
+                inputs["label"],
+                reference,
+                losses.kto_divergence(*sums),
+                beta=self.beta,
+                desirable_weight=1.5,
+            )[0]
 
     def run(trainer):
         config = KTOConfig(**arguments(tmp_path), beta=0.3, desirable_weight=1.5)
-        return curve(trainer(model(saved_padded), None, args=config, train_dataset=rows("label"),
-                             processing_class=tokenizer()))  # fmt: skip
+        return curve(
+            trainer(
+                model(saved_padded),
+                None,
+                args=config,
+                train_dataset=rows("label"),
+                processing_class=tokenizer(),
+            )
+        )
 
     assert_same_curves(run(KTOTrainer), run(Ours))
 
@@ -318,13 +353,17 @@ def test_grpo(tmp_path, saved_padded, kind, extra):
             steps = self.current_gradient_accumulation_steps / self.args.steps_per_generation
             return losses.policy_loss(
                 losses.Head(hidden, model.lm_head, chunk=5, temperature=self.temperature),
-                target, inputs["advantages"], old=inputs.get("old_per_token_logps"),
+                target,
+                inputs["advantages"],
+                old=inputs.get("old_per_token_logps"),
                 reference=inputs.get("ref_per_token_logps") if self.beta else None,
                 num_items=inputs["num_items_in_batch"] * steps,
                 accumulation=self.current_gradient_accumulation_steps,
-                loss_type=self.loss_type, level=self.importance_sampling_level, beta=self.beta,
+                loss_type=self.loss_type,
+                level=self.importance_sampling_level,
+                beta=self.beta,
                 correct_kl=self.args.use_bias_correction_kl and self.beta != 0,
-            )[0]  # fmt: skip
+            )[0]
 
     def reward(completion_ids, **_):
         return [float(sum(ids) % 7) for ids in completion_ids]
@@ -332,9 +371,19 @@ def test_grpo(tmp_path, saved_padded, kind, extra):
     def run(trainer):
         config = GRPOConfig(
             **arguments(tmp_path, per_device_train_batch_size=4, learning_rate=0.1),
-            loss_type=kind, num_generations=4, max_completion_length=6, **extra,
-        )  # fmt: skip
-        return curve(trainer(model(saved_padded), reward, args=config, train_dataset=rows("prompt"),
-                             processing_class=tokenizer()))  # fmt: skip
+            loss_type=kind,
+            num_generations=4,
+            max_completion_length=6,
+            **extra,
+        )
+        return curve(
+            trainer(
+                model(saved_padded),
+                reward,
+                args=config,
+                train_dataset=rows("prompt"),
+                processing_class=tokenizer(),
+            )
+        )
 
     assert_same_curves(run(GRPOTrainer), run(Ours))

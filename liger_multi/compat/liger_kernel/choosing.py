@@ -25,9 +25,19 @@ BACKENDS = {"nvidia-triton": ("cuda", "rocm"), "ascend-triton": ("npu",), "pytor
 ABSENT = ("nvidia-cutile", "nvidia-cutedsl")
 _LANGUAGES = {name.partition("-")[2]: name for name in ("nvidia-triton", *ABSENT)}
 OPERATORS = (
-    "rms_norm", "layer_norm", "fused_add_rms_norm", "jsd", "kl_div", "softmax", "swiglu", "geglu",
-    "rope", "cross_entropy", "fused_linear_cross_entropy", "fused_linear_jsd",
-)  # fmt: skip
+    "rms_norm",
+    "layer_norm",
+    "fused_add_rms_norm",
+    "jsd",
+    "kl_div",
+    "softmax",
+    "swiglu",
+    "geglu",
+    "rope",
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+    "fused_linear_jsd",
+)
 """Those of ``liger_kernel.functional``; each is an operator of ours by the same name."""
 
 VARIABLES = ("LIGER_KERNEL_IMPL_{}", "LIGER_KERNEL_BACKEND_{}", "LIGER_KERNEL_IMPL")
@@ -137,10 +147,17 @@ _REGISTER = (
 
 
 def register_impl(
-    op_name: str, *, impl_name: str | None = None, capability: Capability | None = None,
-    modes: tuple[str, ...] = (), default_mode: str | None = None, preference_rank: int = 100,
-    tolerances: dict[Any, Any] | None = None, notes: str = "", backend: str | None = None,
-) -> Any:  # fmt: skip
+    op_name: str,
+    *,
+    impl_name: str | None = None,
+    capability: Capability | None = None,
+    modes: tuple[str, ...] = (),
+    default_mode: str | None = None,
+    preference_rank: int = 100,
+    tolerances: dict[Any, Any] | None = None,
+    notes: str = "",
+    backend: str | None = None,
+) -> Any:
     """Refused.
 
     Raises:

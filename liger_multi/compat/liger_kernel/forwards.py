@@ -82,15 +82,21 @@ def lce_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def lce_maybe_trainable_lm_head(
-    self: Any, hidden_states: Tensor, hidden_size: int, labels: Tensor | None,
-    shift_labels: Tensor | None, **loss_kwargs: Any,
-) -> Any:  # fmt: skip
+    self: Any,
+    hidden_states: Tensor,
+    hidden_size: int,
+    labels: Tensor | None,
+    shift_labels: Tensor | None,
+    **loss_kwargs: Any,
+) -> Any:
     """The fused loss of a model's head, which may have an adapter or be sharded by FSDP."""
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-        return unpack_cross_entropy_result(LigerForCausalLMLoss(
-            hidden, weight, labels, hidden_size, shift_labels=shift_labels, **loss_kwargs
-        ))  # fmt: skip
+        return unpack_cross_entropy_result(
+            LigerForCausalLMLoss(
+                hidden, weight, labels, hidden_size, shift_labels=shift_labels, **loss_kwargs
+            )
+        )
 
     found, *beside = Head(hidden_states, self.lm_head).run(loss)
     asked = any(x is not None for x in beside)

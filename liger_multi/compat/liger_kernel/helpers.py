@@ -47,10 +47,14 @@ def get_total_gpu_memory() -> int:
 
 
 def transformers_version_dispatch(
-    required_version: str, before_fn: Callable[..., Any], after_fn: Callable[..., Any],
-    before_args: tuple[Any, ...] = (), after_args: tuple[Any, ...] = (),
-    before_kwargs: dict[str, Any] | None = None, after_kwargs: dict[str, Any] | None = None,
-) -> Any:  # fmt: skip
+    required_version: str,
+    before_fn: Callable[..., Any],
+    after_fn: Callable[..., Any],
+    before_args: tuple[Any, ...] = (),
+    after_args: tuple[Any, ...] = (),
+    before_kwargs: dict[str, Any] | None = None,
+    after_kwargs: dict[str, Any] | None = None,
+) -> Any:
     """Call one function below a version of transformers, another from it on."""
     if compare_version("transformers", lt, required_version):
         return before_fn(*before_args, **(before_kwargs or {}))
@@ -88,9 +92,13 @@ def infer_device() -> str:
 
 
 _CHIPS = {
-    "sm103": "blackwell_ultra", "sm10": "blackwell", "sm12": "blackwell_consumer",
-    "sm9": "hopper", "sm8": "ampere_ada", "sm7": "volta_turing",
-}  # fmt: skip
+    "sm103": "blackwell_ultra",
+    "sm10": "blackwell",
+    "sm12": "blackwell_consumer",
+    "sm9": "hopper",
+    "sm8": "ampere_ada",
+    "sm7": "volta_turing",
+}
 """Beginning of an architecture's key to Liger-Kernel's name; the first counts."""
 
 

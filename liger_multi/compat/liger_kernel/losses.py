@@ -35,9 +35,11 @@ class Options(nn.Module):
         """Show the options in the signature."""
         super().__init_subclass__()
         of = inspect.Parameter
-        cls.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
-            of(n, of.POSITIONAL_OR_KEYWORD, default=v) for n, v in cls.defaults.items()
-        ])  # fmt: skip
+        cls.__signature__ = inspect.Signature(
+            [  # type: ignore[attr-defined]
+                of(n, of.POSITIONAL_OR_KEYWORD, default=v) for n, v in cls.defaults.items()
+            ]
+        )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -130,14 +132,22 @@ class LigerFusedLinearJSD(Options):
             raise ArgumentError("temperature cannot be 0.")
 
     def forward(
-        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor,
-        teacher_weight: Tensor, shift_labels: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
         """The divergence of two heads."""
         return functional.liger_fused_linear_jsd(
-            student_input, student_weight, teacher_input, teacher_weight, shift_labels,
+            student_input,
+            student_weight,
+            teacher_input,
+            teacher_weight,
+            shift_labels,
             **self.options,
-        )  # fmt: skip
+        )
 
 
 class LigerJSD(Options):
@@ -187,9 +197,12 @@ class LigerFusedLinearKLDivLoss(Options):
             raise ArgumentError("temperature cannot be 0.")
 
     def forward(
-        self, student_input: Tensor, student_weight: Tensor, target: Tensor,
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        target: Tensor,
         shift_labels: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The divergence of a head's tokens from given distributions."""
         return functional.liger_fused_linear_kl_div(
             student_input, student_weight, target, shift_labels, **self.options
@@ -235,17 +248,28 @@ class LigerVocabParallelCrossEntropy(Options):
     ) -> Tensor:
         """The loss of every token, in fp32."""
         return op_functions.vocab_parallel(
-            vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
-            self.label_smoothing_formula, self.label_smoothing_mode,
-        )  # fmt: skip
+            vocab_parallel_logits,
+            target,
+            tp_group,
+            self.ignore_index,
+            self.label_smoothing,
+            self.label_smoothing_formula,
+            self.label_smoothing_mode,
+        )
 
 
 def fixed_fused_linear_cross_entropy(
-    hidden_states: Tensor, lm_head_weight: Tensor, target: Tensor,
-    num_items_in_batch: Tensor | float | None = None, ignore_index: int = -100,
-    final_logit_softcapping: float | None = None, accum_dtype: torch.dtype | None = None,
-    return_token_accuracy: bool = False, return_predicted_tokens: bool = False, **kwargs: Any,
-) -> Tensor | CrossEntropyOutput:  # fmt: skip
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    target: Tensor,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    final_logit_softcapping: float | None = None,
+    accum_dtype: torch.dtype | None = None,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    **kwargs: Any,
+) -> Tensor | CrossEntropyOutput:
     """The loss of rows and their targets, over the number of items where one is given.
 
     Keywords that the fused loss does not have, such as a model passes on, are left out.
@@ -254,12 +278,17 @@ def fixed_fused_linear_cross_entropy(
     more = {k: v for k, v in kwargs.items() if k in names and k != "reduction"}
     public = sys.modules.get("liger_kernel.transformers.functional", functional)
     found: Any = public.liger_fused_linear_cross_entropy(  # where trainers put their own
-        hidden_states, lm_head_weight, target,
-        reduction="mean" if num_items_in_batch is None else "sum", ignore_index=ignore_index,
-        softcap=final_logit_softcapping, accum_dtype=accum_dtype,
+        hidden_states,
+        lm_head_weight,
+        target,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        ignore_index=ignore_index,
+        softcap=final_logit_softcapping,
+        accum_dtype=accum_dtype,
         return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens, **more,
-    )  # fmt: skip
+        return_predicted_tokens=return_predicted_tokens,
+        **more,
+    )
     if num_items_in_batch is None:
         return found  # type: ignore[no-any-return]
     if isinstance(found, CrossEntropyOutput):
@@ -268,19 +297,31 @@ def fixed_fused_linear_cross_entropy(
 
 
 def LigerForCausalLMLoss(
-    hidden_states: Tensor, lm_head_weight: Tensor, labels: Tensor | None, hidden_size: int,
-    num_items_in_batch: Tensor | float | None = None, ignore_index: int = -100,
-    shift_labels: Tensor | None = None, final_logit_softcapping: float | None = None,
-    return_token_accuracy: bool = False, return_predicted_tokens: bool = False, **kwargs: Any,
-) -> Tensor | CrossEntropyOutput:  # fmt: skip
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    labels: Tensor | None,
+    hidden_size: int,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    final_logit_softcapping: float | None = None,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    **kwargs: Any,
+) -> Tensor | CrossEntropyOutput:
     """The loss of a causal model by its last hidden states; labels are shifted here."""
     if shift_labels is None:
         if labels is None:
             raise ValueError("LigerForCausalLMLoss: needs labels or shift_labels, got neither")
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return fixed_fused_linear_cross_entropy(
-        hidden_states.reshape(-1, hidden_size), lm_head_weight,
-        shift_labels.reshape(-1).to(hidden_states.device), num_items_in_batch, ignore_index,
-        final_logit_softcapping, return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens, **kwargs,
-    )  # fmt: skip
+        hidden_states.reshape(-1, hidden_size),
+        lm_head_weight,
+        shift_labels.reshape(-1).to(hidden_states.device),
+        num_items_in_batch,
+        ignore_index,
+        final_logit_softcapping,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+        **kwargs,
+    )

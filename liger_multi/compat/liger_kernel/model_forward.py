@@ -42,9 +42,12 @@ def names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def answer(
-    model: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+    model: Any,
+    stock: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     names: tuple[str, ...],
-) -> Any:  # fmt: skip
+) -> Any:
     """Call a model's own forward, with the options of Liger-Kernel's.
 
     Args:
@@ -143,8 +146,9 @@ def _of_logits(
             "use losses.sequence_loss(outputs.logits, ..., loss_type='dft')"
         )
     options = {k: v for k, v in options.items() if k not in ("ce_weight", "accum_dtype")} | {
-        "weight": options.get("ce_weight"), "softcap": cap,
-    }  # fmt: skip
+        "weight": options.get("ce_weight"),
+        "softcap": cap,
+    }
     rows = logits.flatten(0, -2).float()
     found = functional.liger_cross_entropy(rows, target.flatten().to(rows.device), **options)
     return dict(zip(_OUTPUTS, unpack_cross_entropy_result(found), strict=True))

@@ -16,11 +16,20 @@ from torch import Tensor
 
 _PREFIX, _SUFFIX = "Liger", "CausalLMOutputWithPast"
 _MODELS = {
-    "Gemma3": "gemma3", "Gemma4": "gemma4", "Glm4vMoe": "glm4v_moe", "InternVL": "internvl",
-    "Llava": "llava", "MuseGlimmer": "muse_glimmer", "PaliGemma": "paligemma",
-    "Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl",
-    "Qwen3VLMoe": "qwen3_vl_moe", "Qwen3_5": "qwen3_5", "Qwen3_5Moe": "qwen3_5_moe",
-}  # fmt: skip
+    "Gemma3": "gemma3",
+    "Gemma4": "gemma4",
+    "Glm4vMoe": "glm4v_moe",
+    "InternVL": "internvl",
+    "Llava": "llava",
+    "MuseGlimmer": "muse_glimmer",
+    "PaliGemma": "paligemma",
+    "Qwen2VL": "qwen2_vl",
+    "Qwen2_5_VL": "qwen2_5_vl",
+    "Qwen3VL": "qwen3_vl",
+    "Qwen3VLMoe": "qwen3_vl_moe",
+    "Qwen3_5": "qwen3_5",
+    "Qwen3_5Moe": "qwen3_5_moe",
+}
 _HOMES = {
     **dict.fromkeys(("", "Moe"), "transformers.modeling_outputs"),
     **{name: f"transformers.models.{at}.modeling_{at}" for name, at in _MODELS.items()},

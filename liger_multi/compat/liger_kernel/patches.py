@@ -48,9 +48,13 @@ def _eps_of(module: Any, usual: float) -> float:
 
 
 def _patch_rms_norm_module(
-    module: nn.Module, offset: float = 0.0, eps: float = 1e-6, casting_mode: str | int = "llama",
-    in_place: bool = True, row_mode: bool | None = None,
-) -> None:  # fmt: skip
+    module: nn.Module,
+    offset: float = 0.0,
+    eps: float = 1e-6,
+    casting_mode: str | int = "llama",
+    in_place: bool = True,
+    row_mode: bool | None = None,
+) -> None:
     """Let a norm with a weight run :func:`liger_multi.ops.rms_norm`; its own eps has precedence."""
     for part in _parts(module):
         own: Any = part

@@ -64,9 +64,9 @@ def _signature(shown: Any) -> inspect.Signature:
     """One whose required arguments may stand behind optional ones, which then are required too."""
     made, empty = [*shown], inspect.Parameter.empty
     last = max((i for i, p in enumerate(made) if p.default is empty), default=-1)
-    return inspect.Signature([
-        p.replace(default=empty) if i < last else p for i, p in enumerate(made)
-    ])  # fmt: skip
+    return inspect.Signature(
+        [p.replace(default=empty) if i < last else p for i, p in enumerate(made)]
+    )
 
 
 class _Traced(type(torch.autograd.Function)):  # type: ignore[misc]

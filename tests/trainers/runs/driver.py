@@ -25,10 +25,16 @@ LOGGED = re.compile(r"^(loss|grad_norm|eval_loss)$")
 SECONDS = 900
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node")
 QUIET = {
-    "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_DISABLED": "true",
-    "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "USE_CPU": "1",
-}  # fmt: skip
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "WANDB_DISABLED": "true",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONWARNINGS": "ignore",
+    "USE_CPU": "1",
+}
 
 Curve = dict[tuple[int, str], float]
 
@@ -139,9 +145,14 @@ class Bench:
         full = [str(self.python), "-m", *command]
         with log.open("w", encoding="utf-8") as out:
             done = subprocess.run(
-                full, cwd=self.folder, env=self.environment, stdout=out, stderr=subprocess.STDOUT,
-                timeout=SECONDS, check=False,
-            )  # fmt: skip
+                full,
+                cwd=self.folder,
+                env=self.environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=SECONDS,
+                check=False,
+            )
         if done.returncode:
             last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
             raise RunError("\n".join([f"{' '.join(command)} ({log}):", *last]))
@@ -266,7 +277,10 @@ def compared(bench: Bench, name: str, run: Run) -> dict[str, Any]:
         raise RunError(f"{', '.join(missing)} never called; called were {', '.join(sorted(calls))}")
     losses = [value for (_, kind), value in sorted(stock.items()) if kind == "loss"]
     return {
-        "steps": max(step for step, _ in stock), "logged": sorted({kind for _, kind in stock}),
-        "first": losses[0], "last": losses[-1], "difference": difference(stock, ours),
+        "steps": max(step for step, _ in stock),
+        "logged": sorted({kind for _, kind in stock}),
+        "first": losses[0],
+        "last": losses[-1],
+        "difference": difference(stock, ours),
         "calls": dict(sorted(calls.items())),
-    }  # fmt: skip
+    }

@@ -35,18 +35,33 @@ def model(fused: bool) -> Any:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     initialize_rng_tracker(inference_rng_tracker=True)  # no random numbers of CUDA
     config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2,
-        ffn_hidden_size=64, use_cpu_initialization=True, normalization="RMSNorm",
-        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
-        bias_activation_fusion=True, hidden_dropout=0.0, attention_dropout=0.0,
-        persist_layer_norm=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, cross_entropy_loss_fusion=fused,
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=64,
+        use_cpu_initialization=True,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        persist_layer_norm=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        cross_entropy_loss_fusion=fused,
         tensor_model_parallel_size=dist.get_world_size(),
-    )  # fmt: skip
+    )
     return GPTModel(
-        config, get_gpt_layer_local_spec(normalization="RMSNorm"), CLASSES, LENGTH,
-        position_embedding_type="rope", share_embeddings_and_output_weights=False,
-    )  # fmt: skip
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        CLASSES,
+        LENGTH,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
 
 
 def loss_of(gpt: Any, ids: Tensor, labels: Tensor, smoothing: float) -> Tensor:

@@ -17,10 +17,13 @@ def _row(name: str, found: dict[str, Any]) -> str:
     worst = max(run["difference"] for run in runs)
     calls = sorted({op for run in runs for op in run["calls"]})
     cells = (
-        f"{name} {found['versions'][name]}", ", ".join(others), "; ".join(found["runs"]),
-        f"{worst:.0e}", ", ".join(f"`{op}`" for op in calls),
+        f"{name} {found['versions'][name]}",
+        ", ".join(others),
+        "; ".join(found["runs"]),
+        f"{worst:.0e}",
+        ", ".join(f"`{op}`" for op in calls),
         max(run["date"] for run in runs),
-    )  # fmt: skip
+    )
     return f"| {' | '.join(cells)} |"
 
 

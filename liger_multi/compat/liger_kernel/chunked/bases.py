@@ -106,9 +106,13 @@ def _answers(
 
 
 def reference_answers(
-    name: str, use: bool, tensors: tuple[Any, Any, Any], target: Tensor, ignore_index: int,
+    name: str,
+    use: bool,
+    tensors: tuple[Any, Any, Any],
+    target: Tensor,
+    ignore_index: int,
     average: bool,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Log-probabilities of sequences under the reference; None where it is not used."""
     if not use:
         return None
@@ -139,13 +143,26 @@ class LigerFusedLinearPreferenceBase(_EagerGradients):
 
     @staticmethod
     def forward(
-        cls: Any, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor,
-        bias: Tensor | None = None, chunk_size: int = 1, ignore_index: int = -100,
-        alpha: float = 1.0, beta: float = 0.1, compute_nll_loss: bool = True,
-        nll_target: Tensor | None = None, compiled: bool = True, use_ref_model: bool = False,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, average_log_prob: bool = True, **loss_kwargs: Any,
-    ) -> Made:  # fmt: skip
+        cls: Any,
+        ctx: Any,
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        chunk_size: int = 1,
+        ignore_index: int = -100,
+        alpha: float = 1.0,
+        beta: float = 0.1,
+        compute_nll_loss: bool = True,
+        nll_target: Tensor | None = None,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        average_log_prob: bool = True,
+        **loss_kwargs: Any,
+    ) -> Made:
         """Loss; log-probabilities, means of logits, NLL, and what the subclass returns beside."""
         if target.shape[0] % 2:
             raise ArgumentError(
@@ -154,9 +171,13 @@ class LigerFusedLinearPreferenceBase(_EagerGradients):
             )
         labels = chosen_labels(cls.__name__, nll_target, target)
         before = reference_answers(
-            cls.__name__, use_ref_model, (ref_input, ref_weight, ref_bias), target, ignore_index,
+            cls.__name__,
+            use_ref_model,
+            (ref_input, ref_weight, ref_bias),
+            target,
+            ignore_index,
             average_log_prob,
-        )  # fmt: skip
+        )
 
         def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
             head = losses.Head(hidden, weight, bias)
@@ -168,9 +189,9 @@ class LigerFusedLinearPreferenceBase(_EagerGradients):
                 if before is not None:
                     names = ("ref_chosen_logps", "ref_rejected_logps")
                     given |= dict(zip(names, (b[part] for b in before.chunk(2)), strict=True))
-                total.add(cls.preference_loss_fn(
-                    chosen[part], rejected[part], target, beta=beta, **given
-                ))  # fmt: skip
+                total.add(
+                    cls.preference_loss_fn(chosen[part], rejected[part], target, beta=beta, **given)
+                )
             means = [x.mean() for x in every_logit(head, target).chunk(2)]
             return alpha * nll + total.loss, (chosen, rejected, *means, nll, *total.aux())
 
@@ -226,17 +247,32 @@ class LigerFusedLinearUnpairedPreferenceBase(_EagerGradients):
 
     @staticmethod
     def forward(
-        cls: Any, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor,
-        preference_labels: Tensor, bias: Tensor | None = None, chunk_size: int = 1,
-        ignore_index: int = -100, compiled: bool = True, use_ref_model: bool = False,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, average_log_prob: bool = False, **loss_kwargs: Any,
-    ) -> Made:  # fmt: skip
+        cls: Any,
+        ctx: Any,
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        preference_labels: Tensor,
+        bias: Tensor | None = None,
+        chunk_size: int = 1,
+        ignore_index: int = -100,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        average_log_prob: bool = False,
+        **loss_kwargs: Any,
+    ) -> Made:
         """Loss; sums of log-probabilities and logits over liked and other answers, and the rest."""
         before = reference_answers(
-            cls.__name__, use_ref_model, (ref_input, ref_weight, ref_bias), target, ignore_index,
+            cls.__name__,
+            use_ref_model,
+            (ref_input, ref_weight, ref_bias),
+            target,
+            ignore_index,
             average_log_prob,
-        )  # fmt: skip
+        )
         liked = preference_labels.bool()
 
         def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
@@ -244,9 +280,11 @@ class LigerFusedLinearUnpairedPreferenceBase(_EagerGradients):
             _, sums = _answers(head, target, ignore_index, average_log_prob)
             for part in _chunks(len(sums), chunk_size):
                 given = {} if before is None else {"ref_log_prob_chunk": before[part]}
-                total.add(cls.preference_loss_fn(
-                    sums[part], preference_labels[part], target, **given, **loss_kwargs
-                ))  # fmt: skip
+                total.add(
+                    cls.preference_loss_fn(
+                        sums[part], preference_labels[part], target, **given, **loss_kwargs
+                    )
+                )
             logits = every_logit(head, target) * (target.shape[1] * weight.shape[0])
             return total.loss, (*by_side(liked, sums, logits), *total.aux())
 
@@ -277,33 +315,66 @@ class LigerFusedLinearPPOBase(_EagerGradients):
 
     @staticmethod
     def forward(
-        cls: Any, ctx: Any, _input: Tensor, weight: Tensor, selected_token_ids: Tensor,
-        attention_mask: Tensor, advantages: Tensor, bias: Tensor | None = None,
-        ref_per_token_logps: Tensor | None = None, old_per_token_logps: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, epsilon_low: float = 0.2, epsilon_high: float = 0.2,
-        beta: float = 0.04, loss_type: str = "dapo", max_completion_length: int | None = None,
-        importance_sampling_level: str = "token", temperature: float = 1.0, compiled: bool = True,
-        use_ref_model: bool = False, chunk_size: int = 1, sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None,
-        delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
+        cls: Any,
+        ctx: Any,
+        _input: Tensor,
+        weight: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        beta: float = 0.04,
+        loss_type: str = "dapo",
+        max_completion_length: int | None = None,
+        importance_sampling_level: str = "token",
+        temperature: float = 1.0,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        chunk_size: int = 1,
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        vllm_is_ratio: Tensor | None = None,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
         num_items_in_batch: Tensor | float | None = None,
-    ) -> Made:  # fmt: skip
+    ) -> Made:
         """Loss, and the metrics of the subclass."""
         options = {
-            "full_attention_mask": attention_mask, "epsilon_low": epsilon_low,
-            "epsilon_high": epsilon_high, "beta": beta, "loss_type": loss_type,
+            "full_attention_mask": attention_mask,
+            "epsilon_low": epsilon_low,
+            "epsilon_high": epsilon_high,
+            "beta": beta,
+            "loss_type": loss_type,
             "max_completion_length": max_completion_length,
             "importance_sampling_level": importance_sampling_level,
             "sapo_temperature_pos": sapo_temperature_pos,
-            "sapo_temperature_neg": sapo_temperature_neg, "delta": delta,
-            "use_bias_correction_kl": use_bias_correction_kl, "vespo_k_pos": vespo_k_pos,
-            "vespo_lambda_pos": vespo_lambda_pos, "vespo_k_neg": vespo_k_neg,
-            "vespo_lambda_neg": vespo_lambda_neg, "num_items_in_batch": num_items_in_batch,
-        }  # fmt: skip
-        check_policy(cls.__name__, loss_type, max_completion_length, use_ref_model,
-                     (ref_per_token_logps, ref_input))  # fmt: skip
+            "sapo_temperature_neg": sapo_temperature_neg,
+            "delta": delta,
+            "use_bias_correction_kl": use_bias_correction_kl,
+            "vespo_k_pos": vespo_k_pos,
+            "vespo_lambda_pos": vespo_lambda_pos,
+            "vespo_k_neg": vespo_k_neg,
+            "vespo_lambda_neg": vespo_lambda_neg,
+            "num_items_in_batch": num_items_in_batch,
+        }
+        check_policy(
+            cls.__name__,
+            loss_type,
+            max_completion_length,
+            use_ref_model,
+            (ref_per_token_logps, ref_input),
+        )
         ids = selected_token_ids
         if use_ref_model and ref_per_token_logps is None:
             assert ref_input is not None
@@ -312,10 +383,12 @@ class LigerFusedLinearPPOBase(_EagerGradients):
             with torch.no_grad():
                 ref_per_token_logps = losses.tokens(reference, ids).log_prob
         columns = {
-            "attention_mask": attention_mask, "advantages": advantages,
-            "ref_per_token_logps": ref_per_token_logps, "old_per_token_logps": old_per_token_logps,
+            "attention_mask": attention_mask,
+            "advantages": advantages,
+            "ref_per_token_logps": ref_per_token_logps,
+            "old_per_token_logps": old_per_token_logps,
             "vllm_is_ratio": sampler_ratios(cls.__name__, vllm_is_ratio, ids),
-        }  # fmt: skip
+        }
 
         def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
             head, total = losses.Head(hidden, weight, bias, temperature=temperature), _Total()
@@ -372,21 +445,37 @@ class LigerFusedLinearDistillationBase(_EagerGradients):
 
     @staticmethod
     def distillation_loss_fn(
-        student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None = None,
-        ignore_index: int | None = None, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        target: Tensor | None = None,
+        ignore_index: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         """The sum of the losses of rows of logits, which the temperature has divided."""
         raise NotImplementedError("distillation_loss_fn: a subclass has to write it")
 
     @staticmethod
     def forward(
-        cls: Any, ctx: Any, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor,
-        teacher_weight: Tensor, target: Tensor, student_bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None, chunk_size: int = 1024, ignore_index: int = -100,
-        weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float | None = 0.5,
-        compute_ce_loss: bool = True, temperature: float = 1.0, compiled: bool = True,
-        return_soft_hard_loss: bool = False, **loss_kwargs: Any,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        cls: Any,
+        ctx: Any,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        target: Tensor,
+        student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+        chunk_size: int = 1024,
+        ignore_index: int = -100,
+        weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5,
+        beta: float | None = 0.5,
+        compute_ce_loss: bool = True,
+        temperature: float = 1.0,
+        compiled: bool = True,
+        return_soft_hard_loss: bool = False,
+        **loss_kwargs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """The loss, and where asked for its soft and its hard term."""
         if not temperature:
             raise ArgumentError(f"{cls.__name__}: Temperature cannot be 0.")
@@ -404,14 +493,26 @@ class LigerFusedLinearDistillationBase(_EagerGradients):
 
         def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
             head = losses.Head(hidden.reshape(len(labels), -1), weight, bias)
-            teacher = losses.Head(teacher_input.reshape(len(labels), -1), teacher_weight,
-                                  teacher_bias, temperature=temperature)  # fmt: skip
+            teacher = losses.Head(
+                teacher_input.reshape(len(labels), -1),
+                teacher_weight,
+                teacher_bias,
+                temperature=temperature,
+            )
             soft = _soft(head, teacher, labels, rows) / count
             hard = torch.zeros_like(soft)
             if compute_ce_loss:
-                hard = ops.fused_linear_cross_entropy(
-                    head.hidden, weight, labels, bias, ignore_index=ignore_index, reduction="sum"
-                ) / count  # fmt: skip
+                hard = (
+                    ops.fused_linear_cross_entropy(
+                        head.hidden,
+                        weight,
+                        labels,
+                        bias,
+                        ignore_index=ignore_index,
+                        reduction="sum",
+                    )
+                    / count
+                )
             return weight_hard_loss * hard + weight_soft_loss * soft, (soft, hard)
 
         total, terms = cls.run(ctx, (student_input, student_weight, student_bias), loss)

@@ -45,10 +45,15 @@ def clip_coef_fn(
 
 
 def get_gamma_weights(
-    advantages: Tensor, log_ratio_per_token: Tensor, mask: Tensor,
-    importance_sampling_ratio: Tensor | None = None, k_pos: float = 2.0, lambda_pos: float = 3.0,
-    k_neg: float = 3.0, lambda_neg: float = 2.0,
-) -> Tensor:  # fmt: skip
+    advantages: Tensor,
+    log_ratio_per_token: Tensor,
+    mask: Tensor,
+    importance_sampling_ratio: Tensor | None = None,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> Tensor:
     """The weight of every answer in VESPO, ``(B, 1)``, without a gradient.
 
     A ratio for every token is multiplied over the answer; one for the answer counts once.
@@ -119,17 +124,31 @@ class LigerFusedLinearGRPOLoss(Options):
         found = {name: getattr(self, name, self.max_completion_length) for name in reads}
         level = None if self.loss_type == "vespo" else self.importance_sampling_level
         correct = self.use_bias_correction_kl and self.beta != 0
-        return {"loss_type": self.loss_type, "level": level, "beta": self.beta,
-                "correct_kl": correct, "metrics": (), **found}  # fmt: skip
+        return {
+            "loss_type": self.loss_type,
+            "level": level,
+            "beta": self.beta,
+            "correct_kl": correct,
+            "metrics": (),
+            **found,
+        }
 
     def forward(
-        self, _input: Tensor, lin_weight: Tensor, selected_token_ids: Tensor,
-        attention_mask: Tensor, advantages: Tensor, bias: Tensor | None = None,
-        ref_per_token_logps: Tensor | None = None, old_per_token_logps: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, vllm_is_ratio: Tensor | None = None,
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss, and the mean divergence (with a beta) and the share of clipped tokens."""
         self.check_call(ref_per_token_logps, ref_input)
         ratios = sampler_ratios("LigerFusedLinearGRPOLoss", vllm_is_ratio, selected_token_ids)
@@ -142,11 +161,17 @@ class LigerFusedLinearGRPOLoss(Options):
         processes, group = ranks()
         loss, metrics = losses.policy_loss(
             losses.Head(_input, lin_weight, bias, temperature=self.temperature),
-            selected_token_ids, advantages.to(torch.promote_types(advantages.dtype, torch.float32)),
-            old=old_per_token_logps, reference=reference, ratios=ratios,
-            token_mask=attention_mask, num_items=num_items_in_batch,
-            processes=processes, group=group, **given,
-        )  # fmt: skip
+            selected_token_ids,
+            advantages.to(torch.promote_types(advantages.dtype, torch.float32)),
+            old=old_per_token_logps,
+            reference=reference,
+            ratios=ratios,
+            token_mask=attention_mask,
+            num_items=num_items_in_batch,
+            processes=processes,
+            group=group,
+            **given,
+        )
         zero = loss.detach().new_zeros(())
         shares = (metrics.clip_region, metrics.clip_high, zero)
         clipped = next(share for share in shares if share is not None)
@@ -156,8 +181,13 @@ class LigerFusedLinearGRPOLoss(Options):
 
     def check_call(self, logps: Tensor | None, ref_input: Tensor | None) -> None:
         """Loss type and level are known and go together, and what they need is there."""
-        check_policy("LigerFusedLinearGRPOLoss", self.loss_type, self.max_completion_length,
-                     self.use_ref_model and self.beta != 0, (logps, ref_input))  # fmt: skip
+        check_policy(
+            "LigerFusedLinearGRPOLoss",
+            self.loss_type,
+            self.max_completion_length,
+            self.use_ref_model and self.beta != 0,
+            (logps, ref_input),
+        )
         check_level(self.importance_sampling_level, self.loss_type)
         if self.loss_type not in POLICY:
             raise ArgumentError(f"Unknown loss type: {self.loss_type}")

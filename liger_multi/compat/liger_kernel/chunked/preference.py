@@ -77,24 +77,35 @@ class LigerFusedLinearDPOLoss(_Pairs):
         # as in Liger-Kernel, the sigmoid by itself is not smoothed
         smooth = types != ("sigmoid",) and any(DPO[kind].smooth for kind in types)
         self.given: dict[str, Any] = {
-            "loss_type": types, "beta": self.beta, "length_normalized": self.average_log_prob,
+            "loss_type": types,
+            "beta": self.beta,
+            "length_normalized": self.average_log_prob,
             "label_smoothing": self.label_smoothing if smooth else 0.0,
-        }  # fmt: skip
+        }
         if "discopop" in types:
             self.given["discopop_tau"] = self.discopop_tau
         losses.DPOOptions(**self.given)
         self.average = self.average_log_prob
 
     def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
+        self,
+        lin_weight: Tensor,
+        _input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
         ref_bias: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
+    ) -> tuple[Tensor, tuple[Any, ...]]:
         """Loss, and the chosen and rejected rewards after the rest."""
         found = reference_answers(
-            "LigerFusedLinearDPOLoss", self.use_ref_model, (ref_input, ref_weight, ref_bias),
-            target, self.ignore_index, self.average,
-        )  # fmt: skip
+            "LigerFusedLinearDPOLoss",
+            self.use_ref_model,
+            (ref_input, ref_weight, ref_bias),
+            target,
+            self.ignore_index,
+            self.average,
+        )
         before = torch.zeros(target.shape[0], device=target.device) if found is None else found
         own, sums, nll, first = self.tokens(losses.Head(_input, lin_weight, bias), target, None)
         loss, _ = losses.dpo_loss(own, target, before, ignore_index=self.ignore_index, **self.given)
@@ -115,9 +126,13 @@ class _Margins(_Pairs):
         return {"loss_type": self.loss_type, "nll_weight": 0.0, **found}
 
     def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
+        self,
+        lin_weight: Tensor,
+        _input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
         nll_target: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
+    ) -> tuple[Tensor, tuple[Any, ...]]:
         """Loss, and the chosen and rejected rewards after the rest."""
         head = losses.Head(_input, lin_weight, bias)
         nll_target = chosen_labels(type(self).__name__, nll_target, target)
@@ -205,19 +220,29 @@ class LigerFusedLinearKTOLoss(Options):
         losses.KTOOptions(beta=self.beta)
 
     def forward(
-        self, _input: Tensor, lin_weight: Tensor, target: Tensor, bias: Tensor | None = None,
-        preference_labels: Tensor | None = None, ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        preference_labels: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
         kl: Tensor | float | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss, and sums over chosen and rejected answers: log-probabilities, logits, rewards."""
         if preference_labels is None:
             raise ArgumentError("LigerFusedLinearKTOLoss: needs preference_labels")
         average, ignored = self.average_log_prob, self.ignore_index
         found = reference_answers(
-            "LigerFusedLinearKTOLoss", self.use_ref_model, (ref_input, ref_weight, ref_bias),
-            target, ignored, average,
-        )  # fmt: skip
+            "LigerFusedLinearKTOLoss",
+            self.use_ref_model,
+            (ref_input, ref_weight, ref_bias),
+            target,
+            ignored,
+            average,
+        )
         before = torch.zeros(target.shape[0], device=target.device) if found is None else found
         head = losses.Head(_input, lin_weight, bias)
         tokens = losses.tokens(head, target, ignore_index=ignored).log_prob
