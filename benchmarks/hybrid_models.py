@@ -113,21 +113,21 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--lines", type=Path, metavar="FILE")
-    given = parser.parse_args()
+    options = parser.parse_args()
     for other in OTHERS:
         if importlib.util.find_spec(other) is not None:
             parser.error(f"{other} is installed: transformers would use it")
     lines = []
-    for run in given.runs:
+    for run in options.runs:
         name, tokens, *only = run.split(":")
         for which in only or ("patched", "unpatched"):
-            line = measured(name, int(tokens), which == "patched", given.steps, given.device)
+            line = measured(name, int(tokens), which == "patched", options.steps, options.device)
             print(line, flush=True)
             lines.append(line)
-            if given.lines is not None:
-                given.lines.write_text("\n".join(lines) + "\n")
+            if options.lines is not None:
+                options.lines.write_text("\n".join(lines) + "\n")
             gc.collect()
-            if given.device == "cuda":
+            if options.device == "cuda":
                 torch.cuda.empty_cache()
     return 0
 

@@ -78,7 +78,7 @@ def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, Te
 
     target = torch.randint(shape.classes, (rows, length), generator=g, device=device)
     target[:, length - length // 10 :] = -100
-    made = {
+    tensors = {
         "hidden": normal(rows, length, shape.width).requires_grad_(),
         "weight": normal(shape.classes, shape.width, scale=shape.width**-0.5).requires_grad_(),
         "target": target,
@@ -87,9 +87,9 @@ def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, Te
         "advantages": torch.randn(rows, generator=g, device=device),
     }
     with torch.no_grad():  # log-probabilities that an earlier step has computed
-        near = losses.Head(made["hidden"] + 0.01 * made["other"], made["weight"])
-        made["old"] = losses.tokens(near, target).log_prob  # type: ignore[assignment]
-    return made
+        near = losses.Head(tensors["hidden"] + 0.01 * tensors["other"], tensors["weight"])
+        tensors["old"] = losses.tokens(near, target).log_prob  # type: ignore[assignment]
+    return tensors
 
 
 # --- ours ---
@@ -98,15 +98,15 @@ def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, Te
 def nll(hidden: Tensor, weight: Tensor, target: Tensor, **o: Any) -> Tensor:
     """The mean over tokens, as a patched model computes it; gradients are made in forward."""
     o.pop("keep", None)  # no logits stay
-    found: Any = fused_linear_cross_entropy(hidden, weight, target, **o)
-    return found  # type: ignore[no-any-return]
+    loss: Any = fused_linear_cross_entropy(hidden, weight, target, **o)
+    return loss  # type: ignore[no-any-return]
 
 
 def log_prob_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """The same of every token's log-probability; backward computes the logits once more."""
-    found = losses.tokens(_head(hidden, weight), target, ("log_prob",))
-    assert found.log_prob is not None
-    return _mean(found.log_prob, target)
+    loss = losses.tokens(_head(hidden, weight), target, ("log_prob",))
+    assert loss.log_prob is not None
+    return _mean(loss.log_prob, target)
 
 
 def _mean(log_prob: Tensor, target: Tensor) -> Tensor:
@@ -166,10 +166,10 @@ def jsd(
 
 def policy(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, **o: Any) -> Tensor:
     """A policy gradient with a bonus of entropy, of one call's statistics."""
-    found = losses.tokens(_head(hidden, weight, **o), target, ("log_prob", "entropy"))
-    assert found.log_prob is not None
-    assert found.entropy is not None
-    return _policy(found.log_prob, found.entropy, target, advantages)
+    tokens = losses.tokens(_head(hidden, weight, **o), target, ("log_prob", "entropy"))
+    assert tokens.log_prob is not None
+    assert tokens.entropy is not None
+    return _policy(tokens.log_prob, tokens.entropy, target, advantages)
 
 
 def _policy(log_prob: Tensor, entropy: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
@@ -239,8 +239,8 @@ def lazy_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 def _rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     log_p = torch.log_softmax((hidden @ weight.mT).float(), -1)
-    found = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return torch.where(target >= 0, found, 0)
+    log_prob = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(target >= 0, log_prob, 0)
 
 
 def torch_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -324,8 +324,8 @@ def liger_policy() -> Loss:
     apply = home.LigerFusedLinearScaledCrossEntropyFunction.apply
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
-        found = apply(hidden.flatten(0, 1), weight, target.flatten(), 1.0, -100, 1, True)
-        each, entropy = (x.view(target.shape) for x in found)
+        tokens = apply(hidden.flatten(0, 1), weight, target.flatten(), 1.0, -100, 1, True)
+        each, entropy = (x.view(target.shape) for x in tokens)
         return _policy(-each, torch.where(target >= 0, entropy, 0), target, advantages)
 
     return call
@@ -417,10 +417,10 @@ def _trl_columns() -> int:
         raise ImportError("trl is not installed")
     utils = Path(home.origin).parent / "trainer" / "utils.py"
     text = utils.read_text(encoding="utf-8")
-    given = re.search(r"^_CHUNKED_LOGPROB_CHUNK_SIZE = (\d+)$", text, re.MULTILINE)
-    if given is None:
+    line = re.search(r"^_CHUNKED_LOGPROB_CHUNK_SIZE = (\d+)$", text, re.MULTILINE)
+    if line is None:
         raise ImportError("this trl has no _CHUNKED_LOGPROB_CHUNK_SIZE in trl/trainer/utils.py")
-    return int(given[1])
+    return int(line[1])
 
 
 def trl_tokens(*outputs: str) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]]:
@@ -430,10 +430,10 @@ def trl_tokens(*outputs: str) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]:
         kept = target != -100
-        found = apply(hidden[kept], weight, None, target[kept], 1.0, columns, None, 1.0, outputs)[
-            : 1 + len(outputs)
-        ]
-        return [x.new_zeros(kept.shape).masked_scatter(kept, x) for x in found]
+        log_prob = apply(
+            hidden[kept], weight, None, target[kept], 1.0, columns, None, 1.0, outputs
+        )[: 1 + len(outputs)]
+        return [x.new_zeros(kept.shape).masked_scatter(kept, x) for x in log_prob]
 
     return call
 
@@ -515,13 +515,13 @@ def floor(case: Case) -> Loss:
     """The GEMMs alone."""
     products = TABLE["fused_linear_cross_entropy"]["products"]
 
-    def call(hidden: Tensor, weight: Tensor, **beside: Tensor) -> Tensor:
+    def call(hidden: Tensor, weight: Tensor, **others: Tensor) -> Tensor:
         flat = hidden.reshape(-1, hidden.shape[-1])
         if case.teacher:
             with torch.no_grad():
-                other = beside["other"]
-                torch.mm(other.reshape(-1, other.shape[-1]), beside["other_weight"].mT)
-        return products(flat, weight, beside["target"])  # type: ignore[no-any-return]
+                other = others["other"]
+                torch.mm(other.reshape(-1, other.shape[-1]), others["other_weight"].mT)
+        return products(flat, weight, others["target"])  # type: ignore[no-any-return]
 
     return call
 
@@ -558,8 +558,8 @@ def measured(
 ) -> dict[str, dict[str, Any]]:
     """Rows by provider: error against fp32, memory, time."""
     device = tensors["hidden"].device
-    clock, given = Clock(device), {"hidden", "weight", *case.beside}
-    inputs = {name: x for name, x in tensors.items() if name in given}
+    clock, input_names = Clock(device), {"hidden", "weight", *case.beside}
+    inputs = {name: x for name, x in tensors.items() if name in input_names}
     rows: dict[str, dict[str, Any]] = {}
     runners: dict[str, tuple[Runner, int]] = {}
     right = _right(case, inputs)
@@ -581,13 +581,13 @@ def measured(
 
 
 def _available(case: Case, names: Sequence[str], rows: dict[str, dict[str, Any]]) -> list[Provider]:
-    found = []
+    providers = []
     for name in names:
         try:
-            found.append(provider(case, name))
+            providers.append(provider(case, name))
         except ImportError as failure:
             rows[name] = {"status": str(failure)}
-    return found
+    return providers
 
 
 def _right(case: Case, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -605,16 +605,16 @@ def _alone(
     runner: Runner, right: tuple[Tensor, dict[str, Tensor]], weight: int, device: torch.device
 ) -> dict[str, Any]:
     (loss,), grads = runner.both()
-    found: dict[str, Any] = {}
+    row: dict[str, Any] = {}
     if not runner.provider.floor:
-        found["loss"], found["right"] = float(loss), float(right[0])
-        kind = runner.tensors["weight"].dtype
-        found["error"] = max(error(g, right[1][n], kind)[0] for n, g in grads.items())
-        found["off"] = dict(zip(grads, _off([*grads.values()], [right[1][n] for n in grads])))
+        row["loss"], row["right"] = float(loss), float(right[0])
+        dtype = runner.tensors["weight"].dtype
+        row["error"] = max(error(g, right[1][n], dtype)[0] for n, g in grads.items())
+        row["off"] = dict(zip(grads, _off([*grads.values()], [right[1][n] for n in grads])))
     del loss, grads
     release(device)
-    found["extra_bytes"], found["peak_bytes"] = memory_bytes(runner, 4 * weight, device)
-    return found
+    row["extra_bytes"], row["peak_bytes"] = memory_bytes(runner, 4 * weight, device)
+    return row
 
 
 def line(name: str, provider: str, row: Mapping[str, Any], floor_ms: float | None) -> str:
@@ -640,23 +640,23 @@ def whole_losses(arguments: Sequence[str]) -> int:
     parser.add_argument("--providers", default="", help="with commas; else all that a loss has")
     parser.add_argument("--seconds", type=float, default=5.0)
     store.add_options(parser)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     device = resolve_device(None)
-    text = given.shape or ("256x32x500" if device.type == "cpu" else "8192x4096x128256")
+    text = options.shape or ("256x32x500" if device.type == "cpu" else "8192x4096x128256")
     shape = Shape(*map(int, text.split("x")))
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     tensors, rows = draw(shape, device, dtype), list[dict[str, Any]]()
-    run: dict[str, Any] = {"kind": "losses", "date": store.now(), "commit": given.commit}
+    run: dict[str, Any] = {"kind": "losses", "date": store.now(), "commit": options.commit}
     run |= {"device": report.device_facts(device), "versions": report.versions(), "rows": rows}
-    for name in given.cases:
+    for name in options.cases:
         case = CASES[name]
-        asked = given.providers.split(",") if given.providers else every(case)
-        found = measured(case, tensors, asked, given.seconds)
-        floor_ms = found.get("products", {}).get("both_ms")
-        for provider, row in found.items():
+        asked = options.providers.split(",") if options.providers else every(case)
+        by_provider = measured(case, tensors, asked, options.seconds)
+        floor_ms = by_provider.get("products", {}).get("both_ms")
+        for provider, row in by_provider.items():
             print(line(f"{name} {shape}", provider, row, floor_ms), flush=True)
             rows.append({"case": name, "shape": asdict(shape), "provider": provider, **row})
-        store.keep(run, given)
+        store.keep(run, options)
     ours = [row for row in rows if row["provider"].startswith("ours")]
     return int(any(row["status"] != "ok" or row["error"] > 1 for row in ours))
 
@@ -694,9 +694,9 @@ def _timed(run: Any, steps: int, device: torch.device) -> float:
     return statistics.median(times)
 
 
-def _off(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
+def _off(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
     """Relative distance of the loss, and of each gradient by its norm."""
-    return [((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+    return [((a.float() - b).norm() / b.norm()).item() for a, b in zip(actual, exact, strict=True)]
 
 
 def float8_row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
@@ -711,7 +711,7 @@ def float8_row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
     few = min(rows, 1024)  # of which fp32 has the answer
     part = hidden[:few].detach().float().requires_grad_(), weight.detach().float().requires_grad_()
     exact = _float8_step(*part, target[:few])
-    made: dict[str, Any] = {"shape": list(shape)}
+    row: dict[str, Any] = {"shape": list(shape)}
     for products in HEAD_GEMMS:
         liger_multi.configure({"head_gemms": products})
         small = hidden[:few].detach().requires_grad_()
@@ -722,13 +722,13 @@ def float8_row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
         with measure(device) as peak:
             _float8_step(hidden, weight, target)
         names = ("loss", "hidden_gradient", "weight_gradient")
-        made[products] = {"seconds": seconds, "peak_bytes": peak.peak_bytes}
-        made[products]["error"] = dict(zip(names, errors, strict=True))
+        row[products] = {"seconds": seconds, "peak_bytes": peak.peak_bytes}
+        row[products]["error"] = dict(zip(names, errors, strict=True))
     liger_multi.configure(None)
     hidden.grad = weight.grad = None
     if device.type != "cpu":
-        made["parts"] = float8_parts(hidden.detach(), weight.detach(), steps)
-    return made
+        row["parts"] = float8_parts(hidden.detach(), weight.detach(), steps)
+    return row
 
 
 def float8_parts(hidden: Tensor, weight: Tensor, steps: int) -> dict[str, float]:
@@ -753,12 +753,12 @@ def float8_parts(hidden: Tensor, weight: Tensor, steps: int) -> dict[str, float]
         "gradient exact": lambda: torch.mm(raw, weight, out=out),
         "gradient in 8 bits": lambda: multiply(g, across, out),
     }
-    found = {}
+    row_parts = {}
     for name, call in calls.items():
         for _ in range(2):
             call()
-        found[name] = _timed(call, steps, device)
-    return found
+        row_parts[name] = _timed(call, steps, device)
+    return row_parts
 
 
 def float8(arguments: Sequence[str]) -> int:
@@ -769,19 +769,19 @@ def float8(arguments: Sequence[str]) -> int:
     parser.add_argument("--shapes", help="ROWSxWIDTHxCLASSES, with commas")
     parser.add_argument("--steps", type=int, default=10)
     store.add_options(parser)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     shapes = list(FLOAT8_SHAPES)
-    if given.shapes:
-        shapes = [tuple(map(int, text.split("x"))) for text in given.shapes.split(",")]  # type: ignore[misc]
+    if options.shapes:
+        shapes = [tuple(map(int, text.split("x"))) for text in options.shapes.split(",")]  # type: ignore[misc]
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    data: dict[str, Any] = {"kind": "float8", "date": store.now(), "commit": given.commit}
+    data: dict[str, Any] = {"kind": "float8", "date": store.now(), "commit": options.commit}
     data |= {"device": report.device_facts(device), "versions": report.versions(), "rows": []}
     for shape in shapes:
-        found = float8_row(shape, given.steps)
-        data["rows"].append(found)
-        exact = found["exact"]["seconds"]
+        row = float8_row(shape, options.steps)
+        data["rows"].append(row)
+        exact = row["exact"]["seconds"]
         for products in HEAD_GEMMS:
-            one = found[products]
+            one = row[products]
             errors = ", ".join(f"{n} {100 * e:.3f} %" for n, e in one["error"].items())
             print(
                 f"{shape} {products}: {1e3 * one['seconds']:.2f} ms "
@@ -789,9 +789,9 @@ def float8(arguments: Sequence[str]) -> int:
                 f"{errors}",
                 flush=True,
             )
-        for name, seconds in found.get("parts", {}).items():
+        for name, seconds in row.get("parts", {}).items():
             print(f"    {name}: {1e3 * seconds:.2f} ms", flush=True)
-        store.keep(data, given)
+        store.keep(data, options)
     return 0
 
 

@@ -191,8 +191,8 @@ class Case:
 
 
 CPU = [
-    Case(kind, 4, 128, "float32", patched, checkpointing, lora)
-    for kind, checkpointing, lora in (
+    Case(model_type, 4, 128, "float32", patched, checkpointing, lora)
+    for model_type, checkpointing, lora in (
         ("dense", False, False),
         ("gqa", False, False),
         ("moe", False, False),
@@ -262,11 +262,11 @@ def explained() -> list[dict[str, Any]]:
     for model, batch, sequence, options in STORIES:
         row: dict[str, Any] = {"model": model, "batch": batch, "sequence": sequence, **options}
         for name, patched in (("stock", False), ("patched", True)):
-            made = estimate(
+            estimated = estimate(
                 config_of(model, sequence), batch, sequence, patched=patched, **options
             ).as_data()
-            del made["profile"]
-            row[name] = made
+            del estimated["profile"]
+            row[name] = estimated
         rows.append(row)
     return rows
 
@@ -313,7 +313,7 @@ def hybrids(tokens: Sequence[int] = (8192, 32768, 131072)) -> Iterator[str]:
     for name, sizes in HYBRIDS.items():
         for length in tokens:
             for patched in (True, False):
-                made = estimate(
+                estimated = estimate(
                     transformers.Qwen3_5TextConfig(**sizes),
                     1,
                     length,
@@ -323,7 +323,7 @@ def hybrids(tokens: Sequence[int] = (8192, 32768, 131072)) -> Iterator[str]:
                     capacity=141 * 10**9,
                 )
                 how = "patched" if patched else "unpatched"
-                peak = f"{made.peak_bytes / 2**30:.1f}"
+                peak = f"{estimated.peak_bytes / 2**30:.1f}"
                 yield f"{name} {length} checkpointing, {how}, peak [GiB]: {peak}"
 
 
@@ -381,9 +381,9 @@ def profiled() -> dict[str, Any]:
         step()
         with measure(device) as peak:
             step()
-        made = profile(step, model=model, optimizer=optimizer, warm=0, title=str(case))
-        made.allocator["peak without recording"] = peak.peak_bytes
-        profiles.append(made)
+        measured = profile(step, model=model, optimizer=optimizer, warm=0, title=str(case))
+        measured.allocator["peak without recording"] = peak.peak_bytes
+        profiles.append(measured)
         del model, optimizer, step
         gc.collect()  # a model holds itself
         torch.get_device_module(device).empty_cache()
@@ -408,12 +408,12 @@ def reused(rows: int = 32768, width: int = 2048, vocabulary: int = 128256) -> di
         hidden.grad = weight.grad = None
         return loss.detach()  # type: ignore[no-any-return]
 
-    seen = []
+    peaks = []
     plain = step()
     for _ in range(10):
         step()
         stats = module.memory_stats()
-        seen.append(
+        peaks.append(
             {
                 "allocated": module.memory_allocated(),
                 "reserved": module.memory_reserved(),
@@ -433,7 +433,7 @@ def reused(rows: int = 32768, width: int = 2048, vocabulary: int = 128256) -> di
         warnings.simplefilter("always")
         short = step(chunk)
     return {
-        "steps": seen,
+        "steps": peaks,
         "shortage": {
             "limit_bytes": limit,
             "logits_bytes": chunk * vocabulary * 2,
@@ -463,13 +463,13 @@ def rows_of(cases: Sequence[Case], device_type: str, steps: int) -> list[dict[st
     console, rows = Console(), []
     for case in track(cases, "memory", console=console):
         if device_type == "cpu":
-            found = on_cpu(case)
+            data = on_cpu(case)
         else:
-            found = child("--case", json.dumps(case.as_data()), "--steps", str(steps))
+            data = child("--case", json.dumps(case.as_data()), "--steps", str(steps))
         guess = case.estimated(device_type).peak_bytes
-        row = {"case": case.as_data(), **found, "estimated_bytes": guess}
-        got = found.get("measured_bytes")
-        said = found.get("failure", "")
+        row = {"case": case.as_data(), **data, "estimated_bytes": guess}
+        got = data.get("measured_bytes")
+        said = data.get("failure", "")
         if got:
             row["error_percent"] = 100 * (guess / got - 1)
             said = f"{got / 2**30:9.3f} GiB measured, {row['error_percent']:+.2f} %"
@@ -494,42 +494,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store.add_options(parser)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=("reuse", "profile"), help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.case or given.part:
-        if given.case:
-            found = on_device(Case(**json.loads(given.case)), given.steps)
+    options = parser.parse_args(arguments)
+    if options.case or options.part:
+        if options.case:
+            data = on_device(Case(**json.loads(options.case)), options.steps)
         else:
-            found = reused() if given.part == "reuse" else profiled()
-        sys.stdout.write(json.dumps(found) + "\n")
+            data = reused() if options.part == "reuse" else profiled()
+        sys.stdout.write(json.dumps(data) + "\n")
         return 0
-    if given.hybrids:
+    if options.hybrids:
         for line in hybrids():
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
         return 0
-    head: dict[str, Any] = {"date": store.now(), "commit": given.commit}
+    head: dict[str, Any] = {"date": store.now(), "commit": options.commit}
     head["versions"] = report.versions()
-    if given.explain:
+    if options.explain:
         run = {"kind": "memory-estimates", **head, "device": store.ESTIMATED, "rows": explained()}
-        said(store.keep(run, given))
+        said(store.keep(run, options))
         return 0
     device = torch.device("cpu")
-    if not given.cpu:
+    if not options.cpu:
         device = torch.accelerator.current_accelerator() or device
     cases = CPU if device.type == "cpu" else ACCELERATOR
     head["device"] = report.device_facts(device)
     if device.type == "cpu":  # storages are counted, whatever processor runs
         head["device"] = {"name": "CPU, storages tracked"}
-    parts = given.parts.split(",")
-    chosen = [c for c in cases if given.only in str(c)] if "cases" in parts else []
-    rows = rows_of(chosen, device.type, given.steps)
+    parts = options.parts.split(",")
+    chosen = [c for c in cases if options.only in str(c)] if "cases" in parts else []
+    rows = rows_of(chosen, device.type, options.steps)
     runs = [{"kind": "memory", **head, "rows": rows}]
-    if device.type != "cpu" and not given.only:
+    if device.type != "cpu" and not options.only:
         for part in sorted({"reuse", "profile"} & set(parts)):
-            found = child("--part", part)
-            own = found.get("profiles", [found])
+            data = child("--part", part)
+            own = data.get("profiles", [data])
             runs.append({"kind": f"memory-{part}", **head, "rows": own})
-    said(store.keep([run for run in runs if run["rows"]], given))
+    said(store.keep([run for run in runs if run["rows"]], options))
     return int(any(abs(row.get("error_percent", 0)) > 10 for row in rows))
 
 

@@ -113,7 +113,7 @@ def speed() -> str:
             newest[store.device(run), row["part"], row["name"], row["shape"]] = run, row
     parts = []
     for card in dict.fromkeys(key[0] for key in newest):
-        found = [(run, row) for key, (run, row) in newest.items() if key[0] == card]
+        runs = [(run, row) for key, (run, row) in newest.items() if key[0] == card]
         lines = [
             [
                 "",
@@ -129,8 +129,8 @@ def speed() -> str:
             ],
             ["---"] * 10,
         ]
-        lines += [line for run, row in found if (line := _line(run, row)) is not None]
-        parts.append(f"{_said(found[-1][0])}\n\n{_rows(lines)}")
+        lines += [line for run, row in runs if (line := _line(run, row)) is not None]
+        parts.append(f"{_said(runs[-1][0])}\n\n{_rows(lines)}")
     return "\n\n".join(parts)
 
 
@@ -142,13 +142,13 @@ def traces() -> str:
             newest[store.device(run), row["part"], row["name"], row["variant"]] = run, row
     parts = []
     for card in dict.fromkeys(key[0] for key in newest):
-        found = [each for key, each in newest.items() if key[0] == card]
+        runs = [each for key, each in newest.items() if key[0] == card]
         lines = [["", "variant", *KERNELS, "all kernels", "wall"], ["---"] * (4 + len(KERNELS))]
-        for _, each in found:
-            spent = [each["trace_ms"][kind] for kind in KERNELS]
+        for _, each in runs:
+            spent = [each["trace_ms"][group] for group in KERNELS]
             cells = [f"{ms:.1f}" for ms in (*spent, sum(spent), each["both_ms"])]
             lines.append([PARTS[each["part"]].format(name=each["name"]), each["variant"], *cells])
-        parts.append(f"Milliseconds, {_said(found[-1][0])}\n\n{_rows(lines)}")
+        parts.append(f"Milliseconds, {_said(runs[-1][0])}\n\n{_rows(lines)}")
     return "\n\n".join(parts)
 
 

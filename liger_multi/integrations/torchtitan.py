@@ -184,5 +184,5 @@ def loss(cfg: ChunkedLossWrapper.Config, *, chunk: int | str = "auto") -> FusedL
             "the override liger_multi.integrations.torchtitan.loss computes CrossEntropyLoss; got "
             f"{type(cfg.loss_fn).__qualname__}"
         )
-    made: FusedLoss.Config = derive(cfg, FusedLoss.Config, chunk=chunk)
-    return made
+    config: FusedLoss.Config = derive(cfg, FusedLoss.Config, chunk=chunk)
+    return config

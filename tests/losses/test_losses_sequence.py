@@ -47,7 +47,7 @@ def both(ours, theirs, leaves, dtype=WIDE, wide=None):
         assert excess(x, y, dtype) <= 1
 
 
-def trl_sft(leaves, target, kind, num_items):
+def trl_sft(leaves, target, divergence, num_items):
     comparing.require_trl()
     import trl
 
@@ -55,7 +55,7 @@ def trl_sft(leaves, target, kind, num_items):
     model = comparing.Toy(padded, *leaves[1:])
     labels = F.pad(target, (1, 0), value=-100)
     stub = comparing.trainer(model, compute_loss_func=None, label_smoother=None)
-    stub.args = type("Args", (), {"loss_type": kind, "average_tokens_across_devices": True})
+    stub.args = type("Args", (), {"loss_type": divergence, "average_tokens_across_devices": True})
     stub.get_tp_size = lambda: 1
     stub.accelerator.parallelism_config = None
     inputs = {"labels": labels, "attention_mask": torch.ones_like(labels)}
@@ -66,15 +66,15 @@ def trl_sft(leaves, target, kind, num_items):
 @pytest.mark.parametrize("num_items", [None, 31])
 @pytest.mark.parametrize("chunk", [1, 7, 256, "auto"])
 @pytest.mark.parametrize("dtype", [WIDE, HALF])
-@pytest.mark.parametrize("kind", ["nll", "dft"])
-def test_sft_is_trl(kind, dtype, chunk, num_items):
+@pytest.mark.parametrize("divergence", ["nll", "dft"])
+def test_sft_is_trl(divergence, dtype, chunk, num_items):
     leaves, target = head(dtype=dtype)
     wide = [x.detach().float().requires_grad_() for x in leaves]
-    theirs, log = trl_sft(wide, target, kind, num_items)
+    theirs, log = trl_sft(wide, target, divergence, num_items)
     ours, metrics = losses.sequence_loss(
         losses.Head(*leaves, chunk=chunk),
         target,
-        loss_type=kind,
+        loss_type=divergence,
         num_items=num_items,
         metrics=("entropy", "token_accuracy"),
     )
@@ -85,12 +85,12 @@ def test_sft_is_trl(kind, dtype, chunk, num_items):
         assert metrics.token_accuracy.item() == pytest.approx(log["mean_token_accuracy"])
 
 
-@pytest.mark.parametrize("kind", ["nll", "dft"])
-def test_nothing_to_learn_is_zero_and_connected(kind):
+@pytest.mark.parametrize("divergence", ["nll", "dft"])
+def test_nothing_to_learn_is_zero_and_connected(divergence):
     leaves, target = head()
     target[:] = -100
-    theirs, _ = trl_sft(leaves, target, kind, None)
-    ours, _ = losses.sequence_loss(losses.Head(*leaves), target, loss_type=kind)
+    theirs, _ = trl_sft(leaves, target, divergence, None)
+    ours, _ = losses.sequence_loss(losses.Head(*leaves), target, loss_type=divergence)
     both(ours, theirs, leaves)
     assert ours == 0
 
@@ -171,7 +171,7 @@ def test_several_heads_predict_further_ahead():
     segments = torch.tensor([[0] * 5 + [1] * 3, [0] * 8])
     sources = [losses.Head(h, *leaves[1:], chunk=3) for h in (leaves[0], *more)]
     ours, metrics = losses.mtp_loss(sources, target, ahead_weight=0.6, segments=segments)
-    right, seen = 0.0, []
+    right, flops = 0.0, []
     for k, hidden in enumerate((leaves[0], *more)):
         total, count = 0.0, 0
         own = torch.log_softmax(F.linear(hidden, *leaves[1:]), -1)
@@ -179,10 +179,10 @@ def test_several_heads_predict_further_ahead():
             for t in range(8 - k):
                 if segments[i, t] == segments[i, t + k] and target[i, t + k] >= 0:
                     total, count = total - own[i, t, target[i, t + k]], count + 1
-        seen.append(total / count)
-        right = right + seen[-1] * (1.0 if k == 0 else 0.3)
+        flops.append(total / count)
+        right = right + flops[-1] * (1.0 if k == 0 else 0.3)
     both(ours, right, [*leaves, *more])
-    for a, b in zip((metrics.first.nll, *metrics.ahead), seen, strict=True):
+    for a, b in zip((metrics.first.nll, *metrics.ahead), flops, strict=True):
         torch.testing.assert_close(a, b.detach())
 
 
@@ -235,7 +235,7 @@ class Pair:
 
     def __init__(self, rows=4, length=7, classes=53, dtype=WIDE, other=None):
         torch.manual_seed(0)
-        made = [
+        tensors = [
             torch.randn(rows, length, 16),
             torch.randn(classes, 16) * 0.4,
             torch.randn(classes) * 0.3,
@@ -249,7 +249,7 @@ class Pair:
                 torch.randn(count) * 0.3,
             )
         ]
-        self.leaves = [x.to(dtype).requires_grad_() for x in made]
+        self.leaves = [x.to(dtype).requires_grad_() for x in tensors]
         self.target = torch.randint(min(classes, count), (rows, length))
         self.target[torch.rand(rows, length) < 0.3] = -100
         self.target[-1] = -100
@@ -258,8 +258,8 @@ class Pair:
     def wide(self):
         return [x.detach().float().requires_grad_() for x in self.leaves]
 
-    def sources(self, chunk="auto", given=False, **options):
-        if given:
+    def sources(self, chunk="auto", from_logits=False, **options):
+        if from_logits:
             return F.linear(*self.leaves), F.linear(*self.teacher)
         return (
             losses.Head(*self.leaves, chunk=chunk, **options),
@@ -276,15 +276,19 @@ def trl_gkd(pair, leaves=None, teacher=None, **options):
 BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.3}
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("from_logits", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("kind", BETAS)
-def test_distillation_is_trl(kind, temperature, given):
+@pytest.mark.parametrize("divergence", BETAS)
+def test_distillation_is_trl(divergence, temperature, from_logits):
     pair = Pair()
-    theirs = trl_gkd(pair, beta=BETAS[kind], temperature=temperature)
-    options = {"beta": 0.3} if kind == "jsd" else {}
+    theirs = trl_gkd(pair, beta=BETAS[divergence], temperature=temperature)
+    options = {"beta": 0.3} if divergence == "jsd" else {}
     ours, metrics = losses.distillation_loss(
-        *pair.sources(5, given), pair.target, divergence=kind, temperature=temperature, **options
+        *pair.sources(5, from_logits),
+        pair.target,
+        divergence=divergence,
+        temperature=temperature,
+        **options,
     )
     both(ours, theirs, pair.leaves)
     assert metrics.soft.item() == pytest.approx(theirs.item(), rel=1e-5)
@@ -292,29 +296,29 @@ def test_distillation_is_trl(kind, temperature, given):
 
 @pytest.mark.parametrize("chunk", [1, 7, 256, "auto"])
 @pytest.mark.parametrize("dtype", [WIDE, HALF])
-@pytest.mark.parametrize("kind", ["forward_kl", "jsd", "tvd", "cosine"])
-def test_no_chunk_and_no_dtype_moves_the_loss(kind, dtype, chunk):
+@pytest.mark.parametrize("divergence", ["forward_kl", "jsd", "tvd", "cosine"])
+def test_no_chunk_and_no_dtype_moves_the_loss(divergence, dtype, chunk):
     pair = Pair(dtype=dtype)
     wide, teacher = pair.wide(), [x.float() for x in pair.teacher]
     z, t = F.linear(*wide), F.linear(*teacher)
-    if kind == "tvd":  # a sign that a rounded logit turns is no error of the loss
+    if divergence == "tvd":  # a sign that a rounded logit turns is no error of the loss
         z, t = (x + (x.to(dtype).float() - x).detach() for x in (z, t))
     p, q = t.softmax(-1), z.softmax(-1)
     rows = {
         "tvd": lambda: 0.5 * (p - q).abs().sum(-1),
         "cosine": lambda: 1 - (z * t).sum(-1) / (z.norm(dim=-1) * t.norm(dim=-1)),
     }
-    if kind in rows:
-        theirs = (rows[kind]() * pair.mask).sum() / pair.mask.sum()
+    if divergence in rows:
+        theirs = (rows[divergence]() * pair.mask).sum() / pair.mask.sum()
     else:
-        theirs = trl_gkd(pair, wide, teacher, beta=0.0 if kind == "forward_kl" else 0.5)
-    ours, _ = losses.distillation_loss(*pair.sources(chunk), pair.target, divergence=kind)
+        theirs = trl_gkd(pair, wide, teacher, beta=0.0 if divergence == "forward_kl" else 0.5)
+    ours, _ = losses.distillation_loss(*pair.sources(chunk), pair.target, divergence=divergence)
     both(ours, theirs, pair.leaves, dtype, wide)
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize("unlike", [False, True])
-def test_scales_softcaps_and_temperatures_of_each_head(kind, unlike):
+def test_scales_softcaps_and_temperatures_of_each_head(divergence, unlike):
     """TRL's loss of two heads; with a softcap or two scales, rows go the longer way."""
     module = pytest.importorskip("trl.trainer.distillation_trainer")
     pair = Pair()
@@ -326,7 +330,7 @@ def test_scales_softcaps_and_temperatures_of_each_head(kind, unlike):
         pair.leaves[1],
         pair.teacher[1],
         pair.mask,
-        BETAS[kind],
+        BETAS[divergence],
         student_lm_head_bias=pair.leaves[2],
         teacher_lm_head_bias=pair.teacher[2],
         student_logit_scale=0.6,
@@ -338,10 +342,10 @@ def test_scales_softcaps_and_temperatures_of_each_head(kind, unlike):
         losses.Head(*pair.leaves, chunk=5, **own),
         losses.Head(*pair.teacher, **other),
         pair.target,
-        divergence=kind,
+        divergence=divergence,
         temperature=1.3,
         metrics=("entropy", "token_accuracy"),
-        **({"beta": 0.3} if kind == "jsd" else {}),
+        **({"beta": 0.3} if divergence == "jsd" else {}),
     )
     both(ours, theirs, pair.leaves)
     assert metrics.tokens == count
@@ -385,32 +389,37 @@ def test_hard_and_soft_terms_over_the_step():
     assert metrics.soft.item() == pytest.approx(soft.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["jsd", "cosine"])
-def test_a_head_learns_from_given_logits(kind):
+@pytest.mark.parametrize("divergence", ["jsd", "cosine"])
+def test_a_head_learns_from_given_logits(divergence):
     pair = Pair()
     student, teacher = pair.sources()
-    found = [
-        losses.distillation_loss(student, other, pair.target, divergence=kind)[0]
+    results = [
+        losses.distillation_loss(student, other, pair.target, divergence=divergence)[0]
         for other in (teacher, F.linear(*pair.teacher))
     ]
-    both(*found, pair.leaves)
+    both(*results, pair.leaves)
 
 
 @pytest.mark.parametrize("classes", [(53, 61), (61, 53)])
-@pytest.mark.parametrize("kind", ["jsd", "cosine"])
-@pytest.mark.parametrize("given", [False, True])
-def test_vocabularies_of_two_sizes(kind, classes, given):
+@pytest.mark.parametrize("divergence", ["jsd", "cosine"])
+@pytest.mark.parametrize("from_logits", [False, True])
+def test_vocabularies_of_two_sizes(divergence, classes, from_logits):
     pair = Pair(classes=classes[0], other=classes[1])
     with pytest.raises(ValueError, match="common"):
-        losses.distillation_loss(*pair.sources(given=given), pair.target, divergence=kind)
+        losses.distillation_loss(
+            *pair.sources(from_logits=from_logits), pair.target, divergence=divergence
+        )
     ours, _ = losses.distillation_loss(
-        *pair.sources(given=given), pair.target, divergence=kind, vocabulary="common"
+        *pair.sources(from_logits=from_logits),
+        pair.target,
+        divergence=divergence,
+        vocabulary="common",
     )
     small = Pair(classes=classes[0], other=classes[1])
     cut = [small.teacher[0], *[x[:53] for x in small.teacher[1:]]]
     mine = [small.leaves[0], *[x[:53] for x in small.leaves[1:]]]
     theirs, _ = losses.distillation_loss(
-        losses.Head(*mine), losses.Head(*cut), pair.target, divergence=kind
+        losses.Head(*mine), losses.Head(*cut), pair.target, divergence=divergence
     )
     a, e = torch.autograd.grad(ours, pair.leaves), torch.autograd.grad(theirs, small.leaves)
     for x, y in zip((ours, *a), (theirs, *e), strict=True):
@@ -419,25 +428,27 @@ def test_vocabularies_of_two_sizes(kind, classes, given):
 
 def test_ignored_tokens_are_ignored_in_every_term():
     """Whatever stands in their rows; and nothing but them is a loss of zero, connected."""
-    for kind in ("jsd", "tvd", "cosine"):
+    for divergence in ("jsd", "tvd", "cosine"):
         pair, spoiled = Pair(), Pair()
         with torch.no_grad():
             for x in (spoiled.leaves[0], spoiled.teacher[0]):
                 x[~pair.mask] = float("nan")
-        found = [
-            losses.distillation_loss(*p.sources(), p.target, divergence=kind, hard_weight=0.3)[0]
+        results = [
+            losses.distillation_loss(
+                *p.sources(), p.target, divergence=divergence, hard_weight=0.3
+            )[0]
             for p in (pair, spoiled)
         ]
-        assert torch.equal(*found)
+        assert torch.equal(*results)
         grads = [
             torch.autograd.grad(x, p.leaves[1:])
-            for x, p in zip(found, (pair, spoiled), strict=True)
+            for x, p in zip(results, (pair, spoiled), strict=True)
         ]
         for x, y in zip(*grads, strict=True):
             assert torch.equal(x, y)
         pair.target[:] = -100
         ours, _ = losses.distillation_loss(
-            *pair.sources(), pair.target, divergence=kind, hard_weight=0.3
+            *pair.sources(), pair.target, divergence=divergence, hard_weight=0.3
         )
         assert ours == 0
         assert all((g == 0).all() for g in torch.autograd.grad(ours, pair.leaves))
@@ -454,10 +465,10 @@ def few(pair, k=5, padded=True):
     return losses.TopK(ids, values)
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("from_logits", [False, True])
 @pytest.mark.parametrize("rest", ["renormalize", "bucket"])
-@pytest.mark.parametrize("kind", BETAS)
-def test_few_tokens_are_trl(kind, rest, given):
+@pytest.mark.parametrize("divergence", BETAS)
+def test_few_tokens_are_trl(divergence, rest, from_logits):
     module = pytest.importorskip("trl.experimental.async_distillation.async_distillation_trainer")
     pair = Pair()
     top = few(pair)
@@ -473,7 +484,7 @@ def test_few_tokens_are_trl(kind, rest, given):
             ids,
             values,
             ids >= 0,
-            BETAS[kind],
+            BETAS[divergence],
             1.3,
             rest == "bucket",
             None,
@@ -482,16 +493,16 @@ def test_few_tokens_are_trl(kind, rest, given):
         / flat.sum()
     )
     student = losses.Head(*pair.leaves, chunk=5, **options)
-    if given:
+    if from_logits:
         student = losses.Logits(F.linear(*pair.leaves), **options)
     ours, _ = losses.distillation_loss(
         student,
         top,
         pair.target,
-        divergence=kind,
+        divergence=divergence,
         temperature=1.3,
         rest=rest,
-        **({"beta": 0.3} if kind == "jsd" else {}),
+        **({"beta": 0.3} if divergence == "jsd" else {}),
     )
     both(ours, theirs, pair.leaves)
 
@@ -549,8 +560,8 @@ def test_the_cosine_in_modes_and_graphs(mode, at_once, monkeypatch):
         sources = pair.sources()
         return losses.distillation_loss(*sources, pair.target, divergence="cosine")[0]
 
-    wanted = loss()
-    wanted_grads = torch.autograd.grad(wanted, pair.leaves)
+    expected = loss()
+    wanted_grads = torch.autograd.grad(expected, pair.leaves)
     if mode == "compiled":
         got = torch.compile(loss, backend="eager")()
     elif mode == "torch":
@@ -562,7 +573,7 @@ def test_the_cosine_in_modes_and_graphs(mode, at_once, monkeypatch):
     else:
         with liger_multi.use(deterministic=mode):
             got = loss()
-    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(got, expected)
     grads = torch.autograd.grad(got, pair.leaves)
     torch.testing.assert_close(grads, wanted_grads, rtol=1e-4, atol=1e-6)
 

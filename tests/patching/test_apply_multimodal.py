@@ -18,7 +18,7 @@ from liger_multi.patching import patch, unpatch
 from tests.comparing import assert_same_gradients, gradients, largest, resolution
 from tests.models import Graphs, assert_same_training
 from tests.sweep.cases import build, inputs, registered
-from tests.sweep.multimodal import given
+from tests.sweep.multimodal import modalities
 from tests.sweep.run import executed
 
 TOWERS = {
@@ -109,7 +109,7 @@ def run(batch):
 def test_a_step_that_reaches_all_parameters(kind):
     """The others compare what is too large here to be rounding."""
     stock, ours, batch = models(kind)
-    assert TOWERS[kind][1] in given(batch)
+    assert TOWERS[kind][1] in modalities(batch)
     report = patch(ours)
     with executed(ours) as seen:
         assert_same_training(stock, ours, run(batch))

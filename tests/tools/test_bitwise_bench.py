@@ -26,8 +26,8 @@ RUN = {
 @pytest.mark.slow
 def test_a_trial_keeps_rows_of_every_process(tmp_path):
     file = tmp_path / "run.json"
-    given = ["--device", "cpu", "--tiny", "--seconds", "0.02", "--ops", "rms_norm"]
-    assert bitwise.main([*given, "--parts", "check,time", "--out", str(file)]) == 0
+    args = ["--device", "cpu", "--tiny", "--seconds", "0.02", "--ops", "rms_norm"]
+    assert bitwise.main([*args, "--parts", "check,time", "--out", str(file)]) == 0
     (run,) = store.load(file)
     assert run["kind"] == "bitwise"
     assert run["tiny"]
@@ -45,12 +45,12 @@ def test_a_trial_keeps_rows_of_every_process(tmp_path):
 
 def test_a_process_that_ends_ends_no_other_name(monkeypatch):
     """A part that the child does not know makes it end at once."""
-    given = bitwise.parse(["--device", "cpu", "--tiny"])
-    told = []
-    jobs = bitwise.Jobs(given, lambda part, name, rows: told.append((name, rows)))
+    options = bitwise.parse(["--device", "cpu", "--tiny"])
+    messages = []
+    jobs = bitwise.Jobs(options, lambda part, name, rows: messages.append((name, rows)))
     jobs.run("nothing", ["a", "b"])
-    assert [name for name, _ in told] == ["a", "b"]
-    assert all("the process ended" in rows[0]["failure"] for _, rows in told)
+    assert [name for name, _ in messages] == ["a", "b"]
+    assert all("the process ended" in rows[0]["failure"] for _, rows in messages)
 
 
 @pytest.mark.parametrize("broken", ["repeat", pytest.param("rows", marks=pytest.mark.slow)])
@@ -58,11 +58,11 @@ def test_a_broken_promise_is_found(broken):
     original, count = Primitive.call, iter(range(10**6))
 
     def wrong(prim, *args):
-        made = original(prim, *args)
+        out = original(prim, *args)
         if prim.op.name == "rms_norm" and prim.direction == "forward":
-            by = next(count) if broken == "repeat" else made[0].shape[0]
-            return made[0] + by, *made[1:]
-        return made
+            by = next(count) if broken == "repeat" else out[0].shape[0]
+            return out[0] + by, *out[1:]
+        return out
 
     with mock.patch.object(Primitive, "call", wrong):
         rows = list(bitwise_operators.check("rms_norm", CPU))

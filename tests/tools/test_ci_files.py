@@ -156,8 +156,8 @@ def test_every_setting_of_processors_is_a_job():
 def test_what_can_turn_a_run_red_is_pinned():
     pinned = dict(venv.PIN.findall(read("ci/constraints/pinned.txt")))
     assert {"ruff", "mypy", "transformers", "trl", "triton", "peft", "pytest"} <= set(pinned)
-    wanted = set(re.findall(r'^    "([A-Za-z-]+)>=', read("pyproject.toml"), re.M)) - {"setuptools"}
-    assert wanted <= set(pinned) | {"wheel"}, wanted - set(pinned)
+    names = set(re.findall(r'^    "([A-Za-z-]+)>=', read("pyproject.toml"), re.M)) - {"setuptools"}
+    assert names <= set(pinned) | {"wheel"}, names - set(pinned)
     for name, version in pinned.items():
         floor = floors().get(name)
         assert floor is None or numbers(version) >= numbers(floor), name
@@ -182,18 +182,18 @@ def test_constraints_include_and_override(tmp_path, monkeypatch):
 
 def test_pins_become_what_is_installed():
     text = "# of pytest==1.0\npytest==1.0\nno-such-package==2.0\n"
-    wanted = f"# of pytest==1.0\npytest=={pytest.__version__}\nno-such-package==2.0\n"
-    assert venv.updated(text) == wanted
+    expected = f"# of pytest==1.0\npytest=={pytest.__version__}\nno-such-package==2.0\n"
+    assert venv.updated(text) == expected
 
 
 def test_only_the_update_of_pins_may_write_and_nobody_else_starts_it():
     text = read(".github/workflows/update.yml")
-    made = yaml.load(text, yaml.BaseLoader)
-    assert set(made["on"]) == {"schedule", "workflow_dispatch"}
-    assert made["permissions"] == {"contents": "read"}
-    others = [made["jobs"][name] for name in ("liger", "trainers")]
-    job, newest = made["jobs"]["pins"], made["jobs"]["newest"]
-    assert len(made["jobs"]) == 2 + len(others)
+    workflow = yaml.load(text, yaml.BaseLoader)
+    assert set(workflow["on"]) == {"schedule", "workflow_dispatch"}
+    assert workflow["permissions"] == {"contents": "read"}
+    others = [workflow["jobs"][name] for name in ("liger", "trainers")]
+    job, newest = workflow["jobs"]["pins"], workflow["jobs"]["newest"]
+    assert len(workflow["jobs"]) == 2 + len(others)
     assert not [other for other in others if "permissions" in other]
     assert newest["permissions"] == {"contents": "read", "issues": "write"}
     assert not [step for step in newest["steps"] if "${{" in step.get("run", "")]
@@ -221,12 +221,13 @@ def test_commands_exist():
     quoted = re.findall(r"`([^`\n]+)`|^ {4}(.*)$", written, re.MULTILINE)
     pages = "\n".join([*map("".join, quoted), read(".ci/run").partition("set -e")[2]])
     images = "\n".join(line for line in images.splitlines() if "apt-get" not in line)
-    wanted = set(re.findall(r"\bmake ([a-z-]+)", jobs + images + pages))
-    wanted |= set(re.findall(r"run\.sh [a-z]+ ([a-z]+)", pages))
-    assert wanted <= targets(), wanted - targets()
-    assert {"test", "container", "lint"} <= wanted
-    given = set(re.findall(r"\b([A-Z_]+)=", "\n".join(re.findall(r"make [^\n`|]*", jobs + pages))))
-    assert given <= variables(), given - variables()
+    names = set(re.findall(r"\bmake ([a-z-]+)", jobs + images + pages))
+    names |= set(re.findall(r"run\.sh [a-z]+ ([a-z]+)", pages))
+    assert names <= targets(), names - targets()
+    assert {"test", "container", "lint"} <= names
+    commands = "\n".join(re.findall(r"make [^\n`|]*", jobs + pages))
+    assigned = set(re.findall(r"\b([A-Z_]+)=", commands))
+    assert assigned <= variables(), assigned - variables()
     for module in re.findall(r"python3? -m (ci\.\w+)", jobs + pages + images):
         assert importlib.util.find_spec(module), module
     for path in re.findall(r"\b(?:ci|tests|docs)/[\w./-]+\.(?:py|sh|txt|md)\b", pages + jobs):
@@ -274,8 +275,8 @@ def test_devices_wait_for_a_reviewer_and_a_plan():
     job = workflow()["jobs"]["devices"]
     assert job["environment"] == "devices"
     assert job["needs"] == "plan"
-    given = next(s for n, s in steps() if n == "plan" and s.get("id") == "plan")["env"]
-    assert set(given) == {"EVENT", "ACTION", "LABEL", "CHOICE", "FORK", "RUNNERS"}
+    env = next(s for n, s in steps() if n == "plan" and s.get("id") == "plan")["env"]
+    assert set(env) == {"EVENT", "ACTION", "LABEL", "CHOICE", "FORK", "RUNNERS"}
 
 
 @pytest.mark.skipif(not shutil.which("actionlint"), reason="actionlint is not on the path")
@@ -289,11 +290,11 @@ def test_actionlint():
 
 def test_a_release_publishes_what_was_installed_from_a_tag_that_is_the_version():
     text = read(".github/workflows/release.yml")
-    made = yaml.load(text, yaml.BaseLoader)
-    assert made["on"] == {"push": {"tags": ["v*"]}}
-    assert made["permissions"] == {"contents": "read"}
+    workflow = yaml.load(text, yaml.BaseLoader)
+    assert workflow["on"] == {"push": {"tags": ["v*"]}}
+    assert workflow["permissions"] == {"contents": "read"}
     assert "secrets." not in text
-    jobs = made["jobs"]
+    jobs = workflow["jobs"]
     assert [jobs[n].get("needs") for n in ("build", "install", "publish")] == [
         None,
         "build",
@@ -312,8 +313,8 @@ def test_a_release_publishes_what_was_installed_from_a_tag_that_is_the_version()
 
 @pytest.mark.parametrize(("tag", "code"), [("v{}", 0), ("{}", 1), ("v{}.1", 1), ("v", 1)])
 def test_a_tag_of_another_version_stops_a_release(tag, code):
-    made = yaml.load(read(".github/workflows/release.yml"), yaml.BaseLoader)
-    (step,) = [s for s in made["jobs"]["build"]["steps"] if "TAG" in s.get("env", {})]
+    workflow = yaml.load(read(".github/workflows/release.yml"), yaml.BaseLoader)
+    (step,) = [s for s in workflow["jobs"]["build"]["steps"] if "TAG" in s.get("env", {})]
     done = subprocess.run(
         ["bash", "-eo", "pipefail", "-c", step["run"]],
         env={
@@ -391,9 +392,9 @@ ALL = '["cuda", "rocm", "npu"]'
     ],
 )
 def test_plan(environment, planned):
-    found = plan.plan(environment)
-    assert [entry["backend"] for entry in found] == planned
-    assert all(entry["labels"] == ["self-hosted", "linux", entry["backend"]] for entry in found)
+    jobs = plan.plan(environment)
+    assert [entry["backend"] for entry in jobs] == planned
+    assert all(entry["labels"] == ["self-hosted", "linux", entry["backend"]] for entry in jobs)
 
 
 @pytest.mark.parametrize("text", ["cuda", '"cuda"', '["cdua"]', "{}"])
@@ -462,12 +463,12 @@ def test_every_image_has_a_supported_python_and_pytorch():
         ("rocm", r"_py(\d\.\d+)_"),
         ("npu", r"-py(\d\.\d+)$"),
     ):
-        found = re.search(pattern, IMAGES[name].read_text(), re.MULTILINE)[1]
-        assert (3, 10) <= tuple(map(int, found.split("."))) <= (3, 14), name
+        version = re.search(pattern, IMAGES[name].read_text(), re.MULTILINE)[1]
+        assert (3, 10) <= tuple(map(int, version.split("."))) <= (3, 14), name
     for name, pattern in (("rocm", r"pytorch_release_(\S+)"), ("npu", r"TORCH=(\S+)")):
-        found = re.search(pattern, IMAGES[name].read_text())[1]
+        version = re.search(pattern, IMAGES[name].read_text())[1]
         floor = tuple(map(int, floors()["torch"].split(".")))
-        assert tuple(map(int, found.split(".")[:2])) >= floor, name
+        assert tuple(map(int, version.split(".")[:2])) >= floor, name
     npu = IMAGES["npu"].read_text()
     torch, plugin = (re.search(rf"ARG {n}=(\d+\.\d+)", npu)[1] for n in ("TORCH", "TORCH_NPU"))
     assert torch == plugin
@@ -478,25 +479,28 @@ def test_one_rocm_is_named_everywhere():
     pages = ["README.md", "ci/venv.py", *sorted((ROOT / "docs").glob("*.md"))]
     named = {page: re.findall(r"(?i)\brocm ?(\d+\.\d+)", read(page)) for page in pages}
     assert all(named[page] for page in ("README.md", "ci/venv.py", ROOT / "docs" / "rocm.md"))
-    assert {version for found in named.values() for version in found} == {image}, named
+    assert {version for versions in named.values() for version in versions} == {image}, named
 
 
 def test_the_extra_of_ascend_is_what_its_image_and_its_page_name():
-    given = dict(
+    versions = dict(
         re.findall(r"^ARG (\w+)=(\d+\.\d+)\.\d+$", IMAGES["npu"].read_text(), re.MULTILINE)
     )
     extra = re.search(r"^npu = \[(.*)\]$", read("pyproject.toml"), re.MULTILINE)[1]
     pinned = dict(re.findall(r"([a-z_-]+)==(\d+\.\d+)\.", extra))
-    assert pinned == {"torch_npu": given["TORCH_NPU"], "triton-ascend": given["TRITON_ASCEND"]}
+    assert pinned == {
+        "torch_npu": versions["TORCH_NPU"],
+        "triton-ascend": versions["TRITON_ASCEND"],
+    }
     assert re.search(r"torch_npu==\d+\.\d+\.\d+\"", extra), "a post release is of another CANN"
     page = read("docs/ascend.md")
-    assert f"pip install torch=={given['TORCH']}.0\n" in page  # aarch64
-    build = f"torch=={given['TORCH']}.0+cpu"  # what torch_npu's wheel of x86-64 requires
+    assert f"pip install torch=={versions['TORCH']}.0\n" in page  # aarch64
+    build = f"torch=={versions['TORCH']}.0+cpu"  # what torch_npu's wheel of x86-64 requires
     assert f"pip install {build} --index-url https://download.pytorch.org/whl/cpu\n" in page
     assert f"`{build}`" in read("README.md")
     for name, version in pinned.items():
         assert f"{name} {version}" in page
-    assert f"`torch=={given['TORCH']}.0`" in read("README.md")
+    assert f"`torch=={versions['TORCH']}.0`" in read("README.md")
     cann = re.search(r"^ARG TAG=(\d+\.\d+)", IMAGES["npu"].read_text(), re.MULTILINE)[1]
     assert f"for CANN {cann}" in page
     assert f"CANN {cann}" in read("README.md")

@@ -80,8 +80,8 @@ def test_doctor_agrees_with_explain(fresh_configuration):
 
 def test_doctor_names_versions_that_nobody_tested(monkeypatch, fresh_configuration):
     monkeypatch.setattr(doctor, "versions", lambda: {"torch": "2.99.0"})
-    found = doctor.collect()["findings"]
-    (text,) = [f["text"] for f in found if f["kind"] == "note" and "newer than" in f["text"]]
+    findings = doctor.collect()["findings"]
+    (text,) = [f["text"] for f in findings if f["kind"] == "note" and "newer than" in f["text"]]
     assert text.startswith("torch 2.99.0 is newer than what was tested (2.9.1 to ")
 
 
@@ -282,8 +282,8 @@ def test_explain_a_dtype_as_json(capsys):
     rows = json.loads(capsys.readouterr().out)
     assert {row["op"] for row in rows} == {"swiglu"}
     assert {row["direction"] for row in rows} == {"forward", "backward"}
-    found = liger_multi.explain("swiglu", "cpu", torch.float64)
-    assert [row["reason"] for row in rows] == [row.reason for row in found.rows]
+    explanation = liger_multi.explain("swiglu", "cpu", torch.float64)
+    assert [row["reason"] for row in rows] == [row.reason for row in explanation.rows]
 
 
 @pytest.mark.parametrize(

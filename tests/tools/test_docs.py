@@ -124,8 +124,8 @@ def test_links_of_committed_pages_become_links_of_the_site(site):
         assert (site / "docs" / page).exists(), page
         assert page in docs.whole(), f"{page} is committed"
     text = "[a](../liger_multi/ops/rope.py), [b](../README.md#x), [c](memory.md#d), [e](../a.py)"
-    made = "[a](ops/rope.md), [b](index.md), [c](memory.md#d), e (`a.py`)"
-    assert docs.linked(text, "docs", known) == made
+    expected = "[a](ops/rope.md), [b](index.md), [c](memory.md#d), e (`a.py`)"
+    assert docs.linked(text, "docs", known) == expected
     for code in ("`[a](../README.md)`", "```\n[a](../README.md)\n```"):
         assert docs.linked(code, "docs", known) == code
     front = (site / "docs" / "index.md").read_text(encoding="utf-8")
@@ -191,20 +191,20 @@ def test_files_that_are_named_exist(path):
 def test_the_code_of_a_page_runs(name, capsys):
     """One block after the other, in one namespace."""
     page = ROOT / "docs" / name
-    found = blocks(page, "python")
-    assert len(found) >= 2
-    if any("from trl import" in block for block in found):
+    snippets = blocks(page, "python")
+    assert len(snippets) >= 2
+    if any("from trl import" in block for block in snippets):
         comparing.require_trl()
     namespace = {}
-    for block in found:
+    for block in snippets:
         exec(compile(block, name, "exec"), namespace)
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/configuration.md"])
 def test_configurations_of_a_page_are_well_formed(name):
-    found = blocks(ROOT / name, "yaml")
-    assert found
-    for block in found:
+    snippets = blocks(ROOT / name, "yaml")
+    assert snippets
+    for block in snippets:
         layer = config.parse(yaml.safe_load(block), name)
         assert layer.ops[""]
 
@@ -295,14 +295,15 @@ def test_operators_beside_their_peers():
 
     runs = [run(1.0, aten=2.0, liger="wrong"), run(1.5, quack=2.0)]
     key = ("rms_norm", "8x4")
-    found = docs_benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
-    line = operators_h100.line(*key, found[key])
+    by_case = docs_benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    line = operators_h100.line(*key, by_case[key])
     assert line[:4] == ["`rms_norm`", "8x4", "1.50", "-"]
     assert line[4:10] == ["wrong", "-", "2.00", "2.00", "-", "0.75"]
     assert set(line[10:]) == {"-"}
     runs = [run(1.0, transformers="out of memory", reference=4.0, compile="failed", flex="wrong")]
-    found = docs_benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
-    assert operators_h100.line(*key, found[key])[4:10] == ["-", "-", "-", "4.00", "failed", "0.25"]
+    by_case = docs_benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    line = operators_h100.line(*key, by_case[key])
+    assert line[4:10] == ["-", "-", "-", "4.00", "failed", "0.25"]
 
 
 def test_every_operator_is_beside_its_peers():
@@ -463,8 +464,8 @@ def test_tables_of_performance_name_card_date_and_versions():
             )
 
 
-def measured(date, card, rows, kind="longest", **more):
-    head = {"kind": kind, "date": f"{date}T00:00:00+00:00", "commit": "abc1234"}
+def measured(date, card, rows, run_type="longest", **more):
+    head = {"kind": run_type, "date": f"{date}T00:00:00+00:00", "commit": "abc1234"}
     return {
         **head,
         "device": {"name": card},
@@ -493,7 +494,7 @@ def test_the_newest_card_has_the_word(monkeypatch):
     )
     again = measured("2026-02-03", "NVIDIA H100", [search("ours", 7)], limit_gb=24)
     monkeypatch.setattr(
-        store, "read", lambda kind, *_: [old, new, again] if kind == "longest" else []
+        store, "read", lambda run_type, *_: [old, new, again] if run_type == "longest" else []
     )
     row = docs_performance.longest_sequences().splitlines()[-1]
     assert [c.strip() for c in row.split("|")[3:-1]] == [
@@ -533,7 +534,7 @@ def test_a_row_is_of_one_run(monkeypatch):
         limit_gb=None,
     )
     runs = [old, new]
-    monkeypatch.setattr(store, "read", lambda kind, *_: runs if kind == "models" else [])
+    monkeypatch.setattr(store, "read", lambda run_type, *_: runs if run_type == "models" else [])
     cells = [c.strip() for c in docs_performance.whole_models().splitlines()[-1].split("|")[2:6]]
     assert cells == ["4.0k", "-", "6.0k ± 30 %", "-"]
     assert docs_performance.shown_models() == {}, "not all three, and too noisy"
@@ -546,10 +547,10 @@ def test_the_timeline_is_drawn_once_results_have_it(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     (run,) = store.read("memory-profile")
     rows = [{**row, "timeline": [[2**30] * 7] * 600} for row in run["rows"]]
-    monkeypatch.setattr(store, "read", lambda kind: [{**run, "rows": rows}])
-    made = pictures.timeline()
-    made.draw(made.data, tmp_path / "a.png", pictures.digest(made.data))
-    assert pictures.carried(tmp_path / "a.png") == pictures.digest(made.data)
+    monkeypatch.setattr(store, "read", lambda run_type: [{**run, "rows": rows}])
+    picture = pictures.timeline()
+    picture.draw(picture.data, tmp_path / "a.png", pictures.digest(picture.data))
+    assert pictures.carried(tmp_path / "a.png") == pictures.digest(picture.data)
 
 
 # --- the examples ---
@@ -578,10 +579,10 @@ def tiny(name, folder, *further):
 
 def learned(text, steps=12):
     """Losses as a loop and a Trainer print them."""
-    found = [float(x) for x in re.findall(r"(?<!_)loss'?:? '?([0-9.]+)", text)]
-    assert len(found) == steps, text
-    assert sum(found[-3:]) / 3 < 0.9 * found[0], found
-    return found
+    losses = [float(x) for x in re.findall(r"(?<!_)loss'?:? '?([0-9.]+)", text)]
+    assert len(losses) == steps, text
+    assert sum(losses[-3:]) / 3 < 0.9 * losses[0], losses
+    return losses
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,13 @@ pytest_plugins = ["pytester"]
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
 )
 def test_uninitialized_memory_is_poisoned(make, dtype):
-    made = make(torch.ones(3, 5, dtype=dtype))
-    assert made.shape == (3, 5)
-    assert made.dtype is dtype
+    output = make(torch.ones(3, 5, dtype=dtype))
+    assert output.shape == (3, 5)
+    assert output.dtype is dtype
     if dtype.is_floating_point:
-        assert made.isnan().all()
+        assert output.isnan().all()
     else:
-        assert (made == poison_value(dtype)).all()
+        assert (output == poison_value(dtype)).all()
 
 
 def test_poison_keeps_the_arguments_of_empty():

@@ -55,25 +55,25 @@ def run(pytester):
         plugins = ("cacheprovider", "xdist", "randomly")
         options = (*(f"-pno:{name}" for name in plugins), "--results", str(file))
         pytester.runpytest_inprocess(*options, *args)
-        (found,) = results.read(file.parent)
-        return found
+        (result,) = results.read(file.parent)
+        return result
 
     return run
 
 
 def test_a_run_leaves_its_counts_and_where_it_ran(run):
-    found = run(SUITE)
-    assert found.counts == {"passed": 1, "failed": 1, "skipped": 1, "xfailed": 1}
-    assert not found.green
-    assert found.failures == ["test_suite.py::test_fails"]
-    assert found.part == "native"
-    assert "reference" in found.backends
-    assert found.device["device"] == "cpu"
-    assert found.versions["torch"] == torch.__version__
-    assert found.versions["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert found.date.endswith("+00:00")
-    assert found.commit
-    assert found.seconds > 0
+    result = run(SUITE)
+    assert result.counts == {"passed": 1, "failed": 1, "skipped": 1, "xfailed": 1}
+    assert not result.green
+    assert result.failures == ["test_suite.py::test_fails"]
+    assert result.part == "native"
+    assert "reference" in result.backends
+    assert result.device["device"] == "cpu"
+    assert result.versions["torch"] == torch.__version__
+    assert result.versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert result.date.endswith("+00:00")
+    assert result.commit
+    assert result.seconds > 0
 
 
 def test_failures_are_named_as_they_happen_and_half_a_run_is_no_result(run, pytester):
@@ -106,10 +106,10 @@ def test_results_are_sorted_by_date(tmp_path):
 
 def test_kept_results_name_backends_that_exist():
     assert results.kept()
-    for found in results.kept():
-        assert set(found.backends) <= set(backends()), found
-        assert set(found.counts) <= set(results.OUTCOMES), found
-        assert {"torch", "python"} <= set(found.versions), found
+    for result in results.kept():
+        assert set(result.backends) <= set(backends()), result
+        assert set(result.counts) <= set(results.OUTCOMES), result
+        assert {"torch", "python"} <= set(result.versions), result
 
 
 def run_on(device, part, failed=0, date="2026-05-01"):
@@ -208,9 +208,16 @@ CARD = {"name": "A Card 9000"}
 FILES = [path for path in sorted(store.RESULTS.glob("*.json")) if "suite-" not in path.name]
 
 
-def bench_run(kind, hour, rows, **head):
+def bench_run(run_type, hour, rows, **head):
     date = f"2026-01-01T{hour:02}:00:00+00:00"
-    return {"kind": kind, "date": date, "commit": f"c{hour}", "device": CARD, **head, "rows": rows}
+    return {
+        "kind": run_type,
+        "date": date,
+        "commit": f"c{hour}",
+        "device": CARD,
+        **head,
+        "rows": rows,
+    }
 
 
 def timed(**speeds):
@@ -308,8 +315,8 @@ def test_files_of_another_machine_are_merged(tmp_path, capsys):
 def test_what_a_command_printed_is_kept_as_notes(tmp_path, capsys):
     text = tmp_path / "out.txt"
     text.write_text("a step takes 1.5 ms\n\nand 2 GiB  \n")
-    given = ["--notes", "steps", "--device", "A Card", "--into", str(tmp_path)]
-    assert store.main([str(text), *given]) == 0
+    args = ["--notes", "steps", "--device", "A Card", "--into", str(tmp_path)]
+    assert store.main([str(text), *args]) == 0
     (kept,) = store.read("notes", tmp_path)
     assert kept["rows"] == ["a step takes 1.5 ms", "and 2 GiB"]
     text.write_text("a step takes 1.4 ms")
@@ -323,8 +330,8 @@ def test_what_a_command_printed_is_kept_as_notes(tmp_path, capsys):
 
 
 def test_the_commit_is_short(monkeypatch):
-    for given, shown in (("ab" * 20 + "+", "abababa+"), ("unknown", "unknown")):
-        monkeypatch.setenv("COMMIT", given)
+    for commit, shown in (("ab" * 20 + "+", "abababa+"), ("unknown", "unknown")):
+        monkeypatch.setenv("COMMIT", commit)
         assert store.commit() == shown
 
 
@@ -357,8 +364,8 @@ def suite(part, day, failed=0):
 def test_a_suite_keeps_the_newest_result_of_a_part_and_the_green_one_before_a_red_one(tmp_path):
     results.keep("card", [suite("native", 1), suite("cuda", 1), suite("cuda", 2)], tmp_path)
     path = results.keep("card", [suite("native", 4), suite("cuda", 3, failed=1)], tmp_path)
-    found = {(one.part, one.date[-1]) for one in results.kept(tmp_path)}
-    assert found == {("native", "4"), ("cuda", "3"), ("cuda", "2")}
+    parts = {(one.part, one.date[-1]) for one in results.kept(tmp_path)}
+    assert parts == {("native", "4"), ("cuda", "3"), ("cuda", "2")}
     assert len(path.read_text().splitlines()) == 5, "a line a result"
     results.keep("card", [suite("cuda", 5)], tmp_path)
     assert {(one.part, one.date[-1]) for one in results.kept(tmp_path)} == {
@@ -460,7 +467,7 @@ def test_the_page_shows_the_newest_rows_in_whatever_order_they_are_kept(tmp_path
     monkeypatch.setattr(store, "RESULTS", tmp_path)
     runs = store.read("operators")
     rows = docs_benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
-    (newest,) = [found for (_, sample), found in rows.items() if sample == "8x4"]
+    (newest,) = [by_provider for (_, sample), by_provider in rows.items() if sample == "8x4"]
     assert newest["ours"].row["both_ms"] == 5.0
     # what was not measured again stands beside ours of its own run
     assert newest["liger"].ours["both_ms"] == 4.0
@@ -487,8 +494,8 @@ def test_the_end_is_found_on_the_line_that_rules_there(room):
         asked.append(tokens)
         return max(60_000 + tokens, 20_000 + 3 * tokens)
 
-    found = recompute.extrapolated(peak, room)
-    assert peak(found) == pytest.approx(room, rel=0.02)
+    end = recompute.extrapolated(peak, room)
+    assert peak(end) == pytest.approx(room, rel=0.02)
     assert len(asked) < 9
 
 
@@ -507,8 +514,8 @@ def trained_curves(case, providers):
     pytest.importorskip("transformers")
     pytest.importorskip("tokenizers")
     ids = convergence.text(case)
-    found = {provider: convergence.train(case, provider, ids, CPU) for provider in providers}
-    return {"dtype": case.dtype, "curves": found}
+    curves = {provider: convergence.train(case, provider, ids, CPU) for provider in providers}
+    return {"dtype": case.dtype, "curves": curves}
 
 
 def made_curves(shift, controls=(1e-4, 2e-4), steps=40):
@@ -519,17 +526,17 @@ def made_curves(shift, controls=(1e-4, 2e-4), steps=40):
         values = [x * (1 + off(step)) for step, x in enumerate(stock)]
         return {"loss": values, "gradient_norm": values}
 
-    found = {"stock": curve(lambda _: 0.0), "ours": curve(shift)}
+    curves = {"stock": curve(lambda _: 0.0), "ours": curve(shift)}
     for number, size in enumerate(controls):
-        found[f"control-{number + 1}"] = curve(lambda step, size=size: size * (-1) ** step)
-    return {"dtype": "bfloat16", "curves": found}
+        curves[f"control-{number + 1}"] = curve(lambda step, size=size: size * (-1) ** step)
+    return {"dtype": "bfloat16", "curves": curves}
 
 
 def test_curve_as_near_as_controls_is_within_bounds():
-    found = convergence.judge(made_curves(lambda step: 3.9 * 2e-4 * (-1) ** step))
-    assert found.good
-    assert found.beyond is None
-    assert found.shares["loss"] == pytest.approx(3.9 / 4, rel=0.01)
+    verdict = convergence.judge(made_curves(lambda step: 3.9 * 2e-4 * (-1) ** step))
+    assert verdict.good
+    assert verdict.beyond is None
+    assert verdict.shares["loss"] == pytest.approx(3.9 / 4, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -542,16 +549,16 @@ def test_curve_as_near_as_controls_is_within_bounds():
     ids=["farther", "later", "nan"],
 )
 def test_curve_that_leaves_is_found(shift, beyond):
-    found = convergence.judge(made_curves(shift))
-    assert not found.good
-    assert found.beyond == beyond
+    verdict = convergence.judge(made_curves(shift))
+    assert not verdict.good
+    assert verdict.beyond == beyond
 
 
 def test_end_elsewhere_is_found_where_controls_are_chaotic():
-    found = convergence.judge(made_curves(lambda step: 0.011, controls=(0.1,)))
-    assert found.beyond is None
-    assert found.final == pytest.approx(0.011)
-    assert not found.good
+    verdict = convergence.judge(made_curves(lambda step: 0.011, controls=(0.1,)))
+    assert verdict.beyond is None
+    assert verdict.final == pytest.approx(0.011)
+    assert not verdict.good
 
 
 @pytest.mark.slow
@@ -564,17 +571,17 @@ def test_ours_is_within_bounds_and_a_wrong_gradient_is_not(tmp_path):
     data = {"kind": "convergence", "date": store.now(), "device": {"name": "cpu"}}
     data |= {"batch": case.batch, "tokens": case.tokens}
     (path,) = store.add([{**data, "rows": [row]}], tmp_path)
-    given = ["--of", str(path), "--draw", str(tmp_path / "curves.png")]
+    args = ["--of", str(path), "--draw", str(tmp_path / "curves.png")]
     assert store.newest_of("convergence", path)["rows"] == json.loads(json.dumps([row]))
-    assert convergence.main(given) == 0
+    assert convergence.main(args) == 0
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("run", RUNS, ids=[store.card(run) for run in RUNS])
 def test_committed_curves_are_within_bounds(run):
     for row in run["rows"]:
-        found = convergence.judge(row)
-        assert found.good, f"{row['model']} {row['dtype']}: {found}"
+        verdict = convergence.judge(row)
+        assert verdict.good, f"{row['model']} {row['dtype']}: {verdict}"
         assert row["steps"] >= 100
 
 
@@ -590,8 +597,8 @@ def test_ten_architectures_are_committed():
 def test_curves_stay_within_bounds(model, dtype):
     case = convergence.Case(model, dtype, 4, 32, 120)
     row = trained_curves(case, ("stock", "control-1", "control-2", "ours"))
-    found = convergence.judge(row)
-    assert found.good, found
+    verdict = convergence.judge(row)
+    assert verdict.good, verdict
     losses = row["curves"]["ours"]["loss"]
     assert losses[-1] < losses[0] - 0.5  # it has learnt
 

@@ -164,12 +164,12 @@ EPS = torch.finfo(torch.float32).eps
 
 def gradients(scale=1.0):
     """Of a model whose keys' bias has none but rounding."""
-    made = torch.Generator().manual_seed(0)
-    found = {
-        name: scale * torch.randn(5, 7, generator=made) * size
+    generator = torch.Generator().manual_seed(0)
+    matches = {
+        name: scale * torch.randn(5, 7, generator=generator) * size
         for name, size in (("head", 1.0), ("value", 0.1), ("norm", 1e-3))
     }
-    return {**found, "key.bias": scale * 1e-8 * torch.randn(7, generator=made)}
+    return {**matches, "key.bias": scale * 1e-8 * torch.randn(7, generator=generator)}
 
 
 # --- the bound of a gradient ---
@@ -178,23 +178,23 @@ def gradients(scale=1.0):
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e9])
 def test_a_gradient_that_cancels_has_the_resolution_of_the_model(scale):
     """It was compared with its own largest entry and 1e-9, and failed on other CPUs."""
-    wanted = gradients(scale)
-    other = {**wanted, "key.bias": -wanted["key.bias"]}
-    assert difference(other, wanted) == ""
-    assert difference({"key.bias": other["key.bias"]}, {"key.bias": wanted["key.bias"]})
-    off = 2 * ULPS * EPS * wanted["head"].abs().max()
-    assert difference({**wanted, "key.bias": wanted["key.bias"] + off}, wanted)
+    expected = gradients(scale)
+    other = {**expected, "key.bias": -expected["key.bias"]}
+    assert difference(other, expected) == ""
+    assert difference({"key.bias": other["key.bias"]}, {"key.bias": expected["key.bias"]})
+    off = 2 * ULPS * EPS * expected["head"].abs().max()
+    assert difference({**expected, "key.bias": expected["key.bias"] + off}, expected)
 
 
 @pytest.mark.parametrize(("name", "by"), [("head", 1e-4), ("value", 1e-4), ("norm", 2e-3)])
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e9])
 def test_a_wrong_gradient_is_seen_at_every_scale(scale, name, by):
-    wanted = gradients(scale)
-    other = {**wanted, name: wanted[name] * (1 + by)}
-    assert difference(other, wanted).startswith(f"{name}: ")
-    assert difference({n: g for n, g in wanted.items() if n != name}, wanted)
-    assert difference({**wanted, name: wanted[name].double()}, wanted)
-    assert difference({**wanted, name: wanted[name] * float("nan")}, wanted)
+    expected = gradients(scale)
+    other = {**expected, name: expected[name] * (1 + by)}
+    assert difference(other, expected).startswith(f"{name}: ")
+    assert difference({n: g for n, g in expected.items() if n != name}, expected)
+    assert difference({**expected, name: expected[name].double()}, expected)
+    assert difference({**expected, name: expected[name] * float("nan")}, expected)
 
 
 def test_a_model_without_gradients_proves_nothing():
@@ -270,11 +270,11 @@ def test_one_result_has_every_row(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(portable, "run", run)
     assert portable.main([str(tmp_path / "portable.json"), "--rows", "1,2,3", "-k", "x"]) == 1
     assert ran == [(1, ["-k", "x"]), (2, ["-k", "x"])]
-    (found,) = results.read(tmp_path)
-    assert found.part == "portable"
-    assert found.counts == {"passed": 10, "failed": 1}
-    assert found.failures == [f"a::b ({portable.SETTINGS[1].name})"]
-    assert list(found.settings.values()) == [
+    (result,) = results.read(tmp_path)
+    assert result.part == "portable"
+    assert result.counts == {"passed": 10, "failed": 1}
+    assert result.failures == [f"a::b ({portable.SETTINGS[1].name})"]
+    assert list(result.settings.values()) == [
         "5 passed",
         "**5 passed, 1 failed**",
         "not run: this processor has no avx512f",
@@ -296,8 +296,8 @@ def test_a_row_is_a_run_of_the_suite_under_its_settings(tmp_path):
         "def test_mkl(): assert os.environ['MKL_ENABLE_INSTRUCTIONS'] == 'SSE4_2'\n"
     )
     setting = portable.Setting("default", "SSE4_2", "SSE41", 2, 1)
-    found = portable.run(setting, [str(suite)])
-    assert found.counts == {"passed": 3}
+    result = portable.run(setting, [str(suite)])
+    assert result.counts == {"passed": 3}
 
 
 # --- flakes ---
@@ -318,6 +318,6 @@ def test_no_test_ends_a_process_that_is_only_slow():
     """The demo was given five minutes, and took more beside other work."""
     for path in TESTS.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        found = re.findall(r"timeout=(\w[\w.]*)|\.join\((\d[\d.]*)\)", text)
-        assert all(limit.endswith("PATIENCE") for limit, _ in found if limit), path.name
-        assert not any(limit for _, limit in found), path.name
+        matches = re.findall(r"timeout=(\w[\w.]*)|\.join\((\d[\d.]*)\)", text)
+        assert all(limit.endswith("PATIENCE") for limit, _ in matches if limit), path.name
+        assert not any(limit for _, limit in matches), path.name

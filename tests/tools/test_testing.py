@@ -87,8 +87,8 @@ def test_many_scores_are_made_a_head_at_a_time(monkeypatch):
 
 def test_check_operator_says_how_many_calls_it_compared():
     outcome = check_operator("softmax", "reference", dtypes=(torch.float32,))
-    wanted = [s for s in samples.of("softmax") if s.size != "bench"]
-    assert outcome.compared == len(wanted)
+    expected = [s for s in samples.of("softmax") if s.size != "bench"]
+    assert outcome.compared == len(expected)
     assert not outcome.refused
 
 
@@ -172,8 +172,8 @@ def test_a_wrong_result_is_found_without_assertions():
 
 def blocks():
     """The files of the page by their path, which stands in the first line of each."""
-    found = re.findall(r"^```\w+\n# ([\w./-]+\.\w+)\n(.*?)^```", VENDOR, re.DOTALL | re.MULTILINE)
-    return dict(found)
+    matches = re.findall(r"^```\w+\n# ([\w./-]+\.\w+)\n(.*?)^```", VENDOR, re.DOTALL | re.MULTILINE)
+    return dict(matches)
 
 
 @pytest.fixture(scope="module")
@@ -216,8 +216,8 @@ def toy(installed, tmp_path):
 def counts(done):
     """Counts by outcome from the last line of pytest."""
     return {
-        kind: int(n)
-        for n, kind in re.findall(r"(\d+) (passed|failed|xfailed|skipped)", done.stdout)
+        outcome: int(n)
+        for n, outcome in re.findall(r"(\d+) (passed|failed|xfailed|skipped)", done.stdout)
     }
 
 
@@ -353,7 +353,7 @@ OPERATOR = GUIDE.partition("## Three files and a line")[2]
 EXPORTS = "liger_multi/ops/__init__.py"
 
 
-def told():
+def messages():
     """The files of the guide with their text, and the line."""
     files = re.findall(
         r"^\*\*[^`]*`([\w/]+\.py)`\*\*.*?^```python\n(.*?)^```", OPERATOR, re.M | re.S
@@ -373,7 +373,7 @@ def extended(tmp_path):
     for folder in ("backends", "reference"):
         (tmp_path / "liger_multi" / folder).symlink_to(tmp_path / folder)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    files, line = told()
+    files, line = messages()
     for name, text in files.items():
         assert not (tmp_path / name).exists(), f"{name} is no new file"
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -386,7 +386,7 @@ def extended(tmp_path):
 
 
 def test_an_operator_is_three_files_and_one_line():
-    files, line = told()
+    files, line = messages()
     assert [name.rpartition("/")[0] for name in files] == [
         "liger_multi/ops",
         "reference/activations",

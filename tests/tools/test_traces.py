@@ -41,14 +41,15 @@ def test_a_head_reaches_from_the_last_norm_to_the_first_loss():
         ["operators", "--ops", "layer_norm", "--samples", "8192x4096", "--calls", "1"],
         ["adapters", "--parts", "qkv as one", "--rounds", "1"],
     ],
-    ids=lambda given: given[0],
+    ids=lambda case: case[0],
 )
 def test_a_trial_on_a_cpu(arguments, capsys):
     assert traces.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
-    wanted = {"stalls": 4, "heads": 5 + 2 * 4, "operators": 3, "adapters": 4}[arguments[0]]
+    expected = {"stalls": 4, "heads": 5 + 2 * 4, "operators": 3, "adapters": 4}[arguments[0]]
     assert (
-        len([line for line in lines if " us" in line or " ms" in line or "TB/s" in line]) == wanted
+        len([line for line in lines if " us" in line or " ms" in line or "TB/s" in line])
+        == expected
     )
 
 
@@ -80,10 +81,10 @@ LINES = {
 @pytest.mark.parametrize("name", LINES)
 def test_the_page_has_every_line_that_is_printed(name):
     table = pages.TABLES[name]
-    found = pages.rows(table, [*LINES[name], "    12.0 us in 3: a kernel"])
-    assert len(found) == {"heads": 2}.get(name, 1)
-    assert all(len(cells) == len(table.heads) for cells in found)
-    assert all(cells[-1] for cells in found)
+    rows = pages.rows(table, [*LINES[name], "    12.0 us in 3: a kernel"])
+    assert len(rows) == {"heads": 2}.get(name, 1)
+    assert all(len(cells) == len(table.heads) for cells in rows)
+    assert all(cells[-1] for cells in rows)
 
 
 def test_the_page_joins_both_directions_and_names_the_longest_kernels():

@@ -100,12 +100,12 @@ def mlp(x, gate, up, down, first=1.0, last=1.0):
 
 
 def experts(x, gate_up, down, index, routing):
-    made = torch.zeros_like(x)
+    out = torch.zeros_like(x)
     for k in range(index.shape[1]):
         for t, e in enumerate(index[:, k].tolist()):
             gate, up = (gate_up[e] @ x[t]).chunk(2)
-            made[t] = made[t] + routing[t, k] * (down[e] @ (F.silu(gate) * up))
-    return made
+            out[t] = out[t] + routing[t, k] * (down[e] @ (F.silu(gate) * up))
+    return out
 
 
 def coefficients(x, phi, b, *alphas):
@@ -360,8 +360,8 @@ def gradients(outputs, inputs):
     seeds = draw(1)
     outs = [o for o in outputs if o is not None and o.requires_grad]
     total = sum((o * seeds(*o.shape).to(o.dtype)).sum() for o in outs)
-    wanted = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
-    return torch.autograd.grad(total, wanted, allow_unused=True)
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    return torch.autograd.grad(total, leaves, allow_unused=True)
 
 
 def several(x):
@@ -449,12 +449,12 @@ def test_modules_and_classes_agree(name):
     options, short, places, call = MODULES[name]
     case = f"Liger{short}Function"
     args = leaves(CASES[case][0], torch.float32)
-    made = (getattr(modules, name, None) or getattr(losses, name))(*options)
+    module = (getattr(modules, name, None) or getattr(losses, name))(*options)
     expected = several(function(case).apply(*args))
     with torch.no_grad():
-        for parameter, place in zip(made.parameters(), places, strict=True):
+        for parameter, place in zip(module.parameters(), places, strict=True):
             parameter.copy_(args[place])
-    for x, y in zip(several(call(made, *args)), expected, strict=True):
+    for x, y in zip(several(call(module, *args)), expected, strict=True):
         assert (x is None) == (y is None)
         if x is not None:
             torch.testing.assert_close(x, y)
@@ -482,14 +482,16 @@ def test_functions_compile_to_one_graph(case):
     name, (args, _) = case.split()[0], CASES[case]
     eager, compiled = leaves(args, torch.float32), leaves(args, torch.float32)
     apply = function(name).apply
-    found = several(torch.compile(lambda *x: apply(*x), backend="eager", fullgraph=True)(*compiled))
-    wanted = several(apply(*eager))
-    assert len(found) == len(wanted)
-    for x, y in zip(found, wanted):
+    actual = several(
+        torch.compile(lambda *x: apply(*x), backend="eager", fullgraph=True)(*compiled)
+    )
+    expected = several(apply(*eager))
+    assert len(actual) == len(expected)
+    for x, y in zip(actual, expected):
         assert (x is None) == (y is None)
         if x is not None:
             torch.testing.assert_close(x, y)
-    for x, y in zip(gradients(found, compiled), gradients(wanted, eager)):
+    for x, y in zip(gradients(actual, compiled), gradients(expected, eager)):
         assert (x is None) == (y is None)
         if x is not None:
             torch.testing.assert_close(x, y)
@@ -552,23 +554,23 @@ def test_mhc_fp32_needs_allow_fp32():
 
 def test_tiled_mlp_equals_mlp():
     layer = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.SiLU(), torch.nn.Linear(9, 4))
-    seen = []
+    calls = []
 
     def run(module, x):
-        seen.append(x.shape[-2])
+        calls.append(x.shape[-2])
         return module(x)
 
     x = R(2, 10, 4).requires_grad_()
-    wanted = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
     for call, pieces in (
         (lambda: function("LigerTiledMLPFunction").apply(run, layer, x, 4), [3, 3, 3, 1]),
         (lambda: op_functions.apply_tiled_mlp(run, layer, x), [4, 4, 2]),
         (lambda: op_functions.apply_tiled_mlp(run, layer, x, 2, list(layer.parameters())), [5, 5]),
     ):
-        seen.clear()
+        calls.clear()
         got = torch.autograd.grad(call().square().sum(), [x, *layer.parameters()])
-        assert seen[: len(pieces)] == pieces
-        for mine, right in zip(got, wanted):
+        assert calls[: len(pieces)] == pieces
+        for mine, right in zip(got, expected):
             torch.testing.assert_close(mine, right)
 
 
@@ -665,9 +667,9 @@ ANGLES = torch.ones(1, 3, 8), torch.zeros(1, 3, 8)
 def test_output_dtype_with_fp32_weights(name):
     """As Liger-Kernel's kernels write them, where PyTorch's types would promote."""
     x, w = R(3, 8).bfloat16().requires_grad_(), R(8).requires_grad_()
-    found = MIXED[name](functional, x, w)
-    found = found if isinstance(found, tuple) else (found,)
-    assert {y.dtype for y in found} == {torch.bfloat16}
-    sum(y.float().square().sum() for y in found).backward()
+    actual = MIXED[name](functional, x, w)
+    actual = actual if isinstance(actual, tuple) else (actual,)
+    assert {y.dtype for y in actual} == {torch.bfloat16}
+    sum(y.float().square().sum() for y in actual).backward()
     assert x.grad.dtype == torch.bfloat16
     assert w.grad is None or w.grad.dtype == torch.float32

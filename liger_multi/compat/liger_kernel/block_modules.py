@@ -124,8 +124,8 @@ class LigerFusedNeighborhoodAttention(nn.Module):
             layer(hidden_states).view(heads).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
-        found = ops.neighborhood_attention(q, k, v, self.kernel_size, self.dilation, self.scale)
-        joined = found.transpose(1, 2).reshape(hidden_states.shape)
+        context = ops.neighborhood_attention(q, k, v, self.kernel_size, self.dilation, self.scale)
+        joined = context.transpose(1, 2).reshape(hidden_states.shape)
         if self.dropout is not None:
             joined = self.dropout(joined)
         result: Tensor = self.out_proj(joined)
@@ -155,10 +155,10 @@ class LigerFusedNeighborhoodAttentionLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """The layer."""
-        found = self.attention(self.layer_norm(hidden_states), attention_mask)
+        context = self.attention(self.layer_norm(hidden_states), attention_mask)
         if self.dropout is not None:
-            found = self.dropout(found)
-        result: Tensor = hidden_states + found
+            context = self.dropout(context)
+        result: Tensor = hidden_states + context
         return result
 
 
@@ -210,7 +210,7 @@ class LigerMHC(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The streams after the layer."""
-        found: Tensor = functional.liger_mhc_forward(
+        out: Tensor = functional.liger_mhc_forward(
             x,
             self.layer,
             self.phi,
@@ -225,4 +225,4 @@ class LigerMHC(nn.Module):
             sinkhorn_eps=self.sinkhorn_eps,
             post_mult=self.post_mult,
         )
-        return found
+        return out

@@ -45,7 +45,7 @@ def casting_of(name: str, mode: str | int) -> str:
     return _CASTINGS[mode]
 
 
-def beside(flags: dict[str, bool]) -> tuple[str, ...]:
+def flag_names(flags: dict[str, bool]) -> tuple[str, ...]:
     """Names of the outputs that Liger's flags ask for."""
     return tuple(_BESIDE[flag] for flag, on in flags.items() if on)
 
@@ -61,11 +61,11 @@ def retired(name: str, size_average: Any, reduce: Any, usual: Any) -> None:
         )
 
 
-def in_dtype(found: Any, dtype: torch.dtype, *names: str) -> Any:
+def in_dtype(result: Any, dtype: torch.dtype, *names: str) -> Any:
     """A loss, or Liger's outputs of it; those that are named have the dtype of the inputs."""
-    if isinstance(found, Tensor):
-        return found.to(dtype) if "loss" in names else found
-    every = {name: getattr(found, name) for name in NAMES}
+    if isinstance(result, Tensor):
+        return result.to(dtype) if "loss" in names else result
+    every = {name: getattr(result, name) for name in NAMES}
     cast = {k: v.to(dtype) for k, v in every.items() if k in names and v is not None}
     return CrossEntropyOutput(**{**every, **cast})
 
@@ -93,10 +93,10 @@ def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, **optio
     """
     waits = not torch.compiler.is_compiling() and not _captured(logits)
     try:
-        found = ops.cross_entropy(logits, target, weight, validate=waits, **options)
+        loss = ops.cross_entropy(logits, target, weight, validate=waits, **options)
     except IndexError as error:
         raise TargetError(f"Target is out of bounds: {error}") from error
-    return in_dtype(found, logits.dtype, "loss", "z_loss")
+    return in_dtype(loss, logits.dtype, "loss", "z_loss")
 
 
 def liger_cross_entropy(
@@ -128,7 +128,7 @@ def liger_cross_entropy(
         softcap=softcap,
         reduction=reduction,
         inplace=inplace,
-        outputs=beside(
+        outputs=flag_names(
             {
                 "return_z_loss": return_z_loss,
                 "return_token_accuracy": return_token_accuracy,
@@ -168,7 +168,7 @@ def liger_fused_linear_cross_entropy(
         "z_loss": lse_square_scale,
         "reduction": reduction,
         "accumulate": torch.float32 if accum_dtype is None else accum_dtype,
-        "outputs": beside(
+        "outputs": flag_names(
             {
                 "return_z_loss": return_z_loss,
                 "return_token_accuracy": return_token_accuracy,
@@ -178,19 +178,19 @@ def liger_fused_linear_cross_entropy(
     }
     more = (label_smoothing, lse_square_scale, options["outputs"], reduction == "none")
     if not use_token_scaling:
-        found = ops.fused_linear_cross_entropy(input, weight, target, bias, **options)
+        loss = ops.fused_linear_cross_entropy(input, weight, target, bias, **options)
     elif ce_weight is not None or any(more):
-        found = _scaled_by_token(input, weight, target, bias, **options)
+        loss = _scaled_by_token(input, weight, target, bias, **options)
     else:
         head = losses.Head(input, weight, bias, softcap=softcap, accumulate=options["accumulate"])
-        found, _ = losses.sequence_loss(
+        loss, _ = losses.sequence_loss(
             head,
             target,
             loss_type="dft",
             ignore_index=ignore_index,
             reduction={"mean": "token"}.get(reduction, reduction),
         )
-    return in_dtype(found, input.dtype, "z_loss")  # type: ignore[no-any-return]
+    return in_dtype(loss, input.dtype, "z_loss")  # type: ignore[no-any-return]
 
 
 def _scaled_by_token(
@@ -219,7 +219,7 @@ def _scaled_by_token(
         assert likely.log_prob is not None
         scale = torch.where(counted, likely.log_prob.exp(), 0)
         of_target = counted if class_weight is None else class_weight[target * counted] * counted
-    found: Any = ops.fused_linear_cross_entropy(
+    out: Any = ops.fused_linear_cross_entropy(
         input,
         weight,
         target,
@@ -235,11 +235,11 @@ def _scaled_by_token(
         total = (each * scale).sum()
         return total / shares.sum().clamp_min(1e-12) if reduction == "mean" else total
 
-    z_loss = reduced(found.z_loss, counted)
-    loss = reduced(found.loss - found.z_loss, of_target) + z_loss
+    z_loss = reduced(out.z_loss, counted)
+    loss = reduced(out.loss - out.z_loss, of_target) + z_loss
     if not outputs:
         return loss
-    return found._replace(loss=loss, z_loss=z_loss if "z_loss" in outputs else None)
+    return out._replace(loss=loss, z_loss=z_loss if "z_loss" in outputs else None)
 
 
 def liger_fused_linear_jsd(
@@ -275,8 +275,8 @@ def liger_jsd(
     ignore_index: int = -100,
 ) -> Tensor:
     """:func:`liger_multi.ops.jsd` of log-probabilities, in their dtype; none for the teacher."""
-    found = ops.jsd(input, target.detach(), shift_labels, beta=beta, ignore_index=ignore_index)
-    return found.to(input.dtype)
+    loss = ops.jsd(input, target.detach(), shift_labels, beta=beta, ignore_index=ignore_index)
+    return loss.to(input.dtype)
 
 
 def liger_kl_div(
@@ -298,13 +298,13 @@ def liger_kl_div(
     if reduction == "none":
         return F.kl_div(wide(input), wide(target), reduction="none", log_target=log_target)
     checks.one_of("liger_kl_div", "reduction", reduction, ("none", "sum", "mean", "batchmean"))
-    found = ops.kl_div(
+    loss = ops.kl_div(
         input,
         target,
         teacher_form="log_prob" if log_target else "prob",
         reduction="sum" if reduction == "sum" else "mean",
     )
-    return found / input.shape[-1] if reduction == "mean" else found
+    return loss / input.shape[-1] if reduction == "mean" else loss
 
 
 _REDUCTIONS = ("batchmean", "mean", "sum")
@@ -338,7 +338,7 @@ def liger_fused_linear_kl_div(
     head = losses.Head(
         student_input, student_weight, temperature=temperature, accumulate=accumulate
     )
-    found, _ = losses.distillation_loss(
+    loss, _ = losses.distillation_loss(
         head,
         losses.Logits(target.detach().clamp_min(eps).log()),
         _counted(target.shape[:-1], shift_labels, ignore_index, student_input),
@@ -346,14 +346,14 @@ def liger_fused_linear_kl_div(
         divergence="forward_kl",
         ignore_index=ignore_index,
     )
-    return found / target.shape[-1] if reduction == "mean" else found
+    return loss / target.shape[-1] if reduction == "mean" else loss
 
 
-def scaled_outputs(found: ops.LogProbOutput, *more: Tensor) -> Any:
+def scaled_outputs(output: ops.LogProbOutput, *more: Tensor) -> Any:
     """Costs, entropies where asked for, and what comes behind; one of them alone is no tuple."""
-    assert found.log_prob is not None
-    made = [-found.log_prob, *(() if found.entropy is None else (found.entropy,)), *more]
-    return made[0] if len(made) == 1 else tuple(made)
+    assert output.log_prob is not None
+    columns = [-output.log_prob, *(() if output.entropy is None else (output.entropy,)), *more]
+    return columns[0] if len(columns) == 1 else tuple(columns)
 
 
 def liger_fused_linear_scaled_cross_entropy_tp(
@@ -367,7 +367,7 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     return_entropy: bool = False,
 ) -> Any:
     """What every token costs, of a head whose classes are split evenly over a group's processes."""
-    found = vocab_parallel_fused_linear_log_prob(
+    output = vocab_parallel_fused_linear_log_prob(
         input,
         weight,
         target,
@@ -377,7 +377,7 @@ def liger_fused_linear_scaled_cross_entropy_tp(
         ignore_index=ignore_index,
         outputs=("log_prob", "entropy") if return_entropy else ("log_prob",),
     )
-    return scaled_outputs(found)
+    return scaled_outputs(output)
 
 
 def liger_tvd(
@@ -398,9 +398,9 @@ def liger_tvd(
         if shift_labels is None:
             return each
         return torch.where((shift_labels != ignore_index).unsqueeze(-1), each, 0)
-    kind = "sum" if reduction == "sum" else "mean"
-    found = ops.tvd(input, target, shift_labels, ignore_index=ignore_index, reduction=kind)
-    return found / input.shape[-1] if reduction == "mean" else found
+    mean = "sum" if reduction == "sum" else "mean"
+    loss = ops.tvd(input, target, shift_labels, ignore_index=ignore_index, reduction=mean)
+    return loss / input.shape[-1] if reduction == "mean" else loss
 
 
 def fused_selective_log_softmax(
@@ -420,16 +420,16 @@ def fused_selective_log_softmax(
     if mask is not None:
         ids = ids.masked_fill(mask[:, mask.shape[1] - length :] == 0, -100)
     with torch.no_grad():
-        found = ops.token_log_prob(logits, ids, temperature=temperature, outputs=("log_prob",))
-    assert found.log_prob is not None
-    return found.log_prob
+        output = ops.token_log_prob(logits, ids, temperature=temperature, outputs=("log_prob",))
+    assert output.log_prob is not None
+    return output.log_prob
 
 
 # --- norms and activations: results have the dtype of the first input, whatever the weights' ---
 
 
-def _like(found: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return found[0].to(q.dtype), found[1].to(k.dtype)
+def _like(rotated: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return rotated[0].to(q.dtype), rotated[1].to(k.dtype)
 
 
 def liger_rms_norm(
@@ -457,8 +457,8 @@ def liger_fused_add_rms_norm(
 ) -> ops.FusedAddRMSNormOutput:
     """:func:`liger_multi.ops.fused_add_rms_norm`."""
     casting = casting_of("fused_add_rms_norm", casting_mode)
-    found = ops.fused_add_rms_norm(X, R, W, eps, offset=offset, casting=casting)
-    return type(found)(*_like(found, X, X))
+    out = ops.fused_add_rms_norm(X, R, W, eps, offset=offset, casting=casting)
+    return type(out)(*_like(out, X, X))
 
 
 def liger_modulated_rms_norm(
@@ -473,8 +473,8 @@ def liger_modulated_rms_norm(
 ) -> Tensor:
     """:func:`liger_multi.ops.modulated_rms_norm`; the result has the dtype of X."""
     casting = casting_of("modulated_rms_norm", casting_mode)
-    found = ops.modulated_rms_norm(X, scale, shift, W, eps, offset=offset, casting=casting)
-    return found.to(X.dtype)
+    out = ops.modulated_rms_norm(X, scale, shift, W, eps, offset=offset, casting=casting)
+    return out.to(X.dtype)
 
 
 def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor | None, eps: float) -> Tensor:
@@ -525,8 +525,8 @@ def liger_swiglu(
     a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
 ) -> Tensor:
     """:func:`liger_multi.ops.swiglu`."""
-    found = ops.swiglu(a, b, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
-    return found.to(a.dtype)
+    out = ops.swiglu(a, b, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+    return out.to(a.dtype)
 
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
@@ -555,12 +555,12 @@ def liger_rotary_pos_emb(
     if rotary_dim is None and (width % 2 or cos.shape[-1] > width):
         rotary_dim = width // 2 * 2  # angles are those of the first pairs
         cos, sin = cos[..., : width // 2], sin[..., : width // 2]
-    found = (
+    rotated = (
         (q, k)
         if rotary_dim == 0
         else ops.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim)
     )
-    return _like(found, q, k)
+    return _like(rotated, q, k)
 
 
 liger_rope = liger_rotary_pos_emb
@@ -718,8 +718,8 @@ def liger_mhc_apply(
     return_x_in: bool = False,
 ) -> Any:
     """The streams after a layer's result, and with ``return_x_in`` the layer's input too."""
-    found = liger_mhc_post_res(x, f_out, h_post, h_res)
-    return (found, liger_mhc_pre(x, h_pre)) if return_x_in else found
+    out = liger_mhc_post_res(x, f_out, h_post, h_res)
+    return (out, liger_mhc_pre(x, h_pre)) if return_x_in else out
 
 
 def liger_mhc_forward(
@@ -756,5 +756,5 @@ def liger_mhc_forward(
     )
     h_pre, h_post, h_res = coefficients
     f_out = layer(liger_mhc_pre(x, h_pre))
-    found = liger_mhc_post_res(x, f_out, h_post, h_res)
-    return (found, coefficients) if return_coeffs else found
+    out = liger_mhc_post_res(x, f_out, h_post, h_res)
+    return (out, coefficients) if return_coeffs else out

@@ -31,17 +31,17 @@ def _tokens(
             f"{tuple(logits.shape)} and {tuple(ids.shape)}"
         )
     counted = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
-    found = ops.token_log_prob(
+    tokens = ops.token_log_prob(
         logits[:, :-1],
         ids.masked_fill(~counted, -100),
         temperature=temperature,
         outputs=("log_prob",),
     )
-    assert found.log_prob is not None
-    return found.log_prob, counted
+    assert tokens.log_prob is not None
+    return tokens.log_prob, counted
 
 
-def _options(loss_type: str, **given: Any) -> losses.PolicyOptions:
+def _options(loss_type: str, **options: Any) -> losses.PolicyOptions:
     """Options that the loss type reads; callers pass those of all of them."""
     if loss_type not in policy.POLICY:
         raise ArgumentError(f"Unknown loss_type: {loss_type}")
@@ -49,20 +49,20 @@ def _options(loss_type: str, **given: Any) -> losses.PolicyOptions:
     if loss_type == "vespo":
         read.remove("level")
     return losses.PolicyOptions(
-        loss_type=loss_type, **{name: value for name, value in given.items() if name in read}
+        loss_type=loss_type, **{name: value for name, value in options.items() if name in read}
     )
 
 
 def _clipped(ratio: Tensor, advantage: Tensor, o: losses.PolicyOptions) -> Tensor:
     """Which ratios are beyond the range in the direction that their advantage pulls, 1 or 0."""
     if o.loss_type == "cispo":
-        found = (ratio > o.epsilon_high) & (advantage > 0)
+        clipped = (ratio > o.epsilon_high) & (advantage > 0)
     elif policy.POLICY[o.loss_type].surrogate is policy.clipped:
         low, high = ratio < 1 - o.epsilon_low, ratio > 1 + o.epsilon_high
-        found = (low & (advantage < 0)) | (high & (advantage > 0))
+        clipped = (low & (advantage < 0)) | (high & (advantage > 0))
     else:
-        found = torch.zeros_like(ratio, dtype=torch.bool)
-    return found.float()
+        clipped = torch.zeros_like(ratio, dtype=torch.bool)
+    return clipped.float()
 
 
 def _losses(
@@ -215,7 +215,7 @@ def triton_grpo_loss(
             vespo_k_neg,
             vespo_lambda_neg,
         )
-    found: Any = grpo_loss(
+    output: Any = grpo_loss(
         logits,
         old_logp,
         ref_logp,
@@ -240,6 +240,6 @@ def triton_grpo_loss(
         phi,
     )
     if not reduce:
-        return found
-    loss, kl, clipped = found
+        return output
+    loss, kl, clipped = output
     return loss, [clipped] if kl is None else [kl, clipped]

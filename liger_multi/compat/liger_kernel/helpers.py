@@ -87,8 +87,10 @@ def is_npu_available() -> bool:
 
 def infer_device() -> str:
     """The type of the accelerator that PyTorch drives, or ``cpu``."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cpu" if found is None else found.type
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    return "cpu" if accelerator is None else accelerator.type
 
 
 _CHIPS = {
@@ -104,10 +106,10 @@ _CHIPS = {
 
 def infer_device_arch(device_id: int = 0) -> str:
     """The family of a GPU by its name in Liger-Kernel, else the type of the device."""
-    kind = infer_device()
-    if kind != "cuda":
-        return kind
-    arch = device_info(torch.device(kind, device_id)).arch
+    device_type = infer_device()
+    if device_type != "cuda":
+        return device_type
+    arch = device_info(torch.device(device_type, device_id)).arch
     named = (name for start, name in _CHIPS.items() if arch.startswith(start))
     return next(named, arch.replace("sm", "sm_", 1))
 

@@ -35,18 +35,15 @@ class Options(nn.Module):
         """Show the options in the signature."""
         super().__init_subclass__()
         of = inspect.Parameter
-        cls.__signature__ = inspect.Signature(
-            [  # type: ignore[attr-defined]
-                of(n, of.POSITIONAL_OR_KEYWORD, default=v) for n, v in cls.defaults.items()
-            ]
-        )
+        shown = [of(n, of.POSITIONAL_OR_KEYWORD, default=v) for n, v in cls.defaults.items()]
+        cls.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         if len(args) > len(self.defaults) or not {*kwargs} <= {*self.defaults}:
             raise TypeError(f"{type(self).__name__} takes {', '.join(self.defaults)}")
-        given = {**self.defaults, **dict(zip(self.defaults, args)), **kwargs}
-        for name, value in given.items():
+        arguments = {**self.defaults, **dict(zip(self.defaults, args)), **kwargs}
+        for name, value in arguments.items():
             setattr(self, name, value)
         self.check()
 
@@ -277,7 +274,7 @@ def fixed_fused_linear_cross_entropy(
     names = LigerFusedLinearCrossEntropyLoss().options
     more = {k: v for k, v in kwargs.items() if k in names and k != "reduction"}
     public = sys.modules.get("liger_kernel.transformers.functional", functional)
-    found: Any = public.liger_fused_linear_cross_entropy(  # where trainers put their own
+    output: Any = public.liger_fused_linear_cross_entropy(  # where trainers put their own
         hidden_states,
         lm_head_weight,
         target,
@@ -290,10 +287,10 @@ def fixed_fused_linear_cross_entropy(
         **more,
     )
     if num_items_in_batch is None:
-        return found  # type: ignore[no-any-return]
-    if isinstance(found, CrossEntropyOutput):
-        return replace(found, loss=found.loss / num_items_in_batch)
-    return found / num_items_in_batch  # type: ignore[no-any-return]
+        return output  # type: ignore[no-any-return]
+    if isinstance(output, CrossEntropyOutput):
+        return replace(output, loss=output.loss / num_items_in_batch)
+    return output / num_items_in_batch  # type: ignore[no-any-return]
 
 
 def LigerForCausalLMLoss(

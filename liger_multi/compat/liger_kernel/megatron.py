@@ -37,10 +37,10 @@ class LigerMegatronRMSNorm(nn.Module):
         normalization: str = "RMSNorm",
     ) -> None:
         super().__init__()
-        wanted = getattr(config, "normalization", "RMSNorm")
-        if wanted != "RMSNorm":
+        norm_type = getattr(config, "normalization", "RMSNorm")
+        if norm_type != "RMSNorm":
             raise ValueError(
-                f"LigerMegatronRMSNorm: config.normalization must be 'RMSNorm', got {wanted!r}"
+                f"LigerMegatronRMSNorm: config.normalization must be 'RMSNorm', got {norm_type!r}"
             )
         self.config, self.eps = config, eps
         sizes = (hidden_size,) if isinstance(hidden_size, int) else hidden_size
@@ -60,8 +60,8 @@ class LigerMegatronRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize; gamma around zero is added to one in fp32, the result has the dtype of x."""
         offset, casting = (1.0, "gemma") if self.zero_centered_gamma else (0.0, "llama")
-        found = ops.rms_norm(x, self.weight, self.eps, offset=offset, casting=casting)
-        return found.to(x.dtype)
+        out = ops.rms_norm(x, self.weight, self.eps, offset=offset, casting=casting)
+        return out.to(x.dtype)
 
     def extra_repr(self) -> str:
         """What was chosen."""

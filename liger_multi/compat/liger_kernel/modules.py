@@ -156,9 +156,9 @@ class LigerFusedAddRMSNorm(ours.FusedAddRMSNorm):
         return functional.liger_fused_add_rms_norm(
             hidden_states,
             residual,
-            self.weight,
+            self.weight,  # type: ignore[arg-type]
             self.variance_epsilon,
-            self.offset,  # type: ignore[arg-type]
+            self.offset,
             self.casting_mode,
         )
 

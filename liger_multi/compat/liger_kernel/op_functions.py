@@ -156,13 +156,13 @@ def _scaled_cross_entropy(
         outputs=("log_prob", *(("entropy",) if return_entropy else ())),
     )
     results = of_head(*arguments)
-    found = named(results, target, arguments[-1])
+    output = named(results, target, arguments[-1])
     if few is None:
-        return functional.scaled_outputs(found)
+        return functional.scaled_outputs(output)
     lse, low = (results[i].view(*target.shape, 1) for i in (2, 4))
     logits = F.linear(_input, weight[few]).to(lse.dtype) / temperature
     valid = (target != ignore_index).unsqueeze(-1)
-    return functional.scaled_outputs(found, torch.where(valid, logits - lse - low, 0))
+    return functional.scaled_outputs(output, torch.where(valid, logits - lse - low, 0))
 
 
 # --- MLPs, experts and the embedding ---

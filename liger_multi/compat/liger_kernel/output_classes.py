@@ -49,8 +49,8 @@ def _made(name: str) -> type[Any]:
         for field in ("token_accuracy", "predicted_tokens")
     ]
     names = {"__module__": __name__, "__doc__": f"``{stock}`` of transformers, and two fields."}
-    made = dataclasses.make_dataclass(name, fields, bases=(base,), namespace=names)
-    return _EXTENDED.setdefault(base, made)
+    output_class = dataclasses.make_dataclass(name, fields, bases=(base,), namespace=names)
+    return _EXTENDED.setdefault(base, output_class)
 
 
 def __getattr__(name: str) -> Any:
@@ -61,11 +61,11 @@ def __getattr__(name: str) -> Any:
 
 def functions(path: str, names: str) -> dict[str, type[Any]]:
     """The classes whose models this transformers has."""
-    found = {}
+    output_classes = {}
     for name in NAMES:
         with contextlib.suppress(ImportError, AttributeError):
-            found[name] = _made(name)
-    return found
+            output_classes[name] = _made(name)
+    return output_classes
 
 
 def make_loaded() -> None:
@@ -81,8 +81,8 @@ def extended(output: Any, token_accuracy: Any = None, predicted_tokens: Any = No
     if isinstance(output, tuple):
         more = (token_accuracy, predicted_tokens)
         return (*output, *(x for x in more if x is not None))
-    kind = _EXTENDED.get(type(output))
-    if kind is None:
+    output_class = _EXTENDED.get(type(output))
+    if output_class is None:
         return output
-    given = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-    return kind(**given, token_accuracy=token_accuracy, predicted_tokens=predicted_tokens)
+    fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    return output_class(**fields, token_accuracy=token_accuracy, predicted_tokens=predicted_tokens)

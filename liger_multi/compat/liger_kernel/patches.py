@@ -43,8 +43,8 @@ def _layer_norm(self: Any, hidden_states: Tensor) -> Tensor:
 
 def _eps_of(module: Any, usual: float) -> float:
     names = ("variance_epsilon", "eps")
-    found = next((getattr(module, name) for name in names if getattr(module, name, None)), usual)
-    return float(found)
+    eps = next((getattr(module, name) for name in names if getattr(module, name, None)), usual)
+    return float(eps)
 
 
 def _patch_rms_norm_module(

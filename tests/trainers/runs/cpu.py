@@ -42,6 +42,6 @@ LACKING = {
 
 def accelerator(**more: Any) -> ModuleType:
     """``torch.cpu`` with the functions that it lacks beside ``torch.cuda``, and others."""
-    made = ModuleType("cpu")
-    vars(made).update(vars(torch.cpu) | LACKING | more)
-    return made
+    module = ModuleType("cpu")
+    vars(module).update(vars(torch.cpu) | LACKING | more)
+    return module

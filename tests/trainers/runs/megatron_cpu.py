@@ -89,21 +89,21 @@ def main() -> None:
     parser.add_argument("--fused-loss", action="store_true")
     parser.add_argument("--smoothing", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=4)
-    given = parser.parse_args()
+    options = parser.parse_args()
     for variable, alone in ALONE.items():
         os.environ.setdefault(variable, alone)
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     dist.init_process_group("gloo")
-    if given.parts:
+    if options.parts:
         from liger_kernel.megatron import apply_liger_kernel_to_megatron
 
-        apply_liger_kernel_to_megatron(**{part: part in given.parts for part in PARTS})
+        apply_liger_kernel_to_megatron(**{part: part in options.parts for part in PARTS})
     torch.manual_seed(3)
-    gpt = model(given.fused_loss)
+    gpt = model(options.fused_loss)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=0.01)
     tokens = torch.randint(CLASSES, (BATCH, LENGTH + 1))
-    for step in range(given.steps):
-        loss = loss_of(gpt, tokens[:, :-1], tokens[:, 1:].contiguous(), given.smoothing).mean()
+    for step in range(options.steps):
+        loss = loss_of(gpt, tokens[:, :-1], tokens[:, 1:].contiguous(), options.smoothing).mean()
         optimizer.zero_grad()
         loss.backward()
         squares = sum(p.grad.square().sum() for p in gpt.parameters())

@@ -139,10 +139,10 @@ def tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     words = {word: i for i, word in enumerate((*SPECIAL, *WORDS))}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=tokenizer,
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
@@ -158,14 +158,14 @@ def model(seed: int) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    made = Qwen3ForCausalLM(Qwen3Config(**CONFIG))
+    model = Qwen3ForCausalLM(Qwen3Config(**CONFIG))
     with torch.no_grad():  # activations of a usual size, and norms whose weight matters
-        for name, parameter in made.named_parameters():
+        for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.mul_(3)
-    return made
+    return model
 
 
 def write(folder: Path) -> None:

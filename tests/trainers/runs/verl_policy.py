@@ -85,10 +85,10 @@ class PolicyTrainer(SFTTrainer):  # type: ignore[misc]
 
     def data(self, tensors: dict[str, Tensor], **more: Any) -> TensorDict:
         """A batch as verl's workers take it."""
-        made = tu.get_tensordict(tensor_dict={k: x.clone() for k, x in tensors.items()})
-        made = left_right_2_no_padding(made)
+        batch = tu.get_tensordict(tensor_dict={k: x.clone() for k, x in tensors.items()})
+        batch = left_right_2_no_padding(batch)
         tu.assign_non_tensor(
-            made,
+            batch,
             temperature=TEMPERATURE,
             pad_mode="no_padding",
             micro_batch_size_per_gpu=MICRO,
@@ -97,7 +97,7 @@ class PolicyTrainer(SFTTrainer):  # type: ignore[misc]
             global_batch_size=MINI,
             **more,
         )
-        return made
+        return batch
 
     def inferred(self, worker: Any, batch: dict[str, Tensor], *names: str) -> list[Tensor]:
         """What a worker says of every token of the answers."""
@@ -108,8 +108,8 @@ class PolicyTrainer(SFTTrainer):  # type: ignore[misc]
             compute_loss=False,
             global_token_num=lengths,
         )
-        found = worker.infer_batch(data)
-        return [no_padding_2_padding(tu.get(found, name), data).float() for name in names]
+        output = worker.infer_batch(data)
+        return [no_padding_2_padding(tu.get(output, name), data).float() for name in names]
 
     def updated(self, worker: Any, batch: dict[str, Tensor], **more: Any) -> dict[str, float]:
         """The means of what a worker logged of an update."""
@@ -121,11 +121,11 @@ class PolicyTrainer(SFTTrainer):  # type: ignore[misc]
         """Of the tokens of the answers; without a critic every value is 0."""
         if self.advantage == "grpo":
             group = numpy.arange(PROMPTS).repeat(ANSWERS)
-            found, _ = compute_grpo_outcome_advantage(rewards, mask, group)
+            advantages, _ = compute_grpo_outcome_advantage(rewards, mask, group)
         else:
             values = torch.zeros_like(rewards)
-            found, _ = compute_gae_advantage_return(rewards, values, mask, 1.0, 0.95)
-        return found  # type: ignore[no-any-return]
+            advantages, _ = compute_gae_advantage_return(rewards, values, mask, 1.0, 0.95)
+        return advantages  # type: ignore[no-any-return]
 
     def fit(self) -> None:
         """Train, and print the numbers of every step."""

@@ -47,16 +47,16 @@ class _EagerGradients(torch.autograd.Function):
             leaves = [
                 None if x is None else x.detach().requires_grad_(x.requires_grad) for x in tensors
             ]
-            value, beside = loss(*leaves)  # type: ignore[arg-type]
+            value, metrics = loss(*leaves)  # type: ignore[arg-type]
         needed = [x for x in leaves if x is not None and x.requires_grad]
-        found: Iterator[Tensor | None] = iter(())
+        gradients: Iterator[Tensor | None] = iter(())
         if needed and value.requires_grad:
-            found = iter(torch.autograd.grad(value, needed, allow_unused=True))
-        wanted = [x is not None and x.requires_grad for x in leaves]
-        made = [next(found, None) if need else None for need in wanted]
-        ctx.save_for_backward(*made)
+            gradients = iter(torch.autograd.grad(value, needed, allow_unused=True))
+        requires_grad = [x is not None and x.requires_grad for x in leaves]
+        leaf_gradients = [next(gradients, None) if need else None for need in requires_grad]
+        ctx.save_for_backward(*leaf_gradients)
         ctx.tensors = tensors  # not saved: they may be written to, as gradients are made
-        return value.detach(), tuple(x.detach() for x in beside)
+        return value.detach(), tuple(x.detach() for x in metrics)
 
     @classmethod
     def backward(cls, ctx: Any, *grad_output: Any) -> tuple[Tensor | None, ...]:
@@ -64,9 +64,9 @@ class _EagerGradients(torch.autograd.Function):
         upstream: Any = grad_output[0]
         while isinstance(upstream, (tuple, list)):  # subclasses pass all of theirs as one argument
             upstream = upstream[0]
-        made = ctx.saved_tensors
-        scaled = [None if g is None else g * upstream for g in made]
-        origins = (upstream, *made, *ctx.tensors)
+        gradients = ctx.saved_tensors
+        scaled = [None if g is None else g * upstream for g in gradients]
+        origins = (upstream, *gradients, *ctx.tensors)
         hidden, weight, bias = not_differentiable(cls.__name__, scaled, origins)
         return hidden, weight, *[None] * cls.OPTIONAL, bias, *[None] * cls.AFTER
 
@@ -82,17 +82,17 @@ class _Total:
 
     def __init__(self) -> None:
         self.loss: Any = 0.0
-        self.beside: list[list[Tensor]] = []
+        self.metrics: list[list[Tensor]] = []
 
-    def add(self, made: Any) -> None:
+    def add(self, value: Any) -> None:
         """What the loss of a chunk returned: a number, or one with others after it."""
-        loss, *others = made if isinstance(made, (tuple, list)) else (made,)
+        loss, *others = value if isinstance(value, (tuple, list)) else (value,)
         self.loss = self.loss + loss
-        self.beside.append([torch.as_tensor(x) for x in others])
+        self.metrics.append([torch.as_tensor(x) for x in others])
 
     def aux(self) -> tuple[Tensor, ...]:
         """The numbers beside the loss."""
-        joined = zip(*self.beside, strict=True)
+        joined = zip(*self.metrics, strict=True)
         return tuple(torch.cat(x) if x[0].ndim else torch.stack(x).sum(0) for x in joined)
 
 
@@ -100,9 +100,9 @@ def _answers(
     head: losses.Head, target: Tensor, ignore_index: int, average: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of tokens and of sequences."""
-    found = losses.tokens(head, target, ignore_index=ignore_index).log_prob
-    assert found is not None
-    return found, sequences(found, target != ignore_index, None, average)
+    log_prob = losses.tokens(head, target, ignore_index=ignore_index).log_prob
+    assert log_prob is not None
+    return log_prob, sequences(log_prob, target != ignore_index, None, average)
 
 
 def reference_answers(
@@ -185,12 +185,14 @@ class LigerFusedLinearPreferenceBase(_EagerGradients):
             nll = nll if compute_nll_loss else torch.zeros_like(nll)
             (chosen, rejected), total = sums.chunk(2), _Total()
             for part in _chunks(len(chosen), chunk_size):
-                given = dict(loss_kwargs)
+                kwargs = dict(loss_kwargs)
                 if before is not None:
                     names = ("ref_chosen_logps", "ref_rejected_logps")
-                    given |= dict(zip(names, (b[part] for b in before.chunk(2)), strict=True))
+                    kwargs |= dict(zip(names, (b[part] for b in before.chunk(2)), strict=True))
                 total.add(
-                    cls.preference_loss_fn(chosen[part], rejected[part], target, beta=beta, **given)
+                    cls.preference_loss_fn(
+                        chosen[part], rejected[part], target, beta=beta, **kwargs
+                    )
                 )
             means = [x.mean() for x in every_logit(head, target).chunk(2)]
             return alpha * nll + total.loss, (chosen, rejected, *means, nll, *total.aux())
@@ -207,9 +209,9 @@ def pair_tokens(
     """
 
     def log_prob(rest: Tensor) -> Tensor:
-        found = losses.tokens(head, rest, ignore_index=ignore_index).log_prob
-        assert found is not None
-        return found
+        log_prob = losses.tokens(head, rest, ignore_index=ignore_index).log_prob
+        assert log_prob is not None
+        return log_prob
 
     mask = target != ignore_index
     every = target if nll_target is None else with_nll_targets(target, nll_target, ignore_index)
@@ -279,10 +281,10 @@ class LigerFusedLinearUnpairedPreferenceBase(_EagerGradients):
             head, total = losses.Head(hidden, weight, bias), _Total()
             _, sums = _answers(head, target, ignore_index, average_log_prob)
             for part in _chunks(len(sums), chunk_size):
-                given = {} if before is None else {"ref_log_prob_chunk": before[part]}
+                kwargs = {} if before is None else {"ref_log_prob_chunk": before[part]}
                 total.add(
                     cls.preference_loss_fn(
-                        sums[part], preference_labels[part], target, **given, **loss_kwargs
+                        sums[part], preference_labels[part], target, **kwargs, **loss_kwargs
                     )
                 )
             logits = every_logit(head, target) * (target.shape[1] * weight.shape[0])
@@ -395,8 +397,8 @@ class LigerFusedLinearPPOBase(_EagerGradients):
             own = losses.tokens(head, ids).log_prob
             assert own is not None
             for part in _chunks(len(own), chunk_size):
-                given = {k: None if x is None else x[part] for k, x in columns.items()}
-                value, metrics = cls.ppo_loss_fn(per_token_logps=own[part], **given, **options)
+                kwargs = {k: None if x is None else x[part] for k, x in columns.items()}
+                value, metrics = cls.ppo_loss_fn(per_token_logps=own[part], **kwargs, **options)
                 total.add((value, *metrics))
             return total.loss, total.aux()
 
@@ -414,7 +416,7 @@ def check_policy(
     name: str, loss_type: str, length: int | None, use_reference: bool, reference: tuple[Any, Any]
 ) -> None:
     """What a loss of a policy needs, is there."""
-    if use_reference and all(given is None for given in reference):
+    if use_reference and all(columns is None for columns in reference):
         raise ArgumentError(
             f"{name}: If use_ref_model is True, ref_per_token_logps or ref_input must be provided"
         )
@@ -481,13 +483,13 @@ class LigerFusedLinearDistillationBase(_EagerGradients):
             raise ArgumentError(f"{cls.__name__}: Temperature cannot be 0.")
         labels = target.reshape(-1)
         count = (labels != ignore_index).sum().clamp(min=1)
-        given = {"ignore_index": ignore_index, "beta": beta, **loss_kwargs}
+        kwargs = {"ignore_index": ignore_index, "beta": beta, **loss_kwargs}
 
         def rows(student: Tensor, teacher: Any) -> Tensor:
             logits, ids = teacher
             classes = min(student.shape[-1], logits.shape[-1])
             total = cls.distillation_loss_fn(
-                student[..., :classes], logits[..., :classes], target=ids, **given
+                student[..., :classes], logits[..., :classes], target=ids, **kwargs
             )
             return F.pad(total.reshape(1), (0, len(ids) - 1))  # a sum over rows is a row's
 
@@ -531,7 +533,7 @@ def _soft(
         student.hidden, student.weight, student.bias, temperature=teacher.temperature
     )
 
-    def beside(i: Tensor) -> Any:
+    def teacher_rows(i: Tensor) -> Any:
         weight: Any = teacher.weight
         with torch.no_grad():
             raw = F.linear(teacher.hidden[i].to(weight.dtype), weight, teacher.bias)
@@ -540,4 +542,4 @@ def _soft(
     every = torch.zeros_like(labels)
     share = torch.ones(labels.shape, dtype=torch.float32, device=labels.device)
     tensors: Any = (student.hidden, student.weight, student.bias)
-    return tiled_sum(warm, tensors, beside, every, share, rows, -100)
+    return tiled_sum(warm, tensors, teacher_rows, every, share, rows, -100)

@@ -30,19 +30,19 @@ class _Distilled(Options):
         """Options are known and go together."""
         if not self.temperature:
             raise ArgumentError("Temperature cannot be 0.")
-        losses.DistillationOptions(**self.given)
+        losses.DistillationOptions(**self.loss_options)
 
     @property
-    def given(self) -> dict[str, Any]:
+    def loss_options(self) -> dict[str, Any]:
         """Options of :func:`liger_multi.losses.distillation_loss`."""
-        found = {"beta": self.beta} if self.divergence == "jsd" else {}
+        options = {"beta": self.beta} if self.divergence == "jsd" else {}
         return {
             "divergence": self.divergence,
             "temperature": self.temperature,
             "soft_weight": self.factor * self.weight_soft_loss,
             "hard_weight": self.weight_hard_loss,
             "vocabulary": "common",
-            **found,
+            **options,
         }
 
     def forward(
@@ -62,7 +62,7 @@ class _Distilled(Options):
             losses.Head(teacher_input, teacher_weight, teacher_bias),
             labels,
             ignore_index=self.ignore_index,
-            **self.given,
+            **self.loss_options,
         )
         if not self.return_soft_hard_loss:
             return loss

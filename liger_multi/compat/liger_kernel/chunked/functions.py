@@ -53,16 +53,17 @@ def _applied(loss: Any, names: str, **defaults: Any) -> Callable[..., Any]:
         """The loss, and what the module returns beside it."""
         if len(args) > len(order) or not {*kwargs} <= {*order}:
             raise TypeError(f"apply takes {', '.join(order)}")
-        given = {**defaults, **dict(zip(order, args)), **kwargs}
-        module = loss(**{n: v for n, v in given.items() if n in loss.defaults})
-        return module(**{renamed.get(n, n): v for n, v in given.items() if n not in loss.defaults})
+        arguments = {**defaults, **dict(zip(order, args)), **kwargs}
+        module = loss(**{n: v for n, v in arguments.items() if n in loss.defaults})
+        return module(
+            **{renamed.get(n, n): v for n, v in arguments.items() if n not in loss.defaults}
+        )
 
-    apply.__signature__ = inspect.Signature(
-        [  # type: ignore[attr-defined]
-            of(n, of.POSITIONAL_OR_KEYWORD, default=of.empty if i <= needed else usual[n])
-            for i, n in enumerate(order)
-        ]
-    )
+    shown = [
+        of(n, of.POSITIONAL_OR_KEYWORD, default=of.empty if i <= needed else usual[n])
+        for i, n in enumerate(order)
+    ]
+    apply.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     return apply
 
 

@@ -115,13 +115,13 @@ class LigerFusedLinearGRPOLoss(Options):
         if self.loss_type in POLICY and (
             self.loss_type != "dr_grpo" or self.max_completion_length is not None
         ):
-            losses.PolicyOptions(**self.given)
+            losses.PolicyOptions(**self.loss_options)
 
     @property
-    def given(self) -> dict[str, Any]:
+    def loss_options(self) -> dict[str, Any]:
         """Options of the loss type; trainers pass those of all of them."""
         reads = POLICY[self.loss_type].reads if self.loss_type in POLICY else ()
-        found = {name: getattr(self, name, self.max_completion_length) for name in reads}
+        options = {name: getattr(self, name, self.max_completion_length) for name in reads}
         level = None if self.loss_type == "vespo" else self.importance_sampling_level
         correct = self.use_bias_correction_kl and self.beta != 0
         return {
@@ -130,7 +130,7 @@ class LigerFusedLinearGRPOLoss(Options):
             "beta": self.beta,
             "correct_kl": correct,
             "metrics": (),
-            **found,
+            **options,
         }
 
     def forward(
@@ -155,9 +155,9 @@ class LigerFusedLinearGRPOLoss(Options):
         if ratios is not None and self.loss_type == "vespo":
             ratios = of_answers(ratios, attention_mask.bool())
         reference = self.reference(ref_per_token_logps, (ref_input, ref_weight, ref_bias))
-        given = self.given
+        options = self.loss_options
         if reference is None:  # the policy is its own reference: no divergence, and no gradient
-            given |= {"beta": 0.0, "correct_kl": False}
+            options |= {"beta": 0.0, "correct_kl": False}
         processes, group = ranks()
         loss, metrics = losses.policy_loss(
             losses.Head(_input, lin_weight, bias, temperature=self.temperature),
@@ -170,7 +170,7 @@ class LigerFusedLinearGRPOLoss(Options):
             num_items=num_items_in_batch,
             processes=processes,
             group=group,
-            **given,
+            **options,
         )
         zero = loss.detach().new_zeros(())
         shares = (metrics.clip_region, metrics.clip_high, zero)

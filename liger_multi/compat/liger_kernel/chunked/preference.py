@@ -42,9 +42,9 @@ class _Pairs(Options):
 def _dpo_types(loss_type: str | list[str], label_smoothing: float) -> tuple[str, ...]:
     """The loss types, checked with the messages of Liger-Kernel."""
     types = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
-    for kind in types:
-        if kind not in DPO:
-            raise ArgumentError(f"Unsupported loss_type: {kind}. Supported types are: {[*DPO]}")
+    for name in types:
+        if name not in DPO:
+            raise ArgumentError(f"Unsupported loss_type: {name}. Supported types are: {[*DPO]}")
     if "exo_pair" in types and label_smoothing <= 0:
         raise ArgumentError(
             "label_smoothing must be > 0 for loss_type='exo_pair'. The EXO paper recommends 1e-3."
@@ -75,16 +75,16 @@ class LigerFusedLinearDPOLoss(_Pairs):
         """Options are known and go together."""
         types = _dpo_types(self.loss_type, self.label_smoothing)
         # as in Liger-Kernel, the sigmoid by itself is not smoothed
-        smooth = types != ("sigmoid",) and any(DPO[kind].smooth for kind in types)
-        self.given: dict[str, Any] = {
+        smooth = types != ("sigmoid",) and any(DPO[loss_type].smooth for loss_type in types)
+        self.loss_options: dict[str, Any] = {
             "loss_type": types,
             "beta": self.beta,
             "length_normalized": self.average_log_prob,
             "label_smoothing": self.label_smoothing if smooth else 0.0,
         }
         if "discopop" in types:
-            self.given["discopop_tau"] = self.discopop_tau
-        losses.DPOOptions(**self.given)
+            self.loss_options["discopop_tau"] = self.discopop_tau
+        losses.DPOOptions(**self.loss_options)
         self.average = self.average_log_prob
 
     def forward(
@@ -98,7 +98,7 @@ class LigerFusedLinearDPOLoss(_Pairs):
         ref_bias: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Loss, and the chosen and rejected rewards after the rest."""
-        found = reference_answers(
+        reference = reference_answers(
             "LigerFusedLinearDPOLoss",
             self.use_ref_model,
             (ref_input, ref_weight, ref_bias),
@@ -106,9 +106,13 @@ class LigerFusedLinearDPOLoss(_Pairs):
             self.ignore_index,
             self.average,
         )
-        before = torch.zeros(target.shape[0], device=target.device) if found is None else found
+        before = (
+            torch.zeros(target.shape[0], device=target.device) if reference is None else reference
+        )
         own, sums, nll, first = self.tokens(losses.Head(_input, lin_weight, bias), target, None)
-        loss, _ = losses.dpo_loss(own, target, before, ignore_index=self.ignore_index, **self.given)
+        loss, _ = losses.dpo_loss(
+            own, target, before, ignore_index=self.ignore_index, **self.loss_options
+        )
         if self.compute_nll_loss:
             loss = loss + self.alpha * nll
         rewards = self.beta * (sums - before).detach()
@@ -119,11 +123,11 @@ class _Margins(_Pairs):
     loss_type = "sigmoid"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def loss_options(self) -> dict[str, Any]:
         """Options of :func:`liger_multi.losses.cpo_loss`."""
         names = ("beta", "label_smoothing", "gamma")
-        found = {name: getattr(self, name) for name in names if name in self.defaults}
-        return {"loss_type": self.loss_type, "nll_weight": 0.0, **found}
+        options = {name: getattr(self, name) for name in names if name in self.defaults}
+        return {"loss_type": self.loss_type, "nll_weight": 0.0, **options}
 
     def forward(
         self,
@@ -140,12 +144,14 @@ class _Margins(_Pairs):
         more: dict[str, Any] = {}
         if self.loss_type != "orpo":
             more["length_normalized"] = self.average
-        loss, _ = losses.cpo_loss(own, target, ignore_index=self.ignore_index, **self.given, **more)
+        loss, _ = losses.cpo_loss(
+            own, target, ignore_index=self.ignore_index, **self.loss_options, **more
+        )
         if self.compute_nll_loss:
             loss = loss + getattr(self, "alpha", 1.0) * nll
-        return loss, (*first, *self.beside(sums.detach()))
+        return loss, (*first, *self.more_metrics(sums.detach()))
 
-    def beside(self, sums: Tensor) -> tuple[Tensor, ...]:
+    def more_metrics(self, sums: Tensor) -> tuple[Tensor, ...]:
         """The rewards."""
         chosen, rejected = (self.beta * sums).chunk(2)
         return chosen, rejected
@@ -165,7 +171,7 @@ class LigerFusedLinearCPOLoss(_Margins):
     def check(self) -> None:
         """Options are known and go together."""
         self.average = self.average_log_prob
-        losses.CPOOptions(**self.given)
+        losses.CPOOptions(**self.loss_options)
 
 
 class LigerFusedLinearSimPOLoss(_Margins):
@@ -182,7 +188,7 @@ class LigerFusedLinearSimPOLoss(_Margins):
 
     def check(self) -> None:
         """Options are known and go together."""
-        losses.CPOOptions(**self.given)
+        losses.CPOOptions(**self.loss_options)
 
 
 class LigerFusedLinearORPOLoss(_Margins):
@@ -197,13 +203,13 @@ class LigerFusedLinearORPOLoss(_Margins):
 
     def check(self) -> None:
         """Options are known and go together."""
-        losses.CPOOptions(**self.given)
+        losses.CPOOptions(**self.loss_options)
 
-    def beside(self, sums: Tensor) -> tuple[Tensor, ...]:
+    def more_metrics(self, sums: Tensor) -> tuple[Tensor, ...]:
         """The rewards, the mean of the log-odds ratio's log-sigmoid, and the mean log-odds."""
         chosen, rejected = _log_odds(sums).chunk(2)
         ratio = torch.nn.functional.logsigmoid(chosen - rejected)
-        return (*super().beside(sums), ratio.mean(), (chosen - rejected).mean())
+        return (*super().more_metrics(sums), ratio.mean(), (chosen - rejected).mean())
 
 
 class LigerFusedLinearKTOLoss(Options):
@@ -235,7 +241,7 @@ class LigerFusedLinearKTOLoss(Options):
         if preference_labels is None:
             raise ArgumentError("LigerFusedLinearKTOLoss: needs preference_labels")
         average, ignored = self.average_log_prob, self.ignore_index
-        found = reference_answers(
+        reference = reference_answers(
             "LigerFusedLinearKTOLoss",
             self.use_ref_model,
             (ref_input, ref_weight, ref_bias),
@@ -243,7 +249,9 @@ class LigerFusedLinearKTOLoss(Options):
             ignored,
             average,
         )
-        before = torch.zeros(target.shape[0], device=target.device) if found is None else found
+        before = (
+            torch.zeros(target.shape[0], device=target.device) if reference is None else reference
+        )
         head = losses.Head(_input, lin_weight, bias)
         tokens = losses.tokens(head, target, ignore_index=ignored).log_prob
         own = sequences(tokens, target != ignored, None, average)
