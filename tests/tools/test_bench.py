@@ -456,7 +456,7 @@ def test_truth_of_experts_takes_few_rows_at_a_time():
     assert bench_cases._widest(bench_case) == 8 * 2048
 
 
-def test_inputs_have_the_sign_and_the_fractions_that_a_sample_wants():
+def test_inputs_follow_the_sample():
     """Decays that grow make every state infinite; rounded scores select other keys."""
     specs = {"A": samples.Tensor((64,), negative=True), "q": samples.Tensor((64,), whole=True)}
     tensors = bench_cases.draw(samples.Sample("x", specs), torch.device("cpu"), torch.bfloat16)

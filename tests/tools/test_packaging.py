@@ -200,7 +200,7 @@ def test_building_warns_of_nothing(artefacts):
 
 
 @pytest.mark.slow
-def test_an_index_shows_the_repository_and_a_readme_whose_links_lead_there(artefacts):
+def test_readme_links_on_the_package_index(artefacts):
     headers, readme = metadata(artefacts)
     pages = [h.rpartition(", ")[2] for h in headers if h.startswith("Project-URL: ")]
     assert len(pages) == 4

@@ -134,7 +134,7 @@ def test_a_loss_of_doubles_is_double():
     assert got.dtype == right.dtype == torch.float64
 
 
-def test_gradient_by_logits_after_the_fused_loss_is_never_silently_none():
+def test_fused_loss_gradient_of_logits_is_not_none():
     """``autograd.grad(loss, logits, allow_unused=True)``: the loss did not pass by the logits."""
     stock, ours = patched_pair()
     batch = models.batch()
@@ -222,7 +222,7 @@ def test_ignore_index_must_be_an_integer(ignore_index):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_shape_rule_of_the_fused_loss_states_the_dtypes_that_come(dtype):
+def test_fused_loss_meta_dtypes(dtype):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     forward = torch.ops.liger_multi.fused_linear_cross_entropy_forward

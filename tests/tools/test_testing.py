@@ -54,7 +54,7 @@ def test_a_formula_has_the_signature_of_the_public_function(op):
     assert arguments(FORMULAS[op]) == arguments(getattr(ops, samples.public(op)))
 
 
-def test_the_benchmark_times_the_formula_unless_a_reason_is_given():
+def test_benchmark_times_the_formula():
     for op, providers in TABLE.items():
         assert providers["torch"] is EAGER.get(op, FORMULAS[op])
     assert set(EAGER) < set(FORMULAS)
@@ -294,7 +294,7 @@ def test_a_refusal_is_a_skip_with_its_reason(toy):
 
 
 @pytest.mark.slow
-def test_a_backend_with_forward_alone_is_completed_by_the_reference(toy):
+def test_reference_completes_a_forward_only_backend(toy):
     file = toy.site / "toy_backend" / "softmax.py"
     file.write_text(file.read_text().partition("def backward")[0])
     done = toy("--backend", "toy", *QUIET, "-k", "float32 and not past")

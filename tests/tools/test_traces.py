@@ -85,24 +85,3 @@ def test_the_page_has_every_line_that_is_printed(name):
     assert len(rows) == {"heads": 2}.get(name, 1)
     assert all(len(cells) == len(table.heads) for cells in rows)
     assert all(cells[-1] for cells in rows)
-
-
-def test_the_page_joins_both_directions_and_names_the_longest_kernels():
-    (cells,) = pages.rows(pages.TABLES["operators"], LINES["operators"])
-    assert cells == [
-        "jsd",
-        "logits-8x9",
-        "3",
-        "67.0",
-        "3.0",
-        "1.0",
-        "1",
-        "at::reduce 51.0; _jsd_kernel 8.0",
-    ]
-    lines = [
-        x.replace("at::reduce 51.0", "void at::reduce<int, 4>(a, b) 51.0")
-        for x in LINES["operators"]
-    ]
-    assert pages.rows(pages.TABLES["operators"], lines) == [cells]
-    unknown = traces.operator_line(CASE, "forward", [KERNELS], 0, PEAK)
-    assert pages.rows(pages.TABLES["operators"], [unknown])[0][4:7] == ["-", "-", "-"]
