@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from benchmarks import store
 from benchmarks.tables import performance
 from benchmarks.tables.measured import Row, newest
+from liger_multi.dispatch.registry import operators
+from liger_multi.testing import samples
 
 CARD = store.DEVICES["h100"]
 PEERS = {
@@ -94,7 +96,10 @@ def every() -> str:
         return ""
     used = [one.data for rows in newest_rows.values() for one in rows.values()]
     shown = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return f"{performance.provenance(used)}\n\n{shown}"
+    lacking = sorted({samples.public(op) for op in operators()} - {op for op, _ in newest_rows})
+    names = ", ".join(f"`{op}`" for op in lacking)
+    text = f"{performance.provenance(used)}\n\n{shown}"
+    return f"{text}\n\nNot measured: {names}." if names else text
 
 
 BLOCKS: dict[str, Callable[[], str]] = {"operators-h100": every}

