@@ -1,4 +1,4 @@
-"""Equal bits, checked and paid for on a device: ``python -m benchmarks.bitwise``.
+"""Check equal bits on a device and measure their cost: ``python -m benchmarks.bitwise``.
 
 Under each setting of ``deterministic`` (none, ``True``, ``"rows"``), in one run:
 
@@ -103,7 +103,7 @@ class Jobs:
         self.options, self.say, self.lock = options, say, threading.Lock()
 
     def several(self, jobs: Sequence[tuple[str, str]], workers: int) -> None:
-        """Every part and name, by some processes at a time, each of which takes many."""
+        """Run every part and name in several processes at a time; each process takes many names."""
         waiting: queue.SimpleQueue[tuple[str, list[str]]] = queue.SimpleQueue()
         for part in PARTS:
             names = [name for of, name in jobs if of == part]

@@ -137,7 +137,7 @@ def _properties(call: Call, mode: str) -> Row:
 
 
 def repeats(call: Call, mode: str) -> bool:
-    """The same call twice: other memory with other contents, and a busy second stream beside."""
+    """Whether two calls agree, with other memory contents and a busy second stream."""
     device = call.args[call.prim.anchor].device
     first = call.run(mode, _copies(call))
     blocks = [torch.full((size,), float("nan"), device=device) for size in (100, 5000, 2**20)]
@@ -167,7 +167,7 @@ def busy(device: torch.device) -> Iterator[None]:
 
 
 def rows_hold(call: Call, mode: str, most: int | None) -> bool | None:
-    """Whether rows in an order of chance and in batches of some sizes have the bits of all rows.
+    """Whether rows in random order and in batches of several sizes have the bits of the full batch.
 
     Args:
         call: The call.

@@ -106,7 +106,7 @@ class Place:
         return {name: statistics.median(samples) for name, samples in times.items()}
 
     def in_a_row(self, call: Call) -> float:
-        """Milliseconds of a call among others, where the host is ahead of the device."""
+        """Milliseconds per call in a sequence of calls, with the host ahead of the device."""
         count, repeats = (2, 1) if self.tiny else (10, 3)
         times = []
         for _ in range(repeats):
@@ -566,7 +566,7 @@ def model(place: Place) -> Iterator[Row]:
 
 
 def gradients(place: Place) -> Iterator[Row]:
-    """The same without an optimizer; a gradient is dropped when it is there: about 20 GiB."""
+    """The same without an optimizer; each gradient is dropped once it is computed: about 20 GiB."""
     model, ids = _built(place, "gradients")
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))

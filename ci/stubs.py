@@ -103,7 +103,7 @@ def several(function: Callable[..., Any]) -> bool:
 
 
 def overloads(function: Callable[..., Any]) -> str:
-    """One overload for what is usual, one for more, and one for what is known at run time only."""
+    """Three overloads: the usual result, the extended one, and one for a flag known at run time."""
     signature = inspect.signature(function)
     usual, more = map(_name, signature.return_annotation.__args__)
     parameters = list(signature.parameters.values())

@@ -35,7 +35,7 @@ TINY = {"steps": 12, "rows": 4, "length": 32, "rate": 1e-2}
 
 @contextlib.contextmanager
 def needs(*packages: str) -> Iterator[None]:
-    """Import within this what may be missing: the script then ends with the line that installs it.
+    """Guard optional imports: the script ends with the install command if a package is missing.
 
     ``accelerate`` is named where nothing imports it by name: the Trainer does.
     """
@@ -155,7 +155,7 @@ def sequences(options: argparse.Namespace, tokenizer: Any) -> Any:
 
 
 def started(options: argparse.Namespace) -> bool:
-    """Whether this is a rank; with ``--tiny`` two ranks are started where it is none."""
+    """Whether this process is a rank; with ``--tiny``, a process that is none starts two ranks."""
     if "RANK" in os.environ:
         return True
     if not options.tiny:

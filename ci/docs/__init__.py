@@ -81,7 +81,7 @@ def cell(backend: str, op: str, folders: dict[str, Path]) -> str:
 
 
 def directions_or_parent(backend: str, op: str, folders: dict[str, Path]) -> str:
-    """A backend's own directions, or where it turns for them."""
+    """A backend's own directions, or the backend that serves them."""
     own = directions(backend, op)
     if own == DIRECTIONS:
         return "yes"

@@ -1,4 +1,4 @@
-"""What is here, what fits together, and which backend each operator uses because of it."""
+"""``liger-multi doctor``: versions, devices, backends, and the backend of each operator."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def failing(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What no backend may run, a line per device and directions."""
+    """Operators that no backend may run, one line per device and directions."""
     won: dict[tuple[str, str, str], bool] = {}
     for row in rows:
         key = (row["device"], row["op"], row["direction"])
@@ -320,7 +320,7 @@ def page(facts: dict[str, Any], verbose: bool = False) -> Page:
 
 
 def _shared(rows: Sequence[dict[str, Any]]) -> list[tuple[list[str], dict[str, str]]]:
-    """What serves every operator, by devices that agree."""
+    """The backend of every operator, grouped by devices with the same choice."""
     groups: list[tuple[list[str], dict[str, str]]] = []
     for device in dict.fromkeys(row["device"] for row in rows):
         serving: dict[str, list[str]] = {}

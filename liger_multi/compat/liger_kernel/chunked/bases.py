@@ -415,7 +415,7 @@ def ranks() -> tuple[int, Any]:
 def check_policy(
     name: str, loss_type: str, length: int | None, use_reference: bool, reference: tuple[Any, Any]
 ) -> None:
-    """What a loss of a policy needs, is there."""
+    """Check that a policy loss has the inputs that it needs."""
     if use_reference and all(columns is None for columns in reference):
         raise ArgumentError(
             f"{name}: If use_ref_model is True, ref_per_token_logps or ref_input must be provided"
