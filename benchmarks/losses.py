@@ -180,7 +180,7 @@ def _policy(log_prob: Tensor, entropy: Tensor, target: Tensor, advantages: Tenso
 
 
 def policy_of_logits(logits: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
-    """The same of logits, as a training script writes it."""
+    """The same on logits, as a training script computes it."""
     log_p = torch.log_softmax(logits.float(), -1)
     own = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
@@ -220,7 +220,7 @@ def _lazy(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def lazy_policy(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
-    """The same of lazy logits."""
+    """The same on lazy logits."""
     return policy_of_logits(_lazy(hidden, weight), target, advantages)
 
 
@@ -230,7 +230,7 @@ def nll_of_logits(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def lazy_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The same of lazy logits."""
+    """The same on lazy logits."""
     return nll_of_logits(_lazy(hidden, weight), target)
 
 
@@ -244,12 +244,12 @@ def _rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def torch_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The same, eager."""
+    """The same in eager PyTorch."""
     return nll_of_logits(hidden @ weight.mT, target)
 
 
 def torch_dpo(hidden: Tensor, weight: Tensor, target: Tensor, old: Tensor) -> Tensor:
-    """The same, eager."""
+    """The same in eager PyTorch."""
     ratio = (_rows(hidden, weight, target) - old).sum(-1)
     chosen, rejected = ratio.chunk(2)
     return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
@@ -258,7 +258,7 @@ def torch_dpo(hidden: Tensor, weight: Tensor, target: Tensor, old: Tensor) -> Te
 def torch_dpo_reference(
     hidden: Tensor, weight: Tensor, target: Tensor, other: Tensor, other_weight: Tensor
 ) -> Tensor:
-    """The same, eager."""
+    """The same in eager PyTorch."""
     with torch.no_grad():
         before = _rows(other, other_weight, target)
     return torch_dpo(hidden, weight, target, before)
@@ -267,7 +267,7 @@ def torch_dpo_reference(
 def torch_grpo(
     hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, old: Tensor
 ) -> Tensor:
-    """The same, eager."""
+    """The same in eager PyTorch."""
     own, mask, a = _rows(hidden, weight, target), target >= 0, advantages.unsqueeze(1)
     ratio = torch.exp(own - old)
     each = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
@@ -278,21 +278,21 @@ def torch_grpo(
 def torch_gspo(
     hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, old: Tensor
 ) -> Tensor:
-    """The same, eager."""
+    """The same in eager PyTorch."""
     own, mask = _rows(hidden, weight, target), target >= 0
     ratio = torch.exp(((own - old) * mask).sum(-1) / mask.sum(-1))
     return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
 
 
 def torch_policy(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
-    """The same, eager."""
+    """The same in eager PyTorch."""
     return policy_of_logits(hidden @ weight.mT, target, advantages)
 
 
 def torch_jsd(
     hidden: Tensor, weight: Tensor, target: Tensor, other: Tensor, other_weight: Tensor
 ) -> Tensor:
-    """The same, eager."""
+    """The same in eager PyTorch."""
     q = torch.log_softmax((hidden @ weight.mT).float(), -1)
     p = torch.log_softmax((other @ other_weight.mT).float(), -1)
     m = torch.log(0.5 * p.exp() + 0.5 * q.exp())
@@ -346,7 +346,7 @@ def liger_dpo() -> Loss:
 
 
 def nobody(why: str = "its DPO wants the reference's head") -> Loss:
-    """No such loss."""
+    """A peer without this loss."""
     raise ImportError(f"has no such loss ({why})")
 
 

@@ -252,7 +252,7 @@ def chosen(fitting: Sequence[Candidate], most: int) -> list[Candidate]:
 
 
 def in_order(rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether no pair that was told to differ is measured the other way round."""
+    """Whether measured times order all pairs as predicted; near ties do not count."""
     timed = [r for r in rows if "measured_seconds" in r]
     for i, a in enumerate(timed):
         for b in timed[i + 1 :]:

@@ -228,7 +228,7 @@ PROVIDERS: dict[str, Callable[[Any], None]] = {"stock": _stock, "liger": _liger,
 
 
 def foretold(model: str, provider: str, room: int) -> int:
-    """The length at which the estimated peak fills the room; Liger's as ours."""
+    """The length at which the estimated peak fills the memory; Liger's is taken to be ours."""
 
     def peak(tokens: int) -> int:
         meta_model = build(Run(model, 1, tokens, False), torch.device("meta"))

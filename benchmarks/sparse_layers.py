@@ -56,7 +56,7 @@ VARIANTS = {"stock": "sdpa", "ours": "liger_multi"}
 
 
 class NoMLP(nn.Module):
-    """What adds nothing in place of an MLP."""
+    """A stand-in for an MLP that adds nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Zeros without memory."""

@@ -303,7 +303,7 @@ def keep(measured: Run | Sequence[Run], options: argparse.Namespace) -> list[Pat
 def run_command(
     commands: Mapping[str, Callable[[Sequence[str]], int]], arguments: Sequence[str] | None
 ) -> int:
-    """Run the command that the first argument names; the one of no name where it names none."""
+    """Run the command that the first argument names, or the default command."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
     name = argv.pop(0) if argv and argv[0] in commands else ""
     if name not in commands:

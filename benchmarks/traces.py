@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
 
 def spans(call: Call, device: torch.device) -> list[Span]:
-    """What the device ran during ``call``, by start; on a CPU, the operators that nobody called."""
+    """Kernels that ran during ``call``, by start; on a CPU, the outermost operators."""
     cpu = device.type == "cpu"
     activities = [ProfilerActivity.CPU if cpu else ProfilerActivity.CUDA]
     wait(device)
@@ -223,7 +223,7 @@ def stalls(arguments: Sequence[str]) -> int:
 
 
 def repeated(call: Call, times: int) -> Call:
-    """The same some times over."""
+    """A function that repeats the call."""
     return lambda: [call() for _ in range(times)]
 
 

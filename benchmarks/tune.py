@@ -84,7 +84,7 @@ def call_arguments(
 
 
 class Forced:
-    """Launch tables that say one thing about one kernel, for as long as this is entered."""
+    """A context in which launch tables give one configuration for one kernel."""
 
     def __init__(self, kernel: str, fields: Mapping[str, int] | None) -> None:
         self.entries = {kernel: ({"when": {}, "config": dict(fields)},)} if fields else {}

@@ -53,7 +53,7 @@ class Options(nn.Module):
             """Options are no parameters."""
 
     def check(self) -> None:
-        """Options are in their ranges."""
+        """Check that the options are in range."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def check_cross_entropy(label_smoothing: float, reduction: str, softcap: float | None) -> None:
-    """Options of a cross entropy are in their ranges."""
+    """Check that the options of a cross entropy are in range."""
     if not 0.0 <= label_smoothing <= 1.0:
         raise ArgumentError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     if reduction not in REDUCTIONS:
@@ -87,7 +87,7 @@ class LigerCrossEntropyLoss(Options):
     )
 
     def check(self) -> None:
-        """Options are in their ranges."""
+        """Check that the options are in range."""
         check_cross_entropy(self.label_smoothing, self.reduction, self.softcap)
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
@@ -104,7 +104,7 @@ class LigerFusedLinearCrossEntropyLoss(Options):
     )
 
     def check(self) -> None:
-        """Options are in their ranges."""
+        """Check that the options are in range."""
         check_cross_entropy(self.label_smoothing, self.reduction, self.softcap)
 
     def forward(
@@ -124,7 +124,7 @@ class LigerFusedLinearJSD(Options):
     )
 
     def check(self) -> None:
-        """Options are in their ranges."""
+        """Check that the options are in range."""
         if not self.temperature:
             raise ArgumentError("temperature cannot be 0.")
 
@@ -189,7 +189,7 @@ class LigerFusedLinearKLDivLoss(Options):
     )
 
     def check(self) -> None:
-        """Options are in their ranges."""
+        """Check that the options are in range."""
         if not self.temperature:
             raise ArgumentError("temperature cannot be 0.")
 
@@ -232,7 +232,7 @@ class LigerVocabParallelCrossEntropy(Options):
     }
 
     def check(self) -> None:
-        """Options are in their ranges."""
+        """Check that the options are in range."""
         checks.one_of(type(self).__name__, "reduction", self.reduction, ("none",))
         op_functions.validate_formula_and_mode(
             self.label_smoothing_formula, self.label_smoothing_mode

@@ -27,7 +27,7 @@ class _Distilled(Options):
         return 1.0
 
     def check(self) -> None:
-        """Options are known and go together."""
+        """Check that the options are known and consistent."""
         if not self.temperature:
             raise ArgumentError("Temperature cannot be 0.")
         losses.DistillationOptions(**self.loss_options)

@@ -107,7 +107,7 @@ class LigerFusedLinearGRPOLoss(Options):
     )
 
     def check(self) -> None:
-        """Options are known and go together."""
+        """Check that the options are known and consistent."""
         for name in self.positive:
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -72,7 +72,7 @@ class LigerFusedLinearDPOLoss(_Pairs):
     )
 
     def check(self) -> None:
-        """Options are known and go together."""
+        """Check that the options are known and consistent."""
         types = _dpo_types(self.loss_type, self.label_smoothing)
         # as in Liger-Kernel, the sigmoid by itself is not smoothed
         smooth = types != ("sigmoid",) and any(DPO[loss_type].smooth for loss_type in types)
@@ -169,7 +169,7 @@ class LigerFusedLinearCPOLoss(_Margins):
     )
 
     def check(self) -> None:
-        """Options are known and go together."""
+        """Check that the options are known and consistent."""
         self.average = self.average_log_prob
         losses.CPOOptions(**self.loss_options)
 
@@ -187,7 +187,7 @@ class LigerFusedLinearSimPOLoss(_Margins):
     )
 
     def check(self) -> None:
-        """Options are known and go together."""
+        """Check that the options are known and consistent."""
         losses.CPOOptions(**self.loss_options)
 
 
@@ -202,7 +202,7 @@ class LigerFusedLinearORPOLoss(_Margins):
     )
 
     def check(self) -> None:
-        """Options are known and go together."""
+        """Check that the options are known and consistent."""
         losses.CPOOptions(**self.loss_options)
 
     def more_metrics(self, sums: Tensor) -> tuple[Tensor, ...]:
@@ -222,7 +222,7 @@ class LigerFusedLinearKTOLoss(Options):
     )
 
     def check(self) -> None:
-        """Options are known and go together."""
+        """Check that the options are known and consistent."""
         losses.KTOOptions(beta=self.beta)
 
     def forward(
