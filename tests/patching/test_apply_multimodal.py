@@ -18,7 +18,7 @@ from liger_multi.patching import patch, unpatch
 from tests.comparing import assert_same_gradients, gradients, largest, resolution
 from tests.models import Graphs, assert_same_training
 from tests.sweep.cases import build, inputs, registered
-from tests.sweep.multimodal import given
+from tests.sweep.multimodal import modalities
 from tests.sweep.run import executed
 
 TOWERS = {
@@ -111,7 +111,7 @@ def run(batch):
 def test_a_step_that_reaches_all_parameters(model_type):
     """The others compare what is too large here to be rounding."""
     stock, ours, batch = models(model_type)
-    assert TOWERS[model_type][1] in given(batch)
+    assert TOWERS[model_type][1] in modalities(batch)
     report = patch(ours)
     with executed(ours) as record:
         assert_same_training(stock, ours, run(batch))

@@ -5,6 +5,7 @@ import copy
 import pickle
 import random
 import re
+import sys
 import threading
 import types
 import warnings
@@ -230,9 +231,9 @@ def test_masks_that_number_samples(counted):
 def test_a_model_that_reads_the_numbers_of_a_mask(monkeypatch):
     """As patches of FlashAttention do: the mask of a trial has numbers, too."""
 
-    def read(*args, inputs_embeds, attention_mask, **kwargs):
-        mask = attention_mask
-        mask = torch.ones(inputs_embeds.shape[:2]) if mask is None else mask
+    def read(*args, attention_mask, **kwargs):
+        embeds = kwargs["inputs_embeds" if "inputs_embeds" in kwargs else "input_embeds"]  # 5.0
+        mask = torch.ones(embeds.shape[:2]) if attention_mask is None else attention_mask
         return (mask[:, :, None] == mask[:, None])[:, None].tril()
 
     monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", read)
@@ -269,6 +270,8 @@ def test_layers_of_attention_in_a_hybrid():
 
     pair = next(p for p in cases.registered() if p.cls == "Qwen3NextForCausalLM")
     model = cases.build(pair)
+    if getattr(sys.modules[type(model).__module__], "causal_conv1d_fn", None) is None:
+        pytest.skip("mixers of this transformers call no function that an operator stands for")
     model.config.use_cache = True
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from liger_multi.patching import patch
 from tests.sweep import page as coverage
 from tests.sweep.cases import as_lines, build, inputs, registered
-from tests.sweep.multimodal import given
+from tests.sweep.multimodal import modalities
 from tests.sweep.run import Outcome, counts, difference, executed, liven
 
 KEPT = json.loads(coverage.RESULTS.read_text(encoding="utf-8"))
@@ -226,7 +226,7 @@ def test_the_kinds_of_inputs_of_a_batch():
         ("audio",): ("input_features",),
     }
     for kinds, names in cases.items():
-        assert given(dict.fromkeys(names, floats)) == list(kinds)
+        assert modalities(dict.fromkeys(names, floats)) == list(kinds)
 
 
 WRONG = """
