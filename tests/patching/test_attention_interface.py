@@ -245,7 +245,7 @@ def test_a_patched_model_too():
 
 
 @pytest.mark.slow
-def test_a_graph_finds_out_once_a_pass_that_a_mask_is_causal(monkeypatch):
+def test_graph_checks_causal_mask_once_per_pass(monkeypatch):
     """Else it could not take the kernels of plain causal masks that an eager model takes."""
     from liger_multi.reference.attention import attention as kernels
 

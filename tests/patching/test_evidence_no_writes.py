@@ -234,7 +234,7 @@ def test_recomputed_layers_and_estimates_write_no_cache():
 
 
 @pytest.mark.parametrize("rows_of_a_batch", [1, 2])
-def test_generation_is_that_of_the_unpatched_model(rows_of_a_batch):
+def test_generation_equals_unpatched(rows_of_a_batch):
     unpatched = build("llama").eval()
     model = copy.deepcopy(unpatched)
     liger_multi.patch(model)

@@ -150,7 +150,7 @@ def test_captured_forwards_of_adapters():
 # --- compiled ---
 
 
-def test_compiled_graphs_hold_what_was_compiled():
+def test_compiled_graphs_keep_compiled_code():
     stock, ours = pair(num_hidden_layers=1)
     patch(ours)
     graphs = Graphs()
@@ -184,7 +184,7 @@ def foreign(function, library="liger_kernel.transformers.rms_norm"):
     return copied
 
 
-def test_forwards_of_other_libraries_are_told_apart(monkeypatch):
+def test_forwards_of_other_libraries_are_left(monkeypatch):
     stock = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", foreign(stock))
     report = patch(build("llama"))
