@@ -59,7 +59,7 @@ def batch(model, rows=2):
 
 
 def step(model, inputs):
-    """All gradients after one step, and the loss beside them."""
+    """All gradients after one step, and the loss."""
     model.zero_grad()
     torch.manual_seed(0)
     loss = model(**inputs).loss
@@ -219,7 +219,7 @@ def test_of_a_long_sequence_some_queries_are_absorbed_at_a_time(reentrant, equal
 
 
 def test_adapters_on_latent_expansion(equal):
-    """It runs by itself then: its weight alone says no more what it computes."""
+    """It runs by itself then: its weight alone no longer says what it computes."""
     peft = pytest.importorskip("peft")
     stock = built()
     config = peft.LoraConfig(target_modules=["kv_b_proj", "o_proj"], init_lora_weights=False)

@@ -291,7 +291,7 @@ def test_eager_attention_without_softmax_is_refused():
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_check_holds_while_a_model_is_loaded(device):
-    """That is on the meta device and in the dtype of the checkpoint."""
+    """Models are loaded on the meta device and in the dtype of the checkpoint."""
     attention_support._other_than_softmax.cache_clear()
     config = transformers.LlamaConfig(**TINY)
     with torch.device(device), torch.autocast("cpu"):

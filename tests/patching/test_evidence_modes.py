@@ -299,7 +299,7 @@ SURROUNDINGS = {
 @pytest.mark.parametrize("module_class", ["llama", "mixtral"])
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
 def test_global_state_does_not_change_the_report(surroundings, module_class):
-    """Under fp64 by default the first patch of a process left every MLP alone, and all later."""
+    """Under a default dtype of fp64, the first patch of a process left every MLP alone."""
     models = [build(module_class) for _ in range(3)]
     probes_forgotten()
     expected = str(patch(models[0]))

@@ -87,7 +87,7 @@ def muse_spark_experts():
 
 
 def test_experts_with_final_norm():
-    """Of every expert's output, so before it is weighted and summed."""
+    """The norm acts on every expert's output, before that is weighted and summed."""
     pytest.importorskip("transformers.models.muse_spark")
     module, index = muse_spark_experts(), torch.randint(4, (10, 2))
     stock = copy.deepcopy(module)

@@ -240,7 +240,7 @@ def test_other_result_is_rounded(what):
 
 @pytest.mark.parametrize("where", ["norm", "layer", "all modules"])
 def test_hooks_writing_past_the_version_counter(where):
-    """What a hook does through ``.data`` no version tells, so codes do not pass by one."""
+    """No version counts what a hook writes through ``.data``, so codes are not handed past it."""
     block, x = learned(Block(nn.RMSNorm(32, eps=1e-5)), torch.randn(4, 32)), torch.randn(4, 32)
 
     def after(module, args, y):

@@ -379,7 +379,7 @@ def test_backbone_alone_keeps_samples_apart():
 
 
 def test_head_without_keywords_passes_ids():
-    """A call of threads, compiled, and of a forward that does more than read its module."""
+    """In threads, compiled, and where a forward does more than read its module."""
     stock, model = built_of_functions("mamba2")
     assert any(isinstance(m, hybrids.TellingModel) for m in model.modules())
     samples, row, hints = packed()
@@ -597,7 +597,7 @@ def test_other_function_is_left_alone():
 
 
 def test_rule_with_repeated_keys_is_recognized():
-    """So it is in transformers 5.17."""
+    """transformers 5.17 has such a rule."""
 
     def rule(query, key, value, g, beta, **options):
         if key.shape[2] != value.shape[2]:
