@@ -67,7 +67,7 @@ def pair(model_type, dtype=torch.float32, **config):
 
 
 def padded(mask):
-    """A padded batch: labels ignore padding, whose queries see no key here and all keys in eager."""
+    """A padded batch: labels ignore padding, whose queries see no key here and all in eager."""
     before = torch.cat([mask[:, :1], mask[:, :-1]], 1)
     labels = IDS.masked_fill((mask == 0) | (before == 0), -100)
     return {"input_ids": IDS, "attention_mask": mask, "labels": labels}

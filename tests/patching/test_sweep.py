@@ -197,7 +197,7 @@ def test_results_of_before_claim_nothing():
     ],
 )
 def test_towers_with_inputs_run_and_learn(tmp_path, name, modalities, dead):
-    """Without gradient: norms behind the last layer that is read, and fixed positions of a tower."""
+    """Without gradient: norms behind the last layer that is read, and fixed positions."""
     (outcome,) = swept(tmp_path, name)
     assert (outcome.status, outcome.text_only, outcome.idle) == ("equal", False, [])
     assert [modality for modality in outcome.inputs if modality != "text"] == modalities
