@@ -186,7 +186,7 @@ class Overwriting(Mlp):
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_mlps_that_do_more_are_left_alone(module_class, reason, training):
+def test_mlps_with_extra_behavior_are_left_alone(module_class, reason, training):
     module = module_class().train(training)
     stock, ours, entries, reasons = patched_pair(module)
     assert entries == []
@@ -221,7 +221,7 @@ class NormGradientScaled(Norm):
     "module_class", [NormDropped, NormOfTraining, NormKeeping, NormGradientScaled]
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_norms_that_do_more_are_left_alone(module_class, training):
+def test_norms_with_extra_behavior_are_left_alone(module_class, training):
     stock, ours, entries, reasons = patched_pair(module_class().train(training))
     assert entries == []
     assert len(reasons) == 1
@@ -298,8 +298,8 @@ SURROUNDINGS = {
 
 @pytest.mark.parametrize("module_class", ["llama", "mixtral"])
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
-def test_what_holds_at_the_patch_does_not_show(surroundings, module_class):
-    """Under fp64 by default the first patch of a process left every MLP alone, and all later."""
+def test_global_state_does_not_change_the_report(surroundings, module_class):
+    """Under a default dtype of fp64, the first patch of a process left every MLP alone."""
     models = [build(module_class) for _ in range(3)]
     probes_forgotten()
     expected = str(patch(models[0]))

@@ -127,7 +127,7 @@ def test_the_example_of_the_page_runs():
         exec(compile(block, "recognition.md", "exec"), namespace)
 
 
-def test_registrations_that_cannot_be():
+def test_invalid_registrations():
     for item, name in ((probe, None), (probe, "rms_norm"), (3, "three")):
         with pytest.raises(PatchError):
             register(item, name)
