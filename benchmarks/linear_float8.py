@@ -45,7 +45,7 @@ import liger_multi
 from benchmarks import models, store
 from liger_multi import ops
 from liger_multi.bench import report
-from liger_multi.patching.float8.kept import bit_sums
+from liger_multi.patching.float8.code_cache import bit_sums
 from liger_multi.patching.float8.weight import Float8Weight
 
 SHAPES = (

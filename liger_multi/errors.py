@@ -156,13 +156,13 @@ def need(what: str, packages: Iterable[str], extras: str) -> None:
         )
 
 
-def unknown(kind: str, name: object, known: Iterable[str], every: str = "") -> str:
+def unknown(noun: str, name: object, known: Iterable[str], every: str = "") -> str:
     """Word the message for an unknown name, with the nearest known one.
 
     Where more than :data:`MOST_NAMES` are known, the nearest ones stand for all.
 
     Args:
-        kind: Of the name.
+        noun: What the name names, such as "backend".
         name: That is unknown.
         known: Those that are not.
         every: What lists them all.
@@ -176,5 +176,5 @@ def unknown(kind: str, name: object, known: Iterable[str], every: str = "") -> s
     if many:
         listed = ", ".join(close) or "none has a similar name"
         where = f" ({every} lists them)" if every else ""
-        return f"unknown {kind} {said}; {hint}nearest of {len(names)} known{where}: {listed}"
-    return f"unknown {kind} {said}; {hint}known: {', '.join(names)}"
+        return f"unknown {noun} {said}; {hint}nearest of {len(names)} known{where}: {listed}"
+    return f"unknown {noun} {said}; {hint}known: {', '.join(names)}"

@@ -118,12 +118,15 @@ EVERY = 7
 """`make test` runs the first and every seventh case of a test with parameters: a prime number, so
 that the cases it meets vary in every parameter. The others are slow."""
 
+COMPLETE = frozenset({"tests/dispatch/test_codegen.py::test_generated_code_equals_slow_path"})
+"""Tests whose cases are all fast: each is a decision about another operator, within a second."""
+
 
 def mark_slow_case(item: pytest.Item, cases: Counter[str]) -> None:
     """Mark a case that `make test` leaves to `make test-full`; ``cases`` counts those of a test."""
     if item.get_closest_marker("slow") is None:
         test = item.nodeid.partition("[")[0]
-        if cases[test] % EVERY:
+        if cases[test] % EVERY and test not in COMPLETE:
             item.add_marker("slow")
         cases[test] += 1
 

@@ -70,9 +70,11 @@ class Promise:
         """The promise without some properties, each with its reason."""
         gone = frozenset(lost)
         return Promise(
-            self.always - gone, self.deterministic - gone, self.rows - gone,
+            self.always - gone,
+            self.deterministic - gone,
+            self.rows - gone,
             {**self.because, **lost},
-        )  # fmt: skip
+        )
 
 
 def promise(
@@ -139,9 +141,13 @@ NO_PROMISE = Bitwise()
 
 
 def bitwise(
-    both: Promise, batched: str, trailing: int | None = None, *, backward: Promise | None = None,
+    both: Promise,
+    batched: str,
+    trailing: int | None = None,
+    *,
+    backward: Promise | None = None,
     reference: str = "row by row",
-) -> Bitwise:  # fmt: skip
+) -> Bitwise:
     """The record of a contract; backward promises what forward does unless it is given.
 
     Args:

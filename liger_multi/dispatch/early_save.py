@@ -58,9 +58,11 @@ class EarlySave:
     """
 
     def __init__(
-        self, op: Op, first: Callable[..., tuple[tuple[Tensor, ...], Any]],
+        self,
+        op: Op,
+        first: Callable[..., tuple[tuple[Tensor, ...], Any]],
         rest: Callable[..., Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._op, self._rest, self._handover = op, rest, _Handover()
         names = op.fwd.params
         self._flags = [names.index(n[6:]) for n in names if n.startswith("needs_")]

@@ -257,7 +257,7 @@ def _holders(
     for index, size in alive.items():
         block = blocks[index]
         category = block.category
-        key = (category, block.kind, LAYER.sub("*", block.module), block.op, block.phase)
+        key = (category, block.module_class, LAYER.sub("*", block.module), block.op, block.phase)
         holder = holders.setdefault(key, Holder(*key))
         holder.bytes += round(size * factors.get(category, 1.0))
         holder.count += 1
@@ -299,8 +299,8 @@ def _origins(page: Page, profile: Profile, peak: int) -> None:
     page.add(
         "Held at the peak by",
         [
-            (category, kind or "-", op or "-", format_bytes(size), _share(size, peak))
-            for (category, kind, op), size in held[:ROWS]
+            (category, module_class or "-", op or "-", format_bytes(size), _share(size, peak))
+            for (category, module_class, op), size in held[:ROWS]
         ],
         ("category", "module", "operator", "bytes", "share"),
     )
@@ -309,8 +309,8 @@ def _origins(page: Page, profile: Profile, peak: int) -> None:
     page.add(
         "Kept by forward for backward",
         [
-            (kind or "-", op or "-", format_bytes(size), _share(size, total))
-            for (kind, op), size in kept[:ROWS]
+            (module_class or "-", op or "-", format_bytes(size), _share(size, total))
+            for (module_class, op), size in kept[:ROWS]
         ],
         ("module", "operator", "bytes", "share"),
     )
@@ -331,9 +331,9 @@ def comparison_page(both: Comparison) -> Page:
     ]
     kept = [sum(p.by("kind", saved=True).values()) for p in (a, b)]
     rows.append(row("kept by forward", *kept))
-    for kind in dict.fromkeys(k for p in (a, b) for k in p.by("kind", saved=True)):
-        sizes = [p.by("kind", saved=True).get(kind, 0) for p in (a, b)]
-        rows.append(row(f"  {kind[0] or '-'}", *sizes))
+    for key in dict.fromkeys(k for p in (a, b) for k in p.by("kind", saved=True)):
+        sizes = [p.by("kind", saved=True).get(key, 0) for p in (a, b)]
+        rows.append(row(f"  {key[0] or '-'}", *sizes))
     page.add("Peak memory and where it goes", rows, ("", a.title, b.title, "difference", "ratio"))
     return page
 

@@ -59,8 +59,11 @@ class Stats:
     def kept_bytes(self, policies: tuple[str, ...]) -> int:
         """What all layers keep, and beside it the largest of them while it is computed again."""
         pairs = list(zip(self.layers, policies, strict=True))
-        again = (max(c.kept_bytes for c in layer.values()) - layer[p].kept_bytes
-                 for layer, p in pairs if p != "none")  # fmt: skip
+        again = (
+            max(c.kept_bytes for c in layer.values()) - layer[p].kept_bytes
+            for layer, p in pairs
+            if p != "none"
+        )
         return sum(layer[p].kept_bytes for layer, p in pairs) + max([0, *again])
 
     def seconds(self, policies: tuple[str, ...]) -> float:
@@ -100,8 +103,8 @@ def layer_stats(
         flops: Of products, a second.
         bandwidth: Bytes read and written a second.
     """
-    kind, autocast, _ = DTYPES[known("dtype", dtype, DTYPES)]
-    model = meta_model(model_or_config, kind, attention, sequence)
+    param_dtype, autocast, _ = DTYPES[known("dtype", dtype, DTYPES)]
+    model = meta_model(model_or_config, param_dtype, attention, sequence)
     undo_all(model)
     if patched:
         patcher().patch(model, **(patched if isinstance(patched, Mapping) else {}))
@@ -111,15 +114,15 @@ def layer_stats(
         if getattr(layer, "gradient_checkpointing", False):
             layer.__dict__["gradient_checkpointing"] = False
     calls = _calls(model, layers, batch, sequence, device, autocast)
-    found: dict[Any, dict[str, Cost]] = {}
+    costs: dict[Any, dict[str, Cost]] = {}
     for layer, (args, kwargs) in zip(layers, calls, strict=True):
         key = _kind(layer)
-        if key not in found:
-            found[key] = {}
+        if key not in costs:
+            costs[key] = {}
             for name in POLICIES:
                 one = _Count(device, None, layer, None, sequence, autocast)
-                found[key][name] = one.cost(name, args, kwargs, flops, bandwidth)
-    return Stats(tuple(found[_kind(layer)] for layer in layers), batch * sequence)
+                costs[key][name] = one.cost(name, args, kwargs, flops, bandwidth)
+    return Stats(tuple(costs[_kind(layer)] for layer in layers), batch * sequence)
 
 
 def _kind(layer: nn.Module) -> Any:
@@ -164,18 +167,18 @@ class _Count(Simulation):
         return result
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        given = {t.untyped_storage()._cdata: t for t in tensors_in((args, *kwargs.values()))}
-        made = [t for t in tensors_in((result,)) if t.untyped_storage()._cdata not in given]
-        if not made:
+        inputs = {t.untyped_storage()._cdata: t for t in tensors_in((args, *kwargs.values()))}
+        outputs = [t for t in tensors_in((result,)) if t.untyped_storage()._cdata not in inputs]
+        if not outputs:
             return  # a view
-        self._bytes += sum(t.nbytes for t in (*given.values(), *made))
+        self._bytes += sum(t.nbytes for t in (*inputs.values(), *outputs))
         name = func.name()
         if "scaled_dot_product" in name or name.endswith("attention_forward"):
             query, key = args[0], args[1]
             self._flops += 2 * query.numel() * key.shape[-2]  # causal: half of both products
-        elif made and any(word in name for word in ("::mm", "::addmm", "::bmm", "grouped_mm")):
+        elif outputs and any(word in name for word in ("::mm", "::addmm", "::bmm", "grouped_mm")):
             factors = [t for t in tensors_in(args[:3]) if t.ndim > 1]
-            self._flops += 2 * made[0].numel() * factors[-2].shape[-1]
+            self._flops += 2 * outputs[0].numel() * factors[-2].shape[-1]
 
     def cost(self, policy: str, args: Any, kwargs: Any, flops: float, bandwidth: float) -> Cost:
         """Bytes between forward and backward, and seconds of the second forward."""
@@ -190,8 +193,8 @@ class _Count(Simulation):
 
         args, kwargs = tree_map(fresh, (args, kwargs))
         with apply_recompute(nn.ModuleList([nn.ModuleList([layer])]), policy), self.surroundings():
-            made = self.forward(lambda: layer(*args, **kwargs))
-            output = made if isinstance(made, Tensor) else made[0]
+            result = self.forward(lambda: layer(*args, **kwargs))
+            output = result if isinstance(result, Tensor) else result[0]
             born = [b for b in self.blocks if b.phase == FORWARD and not b.died]
             kept = sum(b.size for b in born) - output.nbytes + hidden.nbytes
             backward(output)
@@ -252,9 +255,9 @@ def choose(model_or_stats: Any, budget_bytes: int, **options: Any) -> Choice:
         cheaper = stats.layers[place][before].seconds < stats.layers[place][chosen[place]].seconds
         if cheaper and stats.kept_bytes(tuple(less)) <= budget_bytes:
             chosen = less
-    made = tuple(chosen)
-    kept = stats.kept_bytes(made)
-    return Choice(made, kept, stats.seconds(made), kept <= budget_bytes)
+    policies = tuple(chosen)
+    kept = stats.kept_bytes(policies)
+    return Choice(policies, kept, stats.seconds(policies), kept <= budget_bytes)
 
 
 def _steps(stats: Stats) -> Iterator[tuple[float, int, str]]:
@@ -265,8 +268,10 @@ def _steps(stats: Stats) -> Iterator[tuple[float, int, str]]:
             lower = [(n, c) for n, c in layer.items() if c.kept_bytes < at.kept_bytes]
             if not lower:
                 break
-            rates = [((c.seconds - at.seconds) / (at.kept_bytes - c.kept_bytes), c.kept_bytes, n)
-                     for n, c in lower]  # fmt: skip
+            rates = [
+                ((c.seconds - at.seconds) / (at.kept_bytes - c.kept_bytes), c.kept_bytes, n)
+                for n, c in lower
+            ]
             rate, _, name = min(rates)
             yield rate, place, name
             at = layer[name]
@@ -284,8 +289,8 @@ class Adaptive(Recompute):
     def __init__(
         self, model: nn.Module, stats: Stats, reserve_bytes: int, probe: Callable[[], int]
     ) -> None:
-        made = apply_recompute(model, "full")
-        super().__init__(made.policies, made._wrapped)
+        handle = apply_recompute(model, "full")
+        super().__init__(handle.policies, handle._wrapped)
         self._stats, self._reserve, self._probe = stats, reserve_bytes, probe
         self._hook = model.register_forward_pre_hook(self._before, with_kwargs=True)
 

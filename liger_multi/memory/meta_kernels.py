@@ -19,9 +19,15 @@ if TYPE_CHECKING:
     from liger_multi.reference.float8.rows import Float8Rows
 
 CHUNKED = (
-    "fused_linear_cross_entropy", "fused_linear_log_prob", "gated_mlp", "gated_mlp_float8",
-    "linear_float8", "lora_mlp", "lora_qkv", "lora_update",
-)  # fmt: skip
+    "fused_linear_cross_entropy",
+    "fused_linear_log_prob",
+    "gated_mlp",
+    "gated_mlp_float8",
+    "linear_float8",
+    "lora_mlp",
+    "lora_qkv",
+    "lora_update",
+)
 """Operators of more than one kernel."""
 
 
@@ -108,22 +114,29 @@ class _ActivationKernels:
         return dproduct * gate, dproduct * up, dproduct
 
     def coded(
-        self, gate: Tensor, up: Tensor, activation: str, wanted: bool
+        self, gate: Tensor, up: Tensor, activation: str, needs_product: bool
     ) -> tuple[Tensor, Float8Rows]:
-        return gate * up if wanted else gate.new_empty(0), _ROWS.of(gate)
+        return gate * up if needs_product else gate.new_empty(0), _ROWS.of(gate)
 
     def coded_gradients(
-        self, dproduct: Tensor, gate: Tensor, up: Tensor, activation: str, columns: Any,
-        wanted: tuple[bool, bool], product: bool,
-    ) -> CodedGradients:  # fmt: skip
+        self,
+        dproduct: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        columns: Any,
+        needs_grads: tuple[bool, bool],
+        product: bool,
+    ) -> CodedGradients:
         from liger_multi.reference.activations.gated_mlp import CodedGradients
 
-        made = [
-            dproduct * x if w else x.new_empty(0) for x, w in zip((gate, up), wanted, strict=True)
+        gradients = [
+            dproduct * x if w else x.new_empty(0)
+            for x, w in zip((gate, up), needs_grads, strict=True)
         ]
         pairs = zip((gate, up), columns, strict=True)
         codes = [None if column is None else _ROWS.of(x) for x, column in pairs]
-        return CodedGradients(made[0], made[1], dproduct, codes[0], codes[1])
+        return CodedGradients(gradients[0], gradients[1], dproduct, codes[0], codes[1])
 
 
 def _parts_of_thin(x: Tensor, order: Sequence[int], axis: int) -> Tensor:

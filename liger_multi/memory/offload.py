@@ -46,7 +46,7 @@ class _View:
 class _Plain:
     """Copies that are done when they return (a CPU)."""
 
-    beside = False
+    asynchronous = False
 
     def out(self, parked: _Parked, source: Tensor) -> None:
         """To the host."""
@@ -64,7 +64,7 @@ class _Plain:
 class _Shapes(_Plain):
     """The meta device: sizes only, as if copied beside the computation."""
 
-    beside = True
+    asynchronous = True
 
     def out(self, parked: _Parked, source: Tensor) -> None:
         """Nothing to copy."""
@@ -79,7 +79,7 @@ class _Shapes(_Plain):
 class _Streams(_Plain):
     """An accelerator: pinned memory and two streams, beside the one that computes."""
 
-    beside = True
+    asynchronous = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -139,8 +139,8 @@ class _Step:
         if mark not in self.watched:  # an address is used again once its storage is gone
             self.watched[mark] = weakref.ref(storage, lambda _: self._forget(mark))
         key = (mark, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version)
-        found = self.known.get(key)
-        parked = found() if found is not None else None
+        reference = self.known.get(key)
+        parked = reference() if reference is not None else None
         if parked is None:
             parked = self._park(tensor)
             self.known[key] = weakref.ref(parked)
@@ -165,13 +165,13 @@ class _Step:
         self.parked.append(weakref.ref(parked))
         self.offloaded += source.nbytes
         self.copies.out(parked, source)
-        if self.copies.beside:
+        if self.copies.asynchronous:
             self.leaving.append((source.nbytes, weakref.ref(parked)))
             self.leaving_bytes += source.nbytes
         while self.leaving_bytes > self.room:
-            size, found = self.leaving.popleft()
+            size, reference = self.leaving.popleft()
             self.leaving_bytes -= size
-            oldest = found()
+            oldest = reference()
             if oldest is not None and oldest.source is not None:
                 self.copies.wait(oldest)  # before its memory is used again
                 oldest.source = None
@@ -183,7 +183,7 @@ class _Step:
             return packed
         parked = packed.parked
         self._fetch(parked)
-        if self.copies.beside:
+        if self.copies.asynchronous:
             self._ahead(parked.number)
         flat = parked.source
         if flat is None:
@@ -317,9 +317,9 @@ def offload_activations(
     for name, value in (("min_bytes", min_bytes), ("in_flight_bytes", in_flight_bytes)):
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value!r}")
-    found = decoder_layers(model)
-    if not found:
+    layers = decoder_layers(model)
+    if not layers:
         raise ValueError(f"{type(model).__name__} has no list of layers (torch.nn.ModuleList)")
-    parents = {path.rpartition(".")[0].rpartition(".")[0] for path, _ in found}
+    parents = {path.rpartition(".")[0].rpartition(".")[0] for path, _ in layers}
     outermost = min(parents, key=len) if len(parents) == 1 else ""
     return Offload(model.get_submodule(outermost), min_bytes, in_flight_bytes)

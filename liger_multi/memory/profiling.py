@@ -136,7 +136,7 @@ class Joined:
 
 def join(
     entries: Sequence[Mapping[str, Any]],
-    seen: Sequence[Block],
+    recorded: Sequence[Block],
     phases: Sequence[tuple[float, str]],
     allocated: int,
     reserved: int,
@@ -145,15 +145,15 @@ def join(
 
     Args:
         entries: Of the device's trace in a snapshot: ``action``, ``addr``, ``size``, ``time_us``.
-        seen: Blocks of the recorder, with address and time.
+        recorded: Blocks of the recorder, with address and time.
         phases: ``(time in microseconds, phase)``.
         allocated: Bytes allocated when the history began.
         reserved: Bytes reserved then.
     """
     joined = Joined()
-    owners = _owners(entries, [b for b in seen if b.phase])
+    owners = _owners(entries, [b for b in recorded if b.phase])
     at_start: dict[int, int] = {}
-    for block in seen:
+    for block in recorded:
         if not block.phase:
             at_start[block.address] = _open(joined, block, block.size)
     rest = max(0, allocated - sum(b.size for b in joined.blocks))
@@ -197,16 +197,16 @@ def _open(joined: Joined, block: Block, size: int) -> int:
     return len(joined.blocks) - 1
 
 
-def _owners(entries: Sequence[Mapping[str, Any]], seen: Sequence[Block]) -> dict[int, Block]:
+def _owners(entries: Sequence[Mapping[str, Any]], recorded: Sequence[Block]) -> dict[int, Block]:
     """The recorder's block of an entry: the first one seen at its address until the next entry."""
     places: dict[int, list[int]] = {}
     for place, entry in enumerate(entries):
         if entry["action"] == "alloc":
             places.setdefault(entry["addr"], []).append(place)
-    times = {a: [entries[p].get("time_us", 0) for p in found] for a, found in places.items()}
+    times = {a: [entries[p].get("time_us", 0) for p in numbers] for a, numbers in places.items()}
     owners: dict[int, Block] = {}
-    for block in seen:
-        found = bisect.bisect_right(times.get(block.address, []), block.time) - 1
-        if found >= 0:
-            owners.setdefault(places[block.address][found], block)
+    for block in recorded:
+        position = bisect.bisect_right(times.get(block.address, []), block.time) - 1
+        if position >= 0:
+            owners.setdefault(places[block.address][position], block)
     return owners

@@ -110,13 +110,13 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 """By name, from the fewest to the most that is computed again."""
 
 
-def policy_of(given: str | Policy) -> Policy:
+def policy_of(policy: str | Policy) -> Policy:
     """A policy by its name, or as it is."""
-    if isinstance(given, Policy):
-        return given
-    if given not in POLICIES:
-        raise ValueError(unknown("recompute policy", given, POLICIES))
-    return POLICIES[given]
+    if isinstance(policy, Policy):
+        return policy
+    if policy not in POLICIES:
+        raise ValueError(unknown("recompute policy", policy, POLICIES))
+    return POLICIES[policy]
 
 
 def _name(func: Any) -> str:
@@ -155,8 +155,8 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         return False
     if place < 0:
         return True
-    given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
-    return bool(given)
+    dropout = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+    return bool(dropout)
 
 
 def _width(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
@@ -247,19 +247,19 @@ def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     A block has at least two matrices; lists inside of blocks, such as experts, are parts of them.
     """
-    found: list[tuple[str, nn.Module]] = []
+    layers: list[tuple[str, nn.Module]] = []
 
     def visit(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
             place = f"{path}.{name}" if path else name
             blocks = list(child.named_children()) if isinstance(child, nn.ModuleList) else []
             if blocks and all(_matrices(block) > 1 for _, block in blocks):
-                found.extend((f"{place}.{number}", block) for number, block in blocks)
+                layers.extend((f"{place}.{number}", block) for number, block in blocks)
             else:
                 visit(child, place)
 
     visit(model, "")
-    return found
+    return layers
 
 
 def _matrices(module: nn.Module) -> int:
@@ -426,11 +426,11 @@ def apply_recompute(
         ValueError: An unknown policy or layer, a model without layers, or one whose layers are
             checkpointed already.
     """
-    found = decoder_layers(model)
-    if not found:
+    model_layers = decoder_layers(model)
+    if not model_layers:
         raise ValueError(f"{type(model).__name__} has no list of layers (torch.nn.ModuleList)")
-    chosen = _chosen(policy, layers, len(found))
-    for path, layer in found:
+    chosen = _chosen(policy, layers, len(model_layers))
+    for path, layer in model_layers:
         if getattr(layer, "gradient_checkpointing", False):
             raise ValueError(
                 f"{path} is checkpointed by its model already; call "
@@ -441,13 +441,15 @@ def apply_recompute(
     wrapped: list[_Recomputed] = []
     learned: dict[tuple[type, str], int | None] = {}
     for number, one in chosen.items():
-        path, layer = found[number]
+        path, layer = model_layers[number]
         if one.keeps is not None:
-            made = _Recomputed(layer, path, one, preserve_rng_state)
-            made.learned = learned
-            layer.__dict__["forward"] = made
-            wrapped.append(made)
-    names = {path: chosen[i].name if i in chosen else "none" for i, (path, _) in enumerate(found)}
+            recomputed = _Recomputed(layer, path, one, preserve_rng_state)
+            recomputed.learned = learned
+            layer.__dict__["forward"] = recomputed
+            wrapped.append(recomputed)
+    names = {
+        path: chosen[i].name if i in chosen else "none" for i, (path, _) in enumerate(model_layers)
+    }
     return Recompute(names, wrapped)
 
 
@@ -455,16 +457,16 @@ def _chosen(policy: Policies, layers: int | Iterable[int] | None, count: int) ->
     if isinstance(policy, str | Policy):
         one = policy_of(policy)
         numbers = range(layers) if isinstance(layers, int) else layers
-        made = dict.fromkeys(range(count) if numbers is None else numbers, one)
+        policies = dict.fromkeys(range(count) if numbers is None else numbers, one)
     elif layers is not None:
         raise ValueError(f"layers={layers!r} goes with one policy; got {policy!r:.80}")
     elif isinstance(policy, Mapping):
-        made = {number: policy_of(one) for number, one in policy.items()}
+        policies = {number: policy_of(one) for number, one in policy.items()}
     else:
-        made = {number: policy_of(one) for number, one in enumerate(policy)}
-        if len(made) != count:
-            raise ValueError(f"expected a policy for each of {count} layers, got {len(made)}")
-    outside = [n for n in made if not isinstance(n, int) or not 0 <= n < count]
+        policies = {number: policy_of(one) for number, one in enumerate(policy)}
+        if len(policies) != count:
+            raise ValueError(f"expected a policy for each of {count} layers, got {len(policies)}")
+    outside = [n for n in policies if not isinstance(n, int) or not 0 <= n < count]
     if outside:
         raise ValueError(f"layers are 0 to {count - 1}, got {outside[0]!r}")
-    return made
+    return policies

@@ -32,13 +32,13 @@ def _experts(args: Arguments) -> list[Tensor]:
 def _filters(tokens: int) -> Callable[[Arguments], list[Tensor]]:
     """Sums of every program's tokens for the gradients of a convolution's weight and bias."""
 
-    def made(given: Arguments) -> list[Tensor]:
-        weight, (batch, length) = given["weight"], given["x"].shape[:2]
-        programs = batch * -(-length // tokens) if "dy" in given else 0
-        sizes = [weight.numel(), len(weight) if given["bias"] is not None else 0]
+    def allocate(args: Arguments) -> list[Tensor]:
+        weight, (batch, length) = args["weight"], args["x"].shape[:2]
+        programs = batch * -(-length // tokens) if "dy" in args else 0
+        sizes = [weight.numel(), len(weight) if args["bias"] is not None else 0]
         return [weight.new_empty(programs, size, dtype=FP32) for size in sizes]
 
-    return made
+    return allocate
 
 
 def _delta_rule(args: Arguments) -> list[Tensor]:
@@ -118,8 +118,10 @@ def _scan(args: Arguments) -> list[Tensor]:
     if back:
         held += [u.new_empty(some, spans * (spans > 1), states + 1, cols, dtype=FP32)]
         held += [u.new_empty(some, -(-length // TOKENS), states, cols, dtype=FP32)]
-        held += [u.new_empty(batch, spans, args[f"needs_{n}"] * k, cols, dtype=FP32)
-                 for n, k in (("A", states), ("D", 1), ("delta_bias", 1))]  # fmt: skip
+        held += [
+            u.new_empty(batch, spans, args[f"needs_{n}"] * k, cols, dtype=FP32)
+            for n, k in (("A", states), ("D", 1), ("delta_bias", 1))
+        ]
         if args["needs_B"] or args["needs_C"]:  # side by side
             held += [u.new_empty(blocks, some, length, 2, states, dtype=FP32)]
     return held

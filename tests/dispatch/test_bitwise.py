@@ -76,11 +76,11 @@ def test_pytorch_s_own_switch_is_followed(torch_strict):
 
 
 def test_backward_runs_under_the_setting_of_its_forward(monkeypatch):
-    seen = []
+    observed = []
     original = liger_multi.dispatch.torch_ops.resolve
 
     def watched(prim, args):
-        seen.append((prim.direction, mode_in_force()))
+        observed.append((prim.direction, mode_in_force()))
         return original(prim, args)
 
     monkeypatch.setattr(liger_multi.dispatch.torch_ops, "resolve", watched)
@@ -88,7 +88,7 @@ def test_backward_runs_under_the_setting_of_its_forward(monkeypatch):
     with liger_multi.use(deterministic="rows"):
         y = ops.rms_norm(x, torch.ones(8))
     y.sum().backward()
-    assert seen == [("forward", "rows"), ("backward", "rows")]
+    assert observed == [("forward", "rows"), ("backward", "rows")]
 
 
 # --- what it refuses ---
@@ -176,8 +176,8 @@ def test_modulated_tokens_do_not_see_each_other(monkeypatch, by, dtype):
         assert alone == 18 * [((1, 67), 0, (67, 1))]
         for token in (0, 7, 8):
             at = slice(token, token + 1)
-            given = (t[:, at] if t.shape == x.shape else t for t in (scale, shift))
-            assert checks.same_bits(whole[:, at], ops.modulated_rms_norm(x[:, at], *given))
+            modulation = (t[:, at] if t.shape == x.shape else t for t in (scale, shift))
+            assert checks.same_bits(whole[:, at], ops.modulated_rms_norm(x[:, at], *modulation))
 
 
 def test_every_operator_runs_under_rows_on_a_cpu():
@@ -189,15 +189,15 @@ def test_every_operator_runs_under_rows_on_a_cpu():
 def test_every_operator_says_what_it_promises():
     for name, op in OPS.items():
         for prim in op.primitives:
-            made = getattr(op.bitwise, prim.direction)
-            assert {"repeat", "recompute"} <= made.under("deterministic"), name
-            missing = {"rows", "cards"} - made.always
-            said = set(made.because) | made.rows | made.deterministic
+            promises = getattr(op.bitwise, prim.direction)
+            assert {"repeat", "recompute"} <= promises.under("deterministic"), name
+            missing = {"rows", "cards"} - promises.always
+            said = set(promises.because) | promises.rows | promises.deterministic
             assert missing <= said, (name, missing)
 
 
-@pytest.mark.parametrize("kind", ["repeat", "rows"])
-def test_a_broken_promise_is_named(monkeypatch, kind):
+@pytest.mark.parametrize("promise", ["repeat", "rows"])
+def test_a_broken_promise_is_named(monkeypatch, promise):
     """The checks of the common suite fail where a call depends on what it must not."""
     sample = next(s for s in samples.of("softmax") if s.elements > 100)
     calls = checks.calls_of("softmax", sample, torch.float32, torch.device("cpu"), "reference")
@@ -205,15 +205,15 @@ def test_a_broken_promise_is_named(monkeypatch, kind):
 
     class Broken(checks.Call):
         def run(self, mode, args=None):
-            made = super().run(mode, args)
-            if kind == "repeat":
-                return (made[0] + next(count) * 2.0**-20, *made[1:])
-            return (made[0] + made[0].shape[0] * 2.0**-20, *made[1:])
+            result = super().run(mode, args)
+            if promise == "repeat":
+                return (result[0] + next(count) * 2.0**-20, *result[1:])
+            return (result[0] + result[0].shape[0] * 2.0**-20, *result[1:])
 
-    given = Broken(calls[0].prim, calls[0].args, calls[0].order)
-    checks.CHECKS[kind](calls[0], "rows")
-    with pytest.raises(AssertionError, match=f"promises '{kind}'"):
-        checks.CHECKS[kind](given, "rows")
+    broken = Broken(calls[0].prim, calls[0].args, calls[0].order)
+    checks.CHECKS[promise](calls[0], "rows")
+    with pytest.raises(AssertionError, match=f"promises '{promise}'"):
+        checks.CHECKS[promise](broken, "rows")
 
 
 def test_in_place_is_a_permission_that_rows_do_not_need():
@@ -223,8 +223,8 @@ def test_in_place_is_a_permission_that_rows_do_not_need():
         result = call(
             "cross_entropy_inplace", {"logits": logits, "target": target}, {"inplace": True}
         )
-    wanted = torch.nn.functional.cross_entropy(logits, target)
-    torch.testing.assert_close(result, wanted)
+    expected = torch.nn.functional.cross_entropy(logits, target)
+    torch.testing.assert_close(result, expected)
 
 
 def test_attention_does_not_see_what_fills_or_packs_a_sequence():
@@ -242,12 +242,14 @@ def test_attention_does_not_see_what_fills_or_packs_a_sequence():
 
 
 def _switches():
-    cudnn, found = torch.backends.cudnn, torch.utils.deterministic
+    cudnn, deterministic = torch.backends.cudnn, torch.utils.deterministic
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        found.fill_uninitialized_memory, cudnn.deterministic, cudnn.benchmark,
-    )  # fmt: skip
+        deterministic.fill_uninitialized_memory,
+        cudnn.deterministic,
+        cudnn.benchmark,
+    )
 
 
 @pytest.mark.parametrize("held", [strict._attention, strict._convolutions])
@@ -306,20 +308,20 @@ PLACED = {  # rows of 64 and 67 elements, and whether they are copied
 def test_kernels_get_rows_that_start_at_multiples_of_16_bytes(monkeypatch, name):
     """The order of a row's sum would follow its address, as what a thread loads at a time does."""
     x, is_copied = PLACED[name]
-    weight, seen = BUFFER[1 : 1 + x.shape[1]], []
+    weight, observed = BUFFER[1 : 1 + x.shape[1]], []
 
     def kernel(*args):
-        seen.extend(args[:2])
+        observed.extend(args[:2])
         return ops_forward(*args)
 
     prim = OPS["rms_norm"].fwd
     ops_forward = module("reference", "rms_norm").forward
     run = resolve._strictly("cuda", prim, kernel, "rows")
-    made = run(x, weight, 1e-6, 0.0, "llama")
-    assert (seen[0] is not x) == is_copied
-    assert all(t.data_ptr() % 16 == 0 for t in seen)
-    assert checks.same_bits(tuple(seen), (x, weight))
-    assert checks.same_bits(made, ops_forward(x, weight, 1e-6, 0.0, "llama"))
+    result = run(x, weight, 1e-6, 0.0, "llama")
+    assert (observed[0] is not x) == is_copied
+    assert all(t.data_ptr() % 16 == 0 for t in observed)
+    assert checks.same_bits(tuple(observed), (x, weight))
+    assert checks.same_bits(result, ops_forward(x, weight, 1e-6, 0.0, "llama"))
     assert resolve._strictly("cuda", prim, lambda *args: args[0], "deterministic")(x) is x
 
 
@@ -339,13 +341,13 @@ def test_a_row_alone_has_its_bits_in_every_layout(name):
         every = run(x.t())
         for i in range(9):
             row = x[:, i]
-            for given in (row, row.contiguous(), x.t()[None, i : i + 1], row.expand(3, 257)):
-                assert checks.same_bits(run(given).reshape(-1, 257)[-1], every[i])
+            for layout in (row, row.contiguous(), x.t()[None, i : i + 1], row.expand(3, 257)):
+                assert checks.same_bits(run(layout).reshape(-1, 257)[-1], every[i])
 
 
 def test_what_is_written_to_is_written_in_its_place():
     logits = torch.arange(1.0, 51.0)[1:].view(7, 7)
-    given = logits.clone()
+    original = logits.clone()
 
     def kernel(logits, *rest):
         assert logits.data_ptr() % 16 == 0
@@ -354,7 +356,7 @@ def test_what_is_written_to_is_written_in_its_place():
     prim = OPS["cross_entropy_inplace"].fwd
     rest = [None] * (len(prim.params) - 1)
     resolve._strictly("cuda", prim, kernel, "rows")(logits, *rest)
-    assert torch.equal(logits, -given)
+    assert torch.equal(logits, -original)
 
 
 # --- compiled ---

@@ -159,8 +159,8 @@ def test_a_dtype_without_kernels_is_named(monkeypatch):
 def test_unknown_devices_get_the_reference(monkeypatch):
     for device in ("meta", "mps", "xpu"):
         with monkeypatch.context() as patched:
-            found = functools.partial(lambda place, **_: place, torch.device(device))
-            patched.setattr(torch.accelerator, "current_accelerator", found)
+            accelerator = functools.partial(lambda place, **_: place, torch.device(device))
+            patched.setattr(torch.accelerator, "current_accelerator", accelerator)
             patched.setattr(torch.accelerator, "device_count", lambda: 1)
             assert chosen(device=device) == "reference"
     y = ops.rms_norm(torch.empty(3, 8, device="meta"), torch.empty(8, device="meta"))
@@ -174,10 +174,10 @@ def test_unknown_devices_get_the_reference(monkeypatch):
 
 
 def test_explain_names_every_backend_with_a_reason():
-    found = liger_multi.explain("rms_norm", "cpu")
-    assert {r.backend for r in found.rows} >= {"reference", "triton", "cuda", "rocm", "npu"}
-    assert all(r.chosen or r.reason for r in found.rows)
-    assert "needs torch_npu" in str(found)
+    report = liger_multi.explain("rms_norm", "cpu")
+    assert {r.backend for r in report.rows} >= {"reference", "triton", "cuda", "rocm", "npu"}
+    assert all(r.chosen or r.reason for r in report.rows)
+    assert "needs torch_npu" in str(report)
 
 
 @pytest.fixture
@@ -273,20 +273,26 @@ def test_a_condition_on_what_no_call_has_is_refused(plugin):
 
 
 @pytest.mark.parametrize(
-    ("op", "files", "found"),
+    ("op", "files", "module_name"),
     [
         ("rms_norm", {"rms_norm/__init__.py": "forward = 1\n"}, "rms_norm"),
-        ("rms_norm", {"norms/__init__.py": "", "norms/rms_norm.py": "", "rms_norm.py": ""},
-         "norms.rms_norm"),
+        (
+            "rms_norm",
+            {"norms/__init__.py": "", "norms/rms_norm.py": "", "rms_norm.py": ""},
+            "norms.rms_norm",
+        ),
         ("rms_norm", {"norms/__init__.py": "", "rms_norm.py": "backward = 1\n"}, "rms_norm"),
         ("attention", {"attention/__init__.py": ""}, None),
         ("attention", {"attention.py": "forward = 1\n"}, "attention"),
         ("neighborhood_attention", {"attention.py": "import absent_package\n"}, None),
-        ("neighborhood_attention", {"attention/__init__.py": "",
-                                    "attention/attention.py": "import absent_package\n"}, None),
+        (
+            "neighborhood_attention",
+            {"attention/__init__.py": "", "attention/attention.py": "import absent_package\n"},
+            None,
+        ),
     ],
-)  # fmt: skip
-def test_where_a_backend_may_have_an_operator(op, files, found, tmp_path, monkeypatch):
+)
+def test_where_a_backend_may_have_an_operator(op, files, module_name, tmp_path, monkeypatch):
     """In a family, beside them, as a file or as a folder; others' modules stay unloaded."""
     for name, text in {"__init__.py": "", **files}.items():
         file = tmp_path / "placed_backend" / name
@@ -296,7 +302,9 @@ def test_where_a_backend_may_have_an_operator(op, files, found, tmp_path, monkey
     monkeypatch.setattr(registry, "packages", lambda: {"placed": "placed_backend"})
     try:
         module = registry.module.__wrapped__("placed", op)
-        assert getattr(module, "__name__", None) == (found and f"placed_backend.{found}")
+        assert getattr(module, "__name__", None) == (
+            module_name and f"placed_backend.{module_name}"
+        )
     finally:
         for name in [n for n in sys.modules if n.partition(".")[0] == "placed_backend"]:
             del sys.modules[name]
@@ -318,57 +326,57 @@ def test_an_exception_inside_a_kernel_propagates(plugin):
 
 def spy_backends(monkeypatch, op):
     """The configuration source that each direction was resolved under."""
-    seen = []
+    observed = []
     for prim in OPS[op].primitives:
         original = prim.call
         monkeypatch.setattr(
             prim,
             "call",
             lambda *a, p=prim, f=original: (
-                seen.append((p.direction, current().choice(op, "cpu").source)),
+                observed.append((p.direction, current().choice(op, "cpu").source)),
                 f(*a),
             )[1],
         )
-    return seen
+    return observed
 
 
 def test_backward_uses_the_configuration_of_its_forward(monkeypatch):
-    seen = spy_backends(monkeypatch, "rms_norm")
+    observed = spy_backends(monkeypatch, "rms_norm")
     x = torch.randn(3, 8, requires_grad=True)
     with liger_multi.use(rms_norm="reference"):
         y = ops.rms_norm(x)
     y.sum().backward()
-    assert seen == [("forward", "use()"), ("backward", "use()")]
+    assert observed == [("forward", "use()"), ("backward", "use()")]
 
 
 class Nested(torch.autograd.Function):
     """A backward in a backward, ``depth`` times: autograd then takes a thread of its own."""
 
     @staticmethod
-    def forward(ctx, x, depth, seen):
-        ctx.depth, ctx.seen = depth, seen
+    def forward(ctx, x, depth, observed):
+        ctx.depth, ctx.observed = depth, observed
         return x * 1
 
     @staticmethod
     def backward(ctx, grad):
         if ctx.depth:
             with torch.enable_grad():
-                inner = Nested.apply(grad.detach().requires_grad_(), ctx.depth - 1, ctx.seen)
+                inner = Nested.apply(grad.detach().requires_grad_(), ctx.depth - 1, ctx.observed)
                 inner.sum().backward()
         else:
             source = current().choice("rms_norm", "cpu").source
-            ctx.seen.append((threading.get_ident(), source))
+            ctx.observed.append((threading.get_ident(), source))
         return grad, None, None
 
 
 def sources_in_threads():
     """Whether a backward ran in this thread, and what it found, in a scope and outside."""
-    seen, x = [], torch.ones(1, requires_grad=True)
-    y = Nested.apply(x, 100, seen)
+    observed, x = [], torch.ones(1, requires_grad=True)
+    y = Nested.apply(x, 100, observed)
     with liger_multi.use(rms_norm="reference"):
         y.sum().backward()
-    Nested.apply(x, 100, seen).sum().backward()
-    return [(thread == threading.get_ident(), source) for thread, source in seen]
+    Nested.apply(x, 100, observed).sum().backward()
+    return [(thread == threading.get_ident(), source) for thread, source in observed]
 
 
 def test_autograds_own_threads_see_the_scope_around_backward():
@@ -378,8 +386,8 @@ def test_autograds_own_threads_see_the_scope_around_backward():
     """
     fresh = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, fresh) as pool:
-        found = pool.submit(sources_in_threads).result()
-    assert found == [(False, "use()"), (False, "default")]
+        sources = pool.submit(sources_in_threads).result()
+    assert sources == [(False, "use()"), (False, "default")]
 
 
 def test_a_yaml_change_reaches_a_compiled_model():
@@ -477,10 +485,10 @@ def test_a_tangent_is_not_lost(trained):
 def test_backends_get_numbers_and_no_sign_beside_them(monkeypatch, profiled):
     """Kernels read memory. The imaginary part of a conjugate is a view with a bit for the sign."""
     x = torch.view_as_complex(torch.randn(3, 8, 2)).conj().imag.requires_grad_()
-    op, seen = OPS["rms_norm"], []
+    op, observed = OPS["rms_norm"], []
 
     def noted(run, *args):
-        seen.extend(a.is_neg() for a in args if isinstance(a, torch.Tensor))
+        observed.extend(a.is_neg() for a in args if isinstance(a, torch.Tensor))
         return run(*args)
 
     for prim in op.primitives:
@@ -491,8 +499,8 @@ def test_backends_get_numbers_and_no_sign_beside_them(monkeypatch, profiled):
         z = torch.complex(torch.zeros_like(y), y).conj()
         z.imag.square().sum().backward()
     assert x.is_neg()
-    assert len(seen) == 4
-    assert not any(seen)
+    assert len(observed) == 4
+    assert not any(observed)
     other = x.detach().clone().requires_grad_()
     ops.rms_norm(other).square().sum().backward()
     assert torch.equal(x.grad, other.grad)
@@ -528,7 +536,7 @@ def test_frozen_weights_allocate_no_gradient():
     class Largest(TorchDispatchMode):
         def __init__(self, shape):
             super().__init__()
-            self.shape, self.found = shape, 0
+            self.shape, self.count = shape, 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
@@ -538,7 +546,7 @@ def test_frozen_weights_allocate_no_gradient():
                     and leaf.shape == self.shape
                     and not leaf._is_view()
                 ):
-                    self.found += 1
+                    self.count += 1
             return out
 
     x, t = torch.randn(6, 16, requires_grad=True), torch.randint(50, (6,))
@@ -547,7 +555,7 @@ def test_frozen_weights_allocate_no_gradient():
         mode = Largest(w.shape)
         with inline_ops(), mode:
             ops.fused_linear_cross_entropy(x, w, t, chunk=2).backward()
-        assert (mode.found == 0) == frozen
+        assert (mode.count == 0) == frozen
 
 
 def test_hidden_states_without_gradient_do_not_stop_the_weight():
@@ -590,11 +598,11 @@ def test_checkpointing_does_not_compute_the_last_product_again(activation):
     right = torch.autograd.grad(mlp(*weights).pow(2).sum(), weights)
     counter = FlopCounterMode(display=False)
     with counter:
-        made = checkpoint(mlp, *weights, use_reentrant=False)
-        found = torch.autograd.grad(made.pow(2).sum(), weights)
+        output = checkpoint(mlp, *weights, use_reentrant=False)
+        gradients = torch.autograd.grad(output.pow(2).sum(), weights)
     product, last = 2 * 12 * 8 * 6, 2 * 12 * 6 * 5
     assert counter.get_total_flops() == (2 + 2 + 4) * product + (1 + 2) * last
-    for a, b in zip(right, found, strict=True):
+    for a, b in zip(right, gradients, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -611,10 +619,10 @@ def test_selective_checkpointing_sees_the_operator_by_name():
         create_selective_checkpoint_contexts,
     )
 
-    seen = []
+    observed = []
 
     def policy(ctx, op, *args, **kwargs):
-        seen.append(str(op))
+        observed.append(str(op))
         return (
             CheckpointPolicy.MUST_SAVE
             if "liger_multi" in str(op)
@@ -627,7 +635,7 @@ def test_selective_checkpointing_sees_the_operator_by_name():
     torch.testing.assert_close(
         torch.autograd.grad(y.sum(), x), torch.autograd.grad(ops.rms_norm(x, w).sum(), x)
     )
-    assert "liger_multi.rms_norm_forward.default" in seen
+    assert "liger_multi.rms_norm_forward.default" in observed
 
 
 def test_profilers_see_named_operators():

@@ -143,10 +143,35 @@ class Checked(Kernel):
 
 LIMIT = 2**31  # bytes of a storage; of AMD, above which addresses have 64 bits
 INTEGERS = (
-    0, 1, 2, 8, 15, 16, 17, 32, 48, -1, -16, 2**16, 2**30, 2**31 - 1, 2**31 - 16, 2**31, 2**31 + 1,
-    2**32, 2**62, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 16, 2**64 - 1, -(2**31), -(2**31) - 1,
-    -(2**31) - 16, -(2**63),
-)  # fmt: skip
+    0,
+    1,
+    2,
+    8,
+    15,
+    16,
+    17,
+    32,
+    48,
+    -1,
+    -16,
+    2**16,
+    2**30,
+    2**31 - 1,
+    2**31 - 16,
+    2**31,
+    2**31 + 1,
+    2**32,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**63 + 1,
+    2**64 - 16,
+    2**64 - 1,
+    -(2**31),
+    -(2**31) - 1,
+    -(2**31) - 16,
+    -(2**63),
+)
 
 
 @functools.cache
@@ -276,8 +301,10 @@ def test_host_time_of_operators_and_steps():
 
 def test_grids_of_the_tuner():
     assert list(tune.grid("rows=1,2;stages=3|rows=4")) == [
-        {"rows": 1, "stages": 3}, {"rows": 2, "stages": 3}, {"rows": 4}
-    ]  # fmt: skip
+        {"rows": 1, "stages": 3},
+        {"rows": 2, "stages": 3},
+        {"rows": 4},
+    ]
     with pytest.raises(ValueError, match=r"did you mean 'rms_norm\.backward'"):
         tune.tune("rms_nor.backward", "8192x4096", "", 1)
     with pytest.raises(ValueError, match="unknown sample '8192x409'"):
@@ -289,8 +316,8 @@ def test_the_tuner_finds_calls_of_an_operator_that_has_run(direction):
     """What was called before is called by code that is written out and looks nothing up."""
     sample = next(s for s in samples.of("softmax") if s.size == "small")
     for _ in range(2):
-        found = tune.call_arguments("softmax", direction, sample, torch.device("cpu"))
-        assert found[0].shape == next(iter(sample.tensors.values())).shape
+        arguments = tune.call_arguments("softmax", direction, sample, torch.device("cpu"))
+        assert arguments[0].shape == next(iter(sample.tensors.values())).shape
     assert Primitive.call is torch_ops._CALL
 
 
@@ -301,14 +328,14 @@ def test_forced_numbers_hold_for_the_block_only():
     class Config:
         rows: int
 
-    def found():
+    def lookup():
         return numbers.launch_config(
             "some.kernel", lambda info, rows: Config(1), torch.device("cpu"), rows=8
         )
 
     with tune.Forced("some.kernel", {"rows": 4}):
-        assert found() == Config(4)
-    assert found() == Config(1)
+        assert lookup() == Config(4)
+    assert lookup() == Config(1)
 
 
 @pytest.mark.parametrize(
@@ -328,33 +355,35 @@ def test_a_measured_entry_is_right_and_faster(monkeypatch, us, entries):
         rows: int
         num_warps: int
 
-    device, seen = torch.device("cpu"), []
+    device, configs = torch.device("cpu"), []
 
     def call(x):
-        k = numbers.launch_config("some.forward", lambda info, rows, cols: Config(4, 4), device,
-                          rows=64, cols=100)  # fmt: skip
-        seen.append(k)
+        k = numbers.launch_config(
+            "some.forward", lambda info, rows, cols: Config(4, 4), device, rows=64, cols=100
+        )
+        configs.append(k)
         return x + (us.get(k.rows, 0) < 0)
 
     def time_us(prim, args, device):
         result = prim.call(*args)
-        k = seen[-1]
+        k = configs[-1]
         return (100.0 if k == Config(4, 4) else abs(us[k.rows]) * (1 + (k.num_warps != 4))), result
 
     prim = types.SimpleNamespace(call=call, params=("x",), mutates=())
     monkeypatch.setattr(tune, "time_us", time_us)
     monkeypatch.setattr(tune, "where", lambda device: "measured on a card")
-    made = tune.measure(prim, (torch.zeros(3),), "an op 64x100", device)
-    assert {k.rows for k in seen} == {2, 4}
+    tuned = tune.measure(prim, (torch.zeros(3),), "an op 64x100", device)
+    assert {k.rows for k in configs} == {2, 4}
     if entries is None:
-        assert made == {}
+        assert tuned == {}
         return
-    assert made == {
+    assert tuned == {
         "some.forward": {
-            "when": {"rows": [16, 2**30], "cols": [65, 128]}, "config": entries,
+            "when": {"rows": [16, 2**30], "cols": [65, 128]},
+            "config": entries,
             "source": "measured on a card: an op 64x100, 100.0 -> 50.0 us",
         }
-    }  # fmt: skip
+    }
 
 
 def test_a_table_is_not_measured_without_a_device(capsys, monkeypatch):
@@ -378,16 +407,16 @@ def test_runs_of_whole_models_are_named():
 def test_models_are_measured_in_turns(monkeypatch):
     run = bench_models.Run.parse("tiny:2x16")
     training = bench_models.Training(run, "ours", None)
-    found = training.turn(2)
-    assert len(found["seconds"]) == 2
+    result = training.turn(2)
+    assert len(result["seconds"]) == 2
     assert training.model is None, "the next process has the memory"
     monkeypatch.setitem(bench_models.VARIANTS, "stock+compile", lambda model: model)
     compiled = bench_models.Training(run, "stock+compile", None)
     assert compiled.turn(0)["seconds"] == []
     torch.manual_seed(0)
     fresh = bench_models.build(run, compiled.device)
-    for kept, made in zip(compiled.model.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(kept, made), "compiling trains nothing"
+    for kept, eager in zip(compiled.model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(kept, eager), "compiling trains nothing"
     monkeypatch.setitem(bench_models.VARIANTS, "liger", lambda model: 1 / 0)
     assert "division by zero" in bench_models.Training(run, "liger", None).turn(1)["failure"]
 

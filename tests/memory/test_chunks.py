@@ -40,13 +40,13 @@ class Full(TorchFunctionMode):
         self.rows, self.times, self.refused, self.widest = rows, times, 0, 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.new_empty and made.ndim == 2 and made.shape[1] == VOCABULARY:
-            if made.shape[0] > self.rows and self.refused < self.times:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.new_empty and result.ndim == 2 and result.shape[1] == VOCABULARY:
+            if result.shape[0] > self.rows and self.refused < self.times:
                 self.refused += 1
                 raise torch.OutOfMemoryError("no memory for the logits")
-            self.widest = max(self.widest, made.shape[0])
-        return made
+            self.widest = max(self.widest, result.shape[0])
+        return result
 
 
 @pytest.fixture
@@ -68,48 +68,48 @@ def call(name, hidden, weight, target):
 @pytest.mark.usefixtures("unsaid")
 @pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "none", "fused_linear_log_prob"])
 def test_out_of_memory_is_tried_again_with_a_quarter(name):
-    wanted = inputs()
-    plain = call(name, *wanted)
+    plain_args = inputs()
+    plain = call(name, *plain_args)
     plain.backward()
-    found = inputs()
-    before = [t.detach().clone() for t in found]
+    args = inputs()
+    before = [t.detach().clone() for t in args]
     full = Full(10)
     with pytest.warns(RuntimeWarning, match=r"out of memory with 40 rows.*with 10 instead"), full:
-        loss = call(name, *found)
+        loss = call(name, *args)
     assert (full.refused, full.widest) == (1, 10)
     with full:
         loss.backward()
     torch.testing.assert_close(loss, plain)
-    exact = [t.detach().double().requires_grad_() for t in wanted[:2]]
-    call(name, *exact, wanted[2]).backward()
-    for a, b in zip(found[:2], exact, strict=True):
+    exact = [t.detach().double().requires_grad_() for t in plain_args[:2]]
+    call(name, *exact, plain_args[2]).backward()
+    for a, b in zip(args[:2], exact, strict=True):
         assert excess(a.grad, b.grad, torch.float32) <= 1
-    assert all(torch.equal(a, b) for a, b in zip(found, before, strict=True)), "left alone"
+    assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True)), "left alone"
 
 
 @pytest.mark.usefixtures("unsaid")
 def test_it_says_so_once():
-    with warnings.catch_warnings(record=True) as seen, Full(10) as full:
+    with warnings.catch_warnings(record=True) as caught, Full(10) as full:
         warnings.simplefilter("always")
         for _ in range(3):
             call("fused_linear_cross_entropy", *inputs())
     assert full.refused == 3
-    assert len([w for w in seen if "out of memory" in str(w.message)]) == 1
+    assert len([w for w in caught if "out of memory" in str(w.message)]) == 1
 
 
 @pytest.mark.usefixtures("unsaid")
 def test_a_second_failure_is_the_callers():
-    found = inputs()
-    before = [t.detach().clone() for t in found]
+    args = inputs()
+    before = [t.detach().clone() for t in args]
     with (
         Full(9) as full,
         pytest.warns(RuntimeWarning, match="out of memory"),
         pytest.raises(torch.OutOfMemoryError, match="no memory for the logits"),
     ):
-        call("fused_linear_cross_entropy", *found)
+        call("fused_linear_cross_entropy", *args)
     assert full.refused == 2
-    assert all(torch.equal(a, b) for a, b in zip(found, before, strict=True))
-    loss = call("fused_linear_cross_entropy", *found)  # nothing remembers the failure
+    assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True))
+    loss = call("fused_linear_cross_entropy", *args)  # nothing remembers the failure
     torch.testing.assert_close(loss, call("fused_linear_cross_entropy", *inputs()))
 
 
@@ -166,7 +166,7 @@ def test_chunks_share_one_buffer():
 @pytest.mark.usefixtures("unsaid")
 def test_the_budget_follows_free_memory_and_no_result_does(monkeypatch):
     monkeypatch.setattr(chunking, "MIN_ROWS", 1)
-    results, seen = [], []
+    results, widths = [], []
     for rows in (1, 5, 16, 1000):
         hidden, weight, target = inputs()
         free = rows * VOCABULARY * 4 * chunking.FREE_SHARE
@@ -177,9 +177,9 @@ def test_the_budget_follows_free_memory_and_no_result_does(monkeypatch):
             finally:
                 chunking.assumed_free.reset(token)
         loss.backward()
-        seen.append(watch.widest)
+        widths.append(watch.widest)
         results.append((loss.detach(), hidden.grad, weight.grad))
-    assert seen == [1, 4, 16, 32], "powers of two, two chunks at least"
+    assert widths == [1, 4, 16, 32], "powers of two, two chunks at least"
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
@@ -217,9 +217,9 @@ def test_tiles_change_nothing(tiles, needs_x, shape):
     """Without a gradient of x too: parameters got none there (surface of today's libraries)."""
     whole = mlp()
     x, upstream = torch.randn(shape).requires_grad_(needs_x), torch.randn(shape)
-    wanted = run(whole, x, upstream)
-    found = run(nn.TiledMLP(whole, tiles), x, upstream)
-    for got, right in zip(found, wanted, strict=True):
+    expected = run(whole, x, upstream)
+    actual = run(nn.TiledMLP(whole, tiles), x, upstream)
+    for got, right in zip(actual, expected, strict=True):
         assert (got is None) == (right is None)
         if right is not None:
             assert excess(got, right.double(), torch.float32) <= 1
@@ -243,8 +243,8 @@ def test_no_gradient_depends_on_the_number_of_tiles_in_low_precision():
     x = torch.randn(512, WIDTH).abs().to(torch.bfloat16)
     exact = run(copy.deepcopy(module).double(), x.double(), torch.ones_like(x.double()))
     for tiles in (2, 512):
-        found = run(nn.TiledMLP(module, tiles), x, torch.ones_like(x))
-        for got, right in zip(found[1:4], exact[1:4], strict=True):
+        actual = run(nn.TiledMLP(module, tiles), x, torch.ones_like(x))
+        for got, right in zip(actual[1:4], exact[1:4], strict=True):
             assert excess(got, right, torch.bfloat16) <= 1, tiles
 
 
@@ -291,12 +291,12 @@ def test_autocast_of_forward_holds_in_backward():
     module[1].register_forward_hook(lambda m, args, out: kinds.append(out.dtype))
     x = torch.randn(12, WIDTH, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        wanted, y = module(x), nn.TiledMLP(module, 3)(x)
-    assert y.dtype == wanted.dtype == torch.bfloat16
-    right = torch.autograd.grad(wanted, [x, *module.parameters()], torch.ones_like(wanted))
-    found = torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
+        expected, y = module(x), nn.TiledMLP(module, 3)(x)
+    assert y.dtype == expected.dtype == torch.bfloat16
+    right = torch.autograd.grad(expected, [x, *module.parameters()], torch.ones_like(expected))
+    gradients = torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
     assert kinds == [torch.bfloat16] * 7, "once whole, and three pieces twice"
-    for got, exact in zip(found, right, strict=True):
+    for got, exact in zip(gradients, right, strict=True):
         assert excess(got, exact.double(), torch.bfloat16) <= 1
 
 
@@ -375,7 +375,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "message"), BAD, ids=range(len(BAD)))
-def test_bad_arguments_are_named(call, kind, message):
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize(("call", "error_class", "message"), BAD, ids=range(len(BAD)))
+def test_bad_arguments_are_named(call, error_class, message):
+    with pytest.raises(error_class, match=message):
         call()

@@ -35,9 +35,14 @@ def config_of(**changes):
     from transformers import LlamaConfig
 
     sizes = {
-        "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 4, "vocab_size": 512,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "num_hidden_layers": 4,
+        "vocab_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+    }
     return LlamaConfig(**{**sizes, **changes})
 
 
@@ -118,22 +123,36 @@ def test_the_host_limits_what_is_offloaded():
 
 def test_what_needs_more_than_the_host_has_does_not_fit():
     space = replace(SPACE, offload=False, offload_states=("cpu",))
-    made = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False)
-    assert made.best.host_bytes > 2**21
+    training_plan = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False)
+    assert training_plan.best.host_bytes > 2**21
     with pytest.raises(PlanError, match=r"MiB of the host for each device.* MiB on the host"):
         plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False, host_memory="2MiB")
 
 
 def test_states_on_a_disk_take_no_memory_of_the_host():
     space = replace(SPACE, offload=False, offload_states=("nvme",))
-    made = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False, host_memory="2MiB")
-    assert made.best.host_bytes == 0
+    training_plan = plan(
+        config_of(), "1GiB", 1, 4, 512, space=space, limits=False, host_memory="2MiB"
+    )
+    assert training_plan.best.host_bytes == 0
 
 
 def test_the_table_shows_the_hosts_memory(capsys, tmp_path, simulations):
     config_of().save_pretrained(tmp_path)
-    argv = ["plan", str(tmp_path), "--gpu", "1GB", "--batch", "1", "--seq", "64", "--no-limits",
-            "--data-parallel", "--precision", "bf16"]  # fmt: skip
+    argv = [
+        "plan",
+        str(tmp_path),
+        "--gpu",
+        "1GB",
+        "--batch",
+        "1",
+        "--seq",
+        "64",
+        "--no-limits",
+        "--data-parallel",
+        "--precision",
+        "bf16",
+    ]
     assert main([*argv, "--host-memory", "64MB", "--headroom", "0"]) == 0
     said = capsys.readouterr().out
     header = next(line for line in said.splitlines() if line.strip().startswith("way"))
@@ -159,19 +178,26 @@ def test_offloaded_states_rank_below_the_same_way_without(
     simulations, precisions, devices, optimizer
 ):
     space = replace(SPACE, precisions=precisions, policies=("none", "full"))
-    made = plan(
-        config_of(), "24GB", devices, None, 512, space=space, limits=False, optimizer=optimizer,
+    training_plan = plan(
+        config_of(),
+        "24GB",
+        devices,
+        None,
+        512,
+        space=space,
+        limits=False,
+        optimizer=optimizer,
         cache=True,
-    )  # fmt: skip
+    )
     places = {}
-    for place, one in enumerate(made.fitting):
+    for place, one in enumerate(training_plan.fitting):
         s = one.settings
         places[replace(s, micro_batch=1, layers=bool(s.layers), chunk=None)] = place
     moved = [way for way in places if way.offload_states]
     assert moved
     for way in moved:
         assert places[replace(way, offload_states=None)] < places[way], way
-    shown = [one.relative for one in made.fitting]
+    shown = [one.relative for one in training_plan.fitting]
     assert shown[0] == pytest.approx(1, abs=0.006)
     assert [round(x, 2) for x in shown] == sorted(round(x, 2) for x in shown)
 
@@ -179,49 +205,58 @@ def test_offloaded_states_rank_below_the_same_way_without(
 @pytest.mark.parametrize("precisions", [("bf16", "amp", "fp32"), ("amp",), ("fp16",)])
 def test_a_small_model_is_not_sharded(simulations, precisions):
     space = replace(SPACE, precisions=precisions)
-    made = plan(config_of(), "24GB", 4, None, 512, space=space, limits=False, cache=True)
-    assert made.best.settings.spread == "ddp"
-    assert made.best.settings.offload_states is None
+    training_plan = plan(config_of(), "24GB", 4, None, 512, space=space, limits=False, cache=True)
+    assert training_plan.best.settings.spread == "ddp"
+    assert training_plan.best.settings.offload_states is None
 
 
 def test_a_large_model_is_sharded():
     space = replace(SPACE, spreads=("ddp", "zero1", "zero3"), offload=False)
-    made = plan(config_of(), "16MiB", 4, 4, 64, space=space, limits=False, device="cpu")
-    assert {c.settings.spread for c in made.fitting} >= {"zero1", "zero3"}
+    training_plan = plan(config_of(), "16MiB", 4, 4, 64, space=space, limits=False, device="cpu")
+    assert {c.settings.spread for c in training_plan.fitting} >= {"zero1", "zero3"}
 
 
 def test_a_page_without_offloading_has_no_size_of_it():
     space = replace(SPACE, offload=False, offload_states=(None,))
-    made = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False)
-    assert {row[4] for row in plan_page(made).sections[1].rows} == {"-"}
+    training_plan = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False)
+    assert {row[4] for row in plan_page(training_plan).sections[1].rows} == {"-"}
 
 
 def test_the_picture_cuts_no_word(tmp_path, monkeypatch):
     """Labels of the longest ways and of the axis lie within the picture."""
     pictures = pytest.importorskip("liger_multi.pictures")
     pytest.importorskip("matplotlib")
-    seen = []
+    labels = []
 
     @contextlib.contextmanager
     def watched(*args, **options):
-        with pictures.figure(*args, **options) as made:
-            yield made
-            made.draw_without_rendering()
-            (axis,) = made.axes
+        with pictures.figure(*args, **options) as figure:
+            yield figure
+            figure.draw_without_rendering()
+            (axis,) = figure.axes
             for label in (axis.xaxis.label, *axis.get_yticklabels(), axis.title):
                 box = label.get_window_extent()
-                seen.append(label.get_text())
+                labels.append(label.get_text())
                 assert box.x0 >= 0, label
-                assert box.x1 <= made.bbox.x1, label
+                assert box.x1 <= figure.bbox.x1, label
                 assert box.y0 >= 0, label
 
     monkeypatch.setattr("liger_multi.memory.planning.result.figure", watched)
     way = Settings(
-        recompute="norms_and_mlp", layers=80, tiles=16, offload_activations=True, spread="fsdp2",
-        offload_states="cpu", tensor=4, pipeline=4, data=64, micro_batch=32, accumulation=64,
-    )  # fmt: skip
+        recompute="norms_and_mlp",
+        layers=80,
+        tiles=16,
+        offload_activations=True,
+        spread="fsdp2",
+        offload_states="cpu",
+        tensor=4,
+        pipeline=4,
+        data=64,
+        micro_batch=32,
+        accumulation=64,
+    )
     ways = [Candidate(replace(way, data=n), 2**36, {"parameters": 2**36}) for n in range(1, 13)]
-    made = TrainingPlan("llama", 80, "card", 2**36, 2**36, 64, None, ways)
-    made.draw(tmp_path / "plan.png")
-    assert any("DP 12" in text for text in seen), "the end of a way is there"
-    assert any("dashed: the budget" in text for text in seen)
+    training_plan = TrainingPlan("llama", 80, "card", 2**36, 2**36, 64, None, ways)
+    training_plan.draw(tmp_path / "plan.png")
+    assert any("DP 12" in text for text in labels), "the end of a way is there"
+    assert any("dashed: the budget" in text for text in labels)

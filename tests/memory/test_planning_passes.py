@@ -18,21 +18,23 @@ BASE = Settings(sequence=LENGTH, precision="bf16", chunk=16 * LENGTH)
 STOCK = {"patched": False, "chunk": None}
 
 
-def config_of(kind="dense", layers=5, **changes):
-    config = Case(kind, 2, LENGTH).config()
-    given = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
-    return type(config)(**{**given, "num_hidden_layers": layers, **changes})
+def config_of(model_name="dense", layers=5, **changes):
+    config = Case(model_name, 2, LENGTH).config()
+    data = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
+    return type(config)(**{**data, "num_hidden_layers": layers, **changes})
 
 
 def predictor_of(config):
     return Predictor(Shapes(config, LENGTH), CARDS["h200"])
 
 
-def same(found, told):
-    assert (found.peak_bytes, found.parts, found.host_bytes) == (
-        told.peak_bytes, told.parts, told.host_bytes
-    )  # fmt: skip
-    assert found.seconds == pytest.approx(told.seconds, rel=1e-12)
+def same(actual, expected):
+    assert (actual.peak_bytes, actual.parts, actual.host_bytes) == (
+        expected.peak_bytes,
+        expected.parts,
+        expected.host_bytes,
+    )
+    assert actual.seconds == pytest.approx(expected.seconds, rel=1e-12)
 
 
 @pytest.fixture
@@ -40,12 +42,14 @@ def simulate_all(monkeypatch):
     """Nothing is derived, and every head runs with the layers that it is told with."""
 
     def start(predictor):
-        made = predictor.passes
+        simulated = predictor.passes
         monkeypatch.setattr(
-            made, "_trace", lambda settings, recompute: passes.Trace(
-                *made._simulate(settings, recompute, made.shapes.depth)
+            simulated,
+            "_trace",
+            lambda settings, recompute: passes.Trace(
+                *simulated._simulate(settings, recompute, simulated.shapes.depth)
             ),
-        )  # fmt: skip
+        )
         return predictor
 
     return start
@@ -65,14 +69,17 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "tied"])
+@pytest.mark.parametrize("model_name", ["dense", "moe", "tied"])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_derived_is_what_would_be_simulated(simulate_all, kind, way):
+def test_what_is_derived_is_what_would_be_simulated(simulate_all, model_name, way):
     """Other numbers of sequences and other chunks, of layers that were simulated before."""
-    if kind == "moe" and way == "tiles":
+    if model_name == "moe" and way == "tiles":
         pytest.skip("experts do not run in tiles")
     settings = replace(BASE, **WAYS[way])
-    some, every = predictor_of(config_of(kind)), simulate_all(predictor_of(config_of(kind)))
+    some, every = (
+        predictor_of(config_of(model_name)),
+        simulate_all(predictor_of(config_of(model_name))),
+    )
     for micro in (1, 4, 12, 16):
         some.predict(replace(settings, micro_batch=micro))
     for micro in (8, 16):
@@ -144,11 +151,13 @@ def test_sums_of_a_layer_that_is_computed_again():
         (2, {"memory": "80MiB", "sequence": 64}, 84),
         pytest.param(2, {"memory": "24GiB", "sequence": 64}, 70, marks=pytest.mark.slow),
         pytest.param(
-            6, {"memory": "200MiB", "sequence": 128, "devices": 4, "limits": False}, 90,
+            6,
+            {"memory": "200MiB", "sequence": 128, "devices": 4, "limits": False},
+            90,
             marks=pytest.mark.slow,
         ),
     ],
-)  # fmt: skip
+)
 def test_a_plan_needs_few_simulations(layers, options, most):
     """There were 125, 67 and 114 before layers and heads were told apart."""
     config = config_of(layers=layers, num_attention_heads=8, num_key_value_heads=8, head_dim=12)

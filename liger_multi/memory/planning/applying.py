@@ -45,8 +45,8 @@ class _Inner(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """What the class of the MLP computes."""
         owner: Any = self.__dict__["owner"]
-        made: Tensor = type(owner).forward(owner, x)
-        return made
+        output: Tensor = type(owner).forward(owner, x)
+        return output
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of the MLP."""
@@ -66,8 +66,8 @@ class _TiledForward:
     def __call__(self, x: Tensor) -> Tensor:
         """The MLP, some tokens at a time."""
         self.tiled.train(self.mlp.training)
-        made: Tensor = self.tiled(x)
-        return made
+        output: Tensor = self.tiled(x)
+        return output
 
 
 class Applied:

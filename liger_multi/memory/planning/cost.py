@@ -102,36 +102,32 @@ CARDS = {
     "mi300x": _card(
         "AMD Instinct MI300X", 192, (1307.4, 163.4, 2614.9), 5300, 448, 64, "AMD MI300X datasheet"
     ),
-    "mi250x": _card(
-        "AMD Instinct MI250X", 128, (383, 47.9), 3277, 400, 32, "AMD MI250X datasheet"
-    ),
-}  # fmt: skip
+    "mi250x": _card("AMD Instinct MI250X", 128, (383, 47.9), 3277, 400, 32, "AMD MI250X datasheet"),
+}
 
 
-def card_of(given: str | int | Card) -> tuple[Card, int]:
+def card_of(spec: str | int | Card) -> tuple[Card, int]:
     """A card and the bytes of it that may be used.
 
     Args:
-        given: A name of :data:`CARDS`, both as ``"h200:24GiB"``, a :class:`Card`, or a size such as
+        spec: A name of :data:`CARDS`, both as ``"h200:24GiB"``, a :class:`Card`, or a size such as
             ``"24GiB"`` or ``"24GB"``, which gets the rates of the known card whose memory is
             nearest.
 
     Raises:
         ValueError: Neither a card nor a size.
     """
-    if isinstance(given, Card):
-        return given, given.memory
-    if isinstance(given, str):
-        name, colon, part = given.partition(":")
+    if isinstance(spec, Card):
+        return spec, spec.memory
+    if isinstance(spec, str):
+        name, colon, part = spec.partition(":")
         key = name.strip().lower().replace(" ", "")
         if key in CARDS:
             card = CARDS[key]
             return card, parse_memory(part, "memory") if colon else card.memory
         if not key[:1].isdigit():
-            raise ValueError(
-                f"{unknown('card', given, CARDS)}; or a size such as '24GiB' or '24GB'"
-            )
-    size = parse_memory(given, "memory")
+            raise ValueError(f"{unknown('card', spec, CARDS)}; or a size such as '24GiB' or '24GB'")
+    size = parse_memory(spec, "memory")
     near = min(CARDS.values(), key=lambda c: (abs(math.log(c.memory / size)), c.bandwidth))
     values = (near.products16, near.products32, near.bandwidth, near.link, near.host)
     rest = (near.source, near.bf16, True, near.products8)

@@ -87,8 +87,10 @@ class Passes:
             depth = 1 if self.shapes.facts.uniform else None
             plain = replace(settings, tiles=1, tensor=1)
             head = self._simulate(plain, "none", depth)[1]
-        made = Trace(body, head)
-        return made if made.fits else Trace(*self._simulate(settings, recompute, self.shapes.depth))
+        trace = Trace(body, head)
+        if trace.fits:
+            return trace
+        return Trace(*self._simulate(settings, recompute, self.shapes.depth))
 
     def take_over(self, simulations: int, entries: Mapping[str, Mapping[str, Any]]) -> None:
         """Count and keep what another process simulated of the same shapes."""
@@ -106,10 +108,10 @@ class Passes:
             return known[micro]
         if (key, micro) not in self._derived_bodies and self.device != "cpu":
             # of offloaded activations small ones stay: what is small grows between two numbers
-            found = _along(known, micro, settings.offload_activations)
-            found = found or self._across(settings, recompute)
-            if found is not None:
-                self._derived_bodies[key, micro] = found
+            derived = _along(known, micro, settings.offload_activations)
+            derived = derived or self._across(settings, recompute)
+            if derived is not None:
+                self._derived_bodies[key, micro] = derived
         return self._derived_bodies.get((key, micro))
 
     def _across(self, settings: Settings, recompute: str) -> Body | None:
@@ -132,29 +134,29 @@ class Passes:
             return known[micro]
         # of several chunks, what is moved grows with their number as well
         if (key, micro) not in self._derived_heads and self.device != "cpu" and not key.chunk:
-            found = _along(known, micro)
-            if found is not None:
-                self._derived_heads[key, micro] = found
+            derived = _along(known, micro)
+            if derived is not None:
+                self._derived_heads[key, micro] = derived
         return self._derived_heads.get((key, micro))
 
     def _known(
-        self, table: dict[Settings, dict[int, Piece]], kind: str, key: Settings, cls: type[Piece]
+        self, table: dict[Settings, dict[int, Piece]], section: str, key: Settings, cls: type[Piece]
     ) -> dict[int, Piece]:
         """What was simulated, by the number of sequences."""
         if key not in table:
             table[key] = {}
             name = _name(key, self.device)
-            for entry in self.shapes.store.names(kind):
+            for entry in self.shapes.store.names(section):
                 start, _, micro = entry.rpartition(" ")
-                found = None
+                piece = None
                 if start == name and micro.isdigit():
-                    found = self.shapes.store.read(kind, entry, cls.from_data)
-                if found is not None:
-                    table[key][int(micro)] = found
+                    piece = self.shapes.store.read(section, entry, cls.from_data)
+                if piece is not None:
+                    table[key][int(micro)] = piece
         return table[key]
 
-    def _keep(self, kind: str, key: Settings, micro: int, piece: Body | Head) -> None:
-        self.shapes.store.write(kind, f"{_name(key, self.device)} {micro}", piece.as_data())
+    def _keep(self, section: str, key: Settings, micro: int, piece: Body | Head) -> None:
+        self.shapes.store.write(section, f"{_name(key, self.device)} {micro}", piece.as_data())
 
     # --- simulation ---
 
@@ -182,11 +184,11 @@ class Passes:
     def _prepare(self, settings: Settings, recompute: str, depth: int | None) -> Prepared:
         key = replace(_body_key(settings, recompute), chunk=settings.chunk), depth
         if key not in self._prepared:
-            kind = DTYPES[settings.dtype][0]
-            model = self.shapes.model(kind, settings.attention, settings.tensor, depth)
+            dtype = DTYPES[settings.dtype][0]
+            model = self.shapes.model(dtype, settings.attention, settings.tensor, depth)
             path, layers = layers_of(model)
-            wanted = replace(settings, recompute=recompute, layers=len(layers))
-            around = prepare(model, wanted, True)
+            target = replace(settings, recompute=recompute, layers=len(layers))
+            around = prepare(model, target, True)
             inner = model.get_submodule(path.rpartition(".")[0])
             inner = None if inner is model else inner
             self._prepared[key] = Prepared(model, layers, inner, around)
@@ -230,10 +232,15 @@ class Passes:
 def _body_key(settings: Settings, recompute: str) -> Settings:
     """What layers depend on, beside the number of sequences."""
     return Settings(
-        sequence=settings.sequence, precision=_kinds(settings), patched=settings.patched,
-        recompute=recompute, tiles=settings.tiles, attention=settings.attention,
-        offload_activations=settings.offload_activations, tensor=settings.tensor,
-    )  # fmt: skip
+        sequence=settings.sequence,
+        precision=_kinds(settings),
+        patched=settings.patched,
+        recompute=recompute,
+        tiles=settings.tiles,
+        attention=settings.attention,
+        offload_activations=settings.offload_activations,
+        tensor=settings.tensor,
+    )
 
 
 def _head_key(settings: Settings) -> Settings:
@@ -245,16 +252,19 @@ def _head_key(settings: Settings) -> Settings:
     if chunk and settings.micro_batch * settings.sequence <= chunk:
         chunk = 0
     return Settings(
-        sequence=settings.sequence, precision=_kinds(settings), patched=settings.patched,
-        chunk=chunk, attention=settings.attention,
+        sequence=settings.sequence,
+        precision=_kinds(settings),
+        patched=settings.patched,
+        chunk=chunk,
+        attention=settings.attention,
         offload_activations=settings.offload_activations,
-    )  # fmt: skip
+    )
 
 
 def _kinds(settings: Settings) -> str:
     """What a simulation depends on of a precision."""
-    kind, autocast, _ = DTYPES[settings.dtype]
-    return f"{kind} {autocast}{' fp8' * (settings.precision == 'fp8')}"
+    dtype, autocast, _ = DTYPES[settings.dtype]
+    return f"{dtype} {autocast}{' fp8' * (settings.precision == 'fp8')}"
 
 
 def _name(key: Settings, device: str) -> str:

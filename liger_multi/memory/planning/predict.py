@@ -120,16 +120,16 @@ class Predictor:
         float8 = settings.precision == "fp8"
         key = settings.dtype, settings.optimizer, settings.tensor, float8
         if key not in self._held:
-            kind, _, copies = DTYPES[settings.dtype]
+            dtype, _, copies = DTYPES[settings.dtype]
             spec = OPTIMIZERS[settings.optimizer]
             forms = self.shapes.forms(settings.tensor, float8)
-            blocks = [weights(block, kind) for block in forms.blocks]
-            beside = weights(forms.beside, kind)
+            blocks = [weights(block, dtype) for block in forms.blocks]
+            root = weights(forms.root, dtype)
             levels = {"zero2": 2, "zero3": 3, "fsdp2": 3}
             self._held[key] = Held(
-                [Static.of(weights(layer, kind), spec, copies) for layer in forms.layers],
-                Static.of(weights(forms.outside, kind), spec, copies),
-                {name: gathered_bytes(blocks, beside, level) for name, level in levels.items()},
+                [Static.of(weights(layer, dtype), spec, copies) for layer in forms.layers],
+                Static.of(weights(forms.outside, dtype), spec, copies),
+                {name: gathered_bytes(blocks, root, level) for name, level in levels.items()},
             )
         return self._held[key]
 
@@ -157,10 +157,10 @@ class Predictor:
     def traces(self, settings: Settings) -> list[Trace]:
         """The pass that each layer follows, from the first layer on."""
         count, some = self.shapes.count, min(settings.layers, self.shapes.count)
-        made = [self.passes.trace(settings, settings.recompute)] * some if some else []
+        traces = [self.passes.trace(settings, settings.recompute)] * some if some else []
         if some < count:
-            made += [self.passes.trace(settings, "none")] * (count - some)
-        return made
+            traces += [self.passes.trace(settings, "none")] * (count - some)
+        return traces
 
     def _stage(self, settings: Settings, stage: int) -> tuple[int, dict[str, int], int, float]:
         """Peak, parts at it, bytes on the host and seconds of one stage of the pipeline."""
@@ -176,12 +176,13 @@ class Predictor:
         factors = vector({n: 0.0 if n in away else share.get(n, 1.0) for n in CATEGORIES})
         # a pass after the first, or after the last step's gradients, finds some already there
         accumulating = settings.accumulation > 1 or stages > 1
-        kind, autocast, _ = DTYPES[settings.dtype]
+        dtype, autocast, _ = DTYPES[settings.dtype]
         tokens = settings.micro_batch * settings.sequence
-        hidden = tokens * self.shapes.facts.hidden * (autocast or kind).itemsize
+        hidden = tokens * self.shapes.facts.hidden * (autocast or dtype).itemsize
         start: dict[str, float] = {
-            PARAMETERS: static.parameters + traces[0].body.buffers, STATES: static.states
-        }  # fmt: skip
+            PARAMETERS: static.parameters + traces[0].body.buffers,
+            STATES: static.states,
+        }
         start[GRADIENTS] = static.gradients if accumulating else 0
         start[OTHER] = static.gradients if settings.spread == "ddp" else 0
         if settings.tensor > 1:
@@ -221,9 +222,14 @@ class Predictor:
         return self._static[key]
 
     def _seconds(
-        self, settings: Settings, parts: list[Part], static: Static, offloaded: float,
-        hidden: int, layers: int,
-    ) -> float:  # fmt: skip
+        self,
+        settings: Settings,
+        parts: list[Part],
+        static: Static,
+        offloaded: float,
+        hidden: int,
+        layers: int,
+    ) -> float:
         passes, level, data = settings.accumulation, settings.level, settings.data
         ring = 2 * (data - 1) / data
         once = ring * static.gradients

@@ -87,13 +87,13 @@ class Settings:
     @property
     def dtype(self) -> str:
         """The name that :func:`liger_multi.memory.estimate` has for the precision."""
-        kind = "float16" if self.precision == "fp16" else "bfloat16"
+        low_precision = "float16" if self.precision == "fp16" else "bfloat16"
         if self.precision in PURE:
             return "bfloat16"
         if self.precision == "fp32":
             return "float32"
         sharded = self.level or self.offload_states
-        return f"{kind}-mixed" if sharded else f"{kind}-autocast"
+        return f"{low_precision}-mixed" if sharded else f"{low_precision}-autocast"
 
     @property
     def level(self) -> int:
@@ -122,13 +122,13 @@ class Settings:
                 raise ConfigurationError(unknown(f"field of {source}", name, known))
             optional = name in ("chunk", "offload_states") and value is None
             kinds: dict[str, type] = {"chunk": int, "offload_states": str}
-            kind = kinds.get(name, type(known[name]))
-            if not optional and type(value) is not kind:
+            value_class = kinds.get(name, type(known[name]))
+            if not optional and type(value) is not value_class:
                 raise ConfigurationError(
-                    f"{name} in {source} must be {kind.__name__}, got {shown(value)}"
+                    f"{name} in {source} must be {value_class.__name__}, got {shown(value)}"
                 )
             least = 0 if name == "layers" else 1
-            if kind is int and not optional and not least <= value < 2**31:
+            if value_class is int and not optional and not least <= value < 2**31:
                 raise ConfigurationError(
                     f"{name} in {source} must be at least {least} and below 2**31, got "
                     f"{shown(value)}"
@@ -262,8 +262,8 @@ class TrainingPlan:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> TrainingPlan:
         """From :meth:`as_data`."""
-        found = [Candidate.from_data(one) for one in data["candidates"]]
-        return cls(**{**data, "candidates": found})
+        candidates = [Candidate.from_data(one) for one in data["candidates"]]
+        return cls(**{**data, "candidates": candidates})
 
     def draw(self, path: str | Path, most: int = 12) -> None:
         """Write a PNG of the memory of the first candidates by part (needs matplotlib)."""
@@ -398,10 +398,10 @@ def _uses_deepspeed(settings: Settings) -> bool:
 
 def accelerate(plan: TrainingPlan, settings: Settings) -> dict[str, Any]:
     """A configuration for ``accelerate launch --config_file``."""
-    kind = "MULTI_GPU" if plan.devices > 1 else "NO"
+    distributed_type = "MULTI_GPU" if plan.devices > 1 else "NO"
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": kind,
+        "distributed_type": distributed_type,
         "mixed_precision": {"amp": "bf16", "fp16": "fp16"}.get(settings.precision, "no"),
         "num_machines": 1,
         "machine_rank": 0,
@@ -474,9 +474,13 @@ def deepspeed(settings: Settings, devices: int, compression: bool = False) -> di
     }
     if settings.precision == "fp16":
         config["fp16"] = {
-            "enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000,
-            "hysteresis": 2, "min_loss_scale": 1,
-        }  # fmt: skip
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+        }
     if settings.offload_states:
         config["zero_force_ds_cpu_optimizer"] = False
     return config

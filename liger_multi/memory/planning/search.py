@@ -244,9 +244,13 @@ class _Search:
     """
 
     def __init__(
-        self, predictor: Predictor, space: Space, budget: int, processes: int = 1,
+        self,
+        predictor: Predictor,
+        space: Space,
+        budget: int,
+        processes: int = 1,
         kinds: Callable[[Settings], bool] = lambda _: True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.predictor, self.space, self.budget = predictor, space, budget
         self.processes, self._wanted = processes, kinds
         self.shapes = predictor.shapes

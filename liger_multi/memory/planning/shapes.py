@@ -57,8 +57,8 @@ class Stored(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """A tensor of the right shape."""
         run: Any = _Product.apply
-        made: Tensor = run(x, self.out_features)
-        return made
+        output: Tensor = run(x, self.out_features)
+        return output
 
 
 def stored_bits(module: Any) -> bool:
@@ -78,9 +78,9 @@ def stand_in(model: nn.Module) -> int:
     for path, module in list(model.named_modules()):
         if stored_bits(module):
             parent, _, name = path.rpartition(".")
-            made = Stored(module)
-            setattr(model.get_submodule(parent), name, made)
-            total += sum(b.nbytes for b in made.buffers())
+            stored = Stored(module)
+            setattr(model.get_submodule(parent), name, stored)
+            total += sum(b.nbytes for b in stored.buffers())
     return total
 
 
@@ -135,13 +135,13 @@ class Forms:
         layers: Of every layer; of one where all are equal.
         outside: Of everything else.
         blocks: Of every kind of block that shards are made of.
-        beside: Outside of these blocks.
+        root: Those of no such block, which shards keep with the model itself.
     """
 
     layers: list[list[Form]]
     outside: list[Form]
     blocks: list[list[Form]]
-    beside: list[Form]
+    root: list[Form]
 
     @classmethod
     def of(cls, model: Any, layers: Iterable[nn.Module]) -> Forms:
@@ -174,8 +174,8 @@ class Forms:
 def weights(forms: Iterable[Form], dtype: torch.dtype) -> list[Weight]:
     """Parameters whose main dtype is ``dtype``."""
     return [
-        Weight(tuple(shape), trained, getattr(torch, kind) if kind else dtype)
-        for shape, trained, kind in forms
+        Weight(tuple(shape), trained, getattr(torch, dtype_name) if dtype_name else dtype)
+        for shape, trained, dtype_name in forms
     ]
 
 
@@ -246,8 +246,8 @@ class Shapes:
     """A configuration's or a model's architecture, copied as often as it is needed.
 
     Args:
-        given: A Hugging Face configuration or model, of which nothing is changed; or a function
-            that returns one, which is called when the first model is built.
+        config_or_model: A Hugging Face configuration or model, of which nothing is changed; or a
+            function that returns one, which is called when the first model is built.
         sequence: Tokens that are planned for.
         store: What was found out about the architecture before.
 
@@ -255,21 +255,21 @@ class Shapes:
         facts: What is known without a model.
     """
 
-    def __init__(self, given: Any, sequence: int, store: Store | None = None) -> None:
+    def __init__(self, config_or_model: Any, sequence: int, store: Store | None = None) -> None:
         self.store = store or Store()
-        self._given, self._sequence = given, sequence
+        self._config_or_model, self._sequence = config_or_model, sequence
         self._parts: dict[int, Any] = {}
         self.quantized = 0
         self.facts = self.store.read("facts", "", Facts.from_data) or self._ask()
         self.quantized = self.facts.quantized
 
     def _ask(self) -> Facts:
-        full, given = self._part(1), self._source()
+        full, source = self._part(1), self._source()
         layers = layers_of(full)[1]
         text = full.config.get_text_config()
         frozen = any(not p.requires_grad for p in full.parameters())
         return Facts(
-            model_type=str(getattr(full.config, "model_type", type(given).__name__)),
+            model_type=str(getattr(full.config, "model_type", type(source).__name__)),
             count=len(layers),
             layer_class=type(layers[0]).__name__,
             uniform=len({_signature(layer) for layer in layers}) == 1,
@@ -280,13 +280,13 @@ class Shapes:
             vocabulary=getattr(text, "vocab_size", None) or 0,
             hidden=text.hidden_size,
             divided={name: getattr(text, name) for name in divided(text)},
-            adapted=isinstance(given, nn.Module) and frozen,
+            adapted=isinstance(source, nn.Module) and frozen,
         )
 
     def _source(self) -> Any:
-        if callable(self._given) and not isinstance(self._given, nn.Module):
-            self._given = self._given()
-        return self._given
+        if callable(self._config_or_model) and not isinstance(self._config_or_model, nn.Module):
+            self._config_or_model = self._config_or_model()
+        return self._config_or_model
 
     @property
     def count(self) -> int:
@@ -358,10 +358,10 @@ class Shapes:
         return self._parts[parts]
 
     def _whole(self) -> Any:
-        given = self._source()
-        is_model = isinstance(given, nn.Module)
-        dtype = main_dtype(given) if is_model else torch.bfloat16
-        full = meta_model(given, dtype, "sdpa", self._sequence)
+        source = self._source()
+        is_model = isinstance(source, nn.Module)
+        dtype = main_dtype(source) if is_model else torch.bfloat16
+        full = meta_model(source, dtype, "sdpa", self._sequence)
         self.quantized = stand_in(full) if is_model else 0
         return full
 

@@ -30,12 +30,21 @@ from liger_multi.memory.simulation import Simulation
 BEFORE, NORM, LOSS, CASTS, HEAD, AFTER = "before", "norm", "loss", "casts", "head", "after"
 GRADIENT = CATEGORIES.index(GRADIENTS)
 _PRODUCTS = {
-    "aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2),
-    "aten::addmm.out": (1, 2), "aten::addmm.dtype": (1, 2), "aten::addmm.dtype_out": (1, 2),
-    "aten::mm.out": (0, 1), "aten::mm.dtype": (0, 1), "aten::mm.dtype_out": (0, 1),
-    "aten::_grouped_mm": (0, 1), "aten::matmul": (0, 1), "aten::linear": (0, 1),
+    "aten::mm": (0, 1),
+    "aten::bmm": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::baddbmm": (1, 2),
+    "aten::addmm.out": (1, 2),
+    "aten::addmm.dtype": (1, 2),
+    "aten::addmm.dtype_out": (1, 2),
+    "aten::mm.out": (0, 1),
+    "aten::mm.dtype": (0, 1),
+    "aten::mm.dtype_out": (0, 1),
+    "aten::_grouped_mm": (0, 1),
+    "aten::matmul": (0, 1),
+    "aten::linear": (0, 1),
     "aten::_scaled_mm": (0, 1),
-}  # fmt: skip
+}
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach")
 
 
@@ -108,8 +117,8 @@ class Segment:
         if key not in self._known:
             best, place, total = -math.inf, 0, 0.0
             added = self.added if accumulating else {}
-            for at, (kind, size) in enumerate(zip(self.kinds, self.sizes, strict=True)):
-                total += size * factors[kind]
+            for at, (category, size) in enumerate(zip(self.kinds, self.sizes, strict=True)):
+                total += size * factors[category]
                 if at in added:
                     total -= added[at] * factors[GRADIENT]
                 if total > best:
@@ -123,8 +132,8 @@ class Segment:
 
     def _after(self, place: int, added: Mapping[int, float]) -> Bytes:
         live = list(NOTHING)
-        for kind, size in zip(self.kinds[: place + 1], self.sizes, strict=False):
-            live[kind] += size
+        for category, size in zip(self.kinds[: place + 1], self.sizes, strict=False):
+            live[category] += size
         live[GRADIENT] -= sum(size for at, size in added.items() if at <= place)
         return tuple(live)
 
@@ -175,12 +184,12 @@ Ends = tuple[tuple[int, float], ...]
 
 
 def _ends_alike(mine: Ends, theirs: Ends) -> bool:
-    return [kind for kind, _ in mine] == [kind for kind, _ in theirs]
+    return [category for category, _ in mine] == [category for category, _ in theirs]
 
 
 def _ends_toward(mine: Ends, theirs: Ends, share: float) -> Ends:
     pairs = zip(mine, theirs, strict=True)
-    return tuple((kind, between(a, b, share)) for (kind, a), (_, b) in pairs)
+    return tuple((category, between(a, b, share)) for (category, a), (_, b) in pairs)
 
 
 @dataclass
@@ -226,7 +235,7 @@ class Head:
 
 
 def _ends_of(data: Mapping[str, Any]) -> Ends:
-    return tuple((int(kind), float(size)) for kind, size in data["ends"])
+    return tuple((int(category), float(size)) for category, size in data["ends"])
 
 
 @dataclass
@@ -511,8 +520,8 @@ class Cutting(Simulation):
         self.cut(HEAD)
         return result
 
-    def _gradient_hook(self, module: str, kind: str) -> Any:
-        known = super()._gradient_hook(module, kind)
+    def _gradient_hook(self, module: str, module_class: str) -> Any:
+        known = super()._gradient_hook(module, module_class)
 
         def hook(parameter: Tensor) -> None:
             known(parameter)
@@ -578,21 +587,23 @@ class Cutting(Simulation):
 
     def _count_ours(self, name: str, args: Any, result: Any) -> None:
         work, times = self.works[-1], self._times
-        made = tensors_in((result,))
-        work.moved += times * sum(map(_bytes, [*tensors_in(args), *made]))
+        outputs = tensors_in((result,))
+        work.moved += times * sum(map(_bytes, [*tensors_in(args), *outputs]))
         work.launches += times * OWN
         if name == "attention":
-            self._count_attention("backward" if len(made) > 2 else "forward", made[0])
+            self._count_attention("backward" if len(outputs) > 2 else "forward", outputs[0])
         elif name in EXPERTS:
             weights = sorted(tensors_in(args), key=lambda t: -t.numel() * (t.ndim == 3))[:2]
             rows = next(t.numel() for t in tensors_in(args) if not t.is_floating_point())
             each = 2.0 * rows * sum(math.prod(w.shape[1:]) for w in weights)
-            work.product(weights[0].element_size(), each * (EXPERTS[name] if len(made) > 2 else 1))
+            work.product(
+                weights[0].element_size(), each * (EXPERTS[name] if len(outputs) > 2 else 1)
+            )
 
-    def _count_attention(self, half: str, made: Tensor) -> None:
+    def _count_attention(self, half: str, output: Tensor) -> None:
         """Half of all pairs of positions; backward has five products where forward has two."""
-        count = 2.0 * made.numel() * self._sequence * (2.5 if half == "backward" else 1.0)
-        self.works[-1].product(made.element_size(), count)
+        count = 2.0 * output.numel() * self._sequence * (2.5 if half == "backward" else 1.0)
+        self.works[-1].product(output.element_size(), count)
         self.works[-1].launches += 1
 
     def named(self, name: str, call: Any) -> Any:
@@ -674,15 +685,15 @@ class Cutting(Simulation):
 
     def _released(self, parts: Any) -> dict[int | None, Segment]:
         """What leaves between forward and backward, by the layer that it was made in."""
-        made: dict[int, int] = {}
+        layer_of: dict[int, int] = {}
         rows: dict[int | None, list[int]] = {}
         for (name, layer), start, end, _ in parts:
             for at in range(start, end):
                 index = self.events[at][0]
                 if name == "forward":
-                    made.setdefault(index, layer)
+                    layer_of.setdefault(index, layer)
                 elif name == CASTS:
-                    rows.setdefault(made.get(index), []).append(at)
+                    rows.setdefault(layer_of.get(index), []).append(at)
         return {layer: self._segment(some, Work()) for layer, some in rows.items()}
 
     def _ends(self, events: Iterable[range]) -> Ends:
