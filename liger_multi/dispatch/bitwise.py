@@ -236,7 +236,7 @@ def _fresh(x: Tensor) -> Tensor:
 def _is_aligned(x: Tensor) -> bool:
     """Whether every row starts at a multiple of 16 bytes, as far as rows side by side do.
 
-    Axes of one element count: the stride of a row alone is that which it had beside others.
+    Axes of size 1 count as well: a row that was sliced out keeps the stride of its tensor.
     """
     if x.data_ptr() % ALIGNED:
         return False

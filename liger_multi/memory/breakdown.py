@@ -33,8 +33,8 @@ class Holder:
         category: What they are.
         kind: Class of the module that they belong to.
         module: Its path; numbers of layers are stars.
-        op: Operator that made them.
-        phase: Phase in which they were made.
+        op: Operator that allocated them.
+        phase: Phase in which they were allocated.
         bytes: Their sum.
         count: How many.
     """
@@ -55,7 +55,7 @@ class Profile:
     Attributes:
         title: What ran.
         device: Where.
-        method: How it was seen: ``"live tensors"``, ``"allocator history"`` or ``"shapes"``.
+        method: How it was recorded: ``"live tensors"``, ``"allocator history"`` or ``"shapes"``.
         peak_bytes: Largest number of bytes alive at once.
         peak_phase: When that was.
         peak_module: Module that was running then.
@@ -68,7 +68,7 @@ class Profile:
         phases: Place in the timeline and name of every phase.
         allocator: Of an accelerator: ``allocated``, ``reserved`` and ``fragmentation`` bytes (the
             part of the reserved memory that was in no block at the reserved peak), and ``hidden``
-            bytes at the peak, which no tensor was seen for.
+            bytes at the peak that belong to no recorded tensor.
     """
 
     title: str
@@ -147,7 +147,7 @@ class Profile:
 
 @dataclass
 class Comparison:
-    """Two profiles beside each other, as ``stock`` and ``patched``."""
+    """Two profiles in one table, as ``stock`` and ``patched``."""
 
     first: Profile
     second: Profile
@@ -317,7 +317,7 @@ def _origins(page: Page, profile: Profile, peak: int) -> None:
 
 
 def comparison_page(both: Comparison) -> Page:
-    """Two steps beside each other."""
+    """Two steps in one table."""
     page = Page()
     a, b = both.first, both.second
 
@@ -406,7 +406,7 @@ UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def draw_timelines(profiles: Sequence[Profile], path: Path, plotted: str = "") -> None:
-    """Stacked bytes by category over a step, one panel a profile, all on one scale."""
+    """Stacked bytes by category over a step, one panel per profile, all on one scale."""
     top = max(max(map(sum, p.timeline), default=0) for p in profiles)
     unit, name = next(((u, n) for u, n in UNITS if top >= u), (1, "B"))
     with figure(path, 9.2, 1.0 + 3.1 * len(profiles), plotted) as canvas:

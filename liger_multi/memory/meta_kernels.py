@@ -1,4 +1,4 @@
-"""Operators on the meta device as a card runs them: their references, around kernels that allocate.
+"""Operators on the meta device as a card runs them: references around kernels that only allocate.
 
 Loops over chunks, GEMMs and adapters are the reference's own, so that memory and work are those of
 the code that runs. What a backend computes by a kernel only allocates here; what it reads and
@@ -44,7 +44,7 @@ class _Rounding:
 
 
 class _LossKernels:
-    """Row kernels of losses that write into what is there, and numbers of rows."""
+    """Row kernels of losses, which overwrite the logits and return numbers per row."""
 
     rounding = _Rounding()
 
@@ -77,7 +77,7 @@ class _LossKernels:
 
 
 class _RowQuantizer:
-    """Rounding of rows by a kernel: a conversion, which reads and writes as much."""
+    """Rounding of rows by a kernel: a conversion, which moves as many bytes."""
 
     def rows(self, x: Tensor, columns: Any, format: torch.dtype) -> Float8Rows:
         from liger_multi.reference.float8.rows import Float8Rows

@@ -1,9 +1,9 @@
 """Record a real step: where its memory went, over time.
 
-On an accelerator the history of the allocator is joined with what a recorder saw. The allocator
+On an accelerator the history of the allocator is joined with a recorder's blocks. The allocator
 knows every block, also those inside native kernels, and nothing about models; a recorder knows
 modules and operators. A storage belongs to the block that stood at its address when it was first
-seen.
+recorded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def profile(
     warm: int = 1,
     title: str = "a step",
 ) -> Profile:
-    """Run a training step and say what its memory was spent on, when, and by whom.
+    """Run a training step and report what its memory was spent on, when, and by which operators.
 
     On an accelerator whose PyTorch keeps a history of its allocator, every block is counted, also
     those inside native kernels; elsewhere all storages that operators touch. Operators cost some
@@ -74,7 +74,7 @@ def profile(
 
 
 def compare(first: Profile, second: Profile) -> Comparison:
-    """Two profiles beside each other, such as unpatched and patched."""
+    """Compare two profiles, such as unpatched and patched."""
     return Comparison(first, second)
 
 
@@ -126,7 +126,7 @@ OLDER, HIDDEN = "older than the step", "inside a kernel"
 
 @dataclass
 class Joined:
-    """Blocks, events and phases as :func:`liger_multi.memory.breakdown.summarize` wants them."""
+    """Blocks, events and phases as :func:`liger_multi.memory.breakdown.summarize` takes them."""
 
     blocks: list[Block] = field(default_factory=list)
     events: list[tuple[int, int]] = field(default_factory=list)
@@ -141,7 +141,7 @@ def join(
     allocated: int,
     reserved: int,
 ) -> Joined:
-    """Allocator events with the names that a recorder has for them.
+    """Allocator events with the modules and operators of a recorder.
 
     Args:
         entries: Of the device's trace in a snapshot: ``action``, ``addr``, ``size``, ``time_us``.
@@ -198,7 +198,7 @@ def _open(joined: Joined, block: Block, size: int) -> int:
 
 
 def _owners(entries: Sequence[Mapping[str, Any]], recorded: Sequence[Block]) -> dict[int, Block]:
-    """The recorder's block of an entry: the first one seen at its address until the next entry."""
+    """The recorder's block of an entry: the first one at its address before the next entry."""
     places: dict[int, list[int]] = {}
     for place, entry in enumerate(entries):
         if entry["action"] == "alloc":

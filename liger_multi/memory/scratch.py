@@ -1,7 +1,7 @@
-"""What kernels of an operator allocate beside its results, for estimates.
+"""What kernels of an operator allocate besides its results, for estimates.
 
-An entry makes tensors of the sizes that the launchers on an accelerator make, on the meta device; a
-test compares them with the launchers. Sizes that depend on the card are those of a Hopper card.
+An entry allocates on the meta device what the launchers on an accelerator allocate; a test compares
+both. Sizes that depend on the card are those of a Hopper card.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROGRAMS = 32 * 132  # of backward of the selective scan that run at a time at l
 
 
 def _experts(args: Arguments) -> list[Tensor]:
-    """Rows gathered by expert, and what the products make of them before their sums."""
+    """Rows gathered by expert, and the results of their GEMMs before these are summed."""
     index, second = args["index"], args["down_weight"]
     widths = second.shape[1:]  # hidden and inner, or the other way round
     inner = widths[0] if args["transposed"] else widths[1]

@@ -148,7 +148,7 @@ def refusals(call: Any, title: str, name: str, candidates: Iterator[tuple[str, A
 
 
 @pytest.mark.parametrize("op", OPERATORS)
-def test_operators_refuse_what_no_argument_is(op):
+def test_operators_refuse_invalid_arguments(op):
     function, wrong = OPERATORS[op], []
     for name, parameter in inspect.signature(function).parameters.items():
         sample = small(op, name)
@@ -262,7 +262,7 @@ FACTORY = ("device", "dtype")
 
 
 @pytest.mark.parametrize("name", nn.__all__)
-def test_modules_refuse_what_no_argument_is(name):
+def test_modules_refuse_invalid_arguments(name):
     module_class, wrong = getattr(nn, name), []
     kwargs = CONSTRUCTORS.get(name, {})
     module_class(**kwargs)
@@ -363,7 +363,7 @@ def of_loss(parameter: inspect.Parameter) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_refuse_what_no_argument_is(name):
+def test_losses_refuse_invalid_arguments(name):
     function, wrong = getattr(losses, name), []
     title, make = LOSSES[name]
     function(**make())
@@ -378,7 +378,7 @@ def test_losses_refuse_what_no_argument_is(name):
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_loss_is_asked():
+def test_every_loss_is_covered():
     known = {
         n for n in losses.__all__ if not n.endswith("Metrics") and n not in ("Source", "Teacher")
     }

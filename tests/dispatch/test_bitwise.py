@@ -94,7 +94,7 @@ def test_backward_runs_under_the_setting_of_its_forward(monkeypatch):
 # --- what it refuses ---
 
 
-def test_what_cannot_be_promised_names_operator_reason_and_way_out(monkeypatch):
+def test_unpromised_property_error_message(monkeypatch):
     why = {"rows": "its sums are split by the batch"}
     weak = bitwise.bitwise(bitwise.promise("repeat recompute", because=why), "x y", 1)
     monkeypatch.setattr(OPS["softmax"], "bitwise", weak)
@@ -142,7 +142,7 @@ def test_an_unknown_property_is_refused(name):
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7])
-def test_log_probs_of_a_packed_batch_are_those_of_its_sequences(chunk):
+def test_log_probs_of_packed_batch(chunk):
     hidden, weight, target = head(41)
     lengths = [1, 17, 2, 21]
     options = {} if chunk is None else {"chunk": chunk}
@@ -186,7 +186,7 @@ def test_every_operator_runs_under_rows_on_a_cpu():
     assert all(OPS[name].inplace for name in refused)
 
 
-def test_every_operator_says_what_it_promises():
+def test_promises_of_every_operator():
     for name, op in OPS.items():
         for prim in op.primitives:
             promises = getattr(op.bitwise, prim.direction)
@@ -197,7 +197,7 @@ def test_every_operator_says_what_it_promises():
 
 
 @pytest.mark.parametrize("promise", ["repeat", "rows"])
-def test_a_broken_promise_is_named(monkeypatch, promise):
+def test_broken_promise_message(monkeypatch, promise):
     """The checks of the common suite fail where a call depends on what it must not."""
     sample = next(s for s in samples.of("softmax") if s.elements > 100)
     calls = checks.calls_of("softmax", sample, torch.float32, torch.device("cpu"), "reference")
@@ -216,7 +216,7 @@ def test_a_broken_promise_is_named(monkeypatch, promise):
         checks.CHECKS[promise](broken, "rows")
 
 
-def test_in_place_is_a_permission_that_rows_do_not_need():
+def test_inplace_loss_under_rows():
     logits = torch.randn(5, 11, requires_grad=True)
     target = torch.tensor([1, 2, -100, 4, 5])
     with liger_multi.use(deterministic="rows"):
@@ -227,7 +227,7 @@ def test_in_place_is_a_permission_that_rows_do_not_need():
     torch.testing.assert_close(result, expected)
 
 
-def test_attention_does_not_see_what_fills_or_packs_a_sequence():
+def test_attention_rows_with_padding_and_packing():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 23, 16, generator=generator) for _ in range(3))
     ends = torch.arange(1, 24, dtype=torch.int32)
@@ -305,7 +305,7 @@ PLACED = {  # rows of 64 and 67 elements, and whether they are copied
 
 
 @pytest.mark.parametrize("name", PLACED)
-def test_kernels_get_rows_that_start_at_multiples_of_16_bytes(monkeypatch, name):
+def test_kernel_rows_are_16_byte_aligned(monkeypatch, name):
     """The order of a row's sum would follow its address, as what a thread loads at a time does."""
     x, is_copied = PLACED[name]
     weight, observed = BUFFER[1 : 1 + x.shape[1]], []
@@ -345,7 +345,7 @@ def test_a_row_alone_has_its_bits_in_every_layout(name):
                 assert checks.same_bits(run(layout).reshape(-1, 257)[-1], every[i])
 
 
-def test_what_is_written_to_is_written_in_its_place():
+def test_inplace_kernel_with_unaligned_rows():
     logits = torch.arange(1.0, 51.0)[1:].view(7, 7)
     original = logits.clone()
 
@@ -451,7 +451,7 @@ def test_the_setting_of_another_thread_recompiles_nothing():
     assert len(graphs) == 1
 
 
-def test_threads_of_autograd_take_the_graph_of_the_block_that_waits_for_them():
+def test_autograd_threads_take_callers_graph():
     """A device's threads compute again what is checkpointed; Python did not start them."""
     torch.compiler.reset()
     graphs, backend = _counted()

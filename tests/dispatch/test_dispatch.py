@@ -85,7 +85,7 @@ def test_globs_devices_and_defaults():
         ({"chunk_bytes": "many"}, "got 'many'"),
     ],
 )
-def test_wrong_configurations_name_what_is_wrong_and_change_nothing(content, message):
+def test_invalid_configurations(content, message):
     configure({"ops": {"rms_norm": "reference"}})
     before = current()
     with pytest.raises(errors.ConfigurationError, match=message):
@@ -124,7 +124,7 @@ def test_unknown_operator_to_explain():
 # --- choice ---
 
 
-def test_a_bound_backend_that_cannot_run_says_why():
+def test_pinned_backend_error_message():
     x = torch.randn(3, 8)
     with (
         liger_multi.use(rms_norm="npu"),
@@ -230,7 +230,7 @@ def plugin(monkeypatch):
     forget()
 
 
-def test_an_entry_point_adds_a_backend_that_may_implement_one_direction(plugin, caplog):
+def test_entry_point_backend_with_one_direction(plugin, caplog):
     x = torch.randn(3, 8, requires_grad=True)
     ops.rms_norm(x).sum().backward()
     assert plugin == ["forward"]
@@ -261,7 +261,7 @@ def test_a_wrong_signature_is_refused_when_loaded(plugin):
         ops.rms_norm(torch.randn(3, 8))
 
 
-def test_a_condition_on_what_no_call_has_is_refused(plugin):
+def test_supports_with_unknown_argument(plugin):
     """It would never be asked, and the backend would run what it does not support."""
 
     def supports(half: str) -> str | None:
@@ -292,7 +292,7 @@ def test_a_condition_on_what_no_call_has_is_refused(plugin):
         ),
     ],
 )
-def test_where_a_backend_may_have_an_operator(op, files, module_name, tmp_path, monkeypatch):
+def test_module_paths_of_operators(op, files, module_name, tmp_path, monkeypatch):
     """In a family, beside them, as a file or as a folder; others' modules stay unloaded."""
     for name, text in {"__init__.py": "", **files}.items():
         file = tmp_path / "placed_backend" / name
@@ -379,7 +379,7 @@ def sources_in_threads():
     return [(thread == threading.get_ident(), source) for thread, source in observed]
 
 
-def test_autograds_own_threads_see_the_scope_around_backward():
+def test_scope_in_autograd_threads():
     """As the backward of a compiled forward does on a device.
 
     In another process: where autograd has started a thread, no later fork can differentiate.
@@ -390,7 +390,7 @@ def test_autograds_own_threads_see_the_scope_around_backward():
     assert sources == [(False, "use()"), (False, "default")]
 
 
-def test_a_yaml_change_reaches_a_compiled_model():
+def test_configuration_change_recompiles():
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: ops.rms_norm(x), backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 8)
@@ -436,7 +436,7 @@ def test_a_second_backward_is_right_or_raises():
         torch.autograd.grad(loss * 2, (x, w))
 
 
-def test_inplace_makes_somebody_elses_saved_logits_raise():
+def test_inplace_invalidates_saved_logits():
     x = torch.randn(6, 16, requires_grad=True)
     p = torch.softmax(x * 1, -1)  # keeps its output, which the loss then overwrites
     loss = ops.cross_entropy(p, torch.randint(16, (6,)), inplace=True)
@@ -461,7 +461,7 @@ def test_inplace_refuses_leaves_and_strides():
         ops.cross_entropy(wide.transpose(0, 1), torch.randint(8, (3, 2)), inplace=True)
 
 
-def test_functorch_transforms_raise_a_message_of_ours():
+def test_functorch_transform_error():
     with pytest.raises(errors.TransformError, match="does not support functorch transforms"):
         torch.func.grad(lambda x: ops.rms_norm(x).sum())(torch.randn(3, 8))
     with pytest.raises(errors.TransformError, match="vmap"):
@@ -482,7 +482,7 @@ def test_a_tangent_is_not_lost(trained):
 
 
 @pytest.mark.parametrize("profiled", [False, True])
-def test_backends_get_numbers_and_no_sign_beside_them(monkeypatch, profiled):
+def test_backends_get_resolved_negations(monkeypatch, profiled):
     """Kernels read memory. The imaginary part of a conjugate is a view with a bit for the sign."""
     x = torch.view_as_complex(torch.randn(3, 8, 2)).conj().imag.requires_grad_()
     op, observed = OPS["rms_norm"], []
@@ -522,7 +522,7 @@ def test_no_function_where_nothing_needs_a_gradient(monkeypatch):
     assert ops.rms_norm(x.detach()).grad_fn is None
 
 
-def test_the_code_that_is_shown_is_the_code_that_runs():
+def test_generated_source_in_docstring():
     _, _, shown = codegen.__doc__.partition("is::")
     runs = inspect.getsource(OPS["rms_norm"].run)
     parts = [ast.dump(ast.parse(textwrap.dedent(code))) for code in (shown, runs)]
@@ -558,7 +558,7 @@ def test_frozen_weights_allocate_no_gradient():
         assert (mode.count == 0) == frozen
 
 
-def test_hidden_states_without_gradient_do_not_stop_the_weight():
+def test_weight_gradient_with_frozen_hidden_states():
     w = torch.randn(11, 16, requires_grad=True)
     ops.fused_linear_cross_entropy(torch.randn(6, 16), w, torch.randint(11, (6,))).backward()
     assert w.grad.abs().sum() > 0
@@ -587,7 +587,7 @@ def test_gradient_checkpointing_and_saved_tensor_hooks():
     reason="this PyTorch cannot be asked whether it checkpoints (liger_multi.checks.in_checkpoint)",
 )
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_checkpointing_does_not_compute_the_last_product_again(activation):
+def test_checkpointing_skips_last_gemm(activation):
     """It stops when it has the input of ``down``, which one operator for all would hide."""
     from torch.utils.checkpoint import checkpoint
     from torch.utils.flop_counter import FlopCounterMode
@@ -612,7 +612,7 @@ def _reentrant(y, x, w):
     return x.grad, w.grad
 
 
-def test_selective_checkpointing_sees_the_operator_by_name():
+def test_selective_checkpointing_operator_names():
     from torch.utils.checkpoint import (
         CheckpointPolicy,
         checkpoint,
@@ -644,7 +644,7 @@ def test_profilers_see_named_operators():
     assert any("liger_multi::rms_norm_forward" in e.key for e in profile.key_averages())
 
 
-def test_autocast_reaches_the_fused_linear_loss_and_leaves_norms_alone():
+def test_autocast_of_fused_linear_loss_and_norms():
     x, w = torch.randn(6, 16, requires_grad=True), torch.randn(11, 16, requires_grad=True)
     t = torch.randint(11, (6,))
     with torch.autocast("cpu", torch.bfloat16):

@@ -66,7 +66,7 @@ AFTER = {"nothing": lambda y: y, "what adds": lambda y: y + 1, "what reads": tor
 @every_call
 @pytest.mark.parametrize("after", AFTER)
 @pytest.mark.parametrize("grad", [True, False], ids=["x", "weights alone"])
-def test_gradients_are_those_without_checkpointing(name, after, grad, monkeypatch):
+def test_early_save_gradients_under_checkpointing(name, after, grad, monkeypatch):
     """The rest runs again where somebody reads its result, and only there."""
     call, weights = CALLS[name]
     run = lambda x: AFTER[after](call(x))  # noqa: E731
@@ -117,7 +117,7 @@ def test_nobody_asks_for_gradients(name):
 
 
 @every_call
-def test_threads_do_not_share_what_is_handed_over(name):
+def test_early_save_handover_per_thread(name):
     call, weights = CALLS[name]
     xs = [torch.randn(3 + i, 32) for i in range(4)]
     exact = [torch.autograd.grad(call(x).sum(), weights) for x in xs]

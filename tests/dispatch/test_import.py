@@ -141,7 +141,7 @@ def test_importing_loads_nothing_optional_and_touches_no_driver():
     assert python(code) == "False MainThread"
 
 
-def test_modules_are_loaded_when_they_are_asked_for_and_load_nothing_optional():
+def test_lazy_modules_load_nothing_optional():
     use = """
 import liger_multi
 print("liger_multi.nn" in sys.modules)
@@ -234,7 +234,7 @@ for name in ({folder!r}, {module!r}):
         assert repr(folder) in line
 
 
-def test_public_names_load_on_first_use_and_dir_shows_them_alone():
+def test_public_names_and_dir():
     code = """
 import sys, liger_multi
 print(" ".join(dir(liger_multi)))
@@ -247,6 +247,6 @@ print(*[getattr(liger_multi, n).__name__ for n in ("losses", "memory", "nn")])
     assert after == "liger_multi.losses liger_multi.memory liger_multi.nn"
 
 
-def test_an_attribute_that_is_absent_says_so():
+def test_absent_attribute_message():
     with pytest.raises(AttributeError, match="'liger_multi' has no attribute 'pach'"):
         importlib.import_module("liger_multi").pach  # noqa: B018

@@ -70,7 +70,7 @@ def kernel(monkeypatch):
     return Kernel()
 
 
-def test_the_second_launch_of_a_kind_goes_past_the_binder(kernel):
+def test_second_launch_skips_binder(kernel):
     x = torch.zeros(32)
     for rows in (48, 64):  # both divisible by 16
         launching.launch(kernel, 5, (x, None, rows, 1e-6), (True, 128), 4)
@@ -81,7 +81,7 @@ def test_the_second_launch_of_a_kind_goes_past_the_binder(kernel):
     assert kernel.direct == [(5, 1, 1, 99, 7, 8, None, None, None, x, None, 64, 1e-6, True, 128)]
 
 
-def test_whatever_triton_specializes_on_compiles_again(kernel):
+def test_specialized_arguments_recompile(kernel):
     wide = torch.zeros(64)
     calls = [
         ((wide, 48), (1,), 4),
@@ -106,7 +106,7 @@ def test_whatever_triton_specializes_on_compiles_again(kernel):
     assert not kernel.direct
 
 
-def test_a_profiler_that_listens_gets_every_launch(kernel, monkeypatch):
+def test_profiler_hooks_get_every_launch(kernel, monkeypatch):
     x = torch.zeros(32)
     launching.launch(kernel, 1, (x,), (), 4)
     hooks = types.SimpleNamespace(launch_enter_hook=print, launch_exit_hook=None)
@@ -201,7 +201,7 @@ def every_other():
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-def test_no_kernel_runs_that_was_compiled_for_other_arguments(monkeypatch, target):
+def test_cached_launch_matches_arguments(monkeypatch, target):
     """What the look-up forgets, of all that Triton specializes on for a target, fails here."""
     use_target(monkeypatch, target)
     kernel, x = Checked(), torch.zeros(16)
@@ -220,7 +220,7 @@ def test_no_kernel_runs_that_was_compiled_for_other_arguments(monkeypatch, targe
 
 
 @pytest.mark.parametrize("target", [TARGETS["hip"]], ids=["hip"])
-def test_a_storage_of_2_gib_gets_a_kernel_of_its_own_on_amd(monkeypatch, target):
+def test_amd_kernel_for_2_gib_storage(monkeypatch, target):
     monkeypatch.setattr(triton.knobs.amd, "use_buffer_ops", True)  # the default from 3.6 on
     use_target(monkeypatch, target)
     kernel = Kernel()
@@ -245,7 +245,7 @@ def test_switches_of_the_compiler_may_change_between_launches(monkeypatch, first
 
 
 @pytest.mark.parametrize("reads", [lambda x: x.shape, lambda x: x.stride(0), lambda x: type(x)])
-def test_a_triton_that_looks_at_more_of_a_tensor_is_asked_each_time(reads):
+def test_unknown_triton_specialization_is_not_cached(reads):
     """Facts are not a list of ours: what Triton reads decides what is remembered."""
     asked = []
 
@@ -271,7 +271,7 @@ def test_remembered_arguments_are_bounded(monkeypatch):
     assert max(map(len, (classes.integers, classes.scalars, classes.tensors))) <= 8
 
 
-def test_a_kernel_that_compiles_nothing_is_launched_by_triton(monkeypatch):
+def test_interpreted_kernel_launch(monkeypatch):
     """Interpreted kernels, and those of a machine that has no device to specialize for."""
     monkeypatch.setattr(launching, "_classes", None)
     calls = []
@@ -312,7 +312,7 @@ def test_grids_of_the_tuner():
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_the_tuner_finds_calls_of_an_operator_that_has_run(direction):
+def test_tuner_call_arguments(direction):
     """What was called before is called by code that is written out and looks nothing up."""
     sample = next(s for s in samples.of("softmax") if s.size == "small")
     for _ in range(2):
@@ -321,7 +321,7 @@ def test_the_tuner_finds_calls_of_an_operator_that_has_run(direction):
     assert Primitive.call is torch_ops._CALL
 
 
-def test_forced_numbers_hold_for_the_block_only():
+def test_forced_config_scope():
     from dataclasses import dataclass
 
     @dataclass(frozen=True)
@@ -421,7 +421,7 @@ def test_models_are_measured_in_turns(monkeypatch):
     assert "division by zero" in bench_models.Training(run, "liger", None).turn(1)["failure"]
 
 
-def test_those_that_compile_do_so_together_and_then_take_turns():
+def test_compiling_models_measured_in_turns():
     said = []
 
     class Worker:

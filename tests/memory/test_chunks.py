@@ -67,7 +67,7 @@ def call(name, hidden, weight, target):
 
 @pytest.mark.usefixtures("unsaid")
 @pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "none", "fused_linear_log_prob"])
-def test_out_of_memory_is_tried_again_with_a_quarter(name):
+def test_out_of_memory_retries_with_quarter_chunk(name):
     plain_args = inputs()
     plain = call(name, *plain_args)
     plain.backward()
@@ -88,7 +88,7 @@ def test_out_of_memory_is_tried_again_with_a_quarter(name):
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_it_says_so_once():
+def test_out_of_memory_warns_once():
     with warnings.catch_warnings(record=True) as caught, Full(10) as full:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -98,7 +98,7 @@ def test_it_says_so_once():
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_a_second_failure_is_the_callers():
+def test_second_out_of_memory_propagates():
     args = inputs()
     before = [t.detach().clone() for t in args]
     with (
@@ -114,7 +114,7 @@ def test_a_second_failure_is_the_callers():
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_a_single_chunk_is_not_tried_again():
+def test_single_chunk_is_not_retried():
     hidden, weight, target = inputs(rows=4)
     with Full(2) as full, pytest.raises(torch.OutOfMemoryError):
         ops.fused_linear_cross_entropy(hidden, weight, target)
@@ -122,7 +122,7 @@ def test_a_single_chunk_is_not_tried_again():
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_the_buffers_of_the_first_attempt_are_gone_in_the_second():
+def test_retry_frees_buffers_of_first_attempt():
     hidden, weight, target = inputs()
     peaks = []
     for rows in (10, 1000):
@@ -138,7 +138,7 @@ def test_the_buffers_of_the_first_attempt_are_gone_in_the_second():
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_no_growth_over_chunks_and_steps():
+def test_memory_over_chunks_and_steps():
     hidden, weight, target = inputs()
     peaks, ends = [], []
     for _ in range(4):
@@ -164,7 +164,7 @@ def test_chunks_share_one_buffer():
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_the_budget_follows_free_memory_and_no_result_does(monkeypatch):
+def test_results_independent_of_chunk_budget(monkeypatch):
     monkeypatch.setattr(chunking, "MIN_ROWS", 1)
     results, widths = [], []
     for rows in (1, 5, 16, 1000):
@@ -213,7 +213,7 @@ def run(module, x, upstream):
 @pytest.mark.parametrize("shape", [(13, WIDTH), (2, 13, WIDTH), (2, 2, 5, WIDTH)])
 @pytest.mark.parametrize("tiles", [2, 3, 5, 13, 100])
 @pytest.mark.parametrize("needs_x", [True, False])
-def test_tiles_change_nothing(tiles, needs_x, shape):
+def test_tiled_mlp_results(tiles, needs_x, shape):
     """Without a gradient of x too: parameters got none there (surface of today's libraries)."""
     whole = mlp()
     x, upstream = torch.randn(shape).requires_grad_(needs_x), torch.randn(shape)
@@ -237,7 +237,7 @@ def test_hooks_of_parameters_fire_once_a_step(tiles):
     assert sorted(fired) == sorted(names * 2)
 
 
-def test_no_gradient_depends_on_the_number_of_tiles_in_low_precision():
+def test_tiled_mlp_gradients_in_low_precision():
     """Sums over pieces are in fp32: in bf16, 256 terms of about the same size stop growing."""
     module = mlp(torch.bfloat16)
     x = torch.randn(512, WIDTH).abs().to(torch.bfloat16)
@@ -248,7 +248,7 @@ def test_no_gradient_depends_on_the_number_of_tiles_in_low_precision():
             assert excess(got, right, torch.bfloat16) <= 1, tiles
 
 
-def test_the_module_is_reached_through_its_own_call():
+def test_tiled_mlp_calls_the_module():
     """Hooks that gather weights, and adapters, stand there."""
     module, lengths = mlp(), []
     module.register_forward_pre_hook(lambda m, args: lengths.append(args[0].shape[-2]))
@@ -257,7 +257,7 @@ def test_the_module_is_reached_through_its_own_call():
     assert lengths == [3, 3, 1] * 2
 
 
-def test_inner_tensors_are_those_of_a_piece():
+def test_tiled_mlp_inner_tensor_sizes():
     sizes, x = [], torch.randn(64, WIDTH, requires_grad=True)
     module = mlp()
     module[1].register_forward_hook(lambda m, args, out: sizes.append(out.shape[0]))
@@ -317,7 +317,7 @@ def test_without_gradients_nothing_is_kept():
     torch.testing.assert_close(y, module.mlp(x))
 
 
-def test_a_changed_weight_is_noticed():
+def test_weight_changed_between_forward_and_backward():
     module = nn.TiledMLP(mlp(), 3)
     loss = module(torch.randn(7, WIDTH)).sum()
     with torch.no_grad():

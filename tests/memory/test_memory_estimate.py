@@ -41,7 +41,7 @@ def _slow(case):
 
 
 @pytest.mark.parametrize("case", [*map(_slow, CPU), HALF_LORA], ids=str)
-def test_within_ten_percent_of_a_measured_step(case):
+def test_estimate_near_measured_step(case):
     if case.lora:
         pytest.importorskip("peft")
     model = case.build("cpu")
@@ -68,7 +68,7 @@ FLOAT8 = {
 
 
 @pytest.mark.parametrize("name", FLOAT8)
-def test_layers_in_float8_within_ten_percent_of_a_measured_step(name):
+def test_float8_estimate_near_measured_step(name):
     """A base that is held in codes costs a byte per weight, and four per row."""
     lora, options = FLOAT8[name]
     if lora:
@@ -106,7 +106,7 @@ def test_layers_in_float8_within_ten_percent_of_a_measured_step(name):
         assert estimated.parts["parameters"] == sum(p.nbytes for p in plain) - saved
 
 
-def test_what_layers_in_float8_keep_on_a_card():
+def test_float8_layers_saved_bytes():
     """Scales of weights until backward, and the codes of the last input that was rounded."""
     model = model_of()
     layers = [m for n, m in model.named_modules() if "layers" in n and hasattr(m, "in_features")]
@@ -122,7 +122,7 @@ def test_what_layers_in_float8_keep_on_a_card():
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_codes_of_a_card_live_during_a_gemm(held):
+def test_float8_codes_live_during_gemm(held):
     """Of x and a weight beside the output; of the gradient and the weight beside that of x."""
     op, (rows, width, out) = OPS["linear_float8"], (64, 32, 48)
     x = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
@@ -149,7 +149,7 @@ def test_codes_of_a_card_live_during_a_gemm(held):
 
 
 @pytest.mark.parametrize("model_name", ["dense", "tied", "gqa"])
-def test_a_configuration_gives_what_its_model_gives(model_name):
+def test_estimate_of_configuration_equals_model(model_name):
     options = {"dtype": "float32", "device": "cpu", "checkpointing": True, "patched": True}
     estimates = [
         estimate(source, 4, 128, **options) for source in (model_of(model_name), small(model_name))
@@ -169,7 +169,7 @@ def committed():
 
 
 @pytest.mark.parametrize(("device", "row"), list(committed()))
-def test_within_ten_percent_of_a_device(device, row):
+def test_estimate_near_device_measurement(device, row):
     case = Case(**row["case"])
     estimated = case.estimated("cuda").peak_bytes
     if "failure" in row:
@@ -179,7 +179,7 @@ def test_within_ten_percent_of_a_device(device, row):
         assert estimated == pytest.approx(row["estimated_bytes"], rel=0.01), "what the page says"
 
 
-def test_the_page_quotes_what_is_estimated():
+def test_page_numbers_equal_estimates():
     rows = [row for _, row in store.rows("memory-estimates")]
     assert [(r["model"], r["batch"], r["sequence"]) for r in rows] == [s[:3] for s in STORIES]
     row = rows[0]
@@ -236,7 +236,7 @@ def test_offload_moves_states_to_the_host():
     assert estimated.profile.at_peak["parameters"] == 0
 
 
-def test_peaks_with_shards_hold_what_is_gathered():
+def test_sharded_peak_includes_gathered():
     whole = static(world=4)
     sharded = static(world=4, fsdp=True)
     model = model_of("dense")
@@ -254,7 +254,7 @@ def test_frozen_parameters_cost_their_weights_only():
     assert estimated.static_bytes == 4 * estimated.total + 12 * estimated.trained
 
 
-def test_dynamic_bytes_grow_with_tokens_and_checkpointing_lowers_them():
+def test_dynamic_bytes_with_tokens_and_checkpointing():
     def dynamic(sequence, **options):
         return estimate(small("dense"), 2, sequence, device="cpu", **options).dynamic_bytes
 
@@ -264,7 +264,7 @@ def test_dynamic_bytes_grow_with_tokens_and_checkpointing_lowers_them():
     assert dynamic(128, attention="flash_attention_2") == dynamic(128)
 
 
-def test_groups_of_heads_have_no_fused_attention_in_fp32_on_a_gpu():
+def test_grouped_heads_unfused_attention_in_fp32():
     """PyTorch spells it out, and keeps rows x columns of every head."""
 
     def kept(model_name, dtype="float32"):
@@ -277,7 +277,7 @@ def test_groups_of_heads_have_no_fused_attention_in_fp32_on_a_gpu():
     assert kept("gqa", "bfloat16") < kept("dense", "bfloat16")
 
 
-def test_heads_that_share_nothing_have_fused_attention_whatever_is_allowed():
+def test_ungrouped_heads_fused_attention():
     recorder = Recorder("meta")
     q = torch.empty(1, 4, 512, 16, device="meta", requires_grad=True)
     with recorder.recording(), MetaImplementations(recorder, "cuda"):
@@ -285,7 +285,7 @@ def test_heads_that_share_nothing_have_fused_attention_whatever_is_allowed():
     assert max(size for _, size in recorder.events) < 4 * 512 * 512
 
 
-def test_heads_that_share_keys_first_have_a_gradient_of_keys_each():
+def test_grouped_heads_key_gradient_per_head():
     """16 512 bytes a token of Llama-3.2-1B beside operands and results, seen on an H200."""
     tokens, heads, size = 4096, 32, 64
     recorder = Recorder("meta")
@@ -358,7 +358,7 @@ def test_chunks_follow_the_capacity():
     assert small_card.profile.largest["logits and loss"] < large.profile.largest["logits and loss"]
 
 
-def test_heads_in_8_bits_keep_their_weight_in_each_layout():
+def test_float8_head_weight_layouts():
     wide, head_bytes = small(), []
     wide.vocab_size = 50_000
     for products in ("exact", "float8_logits", "float8"):
@@ -491,7 +491,7 @@ def test_the_memory_demo(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_setup_stands_in_place_of_keywords():
+def test_estimate_with_setup():
     """Alone, and with keywords that change it."""
     sharded = TrainingSetup(dtype="bfloat16-mixed", zero_stage=3, world=8)
     by_name = estimate(small(), 2, 16, dtype="bfloat16-mixed", zero_stage=3, world=8)
@@ -501,7 +501,7 @@ def test_a_setup_stands_in_place_of_keywords():
     assert sharded.world == 8
 
 
-def test_a_wrong_setup_is_refused_when_it_is_made():
+def test_invalid_setup():
     with pytest.raises(ValueError, match="must be 0, 1, 2 or 3, got 4"):
         TrainingSetup(zero_stage=4)
     with pytest.raises(TypeError, match="setup must be a TrainingSetup, got"):
@@ -578,7 +578,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_scratch_is_that_of_launchers_on_a_card(name, direction):
+def test_scratch_of_launchers(name, direction):
     """Within 5 %, beside results: sizes that follow the number of cores are left out."""
     pytest.importorskip("triton")
     from ci.static import TARGETS, recorded

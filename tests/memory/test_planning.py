@@ -119,14 +119,14 @@ WAYS = {
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_within_ten_percent_of_a_tracked_step(predictor, name):
+def test_prediction_near_measured_step(predictor, name):
     settings = replace(BASE, **WAYS[name])
     predicted = predictor.predict(settings).peak_bytes
     assert predicted == pytest.approx(measured(settings, model_of()), rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["patched", "stock", "full", "tiles"])
-def test_a_few_layers_tell_what_all_of_them_do(predictor, name):
+def test_prediction_from_few_layers(predictor, name):
     """The extrapolation is no approximation: memory and work are those of all layers."""
     settings = replace(BASE, **WAYS[name])
     short = predictor.predict(settings)
@@ -139,7 +139,7 @@ def test_a_few_layers_tell_what_all_of_them_do(predictor, name):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "amp"])
-def test_the_same_peak_as_an_estimate(precision):
+def test_prediction_equals_estimate(precision):
     config = config_of(layers=6)
     settings = replace(BASE, precision=precision, optimizer="adamw", chunk=BATCH * LENGTH)
     predicted = Predictor(Shapes(config, LENGTH), CARDS["h200"]).predict(settings)
@@ -259,7 +259,7 @@ def test_refuses_with_the_nearest():
     [{}, {"patched": False, "chunk": None}, {"recompute": "full", "layers": 3}, {"tiles": 4}],
     ids=str,
 )
-def test_two_numbers_of_sequences_tell_about_others(changes):
+def test_prediction_from_two_batch_sizes(changes):
     settings = replace(BASE, **{"chunk": 16 * LENGTH, "precision": "amp", **changes})
     short = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
     for n in (6, 8):  # of few tokens, a head counts no rows
@@ -275,7 +275,7 @@ def test_two_numbers_of_sequences_tell_about_others(changes):
 
 
 @pytest.mark.parametrize("changes", [{"chunk": LENGTH}, {"offload_activations": True}], ids=str)
-def test_what_does_not_grow_in_proportion_is_simulated(changes):
+def test_nonlinear_sizes_are_simulated(changes):
     settings = replace(BASE, **changes)
     some = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
     counts = []
@@ -285,7 +285,7 @@ def test_what_does_not_grow_in_proportion_is_simulated(changes):
     assert counts[0] < counts[1] < counts[2]
 
 
-def test_results_of_operators_are_made_again_as_they_were(monkeypatch):
+def test_cached_operator_results(monkeypatch):
     settings = replace(BASE, precision="amp")
     monkeypatch.setattr(simulation, "_ANSWERS", {})
     first, again = (
@@ -299,7 +299,7 @@ def test_results_of_operators_are_made_again_as_they_were(monkeypatch):
     assert first == again == asked
 
 
-def test_an_operator_that_returns_its_argument_is_asked_again(monkeypatch):
+def test_simulated_results_of_views_and_scalars(monkeypatch):
     monkeypatch.setattr(simulation, "_ANSWERS", {})
     x = torch.empty(4, 6, device="meta")
     view = torch.ops.aten.view.default
@@ -330,7 +330,7 @@ def test_positions_cap_the_longest_sequence():
     assert training_plan.best.settings.sequence == 1100
 
 
-def test_equal_times_go_to_weights_that_lose_no_updates():
+def test_rank_of_equal_times():
     def one(precision, relative, fits=True):
         settings = replace(BASE, precision=precision)
         return Candidate(settings, 100, {}, relative, relative, fits=fits)
@@ -368,7 +368,7 @@ SPREADS = [
 
 
 @pytest.mark.parametrize("changes", SPREADS, ids=lambda c: "-".join(map(str, c.values())))
-def test_files_load_with_what_they_are_for(tmp_path, changes):
+def test_written_files_load(tmp_path, changes):
     files, settings = written(tmp_path, **changes)
     assert load(files["plan.yaml"]) == settings
     from liger_multi.dispatch.config import load as configuration
@@ -459,7 +459,7 @@ def test_applied_and_taken_back():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_a_plan_that_cannot_be_applied_changes_nothing():
+def test_failed_apply_restores_model():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="no list of layers"):
         apply(replace(BASE, patched=False, tiles=2), model)
@@ -707,12 +707,12 @@ def pretending(code):
         ("pass", "no output"),
     ],
 )
-def test_a_failing_process_is_a_row(code, said):
+def test_failing_process_row(code, said):
     limit = 2 if "sleep" in code else 30
     assert pretending(code).run(CASE, SETTINGS, 1, limit)["failure"] == said
 
 
-def test_a_process_gets_its_candidate():
+def test_process_candidate():
     code = "print(json.dumps({'got': json.loads(line)}))"
     result = pretending(code).run(CASE, SETTINGS, 3, 30)
     assert result["got"] == [vars(CASE), SETTINGS.as_data(), 3]
@@ -734,7 +734,7 @@ def two_plans():
     return [{**data, "candidates": candidates}, {**data, "candidates": candidates[:1]}]
 
 
-def test_rows_are_written_after_every_candidate():
+def test_rows_written_after_every_candidate():
     """In rounds over the cases; what failed has no order and stops nothing."""
     written = []
     codes = iter([f"print({json.dumps(json.dumps(MEASURED))})"] * 2 + ["raise ValueError('x')"] * 2)
@@ -751,7 +751,7 @@ def test_rows_are_written_after_every_candidate():
     assert "candidates" not in rows[0]
 
 
-def test_nothing_starts_when_the_time_is_over(capsys):
+def test_no_candidate_starts_after_deadline(capsys):
     late = options_of(until=time.monotonic() + 10, limit=30)
     rows = plans.execute(two_plans(), lambda: pretending("pass"), late, lambda rows: None)
     assert [row["runs"] for row in rows] == [[], []]

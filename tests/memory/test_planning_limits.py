@@ -121,7 +121,7 @@ def test_the_host_limits_what_is_offloaded():
     assert narrow.nearest.host_bytes <= narrow.host_memory_bytes
 
 
-def test_what_needs_more_than_the_host_has_does_not_fit():
+def test_host_memory_limits_fit():
     space = replace(SPACE, offload=False, offload_states=("cpu",))
     training_plan = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False)
     assert training_plan.best.host_bytes > 2**21
@@ -174,9 +174,7 @@ def test_the_table_shows_the_hosts_memory(capsys, tmp_path, simulations):
         (("amp", "bf16"), 4, "sgd"),
     ],
 )
-def test_offloaded_states_rank_below_the_same_way_without(
-    simulations, precisions, devices, optimizer
-):
+def test_offloaded_states_rank_lower(simulations, precisions, devices, optimizer):
     space = replace(SPACE, precisions=precisions, policies=("none", "full"))
     training_plan = plan(
         config_of(),
@@ -216,13 +214,13 @@ def test_a_large_model_is_sharded():
     assert {c.settings.spread for c in training_plan.fitting} >= {"zero1", "zero3"}
 
 
-def test_a_page_without_offloading_has_no_size_of_it():
+def test_page_without_offloading():
     space = replace(SPACE, offload=False, offload_states=(None,))
     training_plan = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False)
     assert {row[4] for row in plan_page(training_plan).sections[1].rows} == {"-"}
 
 
-def test_the_picture_cuts_no_word(tmp_path, monkeypatch):
+def test_picture_labels_fit(tmp_path, monkeypatch):
     """Labels of the longest ways and of the axis lie within the picture."""
     pictures = pytest.importorskip("liger_multi.pictures")
     pytest.importorskip("matplotlib")

@@ -71,7 +71,7 @@ WAYS = {
 
 @pytest.mark.parametrize("model_name", ["dense", "moe", "tied"])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_derived_is_what_would_be_simulated(simulate_all, model_name, way):
+def test_derived_passes_equal_simulated(simulate_all, model_name, way):
     """Other numbers of sequences and other chunks, of layers that were simulated before."""
     if model_name == "moe" and way == "tiles":
         pytest.skip("experts do not run in tiles")
@@ -107,7 +107,7 @@ def test_tensor_parallelism_between_two_degrees(simulate_all, changes):
     assert some.simulations == before
 
 
-def test_tensor_parallelism_that_does_something_else_is_simulated(simulate_all):
+def test_unlike_tensor_parallel_passes_are_simulated(simulate_all):
     """One head of keys is left to a device, where PyTorch's fp32 attention needs no copies."""
     config = config_of(num_attention_heads=16, num_key_value_heads=8, head_dim=8)
     settings = replace(BASE, micro_batch=2, precision="fp32")
@@ -120,7 +120,7 @@ def test_tensor_parallelism_that_does_something_else_is_simulated(simulate_all):
 
 
 @pytest.mark.parametrize("policy", ["full", "norms_and_mlp", "keep_attention"])
-def test_casts_of_all_layers_leave_when_forward_is_over(policy):
+def test_casts_freed_after_forward(policy):
     """Those of the few simulated layers did, and the others stayed for backward."""
     settings = replace(BASE, micro_batch=2, precision="amp", recompute=policy, layers=12)
     short, whole = (predictor_of(config_of(layers=12)) for _ in range(2))
@@ -129,7 +129,7 @@ def test_casts_of_all_layers_leave_when_forward_is_over(policy):
     assert len(short.traces(settings)[0].body.layers) == 3
 
 
-def test_sums_of_a_layer_that_is_computed_again():
+def test_recomputed_layer_work():
     """They were taken for sums of gradients: GPT-2 under autocast ended in a CheckpointError."""
     from transformers import GPT2Config
 

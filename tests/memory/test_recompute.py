@@ -69,7 +69,7 @@ def equal(first, second):
 
 @pytest.mark.parametrize("policy", RECOMPUTING)
 @pytest.mark.parametrize("model_name", ["gqa", "tied"])
-def test_equal_to_the_bit_and_undone(model_name, policy):
+def test_recomputed_results_bitwise_and_removed(model_name, policy):
     model = case(model_name).build("cpu")
     stock, forwards = trained(model), [m.__dict__.copy() for m in model.modules()]
     with apply_recompute(model, policy) as handle:
@@ -207,7 +207,7 @@ def test_what_is_computed_again():
 
 
 @pytest.mark.parametrize("patched", [False, True])
-def test_each_policy_keeps_less_and_is_foretold(patched):
+def test_saved_bytes_by_policy(patched):
     kept = {}
     for policy in ("none", "norms", "norms_and_mlp", "full") if patched else POLICIES:
         one = Short("gqa", 4, 64, "float32", patched)
@@ -227,7 +227,7 @@ def test_each_policy_keeps_less_and_is_foretold(patched):
     assert all(a > b for a, b in itertools.pairwise(order)), kept
 
 
-def test_a_last_product_is_kept_where_a_norm_reads_it():
+def test_last_gemm_kept_for_norm():
     """Of the first layer all is kept, then it is known; Gemma 2 has a norm behind its MLP."""
     import transformers
 
@@ -285,7 +285,7 @@ def test_a_saved_model_keeps_its_policy():
     assert products(other, None) == products(model, None) != products(case().build("cpu"), None)
 
 
-def test_no_gradients_no_recomputation_and_a_cache():
+def test_no_recomputation_without_gradients():
     model = case().build("cpu").eval()
     ids = ids_of(model)
     expected = model.generate(ids, max_new_tokens=3, do_sample=False)
@@ -296,7 +296,7 @@ def test_no_gradients_no_recomputation_and_a_cache():
             trained(model, use_cache=True)
 
 
-def test_never_twice():
+def test_recompute_refuses_second_recomputation():
     model = case().build("cpu")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(ValueError, match="checkpointed by its model already"):
@@ -349,7 +349,7 @@ LAYER = {"none": (100, 0.0), "norms": (70, 1.0), "keep_attention": (20, 3.0), "f
 
 
 @pytest.mark.parametrize("budget", [1000, 400, 330, 250, 200, 180, 120, 100, 60])
-def test_the_choice_is_near_the_best(budget):
+def test_choice_near_optimum(budget):
     slow = {name: (kept, 3 * seconds) for name, (kept, seconds) in LAYER.items()}
     stats = stats_of(LAYER, LAYER, slow, LAYER)
     choice = choose(stats, budget)
@@ -382,7 +382,7 @@ def test_statistics_of_a_model():
         choose(stats, 1, batch=1)
 
 
-def test_adapts_to_what_is_free():
+def test_adapt_to_free_memory():
     model = case().build("cpu")
     stats = layer_stats(model, 2, 32, dtype="float32", device="cpu")
     stock = trained(model)
@@ -487,7 +487,7 @@ def test_changed_in_place_between_two_uses():
     torch.testing.assert_close(x.grad, 2 * x.detach() + 1)
 
 
-def test_offloading_is_foretold():
+def test_offload_estimate():
     """On an accelerator what is in flight stays; all else leaves."""
     peaks = {}
     for room in (None, 10**9, 0):
@@ -540,7 +540,7 @@ FP8_LAYERS = [("norms_and_mlp", True, True), ("narrow", False, True), ("full", F
 
 
 @pytest.mark.parametrize(("policy", "widening", "narrowing"), FP8_LAYERS)
-def test_layers_in_float8_are_products(policy, widening, narrowing):
+def test_float8_layers_count_as_gemms(policy, widening, narrowing):
     """Of a weight, unlike of a factor of PyTorch's, the first axis is what comes out."""
     op = torch.ops.liger_multi.linear_float8_forward.default
     x = torch.empty(4, 32, device="meta")
