@@ -705,3 +705,25 @@ def test_resolution_is_cached(monkeypatch):
         resolve.resolve(OPS["rms_norm"].fwd, (x, None, 1e-6, 0.0, "llama")).__module__
         == "liger_multi.reference.norms.rms_norm"
     )
+
+
+# --- DTensors ---
+
+
+@pytest.fixture
+def mesh(one_process):
+    """A mesh of this process alone."""
+    return torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+
+
+@pytest.mark.parametrize("op", ["hyper_connections", "hyper_connections_pre", "layer_norm"])
+def test_outputs_with_rows_are_sharded(mesh, op):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    sample = next(s for s in of(op) if s.size == "small")
+    tensors = sample.make(torch.device("cpu"), torch.float32)
+    placements = {n: Shard(0) if n in OPS[op].bitwise.batched else Replicate() for n in tensors}
+    sharded = {n: distribute_tensor(t, mesh, [placements[n]]) for n, t in tensors.items()}
+    result = getattr(ops, op)(**sharded, **sample.options)
+    outputs = result if isinstance(result, tuple) else (result,)
+    assert [y.placements for y in outputs] == [(Shard(0),)] * len(outputs)

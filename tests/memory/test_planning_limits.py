@@ -13,7 +13,7 @@ from liger_multi.cli.main import main
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.errors import ConfigurationError, PlanError
 from liger_multi.memory import Settings, Space, TrainingPlan, plan
-from liger_multi.memory.planning import Candidate, host
+from liger_multi.memory.planning import Candidate, cost
 from liger_multi.memory.planning.cost import card_of
 from liger_multi.memory.planning.result import plan_page
 
@@ -81,18 +81,18 @@ def test_an_estimate_refuses_a_capacity_without_its_unit(capsys):
 
 def test_the_memory_of_this_host(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert host.host_memory(None) == 128 * 2**30
+    assert cost.host_bytes(None) == 128 * 2**30
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    monkeypatch.setattr(host, "LIMIT", tmp_path / "memory.max")
-    whole = host.host_memory(None)
+    monkeypatch.setattr(cost, "CONTAINER_LIMIT", tmp_path / "memory.max")
+    whole = cost.host_bytes(None)
     (tmp_path / "memory.max").write_text("max\n")
-    assert host.host_memory(None) == whole
+    assert cost.host_bytes(None) == whole
     (tmp_path / "memory.max").write_text(f"{2**30}\n")
-    assert host.host_memory(None) == 2**28
-    assert host.host_memory("64GB") == 64 * 10**9
+    assert cost.host_bytes(None) == 2**28
+    assert cost.host_bytes("64GB") == 64 * 10**9
     with pytest.raises(ConfigurationError, match="'64GiB' or '64GB'"):
-        host.host_memory("64")
+        cost.host_bytes("64")
 
 
 SPACE = Space(

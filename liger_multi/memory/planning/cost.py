@@ -10,9 +10,14 @@ times mean something.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from liger_multi.dispatch.config import parse_memory
 from liger_multi.errors import unknown
@@ -132,6 +137,36 @@ def card_of(spec: str | int | Card) -> tuple[Card, int]:
     values = (near.products16, near.products32, near.bandwidth, near.link, near.host)
     rest = (near.source, near.bf16, True, near.products8)
     return Card(near.name, size, *values, *rest), size
+
+
+# --- the host ---
+
+DEFAULT_HOST_MEMORY = 128 * 2**30  # bytes for a device, where this machine has no devices
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def host_bytes(value: str | int | None) -> int:
+    """Bytes of the host's memory for each device.
+
+    Args:
+        value: A size such as ``"128GiB"``. None: the share of each device of this machine, or
+            128 GiB where it has none.
+
+    Raises:
+        ConfigurationError: It is no size.
+    """
+    if value is not None:
+        return parse_memory(value, "host memory")
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return _machine_memory() // devices if devices else DEFAULT_HOST_MEMORY
+
+
+def _machine_memory() -> int:
+    """Bytes of this machine, or of the container that it runs in."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
+        sizes.append(int(CONTAINER_LIMIT.read_text(encoding="ascii")))
+    return min(sizes)
 
 
 # --- time ---

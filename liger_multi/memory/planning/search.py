@@ -12,9 +12,8 @@ from liger_multi.dispatch.registry import device_type
 from liger_multi.dtypes import short_name
 from liger_multi.errors import PlanError, shown
 from liger_multi.memory.measure import format_bytes
-from liger_multi.memory.planning.cost import Card, card_of
+from liger_multi.memory.planning.cost import Card, card_of, host_bytes
 from liger_multi.memory.planning.forked import can_fork, forked
-from liger_multi.memory.planning.host import host_memory as host_bytes
 from liger_multi.memory.planning.predict import Predictor
 from liger_multi.memory.planning.result import (
     PRECISIONS,
