@@ -1,7 +1,7 @@
-"""Whatever a user hands in is accepted with its documented meaning or refused in one clear error.
+"""Whatever a user passes is accepted with its documented meaning or refused in one clear error.
 
-Configuration values and files are drawn from seeded generators and judged by rules that are written
-down here once more; every option of every command meets values that nobody would mean.
+Configuration values and files are drawn from seeded generators and judged by rules that are
+implemented here a second time; every option of every command gets meaningless values.
 """
 
 import argparse
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextlib.contextmanager
 def at_most(seconds):
-    """What would block raises instead."""
+    """Reads that would block raise instead."""
 
     def late(*_):
         raise TimeoutError(f"still busy after {seconds} s")
@@ -245,7 +245,7 @@ def is_device(name, section):
 
 
 def drawn(rng, depth=0):
-    """A configuration with a few things wrong with it, most of the time."""
+    """A configuration that usually has a few invalid parts."""
     if rng.random() < 0.08:
         return rng.choice(VALUES)
     good = rng.random() < 0.5
@@ -310,7 +310,7 @@ def test_any_value_in_any_place(index):
     assert outcome(parse, {"ops": value}, "x") == empty
     assert outcome(parse, {"devices": value}, "x") == empty
     assert outcome(parse_bytes, value, "x") == is_bytes(value)
-    for _ in range(2):  # a scope is looked up by what it says: nothing may look like another
+    for _ in range(2):  # scopes are cached by their text: no two scopes may have the same one
         with contextlib.ExitStack() as stack:
             scope = lambda **choices: stack.enter_context(liger_multi.use(**choices))  # noqa: E731
             assert outcome(scope, rms_norm=["reference"])
@@ -366,7 +366,7 @@ def test_messages_are_short_and_never_fail():
 
 @pytest.fixture
 def built(monkeypatch):
-    """Forward or backward of which operators was resolved, in order."""
+    """The operators and directions that were resolved, in order."""
     resolved, original = [], planning.Dispatch.__init__
 
     def count(self, prim, *args):
@@ -760,7 +760,7 @@ def _shown(value):
 
 @pytest.mark.parametrize(("words", "option", "option_type"), commands(), ids=_shown)
 def test_any_value_of_any_option(words, option, option_type, tiny, idle, capsys):
-    """Refused with code 2 before any work, or taken; nothing is written."""
+    """A value is refused with code 2 before any work, or taken; nothing is written."""
     before = tree(idle.parent)
     for value in JUNK:
         needed = [part.format(model=tiny) for part in NEEDED.get(words, [])]

@@ -1,4 +1,4 @@
-"""The switch ``deterministic``: where it is said, what it refuses, and whose bits it keeps."""
+"""The switch ``deterministic``: how it is set, what it refuses, and which bits it keeps."""
 
 import _thread
 import contextlib
@@ -37,7 +37,7 @@ def head(rows, seed=0, dtype=torch.bfloat16):
     return hidden, weight, torch.randint(97, (rows,), generator=generator)
 
 
-# --- where it is said ---
+# --- how it is set ---
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_an_unknown_property_is_refused(name):
         bitwise.bitwise(bitwise.PER_ROW, "x", reference=name)
 
 
-# --- whose bits it keeps ---
+# --- which bits it keeps ---
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7])
@@ -158,7 +158,7 @@ def test_log_probs_of_packed_batch(chunk):
 @pytest.mark.parametrize("by", [(67,), (2, 67), (2, 1, 67), (2, 9, 67)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_modulated_tokens_do_not_see_each_other(monkeypatch, by, dtype):
-    """The norm is called for every row on memory of its own; what modulates it is elementwise."""
+    """The norm runs for every row in its own memory; the modulation is elementwise."""
     original, alone = rms_norm.forward, []
 
     def watched(x, *rest):
@@ -181,7 +181,7 @@ def test_modulated_tokens_do_not_see_each_other(monkeypatch, by, dtype):
 
 
 def test_every_operator_runs_under_rows_on_a_cpu():
-    """Permissions to overwrite are not used there, and those forms have no independent rows."""
+    """Inputs are not overwritten there: in-place operators have no independent rows."""
     refused = [n for n in OPS if bitwise.refusal("reference", OPS[n].fwd, "rows")]
     assert all(OPS[name].inplace for name in refused)
 
@@ -198,7 +198,7 @@ def test_promises_of_every_operator():
 
 @pytest.mark.parametrize("promise", ["repeat", "rows"])
 def test_broken_promise_message(monkeypatch, promise):
-    """The checks of the common suite fail where a call depends on what it must not."""
+    """The checks of the common suite fail where a promise is broken."""
     sample = next(s for s in samples.of("softmax") if s.elements > 100)
     calls = checks.calls_of("softmax", sample, torch.float32, torch.device("cpu"), "reference")
     count = iter(range(1, 100))
@@ -254,7 +254,7 @@ def _switches():
 
 @pytest.mark.parametrize("held", [strict._attention, strict._convolutions])
 def test_threads_leave_the_process_as_it_was(held):
-    """The second to enter took the first one's setting for the caller's, and restored that."""
+    """The second thread took the first one's setting for the caller's, and restored that."""
     before, inside, leave = _switches(), threading.Event(), threading.Event()
 
     def stay():
@@ -306,7 +306,7 @@ PLACED = {  # rows of 64 and 67 elements, and whether they are copied
 
 @pytest.mark.parametrize("name", PLACED)
 def test_kernel_rows_are_16_byte_aligned(monkeypatch, name):
-    """The order of a row's sum would follow its address, as what a thread loads at a time does."""
+    """The order of a row's sum would depend on its address, as the width of loads does."""
     x, is_copied = PLACED[name]
     weight, observed = BUFFER[1 : 1 + x.shape[1]], []
 
@@ -327,7 +327,7 @@ def test_kernel_rows_are_16_byte_aligned(monkeypatch, name):
 
 @pytest.mark.parametrize("name", ["rms_norm", "swiglu", "geglu", "gated_rms_norm", "softmax"])
 def test_a_row_alone_has_its_bits_in_every_layout(name):
-    """Of one axis or more, with gaps between its elements or none, beside others or not."""
+    """A row of one axis or more, with gaps or without, alone or in a batch."""
     x = torch.randn(257, 9, generator=torch.Generator().manual_seed(0))
     weight = x[:, 0].contiguous()
     run = {
@@ -363,7 +363,7 @@ def test_inplace_kernel_with_unaligned_rows():
 
 
 def _counted():
-    """A backend of the compiler that runs graphs as they are, and the graphs that it was given."""
+    """A compiler backend that runs graphs as they are, and the list of its graphs."""
     graphs = []
 
     def backend(graph, inputs):
@@ -430,7 +430,7 @@ def _rows_said(how, monkeypatch, tmp_path):
 
 
 def test_the_setting_of_another_thread_recompiles_nothing():
-    """Guards look at the thread that calls."""
+    """Guards read the setting of the calling thread."""
     torch.compiler.reset()
     graphs, backend = _counted()
     compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
@@ -452,7 +452,7 @@ def test_the_setting_of_another_thread_recompiles_nothing():
 
 
 def test_autograd_threads_take_callers_graph():
-    """A device's threads compute again what is checkpointed; Python did not start them."""
+    """Autograd recomputes checkpointed layers in threads that Python did not start."""
     torch.compiler.reset()
     graphs, backend = _counted()
     compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)

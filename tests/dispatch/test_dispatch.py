@@ -1,4 +1,4 @@
-"""Configuration, the choice of a backend, and what the machinery promises around autograd."""
+"""Configuration, the choice of a backend, autograd, and DTensors."""
 
 import ast
 import concurrent.futures
@@ -262,7 +262,7 @@ def test_a_wrong_signature_is_refused_when_loaded(plugin):
 
 
 def test_supports_with_unknown_argument(plugin):
-    """It would never be asked, and the backend would run what it does not support."""
+    """It would never be called, and the backend would run what it does not support."""
 
     def supports(half: str) -> str | None:
         return "never"
@@ -293,7 +293,7 @@ def test_supports_with_unknown_argument(plugin):
     ],
 )
 def test_module_paths_of_operators(op, files, module_name, tmp_path, monkeypatch):
-    """In a family, beside them, as a file or as a folder; others' modules stay unloaded."""
+    """In a family or without one, as a file or as a folder; other modules stay unloaded."""
     for name, text in {"__init__.py": "", **files}.items():
         file = tmp_path / "placed_backend" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -370,7 +370,7 @@ class Nested(torch.autograd.Function):
 
 
 def sources_in_threads():
-    """Whether a backward ran in this thread, and what it found, in a scope and outside."""
+    """Whether a backward ran in this thread, and its configuration, in a scope and outside."""
     observed, x = [], torch.ones(1, requires_grad=True)
     y = Nested.apply(x, 100, observed)
     with liger_multi.use(rms_norm="reference"):
@@ -406,7 +406,7 @@ LINEAR = {"embedding", *(op for op in OPS if op.startswith("rope"))}
 @pytest.mark.parametrize("op", sorted(OPS))
 @pytest.mark.parametrize("use", [torch.square, torch.clone], ids=["squares", "as they are"])
 def test_double_backward_raises(op, use):
-    """Of the sum of the outputs as they are, the upstream gradient is a constant."""
+    """The upstream gradient of a plain sum of the outputs is a constant."""
     from liger_multi.testing.checks import call, outputs
 
     sample = next(s for s in of(op) if s.size == "small")
@@ -416,7 +416,7 @@ def test_double_backward_raises(op, use):
     total = sum(use(t).sum() for t in result.values())
     (grad, *_) = torch.autograd.grad(total, leaves, create_graph=True)
     if use is torch.clone and op in LINEAR:
-        assert not grad.requires_grad  # a constant, of which nobody can take the derivative
+        assert not grad.requires_grad  # a constant, which has no derivative
         return
     with pytest.raises(errors.DoubleBackwardError, match=f"liger_multi.{op} has first"):
         grad.pow(2).sum().backward()
@@ -470,7 +470,7 @@ def test_functorch_transform_error():
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_tangent_is_not_lost(trained):
-    """Kernels have no derivative forwards: their results would have none, which reads as zero."""
+    """Kernels have no forward-mode derivative; a missing tangent would read as zero."""
     x = torch.randn(3, 8).requires_grad_(trained)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, torch.ones(3, 8))
@@ -530,7 +530,7 @@ def test_generated_source_in_docstring():
 
 
 def test_frozen_weights_allocate_no_gradient():
-    """The only tensors as large as the weight are the weight and what it needs."""
+    """No tensor as large as a frozen weight is allocated."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
@@ -588,7 +588,7 @@ def test_gradient_checkpointing_and_saved_tensor_hooks():
 )
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_checkpointing_skips_last_gemm(activation):
-    """It stops when it has the input of ``down``, which one operator for all would hide."""
+    """It stops once it has the input of ``down``, which a single operator would hide."""
     from torch.utils.checkpoint import checkpoint
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -39,7 +39,7 @@ def inputs(grad=True):
 
 
 def counted(monkeypatch):
-    """How often each half of an operator ran."""
+    """How often each of the two functions of an operator ran."""
     counts = {"first": 0, "rest": 0}
     call = EarlySave.__call__
 
@@ -67,7 +67,7 @@ AFTER = {"nothing": lambda y: y, "what adds": lambda y: y + 1, "what reads": tor
 @pytest.mark.parametrize("after", AFTER)
 @pytest.mark.parametrize("grad", [True, False], ids=["x", "weights alone"])
 def test_early_save_gradients_under_checkpointing(name, after, grad, monkeypatch):
-    """The rest runs again where somebody reads its result, and only there."""
+    """The rest runs again only where its result is read."""
     call, weights = CALLS[name]
     run = lambda x: AFTER[after](call(x))  # noqa: E731
     x = inputs(grad)

@@ -176,7 +176,7 @@ INTEGERS = (
 
 @functools.cache
 def reserved(size):
-    """Bytes that nobody writes, and that take no memory."""
+    """A storage of many bytes that takes no memory, as nothing is written."""
     return torch.zeros(0, dtype=torch.uint8).set_(torch.UntypedStorage(size))
 
 
@@ -202,7 +202,7 @@ def every_other():
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_cached_launch_matches_arguments(monkeypatch, target):
-    """What the look-up forgets, of all that Triton specializes on for a target, fails here."""
+    """The cache key covers everything that Triton specializes on for a target."""
     use_target(monkeypatch, target)
     kernel, x = Checked(), torch.zeros(16)
     values = [*every_tensor(), *every_other()]
@@ -231,7 +231,7 @@ def test_amd_kernel_for_2_gib_storage(monkeypatch, target):
 
 @pytest.mark.parametrize("first", [False, True])
 def test_switches_of_the_compiler_may_change_between_launches(monkeypatch, first):
-    """An answer of Triton that was remembered under one switch decides nothing under another."""
+    """A result of Triton that was cached under one switch is not used under another."""
     use_target(monkeypatch, TARGETS["hip"])
     small, large = reserved(64), reserved(LIMIT)
     monkeypatch.setattr(triton.knobs.amd, "use_buffer_ops", first)
@@ -246,7 +246,7 @@ def test_switches_of_the_compiler_may_change_between_launches(monkeypatch, first
 
 @pytest.mark.parametrize("reads", [lambda x: x.shape, lambda x: x.stride(0), lambda x: type(x)])
 def test_unknown_triton_specialization_is_not_cached(reads):
-    """Facts are not a list of ours: what Triton reads decides what is remembered."""
+    """The attributes of a tensor that Triton reads decide the cache key."""
     asked = []
 
     def specialize(argument):
@@ -272,7 +272,7 @@ def test_remembered_arguments_are_bounded(monkeypatch):
 
 
 def test_interpreted_kernel_launch(monkeypatch):
-    """Interpreted kernels, and those of a machine that has no device to specialize for."""
+    """Kernels that are interpreted, or that have no device to specialize for."""
     monkeypatch.setattr(launching, "_classes", None)
     calls = []
 
@@ -313,7 +313,7 @@ def test_grids_of_the_tuner():
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_tuner_call_arguments(direction):
-    """What was called before is called by code that is written out and looks nothing up."""
+    """Repeated calls run generated code without look-ups."""
     sample = next(s for s in samples.of("softmax") if s.size == "small")
     for _ in range(2):
         arguments = tune.call_arguments("softmax", direction, sample, torch.device("cpu"))

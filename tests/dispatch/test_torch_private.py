@@ -60,7 +60,7 @@ def test_missing_symbol_logged_once(without):
     for path in ("torch._C._len_torch_dispatch_stack", "torch.Tensor._make_wrapper_subclass"):
         _, log = without(path)
         assert sum(path in line and lost[path] in line for line in log) == 1
-    assert without("torch._C._is_any_autocast_enabled")[1] == []  # done by public means
+    assert without("torch._C._is_any_autocast_enabled")[1] == []  # replaced by public means
 
 
 def test_symbol_rows_are_complete():
@@ -71,7 +71,7 @@ def test_symbol_rows_are_complete():
 
 
 def test_symbols_of_this_pytorch():
-    """Of a release within the versions of a row, nothing is missing."""
+    """A release within the versions of a row has its symbol."""
     import torch
 
     release = tuple(map(int, torch.__version__.split(".")[:2]))

@@ -1,7 +1,7 @@
 """What runs in chunks: fused losses over rows, and TiledMLP over tokens.
 
 Fused losses hold one buffer of logits, survive running out of memory, and follow free memory.
-TiledMLP gives the same numbers as the whole MLP, one gradient a parameter, and takes little memory.
+TiledMLP has the results of the whole MLP and one gradient per parameter, and takes little memory.
 """
 
 import copy
@@ -33,7 +33,7 @@ def inputs(rows=ROWS, dtype=torch.float32):
 
 
 class Full(TorchFunctionMode):
-    """A device on which tensors of more than some rows of logits do not fit, some times."""
+    """A device that refuses tensors of more than some rows of logits, a number of times."""
 
     def __init__(self, rows, times=1000):
         super().__init__()
@@ -133,7 +133,7 @@ def test_retry_frees_buffers_of_first_attempt():
                 call("fused_linear_cross_entropy", hidden, weight, target)
         peaks.append(peak.peak_bytes)
     logits = VOCABULARY * 4
-    # its own ten rows, and what the reference makes of them, stand alone
+    # ten rows, and the reference's temporaries of them, are alive alone
     assert peaks[0] < peaks[1] - 20 * logits
 
 
@@ -214,7 +214,7 @@ def run(module, x, upstream):
 @pytest.mark.parametrize("tiles", [2, 3, 5, 13, 100])
 @pytest.mark.parametrize("needs_x", [True, False])
 def test_tiled_mlp_results(tiles, needs_x, shape):
-    """Without a gradient of x too: parameters got none there (surface of today's libraries)."""
+    """Also without a gradient of x, where parameters got none in other libraries."""
     whole = mlp()
     x, upstream = torch.randn(shape).requires_grad_(needs_x), torch.randn(shape)
     expected = run(whole, x, upstream)
@@ -227,7 +227,7 @@ def test_tiled_mlp_results(tiles, needs_x, shape):
 
 @pytest.mark.parametrize("tiles", [1, 2, 7])
 def test_hooks_of_parameters_fire_once_a_step(tiles):
-    """They fired once a piece, and a reducer of DDP or FSDP counts them."""
+    """They used to fire once per tile, and a reducer of DDP or FSDP counts them."""
     module, fired = nn.TiledMLP(mlp(), tiles), []
     for name, parameter in module.named_parameters():
         parameter.register_hook(lambda grad, name=name: fired.append(name))
@@ -238,7 +238,7 @@ def test_hooks_of_parameters_fire_once_a_step(tiles):
 
 
 def test_tiled_mlp_gradients_in_low_precision():
-    """Sums over pieces are in fp32: in bf16, 256 terms of about the same size stop growing."""
+    """Sums over tiles are in fp32: in bf16, a sum of 256 equal terms stops growing."""
     module = mlp(torch.bfloat16)
     x = torch.randn(512, WIDTH).abs().to(torch.bfloat16)
     exact = run(copy.deepcopy(module).double(), x.double(), torch.ones_like(x.double()))
@@ -249,7 +249,7 @@ def test_tiled_mlp_gradients_in_low_precision():
 
 
 def test_tiled_mlp_calls_the_module():
-    """Hooks that gather weights, and adapters, stand there."""
+    """Hooks that gather weights, and adapters, depend on that call."""
     module, lengths = mlp(), []
     module.register_forward_pre_hook(lambda m, args: lengths.append(args[0].shape[-2]))
     x = torch.randn(2, 7, WIDTH, requires_grad=True)

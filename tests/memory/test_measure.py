@@ -1,7 +1,7 @@
 """Memory measured around a block and through a step.
 
-Peaks against allocations whose sizes are known; profiles of steps whose memory is known, of a small
-model, and of an allocator's history.
+Peaks are compared with allocations of known sizes, and profiles with steps of known memory, with a
+small model, and with an allocator's history.
 """
 
 import dataclasses
@@ -109,7 +109,7 @@ def test_temporaries_of_a_backward_are_seen():
     x = torch.ones(4 * KIB, requires_grad=True)
     with measure("cpu") as peak:
         WithTemporaries.apply(x).sum().backward()
-    # x stands beside the scratch, and so do two scalars; the product is gone by then
+    # x and two scalars are alive besides the scratch; the product is freed by then
     assert 516 * KIB <= peak.peak_bytes <= 516 * KIB + 16
 
 
@@ -457,7 +457,7 @@ def test_profile_of_patched_model():
 
 
 def trace():
-    """A history of an allocator, and what a recorder saw of it: addresses are used again."""
+    """A history of an allocator that reuses addresses, and what a recorder saw of it."""
 
     def entry(action, addr, size, time_us):
         return {"action": action, "addr": addr, "size": size, "time_us": time_us}
@@ -465,7 +465,7 @@ def trace():
     entries = [
         entry("segment_alloc", 1000, 4096, 9),
         entry("alloc", 100, 512, 10),  # kept for backward
-        entry("alloc", 200, 1024, 12),  # scratch of a kernel, seen by nobody
+        entry("alloc", 200, 1024, 12),  # scratch of a kernel, which no recorder sees
         entry("free_requested", 200, 1024, 13),
         entry("free_completed", 200, 1024, 13),
         entry("alloc", 200, 2048, 20),  # a gradient at the same address

@@ -1,4 +1,4 @@
-"""Estimates against steps that are measured, against figures of a card, and by their arithmetic."""
+"""Estimates are compared with measured steps, with figures of a card, and with arithmetic."""
 
 import inspect
 import itertools
@@ -31,11 +31,13 @@ def model_of(model_name="dense", **options):
     return Case(model_name, 4, 128, "float32", **options).build("cpu")
 
 
-HALF_LORA = Case("dense", 4, 128, "bfloat16", lora=True)  # of which peft keeps adapters in fp32
+HALF_LORA = Case(
+    "dense", 4, 128, "bfloat16", lora=True
+)  # of such models peft keeps adapters in fp32
 
 
 def _slow(case):
-    """Unpatched, models of state spaces pass over their tokens one by one."""
+    """Unpatched state space models loop over their tokens."""
     looping = case.model in ("delta", "scan", "heads_scan") and not case.patched
     return pytest.param(case, marks=pytest.mark.slow) if looping else case
 
@@ -69,7 +71,7 @@ FLOAT8 = {
 
 @pytest.mark.parametrize("name", FLOAT8)
 def test_float8_estimate_near_measured_step(name):
-    """A base that is held in codes costs a byte per weight, and four per row."""
+    """An FP8 base costs a byte per weight, and four bytes per row for its scale."""
     lora, options = FLOAT8[name]
     if lora:
         pytest.importorskip("peft")
@@ -90,7 +92,7 @@ def test_float8_estimate_near_measured_step(name):
     if again:
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
     optimizer, step = case.step(model)
-    for _ in range(2):  # norms hand out codes from the second step on
+    for _ in range(2):  # from the second step on, norms return FP8 codes
         step()
     held = [t for p in model.parameters() for t in stored(p)]
     states = [t for s in optimizer.state.values() for t in s.values()]
@@ -107,7 +109,7 @@ def test_float8_estimate_near_measured_step(name):
 
 
 def test_float8_layers_saved_bytes():
-    """Scales of weights until backward, and the codes of the last input that was rounded."""
+    """Scales of weights until backward, and the FP8 codes of the last rounded input."""
     model = model_of()
     layers = [m for n, m in model.named_modules() if "layers" in n and hasattr(m, "in_features")]
     estimates = []
@@ -123,7 +125,7 @@ def test_float8_layers_saved_bytes():
 
 @pytest.mark.parametrize("held", [False, True])
 def test_float8_codes_live_during_gemm(held):
-    """Of x and a weight beside the output; of the gradient and the weight beside that of x."""
+    """Those of x and the weight besides the output; those of dy and the weight besides dx."""
     op, (rows, width, out) = OPS["linear_float8"], (64, 32, 48)
     x = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
     dtype = torch.float8_e4m3fn if held else torch.bfloat16
@@ -144,7 +146,7 @@ def test_float8_codes_live_during_gemm(held):
     gradient = max(itertools.accumulate(size for _, size in recorder.events[before:]))
     codes = 0 if held else (width + 4) * out  # of the weight, with their scales
     assert forward == rows * (width + 4) + codes + 2 * rows * out
-    # codes of dy with their scales, those of the weight across, a scale for each of its columns
+    # codes and scales of dy, transposed codes of the weight, a scale per column
     assert gradient == rows * (out + 4) + (out + 4) * width + 2 * rows * width
 
 
@@ -265,7 +267,7 @@ def test_dynamic_bytes_with_tokens_and_checkpointing():
 
 
 def test_grouped_heads_unfused_attention_in_fp32():
-    """PyTorch spells it out, and keeps rows x columns of every head."""
+    """PyTorch computes unfused attention, and keeps rows x columns of every head."""
 
     def kept(model_name, dtype="float32"):
         estimated = estimate(small(model_name), 2, 128, dtype=dtype, device="cuda")
@@ -286,7 +288,7 @@ def test_ungrouped_heads_fused_attention():
 
 
 def test_grouped_heads_key_gradient_per_head():
-    """16 512 bytes a token of Llama-3.2-1B beside operands and results, seen on an H200."""
+    """16 512 bytes per token of Llama-3.2-1B besides operands and results (measured on an H200)."""
     tokens, heads, size = 4096, 32, 64
     recorder = Recorder("meta")
 
@@ -328,7 +330,7 @@ def test_autocast_keeps_copies_of_weights():
     assert autocast.static_bytes == plain.static_bytes
     saved = autocast.profile.by("kind", "op", saved=True)
     assert saved["LlamaMLP", "gated_mlp.forward"] == 3 * 2 * (2 * 64) * 256 * 2
-    # each layer's weights once in 16 bits
+    # a 16-bit copy of each layer's weights
     copies = [
         n
         for (_, op), n in stock.profile.by("kind", "op", saved=True).items()
@@ -579,7 +581,7 @@ KERNELS = {
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_scratch_of_launchers(name, direction):
-    """Within 5 %, beside results: sizes that follow the number of cores are left out."""
+    """Within 5 %, besides results: sizes that depend on the number of cores are left out."""
     pytest.importorskip("triton")
     from ci.static import TARGETS, recorded
     from liger_multi.dispatch import registry

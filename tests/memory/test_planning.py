@@ -1,6 +1,6 @@
-"""Plans against steps that are tracked on a CPU, against whole simulations, and by their files.
+"""Plans are compared with measured steps on a CPU and with full simulations; their files load.
 
-What executes plans on an accelerator runs on a CPU, and with processes that only pretend.
+The execution of plans on an accelerator is tested on a CPU, and with substitute processes.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def predictor():
 
 
 def measured(settings, model):
-    """The peak of a real step, by tracking storages."""
+    """The peak of a real step, from its live storages."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=False)
     ids = torch.randint(1999, (settings.micro_batch, LENGTH))
@@ -127,7 +127,7 @@ def test_prediction_near_measured_step(predictor, name):
 
 @pytest.mark.parametrize("name", ["patched", "stock", "full", "tiles"])
 def test_prediction_from_few_layers(predictor, name):
-    """The extrapolation is no approximation: memory and work are those of all layers."""
+    """The extrapolation is exact: memory and work are those of all layers."""
     settings = replace(BASE, **WAYS[name])
     short = predictor.predict(settings)
     whole = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu")
@@ -220,7 +220,7 @@ def test_text_data_and_picture(small_plan, tmp_path):
 
 
 def test_fewest_layers_recompute():
-    """Just too little memory for no recomputation gets a few layers of it, not all."""
+    """With slightly too little memory, a few layers are recomputed, not all."""
     predictor = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu")
     settings = replace(BASE, micro_batch=8, chunk=1024)
     peak = predictor.predict(settings).peak_bytes
@@ -262,7 +262,7 @@ def test_refuses_with_the_nearest():
 def test_prediction_from_two_batch_sizes(changes):
     settings = replace(BASE, **{"chunk": 16 * LENGTH, "precision": "amp", **changes})
     short = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
-    for n in (6, 8):  # of few tokens, a head counts no rows
+    for n in (6, 8):  # with few tokens a head does not count rows
         short.predict(replace(settings, micro_batch=n))
     before = short.simulations
     actual = short.predict(replace(settings, micro_batch=16))
@@ -468,7 +468,7 @@ def test_failed_apply_restores_model():
 
 
 class _Coded(nn.Module):
-    """A frozen linear layer of 8 bits, dequantized for every product."""
+    """A frozen linear layer of 8 bits, dequantized for every GEMM."""
 
     def __init__(self, layer):
         super().__init__()
@@ -533,7 +533,7 @@ def test_times_grow_with_what_is_done():
 
 
 def test_limits_are_searched_with_few_chunks():
-    """65 536 short sequences in chunks that fit two of them were a search without an end."""
+    """A search over 65 536 short sequences, with chunks that fit two of them, did not end."""
     short = Settings(sequence=8, micro_batch=2, chunk=16)
     assert search._coarser(short) == short
     for long in (replace(short, micro_batch=65536), replace(short, sequence=10**6)):
@@ -597,7 +597,7 @@ def ways(training_plan):
 
 
 def test_fp8_is_planned_and_estimated():
-    """GEMMs at the rate of FP8 pay for the bytes that rounding moves; the peak is estimate's."""
+    """GEMMs at the FP8 rate outweigh the bytes that rounding moves; the peak equals estimate's."""
     training_plan = plan(wide_config(), "h200", batch=2, sequence=4096, space=WIDE, limits=False)
     by_precision = ways(training_plan)
     assert training_plan.best.settings.precision == "fp8"
@@ -735,7 +735,7 @@ def two_plans():
 
 
 def test_rows_written_after_every_candidate():
-    """In rounds over the cases; what failed has no order and stops nothing."""
+    """In rounds over the cases; a failed candidate has no rank and does not stop the others."""
     written = []
     codes = iter([f"print({json.dumps(json.dumps(MEASURED))})"] * 2 + ["raise ValueError('x')"] * 2)
     rows = plans.execute(
@@ -776,7 +776,7 @@ def test_the_order_of_speeds():
 
 
 def test_a_candidate_trains_on_a_cpu(tmp_path):
-    """The half that executes, whole: peak as told, and nothing of the settings left out."""
+    """Execution reaches the predicted peak, and applies all settings."""
     config = Small("dense", 2, 64).config()
     config.num_hidden_layers = 4
     config.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""What plans keep between processes: where, for how long, and when it does not count."""
+"""The cache of simulations between processes: its folder, its lifetime, and when it is ignored."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def only(cache):
     return file
 
 
-# --- found again ---
+# --- hits ---
 
 
 def test_repeated_plan_needs_no_simulation(cache):
@@ -101,7 +101,7 @@ def test_published_size_identity():
 
 
 def test_plans_of_models_are_not_cached(cache):
-    """Their code and their adapters are their own."""
+    """A model may have code and adapters of its own."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config_of())
@@ -110,7 +110,7 @@ def test_plans_of_models_are_not_cached(cache):
     assert not cache.exists()
 
 
-# --- what does not count ---
+# --- misses ---
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_sources_and_configuration_have_names(tmp_path, monkeypatch):
 
 
 def test_entries_of_old_format_are_replaced(cache):
-    """The checksum is right: an older form that was not told apart."""
+    """The checksum is right, but the entries have an older format."""
     first = cached_plan()
     file = only(cache)
     text = file.read_text()
@@ -258,7 +258,7 @@ def test_the_command_keeps_simulations(cache, model, capsys):
 
 
 def test_cached_plan_imports_no_transformers(cache, model):
-    """Its import lasts longer than everything else."""
+    """Its import takes longer than everything else."""
     assert main(["plan", str(model), *ARGV]) == 0
     code = (
         "import sys; from liger_multi.cli.main import main; code = main(sys.argv[1:]); "
@@ -277,7 +277,7 @@ BROAD = Space(precisions=("bf16", "fp32"), policies=("none", "full"), layouts=((
 
 @pytest.fixture
 def two(monkeypatch):
-    """Copies of this process may be made, whatever its threads."""
+    """This process may be forked, whatever its threads."""
     if sys.platform != "linux":
         pytest.skip("copies processes")
     monkeypatch.setattr(search, "can_fork", lambda: True)
@@ -289,7 +289,7 @@ def planned(**options):
 
 @pytest.mark.slow
 def test_plan_with_two_processes(two, monkeypatch, tmp_path):
-    """Each simulates some; the first one alone tells what it does."""
+    """Each process simulates a part; only the first one reports progress."""
     alone, simulated, messages = planned(), Passes._simulated, []
 
     def watched(self, *rest):

@@ -1,4 +1,4 @@
-"""Limits and order of a plan: sizes as people write them, the host's memory, what ranks first."""
+"""Limits and rank of candidates: sizes with units, the host's memory, order."""
 
 import contextlib
 import json
@@ -102,14 +102,14 @@ SPACE = Space(
 
 @pytest.fixture(scope="module")
 def simulations(tmp_path_factory):
-    """Those of one plan serve the next, from a folder of this file's."""
+    """A cache folder for this file: simulations of one plan serve the next."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGER_MULTI_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
 def test_the_host_limits_what_is_offloaded():
-    """Every way that fits keeps within both memories, whatever else it saves."""
+    """Every candidate that fits stays within the memory of the device and of the host."""
     config = config_of(num_hidden_layers=2)
     wide = plan(config, "1GiB", 1, 32, 512, space=SPACE, limits=False)
     most = max(c.host_bytes for c in wide.fitting)
@@ -221,7 +221,7 @@ def test_page_without_offloading():
 
 
 def test_picture_labels_fit(tmp_path, monkeypatch):
-    """Labels of the longest ways and of the axis lie within the picture."""
+    """Labels of the longest candidates and of the axis lie within the picture."""
     pictures = pytest.importorskip("liger_multi.pictures")
     pytest.importorskip("matplotlib")
     labels = []

@@ -40,7 +40,7 @@ def case(model_name="dense", patched=False, batch=2, sequence=32):
 
 
 class Short(Case):
-    """Of two layers, where each step is looked at closely."""
+    """A model of two layers, for tests that look at every operator."""
 
     def config(self):
         config = super().config()
@@ -180,7 +180,7 @@ def test_compiles_to_one_graph():
 
 
 def products(model, policy):
-    """Matrix products of a step's backward."""
+    """GEMMs of a step's backward."""
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -202,7 +202,7 @@ def test_what_is_computed_again():
     assert plain == 2 * forward
     layers = len(model.model.layers)
     for policy, again in (("norms_and_mlp", 0), ("narrow", 2), ("keep_attention", 6), ("full", 6)):
-        # of a layer's seven products the last one has no reader
+        # nothing reads the last of a layer's seven GEMMs
         assert products(model, policy) == [forward, plain + again * layers], policy
 
 
@@ -228,7 +228,7 @@ def test_saved_bytes_by_policy(patched):
 
 
 def test_last_gemm_kept_for_norm():
-    """Of the first layer all is kept, then it is known; Gemma 2 has a norm behind its MLP."""
+    """The first layer keeps all, as nothing is known yet; Gemma 2 has a norm after its MLP."""
     import transformers
 
     sizes = {**case().config().to_dict(), "num_hidden_layers": 2, "head_dim": 16}
@@ -358,7 +358,7 @@ def test_choice_near_optimum(budget):
     assert choice.fits == bool(every)
     if every:
         best = min(map(stats.seconds, every))
-        step = 9.0 if budget < 400 else 0.0  # of the slow layer's dearest policy
+        step = 9.0 if budget < 400 else 0.0  # of the slow layer's most expensive policy
         assert best <= choice.seconds <= best + step
     else:
         assert set(choice.policies) == {"full"}
@@ -433,7 +433,7 @@ def test_offloaded_to_the_bit(patched, policy):
 
 
 def test_what_is_offloaded():
-    """Each stretch of memory once, no parameters, nothing small, nothing with gaps."""
+    """Each piece of memory once; no parameters, small tensors or tensors with gaps."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -488,7 +488,7 @@ def test_changed_in_place_between_two_uses():
 
 
 def test_offload_estimate():
-    """On an accelerator what is in flight stays; all else leaves."""
+    """On an accelerator tensors in flight stay; all others leave."""
     peaks = {}
     for room in (None, 10**9, 0):
         model = Short("gqa", 4, 64, "float32").build("meta")
@@ -541,7 +541,7 @@ FP8_LAYERS = [("norms_and_mlp", True, True), ("narrow", False, True), ("full", F
 
 @pytest.mark.parametrize(("policy", "widening", "narrowing"), FP8_LAYERS)
 def test_float8_layers_count_as_gemms(policy, widening, narrowing):
-    """Of a weight, unlike of a factor of PyTorch's, the first axis is what comes out."""
+    """The first axis of a weight is that of the output, unlike in PyTorch's GEMMs."""
     op = torch.ops.liger_multi.linear_float8_forward.default
     x = torch.empty(4, 32, device="meta")
     for out, kept in ((64, widening), (16, narrowing)):
@@ -558,7 +558,7 @@ def test_a_model_in_float8_computes_the_same_again(policy):
         if again is not None:
             apply_recompute(model, again)
         ids = torch.arange(32).view(2, 16)
-        for _ in range(2):  # norms hand out codes from the second step on
+        for _ in range(2):  # from the second step on, norms return FP8 codes
             model.zero_grad()
             model(input_ids=ids, labels=ids).loss.backward()
         gradients.append([p.grad for p in model.parameters()])
