@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -33,9 +34,13 @@ from ci.static.code import BINARIES, Code, read
 from liger_multi.dispatch.launch import DeviceInfo, simulate
 
 TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
-    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
-}  # fmt: skip
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
 # the oldest Triton whose code is judged: 3.3 spilled 16 bytes where this spills none, and had no
 # linker for AMD's
 JUDGED = (3, 7)
@@ -104,6 +109,14 @@ class StaticCase:
     def name(self) -> str:
         """Name of the kernel."""
         return str(self.kernel.__name__)
+
+    def constant(self, name: str, default: int) -> int:
+        """A number among the constants, or among those that the kernel takes from a tuple."""
+        source = inspect.getsource(self.kernel.fn)
+        place = re.search(rf"^    {name}: tl\.constexpr = (\w+)\[(\d+)\]$", source, re.MULTILINE)
+        if place is not None:
+            return int(self.constants[place[1]][int(place[2])])
+        return int(self.constants.get(name, default))
 
     @property
     def identity(self) -> str:
@@ -183,9 +196,10 @@ def _case(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], label: str
     streams = all(n in aligned for n, v in values.items() if isinstance(v, torch.Tensor))
     streams = streams and all(
         kind == "constexpr" or label in aligned
-        for n in values if n == "cols" or n.endswith(("_stride", "_strides"))
+        for n in values
+        if n in ("cols", "strides") or n.endswith(("_stride", "_strides"))
         for label, kind in _leaves(n, signature[n])
-    )  # fmt: skip
+    )
     large = tuple(n for n, v in values.items() if isinstance(v, torch.Tensor) and v.dim() > 1)
     return StaticCase(label, kernel, signature, constants, tuple(aligned), large, options, streams)
 

@@ -12,10 +12,11 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
-import torch.fx.experimental._config as fx_config
 from torch import Tensor
+from torch.fx.experimental import _config as fx_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -89,7 +90,8 @@ def directions(op: str, sample: Sample, dtype: torch.dtype) -> Directions:
     leaves = [t for t in tensors.values() if t.requires_grad]
     if sample.options.get("inplace"):  # a leaf must not be overwritten
         tensors = {n: t.clone() if t.is_floating_point() else t for n, t in tensors.items()}
-    with _Recorder() as recorder:
+    recorder = _Recorder()
+    with recorder:
         result = getattr(ops, samples.public(op))(**tensors, **sample.options)
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
         upstream = [torch.empty_like(t) for t in outputs]
@@ -118,7 +120,7 @@ def _refused(served: Any, primitive: Any, args: tuple[Any, ...]) -> bool:
 def start(op: str, name: str, dtype: torch.dtype, setting: str) -> None:
     """Start the kernels of a sample, under :func:`ci.static.recorded`."""
     # of targets whose values nobody knows, none is ignored
-    with fx_config.patch(meta_nonzero_assume_all_nonzero=True):
+    with mock.patch.object(fx_config, "meta_nonzero_assume_all_nonzero", True):
         calls = _recorded(op, name, dtype, setting)
         with SETTINGS[setting].within():
             for primitive, args in calls:
@@ -132,12 +134,14 @@ def calls(setting: str = "") -> dict[str, Callable[[], None]]:
     """The samples of operators by label, each as a call that starts its kernels."""
     op = SETTINGS[setting].op
     return {
-        " ".join(filter(None, (op, sample.name, str(dtype).removeprefix("torch."), setting))):
-        functools.partial(start, op, sample.name, dtype, setting)
-        for op in ((op,) if op else operators()) if module("triton", op) is not None
+        " ".join(
+            filter(None, (op, sample.name, str(dtype).removeprefix("torch."), setting))
+        ): functools.partial(start, op, sample.name, dtype, setting)
+        for op in ((op,) if op else operators())
+        if module("triton", op) is not None
         for sample in samples.compiled(op)
         for dtype in DTYPES
-    }  # fmt: skip
+    }
 
 
 @functools.cache

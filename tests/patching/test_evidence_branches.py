@@ -232,4 +232,4 @@ def test_conditions_that_had_one_outcome(function, inputs, one_sided):
     with outcomes.watched():
         for x in inputs:
             function(State(), x)
-    assert bool(outcomes.one_sided(given=1)) == one_sided
+    assert bool(outcomes.one_sided(argument_count=1)) == one_sided

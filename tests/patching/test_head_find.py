@@ -32,9 +32,9 @@ def test_heads_that_stay(reason):
         model.lm_head = nn.Sequential(nn.Linear(32, 223))
     else:
         head.base_layer = nn.Linear(2, 2)
-    kind = type(model.lm_head)
+    module_class = type(model.lm_head)
     report = patch(model)
-    assert type(model.lm_head) is kind
+    assert type(model.lm_head) is module_class
     words = {
         "hooked": "tensor parallel, but its weight is no DTensor",
         "replaced": "somebody else",

@@ -20,8 +20,8 @@ SIZE = 16
 
 
 def _class(name: str) -> Any:
-    module, _, kind = name.rpartition(".")
-    return getattr(pytest.importorskip(f"transformers.models.{module}"), kind)
+    module, _, class_name = name.rpartition(".")
+    return getattr(pytest.importorskip(f"transformers.models.{module}"), class_name)
 
 
 NORMS: dict[str, Callable[[], nn.Module]] = {
@@ -38,11 +38,11 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 
 def outcome(norm: nn.Module, inputs: list[Tensor]) -> list[Tensor] | None:
     """The gradients after a write to the weight; None where PyTorch refuses them."""
-    given = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
-    y = norm(*given)
+    operands = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    y = norm(*operands)
     with torch.no_grad():
         norm.weight.mul_(3).add_(1)  # type: ignore[operator, union-attr]
-    leaves = [t for t in (*given, *norm.parameters()) if t.requires_grad]
+    leaves = [t for t in (*operands, *norm.parameters()) if t.requires_grad]
     upstream = torch.arange(y.numel(), dtype=y.dtype).view_as(y) / 30
     try:
         return list(torch.autograd.grad(y, leaves, upstream, allow_unused=True))
@@ -64,11 +64,11 @@ def test_what_the_unpatched_norm_allows(name: str, dtype: torch.dtype) -> None:
         inputs = [torch.randn(3, SIZE, generator=generator).to(dtype).requires_grad_(trains_x)]
         if name == "qwen3_next":
             inputs.append(torch.randn(3, SIZE, generator=generator).to(dtype))
-        wanted, got = outcome(stock, inputs), outcome(model[0], inputs)
-        if wanted is not None:
+        expected, got = outcome(stock, inputs), outcome(model[0], inputs)
+        if expected is not None:
             assert got is not None, (trains_x, trains_weight)
             rtol = 1e-5 if dtype == torch.float32 else 2e-2
-            torch.testing.assert_close(got, wanted, rtol=rtol, atol=rtol)
+            torch.testing.assert_close(got, expected, rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize(

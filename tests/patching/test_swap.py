@@ -90,10 +90,10 @@ def test_accelerates_hooks_before_and_after_unpatching():
     patch(ours, **ALONE)
     accelerate.cpu_offload(ours, execution_device=torch.device("cpu"))
     with torch.no_grad():
-        wanted = stock(**batch()).loss
-        torch.testing.assert_close(ours(**batch()).loss, wanted)
+        expected = stock(**batch()).loss
+        torch.testing.assert_close(ours(**batch()).loss, expected)
         unpatch(ours)
-        torch.testing.assert_close(ours(**batch()).loss, wanted)
+        torch.testing.assert_close(ours(**batch()).loss, expected)
 
 
 def test_a_compiled_forward_after_unpatching():

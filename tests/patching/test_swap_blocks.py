@@ -119,20 +119,20 @@ def test_a_block_whose_arguments_are_refused_requests_nothing():
 
 def test_types_in_threads_leave_nothing_patched():
     ready = threading.Barrier(6)
-    seen, failures = [], []
+    observed, failures = [], []
 
     def work(index):
         try:
             generator = random.Random(index)
             for _ in range(15):
                 ready.wait(60)
-                kind = generator.choice(("llama", "qwen3"))
-                with patched(kind, **generator.choice(FORMS)):
+                model_type = generator.choice(("llama", "qwen3"))
+                with patched(model_type, **generator.choice(FORMS)):
                     with contextlib.suppress(PatchError):
                         if generator.random() < 0.2:
-                            patch(kind)
-                            unpatch(kind)
-                    seen.append(modeltypes.registered(kind))
+                            patch(model_type)
+                            unpatch(model_type)
+                    observed.append(modeltypes.registered(model_type))
         except BaseException as error:
             failures.append(error)
             ready.abort()
@@ -143,7 +143,7 @@ def test_types_in_threads_leave_nothing_patched():
     for thread in threads:
         thread.join(PATIENCE)
     assert not failures
-    assert any(seen)
+    assert any(observed)
     assert clean()
     assert not is_patched(small())
 
@@ -257,7 +257,7 @@ def test_models_in_threads(shared):
     before = [state(m) for m in models]
     inputs = batch()
     with torch.no_grad():
-        wanted = models[0](**inputs).loss
+        expected = models[0](**inputs).loss
     failures = []
 
     def work(index):
@@ -265,7 +265,7 @@ def test_models_in_threads(shared):
             generator = random.Random(index)
             for _ in range(8):
                 with patched(models[index], **generator.choice(FORMS)), torch.no_grad():
-                    torch.testing.assert_close(models[index](**inputs).loss, wanted)
+                    torch.testing.assert_close(models[index](**inputs).loss, expected)
         except BaseException as error:
             failures.append(error)
 

@@ -42,7 +42,7 @@ def _angles_of(angle_ptr, far, pair, some, EVERY: tl.constexpr):
 @jitted
 def _rope_kernel(
     x_ptr, cos_ptr, sin_ptr, y_ptr, x_batch, x_token, x_head, y_batch, y_token, y_head, cos_batch,
-    cos_token, sin_batch, sin_token, angle_far, count, tokens, heads, pairs, steps,
+    cos_token, sin_batch, sin_token, angle_far, count, tokens, heads, pairs,
     HALF: tl.constexpr, EVERY: tl.constexpr, BACK: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def _rope_kernel(
     """
     HEADS: tl.constexpr = BLOCK // PAIRS
     head, pair, both = tl.arange(0, HEADS), tl.arange(0, PAIRS), tl.arange(0, 2 * PAIRS)
-    some = pair < pairs
+    some, steps = pair < pairs, (heads + HEADS - 1) // HEADS
     for piece in range(tl.program_id(0), count * tokens * steps, tl.num_programs(0)):
         first = (piece % steps) * HEADS
         batch = tl.cast(piece // steps // tokens, tl.int64)
@@ -137,7 +137,7 @@ def rotate(
     start(
         _rope_kernel, count * tokens * steps, rows, cos, sin, room, *rows.stride()[:3],
         *room.stride()[:3], *cos_by, *sin_by, far if wide else 0, count, tokens, heads, pairs,
-        steps, HALF=half, EVERY=2 if wide and not half else 1, BACK=back, PAIRS=row, BLOCK=block,
+        HALF=half, EVERY=2 if wide and not half else 1, BACK=back, PAIRS=row, BLOCK=block,
     )  # fmt: skip
     return out
 

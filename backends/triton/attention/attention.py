@@ -281,8 +281,8 @@ def _constants(
 ) -> tuple[Any, ...]:
     size, value = _sizes(q.shape[3], v.shape[3])
     return (
-        0 if ranges is None else ranges.shape[2], causal, softcap != 0.0, q.shape[3], size,
-        v.shape[3], value, k.block_m, k.block_n, k.stages,
+        0 if ranges is None else ranges.shape[2], causal, softcap != 0.0,
+        (q.shape[3], size, v.shape[3], value), k.block_m, k.block_n, k.stages,
     )  # fmt: skip
 
 
@@ -311,8 +311,9 @@ def forward(
     blocks = cdiv(q.shape[2], numbers.block_m)
     args = (
         q, k, v, sinks if sinks is None else sinks.contiguous(), ranges, y, lse,
-        _steps(q), _steps(k), _steps(v), _batch_step(ranges), blocks, q.shape[1], k.shape[1],
-        q.shape[2], k.shape[2], scale, softcap,
+        (*_steps(q), *_steps(k), *_steps(v)),
+        (_batch_step(ranges), blocks, q.shape[1], k.shape[1], q.shape[2], k.shape[2]), scale,
+        softcap,
     )  # fmt: skip
     constants = _constants(q, v, ranges, causal, softcap, numbers)
     count = blocks * q.shape[0] * q.shape[1]
@@ -356,9 +357,10 @@ def _backward_queries(
     )
     blocks = cdiv(q.shape[2], numbers.block_m)
     args = (
-        q, k, v, dy, y, lse, ranges, dq, inner, _steps(q), _steps(k), _steps(v), _steps(dy),
-        _steps(y), _batch_step(ranges), blocks, q.shape[1], k.shape[1], q.shape[2], k.shape[2],
-        scale, softcap,
+        q, k, v, dy, y, lse, ranges, dq, inner,
+        (*_steps(q), *_steps(k), *_steps(v), *_steps(dy), *_steps(y)),
+        (_batch_step(ranges), blocks, q.shape[1], k.shape[1], q.shape[2], k.shape[2]), scale,
+        softcap,
     )  # fmt: skip
     constants = _constants(q, v, ranges, causal, softcap, numbers)
     count = blocks * q.shape[0] * q.shape[1]
@@ -387,9 +389,9 @@ def _backward_keys(
         size = numbers.block_n * sum(_sizes(q.shape[3], v.shape[3]))
         partial = torch.empty(extra * batch * groups, size, dtype=torch.float32, device=q.device)
     args = (
-        q, k, v, dy, lse, inner, ranges, limits, partial, dk, dv, _steps(q), _steps(k),
-        _steps(v), _steps(dy), _batch_step(ranges), tiles, q.shape[1], groups, queries, keys,
-        scale, softcap,
+        q, k, v, dy, lse, inner, ranges, limits, partial, dk, dv,
+        (*_steps(q), *_steps(k), *_steps(v), *_steps(dy)),
+        (_batch_step(ranges), tiles, q.shape[1], groups, queries, keys), scale, softcap,
     )  # fmt: skip
     constants = (*_constants(q, v, ranges, causal, softcap, numbers), SHARED, parts)
     count = (tiles + extra) * batch * groups
@@ -398,5 +400,5 @@ def _backward_keys(
         rest = (dk, dv, _batch_step(ranges), tiles, groups, queries, keys, scale)
         launch(
             _attention_parts_kernel, SHARED * batch * groups, (partial, limits, *rest),
-            (*constants[3:9], SHARED, parts), numbers.num_warps,
+            (*constants[3], *constants[4:6], SHARED, parts), numbers.num_warps,
         )  # fmt: skip

@@ -297,11 +297,9 @@ def _place(blocks, heads, RANGES: tl.constexpr):
 
 @triton.jit
 def _attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, ranges_ptr, y_ptr, lse_ptr, q_strides, k_strides, v_strides,
-    ranges_batch, blocks, heads, groups, queries, keys, scale, softcap, RANGES: tl.constexpr,
-    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, ranges_ptr, y_ptr, lse_ptr, strides, sizes, scale, softcap,
+    RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, DIMS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention forward of one tile of queries, with a running softmax over the keys.
 
@@ -312,6 +310,12 @@ def _attention_forward_kernel(
     A sink is a score without a value: it starts the maximum and the sum. A row that sees neither a
     key nor a sink gets y = 0 and lse = -inf.
     """
+    q_strides, k_strides, v_strides = strides[0:3], strides[3:6], strides[6:9]
+    ranges_batch, blocks, heads, groups, queries, keys = sizes
+    DIM: tl.constexpr = DIMS[0]
+    SIZE: tl.constexpr = DIMS[1]
+    VALUE_DIM: tl.constexpr = DIMS[2]
+    VALUE_SIZE: tl.constexpr = DIMS[3]
     block, head, batch = _place(blocks, heads, RANGES)
     group = head // (heads // groups)
     start = block * BLOCK_M
@@ -345,11 +349,9 @@ def _attention_forward_kernel(
 
 @triton.jit
 def _attention_backward_kernel(
-    q_ptr, k_ptr, v_ptr, dy_ptr, y_ptr, lse_ptr, ranges_ptr, dq_ptr, inner_ptr, q_strides,
-    k_strides, v_strides, dy_strides, y_strides, ranges_batch, blocks, heads, groups, queries, keys,
+    q_ptr, k_ptr, v_ptr, dy_ptr, y_ptr, lse_ptr, ranges_ptr, dq_ptr, inner_ptr, strides, sizes,
     scale, softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of queries, and the sums of dy * y that other gradients need.
 
@@ -359,6 +361,16 @@ def _attention_backward_kernel(
     as forward does, and writes dq. Rows past the last query get lse = inf, so that their
     probabilities are 0.
     """
+    q_strides = strides[0:3]
+    k_strides = strides[3:6]
+    v_strides = strides[6:9]
+    dy_strides = strides[9:12]
+    y_strides = strides[12:15]
+    ranges_batch, blocks, heads, groups, queries, keys = sizes
+    DIM: tl.constexpr = DIMS[0]
+    SIZE: tl.constexpr = DIMS[1]
+    VALUE_DIM: tl.constexpr = DIMS[2]
+    VALUE_SIZE: tl.constexpr = DIMS[3]
     block, head, batch = _place(blocks, heads, RANGES)
     group = head // (heads // groups)
     start = block * BLOCK_M
@@ -397,17 +409,22 @@ SHARED = 2  # first tiles of keys whose queries several programs may share
 
 @triton.jit
 def _key_steps(
-    k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, q_stride, dy_stride,
-    queries, keys, now, end, steps, begin, first, last, begin2, first2, last2, scale, softcap,
-    RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    STAGES: tl.constexpr,
+    k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, strides, lengths, now, end,
+    bounds, scale, softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr, DIMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add the queries of the loop steps ``[now, end)`` to the gradients of a tile of keys.
 
     Scores are transposed, keys by queries. Each step loads q, dy, lse and inner of a block of
     queries and computes p, dv += p dy, ds = p (v dy' - inner), and dk += ds q.
     """
+    q_stride, dy_stride = strides
+    queries, keys = lengths
+    steps, begin, first, last, begin2, first2, last2 = bounds
+    DIM: tl.constexpr = DIMS[0]
+    SIZE: tl.constexpr = DIMS[1]
+    VALUE_DIM: tl.constexpr = DIMS[2]
+    VALUE_SIZE: tl.constexpr = DIMS[3]
     for step in tl.range(now, end, 1 if RANGES == 4 else BLOCK, num_stages=STAGES):
         start, masked, second = place_of(
             step, steps, begin, first, last, begin2, first2, last2, RANGES, BLOCK
@@ -437,11 +454,9 @@ def _key_steps(
 
 @triton.jit
 def _key_loop(
-    k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, q_stride, dy_stride,
-    queries, keys, now, end, steps, begin, first, last, begin2, first2, last2, scale, softcap,
-    RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    STAGES: tl.constexpr,
+    k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, strides, lengths, now, end,
+    bounds, scale, softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr, DIMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add the queries of the loop steps ``[now, end)``, in segments where the dtype is fp32.
 
@@ -454,18 +469,15 @@ def _key_loop(
         for part in range(now, end, LONG):
             dk_part, dv_part = _key_steps(
                 k, v, tl.zeros_like(dk), tl.zeros_like(dv), place, q_ptr, dy_ptr, lse_ptr,
-                inner_ptr, ranges_ptr, q_stride, dy_stride, queries, keys, part,
-                tl.minimum(part + LONG, end), steps, begin, first, last, begin2, first2, last2,
-                scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK, DIM, SIZE, VALUE_DIM, VALUE_SIZE,
-                STAGES,
+                inner_ptr, ranges_ptr, strides, lengths, part, tl.minimum(part + LONG, end),
+                bounds, scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK, DIMS, STAGES,
             )  # fmt: skip
             dk += dk_part
             dv += dv_part
     else:
         dk, dv = _key_steps(
-            k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, q_stride,
-            dy_stride, queries, keys, now, end, steps, begin, first, last, begin2, first2, last2,
-            scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK, DIM, SIZE, VALUE_DIM, VALUE_SIZE, STAGES,
+            k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, strides, lengths,
+            now, end, bounds, scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK, DIMS, STAGES,
         )  # fmt: skip
     return dk, dv
 
@@ -495,11 +507,9 @@ def _is_shared(tile_bounds_ptr, tile, tiles, queries, BLOCK: tl.constexpr, SHARE
 @triton.jit
 def _attention_backward_keys_kernel(
     q_ptr, k_ptr, v_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, tile_bounds_ptr, parts_ptr, dk_ptr,
-    dv_ptr, q_strides, k_strides, v_strides, dy_strides, ranges_batch, tiles, heads, groups,
-    queries, keys, scale, softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr,
-    PARTS: tl.constexpr,
+    dv_ptr, strides, sizes, scale, softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr,
+    CAPPED: tl.constexpr, DIMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of keys and values, summed over the queries that see it.
 
@@ -512,6 +522,15 @@ def _attention_backward_keys_kernel(
     first tiles take longest. Both kinds of programs exist for the first SHARED tiles; those of the
     kind that does not apply return at once, so that the host needs no sync.
     """
+    q_strides = strides[0:3]
+    k_strides = strides[3:6]
+    v_strides = strides[6:9]
+    dy_strides = strides[9:12]
+    ranges_batch, tiles, heads, groups, queries, keys = sizes
+    DIM: tl.constexpr = DIMS[0]
+    SIZE: tl.constexpr = DIMS[1]
+    VALUE_DIM: tl.constexpr = DIMS[2]
+    VALUE_SIZE: tl.constexpr = DIMS[3]
     pid = tl.program_id(0)
     EXTRA: tl.constexpr = SHARED * PARTS if PARTS > 1 else 0
     each = tl.num_programs(0) // (tiles + EXTRA)
@@ -562,9 +581,9 @@ def _attention_backward_keys_kernel(
         dk, dv = _key_loop(
             k, v, dk, dv, place, q_ptr + batch * q_strides[0] + head * q_strides[1],
             dy_ptr + batch * dy_strides[0] + head * dy_strides[1], lse_ptr + here, inner_ptr + here,
-            ranges_ptr, q_strides[2], dy_strides[2], queries, keys, now, end, steps, begin, first,
-            last, begin2, first2, last2, scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_M, DIM, SIZE,
-            VALUE_DIM, VALUE_SIZE, STAGES,
+            ranges_ptr, (q_strides[2], dy_strides[2]), (queries, keys), now, end,
+            (steps, begin, first, last, begin2, first2, last2), scale, softcap, RANGES, CAUSAL,
+            CAPPED, BLOCK_M, DIMS, STAGES,
         )  # fmt: skip
     if PARTS > 1:
         if parts > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -216,10 +216,15 @@ class Call(NamedTuple):
         return batch, group if self.lists.shape[1] > 1 else 0, row
 
     @property
-    def sizes(self) -> tuple[Any, ...]:
-        """Heads, heads of keys, queries, keys, listed keys and the scale."""
+    def steps(self) -> tuple[int, ...]:
+        """Strides of q, k, v and the lists."""
+        return (*_steps(self.q), *_steps(self.k), *_steps(self.v), *self.list_steps)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Heads, heads of keys, queries, keys and listed keys."""
         (_, heads, queries, _), (_, groups, keys, _) = self.q.shape, self.k.shape
-        return heads, groups, queries, keys, self.lists.shape[3], self.scale
+        return heads, groups, queries, keys, self.lists.shape[3]
 
     def of_batch(self, b: int) -> Call:
         """One element of the batch."""
@@ -264,8 +269,7 @@ def forward(
     if lse.numel():
         n = c.config("forward", forward_config)
         args = (
-            c.q, c.k, c.v, c.lists, y, lse, _steps(c.q), _steps(c.k), _steps(c.v), c.list_steps,
-            *c.sizes,
+            c.q, c.k, c.v, c.lists, y, lse, c.steps, c.sizes, c.scale,
         )  # fmt: skip
         count = c.programs(n.block_h, q.shape[0] * q.shape[2])
         launch(_sparse_attention_forward_kernel, count, args, c.constants(n), n.num_warps)
@@ -280,7 +284,7 @@ def _weights(c: Call, lse: Tensor, weights: Tensor) -> None:
     batch, lists, queries, slots = weights.shape
     args = (
         c.q, c.k, c.lists, lse, weights, _steps(c.q), _steps(c.k), c.list_steps, heads, groups,
-        lists, *sizes,
+        lists, *sizes, c.scale,
     )  # fmt: skip
     count = batch * lists * queries * cdiv(slots, n.block_n)
     constants = (*c.channels.constants, n.block_h, n.block_n)
@@ -322,8 +326,8 @@ def _of_queries(
     n = c.config("backward", backward_config)
     p, ds = (None, None) if pairs is None else pairs.unbind()
     args = (
-        c.q, c.k, c.v, c.lists, up.dy, up.y, up.lse, dq, p, ds, _steps(c.q), _steps(c.k),
-        _steps(c.v), c.list_steps, _steps(up.dy), _steps(up.y), begin, *c.sizes,
+        c.q, c.k, c.v, c.lists, up.dy, up.y, up.lse, dq, p, ds,
+        (*c.steps, *_steps(up.dy), *_steps(up.y)), (begin, *c.sizes), c.scale,
     )  # fmt: skip
     launch(_sparse_attention_backward_kernel, c.programs(n.block_h, queries), args, c.constants(n),
            n.num_warps)  # fmt: skip
@@ -331,7 +335,7 @@ def _of_queries(
 
 def _of_keys(c: Call, up: Upstream, dq: Tensor | None) -> Tensor:
     """Gradients of keys and values beside each other, (B, G, S, width) fp32; dq is written."""
-    heads, groups, _, keys, slots, scale = c.sizes
+    heads, groups, _, keys, slots = c.sizes
     channels, dim = c.channels, c.q.shape[3]
     n = launch_config("sparse_attention.keys", keys_config, c.q.device, heads=heads // groups,
                       width=channels.width, item=c.q.element_size())  # fmt: skip
@@ -348,7 +352,7 @@ def _of_keys(c: Call, up: Upstream, dq: Tensor | None) -> Tensor:
         _of_queries(one, here, None if dq is None else dq[b, None], some, rows.start, pairs)
         args = (
             *pairs.unbind(), one.q, here.dy, one.lists, parts, _steps(one.q), _steps(here.dy),
-            one.list_steps, rows.start, groups, heads // groups, slots, scale,
+            one.list_steps, rows.start, groups, heads // groups, slots, c.scale,
         )  # fmt: skip
         constants = (channels.shared, dim, channels.value, n.block_n, n.block_c, n.block_h,
                      n.stages)  # fmt: skip

@@ -98,10 +98,10 @@ def _place_of_query(heads, groups, queries, BLOCK_H: tl.constexpr):
 
 @triton.jit
 def _sparse_attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, indices_ptr, y_ptr, lse_ptr, q_strides, k_strides, v_strides, list_strides,
-    heads, groups, queries, keys, count, scale, LEAD: tl.constexpr, LEAD_SIZE: tl.constexpr,
-    REST: tl.constexpr, REST_SIZE: tl.constexpr, VALUE: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, LIST: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, indices_ptr, y_ptr, lse_ptr, strides, sizes, scale, LEAD: tl.constexpr,
+    LEAD_SIZE: tl.constexpr, REST: tl.constexpr, REST_SIZE: tl.constexpr, VALUE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    LIST: tl.constexpr,
 ):  # fmt: skip
     """Attention forward of one query over its list.
 
@@ -112,6 +112,11 @@ def _sparse_attention_forward_kernel(
     head, query). A query without keys gets y = 0 and lse = -inf; one whose list names a key that
     does not exist gets NaN.
     """
+    q_strides = strides[0:3]
+    k_strides = strides[3:6]
+    v_strides = strides[6:9]
+    list_strides = strides[9:12]
+    heads, groups, queries, keys, count = sizes
     first, shared, group, query, batch = _place_of_query(heads, groups, queries, BLOCK_H)
     row = tl.arange(0, BLOCK_H)
     own = first + row < shared
@@ -154,11 +159,10 @@ def _sparse_attention_forward_kernel(
 
 @triton.jit
 def _sparse_attention_backward_kernel(
-    q_ptr, k_ptr, v_ptr, indices_ptr, dy_ptr, y_ptr, lse_ptr, dq_ptr, p_ptr, ds_ptr, q_strides,
-    k_strides, v_strides, list_strides, dy_strides, y_strides, begin, heads, groups, queries, keys,
-    count, scale, LEAD: tl.constexpr, LEAD_SIZE: tl.constexpr, REST: tl.constexpr,
-    REST_SIZE: tl.constexpr, VALUE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, LIST: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, indices_ptr, dy_ptr, y_ptr, lse_ptr, dq_ptr, p_ptr, ds_ptr, strides, sizes,
+    scale, LEAD: tl.constexpr, LEAD_SIZE: tl.constexpr, REST: tl.constexpr, REST_SIZE: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the heads of one query, and what gradients of keys are made of.
 
@@ -167,6 +171,13 @@ def _sparse_attention_backward_kernel(
     (batch, query, head); with ``p_ptr``, probabilities and gradients of scores before ``scale``, in
     the order (query, group, slot, head) from ``begin`` on, but for tiles after the last key.
     """
+    q_strides = strides[0:3]
+    k_strides = strides[3:6]
+    v_strides = strides[6:9]
+    list_strides = strides[9:12]
+    dy_strides = strides[12:15]
+    y_strides = strides[15:18]
+    begin, heads, groups, queries, keys, count = sizes
     first, shared, group, place, batch = _place_of_query(heads, groups, queries, BLOCK_H)
     query = begin + place
     row = tl.arange(0, BLOCK_H)

@@ -439,30 +439,29 @@ def _store_rows(
 @triton.jit
 def _cross_entropy_forward_kernel(
     logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, scales_ptr, ce_ptr, zl_ptr, lse_ptr,
-    lse_low_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row_stride, target_stride, cols,
-    ignore_index, z_weight, scale, softcap, SMOOTHING: tl.constexpr, ADD_ZL: tl.constexpr,
-    GRADIENT: tl.constexpr, INVERSE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    KEPT: tl.constexpr,
+    lse_low_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, strides, cols, ignore_index, z_weight,
+    scale, softcap, SMOOTHING: tl.constexpr, ADD_ZL: tl.constexpr, GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Loss and statistics of one row of logits; with GRADIENT, its gradient overwrites them.
 
     Program: one row.
     Reads the target and its logit, then the row in one pass, or in three where the anchor was no
     good. Writes ce, and those of zl, both parts of lse, log_prob, entropy and argmax with pointers.
-    GRADIENT: a last pass overwrites the logits, scaled by the numbers at ``scales_ptr`` (INVERSE:
-    by their inverses, 0 for 0). KEPT: so many of the last columns stay in registers meanwhile.
+    GRADIENT: a last pass overwrites the logits, scaled by the numbers at ``scales_ptr`` (-1: by
+    their inverses, 0 for 0). KEPT: so many of the last columns stay in registers meanwhile.
     An ignored row gives zeros, argmax -1. A target that is no class is no address: NaN, zeros.
     """
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * row_stride
+    row_ptr = logits_ptr + row * strides[0]
     assume_cols(cols)
-    target = tl.load(target_ptr + row * target_stride)
+    target = tl.load(target_ptr + row * strides[1])
     if target == ignore_index:
         _store_rows(
             ce_ptr, zl_ptr, lse_ptr, lse_low_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
             0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1,
         )  # fmt: skip
-        if GRADIENT:
+        if GRADIENT != 0:
             fill_zero(row_ptr, cols, BLOCK)
         return
     inside = (target >= 0) & (target < cols)
@@ -516,14 +515,14 @@ def _cross_entropy_forward_kernel(
         ce_ptr, zl_ptr, lse_ptr, lse_low_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
         ce, zl, lse, lse_low, -nll, entropy, argmax,
     )  # fmt: skip
-    if GRADIENT:
+    if GRADIENT != 0:
         if inside:
             ce_scale = 1.0
             zl_scale = 1.0
             if scales_ptr is not None:
                 ce_scale = tl.load(scales_ptr)
                 zl_scale = tl.load(scales_ptr + 1)
-                if INVERSE:
+                if GRADIENT < 0:
                     ce_scale = tl.where(ce_scale == 0.0, 0.0, 1.0 / ce_scale)
                     zl_scale = tl.where(zl_scale == 0.0, 0.0, 1.0 / zl_scale)
             write_gradient(
@@ -614,10 +613,11 @@ def _launch_rows(
     )  # fmt: skip
     launch(
         _cross_entropy_forward_kernel, count,
-        (logits, target, weight, total, scales, *filled(*rows), logits.stride(0),
-         target.stride(0), cols, options.ignore_index, options.z_loss_weight, *curve(options)),
-        (options.label_smoothing, add_zl, gradient, inverse, k.block, k.unroll,
-         k.kept // logits.element_size()),
+        (logits, target, weight, total, scales, *filled(*rows),
+         (logits.stride(0), target.stride(0)), cols, options.ignore_index,
+         options.z_loss_weight, *curve(options)),
+        (options.label_smoothing, add_zl, (-1 if inverse else 1) if gradient else 0, k.block,
+         k.unroll, k.kept // logits.element_size()),
         k.num_warps,
     )  # fmt: skip
 

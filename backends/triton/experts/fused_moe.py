@@ -138,10 +138,10 @@ def _store_pair(ptr, gate, up, start, cols, LAYOUT: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _moe_up_kernel(
-    x_ptr, w_ptr, bias_ptr, kept_ptr, out_ptr, tiles_ptr, offsets_ptr, order_ptr, x_stride,
-    w_stride, n_stride, k_stride, cols, inner, per, steps, limit, alpha, offset,
-    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, kept_ptr, out_ptr, tiles_ptr, offsets_ptr, order_ptr, strides, cols,
+    inner, per, steps, limit, alpha, offset, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """First grouped GEMM with the activation in its epilogue: act(gate) * up of gathered rows.
 
@@ -152,6 +152,7 @@ def _moe_up_kernel(
     Writes act(gate) * up and, with ``kept_ptr``, gate and up for backward. Both are rounded to the
     dtype of the output before the activation, as the result of a GEMM of its own would be.
     """
+    x_stride, w_stride, n_stride, k_stride = strides
     group = tl.load(tiles_ptr + 2 * (tl.program_id(0) // steps))
     if group < 0:
         return
@@ -420,7 +421,7 @@ def activated(
     launch(
         _moe_up_kernel, tiles.shape[0] * steps,
         (source, weight, bias, gate_up if keep else None, made, tiles, groups.offsets,
-         groups.order if x.gather else None, source.stride(0), *weight.stride(), cols, inner,
+         groups.order if x.gather else None, (source.stride(0), *weight.stride()), cols, inner,
          groups.per, steps, *numbers),
         (activation, k.block_m, k.block_n, k.block_k, cols % k.block_n == 0,
          inner % k.block_k == 0, k.stages), k.num_warps,

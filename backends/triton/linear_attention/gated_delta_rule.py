@@ -169,26 +169,30 @@ class Call(NamedTuple):
         """The same for kernels that take it where there are documents alone."""
         return None if self.first is None else self.first_step
 
-    def sizes(self) -> tuple[Any, ...]:
-        """Numbers that every kernel takes, from the tokens to the scale."""
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens, chunks, key heads, and the sizes of planes of value heads and of key heads."""
+        return (self.q.shape[1], self.chunks, *self.pass_sizes()[1:])
+
+    def pass_sizes(self) -> tuple[int, ...]:
+        """The same for kernels that pass over the chunks, which take their number beside it."""
         padded = self.chunks * self.chunk
         planes = (self.streams * padded, self.q.shape[0] * self.q.shape[2] * padded)
-        return (self.q.shape[1], self.chunks, self.q.shape[2], *planes, self.scale)
+        return (self.q.shape[1], self.q.shape[2], *planes)
 
-    def keys(self) -> tuple[Any, ...]:
+    def keys(self) -> tuple[int, ...]:
         """Constants that every kernel takes."""
         size = self.k.shape[3]
-        return self.group, self.normed, size, _padded(size)
+        return self.group, size, _padded(size)
 
     def config(self, name: str, formula: Callable[..., Numbers]) -> Numbers:
         """Launch numbers of a kernel."""
         return _config(f"{self.rule}.{name}", formula, self.k, self.v)
 
     def columns(self, config: DeltaConfig) -> tuple[Any, ...]:
-        """Constants of a kernel that takes blocks of columns."""
+        """Constants of a kernel that takes blocks of columns: its shape, and stages of loads."""
         value = self.v.shape[3]
         block = max(NARROWEST, min(config.block, power_of_2(value)))
-        return (*self.keys(), value, block, self.chunk, config.stages)
+        return (*self.keys(), value, block, self.chunk), config.stages
 
 
 def _config(name: str, formula: Callable[..., Numbers], k: Tensor, v: Tensor) -> Numbers:
@@ -245,7 +249,7 @@ def _prepare(c: Call) -> Prepared:
     rstd = c.q.new_empty(2, heads, padded, dtype=torch.float32) if c.normed else None
     args = (
         c.q, c.k, c.g, c.beta, c.first, inverse, scores, gates, rstd, c.flags,
-        _steps(c.k), c.g.stride(), c.beta.stride(), c.first_step, *c.sizes(),
+        _steps(c.k), c.g.stride(), c.beta.stride(), c.first_step, c.sizes(), c.scale,
     )  # fmt: skip
     warps = c.config("chunk", chunk_config).num_warps
     count = c.streams * c.chunks
@@ -267,11 +271,12 @@ def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None
     k = c.config("forward" if room.y is not None else "states", states_config)
     args = (
         c.q, c.k, c.v, c.beta, c.first, made.inverse, made.scores, made.gates, made.rstd, c.flags,
-        None if initial is None else initial.contiguous(), *room, _steps(c.k),
-        _steps(c.v), c.beta.stride(), c.document_step, *c.sizes(),
+        None if initial is None else initial.contiguous(), *room,
+        (*_steps(c.k), *_steps(c.v), *c.beta.stride()), c.document_step, c.pass_sizes(), c.chunks,
+        c.scale,
     )  # fmt: skip
     constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
-    count = c.streams * cdiv(c.v.shape[3], constants[5])
+    count = c.streams * cdiv(c.v.shape[3], constants[0][4])
     launch_isolated(c.flags, _delta_rule_forward_kernel, count, args, constants, k.num_warps)
 
 
@@ -335,10 +340,11 @@ def _reverse(
     args = (
         dy, c.q, c.k, c.beta, c.first, made.inverse, made.scores, made.gates, made.rstd, c.flags,
         None if dfinal is None else dfinal.contiguous(), solved, dstates, _given(dinitial),
-        _steps(dy), _steps(c.k), c.beta.stride(), c.document_step, *c.sizes(),
+        (*_steps(dy), *_steps(c.k), *c.beta.stride()), c.document_step, c.pass_sizes(), c.chunks,
+        c.scale,
     )  # fmt: skip
     constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
-    count = c.streams * cdiv(c.v.shape[3], constants[5])
+    count = c.streams * cdiv(c.v.shape[3], constants[0][4])
     launch_isolated(c.flags, _delta_rule_reverse_kernel, count, args, constants, k.num_warps)
 
 
@@ -353,21 +359,21 @@ def _gradients(
     args: tuple[Any, ...] = (
         dy, c.q, c.k, c.v, c.beta, c.first, values, solved, made.gates, made.rstd, made.scores,
         made.inverse, sums, _steps(dy), _steps(c.k), _steps(c.v), c.beta.stride(),
-        c.first_step, *c.sizes(),
+        c.first_step, c.sizes(), c.scale,
     )  # fmt: skip
     count = c.streams * c.chunks
     launch(_delta_rule_pairs_kernel, count, args, c.columns(k), k.num_warps)
     k = c.config("queries", queries_config)
     args = (
         dy, c.q, c.k, states, made.gates, made.rstd, made.scores, sums, dq, _steps(dy),
-        _steps(c.k), *c.sizes(),
+        _steps(c.k), c.sizes(), c.scale,
     )  # fmt: skip
     constants = (*c.columns(k), c.first is not None)
     launch(_delta_rule_queries_kernel, count // c.group, args, constants, k.num_warps)
     k = c.config("keys", keys_config)
     args = (
         c.q, c.k, c.beta, states, dstates, values, solved, made.gates, made.rstd, made.scores,
-        made.inverse, sums, dk, _steps(c.k), c.beta.stride(), *c.sizes(),
+        made.inverse, sums, dk, _steps(c.k), c.beta.stride(), c.sizes(), c.scale,
     )  # fmt: skip
     constants = (*c.columns(k), c.first is not None)
     launch(_delta_rule_keys_kernel, count // c.group, args, constants, k.num_warps)

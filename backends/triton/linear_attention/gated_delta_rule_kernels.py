@@ -359,9 +359,8 @@ def _spoiled(square, rows, begins, CHUNK: tl.constexpr):
 @triton.jit
 def _delta_rule_chunks_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, first_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr,
-    flags_ptr, k_steps, g_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane,
-    scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, ISOLATED: tl.constexpr,
+    flags_ptr, k_steps, g_steps, beta_steps, first_step, sizes, scale, GROUP: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """A, P, the gates and norms of every chunk.
 
@@ -370,6 +369,8 @@ def _delta_rule_chunks_kernel(
     of ``gates_ptr``; and, in the first head of a group, 1 / norm of the rows of q and of k. A flag
     if A is not finite.
     """
+    tokens, chunks, heads, plane, rstd_plane = sizes
+    NORMED: tl.constexpr = rstd_ptr is not None
     pid = tl.program_id(0).to(tl.int64)
     member, chunk = pid % GROUP, (pid // GROUP) % chunks
     key_head = pid // GROUP // chunks
@@ -476,13 +477,30 @@ def _seen_later(a, rows, wrong, begins, kind: tl.constexpr, CHUNK: tl.constexpr)
     return tl.where(_before(wrong, begins, CHUNK)[:, None], float("nan"), found)
 
 
+@triton.jit
+def _columns_of(heads, SHAPE: tl.constexpr):
+    """Where a program is that has BLOCK columns of one value head.
+
+    Returns the first column; the value head among those of all sequences; how many a sequence has;
+    and the sequence, its key head and its value head.
+    """
+    GROUP: tl.constexpr = SHAPE[0]
+    VALUE: tl.constexpr = SHAPE[3]
+    BLOCK: tl.constexpr = SHAPE[4]
+    blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
+    pid = tl.program_id(0).to(tl.int64)
+    column, stream = (pid % blocks).to(tl.int32) * BLOCK, pid // blocks
+    _assume_heads(heads, GROUP * VALUE)
+    many = heads * GROUP
+    batch, value_head = stream // many, stream % many
+    return column, stream, many, batch, value_head // GROUP, value_head
+
+
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _delta_rule_forward_kernel(
     q_ptr, k_ptr, v_ptr, beta_ptr, first_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr,
-    flags_ptr, initial_ptr, y_ptr, final_ptr, states_ptr, values_ptr, k_steps, v_steps, beta_steps,
-    first_step, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
-    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, ISOLATED: tl.constexpr,
+    flags_ptr, initial_ptr, y_ptr, final_ptr, states_ptr, values_ptr, strides, first_step, sizes,
+    chunks, scale, SHAPE: tl.constexpr, STAGES: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """Pass over the chunks with the state in registers.
 
@@ -490,13 +508,15 @@ def _delta_rule_forward_kernel(
     Reads k, v, A and gates, for y also q and P. Writes y (batch, tokens, heads, VALUE) and the last
     state, or the state before every chunk and N, if there is room; a flag if one is not finite.
     """
-    blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
-    pid = tl.program_id(0).to(tl.int64)
-    column, stream = (pid % blocks).to(tl.int32) * BLOCK, pid // blocks
-    _assume_heads(heads, GROUP * VALUE)
-    many = heads * GROUP
-    batch, value_head = stream // many, stream % many
-    head = value_head // GROUP
+    k_steps, v_steps, beta_steps = strides[0:3], strides[3:6], strides[6:9]
+    tokens, heads, plane, rstd_plane = sizes
+    DIM: tl.constexpr = SHAPE[1]
+    SIZE: tl.constexpr = SHAPE[2]
+    VALUE: tl.constexpr = SHAPE[3]
+    BLOCK: tl.constexpr = SHAPE[4]
+    CHUNK: tl.constexpr = SHAPE[5]
+    NORMED: tl.constexpr = rstd_ptr is not None
+    column, stream, many, batch, head, value_head = _columns_of(heads, SHAPE)
     if ISOLATED:
         if tl.load(flags_ptr + stream) == 0:
             return
@@ -573,10 +593,8 @@ def _delta_rule_forward_kernel(
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _delta_rule_reverse_kernel(
     dy_ptr, q_ptr, k_ptr, beta_ptr, first_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr,
-    flags_ptr, dfinal_ptr, solved_ptr, dstates_ptr, dinitial_ptr, dy_steps, k_steps, beta_steps,
-    first_step, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
-    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, ISOLATED: tl.constexpr,
+    flags_ptr, dfinal_ptr, solved_ptr, dstates_ptr, dinitial_ptr, strides, first_step, sizes,
+    chunks, scale, SHAPE: tl.constexpr, STAGES: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """Pass over the chunks in reverse with the gradient of the state in registers.
 
@@ -584,13 +602,15 @@ def _delta_rule_reverse_kernel(
     Reads dy, q, k, A, P and gates. Writes the gradient of the state after every chunk; Y (batch,
     tokens, heads, VALUE); at the end the gradient of the first state; a flag if it is not finite.
     """
-    blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
-    pid = tl.program_id(0).to(tl.int64)
-    column, stream = (pid % blocks).to(tl.int32) * BLOCK, pid // blocks
-    _assume_heads(heads, GROUP * VALUE)
-    many = heads * GROUP
-    batch, value_head = stream // many, stream % many
-    head = value_head // GROUP
+    dy_steps, k_steps, beta_steps = strides[0:3], strides[3:6], strides[6:9]
+    tokens, heads, plane, rstd_plane = sizes
+    DIM: tl.constexpr = SHAPE[1]
+    SIZE: tl.constexpr = SHAPE[2]
+    VALUE: tl.constexpr = SHAPE[3]
+    BLOCK: tl.constexpr = SHAPE[4]
+    CHUNK: tl.constexpr = SHAPE[5]
+    NORMED: tl.constexpr = rstd_ptr is not None
+    column, stream, many, batch, head, value_head = _columns_of(heads, SHAPE)
     if ISOLATED:
         if tl.load(flags_ptr + stream) == 0:
             return
@@ -670,10 +690,8 @@ def _delta_rule_reverse_kernel(
 @triton.jit
 def _delta_rule_pairs_kernel(
     dy_ptr, q_ptr, k_ptr, v_ptr, beta_ptr, first_ptr, values_ptr, solved_ptr, gates_ptr, rstd_ptr,
-    scores_ptr, inverse_ptr, sums_ptr, dy_steps, k_steps, v_steps, beta_steps, first_step,
-    tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    scores_ptr, inverse_ptr, sums_ptr, dy_steps, k_steps, v_steps, beta_steps, first_step, sizes,
+    scale, SHAPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of pairs of tokens.
 
@@ -681,6 +699,14 @@ def _delta_rule_pairs_kernel(
     Reads dy, N, Y, q, k, v and gates. Writes E in the place of P, M in that of A, and in two planes
     of ``sums_ptr`` what pairs and v give to dG and to dbeta.
     """
+    tokens, chunks, heads, plane, rstd_plane = sizes
+    GROUP: tl.constexpr = SHAPE[0]
+    DIM: tl.constexpr = SHAPE[1]
+    SIZE: tl.constexpr = SHAPE[2]
+    VALUE: tl.constexpr = SHAPE[3]
+    BLOCK: tl.constexpr = SHAPE[4]
+    CHUNK: tl.constexpr = SHAPE[5]
+    NORMED: tl.constexpr = rstd_ptr is not None
     pid = tl.program_id(0).to(tl.int64)
     member, chunk = pid % GROUP, (pid // GROUP) % chunks
     key_head = pid // GROUP // chunks
@@ -772,9 +798,7 @@ def _norm_gradient(dx, x, rstd):
 @triton.jit
 def _delta_rule_queries_kernel(
     dy_ptr, q_ptr, k_ptr, states_ptr, gates_ptr, rstd_ptr, scores_ptr, sums_ptr, dq_ptr, dy_steps,
-    k_steps, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
-    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
+    k_steps, sizes, scale, SHAPE: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q.
 
@@ -782,6 +806,14 @@ def _delta_rule_queries_kernel(
     Reads dy, q, k, S, E and gates. Adds what y takes from states to the sums for dG, and writes dq,
     summed over the group in fp32.
     """
+    tokens, chunks, heads, rstd_plane = sizes[0], sizes[1], sizes[2], sizes[4]
+    GROUP: tl.constexpr = SHAPE[0]
+    DIM: tl.constexpr = SHAPE[1]
+    SIZE: tl.constexpr = SHAPE[2]
+    VALUE: tl.constexpr = SHAPE[3]
+    BLOCK: tl.constexpr = SHAPE[4]
+    CHUNK: tl.constexpr = SHAPE[5]
+    NORMED: tl.constexpr = rstd_ptr is not None
     pid = tl.program_id(0).to(tl.int64)
     chunk, key_head = pid % chunks, pid // chunks
     batch, head = key_head // heads, key_head % heads
@@ -872,10 +904,8 @@ def _times_pairs(
 @triton.jit
 def _delta_rule_keys_kernel(
     q_ptr, k_ptr, beta_ptr, states_ptr, dstates_ptr, values_ptr, solved_ptr, gates_ptr, rstd_ptr,
-    scores_ptr, inverse_ptr, sums_ptr, dk_ptr, k_steps, beta_steps, tokens, chunks, heads,
-    plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, PACKED: tl.constexpr,
+    scores_ptr, inverse_ptr, sums_ptr, dk_ptr, k_steps, beta_steps, sizes, scale,
+    SHAPE: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of k and v.
 
@@ -883,6 +913,14 @@ def _delta_rule_keys_kernel(
     Reads q, k, S, dS', N, Y, E, M and gates. Adds what states give to the sums for dG and dbeta.
     Writes dv in the place of Y, and at the end dk, summed over the group in fp32.
     """
+    tokens, chunks, heads, plane, rstd_plane = sizes
+    GROUP: tl.constexpr = SHAPE[0]
+    DIM: tl.constexpr = SHAPE[1]
+    SIZE: tl.constexpr = SHAPE[2]
+    VALUE: tl.constexpr = SHAPE[3]
+    BLOCK: tl.constexpr = SHAPE[4]
+    CHUNK: tl.constexpr = SHAPE[5]
+    NORMED: tl.constexpr = rstd_ptr is not None
     pid = tl.program_id(0).to(tl.int64)
     chunk, key_head = pid % chunks, pid // chunks
     batch, head = key_head // heads, key_head % heads

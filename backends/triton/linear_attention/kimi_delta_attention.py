@@ -133,13 +133,13 @@ def _prepare(c: Call, backward: bool) -> Prepared:
     warps = c.config("gates", tiles_config).num_warps
     args: tuple[Any, ...] = (
         c.q, c.k, c.g, c.first, *made[:6], c.flags, _steps(c.k), _steps(c.g), c.first_step,
-        *c.sizes(),
+        c.sizes(), c.scale,
     )  # fmt: skip
     launch(_kimi_delta_gates_kernel, count, args, (*c.keys(), c.chunk), warps)
     k = c.config("scores", scores_config)
     args = (
         c.q, c.k, c.beta, c.first, sums, rstd, *made[6:], c.flags, _steps(c.k),
-        c.beta.stride(), c.first_step, *c.sizes(),
+        c.beta.stride(), c.first_step, c.sizes(), c.scale,
     )  # fmt: skip
     constants = (*c.keys(), c.chunk, min(k.channels, size), _levels(c))
     launch_isolated(c.flags, _kimi_delta_scores_kernel, count, args, constants, k.num_warps)
@@ -151,10 +151,10 @@ def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None
     args = (
         c.v, c.beta, c.first, *made[1:5], made.scores, made.solve, c.flags,
         None if initial is None else initial.contiguous(), *room,
-        _steps(c.v), c.beta.stride(), c.document_step, *c.sizes(),
+        _steps(c.v), c.beta.stride(), c.document_step, c.pass_sizes(), c.chunks,
     )  # fmt: skip
     constants = c.columns(_staged(c, k))
-    count = c.streams * cdiv(c.v.shape[3], constants[5])
+    count = c.streams * cdiv(c.v.shape[3], constants[0][4])
     launch_isolated(c.flags, _kimi_delta_forward_kernel, count, args, constants, k.num_warps)
 
 
@@ -236,12 +236,12 @@ def _reverse(
     """Write dv and gradients of states; return the parts of dbeta."""
     k = c.config("reverse", passes_config)
     constants = c.columns(_staged(c, k))
-    blocks = cdiv(c.v.shape[3], constants[5])
+    blocks = cdiv(c.v.shape[3], constants[0][4])
     partial = made.sums.new_empty(blocks, c.streams, c.chunks * c.chunk)
     args = (
         dy, c.beta, c.first, *made[1:5], made.scores, made.adjoint, values, c.flags,
         None if dfinal is None else dfinal.contiguous(), dv, dstates, partial, _given(dinitial),
-        _steps(dy), c.beta.stride(), c.document_step, *c.sizes(),
+        _steps(dy), c.beta.stride(), c.document_step, c.pass_sizes(), c.chunks,
     )  # fmt: skip
     count = c.streams * blocks
     launch_isolated(c.flags, _kimi_delta_reverse_kernel, count, args, constants, k.num_warps)
@@ -256,7 +256,7 @@ def _pairs(
     k = c.config("pairs", pairs_config)
     args = (
         dy, c.beta, c.first, values, dv, made.scores, made.adjoint, partial, dbeta, len(partial),
-        _steps(dy), c.beta.stride(), c.first_step, *c.sizes(),
+        _steps(dy), c.beta.stride(), c.first_step, c.sizes(),
     )  # fmt: skip
     count = c.streams * c.chunks
     launch(_kimi_delta_pairs_kernel, count, args, c.columns(k), k.num_warps)
@@ -276,7 +276,7 @@ def _gradients(
     count = c.streams * c.chunks * (size // width)
     args: tuple[Any, ...] = (
         dy, c.q, c.k, c.first, states, made.sums, made.queries, made.rstd, made.scores, *rows,
-        c.flags, _steps(dy), _steps(c.k), c.first_step, *c.sizes(),
+        c.flags, _steps(dy), _steps(c.k), c.first_step, c.sizes(), c.scale,
     )  # fmt: skip
     constants = (*c.columns(k), width, _levels(c))
     launch_isolated(c.flags, _kimi_delta_queries_kernel, count, args, constants, k.num_warps)
@@ -285,12 +285,13 @@ def _gradients(
     count = c.streams * c.chunks * (size // width)
     args = (
         c.q, c.k, c.beta, c.first, states, dstates, values, dv, made.sums, made.keys, made.kept,
-        made.last, made.rstd, made.scores, made.adjoint, rows[1], dg, c.flags, _steps(c.k),
-        c.beta.stride(), c.first_step, *c.sizes(),
+        made.last, made.rstd, made.scores, made.adjoint, rows[1], dg, c.flags,
+        (*_steps(c.k), *c.beta.stride(), c.first_step), c.sizes(), c.scale,
     )  # fmt: skip
-    constants = (*c.columns(k), width, _levels(c))
+    shape, stages = c.columns(k)
+    constants = (shape, (stages, width, _levels(c)))
     launch_isolated(c.flags, _kimi_delta_keys_kernel, count, args, constants, k.num_warps)
-    args = (c.q, c.k, made.rstd, *rows, dq, dk, _steps(c.k), *c.sizes())
+    args = (c.q, c.k, made.rstd, *rows, dq, dk, _steps(c.k), c.sizes(), c.scale)
     warps = c.config("norms", tiles_config).num_warps
     count = c.streams * c.chunks // c.group
     launch(_kimi_delta_norms_kernel, count, args, (*c.keys(), c.chunk), warps)

@@ -183,9 +183,8 @@ def _scaled(
 @triton.jit
 def _kimi_delta_gates_kernel(
     q_ptr, k_ptr, g_ptr, first_ptr, sums_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, rstd_ptr,
-    flags_ptr, k_steps, g_steps, first_step, tokens, chunks, heads, plane, rstd_plane, scale,
-    GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    flags_ptr, k_steps, g_steps, first_step, sizes, scale, GROUP: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Gates of every chunk, and q and k with them.
 
@@ -194,6 +193,8 @@ def _kimi_delta_gates_kernel(
     (SIZE); in the first head of a group, 1 / norm of the rows of q and of k; and a flag if a gate
     is not finite, or above 0.
     """
+    tokens, chunks, heads, plane, rstd_plane = sizes
+    NORMED: tl.constexpr = rstd_ptr is not None
     pid = tl.program_id(0).to(tl.int64)
     member, chunk = pid % GROUP, (pid // GROUP) % chunks
     key_head = pid // GROUP // chunks
@@ -263,9 +264,9 @@ def _kimi_delta_gates_kernel(
 @triton.jit
 def _kimi_delta_scores_kernel(
     q_ptr, k_ptr, beta_ptr, first_ptr, sums_ptr, rstd_ptr, scores_ptr, solve_ptr, adjoint_ptr,
-    flags_ptr, k_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane, scale,
-    GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    CHUNK: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr, ISOLATED: tl.constexpr,
+    flags_ptr, k_steps, beta_steps, first_step, sizes, scale, GROUP: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+    LEVELS: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """P and C of every chunk.
 
@@ -273,6 +274,8 @@ def _kimi_delta_scores_kernel(
     Reads q, k, beta and G. Writes P and C, and A where there is room for it, (CHUNK, CHUNK) each;
     and a flag if C is not finite.
     """
+    tokens, chunks, heads, plane, rstd_plane = sizes
+    NORMED: tl.constexpr = rstd_ptr is not None
     pid = tl.program_id(0).to(tl.int64)
     member, chunk = pid % GROUP, (pid // GROUP) % chunks
     key_head = pid // GROUP // chunks
@@ -342,9 +345,7 @@ def _kimi_delta_scores_kernel(
 def _kimi_delta_forward_kernel(
     v_ptr, beta_ptr, first_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, scores_ptr, solve_ptr,
     flags_ptr, initial_ptr, y_ptr, final_ptr, states_ptr, values_ptr, v_steps, beta_steps,
-    first_step, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
-    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, ISOLATED: tl.constexpr,
+    first_step, sizes, chunks, SHAPE: tl.constexpr, STAGES: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """Pass over the chunks with the state in registers.
 
@@ -353,6 +354,13 @@ def _kimi_delta_forward_kernel(
     (batch, tokens, heads, VALUE) and the last state; or the state before every chunk, and N; and a
     flag if one is not finite.
     """
+    tokens, heads = sizes[0:2]
+    GROUP: tl.constexpr = SHAPE[0]
+    DIM: tl.constexpr = SHAPE[1]
+    SIZE: tl.constexpr = SHAPE[2]
+    VALUE: tl.constexpr = SHAPE[3]
+    BLOCK: tl.constexpr = SHAPE[4]
+    CHUNK: tl.constexpr = SHAPE[5]
     blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
     pid = tl.program_id(0).to(tl.int64)
     column, stream = (pid % blocks).to(tl.int32) * BLOCK, pid // blocks
@@ -431,9 +439,8 @@ def _kimi_delta_forward_kernel(
 def _kimi_delta_reverse_kernel(
     dy_ptr, beta_ptr, first_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, scores_ptr, adjoint_ptr,
     values_ptr, flags_ptr, dfinal_ptr, dv_ptr, dstates_ptr, dbeta_ptr, dinitial_ptr, dy_steps,
-    beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
-    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, ISOLATED: tl.constexpr,
+    beta_steps, first_step, sizes, chunks, SHAPE: tl.constexpr, STAGES: tl.constexpr,
+    ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """Pass over the chunks in reverse with the gradient of the state in registers.
 
@@ -442,6 +449,13 @@ def _kimi_delta_reverse_kernel(
     chunk; dv; what these columns give to dbeta, in fp32; at the end the gradient of the first
     state; and a flag if it is not finite.
     """
+    tokens, heads, plane = sizes[0:3]
+    GROUP: tl.constexpr = SHAPE[0]
+    DIM: tl.constexpr = SHAPE[1]
+    SIZE: tl.constexpr = SHAPE[2]
+    VALUE: tl.constexpr = SHAPE[3]
+    BLOCK: tl.constexpr = SHAPE[4]
+    CHUNK: tl.constexpr = SHAPE[5]
     blocks: tl.constexpr = (VALUE + BLOCK - 1) // BLOCK
     pid = tl.program_id(0).to(tl.int64)
     column, stream = (pid % blocks).to(tl.int32) * BLOCK, pid // blocks
@@ -518,15 +532,18 @@ def _kimi_delta_reverse_kernel(
 @triton.jit
 def _kimi_delta_pairs_kernel(
     dy_ptr, beta_ptr, first_ptr, values_ptr, dv_ptr, pairs_ptr, mixed_ptr, partial_ptr, dbeta_ptr,
-    parts, dy_steps, beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane, scale,
-    GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    parts, dy_steps, beta_steps, first_step, sizes, SHAPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of pairs of tokens, and of beta.
 
     Program: a chunk of one value head. It sums dy N' and dV N' over blocks of value columns.
     Reads dy, N, dv, beta and the parts of dbeta. Writes dP, M and dbeta.
     """
+    tokens, chunks, heads, plane = sizes[0:4]
+    GROUP: tl.constexpr = SHAPE[0]
+    VALUE: tl.constexpr = SHAPE[3]
+    BLOCK: tl.constexpr = SHAPE[4]
+    CHUNK: tl.constexpr = SHAPE[5]
     pid = tl.program_id(0).to(tl.int64)
     chunk, stream = pid % chunks, pid // chunks
     _assume_heads(heads, GROUP * VALUE)
@@ -698,10 +715,8 @@ def _to_later(dsums, first_ptr, start, tokens, kind: tl.constexpr, CHUNK: tl.con
 
 @triton.jit
 def _kimi_delta_queries_kernel(
-    dy_ptr, q_ptr, k_ptr, first_ptr, states_ptr, sums_ptr, queries_ptr, rstd_ptr, pairs_ptr,
-    dq_ptr, dsums_ptr, flags_ptr, dy_steps, k_steps, first_step, tokens, chunks, heads, plane,
-    rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    dy_ptr, q_ptr, k_ptr, first_ptr, states_ptr, sums_ptr, queries_ptr, rstd_ptr, pairs_ptr, dq_ptr,
+    dsums_ptr, flags_ptr, dy_steps, k_steps, first_step, sizes, scale, SHAPE: tl.constexpr,
     STAGES: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of Q, and what they give to dG.
@@ -709,6 +724,14 @@ def _kimi_delta_queries_kernel(
     Program: WIDTH channels of a chunk of one value head; those of a chunk are neighbors.
     Reads dy, q, k, S, G, e Q and dP. Writes both in fp32. One of two launches takes a flagged head.
     """
+    tokens, chunks, heads, plane, rstd_plane = sizes
+    GROUP: tl.constexpr = SHAPE[0]
+    DIM: tl.constexpr = SHAPE[1]
+    SIZE: tl.constexpr = SHAPE[2]
+    VALUE: tl.constexpr = SHAPE[3]
+    BLOCK: tl.constexpr = SHAPE[4]
+    CHUNK: tl.constexpr = SHAPE[5]
+    NORMED: tl.constexpr = rstd_ptr is not None
     pid = tl.program_id(0).to(tl.int64)
     channel, whole = (pid % (SIZE // WIDTH)).to(tl.int32) * WIDTH, pid // (SIZE // WIDTH)
     chunk, stream = whole % chunks, whole // chunks
@@ -762,11 +785,8 @@ def _kimi_delta_queries_kernel(
 @triton.jit
 def _kimi_delta_keys_kernel(
     q_ptr, k_ptr, beta_ptr, first_ptr, states_ptr, dstates_ptr, values_ptr, dv_ptr, sums_ptr,
-    keys_ptr, kept_ptr, z_ptr, rstd_ptr, pairs_ptr, mixed_ptr, dk_ptr, dg_ptr, flags_ptr, k_steps,
-    beta_steps, first_step, tokens, chunks, heads, plane, rstd_plane, scale, GROUP: tl.constexpr,
-    NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr,
-    LEVELS: tl.constexpr, ISOLATED: tl.constexpr,
+    keys_ptr, kept_ptr, z_ptr, rstd_ptr, pairs_ptr, mixed_ptr, dk_ptr, dg_ptr, flags_ptr, strides,
+    sizes, scale, SHAPE: tl.constexpr, TILE: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of K and g.
 
@@ -774,6 +794,16 @@ def _kimi_delta_keys_kernel(
     Reads q, k, S, dS', N, dv, G, e K, r K, z, dP and M. Writes dg, and in the place of what Q gives
     to dG the gradient of K in fp32. One of two launches takes a flagged head.
     """
+    k_steps, beta_steps, first_step = strides[0:3], strides[3:6], strides[6]
+    tokens, chunks, heads, plane, rstd_plane = sizes
+    GROUP: tl.constexpr = SHAPE[0]
+    DIM: tl.constexpr = SHAPE[1]
+    SIZE: tl.constexpr = SHAPE[2]
+    VALUE: tl.constexpr = SHAPE[3]
+    BLOCK: tl.constexpr = SHAPE[4]
+    CHUNK: tl.constexpr = SHAPE[5]
+    WIDTH: tl.constexpr = TILE[1]
+    NORMED: tl.constexpr = rstd_ptr is not None
     pid = tl.program_id(0).to(tl.int64)
     channel, whole = (pid % (SIZE // WIDTH)).to(tl.int32) * WIDTH, pid // (SIZE // WIDTH)
     chunk, stream = whole % chunks, whole // chunks
@@ -805,7 +835,7 @@ def _kimi_delta_keys_kernel(
     dk, found, through = _from_states(
         dv_ptr + (batch * tokens * many + value_head) * VALUE, values_ptr + stream * tokens * VALUE,
         states_ptr + whole * DIM * VALUE, dstates_ptr + whole * DIM * VALUE, start, many * VALUE,
-        tokens, channel, DIM, WIDTH, VALUE, BLOCK, CHUNK, STAGES,
+        tokens, channel, DIM, WIDTH, VALUE, BLOCK, CHUNK, TILE[0],
     )  # fmt: skip
     found *= _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
                       beta_steps[1], tokens, CHUNK)[:, None]  # fmt: skip
@@ -824,7 +854,7 @@ def _kimi_delta_keys_kernel(
     dk += found * _to_end(sums_ptr, first_ptr, start, tokens, rest, EXACT, SIZE, WIDTH, CHUNK)
     dk += _diagonal(pairs_ptr, q_ptr, rstd_ptr, start, k_steps[1], tokens, channel, scale, NORMED,
                     DIM, WIDTH, CHUNK)  # fmt: skip
-    for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
+    for level in tl.range(0, TILE[2], num_stages=1, disable_licm=True):
         x, y, decay = _level_rows(
             q_ptr, k_ptr, rstd_ptr, sums_ptr, start, k_steps[1], tokens, channel, rest, rstd_plane,
             scale, level, ISOLATED, NORMED, DIM, SIZE, WIDTH, CHUNK,
@@ -848,15 +878,16 @@ def _kimi_delta_keys_kernel(
 
 @triton.jit
 def _kimi_delta_norms_kernel(
-    q_ptr, k_ptr, rstd_ptr, from_q_ptr, from_k_ptr, dq_ptr, dk_ptr, k_steps, tokens, chunks, heads,
-    plane, rstd_plane, scale, GROUP: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    q_ptr, k_ptr, rstd_ptr, from_q_ptr, from_k_ptr, dq_ptr, dk_ptr, k_steps, sizes, scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q and k.
 
     Program: a chunk of one key head.
     Reads q, k and the gradients of their rows, which it sums over the group. Writes dq and dk.
     """
+    tokens, chunks, heads, rstd_plane = sizes[0], sizes[1], sizes[2], sizes[4]
+    NORMED: tl.constexpr = rstd_ptr is not None
     pid = tl.program_id(0).to(tl.int64)
     chunk, key_head = pid % chunks, pid // chunks
     batch, head = key_head // heads, key_head % heads

@@ -160,11 +160,14 @@ class Call(NamedTuple):
         shared = self.first is None or self.first.shape[0] == 1
         return 0 if shared or self.first is None else self.first.stride(0)
 
-    @property
-    def strides(self) -> tuple[Any, ...]:
-        """Of the sequences and tokens of u, delta and z, and of sequences of ``first``."""
-        rows = (self.u, self.delta, self.u if self.z is None else self.z)
-        return (*((x.stride(0), x.stride(1)) for x in rows), self.first_step)
+    def strides(self, dy: Tensor | None = None) -> tuple[int, ...]:
+        """Of sequences of u, delta, dy, z and ``first``, then of tokens of u, delta, dy and z."""
+        u, delta, z = self.u, self.delta, self.u if self.z is None else self.z
+        up = (0, 0) if dy is None else (dy.stride(0), dy.stride(1))
+        return (
+            u.stride(0), delta.stride(0), up[0], z.stride(0), self.first_step,
+            u.stride(1), delta.stride(1), up[1], z.stride(1),
+        )  # fmt: skip
 
     def by_state(self) -> Call:
         """A and the first states with channels last, where neighboring threads have them."""
@@ -175,7 +178,7 @@ class Call(NamedTuple):
         _, length, cols = self.u.shape
         return not (length % tokens or cols % block)
 
-    def constants(self, *more: int) -> tuple[Any, ...]:
+    def constants(self, *more: Any) -> tuple[Any, ...]:
         """What kernels take last."""
         states = self.B.shape[2]
         return states, power_of_2(states), self.softplus, *more
@@ -292,11 +295,10 @@ def _first_pass(
     batch, length, cols = c.u.shape
     args = (
         c.u, c.delta, c.A, pairs, dy, c.z, c.bias, before, c.first, *out,
-        (0, 0) if dy is None else (dy.stride(0), dy.stride(1)), *c.strides, length, cols,
-        parts.spans, active, parts.chunks, 0,
+        c.strides(dy), (length, cols, parts.spans, active), parts.chunks, 0,
     )  # fmt: skip
     even, count = c.even(parts.tokens, k.block), cdiv(cols, k.block)
-    constants = c.constants(k.block, parts.parts, parts.step, k.ahead, even)
+    constants = c.constants(k.block, (parts.parts, parts.step), k.ahead, even)
     launch(_selective_scan_states_kernel, batch * active * count, args, constants, k.num_warps)
 
 
@@ -345,8 +347,8 @@ def _by_spans(c: Call, y: Tensor, final_wanted: bool) -> tuple[Tensor | None, Te
     before = _states_before(c, k, parts, pairs) if split else c.initial
     final = c.numbers(c.B.shape[2]) if final_wanted else None
     args = (
-        c.u, c.delta, c.A, pairs, c.D, c.z, c.bias, before, c.first, y, final, *c.strides,
-        length, cols, parts.spans, parts.chunks, 0,
+        c.u, c.delta, c.A, pairs, c.D, c.z, c.bias, before, c.first, y, final, c.strides(),
+        (length, cols, parts.spans), parts.chunks, 0,
     )  # fmt: skip
     programs = batch * parts.spans * cdiv(cols, k.block)
     constants = c.constants(k.step, k.block, k.ahead, c.even(parts.tokens, k.block))
@@ -367,10 +369,10 @@ def _by_teams(
     before = c.states(spans) if spans > 1 else None
     args = (
         c.u, c.delta, c.A, c.pairs((steps + 1) * tokens), c.D, c.z, c.bias, c.initial, c.first, y,
-        final, before, *c.strides, length, cols, spans, steps, 0,
+        final, before, c.strides(), (length, cols, spans), steps, 0,
     )  # fmt: skip
     levels, even = k.team.bit_length() - 1, c.even(tokens, k.block)
-    constants = c.constants(k.block, k.team, levels, k.count, reference.SPAN, even)
+    constants = c.constants(k.block, (k.team, levels, k.count, reference.SPAN), even)
     programs = batch * cdiv(cols, k.block)
     launch(_selective_scan_team_kernel, programs, args, constants, k.num_warps)
     return final, before
@@ -477,13 +479,13 @@ def _reverse(
     sums = pairs.new_empty(blocks, *pairs.shape) if summed else None
     args = (
         c.u, dy, c.delta, c.A, pairs, c.D, c.z, c.bias, c.first, at_chunks, after,
-        *out._replace(pairs=sums), (dy.stride(0), dy.stride(1)), *c.strides, length, cols,
-        parts.spans, parts.chunks, batch, 0,
+        *out._replace(pairs=sums), c.strides(dy), (length, cols, parts.spans, batch),
+        parts.chunks, 0,
     )  # fmt: skip
     even = c.even(parts.tokens, k.block)
-    constants = c.constants(k.block, k.parts, k.step, _exchanges(c, k), k.ahead, even)
+    shape = c.constants(k.block, k.parts, k.step, _exchanges(c, k), k.ahead, even)
     programs = batch * parts.spans * blocks
-    launch(_selective_scan_backward_kernel, programs, args, constants, k.num_warps)
+    launch(_selective_scan_backward_kernel, programs, args, (shape,), k.num_warps)
     if sums is None:
         return None
     return sum_rows(sums.flatten(1), torch.float32).view(pairs.shape)

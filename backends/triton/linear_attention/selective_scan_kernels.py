@@ -285,9 +285,8 @@ TOGETHER = tl.constexpr(8)  # spans whose ends are loaded at a time
 @triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
 def _selective_scan_states_kernel(
     u_ptr, delta_ptr, a_ptr, pairs_ptr, dy_ptr, z_ptr, bias_ptr, before_ptr, first_ptr, ends_ptr,
-    sums_ptr, states_ptr, dends_ptr, dy_steps, u_steps, delta_steps, z_steps, first_step, length,
-    cols, spans, active, chunks, zero, DIM: tl.constexpr, SIZE: tl.constexpr,
-    SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
+    sums_ptr, states_ptr, dends_ptr, row_strides, extents, chunks, zero, DIM: tl.constexpr,
+    SIZE: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     AHEAD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """What spans leave, and the states before their chunks.
@@ -300,39 +299,39 @@ def _selective_scan_states_kernel(
     sum of step sizes, (batch, spans, channels). Of chunks, the states before them, (batch, spans,
     blocks, chunks) tiles.
     """
+    PARTS: tl.constexpr = TILE[0]
+    STEP: tl.constexpr = TILE[1]
+    length, cols, spans, active = extents
     batch, span, block, start, left = _place(cols, active, BLOCK)
     lane, n = tl.arange(0, BLOCK), tl.arange(0, SIZE)
     place = batch * spans + span
     tile = place * tl.cdiv(cols, BLOCK) + block
     tokens = chunks * (PARTS * STEP)
     origin = span * tokens
-    u_ptr += batch * u_steps[0] + start
-    delta_ptr += batch * delta_steps[0] + start
+    u_ptr += batch * row_strides[0] + start
+    delta_ptr += batch * row_strides[1] + start
     pairs_ptr += place * tokens * (2 * SIZE)
-    if dy_ptr is None:
-        pairs_ptr = _own(pairs_ptr, zero)
+    pairs_ptr = _own(pairs_ptr, zero) if dy_ptr is None else pairs_ptr
     if dy_ptr is not None:
-        dy_ptr += batch * dy_steps[0] + start
+        dy_ptr += batch * row_strides[2] + start
         if z_ptr is not None:
-            z_ptr += batch * z_steps[0] + start
+            z_ptr += batch * row_strides[3] + start
     if first_ptr is not None:
-        first_ptr += batch * first_step
+        first_ptr += batch * row_strides[4]
     a = _load_states(a_ptr + start, lane, left, cols, zero, DIM, SIZE) * LOG2E
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
     state = tl.zeros([SIZE, BLOCK], tl.float32)
     if before_ptr is not None:
         given = before_ptr + place * cols * DIM + start
         state += _load_states(given, lane, left, cols, zero, DIM, SIZE)
-    total = tl.zeros([BLOCK], tl.float32)
     through, dstate = tl.full([SIZE, BLOCK], 1.0, tl.float32), tl.zeros([SIZE, BLOCK], tl.float32)
-    reached = zero == 0  # a token by the gradient of the state before the span
-    gate_ptr = z_ptr if dy_ptr is not None else None
-    strides = (u_steps[1], delta_steps[1], dy_steps[1], z_steps[1])
+    total, reached = tl.zeros([BLOCK], tl.float32), zero == 0  # by gradients before the span
+    gate = z_ptr if dy_ptr is not None else None
+    strides = row_strides[5:9]
     if AHEAD < 3:
         u, raw, dy, z = _load_step(
-            u_ptr, delta_ptr, dy_ptr, gate_ptr, origin, strides, origin, lane, length, left, STEP,
-            EVEN,
-        )  # fmt: skip
+            u_ptr, delta_ptr, dy_ptr, gate, origin, strides, origin, lane, length, left, STEP, EVEN
+        )
     for step in tl.range(0, chunks * PARTS):
         first = origin + step * STEP
         after = tl.minimum(first + STEP, origin + tokens - STEP)
@@ -341,11 +340,11 @@ def _selective_scan_states_kernel(
             _fetch_pairs(pairs_ptr + (after - first) * (2 * SIZE), SIZE, STEP)
         at = after if AHEAD < 3 else first
         next_u, next_raw, next_dy, next_z = _load_step(
-            u_ptr, delta_ptr, dy_ptr, gate_ptr, at, strides, at, lane, length, left, STEP, EVEN
+            u_ptr, delta_ptr, dy_ptr, gate, at, strides, at, lane, length, left, STEP, EVEN
         )
         if AHEAD > 2:
             u, raw, dy, z = next_u, next_raw, next_dy, next_z
-            _fetch_all_rows(u_ptr, delta_ptr, dy_ptr, gate_ptr, after, strides, BLOCK, STEP)
+            _fetch_all_rows(u_ptr, delta_ptr, dy_ptr, gate, after, strides, BLOCK, STEP)
         if states_ptr is not None:
             if step % PARTS == 0:
                 chunk = step // PARTS
@@ -430,9 +429,9 @@ def _selective_scan_join_kernel(
 @triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
 def _selective_scan_forward_kernel(
     u_ptr, delta_ptr, a_ptr, pairs_ptr, skip_ptr, z_ptr, bias_ptr, before_ptr, first_ptr, y_ptr,
-    final_ptr, u_steps, delta_steps, z_steps, first_step, length, cols, spans, chunks, zero,
-    DIM: tl.constexpr, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    final_ptr, row_strides, extents, chunks, zero, DIM: tl.constexpr, SIZE: tl.constexpr,
+    SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """Results of all tokens.
 
@@ -440,18 +439,19 @@ def _selective_scan_forward_kernel(
     Reads all inputs, a chunk ahead, and the state before the span, (batch, spans, DIM, channels).
     Writes y and the last state.
     """
+    length, cols, spans = extents
     batch, span, _, start, left = _place(cols, spans, BLOCK)
     lane, n = tl.arange(0, BLOCK), tl.arange(0, SIZE)
     place = batch * spans + span
     origin = span * chunks * CHUNK
-    u_ptr += batch * u_steps[0] + start
-    delta_ptr += batch * delta_steps[0] + start
+    u_ptr += batch * row_strides[0] + start
+    delta_ptr += batch * row_strides[1] + start
     pairs_ptr = _own(pairs_ptr + place * chunks * (CHUNK * 2 * SIZE), zero)
     y_ptr += batch * length * cols + start
     if z_ptr is not None:
-        z_ptr += batch * z_steps[0] + start
+        z_ptr += batch * row_strides[3] + start
     if first_ptr is not None:
-        first_ptr += batch * first_step
+        first_ptr += batch * row_strides[4]
     a = _load_states(a_ptr + start, lane, left, cols, zero, DIM, SIZE) * LOG2E
     skip = load_or(skip_ptr, start + lane, lane < left, 0.0)
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
@@ -459,7 +459,7 @@ def _selective_scan_forward_kernel(
     if before_ptr is not None:
         given = before_ptr + place * cols * DIM + start
         state += _load_states(given, lane, left, cols, zero, DIM, SIZE)
-    strides = (u_steps[1], delta_steps[1], 0, z_steps[1])
+    strides = row_strides[5:9]
     if AHEAD < 3:
         u, raw, _none, z = _load_step(
             u_ptr, delta_ptr, None, z_ptr, origin, strides, origin, lane, length, left, CHUNK, EVEN
@@ -608,16 +608,17 @@ def _through_gate(dy, z, h, c, skip, u):
 
 @triton.jit
 def _back(
-    carry, sums, h, sizes, slopes, decays, u, dy, z, begins, pairs_ptr, a, skip, lane, n, first,
-    length, zero, SIZE: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, SUMMED: tl.constexpr, EXCHANGE: tl.constexpr, EVEN: tl.constexpr,
-    FROM: tl.constexpr, TO: tl.constexpr,
+    carry, sums, states, u, dy, z, begins, pairs_ptr, a, skip, lane, n, first, length, zero,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+    SUMMED: tl.constexpr, EXCHANGE: tl.constexpr, EVEN: tl.constexpr, FROM: tl.constexpr,
+    TO: tl.constexpr,
 ):  # fmt: skip
     """Back through the tokens FROM down to TO of a part.
 
     ``carry`` is what reaches a token's state from later ones, ``sums`` those over tokens for dA, dD
     and the bias, ``decays`` those of token FROM. Returns both of them, and rows of the tokens.
     """
+    h, sizes, slopes, decays = states
     da, dskip, dbias = sums
     du, ddelta, dz, db, dc = (), (), (), (), ()
     for i in tl.static_range(FROM, TO - 1, -1):
@@ -668,14 +669,43 @@ def _fetch_earlier(
         _fetch_all_rows(u_ptr, delta_ptr, dy_ptr, z_ptr, at, strides, BLOCK, KEPT)
 
 
+@triton.jit
+def _put_all(
+    du_ptr, ddelta_ptr, dz_ptr, rows, made, t, cols, lane, length, left, COUNT: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Write du, ddelta and dz of COUNT tokens from t on; ``rows`` is the first of the sequence."""
+    at = rows + tl.cast(t, tl.int64) * cols
+    _put_tokens(du_ptr, at, made[0], t, cols, lane, length, left, True, COUNT, EVEN)
+    _put_tokens(ddelta_ptr, at, made[1], t, cols, lane, length, left, True, COUNT, EVEN)
+    _put_tokens(dz_ptr, at, made[2], t, cols, lane, length, left, True, COUNT, EVEN)
+
+
+@triton.jit
+def _put_span_sums(
+    da_ptr, dskip_ptr, dbias_ptr, sums, place, start, cols, lane, left, later, DIM: tl.constexpr,
+    SIZE: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Write a span's sums over tokens: dA, and the gradients of D and of the bias."""
+    at = place * cols + start
+    _put_tokens(dskip_ptr, at, (sums[1],), 0, cols, lane, 1, left, False, 1, EVEN)
+    _put_tokens(dbias_ptr, at, (sums[2],), 0, cols, lane, 1, left, False, 1, EVEN)
+    if da_ptr is not None:
+        of_a = da_ptr + (place * cols * DIM + start)
+        _store_states(of_a, sums[0], lane, left, cols, later, DIM, SIZE)
+
+
+@triton.jit
+def _skip_and_bias(skip_ptr, bias_ptr, channel, mask):
+    """Load D and the bias of channels, 0 where there are none."""
+    return load_or(skip_ptr, channel, mask, 0.0), load_or(bias_ptr, channel, mask, 0.0)
+
+
 @triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
 def _selective_scan_backward_kernel(
     u_ptr, dy_ptr, delta_ptr, a_ptr, pairs_ptr, skip_ptr, z_ptr, bias_ptr, first_ptr, states_ptr,
     after_ptr, du_ptr, ddelta_ptr, dz_ptr, da_ptr, dpairs_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
-    dy_steps, u_steps, delta_steps, z_steps, first_step, length, cols, spans, chunks, batches, zero,
-    DIM: tl.constexpr, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, KEPT: tl.constexpr, EXCHANGE: tl.constexpr, AHEAD: tl.constexpr,
-    EVEN: tl.constexpr,
+    row_strides, extents, chunks, zero, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """All gradients.
 
@@ -685,6 +715,13 @@ def _selective_scan_backward_kernel(
     parts of sums: of dB and dC (blocks, batch, tokens, 2, SIZE), of dA (batch, spans, DIM,
     channels), of dD and that of the bias (batch, spans, channels).
     """
+    length, cols, spans, batches = extents
+    DIM: tl.constexpr = SHAPE[0]
+    SIZE: tl.constexpr = SHAPE[1]
+    BLOCK: tl.constexpr = SHAPE[3]
+    PARTS: tl.constexpr = SHAPE[4]
+    KEPT: tl.constexpr = SHAPE[5]
+    EVEN: tl.constexpr = SHAPE[8]
     COUNT: tl.constexpr = 2 if KEPT % 2 == 0 else 1  # tokens written together: more take registers
     batch, span, block, start, left = _place(cols, spans, BLOCK)
     lane, n = tl.arange(0, BLOCK), tl.arange(0, SIZE)
@@ -693,18 +730,17 @@ def _selective_scan_backward_kernel(
     tokens = chunks * (PARTS * KEPT)
     origin, rows = span * tokens, batch * length * cols + start
     of_pairs = (block.to(tl.int64) * batches * spans + place) * tokens * (2 * SIZE)
-    dy_ptr += batch * dy_steps[0] + start
-    u_ptr += batch * u_steps[0] + start
-    delta_ptr += batch * delta_steps[0] + start
+    dy_ptr += batch * row_strides[2] + start
+    u_ptr += batch * row_strides[0] + start
+    delta_ptr += batch * row_strides[1] + start
     pairs_ptr += place * tokens * (2 * SIZE)
-    strides = (u_steps[1], delta_steps[1], dy_steps[1], z_steps[1])
+    strides = row_strides[5:9]
     if z_ptr is not None:
-        z_ptr += batch * z_steps[0] + start
+        z_ptr += batch * row_strides[3] + start
     if first_ptr is not None:
-        first_ptr += batch * first_step
+        first_ptr += batch * row_strides[4]
     a = _load_states(a_ptr + start, lane, left, cols, zero, DIM, SIZE) * LOG2E
-    skip = load_or(skip_ptr, start + lane, lane < left, 0.0)
-    bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
+    skip, bias = _skip_and_bias(skip_ptr, bias_ptr, start + lane, lane < left)
     carry, none = tl.zeros([SIZE, BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     sums = (carry, none, none)
     if after_ptr is not None:
@@ -717,22 +753,22 @@ def _selective_scan_backward_kernel(
     for step in tl.range(0, chunks * PARTS):
         index = chunks * PARTS - 1 - step  # of a part
         part, first = index % PARTS, origin + index * KEPT
-        begin = first - part * KEPT  # of its chunk
         u, raw, dy, z = next_u, next_raw, next_dy, next_z
         at_ptr = pairs_ptr + index * (KEPT * 2 * SIZE)
         chunk_ptr = states_ptr + (tile * chunks + index // PARTS) * (SIZE * BLOCK)
         state = tl.load(_in_tile(chunk_ptr, lane, zero, SIZE, BLOCK))
         _fetch_earlier(
             states_ptr, tile * chunks, pairs_ptr, index, u_ptr, delta_ptr, dy_ptr, z_ptr, strides,
-            origin, SIZE, BLOCK, PARTS, KEPT, AHEAD,
+            origin, SIZE, BLOCK, PARTS, KEPT, SHAPE[7],
         )  # fmt: skip
         state = _states_again(
-            state, u_ptr, delta_ptr, first_ptr, at_ptr - part * (KEPT * 2 * SIZE), u_steps[1],
-            delta_steps[1], begin, part, bias, a, lane, n, length, left, SIZE, SOFTPLUS, KEPT, EVEN,
+            state, u_ptr, delta_ptr, first_ptr, at_ptr - part * (KEPT * 2 * SIZE), strides[0],
+            strides[1], first - part * KEPT, part, bias, a, lane, n, length, left, SIZE, SHAPE[2],
+            KEPT, EVEN,
         )  # fmt: skip
         begins = _load_begins(first_ptr, first, length, KEPT)
         h, sizes, slopes, decays = _states_of(
-            state, u, raw, bias, a, begins, at_ptr, first, length, n, SIZE, SOFTPLUS,
+            state, u, raw, bias, a, begins, at_ptr, first, length, n, SIZE, SHAPE[2],
             first_ptr is not None, KEPT, EVEN,
         )  # fmt: skip
         before = tl.maximum(first - KEPT, origin)
@@ -743,24 +779,19 @@ def _selective_scan_backward_kernel(
             if last < KEPT - 1:
                 decays = _decays(sizes[last] * (zero + 1), a)
             carry, sums, made = _back(
-                carry, sums, h, sizes, slopes, decays, u, dy, z, begins, at_ptr, a, skip, lane, n,
+                carry, sums, (h, sizes, slopes, decays), u, dy, z, begins, at_ptr, a, skip, lane, n,
                 first, length, zero, SIZE, BLOCK, z_ptr is not None, first_ptr is not None,
-                dpairs_ptr is not None, EXCHANGE, EVEN, last, last - COUNT + 1,
+                dpairs_ptr is not None, SHAPE[6], EVEN, last, last - COUNT + 1,
             )  # fmt: skip
             t = first + (last - COUNT + 1)
-            at = rows + tl.cast(t, tl.int64) * cols
-            _put_tokens(du_ptr, at, made[0], t, cols, lane, length, left, True, COUNT, EVEN)
-            _put_tokens(ddelta_ptr, at, made[1], t, cols, lane, length, left, True, COUNT, EVEN)
-            _put_tokens(dz_ptr, at, made[2], t, cols, lane, length, left, True, COUNT, EVEN)
+            _put_all(
+                du_ptr, ddelta_ptr, dz_ptr, rows, made, t, cols, lane, length, left, COUNT, EVEN
+            )
             at = of_pairs + (t - origin) * (2 * SIZE)
-            _put_all_sums(dpairs_ptr, at, made[3], made[4], SIZE, EXCHANGE, COUNT)
-    at, later = place * cols + start, zero * chunks
-    _put_tokens(dskip_ptr, at, (sums[1],), 0, cols, lane, 1, left, False, 1, EVEN)
-    _put_tokens(dbias_ptr, at, (sums[2],), 0, cols, lane, 1, left, False, 1, EVEN)
-    if da_ptr is not None:
-        of_a = da_ptr + (place * cols * DIM + start)
-        _store_states(of_a, sums[0], lane, left, cols, later, DIM, SIZE)
+            _put_all_sums(dpairs_ptr, at, made[3], made[4], SIZE, SHAPE[6], COUNT)
+    _put_span_sums(da_ptr, dskip_ptr, dbias_ptr, sums, place, start, cols, lane, left,
+                   zero * chunks, DIM, SIZE, EVEN)  # fmt: skip
     if dinitial_ptr is not None:
         if span == 0:
             of_states = dinitial_ptr + batch * cols * DIM + start
-            _store_states(of_states, carry, lane, left, cols, later, DIM, SIZE)
+            _store_states(of_states, carry, lane, left, cols, zero * chunks, DIM, SIZE)

@@ -123,10 +123,8 @@ def _team_sums(parts, token, TEAM: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl
 @triton.jit(do_not_specialize=["steps", "zero"])  # a loop that is always a loop
 def _selective_scan_team_kernel(
     u_ptr, delta_ptr, a_ptr, pairs_ptr, skip_ptr, z_ptr, bias_ptr, initial_ptr, first_ptr, y_ptr,
-    final_ptr, before_ptr, u_steps, delta_steps, z_steps, first_step, length, cols, spans, steps,
-    zero, DIM: tl.constexpr, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr,
-    TEAM: tl.constexpr, LEVELS: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.constexpr,
-    EVEN: tl.constexpr,
+    final_ptr, before_ptr, row_strides, extents, steps, zero, DIM: tl.constexpr, SIZE: tl.constexpr,
+    SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr, TEAMS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Results of all tokens, and the states before spans of SPAN tokens.
 
@@ -135,6 +133,11 @@ def _selective_scan_team_kernel(
     one step more than there are. Writes y, the last state in the form of the first, and the states
     before spans, (batch, spans, DIM, channels).
     """
+    length, cols, spans = extents
+    TEAM: tl.constexpr = TEAMS[0]
+    LEVELS: tl.constexpr = TEAMS[1]
+    COUNT: tl.constexpr = TEAMS[2]
+    SPAN: tl.constexpr = TEAMS[3]
     HELD: tl.constexpr = SIZE // TEAM
     TOKENS: tl.constexpr = TEAM * COUNT
     blocks = tl.cdiv(cols, BLOCK)
@@ -142,15 +145,15 @@ def _selective_scan_team_kernel(
     batch, start = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks) * BLOCK
     left, one = cols - start, zero + 1
     token, lane, n = tl.arange(0, TEAM)[:, None], tl.arange(0, BLOCK)[None, :], tl.arange(0, SIZE)
-    strides = (u_steps[1], delta_steps[1], z_steps[1])
-    u_at = _tile_at(u_ptr + batch * u_steps[0] + start, strides[0], lane, token, one)
-    delta_at = _tile_at(delta_ptr + batch * delta_steps[0] + start, strides[1], lane, token, one)
+    strides = row_strides[5], row_strides[6], row_strides[8]
+    u_at = _tile_at(u_ptr + batch * row_strides[0] + start, strides[0], lane, token, one)
+    delta_at = _tile_at(delta_ptr + batch * row_strides[1] + start, strides[1], lane, token, one)
     y_at = _tile_at(y_ptr + batch * length * cols + start, cols, lane, token, one)
     z_at = u_at
     if z_ptr is not None:
-        z_at = _tile_at(z_ptr + batch * z_steps[0] + start, strides[2], lane, token, one)
+        z_at = _tile_at(z_ptr + batch * row_strides[3] + start, strides[2], lane, token, one)
     if first_ptr is not None:
-        first_ptr += batch * first_step
+        first_ptr += batch * row_strides[4]
     pairs_ptr += batch * (steps + 1) * (TOKENS * 2 * SIZE)
     states = (lane < left) & (n < DIM)[:, None]
     in_row, in_column = lane * DIM + n[:, None], n[:, None] * cols + (lane + zero)

@@ -469,12 +469,12 @@ def _gradients(
     count = batch * c.groups * c.chunks
     args: tuple[Any, ...] = (
         dy, x, c.B, c.C, c.skip, c.first, gates, dstates, dx, pairs, sums, dskips, c.flags,
-        _steps(dy), _steps(x), _steps(c.B), _steps(c.C), c.first_step, *c.sizes(), c.group,
+        (*_steps(dy), *_steps(x), *_steps(c.B), *_steps(c.C), c.first_step), c.sizes(), c.group,
     )  # fmt: skip
     launch_isolated(c.flags, _ssd_pairs_kernel, count, args, *c.config("pairs", pairs_config))
     args = (
-        dy, x, c.B, c.C, gates, states, dstates, pairs, sums, db, dc, _steps(dy), _steps(x),
-        _steps(c.B), _steps(c.C), *c.sizes(), c.group,
+        dy, x, c.B, c.C, gates, states, dstates, pairs, sums, db, dc,
+        (*_steps(dy), *_steps(x), *_steps(c.B), *_steps(c.C)), c.sizes(), c.group,
     )  # fmt: skip
     constants, warps = c.config("groups", groups_config, ROWS_OF_STATES)
     constants = (*constants, c.first is not None)

@@ -342,10 +342,9 @@ def _ssd_outputs_kernel(
 @triton.jit(do_not_specialize=["members"])  # a loop that is always a loop
 def _ssd_pairs_kernel(
     dy_ptr, x_ptr, b_ptr, c_ptr, skip_ptr, first_ptr, gates_ptr, dstates_ptr, dx_ptr, pairs_ptr,
-    sums_ptr, dskips_ptr, flags_ptr, dy_steps, x_steps, b_steps, c_steps, first_step, tokens,
-    chunks, groups, plane, members, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    ISOLATED: tl.constexpr,
+    sums_ptr, dskips_ptr, flags_ptr, strides, sizes, members, GROUP: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr, ISOLATED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x, and of pairs of tokens.
 
@@ -355,6 +354,8 @@ def _ssd_pairs_kernel(
     chunk gives to the gradient of skip (chunks, VALUE). Flags the group's first head if the sum of
     E is not finite.
     """
+    dy_steps, x_steps, b_steps, c_steps = strides[0:3], strides[3:6], strides[6:9], strides[9:12]
+    tokens, chunks, groups, plane = sizes
     pid = tl.program_id(0).to(tl.int64)
     chunk, stream = pid % chunks, pid // chunks
     batch, group = stream // groups, stream % groups
@@ -366,7 +367,7 @@ def _ssd_pairs_kernel(
     start = (chunk * CHUNK).to(tl.int32)
     row = tl.arange(0, CHUNK)
     if first_ptr is not None:
-        first_ptr += batch * first_step
+        first_ptr += batch * strides[12]
     b_ptr += batch * b_steps[0] + group * b_steps[2]
     b = _tile(b_ptr, start, b_steps[1], tokens, 0, CHUNK, DIM, SIZE)
     c = _tile(c_ptr + batch * c_steps[0] + group * c_steps[2], start, c_steps[1], tokens, 0,
@@ -444,9 +445,9 @@ def _part_of_states(sums_ptr, plane, DIM: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=["members"])  # a loop that is always a loop
 def _ssd_groups_kernel(
     dy_ptr, x_ptr, b_ptr, c_ptr, gates_ptr, states_ptr, dstates_ptr, pairs_ptr, sums_ptr, db_ptr,
-    dc_ptr, dy_steps, x_steps, b_steps, c_steps, tokens, chunks, groups, plane,
-    members, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
+    dc_ptr, strides, sizes, members, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of B and C.
 
@@ -454,6 +455,8 @@ def _ssd_groups_kernel(
     Reads dy, x, B, C, gates, states, their gradients and the sum of E. Writes dB, dC, and what
     states give to dG.
     """
+    dy_steps, x_steps, b_steps, c_steps = strides[0:3], strides[3:6], strides[6:9], strides[9:12]
+    tokens, chunks, groups, plane = sizes
     first, pid, sums_ptr = _part_of_states(sums_ptr, plane, DIM, SIZE)
     chunk, stream = pid % chunks, pid // chunks
     batch, group = stream // groups, stream % groups

@@ -130,12 +130,10 @@ def _load_angles(
 
 @triton.jit(do_not_specialize=["seq", "tiles", "groups", "share"])
 def _rope_kinds_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_strides, k_strides, q_out_strides,
-    k_out_strides, angle_strides, q_heads, k_heads, seq, tiles, groups, share, scaling,
-    WIDTH: tl.constexpr, ROTARY: tl.constexpr, ANGLES: tl.constexpr, BESIDE: tl.constexpr,
-    BESIDE_IN: tl.constexpr, BESIDE_OUT: tl.constexpr, ROUND: tl.constexpr, GRIDS: tl.constexpr,
-    CHUNKED: tl.constexpr, ONE: tl.constexpr, TWO: tl.constexpr, INVERSE: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PASS: tl.constexpr,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, strides, q_heads, k_heads, seq, tiles,
+    groups, share, scaling, WIDTH: tl.constexpr, ROTARY: tl.constexpr, ANGLES: tl.constexpr,
+    BESIDE: tl.constexpr, BESIDE_IN: tl.constexpr, BESIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
+    SECTIONS: tl.constexpr, INVERSE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Rotate the heads of q and k of some tokens, with angles of any kind.
 
@@ -146,7 +144,15 @@ def _rope_kinds_kernel(
     grid. BESIDE_IN and BESIDE_OUT: pairs are interleaved where they are read, and where they are
     written.
     """
-    grid_stride, angle_batch_stride, angle_token_stride = angle_strides
+    GRIDS: tl.constexpr = SECTIONS[0]
+    CHUNKED: tl.constexpr = SECTIONS[1]
+    ONE: tl.constexpr = SECTIONS[2]
+    TWO: tl.constexpr = SECTIONS[3]
+    TOKENS: tl.constexpr = TILE[0]
+    HEADS: tl.constexpr = TILE[1]
+    HALF: tl.constexpr = TILE[2]
+    PASS: tl.constexpr = TILE[3]
+    grid_stride, angle_batch_stride, angle_token_stride = strides[14:17]
     batch, start, token, mask = tokens_of(tiles, groups, seq, TOKENS)
     assume_rows(cos_ptr, angle_token_stride, 4 * TOKENS)
     angle = batch * angle_batch_stride + start.to(tl.int64) * angle_token_stride
@@ -165,9 +171,9 @@ def _rope_kinds_kernel(
     if INVERSE:
         sin_a, sin_b = -sin_b, -sin_a
     rotate_both(
-        q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_strides, k_strides, q_out_strides, k_out_strides,
-        q_heads, k_heads, groups, share, batch, start, mask, cos_a, cos_b, sin_a, sin_b, WIDTH,
-        ROTARY, HALF, TOKENS, HEADS, PASS, BESIDE_IN, BESIDE_OUT,
+        q_ptr, k_ptr, q_out_ptr, k_out_ptr, strides, q_heads, k_heads, groups, share, batch, start,
+        mask, cos_a, cos_b, sin_a, sin_b, WIDTH, ROTARY, HALF, TOKENS, HEADS, PASS, BESIDE_IN,
+        BESIDE_OUT,
     )  # fmt: skip
 
 
@@ -280,11 +286,12 @@ def rotate(
     passed = power_of_2(width - rotary) if width > rotary else 0
     launch(
         _rope_kinds_kernel, tokens // first.shape[2] * tiles * groups,
-        (q, k, first, turning.second, q_out, k_out, steps[0], steps[1], steps[2][:3],
-         steps[3][:3], (_step(first, 0), _step(first, 1), first.stride(2)), *heads,
+        (q, k, first, turning.second, q_out, k_out,
+         (*steps[0], *steps[1], *steps[2][:3], *steps[3][:3], _step(first, 0), _step(first, 1),
+          first.stride(2)), *heads,
          first.shape[2], tiles, groups, n.share, turning.scaling),
         (width, rotary, turning.kind, turning.beside, *beside, turning.round,
-         *turning.constants(), inverse, n.tokens, n.heads, power_of_2(rotary // 2), passed),
+         turning.constants(), inverse, (n.tokens, n.heads, power_of_2(rotary // 2), passed)),
         n.num_warps,
     )  # fmt: skip
     return made[0], made[1]

@@ -130,10 +130,10 @@ def _scaled(x, rstd, weight, DTYPE: tl.constexpr, ROUND: tl.constexpr, NARROW: t
 
 @triton.jit(do_not_specialize=["seq", "tiles", "groups"])
 def _rms_norm_rope_forward_kernel(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, y_ptr, rstd_ptr, x_strides, y_strides, rstd_strides,
-    angle_strides, heads, seq, tiles, groups, cols, eps, OFFSET: tl.constexpr,
-    EXACT: tl.constexpr, ROUND: tl.constexpr, NARROW: tl.constexpr, WHOLE: tl.constexpr,
-    WIDTH: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, y_ptr, rstd_ptr, strides, heads, seq, tiles, groups, cols,
+    eps, OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, NARROW: tl.constexpr,
+    WHOLE: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     """Normalize and rotate HEADS heads of TOKENS tokens.
 
@@ -141,6 +141,10 @@ def _rms_norm_rope_forward_kernel(
     where WHOLE). Reads x, weight, cos and sin, writes y and rstd. Strides go from one sequence,
     head, token and channel to the next.
     """
+    x_strides = strides[0:4]
+    y_strides = strides[4:7]
+    rstd_strides = strides[7:10]
+    angle_strides = strides[10:12]
     batch, start, token, here = tokens_of(tiles, groups, seq, TOKENS)
     first = (tl.program_id(0) % groups) * HEADS
     head = first + tl.arange(0, HEADS)[:, None, None]
@@ -181,10 +185,9 @@ def _rms_norm_rope_forward_kernel(
 
 @triton.jit(do_not_specialize=["seq", "tiles", "all_tiles", "groups"])
 def _rms_norm_rope_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_strides,
-    x_strides, dx_strides, rstd_strides, angle_strides, heads, seq, tiles, all_tiles, groups, cols,
-    OFFSET: tl.constexpr, ROUND: tl.constexpr, WHOLE: tl.constexpr, WIDTH: tl.constexpr,
-    HALF: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, rstd_ptr, dx_ptr, partial_ptr, strides, heads, seq,
+    tiles, all_tiles, groups, cols, OFFSET: tl.constexpr, ROUND: tl.constexpr, WHOLE: tl.constexpr,
+    WIDTH: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Gradient of x, and partial sums of the weight's.
 
@@ -194,6 +197,11 @@ def _rms_norm_rope_backward_kernel(
     weight stays in registers and leaves as one fp32 partial a program, of a head's width, or
     (WHOLE) of all heads'.
     """
+    dy_strides = strides[0:4]
+    x_strides = strides[4:8]
+    dx_strides = strides[8:11]
+    rstd_strides = strides[11:14]
+    angle_strides = strides[14:16]
     group = tl.program_id(0) % groups
     first = group * HEADS
     local = tl.arange(0, HEADS)[:, None, None]
@@ -307,9 +315,9 @@ def forward(
     rounds, narrow = casting == "llama", norm_dtype(x, weight, casting) == x.dtype
     launch(
         _rms_norm_rope_forward_kernel, x.shape[0] * tiles * groups,
-        (x, weight.contiguous(), cos, sin, y, rstd, steps[0], steps[1][:3],
-         _statistics_steps(rstd, head_axis), angle, heads, seq, tiles, groups,
-         heads * width if whole else width, eps),
+        (x, weight.contiguous(), cos, sin, y, rstd,
+         (*steps[0], *steps[1][:3], *_statistics_steps(rstd, head_axis), *angle), heads,
+         seq, tiles, groups, heads * width if whole else width, eps),
         (offset, casting == "gemma", rounds, narrow, whole, width, power_of_2(width // 2),
          k.tokens, k.heads), k.num_warps,
     )  # fmt: skip
@@ -342,8 +350,9 @@ def backward(
     partial = x.new_empty(programs, cols, dtype=torch.float32) if needs_weight else None
     launch(
         _rms_norm_rope_backward_kernel, programs,
-        (dy, x, weight.contiguous(), cos, sin, rstd, dx if needs_x else None, partial, steps[0],
-         steps[1], steps[2][:3], _statistics_steps(rstd, head_axis), angle, heads, seq, tiles,
+        (dy, x, weight.contiguous(), cos, sin, rstd, dx if needs_x else None, partial,
+         (*steps[0], *steps[1], *steps[2][:3], *_statistics_steps(rstd, head_axis), *angle), heads,
+         seq, tiles,
          every, groups, cols),
         (offset, casting == "llama", whole, width, power_of_2(width // 2), k.tokens, k.heads),
         k.num_warps,

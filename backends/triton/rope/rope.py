@@ -158,16 +158,20 @@ def _rotate_heads(
 
 @triton.jit
 def rotate_both(
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_strides, k_strides, q_out_strides, k_out_strides,
-    q_heads, k_heads, groups, share, batch, start, mask, cos_a, cos_b, sin_a, sin_b,
-    WIDTH: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
-    HEADS: tl.constexpr, PASS: tl.constexpr, BESIDE_IN: tl.constexpr, BESIDE_OUT: tl.constexpr,
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, strides, q_heads, k_heads, groups, share, batch, start,
+    mask, cos_a, cos_b, sin_a, sin_b, WIDTH: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, PASS: tl.constexpr, BESIDE_IN: tl.constexpr,
+    BESIDE_OUT: tl.constexpr,
 ):  # fmt: skip
     """Rotate this program's ``share`` of the blocks of heads: those of q, then those of k.
 
     Blocks are numbered through both tensors; the first number follows from the program's place
     among the ``groups`` programs of its tokens. Mask and angles are those of its tokens.
     """
+    q_strides = strides[0:4]
+    k_strides = strides[4:8]
+    q_out_strides = strides[8:11]
+    k_out_strides = strides[11:14]
     blocks = tl.cdiv(q_heads, HEADS)
     first = (tl.program_id(0) % groups) * share
     last = tl.minimum(first + share, blocks + tl.cdiv(k_heads, HEADS))
@@ -274,11 +278,10 @@ def _load_angles(
 
 @triton.jit(do_not_specialize=["seq", "tiles", "groups", "share"])
 def _rope_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_strides, k_strides, q_out_strides,
-    k_out_strides, angle_strides, q_heads, k_heads, seq, tiles, groups, share,
-    WIDTH: tl.constexpr, ROTARY: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    INVERSE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-    PASS: tl.constexpr,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, strides, q_heads, k_heads, seq, tiles,
+    groups, share, WIDTH: tl.constexpr, ROTARY: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
     """Rotate the heads of q and k of some tokens.
 
@@ -289,7 +292,7 @@ def _rope_kernel(
     Strides go from one sequence, head, token and channel to the next; what is written has its
     channels beside one another. Angles: from one sequence and token to the next.
     """
-    angle_batch_stride, angle_token_stride = angle_strides
+    angle_batch_stride, angle_token_stride = strides[14:16]
     batch, start, token, mask = tokens_of(tiles, groups, seq, TOKENS)
     assume_rows(cos_ptr, angle_token_stride, 4 * TOKENS)
     angle = batch * angle_batch_stride + start.to(tl.int64) * angle_token_stride
@@ -299,9 +302,9 @@ def _rope_kernel(
     if INVERSE:
         sin_a, sin_b = -sin_b, -sin_a
     rotate_both(
-        q_ptr, k_ptr, q_out_ptr, k_out_ptr, q_strides, k_strides, q_out_strides, k_out_strides,
-        q_heads, k_heads, groups, share, batch, start, mask, cos_a, cos_b, sin_a, sin_b, WIDTH,
-        ROTARY, HALF, TOKENS, HEADS, PASS, INTERLEAVED, INTERLEAVED,
+        q_ptr, k_ptr, q_out_ptr, k_out_ptr, strides, q_heads, k_heads, groups, share, batch, start,
+        mask, cos_a, cos_b, sin_a, sin_b, WIDTH, ROTARY, HALF, TOKENS, HEADS, PASS, INTERLEAVED,
+        INTERLEAVED,
     )  # fmt: skip
 
 
@@ -347,8 +350,8 @@ def _geometry(
     passed = power_of_2(width - rotary_dim) if width > rotary_dim else 0
     return Geometry(
         copied, tokens // seq * cdiv(seq, n.tokens) * groups,
-        (steps[0], steps[1], steps[2][:3], steps[3][:3],
-         (angle[0] if len(angle) == 3 and cos.shape[0] > 1 else 0, angle[-2]), *heads, seq,
+        ((*steps[0], *steps[1], *steps[2][:3], *steps[3][:3],
+          angle[0] if len(angle) == 3 and cos.shape[0] > 1 else 0, angle[-2]), *heads, seq,
          cdiv(seq, n.tokens), groups, n.share),
         (width, rotary_dim, cos.shape[-1] != rotary_dim, style == "interleaved", inverse,
          n.tokens, n.heads, power_of_2(rotary_dim // 2), passed), n.num_warps,

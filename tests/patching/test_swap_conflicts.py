@@ -21,9 +21,9 @@ from tests.patching.test_norms_find import modeling
 
 
 def foreign(function, library="liger_kernel.transformers.rms_norm"):
-    made = types.FunctionType(function.__code__, globals(), function.__name__)
-    made.__module__ = library
-    return made
+    copied = types.FunctionType(function.__code__, globals(), function.__name__)
+    copied.__module__ = library
+    return copied
 
 
 def test_forwards_of_other_libraries_are_told_apart(monkeypatch):
@@ -36,8 +36,8 @@ def test_forwards_of_other_libraries_are_told_apart(monkeypatch):
 
 
 def test_a_loss_in_a_foreign_forward_is_left(monkeypatch):
-    kind = transformers.LlamaForCausalLM
-    monkeypatch.setattr(kind, "forward", foreign(lambda self: None, "liger_kernel.x"))
+    model_class = transformers.LlamaForCausalLM
+    monkeypatch.setattr(model_class, "forward", foreign(lambda self: None, "liger_kernel.x"))
     report = patch(build("llama"))
     (skip,) = [s for s in report.skipped if s.op == "fused_linear_cross_entropy"]
     assert skip.reason == "Liger replaced the forward of LlamaForCausalLM, with the loss in it"
