@@ -176,10 +176,10 @@ def promised(name: str, prim: Primitive) -> Promise:
         because = {"rows": _TABLE, **result.because}
         always = result.always - {"rows"}
         result = replace(result, always=always, rows=under_rows, because=because)
-    apart = result.under("rows") & {"rows", "chunk"}
+    row_properties = result.under("rows") & {"rows", "chunk"}
     result = result.without(backends()[name].not_bitwise)
     if goes_row_by_row(name, prim) or (name == REFERENCE and stated.reference == "itself"):
-        result = replace(result, rows=result.rows | apart)
+        result = replace(result, rows=result.rows | row_properties)
     return result
 
 

@@ -217,8 +217,8 @@ def summarize(
     profile.peak_module, profile.peak_op = last.module, last.op
     alive = _alive(events, peak_at)
     profile.holders = _holders(blocks, alive, dict(zip(CATEGORIES, factors, strict=True)))
-    kept = {i: n for i, n in _alive(events, kept_at).items() if blocks[i].category == SAVED}
-    profile.saved = _holders(blocks, kept, {SAVED: 1.0})
+    saved = {i: n for i, n in _alive(events, kept_at).items() if blocks[i].category == SAVED}
+    profile.saved = _holders(blocks, saved, {SAVED: 1.0})
     # all that stood there before the first phase is one moment
     begin = max(0, phases[0][0] - 1) if phases else 0
     step = max(1, -(-(len(totals) - begin) // POINTS))
@@ -269,8 +269,8 @@ def _holders(
 ROWS = 10  # of a list of origins
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f} %" if whole else "-"
+def _share(part: int, total: int) -> str:
+    return f"{100 * part / total:.0f} %" if total else "-"
 
 
 def profile_page(profile: Profile) -> Page:
@@ -295,22 +295,22 @@ def profile_page(profile: Profile) -> Page:
 
 
 def _origins(page: Page, profile: Profile, peak: int) -> None:
-    held = list(profile.by("category", "kind", "op").items())
+    at_peak = list(profile.by("category", "kind", "op").items())
     page.add(
         "Held at the peak by",
         [
             (category, module_class or "-", op or "-", format_bytes(size), _share(size, peak))
-            for (category, module_class, op), size in held[:ROWS]
+            for (category, module_class, op), size in at_peak[:ROWS]
         ],
         ("category", "module", "operator", "bytes", "share"),
     )
-    kept = list(profile.by("kind", "op", saved=True).items())
-    total = sum(size for _, size in kept)
+    saved = list(profile.by("kind", "op", saved=True).items())
+    total = sum(size for _, size in saved)
     page.add(
         "Kept by forward for backward",
         [
             (module_class or "-", op or "-", format_bytes(size), _share(size, total))
-            for (module_class, op), size in kept[:ROWS]
+            for (module_class, op), size in saved[:ROWS]
         ],
         ("module", "operator", "bytes", "share"),
     )
@@ -329,8 +329,8 @@ def comparison_page(both: Comparison) -> Page:
     rows += [
         row(f"  {name}", a.at_peak.get(name, 0), b.at_peak.get(name, 0)) for name in CATEGORIES
     ]
-    kept = [sum(p.by("kind", saved=True).values()) for p in (a, b)]
-    rows.append(row("kept by forward", *kept))
+    saved = [sum(p.by("kind", saved=True).values()) for p in (a, b)]
+    rows.append(row("kept by forward", *saved))
     for key in dict.fromkeys(k for p in (a, b) for k in p.by("kind", saved=True)):
         sizes = [p.by("kind", saved=True).get(key, 0) for p in (a, b)]
         rows.append(row(f"  {key[0] or '-'}", *sizes))
@@ -375,13 +375,13 @@ def estimate_page(estimate: Estimate) -> Page:
 
 def _why_below(estimate: Estimate) -> Iterator[str]:
     """Why the peak is less than static and dynamic together, if it is."""
-    whole = (
+    sum_bytes = (
         estimate.static_bytes
         + estimate.dynamic_bytes
         + estimate.gathered_bytes
         + estimate.workspace_bytes
     )
-    if whole <= estimate.peak_bytes:
+    if sum_bytes <= estimate.peak_bytes:
         return
     at_peak = estimate.profile.at_peak
     absent = [
@@ -395,7 +395,7 @@ def _why_below(estimate: Estimate) -> Iterator[str]:
         absent.append(f"what is dynamic takes {sizes[0]} of {sizes[1]}")
     yield (
         f"Static and dynamic have their highest moments at different times: together they would be "
-        f"{format_bytes(whole)}, the peak is {format_bytes(estimate.peak_bytes)}. At the peak, "
+        f"{format_bytes(sum_bytes)}, the peak is {format_bytes(estimate.peak_bytes)}. At the peak, "
         f"{' and '.join(absent)}."
     )
 

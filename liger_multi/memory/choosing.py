@@ -196,9 +196,9 @@ class _Count(Simulation):
             result = self.forward(lambda: layer(*args, **kwargs))
             output = result if isinstance(result, Tensor) else result[0]
             born = [b for b in self.blocks if b.phase == FORWARD and not b.died]
-            kept = sum(b.size for b in born) - output.nbytes + hidden.nbytes
+            kept_bytes = sum(b.size for b in born) - output.nbytes + hidden.nbytes
             backward(output)
-        return Cost(kept, self._flops / flops + self._bytes / bandwidth)
+        return Cost(kept_bytes, self._flops / flops + self._bytes / bandwidth)
 
 
 # --- the choice ---
@@ -256,8 +256,8 @@ def choose(model_or_stats: Any, budget_bytes: int, **options: Any) -> Choice:
         if cheaper and stats.kept_bytes(tuple(less)) <= budget_bytes:
             chosen = less
     policies = tuple(chosen)
-    kept = stats.kept_bytes(policies)
-    return Choice(policies, kept, stats.seconds(policies), kept <= budget_bytes)
+    kept_bytes = stats.kept_bytes(policies)
+    return Choice(policies, kept_bytes, stats.seconds(policies), kept_bytes <= budget_bytes)
 
 
 def _steps(stats: Stats) -> Iterator[tuple[float, int, str]]:
@@ -298,8 +298,8 @@ class Adaptive(Recompute):
         if not torch.is_grad_enabled():
             return
         scale = _tokens(args, kwargs) / self._stats.tokens
-        room = max(0, self._probe() - self._reserve)
-        self.choice = choose(self._stats, int(room / max(scale, 1e-9)))
+        free_bytes = max(0, self._probe() - self._reserve)
+        self.choice = choose(self._stats, int(free_bytes / max(scale, 1e-9)))
         for one, name in zip(self._wrapped, self.choice.policies, strict=True):
             one.policy = POLICIES[name]
             self.policies[one.path] = name

@@ -222,18 +222,18 @@ def _delta_rule(args: Arguments) -> list[Tensor]:
     (batch, length, many, value), (heads, dim) = v.shape, k.shape[2:]
     streams, chunks = batch * many, -(-length // CHUNK)
     tokens = chunks * CHUNK
-    held = [
+    tensors = [
         k.new_empty(2, streams, tokens, CHUNK),
         k.new_empty(4, streams, tokens, dtype=FP32),
         k.new_empty(2, batch * heads, tokens * args["qk_l2norm"], dtype=FP32),
     ]
     if "dy" in args:
-        held += [
+        tensors += [
             v.new_empty(2, streams, chunks, dim, value),
             v.new_empty(streams, length, value),
             k.new_empty(2, streams, tokens, dtype=FP32),
         ]
-    return held
+    return tensors
 
 
 def _channel_delta_rule(args: Arguments) -> list[Tensor]:
@@ -243,7 +243,7 @@ def _channel_delta_rule(args: Arguments) -> list[Tensor]:
     streams, chunks = batch * many, -(-length // CHUNK)
     tokens, back = chunks * CHUNK, "dy" in args
     padded, planes = max(16, 1 << (dim - 1).bit_length()), k.element_size() // 2
-    held = [
+    tensors = [
         k.new_empty(planes, streams, tokens, padded, dtype=FP32),
         k.new_empty(3, streams, tokens, dim),
         k.new_empty(streams, chunks, padded, dtype=FP32),
@@ -251,12 +251,12 @@ def _channel_delta_rule(args: Arguments) -> list[Tensor]:
         k.new_empty(2 + back, streams, tokens, CHUNK),
     ]
     if back:
-        held += [
+        tensors += [
             v.new_empty(2, streams, chunks, dim, value),
             v.new_empty(streams, length, value),
             k.new_empty(2, streams, tokens, padded, dtype=FP32),
         ]
-    return held
+    return tensors
 
 
 def _state_space(args: Arguments) -> list[Tensor]:
@@ -265,18 +265,18 @@ def _state_space(args: Arguments) -> list[Tensor]:
     (batch, length, many, value), (groups, size) = x.shape, args["B"].shape[2:]
     streams, chunks = batch * many, -(-length // CHUNK)
     tokens, back = chunks * CHUNK, "dy" in args
-    held = [
+    tensors = [
         x.new_empty(5, streams * tokens, dtype=FP32),
         x.new_empty(1 + back, streams, chunks, size, value),
     ]
     if back and args["z"] is not None:
-        held += [torch.empty_like(x)]  # the gradient of y before the gate
+        tensors += [torch.empty_like(x)]  # the gradient of y before the gate
     if back:
-        held += [
+        tensors += [
             x.new_empty(batch * groups * chunks, CHUNK, CHUNK),
             x.new_empty(2 + -(-size // 128), streams * tokens, dtype=FP32),
         ]
-    return held
+    return tensors
 
 
 def _scan(args: Arguments) -> list[Tensor]:
@@ -289,17 +289,17 @@ def _scan(args: Arguments) -> list[Tensor]:
     spans, blocks = -(-length // SPAN), -(-cols // CHANNELS)
     some = min(batch, -(-PROGRAMS // (spans * blocks)))
     # forward by spans turns A as well
-    held = [args[n].new_empty(args[n].shape, dtype=FP32) for n in ("ABC" if back else "BC")]
+    tensors = [args[n].new_empty(args[n].shape, dtype=FP32) for n in ("ABC" if back else "BC")]
     if back:
-        held += [u.new_empty(some, spans * (spans > 1), states + 1, cols, dtype=FP32)]
-        held += [u.new_empty(some, -(-length // TOKENS), states, cols, dtype=FP32)]
-        held += [
+        tensors += [u.new_empty(some, spans * (spans > 1), states + 1, cols, dtype=FP32)]
+        tensors += [u.new_empty(some, -(-length // TOKENS), states, cols, dtype=FP32)]
+        tensors += [
             u.new_empty(batch, spans, args[f"needs_{n}"] * k, cols, dtype=FP32)
             for n, k in (("A", states), ("D", 1), ("delta_bias", 1))
         ]
         if args["needs_B"] or args["needs_C"]:  # side by side
-            held += [u.new_empty(blocks, some, length, 2, states, dtype=FP32)]
-    return held
+            tensors += [u.new_empty(blocks, some, length, 2, states, dtype=FP32)]
+    return tensors
 
 
 SCRATCH: dict[str, Callable[[Arguments], list[Tensor]]] = {

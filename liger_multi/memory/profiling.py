@@ -161,7 +161,7 @@ def join(
     live: dict[int, tuple[int, int]] = {}
     now, names = allocated, iter(phases)
     following = next(names, None)
-    best, kept = -1, reserved
+    best, highest_reserved = -1, reserved
     for place, entry in enumerate(entries):
         action, address, size = entry["action"], entry.get("addr", 0), entry.get("size", 0)
         while following is not None and entry.get("time_us", 0) >= following[0]:
@@ -180,14 +180,14 @@ def join(
             reserved += size
         elif action == "segment_free":
             reserved -= size
-        kept = max(kept, reserved)
+        highest_reserved = max(highest_reserved, reserved)
         if now > best:
             best = now
             joined.facts = {"allocated": now, "reserved": reserved, "fragmentation": reserved - now}
             joined.facts["hidden"] = sum(
                 size for i, size in live.values() if joined.blocks[i].op == HIDDEN
             )
-    joined.facts["largest reserved"] = kept
+    joined.facts["largest reserved"] = highest_reserved
     return joined
 
 

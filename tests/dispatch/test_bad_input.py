@@ -273,14 +273,14 @@ def drawn(rng, depth=0):
 
 def outcome(function, *args, **options):
     """Whether it was accepted; any other exception than ours fails the test."""
-    said = ""
+    message = ""
     try:
         function(*args, **options)
     except ConfigurationError as error:
-        said = str(error)
-        said.encode("utf-8")
-    assert len(said) < 3000
-    return not said
+        message = str(error)
+        message.encode("utf-8")
+    assert len(message) < 3000
+    return not message
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -355,10 +355,10 @@ def test_messages_are_short_and_never_fail():
         assert len(shown(value)) < 1000
         assert len(unknown("thing", value, ["one", "two"])) < 1000
     many = [f"name_{i}" for i in range(500)]
-    said = unknown("thing", "name_17", many)
-    assert "did you mean 'name_17'" in said
-    assert said.count("name_") <= 8
-    assert "500 known" in said
+    message = unknown("thing", "name_17", many)
+    assert "did you mean 'name_17'" in message
+    assert message.count("name_") <= 8
+    assert "500 known" in message
 
 
 # --- plans ---
@@ -436,8 +436,8 @@ def test_a_fall_back_is_logged_once_for_each_configuration(monkeypatch, caplog):
                 configure({"ops": {"rms_norm": "reference"}})
                 ops.swiglu(x, x)
                 ops.swiglu(x, x)
-    said = [r.getMessage() for r in caplog.records if "is away today" in r.getMessage()]
-    assert len(said) == 1
+    messages = [r.getMessage() for r in caplog.records if "is away today" in r.getMessage()]
+    assert len(messages) == 1
 
 
 # --- files ---
@@ -497,16 +497,16 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_file_that_is_refused(name, tmp_path, monkeypatch):
-    content, said = REFUSED[name]
+    content, message = REFUSED[name]
     path = tmp_path / "a.yaml"
     path.write_bytes(content)
-    with at_most(20), pytest.raises(ConfigurationError, match=said) as error:
+    with at_most(20), pytest.raises(ConfigurationError, match=message) as error:
         load(path)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 2500
     assert str(path) in str(error.value)
     monkeypatch.setenv("LIGER_MULTI_CONFIG", str(path))
-    with pytest.raises(ConfigurationError, match=rf"{said}.*\(named by LIGER_MULTI_CONFIG\)"):
+    with pytest.raises(ConfigurationError, match=rf"{message}.*\(named by LIGER_MULTI_CONFIG\)"):
         configure({"default": "auto"})
 
 
@@ -560,8 +560,8 @@ def test_places_that_are_no_file(tmp_path):
         True: "got bool True",
         1.5: "got float 1.5",
     }
-    for place, said in places.items():
-        with at_most(20), pytest.raises(ConfigurationError, match=said):
+    for place, message in places.items():
+        with at_most(20), pytest.raises(ConfigurationError, match=message):
             configure(place)
 
 
@@ -727,14 +727,14 @@ def called(argv, capsys):
         code = None
     except SystemExit as stop:
         code = stop.code
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
     if code == 2:
-        assert not said.out
-        line = said.err.splitlines()[-1]
-        assert re.match(r"liger-multi( [\w-]+)*: error: .", line), said.err
-        assert len(said.err) < 12_000
-    return code, said.err
+        assert not captured.out
+        line = captured.err.splitlines()[-1]
+        assert re.match(r"liger-multi( [\w-]+)*: error: .", line), captured.err
+        assert len(captured.err) < 12_000
+    return code, captured.err
 
 
 def commands():
@@ -769,18 +769,18 @@ def test_any_value_of_any_option(words, option, option_type, tiny, idle, capsys)
             value_args = []
         else:
             value_args = [f"{option}={value}"] if option else [value]
-        code, said = called([*words, *needed, *value_args], capsys)
+        code, output = called([*words, *needed, *value_args], capsys)
         assert code in (None, 0, 1, 2)
         path = option_type is not None and option_type.__name__ == "path"
         if value in ("", "a\0b", "\ud800", "[]", "9" * 5000) and not path:
             assert code == 2, f"{words} {option} took {value!r}"
-            assert said
+            assert output
     assert tree(idle.parent) == before
 
 
 @pytest.mark.parametrize("command", ["bench", "demo", "memory-demo", "plan --write"])
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "message"),
     [
         ("absent/folder", "there is no folder 'absent'"),
         ("taken", "is not a folder"),
@@ -789,14 +789,14 @@ def test_any_value_of_any_option(words, option, option_type, tiny, idle, capsys)
         ("/proc/self", "cannot write into '/proc/self'"),
     ],
 )
-def test_a_folder_that_cannot_be_written(command, place, said, tiny, idle, capsys):
+def test_a_folder_that_cannot_be_written(command, place, message, tiny, idle, capsys):
     (idle / "taken").write_text("mine")
     before = tree(idle)
     words = {"plan --write": ["plan", str(tiny), "--gpu", "24GiB", "--write", place]}
     argv = words.get(command, [command, "--output", place])
     code, error = called(argv, capsys)
     assert code == 2
-    assert said in error
+    assert message in error
     assert argv[-2] in error
     assert tree(idle) == before
 
@@ -830,7 +830,7 @@ def test_what_exists_is_not_overwritten_unasked(argv, name, tiny, idle, capsys):
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "message"),
     [
         ("plan", "must end with .png"),
         ("plan.jpeg", "must end with .png"),
@@ -839,11 +839,11 @@ def test_what_exists_is_not_overwritten_unasked(argv, name, tiny, idle, capsys):
         ("/proc/plan.png", "cannot write into '/proc'"),
     ],
 )
-def test_a_picture_that_cannot_be_written(place, said, tiny, idle, capsys):
+def test_a_picture_that_cannot_be_written(place, message, tiny, idle, capsys):
     (idle / "folder.png").mkdir()
     code, error = called(["plan", str(tiny), "--gpu", "24GiB", "--picture", place], capsys)
     assert code == 2
-    assert said in error
+    assert message in error
 
 
 def test_a_benchmark_takes_names_that_are_free(tmp_path):
@@ -951,7 +951,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_file_that_is_no_model(command, name, tmp_path, capsys):
     pytest.importorskip("transformers")
-    content, said = BROKEN[name]
+    content, message = BROKEN[name]
     path = tmp_path / "other.json"
     path.write_text(content)
     argv = {
@@ -960,13 +960,13 @@ def test_a_file_that_is_no_model(command, name, tmp_path, capsys):
     }
     code, error = called(argv[command], capsys)
     assert code == 2
-    assert re.search(said, error)
+    assert re.search(message, error)
     assert len(error) < 1500, "hundreds of names help nobody"
 
 
 @pytest.mark.parametrize("command", ["estimate", "plan"])
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "message"),
     [
         ("", "unknown model ''"),
         ("empty", "has no config.json"),
@@ -977,7 +977,7 @@ def test_a_file_that_is_no_model(command, name, tmp_path, capsys):
         ("latin.json", "is not JSON: its text is not UTF-8"),
     ],
 )
-def test_a_place_that_holds_no_model(command, place, said, tmp_path, monkeypatch, capsys):
+def test_a_place_that_holds_no_model(command, place, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "folder" / "config.json").mkdir(parents=True)
@@ -987,7 +987,7 @@ def test_a_place_that_holds_no_model(command, place, said, tmp_path, monkeypatch
         [command, place, *(["--gpu", "24GiB"] if command == "plan" else [])], capsys
     )
     assert code == 2
-    assert said in error
+    assert message in error
 
 
 @pytest.mark.parametrize("command", ["estimate", "plan"])
@@ -1058,10 +1058,10 @@ def test_a_broken_file_of_the_environment(tmp_path):
     done = program("explain", "rms_norm", environment=environment, stdout=subprocess.PIPE)
     assert done.returncode == 2
     assert done.stdout == b""
-    said = done.stderr.decode()
-    assert said.startswith("liger-multi: error: ")
-    assert said.count("\n") == 1
-    assert said.endswith("(named by LIGER_MULTI_CONFIG)\n")
+    output = done.stderr.decode()
+    assert output.startswith("liger-multi: error: ")
+    assert output.count("\n") == 1
+    assert output.endswith("(named by LIGER_MULTI_CONFIG)\n")
 
 
 @pytest.mark.slow

@@ -172,12 +172,12 @@ def test_modulated_tokens_do_not_see_each_other(monkeypatch, by, dtype):
     )
     x = x.mT
     with liger_multi.use(deterministic="rows"):
-        whole = ops.modulated_rms_norm(x, scale, shift)
+        batch = ops.modulated_rms_norm(x, scale, shift)
         assert alone == 18 * [((1, 67), 0, (67, 1))]
         for token in (0, 7, 8):
             at = slice(token, token + 1)
             modulation = (t[:, at] if t.shape == x.shape else t for t in (scale, shift))
-            assert checks.same_bits(whole[:, at], ops.modulated_rms_norm(x[:, at], *modulation))
+            assert checks.same_bits(batch[:, at], ops.modulated_rms_norm(x[:, at], *modulation))
 
 
 def test_every_operator_runs_under_rows_on_a_cpu():
@@ -192,8 +192,8 @@ def test_promises_of_every_operator():
             promises = getattr(op.bitwise, prim.direction)
             assert {"repeat", "recompute"} <= promises.under("deterministic"), name
             missing = {"rows", "cards"} - promises.always
-            said = set(promises.because) | promises.rows | promises.deterministic
-            assert missing <= said, (name, missing)
+            stated = set(promises.because) | promises.rows | promises.deterministic
+            assert missing <= stated, (name, missing)
 
 
 @pytest.mark.parametrize("promise", ["repeat", "rows"])
@@ -384,9 +384,9 @@ SWIGLU = torch.ops.liger_multi.swiglu.default
 WEIGHTS = [torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
 
-@pytest.mark.parametrize("said", ["use", "configure", "file"])
+@pytest.mark.parametrize("settings", ["use", "configure", "file"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_graph_of_another_setting_is_compiled_again(monkeypatch, tmp_path, name, said):
+def test_a_graph_of_another_setting_is_compiled_again(monkeypatch, tmp_path, name, settings):
     """Compiled before, called under "rows": the rows of a batch have the bits of each alone."""
     torch.compiler.reset()
     graphs, backend = _counted()
@@ -395,14 +395,14 @@ def test_a_graph_of_another_setting_is_compiled_again(monkeypatch, tmp_path, nam
     torch._dynamo.mark_dynamic(x, 0)
     compiled(x)
     before = len(graphs)
-    with _rows_said(said, monkeypatch, tmp_path):
-        whole = compiled(x)
+    with _rows_said(settings, monkeypatch, tmp_path):
+        batch = compiled(x)
         alone = torch.cat([compiled(x[i : i + 1]) for i in range(len(x))])
         for _ in range(3):
             compiled(x)
         during = len(graphs)
-        assert checks.same_bits(whole, CALLS[name](x))
-        assert checks.same_bits(whole, alone)
+        assert checks.same_bits(batch, CALLS[name](x))
+        assert checks.same_bits(batch, alone)
     compiled(x)
     assert len(graphs) == during  # the first graph serves again
     if name != "rms_norm":  # which is opaque: its function is chosen at every call

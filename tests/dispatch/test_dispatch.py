@@ -239,10 +239,10 @@ def test_entry_point_backend_with_one_direction(plugin, caplog):
         ops.rms_norm(wide)
         ops.rms_norm(wide)
     assert plugin == ["forward"]
-    said = [
+    messages = [
         r.getMessage() for r in caplog.records if "takes rows up to 16, got 32" in r.getMessage()
     ]
-    assert len(said) == 1, "a fall to the reference is said once"
+    assert len(messages) == 1, "a fall to the reference is said once"
     with (
         liger_multi.use(rms_norm="toy"),
         pytest.raises(errors.BackendUnavailableError, match="got 32"),
@@ -448,8 +448,8 @@ def test_softmax_then_cross_entropy_keeps_its_gradient():
     """Nothing a caller owns is written, so an upstream softmax sees its own output."""
     x, t = torch.randn(6, 16, requires_grad=True), torch.randint(16, (6,))
     ours = torch.autograd.grad(ops.cross_entropy(torch.softmax(x, -1), t), x)[0]
-    right = torch.autograd.grad(torch.nn.functional.cross_entropy(torch.softmax(x, -1), t), x)[0]
-    torch.testing.assert_close(ours, right)
+    expected = torch.autograd.grad(torch.nn.functional.cross_entropy(torch.softmax(x, -1), t), x)[0]
+    torch.testing.assert_close(ours, expected)
 
 
 def test_inplace_refuses_leaves_and_strides():
@@ -568,17 +568,17 @@ def test_gradient_checkpointing_and_saved_tensor_hooks():
     from torch.utils.checkpoint import checkpoint
 
     x, w = torch.randn(5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
-    right = torch.autograd.grad(ops.rms_norm(x, w).pow(2).sum(), (x, w))
+    expected = torch.autograd.grad(ops.rms_norm(x, w).pow(2).sum(), (x, w))
     for reentrant in (True, False):
         y = checkpoint(lambda a: ops.rms_norm(a, w), x, use_reentrant=reentrant)
         again = (
             torch.autograd.grad(y.pow(2).sum(), (x, w)) if not reentrant else _reentrant(y, x, w)
         )
-        for a, b in zip(right, again, strict=True):
+        for a, b in zip(expected, again, strict=True):
             assert torch.equal(a, b)
     with torch.autograd.graph.save_on_cpu():
         y = ops.rms_norm(x, w)
-    for a, b in zip(right, torch.autograd.grad(y.pow(2).sum(), (x, w)), strict=True):
+    for a, b in zip(expected, torch.autograd.grad(y.pow(2).sum(), (x, w)), strict=True):
         assert torch.equal(a, b)
 
 
@@ -595,14 +595,14 @@ def test_checkpointing_skips_last_gemm(activation):
     x, *weights = torch.randn(3, 4, 8), torch.randn(6, 8), torch.randn(6, 8), torch.randn(5, 6)
     weights = [w.requires_grad_() for w in (x, *weights)]
     mlp = lambda *w: ops.gated_mlp(*w, activation=activation)  # noqa: E731
-    right = torch.autograd.grad(mlp(*weights).pow(2).sum(), weights)
+    expected = torch.autograd.grad(mlp(*weights).pow(2).sum(), weights)
     counter = FlopCounterMode(display=False)
     with counter:
         output = checkpoint(mlp, *weights, use_reentrant=False)
         gradients = torch.autograd.grad(output.pow(2).sum(), weights)
     product, last = 2 * 12 * 8 * 6, 2 * 12 * 6 * 5
     assert counter.get_total_flops() == (2 + 2 + 4) * product + (1 + 2) * last
-    for a, b in zip(right, gradients, strict=True):
+    for a, b in zip(expected, gradients, strict=True):
         torch.testing.assert_close(a, b)
 
 

@@ -72,11 +72,11 @@ def test_early_save_gradients_under_checkpointing(name, after, grad, monkeypatch
     run = lambda x: AFTER[after](call(x))  # noqa: E731
     x = inputs(grad)
     leaves = [x, *weights] if grad else weights
-    right = run(x)
-    exact = torch.autograd.grad(right.square().sum(), leaves)
+    expected = run(x)
+    exact = torch.autograd.grad(expected.square().sum(), leaves)
     counts = counted(monkeypatch)
     y = checkpoint(run, x, use_reentrant=False)
-    assert torch.equal(y, right)
+    assert torch.equal(y, expected)
     gradients = torch.autograd.grad(y.square().sum(), leaves)
     assert all(torch.equal(a, b) for a, b in zip(gradients, exact, strict=True))
     assert counts == {"first": 2, "rest": 2 if after == "what reads" else 1}
@@ -112,8 +112,8 @@ def test_nobody_asks_for_gradients(name):
     call, _ = CALLS[name]
     x = inputs(False)
     with torch.no_grad():
-        right = call(x)
-        assert torch.equal(checkpoint(call, x, use_reentrant=False), right)
+        expected = call(x)
+        assert torch.equal(checkpoint(call, x, use_reentrant=False), expected)
 
 
 @every_call
@@ -123,11 +123,11 @@ def test_early_save_handover_per_thread(name):
     exact = [torch.autograd.grad(call(x).sum(), weights) for x in xs]
     wrong = []
 
-    def run(x, right):
+    def run(x, expected):
         for _ in range(5):
             y = checkpoint(call, x, use_reentrant=False)
             gradients = torch.autograd.grad(y.sum(), weights)
-            if not all(torch.equal(a, b) for a, b in zip(gradients, right, strict=True)):
+            if not all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True)):
                 wrong.append(x.shape)
 
     threads = [threading.Thread(target=run, args=pair) for pair in zip(xs, exact, strict=True)]

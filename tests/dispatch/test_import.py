@@ -150,8 +150,8 @@ loss = liger_multi.nn.CrossEntropyLoss()(y, torch.tensor([0, 1]))
 from liger_multi import nn
 print(nn is liger_multi.nn is sys.modules["liger_multi.nn"], round(loss.item(), 3))
 """
-    said = python(BEFORE + use + ADDED, **NO_DEVICES)
-    assert said.splitlines() == ["False", "True 1.386"]
+    output = python(BEFORE + use + ADDED, **NO_DEVICES)
+    assert output.splitlines() == ["False", "True 1.386"]
 
 
 def test_the_first_calls_without_a_device_load_nothing_optional():
@@ -166,9 +166,9 @@ try:
 except liger_multi.errors.BackendUnavailableError as error:
     print(error)
 """
-    said = python(HIDE.format(names=OPTIONAL) + TRAIN + bound)
-    assert "needs Triton, which is not installed" in said
-    assert "rms_norm" in said
+    output = python(HIDE.format(names=OPTIONAL) + TRAIN + bound)
+    assert "needs Triton, which is not installed" in output
+    assert "rms_norm" in output
 
 
 @pytest.mark.parametrize("what", ["operators", "patched model"])
@@ -227,9 +227,9 @@ for name in ({folder!r}, {module!r}):
     except ImportError as error:
         print(error)
 """
-    said = python(code).splitlines()
-    assert len(said) == 2
-    for line in said:
+    lines = python(code).splitlines()
+    assert len(lines) == 2
+    for line in lines:
         assert f"liger_multi.{folder}" in line
         assert repr(folder) in line
 

@@ -187,10 +187,10 @@ def every_tensor():
         for offset in (*range(17), 24, 32, 48):
             yield storage[offset : offset + 16]
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64):
-            whole = storage[: size // 16 * 16].view(dtype)
-            yield from (whole, whole[1:], whole[8:9], whole[16:])
+            aligned = storage[: size // 16 * 16].view(dtype)
+            yield from (aligned, aligned[1:], aligned[8:9], aligned[16:])
             if dtype.is_floating_point:
-                yield torch.nn.Parameter(whole)
+                yield torch.nn.Parameter(aligned)
 
 
 def every_other():
@@ -415,27 +415,29 @@ def test_models_are_measured_in_turns(monkeypatch):
     assert compiled.turn(0)["seconds"] == []
     torch.manual_seed(0)
     fresh = bench_models.build(run, compiled.device)
-    for kept, eager in zip(compiled.model.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(kept, eager), "compiling trains nothing"
+    for compiled_weight, eager_weight in zip(
+        compiled.model.parameters(), fresh.parameters(), strict=True
+    ):
+        assert torch.equal(compiled_weight, eager_weight), "compiling trains nothing"
     monkeypatch.setitem(bench_models.VARIANTS, "liger", lambda model: 1 / 0)
     assert "division by zero" in bench_models.Training(run, "liger", None).turn(1)["failure"]
 
 
 def test_compiling_models_measured_in_turns():
-    said = []
+    messages = []
 
     class Worker:
         def __init__(self, variant):
             self.variant = variant
 
         def ask(self, steps):
-            said.append(f"ask {self.variant} {steps}")
+            messages.append(f"ask {self.variant} {steps}")
 
         def answer(self):
-            said.append(f"answer {self.variant}")
+            messages.append(f"answer {self.variant}")
 
         def turn(self, steps):
-            said.append(f"{self.variant} {steps}")
+            messages.append(f"{self.variant} {steps}")
 
     workers = [Worker(name) for name in ("ours", "ours+compile", "stock+compile")]
     rounds = bench_models.in_turns(workers, 2, 3)
@@ -443,6 +445,6 @@ def test_compiling_models_measured_in_turns():
     together = ["ask ours+compile 0", "ask stock+compile 0"]
     together += ["answer ours+compile", "answer stock+compile"]
     once = ["ours 3", "ours+compile 3", "stock+compile 3"]
-    assert said == together + once
+    assert messages == together + once
     assert list(rounds) == [1]
-    assert said == together + once + once[::-1]
+    assert messages == together + once + once[::-1]

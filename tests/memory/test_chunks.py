@@ -215,14 +215,14 @@ def run(module, x, upstream):
 @pytest.mark.parametrize("needs_x", [True, False])
 def test_tiled_mlp_results(tiles, needs_x, shape):
     """Also without a gradient of x, where parameters got none in other libraries."""
-    whole = mlp()
+    full = mlp()
     x, upstream = torch.randn(shape).requires_grad_(needs_x), torch.randn(shape)
-    expected = run(whole, x, upstream)
-    actual = run(nn.TiledMLP(whole, tiles), x, upstream)
-    for got, right in zip(actual, expected, strict=True):
-        assert (got is None) == (right is None)
-        if right is not None:
-            assert excess(got, right.double(), torch.float32) <= 1
+    expected = run(full, x, upstream)
+    actual = run(nn.TiledMLP(full, tiles), x, upstream)
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            assert excess(a, b.double(), torch.float32) <= 1
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 7])
@@ -244,8 +244,8 @@ def test_tiled_mlp_gradients_in_low_precision():
     exact = run(copy.deepcopy(module).double(), x.double(), torch.ones_like(x.double()))
     for tiles in (2, 512):
         actual = run(nn.TiledMLP(module, tiles), x, torch.ones_like(x))
-        for got, right in zip(actual[1:4], exact[1:4], strict=True):
-            assert excess(got, right, torch.bfloat16) <= 1, tiles
+        for a, b in zip(actual[1:4], exact[1:4], strict=True):
+            assert excess(a, b, torch.bfloat16) <= 1, tiles
 
 
 def test_tiled_mlp_calls_the_module():
@@ -261,14 +261,14 @@ def test_tiled_mlp_inner_tensor_sizes():
     sizes, x = [], torch.randn(64, WIDTH, requires_grad=True)
     module = mlp()
     module[1].register_forward_hook(lambda m, args, out: sizes.append(out.shape[0]))
-    kept = []
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.append(t.untyped_storage().nbytes()) or t, lambda t: t
+        lambda t: saved.append(t.untyped_storage().nbytes()) or t, lambda t: t
     ):
         y = nn.TiledMLP(module, 8)(x)
         y.sum().backward()
     assert set(sizes) == {8}
-    assert max(kept) <= 64 * WIDTH * 4, "nothing as wide as the inner layer of all tokens"
+    assert max(saved) <= 64 * WIDTH * 4, "nothing as wide as the inner layer of all tokens"
 
 
 def test_dropout_draws_the_same_numbers_twice():
@@ -293,11 +293,13 @@ def test_autocast_of_forward_holds_in_backward():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected, y = module(x), nn.TiledMLP(module, 3)(x)
     assert y.dtype == expected.dtype == torch.bfloat16
-    right = torch.autograd.grad(expected, [x, *module.parameters()], torch.ones_like(expected))
+    expected_gradients = torch.autograd.grad(
+        expected, [x, *module.parameters()], torch.ones_like(expected)
+    )
     gradients = torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
     assert kinds == [torch.bfloat16] * 7, "once whole, and three pieces twice"
-    for got, exact in zip(gradients, right, strict=True):
-        assert excess(got, exact.double(), torch.bfloat16) <= 1
+    for a, b in zip(gradients, expected_gradients, strict=True):
+        assert excess(a, b.double(), torch.bfloat16) <= 1
 
 
 def test_frozen_and_unused_parameters_have_no_gradient():

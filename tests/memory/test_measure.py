@@ -314,8 +314,8 @@ def test_profile_phases(step_profile):
 
 
 def test_saved_activation_origins(step_profile):
-    (kept,) = [h for h in step_profile.saved if h.bytes >= 256 * KIB]
-    assert (kept.module, kept.kind, kept.op) == ("inner", "Exp", "aten::exp")
+    (holder,) = [h for h in step_profile.saved if h.bytes >= 256 * KIB]
+    assert (holder.module, holder.kind, holder.op) == ("inner", "Exp", "aten::exp")
 
 
 def test_backward_block_origins():
@@ -446,11 +446,11 @@ def test_profile_of_patched_model():
         assert abs(profiles[-1].peak_bytes - peak.peak_bytes) <= 4, "hooks changed what ran"
     stock, ours = profiles
     assert ours.peak_bytes < stock.peak_bytes
-    kept = ours.by("kind", "op", saved=True)
-    assert kept["LlamaMLP", "gated_mlp.forward"] == 3 * 2 * 2 * 64 * 256 * 4, "gate and up"
-    assert kept["LlamaRMSNorm", "rms_norm.forward"] < stock.by("kind", saved=True)["LlamaRMSNorm",]
-    held = [h for h in ours.holders if h.op == "fused_linear_cross_entropy.forward"]
-    assert {h.category for h in held} == {"logits and loss"}
+    saved = ours.by("kind", "op", saved=True)
+    assert saved["LlamaMLP", "gated_mlp.forward"] == 3 * 2 * 2 * 64 * 256 * 4, "gate and up"
+    assert saved["LlamaRMSNorm", "rms_norm.forward"] < stock.by("kind", saved=True)["LlamaRMSNorm",]
+    holders = [h for h in ours.holders if h.op == "fused_linear_cross_entropy.forward"]
+    assert {h.category for h in holders} == {"logits and loss"}
     assert any("layers.*" in h.module for h in ours.saved)
     parameters = [h for h in stock.holders if h.category == "parameters" and h.module == "lm_head"]
     assert parameters[0].bytes == 1999 * 96 * 4

@@ -94,11 +94,11 @@ def test_float8_estimate_near_measured_step(name):
     optimizer, step = case.step(model)
     for _ in range(2):  # from the second step on, norms return FP8 codes
         step()
-    held = [t for p in model.parameters() for t in stored(p)]
+    tensors = [t for p in model.parameters() for t in stored(p)]
     states = [t for s in optimizer.state.values() for t in s.values()]
-    with measure("cpu", known=[*held, *model.buffers(), *states]) as peak:
+    with measure("cpu", known=[*tensors, *model.buffers(), *states]) as peak:
         step()
-    assert estimated.parts["parameters"] == sum(t.nbytes for t in held)
+    assert estimated.parts["parameters"] == sum(t.nbytes for t in tensors)
     assert estimated.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.1)
     if lora:
         coded = [p for p in model.parameters() if len(stored(p)) == 2]
@@ -119,18 +119,18 @@ def test_float8_layers_saved_bytes():
         estimates.append(estimate(model, 4, 128, **options))
     plain, eight = estimates
     assert eight.static_bytes == plain.static_bytes
-    kept = sum(4 * m.out_features for m in layers) + 4 * 128 * (layers[-1].in_features + 4)
-    assert eight.peak_bytes - plain.peak_bytes == kept
+    saved_bytes = sum(4 * m.out_features for m in layers) + 4 * 128 * (layers[-1].in_features + 4)
+    assert eight.peak_bytes - plain.peak_bytes == saved_bytes
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_float8_codes_live_during_gemm(held):
+@pytest.mark.parametrize("is_coded", [False, True])
+def test_float8_codes_live_during_gemm(is_coded):
     """Those of x and the weight besides the output; those of dy and the weight besides dx."""
     op, (rows, width, out) = OPS["linear_float8"], (64, 32, 48)
     x = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
-    dtype = torch.float8_e4m3fn if held else torch.bfloat16
+    dtype = torch.float8_e4m3fn if is_coded else torch.bfloat16
     weight = torch.empty(out, width, dtype=dtype, device="meta")
-    scale = torch.empty(out, device="meta") if held else None
+    scale = torch.empty(out, device="meta") if is_coded else None
     recorder = Simulation("cuda", None, torch.nn.Module(), None, 1)
     with recorder.surroundings():
         for t in (x, weight, scale):
@@ -144,7 +144,7 @@ def test_float8_codes_live_during_gemm(held):
         before = len(recorder.events)
         recorder.ours(op.bwd, (dy, None, weight, scale, None, own, x.dtype, True, False, False))
     gradient = max(itertools.accumulate(size for _, size in recorder.events[before:]))
-    codes = 0 if held else (width + 4) * out  # of the weight, with their scales
+    codes = 0 if is_coded else (width + 4) * out  # of the weight, with their scales
     assert forward == rows * (width + 4) + codes + 2 * rows * out
     # codes and scales of dy, transposed codes of the weight, a scale per column
     assert gradient == rows * (out + 4) + (out + 4) * width + 2 * rows * width
@@ -239,14 +239,14 @@ def test_offload_moves_states_to_the_host():
 
 
 def test_sharded_peak_includes_gathered():
-    whole = static(world=4)
+    replicated = static(world=4)
     sharded = static(world=4, fsdp=True)
     model = model_of("dense")
     block = sum(p.numel() * 2 for p in model.model.layers[0].parameters())
     outside = sum(p.numel() * 2 for p in model.parameters()) - 3 * block
-    assert whole.gathered_bytes == 0
+    assert replicated.gathered_bytes == 0
     assert sharded.gathered_bytes == 2 * block + outside + max(block, outside)
-    assert sharded.peak_bytes < whole.peak_bytes
+    assert sharded.peak_bytes < replicated.peak_bytes
 
 
 def test_frozen_parameters_cost_their_weights_only():
@@ -269,14 +269,14 @@ def test_dynamic_bytes_with_tokens_and_checkpointing():
 def test_grouped_heads_unfused_attention_in_fp32():
     """PyTorch computes unfused attention, and keeps rows x columns of every head."""
 
-    def kept(model_name, dtype="float32"):
+    def attention_bytes(model_name, dtype="float32"):
         estimated = estimate(small(model_name), 2, 128, dtype=dtype, device="cuda")
         saved = estimated.profile.by("kind", "op", saved=True)
         return sum(size for (module_class, _), size in saved.items() if "Attention" in module_class)
 
     square = 3 * 2 * 6 * 128 * 128 * 4  # layers x batch x heads
-    assert kept("gqa") > square > kept("dense")
-    assert kept("gqa", "bfloat16") < kept("dense", "bfloat16")
+    assert attention_bytes("gqa") > square > attention_bytes("dense")
+    assert attention_bytes("gqa", "bfloat16") < attention_bytes("dense", "bfloat16")
 
 
 def test_ungrouped_heads_fused_attention():
@@ -311,13 +311,13 @@ def test_grouped_heads_key_gradient_per_head():
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_saved_bytes_of_a_layer(dtype, size):
-    def kept(whole):
+    def saved(whole):
         options = {"patched": {"swiglu": {"whole": whole}}, "dtype": dtype, "device": "cuda"}
         return estimate(small("dense"), 2, 64, **options).profile.by("kind", "op", saved=True)
 
     inner = 3 * (2 * 64) * 256 * size
-    assert kept(True)["LlamaMLP", "gated_mlp.forward"] == 2 * inner
-    steps = kept(False)
+    assert saved(True)["LlamaMLP", "gated_mlp.forward"] == 2 * inner
+    steps = saved(False)
     assert steps["LlamaMLP", "swiglu.forward"] == inner, "the product, kept for the last layer"
 
 
@@ -387,7 +387,7 @@ def test_text_and_data():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"dtype": "bf17"}, r"unknown dtype 'bf17'.*known"),
         ({"optimizer": "adam"}, "did you mean 'adamw'"),
@@ -399,8 +399,8 @@ def test_text_and_data():
         ({"attention": "linear"}, "'sdpa', 'flash_attention_2' or 'eager', got 'linear'"),
     ],
 )
-def test_wrong_options(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
         static(**options)
 
 
@@ -455,16 +455,16 @@ def test_the_command(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["nowhere"], "unknown model 'nowhere'"),
         (["llama-3-8b", "--batch", "0"], "batch must be a positive integer, got 0"),
         (["llama-3-8b", "--capacity", "much"], "a byte count in --capacity"),
     ],
 )
-def test_wrong_commands(argv, said, capsys):
+def test_wrong_commands(argv, message, capsys):
     assert main(["estimate", *argv]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_optimizers_are_complete():
@@ -596,10 +596,10 @@ def test_scratch_of_launchers(name, direction):
         like = next(tensors[n] for n in ("v", "x", "u") if n in tensors)
         like = like[..., : len(tensors["weight"])] if "weight" in tensors else like
         arguments |= {"dy": torch.empty_like(like)}
-    held = [t for t in arguments.values() if isinstance(t, torch.Tensor)]
-    with simulate(TARGETS["sm90"].info), recorded("", []), measure("meta", known=held) as peak:
+    inputs = [t for t in arguments.values() if isinstance(t, torch.Tensor)]
+    with simulate(TARGETS["sm90"].info), recorded("", []), measure("meta", known=inputs) as peak:
         results = launcher(**arguments)
-    with measure("meta", known=[*held, *results]) as guess:
+    with measure("meta", known=[*inputs, *results]) as guess:
         kept = SCRATCH[name](arguments)
     assert guess.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.05)
     scratch = [sum(t.nbytes for t in kept), peak.peak_bytes - sum(t.nbytes for t in results)]

@@ -130,9 +130,9 @@ def test_prediction_from_few_layers(predictor, name):
     """The extrapolation is exact: memory and work are those of all layers."""
     settings = replace(BASE, **WAYS[name])
     short = predictor.predict(settings)
-    whole = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu")
-    whole.shapes.facts.uniform = False
-    expected = whole.predict(settings)
+    full = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu")
+    full.shapes.facts.uniform = False
+    expected = full.predict(settings)
     assert (short.peak_bytes, short.parts) == (expected.peak_bytes, expected.parts)
     assert short.seconds == pytest.approx(expected.seconds, rel=1e-9)
     assert len(predictor.traces(settings)[0].body.layers) < LAYERS
@@ -157,8 +157,8 @@ def test_shards_and_states_elsewhere(predictor):
     count = sum(p.numel() for p in model_of().parameters())
     assert predictions["ddp"].parts["other"] >= 4 * count, "buckets"
     assert predictions["zero1"].parts["optimizer states"] == 3 * count
-    whole, share = (predictions[n].parts["parameters"] for n in ("zero2", "zero3"))
-    assert share == pytest.approx(whole / 4, rel=0.01)
+    full, share = (predictions[n].parts["parameters"] for n in ("zero2", "zero3"))
+    assert share == pytest.approx(full / 4, rel=0.01)
     assert predictions["zero3"].parts["gathered and workspace"] > 0
     away = predictor.predict(replace(base, spread="zero2", offload_states="cpu"))
     assert away.peak_bytes < predictions["zero2"].peak_bytes
@@ -267,8 +267,8 @@ def test_prediction_from_two_batch_sizes(changes):
     before = short.simulations
     actual = short.predict(replace(settings, micro_batch=16))
     assert short.simulations == before
-    whole = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
-    expected = whole.predict(replace(settings, micro_batch=16))
+    full = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
+    expected = full.predict(replace(settings, micro_batch=16))
     assert actual.peak_bytes == expected.peak_bytes
     assert actual.parts == expected.parts
     assert actual.seconds == pytest.approx(expected.seconds, rel=1e-9)
@@ -416,7 +416,7 @@ def test_compression_is_offered_by_name():
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("settings: {layer: 3}\nversion: 1", "did you mean 'layers'"),
         ("settings: {layers: many}\nversion: 1", "layers in .* must be int, got 'many'"),
@@ -427,10 +427,10 @@ def test_compression_is_offered_by_name():
         ("a: [", "is not YAML"),
     ],
 )
-def test_wrong_files(tmp_path, content, said):
+def test_wrong_files(tmp_path, content, message):
     path = tmp_path / "plan.yaml"
     path.write_text(content)
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=message):
         load(path)
 
 
@@ -500,8 +500,8 @@ def test_frozen_heads_of_few_bits():
     predicted = Predictor(shapes, CARDS["h200"], "cpu").predict(
         replace(BASE, patched=False, chunk=None)
     )
-    got = measured(replace(BASE, patched=False, chunk=None), model)
-    assert predicted.peak_bytes == pytest.approx(got, rel=0.1)
+    measured_bytes = measured(replace(BASE, patched=False, chunk=None), model)
+    assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.1)
     assert type(model.lm_head) is _Coded, "left alone"
 
 
@@ -543,7 +543,7 @@ def test_limits_are_searched_with_few_chunks():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"devices": 0}, "devices must be a positive integer, got 0"),
         (
@@ -558,8 +558,8 @@ def test_limits_are_searched_with_few_chunks():
         ({"headroom": 1}, "share from 0 to below 1, got 1"),
     ],
 )
-def test_wrong_options(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
         plan(config_of(), **{"memory": "24GiB", "sequence": 8, **options})
 
 
@@ -606,8 +606,10 @@ def test_fp8_is_planned_and_estimated():
         "linear_float8": True,
         "fused_linear_cross_entropy": {"chunk": by_precision["fp8"].settings.chunk},
     }
-    right = estimate(wide_config(), 2, 4096, dtype="bfloat16", optimizer="adamw", patched=patched)
-    assert by_precision["fp8"].peak_bytes == right.peak_bytes
+    estimated = estimate(
+        wide_config(), 2, 4096, dtype="bfloat16", optimizer="adamw", patched=patched
+    )
+    assert by_precision["fp8"].peak_bytes == estimated.peak_bytes
     assert any("FP8" in note for note in training_plan.notes)
     assert "patched, fp8" in str(training_plan)
 
@@ -627,9 +629,9 @@ def test_fp8_keeps_a_frozen_base_in_half_of_the_memory():
     assert parts["fp8"] < 0.56 * parts["bf16"]
     # what the plan applies, and what that holds
     with apply(by_precision["fp8"], model):
-        held = sum(t.nbytes for p in model.parameters() for t in stored(p))
+        parameter_bytes = sum(t.nbytes for p in model.parameters() for t in stored(p))
     standing = sum(b.nbytes for b in model.buffers())
-    assert held <= parts["fp8"] <= held + standing
+    assert parameter_bytes <= parts["fp8"] <= parameter_bytes + standing
     assert not any(hasattr(p, "codes") for p in model.parameters())
 
 
@@ -670,17 +672,17 @@ def test_the_command(tmp_path, capsys):
     ]
     out = tmp_path / "files"
     assert main([*argv, "--write", str(out), "--picture", str(tmp_path / "plan.png")]) == 0
-    said = capsys.readouterr()
-    assert "Ways, the fastest that fits first" in said.out
-    assert "plan.yaml" in said.err
+    captured = capsys.readouterr()
+    assert "Ways, the fastest that fits first" in captured.out
+    assert "plan.yaml" in captured.err
     assert load(out / "plan.yaml").sequence == 64
     configure(out / "liger_multi.yaml")
     configure(None)
     argv[3] = "1MiB"
     assert main([*argv, "--json"]) == 1
-    said = capsys.readouterr()
-    assert "nothing fits" in said.err
-    assert not json.loads(said.out)["candidates"][0]["fits"]
+    captured = capsys.readouterr()
+    assert "nothing fits" in captured.err
+    assert not json.loads(captured.out)["candidates"][0]["fits"]
     assert main(["plan", "llama-3-8b", "--gpu", "h20"]) == 2
 
 
@@ -698,7 +700,7 @@ def pretending(code):
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("raise MemoryError('of the host')", "MemoryError: of the host"),
         ("sys.exit('torch.OutOfMemoryError: tried to allocate 2 GiB')", "out of memory"),
@@ -707,9 +709,9 @@ def pretending(code):
         ("pass", "no output"),
     ],
 )
-def test_failing_process_row(code, said):
+def test_failing_process_row(code, message):
     limit = 2 if "sleep" in code else 30
-    assert pretending(code).run(CASE, SETTINGS, 1, limit)["failure"] == said
+    assert pretending(code).run(CASE, SETTINGS, 1, limit)["failure"] == message
 
 
 def test_process_candidate():

@@ -85,9 +85,9 @@ def test_the_memory_of_this_host(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(cost, "CONTAINER_LIMIT", tmp_path / "memory.max")
-    whole = cost.host_bytes(None)
+    machine_bytes = cost.host_bytes(None)
     (tmp_path / "memory.max").write_text("max\n")
-    assert cost.host_bytes(None) == whole
+    assert cost.host_bytes(None) == machine_bytes
     (tmp_path / "memory.max").write_text(f"{2**30}\n")
     assert cost.host_bytes(None) == 2**28
     assert cost.host_bytes("64GB") == 64 * 10**9
@@ -154,10 +154,10 @@ def test_the_table_shows_the_hosts_memory(capsys, tmp_path, simulations):
         "bf16",
     ]
     assert main([*argv, "--host-memory", "64MB", "--headroom", "0"]) == 0
-    said = capsys.readouterr().out
-    header = next(line for line in said.splitlines() if line.strip().startswith("way"))
+    output = capsys.readouterr().out
+    header = next(line for line in output.splitlines() if line.strip().startswith("way"))
     assert "on the host" in header
-    assert "may be used of the host, each  61.0 MiB" in said
+    assert "may be used of the host, each  61.0 MiB" in output
     assert main([*argv, "--host-memory", "64MB", "--headroom", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["host_memory_bytes"] == 64 * 10**6
 

@@ -123,9 +123,9 @@ def test_unlike_tensor_parallel_passes_are_simulated(simulate_all):
 def test_casts_freed_after_forward(policy):
     """Only those of the simulated layers were freed; the others stayed until backward."""
     settings = replace(BASE, micro_batch=2, precision="amp", recompute=policy, layers=12)
-    short, whole = (predictor_of(config_of(layers=12)) for _ in range(2))
-    whole.shapes.facts.uniform = False
-    same(short.predict(settings), whole.predict(settings))
+    short, full = (predictor_of(config_of(layers=12)) for _ in range(2))
+    full.shapes.facts.uniform = False
+    same(short.predict(settings), full.predict(settings))
     assert len(short.traces(settings)[0].body.layers) == 3
 
 

@@ -85,11 +85,11 @@ def test_patched_as_under_the_models_own_checkpointing(policy):
     model = case("gqa", patched=True).build("cpu")
     loss = trained(model)[0]
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    whole = trained(model)
+    expected = trained(model)
     model.gradient_checkpointing_disable()
     with apply_recompute(model, policy):
-        assert equal(trained(model), whole)
-    assert torch.equal(loss, whole[0])
+        assert equal(trained(model), expected)
+    assert torch.equal(loss, expected[0])
 
 
 @pytest.mark.parametrize("policy", ["norms_and_mlp", "keep_attention", "full"])
@@ -208,7 +208,7 @@ def test_what_is_computed_again():
 
 @pytest.mark.parametrize("patched", [False, True])
 def test_saved_bytes_by_policy(patched):
-    kept = {}
+    saved = {}
     for policy in ("none", "norms", "norms_and_mlp", "full") if patched else POLICIES:
         one = Short("gqa", 4, 64, "float32", patched)
         model = one.build("cpu")
@@ -218,13 +218,13 @@ def test_saved_bytes_by_policy(patched):
         measured = profile(step, model=model, optimizer=optimizer)
         estimated = estimate(model, 4, 64, dtype="float32", optimizer="adamw_loop", device="cpu")
         assert estimated.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.002)
-        kept[policy] = measured.largest[SAVED]
-        assert estimated.profile.largest[SAVED] == kept[policy]
-    order = list(kept.values())
+        saved[policy] = measured.largest[SAVED]
+        assert estimated.profile.largest[SAVED] == saved[policy]
+    order = list(saved.values())
     if patched:  # its gated MLP is computed again as it is
-        assert kept["norms"] == kept["norms_and_mlp"]
-        order.remove(kept["norms"])
-    assert all(a > b for a, b in itertools.pairwise(order)), kept
+        assert saved["norms"] == saved["norms_and_mlp"]
+        order.remove(saved["norms"])
+    assert all(a > b for a, b in itertools.pairwise(order)), saved
 
 
 def test_last_gemm_kept_for_norm():
@@ -350,7 +350,7 @@ LAYER = {"none": (100, 0.0), "norms": (70, 1.0), "keep_attention": (20, 3.0), "f
 
 @pytest.mark.parametrize("budget", [1000, 400, 330, 250, 200, 180, 120, 100, 60])
 def test_choice_near_optimum(budget):
-    slow = {name: (kept, 3 * seconds) for name, (kept, seconds) in LAYER.items()}
+    slow = {name: (kept_bytes, 3 * seconds) for name, (kept_bytes, seconds) in LAYER.items()}
     stats = stats_of(LAYER, LAYER, slow, LAYER)
     choice = choose(stats, budget)
     assert choice.kept_bytes == stats.kept_bytes(choice.policies)
@@ -369,9 +369,9 @@ def test_statistics_of_a_model():
     stats = layer_stats(model, 4, 64, dtype="float32", device="cpu")
     assert stats.tokens == 256
     assert len(stats.layers) == 3
-    kept = [stats.layers[0][name].kept_bytes for name in POLICIES]
-    assert sorted(kept, reverse=True) == kept
-    assert kept[-1] == 256 * 96 * 4, "the layer's input"
+    kept_bytes = [stats.layers[0][name].kept_bytes for name in POLICIES]
+    assert sorted(kept_bytes, reverse=True) == kept_bytes
+    assert kept_bytes[-1] == 256 * 96 * 4, "the layer's input"
     seconds = [stats.layers[0][name].seconds for name in POLICIES]
     assert sorted(seconds) == seconds
     assert seconds[0] == 0
@@ -490,15 +490,15 @@ def test_changed_in_place_between_two_uses():
 def test_offload_estimate():
     """On an accelerator tensors in flight stay; all others leave."""
     peaks = {}
-    for room in (None, 10**9, 0):
+    for in_flight_bytes in (None, 10**9, 0):
         model = Short("gqa", 4, 64, "float32").build("meta")
         handle = (
             None
-            if room is None
-            else offload_activations(model, min_bytes=1024, in_flight_bytes=room)
+            if in_flight_bytes is None
+            else offload_activations(model, min_bytes=1024, in_flight_bytes=in_flight_bytes)
         )
         estimated = estimate(model, 4, 64, dtype="float32", optimizer="none")
-        peaks[room] = estimated.profile.largest[SAVED]
+        peaks[in_flight_bytes] = estimated.profile.largest[SAVED]
         assert handle is None or handle.offloaded_bytes == 0, "of the copy"
     assert peaks[0] < 0.4 * peaks[10**9]
     assert peaks[10**9] <= peaks[None] * 1.01
@@ -544,9 +544,9 @@ def test_float8_layers_count_as_gemms(policy, widening, narrowing):
     """The first axis of a weight is that of the output, unlike in PyTorch's GEMMs."""
     op = torch.ops.liger_multi.linear_float8_forward.default
     x = torch.empty(4, 32, device="meta")
-    for out, kept in ((64, widening), (16, narrowing)):
+    for out, is_kept in ((64, widening), (16, narrowing)):
         args = (x, torch.empty(out, 32, device="meta"), None)
-        assert keeps(POLICIES[policy], op, args, {}) == kept
+        assert keeps(POLICIES[policy], op, args, {}) == is_kept
 
 
 @pytest.mark.parametrize("policy", ["norms_and_mlp", "narrow", "full"])

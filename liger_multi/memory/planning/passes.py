@@ -219,8 +219,8 @@ class Passes:
         simulation.step(settings.micro_batch, settings.sequence, 0)
         model.zero_grad()
         body, head = simulation.recorded()
-        held = sum(t.nbytes for p in model.parameters() for t in stored(p))
-        body.buffers = simulation.standing() - held
+        parameter_bytes = sum(t.nbytes for p in model.parameters() for t in stored(p))
+        body.buffers = simulation.standing() - parameter_bytes
         offload = prepared.around.offload
         if offload is not None:
             body.offloaded = offload.offloaded_bytes / len(layers)

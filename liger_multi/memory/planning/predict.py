@@ -149,8 +149,8 @@ class Predictor:
 
     def growing(self, settings: Settings) -> int:
         """Highest moment of what grows with the tokens: activations, logits, temporaries."""
-        kept = {PARAMETERS, GRADIENTS, STATES}
-        factors = vector({name: float(name not in kept) for name in CATEGORIES})
+        static = {PARAMETERS, GRADIENTS, STATES}
+        factors = vector({name: float(name not in static) for name in CATEGORIES})
         forward, backward = sequence_of(self.traces(settings))
         return round(peak_of(forward + backward, NOTHING, factors, False)[0])
 

@@ -493,8 +493,8 @@ class _Search:
         positions = self.shapes.facts.positions
         cap = max(positions, settings.sequence) if positions else 0
         if cap:
-            whole = _coarser(replace(settings, micro_batch=1, sequence=cap))
-            if self.predictor.predict(whole, self.budget).fits:
+            one_sequence = _coarser(replace(settings, micro_batch=1, sequence=cap))
+            if self.predictor.predict(one_sequence, self.budget).fits:
                 return batch, cap
         length = self._largest(some[1], max(1, settings.sequence // STEP), cap // STEP)
         return batch, length * STEP

@@ -68,8 +68,8 @@ def stored_bits(module: Any) -> bool:
     weight = parameters.stored(module)
     if weight is None or weight.requires_grad:
         return False
-    whole: int = module.in_features * module.out_features
-    return weight.element_size() < 2 or weight.numel() < whole
+    elements: int = module.in_features * module.out_features
+    return weight.element_size() < 2 or weight.numel() < elements
 
 
 def stand_in(model: nn.Module) -> int:
@@ -366,14 +366,14 @@ class Shapes:
         return full
 
     def _divided(self, parts: int) -> Any:
-        whole = self._part(1)
-        config = copy.deepcopy(whole.config)
+        full = self._part(1)
+        config = copy.deepcopy(full.config)
         text = config.get_text_config()
         if getattr(text, "head_dim", None) is None:
             text.head_dim = text.hidden_size // text.num_attention_heads
         for name in divided(text):
             setattr(text, name, max(1, getattr(text, name) // parts))
-        return meta_model(config, main_dtype(whole), "sdpa", self._sequence)
+        return meta_model(config, main_dtype(full), "sdpa", self._sequence)
 
     def divisible(self, parts: int) -> bool:
         """Whether tensor parallelism over ``parts`` devices cuts this model evenly."""
