@@ -112,9 +112,12 @@ def _of_heads(rows_of: Rows) -> Formula:
     """Without the clamp of the count that gives 0 where every target is ignored."""
 
     def call(
-        hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
         target: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         rows = rows_of_heads(rows_of, hidden, weight, teacher_hidden, teacher_weight)
         valid = target != -100
         return torch.where(valid, rows, 0).sum() / valid.sum()
@@ -136,9 +139,16 @@ def _attention(
 ) -> Tensor:
     """All heads at once; the formula takes one at a time where scores are many."""
     return of_all_heads(
-        q, k, v, sinks, causal=causal, window=window, global_tokens=global_tokens,
-        softcap=softcap, scale=scale,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        sinks,
+        causal=causal,
+        window=window,
+        global_tokens=global_tokens,
+        softcap=softcap,
+        scale=scale,
+    )
 
 
 def _neighborhood(
@@ -170,10 +180,19 @@ def _grouped_moe(
 
 
 def _grouped_lora_moe(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
-    gate_up_a: Tensor, gate_up_b: Tensor, down_a: Tensor, down_b: Tensor, *,
-    gate_up_scale: float = 1.0, down_scale: float = 1.0,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_a: Tensor,
+    gate_up_b: Tensor,
+    down_a: Tensor,
+    down_b: Tensor,
+    *,
+    gate_up_scale: float = 1.0,
+    down_scale: float = 1.0,
+) -> Tensor:
     """As PEFT's ``target_parameters``: adapters added to all weights, then grouped GEMMs."""
     gate_up = gate_up_weight + (gate_up_scale * (gate_up_b @ gate_up_a)).to(gate_up_weight.dtype)
     down = down_weight + (down_scale * (down_b @ down_a)).to(down_weight.dtype)
@@ -279,10 +298,15 @@ def _flex(
     masked = causal or window is not None
     mask = _block_mask(q.shape[2], k.shape[2], q.device, causal, window, global_tokens)
     y, lse = _flex_attention()(
-        q, k, v, score_mod=None if softcap is None else capped,
-        block_mask=mask if masked else None, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
+        q,
+        k,
+        v,
+        score_mod=None if softcap is None else capped,
+        block_mask=mask if masked else None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
         return_lse=True,
-    )  # fmt: skip
+    )
     if sinks is None:
         return y  # type: ignore[no-any-return]
     share = torch.sigmoid(lse - sinks.float()[None, :, None])
@@ -455,22 +479,35 @@ def _transformers_delta_rule(op: str) -> Formula:
 
 
 def _transformers_ssd_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor, dt_bias: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
     dt_softplus: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     by = _modeling(*_SCANNED_BY["ssd_scan"])
     found: Tensor = by(x, dt, A, B, C, 256, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus)
     return found
 
 
 def _transformers_selective_scan(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor, z: Tensor,
-    delta_bias: Tensor, delta_softplus: bool = False,
-) -> Tensor:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor,
+    z: Tensor,
+    delta_bias: Tensor,
+    delta_softplus: bool = False,
+) -> Tensor:
     by, rows = _modeling(*_SCANNED_BY["selective_scan"]), (u.mT, delta.mT, A, B.mT, C.mT)
-    found: Tensor = by(
-        *rows, D=D, z=z.mT, delta_bias=delta_bias, delta_softplus=delta_softplus
-    )  # fmt: skip
+    found: Tensor = by(*rows, D=D, z=z.mT, delta_bias=delta_bias, delta_softplus=delta_softplus)
     return found.mT
 
 

@@ -48,8 +48,10 @@ compiled = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in th
 # --- 16 bits, of which the shares of the common suite take few samples ---
 
 WITH_SEGMENTS = {
-    "gated_delta_rule": "documents", "kimi_delta_attention": "documents", "ssd_scan": "packed",
-}  # fmt: skip
+    "gated_delta_rule": "documents",
+    "kimi_delta_attention": "documents",
+    "ssd_scan": "packed",
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -91,10 +93,11 @@ def test_every_parameter_gets_its_gradient(op):
         made = sample.make("cpu", torch.float32)
         with FakeTensorMode() as mode:
             fake = {
-                n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=NPU)
-                .requires_grad_(t.requires_grad)
+                n: torch.empty_strided(
+                    t.shape, t.stride(), dtype=t.dtype, device=NPU
+                ).requires_grad_(t.requires_grad)
                 for n, t in made.items()
-            }  # fmt: skip
+            }
             found = getattr(ops, samples.public(op))(**fake, **sample.options)
             parts = [found] if isinstance(found, torch.Tensor) else list(found)
             outs = [p for p in parts if isinstance(p, torch.Tensor) and p.requires_grad]
@@ -115,8 +118,11 @@ def test_every_parameter_gets_its_gradient(op):
 def test_the_device_is_known():
     info = device_info(NPU)
     assert (info.arch, info.cores, info.shared_bytes, info.table) == (
-        "Ascend910B3", 40, 196608, "a2",
-    )  # fmt: skip
+        "Ascend910B3",
+        40,
+        196608,
+        "a2",
+    )
 
 
 def test_the_device_is_known_to_the_first_thread():
@@ -463,8 +469,9 @@ def test_a_backward_follows_any_forward_of_experts():
     assert not torch.equal(kept[0][2], kept[1][2])
     gradients = [
         m.backward(made["x"], *inputs, made["down_bias"], *k[1:], *how, *[True] * 6)
-        for m in both for k in kept
-    ]  # fmt: skip
+        for m in both
+        for k in kept
+    ]
     for other in gradients[1:]:
         torch.testing.assert_close(other, gradients[0])
 

@@ -107,10 +107,11 @@ def test_results_of_a_kernel(started, call):
     few = dict.fromkeys(blocks.NAMES, BLOCK)
     for device, wide in ((NPU, torch.float32), (torch.device("cpu"), torch.float64)):
         given = {
-            n: (t.detach().to(device, wide) if t.is_floating_point() else t.to(device))
-            .requires_grad_(t.requires_grad)
+            n: (
+                t.detach().to(device, wide) if t.is_floating_point() else t.to(device)
+            ).requires_grad_(t.requires_grad)
             for n, t in made.items()
-        }  # fmt: skip
+        }
         with blocks.blocks(few):
             result = getattr(ops, op)(**given, **options)
             parts = [result] if isinstance(result, torch.Tensor) else list(result)
@@ -149,10 +150,12 @@ BUGS = {
     "eps": ("/ cols + eps)", "/ cols)"),
     "last column": ("mask = col < cols", "mask = col < cols - 1"),
     "row overrun": ("rows, tl.num_programs(0))", "rows + 1, tl.num_programs(0))"),
-    "no mask": ("mask=mask, other=0.0).to(tl.float32)\n            if residual",
-                "mask=col < 256, other=0.0).to(tl.float32)\n            if residual"),
+    "no mask": (
+        "mask=mask, other=0.0).to(tl.float32)\n            if residual",
+        "mask=col < 256, other=0.0).to(tl.float32)\n            if residual",
+    ),
     "lost step": ("total += s * s", "total = s * s"),
-}  # fmt: skip
+}
 
 
 def planted(folder, bug):
@@ -180,9 +183,24 @@ def run(kernel):
     y, rstd = torch.full((FEW + 2, NARROW), GUARD), torch.full((FEW + 2,), GUARD)
     x, weight, y, rstd = (t.to("npu") for t in (x, weight, y, rstd))
     start(
-        kernel, FEW, x, None, weight, y, None, rstd, WIDE, 0, FEW, NARROW, 1e-6, 0.0,
-        EXACT=True, ROUND=False, BLOCK=128,
-    )  # fmt: skip
+        kernel,
+        FEW,
+        x,
+        None,
+        weight,
+        y,
+        None,
+        rstd,
+        WIDE,
+        0,
+        FEW,
+        NARROW,
+        1e-6,
+        0.0,
+        EXACT=True,
+        ROUND=False,
+        BLOCK=128,
+    )
     x, y, weight = x.cpu().double(), y.cpu().double(), weight.cpu().double()
     part = x[:FEW, :NARROW]
     wanted = part / torch.sqrt((part * part).mean(-1, True) + 1e-6) * weight[:NARROW]

@@ -133,9 +133,12 @@ def test_the_selection(change, count):
     indices = torch.empty(9, count, dtype=torch.int32, device=DEVICE)
     found = torch.empty(9, count, device=DEVICE)
     launch(
-        indexer_kernels._indexer_select_kernel, 9,
-        (padded, ranges, indices, found, 384, 0, 9, 300, count), (False, 128), 4,
-    )  # fmt: skip
+        indexer_kernels._indexer_select_kernel,
+        9,
+        (padded, ranges, indices, found, 384, 0, 9, 300, count),
+        (False, 128),
+        4,
+    )
     place = torch.arange(300, device=DEVICE)
     seen = (place >= ranges[:, :1]) & (place < ranges[:, 1:])
     assert torch.equal(indices, selected(scores, seen, count))

@@ -54,9 +54,10 @@ ARCHS = [arch for arch in TARGETS if missing(TARGETS[arch]) is None]
 
 
 @pytest.fixture(
-    scope="module", params=["turn", pytest.param("suite", marks=pytest.mark.slow)],
+    scope="module",
+    params=["turn", pytest.param("suite", marks=pytest.mark.slow)],
     ids=["by turns", "everywhere"],
-)  # fmt: skip
+)
 def rows(request):
     """What the tests compile; cached by the source of each kernel."""
     return rows_of(ARCHS, request.param)
@@ -166,10 +167,16 @@ def test_cases_are_real_launches():
     # logits that begin anywhere: vectors of 16 bytes are not demanded of them
     narrow = {case.name for case in large if not case.streams}
     assert narrow == {
-        "_sum_partials_kernel", "_group_norm_means_kernel", "_group_norm_statistics_kernel",
-        "_indexer_scores_kernel", "_indexer_all_scores_kernel", "_indexer_backward_kernel",
-        "_cross_entropy_forward_kernel", "_divergence_forward_kernel", "_log_prob_gradient_kernel",
-    }  # fmt: skip
+        "_sum_partials_kernel",
+        "_group_norm_means_kernel",
+        "_group_norm_statistics_kernel",
+        "_indexer_scores_kernel",
+        "_indexer_all_scores_kernel",
+        "_indexer_backward_kernel",
+        "_cross_entropy_forward_kernel",
+        "_divergence_forward_kernel",
+        "_log_prob_gradient_kernel",
+    }
     assert all(case.options["enable_fp_fusion"] is True for case in large)
 
 
@@ -369,9 +376,12 @@ def test_the_model_wants_more_threads_and_no_less_of_anything():
     more = dataclasses.replace(GOOD, resident=1024)
     assert static_launch.better(mine, more)
     for worse in (
-        {"resident": 640}, {"spills": 4}, {"loads": {8: 16}}, {"loads": {16: 1}},
+        {"resident": 640},
+        {"spills": 4},
+        {"loads": {8: 16}},
+        {"loads": {16: 1}},
         {"stores": {8: 4}},
-    ):  # fmt: skip
+    ):
         assert not static_launch.better(mine, dataclasses.replace(more, **worse)), worse
 
 
@@ -437,13 +447,20 @@ def test_tiles_of_promised_rows_do_not_follow_their_number(op):
                     for a in selected(axes, Call(prim, args, "triton"), index)
                 ]
                 cases = static_cases(TARGETS["sm90"].info, {sample.name: partial(run, *chosen)})
-                launched.append({
-                    str((c.name, {n: v for n, v in c.constants.items() if str(n).isupper()},
-                         c.options))
-                    for c in cases
-                    if REDUCES.search(text_of(c.kernel))
-                    and not c.name.startswith(tuple(FREE_TILES))
-                })  # fmt: skip
+                launched.append(
+                    {
+                        str(
+                            (
+                                c.name,
+                                {n: v for n, v in c.constants.items() if str(n).isupper()},
+                                c.options,
+                            )
+                        )
+                        for c in cases
+                        if REDUCES.search(text_of(c.kernel))
+                        and not c.name.startswith(tuple(FREE_TILES))
+                    }
+                )
             assert launched[0] == launched[1], (sample.name, prim.direction)
 
 

@@ -399,21 +399,28 @@ CARDS = {
     "dyt": {"x": TALL[0], "alpha": T((1,)), "weight": TALL[1], "bias": TALL[1]},
     "attention_residuals": {"blocks": T((2, 40, 512)), "query": TALL[1]},
     "hyper_connections": {
-        "x": T((300, 4, 256), torch.bfloat16), "bias": T((24,)), "scale": T((3,)),
+        "x": T((300, 4, 256), torch.bfloat16),
+        "bias": T((24,)),
+        "scale": T((3,)),
         "weight": T((24, 1024), torch.bfloat16, 0.03),
     },
     "causal_conv1d": {"x": T((2, 64, 16)), "weight": T((16, 4)), "bias": T((16,))},
     "gated_short_conv": {"x": T((2, 64, 48)), "weight": T((16, 3)), "bias": T((16,))},
-}  # fmt: skip
+}
 FEW = {"hyper_connections": {"iterations": 1}}
 
 
 def card(monkeypatch, vendor, cores):
     """What launch formulas are told of a card of which so many cores are there."""
     facts = types.SimpleNamespace(
-        major=9, minor=0, gcnArchName="gfx942", warp_size=64, multi_processor_count=cores,
-        shared_memory_per_block=65536, shared_memory_per_block_optin=232448,
-    )  # fmt: skip
+        major=9,
+        minor=0,
+        gcnArchName="gfx942",
+        warp_size=64,
+        multi_processor_count=cores,
+        shared_memory_per_block=65536,
+        shared_memory_per_block_optin=232448,
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     return backends()[vendor].device_info(torch.device("cuda", 0))
 
@@ -463,8 +470,18 @@ def test_heads_in_pieces(monkeypatch, by_column):
     rows, pairs, state = (2, 19, 3, 8), (2, 19, 1, 8), (2, 3, 8, 8)
     skips = normal(3, 8) if by_column else normal(3)
     first = torch.where(torch.arange(19) < 5, 0, 5).int().expand(2, -1).to(DEVICE)
-    given = (normal(*rows), normal(*rows[:3]).bfloat16(), -normal(3).exp(), normal(*pairs),
-             normal(*pairs), skips, normal(*rows), normal(3), normal(*state), first)  # fmt: skip
+    given = (
+        normal(*rows),
+        normal(*rows[:3]).bfloat16(),
+        -normal(3).exp(),
+        normal(*pairs),
+        normal(*pairs),
+        skips,
+        normal(*rows),
+        normal(3),
+        normal(*state),
+        first,
+    )
     options = (True, 0.0, float("inf"), 16)
     upstream = normal(*rows), normal(*state)
 
@@ -817,9 +834,12 @@ def test_a_rotation_of_equal_sizes_is_launched_by_its_own_strides_and_options():
     angle = torch.randn(2, 1, 4, 16, device=DEVICE)
     tables = {"row": angle[:1, 0], "sequence": angle[:, 0], "far": angle.mT.contiguous().mT[:, 0]}
     for q, cos, axis, style, kind in itertools.product(
-        (near, far, near.transpose(1, 2)), tables.values(), (1, 2), ("half", "interleaved"),
+        (near, far, near.transpose(1, 2)),
+        tables.values(),
+        (1, 2),
+        ("half", "interleaved"),
         (torch.float32, torch.bfloat16),
-    ):  # fmt: skip
+    ):
         both = [x.detach().requires_grad_() for x in (q, q[:, :, :2] if axis == 2 else q)]
         given = (*both, cos.to(kind), cos.to(kind).flip(0))
         found = []

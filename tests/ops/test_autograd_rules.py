@@ -231,13 +231,15 @@ def test_no_function_of_autograd_is_left_out():
                 if "@first_derivatives_only(" not in text:
                     left.add(f"{path.relative_to(package).as_posix()}:{node.name}")
     inert = {  # nothing is computed in them, or nobody trains with them
-        "bench/peers.py:_PairProducts", "bench/peers.py:_QuackLayerNorm",
+        "bench/peers.py:_PairProducts",
+        "bench/peers.py:_QuackLayerNorm",
         "bench/peers.py:_Products",
         "bench/measure.py:Identity",
         "compat/liger_kernel/chunked/functions.py:_Sealed",
-        "memory/planning/shapes.py:_Product", "memory/simulation.py:_Attention",
+        "memory/planning/shapes.py:_Product",
+        "memory/simulation.py:_Attention",
         "testing/formulas/mlp.py:_LinearFloat8",
-    }  # fmt: skip
+    }
     # these mark their gradients themselves, or return those that they get
     differentiable = {
         "compat/liger_kernel/chunked/bases.py:_EagerGradients",

@@ -106,10 +106,20 @@ def forms_of(op):
 
 
 OFTEN = (
-    "attention", "cross_entropy", "embedding", "fused_linear_cross_entropy", "fused_moe",
-    "gated_mlp", "hyper_connections", "layer_norm", "lora_update", "rms_norm", "rope_multimodal",
-    "softmax", "swiglu",
-)  # fmt: skip
+    "attention",
+    "cross_entropy",
+    "embedding",
+    "fused_linear_cross_entropy",
+    "fused_moe",
+    "gated_mlp",
+    "hyper_connections",
+    "layer_norm",
+    "lora_update",
+    "rms_norm",
+    "rope_multimodal",
+    "softmax",
+    "swiglu",
+)
 
 
 @pytest.mark.parametrize("op", OFTEN)

@@ -235,8 +235,9 @@ def test_equals_lfm2(device, bias):
     lfm2 = pytest.importorskip("transformers.models.lfm2.modeling_lfm2")
     from transformers import Lfm2Config
 
-    config = Lfm2Config(hidden_size=8, conv_bias=bias, conv_L_cache=3, layer_types=["conv"],
-                        num_hidden_layers=1)  # fmt: skip
+    config = Lfm2Config(
+        hidden_size=8, conv_bias=bias, conv_L_cache=3, layer_types=["conv"], num_hidden_layers=1
+    )
     torch.manual_seed(0)
     layer = lfm2.Lfm2ShortConv(config, 0).to(device)
     x = torch.randn(2, 13, 8, device=device)
@@ -310,19 +311,22 @@ WRONG = (
     (lambda: ops.causal_conv1d(X, W, initial_state=X), ValueError, r"must have shape \(2, 3, 3\)"),
     (
         lambda: ops.causal_conv1d(X, W, seq_idx=torch.zeros(5, dtype=torch.int32)),
-        ValueError, r"seq_idx must have shape \(2, 5\)",
+        ValueError,
+        r"seq_idx must have shape \(2, 5\)",
     ),
     (
         lambda: ops.causal_conv1d(X, W, seq_idx=torch.zeros(2, 5)),
-        TypeError, "seq_idx must be a tensor of int64 or int32",
+        TypeError,
+        "seq_idx must be a tensor of int64 or int32",
     ),
     (
         lambda: ops.causal_conv1d(X, W, cu_seqlens=torch.tensor([0, 5])),
-        ValueError, "for a batch of one row",
+        ValueError,
+        "for a batch of one row",
     ),
     (lambda: ops.gated_short_conv(torch.ones(2, 5, 8), W), ValueError, r"shape \(B, T, 3 C\)"),
     (lambda: ops.gated_short_conv(torch.ones(2, 5, 12), W), ValueError, r"have shape \(4, W\)"),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("call", "kind", "text"), WRONG)

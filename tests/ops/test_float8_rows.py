@@ -159,32 +159,39 @@ def test_float16_does_not_overflow_by_its_scales():
 
 BAD = {
     "codes without scales": (
-        lambda x, w: ops.linear_float8(x, rows(w).codes), TypeError, "weight_scale beside codes"
+        lambda x, w: ops.linear_float8(x, rows(w).codes),
+        TypeError,
+        "weight_scale beside codes",
     ),
     "scales without codes": (
-        lambda x, w: ops.linear_float8(x, w, weight_scale=rows(w).scale), TypeError, "codes"
+        lambda x, w: ops.linear_float8(x, w, weight_scale=rows(w).scale),
+        TypeError,
+        "codes",
     ),
     "scales of another dtype": (
         lambda x, w: ops.linear_float8(x, rows(w).codes, weight_scale=rows(w).scale.double()),
-        TypeError, "must be float32, got a tensor of shape",
+        TypeError,
+        "must be float32, got a tensor of shape",
     ),
     "scales that require gradients": (
         lambda x, w: ops.linear_float8(
             x, rows(w).codes, weight_scale=rows(w).scale.requires_grad_()
         ),
-        ValueError, "frozen",
+        ValueError,
+        "frozen",
     ),
     "codes of another shape": (
-        lambda x, w: ops.linear_float8(x, w, quantized=ops.Float8Rows(*rows(x[:2]))), ValueError,
+        lambda x, w: ops.linear_float8(x, w, quantized=ops.Float8Rows(*rows(x[:2]))),
+        ValueError,
         "quantized must",
     ),
     "codes that are a pair": (
-        lambda x, w: ops.linear_float8(x, w, quantized=tuple(rows(x))), TypeError, "Float8Rows"
+        lambda x, w: ops.linear_float8(x, w, quantized=tuple(rows(x))),
+        TypeError,
+        "Float8Rows",
     ),
-    "another width": (
-        lambda x, w: ops.linear_float8(x[:, :5], w), ValueError, "must be K = 32"
-    ),
-}  # fmt: skip
+    "another width": (lambda x, w: ops.linear_float8(x[:, :5], w), ValueError, "must be K = 32"),
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -325,23 +332,31 @@ def test_a_gated_mlp_under_autocast_rounds_weights_as_they_are():
 BAD_MLP = {
     "an activation": (lambda x, w, b: mlp(x, w, b, "relu"), ValueError, "relu"),
     "codes without scales": (
-        lambda x, w, b: mlp(x, [rows(w[0]).codes, *w[1:]], b), TypeError,
+        lambda x, w, b: mlp(x, [rows(w[0]).codes, *w[1:]], b),
+        TypeError,
         "gate_weight_scale beside codes",
     ),
     "two dtypes": (
-        lambda x, w, b: mlp(x, [w[0].double(), *w[1:]], b), TypeError, "gate_weight float64"
+        lambda x, w, b: mlp(x, [w[0].double(), *w[1:]], b),
+        TypeError,
+        "gate_weight float64",
     ),
     "widths": (
-        lambda x, w, b: mlp(x, [*w[:2], w[2][:, :5]], b), ValueError, "down_weight must have shape"
+        lambda x, w, b: mlp(x, [*w[:2], w[2][:, :5]], b),
+        ValueError,
+        "down_weight must have shape",
     ),
     "a bias of another layer": (
-        lambda x, w, b: mlp(x, w, [b[2], *b[1:]]), ValueError, r"gate_bias must have shape \(96,\)"
+        lambda x, w, b: mlp(x, w, [b[2], *b[1:]]),
+        ValueError,
+        r"gate_bias must have shape \(96,\)",
     ),
     "rows of another input": (
-        lambda x, w, b: mlp(x, w, b, quantized=ops.Float8Rows(*rows(x[0]))), ValueError,
+        lambda x, w, b: mlp(x, w, b, quantized=ops.Float8Rows(*rows(x[0]))),
+        ValueError,
         "quantized must hold",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_MLP)

@@ -18,9 +18,17 @@ FINAL, NORMED = {"output_final_state": True}, {"qk_l2norm": True}
 
 
 def given(
-    length, batch=1, heads=1, group=1, size=8, value=6, seed=0, state=True, channels=False,
+    length,
+    batch=1,
+    heads=1,
+    group=1,
+    size=8,
+    value=6,
+    seed=0,
+    state=True,
+    channels=False,
     **options,
-):  # fmt: skip
+):
     """Random tensors, with a gate for every channel if asked to."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -148,9 +156,16 @@ def packed_equals_separate(lengths, sizes):
 
 @pytest.mark.parametrize(
     "lengths",
-    [LENGTHS, (1, 1, 1), (0, 5, 0, 0, 9, 0), (64, 64), (200,), (4, 60, 64, 1),
-     pytest.param((4096, 1, 63, 4096), marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        LENGTHS,
+        (1, 1, 1),
+        (0, 5, 0, 0, 9, 0),
+        (64, 64),
+        (200,),
+        (4, 60, 64, 1),
+        pytest.param((4096, 1, 63, 4096), marks=pytest.mark.slow),
+    ],
+)
 def test_packed_equals_separate(lengths):
     packed_equals_separate(lengths, {"heads": 2, "group": 2})
 
@@ -298,12 +313,20 @@ WRONG = {
     "state": ((Q, Q, Q, G, G), {"initial_state": Q[:, :2]}, ValueError, "initial_state must have"),
     "scale": ((Q, Q, Q, G, G), {"scale": "1"}, TypeError, "scale"),
     "flag": ((Q, Q, Q, G, G), {"qk_l2norm": 1}, TypeError, "qk_l2norm must be True or False"),
-    "batch": ((Q.expand(2, 4, 2, 8),) * 3 + (G.expand(2, 4, 2),) * 2,
-              {"cu_seqlens": torch.tensor([0, 4])}, ValueError, "for a batch of one"),
-    "both": ((Q, Q, Q, G, G), {"cu_seqlens": torch.tensor([0, 4]), "documents": G[..., 0].int()},
-             ValueError, "in place of documents"),
+    "batch": (
+        (Q.expand(2, 4, 2, 8),) * 3 + (G.expand(2, 4, 2),) * 2,
+        {"cu_seqlens": torch.tensor([0, 4])},
+        ValueError,
+        "for a batch of one",
+    ),
+    "both": (
+        (Q, Q, Q, G, G),
+        {"cu_seqlens": torch.tensor([0, 4]), "documents": G[..., 0].int()},
+        ValueError,
+        "in place of documents",
+    ),
     "table": ((Q, Q, Q, G, G), {"cu_seqlens": torch.ones(2)}, TypeError, "int64 or int32"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -62,13 +62,16 @@ CASES = {
     "ssd_scan": ("ssd_scan", heads, {"dt_softplus": True}),
     "selective_scan": ("selective_scan", channels, {"delta_softplus": True}),
     "causal_conv1d": (
-        "causal_conv1d", lambda: {"x": normal(SIZE), "weight": torch.randn(SIZE, 4)},
+        "causal_conv1d",
+        lambda: {"x": normal(SIZE), "weight": torch.randn(SIZE, 4)},
         {"activation": "silu"},
     ),
     "gated_short_conv": (
-        "gated_short_conv", lambda: {"x": normal(3 * SIZE), "weight": torch.randn(SIZE, 3)}, {},
+        "gated_short_conv",
+        lambda: {"x": normal(3 * SIZE), "weight": torch.randn(SIZE, 3)},
+        {},
     ),
-}  # fmt: skip
+}
 
 
 def tensors_of(name):

@@ -176,11 +176,19 @@ def packed_equals_separate(lengths, sizes, **options):
 
 @pytest.mark.parametrize(
     "lengths",
-    [per_head.LENGTHS, (1, 1, 1), (1,) * 130, (0, 5, 0, 0, 9, 0), (64, 64), (200,),
-     (4, 60, 64, 1), (33, 31, 1, 63, 17),
-     pytest.param((4096, 1, 63, 4096), marks=pytest.mark.slow)],
+    [
+        per_head.LENGTHS,
+        (1, 1, 1),
+        (1,) * 130,
+        (0, 5, 0, 0, 9, 0),
+        (64, 64),
+        (200,),
+        (4, 60, 64, 1),
+        (33, 31, 1, 63, 17),
+        pytest.param((4096, 1, 63, 4096), marks=pytest.mark.slow),
+    ],
     ids=lambda lengths: "-".join(map(str, lengths[:8])),
-)  # fmt: skip
+)
 def test_packed_equals_separate(lengths):
     table = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     packed_equals_separate(lengths, {"heads": 2, "group": 2}, cu_seqlens=table, **NORMED)
@@ -245,8 +253,9 @@ def test_two_calls_that_hand_over_the_state_are_one():
     tensors = given(170, group=3)
 
     def parts(initial_state, **rest):
-        y, state = run(**{n: t[:, :77] for n, t in rest.items()}, initial_state=initial_state,
-                       **FINAL)  # fmt: skip
+        y, state = run(
+            **{n: t[:, :77] for n, t in rest.items()}, initial_state=initial_state, **FINAL
+        )
         more, state = run(**{n: t[:, 77:] for n, t in rest.items()}, initial_state=state, **FINAL)
         return torch.cat([y, more], 1), state
 
@@ -378,12 +387,20 @@ WRONG = {
     "four axes": ((Q[0], Q, Q, Q, B), {}, ValueError, "kimi_delta_attention: q must have four"),
     "dtypes": ((Q, Q.double(), Q, Q, B), {}, TypeError, "kimi_delta_attention: q is torch.float32"),
     "state": ((Q, Q, Q, Q, B), {"initial_state": Q}, ValueError, "initial_state must have"),
-    "batch": ((Q.expand(2, 4, 2, 8),) * 4 + (B.expand(2, 4, 2),),
-              {"cu_seqlens": torch.tensor([0, 4])}, ValueError, "kimi_delta_attention: cu_seqlens"),
+    "batch": (
+        (Q.expand(2, 4, 2, 8),) * 4 + (B.expand(2, 4, 2),),
+        {"cu_seqlens": torch.tensor([0, 4])},
+        ValueError,
+        "kimi_delta_attention: cu_seqlens",
+    ),
     "table": ((Q, Q, Q, Q, B), {"cu_seqlens": torch.ones(2)}, TypeError, "int64 or int32"),
-    "documents": ((Q, Q, Q, Q, B), {"documents": torch.ones(1, 3).int()}, ValueError,
-                  "kimi_delta_attention: documents"),
-}  # fmt: skip
+    "documents": (
+        (Q, Q, Q, Q, B),
+        {"documents": torch.ones(1, 3).int()},
+        ValueError,
+        "kimi_delta_attention: documents",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

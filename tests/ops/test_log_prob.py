@@ -140,9 +140,11 @@ def test_every_subset_of_outputs_and_upstream_gradients(device, outputs):
             [getattr(out, n) for n in used], (x, w, b), ups, retain_graph=True
         )
         right = torch.autograd.grad(
-            [getattr(exact, n) for n in used], (xw, ww, bw), [u.double() for u in ups],
+            [getattr(exact, n) for n in used],
+            (xw, ww, bw),
+            [u.double() for u in ups],
             retain_graph=True,
-        )  # fmt: skip
+        )
         compare(ours, right, x.dtype)
     if "argmax" in outputs:
         assert not out.argmax.requires_grad
@@ -435,10 +437,10 @@ def test_the_host_waits_for_nothing(device, dtype, compact, monkeypatch):
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             masks = args[1] if func is torch.ops.aten.index.Tensor else ()
-            if (
-                func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
-                or any(m is not None and m.dtype == torch.bool for m in masks)
-            ):  # fmt: skip
+            if func.overloadpacket in (
+                torch.ops.aten._local_scalar_dense,
+                torch.ops.aten.nonzero,
+            ) or any(m is not None and m.dtype == torch.bool for m in masks):
                 reads.append(func)
             return func(*args, **(kwargs or {}))
 
@@ -470,7 +472,7 @@ def test_the_gradient_of_given_logits_is_written_without_a_copy_of_them(apart):
     before = logits.clone()
     dlogits = backward(
         torch.ones(5), None, None, logits, target, entropy, lse, lse_low, -100, None, 1.0
-    )  # fmt: skip
+    )
     right = torch.nn.functional.one_hot(target, 33) - torch.softmax(before, -1)
     torch.testing.assert_close(dlogits, right)
     assert torch.equal(logits, before)

@@ -410,10 +410,20 @@ def test_a_module_calls_its_operator_with_all_its_options(name, monkeypatch):
 
 
 LOSS_OPTIONS = {
-    "reduction": "sum", "label_smoothing": 0.1, "ignore_index": 3, "z_loss": 0.01, "softcap": 3.0,
-    "inplace": True, "validate": True, "outputs": ("lse",), "logit_scale": 0.5, "chunk": 2,
-    "accumulate": torch.float64, "compact": False, "temperature": 0.5,
-}  # fmt: skip
+    "reduction": "sum",
+    "label_smoothing": 0.1,
+    "ignore_index": 3,
+    "z_loss": 0.01,
+    "softcap": 3.0,
+    "inplace": True,
+    "validate": True,
+    "outputs": ("lse",),
+    "logit_scale": 0.5,
+    "chunk": 2,
+    "accumulate": torch.float64,
+    "compact": False,
+    "temperature": 0.5,
+}
 
 
 @pytest.mark.parametrize(
@@ -426,9 +436,10 @@ LOSS_OPTIONS = {
 )
 def test_losses_have_and_hand_on_every_option_of_the_operator(module, op, monkeypatch):
     options = [
-        n for n, p in inspect.signature(getattr(ops, op)).parameters.items()
+        n
+        for n, p in inspect.signature(getattr(ops, op)).parameters.items()
         if p.kind is p.KEYWORD_ONLY and n != "class_weight"
-    ]  # fmt: skip
+    ]
     given = {n: LOSS_OPTIONS[n] for n in options}
     seen = {}
     monkeypatch.setattr(ops, op, lambda *args, **kwargs: seen.update(kwargs))
@@ -629,8 +640,9 @@ def test_the_stub_is_what_the_generated_modules_are():
         assert path.read_text(encoding="utf-8") == make(), "run `python -m ci.stubs`"
     listed = {m.__name__ for m in stubs.modules()}
     assert listed == {n for n in nn.__all__ if n.endswith(("DivLoss", "JSDLoss", "TVDLoss"))} | {
-        "FusedLinearCrossEntropyLoss", "FusedLinearLogProb",
-    }  # fmt: skip
+        "FusedLinearCrossEntropyLoss",
+        "FusedLinearLogProb",
+    }
 
 
 def test_a_generated_method_has_a_source():

@@ -265,9 +265,15 @@ BAD = [
 
 
 KINDS = (
-    "gated_rms_norm", "group_norm", "poly_norm", "modulated_rms_norm", "dyt", "relu_squared",
-    "swiglu_clamped", "swiglu_clamped_packed",
-)  # fmt: skip
+    "gated_rms_norm",
+    "group_norm",
+    "poly_norm",
+    "modulated_rms_norm",
+    "dyt",
+    "relu_squared",
+    "swiglu_clamped",
+    "swiglu_clamped_packed",
+)
 DTYPES = pytest.mark.parametrize("dtypes", [(HALF, HALF), (HALF, WIDE), (WIDE, WIDE)])
 
 
@@ -318,7 +324,7 @@ GATED = {
         ("falcon_h1", "FalconH1RMSNormGated", 24, 1e-6, 3, False),
         AFTER | {"casting": "olmo", "group_size": 8},
     ),
-}  # fmt: skip
+}
 
 
 @DTYPES

@@ -476,12 +476,16 @@ def test_targets_out_of_range_on_a_device(device):
 def mixture(**change):
     """Three experts of 8 and 4, each with adapters of rank 2, and what a case changes."""
     given = {
-        "x": torch.randn(4, 8), "gate_up_weight": torch.randn(3, 8, 8),
-        "down_weight": torch.randn(3, 8, 4), "index": torch.zeros(4, 2, dtype=torch.int64),
-        "routing": torch.ones(4, 2), "gate_up_a": torch.randn(3, 2, 8),
-        "gate_up_b": torch.randn(3, 8, 2), "down_a": torch.randn(3, 2, 4),
+        "x": torch.randn(4, 8),
+        "gate_up_weight": torch.randn(3, 8, 8),
+        "down_weight": torch.randn(3, 8, 4),
+        "index": torch.zeros(4, 2, dtype=torch.int64),
+        "routing": torch.ones(4, 2),
+        "gate_up_a": torch.randn(3, 2, 8),
+        "gate_up_b": torch.randn(3, 8, 2),
+        "down_a": torch.randn(3, 2, 4),
         "down_b": torch.randn(3, 8, 2),
-    }  # fmt: skip
+    }
     return lora_moe(**given | change)
 
 

@@ -15,15 +15,24 @@ INTERPRETED_IN_MINUTES = {
 }
 # kernels that round to float16, or take as many terms of a sum as it needs
 HALF_BY_ITSELF = (
-    "hyper_connections", "rope_complex", "rope_multimodal", "rope_positions", "rope_sorted",
-)  # fmt: skip
+    "hyper_connections",
+    "rope_complex",
+    "rope_multimodal",
+    "rope_positions",
+    "rope_sorted",
+)
 # kernels with a flag that two options set together
 BY_TWO_OPTIONS = ("cross_entropy", "cross_entropy_inplace")
 # promises run a call some twenty times: these are checked by `make test`, the others are slow
 BITS_INTERPRETED = ("rms_norm", "swiglu", "softmax", "token_log_prob")
 TILES_OF_ROWS = (
-    "rms_norm", "fused_add_rms_norm", "layer_norm", "swiglu", "geglu", "attention_residuals",
-)  # fmt: skip
+    "rms_norm",
+    "fused_add_rms_norm",
+    "layer_norm",
+    "swiglu",
+    "geglu",
+    "attention_residuals",
+)
 
 
 def backends_of(config):

@@ -181,8 +181,10 @@ def test_blocks_of_one_query_change_nothing(monkeypatch):
 def indexed(length=20, keys=0, heads=4, seed=0):
     draw = normal(seed)
     return {
-        "q": draw(1, length, heads, 6), "k": draw(1, keys or length, 6), "w": draw(1, length, heads)
-    }  # fmt: skip
+        "q": draw(1, length, heads, 6),
+        "k": draw(1, keys or length, 6),
+        "w": draw(1, length, heads),
+    }
 
 
 def best_scores(q, k, w, topk, **options):
@@ -292,7 +294,7 @@ WRONG = {
     "dtypes": ((Q, K, V.double(), LISTS), {}, TypeError, "q is torch.float32, got v"),
     "flag": ((Q, K, V, LISTS), {"output_weights": 1}, TypeError, "output_weights must be True"),
     "scale": ((Q, K, V, LISTS), {"scale": "1"}, TypeError, "scale must be a number"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -318,7 +320,7 @@ WRONG_INDEXERS = {
     "both": ((HEADS, KEYS, W, 2), {"ranges": RANGES, "documents": IDS}, ValueError, "got both"),
     "documents": ((HEADS, KEYS, W, 2), {"documents": IDS}, ValueError, "documents must have"),
     "lengths": ((HEADS, KEYS, W, 2), {"cu_seqlens": RANGES}, ValueError, "cu_seqlens has one axis"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG_INDEXERS)

@@ -23,10 +23,15 @@ def heads(length, batch=1, groups=2, state=True, seed=0):
     """Tensors of ssd_scan: 4 heads of 6, states of 8."""
     draw = normal(seed)
     made = {
-        "x": draw(batch, length, 4, 6), "dt": draw(batch, length, 4), "A": -draw(4).abs(),
-        "B": draw(batch, length, groups, 8), "C": draw(batch, length, groups, 8), "D": draw(4),
-        "z": draw(batch, length, 4, 6), "dt_bias": draw(4),
-    }  # fmt: skip
+        "x": draw(batch, length, 4, 6),
+        "dt": draw(batch, length, 4),
+        "A": -draw(4).abs(),
+        "B": draw(batch, length, groups, 8),
+        "C": draw(batch, length, groups, 8),
+        "D": draw(4),
+        "z": draw(batch, length, 4, 6),
+        "dt_bias": draw(4),
+    }
     return made | ({"initial_state": draw(batch, 4, 6, 8)} if state else {})
 
 
@@ -34,10 +39,15 @@ def channels(length, batch=1, state=True, seed=0):
     """Tensors of selective_scan: 6 channels, states of 4."""
     draw = normal(seed)
     made = {
-        "u": draw(batch, length, 6), "delta": draw(batch, length, 6), "A": -draw(6, 4).abs(),
-        "B": draw(batch, length, 4), "C": draw(batch, length, 4), "D": draw(6),
-        "z": draw(batch, length, 6), "delta_bias": draw(6),
-    }  # fmt: skip
+        "u": draw(batch, length, 6),
+        "delta": draw(batch, length, 6),
+        "A": -draw(6, 4).abs(),
+        "B": draw(batch, length, 4),
+        "C": draw(batch, length, 4),
+        "D": draw(6),
+        "z": draw(batch, length, 6),
+        "delta_bias": draw(6),
+    }
     return made | ({"initial_state": draw(batch, 6, 4)} if state else {})
 
 
@@ -171,9 +181,16 @@ LENGTHS = (1, 2, 63, 1, 64, 65, 3)
 @OPERATORS
 @pytest.mark.parametrize(
     "lengths",
-    [LENGTHS, (1, 1, 1), (0, 5, 0, 0, 9, 0), (64, 64), (200,), (4, 60, 64, 1),
-     pytest.param((4096, 1, 63, 4096), marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        LENGTHS,
+        (1, 1, 1),
+        (0, 5, 0, 0, 9, 0),
+        (64, 64),
+        (200,),
+        (4, 60, 64, 1),
+        pytest.param((4096, 1, 63, 4096), marks=pytest.mark.slow),
+    ],
+)
 def test_packed_equals_separate(op, lengths):
     run, _, made, options = scan(op)
     tensors = made(sum(lengths), state=False)
@@ -265,9 +282,18 @@ def stock_heads(x, dt, A, B, C, *, initial_state, D, dt_bias, z, dt_softplus, **
     if not hasattr(modeling, "mamba2_chunk_scan"):
         pytest.skip("this transformers has no function for it")
     y, state = inspect.unwrap(modeling.mamba2_chunk_scan)(
-        x, dt, A, B, C, chunk_size=16, D=D, dt_bias=dt_bias, initial_states=initial_state,
-        dt_softplus=dt_softplus, return_final_states=True,
-    )  # fmt: skip
+        x,
+        dt,
+        A,
+        B,
+        C,
+        chunk_size=16,
+        D=D,
+        dt_bias=dt_bias,
+        initial_states=initial_state,
+        dt_softplus=dt_softplus,
+        return_final_states=True,
+    )
     return y * torch.nn.functional.silu(z), state
 
 
@@ -276,9 +302,17 @@ def stock_channels(u, delta, A, B, C, *, D, z, delta_bias, delta_softplus, **fin
     if not hasattr(modeling, "mamba_selective_scan"):
         pytest.skip("this transformers has no function for it")
     y, state = inspect.unwrap(modeling.mamba_selective_scan)(
-        u.mT, delta.mT, A, B.mT, C.mT, D=D, z=z.mT, delta_bias=delta_bias,
-        delta_softplus=delta_softplus, return_last_state=True,
-    )  # fmt: skip
+        u.mT,
+        delta.mT,
+        A,
+        B.mT,
+        C.mT,
+        D=D,
+        z=z.mT,
+        delta_bias=delta_bias,
+        delta_softplus=delta_softplus,
+        return_last_state=True,
+    )
     return y.mT, state
 
 
@@ -360,8 +394,9 @@ def test_states_kept_for_backward(monkeypatch):
 
     def run(tokens):
         given = {n: t[:, :tokens] if n in rows else t for n, t in tensors.items()}
-        return selective_scan.forward(**given, first=None, delta_softplus=True,
-                                      output_final_state=True)  # fmt: skip
+        return selective_scan.forward(
+            **given, first=None, delta_softplus=True, output_final_state=True
+        )
 
     _, _, states = run(20)
     assert states.shape == (2, 3, 4, 6)
@@ -385,7 +420,7 @@ WRONG = {
     "chunk": ((X, T, A, N, N), {"chunk": 0}, ValueError, "chunk must be at least 1"),
     "flag": ((X, T, A, N, N), {"dt_softplus": 1}, TypeError, "dt_softplus must be True or False"),
     "integers": ((X, T.int(), A, N, N), {}, TypeError, "dt must be a floating-point tensor"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -216,8 +216,9 @@ class _Comparison:
             broken, promise = (), ""
         arguments = [
             f"{n}={v} in a, {y[0].arguments[n]} in b"
-            for n, v in x[0].arguments.items() if y[0].arguments.get(n, v) != v
-        ]  # fmt: skip
+            for n, v in x[0].arguments.items()
+            if y[0].arguments.get(n, v) != v
+        ]
         if arguments:
             reason += f"; other arguments: {', '.join(arguments)}"
         return Difference(row, cause, reason, distances, repeatable, promise, broken)
@@ -251,8 +252,11 @@ class _Comparison:
         earlier = self.rows[: row.index]
         last = next((r for r in reversed(earlier) if r.state == EQUAL), None)
         between = earlier[last.index + 1 :] if last is not None else earlier
-        lone = [f"{r.name} {r.direction} ({r.state})" for r in between
-                if r.kind == recording.OPERATOR and r.state in (ONLY_A, ONLY_B)]  # fmt: skip
+        lone = [
+            f"{r.name} {r.direction} ({r.state})"
+            for r in between
+            if r.kind == recording.OPERATOR and r.state in (ONLY_A, ONLY_B)
+        ]
         text = f" after {last}" if last is not None else ""
         return text + (f"; there ran {', '.join(dict.fromkeys(lone))}" if lone else "")
 
@@ -481,10 +485,14 @@ def _same_bits(before: Recorded, now: Recorded, key: Key) -> bool:
     sides = []
     for recorded in (before, now):
         records = [r for each in recorded.recorders for r in each.records if r.key == key]
-        sides.append([
-            (name, None if t.whole is None else t.whole.hash)
-            for r in records for what in (r.inputs, r.outputs) for name, t in what.items()
-        ])  # fmt: skip
+        sides.append(
+            [
+                (name, None if t.whole is None else t.whole.hash)
+                for r in records
+                for what in (r.inputs, r.outputs)
+                for name, t in what.items()
+            ]
+        )
     return sides[0] == sides[1]
 
 

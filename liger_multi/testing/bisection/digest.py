@@ -164,8 +164,10 @@ def digest(tensor: Tensor) -> Pair:
             parts = x.view(count, SUMS, -1).sum(2, dtype=wide)
             sums = sums + (parts * block_signs[blocks, None]).sum(0)
             first += count
-    norms = [torch.linalg.vector_norm(values, order, dtype=_norm_dtype(values.dtype))
-             for order in (math.inf, 2)]  # fmt: skip
+    norms = [
+        torch.linalg.vector_norm(values, order, dtype=_norm_dtype(values.dtype))
+        for order in (math.inf, 2)
+    ]
     return total, torch.cat([torch.stack(norms).to(wide), sums])
 
 

@@ -148,8 +148,11 @@ class Bisection:
             near = self.rows[max(0, at - AROUND) : at + AROUND + 1]
             page.add("Calls around it", [_cells(row, row.index == at) for row in near], HEADER)
         counts = Counter((row.kind, row.state) for row in self.rows)
-        states = [s for s in (EQUAL, DIFFERS, SHAPE, UNREAD, ONLY_A, ONLY_B)
-                  if any(state == s for _, state in counts)]  # fmt: skip
+        states = [
+            s
+            for s in (EQUAL, DIFFERS, SHAPE, UNREAD, ONLY_A, ONLY_B)
+            if any(state == s for _, state in counts)
+        ]
         kinds = list(dict.fromkeys(row.kind for row in self.rows))
         cells = [[kind, *(str(counts[kind, state]) for state in states)] for kind in kinds]
         page.add("Records", cells, ("kind", *states))
@@ -159,14 +162,26 @@ class Bisection:
     def as_data(self) -> dict[str, Any]:
         """The same facts for JSON; numbers that JSON lacks are text."""
         first = self.first
-        told = None if first is None else {
-            **asdict(first), "row": first.row.index, "name": first.name, "kind": first.kind,
-            "direction": first.direction, "ulps": first.ulps,
-        }  # fmt: skip
+        told = (
+            None
+            if first is None
+            else {
+                **asdict(first),
+                "row": first.row.index,
+                "name": first.name,
+                "kind": first.kind,
+                "direction": first.direction,
+                "ulps": first.ulps,
+            }
+        )
         data = {
-            "equal": self.equal, "a": self.a, "b": self.b, "first": told,
-            "rows": [asdict(row) for row in self.rows], "notes": list(self.notes),
-        }  # fmt: skip
+            "equal": self.equal,
+            "a": self.a,
+            "b": self.b,
+            "first": told,
+            "rows": [asdict(row) for row in self.rows],
+            "notes": list(self.notes),
+        }
         made: dict[str, Any] = _finite(data)
         return made
 
@@ -212,10 +227,16 @@ def _cells(row: Row, first: bool) -> list[str]:
     largest = " ".join(dict.fromkeys(f"{value:.4g}" for value in row.largest))
     state = row.state if row.state != EQUAL or row.inputs in ("", EQUAL) else f"inputs {row.inputs}"
     return [
-        str(row.index), row.kind, row.name, row.direction,
-        "x".join(map(str, row.shape)), row.dtype, largest,
-        f"{row.difference:.1e}" if row.difference else "", f"{state} <- first" if first else state,
-    ]  # fmt: skip
+        str(row.index),
+        row.kind,
+        row.name,
+        row.direction,
+        "x".join(map(str, row.shape)),
+        row.dtype,
+        largest,
+        f"{row.difference:.1e}" if row.difference else "",
+        f"{state} <- first" if first else state,
+    ]
 
 
 def _finite(value: Any) -> Any:
@@ -230,10 +251,19 @@ def _finite(value: Any) -> Any:
 
 # --- the picture ---
 
-SHOWN = (recording.OPERATOR, recording.MODULE, recording.GRADIENT, recording.OUTPUT,
-         recording.LOSS, recording.PARAMETER)  # fmt: skip
-_SIDES = {recording.FORWARD: (OURS, "o"), recording.RECOMPUTE: (STOCK, "D"),
-          recording.BACKWARD: (LIGER, "s")}  # fmt: skip
+SHOWN = (
+    recording.OPERATOR,
+    recording.MODULE,
+    recording.GRADIENT,
+    recording.OUTPUT,
+    recording.LOSS,
+    recording.PARAMETER,
+)
+_SIDES = {
+    recording.FORWARD: (OURS, "o"),
+    recording.RECOMPUTE: (STOCK, "D"),
+    recording.BACKWARD: (LIGER, "s"),
+}
 
 
 def draw(found: Bisection, path: Path) -> None:
@@ -256,16 +286,26 @@ def draw(found: Bisection, path: Path) -> None:
                 if some:
                     kind = "operators" if own else "modules and tensors"
                     axis.scatter(
-                        [r.index for r in some], [height(r) for r in some],
-                        s=34 if own else 9, color=color, marker=marker,
-                        label=f"{direction}: {kind}", clip_on=False, zorder=3,
-                    )  # fmt: skip
+                        [r.index for r in some],
+                        [height(r) for r in some],
+                        s=34 if own else 9,
+                        color=color,
+                        marker=marker,
+                        label=f"{direction}: {kind}",
+                        clip_on=False,
+                        zorder=3,
+                    )
         axis.axhline(low / 2, color=SOFT, lw=0.8, ls=(0, (3, 3)))
         axis.set_ylim(low / 8, high)
         axis.annotate(
-            "equal bits below", (0, low / 2), xycoords=("axes fraction", "data"),
-            xytext=(4, 3), textcoords="offset points", fontsize=8, color=SOFT,
-        )  # fmt: skip
+            "equal bits below",
+            (0, low / 2),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 3),
+            textcoords="offset points",
+            fontsize=8,
+            color=SOFT,
+        )
         _mark_first(axis, found, height)
         axis.set_xlabel("records in order")
         axis.set_ylabel("relative difference (estimated)")
@@ -288,11 +328,16 @@ def _mark_first(axis: Any, found: Bisection, height: Any) -> None:
     right = row.index < len(found.rows) * 0.6
     ulps = f"\n{number_of(found.first.ulps)} ulp" if found.first.distances else ""
     axis.annotate(
-        f"first: {_short(row.name, 40)}\n{row.direction}{ulps}", (row.index, 0.98),
-        xycoords=("data", "axes fraction"), xytext=(6 if right else -6, 0),
-        textcoords="offset points", ha="left" if right else "right", va="top", color=INK,
+        f"first: {_short(row.name, 40)}\n{row.direction}{ulps}",
+        (row.index, 0.98),
+        xycoords=("data", "axes fraction"),
+        xytext=(6 if right else -6, 0),
+        textcoords="offset points",
+        ha="left" if right else "right",
+        va="top",
+        color=INK,
         fontsize=9,
-    )  # fmt: skip
+    )
 
 
 def _short(text: str, most: int = 90) -> str:

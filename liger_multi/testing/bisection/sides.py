@@ -82,19 +82,24 @@ def side_of(name: str, given: Mapping[str, Any]) -> Side:
     choices = {k: v for k, v in given.items() if k not in (*PROCESS, *RUN)}
     process = {k: v for k, v in given.items() if k in PROCESS}
     ops = {k: v for k, v in choices.items() if k not in SCOPED}
-    parse({**{k: given[k] for k in SCOPED if k in given}, **process, "ops": ops},
-          f"configuration {name}")  # fmt: skip
+    parse(
+        {**{k: given[k] for k in SCOPED if k in given}, **process, "ops": ops},
+        f"configuration {name}",
+    )
     compiler = given.get("compile", False)
     if not isinstance(compiler, bool | str):
         raise _wrong(name, "compile", "true, false or a backend of torch.compile", compiler)
     return Side(
-        name, dict(given), choices, process,
+        name,
+        dict(given),
+        choices,
+        process,
         split=_integer(name, given, "split", 1) if "split" in given else 0,
         compile="inductor" if compiler is True else compiler or "",
         checkpoint=_flag(name, given, "checkpoint"),
         patch=_flag(name, given, "patch"),
         seed=_integer(name, given, "seed", 0) if "seed" in given else 0,
-    )  # fmt: skip
+    )
 
 
 def _wrong(side: str, key: str, wanted: str, got: object) -> ConfigurationError:
@@ -285,16 +290,23 @@ class Running:
     """
 
     def __init__(
-        self, side: Side, model: nn.Module, batch: Batch, loss: Loss | None, backward: bool,
-        per_sequence: bool, said: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self,
+        side: Side,
+        model: nn.Module,
+        batch: Batch,
+        loss: Loss | None,
+        backward: bool,
+        per_sequence: bool,
+        said: Callable[[str], None],
+    ) -> None:
         self.side, self.model, self.batch, self.loss = side, model, batch, loss
         self.backward, self.per_sequence, self.said = backward, per_sequence, said
         self._compiled: Any = None
         hooked = [
-            name for name, p in model.named_parameters()
+            name
+            for name, p in model.named_parameters()
             if getattr(p, "_post_accumulate_grad_hooks", None)
-        ]  # fmt: skip
+        ]
         if hooked and backward:
             raise ConfigurationError(
                 f"parameter {hooked[0]} of model {side.name} has a hook that runs when its "
@@ -320,9 +332,13 @@ class Running:
                 stack.enter_context(patcher().patched(self.model))
             if self.side.checkpoint:
                 stack.enter_context(checkpointed(self.model))
-            names = {} if self.compiles else {
-                id(m): path_of(name) for name, m in self.model.named_modules() if path_of(name)
-            }  # fmt: skip
+            names = (
+                {}
+                if self.compiles
+                else {
+                    id(m): path_of(name) for name, m in self.model.named_modules() if path_of(name)
+                }
+            )
             made = Recorded(Recorder(keep=keep), [], Recorder(keep=keep), [])
             self._before(made.before)
             losses = []

@@ -105,9 +105,14 @@ def attention(
     if cu_seqlens is not None:
         documents = _documents(cu_seqlens, k.shape[2])
     run = functools.partial(
-        of_all_heads, causal=causal, window=window, global_tokens=global_tokens,
-        documents=documents, softcap=softcap, scale=scale,
-    )  # fmt: skip
+        of_all_heads,
+        causal=causal,
+        window=window,
+        global_tokens=global_tokens,
+        documents=documents,
+        softcap=softcap,
+        scale=scale,
+    )
     if q.is_meta or q.shape[:3].numel() * k.shape[2] <= MOST_SCORES:
         return run(q, k, v, sinks)
     shared = q.shape[1] // k.shape[1]
@@ -250,10 +255,18 @@ def gated_delta_rule(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The recurrence with gates that all channels share."""
     return kimi_delta_attention(
-        q, k, v, g.unsqueeze(-1), beta, scale=scale, initial_state=initial_state,
-        output_final_state=output_final_state, qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens,
+        q,
+        k,
+        v,
+        g.unsqueeze(-1),
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        qk_l2norm=qk_l2norm,
+        cu_seqlens=cu_seqlens,
         documents=documents,
-    )  # fmt: skip
+    )
 
 
 # --- rotary position embeddings ---

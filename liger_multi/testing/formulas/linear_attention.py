@@ -151,11 +151,20 @@ def selective_scan(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The recurrence of heads with one channel, whose decays differ over the state."""
     made = ssd_scan(
-        u.unsqueeze(-1), delta, A.unsqueeze(1), B.unsqueeze(2), C.unsqueeze(2), D=D,
-        z=None if z is None else z.unsqueeze(-1), dt_bias=delta_bias, dt_softplus=delta_softplus,
+        u.unsqueeze(-1),
+        delta,
+        A.unsqueeze(1),
+        B.unsqueeze(2),
+        C.unsqueeze(2),
+        D=D,
+        z=None if z is None else z.unsqueeze(-1),
+        dt_bias=delta_bias,
+        dt_softplus=delta_softplus,
         dt_limit=(-torch.inf, torch.inf),
         initial_state=None if initial_state is None else initial_state.unsqueeze(2),
-        output_final_state=True, cu_seqlens=cu_seqlens, seq_idx=seq_idx,
-    )  # fmt: skip
+        output_final_state=True,
+        cu_seqlens=cu_seqlens,
+        seq_idx=seq_idx,
+    )
     y, state = made[0].squeeze(-1), made[1].squeeze(2)
     return (y, state) if output_final_state else y
