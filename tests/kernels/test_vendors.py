@@ -123,8 +123,8 @@ def test_triton_without_its_distribution(monkeypatch, present):
         "find_spec",
         lambda n, *a: (present or None) if n == "triton" else find(n, *a),
     )
-    found = triton.describe()["triton"]
-    assert found == ("3.5.1" if present else "not installed")
+    reported = triton.describe()["triton"]
+    assert reported == ("3.5.1" if present else "not installed")
 
 
 def test_a_machine_without_a_card_says_so(monkeypatch):
@@ -300,9 +300,9 @@ def test_an_unknown_word_in_a_table_is_named(monkeypatch, tmp_path):
 def test_habits_that_other_cards_punish(tmp_path, path, source, said):
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_text(f'"""A file."""\n{source}')
-    found = [str(f) for f in layering.portable(layering.Tree(tmp_path))]
-    assert len(found) == bool(said)
-    assert said in "".join(found)
+    failures = [str(f) for f in layering.portable(layering.Tree(tmp_path))]
+    assert len(failures) == bool(said)
+    assert said in "".join(failures)
 
 
 # --- Ascend ---

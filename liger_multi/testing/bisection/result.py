@@ -139,11 +139,11 @@ class Bisection:
     def page(self) -> Page:
         """The first difference, the rows around it, and counts."""
         page = Page()
-        told = [("a", self.a), ("b", self.b)]
+        entries = [("a", self.a), ("b", self.b)]
         if self.first is None:
-            page.add("Result", [*told, ("", "every record that was compared has equal bits")])
+            page.add("Result", [*entries, ("", "every record that was compared has equal bits")])
         else:
-            page.add("Result", [*told, *_told(self.first)])
+            page.add("Result", [*entries, *_told(self.first)])
             at = self.first.row.index
             near = self.rows[max(0, at - AROUND) : at + AROUND + 1]
             page.add("Calls around it", [_cells(row, row.index == at) for row in near], HEADER)
@@ -154,7 +154,7 @@ class Bisection:
             if any(state == s for _, state in counts)
         ]
         kinds = list(dict.fromkeys(row.kind for row in self.rows))
-        cells = [[kind, *(str(counts[kind, state]) for state in states)] for kind in kinds]
+        cells = [[name, *(str(counts[name, state]) for state in states)] for name in kinds]
         page.add("Records", cells, ("kind", *states))
         page.add("Notes", [(f"{i}.", note) for i, note in enumerate(self.notes, 1)])
         return page
@@ -162,7 +162,7 @@ class Bisection:
     def as_data(self) -> dict[str, Any]:
         """The same facts for JSON; numbers that JSON lacks are text."""
         first = self.first
-        told = (
+        difference = (
             None
             if first is None
             else {
@@ -178,12 +178,12 @@ class Bisection:
             "equal": self.equal,
             "a": self.a,
             "b": self.b,
-            "first": told,
+            "first": difference,
             "rows": [asdict(row) for row in self.rows],
             "notes": list(self.notes),
         }
-        made: dict[str, Any] = _finite(data)
-        return made
+        document: dict[str, Any] = _finite(data)
+        return document
 
     def to_json(self) -> str:
         """:meth:`as_data` as text."""
@@ -266,9 +266,9 @@ _SIDES = {
 }
 
 
-def draw(found: Bisection, path: Path) -> None:
+def draw(bisection: Bisection, path: Path) -> None:
     """One mark a record: operators large, others small; equal ones on the line below."""
-    rows = [r for r in found.rows if r.kind in SHOWN and r.state in (EQUAL, DIFFERS, SHAPE)]
+    rows = [r for r in bisection.rows if r.kind in SHOWN and r.state in (EQUAL, DIFFERS, SHAPE)]
     known = [r.difference for r in rows if 0 < r.difference < math.inf]
     low = 10 ** (math.floor(math.log10(min(known))) - 1) if known else 1e-9
     high = 10 ** (math.ceil(math.log10(max(known))) + 1) if known else 1.0
@@ -277,21 +277,21 @@ def draw(found: Bisection, path: Path) -> None:
     def height(row: Row) -> float:
         return floor if row.difference <= 0 else min(row.difference, high)
 
-    with figure(path, 9.2, 4.6) as made:
-        axis = made.subplots()
+    with figure(path, 9.2, 4.6) as canvas:
+        axis = canvas.subplots()
         axis.set_yscale("log")
         for direction, (color, marker) in _SIDES.items():
             for own in (True, False):
                 some = [r for r in rows if r.direction == direction and own == _is_operator(r)]
                 if some:
-                    kind = "operators" if own else "modules and tensors"
+                    group = "operators" if own else "modules and tensors"
                     axis.scatter(
                         [r.index for r in some],
                         [height(r) for r in some],
                         s=34 if own else 9,
                         color=color,
                         marker=marker,
-                        label=f"{direction}: {kind}",
+                        label=f"{direction}: {group}",
                         clip_on=False,
                         zorder=3,
                     )
@@ -306,27 +306,27 @@ def draw(found: Bisection, path: Path) -> None:
             fontsize=8,
             color=SOFT,
         )
-        _mark_first(axis, found, height)
+        _mark_first(axis, bisection, height)
         axis.set_xlabel("records in order")
         axis.set_ylabel("relative difference (estimated)")
-        axis.set_title(f"a: {_short(found.a)}\nb: {_short(found.b)}")
-        made.legend(loc="outside lower center", ncols=3, fontsize=9)
+        axis.set_title(f"a: {_short(bisection.a)}\nb: {_short(bisection.b)}")
+        canvas.legend(loc="outside lower center", ncols=3, fontsize=9)
 
 
 def _is_operator(row: Row) -> bool:
     return row.kind == recording.OPERATOR
 
 
-def _mark_first(axis: Any, found: Bisection, height: Any) -> None:
+def _mark_first(axis: Any, bisection: Bisection, height: Any) -> None:
     """A ring around the first difference, with its name."""
-    if found.first is None:
+    if bisection.first is None:
         return
-    row = found.first.row
+    row = bisection.first.row
     place = (row.index, height(row))
     axis.scatter(*place, s=150, facecolors="none", edgecolors=ALARM, linewidths=2, zorder=4)
     axis.axvline(row.index, color=ALARM, lw=0.9)
-    right = row.index < len(found.rows) * 0.6
-    ulps = f"\n{number_of(found.first.ulps)} ulp" if found.first.distances else ""
+    right = row.index < len(bisection.rows) * 0.6
+    ulps = f"\n{number_of(bisection.first.ulps)} ulp" if bisection.first.distances else ""
     axis.annotate(
         f"first: {_short(row.name, 40)}\n{row.direction}{ulps}",
         (row.index, 0.98),

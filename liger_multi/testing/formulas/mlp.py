@@ -129,9 +129,9 @@ class _LinearFloat8(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, given: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, given_weight: Tensor | None
     ) -> Tensor:
-        held = weight if given is None else given
+        held = weight if given_weight is None else given_weight
         codes, own = rounded(weight) if scale is None else (held.to(x.dtype), scale[:, None])
         ctx.save_for_backward(x, codes, own)
         rows, rows_scale = rounded(x)
@@ -180,8 +180,8 @@ def gated_mlp_float8(
 ) -> Tensor:
     """A gated MLP of such layers."""
 
-    def layer(x: Tensor, *given: Any) -> Tensor:
-        weight, bias, scale, codes = given
+    def layer(x: Tensor, *parameters: Any) -> Tensor:
+        weight, bias, scale, codes = parameters
         return linear_float8(x, weight, bias, weight_scale=scale, weight_codes=codes)
 
     gate = layer(x, gate_weight, gate_bias, gate_weight_scale, gate_weight_codes)
