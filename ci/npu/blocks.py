@@ -66,17 +66,18 @@ def _norm(cols: int, **terms: T) -> dict[str, T]:
 
 
 def _head(cols: int) -> dict[str, T]:
-    return {
-        "hidden": T((ROWS, 64)), "weight": T((cols, 64)), "target": T((ROWS,), classes=cols)
-    }  # fmt: skip
+    return {"hidden": T((ROWS, 64)), "weight": T((cols, 64)), "target": T((ROWS,), classes=cols)}
 
 
 FORMS = [
     {"form": student, "teacher_form": teacher}
     for student, teacher in (
-        ("logits", "logits"), ("log_prob", "log_prob"), ("prob", "prob"), ("logits", "prob"),
+        ("logits", "logits"),
+        ("log_prob", "log_prob"),
+        ("prob", "prob"),
+        ("logits", "prob"),
     )
-]  # fmt: skip
+]
 TERMS = (("x", None), ("residual", torch.float32))
 
 
@@ -87,19 +88,25 @@ def _rope(cols: int, angles: int, dtype: torch.dtype | None = None) -> dict[str,
 
 def _convolution(cols: int, width: int, more: str = "") -> dict[str, T]:
     made = {
-        "x": T((1, 24, cols)), "weight": T((cols, width)), "bias": T((cols,)),
-        "initial_state": T((1, width - 1, cols)), "seq_idx": T((1, 24), classes=2, grad=False),
-    }  # fmt: skip
+        "x": T((1, 24, cols)),
+        "weight": T((cols, width)),
+        "bias": T((cols,)),
+        "initial_state": T((1, width - 1, cols)),
+        "seq_idx": T((1, 24), classes=2, grad=False),
+    }
     return {n: t for n, t in made.items() if n in ("x", "weight", *more.split())}
 
 
 def _scan(cols: int, size: int, more: str = "D delta_bias") -> dict[str, T]:
     made = {
         **{n: T((1, 17, cols)) for n in ("u", "delta", "z")},
-        **{n: T((1, 17, size)) for n in "BC"}, "A": T((cols, size), torch.float32, negative=True),
-        "D": T((cols,)), "delta_bias": T((cols,)), "initial_state": T((1, cols, size)),
+        **{n: T((1, 17, size)) for n in "BC"},
+        "A": T((cols, size), torch.float32, negative=True),
+        "D": T((cols,)),
+        "delta_bias": T((cols,)),
+        "initial_state": T((1, cols, size)),
         "seq_idx": T((1, 17), classes=2, grad=False),
-    }  # fmt: skip
+    }
     return {n: t for n, t in made.items() if n in ("u", "delta", *"ABC", *more.split())}
 
 
@@ -122,7 +129,9 @@ CASES: dict[str, tuple[tuple[dict[str, T], dict[str, object]], ...]] = {
     **{
         name: tuple((_pair(128256), {**form, **own}) for own in options for form in FORMS)
         for name, options in (
-            ("kl_div", ({},)), ("tvd", ({},)), ("jsd", ({"beta": 0.5}, {"beta": 1.0})),
+            ("kl_div", ({},)),
+            ("tvd", ({},)),
+            ("jsd", ({"beta": 0.5}, {"beta": 1.0})),
         )
     },
     "rms_norm": (
@@ -180,7 +189,7 @@ CASES: dict[str, tuple[tuple[dict[str, T], dict[str, object]], ...]] = {
         (_scan(MANY, 16, "initial_state"), {"output_final_state": True}),
         (_scan(MANY // 4, 128), SOFT),
     ),
-}  # fmt: skip
+}
 
 
 def info(chip: Chip) -> DeviceInfo:
@@ -216,9 +225,11 @@ def launches_of(
     """What the cases launch on a chip, by what is compiled."""
     found: dict[str, Launch] = {}
     with (
-        Device(), launching.simulate(info(chip)), blocks(of),
+        Device(),
+        launching.simulate(info(chip)),
+        blocks(of),
         caught(lambda made: found.update({made.key: replace(made, arguments={})}), chip),
-    ):  # fmt: skip
+    ):
         for op, calls in CASES.items():
             assert op in OPS, op
             for tensors, options in calls:
@@ -245,16 +256,37 @@ FOLDER = HERE.parent.parent / "backends" / "npu" / "launch"
 SIZES = (512, 1024, 2048, 4096, 8192, 16384)
 TYPES = {2: torch.bfloat16, 4: torch.float32}
 NAMES = (
-    "row_statistics", "row_gradient", "pair_sums", "pair_gradient", "norm_forward",
-    "norm_backward", "norm_weight", "gated_forward", "gated_backward", "dyt_forward",
-    "dyt_backward", "rope", "conv_forward", "conv_backward", "scan_forward", "scan_reverse",
-)  # fmt: skip
+    "row_statistics",
+    "row_gradient",
+    "pair_sums",
+    "pair_gradient",
+    "norm_forward",
+    "norm_backward",
+    "norm_weight",
+    "gated_forward",
+    "gated_backward",
+    "dyt_forward",
+    "dyt_backward",
+    "rope",
+    "conv_forward",
+    "conv_backward",
+    "scan_forward",
+    "scan_reverse",
+)
 # by whose elements a kernel's block is chosen
 ASKED = {
-    "row": "raw", "pair": "student", "norm_forward": "y", "norm_backward": "dx", "norm_weight": "x",
-    "gated_forward": "y", "gated_backward": "dy", "dyt": "x", "rope": "x",
-    "conv": "x", "scan": "u",
-}  # fmt: skip
+    "row": "raw",
+    "pair": "student",
+    "norm_forward": "y",
+    "norm_backward": "dx",
+    "norm_weight": "x",
+    "gated_forward": "y",
+    "gated_backward": "dy",
+    "dyt": "x",
+    "rope": "x",
+    "conv": "x",
+    "scan": "u",
+}
 SIZE = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
 HEAD = """# Columns a step, written by `python -m ci.npu.blocks` with bishengir-compile {version} for {chip}:
 # the largest with which every form of a kernel leaves room for double buffers in the {buffer}

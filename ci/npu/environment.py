@@ -33,11 +33,20 @@ from ci.venv import PINNED, ROOT, inherit, packages_of, torch_arguments
 
 TORCH = "2.13.0"
 ASCEND = (
-    f"torch_npu=={TORCH}", "triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", "pybind11", "numpy<2.4",
-)  # fmt: skip
+    f"torch_npu=={TORCH}",
+    "triton-ascend==3.2.0",
+    "ascendnpu-ir==1.2.0",
+    "pybind11",
+    "numpy<2.4",
+)
 OTHERS = (
-    "pytest>=8.2", "pytest-xdist>=3.5", "PyYAML>=6", "transformers>=5.0", "setuptools", "wheel",
-)  # fmt: skip
+    "pytest>=8.2",
+    "pytest-xdist>=3.5",
+    "PyYAML>=6",
+    "transformers>=5.0",
+    "setuptools",
+    "wheel",
+)
 VERSION = (3, 11)
 
 
@@ -63,8 +72,18 @@ def here(name: str) -> str:
 
 
 # Names that only CANN defines: binutils lists some of libc's without their versions.
-OWNED = ("acl", "Msprof", "rtDev", "rtFunction", "rtKernel", "rtGet", "Hccl", "hccl", "_ZN2ge",
-         "_ZNK2ge")  # fmt: skip
+OWNED = (
+    "acl",
+    "Msprof",
+    "rtDev",
+    "rtFunction",
+    "rtKernel",
+    "rtGet",
+    "Hccl",
+    "hccl",
+    "_ZN2ge",
+    "_ZNK2ge",
+)
 LOOKED_UP = re.compile(
     rb"\x00((?:acl(?:rt|mdl|prof|op|sys|Get|Set|Create|Destroy|Init|Finalize|Query|Profiling)"
     rb"|Hccl|Msprof)[A-Za-z0-9_]{3,60})\x00"
@@ -231,9 +250,15 @@ def make(folder: Path) -> None:
     _run(*shared, "-o", folder / MAIN, f"-Wl,-soname,{MAIN}", folder / "stub.c")
     for name in sorted(libraries - {MAIN}):
         _run(
-            *shared, "-o", folder / name, f"-Wl,-soname,{name}", "-Wl,--no-as-needed",
-            f"-L{folder}", f"-l:{MAIN}", folder / "empty.c",
-        )  # fmt: skip
+            *shared,
+            "-o",
+            folder / name,
+            f"-Wl,-soname,{name}",
+            "-Wl,--no-as-needed",
+            f"-L{folder}",
+            f"-l:{MAIN}",
+            folder / "empty.c",
+        )
 
 
 # --- building ---

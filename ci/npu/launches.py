@@ -47,22 +47,45 @@ CASES = {
     "causal_conv1d": Case({"x": ROWS, "weight": (8192, 4)}, {"activation": "silu"}),
     "gated_short_conv": Case({"x": (B, T, 6144), "weight": (2048, 3)}, {}),
     "selective_scan": Case(
-        {"u": ROWS, "delta": ROWS, "A": (8192, 16), "B": (B, T, 16), "C": (B, T, 16),
-         "D": (8192,), "z": ROWS, "delta_bias": (8192,)},
-        {"delta_softplus": True, "output_final_state": False}, "A D delta_bias",
+        {
+            "u": ROWS,
+            "delta": ROWS,
+            "A": (8192, 16),
+            "B": (B, T, 16),
+            "C": (B, T, 16),
+            "D": (8192,),
+            "z": ROWS,
+            "delta_bias": (8192,),
+        },
+        {"delta_softplus": True, "output_final_state": False},
+        "A D delta_bias",
     ),
     "ssd_scan": Case(
-        {"x": (B, T, 128, 64), "dt": (B, T, 128), "A": (128,), "B": (B, T, 8, 128),
-         "C": (B, T, 8, 128), "D": (128,), "dt_bias": (128,)},
-        {"dt_softplus": True, "dt_min": 0.0, "dt_max": float("inf"), "chunk": 256,
-         "output_final_state": False}, "A D dt_bias",
+        {
+            "x": (B, T, 128, 64),
+            "dt": (B, T, 128),
+            "A": (128,),
+            "B": (B, T, 8, 128),
+            "C": (B, T, 8, 128),
+            "D": (128,),
+            "dt_bias": (128,),
+        },
+        {
+            "dt_softplus": True,
+            "dt_min": 0.0,
+            "dt_max": float("inf"),
+            "chunk": 256,
+            "output_final_state": False,
+        },
+        "A D dt_bias",
     ),
     "gated_delta_rule": Case(
         {**DELTA, "q": (B, T, 16, 128), "k": (B, T, 16, 128), "g": (B, T, 32), "beta": (B, T, 32)},
-        RULE, "g",
+        RULE,
+        "g",
     ),
     "kimi_delta_attention": Case({**DELTA, "g": KEYS, "beta": (B, T, 32)}, RULE, "g"),
-}  # fmt: skip
+}
 
 
 def _memory(t: Tensor) -> int:
@@ -135,16 +158,18 @@ def run(op: str, backend: str, tokens: int, batch: int = 1) -> dict[str, Count]:
     with FakeTensorMode(), torch.no_grad():
         given: dict[str, Any] = {
             n: torch.empty(
-                [{"T": tokens, "B": batch}.get(s, s) for s in shape], device=NPU,
+                [{"T": tokens, "B": batch}.get(s, s) for s in shape],
+                device=NPU,
                 dtype=torch.float32 if n in case.wide.split() else torch.bfloat16,
             )
             for n, shape in case.shapes.items()
-        }  # fmt: skip
+        }
         contract = importlib.import_module(f"liger_multi.ops.{op}").op
         given |= case.options | {f"needs_{n}": True for n in given}
         for way, half, function in (
-            ("forward", contract.fwd, found.forward), ("backward", contract.bwd, found.backward),
-        ):  # fmt: skip
+            ("forward", contract.fwd, found.forward),
+            ("backward", contract.bwd, found.backward),
+        ):
             absent = {n: n[:6] != "needs_" and None for n in half.params}
             with counted(found) as count:
                 made = function(**{n: given.get(n, absent[n]) for n in half.params})

@@ -291,19 +291,39 @@ float __hmf_relu_f(float x) { return x > 0 ? x : 0; }
 float __hmf_powf(float a, float b) { return powf(a, b); }
 """
 MATHS = (
-    "tanh", "exp", "log", "sin", "cos", "tan", "erf", "sqrt",
-    "log2", "exp2", "log1p", "expm1", "atan", "ceil", "floor", "log10",
-)  # fmt: skip
+    "tanh",
+    "exp",
+    "log",
+    "sin",
+    "cos",
+    "tan",
+    "erf",
+    "sqrt",
+    "log2",
+    "exp2",
+    "log1p",
+    "expm1",
+    "atan",
+    "ceil",
+    "floor",
+    "log10",
+)
 RUNTIME += "".join(
     f"float __hmf_{n}f(float x) {{ return {n}f(x); }}\n"
     f"float __hmf_{n}Dh(float x) {{ return {n}f(x); }}\n"
     for n in MATHS
 )
 SCALARS = {
-    "i1": ctypes.c_bool, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32,
-    "u32": ctypes.c_int32, "i64": ctypes.c_int64, "u64": ctypes.c_int64, "fp32": ctypes.c_float,
+    "i1": ctypes.c_bool,
+    "i8": ctypes.c_int8,
+    "i16": ctypes.c_int16,
+    "i32": ctypes.c_int32,
+    "u32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "u64": ctypes.c_int64,
+    "fp32": ctypes.c_float,
     "fp64": ctypes.c_double,
-}  # fmt: skip
+}
 FLAGS = ("-shared", "-fPIC", "-O2", "-w", "-fno-builtin")
 _loaded: dict[str, tuple[Any, Any]] = {}
 launched: Counter[str] = Counter()
@@ -366,9 +386,12 @@ def _function(launch: Launch, chip: Chip) -> tuple[Any, Any]:
 
 def _memory(address: int, size: int) -> list[Any]:
     return [
-        ctypes.c_void_p(address), ctypes.c_void_p(address), ctypes.c_int64(0),
-        ctypes.c_int64(size), ctypes.c_int64(1),
-    ]  # fmt: skip
+        ctypes.c_void_p(address),
+        ctypes.c_void_p(address),
+        ctypes.c_int64(0),
+        ctypes.c_int64(size),
+        ctypes.c_int64(1),
+    ]
 
 
 def run(launch: Launch, chip: Chip = CHIPS["Ascend910B3"]) -> None:
@@ -483,13 +506,18 @@ def _compiled(launch: Launch, chip: Chip) -> Verdict:
         source, code = Path(folder, "kernel.mlir"), Path(folder, "module.hivm.opt.mlir")
         source.write_text(lowered.text)
         command = [
-            str(BIN / ("bishengir-compile-a5" if chip.a5 else "bishengir-compile")), str(source),
-            f"--target={chip.name}", f"--enable-auto-multi-buffer={options['multibuffer']}",
+            str(BIN / ("bishengir-compile-a5" if chip.a5 else "bishengir-compile")),
+            str(source),
+            f"--target={chip.name}",
+            f"--enable-auto-multi-buffer={options['multibuffer']}",
             f"--enable-auto-bind-sub-block={options['enable_auto_bind_sub_block']}",
-            "--enable-hfusion-compile=true", "--enable-triton-kernel-compile=true",
-            f"--save-temps={folder}", "-o", str(Path(folder, "kernel")),
+            "--enable-hfusion-compile=true",
+            "--enable-triton-kernel-compile=true",
+            f"--save-temps={folder}",
+            "-o",
+            str(Path(folder, "kernel")),
             "--enable-print-memory-allocated-size" if chip.a5 else "--enable-hivm-compile=true",
-        ]  # fmt: skip
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         said, made = done.stdout + done.stderr, code.read_text() if code.exists() else ""
     passed = done.returncode == 0 or ("Cannot find hivmc" in said and made)
@@ -505,7 +533,12 @@ def _compiled(launch: Launch, chip: Chip) -> Verdict:
         return Verdict(launch.name, chip.name, wrong, room=chip.buffer)
     told = re.findall(r"Allocated UB size = (\d+) bits", said)
     return Verdict(
-        launch.name, chip.name, "", int(told[-1]) // 8 if told else buffer_bytes(made),
-        chip.buffer, scalar_loops(made), lowered.text.count("ExtractedLoadOrStore"),
+        launch.name,
+        chip.name,
+        "",
+        int(told[-1]) // 8 if told else buffer_bytes(made),
+        chip.buffer,
+        scalar_loops(made),
+        lowered.text.count("ExtractedLoadOrStore"),
         "set enable-auto-multi-buffer to false" not in said,
-    )  # fmt: skip
+    )

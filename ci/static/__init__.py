@@ -34,9 +34,13 @@ from ci.static.code import BINARIES, Code, read
 from liger_multi.dispatch.launch import DeviceInfo, simulate
 
 TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
-    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
-}  # fmt: skip
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
 # the oldest Triton whose code is judged: 3.3 spilled 16 bytes where this spills none, and had no
 # linker for AMD's
 JUDGED = (3, 7)
@@ -192,9 +196,10 @@ def _case(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], label: str
     streams = all(n in aligned for n, v in values.items() if isinstance(v, torch.Tensor))
     streams = streams and all(
         kind == "constexpr" or label in aligned
-        for n in values if n in ("cols", "strides") or n.endswith(("_stride", "_strides"))
+        for n in values
+        if n in ("cols", "strides") or n.endswith(("_stride", "_strides"))
         for label, kind in _leaves(n, signature[n])
-    )  # fmt: skip
+    )
     large = tuple(n for n, v in values.items() if isinstance(v, torch.Tensor) and v.dim() > 1)
     return StaticCase(label, kernel, signature, constants, tuple(aligned), large, options, streams)
 

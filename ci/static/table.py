@@ -286,9 +286,13 @@ def _missing(asks: Iterable[Ask]) -> list[tuple[Ask, list[int]]]:
 
 
 def rows_of(
-    archs: Sequence[str], which: str, pattern: str = "", part: tuple[int, int] = (1, 1),
-    jobs: int | None = None, heard: Callable[[int, int], None] = lambda done, of: None,
-) -> list[Row]:  # fmt: skip
+    archs: Sequence[str],
+    which: str,
+    pattern: str = "",
+    part: tuple[int, int] = (1, 1),
+    jobs: int | None = None,
+    heard: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Row]:
     """Rows of several targets; those that nobody has compiled yet by one process a core.
 
     ``heard`` is told how many rows were compiled, and of how many, whenever some were.
@@ -449,8 +453,7 @@ def may_spill(case: StaticCase, arch: str) -> int:
 
 def addressed(case: StaticCase) -> bool:
     """Whether a launch gathers, so that its loads have no common base."""
-    return any(case.name.startswith(name) and which(case)
-               for name, (which, _) in ADDRESSED.items())  # fmt: skip
+    return any(case.name.startswith(name) and which(case) for name, (which, _) in ADDRESSED.items())
 
 
 def verdicts(rows: Iterable[Row]) -> list[str]:
@@ -478,11 +481,16 @@ def line(row: Row) -> str:
     """One row in full."""
     code = row.code
     facts = [
-        f"{code.threads:>5} threads", f"{code.registers:>4} registers",
-        f"{occupancy(row):>4} %", f"{code.shared:>6} B", f"ld {_widths(code.loads)}",
-        f"st {_widths(code.stores)}", f"{code.instructions} instructions",
-        *[f"mma {name}" for name in code.matrix], *_bad(code),
-    ]  # fmt: skip
+        f"{code.threads:>5} threads",
+        f"{code.registers:>4} registers",
+        f"{occupancy(row):>4} %",
+        f"{code.shared:>6} B",
+        f"ld {_widths(code.loads)}",
+        f"st {_widths(code.stores)}",
+        f"{code.instructions} instructions",
+        *[f"mma {name}" for name in code.matrix],
+        *_bad(code),
+    ]
     return "  ".join(facts)
 
 
@@ -638,24 +646,35 @@ def _progress(every: float) -> Callable[[int, int], None]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m ci.static", description=main.__doc__)
-    parser.add_argument("--full", action="store_true", help="every launch in every variant (hours "
-                        "of a core; stopped, it goes on where it was)")  # fmt: skip
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="every launch in every variant (hours of a core; stopped, it goes on where it was)",
+    )
     parser.add_argument("--write", action="store_true", help="rewrite ci/baseline")
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
     parser.add_argument("--kernel", default="", help="only kernels whose name has this pattern")
-    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N",
-                        help="only every Nth row, from the Ith")  # fmt: skip
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="I/N", help="only every Nth row, from the Ith"
+    )
     parser.add_argument("--jobs", type=int, help="processes; default: one a core")
-    parser.add_argument("--store", type=Path, help="write the table to this file; with --full, "
-                        "print failures alone")  # fmt: skip
+    parser.add_argument(
+        "--store", type=Path, help="write the table to this file; with --full, print failures alone"
+    )
     parser.add_argument("--failures", type=Path, help="write the failures to this file")
-    parser.add_argument("--tables", action="store_true", help="write the launch tables of the "
-                        "targets that nobody measured on, by a static model (minutes)")  # fmt: skip
+    parser.add_argument(
+        "--tables",
+        action="store_true",
+        help="write the launch tables of the "
+        "targets that nobody measured on, by a static model (minutes)",
+    )
     options = parser.parse_args()
     some = options.full or options.part != (1, 1) or options.target
     if options.write and some:
-        parser.error("ci/baseline has what the suite compiles, for all targets: without --full, "
-                     "--part and --target")  # fmt: skip
+        parser.error(
+            "ci/baseline has what the suite compiles, for all targets: without --full, "
+            "--part and --target"
+        )
     return options
 
 
@@ -695,6 +714,8 @@ def main() -> int:
     if not options.write and not (options.full and options.store):
         print("\n".join([*table, ""]))
     print("\n".join(wrong))
-    print(f"{len(rows)} compiled launches of {len({r.case.name for r in rows})} kernels for "
-          f"{len(archs)} targets, {len(wrong)} failures")  # fmt: skip
+    print(
+        f"{len(rows)} compiled launches of {len({r.case.name for r in rows})} kernels for "
+        f"{len(archs)} targets, {len(wrong)} failures"
+    )
     return 1 if wrong or absent else 0

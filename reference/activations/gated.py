@@ -41,9 +41,14 @@ def forward(gate: Tensor, up: Tensor, activation: str, by: tuple[float, float] =
 
 
 def backward(
-    dy: Tensor, gate: Tensor, up: Tensor, activation: str, needs_gate: bool, needs_up: bool,
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    needs_gate: bool,
+    needs_up: bool,
     by: tuple[float, float] = ONE,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Both gradients, block by block of rows; in one piece where a compiler fuses them."""
     if in_one_piece():
         dgate, dup = gradients(dy, gate, up, activation, by)
@@ -88,9 +93,14 @@ def gradients(
 
 
 def gradients_into(
-    dgate: Tensor | None, dup: Tensor | None, dy: Tensor, gate: Tensor, up: Tensor,
-    activation: str, by: tuple[float, float],
-) -> None:  # fmt: skip
+    dgate: Tensor | None,
+    dup: Tensor | None,
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    by: tuple[float, float],
+) -> None:
     """Write the wanted gradients, block by block of rows."""
     gates, ups, dys = as_rows(gate), as_rows(up), as_rows(dy)
     row_bytes = 4 * gates.shape[1] * statistics_dtype(gate.dtype).itemsize

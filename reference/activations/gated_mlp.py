@@ -60,9 +60,15 @@ class CodedActivation(Activation, Protocol):
         """act(gate) * up where it is wanted, and its rows in FP8."""
 
     def coded_gradients(
-        self, dproduct: Tensor, gate: Tensor, up: Tensor, activation: str, columns: Columns,
-        wanted: tuple[bool, bool], product: bool,
-    ) -> CodedGradients:  # fmt: skip
+        self,
+        dproduct: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        columns: Columns,
+        wanted: tuple[bool, bool],
+        product: bool,
+    ) -> CodedGradients:
         """The gradients where they are wanted, and codes of those with numbers per column.
 
         All are rows. The product, if it is wanted, may stand in ``dproduct``.
@@ -80,9 +86,14 @@ class ReferenceActivation:
 
     @staticmethod
     def coded_gradients(
-        dproduct: Tensor, gate: Tensor, up: Tensor, activation: str, columns: Columns,
-        wanted: tuple[bool, bool], product: bool,
-    ) -> CodedGradients:  # fmt: skip
+        dproduct: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        columns: Columns,
+        wanted: tuple[bool, bool],
+        product: bool,
+    ) -> CodedGradients:
         """The gradients where they are wanted, and codes of those with numbers per column."""
         if product:
             *made, dproduct = gated.gradients_and_product(dproduct, gate, up, activation)
@@ -102,20 +113,39 @@ def implement_gated_mlp(kernels: Activation) -> tuple[Callable[..., Any], Callab
     """Forward and backward of the contract over a backend's activation."""
 
     def forward(
-        x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-        gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
-        activation: str, needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        x: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        gate_bias: Optional[Tensor],
+        up_bias: Optional[Tensor],
+        down_bias: Optional[Tensor],
+        activation: str,
+        needs_x: bool,
+        needs_gate_weight: bool,
+        needs_up_weight: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         gate, up = linear(x, gate_weight, gate_bias), linear(x, up_weight, up_bias)
         y = linear(kernels.product(gate, up, activation), down_weight, down_bias)
         return dense(y), dense(gate), dense(up)
 
     def backward(
-        dy: Tensor, x: Optional[Tensor], gate_weight: Optional[Tensor],
-        up_weight: Optional[Tensor], down_weight: Tensor, gate: Tensor, up: Tensor,
-        activation: str, needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool,
-        needs_down_weight: bool, needs_gate_bias: bool, needs_up_bias: bool, needs_down_bias: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        dy: Tensor,
+        x: Optional[Tensor],
+        gate_weight: Optional[Tensor],
+        up_weight: Optional[Tensor],
+        down_weight: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        needs_x: bool,
+        needs_gate_weight: bool,
+        needs_up_weight: bool,
+        needs_down_weight: bool,
+        needs_gate_bias: bool,
+        needs_up_bias: bool,
+        needs_down_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         upstream, inner = as_rows(dy), (as_rows(gate), as_rows(up))
         dgate, dup, product = kernels.gradients(matmul(upstream, down_weight), *inner, activation)
         ddown_weight = weight_gradient(upstream, product, needs_down_weight)

@@ -33,9 +33,13 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Optional[Tensor], weight: Optional[Tensor], needs_x: bool,
-    needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Optional[Tensor],
+    weight: Optional[Tensor],
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias; one that nobody needs is an empty tensor."""
     upstream, dx = as_rows(dy), dy.new_empty(0)
     if needs_x and weight is not None:

@@ -21,9 +21,15 @@ def implement_lora_update(thin: LowRank) -> tuple[Callable[..., Any], Callable[.
         return thin.added(as_rows(base), low, b.t(), scale).view(base.shape)
 
     def backward(
-        dy: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float,
-        needs_x: bool, needs_a: bool, needs_b: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dy: Tensor,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        needs_x: bool,
+        needs_a: bool,
+        needs_b: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         rows, upstream = as_rows(x), as_rows(dy)
         dx, da, db = x.new_empty(0), a.new_empty(0), b.new_empty(0)
         if needs_x or needs_a:

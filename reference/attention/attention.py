@@ -98,9 +98,15 @@ def queries_apart(
 
 
 def forward_apart(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ranges: Tensor | None, causal: bool,
-    scale: float, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    ranges: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
     """Forward of one query after the other."""
     y = ordered(q, q.dtype, q.shape[1], q.shape[2], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=statistics_dtype(q.dtype))
@@ -111,9 +117,19 @@ def forward_apart(
 
 
 def backward_apart(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ranges: Tensor | None,
-    y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, *needs: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    ranges: Tensor | None,
+    y: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    *needs: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Backward of one query after the other; keys and values add what their queries give them."""
     kind = lse.dtype
     totals = [
@@ -124,10 +140,19 @@ def backward_apart(
     wide = None if sinks is None else sinks.to(kind)
     for b, i, keys in queries_apart(q, k, ranges, causal):
         made = backward_by_blocks(
-            dy[b, :, i].to(kind), q[b, :, i].to(kind), k[b][:, :, keys].to(kind),
-            v[b][:, :, keys].to(kind), wide, None, y[b, :, i].to(kind), lse[b, :, i], False,
-            scale, softcap, *needs,
-        )  # fmt: skip
+            dy[b, :, i].to(kind),
+            q[b, :, i].to(kind),
+            k[b][:, :, keys].to(kind),
+            v[b][:, :, keys].to(kind),
+            wide,
+            None,
+            y[b, :, i].to(kind),
+            lse[b, :, i],
+            False,
+            scale,
+            softcap,
+            *needs,
+        )
         if needs[0]:
             totals[0][b, :, i] = made[0]
         for total, part, needed in zip(totals[1:], made[1:3], needs[1:3], strict=True):
@@ -142,18 +167,30 @@ def backward_apart(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
-    causal: bool, scale: float, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    ranges: Optional[Tensor],
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
     """By blocks, or by queries where their results must not depend on each other."""
     chosen = forward_apart if by_rows() else forward_by_blocks
     return chosen(q, k, v, sinks, ranges, causal, scale, softcap)
 
 
 def forward_by_blocks(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ranges: Tensor | None, causal: bool,
-    scale: float, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    ranges: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
     """What is summed so far is rescaled where a block has a larger score; a sink comes first."""
     kind, (batch, heads, length, _), groups = statistics_dtype(q.dtype), q.shape, k.shape[1]
     y = ordered(q, q.dtype, heads, length, v.shape[3])
@@ -179,10 +216,22 @@ def forward_by_blocks(
 
 
 def backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
-    y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, needs_q: bool,
-    needs_k: bool, needs_v: bool, needs_sinks: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    ranges: Optional[Tensor],
+    y: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+    needs_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """By blocks, or by queries where their results must not depend on each other."""
     chosen = backward_apart if by_rows() else backward_by_blocks
     needs = (needs_q, needs_k, needs_v, needs_sinks)
@@ -190,10 +239,22 @@ def backward(
 
 
 def backward_by_blocks(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ranges: Tensor | None,
-    y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, needs_q: bool,
-    needs_k: bool, needs_v: bool, needs_sinks: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    ranges: Tensor | None,
+    y: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+    needs_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``ds = p (dy v' - sum(dy y))``; lse counts the sink, whose probability has no value."""
     kind, (batch, heads, length, _), groups = lse.dtype, q.shape, k.shape[1]
     dq, dk, dv = (

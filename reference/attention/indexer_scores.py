@@ -41,9 +41,16 @@ def forward(q: Tensor, k: Tensor, w: Tensor, indices: Tensor, scale: float) -> T
 
 
 def backward(
-    dscores: Tensor, q: Tensor, k: Tensor, w: Tensor, indices: Tensor, scale: float, needs_q: bool,
-    needs_k: bool, needs_w: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dscores: Tensor,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    indices: Tensor,
+    scale: float,
+    needs_q: bool,
+    needs_k: bool,
+    needs_w: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of products are ``dscores w`` where the product is above 0."""
     kind = statistics_dtype(q.dtype)
     dq, dw = (

@@ -30,9 +30,14 @@ def selected(scores: Tensor, seen: Tensor, count: int) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, w: Tensor, ranges: Optional[Tensor], topk: int, causal: bool,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    ranges: Optional[Tensor],
+    topk: int,
+    causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Head after head, so that scores of one head and their sum are all that exists."""
     kind, (batch, queries, heads, _), keys = statistics_dtype(q.dtype), q.shape, k.shape[1]
     count = min(topk, keys)

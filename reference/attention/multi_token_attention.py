@@ -27,9 +27,15 @@ def _probabilities(scores: Tensor, sparse: bool) -> Tensor:
 
 
 def forward(
-    scores: Tensor, weight: Tensor, bias: Optional[Tensor], stride: int, padding: int,
-    dilation: int, groups: int, sparse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scores: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    stride: int,
+    padding: int,
+    dilation: int,
+    groups: int,
+    sparse: bool,
+) -> tuple[Tensor, Tensor]:
     """Probabilities block by block of queries, then the convolution as a whole."""
     p = _probabilities(scores, sparse)
     with ordered_convolutions(p.device):
@@ -38,18 +44,35 @@ def forward(
 
 
 def backward(
-    dy: Tensor, weight: Tensor, bias: Optional[Tensor], p: Tensor, stride: int, padding: int,
-    dilation: int, groups: int, sparse: bool, needs_scores: bool, needs_weight: bool,
+    dy: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    p: Tensor,
+    stride: int,
+    padding: int,
+    dilation: int,
+    groups: int,
+    sparse: bool,
+    needs_scores: bool,
+    needs_weight: bool,
     needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """The convolution's gradients, then those of the rows' probabilities."""
     has_bias = bias is not None and needs_bias
     with ordered_convolutions(p.device):
         found = torch.ops.aten.convolution_backward(
-            dy.tril(), p, weight, None if bias is None else list(bias.shape), [stride] * 2,
-            [padding] * 2, [dilation] * 2, False, [0, 0], groups,
+            dy.tril(),
+            p,
+            weight,
+            None if bias is None else list(bias.shape),
+            [stride] * 2,
+            [padding] * 2,
+            [dilation] * 2,
+            False,
+            [0, 0],
+            groups,
             [needs_scores, needs_weight, has_bias],
-        )  # fmt: skip
+        )
     dp, dweight, dbias = (weight.new_empty(0) if x is None else x.contiguous() for x in found)
     if needs_scores:
         kind, cols = statistics_dtype(p.dtype), p.shape[-1]

@@ -62,9 +62,19 @@ def implement_neighborhood_attention(kernels: Any) -> tuple[Callable[..., Any], 
         return _joined(y, dilation, q.shape[2]), flat.contiguous()
 
     def backward(
-        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, reach: int,
-        dilation: int, scale: float, needs_q: bool, needs_k: bool, needs_v: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        y: Tensor,
+        lse: Tensor,
+        reach: int,
+        dilation: int,
+        scale: float,
+        needs_q: bool,
+        needs_k: bool,
+        needs_v: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         a, b, c, up, out = (_lines(x, dilation) for x in (q, k, v, dy, y))
         ends = _lines(lse.unsqueeze(-1), dilation).squeeze(-1)
         ranges = _neighbors(a, q.shape[2], reach, dilation)

@@ -124,9 +124,14 @@ class _Lists:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, value_dim: int, scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Optional[Tensor],
+    indices: Tensor,
+    value_dim: int,
+    scale: float,
     output_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """A block of queries at a time; without keys there is nothing to gather."""
     lists = _Lists(q, k, v, indices, value_dim, scale)
     y = ordered(q, q.dtype, q.shape[1], q.shape[2], value_dim)
@@ -150,9 +155,19 @@ def forward(
 
 
 def backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, y: Tensor, lse: Tensor,
-    value_dim: int, scale: float, needs_q: bool, needs_k: bool, needs_v: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Optional[Tensor],
+    indices: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    value_dim: int,
+    scale: float,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """``ds = p (dy v' - sum(dy y))``; what lists give to keys is added up in fp32."""
     lists = _Lists(q, k, v, indices, value_dim, scale)
     dq = ordered(q, q.dtype, *q.shape[1:]) if needs_q else q.new_empty(0)

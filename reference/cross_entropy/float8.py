@@ -106,9 +106,14 @@ def _asked(device: torch.device) -> tuple[tuple[torch.dtype, torch.dtype], str |
 def _multiply(a: Rounded, b: Rounded, out: Tensor, fast: bool) -> None:
     """``out = a @ b.T``, both factors with contiguous rows."""
     scaled_mm(
-        a.data, b.data.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=out.dtype,
-        use_fast_accum=fast, out=out,
-    )  # fmt: skip
+        a.data,
+        b.data.t(),
+        scale_a=a.scale,
+        scale_b=b.scale,
+        out_dtype=out.dtype,
+        use_fast_accum=fast,
+        out=out,
+    )
 
 
 def multiply(a: Rounded, b: Rounded, out: Tensor, fast: bool = False) -> Tensor:

@@ -138,9 +138,16 @@ class Chunks:
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-        objective: Objective, plan: ChunkSpec, rounding: Rounding = PLAIN, wanted: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        objective: Objective,
+        plan: ChunkSpec,
+        rounding: Rounding = PLAIN,
+        wanted: bool = False,
+    ) -> None:
         kind = logits_dtype(plan.compute_dtype, hidden.dtype)
         self.hidden, self.target = hidden, target
         self.weight, self.bias = weight.to(kind), None if bias is None else bias.to(kind)
@@ -269,9 +276,13 @@ class Accumulator:
     """Collect the gradients of hidden states, weight and bias over chunks."""
 
     def __init__(
-        self, chunks: Chunks, hidden: Tensor, weight: Tensor, accumulate: torch.dtype,
+        self,
+        chunks: Chunks,
+        hidden: Tensor,
+        weight: Tensor,
+        accumulate: torch.dtype,
         needs: tuple[bool, ...],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.chunks, self.needs = chunks, needs
         make = torch.zeros if chunks.drops else torch.empty  # dropped rows stay zero
         total = weight_gradient_dtype(chunks.kind, weight.dtype, accumulate, chunks.whole)

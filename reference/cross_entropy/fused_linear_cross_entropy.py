@@ -38,9 +38,13 @@ class ReferenceRows:
 
     @staticmethod
     def statistics_and_gradient_(
-        raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective,
-        scales: Tensor | None, outputs: str,
-    ) -> RowStats:  # fmt: skip
+        raw: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        objective: Objective,
+        scales: Tensor | None,
+        outputs: str,
+    ) -> RowStats:
         """Statistics of a chunk; ``raw`` becomes its gradient."""
         rows = rows_of.statistics(raw, target, weight, objective, outputs)
         by = rows_of.pair(scales, rows.lse)
@@ -49,30 +53,59 @@ class ReferenceRows:
 
     @staticmethod
     def gradient_(
-        raw: Tensor, target: Tensor, weight: Tensor | None, lse: LogSumExp, objective: Objective,
+        raw: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        lse: LogSumExp,
+        objective: Objective,
         dloss: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``raw`` becomes its gradient for one upstream gradient a row."""
         rows_of.gradient_into(raw, raw, target, weight, lse, objective, (dloss, dloss))
 
 
-def implement_fused_linear_cross_entropy(
+def _forward_of(
     kernels: RowKernels,
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward of the contract over a backend's row kernels."""
+) -> Callable[..., Any]:
+    """The forward pass of the contract, as a function of tensors."""
 
     @retried
     def forward(
-        hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor],
-        class_weight: Optional[Tensor], ignore_index: int, label_smoothing: float,
-        z_loss_weight: float, softcap: Optional[float], reduction: str, logit_scale: float,
-        chunk: int, budget: int, accumulate: torch.dtype, compute_dtype: Optional[torch.dtype],
-        compact: bool, validate: bool, outputs: str, needs_hidden: bool, needs_weight: bool,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Optional[Tensor],
+        class_weight: Optional[Tensor],
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss_weight: float,
+        softcap: Optional[float],
+        reduction: str,
+        logit_scale: float,
+        chunk: int,
+        budget: int,
+        accumulate: torch.dtype,
+        compute_dtype: Optional[torch.dtype],
+        compact: bool,
+        validate: bool,
+        outputs: str,
+        needs_hidden: bool,
+        needs_weight: bool,
         needs_bias: bool,
     ) -> tuple[
-        Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
         Tensor,
-    ]:  # fmt: skip
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+    ]:
         reduction_of.check_targets(target, weight.shape[0], ignore_index, validate)
         spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale)
         plan = ChunkSpec(chunk, budget, compute_dtype, compact)
@@ -100,17 +133,46 @@ def implement_fused_linear_cross_entropy(
         low = found.rows.lse_low if reduction == "none" else by.new_empty(0)
         return (*results, low, *into.gradients, by)  # type: ignore[return-value]
 
+    return forward
+
+
+def _backward_of(
+    kernels: RowKernels,
+) -> Callable[..., Any]:
+    """The backward pass of the contract, as a function of tensors."""
+
     @retried
     def backward(
-        dloss: Tensor, hidden: Optional[Tensor], weight: Optional[Tensor], target: Tensor,
-        bias: Optional[Tensor], class_weight: Optional[Tensor], lse: Tensor,
-        lse_low: Tensor, hidden_gradient: Tensor, weight_gradient: Tensor, bias_gradient: Tensor,
-        denominators: Tensor, ignore_index: int, label_smoothing: float, z_loss_weight: float,
-        softcap: Optional[float], reduction: str, logit_scale: float, chunk: int, budget: int,
-        accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool,
-        needs_hidden: bool, needs_weight: bool, needs_bias: bool, hidden_dtype: torch.dtype,
-        weight_dtype: torch.dtype, bias_dtype: Optional[torch.dtype],
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dloss: Tensor,
+        hidden: Optional[Tensor],
+        weight: Optional[Tensor],
+        target: Tensor,
+        bias: Optional[Tensor],
+        class_weight: Optional[Tensor],
+        lse: Tensor,
+        lse_low: Tensor,
+        hidden_gradient: Tensor,
+        weight_gradient: Tensor,
+        bias_gradient: Tensor,
+        denominators: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss_weight: float,
+        softcap: Optional[float],
+        reduction: str,
+        logit_scale: float,
+        chunk: int,
+        budget: int,
+        accumulate: torch.dtype,
+        compute_dtype: Optional[torch.dtype],
+        compact: bool,
+        needs_hidden: bool,
+        needs_weight: bool,
+        needs_bias: bool,
+        hidden_dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        bias_dtype: Optional[torch.dtype],
+    ) -> tuple[Tensor, Tensor, Tensor]:
         gradients = Gradients(hidden_gradient, weight_gradient, bias_gradient)
         factor: Tensor | None = None
         if hidden is not None and weight is not None:
@@ -134,7 +196,14 @@ def implement_fused_linear_cross_entropy(
             for g, kind in zip(gradients, kinds, strict=True)
         )  # type: ignore[return-value]
 
-    return forward, backward
+    return backward
+
+
+def implement_fused_linear_cross_entropy(
+    kernels: RowKernels,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the contract over a backend's row kernels."""
+    return _forward_of(kernels), _backward_of(kernels)
 
 
 forward, backward = implement_fused_linear_cross_entropy(ReferenceRows)

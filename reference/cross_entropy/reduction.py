@@ -52,9 +52,13 @@ def upstream(dloss: Tensor, by: Tensor, reduction: str) -> tuple[Tensor, Tensor]
 
 
 def results(
-    rows: RowStats, target: Tensor, weight: Tensor | None, objective: Objective, reduction: str,
+    rows: RowStats,
+    target: Tensor,
+    weight: Tensor | None,
+    objective: Objective,
+    reduction: str,
     outputs: str,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """The outputs of the contract, and the divisors behind them."""
     ignored, kind = objective.ignore_index, rows.ce.dtype
     by = denominators(target, weight, ignored, reduction, kind)

@@ -90,9 +90,14 @@ class RowStats(NamedTuple):
 
     @staticmethod
     def empty(
-        rows: int, objective: Objective, outputs: str, like: Tensor, *, ignored: bool = False,
+        rows: int,
+        objective: Objective,
+        outputs: str,
+        like: Tensor,
+        *,
+        ignored: bool = False,
         loss: bool = True,
-    ) -> RowStats:  # fmt: skip
+    ) -> RowStats:
         """Room beside ``like`` for what the loss (if any) and ``outputs`` ask of ``rows`` rows."""
         wanted, kind = outputs.split(","), statistics_dtype(like.dtype)
         zl = "z_loss" in wanted or objective.z_loss_weight != 0
@@ -320,9 +325,15 @@ def known_zero(gradient: Tensor) -> bool:
 
 
 def upstream_of(
-    log_prob: Tensor | None, entropy: Tensor | None, lse: Tensor | None, *, entropies: Tensor,
-    target: Tensor, vocabulary: int, objective: Objective,
-) -> Upstream:  # fmt: skip
+    log_prob: Tensor | None,
+    entropy: Tensor | None,
+    lse: Tensor | None,
+    *,
+    entropies: Tensor,
+    target: Tensor,
+    vocabulary: int,
+    objective: Objective,
+) -> Upstream:
     """From the gradients of the outputs; those of unused outputs are None or empty.
 
     A compiler hands in zeros for an output that nobody used. An entropy's are looked at where that

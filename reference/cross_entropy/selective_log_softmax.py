@@ -39,9 +39,14 @@ def forward(
 
 
 def backward(
-    dlog_prob: Tensor, logits: Tensor, index: Tensor, lse: Tensor, lse_low: Tensor,
-    scale: float, ignore_index: int,
-) -> Tensor:  # fmt: skip
+    dlog_prob: Tensor,
+    logits: Tensor,
+    index: Tensor,
+    lse: Tensor,
+    lse_low: Tensor,
+    scale: float,
+    ignore_index: int,
+) -> Tensor:
     """What arrives at the chosen classes, less the row's sum of it spread by probability."""
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     normalizer = LogSumExp(lse, lse_low)

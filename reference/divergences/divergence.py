@@ -230,19 +230,38 @@ def forward_and_backward(
     """Forward and backward of the contract ``name``."""
 
     def forward(
-        student: Tensor, teacher: Tensor, target: Optional[Tensor], beta: float, form: str,
-        teacher_form: str, scale: float, ignore_index: int, reduction: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        student: Tensor,
+        teacher: Tensor,
+        target: Optional[Tensor],
+        beta: float,
+        form: str,
+        teacher_form: str,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
         rows = kernels.statistics(student, teacher, target, spec)
         count = valid_rows(target, rows.loss, ignore_index)
         return reduced(rows.loss, count, reduction), *rows[1:]
 
     def backward(
-        dloss: Tensor, student: Tensor, teacher: Tensor, target: Optional[Tensor], lse: Tensor,
-        lse_low: Tensor, teacher_lse: Tensor, teacher_lse_low: Tensor, slope: Tensor, beta: float,
-        form: str, teacher_form: str, scale: float, ignore_index: int, reduction: str,
-    ) -> Tensor:  # fmt: skip
+        dloss: Tensor,
+        student: Tensor,
+        teacher: Tensor,
+        target: Optional[Tensor],
+        lse: Tensor,
+        lse_low: Tensor,
+        teacher_lse: Tensor,
+        teacher_lse_low: Tensor,
+        slope: Tensor,
+        beta: float,
+        form: str,
+        teacher_form: str,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+    ) -> Tensor:
         spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
         if reduction == "mean":
             loss = dloss.new_empty(student.shape[0])
@@ -260,9 +279,16 @@ def overwriting(name: str, kernels: DivergenceKernels) -> Callable[..., Tensor]:
     """Forward of the contract ``name`` in place; backward scales what stands in the student."""
 
     def forward(
-        student: Tensor, teacher: Tensor, target: Optional[Tensor], beta: float, form: str,
-        teacher_form: str, scale: float, ignore_index: int, reduction: str,
-    ) -> Tensor:  # fmt: skip
+        student: Tensor,
+        teacher: Tensor,
+        target: Optional[Tensor],
+        beta: float,
+        form: str,
+        teacher_form: str,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+    ) -> Tensor:
         spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
         count = valid_rows(
             target, DivergenceStats.empty(student.shape[0], spec, student).loss, ignore_index

@@ -79,12 +79,27 @@ def sum_of_pairs(
 
 
 def forward(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
-    gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor], activation: str, limit: float,
-    alpha: float, up_offset: float, interleaved: bool, transposed: bool, y_dtype: torch.dtype,
-    needs_x: bool, needs_gate_up_weight: bool, needs_down_weight: bool, needs_routing: bool,
-    needs_gate_up_bias: bool, needs_down_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    y_dtype: torch.dtype,
+    needs_x: bool,
+    needs_gate_up_weight: bool,
+    needs_down_weight: bool,
+    needs_routing: bool,
+    needs_gate_up_bias: bool,
+    needs_down_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Two products for every expert that has tokens."""
     first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
     keep = needs_x or needs_gate_up_weight or needs_down_weight or needs_routing
@@ -107,12 +122,29 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Optional[Tensor], gate_up_weight: Optional[Tensor], down_weight: Tensor,
-    index: Tensor, routing: Tensor, down_bias: Optional[Tensor], gate_up: Tensor, order: Tensor,
-    offsets: Tensor, activation: str, limit: float, alpha: float, up_offset: float,
-    interleaved: bool, transposed: bool, needs_x: bool, needs_gate_up_weight: bool,
-    needs_down_weight: bool, needs_routing: bool, needs_gate_up_bias: bool, needs_down_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Optional[Tensor],
+    gate_up_weight: Optional[Tensor],
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    down_bias: Optional[Tensor],
+    gate_up: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    needs_x: bool,
+    needs_gate_up_weight: bool,
+    needs_down_weight: bool,
+    needs_routing: bool,
+    needs_gate_up_bias: bool,
+    needs_down_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Four products for every expert; the activation's product is computed again."""
     dy = dy.to(gate_up.dtype)
     how, kind = (activation, limit, alpha, up_offset, interleaved), statistics_dtype(dy.dtype)

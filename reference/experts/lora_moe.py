@@ -44,14 +44,33 @@ class Factors(NamedTuple):
 
 
 def forward(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
-    gate_up_a: Optional[Tensor], gate_up_b: Optional[Tensor], down_a: Optional[Tensor],
-    down_b: Optional[Tensor], gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor],
-    gate_up_scale: float, down_scale: float, activation: str, limit: float, alpha: float,
-    up_offset: float, interleaved: bool, transposed: bool, y_dtype: torch.dtype, needs_x: bool,
-    needs_routing: bool, needs_gate_up_a: bool, needs_gate_up_b: bool, needs_down_a: bool,
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_a: Optional[Tensor],
+    gate_up_b: Optional[Tensor],
+    down_a: Optional[Tensor],
+    down_b: Optional[Tensor],
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    gate_up_scale: float,
+    down_scale: float,
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    y_dtype: torch.dtype,
+    needs_x: bool,
+    needs_routing: bool,
+    needs_gate_up_a: bool,
+    needs_gate_up_b: bool,
+    needs_down_a: bool,
     needs_down_b: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Two layers with adapters for every expert that has tokens."""
     weights = [w.mT if transposed else w for w in (gate_up_weight, down_weight)]
     thin = (Factors(gate_up_a, gate_up_b, gate_up_scale), Factors(down_a, down_b, down_scale))
@@ -76,14 +95,35 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Optional[Tensor], gate_up_weight: Optional[Tensor], down_weight: Tensor,
-    index: Tensor, routing: Tensor, gate_up_a: Optional[Tensor], gate_up_b: Optional[Tensor],
-    down_a: Optional[Tensor], down_b: Optional[Tensor], down_bias: Optional[Tensor],
-    gate_up: Tensor, order: Tensor, offsets: Tensor, gate_up_scale: float, down_scale: float,
-    activation: str, limit: float, alpha: float, up_offset: float, interleaved: bool,
-    transposed: bool, needs_x: bool, needs_routing: bool, needs_gate_up_a: bool,
-    needs_gate_up_b: bool, needs_down_a: bool, needs_down_b: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Optional[Tensor],
+    gate_up_weight: Optional[Tensor],
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_a: Optional[Tensor],
+    gate_up_b: Optional[Tensor],
+    down_a: Optional[Tensor],
+    down_b: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    gate_up: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    gate_up_scale: float,
+    down_scale: float,
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    needs_x: bool,
+    needs_routing: bool,
+    needs_gate_up_a: bool,
+    needs_gate_up_b: bool,
+    needs_down_a: bool,
+    needs_down_b: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of two layers with adapters for every expert; no gradient of a weight."""
     dy = dy.to(gate_up.dtype)
     how, kind = (activation, limit, alpha, up_offset, interleaved), statistics_dtype(dy.dtype)

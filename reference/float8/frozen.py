@@ -78,9 +78,13 @@ def frozen_linear(
 
 
 def coded_gradient(
-    left: Float8Rows, weight: Tensor, scale: Optional[Tensor], to: Quantizer, dtype: torch.dtype,
+    left: Float8Rows,
+    weight: Tensor,
+    scale: Optional[Tensor],
+    to: Quantizer,
+    dtype: torch.dtype,
     onto: Optional[Tensor] = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``left @ codes(weight)``, added to ``onto`` in its buffer.
 
     Args:
@@ -100,9 +104,12 @@ def coded_gradient(
 
 
 def frozen_gradient(
-    dy: Tensor, weight: Weight, to: Quantizer, onto: Optional[Tensor] = None,
+    dy: Tensor,
+    weight: Weight,
+    to: Quantizer,
+    onto: Optional[Tensor] = None,
     left: Optional[Float8Rows] = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``dy @ weight``, added to ``onto`` in its buffer; ``left`` are its rows in FP8, if known."""
     if isinstance(weight, Tensor):
         return matmul(dy, weight, onto)

@@ -26,20 +26,30 @@ from liger_multi.reference.float8.layers import (
 from liger_multi.reference.float8.rows import PLAIN, Quantizer, rows_of
 
 
-def implement_gated_mlp_float8(
-    kernels: CodedActivation, to: Quantizer
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward of the contract over a backend's activation."""
+def _forward_of(kernels: CodedActivation, to: Quantizer) -> Callable[..., Any]:
+    """The forward pass of the contract, as a function of tensors."""
 
     def forward(
-        x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-        gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
-        activation: str, gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
-        down_weight_scale: Optional[Tensor], codes: Optional[Tensor],
-        codes_scale: Optional[Tensor], gate_weight_codes: Optional[Tensor],
-        up_weight_codes: Optional[Tensor], down_weight_codes: Optional[Tensor], needs_x: bool,
-        needs_gate_weight: bool, needs_up_weight: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        x: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        gate_bias: Optional[Tensor],
+        up_bias: Optional[Tensor],
+        down_bias: Optional[Tensor],
+        activation: str,
+        gate_weight_scale: Optional[Tensor],
+        up_weight_scale: Optional[Tensor],
+        down_weight_scale: Optional[Tensor],
+        codes: Optional[Tensor],
+        codes_scale: Optional[Tensor],
+        gate_weight_codes: Optional[Tensor],
+        up_weight_codes: Optional[Tensor],
+        down_weight_codes: Optional[Tensor],
+        needs_x: bool,
+        needs_gate_weight: bool,
+        needs_up_weight: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         gate_weight = read_weight(gate_weight, gate_weight_codes)
         up_weight = read_weight(up_weight, up_weight_codes)
         down_weight = read_weight(down_weight, down_weight_codes)
@@ -51,17 +61,40 @@ def implement_gated_mlp_float8(
         y, gate, up = [t.view(*lead, t.shape[1]) for t in (y, gate, up)]
         return y, gate, up, first, second, third
 
+    return forward
+
+
+def _backward_of(kernels: CodedActivation, to: Quantizer) -> Callable[..., Any]:
+    """The backward pass of the contract, as a function of tensors."""
+
     def backward(
-        dy: Tensor, x: Optional[Tensor], gate_weight: Optional[Tensor],
-        up_weight: Optional[Tensor], down_weight: Tensor, gate: Tensor, up: Tensor,
-        activation: str, gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
-        down_weight_scale: Optional[Tensor], gate_weight_codes: Optional[Tensor],
-        up_weight_codes: Optional[Tensor], down_weight_codes: Optional[Tensor],
-        gate_scale: Tensor, up_scale: Tensor, down_scale: Tensor,
-        gate_weight_dtype: torch.dtype, up_weight_dtype: torch.dtype, needs_x: bool,
-        needs_gate_weight: bool, needs_up_weight: bool, needs_down_weight: bool,
-        needs_gate_bias: bool, needs_up_bias: bool, needs_down_bias: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        dy: Tensor,
+        x: Optional[Tensor],
+        gate_weight: Optional[Tensor],
+        up_weight: Optional[Tensor],
+        down_weight: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        gate_weight_scale: Optional[Tensor],
+        up_weight_scale: Optional[Tensor],
+        down_weight_scale: Optional[Tensor],
+        gate_weight_codes: Optional[Tensor],
+        up_weight_codes: Optional[Tensor],
+        down_weight_codes: Optional[Tensor],
+        gate_scale: Tensor,
+        up_scale: Tensor,
+        down_scale: Tensor,
+        gate_weight_dtype: torch.dtype,
+        up_weight_dtype: torch.dtype,
+        needs_x: bool,
+        needs_gate_weight: bool,
+        needs_up_weight: bool,
+        needs_down_weight: bool,
+        needs_gate_bias: bool,
+        needs_up_bias: bool,
+        needs_down_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         upstream, kind, down_dtype = as_rows(dy), dy.dtype, down_weight.dtype
         gate_weight = read_weight(gate_weight, gate_weight_codes)
         up_weight = read_weight(up_weight, up_weight_codes)
@@ -74,9 +107,14 @@ def implement_gated_mlp_float8(
         )
         wanted = needs_gate_weight or needs_gate_bias, needs_up_weight or needs_up_bias
         dgate, dup, product, gate_rows, up_rows = kernels.coded_gradients(
-            dproduct, as_rows(gate), as_rows(up), activation, own if needs_x else (None, None),
-            wanted, needs_down_weight,
-        )  # fmt: skip
+            dproduct,
+            as_rows(gate),
+            as_rows(up),
+            activation,
+            own if needs_x else (None, None),
+            wanted,
+            needs_down_weight,
+        )
         del dproduct
         ddown = weight_gradient(upstream, product, needs_down_weight, down_dtype)
         del product
@@ -98,7 +136,14 @@ def implement_gated_mlp_float8(
             bias_gradient(upstream, needs_down_bias),
         )
 
-    return forward, backward
+    return backward
+
+
+def implement_gated_mlp_float8(
+    kernels: CodedActivation, to: Quantizer
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the contract over a backend's activation."""
+    return _forward_of(kernels, to), _backward_of(kernels, to)
 
 
 forward, backward = implement_gated_mlp_float8(ReferenceActivation(), PLAIN)

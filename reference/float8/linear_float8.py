@@ -24,10 +24,16 @@ def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable
     """Forward and backward of the contract."""
 
     def forward(
-        x: Tensor, weight: Tensor, bias: Optional[Tensor], weight_scale: Optional[Tensor],
-        codes: Optional[Tensor], codes_scale: Optional[Tensor], weight_codes: Optional[Tensor],
-        needs_x: bool, needs_weight: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        x: Tensor,
+        weight: Tensor,
+        bias: Optional[Tensor],
+        weight_scale: Optional[Tensor],
+        codes: Optional[Tensor],
+        codes_scale: Optional[Tensor],
+        weight_codes: Optional[Tensor],
+        needs_x: bool,
+        needs_weight: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         lead = x.shape[:-1]
         weight = read_weight(weight, weight_codes)
         left = given_rows(x, codes, codes_scale, to)
@@ -38,10 +44,17 @@ def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable
         return y.view(*lead, weight.shape[0]), *made, kept
 
     def backward(
-        dy: Tensor, x: Optional[Tensor], weight: Optional[Tensor], weight_scale: Optional[Tensor],
-        weight_codes: Optional[Tensor], scale: Tensor, weight_dtype: torch.dtype, needs_x: bool,
-        needs_weight: bool, needs_bias: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dy: Tensor,
+        x: Optional[Tensor],
+        weight: Optional[Tensor],
+        weight_scale: Optional[Tensor],
+        weight_codes: Optional[Tensor],
+        scale: Tensor,
+        weight_dtype: torch.dtype,
+        needs_x: bool,
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         upstream, dx = as_rows(dy), dy.new_empty(0)
         weight = read_weight(weight, weight_codes)
         if weight is not None and needs_x:

@@ -112,9 +112,15 @@ def product(a: Float8Rows, b: Float8Rows, dtype: torch.dtype, fast: bool = False
     if alike and unsupported(codes.device, codes.dtype, *right.shape) is None:
         kind = dtype if _writes(codes.device, codes.dtype, dtype) else torch.bfloat16
         made = scaled_mm(
-            codes, right.t(), a.scale.unsqueeze(1), b.scale.unsqueeze(0), None, None, kind,
+            codes,
+            right.t(),
+            a.scale.unsqueeze(1),
+            b.scale.unsqueeze(0),
+            None,
+            None,
+            kind,
             fast and dtype == torch.bfloat16,
-        )  # fmt: skip
+        )
         return made if kind == dtype else made.to(dtype)
     return _dequantized_product(a, b, dtype)
 

@@ -10,9 +10,13 @@ from liger_multi.reference.linear_attention.convolution import Sums, blocks_of, 
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], initial_state: Optional[Tensor],
-    segments: Optional[Tensor], activation: str,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    segments: Optional[Tensor],
+    activation: str,
+) -> Tensor:
     """Block by block of tokens."""
     by = filter_of(weight, bias, segments, statistics_dtype(x.dtype))
     y = x.new_empty(x.shape)
@@ -23,10 +27,18 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor],
-    initial_state: Optional[Tensor], segments: Optional[Tensor], activation: str,
-    needs_x: bool, needs_weight: bool, needs_bias: bool, needs_initial_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    segments: Optional[Tensor],
+    activation: str,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    needs_initial_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``dx[t] = sum of weight[:, W - 1 - j] du[t + j]``, also of the initial state."""
     kind = statistics_dtype(x.dtype)
     by = filter_of(weight, bias, segments, kind)

@@ -160,9 +160,7 @@ def heads_of(first: Tensor, heads: Heads) -> slice:
     return slice(None) if first.shape[0] == 1 else heads.batch
 
 
-def _starts(
-    first: Optional[Tensor], heads: Heads, part: slice, chunk: int
-) -> Optional[Tensor]:  # fmt: skip
+def _starts(first: Optional[Tensor], heads: Heads, part: slice, chunk: int) -> Optional[Tensor]:
     """In which row of its chunk the segment of each row begins, -1 if before the chunk.
 
     Of shape (batch or 1, 1, 1, chunks, chunk). The segment of the first token of all has the
@@ -406,8 +404,10 @@ class Span:
         more_q, more_k, dg = self.through(
             (dy @ values.mT).masked_fill_(~sight.seen, 0),
             dlower.mul_(self.beta).masked_fill_(~sight.below, 0),
-            sight.of_state(self.q * dq - self.k * back), sight.of_last(self.k * dk), dz,
-        )  # fmt: skip
+            sight.of_state(self.q * dq - self.k * back),
+            sight.of_last(self.k * dk),
+            dz,
+        )
         dq, dk = dq.add_(more_q), dk.add_(more_k).sub_(back)
         dq, dk = dq.sum(2, keepdim=True) * self.scale, dk.sum(2, keepdim=True)
         if self.normed:
@@ -443,9 +443,12 @@ def run_forward(rule: type[Span], given: Inputs, output_final_state: bool) -> tu
 
 
 def run_backward(
-    rule: type[Span], given: Inputs, dy: Optional[Tensor], dfinal_state: Optional[Tensor],
+    rule: type[Span],
+    given: Inputs,
+    dy: Optional[Tensor],
+    dfinal_state: Optional[Tensor],
     needs: tuple[bool, ...],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Some heads at a time: forward over the spans for their states, then the spans in reverse.
 
     Args:
@@ -478,9 +481,14 @@ def run_backward(
 
 
 def _span_backward(
-    span: Span, block: Heads, part: slice, state: Tensor, dy: Optional[Tensor], dstate: Tensor,
+    span: Span,
+    block: Heads,
+    part: slice,
+    state: Tensor,
+    dy: Optional[Tensor],
+    dstate: Tensor,
     made: list[Tensor],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Write the gradients of a span into ``made``; return that of the state before it."""
     length = part.stop - part.start
     states, values, _ = span.forward(state)
@@ -502,19 +510,40 @@ def implement(rule: type[Span]) -> tuple[Callable[..., Any], Callable[..., Any]]
     """Forward and backward of a delta rule."""
 
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Optional[Tensor],
-        first: Optional[Tensor], scale: float, qk_l2norm: bool, output_final_state: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Optional[Tensor],
+        first: Optional[Tensor],
+        scale: float,
+        qk_l2norm: bool,
+        output_final_state: bool,
+    ) -> tuple[Tensor, Tensor]:
         """Span after span."""
         given = Inputs(q, k, v, g, beta, initial_state, first, scale, qk_l2norm)
         return run_forward(rule, given, output_final_state)
 
     def backward(
-        dy: Optional[Tensor], dfinal_state: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor,
-        g: Tensor, beta: Tensor, initial_state: Optional[Tensor], first: Optional[Tensor],
-        scale: float, qk_l2norm: bool, needs_q: bool, needs_k: bool, needs_v: bool, needs_g: bool,
-        needs_beta: bool, needs_initial_state: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        dy: Optional[Tensor],
+        dfinal_state: Optional[Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Optional[Tensor],
+        first: Optional[Tensor],
+        scale: float,
+        qk_l2norm: bool,
+        needs_q: bool,
+        needs_k: bool,
+        needs_v: bool,
+        needs_g: bool,
+        needs_beta: bool,
+        needs_initial_state: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The spans in reverse."""
         given = Inputs(q, k, v, g, beta, initial_state, first, scale, qk_l2norm)
         needs = (needs_q, needs_k, needs_v, needs_g, needs_beta, needs_initial_state)

@@ -22,9 +22,15 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor],
-    segments: Optional[Tensor], needs_x: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    segments: Optional[Tensor],
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """With ``dz`` the gradient of ``z = b v``: ``db = dz v`` and ``dv = dz b``."""
     kind = statistics_dtype(x.dtype)
     by = filter_of(weight, bias, segments, kind)

@@ -177,10 +177,19 @@ def _before_gate(given: Inputs, span: Span, block: Block, states: Tensor) -> Ten
 
 
 def forward(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
-    z: Optional[Tensor], delta_bias: Optional[Tensor], initial_state: Optional[Tensor],
-    first: Optional[Tensor], delta_softplus: bool, output_final_state: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    delta_bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    delta_softplus: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Some channels at a time, span after span."""
     sizes = StepSizes(delta_softplus)
     given = Inputs(u, delta, A, B, C, D, z, delta_bias, initial_state, first, sizes)
@@ -206,9 +215,13 @@ def forward(
 
 
 def _add_span(
-    total: Gradients, block: Block, part: slice, state: Tensor, dy: Optional[Tensor],
+    total: Gradients,
+    block: Block,
+    part: slice,
+    state: Tensor,
+    dy: Optional[Tensor],
     dstate: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Add the gradients of a span; return that of the state before it."""
     given: Inputs = total.given
     span, rows = Span(given, block, part), (block.batch, part, block.channels)
@@ -244,12 +257,30 @@ def _add_span(
 
 
 def backward(
-    dy: Optional[Tensor], dfinal_state: Optional[Tensor], u: Tensor, delta: Tensor, A: Tensor,
-    B: Tensor, C: Tensor, D: Optional[Tensor], z: Optional[Tensor], delta_bias: Optional[Tensor],
-    initial_state: Optional[Tensor], first: Optional[Tensor], states: Tensor, delta_softplus: bool,
-    needs_u: bool, needs_delta: bool, needs_A: bool, needs_B: bool, needs_C: bool, needs_D: bool,
-    needs_z: bool, needs_delta_bias: bool, needs_initial_state: bool,
-) -> Nine:  # fmt: skip
+    dy: Optional[Tensor],
+    dfinal_state: Optional[Tensor],
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    delta_bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    states: Tensor,
+    delta_softplus: bool,
+    needs_u: bool,
+    needs_delta: bool,
+    needs_A: bool,
+    needs_B: bool,
+    needs_C: bool,
+    needs_D: bool,
+    needs_z: bool,
+    needs_delta_bias: bool,
+    needs_initial_state: bool,
+) -> Nine:
     """Some channels at a time: forward for the states before spans, then the spans in reverse.
 
     Its spans are others than those whose ``states`` forward kept.
@@ -257,9 +288,16 @@ def backward(
     sizes = StepSizes(delta_softplus)
     given = Inputs(u, delta, A, B, C, D, z, delta_bias, initial_state, first, sizes)
     needs = {
-        "u": needs_u, "delta": needs_delta, "A": needs_A, "B": needs_B, "C": needs_C, "D": needs_D,
-        "z": needs_z, "delta_bias": needs_delta_bias, "initial_state": needs_initial_state,
-    }  # fmt: skip
+        "u": needs_u,
+        "delta": needs_delta,
+        "A": needs_A,
+        "B": needs_B,
+        "C": needs_C,
+        "D": needs_D,
+        "z": needs_z,
+        "delta_bias": needs_delta_bias,
+        "initial_state": needs_initial_state,
+    }
     total = Gradients(given, needs, "u delta z initial_state")
     blocks, spans = _blocks(given)
     for block in blocks:

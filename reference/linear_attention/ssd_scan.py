@@ -281,10 +281,21 @@ class Span:
 
 
 def _given(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
-    z: Optional[Tensor], dt_bias: Optional[Tensor], initial_state: Optional[Tensor],
-    first: Optional[Tensor], dt_softplus: bool, dt_min: float, dt_max: float, chunk: int,
-) -> Inputs:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    dt_bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+    chunk: int,
+) -> Inputs:
     sizes = StepSizes(dt_softplus, dt_min, dt_max)
     return Inputs(x, dt, A, B, C, D, z, dt_bias, initial_state, first, sizes, chunk)
 
@@ -317,9 +328,14 @@ def run_forward(rule: type[Span], given: Inputs, output_final_state: bool) -> tu
 
 
 def _add_span(
-    rule: type[Span], total: Gradients, heads: Heads, part: slice, state: Tensor,
-    dy: Optional[Tensor], dstate: Tensor,
-) -> Tensor:  # fmt: skip
+    rule: type[Span],
+    total: Gradients,
+    heads: Heads,
+    part: slice,
+    state: Tensor,
+    dy: Optional[Tensor],
+    dstate: Tensor,
+) -> Tensor:
     """Add the gradients of a span; return that of the state before it."""
     given: Inputs = total.given
     span, rows = rule(given, heads, part), (heads.batch, part, heads.value)
@@ -352,9 +368,12 @@ def _add_span(
 
 
 def run_backward(
-    rule: type[Span], given: Inputs, dy: Optional[Tensor], dfinal_state: Optional[Tensor],
+    rule: type[Span],
+    given: Inputs,
+    dy: Optional[Tensor],
+    dfinal_state: Optional[Tensor],
     needs: dict[str, bool],
-) -> Nine:  # fmt: skip
+) -> Nine:
     """Some heads at a time: forward over the spans for their states, then the spans in reverse."""
     total = Gradients(given, needs, "x dt z initial_state")
     blocks, spans = rule.blocks(given)
@@ -376,30 +395,70 @@ def implement(rule: type[Span]) -> tuple[Callable[..., Any], Callable[..., Any]]
     """Forward and backward of the operator, by the spans of a backend."""
 
     def forward(
-        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
-        z: Optional[Tensor], dt_bias: Optional[Tensor], initial_state: Optional[Tensor],
-        first: Optional[Tensor], dt_softplus: bool, dt_min: float, dt_max: float, chunk: int,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Optional[Tensor],
+        z: Optional[Tensor],
+        dt_bias: Optional[Tensor],
+        initial_state: Optional[Tensor],
+        first: Optional[Tensor],
+        dt_softplus: bool,
+        dt_min: float,
+        dt_max: float,
+        chunk: int,
         output_final_state: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Span after span."""
-        given = _given(x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min,
-                       dt_max, chunk)  # fmt: skip
+        given = _given(
+            x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min, dt_max, chunk
+        )
         return run_forward(rule, given, output_final_state)
 
     def backward(
-        dy: Optional[Tensor], dfinal_state: Optional[Tensor], x: Tensor, dt: Tensor, A: Tensor,
-        B: Tensor, C: Tensor, D: Optional[Tensor], z: Optional[Tensor], dt_bias: Optional[Tensor],
-        initial_state: Optional[Tensor], first: Optional[Tensor], dt_softplus: bool, dt_min: float,
-        dt_max: float, chunk: int, needs_x: bool, needs_dt: bool, needs_A: bool, needs_B: bool,
-        needs_C: bool, needs_D: bool, needs_z: bool, needs_dt_bias: bool, needs_initial_state: bool,
-    ) -> Nine:  # fmt: skip
+        dy: Optional[Tensor],
+        dfinal_state: Optional[Tensor],
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Optional[Tensor],
+        z: Optional[Tensor],
+        dt_bias: Optional[Tensor],
+        initial_state: Optional[Tensor],
+        first: Optional[Tensor],
+        dt_softplus: bool,
+        dt_min: float,
+        dt_max: float,
+        chunk: int,
+        needs_x: bool,
+        needs_dt: bool,
+        needs_A: bool,
+        needs_B: bool,
+        needs_C: bool,
+        needs_D: bool,
+        needs_z: bool,
+        needs_dt_bias: bool,
+        needs_initial_state: bool,
+    ) -> Nine:
         """The spans in reverse."""
-        given = _given(x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min,
-                       dt_max, chunk)  # fmt: skip
+        given = _given(
+            x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min, dt_max, chunk
+        )
         needs = {
-            "x": needs_x, "dt": needs_dt, "A": needs_A, "B": needs_B, "C": needs_C, "D": needs_D,
-            "z": needs_z, "dt_bias": needs_dt_bias, "initial_state": needs_initial_state,
-        }  # fmt: skip
+            "x": needs_x,
+            "dt": needs_dt,
+            "A": needs_A,
+            "B": needs_B,
+            "C": needs_C,
+            "D": needs_D,
+            "z": needs_z,
+            "dt_bias": needs_dt_bias,
+            "initial_state": needs_initial_state,
+        }
         return run_backward(rule, given, dy, dfinal_state, needs)
 
     return forward, backward

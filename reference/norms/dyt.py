@@ -29,10 +29,16 @@ def forward(x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[T
 
 
 def backward(
-    dy: Tensor, x: Tensor, alpha: Tensor, weight: Optional[Tensor],
-    bias_dtype: Optional[torch.dtype], needs_x: bool, needs_alpha: bool, needs_weight: bool,
+    dy: Tensor,
+    x: Tensor,
+    alpha: Tensor,
+    weight: Optional[Tensor],
+    bias_dtype: Optional[torch.dtype],
+    needs_x: bool,
+    needs_alpha: bool,
+    needs_weight: bool,
     needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``dx = dy w alpha (1 - t^2)``; ``dalpha`` sums ``dy w (1 - t^2) x``, ``dw`` ``dy t``."""
     kind, rows, dys, none = _kind(dy, x, alpha, weight), as_rows(x), as_rows(dy), x.new_empty(0)
     a, w = alpha.reshape(1).to(kind), None if weight is None else weight.to(kind)

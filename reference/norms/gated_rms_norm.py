@@ -30,9 +30,16 @@ def _scaled(
 
 
 def forward(
-    x: Tensor, gate: Optional[Tensor], weight: Optional[Tensor], eps: float, offset: float,
-    casting: str, group_size: int, norm_first: bool, activation: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    gate: Optional[Tensor],
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
+    casting: str,
+    group_size: int,
+    norm_first: bool,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
     """Normalize block by block of rows; statistics and gate in fp32 (fp64 for fp64)."""
     kind, rows, gates = (
         statistics_dtype(x.dtype),
@@ -59,10 +66,20 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, gate: Optional[Tensor], weight: Optional[Tensor], rstd: Tensor,
-    offset: float, casting: str, group_size: int, norm_first: bool, activation: str,
-    needs_x: bool, needs_gate: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    gate: Optional[Tensor],
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    group_size: int,
+    norm_first: bool,
+    activation: str,
+    needs_x: bool,
+    needs_gate: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Through the gate; ``du = rstd * (g - n * mean(g * n))`` with ``g = d(w * n) * w``."""
     kind, rows, dys, none = rstd.dtype, as_rows(x), as_rows(dy), x.new_empty(0)
     rstds, gates = as_rows(rstd), none if gate is None else as_rows(gate)

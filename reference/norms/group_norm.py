@@ -14,8 +14,10 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PyTorch's kernel, with parameters in fp32: that keeps the statistics in fp32."""
     kind, (samples, channels), positions = (
-        statistics_dtype(x.dtype), x.shape[:2], math.prod(x.shape[2:]),
-    )  # fmt: skip
+        statistics_dtype(x.dtype),
+        x.shape[:2],
+        math.prod(x.shape[2:]),
+    )
     y = x.new_empty(x.shape)
     mean, rstd = (x.new_empty((samples, num_groups), dtype=kind) for _ in range(2))
     if x.numel() == 0:
@@ -34,10 +36,17 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, num_groups: int, weight: Optional[Tensor], mean: Tensor,
-    rstd: Tensor, bias_dtype: Optional[torch.dtype], needs_x: bool, needs_weight: bool,
+    dy: Tensor,
+    x: Tensor,
+    num_groups: int,
+    weight: Optional[Tensor],
+    mean: Tensor,
+    rstd: Tensor,
+    bias_dtype: Optional[torch.dtype],
+    needs_x: bool,
+    needs_weight: bool,
     needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """As of a layer norm whose rows are groups; ``dw`` and ``db`` sum a channel's values."""
     kind, (samples, channels) = rstd.dtype, x.shape[:2]
     dx = x.new_empty(x.shape if needs_x else (0,))

@@ -28,9 +28,16 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Optional[Tensor], mean: Tensor, rstd: Tensor,
-    bias_dtype: Optional[torch.dtype], needs_x: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Optional[Tensor],
+    mean: Tensor,
+    rstd: Tensor,
+    bias_dtype: Optional[torch.dtype],
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """``dx = rstd * (g - mean(g) - n * mean(g * n))``, ``dw`` sums ``dy * n``, ``db`` ``dy``.
 
     Here ``n = (x - mean) * rstd`` and ``g = dy * w``.

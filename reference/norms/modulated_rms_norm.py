@@ -36,9 +36,14 @@ def _row_by_row(
 
 
 def forward(
-    x: Tensor, scale: Tensor, shift: Optional[Tensor], weight: Optional[Tensor], eps: float,
-    offset: float, casting: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    scale: Tensor,
+    shift: Optional[Tensor],
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
+    casting: str,
+) -> tuple[Tensor, Tensor]:
     """Norm, product and sum, each rounded where PyTorch rounds it."""
     norm = _row_by_row if by_rows() else rms_norm.forward
     n, rstd = norm(x, weight, eps, offset, casting)
@@ -57,10 +62,19 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, scale: Tensor, shift_dtype: Optional[torch.dtype],
-    weight: Optional[Tensor], rstd: Tensor, offset: float, casting: str, needs_x: bool,
-    needs_scale: bool, needs_shift: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    shift_dtype: Optional[torch.dtype],
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    needs_x: bool,
+    needs_scale: bool,
+    needs_shift: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``dscale`` sums ``dy * norm``, ``dshift`` sums ``dy``; then the gradients of the norm.
 
     Norm and product are rounded as PyTorch rounds them. Sums over many rows that nearly cancel

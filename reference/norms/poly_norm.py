@@ -33,9 +33,15 @@ def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tu
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, bias_dtype: Optional[torch.dtype],
-    needs_x: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    bias_dtype: Optional[torch.dtype],
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of each power.
 
     ``du = w r (dy - n mean(dy n))``, ``dx = k x^(k-1) du``, ``dw = sum dy n``.

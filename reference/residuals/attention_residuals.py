@@ -36,9 +36,16 @@ def forward(
 
 
 def backward(
-    dy: Tensor, blocks: Tensor, query: Tensor, weight: Optional[Tensor], p: Tensor, rstd: Tensor,
-    needs_blocks: bool, needs_query: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    blocks: Tensor,
+    query: Tensor,
+    weight: Optional[Tensor],
+    p: Tensor,
+    rstd: Tensor,
+    needs_blocks: bool,
+    needs_query: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """``ds = p (dy v - sum p dy v)``; a score's slope by v is that of a normed row's product."""
     kind, rows, upstream = p.dtype, _rows(blocks), dy.reshape(-1, dy.shape[-1])
     count, many, size = rows.shape

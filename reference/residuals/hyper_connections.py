@@ -57,9 +57,14 @@ class Parts(Protocol):
         """See :func:`mixes`."""
 
     def mixes_gradients(
-        self, rows: Tensor, weight: Tensor, d: Tensor, own: Tensor, needs_x: bool,
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        d: Tensor,
+        own: Tensor,
+        needs_x: bool,
         needs_weight: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """See :func:`mixes_gradients`."""
 
     def values(
@@ -68,9 +73,16 @@ class Parts(Protocol):
         """Coefficients pre, post and mix, (rows, N), (rows, N) and (rows, N, N)."""
 
     def gradient(
-        self, m: Tensor, bias: Tensor, scale: Tensor, rstd: Tensor, length: int,
-        grads: tuple[Optional[Tensor], ...], how: How, needs: tuple[bool, bool],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        m: Tensor,
+        bias: Tensor,
+        scale: Tensor,
+        rstd: Tensor,
+        length: int,
+        grads: tuple[Optional[Tensor], ...],
+        how: How,
+        needs: tuple[bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What :meth:`mixes_gradients` wants, d and own, and gradients of bias and scale.
 
         ``length`` is the number of elements of a normalized row; ``needs``: of bias, of scale.
@@ -131,9 +143,15 @@ class ReferenceParts:
 
     @staticmethod
     def gradient(
-        m: Tensor, bias: Tensor, scale: Tensor, rstd: Tensor, length: int,
-        grads: tuple[Optional[Tensor], ...], how: How, needs: tuple[bool, bool],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        m: Tensor,
+        bias: Tensor,
+        scale: Tensor,
+        rstd: Tensor,
+        length: int,
+        grads: tuple[Optional[Tensor], ...],
+        how: How,
+        needs: tuple[bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The norm takes back what of the gradient points along the row."""
         count, r = how[0], rstd.unsqueeze(-1)
         spread = _spread(scale, count, m.dtype)
@@ -156,26 +174,46 @@ def implement_hyper_connections(parts: Parts) -> tuple[Callable[..., Any], Calla
     """Forward and backward of the contract over a backend's parts."""
 
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, iterations: int, rms_eps: float,
-        eps: float, post_scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        scale: Tensor,
+        iterations: int,
+        rms_eps: float,
+        eps: float,
+        post_scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         count, lead = x.shape[-2], x.shape[:-2]
         rows = x.reshape(lead.numel(), count * x.shape[-1])
         mixes, rstd = parts.mixes(rows, weight, rms_eps)
         how = (count, iterations, eps, post_scale)
         pre, post, mix = parts.values(mixes, bias, scale, how)
         return (
-            pre.contiguous().view(*lead, count), post.contiguous().view(*lead, count),
-            mix.contiguous().view(*lead, count, count), mixes.view(*lead, weight.shape[0]),
+            pre.contiguous().view(*lead, count),
+            post.contiguous().view(*lead, count),
+            mix.contiguous().view(*lead, count, count),
+            mixes.view(*lead, weight.shape[0]),
             rstd.view(lead),
-        )  # fmt: skip
+        )
 
     def backward(
-        dpre: Optional[Tensor], dpost: Optional[Tensor], dmix: Optional[Tensor], x: Tensor,
-        weight: Tensor, bias: Tensor, scale: Tensor, mixes: Tensor, rstd: Tensor, iterations: int,
-        eps: float, post_scale: float, needs_x: bool, needs_weight: bool, needs_bias: bool,
+        dpre: Optional[Tensor],
+        dpost: Optional[Tensor],
+        dmix: Optional[Tensor],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        scale: Tensor,
+        mixes: Tensor,
+        rstd: Tensor,
+        iterations: int,
+        eps: float,
+        post_scale: float,
+        needs_x: bool,
+        needs_weight: bool,
+        needs_bias: bool,
         needs_scale: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         count, kind = x.shape[-2], mixes.dtype
         rows = x.reshape(x.shape[:-2].numel(), count * x.shape[-1])
         m, r = mixes.reshape(rows.shape[0], weight.shape[0]), rstd.reshape(-1)

@@ -10,9 +10,11 @@ def _parts_of_rows(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) -> tuple[T
     rows = as_streams(x)
     count, streams, cols = rows.shape
     return (
-        rows, out.reshape(count, 1, cols), post.reshape(count, streams, 1),
+        rows,
+        out.reshape(count, 1, cols),
+        post.reshape(count, streams, 1),
         mix.reshape(count, streams, streams),
-    )  # fmt: skip
+    )
 
 
 def forward(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) -> Tensor:
@@ -26,9 +28,16 @@ def forward(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) -> Tensor:
 
 
 def backward(
-    dy: Tensor, x: Tensor, out: Tensor, post: Tensor, mix: Tensor, needs_x: bool,
-    needs_out: bool, needs_post: bool, needs_mix: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    out: Tensor,
+    post: Tensor,
+    mix: Tensor,
+    needs_x: bool,
+    needs_out: bool,
+    needs_post: bool,
+    needs_mix: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Products with the transposes."""
     given, needs = (x, out, post, mix), (needs_x, needs_out, needs_post, needs_mix)
     kind, parts, up = statistics_dtype(x.dtype), _parts_of_rows(*given), as_streams(dy)

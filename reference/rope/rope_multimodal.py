@@ -17,19 +17,42 @@ def _merged(
 
 
 def forward(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sections: str, chunked: bool, style: str,
-    head_axis: int, rotary_dim: int, casting: str, q_order: str, k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sections: str,
+    chunked: bool,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+) -> tuple[Tensor, Tensor]:
     """Rotate q and k."""
     cos, sin = _merged(cos, sin, sections, chunked, style, q_order)
     return rope.forward(q, k, cos, sin, style, head_axis, rotary_dim, casting, q_order, k_order)
 
 
 def backward(
-    dq_out: Optional[Tensor], dk_out: Optional[Tensor], cos: Tensor, sin: Tensor, sections: str,
-    chunked: bool, style: str, head_axis: int, rotary_dim: int, casting: str, q_order: str,
-    k_order: str, q_dtype: torch.dtype, k_dtype: torch.dtype, needs_q: bool, needs_k: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dq_out: Optional[Tensor],
+    dk_out: Optional[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    sections: str,
+    chunked: bool,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    needs_q: bool,
+    needs_k: bool,
+) -> tuple[Tensor, Tensor]:
     """Rotate the gradients by the transposed matrix."""
     cos, sin = _merged(cos, sin, sections, chunked, style, q_order)
     how = (style, head_axis, rotary_dim, casting, q_order, k_order, q_dtype, k_dtype)

@@ -23,9 +23,15 @@ def of_positions(
 
 
 def _position_angles(
-    like: torch.dtype, position_ids: Tensor, inv_freq: Tensor, scaling: float, sections: str,
-    chunked: bool, casting: str, order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    like: torch.dtype,
+    position_ids: Tensor,
+    inv_freq: Tensor,
+    scaling: float,
+    sections: str,
+    chunked: bool,
+    casting: str,
+    order: str,
+) -> tuple[Tensor, Tensor]:
     """In the dtype of q, as the rotary modules make them; in fp32 where that is inside anyway."""
     made = of_positions(position_ids, inv_freq, scaling, sections, chunked)
     cos, sin = (t if casting == "cohere" else t.to(like) for t in made)
@@ -33,9 +39,19 @@ def _position_angles(
 
 
 def forward(
-    q: Tensor, k: Tensor, position_ids: Tensor, inv_freq: Tensor, scaling: float, sections: str,
-    chunked: bool, style: str, head_axis: int, casting: str, q_order: str, k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    position_ids: Tensor,
+    inv_freq: Tensor,
+    scaling: float,
+    sections: str,
+    chunked: bool,
+    style: str,
+    head_axis: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+) -> tuple[Tensor, Tensor]:
     """Rotate q and k."""
     angles = (scaling, sections, chunked, casting, q_order)
     cos, sin = _position_angles(q.dtype, position_ids, inv_freq, *angles)
@@ -44,11 +60,23 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor], dk_out: Optional[Tensor], inv_freq: Tensor, position_ids: Tensor,
-    scaling: float, sections: str, chunked: bool, style: str, head_axis: int, casting: str,
-    q_order: str, k_order: str, q_dtype: torch.dtype, k_dtype: torch.dtype, needs_q: bool,
+    dq_out: Optional[Tensor],
+    dk_out: Optional[Tensor],
+    inv_freq: Tensor,
+    position_ids: Tensor,
+    scaling: float,
+    sections: str,
+    chunked: bool,
+    style: str,
+    head_axis: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    needs_q: bool,
     needs_k: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Rotate the gradients by the transposed matrix."""
     angles = (scaling, sections, chunked, casting, q_order)
     cos, sin = _position_angles(q_dtype, position_ids, inv_freq, *angles)
