@@ -50,11 +50,11 @@ def _forward_of(kernels: CodedActivation, thin: LowRank) -> Callable[..., Any]:
         codes: Optional[Tensor],
         codes_scale: Optional[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, lead = as_rows(x), x.shape[:-1]
+        x2d, lead = as_rows(x), x.shape[:-1]
         first, second = held(gate_weight, gate_weight_scale), held(up_weight, up_weight_scale)
         left = shared_rows(x, codes, codes_scale, thin.to, first, second)
-        gate = adapted_layer(thin, rows, first, gate_bias, gate_a, gate_b, gate_scale, left)
-        up = adapted_layer(thin, rows, second, up_bias, up_a, up_b, up_scale, left)
+        gate = adapted_layer(thin, x2d, first, gate_bias, gate_a, gate_b, gate_scale, left)
+        up = adapted_layer(thin, x2d, second, up_bias, up_a, up_b, up_scale, left)
         third, left = held(down_weight, down_weight_scale), None
         if isinstance(third, Float8Rows):
             inner, left = kernels.coded(gate, up, activation, down_a is not None)
@@ -98,37 +98,37 @@ def _backward_of(kernels: CodedActivation, thin: LowRank) -> Callable[..., Any]:
         needs_down_a: bool,
         needs_down_b: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        rows, upstream = as_rows(x), as_rows(dy)
+        x2d, dy2d = as_rows(x), as_rows(dy)
         wide = held(down_weight, down_weight_scale)
-        dinner, low = input_gradient(thin, upstream, wide, down_a, down_b, down_scale)
+        dinner, low = input_gradient(thin, dy2d, wide, down_a, down_b, down_scale)
         needs = (needs_down_a, needs_down_b)
         columns = (gate_weight_scale, up_weight_scale) if needs_x else (None, None)
-        wanted = [  # by adapters, and by a weight that is not in FP8
+        needs_output = [  # by adapters, and by a weight that is not in FP8
             b is not None or (needs_x and scale is None)
             for b, scale in ((gate_b, gate_weight_scale), (up_b, up_weight_scale))
         ]
-        made = kernels.coded_gradients(
+        grads = kernels.coded_gradients(
             dinner,
             as_rows(gate),
             as_rows(up),
             activation,
             columns,
-            (wanted[0], wanted[1]),
+            (needs_output[0], needs_output[1]),
             any(needs),
         )
-        dgate, dup, inner, gate_rows, up_rows = made
-        ddown = adapter_gradients(thin, inner, upstream, low, down_a, down_b, down_scale, *needs)
-        del inner, dinner, made
+        dgate, dup, inner, gate_rows, up_rows = grads
+        ddown = adapter_gradients(thin, inner, dy2d, low, down_a, down_b, down_scale, *needs)
+        del inner, dinner, grads
         wide = held(gate_weight, gate_weight_scale)
         dx, low = input_gradient(
             thin, dgate, wide, gate_a, gate_b, gate_scale, None, needs_x, gate_rows
         )
         needs = (needs_gate_a, needs_gate_b)
-        dgates = adapter_gradients(thin, rows, dgate, low, gate_a, gate_b, gate_scale, *needs)
+        dgates = adapter_gradients(thin, x2d, dgate, low, gate_a, gate_b, gate_scale, *needs)
         del dgate, gate_rows
         wide = held(up_weight, up_weight_scale)
         dx, low = input_gradient(thin, dup, wide, up_a, up_b, up_scale, dx, needs_x, up_rows)
-        dups = adapter_gradients(thin, rows, dup, low, up_a, up_b, up_scale, needs_up_a, needs_up_b)
+        dups = adapter_gradients(thin, x2d, dup, low, up_a, up_b, up_scale, needs_up_a, needs_up_b)
         return (dx.view(x.shape) if needs_x else dx, *dgates, *dups, *ddown)
 
     return backward

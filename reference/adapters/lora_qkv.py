@@ -59,12 +59,12 @@ def _forward_of(thin: LowRank) -> Callable[..., Any]:
         codes: Optional[Tensor],
         codes_scale: Optional[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        rows, lead, a = as_rows(x), x.shape[:-1], (q_a, k_a, v_a)
+        x2d, lead, a = as_rows(x), x.shape[:-1], (q_a, k_a, v_a)
         own = (q_weight_scale, k_weight_scale, v_weight_scale)
         wide = _held((q_weight, k_weight, v_weight), own)
         left = shared_rows(x, codes, codes_scale, thin.to, *wide)
-        given = [t for t in a if t is not None] or [rows.new_empty(0, rows.shape[1])]
-        low = thin.narrow(rows, torch.cat(given).t())
+        factors = [t for t in a if t is not None] or [x2d.new_empty(0, x2d.shape[1])]
+        low = thin.narrow(x2d, torch.cat(factors).t())
         layers = zip(
             wide,
             (q_bias, k_bias, v_bias),
@@ -73,13 +73,13 @@ def _forward_of(thin: LowRank) -> Callable[..., Any]:
             (q_scale, k_scale, v_scale),
             strict=True,
         )
-        made = []
+        outputs = []
         for weight, bias, b, part, scale in layers:
-            y = rows.new_empty(0) if weight is None else frozen_linear(rows, weight, bias, left)
+            y = x2d.new_empty(0) if weight is None else frozen_linear(x2d, weight, bias, left)
             if b is not None:
                 thin.add_(y, part, b.t(), scale)
-            made.append(y if weight is None else y.view(*lead, y.shape[1]))
-        return (*made, low.view(*lead, low.shape[1]))  # type: ignore[return-value]
+            outputs.append(y if weight is None else y.view(*lead, y.shape[1]))
+        return (*outputs, low.view(*lead, low.shape[1]))  # type: ignore[return-value]
 
     return forward
 
@@ -116,15 +116,19 @@ def _backward_of(thin: LowRank) -> Callable[..., Any]:
         needs_v_a: bool,
         needs_v_b: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        rows, a, b = as_rows(x), (q_a, k_a, v_a), (q_b, k_b, v_b)
+        x2d, a, b = as_rows(x), (q_a, k_a, v_a), (q_b, k_b, v_b)
         upstream = [dy if dy is None else as_rows(dy) for dy in (dq, dk, dv)]
         needs_a, needs_b = (needs_q_a, needs_k_a, needs_v_a), (needs_q_b, needs_k_b, needs_v_b)
-        scales, lows, wanted = (q_scale, k_scale, v_scale), as_rows(low), needs_x or any(needs_a)
-        parts = zip(a, b, scales, _columns(lows, a), upstream, strict=True)
+        scales, low2d, needs_back = (
+            (q_scale, k_scale, v_scale),
+            as_rows(low),
+            needs_x or any(needs_a),
+        )
+        parts = zip(a, b, scales, _columns(low2d, a), upstream, strict=True)
         adapters = [
             None
             if a is None or b is None or dy is None
-            else Reached(a, b, scale, own, dy, thin.narrow(dy, b) if wanted else own)
+            else Reached(a, b, scale, own, dy, thin.narrow(dy, b) if needs_back else own)
             for a, b, scale, own, dy in parts
         ]
         own = (q_weight_scale, k_weight_scale, v_weight_scale)
@@ -134,17 +138,17 @@ def _backward_of(thin: LowRank) -> Callable[..., Any]:
                 x.shape
             )
         das = _first_gradients(
-            thin, rows, [o for o, n in zip(adapters, needs_a, strict=True) if o and n]
+            thin, x2d, [o for o, n in zip(adapters, needs_a, strict=True) if o and n]
         )
-        found = [dx]
+        gradients = [dx]
         for at, one in enumerate(adapters):
             da, db = (x.new_empty(0) if t is None else t.new_empty(0) for t in (a[at], b[at]))
             if one and needs_a[at]:
                 da = das.pop(0)
             if one and needs_b[at]:
                 db = thin.gradient(one.dy, one.low, one.scale, one.b.dtype)
-            found += [da, db]
-        return tuple(found)  # type: ignore[return-value]
+            gradients += [da, db]
+        return tuple(gradients)  # type: ignore[return-value]
 
     return backward
 
@@ -177,8 +181,8 @@ def _first_gradients(thin: LowRank, rows: Tensor, adapters: Sequence[Reached]) -
     """The gradients of the first factors, each in memory of its own."""
     if not adapters:
         return []
-    made = thin.sums(torch.cat([one.back for one in adapters], 1), rows, adapters[0].a.dtype)
-    own = made.split([one.a.shape[0] for one in adapters])
+    total = thin.sums(torch.cat([one.back for one in adapters], 1), rows, adapters[0].a.dtype)
+    own = total.split([one.a.shape[0] for one in adapters])
     return [part * one.scale for part, one in zip(own, adapters, strict=True)]
 
 

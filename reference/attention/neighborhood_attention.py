@@ -79,12 +79,12 @@ def implement_neighborhood_attention(kernels: Any) -> tuple[Callable[..., Any], 
         ends = _lines(lse.unsqueeze(-1), dilation).squeeze(-1)
         ranges = _neighbors(a, q.shape[2], reach, dilation)
         needs = (needs_q, needs_k, needs_v)
-        found = kernels.backward(
+        gradients = kernels.backward(
             up, a, b, c, None, ranges, out, ends, False, scale, 0.0, *needs, False
         )
         grads = [
             _joined(x, dilation, q.shape[2]) if needed else x
-            for x, needed in zip(found, needs, strict=False)
+            for x, needed in zip(gradients, needs, strict=False)
         ]
         return grads[0], grads[1], grads[2]
 

@@ -116,21 +116,25 @@ def _forward_of(
         scales = None
         if class_weight is not None and reduction == "mean":  # to a mean of one
             by = reduction_of.denominators(
-                target, class_weight, ignore_index, reduction, chunks.kind
+                target, class_weight, ignore_index, reduction, chunks.dtype
             )
             scales = torch.stack((reduction_of.divide(by[1], by[0]), torch.ones_like(by[1])))
-        found = Collected(chunks, spec, outputs)
+        collected = Collected(chunks, spec, outputs)
         into = Accumulator(chunks, hidden, weight, accumulate, needs)
         for place, where, h, t, raw in chunks:
             if any(needs):
-                made = kernels.statistics_and_gradient_(raw, t, class_weight, spec, scales, outputs)
+                stats = kernels.statistics_and_gradient_(
+                    raw, t, class_weight, spec, scales, outputs
+                )
                 into.add(place, where, h, raw)
             else:
-                made = kernels.statistics(raw, t, class_weight, spec, outputs)
-            found.put(where, made)
-        *results, by = kernels.results(found.rows, target, class_weight, spec, reduction, outputs)
+                stats = kernels.statistics(raw, t, class_weight, spec, outputs)
+            collected.put(where, stats)
+        *results, by = kernels.results(
+            collected.rows, target, class_weight, spec, reduction, outputs
+        )
         # a scalar loss has its gradients already
-        low = found.rows.lse_low if reduction == "none" else by.new_empty(0)
+        low = collected.rows.lse_low if reduction == "none" else by.new_empty(0)
         return (*results, low, *into.gradients, by)  # type: ignore[return-value]
 
     return forward
@@ -192,8 +196,8 @@ def _backward_of(
             factor = dloss
         kinds = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)
         return tuple(
-            kernels.scale(g, factor, kind, denominators)
-            for g, kind in zip(gradients, kinds, strict=True)
+            kernels.scale(g, factor, dtype, denominators)
+            for g, dtype in zip(gradients, kinds, strict=True)
         )  # type: ignore[return-value]
 
     return backward

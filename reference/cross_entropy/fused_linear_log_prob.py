@@ -104,10 +104,10 @@ def implement_fused_linear_log_prob(
         spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         plan = ChunkSpec(chunk, budget, compute_dtype, compact)
         chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding)
-        found = Collected(chunks, spec, outputs, loss=False)
+        collected = Collected(chunks, spec, outputs, loss=False)
         for _, where, _, t, raw in chunks:
-            found.put(where, kernels.statistics(raw, t, None, spec, outputs))
-        rows = found.rows
+            collected.put(where, kernels.statistics(raw, t, None, spec, outputs))
+        rows = collected.rows
         return rows.log_prob, rows.entropy, rows.lse, rows.argmax, rows.lse_low
 
     @retried
@@ -148,7 +148,7 @@ def implement_fused_linear_log_prob(
             vocabulary=weight.shape[0],
             objective=spec,
         )
-        upstream, factor = within_range(arrived, spec, chunks.kind)
+        upstream, factor = within_range(arrived, spec, chunks.dtype)
         normalizer = LogSumExp(lse, lse_low)
         for place, where, h, t, raw in chunks:
             kernels.log_prob_gradient_(raw, t, normalizer.at(where), spec, upstream.at(where))

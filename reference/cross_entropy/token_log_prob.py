@@ -29,8 +29,8 @@ def implement_token_log_prob(
         spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         wide = logits if logits.stride(1) == 1 else logits.contiguous()
         rows = kernels.statistics(wide, target, None, spec, outputs)
-        wanted, no = outputs.split(","), rows.lse.new_empty(0)
-        own = rows.log_prob if "log_prob" in wanted else no
+        requested, no = outputs.split(","), rows.lse.new_empty(0)
+        own = rows.log_prob if "log_prob" in requested else no
         return own, rows.entropy, rows.lse, rows.argmax, rows.lse_low
 
     def backward(

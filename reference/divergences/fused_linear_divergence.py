@@ -68,10 +68,10 @@ class Pairs(Chunks):
         )
         super().__init__(hidden, weight, every, bias, objective, plan)
         self.objective, self.marked = objective, target is not None
-        kind = plan.compute_dtype or teacher[0].dtype
+        dtype = plan.compute_dtype or teacher[0].dtype
         self.teacher_hidden = teacher[0]
-        self.teacher_weight = teacher[1].to(kind)
-        self.teacher_bias = None if teacher[2] is None else teacher[2].to(kind)
+        self.teacher_weight = teacher[1].to(dtype)
+        self.teacher_bias = None if teacher[2] is None else teacher[2].to(dtype)
         self.whole_budget = whole_budget
 
     @functools.cached_property
@@ -138,17 +138,17 @@ def _forward_of(
         chunks = Pairs(hidden, weight, target, bias, teacher, spec, plan)
         loss = DivergenceStats.empty(hidden.shape[0], spec, chunks.like).loss.zero_()
         count = valid_rows(target, loss, ignore_index)
-        gain = torch.full_like(count, FP16_GAIN if chunks.kind == torch.float16 else 1.0)
+        gain = torch.full_like(count, FP16_GAIN if chunks.dtype == torch.float16 else 1.0)
         into = Accumulator(chunks, hidden, weight, accumulate, needs)
         for place, where, h, t, raw in chunks:
-            found = loss.new_empty(raw.shape[0])
+            chunk_loss = loss.new_empty(raw.shape[0])
             for part, student, other, marks in chunks.parts(where, t, raw):
                 if any(needs):
                     each = kernels.loss_and_gradient_(student, other, marks, spec, gain)
                 else:
                     each = kernels.statistics(student, other, marks, spec).loss
-                found[part] = each
-            loss[where] = found
+                chunk_loss[part] = each
+            loss[where] = chunk_loss
             if any(needs):
                 into.add(place, where, h, raw)
         by = count if reduction == "mean" else torch.ones_like(count)
@@ -206,7 +206,7 @@ def _backward_of(
             # whatever arrives at an ignored row, NaN too, goes nowhere
             each = dloss if target is None else torch.where(target == ignore_index, 0, dloss)
             arrived = Upstream(each, each, None)
-            upstream, factor = within_range(arrived, chunks.objective, chunks.kind)
+            upstream, factor = within_range(arrived, chunks.objective, chunks.dtype)
             for place, where, h, t, raw in chunks:
                 ups = upstream.grad_target[where].contiguous()
                 for part, student, other, marks in chunks.parts(where, t, raw):
@@ -214,7 +214,7 @@ def _backward_of(
                 into.add(place, where, h, raw)
             gradients = into.gradients
         kinds = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)
-        return tuple(scaled(g, factor, kind) for g, kind in zip(gradients, kinds, strict=True))  # type: ignore[return-value]
+        return tuple(scaled(g, factor, dtype) for g, dtype in zip(gradients, kinds, strict=True))  # type: ignore[return-value]
 
     return backward
 

@@ -99,8 +99,8 @@ def coded_gradient(
     if apart():
         return matmul(dequantized(left, dtype), across.t().to(dtype), onto)
     ones = left.scale.new_ones(across.shape[0])
-    made = product(left, Float8Rows(across, ones), dtype)
-    return made if onto is None else onto.add_(made)
+    y = product(left, Float8Rows(across, ones), dtype)
+    return y if onto is None else onto.add_(y)
 
 
 def frozen_gradient(

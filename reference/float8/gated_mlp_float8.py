@@ -95,36 +95,36 @@ def _backward_of(kernels: CodedActivation, to: Quantizer) -> Callable[..., Any]:
         needs_up_bias: bool,
         needs_down_bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        upstream, kind, down_dtype = as_rows(dy), dy.dtype, down_weight.dtype
+        dy2d, dtype, down_dtype = as_rows(dy), dy.dtype, down_weight.dtype
         gate_weight = read_weight(gate_weight, gate_weight_codes)
         up_weight = read_weight(up_weight, up_weight_codes)
         down_weight = read_weight(down_weight, down_weight_codes)
         left = rows_of(dy, down_scale if down_weight_scale is None else down_weight_scale, to)
-        dproduct = input_gradient(left, down_weight, down_weight_scale, down_scale, to, kind)
+        dproduct = input_gradient(left, down_weight, down_weight_scale, down_scale, to, dtype)
         own = (
             gate_scale if gate_weight_scale is None else gate_weight_scale,
             up_scale if up_weight_scale is None else up_weight_scale,
         )
-        wanted = needs_gate_weight or needs_gate_bias, needs_up_weight or needs_up_bias
+        needs_output = needs_gate_weight or needs_gate_bias, needs_up_weight or needs_up_bias
         dgate, dup, product, gate_rows, up_rows = kernels.coded_gradients(
             dproduct,
             as_rows(gate),
             as_rows(up),
             activation,
             own if needs_x else (None, None),
-            wanted,
+            needs_output,
             needs_down_weight,
         )
         del dproduct
-        ddown = weight_gradient(upstream, product, needs_down_weight, down_dtype)
+        ddown = weight_gradient(dy2d, product, needs_down_weight, down_dtype)
         del product
         dx = gate.new_empty(0)
         if gate_rows is not None and up_rows is not None:
             assert gate_weight is not None
             assert up_weight is not None
-            dx = input_gradient(gate_rows, gate_weight, gate_weight_scale, gate_scale, to, kind)
+            dx = input_gradient(gate_rows, gate_weight, gate_weight_scale, gate_scale, to, dtype)
             del gate_rows
-            dx = input_gradient(up_rows, up_weight, up_weight_scale, up_scale, to, kind, dx)
+            dx = input_gradient(up_rows, up_weight, up_weight_scale, up_scale, to, dtype, dx)
             dx = dx.view(*dy.shape[:-1], gate_weight.shape[1])
         return (
             dx,
@@ -133,7 +133,7 @@ def _backward_of(kernels: CodedActivation, to: Quantizer) -> Callable[..., Any]:
             ddown,
             bias_gradient(dgate, needs_gate_bias),
             bias_gradient(dup, needs_up_bias),
-            bias_gradient(upstream, needs_down_bias),
+            bias_gradient(dy2d, needs_down_bias),
         )
 
     return backward

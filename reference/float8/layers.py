@@ -39,14 +39,14 @@ def layer(
 def input_gradient(
     left: Float8Rows,
     weight: Tensor,
-    given: Optional[Tensor],
+    scale: Optional[Tensor],
     own: Tensor,
     to: Quantizer,
     dtype: torch.dtype,
     onto: Optional[Tensor] = None,
 ) -> Tensor:
     """The gradient of a layer's input; a weight without given scales is rounded by its own."""
-    return coded_gradient(left, weight, own if given is None else None, to, dtype, onto)
+    return coded_gradient(left, weight, own if scale is None else None, to, dtype, onto)
 
 
 def weight_gradient(dy: Tensor, x: Optional[Tensor], needed: bool, dtype: torch.dtype) -> Tensor:

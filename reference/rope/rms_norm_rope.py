@@ -47,8 +47,8 @@ def heads_of(rows: Tensor, like: Tensor, head_axis: int, whole: bool) -> Tensor:
     """The way back."""
     if not whole:
         return rows
-    made: Tensor = rows.unflatten(2, (like.shape[head_axis], like.shape[-1]))
-    return made.movedim(2, head_axis)
+    heads: Tensor = rows.unflatten(2, (like.shape[head_axis], like.shape[-1]))
+    return heads.movedim(2, head_axis)
 
 
 def forward(

@@ -12,8 +12,8 @@ from liger_multi.reference.rope.sections import merged
 def _merged(
     cos: Tensor, sin: Tensor, sections: str, chunked: bool, style: str, order: str
 ) -> tuple[Tensor, Tensor]:
-    made = [merged(t, sections, chunked, style) for t in (cos, sin)]
-    return (made[0], made[1]) if len(order) == 4 else (made[0][0], made[1][0])
+    angles = [merged(t, sections, chunked, style) for t in (cos, sin)]
+    return (angles[0], angles[1]) if len(order) == 4 else (angles[0][0], angles[1][0])
 
 
 def forward(

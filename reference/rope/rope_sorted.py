@@ -53,9 +53,9 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Rotate halves back, then put the channels of each pair side by side."""
     how = ("half", head_axis, rotary_dim, casting, q_order, k_order, q_dtype, k_dtype)
-    made = rope.backward(dq_out, dk_out, cos, sin, *how, needs_q, needs_k)
+    gradients = rope.backward(dq_out, dk_out, cos, sin, *how, needs_q, needs_k)
     outs = []
-    for grad, order in zip(made, (q_order, k_order), strict=True):
+    for grad, order in zip(gradients, (q_order, k_order), strict=True):
         if grad.numel():
             room = rope.dense(grad, order, grad.dtype)
             outs.append(room.copy_(_pairs(grad, rotary_dim)))
