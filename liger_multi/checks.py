@@ -1,4 +1,4 @@
-"""Checks of arguments that operators share; a message quotes what came and what was wanted."""
+"""Checks of arguments that operators share; a message names the requirement and the argument."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def in_checkpoint() -> bool:
 Given = ParamSpec("Given")
 Checked = TypeVar("Checked")
 _VALUES = frozenset({bool, float, int, str, tuple, torch.dtype, type(None)})
-_MOST = 1024  # a program that draws options anew at every call does not fill the memory
+_MOST = 1024  # bounded, for programs that draw options anew at every call
 
 
 def remembered(check: Callable[Given, Checked]) -> Callable[Given, Checked]:
-    """Let a check of values, not of tensors, answer from a table what it was asked before.
+    """Cache the results of a check of values, not of tensors.
 
-    Types are a part of the question, because Python takes 1 for True and for 1.0. A refusal is not
-    remembered, nor is what a compiler asks: its integers may be symbols.
+    Types are part of the key, because Python takes 1 for True and for 1.0. Refusals are not cached,
+    nor are calls of a compiler: its integers may be symbols.
     """
     known: dict[Any, Any] = {}
 
@@ -122,7 +122,7 @@ def integers(op: str, name: str, x: object) -> None:
 
 
 def one_dtype(op: str, tensors: Mapping[str, Tensor | None]) -> list[Tensor | None]:
-    """All tensors in the dtype of the products: autocast's, or the one that all have."""
+    """All tensors in the dtype of the GEMMs: autocast's, or the one that all have."""
     inputs = list(tensors.values())
     dtype = autocast_dtype(inputs[0].device.type)  # type: ignore[union-attr]
     if dtype is not None:
@@ -158,7 +158,7 @@ def same_shape(op: str, **tensors: Tensor) -> None:
 def targets(
     op: str, target: Tensor, rows: tuple[int, ...], like: Tensor, name: str = "target"
 ) -> None:
-    """One class id a row: integers of the rows' shape, on the same device."""
+    """One class id per row: integers of the rows' shape, on the device of ``like``."""
     ids(op, name, target)
     if target.shape != rows:
         raise ValueError(
@@ -237,7 +237,7 @@ def integer(op: str, name: str, value: object) -> int:
 
 
 def constant(op: str, name: str, x: Tensor | None) -> None:
-    """A tensor that the loss has no gradient for does not ask for one."""
+    """Refuse a tensor that requires a gradient which the loss does not have."""
     if x is not None and x.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{op}: {name} has no gradient; pass {name}.detach()")
 

@@ -29,9 +29,8 @@ from liger_multi._torch_private import (
 from liger_multi.checks import meta_autocast
 from liger_multi.dispatch import registry
 from liger_multi.memory.measure import tensors_in
-from liger_multi.memory.meta_kernels import CHUNKED, around_kernels
+from liger_multi.memory.meta_kernels import CHUNKED, SCRATCH, around_kernels
 from liger_multi.memory.recorder import Block, Recorder
-from liger_multi.memory.scratch import SCRATCH
 
 # --- what stands in on the meta device ---
 
