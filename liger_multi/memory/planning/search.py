@@ -286,8 +286,8 @@ class _Search:
     def _simulate_in_two(self, ways: Sequence[Settings], batch: int | None) -> None:
         """Simulate what the search will ask for, one half of it in a second process.
 
-        Settings with extras share next to no simulation with the others. The first one of
-        all stands before the process is copied: it imports the model's class, and tells whether
+        Settings with extras share next to no simulation with the others. The first one of all is
+        simulated before the process is forked: it imports the model's class, and tells whether
         layers are equal.
         """
         passes = self.predictor.passes
