@@ -1,4 +1,4 @@
-"""The gated delta rule beside what the common suite asks: extremes, packing, transformers' own."""
+"""The gated delta rule beyond the common suite: extremes, packing, transformers' own."""
 
 import inspect
 import itertools
@@ -116,7 +116,7 @@ def test_a_large_initial_state():
 
 @pytest.mark.parametrize("length", [8192, pytest.param(32768, marks=pytest.mark.slow)])
 def test_long_sequences(length):
-    """What the recurrence gives where it is run on fp64 without autograd, and fp32 against fp64."""
+    """The recurrence runs in fp64 without autograd; fp32 is compared with fp64."""
     tensors = make_inputs(length, size=16, value=16)
     tensors["g"] *= 0.1
     with torch.no_grad():
@@ -242,7 +242,7 @@ def test_two_calls_that_hand_over_the_state_are_one():
 
 
 def fallback(q, k, v, **options):
-    """That of transformers, which some versions give repeated heads."""
+    """The function of transformers; some versions pass it repeated heads."""
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     run = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
     group = v.shape[2] // q.shape[2]

@@ -1,4 +1,4 @@
-"""Kimi delta attention beside what the common suite asks: extremes, packing, transformers' own."""
+"""Kimi delta attention beyond the common suite: extremes, packing, transformers' own."""
 
 import functools
 import inspect
@@ -300,7 +300,7 @@ def test_a_gate_of_all_channels_is_the_gated_delta_rule(group):
 
 
 def fallback(q, k, v, **options):
-    """That of transformers, which is given repeated heads."""
+    """The function of transformers, which is passed repeated heads."""
     modeling = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
     body = inspect.unwrap(modeling.chunk_kimi_delta_attention)
     q, k = (x.repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q, k))
@@ -358,7 +358,7 @@ def test_compiles_to_one_graph():
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers of a tensor that is made."""
+    """Records the number of elements of the largest tensor that is allocated."""
 
     numbers = 0
 

@@ -1,4 +1,4 @@
-"""Attention over lists of keys, and indexers, beside what the common suite asks.
+"""Attention over lists of keys, and indexers, beyond the common suite.
 
 Extremes, packing, lists that name wrong keys, the loss of an indexer, and dense attention.
 """

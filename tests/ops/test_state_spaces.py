@@ -1,4 +1,4 @@
-"""Scans of Mamba beside what the common suite asks: extremes, packing, transformers' own."""
+"""Scans of Mamba beyond the common suite: extremes, packing, transformers' own."""
 
 import inspect
 import itertools
@@ -331,7 +331,7 @@ def test_equals_transformers(op, length):
 
 
 def test_bf16_is_as_exact_as_transformers():
-    """Of transformers' results, which are fp32, what bf16 holds."""
+    """Compared with transformers' fp32 results, rounded to bf16."""
     tensors = {n: t for n, t in heads(300).items() if n not in ("z", "initial_state")}
     tensors = {n: t.bfloat16() for n, t in tensors.items()}
     modeling = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
@@ -387,7 +387,7 @@ def test_spans_and_blocks_change_nothing(op, monkeypatch):
 
 
 def test_states_kept_for_backward(monkeypatch):
-    """Those that shorter sequences end with; none where there is one span."""
+    """They are the last states of shorter sequences; one span keeps none."""
     from liger_multi.reference.linear_attention import selective_scan
 
     monkeypatch.setattr(selective_scan, "SPAN", 8)
