@@ -1,4 +1,4 @@
-"""Time, memory and error of every operator beside others: what a run of the benchmark does.
+"""Time, memory and error of every operator and of its peers: what a run of the benchmark does.
 
 Operator x sample x provider in one process. A provider whose result is outside of the tolerance of
 the tests gets no time. Rounds interleave the providers, medians are reported, and percent of the

@@ -234,17 +234,6 @@ def test_no_result_depends_on_the_chunk(name, device, dtype, reduction):
 
 
 @every
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_frozen_inputs(name, device, frozen):
-    """Hidden states without a gradient do not stop the weight's, and the other way round."""
-    x, w, y, v, t = heads(device=device)
-    (x if frozen == "hidden" else w).requires_grad_(False)
-    leaf, place = (w, 1) if frozen == "hidden" else (x, 0)
-    (grad,) = torch.autograd.grad(fused(name, x, w, y, v, t, chunk=16), leaf)
-    assert excess(grad, exact(name, x, w, y, v, t)[1][place], torch.float32) <= 1
-
-
-@every
 def test_the_teacher_is_a_constant(name, device):
     """Its head needs no detach; logits of a teacher that require a gradient are refused."""
     x, w, y, v, t = heads(device=device)

@@ -151,12 +151,6 @@ def test_every_subset_of_outputs_and_upstream_gradients(device, outputs):
         assert torch.equal(out.argmax, exact.argmax)
 
 
-def test_only_the_argmax(device):
-    x, w, t, _ = head(device=device)
-    out = log_prob(x, w, t, outputs=("argmax",))
-    assert torch.equal(out.argmax, torch.where(t == -100, -1, (x @ w.mT).argmax(-1)))
-
-
 def test_the_first_maximum_wins(device):
     x, w = torch.eye(4, device=device), torch.zeros(90, 4, device=device)
     w[13], w[70] = 3.0, 3.0
