@@ -141,8 +141,8 @@ def test_rows_are_kept_as_they_come(tmp_path, monkeypatch):
 
 
 def test_parts_are_the_whole():
-    whole = [(case.identity, v) for case, v in static_table.wanted(Ask("gfx942", "suite"))]
-    parts = [static_table.wanted(Ask("gfx942", "suite", part=(i, 3))) for i in (1, 2, 3)]
+    whole = [(case.identity, v) for case, v in static_table.requested(Ask("gfx942", "suite"))]
+    parts = [static_table.requested(Ask("gfx942", "suite", part=(i, 3))) for i in (1, 2, 3)]
     assert sorted(map(repr, whole)) == sorted(repr((c.identity, v)) for p in parts for c, v in p)
 
 

@@ -143,7 +143,7 @@ def _pair_gradient_kernel(
 
 def _constants(spec: DivergenceSpec, name: str, x: Tensor) -> dict[str, int]:
     return {
-        "KIND": KINDS[spec.kind],
+        "KIND": KINDS[spec.formula],
         "FORM": FORMS[spec.form],
         "TEACHER_FORM": FORMS[spec.teacher_form],
         "BLOCK": block_of(name, x, x.shape[1]),

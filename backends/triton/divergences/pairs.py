@@ -505,7 +505,7 @@ def _beta(spec: DivergenceSpec) -> float | None:
 
 
 def _constants(spec: DivergenceSpec, block: int) -> tuple[int, ...]:
-    return KINDS[spec.kind], FORMS[spec.form], FORMS[spec.teacher_form], block
+    return KINDS[spec.formula], FORMS[spec.form], FORMS[spec.teacher_form], block
 
 
 def _rows(
