@@ -208,7 +208,7 @@ def installed(name: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def wanted() -> tuple[set[str], set[str]]:
+def required() -> tuple[set[str], set[str]]:
     """Functions that torch_npu takes from CANN, and the libraries it wants them from."""
     home = installed("torch_npu")
     every = sorted(home.rglob("*.so"))
@@ -242,7 +242,7 @@ def source(names: set[str]) -> str:
 
 def make(folder: Path) -> None:
     """Write the libraries."""
-    names, libraries = wanted()
+    names, libraries = required()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "stub.c").write_text(source(names))
     (folder / "empty.c").write_text("int cann_stub;\n")
@@ -288,15 +288,15 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--check", action="store_true", help="print why not, and build nothing")
     parser.add_argument("--stubs", action="store_true", help="the stub libraries alone, as folder")
-    given = parser.parse_args()
-    if given.stubs:
-        make(given.folder)
+    options = parser.parse_args()
+    if options.stubs:
+        make(options.folder)
         return 0
-    folder, reason = given.folder.absolute(), refusal()
+    folder, reason = options.folder.absolute(), refusal()
     if reason is not None:
-        print(f"the Ascend levels {reason}", file=sys.stdout if given.check else sys.stderr)
+        print(f"the Ascend levels {reason}", file=sys.stdout if options.check else sys.stderr)
         return 3
-    if given.check:
+    if options.check:
         return 0
     print(f"building {folder} (minutes, once)", file=sys.stderr)
     try:

@@ -188,8 +188,8 @@ def _attention_scores(
     q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
     hidden = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool)
     if sparse == 3:
-        wanted = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-        limit(mask is not None and torch.equal(mask.bool(), wanted), "the mask of sparse_mode 3")
+        upper = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+        limit(mask is not None and torch.equal(mask.bool(), upper), "the mask of sparse_mode 3")
         hidden = torch.ones_like(hidden).triu(k.shape[2] - q.shape[2] + 1)
         limit(not bool(hidden.all(1).any()), "a query that sees no key wants inner_precise 2")
     else:
@@ -220,8 +220,10 @@ def npu_fusion_attention_v3(
     **others: Any,
 ) -> tuple[Tensor, ...]:
     """The result, eight copies of every row's maximum and sum, and what dropout would leave."""
-    given = (pse, padding_mask, prefix, actual_seq_qlen, actual_seq_kvlen)
-    limit(all(x is None for x in given) and keep_prob == 1.0, "options that nothing here wants")
+    unsupported = (pse, padding_mask, prefix, actual_seq_qlen, actual_seq_kvlen)
+    limit(
+        all(x is None for x in unsupported) and keep_prob == 1.0, "options that nothing here wants"
+    )
     wide, keys, values, hidden = _attention_scores(
         q, k, v, head_num, input_layout, atten_mask, sparse_mode, others
     )
@@ -265,9 +267,9 @@ def npu_fusion_attention_grad_v3(
     groups = (k.shape[2], head_num // k.shape[2])
     # over 65 537 queries a CPU's product adds in an order that costs a tolerance of fp32
     sums = ((x.mT.double() @ w.double()) for x, w in ((ds, wide), (p, up)))
-    made = [ds @ keys, *(total.unflatten(1, groups).sum(2) for total in sums)]
-    found = [x.transpose(1, 2).to(q.dtype).contiguous() for x in made]
-    return *found, q.new_empty(0), torch.zeros(())
+    sums_by_head = [ds @ keys, *(total.unflatten(1, groups).sum(2) for total in sums)]
+    gradients = [x.transpose(1, 2).to(q.dtype).contiguous() for x in sums_by_head]
+    return *gradients, q.new_empty(0), torch.zeros(())
 
 
 @reference

@@ -100,9 +100,9 @@ def folder() -> Path:
 
 def used() -> set[str]:
     """Names of torch_npu's operators in the backend's sources."""
-    found = set()
+    names = set()
     for file in folder().rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.ops.npu":
-                found.add(node.attr)
-    return found
+                names.add(node.attr)
+    return names

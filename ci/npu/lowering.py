@@ -158,10 +158,12 @@ def caught(handle: Callable[[Launch], None], chip: Chip = CHIPS["Ascend910B3"]) 
     original = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        made = bind(self, args, kwargs, grid)
-        if math.prod(made.grid) > LARGEST_GRID:
-            raise RuntimeError(f"{made.name}: a grid of {made.grid}; Ascend takes {LARGEST_GRID}")
-        handle(made)
+        launch = bind(self, args, kwargs, grid)
+        if math.prod(launch.grid) > LARGEST_GRID:
+            raise RuntimeError(
+                f"{launch.name}: a grid of {launch.grid}; Ascend takes {LARGEST_GRID}"
+            )
+        handle(launch)
 
     JITFunction.run = run
     try:
@@ -210,8 +212,8 @@ def first_error(text: str) -> str:
     """The line of a compiler's output that says what is wrong."""
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [n for n in lines if "error:" in n.lower() and "Failed to run" not in n]
-    found = [n for n in errors if "hivmc" not in n] or lines
-    return re.sub(r'loc\("[^"]*":', "loc(", found[0])[:400] if found else ""
+    candidates = [n for n in errors if "hivmc" not in n] or lines
+    return re.sub(r'loc\("[^"]*":', "loc(", candidates[0])[:400] if candidates else ""
 
 
 def host(value: Any) -> Any:
@@ -336,21 +338,21 @@ def _call(*command: str | Path) -> None:
 
 
 def _runtime() -> Path:
-    made = CACHE / "runtime.o"
-    if not made.exists():
+    path = CACHE / "runtime.o"
+    if not path.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         own = CACHE / f"runtime-{os.getpid()}"
         own.with_suffix(".c").write_text(RUNTIME)
         _call("gcc", "-c", *FLAGS[1:], "-o", own.with_suffix(".o"), own.with_suffix(".c"))
-        own.with_suffix(".o").rename(made)
-    return made
+        own.with_suffix(".o").rename(path)
+    return path
 
 
-def _build(launch: Launch, chip: Chip, made: Path) -> None:
+def _build(launch: Launch, chip: Chip, path: Path) -> None:
     lowered = lower(launch, chip)
     # what has no numeric meaning has no upstream lowering either
     kept = [n for n in lowered.text.splitlines() if not re.match(r"\s*(annotation\.mark|gpu\.)", n)]
-    own = made.with_name(f"{made.stem}-{os.getpid()}")
+    own = path.with_name(f"{path.stem}-{os.getpid()}")
     source, opened, code = (own.with_suffix(s) for s in (".mlir", ".llvm.mlir", ".o"))
     source.write_text("\n".join(kept))
     _call(BIN / "bishengir-opt", source, *PASSES, "-o", opened)
@@ -367,21 +369,21 @@ def _build(launch: Launch, chip: Chip, made: Path) -> None:
     for file in (source, opened, code):
         file.unlink()
     library.with_suffix(".name").write_text(lowered.metadata["kernel_name"])
-    library.with_suffix(".name").rename(made.with_suffix(".name"))
-    library.rename(made)
+    library.with_suffix(".name").rename(path.with_suffix(".name"))
+    library.rename(path)
 
 
 def _function(launch: Launch, chip: Chip) -> tuple[Any, Any]:
-    found = _loaded.get(launch.key)
-    if found is None:
+    entry = _loaded.get(launch.key)
+    if entry is None:
         CACHE.mkdir(parents=True, exist_ok=True)
-        made = CACHE / f"{launch.key[:32]}.so"
-        if not made.exists():
-            _build(launch, chip, made)
-        library = ctypes.CDLL(str(made.absolute()))
-        name = made.with_suffix(".name").read_text()
-        found = _loaded[launch.key] = (library, getattr(library, name))
-    return found
+        path = CACHE / f"{launch.key[:32]}.so"
+        if not path.exists():
+            _build(launch, chip, path)
+        library = ctypes.CDLL(str(path.absolute()))
+        name = path.with_suffix(".name").read_text()
+        entry = _loaded[launch.key] = (library, getattr(library, name))
+    return entry
 
 
 def _memory(address: int, size: int) -> list[Any]:
@@ -400,12 +402,16 @@ def run(launch: Launch, chip: Chip = CHIPS["Ascend910B3"]) -> None:
     launched[launch.name] += 1
     scratch = ctypes.create_string_buffer(1 << 16)
     address = ctypes.addressof(scratch)
-    given = _memory(address, 4096) + _memory(address, 1 << 16)
-    for name, kind in launch.signature.items():
+    c_args = _memory(address, 4096) + _memory(address, 1 << 16)
+    for name, triton_type in launch.signature.items():
         if name in launch.constants:
             continue
         value = launch.arguments[name]
-        given += _memory(host(value), value.numel()) if kind[0] == "*" else [SCALARS[kind](value)]
+        c_args += (
+            _memory(host(value), value.numel())
+            if triton_type[0] == "*"
+            else [SCALARS[triton_type](value)]
+        )
     grid = (*launch.grid, 1, 1)[:3]
     programs = list(itertools.product(*map(range, grid[::-1])))
     if os.environ.get("ASCEND_GRID") == "reversed":
@@ -413,7 +419,7 @@ def run(launch: Launch, chip: Chip = CHIPS["Ascend910B3"]) -> None:
     function.restype = None
     for z, y, x in programs:
         library.kernel_reset()
-        function(*given, *[ctypes.c_int32(i) for i in (*grid, x, y, z)])
+        function(*c_args, *[ctypes.c_int32(i) for i in (*grid, x, y, z)])
 
 
 @contextlib.contextmanager
@@ -458,8 +464,8 @@ def buffer_bytes(code: str) -> int:
     for function in code.split("func.func")[1:]:  # names of values are per function
         constant = {m[0]: int(m[1]) for m in CONSTANT.findall(function)}
         for where, shape in CAST.findall(function):
-            *sizes, kind = shape.split("x")
-            bits = BITS.get(kind, 64)
+            *sizes, element = shape.split("x")
+            bits = BITS.get(element, 64)
             for size in sizes:
                 bits *= int(size) if size.isdigit() else 0
             names = [a.strip(" %") for a in where.split("[")[0].split(",")]
@@ -519,9 +525,9 @@ def _compiled(launch: Launch, chip: Chip) -> Verdict:
             "--enable-print-memory-allocated-size" if chip.a5 else "--enable-hivm-compile=true",
         ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        said, made = done.stdout + done.stderr, code.read_text() if code.exists() else ""
-    passed = done.returncode == 0 or ("Cannot find hivmc" in said and made)
-    if passed and "inline_asm" in made:
+        said, linalg = done.stdout + done.stderr, code.read_text() if code.exists() else ""
+    passed = done.returncode == 0 or ("Cannot find hivmc" in said and linalg)
+    if passed and "inline_asm" in linalg:
         passed, said = False, "error: inline assembly, which the compiler hands on unread"
     if not passed:
         full = OVERFLOW.search(said)
@@ -531,14 +537,14 @@ def _compiled(launch: Launch, chip: Chip) -> Verdict:
             else first_error(said) or f"exit {done.returncode}"
         )
         return Verdict(launch.name, chip.name, wrong, room=chip.buffer)
-    told = re.findall(r"Allocated UB size = (\d+) bits", said)
+    sizes = re.findall(r"Allocated UB size = (\d+) bits", said)
     return Verdict(
         launch.name,
         chip.name,
         "",
-        int(told[-1]) // 8 if told else buffer_bytes(made),
+        int(sizes[-1]) // 8 if sizes else buffer_bytes(linalg),
         chip.buffer,
-        scalar_loops(made),
+        scalar_loops(linalg),
         lowered.text.count("ExtractedLoadOrStore"),
         "set enable-auto-multi-buffer to false" not in said,
     )

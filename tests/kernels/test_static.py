@@ -140,8 +140,8 @@ def test_rows_are_kept_as_they_come(tmp_path, monkeypatch):
 
 
 def test_parts_are_the_whole():
-    whole = [(case.identity, v) for case, v in static_table.wanted(Ask("gfx942", "suite"))]
-    parts = [static_table.wanted(Ask("gfx942", "suite", part=(i, 3))) for i in (1, 2, 3)]
+    whole = [(case.identity, v) for case, v in static_table.requested(Ask("gfx942", "suite"))]
+    parts = [static_table.requested(Ask("gfx942", "suite", part=(i, 3))) for i in (1, 2, 3)]
     assert sorted(map(repr, whole)) == sorted(repr((c.identity, v)) for p in parts for c, v in p)
 
 
@@ -344,7 +344,7 @@ def test_a_changed_source_or_launch_makes_a_table_stale(monkeypatch):
     finally:
         update(source)
     assert static_table.sources(name) == before
-    monkeypatch.setattr(static_table, "_told", lambda: {name: "another launch"})
+    monkeypatch.setattr(static_table, "_launch_texts", lambda: {name: "another launch"})
     assert static_table.sources(name) != before
 
 
