@@ -38,14 +38,14 @@ from liger_multi.ops.fused_linear_log_prob import OUTPUTS
 
 def modules() -> list[type[nn.Module]]:
     """The generated modules, in the order of their file."""
-    found = [v for v in vars(operator_losses).values() if isinstance(v, type)]
-    found = [v for v in found if v.__module__ == operator_losses.__name__]
-    return [v for v in found if issubclass(v, nn.Module)]
+    classes = [v for v in vars(operator_losses).values() if isinstance(v, type)]
+    classes = [v for v in classes if v.__module__ == operator_losses.__name__]
+    return [v for v in classes if issubclass(v, nn.Module)]
 
 
 def _attributes(module: type[nn.Module]) -> list[str]:
-    given = inspect.signature(module).parameters.values()
-    return [f"    {p.name}: {p.annotation}" for p in given]
+    parameters = inspect.signature(module).parameters.values()
+    return [f"    {p.name}: {p.annotation}" for p in parameters]
 
 
 def _method(module: type[nn.Module], name: str) -> str:
@@ -96,12 +96,14 @@ ASKED = {
 def several(function: Callable[..., Any]) -> bool:
     """Whether the type of the result depends on an argument."""
     signature = inspect.signature(function)
-    made = signature.return_annotation
-    return isinstance(made, types.UnionType) and not ASKED.keys().isdisjoint(signature.parameters)
+    annotation = signature.return_annotation
+    return isinstance(annotation, types.UnionType) and not ASKED.keys().isdisjoint(
+        signature.parameters
+    )
 
 
 def overloads(function: Callable[..., Any]) -> str:
-    """One overload for what is usual, one for more, and one for what is known at run time only."""
+    """Three overloads: the usual result, the extended one, and one for a flag known at run time."""
     signature = inspect.signature(function)
     usual, more = map(_name, signature.return_annotation.__args__)
     parameters = list(signature.parameters.values())
@@ -109,34 +111,41 @@ def overloads(function: Callable[..., Any]) -> str:
     lines = [_parameter(p) for p in parameters if p.name != asks]
     lines.insert([p.kind for p in parameters].index(inspect.Parameter.KEYWORD_ONLY), "*")
     text = ""
-    for kind, result in zip(ASKED[asks], (usual, more, f"{usual} | {more}"), strict=True):
-        given = "".join(f"    {line},\n" for line in (*lines, f"{asks}: {kind}"))
+    for literal, result in zip(ASKED[asks], (usual, more, f"{usual} | {more}"), strict=True):
+        given = "".join(f"    {line},\n" for line in (*lines, f"{asks}: {literal}"))
         text += f"@overload\ndef {function.__name__}(\n{given}) -> {result}: ...\n"
     return text
 
 
-def _name(made: Any) -> str:
+def _name(annotation: Any) -> str:
     """A type as it is written where its operators are known."""
-    ours = made.__module__.startswith("liger_multi.")
-    return str(made.__name__) if ours else inspect.formatannotation(made)
+    ours = annotation.__module__.startswith("liger_multi.")
+    return str(annotation.__name__) if ours else inspect.formatannotation(annotation)
 
 
-def _parameter(given: inspect.Parameter) -> str:
-    default = "" if given.default is given.empty else " = ..."
-    kind = re.sub(r"liger_multi\.ops\.\w+\.", "", inspect.formatannotation(given.annotation))
-    return f"{given.name}: {kind}{default}"
+def _parameter(parameter: inspect.Parameter) -> str:
+    default = "" if parameter.default is parameter.empty else " = ..."
+    annotation = re.sub(
+        r"liger_multi\.ops\.\w+\.", "", inspect.formatannotation(parameter.annotation)
+    )
+    return f"{parameter.name}: {annotation}{default}"
 
 
 def operators() -> str:
     """The text of the stub of ``liger_multi.ops``."""
     source = Path(ops.__file__).read_text(encoding="utf-8")
     imports = re.findall(r"^from [^(\n]+(?:\([^)]*\))?\n", source, re.M)
-    found = {name: getattr(ops, name) for name in ops.__all__}
-    made = {n: f for n, f in found.items() if inspect.isfunction(f) and several(f)}
-    kept = [line for line in imports if re.findall(r"\w+", line)[-1] not in made]
+    functions = {name: getattr(ops, name) for name in ops.__all__}
+    annotation = {n: f for n, f in functions.items() if inspect.isfunction(f) and several(f)}
+    kept = [line for line in imports if re.findall(r"\w+", line)[-1] not in annotation]
     public = "".join(f'    "{name}",\n' for name in ops.__all__)
     return "".join(
-        [OPERATORS_HEAD, *kept, f"\n__all__ = [\n{public}]\n\n", *map(overloads, made.values())]
+        [
+            OPERATORS_HEAD,
+            *kept,
+            f"\n__all__ = [\n{public}]\n\n",
+            *map(overloads, annotation.values()),
+        ]
     )
 
 

@@ -198,8 +198,8 @@ def info(chip: Chip) -> DeviceInfo:
 
 
 def _call(op: str, tensors: dict[str, T], options: dict[str, object], dtype: torch.dtype) -> None:
-    inputs = Sample("case", tensors, options).make("npu", dtype)
-    result = getattr(ops, op)(**inputs, **options)
+    arguments = Sample("case", tensors, options).make("npu", dtype)
+    result = getattr(ops, op)(**arguments, **options)
     parts = [result] if isinstance(result, torch.Tensor) else list(result)
     outs = [p for p in parts if p is not None and p.requires_grad]
     torch.autograd.backward(outs, [torch.ones_like(p) for p in outs])
@@ -364,31 +364,31 @@ def compiled(
     launches: list[Launch], chip: Chip
 ) -> tuple[list[tuple[Launch, lowering.Verdict]], tuple[Launch, lowering.Verdict] | None]:
     """Verdicts of forms up to the first that does not fit, and that one."""
-    passed: list[tuple[Launch, lowering.Verdict]] = []
+    verdicts: list[tuple[Launch, lowering.Verdict]] = []
     for launch in launches:
         verdict = lowering.compile_by_vendor(launch, chip)
         if not fits(verdict):
-            return passed, (launch, verdict)
-        passed.append((launch, verdict))
-    return passed, None
+            return verdicts, (launch, verdict)
+        verdicts.append((launch, verdict))
+    return verdicts, None
 
 
 def search(name: str, chip: Chip, size: int) -> Found:
     """The largest block of a kernel: down from where its hungriest form still compiles."""
     refused = None
     for block in reversed(SIZES):
-        passed, refusal = compiled(forms(chip, size, block)[name], chip)
+        verdicts, refusal = compiled(forms(chip, size, block)[name], chip)
         if refusal is None:
-            return Found(block, tuple(passed), refused)
+            return Found(block, tuple(verdicts), refused)
         refused = refusal
     raise RuntimeError(f"{name}: no block of {SIZES} fits {chip.name}: {refused}")
 
 
 def constants(launch: Launch) -> str:
     """How a form differs from others."""
-    values = launch.constants.items()
-    parts = [f"{n}={v}" for n, v in values if v is not None and n != "BLOCK"]
-    absent = [n.removesuffix("_ptr") for n, v in values if v is None]
+    items = launch.constants.items()
+    parts = [f"{n}={v}" for n, v in items if v is not None and n != "BLOCK"]
+    absent = [n.removesuffix("_ptr") for n, v in items if v is None]
     kinds = sorted({v for v in launch.signature.values() if v[0] == "*"} - {"*i8", "*i64"})
     return " ".join([*parts, *kinds, *(["without " + ",".join(absent)] if absent else [])])
 

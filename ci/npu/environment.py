@@ -208,7 +208,7 @@ def installed(name: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def required() -> tuple[set[str], set[str]]:
+def requirements() -> tuple[set[str], set[str]]:
     """Functions that torch_npu takes from CANN, and the libraries it wants them from."""
     home = installed("torch_npu")
     every = sorted(home.rglob("*.so"))
@@ -242,7 +242,7 @@ def source(names: set[str]) -> str:
 
 def make(folder: Path) -> None:
     """Write the libraries."""
-    names, libraries = required()
+    names, libraries = requirements()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "stub.c").write_text(source(names))
     (folder / "empty.c").write_text("int cann_stub;\n")

@@ -188,8 +188,11 @@ def _attention_scores(
     q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
     hidden = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool)
     if sparse == 3:
-        upper = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-        limit(mask is not None and torch.equal(mask.bool(), upper), "the mask of sparse_mode 3")
+        expected_mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+        limit(
+            mask is not None and torch.equal(mask.bool(), expected_mask),
+            "the mask of sparse_mode 3",
+        )
         hidden = torch.ones_like(hidden).triu(k.shape[2] - q.shape[2] + 1)
         limit(not bool(hidden.all(1).any()), "a query that sees no key wants inner_precise 2")
     else:
@@ -267,9 +270,9 @@ def npu_fusion_attention_grad_v3(
     groups = (k.shape[2], head_num // k.shape[2])
     # over 65 537 queries a CPU's product adds in an order that costs a tolerance of fp32
     sums = ((x.mT.double() @ w.double()) for x, w in ((ds, wide), (p, up)))
-    sums_by_head = [ds @ keys, *(total.unflatten(1, groups).sum(2) for total in sums)]
-    gradients = [x.transpose(1, 2).to(q.dtype).contiguous() for x in sums_by_head]
-    return *gradients, q.new_empty(0), torch.zeros(())
+    gradients = [ds @ keys, *(total.unflatten(1, groups).sum(2) for total in sums)]
+    converted = [x.transpose(1, 2).to(q.dtype).contiguous() for x in gradients]
+    return *converted, q.new_empty(0), torch.zeros(())
 
 
 @reference

@@ -110,8 +110,8 @@ class Count(TorchDispatchMode):
         self.launches[name] += 1
         self.bytes += sum(_memory(t) for t in tensors)
 
-    def outputs(self, tensors: list[Tensor]) -> None:
-        """Results, whose memory may be new."""
+    def allocated(self, tensors: list[Tensor]) -> None:
+        """Track the memory of results, which may be new."""
         self.alive = {k: held for k, held in self.alive.items() if not held[0].expired()}
         for t in tensors:
             weak = StorageWeakRef(t.untyped_storage())
@@ -129,19 +129,19 @@ class Count(TorchDispatchMode):
             return out
         if func.overloadpacket.__name__ not in NOT_STARTED:
             self.add(func.name(), [*inputs.values(), *(t for t in results if id(t) not in inputs)])
-        self.outputs([t for t in results if id(t) not in inputs])
+        self.allocated([t for t in results if id(t) not in inputs])
         return out
 
 
 @contextlib.contextmanager
-def counted(implementation: Any) -> Iterator[Count]:
+def counted(modules: Any) -> Iterator[Count]:
     """Count what runs inside, kernels of this implementation included."""
     count = Count()
 
     def start(kernel: Any, pieces: int, *args: Any, **constants: Any) -> None:
         count.add(kernel.__name__, [t for t in args if isinstance(t, Tensor)])
 
-    home = importlib.import_module(implementation.forward.__module__)
+    home = importlib.import_module(modules.forward.__module__)
     started = (
         mock.patch.object(home, "start", start)
         if hasattr(home, "start")
@@ -156,7 +156,7 @@ def run(op: str, backend: str, tokens: int, batch: int = 1) -> dict[str, Count]:
     case, implementation = CASES[op], module(backend, op)
     counts = {}
     with FakeTensorMode(), torch.no_grad():
-        inputs: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             n: torch.empty(
                 [{"T": tokens, "B": batch}.get(s, s) for s in shape],
                 device=NPU,
@@ -165,17 +165,17 @@ def run(op: str, backend: str, tokens: int, batch: int = 1) -> dict[str, Count]:
             for n, shape in case.shapes.items()
         }
         contract = importlib.import_module(f"liger_multi.ops.{op}").op
-        inputs |= case.options | {f"needs_{n}": True for n in inputs}
+        arguments |= case.options | {f"needs_{n}": True for n in arguments}
         for way, half, function in (
             ("forward", contract.fwd, implementation.forward),
             ("backward", contract.bwd, implementation.backward),
         ):
             absent = {n: n[:6] != "needs_" and None for n in half.params}
             with counted(implementation) as count:
-                outputs = function(**{n: inputs.get(n, absent[n]) for n in half.params})
-            inputs["dy"] = outputs[0] if isinstance(outputs, tuple) else outputs
+                output = function(**{n: arguments.get(n, absent[n]) for n in half.params})
+            arguments["dy"] = output[0] if isinstance(output, tuple) else output
             counts[way] = count
-            del outputs
+            del output
     return counts
 
 

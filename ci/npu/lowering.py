@@ -212,8 +212,8 @@ def first_error(text: str) -> str:
     """The line of a compiler's output that says what is wrong."""
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [n for n in lines if "error:" in n.lower() and "Failed to run" not in n]
-    candidates = [n for n in errors if "hivmc" not in n] or lines
-    return re.sub(r'loc\("[^"]*":', "loc(", candidates[0])[:400] if candidates else ""
+    reported = [n for n in errors if "hivmc" not in n] or lines
+    return re.sub(r'loc\("[^"]*":', "loc(", reported[0])[:400] if reported else ""
 
 
 def host(value: Any) -> Any:
@@ -374,16 +374,16 @@ def _build(launch: Launch, chip: Chip, path: Path) -> None:
 
 
 def _function(launch: Launch, chip: Chip) -> tuple[Any, Any]:
-    entry = _loaded.get(launch.key)
-    if entry is None:
+    loaded = _loaded.get(launch.key)
+    if loaded is None:
         CACHE.mkdir(parents=True, exist_ok=True)
         path = CACHE / f"{launch.key[:32]}.so"
         if not path.exists():
             _build(launch, chip, path)
         library = ctypes.CDLL(str(path.absolute()))
         name = path.with_suffix(".name").read_text()
-        entry = _loaded[launch.key] = (library, getattr(library, name))
-    return entry
+        loaded = _loaded[launch.key] = (library, getattr(library, name))
+    return loaded
 
 
 def _memory(address: int, size: int) -> list[Any]:
@@ -402,15 +402,15 @@ def run(launch: Launch, chip: Chip = CHIPS["Ascend910B3"]) -> None:
     launched[launch.name] += 1
     scratch = ctypes.create_string_buffer(1 << 16)
     address = ctypes.addressof(scratch)
-    c_args = _memory(address, 4096) + _memory(address, 1 << 16)
-    for name, triton_type in launch.signature.items():
+    arguments = _memory(address, 4096) + _memory(address, 1 << 16)
+    for name, type_name in launch.signature.items():
         if name in launch.constants:
             continue
         value = launch.arguments[name]
-        c_args += (
+        arguments += (
             _memory(host(value), value.numel())
-            if triton_type[0] == "*"
-            else [SCALARS[triton_type](value)]
+            if type_name[0] == "*"
+            else [SCALARS[type_name](value)]
         )
     grid = (*launch.grid, 1, 1)[:3]
     programs = list(itertools.product(*map(range, grid[::-1])))
@@ -419,7 +419,7 @@ def run(launch: Launch, chip: Chip = CHIPS["Ascend910B3"]) -> None:
     function.restype = None
     for z, y, x in programs:
         library.kernel_reset()
-        function(*c_args, *[ctypes.c_int32(i) for i in (*grid, x, y, z)])
+        function(*arguments, *[ctypes.c_int32(i) for i in (*grid, x, y, z)])
 
 
 @contextlib.contextmanager
@@ -464,8 +464,8 @@ def buffer_bytes(code: str) -> int:
     for function in code.split("func.func")[1:]:  # names of values are per function
         constant = {m[0]: int(m[1]) for m in CONSTANT.findall(function)}
         for where, shape in CAST.findall(function):
-            *sizes, element = shape.split("x")
-            bits = BITS.get(element, 64)
+            *sizes, type_name = shape.split("x")
+            bits = BITS.get(type_name, 64)
             for size in sizes:
                 bits *= int(size) if size.isdigit() else 0
             names = [a.strip(" %") for a in where.split("[")[0].split(",")]
@@ -525,9 +525,9 @@ def _compiled(launch: Launch, chip: Chip) -> Verdict:
             "--enable-print-memory-allocated-size" if chip.a5 else "--enable-hivm-compile=true",
         ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        said, linalg = done.stdout + done.stderr, code.read_text() if code.exists() else ""
-    passed = done.returncode == 0 or ("Cannot find hivmc" in said and linalg)
-    if passed and "inline_asm" in linalg:
+        said, assembly = done.stdout + done.stderr, code.read_text() if code.exists() else ""
+    passed = done.returncode == 0 or ("Cannot find hivmc" in said and assembly)
+    if passed and "inline_asm" in assembly:
         passed, said = False, "error: inline assembly, which the compiler hands on unread"
     if not passed:
         full = OVERFLOW.search(said)
@@ -542,9 +542,9 @@ def _compiled(launch: Launch, chip: Chip) -> Verdict:
         launch.name,
         chip.name,
         "",
-        int(sizes[-1]) // 8 if sizes else buffer_bytes(linalg),
+        int(sizes[-1]) // 8 if sizes else buffer_bytes(assembly),
         chip.buffer,
-        scalar_loops(linalg),
+        scalar_loops(assembly),
         lowered.text.count("ExtractedLoadOrStore"),
         "set enable-auto-multi-buffer to false" not in said,
     )

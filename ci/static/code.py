@@ -149,20 +149,20 @@ def _widths(widths: Iterable[int]) -> dict[int, int]:
 DWORDS = {"x4": 16, "x3": 12, "x2": 8, "": 4}
 
 
-def _amd_width(suffix: str) -> int:
+def _amd_width(kind: str) -> int:
     """Bytes of an access from what stands behind ``load_`` or ``store_``."""
-    if match := re.match(r"dword(x[234])?$", suffix):
-        return DWORDS[match[1] or ""]
-    if match := re.match(r"b(\d+)$", suffix):
-        return int(match[1]) // 8
-    return 2 if re.search(r"short|16", suffix) else 1
+    if found := re.match(r"dword(x[234])?$", kind):
+        return DWORDS[found[1] or ""]
+    if found := re.match(r"b(\d+)$", kind):
+        return int(found[1]) // 8
+    return 2 if re.search(r"short|16", kind) else 1
 
 
 def _amd(text: str) -> dict[str, Any]:
     body = text.partition(".amdhsa_kernel")[0]
     names = re.findall(r"^\t([a-z]\w+)", body, re.MULTILINE)
     access = [re.match(r"(global|buffer|flat)_(load|store)_(\w+)$", name) for name in names]
-    accesses = [(m[1], m[2], _amd_width(m[3].removeprefix("lds_"))) for m in access if m]
+    found = [(m[1], m[2], _amd_width(m[3].removeprefix("lds_"))) for m in access if m]
 
     def number(key: str) -> int:
         value = re.search(rf"\.{key}:\s*(\d+)", text)
@@ -171,14 +171,13 @@ def _amd(text: str) -> dict[str, Any]:
     return {
         "registers": number("vgpr_count"),
         "spills": number("vgpr_spill_count") * 4 + number("private_segment_fixed_size"),
-        "loads": _widths(width for _, direction, width in accesses if direction == "load"),
-        "stores": _widths(width for _, direction, width in accesses if direction == "store"),
+        "loads": _widths(width for _, kind, width in found if kind == "load"),
+        "stores": _widths(width for _, kind, width in found if kind == "store"),
         **{
-            f"unbounded_{direction}s": sum(
-                space != "buffer" and width == 16 and direction == which
-                for space, which, width in accesses
+            f"unbounded_{kind}s": sum(
+                space != "buffer" and width == 16 and kind == which for space, which, width in found
             )
-            for direction in ("load", "store")
+            for kind in ("load", "store")
         },
         "matrix": tuple(sorted({n for n in names if re.match(r"v_(s?mfma|s?wmma)", n)})),
         "instructions": len(names),

@@ -33,14 +33,14 @@ class Instruction(NamedTuple):
 
 def _parsed(listing: str) -> tuple[list[Instruction], dict[str, int]]:
     """Instructions, and the number of the one that follows each label."""
-    instructions: list[Instruction] = []
+    found: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
         if label := LABEL.match(line):
-            labels[label[1]] = len(instructions)
+            labels[label[1]] = len(found)
         elif m := LINE.search(line):
-            instructions.append(Instruction(int(m[1], 16), bool(m[2]), m[3], m[4].strip()))
-    return instructions, labels
+            found.append(Instruction(int(m[1], 16), bool(m[2]), m[3], m[4].strip()))
+    return found, labels
 
 
 def _next(code: list[Instruction], labels: dict[str, int], at: int) -> list[int]:

@@ -204,14 +204,14 @@ def _source(kernel: Any) -> str:
 
 def formulas(case: StaticCase) -> tuple[str, ...]:
     """The sources of jitted functions among the constants of a launch."""
-    values = case.constants.values()
-    return tuple(_source(value) for value in values if isinstance(value, JITFunction))
+    constants = case.constants.values()
+    return tuple(_source(value) for value in constants if isinstance(value, JITFunction))
 
 
 def _key(case: StaticCase, target: Target, variant: Variant) -> str:
     sources = (_source(case.kernel), *formulas(case))
-    facts = (_reader(), *sources, case.identity, str(target.gpu), variant)
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
+    parts = (_reader(), *sources, case.identity, str(target.gpu), variant)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @functools.cache
@@ -256,15 +256,15 @@ def facts_of(arch: str, case: StaticCase) -> Code:
 
 def compiled(ask: Ask, places: Sequence[int]) -> list[tuple[int, dict[str, Any] | str]]:
     """Facts of some of the rows asked for, or why the compiler made none."""
-    pairs, results = requested(ask), []
+    pairs, outcomes = requested(ask), []
     for i in places:
         result: dict[str, Any] | str
         try:
             result = dataclasses.asdict(report(pairs[i][0], TARGETS[ask.arch], pairs[i][1]))
         except Exception as error:  # one failure is a row of the report
             result = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        results.append((i, result))
-    return results
+        outcomes.append((i, result))
+    return outcomes
 
 
 def pool(jobs: int | None = None) -> concurrent.futures.ProcessPoolExecutor:
@@ -408,9 +408,7 @@ NOT_READ = ("_zero_groups_", "_sinkhorn_", "_multi_token_zero_", "_ssd_gates_", 
 def streamed(case: StaticCase, code: Code) -> int:
     """Bytes a thread that a streaming kernel loads at a time: 16, or all that its tile has."""
     widths = [
-        BYTES.get(triton_type, 16)
-        for triton_type in case.signature.values()
-        if triton_type[0] == "*"
+        BYTES.get(type_name, 16) for type_name in case.signature.values() if type_name[0] == "*"
     ]
     tile = case.constant("ROWS", 1) * case.constant("BLOCK", 2**20)
     return max(1, min(16, tile * min(widths, default=16) // code.threads))
@@ -430,10 +428,10 @@ def failures(row: Row) -> list[str]:
     # the table shows what those spill
     if code.spills > may_spill(case, row.arch) and row.variant.aligned:
         wrong.append(f"{code.spills} bytes of spilled registers")
-    needed = streamed(case, code)
+    required = streamed(case, code)
     reads = not case.name.startswith(NOT_READ)
-    if reads and case.streams and row.variant.aligned and code.widest_load < needed:
-        wrong.append(f"loads {code.widest_load} bytes at a time, wanted {needed}")
+    if reads and case.streams and row.variant.aligned and code.widest_load < required:
+        wrong.append(f"loads {code.widest_load} bytes at a time, wanted {required}")
     if code.swaps:
         wrong.append(f"{code.swaps} compare-and-swap instructions")
     if code.narrow_atomics:
@@ -505,7 +503,7 @@ def _bad(code: Code) -> list[str]:
     said += [f"{code.swaps} swaps"] if code.swaps else []
     said += [f"{code.narrow_atomics} 16-bit atomics"] if code.narrow_atomics else []
     lost = {"loads": code.unbounded_loads, "stores": code.unbounded_stores}
-    return said + [f"{count} unbounded {direction}" for direction, count in lost.items() if count]
+    return said + [f"{count} unbounded {what}" for what, count in lost.items() if count]
 
 
 def _short(row: Row) -> str:
@@ -560,19 +558,19 @@ def compiled_by(arch: str) -> str:
 
 
 @functools.cache
-def _launch_texts() -> dict[str, str]:
+def _told() -> dict[str, str]:
     """For every kernel, the launches of its baseline."""
-    launches: dict[str, list[str]] = {}
+    digests: dict[str, list[str]] = {}
     for arch in TARGETS:
         for case, variant in suite(arch):
             text = " ".join([arch, case.label, case.identity, variant.name, *formulas(case)])
-            launches.setdefault(case.name, []).append(text)
-    return {name: "\n".join(lines) for name, lines in launches.items()}
+            digests.setdefault(case.name, []).append(text)
+    return {name: "\n".join(lines) for name, lines in digests.items()}
 
 
 def sources(name: str) -> str:
     """A hash of a kernel's statements, of those that it calls, and of its launches."""
-    text = text_of(kernels()[name]) + _launch_texts().get(name, "")
+    text = text_of(kernels()[name]) + _told().get(name, "")
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -607,10 +605,10 @@ def write_baseline(rows: Sequence[Row]) -> None:
                 f"{arch}.txt is of triton {compiled_by(arch)}, this is {triton.__version__}: "
                 "write every kernel, without --kernel"
             )
-        written = {name: block(name, [r for r in own if r.case.name == name]) for name in names}
+        blocks = {name: block(name, [r for r in own if r.case.name == name]) for name in names}
         path = BASELINE / f"{arch}.txt"
         old = path.read_text(encoding="utf-8") if path.exists() else ""
-        new = page(arch, {**kept, **written})
+        new = page(arch, {**kept, **blocks})
         if old != new:
             path.write_text(new, encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
@@ -625,8 +623,8 @@ def write_table(arch: str) -> str:
     from ci.static.cases import calls
     from ci.static.launch import entries, write
 
-    low_precision = {label: call for label, call in calls().items() if "float32" not in label}
-    return str(write(TARGETS[arch].info, entries(arch, low_precision, facts_of)).relative_to(ROOT))
+    chosen = {label: call for label, call in calls().items() if "float32" not in label}
+    return str(write(TARGETS[arch].info, entries(arch, chosen, facts_of)).relative_to(ROOT))
 
 
 def _part(text: str) -> tuple[int, int]:

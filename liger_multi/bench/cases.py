@@ -139,17 +139,17 @@ def scaled(op: str, sample: Sample, itemsize: int, limit_bytes: float, operation
         divisors = {**divisors, key: divisors.get(key, 1) * 2}
 
 
-def select(kind: str, pattern: str, known: Sequence[str]) -> list[str]:
+def select(noun: str, pattern: str, known: Sequence[str]) -> list[str]:
     """The names that a comma-joined list of globs means; ValueError names the nearest."""
-    found: list[str] = []
+    names: list[str] = []
     for part in filter(None, (p.strip() for p in pattern.split(","))):
         hits = [name for name in known if fnmatch.fnmatchcase(name, part)]
         if not hits:
-            raise ValueError(unknown(kind, part, known))
-        found += hits
-    if not found:
-        raise ValueError(f"no {kind} named by {pattern!r}: '*' means all {len(known)}")
-    return [name for name in known if name in found]
+            raise ValueError(unknown(noun, part, known))
+        names += hits
+    if not names:
+        raise ValueError(f"no {noun} named by {pattern!r}: '*' means all {len(known)}")
+    return [name for name in known if name in names]
 
 
 def cases(
@@ -161,12 +161,12 @@ def cases(
         for op in select("operator", ops, operators())
     }
     known = list(dict.fromkeys(s.name for each in bench.values() for s in each))
-    wanted = select("sample", names, known)
+    selected = select("sample", names, known)
     return [
         scaled(op, s, dtype.itemsize, *limits) if limits else Case(op, s, {})
         for op, each in bench.items()
         for s in each
-        if s.name in wanted
+        if s.name in selected
     ]
 
 
@@ -176,13 +176,13 @@ def cases(
 def draw(sample: Sample, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """The inputs, drawn on the device: a billion fp64 numbers on the host take minutes."""
     generator = torch.Generator(device).manual_seed(0)
-    made = {}
+    tensors = {}
     for name, spec in sample.tensors.items():
         if spec.classes:
             ids = torch.randint(spec.classes, spec.shape, generator=generator, device=device)
             order = torch.arange(ids.numel(), device=device).reshape(spec.shape)
             drop = order < round(spec.ignored * ids.numel())
-            made[name] = ids.masked_fill(drop, spec.ignore_index)
+            tensors[name] = ids.masked_fill(drop, spec.ignore_index)
             continue
         shape = (1, *spec.shape[1:]) if spec.layout == "expanded" else spec.shape
         options = {"generator": generator, "device": device, "dtype": torch.float32}
@@ -193,10 +193,12 @@ def draw(sample: Sample, device: torch.device, dtype: torch.dtype) -> dict[str, 
         )
         values = spec.formed(values).to(spec.dtype or dtype)
         laid = samples._LAYOUTS[spec.layout](values, spec.shape)
-        made[name] = laid.requires_grad_(spec.grad)
-    for name in {"cos", "sin"} & made.keys():
-        made[name] = of_pairs(made[name], next(iter(made.values())), sample.options.get("style"))
-    return made
+        tensors[name] = laid.requires_grad_(spec.grad)
+    for name in {"cos", "sin"} & tensors.keys():
+        tensors[name] = of_pairs(
+            tensors[name], next(iter(tensors.values())), sample.options.get("style")
+        )
+    return tensors
 
 
 def of_pairs(angles: Tensor, turned: Tensor, style: object) -> Tensor:
@@ -239,12 +241,12 @@ def reference(case: Case, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         return differentiable(getattr(ops, name)(**tensors, **options))
 
 
-def differentiable(found: Any) -> tuple[Tensor, ...]:
+def differentiable(output: Any) -> tuple[Tensor, ...]:
     """What has gradients of that which a call returned: of a loss, nothing that stands beside."""
-    found = getattr(found, "loss", found)
-    if isinstance(found, Tensor):
-        return (found,)
-    return tuple(t for t in found if isinstance(t, Tensor) and t.is_floating_point())
+    output = getattr(output, "loss", output)
+    if isinstance(output, Tensor):
+        return (output,)
+    return tuple(t for t in output if isinstance(t, Tensor) and t.is_floating_point())
 
 
 @dataclass(frozen=True)
@@ -279,9 +281,9 @@ def truth(
         results = tuple(r if r.ndim else r * _share(case, tensors, part) for r in results)
         ups = [(up[part] if r.ndim else up).to(dtype) for r, up in zip(results, douts, strict=True)]
         pairs = [(r, up) for r, up in zip(results, ups, strict=True) if r.requires_grad]
-        smooth, given = ([pair[i] for pair in pairs] for i in (0, 1))
-        found = torch.autograd.grad(smooth, [wide[n] for n in grads], given)
-        for name, grad in zip(grads, found, strict=True):
+        smooth, args = ([pair[i] for pair in pairs] for i in (0, 1))
+        gradients = torch.autograd.grad(smooth, [wide[n] for n in grads], args)
+        for name, grad in zip(grads, gradients, strict=True):
             if name in rows or not grads[name]:
                 grads[name].append(grad)
             else:
@@ -298,12 +300,12 @@ def truth(
 def _widest(case: Case) -> int:
     """The most columns that a formula has of a row."""
     shapes = case.shapes
-    found = [shapes[n][-1] for n, t in case.sample.tensors.items() if not t.classes and shapes[n]]
-    found += [t.classes for t in case.sample.tensors.values()]
+    widths = [shapes[n][-1] for n, t in case.sample.tensors.items() if not t.classes and shapes[n]]
+    widths += [t.classes for t in case.sample.tensors.values()]
     experts = shapes.get("gate_up_weight", ())
     if len(experts) == 3:  # a token has a row for each of its experts
-        found.append(shapes["index"][-1] * max(shapes["x"][-1], experts[1]))
-    return max(1, *found)
+        widths.append(shapes["index"][-1] * max(shapes["x"][-1], experts[1]))
+    return max(1, *widths)
 
 
 def _widen(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -328,7 +330,7 @@ def error(got: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]
     """Largest error in units of the tolerance (1 passes), and relative error in the 2-norm."""
     if got.shape != exact.shape:
         return math.inf, math.inf
-    kind = max(dtype, got.dtype, key=lambda d: torch.finfo(d).eps)
+    acc_dtype = max(dtype, got.dtype, key=lambda d: torch.finfo(d).eps)
     finite = torch.where(exact.isfinite(), exact.abs(), 0)
     largest = finite.max().reshape(1) if exact.numel() else exact.new_zeros(1)
     del finite
@@ -336,7 +338,7 @@ def error(got: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]
     for ours, right in _pieces(got, exact):
         # The tolerance refers to the largest value of the whole tensor: hand it to every piece.
         ours, right = torch.cat([ours.to(right), largest]), torch.cat([right, largest])
-        worst = max(worst, tolerance.excess(ours, right, kind))
+        worst = max(worst, tolerance.excess(ours, right, acc_dtype))
         wrong = torch.where(ours == right, 0, ours - right)  # of equal infinities, nothing
         squares += float(wrong.double().square().sum())
         norms += float(right[:-1][right[:-1].isfinite()].double().square().sum())

@@ -40,17 +40,17 @@ def place(request):
 @pytest.mark.parametrize(
     "dtypes", [(HALF, HALF, HALF), (HALF, HALF, WIDE), (HALF, WIDE, HALF), (WIDE, WIDE, WIDE)]
 )
-@pytest.mark.parametrize("kind", ["llama", "olmo2", "gemma"])
-def test_the_norm_of_a_sum_is_bit_exact_to_transformers(kind, dtypes):
-    module = pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}")
-    stock = {"llama": "LlamaRMSNorm", "olmo2": "Olmo2RMSNorm", "gemma": "GemmaRMSNorm"}[kind]
+@pytest.mark.parametrize("model_type", ["llama", "olmo2", "gemma"])
+def test_the_norm_of_a_sum_is_bit_exact_to_transformers(model_type, dtypes):
+    module = pytest.importorskip(f"transformers.models.{model_type}.modeling_{model_type}")
+    stock = {"llama": "LlamaRMSNorm", "olmo2": "Olmo2RMSNorm", "gemma": "GemmaRMSNorm"}[model_type]
     norm = getattr(module, stock)(96, eps=1e-5).to(dtypes[2])
     torch.nn.init.normal_(norm.weight)
     options = {
         "llama": {},
         "olmo2": {"casting": "olmo"},
         "gemma": {"casting": "gemma", "offset": 1.0},
-    }[kind]
+    }[model_type]
     x, residual = (torch.randn(7, 5, 96).to(d) for d in dtypes[:2])
     ours = ops.fused_add_rms_norm(x, residual, norm.weight, 1e-5, **options)
     total = x + residual
@@ -88,9 +88,9 @@ def against_fp64(op, tensors, options=None):
     wide = {n: t.detach().double().requires_grad_() for n, t in leaves.items()}
     right = FORMULAS[op](**wide, **options)
     up = torch.randn(result.shape, dtype=torch.float64).to(result)
-    found = torch.autograd.grad(result, list(leaves.values()), up)
+    gradients = torch.autograd.grad(result, list(leaves.values()), up)
     exact = torch.autograd.grad(right, list(wide.values()), up.double())
-    pairs = zip((result.detach(), *found), (right.detach(), *exact), strict=True)
+    pairs = zip((result.detach(), *gradients), (right.detach(), *exact), strict=True)
     return [excess(got, true, dtype) for got, true in pairs]
 
 
@@ -265,9 +265,15 @@ BAD = [
 
 
 KINDS = (
-    "gated_rms_norm", "group_norm", "poly_norm", "modulated_rms_norm", "dyt", "relu_squared",
-    "swiglu_clamped", "swiglu_clamped_packed",
-)  # fmt: skip
+    "gated_rms_norm",
+    "group_norm",
+    "poly_norm",
+    "modulated_rms_norm",
+    "dyt",
+    "relu_squared",
+    "swiglu_clamped",
+    "swiglu_clamped_packed",
+)
 DTYPES = pytest.mark.parametrize("dtypes", [(HALF, HALF), (HALF, WIDE), (WIDE, WIDE)])
 
 
@@ -287,10 +293,10 @@ def stock(family, name, *arguments, **options):
         pytest.skip(f"this transformers has no {name}")
     if not set(options) <= set(inspect.signature(getattr(module, name)).parameters):
         pytest.skip(f"{name} of this transformers takes no {', '.join(options)}")
-    made = getattr(module, name)(*arguments, **options)
-    for parameter in made.parameters():
+    layer = getattr(module, name)(*arguments, **options)
+    for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    return made
+    return layer
 
 
 def equal(got, right):
@@ -318,15 +324,15 @@ GATED = {
         ("falcon_h1", "FalconH1RMSNormGated", 24, 1e-6, 3, False),
         AFTER | {"casting": "olmo", "group_size": 8},
     ),
-}  # fmt: skip
+}
 
 
 @DTYPES
-@pytest.mark.parametrize("kind", GATED)
-def test_gated_norms_are_bit_exact_to_transformers(kind, dtypes):
-    named, options = GATED[kind]
+@pytest.mark.parametrize("model_type", GATED)
+def test_gated_norms_are_bit_exact_to_transformers(model_type, dtypes):
+    named, options = GATED[model_type]
     # FalconH1's is told the number of groups
-    size = {n: v for n, v in options.items() if n == "group_size" and "falcon" not in kind}
+    size = {n: v for n, v in options.items() if n == "group_size" and "falcon" not in model_type}
     norm = stock(*named, **size).to(dtypes[1])
     x, gate = (torch.randn(2, 5, 24).to(dtypes[0]) for _ in range(2))
     equal(ops.gated_rms_norm(x, gate, norm.weight, 1e-6, **options), norm(x, gate))
@@ -430,8 +436,8 @@ def test_the_clamped_activation_is_that_of_gpt_oss(dtype):
     equal(ours, right)
     equal(ops.swiglu_clamped(x[..., ::2], x[..., 1::2]), right)
     upstream = torch.randn_like(right)
-    (got,), (wanted,) = (torch.autograd.grad(y, x, upstream) for y in (ours, right))
-    assert excess(got, wanted.double(), dtype) <= 1
+    (got,), (expected,) = (torch.autograd.grad(y, x, upstream) for y in (ours, right))
+    assert excess(got, expected.double(), dtype) <= 1
 
 
 # --- statistics and sums ---
@@ -596,9 +602,9 @@ BAD += [
 ]
 
 
-@pytest.mark.parametrize(("run", "kind", "message"), BAD, ids=range(len(BAD)))
-def test_bad_input_is_named(run, kind, message):
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize(("run", "error", "message"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_named(run, error, message):
+    with pytest.raises(error, match=message):
         run()
 
 

@@ -15,9 +15,16 @@ from liger_multi.testing import FORMULAS
 from tests import harness
 
 NAMES = (
-    "cross_entropy", "cross_entropy_inplace", "fused_linear_cross_entropy", "fused_linear_log_prob",
-    "token_log_prob", "selective_log_softmax", "kl_div", "jsd", "tvd",
-)  # fmt: skip
+    "cross_entropy",
+    "cross_entropy_inplace",
+    "fused_linear_cross_entropy",
+    "fused_linear_log_prob",
+    "token_log_prob",
+    "selective_log_softmax",
+    "kl_div",
+    "jsd",
+    "tvd",
+)
 
 
 @pytest.fixture(autouse=True)

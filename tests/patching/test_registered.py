@@ -120,14 +120,14 @@ def test_a_kind_of_a_user(registered):
 def test_the_example_of_the_page_runs():
     page = Path(__file__).parents[2] / "docs" / "recognition.md"
     section = page.read_text(encoding="utf-8").split("## Custom modules")[1].partition("\n## ")[0]
-    found = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-    assert len(found) == 2
+    actual = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    assert len(actual) == 2
     namespace = {"__name__": "page"}
-    for block in found:
+    for block in actual:
         exec(compile(block, "recognition.md", "exec"), namespace)
 
 
-def test_registrations_that_cannot_be():
+def test_invalid_registrations():
     for item, name in ((probe, None), (probe, "rms_norm"), (3, "three")):
         with pytest.raises(PatchError):
             register(item, name)

@@ -100,12 +100,12 @@ def mlp(x, gate, up, down, first=1.0, last=1.0):
 
 
 def experts(x, gate_up, down, index, routing):
-    made = torch.zeros_like(x)
+    out = torch.zeros_like(x)
     for k in range(index.shape[1]):
         for t, e in enumerate(index[:, k].tolist()):
             gate, up = (gate_up[e] @ x[t]).chunk(2)
-            made[t] = made[t] + routing[t, k] * (down[e] @ (F.silu(gate) * up))
-    return made
+            out[t] = out[t] + routing[t, k] * (down[e] @ (F.silu(gate) * up))
+    return out
 
 
 def coefficients(x, phi, b, *alphas):
@@ -164,7 +164,8 @@ CASES = {
         lambda z, t: cross_entropy(z),
     ),
     "LigerJSDFunction": (
-        (log_probs(6, 11), log_probs(6, 11), TARGET, 0.3), lambda q, p, t: divergence(q, p),
+        (log_probs(6, 11), log_probs(6, 11), TARGET, 0.3),
+        lambda q, p, t: divergence(q, p),
     ),
     "LigerKLDivLossFunction": (
         (log_probs(6, 11), log_probs(6, 11).exp()),
@@ -179,13 +180,12 @@ CASES = {
         lambda p, q, t: tvd(p, q)[VALID].sum() / VALID.sum(),
     ),
     "LigerTVDLossFunction none": (
-        (log_probs(6, 11).exp(), log_probs(6, 11).exp(), None, "none"), tvd,
+        (log_probs(6, 11).exp(), log_probs(6, 11).exp(), None, "none"),
+        tvd,
     ),
     "LigerFusedCETVDFunction": (
         (R(6, 11), R(6, 11), TARGET),
-        lambda z, y, t: (
-            each(z), torch.where(VALID, tvd(z.softmax(-1), y.softmax(-1)).sum(-1), 0)
-        ),
+        lambda z, y, t: (each(z), torch.where(VALID, tvd(z.softmax(-1), y.softmax(-1)).sum(-1), 0)),
     ),
     "LigerVocabParallelCEFunction": (
         (R(3, 2, 11), TARGET.reshape(3, 2), None, -100, 0.1, "pytorch", "global"),
@@ -200,14 +200,18 @@ CASES = {
         lambda x, w, t, b: (
             each(x @ w.T + b, label_smoothing=0.1).sum()
             + 0.1 * (x @ w.T + b).logsumexp(-1)[VALID].square().sum(),
-            0.1 * (x @ w.T + b).logsumexp(-1)[VALID].square().sum().detach(), None, None,
+            0.1 * (x @ w.T + b).logsumexp(-1)[VALID].square().sum().detach(),
+            None,
+            None,
         ),
     ),
     "LigerFusedLinearScaledCrossEntropyFunction": (
-        (R(6, 8), R(11, 8), TARGET, 0.7, -100, 1, True, IDS), lambda x, w, t, i: scaled(x, w, i),
+        (R(6, 8), R(11, 8), TARGET, 0.7, -100, 1, True, IDS),
+        lambda x, w, t, i: scaled(x, w, i),
     ),
     "LigerFusedLinearScaledCrossEntropyFunction alone": (
-        (R(6, 8), R(11, 8), TARGET), lambda x, w, t: each(x @ w.T),
+        (R(6, 8), R(11, 8), TARGET),
+        lambda x, w, t: each(x @ w.T),
     ),
     "LigerFusedLinearJSDFunction": (
         (R(6, 8), R(11, 8), R(6, 5), R(11, 5), TARGET, 0.3, -100, 2.0),
@@ -224,41 +228,53 @@ CASES = {
         lambda x, w, p: kl_of_head(x, w, p, False, 11),
     ),
     "LigerRMSNormFunction": (
-        (R(3, 4, 8), R(8), 1e-5, 1.0, "gemma"), lambda x, w: rms(x, w, 1e-5, 1.0),
+        (R(3, 4, 8), R(8), 1e-5, 1.0, "gemma"),
+        lambda x, w: rms(x, w, 1e-5, 1.0),
     ),
     "LigerFusedAddRMSNormFunction": (
-        (R(3, 4, 8), R(3, 4, 8), R(8), 1e-5), lambda x, r, w: (rms(x + r, w, 1e-5), x + r),
+        (R(3, 4, 8), R(3, 4, 8), R(8), 1e-5),
+        lambda x, r, w: (rms(x + r, w, 1e-5), x + r),
     ),
     "LigerModulatedRMSNormFunction": (
         (R(2, 3, 8), R(8), R(2, 8), R(2, 8), 1e-5),
         lambda x, w, a, b: rms(x, w, 1e-5) * (1 + a[:, None]) + b[:, None],
     ),
     "LigerLayerNormFunction": (
-        (R(3, 4, 8), R(8), R(8), 1e-5), lambda x, w, b: F.layer_norm(x, (8,), w, b, 1e-5),
+        (R(3, 4, 8), R(8), R(8), 1e-5),
+        lambda x, w, b: F.layer_norm(x, (8,), w, b, 1e-5),
     ),
     "LigerGroupNormFunction": (
-        (R(2, 6, 8), R(6), R(6), 6, 3, 1e-5), lambda x, w, b: F.group_norm(x, 3, w, b, 1e-5),
+        (R(2, 6, 8), R(6), R(6), 6, 3, 1e-5),
+        lambda x, w, b: F.group_norm(x, 3, w, b, 1e-5),
     ),
     "LigerPolyNormFunction": (
-        (R(3, 4, 8), R(3), torch.tensor(0.5)), lambda x, w, b: poly(x, w, b, 1e-6),
+        (R(3, 4, 8), R(3), torch.tensor(0.5)),
+        lambda x, w, b: poly(x, w, b, 1e-6),
     ),
     "LigerDyTFunction": (
-        (R(3, 8), R(1), R(8), R(8)), lambda x, a, g, b: g * torch.tanh(a * x) + b,
+        (R(3, 8), R(1), R(8), R(8)),
+        lambda x, a, g, b: g * torch.tanh(a * x) + b,
     ),
     "LigerReLUSquaredFunction": ((R(3, 8),), lambda x: F.relu(x).square()),
     "LigerSoftmaxFunction": ((R(3, 8),), lambda x: x.softmax(-1)),
     "LigerSparsemaxFunction": (
         (torch.tensor([[0.3, 0.1, -2.0], [0.0, 3.0, 0.1]]), -1),
-        lambda x: torch.stack([
-            torch.stack([(1 + x[0, 0] - x[0, 1]) / 2, (1 - x[0, 0] + x[0, 1]) / 2, 0 * x[0, 2]]),
-            torch.stack([0 * x[1, 0], 1 + 0 * x[1, 1], 0 * x[1, 2]]),
-        ]),
+        lambda x: torch.stack(
+            [
+                torch.stack(
+                    [(1 + x[0, 0] - x[0, 1]) / 2, (1 - x[0, 0] + x[0, 1]) / 2, 0 * x[0, 2]]
+                ),
+                torch.stack([0 * x[1, 0], 1 + 0 * x[1, 1], 0 * x[1, 2]]),
+            ]
+        ),
     ),
     "LigerSiLUMulFunction": (
-        (R(3, 8), R(3, 8), 1.5, 0.7), lambda a, b: F.silu(1.5 * a) * b * 0.7,
+        (R(3, 8), R(3, 8), 1.5, 0.7),
+        lambda a, b: F.silu(1.5 * a) * b * 0.7,
     ),
     "LigerGELUMulFunction": (
-        (R(3, 8), R(3, 8)), lambda a, b: F.gelu(a, approximate="tanh") * b,
+        (R(3, 8), R(3, 8)),
+        lambda a, b: F.gelu(a, approximate="tanh") * b,
     ),
     "LigerFusedGateUpSiLUMulFunction": ((R(3, 16),), lambda y: F.silu(y[:, :8]) * y[:, 8:]),
     "LigerRopeFunction": (
@@ -279,15 +295,29 @@ CASES = {
         lambda *tensors: mlp(*tensors, 1.5, 0.5),
     ),
     "LigerFusedMoEFunction": (
-        (R(5, 8), R(3, 8, 8), R(3, 8, 4), INDEX, R(5, 2).softmax(-1)), experts,
+        (R(5, 8), R(3, 8, 8), R(3, 8, 4), INDEX, R(5, 2).softmax(-1)),
+        experts,
     ),
     "LigerMHCCoeffsFunction": (
-        (R(3, 4, 8), R(32, 24) * 0.1, R(24), R(1)[0], R(1)[0], R(1)[0], True, 20, 1e-6, 1e-3, 1e-6,
-         2.0),
+        (
+            R(3, 4, 8),
+            R(32, 24) * 0.1,
+            R(24),
+            R(1)[0],
+            R(1)[0],
+            R(1)[0],
+            True,
+            20,
+            1e-6,
+            1e-3,
+            1e-6,
+            2.0,
+        ),
         coefficients,
     ),
     "LigerMHCPreFunction": (
-        (R(3, 4, 8), R(3, 4)), lambda x, h: (h.unsqueeze(-1) * x).sum(-2),
+        (R(3, 4, 8), R(3, 4)),
+        lambda x, h: (h.unsqueeze(-1) * x).sum(-2),
     ),
     "LigerMHCPostResFunction": (
         (R(3, 4, 8), R(3, 8), R(3, 4), R(3, 4, 4)),
@@ -295,20 +325,26 @@ CASES = {
     ),
     "LigerAttnResFunction": ((R(3, 2, 4, 8), R(8), R(8), 1e-6), over_depth),
     "LigerMultiTokenAttentionFunction": (
-        (R(2, 2, 8, 8), R(2, 2, 3, 3), R(2), 1, 1), many_tokens,
+        (R(2, 2, 8, 8), R(2, 2, 3, 3), R(2), 1, 1),
+        many_tokens,
     ),
     "LigerFusedNeighborhoodAttentionFunction": (
-        (R(2, 2, 16, 8), R(2, 2, 16, 8), R(2, 2, 16, 8), 5), near_tokens,
+        (R(2, 2, 16, 8), R(2, 2, 16, 8), R(2, 2, 16, 8), 5),
+        near_tokens,
     ),
     "LigerEmbeddingFunction": ((R(7, 8), FEW), lambda w, i: w[i]),
-}  # fmt: skip
+}
 
 CONSTANT = {  # arguments that get no gradient, as there
-    "LigerJSDFunction": (1,), "LigerKLDivLossFunction": (1,), "LigerTVDLossFunction": (1,),
-    "LigerFusedCETVDFunction": (1,), "LigerFusedLinearJSDFunction": (2, 3),
-    "LigerFusedLinearKLDivFunction": (2,), "LigerRopeFunction": (2, 3),
+    "LigerJSDFunction": (1,),
+    "LigerKLDivLossFunction": (1,),
+    "LigerTVDLossFunction": (1,),
+    "LigerFusedCETVDFunction": (1,),
+    "LigerFusedLinearJSDFunction": (2, 3),
+    "LigerFusedLinearKLDivFunction": (2,),
+    "LigerRopeFunction": (2, 3),
     "LigerQwen2VLMRopeFunction": (2, 3),
-}  # fmt: skip
+}
 
 
 def leaves(args, dtype):
@@ -324,8 +360,8 @@ def gradients(outputs, inputs):
     seeds = draw(1)
     outs = [o for o in outputs if o is not None and o.requires_grad]
     total = sum((o * seeds(*o.shape).to(o.dtype)).sum() for o in outs)
-    wanted = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
-    return torch.autograd.grad(total, wanted, allow_unused=True)
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    return torch.autograd.grad(total, leaves, allow_unused=True)
 
 
 def several(x):
@@ -368,35 +404,44 @@ MODULES = {  # options, the class of the same case, its arguments that are param
     "LigerDyT": ((8,), "DyT", (1, 2, 3), lambda m, x, *_: m(x)),
     "LigerFusedAddRMSNorm": ((8, 1e-5), "FusedAddRMSNorm", (2,), lambda m, x, r, *_: m(x, r)),
     "LigerModulatedRMSNorm": (
-        (8, 1e-5), "ModulatedRMSNorm", (1,), lambda m, x, w, a, b, *_: m(x, a, b)
+        (8, 1e-5),
+        "ModulatedRMSNorm",
+        (1,),
+        lambda m, x, w, a, b, *_: m(x, a, b),
     ),
     "LigerSoftmax": ((), "Softmax", (), lambda m, x: m(x)),
     "LigerSparsemax": ((-1,), "Sparsemax", (), lambda m, x, *_: m(x)),
     "LigerReLUSquared": ((), "ReLUSquared", (), lambda m, x: m(x)),
     "LigerCrossEntropyLoss": (
-        (None, -100, 0.1, 0.1, "mean", 5.0, True, True, True), "CrossEntropy", (),
+        (None, -100, 0.1, 0.1, "mean", 5.0, True, True, True),
+        "CrossEntropy",
+        (),
         lambda m, x, t, *_: tuple(vars(m(x, t)).values()),
     ),
     "LigerFusedLinearCrossEntropyLoss": (
-        (None, -100, 0.1, 0.1, "sum", None, True), "FusedLinearCrossEntropy", (),
+        (None, -100, 0.1, 0.1, "sum", None, True),
+        "FusedLinearCrossEntropy",
+        (),
         lambda m, x, w, t, b, *_: tuple(vars(m(w, x, t, b)).values()),
     ),
-    "LigerFusedLinearJSD": (
-        (0.3, -100, 2.0), "FusedLinearJSD", (), lambda m, *args: m(*args[:5])
-    ),
+    "LigerFusedLinearJSD": ((0.3, -100, 2.0), "FusedLinearJSD", (), lambda m, *args: m(*args[:5])),
     "LigerJSD": ((0.3,), "JSD", (), lambda m, q, p, t, *_: m(q, p, t)),
-    "LigerKLDIVLoss": (
-        (1e-10, None, None, "batchmean"), "KLDivLoss", (), lambda m, q, p: m(q, p)
-    ),
+    "LigerKLDIVLoss": ((1e-10, None, None, "batchmean"), "KLDivLoss", (), lambda m, q, p: m(q, p)),
     "LigerTVDLoss": ((), "TVDLoss", (), lambda m, p, q, t: m(p, q, t)),
     "LigerFusedLinearKLDivLoss": (
-        ("batchmean", -100, 1.5), "FusedLinearKLDiv", (), lambda m, x, w, p, t, *_: m(x, w, p, t)
+        ("batchmean", -100, 1.5),
+        "FusedLinearKLDiv",
+        (),
+        lambda m, x, w, p, t, *_: m(x, w, p, t),
     ),
     "LigerFusedCETVDLoss": ((), "FusedCETVD", (), lambda m, *args: m(*args)),
     "LigerVocabParallelCrossEntropy": (
-        (-100, 0.1), "VocabParallelCE", (), lambda m, z, t, *_: m(z, t)
+        (-100, 0.1),
+        "VocabParallelCE",
+        (),
+        lambda m, z, t, *_: m(z, t),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -404,22 +449,26 @@ def test_modules_and_classes_agree(name):
     options, short, places, call = MODULES[name]
     case = f"Liger{short}Function"
     args = leaves(CASES[case][0], torch.float32)
-    made = (getattr(modules, name, None) or getattr(losses, name))(*options)
+    module = (getattr(modules, name, None) or getattr(losses, name))(*options)
     expected = several(function(case).apply(*args))
     with torch.no_grad():
-        for parameter, place in zip(made.parameters(), places, strict=True):
+        for parameter, place in zip(module.parameters(), places, strict=True):
             parameter.copy_(args[place])
-    for x, y in zip(several(call(made, *args)), expected, strict=True):
+    for x, y in zip(several(call(module, *args)), expected, strict=True):
         assert (x is None) == (y is None)
         if x is not None:
             torch.testing.assert_close(x, y)
 
 
 TRACED_FIRST = (
-    "LigerRMSNormFunction", "LigerSiLUMulFunction", "LigerCrossEntropyFunction",
-    "LigerFusedLinearCrossEntropyFunction", "LigerFusedLinearScaledCrossEntropyFunction",
-    "LigerMLPFunction", "LigerFusedLinearKLDivFunction",
-)  # fmt: skip
+    "LigerRMSNormFunction",
+    "LigerSiLUMulFunction",
+    "LigerCrossEntropyFunction",
+    "LigerFusedLinearCrossEntropyFunction",
+    "LigerFusedLinearScaledCrossEntropyFunction",
+    "LigerMLPFunction",
+    "LigerFusedLinearKLDivFunction",
+)
 TRACED = [
     pytest.param(case, marks=[] if case.split()[0] in TRACED_FIRST else pytest.mark.slow)
     for case in CASES
@@ -433,14 +482,16 @@ def test_functions_compile_to_one_graph(case):
     name, (args, _) = case.split()[0], CASES[case]
     eager, compiled = leaves(args, torch.float32), leaves(args, torch.float32)
     apply = function(name).apply
-    found = several(torch.compile(lambda *x: apply(*x), backend="eager", fullgraph=True)(*compiled))
-    wanted = several(apply(*eager))
-    assert len(found) == len(wanted)
-    for x, y in zip(found, wanted):
+    actual = several(
+        torch.compile(lambda *x: apply(*x), backend="eager", fullgraph=True)(*compiled)
+    )
+    expected = several(apply(*eager))
+    assert len(actual) == len(expected)
+    for x, y in zip(actual, expected):
         assert (x is None) == (y is None)
         if x is not None:
             torch.testing.assert_close(x, y)
-    for x, y in zip(gradients(found, compiled), gradients(wanted, eager)):
+    for x, y in zip(gradients(actual, compiled), gradients(expected, eager)):
         assert (x is None) == (y is None)
         if x is not None:
             torch.testing.assert_close(x, y)
@@ -503,23 +554,23 @@ def test_mhc_fp32_needs_allow_fp32():
 
 def test_tiled_mlp_equals_mlp():
     layer = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.SiLU(), torch.nn.Linear(9, 4))
-    seen = []
+    calls = []
 
     def run(module, x):
-        seen.append(x.shape[-2])
+        calls.append(x.shape[-2])
         return module(x)
 
     x = R(2, 10, 4).requires_grad_()
-    wanted = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
     for call, pieces in (
         (lambda: function("LigerTiledMLPFunction").apply(run, layer, x, 4), [3, 3, 3, 1]),
         (lambda: op_functions.apply_tiled_mlp(run, layer, x), [4, 4, 2]),
         (lambda: op_functions.apply_tiled_mlp(run, layer, x, 2, list(layer.parameters())), [5, 5]),
     ):
-        seen.clear()
+        calls.clear()
         got = torch.autograd.grad(call().square().sum(), [x, *layer.parameters()])
-        assert seen[: len(pieces)] == pieces
-        for mine, right in zip(got, wanted):
+        assert calls[: len(pieces)] == pieces
+        for mine, right in zip(got, expected):
             torch.testing.assert_close(mine, right)
 
 
@@ -616,9 +667,9 @@ ANGLES = torch.ones(1, 3, 8), torch.zeros(1, 3, 8)
 def test_output_dtype_with_fp32_weights(name):
     """As Liger-Kernel's kernels write them, where PyTorch's types would promote."""
     x, w = R(3, 8).bfloat16().requires_grad_(), R(8).requires_grad_()
-    found = MIXED[name](functional, x, w)
-    found = found if isinstance(found, tuple) else (found,)
-    assert {y.dtype for y in found} == {torch.bfloat16}
-    sum(y.float().square().sum() for y in found).backward()
+    actual = MIXED[name](functional, x, w)
+    actual = actual if isinstance(actual, tuple) else (actual,)
+    assert {y.dtype for y in actual} == {torch.bfloat16}
+    sum(y.float().square().sum() for y in actual).backward()
     assert x.grad.dtype == torch.bfloat16
     assert w.grad is None or w.grad.dtype == torch.float32

@@ -12,9 +12,8 @@ from liger_multi.dispatch.registry import device_type
 from liger_multi.dtypes import short_name
 from liger_multi.errors import PlanError, shown
 from liger_multi.memory.measure import format_bytes
-from liger_multi.memory.planning.cost import Card, card_of
+from liger_multi.memory.planning.cost import Card, card_of, host_bytes
 from liger_multi.memory.planning.forked import can_fork, forked
-from liger_multi.memory.planning.host import host_memory as host_bytes
 from liger_multi.memory.planning.predict import Predictor
 from liger_multi.memory.planning.result import (
     PRECISIONS,
@@ -244,9 +243,13 @@ class _Search:
     """
 
     def __init__(
-        self, predictor: Predictor, space: Space, budget: int, processes: int = 1,
+        self,
+        predictor: Predictor,
+        space: Space,
+        budget: int,
+        processes: int = 1,
         kinds: Callable[[Settings], bool] = lambda _: True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.predictor, self.space, self.budget = predictor, space, budget
         self.processes, self._wanted = processes, kinds
         self.shapes = predictor.shapes
@@ -490,8 +493,8 @@ class _Search:
         positions = self.shapes.facts.positions
         cap = max(positions, settings.sequence) if positions else 0
         if cap:
-            whole = _coarser(replace(settings, micro_batch=1, sequence=cap))
-            if self.predictor.predict(whole, self.budget).fits:
+            one_sequence = _coarser(replace(settings, micro_batch=1, sequence=cap))
+            if self.predictor.predict(one_sequence, self.budget).fits:
                 return batch, cap
         length = self._largest(some[1], max(1, settings.sequence // STEP), cap // STEP)
         return batch, length * STEP

@@ -205,12 +205,12 @@ def _rows(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
 
 
 def _view(deferred: DeferredLogits, base: Slot, derive: Derive) -> LazyTensor:
-    made = lazy_tensor(deferred, (base,), derive, shares=True)
+    view = lazy_tensor(deferred, (base,), derive, shares=True)
     if (base.deferred.grad or base.bound) and not torch.is_grad_enabled():
-        made._slot.bound = True
+        view._slot.bound = True
         with DisableTorchFunctionSubclass():
-            made.requires_grad = True
-    return made
+            view.requires_grad = True
+    return view
 
 
 def _part(derive: Callable[[Tensor], Any], index: int, real: Tensor) -> Any:

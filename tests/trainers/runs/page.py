@@ -10,17 +10,20 @@ from tests.trainers.runs import RESULTS, trainers
 START, END = "<!-- trainers:start -->", "<!-- trainers:end -->"
 
 
-def _row(name: str, found: dict[str, Any]) -> str:
+def _row(name: str, row: dict[str, Any]) -> str:
     """What ran of a trainer, with which versions."""
-    others = [f"{n} {v}" for n, v in found["versions"].items() if n != name]
-    runs = found["runs"].values()
+    others = [f"{n} {v}" for n, v in row["versions"].items() if n != name]
+    runs = row["runs"].values()
     worst = max(run["difference"] for run in runs)
     calls = sorted({op for run in runs for op in run["calls"]})
     cells = (
-        f"{name} {found['versions'][name]}", ", ".join(others), "; ".join(found["runs"]),
-        f"{worst:.0e}", ", ".join(f"`{op}`" for op in calls),
+        f"{name} {row['versions'][name]}",
+        ", ".join(others),
+        "; ".join(row["runs"]),
+        f"{worst:.0e}",
+        ", ".join(f"`{op}`" for op in calls),
         max(run["date"] for run in runs),
-    )  # fmt: skip
+    )
     return f"| {' | '.join(cells)} |"
 
 
@@ -45,7 +48,7 @@ def table() -> str:
 def page(old: str) -> str:
     """The page with the table of today's results between its markers."""
     before, _, rest = old.partition(START)
-    _, found, after = rest.partition(END)
-    if not found:
+    _, row, after = rest.partition(END)
+    if not row:
         raise SystemExit(f"docs/trainers.md needs {START} and {END} after it")
     return f"{before}{START}\n\n{table()}\n\n{END}{after}"
