@@ -173,9 +173,9 @@ def test_every_launch_fits_the_card(launches):
         assert 1 <= warps * wave <= 1024, f"{case.name} ({case.label}): {warps} warps of {wave}"
         assert warps & (warps - 1) == 0, f"{case.name} ({case.label}): {warps} warps"
         assert case.options["enable_fp_fusion"] is True, case.name
-        tile = case.constants.get("ROWS", 1) * case.constants.get("BLOCK", 1)
+        tile = case.constant("ROWS", 1) * case.constant("BLOCK", 1)
         assert tile <= 32768, f"{case.name} ({case.label}): {tile} elements a tile"
-        if case.constants.get("ROWS", 1) > 1:  # as_rows promises as much, see assume_rows
+        if case.constant("ROWS", 1) > 1:  # as_rows promises as much, see assume_rows
             assert tile <= 8192, f"{case.name} ({case.label}): {tile} elements of several rows"
 
 
