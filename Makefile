@@ -111,7 +111,7 @@ tune: $(ENV)  ## measure this machine's launch table; git diff shows what was fo
 	$(RUN) -m benchmarks.tune table $(ARGS)
 
 bench: $(ENV)  ## time and memory of every operator on this machine, into benchmarks/results
-	$(RUN) -m benchmarks.operators --store $(ARGS)
+	$(RUN) -m benchmarks.ops --store $(ARGS)
 
 docs: $(ENV)  ## refresh the generated tables of pages, and their pictures (ARGS=--all: every picture)
 	$(RUN) -m ci.docs

@@ -1,4 +1,4 @@
-"""Equal bits, checked and paid for on a device: ``python -m benchmarks.bitwise``.
+"""Check equal bits on a device and measure their cost: ``python -m benchmarks.bitwise``.
 
 Under each setting of ``deterministic`` (none, ``True``, ``"rows"``), in one run:
 
@@ -44,15 +44,15 @@ Row = dict[str, Any]
 # --- in a process of its own ---
 
 
-def work(part: str, names: Sequence[str], given: argparse.Namespace) -> Iterator[Row]:
+def work(part: str, names: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
     """The rows of a part, name by name."""
     import torch
 
     from benchmarks import bitwise_models, bitwise_operators
     from liger_multi.bench.measure import Clock
 
-    device = torch.device(given.device)
-    place = bitwise_operators.Place(device, torch.bfloat16, given.tiny, given.seconds)
+    device = torch.device(options.device)
+    place = bitwise_operators.Place(device, torch.bfloat16, options.tiny, options.seconds)
     clock = Clock(device) if part in ("time", "gemm") else None
     parts: dict[str, Callable[[str], Iterator[Row]]] = {
         "check": lambda name: bitwise_operators.check(name, place),
@@ -62,7 +62,7 @@ def work(part: str, names: Sequence[str], given: argparse.Namespace) -> Iterator
         "time": lambda name: bitwise_operators.timed(name, place, clock),  # type: ignore[arg-type]
     }
     for name in names:
-        if time.time() > given.until:
+        if time.time() > options.until:
             yield {"part": part, "name": name, "failure": "no time was left"}
             continue
         try:
@@ -76,10 +76,10 @@ def work(part: str, names: Sequence[str], given: argparse.Namespace) -> Iterator
             torch.cuda.empty_cache()
 
 
-def child(given: argparse.Namespace) -> int:
+def child(options: argparse.Namespace) -> int:
     """Print the rows of a part, and a line when a name is done."""
-    for name in given.names:
-        for row in work(given.child, [name], given):
+    for name in options.names:
+        for row in work(options.child, [name], options):
             sys.stdout.write(MARK + json.dumps(row) + "\n")
         sys.stdout.write(f"done: {name}\n")
         sys.stdout.flush()
@@ -93,17 +93,17 @@ class Jobs:
     """Starts children, and collects what they print.
 
     Attributes:
-        given: The command line.
+        options: The command line.
         say: Told a part, a name and its rows as they come.
     """
 
     def __init__(
-        self, given: argparse.Namespace, say: Callable[[str, str, list[Row]], None]
+        self, options: argparse.Namespace, say: Callable[[str, str, list[Row]], None]
     ) -> None:
-        self.given, self.say, self.lock = given, say, threading.Lock()
+        self.options, self.say, self.lock = options, say, threading.Lock()
 
     def several(self, jobs: Sequence[tuple[str, str]], workers: int) -> None:
-        """Every part and name, by some processes at a time, each of which takes many."""
+        """Run every part and name in several processes at a time; each process takes many names."""
         waiting: queue.SimpleQueue[tuple[str, list[str]]] = queue.SimpleQueue()
         for part in PARTS:
             names = [name for of, name in jobs if of == part]
@@ -136,10 +136,10 @@ class Jobs:
 
     def _once(self, part: str, left: list[str]) -> str:
         """Run until the process ends; takes what is done from the list."""
-        given, rows = self.given, list[Row]()
+        options, rows = self.options, list[Row]()
         command = [sys.executable, "-m", "benchmarks.bitwise", "--child", part, *left]
-        command += ["--device", given.device, "--seconds", str(given.seconds)]
-        command += ["--until", str(given.until)] + (["--tiny"] if given.tiny else [])
+        command += ["--device", options.device, "--seconds", str(options.seconds)]
+        command += ["--until", str(options.until)] + (["--tiny"] if options.tiny else [])
         with subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
@@ -190,20 +190,20 @@ def line(part: str, name: str, rows: Sequence[Row]) -> str:
 
 def _checked(rows: Sequence[Row]) -> str:
     """Letters for each direction and setting: R repeats, I independent rows; ``-`` has none."""
-    made = []
+    parts = []
     for row in rows:
         if "backend" not in row:
             what = "refused" if "refused" in row else "failed"
-            made.append(f"{row.get('direction', '?')[:1]}:{row.get('variant', '?')[:3]}={what}")
+            parts.append(f"{row.get('direction', '?')[:1]}:{row.get('variant', '?')[:3]}={what}")
             continue
         marks = ""
         for name, letter in (("repeat", "R"), ("rows", "I")):
             held = row.get(name)
             broken = name in row.get("broken", ())
             marks += "-" if held is None else letter if held else f"({letter} broken)" * broken
-        made.append(f"{row['direction'][:1]}:{row['variant'][:3]}={marks or 'none'}")
+        parts.append(f"{row['direction'][:1]}:{row['variant'][:3]}={marks or 'none'}")
     backends = sorted({row["backend"] for row in rows if "backend" in row})
-    return f"{' '.join(made)} by {', '.join(backends) or 'nobody'}"
+    return f"{' '.join(parts)} by {', '.join(backends) or 'nobody'}"
 
 
 def _ratios(rows: Sequence[Row]) -> str:
@@ -224,10 +224,15 @@ def _plain(row: Row) -> str:
     if "failure" in row:
         return f"{shown[0]} {row['failure']}"
     for key, form in (
-        ("both_ms", "{:.3f} ms"), ("both_spread_ms", "+-{:.3f}"), ("tflops", "{:.0f} TFLOP/s"),
-        ("tokens_per_second", "{:.0f} tokens/s"), ("loss", "loss {:.4f}"), ("repeat", "repeat {}"),
-        ("rows", "rows {}"), ("note", "({})"),
-    ):  # fmt: skip
+        ("both_ms", "{:.3f} ms"),
+        ("both_spread_ms", "+-{:.3f}"),
+        ("tflops", "{:.0f} TFLOP/s"),
+        ("tokens_per_second", "{:.0f} tokens/s"),
+        ("loss", "loss {:.4f}"),
+        ("repeat", "repeat {}"),
+        ("rows", "rows {}"),
+        ("note", "({})"),
+    ):
         if row.get(key) is not None:
             shown.append(form.format(row[key]))
     if row.get("extra_bytes"):
@@ -237,13 +242,13 @@ def _plain(row: Row) -> str:
 
 def broken(rows: Sequence[Row]) -> list[str]:
     """Every promise that did not hold, by operator, direction, property and setting."""
-    found = [
+    broken_rows = [
         f"{row['name']} {row['direction']} {name} under {row['variant']} by {row['backend']}"
         for row in rows
         if row["part"] == "check"
         for name in row.get("broken", ())
     ]
-    return found + [
+    return broken_rows + [
         f"training {row['name']}: two runs differ"
         for row in rows
         if row["part"] == "training" and row.get("repeat") is False
@@ -269,53 +274,51 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--child", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("names", nargs="*", help=argparse.SUPPRESS)
     store.add_options(parser)
-    given = parser.parse_args(arguments)
-    wrong = sorted(set(given.parts.split(",")) - set(PARTS))
+    options = parser.parse_args(arguments)
+    wrong = sorted(set(options.parts.split(",")) - set(PARTS))
     if wrong:
         parser.error(f"unknown part {wrong[0]!r}; known: {', '.join(PARTS)}")
-    return given
+    return options
 
 
-def head(given: argparse.Namespace) -> Row:
+def head(options: argparse.Namespace) -> Row:
     """Where this was measured."""
     import torch
 
     from benchmarks import bitwise_operators
-    from liger_multi.bench import report
 
-    facts = report.device_facts(torch.device(given.device))
-    versions = {**report.versions(), **bitwise_operators.versions()}
-    found = {"kind": "bitwise", "date": store.now(), "commit": given.commit}
-    return found | {"device": facts, "versions": versions, "tiny": given.tiny}
+    data = store.head("bitwise", options, torch.device(options.device)) | {"tiny": options.tiny}
+    data["versions"] |= bitwise_operators.versions()
+    return data
 
 
-def jobs_of(given: argparse.Namespace) -> list[tuple[str, str]]:
+def jobs_of(options: argparse.Namespace) -> list[tuple[str, str]]:
     """Every part that was asked for, with its names."""
     from benchmarks.bitwise_models import RUNS
     from liger_multi.bench.cases import select
     from liger_multi.dispatch.registry import operators
 
-    ops = select("operator", given.ops, operators())
+    ops = select("operator", options.ops, operators())
     names = {"check": ops, "time": ops, "training": RUNS, "step": ["step"], "gemm": ["gemm"]}
-    return [(part, name) for part in given.parts.split(",") for name in names[part]]
+    return [(part, name) for part in options.parts.split(",") for name in names[part]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, train, time, print and keep; 1 where a promise was broken."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    given = parse(arguments)
-    if given.child:
-        return child(given)
+    options = parse(arguments)
+    if options.child:
+        return child(options)
     import torch
     from rich.console import Console
     from rich.progress import Progress
 
-    if not given.device:
-        found = torch.accelerator.current_accelerator()
-        given.device = found.type if found is not None else "cpu"
+    if not options.device:
+        accelerator = torch.accelerator.current_accelerator()
+        options.device = accelerator.type if accelerator is not None else "cpu"
     start = time.time()
-    given.until = start + CHECKS * given.budget
-    jobs, run = jobs_of(given), head(given)
+    options.until = start + CHECKS * options.budget
+    jobs, run = jobs_of(options), head(options)
     rows: list[Row] = []
     console = Console()
     if not console.is_terminal:
@@ -323,25 +326,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("bits", total=len(jobs))
 
-        def say(part: str, name: str, found: list[Row]) -> None:
-            rows.extend(found)
-            progress.console.print(line(part, name, found), markup=False, highlight=False)
+        def say(part: str, name: str, new_rows: list[Row]) -> None:
+            rows.extend(new_rows)
+            progress.console.print(line(part, name, new_rows), markup=False, highlight=False)
             progress.advance(task)
 
-        work = Jobs(given, say)
-        workers = given.workers or (6 if given.device == "cuda" else 1)
+        work = Jobs(options, say)
+        workers = options.workers or (6 if options.device == "cuda" else 1)
         work.several([job for job in jobs if job[0] in ("check", "training")], workers)
         again = [r["name"] for r in rows if "out of memory" in r.get("failure", "").lower()]
         names = list(dict.fromkeys(n for part, n in jobs if part == "check" and n in again))
         rows[:] = [r for r in rows if not (r["part"] == "check" and r["name"] in names)]
         work.run("check", names)
-        given.until = start + given.budget
+        options.until = start + options.budget
         for part in ("step", "gemm", "time"):
             work.run(part, [name for of, name in jobs if of == part])
-            store.keep({**run, "rows": rows}, given)
+            store.keep({**run, "rows": rows}, options)
     for said in broken(rows):
         console.print(f"broken: {said}", markup=False)
-    for path in store.keep({**run, "rows": rows}, given):
+    for path in store.keep({**run, "rows": rows}, options):
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
     return int(bool(broken(rows)))
 

@@ -78,10 +78,10 @@ class PeerHead(nn.Module):
         """Logits; the peer wants the weight as (inputs, outputs)."""
         import sgemm_bi  # type: ignore[import-not-found, unused-ignore]
 
-        made: Tensor = sgemm_bi.deterministic_linear(
+        out: Tensor = sgemm_bi.deterministic_linear(
             hidden, self.weight.t().contiguous(), None, tensor_cores=True
         )
-        return made
+        return out
 
 
 def with_peer(run: models.Run, device: torch.device) -> nn.Module:
@@ -130,9 +130,9 @@ def variants(run: models.Run, device: torch.device) -> Iterator[Variant]:
     yield Variant("baseline-deterministic", baseline, optimizer, filled, note)
     note += ", fill_uninitialized_memory off"
     yield Variant("baseline-deterministic-unfilled", baseline, optimizer, unfilled, note)
-    found = operators.sgemm_bi()
-    if isinstance(found, str):
-        yield Variant("sgemm-bi", baseline, optimizer, contextlib.nullcontext, failure=found)
+    library = operators.sgemm_bi()
+    if isinstance(library, str):
+        yield Variant("sgemm-bi", baseline, optimizer, contextlib.nullcontext, failure=library)
         return
     try:
         peer = with_peer(run, device)
@@ -166,9 +166,9 @@ class Steps:
         with one.scope():
             loss = one.model(input_ids=self.ids, labels=self.ids).loss
             loss.backward()
-        found = [p.grad for p in one.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in one.model.parameters() if p.grad is not None]
         one.optimizer.zero_grad(set_to_none=True)
-        return [loss.detach(), *found]
+        return [loss.detach(), *gradients]
 
     def bits(self, one: Variant) -> Row:
         """Whether loss and gradients repeat, and whether a sequence depends on the others."""
@@ -238,15 +238,27 @@ def step(place: Place) -> Iterator[Row]:
 # --- training ---
 
 _SMALL: dict[str, Any] = {
-    "vocab_size": 223, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-            "output_router_logits": True, "mlp_only_layers": [0]}  # fmt: skip
+    "vocab_size": 223,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "output_router_logits": True,
+    "mlp_only_layers": [0],
+}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", _SMALL), "qwen3_moe": ("Qwen3Moe", {**_SMALL, **_EXPERTS}),
-}  # fmt: skip
+    "llama": ("Llama", _SMALL),
+    "qwen3_moe": ("Qwen3Moe", {**_SMALL, **_EXPERTS}),
+}
 RUNS = tuple(f"{kind}{extra}" for kind in SMALL for extra in ("", "+checkpointing"))
 
 
@@ -254,8 +266,8 @@ def small(name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """A patched model with random weights, the same every time."""
     import transformers
 
-    kind, _, extra = name.partition("+")
-    family, sizes = SMALL[kind]
+    base, _, extra = name.partition("+")
+    family, sizes = SMALL[base]
     config = getattr(transformers, f"{family}Config")(**sizes)
     register_attention()
     torch.manual_seed(0)

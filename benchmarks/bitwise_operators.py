@@ -73,7 +73,7 @@ def provider_of(case: Case, mode: str) -> Provider:
     public = samples.function(case.op, case.sample.options)
     return Provider(
         NAMES[mode],
-        lambda **given: public(**given),
+        lambda **tensors: public(**tensors),
         overwrites=bool(case.sample.options.get("inplace")),
         scope=lambda: use(deterministic=SETTINGS[mode]),
     )
@@ -85,12 +85,12 @@ def inputs_of(case: Case, place: Place) -> tuple[dict[str, Tensor], tuple[Tensor
     runner = Runner.make(provider_of(case, ""), tensors, ())
     generator = torch.Generator(place.device).manual_seed(1)
     with runner.provider.scope():
-        made = runner.forward(runner.prepare())
+        outputs = runner.forward(runner.prepare())
     return tensors, tuple(
         torch.randn(y.shape, generator=generator, device=place.device).to(y.dtype)
         if y.ndim
         else torch.ones_like(y)
-        for y in made
+        for y in outputs
     )
 
 
@@ -104,16 +104,16 @@ def check(op: str, place: Place) -> Iterator[Row]:
         options = {**case.sample.options, "reduction": "none"}
         case = replace(case, sample=replace(case.sample, options=options))
     tensors, douts = inputs_of(case, place)
-    with recorded() as found:
+    with recorded() as record:
         Runner.make(provider_of(case, ""), tensors, douts).both()
-    calls = [Call(prim, args, "auto") for prim, args, _ in found if prim.op.name == op]
-    del found, tensors, douts
-    for given in calls:
+    calls = [Call(prim, args, "auto") for prim, args, _ in record if prim.op.name == op]
+    del record, tensors, douts
+    for call in calls:
         for mode in MODES:
             row = {"part": "check", "name": op, "shape": case.label, "variant": NAMES[mode]}
-            row |= {"direction": given.prim.direction}
+            row |= {"direction": call.prim.direction}
             try:
-                row |= _properties(given, mode)
+                row |= _properties(call, mode)
             except BackendUnavailableError as refusal:
                 row["refused"] = first_line(refusal)
             except Exception as failure:
@@ -122,32 +122,32 @@ def check(op: str, place: Place) -> Iterator[Row]:
             release(place.device)
 
 
-def _properties(given: Call, mode: str) -> Row:
+def _properties(call: Call, mode: str) -> Row:
     with use(deterministic=SETTINGS[mode]):
-        plan = plan_for(given.prim, given.args[given.prim.anchor])
-        backend = plan.chosen(given.args).name
-    promised = given.promise(mode)
-    found: dict[str, bool | None] = {"repeat": repeats(given, mode), "rows": None}
-    if "rows" in given.promise("rows"):  # under a weaker setting it may hold all the same
-        most = MOST if goes_row_by_row(backend, given.prim) else None
-        found["rows"] = rows_hold(given, mode, most)
-    broken = [name for name, held in found.items() if held is False and name in promised]
-    return {"backend": backend, **found, "promised": sorted(promised), "broken": broken}
+        plan = plan_for(call.prim, call.args[call.prim.anchor])
+        backend = plan.chosen(call.args).name
+    promised = call.promise(mode)
+    properties: dict[str, bool | None] = {"repeat": repeats(call, mode), "rows": None}
+    if "rows" in call.promise("rows"):  # under a weaker setting it may hold all the same
+        most = MOST if goes_row_by_row(backend, call.prim) else None
+        properties["rows"] = rows_hold(call, mode, most)
+    broken = [name for name, held in properties.items() if held is False and name in promised]
+    return {"backend": backend, **properties, "promised": sorted(promised), "broken": broken}
 
 
-def repeats(given: Call, mode: str) -> bool:
-    """The same call twice: other memory with other contents, and a busy second stream beside."""
-    device = given.args[given.prim.anchor].device
-    first = given.run(mode, _copies(given))
+def repeats(call: Call, mode: str) -> bool:
+    """Whether two calls agree, with other memory contents and a busy second stream."""
+    device = call.args[call.prim.anchor].device
+    first = call.run(mode, _copies(call))
     blocks = [torch.full((size,), float("nan"), device=device) for size in (100, 5000, 2**20)]
     del blocks[::2]
     with busy(device):
-        second = given.run(mode, _copies(given))
+        second = call.run(mode, _copies(call))
     return same_bits(first, second)
 
 
-def _copies(given: Call) -> tuple[Any, ...]:
-    return tuple(a.clone() if isinstance(a, Tensor) else a for a in given.args)
+def _copies(call: Call) -> tuple[Any, ...]:
+    return tuple(a.clone() if isinstance(a, Tensor) else a for a in call.args)
 
 
 @contextlib.contextmanager
@@ -159,56 +159,56 @@ def busy(device: torch.device) -> Iterator[None]:
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         left = torch.ones(4096, 4096, device=device, dtype=torch.bfloat16)
-        made = [left @ left for _ in range(8)]
+        products = [left @ left for _ in range(8)]
     yield
     stream.synchronize()
-    del made
+    del products
 
 
-def rows_hold(given: Call, mode: str, most: int | None) -> bool | None:
-    """Whether rows in an order of chance and in batches of some sizes have the bits of all rows.
+def rows_hold(call: Call, mode: str, most: int | None) -> bool | None:
+    """Whether rows in random order and in batches of several sizes have the bits of the full batch.
 
     Args:
-        given: The call.
+        call: The call.
         mode: The setting.
         most: How many rows are taken; None takes all.
 
     Returns:
         None where no result has rows.
     """
-    prim = given.prim
-    named = dict(zip(prim.params, given.args, strict=True))
+    prim = call.prim
+    named = dict(zip(prim.params, call.args, strict=True))
     if not any(prim.op.bitwise.axis(name) is not None for name in (*prim.returns, *prim.mutates)):
         return None
     rows = RowAxes(prim.op.bitwise, named)
     order = torch.randperm(rows.count, generator=torch.Generator().manual_seed(2))
-    whole_args = given.args
+    whole_args = call.args
     if most is not None and rows.count > most:
-        whole_args = selected(rows, given, order[:most])
+        whole_args = selected(rows, call, order[:most])
         order = torch.randperm(most, generator=torch.Generator().manual_seed(2))
         rows = RowAxes(prim.op.bitwise, dict(zip(prim.params, whole_args, strict=True)))
-    whole = _named(given, given.run(mode, whole_args))
-    parts = Call(prim, whole_args, given.order)
+    whole = _named(call, call.run(mode, whole_args))
+    parts = Call(prim, whole_args, call.order)
     compared, start = 0, 0
     for size in (*SIZES, rows.count):
         index = order[start : start + size]
         start += size
         if not index.numel():
             break
-        made = _named(given, given.run(mode, selected(rows, parts, index)))
+        outputs = _named(call, call.run(mode, selected(rows, parts, index)))
         for name, out in whole.items():
             flat, axis = rows.flat(name, out)
             if flat is None:
                 continue
             compared += 1
-            if not same_bits(flat.index_select(axis, index.to(flat.device)), made[name]):
+            if not same_bits(flat.index_select(axis, index.to(flat.device)), outputs[name]):
                 return False
     return True if compared else None
 
 
-def _named(given: Call, made: tuple[Any, ...]) -> dict[str, Any]:
-    names = (*given.prim.returns, *given.prim.mutates)
-    return dict(zip(names, made, strict=True))
+def _named(call: Call, outputs: tuple[Any, ...]) -> dict[str, Any]:
+    names = (*call.prim.returns, *call.prim.mutates)
+    return dict(zip(names, outputs, strict=True))
 
 
 def first_line(failure: BaseException) -> str:
@@ -255,7 +255,7 @@ def in_turns(
     runners: Mapping[str, tuple[Runner, int]], clock: Clock, seconds: float, least: int = 3
 ) -> dict[str, Times]:
     """Rounds over all settings until the time is used up; every second round runs backwards."""
-    found = {name: Times() for name in runners}
+    times = {name: Times() for name in runners}
     repeats = {}
     for name, (runner, flushes) in runners.items():
         with runner.provider.scope():
@@ -271,10 +271,10 @@ def in_turns(
             with runner.provider.scope():
                 for _ in range(repeats[name]):
                     forward, both = call_ms(runner, clock, flushes)
-                    found[name].forward_ms.append(forward)
-                    found[name].both_ms.append(both)
+                    times[name].forward_ms.append(forward)
+                    times[name].both_ms.append(both)
         rounds += 1
-    return found
+    return times
 
 
 def other_launches() -> list[str]:
@@ -292,8 +292,13 @@ def other_launches() -> list[str]:
 # --- GEMMs ---
 
 Gemm = Callable[[Tensor, Tensor], Tensor]  # (M, K) @ (K, N)
-LAYERS = {"q, o": (2048, 2048), "k, v": (512, 2048), "gate, up": (8192, 2048),
-          "down": (2048, 8192), "head": (128256, 2048)}  # fmt: skip
+LAYERS = {
+    "q, o": (2048, 2048),
+    "k, v": (512, 2048),
+    "gate, up": (8192, 2048),
+    "down": (2048, 8192),
+    "head": (128256, 2048),
+}
 """Outputs and inputs of the linear layers of Llama-3.2-1B."""
 
 
@@ -328,8 +333,10 @@ def ours() -> Gemm | str:
 
 
 GEMMS: dict[str, Callable[[], Gemm | str]] = {
-    "library": lambda: torch.mm, "ours": ours, "sgemm-bi": sgemm_bi,
-}  # fmt: skip
+    "library": lambda: torch.mm,
+    "ours": ours,
+    "sgemm-bi": sgemm_bi,
+}
 
 
 def gemms(place: Place, clock: Clock) -> Iterator[Row]:
@@ -353,18 +360,18 @@ def gemms(place: Place, clock: Clock) -> Iterator[Row]:
 def _time_gemms(a: Tensor, b: Tensor, rows: dict[str, Row], clock: Clock, calls: int) -> None:
     usable: dict[str, Gemm] = {}
     for who, find in GEMMS.items():
-        found = find()
-        if isinstance(found, str):
-            rows[who]["failure"] = found
+        gemms = find()
+        if isinstance(gemms, str):
+            rows[who]["failure"] = gemms
             continue
         # the package wants weights as (inputs, outputs), which is how its own layer has them
         right = b.contiguous() if who == "sgemm-bi" else b
         try:
-            whole = found(a, right)
-            parts = [found(a[:size].clone(), right) for size in (*SIZES, 1000)]
+            whole = gemms(a, right)
+            parts = [gemms(a[:size].clone(), right) for size in (*SIZES, 1000)]
             rows[who]["rows"] = all(same_bits(p, whole[: p.shape[0]]) for p in parts)
-            rows[who]["repeat"] = same_bits(whole, found(a, right))
-            usable[who] = functools.partial(found, a, right)
+            rows[who]["repeat"] = same_bits(whole, gemms(a, right))
+            usable[who] = functools.partial(gemms, a, right)
         except Exception as failure:
             rows[who]["failure"] = first_line(failure)
     times: dict[str, Times] = {who: Times() for who in usable}

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from benchmarks import store
 from liger_multi import pictures
-from liger_multi.bench import report
 from liger_multi.memory.sizes import SIZES, config_of
 
 # --- the bounds, stated before any run ---
@@ -108,8 +107,11 @@ def judge(row: Mapping[str, Any], provider: str = "ours") -> Verdict:
 # --- pictures ---
 
 COLORS = {
-    "stock": pictures.STOCK, "ours": pictures.OURS, "liger": pictures.LIGER, "seed": "#cc79a7",
-}  # fmt: skip
+    "stock": pictures.STOCK,
+    "ours": pictures.OURS,
+    "liger": pictures.LIGER,
+    "seed": "#cc79a7",
+}
 NOTE = "Below each loss: distance from Hugging Face's; dotted, what the controls allow"
 NAMES = {
     "stock": "Hugging Face",
@@ -124,8 +126,8 @@ def draw(data: Mapping[str, Any], path: Path, plotted: str = "") -> None:
     models = list(dict.fromkeys(row["model"] for row in data["rows"]))
     across = min(4, len(models))
     down = -(-len(models) // across)
-    with pictures.figure(path, max(6.4, 2.5 * across), 0.9 + 2.6 * down, plotted, 110) as made:
-        axes = made.subplots(2 * down, across, squeeze=False, height_ratios=[3, 2] * down)
+    with pictures.figure(path, max(6.4, 2.5 * across), 0.9 + 2.6 * down, plotted, 110) as drawing:
+        axes = drawing.subplots(2 * down, across, squeeze=False, height_ratios=[3, 2] * down)
         for axis in axes.flat:
             axis.set_visible(False)
             axis.tick_params(labelsize=8)
@@ -135,11 +137,11 @@ def draw(data: Mapping[str, Any], path: Path, plotted: str = "") -> None:
             if i == 0:
                 handles, labels = pair[0].get_legend_handles_labels()
                 place = {"loc": "outside lower center", "ncols": 6, "fontsize": 9}
-                made.legend(handles, labels, title=NOTE, title_fontsize=9, **place)
+                drawing.legend(handles, labels, title=NOTE, title_fontsize=9, **place)
             if i % across == 0:
                 pair[0].set_ylabel("loss")
                 pair[1].set_ylabel("distance")
-        made.suptitle(_title(data), x=0.012, ha="left", fontsize=11, fontweight="bold")
+        drawing.suptitle(_title(data), x=0.012, ha="left", fontsize=11, fontweight="bold")
 
 
 def _title(data: Mapping[str, Any]) -> str:
@@ -179,10 +181,18 @@ ROOT = Path(__file__).parent.parent
 
 WARM_STEPS, RATE, WIDE_RATE, CLIP = 10, 1e-3, 2e-4, 1.0
 TINY: dict[str, Any] = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
-    "bos_token_id": None, "eos_token_id": None, "use_cache": False,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "use_cache": False,
+}
 ROUTED = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.01}
 SLIDING = {"query_pre_attn_scalar": 16, "sliding_window": 16}
 KINDS: dict[str, dict[str, Any]] = {
@@ -198,10 +208,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 4.0},
     "qwen3_moe": {**ROUTED, "num_experts": 4, "moe_intermediate_size": 64, "mlp_only_layers": [0]},
     "gpt_oss": {
-        **ROUTED, "num_local_experts": 4, "sliding_window": 16,
+        **ROUTED,
+        "num_local_experts": 4,
+        "sliding_window": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -273,11 +285,17 @@ def _wrong_weights(model: Any) -> None:
 # what must be found: a norm's eps ten times too large, the gradient of one MLP 1 % too large, and
 # weights of norms that get none
 BUGS: dict[str, Callable[[Any], None]] = {
-    "bug-eps": _wrong_eps, "bug-gradient": _wrong_gradient, "bug-weights": _wrong_weights,
-}  # fmt: skip
+    "bug-eps": _wrong_eps,
+    "bug-gradient": _wrong_gradient,
+    "bug-weights": _wrong_weights,
+}
 PROVIDERS: dict[str, Callable[[Any], None]] = {
-    "stock": lambda model: None, "ours": _ours, "liger": _liger, "seed": lambda model: None, **BUGS,
-}  # fmt: skip
+    "stock": lambda model: None,
+    "ours": _ours,
+    "liger": _liger,
+    "seed": lambda model: None,
+    **BUGS,
+}
 
 
 # --- training ---
@@ -288,9 +306,9 @@ def text(case: Case) -> Tensor:
     from liger_multi.demo import training
 
     count = case.steps * case.batch
-    found = training.read(min(9_000_000, 6 * count * case.tokens + 200_000))
-    learnt = training.learn_tokenizer(found, case.vocabulary)
-    cut = training.blocks(found, learnt, count, case.tokens, 0).tokens
+    content = training.read(min(9_000_000, 6 * count * case.tokens + 200_000))
+    learnt = training.learn_tokenizer(content, case.vocabulary)
+    cut = training.blocks(content, learnt, count, case.tokens, 0).tokens
     return cut.view(case.steps, case.batch, case.tokens)
 
 
@@ -320,17 +338,17 @@ def disturb(tensors: Sequence[Tensor], generator: torch.Generator) -> None:
 
 def train(case: Case, provider: str, ids: Tensor, device: torch.device) -> Curves:
     """Loss, and norm of the gradient before it is clipped, of every step."""
-    kind, _, number = provider.partition("-")
+    family, _, number = provider.partition("-")
     model = build(case, device, seed=1 if provider == "seed" else 0)
     parameters, noise = list(model.parameters()), None
-    if kind == "control":
+    if family == "control":
         noise = torch.Generator(device).manual_seed(int(number))
         disturb(parameters, noise)
     else:
         PROVIDERS[provider](model)
     rate = RATE if case.model in KINDS else WIDE_RATE
     optimizer = torch.optim.AdamW(parameters, lr=rate, fused=device.type == "cuda")
-    found: dict[str, list[Tensor]] = {name: [] for name in CURVES}
+    curves: dict[str, list[Tensor]] = {name: [] for name in CURVES}
     for step, some in enumerate(ids.to(device)):
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / WARM_STEPS)
@@ -344,9 +362,9 @@ def train(case: Case, provider: str, ids: Tensor, device: torch.device) -> Curve
         torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        found["loss"].append(loss.detach().float())
-        found["gradient_norm"].append(norm)
-    rounded = {name: torch.stack(values).tolist() for name, values in found.items()}
+        curves["loss"].append(loss.detach().float())
+        curves["gradient_norm"].append(norm)
+    rounded = {name: torch.stack(values).tolist() for name, values in curves.items()}
     return {name: [float(f"{x:.9g}") for x in values] for name, values in rounded.items()}
 
 
@@ -379,8 +397,8 @@ def rows_of(
             with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
                 file = Path(folder) / "ids.pt"
                 torch.save(ids, file)
-                found = pool.map(lambda p: child(case, p, file, device), providers)  # noqa: B023
-                curves = {p: c for p, c in zip(providers, found, strict=True) if c}
+                results = pool.map(lambda p: child(case, p, file, device), providers)  # noqa: B023
+                curves = {p: c for p, c in zip(providers, results, strict=True) if c}
         else:
             curves = {p: train(case, p, ids, device) for p in providers}
         digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:12]
@@ -389,68 +407,70 @@ def rows_of(
 
 def line(row: Mapping[str, Any], provider: str) -> str:
     """What was found, as a row of the table."""
-    found, curves = judge(row, provider), row["curves"][provider]["loss"]
-    word = "within" if found.good else f"BEYOND, from step {found.beyond}"
+    verdict, curves = judge(row, provider), row["curves"][provider]["loss"]
+    word = "within" if verdict.good else f"BEYOND, from step {verdict.beyond}"
     return (
         f"{row['model']:12s} {row['dtype']:8s} {provider:12s} {curves[0]:.3f} to {curves[-1]:.3f}, "
-        f"last {100 * found.final:+.4f} %, of what is allowed: loss {found.shares['loss']:.2f}, "
-        f"gradient {found.shares['gradient_norm']:.2f}  {word}"
+        f"last {100 * verdict.final:+.4f} %, of what is allowed: "
+        f"loss {verdict.shares['loss']:.2f}, gradient {verdict.shares['gradient_norm']:.2f}  {word}"
     )
 
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description=__doc__)
-    made.add_argument("--models", default=",".join(KINDS))
-    made.add_argument("--providers", default="stock,ours,seed", help=", ".join(PROVIDERS))
-    made.add_argument("--controls", type=int, default=2)
-    made.add_argument("--dtype", default="float32,bfloat16", help="also fp32, bf16")
-    made.add_argument("--steps", type=int, default=120)
-    made.add_argument("--device", default="cpu")
-    made.add_argument("--jobs", type=int, help="processes at once; 0: this one (CPU's default)")
-    made.add_argument("--draw", type=Path, help="the picture")
-    made.add_argument("--of", type=Path, help="draw the newest run of this file, train nothing")
-    store.add_options(made)
-    made.add_argument("--child", help=argparse.SUPPRESS)
-    return made
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description=__doc__)
+    parser.add_argument("--models", default=",".join(KINDS))
+    parser.add_argument("--providers", default="stock,ours,seed", help=", ".join(PROVIDERS))
+    parser.add_argument("--controls", type=int, default=2)
+    parser.add_argument("--dtype", default="float32,bfloat16", help="also fp32, bf16")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, help="processes at once; 0: this one (CPU's default)")
+    parser.add_argument("--draw", type=Path, help="the picture")
+    parser.add_argument("--of", type=Path, help="draw the newest run of this file, train nothing")
+    store.add_options(parser)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train and judge; 1 where a curve of ours is out of bounds."""
     options = parser()
-    given = options.parse_args(arguments)
-    device, providers = torch.device(given.device), given.providers.split(",")
-    if given.child:
-        case = Case(**json.loads(given.child))
-        print(json.dumps(train(case, providers[0], torch.load(given.of), device)))
+    args = options.parse_args(arguments)
+    device, providers = torch.device(args.device), args.providers.split(",")
+    if args.child:
+        case = Case(**json.loads(args.child))
+        print(json.dumps(train(case, providers[0], torch.load(args.of), device)))
         return 0
-    if given.of:
-        draw(store.newest_of("convergence", given.of), given.draw)
+    if args.of:
+        draw(store.newest_of("convergence", args.of), args.draw)
         return 0
     short = {"fp32": "float32", "bf16": "bfloat16"}
-    dtypes = [short.get(name, name) for name in given.dtype.split(",")]
+    dtypes = [short.get(name, name) for name in args.dtype.split(",")]
     try:
-        models = given.models.split(",")
-        cases = [Case.parse(name, dtype, given.steps) for name in models for dtype in dtypes]
+        models = args.models.split(",")
+        cases = [Case.parse(name, dtype, args.steps) for name in models for dtype in dtypes]
     except ValueError as wrong:
         options.error(str(wrong))
-    if "stock" not in providers or given.controls < 1:
+    if "stock" not in providers or args.controls < 1:
         options.error("curves are held against stock and at least one control")
-    return run(cases, providers, device, given)
+    return run(cases, providers, device, args)
 
 
 def run(
-    cases: Sequence[Case], providers: Sequence[str], device: torch.device, given: argparse.Namespace
+    cases: Sequence[Case],
+    providers: Sequence[str],
+    device: torch.device,
+    options: argparse.Namespace,
 ) -> int:
     """Train everything, and write, draw and print what was found."""
     if "liger" in providers and importlib.util.find_spec("liger_kernel") is None:
         print("liger-kernel is not installed and left out", flush=True)
         providers = [name for name in providers if name != "liger"]
-    everybody = [*providers, *(f"control-{n + 1}" for n in range(given.controls))]
-    jobs = given.jobs if given.jobs is not None else 4 * (device.type != "cpu")
-    versions = {**report.versions(), "transformers": importlib.metadata.version("transformers")}
-    data: dict[str, Any] = {"kind": "convergence", "date": store.now(), "commit": given.commit}
-    data |= {"device": report.device_facts(device), "versions": versions, "rows": []}
+    everybody = [*providers, *(f"control-{n + 1}" for n in range(options.controls))]
+    jobs = options.jobs if options.jobs is not None else 4 * (device.type != "cpu")
+    data = store.head("convergence", options, device) | {"rows": []}
+    data["versions"]["transformers"] = importlib.metadata.version("transformers")
     bad = 0
     for row in rows_of(cases, everybody, device, jobs):
         data["rows"].append(row)
@@ -458,9 +478,9 @@ def run(
             if provider != "stock" and provider in row["curves"]:
                 print(line(row, provider), flush=True)
                 bad += provider == "ours" and not judge(row, provider).good
-        store.keep(data, given)
-    if given.draw:
-        draw(data, given.draw)
+        store.keep(data, options)
+    if options.draw:
+        draw(data, options.draw)
     return int(bad > 0)
 
 

@@ -62,14 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.examples", description=main.__doc__)
     parser.add_argument("examples", nargs="*", default=names(), help="names; all by default")
     store.add_options(parser)
-    given = parser.parse_args(arguments)
-    head = {"date": store.now(), "commit": given.commit, "versions": report.versions()}
+    options = parser.parse_args(arguments)
+    head = {"date": store.now(), "commit": options.commit, "versions": report.versions()}
     device = {**report.device_facts(torch.device("cpu")), "cores": os.cpu_count()}
     rows = []
-    for name in given.examples:
+    for name in options.examples:
         rows.append(measured(name))
         print(rows[-1])
-    for path in store.keep({"kind": "examples", **head, "device": device, "rows": rows}, given):
+    for path in store.keep({"kind": "examples", **head, "device": device, "rows": rows}, options):
         print(f"written to {path}")
     return 0
 

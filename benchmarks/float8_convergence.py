@@ -25,7 +25,6 @@ from torch import Tensor
 
 import liger_multi
 from benchmarks import store
-from liger_multi.bench import report
 
 # --- the bounds, stated before any run ---
 #
@@ -42,14 +41,22 @@ SEEDS = (0, 1, 2)
 WARM, CLIP, VOCABULARY = 50, 1.0, 8192
 SIZES: dict[bool, dict[str, Any]] = {
     False: {
-        "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
-        "num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": VOCABULARY,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "vocab_size": VOCABULARY,
     },
     True: {
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": VOCABULARY,
     },
-}  # fmt: skip
+}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -75,9 +82,9 @@ def text(steps: int, batch: int, tokens: int) -> Tensor:
     from liger_multi.demo import training
 
     count = steps * batch
-    found = training.read(6 * count * tokens + 200_000)
-    learnt = training.learn_tokenizer(found, VOCABULARY)
-    cut = training.blocks(found, learnt, count, tokens, 0).tokens
+    content = training.read(6 * count * tokens + 200_000)
+    learnt = training.learn_tokenizer(content, VOCABULARY)
+    cut = training.blocks(content, learnt, count, tokens, 0).tokens
     return cut.view(steps, batch, tokens)
 
 
@@ -106,32 +113,32 @@ def train(
 ) -> dict[str, list[float]]:
     """Loss, and norm of the gradient before it is clipped, of every step."""
     model = build(case, tiny, ids.shape[-1], weights, device)
-    wanted = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(wanted, lr=case.rate, fused=device.type == "cuda")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=case.rate, fused=device.type == "cuda")
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(case.seed))
-    found: dict[str, list[Tensor]] = {"loss": [], "gradient_norm": []}
+    curves: dict[str, list[Tensor]] = {"loss": [], "gradient_norm": []}
     for step, some in enumerate(ids[order].to(device)):
         for group in optimizer.param_groups:
             group["lr"] = case.rate * min(1.0, (step + 1) / WARM)
         with torch.autocast(device.type, torch.bfloat16):
             loss = model(input_ids=some, labels=some).loss
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(wanted, CLIP)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        found["loss"].append(loss.detach().float())
-        found["gradient_norm"].append(norm.float())
+        curves["loss"].append(loss.detach().float())
+        curves["gradient_norm"].append(norm.float())
     if not case.lora and case == Case("bf16", RATES[0], SEEDS[0]):
         torch.save(model.state_dict(), weights)
-    made = {name: torch.stack(values).tolist() for name, values in found.items()}
-    return {name: [float(f"{x:.6g}") for x in values] for name, values in made.items()}
+    numbers = {name: torch.stack(values).tolist() for name, values in curves.items()}
+    return {name: [float(f"{x:.6g}") for x in values] for name, values in numbers.items()}
 
 
-def child(case: Case, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+def child(case: Case, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Train in a process of its own: runs of one card take turns on it."""
-    command = [sys.executable, "-m", "benchmarks.float8_convergence", "--device", given.device]
+    command = [sys.executable, "-m", "benchmarks.float8_convergence", "--device", options.device]
     command += ["--child", json.dumps(asdict(case)), "--folder", str(folder)]
-    command += ["--tiny"] * given.tiny
+    command += ["--tiny"] * options.tiny
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{case}: {done.stderr[-400:]}")
@@ -146,7 +153,7 @@ def final(row: Mapping[str, Any]) -> float:
 
 def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each learning rate, and for adapters, how FP8 stands to bf16."""
-    made = []
+    lines = []
     for lora, rate in dict.fromkeys((row["lora"], row["rate"]) for row in rows):
         same = [r for r in rows if (r["lora"], r["rate"]) == (lora, rate)]
         by = {v: [r for r in same if r["variant"] == v] for v in ("bf16", "float8")}
@@ -158,54 +165,61 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         seeds = [final(r) for r in by["bf16"]]
         above = losses["float8"] / losses["bf16"] - 1
         apart = norms["float8"] / norms["bf16"] - 1
-        made.append({
-            "lora": lora, "rate": rate, "bf16": losses["bf16"], "float8": losses["float8"],
-            "above": above, "norms_apart": apart, "seeds_apart": max(seeds) / min(seeds) - 1,
-            "good": above <= FINAL and abs(apart) <= NORM,  # NaN is not
-        })  # fmt: skip
-    return made
+        lines.append(
+            {
+                "lora": lora,
+                "rate": rate,
+                "bf16": losses["bf16"],
+                "float8": losses["float8"],
+                "above": above,
+                "norms_apart": apart,
+                "seeds_apart": max(seeds) / min(seeds) - 1,
+                "good": above <= FINAL and abs(apart) <= NORM,  # NaN is not
+            }
+        )
+    return lines
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Train everything, keep the curves and print the verdicts."""
-    batch, tokens = (2, 32) if given.tiny else (8, 160)  # of two million that Python ships
-    steps, lora_steps = (12, 6) if given.tiny else (1000, 300)
+    batch, tokens = (2, 32) if options.tiny else (8, 160)  # of two million that Python ships
+    steps, lora_steps = (12, 6) if options.tiny else (1000, 300)
     cases = [Case(v, rate, seed) for v in ("bf16", "float8") for rate in RATES for seed in SEEDS]
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(given.jobs) as pool:
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.jobs) as pool:
         folder = Path(name)
         ids = text(steps + lora_steps, batch, tokens)
         torch.save(ids[:steps], folder / "ids.pt")
         torch.save(ids[steps:], folder / "lora-ids.pt")
-        rows = list(pool.map(lambda case: child(case, folder, given), cases))
+        rows = list(pool.map(lambda case: child(case, folder, options), cases))
         adapted = [Case(v, 1e-3, 0, lora=True) for v in ("bf16", "float8")]
-        rows += list(pool.map(lambda case: child(case, folder, given), adapted))
-    found = verdicts(rows)
-    for one in found:
+        rows += list(pool.map(lambda case: child(case, folder, options), adapted))
+    results = verdicts(rows)
+    for one in results:
         print(json.dumps(one), flush=True)
-    data: dict[str, Any] = {"kind": "float8-convergence", "date": store.now()}
-    data |= {"commit": given.commit, "device": report.device_facts(torch.device(given.device))}
-    data |= {"versions": report.versions(), "steps": steps, "batch": batch, "tokens": tokens}
-    store.keep({**data, "verdicts": found, "rows": rows}, given)
-    return int(not all(one["good"] for one in found))
+    data = store.head("float8-convergence", options, torch.device(options.device))
+    data |= {"steps": steps, "batch": batch, "tokens": tokens}
+    store.keep({**data, "verdicts": results, "rows": rows}, options)
+    return int(not all(one["good"] for one in results))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train and judge; 1 where FP8 is out of bounds."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.float8_convergence",
-                                   description=__doc__)  # fmt: skip
-    made.add_argument("--device", default="cuda")
-    made.add_argument("--jobs", type=int, default=12, help="processes at once")
-    made.add_argument("--tiny", action="store_true", help="sizes for a CPU")
-    store.add_options(made)
-    made.add_argument("--child", help=argparse.SUPPRESS)
-    made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    given = made.parse_args(arguments)
-    if not given.child:
-        return run(given)
-    case = Case(**json.loads(given.child))
-    ids = torch.load(given.folder / ("lora-ids.pt" if case.lora else "ids.pt"))
-    device = torch.device(given.device)
-    print(json.dumps(train(case, ids, given.tiny, given.folder / "weights.pt", device)))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.float8_convergence", description=__doc__
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--jobs", type=int, default=12, help="processes at once")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    store.add_options(parser)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if not options.child:
+        return run(options)
+    case = Case(**json.loads(options.child))
+    ids = torch.load(options.folder / ("lora-ids.pt" if case.lora else "ids.pt"))
+    device = torch.device(options.device)
+    print(json.dumps(train(case, ids, options.tiny, options.folder / "weights.pt", device)))
     return 0
 
 

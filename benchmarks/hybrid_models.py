@@ -25,15 +25,29 @@ _QWEN: dict[str, Any] = HYBRIDS["0.8B"]
 QWEN: dict[str, dict[str, Any]] = {
     **HYBRIDS,
     "1B": {**_QWEN, "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 20},
-    "tiny": {**_QWEN, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-             "vocab_size": 500},
-}  # fmt: skip
+    "tiny": {
+        **_QWEN,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "vocab_size": 500,
+    },
+}
 BAMBA: dict[str, Any] = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "mamba_n_heads": 64, "mamba_d_head": 64,
-    "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256, "vocab_size": 128256,
-    "attn_layer_indices": [9, 18], "max_position_embeddings": 262144,
-}  # fmt: skip
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "mamba_n_heads": 64,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 256,
+    "vocab_size": 128256,
+    "attn_layer_indices": [9, 18],
+    "max_position_embeddings": 262144,
+}
 OTHERS = ("fla", "mamba_ssm", "causal_conv1d")
 
 
@@ -53,7 +67,7 @@ def step_of(name: str, tokens: int, patched: bool, device: str) -> Callable[[], 
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         config_of(name.split("/")[0]), dtype=torch.bfloat16, attn_implementation="sdpa"
-    )  # fmt: skip
+    )
     model = model.to(device).train()
     if name.endswith("/checkpointing"):
         model.gradient_checkpointing_enable()
@@ -99,21 +113,21 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--lines", type=Path, metavar="FILE")
-    given = parser.parse_args()
+    options = parser.parse_args()
     for other in OTHERS:
         if importlib.util.find_spec(other) is not None:
             parser.error(f"{other} is installed: transformers would use it")
     lines = []
-    for run in given.runs:
+    for run in options.runs:
         name, tokens, *only = run.split(":")
         for which in only or ("patched", "unpatched"):
-            line = measured(name, int(tokens), which == "patched", given.steps, given.device)
+            line = measured(name, int(tokens), which == "patched", options.steps, options.device)
             print(line, flush=True)
             lines.append(line)
-            if given.lines is not None:
-                given.lines.write_text("\n".join(lines) + "\n")
+            if options.lines is not None:
+                options.lines.write_text("\n".join(lines) + "\n")
             gc.collect()
-            if given.device == "cuda":
+            if options.device == "cuda":
                 torch.cuda.empty_cache()
     return 0
 

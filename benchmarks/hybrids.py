@@ -50,16 +50,22 @@ def _delta_rule(draw: Callable[..., Tensor]) -> Arguments:
 
 
 def _kimi(draw: Callable[..., Tensor]) -> Arguments:
-    made = _delta_rule(lambda *shape: draw(1, 1024, 4, *shape[3:]))
-    return {**made, "g": -draw(1, 1024, 4, 128).abs()}
+    tensors = _delta_rule(lambda *shape: draw(1, 1024, 4, *shape[3:]))
+    return {**tensors, "g": -draw(1, 1024, 4, 128).abs()}
 
 
 def _heads_scan(draw: Callable[..., Tensor]) -> Arguments:
     return {
-        "hidden_states": draw(1, 2048, 16, 64), "dt": draw(1, 2048, 16), "A": -draw(16).abs(),
-        "B": draw(1, 2048, 1, 128), "C": draw(1, 2048, 1, 128), "chunk_size": 256, "D": draw(16),
-        "dt_bias": draw(16), "dt_softplus": True,
-    }  # fmt: skip
+        "hidden_states": draw(1, 2048, 16, 64),
+        "dt": draw(1, 2048, 16),
+        "A": -draw(16).abs(),
+        "B": draw(1, 2048, 1, 128),
+        "C": draw(1, 2048, 1, 128),
+        "chunk_size": 256,
+        "D": draw(16),
+        "dt_bias": draw(16),
+        "dt_softplus": True,
+    }
 
 
 def _channels_scan(draw: Callable[..., Tensor]) -> Arguments:
@@ -84,12 +90,12 @@ CASES = (
 )
 
 
-def _step(function: Callable[..., Any], given: Arguments, dy: Tensor | None = None) -> Tensor:
+def _step(function: Callable[..., Any], arguments: Arguments, dy: Tensor | None = None) -> Tensor:
     """The result of a function, after its backward where there is a gradient of it."""
-    made = function(**given)
-    y: Tensor = made[0] if isinstance(made, tuple) else made
+    out = function(**arguments)
+    y: Tensor = out[0] if isinstance(out, tuple) else out
     if dy is not None:
-        leaves = [x for x in given.values() if isinstance(x, Tensor)]
+        leaves = [x for x in arguments.values() if isinstance(x, Tensor)]
         torch.autograd.grad(y, leaves, dy)
     return y.detach()
 
@@ -106,24 +112,26 @@ def measured(case: Case, device: torch.device, rounds: int) -> str:
     if ours is None:
         raise ValueError(f"{module}.{case.name} computes something else than its operator")
     generator = torch.Generator().manual_seed(0)
-    given = case.make(lambda *shape: torch.randn(*shape, generator=generator).to(device))
-    given = {n: x.requires_grad_() if isinstance(x, Tensor) else x for n, x in given.items()}
+    arguments = case.make(lambda *shape: torch.randn(*shape, generator=generator).to(device))
+    arguments = {
+        n: x.requires_grad_() if isinstance(x, Tensor) else x for n, x in arguments.items()
+    }
     sides = {"transformers": stock, "operator": ours}
-    results = {name: _step(function, given) for name, function in sides.items()}
+    results = {name: _step(function, arguments) for name, function in sides.items()}
     dy = torch.ones_like(results["operator"])
     apart = (results["operator"] - results["transformers"]).norm() / results["transformers"].norm()
     times: dict[str, list[float]] = {name: [] for name in sides}
     peaks = {}
     for name, function in sides.items():
         with measure(
-            device, known=[*(x for x in given.values() if isinstance(x, Tensor)), dy]
+            device, known=[*(x for x in arguments.values() if isinstance(x, Tensor)), dy]
         ) as p:
-            _step(function, given, dy)
+            _step(function, arguments, dy)
         peaks[name] = p.added_bytes / 2**20
     for _ in range(rounds):
         for name, function in sides.items():
             begin = time.perf_counter()
-            _step(function, given, dy)
+            _step(function, arguments, dy)
             if device.type != "cpu":
                 torch.accelerator.synchronize()
             times[name].append((time.perf_counter() - begin) * 1e3)
@@ -141,18 +149,18 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", type=torch.device)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lines", type=Path, metavar="FILE")
-    given = parser.parse_args()
+    options = parser.parse_args()
     head = (
         f"python -m benchmarks.hybrids, fp32, {torch.get_num_threads()} thread(s), forward and "
-        f"backward, the fastest of {given.rounds} calls in turns; peak beside the arguments"
+        f"backward, the fastest of {options.rounds} calls in turns; peak beside the arguments"
     )
     lines = [head]
     print(head, flush=True)
     for case in CASES:
-        lines.append(measured(case, given.device, given.rounds))
+        lines.append(measured(case, options.device, options.rounds))
         print(lines[-1], flush=True)
-    if given.lines is not None:
-        given.lines.write_text("\n".join(lines) + "\n")
+    if options.lines is not None:
+        options.lines.write_text("\n".join(lines) + "\n")
     return 0
 
 

@@ -44,14 +44,18 @@ from torch import Tensor, nn
 import liger_multi
 from benchmarks import models, store
 from liger_multi import ops
-from liger_multi.bench import report
-from liger_multi.patching.float8.kept import bit_sums
+from liger_multi.patching.float8.code_cache import bit_sums
 from liger_multi.patching.float8.weight import Float8Weight
 
 SHAPES = (
-    (8192, 4096, 14336), (8192, 14336, 4096), (16384, 2048, 8192), (8192, 4096, 4096),
-    (8192, 4096, 1024), (16384, 2048, 2048), (8192, 896, 4864),
-)  # fmt: skip
+    (8192, 4096, 14336),
+    (8192, 14336, 4096),
+    (16384, 2048, 8192),
+    (8192, 4096, 4096),
+    (8192, 4096, 1024),
+    (16384, 2048, 2048),
+    (8192, 896, 4864),
+)
 TINY_SHAPES = ((64, 32, 48),)
 KERNELS = {
     "FP8 GEMM": "e4m3|f8f8|nvjet_(sm[0-9]+_)?qq",
@@ -72,8 +76,8 @@ class Place:
 
     def __init__(self, tiny: bool) -> None:
         self.tiny = tiny
-        found = None if tiny else torch.accelerator.current_accelerator(check_available=True)
-        self.device = found or torch.device("cpu")
+        accelerator = None if tiny else torch.accelerator.current_accelerator(check_available=True)
+        self.device = accelerator or torch.device("cpu")
         self.rounds = 2 if tiny else 20
 
     def wait(self) -> None:
@@ -98,13 +102,13 @@ class Place:
                 call()
                 self.wait()
                 times[name].append(1e3 * (time.perf_counter() - start))
-        return {name: statistics.median(found) for name, found in times.items()}
+        return {name: statistics.median(samples) for name, samples in times.items()}
 
     def in_a_row(self, call: Call) -> float:
-        """Milliseconds of a call among others, where the host is ahead of the device."""
-        count, found = (2, 1) if self.tiny else (10, 3)
+        """Milliseconds per call in a sequence of calls, with the host ahead of the device."""
+        count, repeats = (2, 1) if self.tiny else (10, 3)
         times = []
-        for _ in range(found):
+        for _ in range(repeats):
             self.wait()
             start = time.perf_counter()
             for _ in range(count):
@@ -119,19 +123,20 @@ class Place:
             return {}
         from torch.profiler import ProfilerActivity, profile
 
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             call()
             self.wait()
-        found = dict.fromkeys(KERNELS, 0.0)
+        milliseconds = dict.fromkeys(KERNELS, 0.0)
         ran = [
-            event for event in seen.events() or ()
+            event
+            for event in profiler.events() or ()
             if event.device_type.name == "CUDA" and not event.is_user_annotation
-        ]  # fmt: skip
+        ]
         for event in ran:
-            kind = next(k for k, p in KERNELS.items() if re.search(p, event.name.lower()))
-            found[kind] += event.time_range.elapsed_us() / 1e3
+            group = next(k for k, p in KERNELS.items() if re.search(p, event.name.lower()))
+            milliseconds[group] += event.time_range.elapsed_us() / 1e3
         ends = max(e.time_range.end for e in ran) - min(e.time_range.start for e in ran)
-        return found | {"span": ends / 1e3}
+        return milliseconds | {"span": ends / 1e3}
 
     def peak(self, call: Call) -> int:
         """Bytes that a call held at most beyond what was there."""
@@ -186,9 +191,9 @@ def kernels(place: Place) -> Iterator[Row]:
         "dx bf16": lambda: dy @ w,
         "dweight bf16": lambda: dy.t() @ x,
     }
-    for name, found in place.in_turns(calls).items():
+    for name, samples in place.in_turns(calls).items():
         shape = f"{tokens}x{width}x{out}"
-        yield {"part": "kernels", "name": name, "shape": shape, "variant": "", "both_ms": found}
+        yield {"part": "kernels", "name": name, "shape": shape, "variant": "", "both_ms": samples}
 
 
 CODED: dict[str, tuple[tuple[int, int], str, int]] = {
@@ -209,73 +214,81 @@ def codes(place: Place) -> Iterator[Row]:
     to, format = _quantizer(place), format_of(place.device)
     for name, (shape, op, count) in CODED.items():
         rows, cols = (64, 32) if place.tiny else shape
-        given = [place.normal(rows, cols) for _ in range(count)]
+        tensors = [place.normal(rows, cols) for _ in range(count)]
         run, with_codes = getattr(ops, op), getattr(ops, f"{op}_quantized")
 
-        def apart(op: Any = run, given: Any = given) -> Any:
-            y = op(*given)
+        def apart(op: Any = run, tensors: Any = tensors) -> Any:
+            y = op(*tensors)
             y = getattr(y, "y", y)
             return y, to.rows(y, None, format)
 
-        def fused(op: Any = with_codes, given: Any = given) -> Any:
-            made = op(*given)
-            return made.y, made.quantized
+        def fused(op: Any = with_codes, tensors: Any = tensors) -> Any:
+            out = op(*tensors)
+            return out.y, out.quantized
 
-        def alone(op: Any = with_codes, given: Any = given) -> Any:
-            return op(*given, outputs=("quantized",)).quantized
+        def alone(op: Any = with_codes, tensors: Any = tensors) -> Any:
+            return op(*tensors, outputs=("quantized",)).quantized
 
-        def plain(op: Any = run, given: Any = given) -> Any:
-            return op(*given)
+        def plain(op: Any = run, tensors: Any = tensors) -> Any:
+            return op(*tensors)
 
-        result, found = fused()  # another kernel's result may round a sum otherwise
-        for got, right in zip(found, to.rows(result, None, format), strict=True):
+        result, quantized = fused()  # another kernel's result may round a sum otherwise
+        for got, right in zip(quantized, to.rows(result, None, format), strict=True):
             assert torch.equal(got.view(torch.uint8), right.view(torch.uint8)), name
         calls = {"bf16": plain, "apart": apart, "float8": fused, "codes alone": alone}
         for variant, ms in place.in_turns(calls).items():
-            yield {"part": "codes", "name": name, "shape": f"{rows}x{cols}", "variant": variant,
-                   "both_ms": ms, "extra_bytes": place.peak(calls[variant])}  # fmt: skip
+            yield {
+                "part": "codes",
+                "name": name,
+                "shape": f"{rows}x{cols}",
+                "variant": variant,
+                "both_ms": ms,
+                "extra_bytes": place.peak(calls[variant]),
+            }
 
 
 def _adapted(place: Place, width: int, outs: Sequence[int]) -> list[tuple[Tensor, ...]]:
     """Weight, a and b of rank 16, of layers of one input."""
     return [
-        (place.normal(out, width, scale=width**-0.5),
-         place.normal(16, width, scale=width**-0.5).requires_grad_(),
-         place.normal(out, 16, scale=0.1).requires_grad_())
+        (
+            place.normal(out, width, scale=width**-0.5),
+            place.normal(16, width, scale=width**-0.5).requires_grad_(),
+            place.normal(out, 16, scale=0.1).requires_grad_(),
+        )
         for out in outs
-    ]  # fmt: skip
+    ]
 
 
 def _one_by_one(x: Tensor, layers: Any, held: Any, finish: Callable[..., Any]) -> Any:
     """Layers in FP8 with adapters one after the other; those of one input share its codes."""
-    made, rows = [], None
+    outputs, rows = [], None
     for (_, a, b), weight in zip(layers, held, strict=True):
         y, rows = ops.linear_float8_with_codes(
             x, weight.codes, weight_scale=weight.scale, quantized=rows
         )
-        made.append(ops.lora_update(y, x, a, b, scale=2.0))
-    return finish(*made)
+        outputs.append(ops.lora_update(y, x, a, b, scale=2.0))
+    return finish(*outputs)
 
 
 def _fused_mlp(x: Tensor, layers: Any, held: Any = None) -> Tensor:
-    given: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     for at, (name, (weight, a, b)) in enumerate(zip(("gate", "up", "down"), layers, strict=True)):
-        given |= _given(name, weight, a, b, None if held is None else held[at])
-    return ops.lora_mlp(x, **given)
+        kwargs |= _given(name, weight, a, b, None if held is None else held[at])
+    return ops.lora_mlp(x, **kwargs)
 
 
 def _given(name: str, weight: Tensor, a: Tensor, b: Tensor, held: Any) -> dict[str, Any]:
     """Arguments of a layer, its weight in bf16 or in FP8."""
     wide, scale = (weight, None) if held is None else (held.codes, held.scale)
-    found = {"weight": wide, "weight_scale": scale, "a": a, "b": b, "scale": 2.0}
-    return {f"{name}_{part}": value for part, value in found.items()}
+    kwargs = {"weight": wide, "weight_scale": scale, "a": a, "b": b, "scale": 2.0}
+    return {f"{name}_{part}": value for part, value in kwargs.items()}
 
 
 def _fused_qkv(x: Tensor, layers: Any, held: Any = None) -> Tensor:
-    given: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     for at, (name, (weight, a, b)) in enumerate(zip("qkv", layers, strict=True)):
-        given |= _given(name, weight, a, b, None if held is None else held[at])
-    return torch.cat([y for y in ops.lora_qkv(x, **given) if y is not None], -1)
+        kwargs |= _given(name, weight, a, b, None if held is None else held[at])
+    return torch.cat([y for y in ops.lora_qkv(x, **kwargs) if y is not None], -1)
 
 
 def adapters(place: Place) -> Iterator[Row]:
@@ -294,8 +307,9 @@ def adapters(place: Place) -> Iterator[Row]:
         return cast(Tensor, joined)
 
     for name, layers, fused, apart in (
-        ("lora_mlp", mlp, _fused_mlp, by_layers), ("lora_qkv", qkv, _fused_qkv, by_projections),
-    ):  # fmt: skip
+        ("lora_mlp", mlp, _fused_mlp, by_layers),
+        ("lora_qkv", qkv, _fused_qkv, by_projections),
+    ):
         held = [Float8Weight.of(weight, keep=False) for weight, _, _ in layers]
         thin = [t for _, a, b in layers for t in (a, b)]
         calls = {
@@ -308,15 +322,19 @@ def adapters(place: Place) -> Iterator[Row]:
 
 
 def _both_ways(
-    place: Place, part: str, name: str, shape: str, calls: Mapping[str, Callable[[], Tensor]],
-    wanted: list[Tensor],
-) -> Iterator[Row]:  # fmt: skip
+    place: Place,
+    part: str,
+    name: str,
+    shape: str,
+    calls: Mapping[str, Callable[[], Tensor]],
+    leaves: list[Tensor],
+) -> Iterator[Row]:
     """Forward and backward of every variant, with errors of y and dx beside the first."""
     dy = torch.randn_like(calls["bf16"]())
 
     def both(run: Callable[[], Tensor]) -> tuple[Tensor, ...]:
         y = run()
-        return y.detach(), *torch.autograd.grad(y, wanted, dy)
+        return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
     runs = {variant: functools.partial(both, run) for variant, run in calls.items()}
     exact = runs["bf16"]()
@@ -324,17 +342,23 @@ def _both_ways(
     for variant, run in runs.items():
         errors = [_error(got, right.float()) for got, right in zip(run(), exact, strict=True)]
         assert max(errors) < 0.2, (name, variant, errors)
-        yield {"part": part, "name": name, "shape": shape, "variant": variant,
-               "both_ms": times[variant], "row_ms": place.in_a_row(run),
-               "extra_bytes": place.peak(run),
-               "error": {"y": errors[0], "dx": errors[1]}}  # fmt: skip
+        yield {
+            "part": part,
+            "name": name,
+            "shape": shape,
+            "variant": variant,
+            "both_ms": times[variant],
+            "row_ms": place.in_a_row(run),
+            "extra_bytes": place.peak(run),
+            "error": {"y": errors[0], "dx": errors[1]},
+        }
 
 
 def mlp(place: Place) -> Iterator[Row]:
     """A whole gated MLP, its weights trained or frozen."""
     for tokens, width, inner in (
         ((64, 32, 48),) if place.tiny else ((8192, 4096, 14336), (16384, 2048, 8192))
-    ):  # fmt: skip
+    ):
         x = place.normal(tokens, width).requires_grad_()
         shapes = ((inner, width), (inner, width), (width, inner))
         for trained in (True, False):
@@ -356,8 +380,8 @@ def mlp(place: Place) -> Iterator[Row]:
                 "layers": functools.partial(by_layers, x, *weights),
             }
             name, shown = "trained" if trained else "frozen", f"{tokens}x{width}x{inner}"
-            wanted = [x, *weights] if trained else [x]
-            yield from _both_ways(place, "mlp", name, shown, calls, wanted)
+            leaves = [x, *weights] if trained else [x]
+            yield from _both_ways(place, "mlp", name, shown, calls, leaves)
 
 
 def _error(got: Tensor, exact: Tensor) -> float:
@@ -368,13 +392,13 @@ def _linear_variants(
     place: Place, weight: Tensor, trained: bool
 ) -> dict[str, Callable[[Tensor], Tensor]]:
     frozen = None if trained else Float8Weight.of(weight, keep=False)
-    found: dict[str, Callable[[Tensor], Tensor]] = {"bf16": lambda x: F.linear(x, weight)}
+    variants: dict[str, Callable[[Tensor], Tensor]] = {"bf16": lambda x: F.linear(x, weight)}
     if frozen is None:
-        found["ours"] = lambda x: ops.linear_float8(x, weight)
+        variants["ours"] = lambda x: ops.linear_float8(x, weight)
     else:
-        found["ours"] = lambda x: ops.linear_float8(x, frozen.codes, weight_scale=frozen.scale)
+        variants["ours"] = lambda x: ops.linear_float8(x, frozen.codes, weight_scale=frozen.scale)
     peer = _torchao(weight) if trained and place.device.type == "cuda" else None
-    return found | ({} if peer is None else {"torchao": peer})
+    return variants | ({} if peer is None else {"torchao": peer})
 
 
 def _torchao(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
@@ -414,12 +438,12 @@ def linear(place: Place) -> Iterator[Row]:
             weight = nn.Parameter(place.normal(out, width, scale=width**-0.5), trained)
             dy = place.normal(tokens, out)
             exact = _exact(x, weight, dy)
-            wanted = [x, weight] if trained else [x]
+            leaves = [x, weight] if trained else [x]
 
-            def both(run: Callable[[Tensor], Tensor], given: Any = (x, dy, wanted)) -> Any:
-                x, dy, wanted = given
+            def both(run: Callable[[Tensor], Tensor], operands: Any = (x, dy, leaves)) -> Any:
+                x, dy, leaves = operands
                 y = run(x)
-                return y.detach(), *torch.autograd.grad(y, wanted, dy)
+                return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
             variants = _linear_variants(place, weight, trained)
             calls = {name: lambda run=run: both(run) for name, run in variants.items()}
@@ -427,11 +451,15 @@ def linear(place: Place) -> Iterator[Row]:
             for name, call in calls.items():
                 errors = [_error(got, right) for got, right in zip(call(), exact, strict=False)]  # type: ignore[no-untyped-call]
                 yield {
-                    "part": "linear", "name": "trained" if trained else "frozen",
-                    "shape": f"{tokens}x{width}x{out}", "variant": name, "both_ms": times[name],
-                    "row_ms": place.in_a_row(call), "extra_bytes": place.peak(call),
+                    "part": "linear",
+                    "name": "trained" if trained else "frozen",
+                    "shape": f"{tokens}x{width}x{out}",
+                    "variant": name,
+                    "both_ms": times[name],
+                    "row_ms": place.in_a_row(call),
+                    "extra_bytes": place.peak(call),
                     "error": dict(zip(("y", "dx", "dweight"), errors, strict=False)),
-                }  # fmt: skip
+                }
 
 
 def _exact(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -453,8 +481,12 @@ SIZES: dict[str, tuple[str, int, int, bool]] = {
 
 def _built(place: Place, part: str) -> tuple[Any, Tensor]:
     name, batch, tokens, checkpointing = SIZES[part]
-    run = models.Run("tiny" if place.tiny else name, 2 if place.tiny else batch,
-                     32 if place.tiny else tokens, checkpointing)  # fmt: skip
+    run = models.Run(
+        "tiny" if place.tiny else name,
+        2 if place.tiny else batch,
+        32 if place.tiny else tokens,
+        checkpointing,
+    )
     torch.manual_seed(0)
     model = models.build(run, place.device)
     vocabulary = model.config.vocab_size
@@ -471,8 +503,8 @@ def layer(place: Place) -> Iterator[Row]:
     angles = model.model.rotary_emb(hidden, positions)
 
     def once() -> None:
-        found = block(hidden, position_embeddings=angles)
-        (found[0] if isinstance(found, tuple) else found).sum().backward()
+        out = block(hidden, position_embeddings=angles)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
         model.zero_grad(set_to_none=True)
         hidden.grad = None
 
@@ -499,12 +531,16 @@ def _compared(place: Place, part: str, model: Any, once: Call, rounds: int = 0) 
         peaks["torchao"], rows["torchao"] = place.peak(once), {"trace_ms": place.traced(once)}
         if part == "layer":
             rows["torchao"]["row_ms"] = place.in_a_row(once)
-    for name, found in times.items():
+    for name, samples in times.items():
         yield {
-            "part": part, "name": SIZES[part][0], "shape": "x".join(map(str, SIZES[part][1:3])),
-            "variant": name, "both_ms": min(found), **rows.get(name, {}),
+            "part": part,
+            "name": SIZES[part][0],
+            "shape": "x".join(map(str, SIZES[part][1:3])),
+            "variant": name,
+            "both_ms": min(samples),
+            **rows.get(name, {}),
             "extra_bytes": peaks[name],
-        }  # fmt: skip
+        }
 
 
 def _step(model: Any, ids: Tensor, optimizer: Any) -> Call:
@@ -529,7 +565,7 @@ def model(place: Place) -> Iterator[Row]:
 
 
 def gradients(place: Place) -> Iterator[Row]:
-    """The same without an optimizer; a gradient is dropped when it is there: about 20 GiB."""
+    """The same without an optimizer; each gradient is dropped once it is computed: about 20 GiB."""
     model, ids = _built(place, "gradients")
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -570,10 +606,15 @@ def accumulated(place: Place) -> Iterator[Row]:
             once()
             place.wait()
             times[name].append(1e3 * (time.perf_counter() - start))
-    for name, found in times.items():
-        yield {"part": "accumulated", "name": SIZES["accumulated"][0], "shape": "4x2x4096",
-               "variant": name, "both_ms": statistics.median(found),
-               "extra_bytes": peaks[name]}  # fmt: skip
+    for name, samples in times.items():
+        yield {
+            "part": "accumulated",
+            "name": SIZES["accumulated"][0],
+            "shape": "4x2x4096",
+            "variant": name,
+            "both_ms": statistics.median(samples),
+            "extra_bytes": peaks[name],
+        }
 
 
 def small(place: Place) -> Iterator[Row]:
@@ -604,17 +645,31 @@ def lora(place: Place) -> Iterator[Row]:
         times = place.in_turns({name: once}, 2 if place.tiny else 6)
         peak, trace = place.peak(once), place.traced(once)
         yield {
-            "part": "lora", "name": "llama-3-8b", "shape": "2x4096", "variant": name,
-            "both_ms": times[name], "extra_bytes": peak, "held_bytes": held, "trace_ms": trace,
-        }  # fmt: skip
+            "part": "lora",
+            "name": "llama-3-8b",
+            "shape": "2x4096",
+            "variant": name,
+            "both_ms": times[name],
+            "extra_bytes": peak,
+            "held_bytes": held,
+            "trace_ms": trace,
+        }
     liger_multi.configure(None)
 
 
 PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
-    "kernels": kernels, "codes": codes, "linear": linear, "mlp": mlp, "adapters": adapters,
-    "layer": layer, "small": small, "lora": lora, "gradients": gradients,
-    "accumulated": accumulated, "model": model,
-}  # fmt: skip
+    "kernels": kernels,
+    "codes": codes,
+    "linear": linear,
+    "mlp": mlp,
+    "adapters": adapters,
+    "layer": layer,
+    "small": small,
+    "lora": lora,
+    "gradients": gradients,
+    "accumulated": accumulated,
+    "model": model,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -623,18 +678,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store.add_options(parser)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all but model if none")
     parser.add_argument("--tiny", action="store_true", help="shapes for a CPU")
-    given = parser.parse_args(arguments)
-    place, rows = Place(given.tiny), []
-    run = {"kind": "linear-float8", "date": store.now(), "commit": given.commit}
-    run |= {"device": report.device_facts(place.device), "versions": report.versions()}
-    for part in given.parts or [name for name in PARTS if name != "model"]:
+    options = parser.parse_args(arguments)
+    place, rows = Place(options.tiny), []
+    run = store.head("linear-float8", options, place.device)
+    for part in options.parts or [name for name in PARTS if name != "model"]:
         for row in PARTS[part](place):
             rows.append(row)
             names = " ".join(str(row[k]) for k in ("part", "name", "shape", "variant"))
             rest = {k: v for k, v in row.items() if k in ("extra_bytes", "held_bytes", "error")}
             shown = {k: f"{v / 2**20:.0f} MiB" if k != "error" else v for k, v in rest.items()}
             print(f"{names:44} {row['both_ms']:9.3f} ms  {shown}", flush=True)
-            store.keep({**run, "rows": rows}, given)
+            store.keep({**run, "rows": rows}, options)
         gc.collect()
     return 0
 

@@ -21,25 +21,35 @@ from torch import Tensor, nn
 
 from benchmarks import store
 from liger_multi import patch
-from liger_multi.bench import report
 from liger_multi.memory import peak_memory
 from liger_multi.patching.swap import Patched
 
 QKV = ("q_proj", "k_proj", "v_proj")
 TARGETS = (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj")
 LAYER = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 128256, "num_hidden_layers": 1,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "num_hidden_layers": 1,
+}
 SMALL = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 128256, "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "num_hidden_layers": 16,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 TINY = {
-    "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 512,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
 FORMS = ("fp32 adapters", "autocast")
 
 
@@ -49,9 +59,9 @@ def adapted(config: dict[str, Any], device: torch.device, rank: int) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    made = transformers.LlamaConfig(max_position_embeddings=8192, use_cache=False, **config)
+    llama_config = transformers.LlamaConfig(max_position_embeddings=8192, use_cache=False, **config)
     with torch.device(device):
-        model = transformers.LlamaForCausalLM._from_config(made, dtype=torch.bfloat16)
+        model = transformers.LlamaForCausalLM._from_config(llama_config, dtype=torch.bfloat16)
     settings = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS))
     wrapped = peft.get_peft_model(model, settings)
     with torch.no_grad():
@@ -82,8 +92,8 @@ def parts(model: Any, tokens: int, device: torch.device) -> dict[str, Callable[[
     layers = [getattr(layer.self_attn, name) for name in QKV]
 
     def projections() -> Tensor:
-        found = [projection(x).sum(dtype=torch.float32) for projection in layers]
-        return torch.stack(found).sum()
+        losses = [projection(x).sum(dtype=torch.float32) for projection in layers]
+        return torch.stack(losses).sum()
 
     one = Projections(layers)
     if isinstance(layers[0], Patched):
@@ -161,8 +171,8 @@ def compare(
                     asked = form == "autocast"
                     return torch.autocast(device.type, torch.bfloat16) if asked else nullcontext()
 
-                found = measured(run, model, scope, device, rounds)
-                rows.append({"part": name, "form": form, "variant": variant, **found})
+                result = measured(run, model, scope, device, rounds)
+                rows.append({"part": name, "form": form, "variant": variant, **result})
     return rows
 
 
@@ -191,18 +201,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tiny", action="store_true", help="shapes for a CPU")
-    given = parser.parse_args(arguments)
-    found = None if given.tiny else torch.accelerator.current_accelerator(check_available=True)
-    device = found or torch.device("cpu")
-    tokens = 256 if given.tiny else given.tokens
-    common = (tokens, device, given.rank, given.rounds)
-    rows = compare({**LAYER, **(TINY if given.tiny else {})}, parts, *common)
-    tiny = {**TINY, "num_hidden_layers": 2} if given.tiny else {}
+    options = parser.parse_args(arguments)
+    accelerator = (
+        None if options.tiny else torch.accelerator.current_accelerator(check_available=True)
+    )
+    device = accelerator or torch.device("cpu")
+    tokens = 256 if options.tiny else options.tokens
+    common = (tokens, device, options.rank, options.rounds)
+    rows = compare({**LAYER, **(TINY if options.tiny else {})}, parts, *common)
+    tiny = {**TINY, "num_hidden_layers": 2} if options.tiny else {}
     rows += compare({**SMALL, **tiny}, steps, *common)
     print(shown(rows))
-    run: dict[str, Any] = {"kind": "lora", "date": store.now(), "commit": given.commit}
-    run |= {"device": report.device_facts(device), "versions": report.versions()}
-    store.keep({**run, "tokens": tokens, "rank": given.rank, "rows": rows}, given)
+    run = store.head("lora", options, device)
+    store.keep({**run, "tokens": tokens, "rank": options.rank, "rows": rows}, options)
 
 
 if __name__ == "__main__":

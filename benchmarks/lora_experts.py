@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from benchmarks import store
 from benchmarks.lora import measured
 from liger_multi import patch
-from liger_multi.bench import report
 
 LAYER = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
 SMALL = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8}
@@ -65,15 +64,19 @@ class Layer(nn.Module):
         return self.experts(x, index, routing)  # type: ignore[no-any-return]
 
 
-def made(sizes: dict[str, int], device: torch.device, dtype: torch.dtype) -> Layer:
+def build(sizes: dict[str, int], device: torch.device, dtype: torch.dtype) -> Layer:
     """Frozen experts of a model of one layer with random weights."""
     import transformers
 
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
-        vocab_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4,
-        num_experts_per_tok=min(8, sizes["num_experts"] // 2), **sizes,
-    )  # fmt: skip
+        vocab_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_experts_per_tok=min(8, sizes["num_experts"] // 2),
+        **sizes,
+    )
     with torch.device(device):
         model = transformers.Qwen3MoeForCausalLM._from_config(config, dtype=dtype)
     return Layer(model.model.layers[0].mlp.experts).requires_grad_(False)
@@ -119,32 +122,32 @@ def inputs(
 
 def check(device: torch.device, rank: int) -> None:
     """Compare output and gradients of a small layer in fp32 with PEFT's."""
-    given = inputs(SMALL, 200, device, torch.float32)
-    stock = adapted(made(SMALL, device, torch.float32), rank, torch.float32)
+    tensors = inputs(SMALL, 200, device, torch.float32)
+    stock = adapted(build(SMALL, device, torch.float32), rank, torch.float32)
     ours = copy.deepcopy(stock)
     assert patch(ours).count("lora") == 1
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for layer in (stock, ours):
-        y = layer(*given)
+        y = layer(*tensors)
         thin = [p for p in layer.parameters() if p.requires_grad]
-        found.append([y, *torch.autograd.grad(y.square().sum(), [given[0], given[2], *thin])])
-    for mine, wanted in zip(found[1], found[0], strict=True):
-        error = float(((mine - wanted).abs().max() / wanted.abs().max()).detach())
+        results.append([y, *torch.autograd.grad(y.square().sum(), [tensors[0], tensors[2], *thin])])
+    for mine, expected in zip(results[1], results[0], strict=True):
+        error = float(((mine - expected).abs().max() / expected.abs().max()).detach())
         if error > 1e-3:  # PyTorch's GEMMs may round to TF32
             raise AssertionError(f"gradients differ from PEFT's by {error:.1e} of the largest")
-    print(f"equal to PEFT in fp32, {len(found[0])} tensors")
+    print(f"equal to PEFT in fp32, {len(results[0])} tensors")
 
 
 def compare(
     sizes: dict[str, int], tokens: int, device: torch.device, rank: int, rounds: int
 ) -> list[dict[str, Any]]:
     """Rows of every variant, with adapters of either dtype."""
-    given, rows = inputs(sizes, tokens, device, torch.bfloat16), []
+    tensors, rows = inputs(sizes, tokens, device, torch.bfloat16), []
     for form, (thin, packed, variants) in FORMS.items():
         if packed and importlib.util.find_spec("bitsandbytes") is None:
             continue
         for variant in variants:
-            layer, options = made(sizes, device, torch.bfloat16), VARIANTS[variant]
+            layer, options = build(sizes, device, torch.bfloat16), VARIANTS[variant]
             if variant != "frozen":
                 layer = adapted(layer, rank, thin)
             if packed:
@@ -153,11 +156,11 @@ def compare(
                 patch(layer, **options)
 
             def run(layer: Callable[..., Tensor] = layer) -> Tensor:
-                return layer(*given).sum(dtype=torch.float32)
+                return layer(*tensors).sum(dtype=torch.float32)
 
-            found = measured(run, layer, nullcontext, device, rounds)
-            rows.append({"part": "experts", "form": form, "variant": variant, **found})
-            given[0].grad = given[2].grad = None
+            result = measured(run, layer, nullcontext, device, rounds)
+            rows.append({"part": "experts", "form": form, "variant": variant, **result})
+            tensors[0].grad = tensors[2].grad = None
             del layer, run
     return rows
 
@@ -189,16 +192,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tiny", action="store_true", help="shapes for a CPU")
-    given = parser.parse_args(arguments)
-    found = None if given.tiny else torch.accelerator.current_accelerator(check_available=True)
-    device = found or torch.device("cpu")
-    tokens = 64 if given.tiny else given.tokens
-    check(device, given.rank)
-    rows = compare(SMALL if given.tiny else LAYER, tokens, device, given.rank, given.rounds)
+    options = parser.parse_args(arguments)
+    accelerator = (
+        None if options.tiny else torch.accelerator.current_accelerator(check_available=True)
+    )
+    device = accelerator or torch.device("cpu")
+    tokens = 64 if options.tiny else options.tokens
+    check(device, options.rank)
+    rows = compare(SMALL if options.tiny else LAYER, tokens, device, options.rank, options.rounds)
     print(shown(rows))
-    run: dict[str, Any] = {"kind": "lora", "date": store.now(), "commit": given.commit}
-    run |= {"device": report.device_facts(device), "versions": report.versions()}
-    store.keep({**run, "tokens": tokens, "rank": given.rank, "rows": rows}, given)
+    run = store.head("lora", options, device)
+    store.keep({**run, "tokens": tokens, "rank": options.rank, "rows": rows}, options)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ from torch import Tensor
 import liger_multi
 from benchmarks import store
 from liger_multi import losses
-from liger_multi.bench import report
 from liger_multi.bench.cases import error
 from liger_multi.bench.measure import (
     Clock,
@@ -78,7 +77,7 @@ def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, Te
 
     target = torch.randint(shape.classes, (rows, length), generator=g, device=device)
     target[:, length - length // 10 :] = -100
-    made = {
+    tensors = {
         "hidden": normal(rows, length, shape.width).requires_grad_(),
         "weight": normal(shape.classes, shape.width, scale=shape.width**-0.5).requires_grad_(),
         "target": target,
@@ -87,9 +86,9 @@ def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, Te
         "advantages": torch.randn(rows, generator=g, device=device),
     }
     with torch.no_grad():  # log-probabilities that an earlier step has computed
-        near = losses.Head(made["hidden"] + 0.01 * made["other"], made["weight"])
-        made["old"] = losses.tokens(near, target).log_prob  # type: ignore[assignment]
-    return made
+        near = losses.Head(tensors["hidden"] + 0.01 * tensors["other"], tensors["weight"])
+        tensors["old"] = losses.tokens(near, target).log_prob  # type: ignore[assignment]
+    return tensors
 
 
 # --- ours ---
@@ -98,15 +97,15 @@ def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, Te
 def nll(hidden: Tensor, weight: Tensor, target: Tensor, **o: Any) -> Tensor:
     """The mean over tokens, as a patched model computes it; gradients are made in forward."""
     o.pop("keep", None)  # no logits stay
-    found: Any = fused_linear_cross_entropy(hidden, weight, target, **o)
-    return found  # type: ignore[no-any-return]
+    loss: Any = fused_linear_cross_entropy(hidden, weight, target, **o)
+    return loss  # type: ignore[no-any-return]
 
 
 def log_prob_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """The same of every token's log-probability; backward computes the logits once more."""
-    found = losses.tokens(_head(hidden, weight), target, ("log_prob",))
-    assert found.log_prob is not None
-    return _mean(found.log_prob, target)
+    loss = losses.tokens(_head(hidden, weight), target, ("log_prob",))
+    assert loss.log_prob is not None
+    return _mean(loss.log_prob, target)
 
 
 def _mean(log_prob: Tensor, target: Tensor) -> Tensor:
@@ -136,9 +135,15 @@ def grpo(
     """GRPO of tokens, clipped, with the divergence from the old policy."""
     passes = o.pop("passes", "auto")
     return losses.policy_loss(
-        _head(hidden, weight, **o), target, advantages, old=old, reference=old, beta=0.04,
-        passes=passes, metrics=(),
-    )[0]  # fmt: skip
+        _head(hidden, weight, **o),
+        target,
+        advantages,
+        old=old,
+        reference=old,
+        beta=0.04,
+        passes=passes,
+        metrics=(),
+    )[0]
 
 
 def gspo(
@@ -160,10 +165,10 @@ def jsd(
 
 def policy(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, **o: Any) -> Tensor:
     """A policy gradient with a bonus of entropy, of one call's statistics."""
-    found = losses.tokens(_head(hidden, weight, **o), target, ("log_prob", "entropy"))
-    assert found.log_prob is not None
-    assert found.entropy is not None
-    return _policy(found.log_prob, found.entropy, target, advantages)
+    tokens = losses.tokens(_head(hidden, weight, **o), target, ("log_prob", "entropy"))
+    assert tokens.log_prob is not None
+    assert tokens.entropy is not None
+    return _policy(tokens.log_prob, tokens.entropy, target, advantages)
 
 
 def _policy(log_prob: Tensor, entropy: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
@@ -174,7 +179,7 @@ def _policy(log_prob: Tensor, entropy: Tensor, target: Tensor, advantages: Tenso
 
 
 def policy_of_logits(logits: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
-    """The same of logits, as a training script writes it."""
+    """The same on logits, as a training script computes it."""
     log_p = torch.log_softmax(logits.float(), -1)
     own = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
@@ -188,9 +193,15 @@ def _headed(classes: int, width: int) -> Any:
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=classes, hidden_size=width, num_hidden_layers=0, num_attention_heads=1,
-        num_key_value_heads=1, intermediate_size=1, tie_word_embeddings=False, use_cache=False,
-    )  # fmt: skip
+        vocab_size=classes,
+        hidden_size=width,
+        num_hidden_layers=0,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        intermediate_size=1,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     model.model.norm = torch.nn.Identity()
@@ -208,7 +219,7 @@ def _lazy(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def lazy_policy(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
-    """The same of lazy logits."""
+    """The same on lazy logits."""
     return policy_of_logits(_lazy(hidden, weight), target, advantages)
 
 
@@ -218,7 +229,7 @@ def nll_of_logits(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def lazy_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The same of lazy logits."""
+    """The same on lazy logits."""
     return nll_of_logits(_lazy(hidden, weight), target)
 
 
@@ -227,17 +238,17 @@ def lazy_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 def _rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     log_p = torch.log_softmax((hidden @ weight.mT).float(), -1)
-    found = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return torch.where(target >= 0, found, 0)
+    log_prob = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(target >= 0, log_prob, 0)
 
 
 def torch_nll(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The same, eager."""
+    """The same in eager PyTorch."""
     return nll_of_logits(hidden @ weight.mT, target)
 
 
 def torch_dpo(hidden: Tensor, weight: Tensor, target: Tensor, old: Tensor) -> Tensor:
-    """The same, eager."""
+    """The same in eager PyTorch."""
     ratio = (_rows(hidden, weight, target) - old).sum(-1)
     chosen, rejected = ratio.chunk(2)
     return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
@@ -246,7 +257,7 @@ def torch_dpo(hidden: Tensor, weight: Tensor, target: Tensor, old: Tensor) -> Te
 def torch_dpo_reference(
     hidden: Tensor, weight: Tensor, target: Tensor, other: Tensor, other_weight: Tensor
 ) -> Tensor:
-    """The same, eager."""
+    """The same in eager PyTorch."""
     with torch.no_grad():
         before = _rows(other, other_weight, target)
     return torch_dpo(hidden, weight, target, before)
@@ -255,7 +266,7 @@ def torch_dpo_reference(
 def torch_grpo(
     hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, old: Tensor
 ) -> Tensor:
-    """The same, eager."""
+    """The same in eager PyTorch."""
     own, mask, a = _rows(hidden, weight, target), target >= 0, advantages.unsqueeze(1)
     ratio = torch.exp(own - old)
     each = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
@@ -266,21 +277,21 @@ def torch_grpo(
 def torch_gspo(
     hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, old: Tensor
 ) -> Tensor:
-    """The same, eager."""
+    """The same in eager PyTorch."""
     own, mask = _rows(hidden, weight, target), target >= 0
     ratio = torch.exp(((own - old) * mask).sum(-1) / mask.sum(-1))
     return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
 
 
 def torch_policy(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
-    """The same, eager."""
+    """The same in eager PyTorch."""
     return policy_of_logits(hidden @ weight.mT, target, advantages)
 
 
 def torch_jsd(
     hidden: Tensor, weight: Tensor, target: Tensor, other: Tensor, other_weight: Tensor
 ) -> Tensor:
-    """The same, eager."""
+    """The same in eager PyTorch."""
     q = torch.log_softmax((hidden @ weight.mT).float(), -1)
     p = torch.log_softmax((other @ other_weight.mT).float(), -1)
     m = torch.log(0.5 * p.exp() + 0.5 * q.exp())
@@ -312,8 +323,8 @@ def liger_policy() -> Loss:
     apply = home.LigerFusedLinearScaledCrossEntropyFunction.apply
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
-        found = apply(hidden.flatten(0, 1), weight, target.flatten(), 1.0, -100, 1, True)
-        each, entropy = (x.view(target.shape) for x in found)
+        tokens = apply(hidden.flatten(0, 1), weight, target.flatten(), 1.0, -100, 1, True)
+        each, entropy = (x.view(target.shape) for x in tokens)
         return _policy(-each, torch.where(target >= 0, entropy, 0), target, advantages)
 
     return call
@@ -334,7 +345,7 @@ def liger_dpo() -> Loss:
 
 
 def nobody(why: str = "its DPO wants the reference's head") -> Loss:
-    """No such loss."""
+    """A peer without this loss."""
     raise ImportError(f"has no such loss ({why})")
 
 
@@ -347,9 +358,14 @@ def liger_grpo() -> Loss:
     ) -> Tensor:
         mask = (target >= 0).to(torch.float32)
         return loss(  # type: ignore[no-any-return]
-            hidden, weight, target.clamp(min=0), mask, advantages, ref_per_token_logps=old,
+            hidden,
+            weight,
+            target.clamp(min=0),
+            mask,
+            advantages,
+            ref_per_token_logps=old,
             old_per_token_logps=old,
-        )[0]  # fmt: skip
+        )[0]
 
     return call
 
@@ -380,9 +396,12 @@ def liger_jsd() -> Loss:
     ) -> Tensor:
         rows = target.numel()
         return loss(  # type: ignore[no-any-return]
-            hidden.reshape(rows, -1), weight, other.reshape(rows, -1), other_weight,
+            hidden.reshape(rows, -1),
+            weight,
+            other.reshape(rows, -1),
+            other_weight,
             target.reshape(rows),
-        )  # fmt: skip
+        )
 
     return call
 
@@ -397,10 +416,10 @@ def _trl_columns() -> int:
         raise ImportError("trl is not installed")
     utils = Path(home.origin).parent / "trainer" / "utils.py"
     text = utils.read_text(encoding="utf-8")
-    given = re.search(r"^_CHUNKED_LOGPROB_CHUNK_SIZE = (\d+)$", text, re.MULTILINE)
-    if given is None:
+    line = re.search(r"^_CHUNKED_LOGPROB_CHUNK_SIZE = (\d+)$", text, re.MULTILINE)
+    if line is None:
         raise ImportError("this trl has no _CHUNKED_LOGPROB_CHUNK_SIZE in trl/trainer/utils.py")
-    return int(given[1])
+    return int(line[1])
 
 
 def trl_tokens(*outputs: str) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]]:
@@ -410,10 +429,10 @@ def trl_tokens(*outputs: str) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]:
         kept = target != -100
-        found = apply(
+        log_prob = apply(
             hidden[kept], weight, None, target[kept], 1.0, columns, None, 1.0, outputs
-        )[: 1 + len(outputs)]  # fmt: skip
-        return [x.new_zeros(kept.shape).masked_scatter(kept, x) for x in found]
+        )[: 1 + len(outputs)]
+        return [x.new_zeros(kept.shape).masked_scatter(kept, x) for x in log_prob]
 
     return call
 
@@ -455,25 +474,35 @@ class Case:
 
 CASES: dict[str, Case] = {
     "nll": Case(
-        nll, torch_nll, ("target",),
+        nll,
+        torch_nll,
+        ("target",),
         {
-            "log-prob": lambda: log_prob_nll, "lazy": lambda: lazy_nll, "liger": liger_nll,
-            "liger-fp32": lambda: liger_nll(torch.float32), "trl": trl_nll,
+            "log-prob": lambda: log_prob_nll,
+            "lazy": lambda: lazy_nll,
+            "liger": liger_nll,
+            "liger-fp32": lambda: liger_nll(torch.float32),
+            "trl": trl_nll,
         },
     ),
     "dpo": Case(dpo, torch_dpo, ("target", "old"), {"liger": nobody}),
     "dpo-reference": Case(
-        dpo_reference, torch_dpo_reference, ("target", "other", "other_weight"),
-        {"liger": liger_dpo}, True,
+        dpo_reference,
+        torch_dpo_reference,
+        ("target", "other", "other_weight"),
+        {"liger": liger_dpo},
+        True,
     ),
     "grpo": Case(grpo, torch_grpo, ("target", "advantages", "old"), {"liger": liger_grpo}),
     "gspo": Case(gspo, torch_gspo, ("target", "advantages", "old"), {"liger": liger_gspo}),
     "jsd": Case(jsd, torch_jsd, ("target", "other", "other_weight"), {"liger": liger_jsd}, True),
     "policy": Case(
-        policy, torch_policy, ("target", "advantages"),
+        policy,
+        torch_policy,
+        ("target", "advantages"),
         {"lazy": lambda: lazy_policy, "liger": liger_policy, "trl": trl_policy},
     ),
-}  # fmt: skip
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours-1GiB": {"keep": "996MiB", "chunk": "256MiB"},
@@ -485,13 +514,13 @@ def floor(case: Case) -> Loss:
     """The GEMMs alone."""
     products = TABLE["fused_linear_cross_entropy"]["products"]
 
-    def call(hidden: Tensor, weight: Tensor, **beside: Tensor) -> Tensor:
+    def call(hidden: Tensor, weight: Tensor, **others: Tensor) -> Tensor:
         flat = hidden.reshape(-1, hidden.shape[-1])
         if case.teacher:
             with torch.no_grad():
-                other = beside["other"]
-                torch.mm(other.reshape(-1, other.shape[-1]), beside["other_weight"].mT)
-        return products(flat, weight, beside["target"])  # type: ignore[no-any-return]
+                other = others["other"]
+                torch.mm(other.reshape(-1, other.shape[-1]), others["other_weight"].mT)
+        return products(flat, weight, others["target"])  # type: ignore[no-any-return]
 
     return call
 
@@ -528,8 +557,8 @@ def measured(
 ) -> dict[str, dict[str, Any]]:
     """Rows by provider: error against fp32, memory, time."""
     device = tensors["hidden"].device
-    clock, given = Clock(device), {"hidden", "weight", *case.beside}
-    inputs = {name: x for name, x in tensors.items() if name in given}
+    clock, input_names = Clock(device), {"hidden", "weight", *case.beside}
+    inputs = {name: x for name, x in tensors.items() if name in input_names}
     rows: dict[str, dict[str, Any]] = {}
     runners: dict[str, tuple[Runner, int]] = {}
     right = _right(case, inputs)
@@ -551,13 +580,13 @@ def measured(
 
 
 def _available(case: Case, names: Sequence[str], rows: dict[str, dict[str, Any]]) -> list[Provider]:
-    found = []
+    providers = []
     for name in names:
         try:
-            found.append(provider(case, name))
+            providers.append(provider(case, name))
         except ImportError as failure:
             rows[name] = {"status": str(failure)}
-    return found
+    return providers
 
 
 def _right(case: Case, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -575,16 +604,16 @@ def _alone(
     runner: Runner, right: tuple[Tensor, dict[str, Tensor]], weight: int, device: torch.device
 ) -> dict[str, Any]:
     (loss,), grads = runner.both()
-    found: dict[str, Any] = {}
+    row: dict[str, Any] = {}
     if not runner.provider.floor:
-        found["loss"], found["right"] = float(loss), float(right[0])
-        kind = runner.tensors["weight"].dtype
-        found["error"] = max(error(g, right[1][n], kind)[0] for n, g in grads.items())
-        found["off"] = dict(zip(grads, _off([*grads.values()], [right[1][n] for n in grads])))
+        row["loss"], row["right"] = float(loss), float(right[0])
+        dtype = runner.tensors["weight"].dtype
+        row["error"] = max(error(g, right[1][n], dtype)[0] for n, g in grads.items())
+        row["off"] = dict(zip(grads, _off([*grads.values()], [right[1][n] for n in grads])))
     del loss, grads
     release(device)
-    found["extra_bytes"], found["peak_bytes"] = memory_bytes(runner, 4 * weight, device)
-    return found
+    row["extra_bytes"], row["peak_bytes"] = memory_bytes(runner, 4 * weight, device)
+    return row
 
 
 def line(name: str, provider: str, row: Mapping[str, Any], floor_ms: float | None) -> str:
@@ -610,23 +639,22 @@ def whole_losses(arguments: Sequence[str]) -> int:
     parser.add_argument("--providers", default="", help="with commas; else all that a loss has")
     parser.add_argument("--seconds", type=float, default=5.0)
     store.add_options(parser)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     device = resolve_device(None)
-    text = given.shape or ("256x32x500" if device.type == "cpu" else "8192x4096x128256")
+    text = options.shape or ("256x32x500" if device.type == "cpu" else "8192x4096x128256")
     shape = Shape(*map(int, text.split("x")))
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     tensors, rows = draw(shape, device, dtype), list[dict[str, Any]]()
-    run: dict[str, Any] = {"kind": "losses", "date": store.now(), "commit": given.commit}
-    run |= {"device": report.device_facts(device), "versions": report.versions(), "rows": rows}
-    for name in given.cases:
+    run = store.head("losses", options, device) | {"rows": rows}
+    for name in options.cases:
         case = CASES[name]
-        asked = given.providers.split(",") if given.providers else every(case)
-        found = measured(case, tensors, asked, given.seconds)
-        floor_ms = found.get("products", {}).get("both_ms")
-        for provider, row in found.items():
+        asked = options.providers.split(",") if options.providers else every(case)
+        by_provider = measured(case, tensors, asked, options.seconds)
+        floor_ms = by_provider.get("products", {}).get("both_ms")
+        for provider, row in by_provider.items():
             print(line(f"{name} {shape}", provider, row, floor_ms), flush=True)
             rows.append({"case": name, "shape": asdict(shape), "provider": provider, **row})
-        store.keep(run, given)
+        store.keep(run, options)
     ours = [row for row in rows if row["provider"].startswith("ours")]
     return int(any(row["status"] != "ok" or row["error"] > 1 for row in ours))
 
@@ -664,9 +692,9 @@ def _timed(run: Any, steps: int, device: torch.device) -> float:
     return statistics.median(times)
 
 
-def _off(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
+def _off(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
     """Relative distance of the loss, and of each gradient by its norm."""
-    return [((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+    return [((a.float() - b).norm() / b.norm()).item() for a, b in zip(actual, exact, strict=True)]
 
 
 def float8_row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
@@ -681,7 +709,7 @@ def float8_row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
     few = min(rows, 1024)  # of which fp32 has the answer
     part = hidden[:few].detach().float().requires_grad_(), weight.detach().float().requires_grad_()
     exact = _float8_step(*part, target[:few])
-    made: dict[str, Any] = {"shape": list(shape)}
+    row: dict[str, Any] = {"shape": list(shape)}
     for products in HEAD_GEMMS:
         liger_multi.configure({"head_gemms": products})
         small = hidden[:few].detach().requires_grad_()
@@ -692,13 +720,13 @@ def float8_row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
         with measure(device) as peak:
             _float8_step(hidden, weight, target)
         names = ("loss", "hidden_gradient", "weight_gradient")
-        made[products] = {"seconds": seconds, "peak_bytes": peak.peak_bytes}
-        made[products]["error"] = dict(zip(names, errors, strict=True))
+        row[products] = {"seconds": seconds, "peak_bytes": peak.peak_bytes}
+        row[products]["error"] = dict(zip(names, errors, strict=True))
     liger_multi.configure(None)
     hidden.grad = weight.grad = None
     if device.type != "cpu":
-        made["parts"] = float8_parts(hidden.detach(), weight.detach(), steps)
-    return made
+        row["parts"] = float8_parts(hidden.detach(), weight.detach(), steps)
+    return row
 
 
 def float8_parts(hidden: Tensor, weight: Tensor, steps: int) -> dict[str, float]:
@@ -723,12 +751,12 @@ def float8_parts(hidden: Tensor, weight: Tensor, steps: int) -> dict[str, float]
         "gradient exact": lambda: torch.mm(raw, weight, out=out),
         "gradient in 8 bits": lambda: multiply(g, across, out),
     }
-    found = {}
+    row_parts = {}
     for name, call in calls.items():
         for _ in range(2):
             call()
-        found[name] = _timed(call, steps, device)
-    return found
+        row_parts[name] = _timed(call, steps, device)
+    return row_parts
 
 
 def float8(arguments: Sequence[str]) -> int:
@@ -739,19 +767,18 @@ def float8(arguments: Sequence[str]) -> int:
     parser.add_argument("--shapes", help="ROWSxWIDTHxCLASSES, with commas")
     parser.add_argument("--steps", type=int, default=10)
     store.add_options(parser)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     shapes = list(FLOAT8_SHAPES)
-    if given.shapes:
-        shapes = [tuple(map(int, text.split("x"))) for text in given.shapes.split(",")]  # type: ignore[misc]
+    if options.shapes:
+        shapes = [tuple(map(int, text.split("x"))) for text in options.shapes.split(",")]  # type: ignore[misc]
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    data: dict[str, Any] = {"kind": "float8", "date": store.now(), "commit": given.commit}
-    data |= {"device": report.device_facts(device), "versions": report.versions(), "rows": []}
+    data = store.head("float8", options, device) | {"rows": []}
     for shape in shapes:
-        found = float8_row(shape, given.steps)
-        data["rows"].append(found)
-        exact = found["exact"]["seconds"]
+        row = float8_row(shape, options.steps)
+        data["rows"].append(row)
+        exact = row["exact"]["seconds"]
         for products in HEAD_GEMMS:
-            one = found[products]
+            one = row[products]
             errors = ", ".join(f"{n} {100 * e:.3f} %" for n, e in one["error"].items())
             print(
                 f"{shape} {products}: {1e3 * one['seconds']:.2f} ms "
@@ -759,9 +786,9 @@ def float8(arguments: Sequence[str]) -> int:
                 f"{errors}",
                 flush=True,
             )
-        for name, seconds in found.get("parts", {}).items():
+        for name, seconds in row.get("parts", {}).items():
             print(f"    {name}: {1e3 * seconds:.2f} ms", flush=True)
-        store.keep(data, given)
+        store.keep(data, options)
     return 0
 
 

@@ -33,15 +33,22 @@ from liger_multi.memory.sizes import config_of
 # --- cases ---
 
 _BASE: dict[str, Any] = {
-    "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 6,
-    "num_key_value_heads": 6, "vocab_size": 1999, "max_position_embeddings": 256,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "vocab_size": 1999,
+    "max_position_embeddings": 256,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 _HEADS = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
     "linear_value_head_dim": 32,
-}  # fmt: skip
+}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Llama", {}),
     "gqa": ("Mistral", {"num_key_value_heads": 2, "sliding_window": None}),
@@ -50,15 +57,29 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "delta": ("Qwen3_5Text", {**_HEADS, "num_hidden_layers": 4, "head_dim": 16}),
     "scan": ("Mamba", {"state_size": 16, "hidden_size": 96, "num_hidden_layers": 3}),
     "heads_scan": (
-        "Mamba2", {"hidden_size": 96, "num_heads": 12, "head_dim": 16, "state_size": 32,
-                   "n_groups": 1, "num_hidden_layers": 3, "chunk_size": 64},
+        "Mamba2",
+        {
+            "hidden_size": 96,
+            "num_heads": 12,
+            "head_dim": 16,
+            "state_size": 32,
+            "n_groups": 1,
+            "num_hidden_layers": 3,
+            "chunk_size": 64,
+        },
     ),
-}  # fmt: skip
+}
 LARGE_MOE = {
-    **_EXPERTS, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000,
-    "num_local_experts": 8, "max_position_embeddings": 4096,
-}  # fmt: skip
+    **_EXPERTS,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "max_position_embeddings": 4096,
+}
 
 
 @dataclass(frozen=True)
@@ -170,14 +191,20 @@ class Case:
 
 
 CPU = [
-    Case(kind, 4, 128, "float32", patched, checkpointing, lora)
-    for kind, checkpointing, lora in (
-        ("dense", False, False), ("gqa", False, False), ("moe", False, False),
-        ("tied", False, False), ("dense", False, True), ("dense", True, False),
-        ("delta", False, False), ("scan", False, False), ("heads_scan", False, False),
+    Case(model_type, 4, 128, "float32", patched, checkpointing, lora)
+    for model_type, checkpointing, lora in (
+        ("dense", False, False),
+        ("gqa", False, False),
+        ("moe", False, False),
+        ("tied", False, False),
+        ("dense", False, True),
+        ("dense", True, False),
+        ("delta", False, False),
+        ("scan", False, False),
+        ("heads_scan", False, False),
     )
     for patched in (False, True)
-]  # fmt: skip
+]
 T4 = 15.36
 _SMALL_CARD = [
     Case("qwen2-0.5b", batch, sequence, dtype, patched, limit_gb=T4)
@@ -215,14 +242,18 @@ STORIES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("qwen2.5-7b", 4, 2048, {"dtype": "bfloat16-mixed", "fsdp": True, "world": 8}),
     ("qwen2.5-14b", 1, 4096, {"dtype": "bfloat16-mixed", "zero_stage": 3, "world": 8}),
     (
-        "qwen2.5-14b", 1, 4096,
+        "qwen2.5-14b",
+        1,
+        4096,
         {"dtype": "bfloat16-mixed", "zero_stage": 3, "world": 8, "checkpointing": True},
     ),
     (
-        "qwen2.5-14b", 1, 32768,
+        "qwen2.5-14b",
+        1,
+        32768,
         {"dtype": "bfloat16-mixed", "zero_stage": 3, "world": 8, "checkpointing": True},
     ),
-]  # fmt: skip
+]
 
 
 def explained() -> list[dict[str, Any]]:
@@ -231,25 +262,43 @@ def explained() -> list[dict[str, Any]]:
     for model, batch, sequence, options in STORIES:
         row: dict[str, Any] = {"model": model, "batch": batch, "sequence": sequence, **options}
         for name, patched in (("stock", False), ("patched", True)):
-            made = estimate(
+            estimated = estimate(
                 config_of(model, sequence), batch, sequence, patched=patched, **options
             ).as_data()
-            del made["profile"]
-            row[name] = made
+            del estimated["profile"]
+            row[name] = estimated
         rows.append(row)
     return rows
 
 
-_QWEN: dict[str, Any] = {"head_dim": 256, "linear_num_key_heads": 16, "vocab_size": 248320,
-                         "max_position_embeddings": 262144}  # fmt: skip
+_QWEN: dict[str, Any] = {
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+}
 HYBRIDS: dict[str, dict[str, Any]] = {
-    "0.8B": {**_QWEN, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
-             "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_value_heads": 16,
-             "tie_word_embeddings": True},
-    "9B": {**_QWEN, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
-           "num_attention_heads": 16, "num_key_value_heads": 4, "linear_num_value_heads": 32,
-           "tie_word_embeddings": False},
-}  # fmt: skip
+    "0.8B": {
+        **_QWEN,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "9B": {
+        **_QWEN,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
+        "tie_word_embeddings": False,
+    },
+}
 """Models of the sizes of Qwen3.5, forward and backward of which were measured on an H200."""
 
 
@@ -264,12 +313,17 @@ def hybrids(tokens: Sequence[int] = (8192, 32768, 131072)) -> Iterator[str]:
     for name, sizes in HYBRIDS.items():
         for length in tokens:
             for patched in (True, False):
-                made = estimate(
-                    transformers.Qwen3_5TextConfig(**sizes), 1, length, patched=patched,
-                    checkpointing=True, optimizer="none", capacity=141 * 10**9,
-                )  # fmt: skip
+                estimated = estimate(
+                    transformers.Qwen3_5TextConfig(**sizes),
+                    1,
+                    length,
+                    patched=patched,
+                    checkpointing=True,
+                    optimizer="none",
+                    capacity=141 * 10**9,
+                )
                 how = "patched" if patched else "unpatched"
-                peak = f"{made.peak_bytes / 2**30:.1f}"
+                peak = f"{estimated.peak_bytes / 2**30:.1f}"
                 yield f"{name} {length} checkpointing, {how}, peak [GiB]: {peak}"
 
 
@@ -327,9 +381,9 @@ def profiled() -> dict[str, Any]:
         step()
         with measure(device) as peak:
             step()
-        made = profile(step, model=model, optimizer=optimizer, warm=0, title=str(case))
-        made.allocator["peak without recording"] = peak.peak_bytes
-        profiles.append(made)
+        measured = profile(step, model=model, optimizer=optimizer, warm=0, title=str(case))
+        measured.allocator["peak without recording"] = peak.peak_bytes
+        profiles.append(measured)
         del model, optimizer, step
         gc.collect()  # a model holds itself
         torch.get_device_module(device).empty_cache()
@@ -354,12 +408,12 @@ def reused(rows: int = 32768, width: int = 2048, vocabulary: int = 128256) -> di
         hidden.grad = weight.grad = None
         return loss.detach()  # type: ignore[no-any-return]
 
-    seen = []
+    peaks = []
     plain = step()
     for _ in range(10):
         step()
         stats = module.memory_stats()
-        seen.append(
+        peaks.append(
             {
                 "allocated": module.memory_allocated(),
                 "reserved": module.memory_reserved(),
@@ -379,7 +433,7 @@ def reused(rows: int = 32768, width: int = 2048, vocabulary: int = 128256) -> di
         warnings.simplefilter("always")
         short = step(chunk)
     return {
-        "steps": seen,
+        "steps": peaks,
         "shortage": {
             "limit_bytes": limit,
             "logits_bytes": chunk * vocabulary * 2,
@@ -409,13 +463,13 @@ def rows_of(cases: Sequence[Case], device_type: str, steps: int) -> list[dict[st
     console, rows = Console(), []
     for case in track(cases, "memory", console=console):
         if device_type == "cpu":
-            found = on_cpu(case)
+            data = on_cpu(case)
         else:
-            found = child("--case", json.dumps(case.as_data()), "--steps", str(steps))
+            data = child("--case", json.dumps(case.as_data()), "--steps", str(steps))
         guess = case.estimated(device_type).peak_bytes
-        row = {"case": case.as_data(), **found, "estimated_bytes": guess}
-        got = found.get("measured_bytes")
-        said = found.get("failure", "")
+        row = {"case": case.as_data(), **data, "estimated_bytes": guess}
+        got = data.get("measured_bytes")
+        said = data.get("failure", "")
         if got:
             row["error_percent"] = 100 * (guess / got - 1)
             said = f"{got / 2**30:9.3f} GiB measured, {row['error_percent']:+.2f} %"
@@ -440,42 +494,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store.add_options(parser)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=("reuse", "profile"), help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.case or given.part:
-        if given.case:
-            found = on_device(Case(**json.loads(given.case)), given.steps)
+    options = parser.parse_args(arguments)
+    if options.case or options.part:
+        if options.case:
+            data = on_device(Case(**json.loads(options.case)), options.steps)
         else:
-            found = reused() if given.part == "reuse" else profiled()
-        sys.stdout.write(json.dumps(found) + "\n")
+            data = reused() if options.part == "reuse" else profiled()
+        sys.stdout.write(json.dumps(data) + "\n")
         return 0
-    if given.hybrids:
+    if options.hybrids:
         for line in hybrids():
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
         return 0
-    head: dict[str, Any] = {"date": store.now(), "commit": given.commit}
+    head: dict[str, Any] = {"date": store.now(), "commit": options.commit}
     head["versions"] = report.versions()
-    if given.explain:
+    if options.explain:
         run = {"kind": "memory-estimates", **head, "device": store.ESTIMATED, "rows": explained()}
-        said(store.keep(run, given))
+        said(store.keep(run, options))
         return 0
     device = torch.device("cpu")
-    if not given.cpu:
+    if not options.cpu:
         device = torch.accelerator.current_accelerator() or device
     cases = CPU if device.type == "cpu" else ACCELERATOR
     head["device"] = report.device_facts(device)
     if device.type == "cpu":  # storages are counted, whatever processor runs
         head["device"] = {"name": "CPU, storages tracked"}
-    parts = given.parts.split(",")
-    chosen = [c for c in cases if given.only in str(c)] if "cases" in parts else []
-    rows = rows_of(chosen, device.type, given.steps)
+    parts = options.parts.split(",")
+    chosen = [c for c in cases if options.only in str(c)] if "cases" in parts else []
+    rows = rows_of(chosen, device.type, options.steps)
     runs = [{"kind": "memory", **head, "rows": rows}]
-    if device.type != "cpu" and not given.only:
+    if device.type != "cpu" and not options.only:
         for part in sorted({"reuse", "profile"} & set(parts)):
-            found = child("--part", part)
-            own = found.get("profiles", [found])
+            data = child("--part", part)
+            own = data.get("profiles", [data])
             runs.append({"kind": f"memory-{part}", **head, "rows": own})
-    said(store.keep([run for run in runs if run["rows"]], given))
+    said(store.keep([run for run in runs if run["rows"]], options))
     return int(any(abs(row.get("error_percent", 0)) > 10 for row in rows))
 
 

@@ -41,39 +41,80 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **SIZES,
     "tiny": (
         "Llama",
-        {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
-         "tie_word_embeddings": True},
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 512,
+            "tie_word_embeddings": True,
+        },
     ),
     "llama-4-layers": ("Llama", {**SIZES["llama-3.2-1b"][1], "num_hidden_layers": 4}),
     # as google/gemma-3-1b-pt, Qwen/Qwen3-30B-A3B (48 layers) and Qwen/Qwen2.5-VL-3B-Instruct (36
     # layers of text and 32 of vision) on the Hugging Face hub
     "gemma-3-1b": (
         "Gemma3",
-        {"hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
-         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
-         "vocab_size": 262144, "sliding_window": 512, "tie_word_embeddings": True},
+        {
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "vocab_size": 262144,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen3-30b-a3b-4-layers": (
         "Qwen3Moe",
-        {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-         "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4,
-         "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-         "vocab_size": 151936, "tie_word_embeddings": False},
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "vocab_size": 151936,
+            "tie_word_embeddings": False,
+        },
     ),
     "qwen2.5-vl-3b-8-layers": (
         "Qwen2_5_VL",
-        {"vocab_size": 151936, "image_token_id": 151655, "tie_word_embeddings": True,
-         "text_config": {
-             "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 8,
-             "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936,
-             "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0,
-                                 "mrope_section": [16, 24, 24]}},
-         "vision_config": {
-             "hidden_size": 1280, "intermediate_size": 3420, "depth": 8, "num_heads": 16,
-             "out_hidden_size": 2048, "fullatt_block_indexes": [3, 7]}},
+        {
+            "vocab_size": 151936,
+            "image_token_id": 151655,
+            "tie_word_embeddings": True,
+            "text_config": {
+                "hidden_size": 2048,
+                "intermediate_size": 11008,
+                "num_hidden_layers": 8,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 2,
+                "vocab_size": 151936,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1000000.0,
+                    "mrope_section": [16, 24, 24],
+                },
+            },
+            "vision_config": {
+                "hidden_size": 1280,
+                "intermediate_size": 3420,
+                "depth": 8,
+                "num_heads": 16,
+                "out_hidden_size": 2048,
+                "fullatt_block_indexes": [3, 7],
+            },
+        },
     ),
-}  # fmt: skip
+}
 NAMES = {
     "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "Qwen2_5_VL": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration"),
@@ -159,12 +200,12 @@ def build(run: Run, device: torch.device, dtype: torch.dtype = torch.bfloat16) -
     if text is None:
         sizes = {"max_position_embeddings": max(2048, run.tokens), **sizes}
     names = NAMES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
-    config, kind = (getattr(transformers, name) for name in names)
+    config, class_name = (getattr(transformers, name) for name in names)
     config = config(**sizes)
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     with torch.device(device):
-        model = kind._from_config(config, dtype=dtype)
+        model = class_name._from_config(config, dtype=dtype)
     model.train()
     model.config.get_text_config().use_cache = False
     if run.checkpointing:
@@ -316,9 +357,9 @@ class Worker:
         if self.failure is None:
             start = time.perf_counter()
             self.ask(steps)
-            found = self.answer()
-            self.failure = found.get("failure")
-            self.turns.append({**found, "turn": time.perf_counter() - start})
+            answer = self.answer()
+            self.failure = answer.get("failure")
+            self.turns.append({**answer, "turn": time.perf_counter() - start})
 
     def end(self) -> None:
         """Let the process go."""
@@ -333,7 +374,7 @@ class Worker:
         """Seconds of every turn, building and warming up included."""
         return ", ".join(f"{turn['turn']:.0f}" for turn in self.turns) + " s"
 
-    def found(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         """Medians of all turns; a failure is a row too."""
         if self.failure is not None or not self.turns:
             return {"failure": self.failure or "no turn"}
@@ -365,17 +406,17 @@ def in_turns(workers: Sequence[Worker], rounds: int, steps: int) -> Iterator[int
         yield number
 
 
-def line(run: Run, variant: str, found: dict[str, Any], baseline: dict[str, Any]) -> str:
+def line(run: Run, variant: str, measured: dict[str, Any], baseline: dict[str, Any]) -> str:
     """A row of the table."""
-    if "failure" in found:
-        return f"{run!s:38s} {variant:14s} {found['failure']}"
-    speed, base = found["tokens_per_second"], baseline.get("tokens_per_second")
+    if "failure" in measured:
+        return f"{run!s:38s} {variant:14s} {measured['failure']}"
+    speed, base = measured["tokens_per_second"], baseline.get("tokens_per_second")
     ratio = f"{speed / base:6.3f}" if base else "     -"
-    peak = found["peak_bytes"]
+    peak = measured["peak_bytes"]
     memory = f"{peak / 2**30:8.2f} GiB" if peak else "-"
     return (
         f"{run!s:38s} {variant:14s} {speed:10.0f} tok/s {ratio} x stock  {memory:>12s}  "
-        f"loss {found['loss']:.4f}  +-{found['spread_percent'] / 2:.1f} %"
+        f"loss {measured['loss']:.4f}  +-{measured['spread_percent'] / 2:.1f} %"
     )
 
 
@@ -393,41 +434,41 @@ def whole_models(arguments: Sequence[str]) -> int:
     )
     store.add_options(parser)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.child:
-        child(Run.parse(given.runs[0]), given.runs[1], given.limit_gb)
+    options = parser.parse_args(arguments)
+    if options.child:
+        child(Run.parse(options.runs[0]), options.runs[1], options.limit_gb)
         return 0
-    variants = given.variants.split(",")
+    variants = options.variants.split(",")
     try:
-        runs = [Run.parse(text) for text in given.runs]
+        runs = [Run.parse(text) for text in options.runs]
         unknown = [name for name in variants if name not in VARIANTS]
         if unknown:
             raise ValueError(f"unknown variant {unknown[0]!r}; known: {', '.join(VARIANTS)}")
     except ValueError as wrong:
         parser.error(str(wrong))
-    return report(runs, variants, given)
+    return report(runs, variants, options)
 
 
-def report(runs: list[Run], variants: list[str], given: argparse.Namespace) -> int:
+def report(runs: list[Run], variants: list[str], options: argparse.Namespace) -> int:
     """Run everything, and print how it went; what is done is kept after every round."""
     from liger_multi.bench import report as bench_report
 
     # all load their packages at once; the device's memory is taken at the first turn
-    workers = {run: [Worker(run, name, given.limit_gb) for name in variants] for run in runs}
-    head = {"kind": "models", "date": store.now(), "commit": given.commit}
+    workers = {run: [Worker(run, name, options.limit_gb) for name in variants] for run in runs}
+    head = {"kind": "models", "date": store.now(), "commit": options.commit}
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     rows: list[dict[str, Any]] = []
     paths: list[Path] = []
     for run, own in workers.items():
-        for _ in in_turns(own, given.rounds, given.steps):
-            found = {one.variant: one.found() for one in own}
-            new = [{"run": str(run), "variant": name, **row} for name, row in found.items()]
+        for _ in in_turns(own, options.rounds, options.steps):
+            results = {one.variant: one.result() for one in own}
+            new = [{"run": str(run), "variant": name, **row} for name, row in results.items()]
             facts = bench_report.device_facts(device)
             kept = {**head, "device": facts, "versions": bench_report.versions()}
-            paths = store.keep({**kept, "limit_gb": given.limit_gb, "rows": rows + new}, given)
+            paths = store.keep({**kept, "limit_gb": options.limit_gb, "rows": rows + new}, options)
         rows += new
         for one in own:
-            text = line(run, one.variant, found[one.variant], found.get("stock", {}))
+            text = line(run, one.variant, results[one.variant], results.get("stock", {}))
             sys.stdout.write(f"{text}  turns of {one.spent}\n")
             sys.stdout.flush()
             one.end()
@@ -471,14 +512,14 @@ def timed(call: Call, wait: Call) -> float:
     return 1e6 * best / CALLS
 
 
-def both_ways(name: str, forward: Call, wanted: list[Tensor], wait: Call) -> str:
+def both_ways(name: str, forward: Call, leaves: list[Tensor], wait: Call) -> str:
     """Time of a forward with gradient, and of its backward."""
-    made = forward()
-    outs = [y for y in (made if isinstance(made, tuple) else (made,)) if y.requires_grad]
+    out = forward()
+    outs = [y for y in (out if isinstance(out, tuple) else (out,)) if y.requires_grad]
     upstream = [torch.ones_like(y) for y in outs]
 
     def backward() -> None:
-        torch.autograd.grad(outs, wanted, upstream, retain_graph=True)
+        torch.autograd.grad(outs, leaves, upstream, retain_graph=True)
 
     return f"{name:28} forward {timed(forward, wait):7.1f} backward {timed(backward, wait):7.1f} us"
 
@@ -501,16 +542,16 @@ def time_operators(device: torch.device, wait: Call) -> None:
     """One line an operator, in the sizes of a layer of Qwen2-0.5B with a sequence of 512."""
     from liger_multi import ops
 
-    def made(*shape: int) -> Tensor:
+    def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=torch.bfloat16).requires_grad_()
 
     small = device.type == "cpu"  # GEMMs are no part of what a stub leaves out
     rows, hidden, inner = (16, 32, 64) if small else (512, 896, 4864)
-    x, weight = made(1, rows, hidden), made(hidden)
-    gate, up = made(1, rows, inner), made(1, rows, inner)
-    layers = [made(inner, hidden), made(inner, hidden), made(hidden, inner)]
-    q, k = (made(1, rows, n, 64).detach().transpose(1, 2).requires_grad_() for n in (14, 2))
-    cos, sin = (made(1, rows, 64).detach() for _ in range(2))
+    x, weight = draw(1, rows, hidden), draw(hidden)
+    gate, up = draw(1, rows, inner), draw(1, rows, inner)
+    layers = [draw(inner, hidden), draw(inner, hidden), draw(hidden, inner)]
+    q, k = (draw(1, rows, n, 64).detach().transpose(1, 2).requires_grad_() for n in (14, 2))
+    cos, sin = (draw(1, rows, 64).detach() for _ in range(2))
     bare: Any = _Bare.apply
     silu, linear = torch.nn.functional.silu, torch.nn.functional.linear
 
@@ -532,8 +573,8 @@ def time_operators(device: torch.device, wait: Call) -> None:
         ("MLP around swiglu", mlp_in_steps, [x, *layers]),
         ("gated_mlp", lambda: ops.gated_mlp(x, *layers), [x, *layers]),
     )
-    for name, call, wanted in cases:
-        sys.stdout.write(both_ways(name, call, wanted, wait) + "\n")
+    for name, call, leaves in cases:
+        sys.stdout.write(both_ways(name, call, leaves, wait) + "\n")
         sys.stdout.flush()
 
 
@@ -622,7 +663,7 @@ def host_time(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="*", help="MODEL:BATCHxTOKENS to train some steps of")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--variant", action="append", choices=HOST_VARIANTS)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     import liger_multi
 
@@ -634,9 +675,9 @@ def host_time(arguments: Sequence[str]) -> int:
         torch.set_num_threads(1)
     wait: Call = _nothing if device.type == "cpu" else torch.accelerator.synchronize
     time_operators(device, wait)
-    if given.runs:
-        variants = given.variant or list(HOST_VARIANTS)
-        time_models(given.runs, variants, given.steps, device, wait)
+    if options.runs:
+        variants = options.variant or list(HOST_VARIANTS)
+        time_models(options.runs, variants, options.steps, device, wait)
     return 0
 
 

@@ -62,13 +62,13 @@ def parse(arguments: Sequence[str] | None) -> tuple[BenchConfig, argparse.Namesp
         "--output", type=Path, metavar="FOLDER", help="charts, and a file to compare"
     )
     parser.add_argument("--unchecked", action="store_true", help="time whatever the suite says")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        plan = command.plan(given, dtype="bf16")
+        plan = command.plan(options, dtype="bf16")
     except ValueError as wrong:
         parser.error(str(wrong))
-    facts = {"commit": given.commit}
-    return replace(plan, fp64_reference=fp64_reference, facts=facts), given
+    facts = {"commit": options.commit}
+    return replace(plan, fp64_reference=fp64_reference, facts=facts), options
 
 
 def suite(plan: BenchConfig) -> results.Result:
@@ -106,29 +106,29 @@ def main(
     arguments: Sequence[str] | None = None, tests: Callable[[BenchConfig], results.Result] = suite
 ) -> int:
     """Check, run, print and save; 1 when a result was wrong or a provider failed, 3 on red."""
-    plan, given = parse(arguments)
+    plan, options = parse(arguments)
     console = Console()
     if not console.is_terminal:
         console = Console(width=150)
     checked: dict[str, Any] | None = None
-    if not given.unchecked:
+    if not options.unchecked:
         with console.status("the suite of these operators, on this device"):
-            found = tests(plan)
-        checked = {"counts": dict(found.counts), "seconds": found.seconds}
-        if not found.green:
+            failures = tests(plan)
+        checked = {"counts": dict(failures.counts), "seconds": failures.seconds}
+        if not failures.green:
             console.print(f"refused: the suite is red here: {checked['counts']}", markup=False)
             return RED
     plan = replace(plan, facts={**plan.facts, "suite": checked})
 
-    def keep(found: Mapping[str, Any]) -> list[Path]:
-        return store.keep({"kind": "operators", **report.plain(found)}, given)
+    def keep(run: Mapping[str, Any]) -> list[Path]:
+        return store.keep({"kind": "operators", **report.plain(run)}, options)
 
     result = run_plan(plan, console, keep)
     report.show(console, result)
     if checked is None:
         console.print("the suite was not asked: --unchecked")
     written = keep(result)
-    written += report.save(result, given.output) if given.output else []
+    written += report.save(result, options.output) if options.output else []
     for path in written:
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
     return command.failed(result["rows"])

@@ -86,14 +86,14 @@ def longest() -> Picture:
     from benchmarks.tables import performance
 
     panels: dict[str, dict[str, dict[str, str]]] = {}
-    found = performance.longest()
-    for (model, limit), rows in sorted(found.items(), key=str):
+    newest_runs = performance.longest()
+    for (model, limit), rows in sorted(newest_runs.items(), key=str):
         card = f"one {store.device(rows[0][0])}"
         card = f"within {limit:g} GB of {card}" if limit else f"on {card}"
         group = {row["provider"]: f"{row['longest']:,}" for _, row in rows}
         panels[f"{named(model)} {card}"] = {"": {who: group[who] for who in WHO if who in group}}
     what = "Longest training sequence [tokens], batch 1, checkpointing"
-    runs = [data for rows in found.values() for data, _ in rows]
+    runs = [data for rows in newest_runs.values() for data, _ in rows]
     return Picture({"title": what, "who": peer(runs), "panels": panels}, bars)
 
 
@@ -101,14 +101,14 @@ def bars(data: Mapping[str, Any], path: Path, plotted: str) -> None:
     """Panels side by side, in each a group of bars a run, with the numbers beside them."""
     panels = data["panels"]
     groups = max(len(panel) for panel in panels.values())
-    with pictures.figure(path, 9.2, 1.15 + 1.15 * groups, plotted) as made:
-        axes = made.subplots(1, len(panels), squeeze=False)[0]
+    with pictures.figure(path, 9.2, 1.15 + 1.15 * groups, plotted) as drawing:
+        axes = drawing.subplots(1, len(panels), squeeze=False)[0]
         for axis, (title, panel) in zip(axes, panels.items(), strict=True):
             _bars(axis, panel, data["who"])
             axis.set_title(title)
         handles, labels = axes[0].get_legend_handles_labels()
-        made.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-        made.suptitle(data["title"], x=0.012, ha="left", fontsize=12, fontweight="bold")
+        drawing.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        drawing.suptitle(data["title"], x=0.012, ha="left", fontsize=12, fontweight="bold")
 
 
 def _bars(axis: Any, panel: Mapping[str, Mapping[str, str]], who: Mapping[str, str]) -> None:
@@ -146,14 +146,14 @@ def bounds(peaks: Mapping[str, float]) -> dict[tuple[str, str], str]:
 
     from liger_multi.bench.cases import cases
 
-    found = {}
+    limits = {}
     for case in cases("*", "*", torch.bfloat16, None):
         work = case.work(torch.bfloat16)
         if work is not None:
             moved = work.both_bytes / peaks["copy_bytes_per_second"]
             multiplied = work.both_operations / peaks["matmul_operations_per_second"]
-            found[case.op, case.sample.name] = "GEMMs" if multiplied > moved else "bandwidth"
-    return found
+            limits[case.op, case.sample.name] = "GEMMs" if multiplied > moved else "bandwidth"
+    return limits
 
 
 def roofline() -> Picture:
@@ -161,7 +161,7 @@ def roofline() -> Picture:
 
     Samples that were measured once, and that the operator has no more, are left out.
     """
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    points: dict[tuple[str, str], dict[str, float]] = {}
     device = store.DEVICES["h100"]
     runs = [run for run in store.read("operators") if store.device(run) == device]
     peaks = [run["ceilings"] for run in runs if run["ceilings"]][-1]
@@ -169,10 +169,10 @@ def roofline() -> Picture:
         for row in run["rows"]:
             share = (row.get("percent_of_peak") or {}).get("both")
             if share and row["provider"] in WHO:
-                found.setdefault((row["op"], row["sample"]), {})[row["provider"]] = round(share, 1)
+                points.setdefault((row["op"], row["sample"]), {})[row["provider"]] = round(share, 1)
     panels: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in BOUNDS}
     bound = bounds(peaks)
-    for (op, sample), shares in found.items():
+    for (op, sample), shares in points.items():
         if "ours" in shares and (op, sample) in bound:
             row = panels[bound[op, sample]].setdefault(op, {})
             for who, share in shares.items():
@@ -185,8 +185,8 @@ def dots(data: Mapping[str, Any], path: Path, plotted: str) -> None:
     heights = [len(panel) + 1.5 for panel in data["panels"].values()]
     # in fewer dots than others: a page's picture has at most 80 kB
     dpi = pictures.DPI * 9 // 10
-    with pictures.figure(path, 9.2, 1.2 + 0.235 * sum(heights), plotted, dpi) as made:
-        axes = made.subplots(len(heights), 1, squeeze=False, height_ratios=heights, sharex=True)
+    with pictures.figure(path, 9.2, 1.2 + 0.235 * sum(heights), plotted, dpi) as drawing:
+        axes = drawing.subplots(len(heights), 1, squeeze=False, height_ratios=heights, sharex=True)
         for axis, (name, panel) in zip(axes[:, 0], data["panels"].items(), strict=True):
             order = sorted(panel, key=lambda op: statistics.median(panel[op]["ours"]))
             for who in ("liger", "ours"):
@@ -194,9 +194,16 @@ def dots(data: Mapping[str, Any], path: Path, plotted: str) -> None:
                 xs, ys = zip(*points, strict=True) if points else ((), ())
                 look = {"ours": ("o", 46), "liger": ("D", 24)}[who]
                 axis.scatter(
-                    xs, ys, marker=look[0], s=look[1], color=COLORS[who], label=data["who"][who],
-                    edgecolor=pictures.PAPER, linewidth=0.6, zorder=3,
-                )  # fmt: skip
+                    xs,
+                    ys,
+                    marker=look[0],
+                    s=look[1],
+                    color=COLORS[who],
+                    label=data["who"][who],
+                    edgecolor=pictures.PAPER,
+                    linewidth=0.6,
+                    zorder=3,
+                )
             for y, op in enumerate(order):
                 best = max(panel[op]["ours"])
                 axis.plot([0, best], [y, y], color=pictures.GRID, lw=3, zorder=1)
@@ -208,11 +215,11 @@ def dots(data: Mapping[str, Any], path: Path, plotted: str) -> None:
             axis.tick_params(labelbottom=True)
             axis.set_title(BOUNDS[name])
         handles, labels = axes[0, 0].get_legend_handles_labels()
-        made.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=2)
+        drawing.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=2)
         title = (
             f"Operators on one {data['device']}, bfloat16, forward and backward: one dot per shape"
         )
-        made.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
+        drawing.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
 
 
 # --- what other modules draw ---
@@ -235,8 +242,8 @@ def timeline() -> Picture | None:
     """Memory over a step, unpatched and patched, if the newest profiles kept their timelines."""
     from liger_multi.memory.breakdown import Profile, draw_timelines
 
-    found = store.read("memory-profile")
-    run = [one for one in found if store.device(one) == store.QUOTED_DEVICE][-1]
+    profiles = store.read("memory-profile")
+    run = [one for one in profiles if store.device(one) == store.QUOTED_DEVICE][-1]
 
     def draw(data: Any, path: Path, plotted: str) -> None:
         named = [{**row, "title": row["title"].replace("stock", "unpatched")} for row in data]
@@ -258,7 +265,7 @@ def curves() -> Iterator[tuple[str, Picture]]:
 
 def known() -> dict[str, Picture]:
     """Every picture that is drawn from results, by its name in ``docs``."""
-    made = {
+    contents = {
         "headline.png": headline(),
         "longest.png": longest(),
         "roofline.png": roofline(),
@@ -266,7 +273,7 @@ def known() -> dict[str, Picture]:
         "memory-timeline-h200.png": timeline(),
         **dict(curves()),
     }
-    return {name: picture for name, picture in made.items() if picture is not None}
+    return {name: picture for name, picture in contents.items() if picture is not None}
 
 
 def digest(data: Any) -> str:
@@ -278,9 +285,9 @@ def carried(path: Path) -> str:
     """The digest that a picture carries, or nothing."""
     content, at = path.read_bytes() if path.exists() else b"", 8
     while at < len(content):
-        size, kind = struct.unpack(">I4s", content[at : at + 8])
+        size, chunk_type = struct.unpack(">I4s", content[at : at + 8])
         key, _, text = content[at + 8 : at + 8 + size].partition(b"\0")
-        if (kind, key) == (b"tEXt", b"Plotted"):
+        if (chunk_type, key) == (b"tEXt", b"Plotted"):
             return text.decode()
         at += 12 + size
     return ""
@@ -288,8 +295,8 @@ def carried(path: Path) -> str:
 
 def stale(folder: Path = DOCS) -> list[str]:
     """The pictures that show something else than the results."""
-    found = known()
-    return [name for name in found if carried(folder / name) != digest(found[name].data)]
+    contents = known()
+    return [name for name in contents if carried(folder / name) != digest(contents[name].data)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -297,12 +304,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pictures", description=__doc__)
     parser.add_argument("--all", action="store_true", help="also those that are current")
     parser.add_argument("--into", type=Path, default=DOCS, metavar="FOLDER")
-    given = parser.parse_args(arguments)
-    found = known()
-    for name in found if given.all else stale(given.into):
-        picture = found[name]
-        picture.draw(picture.data, given.into / name, digest(picture.data))
-        print(f"drew {given.into / name}")
+    options = parser.parse_args(arguments)
+    contents = known()
+    for name in contents if options.all else stale(options.into):
+        picture = contents[name]
+        picture.draw(picture.data, options.into / name, digest(picture.data))
+        print(f"drew {options.into / name}")
     return 0
 
 

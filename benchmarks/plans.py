@@ -78,9 +78,15 @@ class Case:
             tiled=self.model != "moe-1b",
         )
         return plan(
-            self.config(), f"{card}:{self.memory}", 1, self.batch, self.sequence,
-            space=space, limits=False, device=device,
-        )  # fmt: skip
+            self.config(),
+            f"{card}:{self.memory}",
+            1,
+            self.batch,
+            self.sequence,
+            space=space,
+            limits=False,
+            device=device,
+        )
 
 
 def executed(case: Case, settings: Settings, steps: int, device: torch.device) -> dict[str, Any]:
@@ -128,16 +134,16 @@ def executed(case: Case, settings: Settings, steps: int, device: torch.device) -
         if device.type == "cpu":
             with measure("cpu", known=[*model.parameters(), *model.buffers(), *states]) as peak:
                 step()
-            found = {"measured_bytes": peak.peak_bytes}
+            measured = {"measured_bytes": peak.peak_bytes}
             times = [step() for _ in range(steps)]
         else:
             module.reset_peak_memory_stats()
             times = [step() for _ in range(steps)]
-            found = {"measured_bytes": module.max_memory_allocated()}
-            found["reserved_bytes"] = module.max_memory_reserved()
+            measured = {"measured_bytes": module.max_memory_allocated()}
+            measured["reserved_bytes"] = module.max_memory_reserved()
     middle = statistics.median(times)
     return {
-        **found,
+        **measured,
         "measured_seconds": middle,
         "spread_percent": 100 * (max(times) - min(times)) / middle,
         "warm_seconds": warm,
@@ -154,18 +160,23 @@ class Worker:
     """
 
     def __init__(self, device: str, command: Sequence[str] | None = None) -> None:
-        given = command or (sys.executable, "-m", "benchmarks.plans", "--worker", device)
+        command_line = command or (sys.executable, "-m", "benchmarks.plans", "--worker", device)
         self._process = subprocess.Popen(
-            given, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, env={**ENVIRONMENT, **os.environ},
-        )  # fmt: skip
+            command_line,
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**ENVIRONMENT, **os.environ},
+        )
 
     def run(self, case: Case, settings: Settings, steps: int, limit: float) -> dict[str, Any]:
         """What was measured, or ``failure``; after ``limit`` seconds the process is ended."""
-        given = json.dumps([vars(case), settings.as_data(), steps])
+        request = json.dumps([vars(case), settings.as_data(), steps])
         begin = time.monotonic()
         try:
-            out, errors = self._process.communicate(given + "\n", timeout=max(1.0, limit))
+            out, errors = self._process.communicate(request + "\n", timeout=max(1.0, limit))
         except subprocess.TimeoutExpired:
             self.end()
             return {"failure": f"no end within {limit:.0f} s"}
@@ -196,9 +207,9 @@ def wait_and_train(device: str) -> int:
     line = sys.stdin.readline()
     if line.strip():
         case, settings, steps = json.loads(line)
-        made = Settings.from_data(settings)
-        found = executed(Case(**case), made, steps, torch.device(device))
-        sys.stdout.write(json.dumps(found) + "\n")
+        parsed_settings = Settings.from_data(settings)
+        measured = executed(Case(**case), parsed_settings, steps, torch.device(device))
+        sys.stdout.write(json.dumps(measured) + "\n")
     return 0
 
 
@@ -220,13 +231,13 @@ CASES = (
 def planned(case: Case, card: str, device: str = "cuda") -> dict[str, Any]:
     """A case and its candidates that fit, the fastest first, as plain data."""
     begin = time.perf_counter()
-    made = case.plan(card, device)
+    plan = case.plan(card, device)
     return {
         "case": vars(case),
         "plan_seconds": time.perf_counter() - begin,
-        "ways": len(made.candidates),
-        "fit": len(made.fitting),
-        "candidates": [one.as_data() for one in made.fitting],
+        "ways": len(plan.candidates),
+        "fit": len(plan.fitting),
+        "candidates": [one.as_data() for one in plan.fitting],
     }
 
 
@@ -241,13 +252,13 @@ def chosen(fitting: Sequence[Candidate], most: int) -> list[Candidate]:
 
 
 def in_order(rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether no pair that was told to differ is measured the other way round."""
+    """Whether measured times order all pairs as predicted; near ties do not count."""
     timed = [r for r in rows if "measured_seconds" in r]
     for i, a in enumerate(timed):
         for b in timed[i + 1 :]:
-            told = b["predicted_seconds"] / a["predicted_seconds"] - 1
-            seen = b["measured_seconds"] / a["measured_seconds"] - 1
-            if abs(told) > TIE and abs(seen) > TIE and (told > 0) != (seen > 0):
+            predicted = b["predicted_seconds"] / a["predicted_seconds"] - 1
+            measured = b["measured_seconds"] / a["measured_seconds"] - 1
+            if abs(predicted) > TIE and abs(measured) > TIE and (predicted > 0) != (measured > 0):
                 return False
     return True
 
@@ -255,7 +266,7 @@ def in_order(rows: Sequence[dict[str, Any]]) -> bool:
 def execute(
     plans: Sequence[dict[str, Any]],
     worker: Callable[[], Worker],
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     write: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
     """Run candidates in rounds over the cases, so that little time means fewer of each.
@@ -263,7 +274,7 @@ def execute(
     Args:
         plans: Of :func:`planned`.
         worker: Starts a process; one is always waiting.
-        given: ``steps``, ``most``, ``limit`` and ``until`` (of ``time.monotonic``).
+        options: ``steps``, ``most``, ``limit`` and ``until`` (of ``time.monotonic``).
         write: Called with the rows after every candidate.
     """
     rows: list[dict[str, Any]] = []
@@ -272,13 +283,15 @@ def execute(
         row = {name: value for name, value in data.items() if name != "candidates"}
         rows.append({**row, "runs": [], "order_agrees": True})
         fitting = [Candidate.from_data(one) for one in data["candidates"]]
-        picks.append(chosen(fitting, given.most))
-    queue = [(i, own[n]) for n in range(given.most) for i, own in enumerate(picks) if n < len(own)]
+        picks.append(chosen(fitting, options.most))
+    queue = [
+        (i, own[n]) for n in range(options.most) for i, own in enumerate(picks) if n < len(own)
+    ]
     waiting = worker() if queue else None
     for place, (i, one) in enumerate(queue):
-        left = given.until - time.monotonic()
+        left = options.until - time.monotonic()
         assert waiting is not None
-        if left < min(15.0, given.limit):
+        if left < min(15.0, options.limit):
             print(f"{len(queue) - place} candidates are left: the time is over", flush=True)
             break
         current, waiting = waiting, worker() if place + 1 < len(queue) else None
@@ -289,19 +302,19 @@ def execute(
             "predicted_seconds": one.seconds,
         }
         case = Case(**rows[i]["case"])
-        run |= current.run(case, one.settings, given.steps, min(given.limit, left))
+        run |= current.run(case, one.settings, options.steps, min(options.limit, left))
         if "measured_bytes" in run:
             run["error_percent"] = 100 * (one.peak_bytes / run["measured_bytes"] - 1)
         rows[i]["runs"].append(run)
         rows[i]["order_agrees"] = in_order(rows[i]["runs"])
         write(rows)
-        print(f"{case}: {told(one, run)}", flush=True)
+        print(f"{case}: {shown(one, run)}", flush=True)
     if waiting is not None:
         waiting.end()
     return rows
 
 
-def told(one: Candidate, run: dict[str, Any]) -> str:
+def shown(one: Candidate, run: dict[str, Any]) -> str:
     """A finished candidate in a line."""
     said, got = run.get("failure", ""), run.get("measured_bytes")
     if got:
@@ -334,55 +347,55 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--explain", action="store_true", help="the plan of the page, nothing else")
     store.add_options(parser)
     parser.add_argument("--worker", metavar="DEVICE", help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    given.until = time.monotonic() + given.seconds
-    return given
+    options = parser.parse_args(arguments)
+    options.until = time.monotonic() + options.seconds
+    return options
 
 
-def plans_of(given: argparse.Namespace) -> list[dict[str, Any]]:
+def plans_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Read plans, or make them."""
-    if given.plans is not None:
-        known = json.loads(given.plans.read_text(encoding="utf-8"))["plans"]
-        return [one for one in known if given.only in str(Case(**one["case"]))]
-    made = []
+    if options.plans is not None:
+        known = json.loads(options.plans.read_text(encoding="utf-8"))["plans"]
+        return [one for one in known if options.only in str(Case(**one["case"]))]
+    plans = []
     for case in CASES:
-        if given.only in str(case):
-            made.append(planned(case, given.card, given.device or "cuda"))
-            ways, seconds = (made[-1][name] for name in ("ways", "plan_seconds"))
-            fit = f"{made[-1]['fit']} of {ways} ways fit"
+        if options.only in str(case):
+            plans.append(planned(case, options.card, options.device or "cuda"))
+            ways, seconds = (plans[-1][name] for name in ("ways", "plan_seconds"))
+            fit = f"{plans[-1]['fit']} of {ways} ways fit"
             print(f"{case}: {fit}, planned in {seconds:.0f} s", flush=True)
-    return made
+    return plans
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plan, execute and write; 1 where a peak is off by more than a tenth, or a run failed."""
-    given = parsed(arguments)
-    if given.worker is not None:
-        return wait_and_train(given.worker)
-    if given.explain:
-        made = explained()
-        whole = made.as_data()
-        run = {"kind": "plan-example", "date": store.now(), "commit": given.commit}
+    options = parsed(arguments)
+    if options.worker is not None:
+        return wait_and_train(options.worker)
+    if options.explain:
+        example = explained()
+        whole = example.as_data()
+        run = {"kind": "plan-example", "date": store.now(), "commit": options.commit}
         run |= {"device": store.ESTIMATED, "versions": report.versions()}
-        store.keep({**run, "rows": whole.pop("candidates"), "plan": whole}, given)
-        print(made)
+        store.keep({**run, "rows": whole.pop("candidates"), "plan": whole}, options)
+        print(example)
         return 0
-    data: dict[str, Any] = {"kind": "plans", "date": store.now(), "commit": given.commit}
-    data |= {"versions": report.versions(), "card": given.card}
-    if given.write_plans is not None:
-        data["plans"] = plans_of(given)
-        given.write_plans.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    data: dict[str, Any] = {"kind": "plans", "date": store.now(), "commit": options.commit}
+    data |= {"versions": report.versions(), "card": options.card}
+    if options.write_plans is not None:
+        data["plans"] = plans_of(options)
+        options.write_plans.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         return 0
-    found = torch.accelerator.current_accelerator() if given.device is None else None
-    if found is None and given.device is None:
+    accelerator = torch.accelerator.current_accelerator() if options.device is None else None
+    if accelerator is None and options.device is None:
         raise SystemExit("plans are executed on an accelerator, and there is none")
-    device = found or torch.device(given.device)
+    device = accelerator or torch.device(options.device)
     data["device"] = report.device_facts(device)
 
     def write(rows: list[dict[str, Any]]) -> None:
-        store.keep({**data, "rows": rows}, given)
+        store.keep({**data, "rows": rows}, options)
 
-    rows = execute(plans_of(given), lambda: Worker(device.type), given, write)
+    rows = execute(plans_of(options), lambda: Worker(device.type), options, write)
     runs = [run for row in rows for run in row["runs"]]
     bad = [run for run in runs if abs(run.get("error_percent", 100)) > 10]
     agreed = sum(row["order_agrees"] for row in rows)

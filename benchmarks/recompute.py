@@ -109,8 +109,8 @@ def measured(model: Any, optimizer: Any, run: Run, steps: int) -> dict[str, Any]
 
 def predicted(model: Any, run: Run) -> dict[str, Any]:
     """The estimated peak."""
-    made = estimate(model, run.batch, run.tokens, optimizer="adamw")
-    return {"estimated_bytes": made.peak_bytes}
+    estimated = estimate(model, run.batch, run.tokens, optimizer="adamw")
+    return {"estimated_bytes": estimated.peak_bytes}
 
 
 def rows_of(run: Run, variants: Sequence[str], steps: int | None) -> Iterator[dict[str, Any]]:
@@ -172,25 +172,25 @@ def policies(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--predict", action="store_true", help="estimated peaks only")
     store.add_options(parser)
-    given = parser.parse_args(arguments)
-    variants = [name.replace("; ", ", ") for name in given.variants.split(",")]
+    options = parser.parse_args(arguments)
+    variants = [name.replace("; ", ", ") for name in options.variants.split(",")]
     wrong = [name for name in variants if name not in VARIANTS]
     if wrong:
         parser.error(f"unknown variant {wrong[0]!r}; known: {', '.join(VARIANTS)}")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    head: dict[str, Any] = {"kind": "recompute-estimates" if given.predict else "recompute"}
-    head |= {"date": store.now(), "commit": given.commit}
-    head["device"] = store.ESTIMATED if given.predict else report.device_facts(device)
+    head: dict[str, Any] = {"kind": "recompute-estimates" if options.predict else "recompute"}
+    head |= {"date": store.now(), "commit": options.commit}
+    head["device"] = store.ESTIMATED if options.predict else report.device_facts(device)
     head["versions"] = report.versions()
     rows: list[dict[str, Any]] = []
-    for text in given.runs:
+    for text in options.runs:
         first: dict[str, Any] = {}
-        for row in rows_of(Run.parse(text), variants, None if given.predict else given.steps):
+        for row in rows_of(Run.parse(text), variants, None if options.predict else options.steps):
             first = first or row
             rows.append(row)
             print(line(row, first), flush=True)
             # written after each row, so that a run that is cut off leaves what it measured
-            store.keep({**head, "rows": rows}, given)
+            store.keep({**head, "rows": rows}, options)
     return 0
 
 
@@ -218,9 +218,9 @@ def _ours(model: Any) -> None:
 
     liger_multi.patch(model)
     for _, layer in decoder_layers(model):
-        found = getattr(layer, "mlp", None)
-        if isinstance(found, nn.Module):
-            layer.mlp = TiledMLP(found, preserve_rng_state=False)
+        mlp = getattr(layer, "mlp", None)
+        if isinstance(mlp, nn.Module):
+            layer.mlp = TiledMLP(mlp, preserve_rng_state=False)
     apply_recompute(model, "full", preserve_rng_state=False)
 
 
@@ -228,12 +228,12 @@ PROVIDERS: dict[str, Callable[[Any], None]] = {"stock": _stock, "liger": _liger,
 
 
 def foretold(model: str, provider: str, room: int) -> int:
-    """The length at which the estimated peak fills the room; Liger's as ours."""
+    """The length at which the estimated peak fills the memory; Liger's is taken to be ours."""
 
     def peak(tokens: int) -> int:
-        made = build(Run(model, 1, tokens, False), torch.device("meta"))
-        PROVIDERS["stock" if provider == "stock" else "ours"](made)
-        return estimate(made, 1, tokens, capacity=room).peak_bytes
+        meta_model = build(Run(model, 1, tokens, False), torch.device("meta"))
+        PROVIDERS["stock" if provider == "stock" else "ours"](meta_model)
+        return estimate(meta_model, 1, tokens, capacity=room).peak_bytes
 
     return extrapolated(peak, int(SHARE * room))
 
@@ -289,19 +289,19 @@ def search(
             return
 
 
-def measure_longest(model_name: str, provider: str, given: argparse.Namespace) -> dict[str, Any]:
+def measure_longest(model_name: str, provider: str, options: argparse.Namespace) -> dict[str, Any]:
     """Search in this process."""
     began = time.monotonic()
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     module = torch.get_device_module(device)
-    room = int((given.limit_gb or 0) * 1e9)
+    room = int((options.limit_gb or 0) * 1e9)
     if device.type != "cpu":
         total = module.get_device_properties(0).total_memory
         if room:
             module.set_per_process_memory_fraction(min(1.0, room / total))
         room = min(room or total, module.mem_get_info()[0])
-    guess = given.start or foretold(model_name, provider, room)
-    model = build(Run(model_name, 1, given.most, False), device)
+    guess = options.start or foretold(model_name, provider, room)
+    model = build(Run(model_name, 1, options.most, False), device)
     PROVIDERS[provider](model)
     fused = {"fused": True} if device.type == "cuda" else {"foreach": False}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **fused)  # type: ignore[arg-type]
@@ -332,25 +332,25 @@ def measure_longest(model_name: str, provider: str, given: argparse.Namespace) -
     step(LENGTH_STEP)  # optimizer states are there, libraries have their handles
     optimizer.zero_grad(set_to_none=True)
     ready = time.monotonic()
-    left = lambda: given.seconds - (time.monotonic() - ready)  # noqa: E731
-    found = list(search(fits, guess, given.resolution, left))
+    left = lambda: options.seconds - (time.monotonic() - ready)  # noqa: E731
+    probes = list(search(fits, guess, options.resolution, left))
     return {
         "predicted": guess,
-        "longest": max((n for n, good in found if good), default=0),
-        "shortest_failed": min((n for n, good in found if not good), default=None),
+        "longest": max((n for n, good in probes if good), default=0),
+        "shortest_failed": min((n for n, good in probes if not good), default=None),
         "tries": tries,
         "seconds": time.monotonic() - began,
     }
 
 
-def child(model: str, provider: str, given: argparse.Namespace) -> dict[str, Any]:
+def child(model: str, provider: str, options: argparse.Namespace) -> dict[str, Any]:
     """The same in a process of its own; a failure is a row too."""
     command = [sys.executable, "-m", "benchmarks.recompute", "longest", "--child"]
-    command += ["--model", model, "--provider", provider, "--seconds", str(given.seconds)]
-    command += ["--resolution", str(given.resolution), "--most", str(given.most)]
+    command += ["--model", model, "--provider", provider, "--seconds", str(options.seconds)]
+    command += ["--resolution", str(options.resolution), "--most", str(options.most)]
     for name in ("limit_gb", "start"):
-        if getattr(given, name) is not None:
-            command += [f"--{name.replace('_', '-')}", str(getattr(given, name))]
+        if getattr(options, name) is not None:
+            command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment
@@ -377,27 +377,30 @@ def longest(arguments: Sequence[str]) -> int:
     parser.add_argument("--most", type=int, default=2**20, help="positions of the model")
     store.add_options(parser)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    providers = given.provider.split(",")
+    options = parser.parse_args(arguments)
+    providers = options.provider.split(",")
     wrong = [name for name in providers if name not in PROVIDERS]
     if wrong:
         parser.error(f"unknown provider {wrong[0]!r}; known: {', '.join(PROVIDERS)}")
-    if given.child:
-        print(json.dumps(measure_longest(given.model, providers[0], given)))
+    if options.child:
+        print(json.dumps(measure_longest(options.model, providers[0], options)))
         return 0
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    data: dict[str, Any] = {"kind": "longest", "date": store.now(), "commit": given.commit}
-    data |= {"device": report.device_facts(device), "versions": report.versions()}
-    data |= {"limit_gb": given.limit_gb, "rows": []}
+    data = store.head("longest", options, device)
+    data |= {"limit_gb": options.limit_gb, "rows": []}
     for provider in providers:
-        row = {"model": given.model, "provider": provider, **child(given.model, provider, given)}
+        row = {
+            "model": options.model,
+            "provider": provider,
+            **child(options.model, provider, options),
+        }
         data["rows"].append(row)
         said = row.get("failure") or (
             f"{row['longest']:,} tokens trained, {row['shortest_failed']} did not; "
             f"{row['predicted']:,} predicted; {len(row['tries'])} tries, {row['seconds']:.0f} s"
         )
-        print(f"{given.model} {provider:6s} {said}", flush=True)
-        store.keep(data, given)
+        print(f"{options.model} {provider:6s} {said}", flush=True)
+        store.keep(data, options)
     return int(any("failure" in row for row in data["rows"]))
 
 

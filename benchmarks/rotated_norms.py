@@ -19,26 +19,46 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import store
 from liger_multi import patch
-from liger_multi.bench import report
 
 LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-8b": ("Qwen3", {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128,
-    }),
-    "gemma-3-4b": ("Gemma3Text", {
-        "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 256, "layer_types": ["full_attention"],
-    }),
-    "olmo-2-7b": ("Olmo2", {
-        "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-    }),
-}  # fmt: skip
+    "qwen3-8b": (
+        "Qwen3",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+    ),
+    "gemma-3-4b": (
+        "Gemma3Text",
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "layer_types": ["full_attention"],
+        },
+    ),
+    "olmo-2-7b": (
+        "Olmo2",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+        },
+    ),
+}
 SMALL = {
-    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 16,
-}  # fmt: skip
+}
 KINDS = {
     "GEMMs": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "aten::mm", "aten::bmm", "aten::addmm"),
     "attention": ("flash", "fmha", "attention", "cudnn"),
@@ -47,26 +67,30 @@ KINDS = {
 VARIANTS = {"apart": {"rms_norm_rope": False}, "together": {}}
 
 
-def made(name: str, variant: str, device: torch.device, tiny: bool) -> Any:
+def build(name: str, variant: str, device: torch.device, tiny: bool) -> Any:
     """A model of one layer without a last norm; norms are not ones."""
     import transformers
 
-    kind, sizes = LAYERS[name]
+    family, sizes = LAYERS[name]
     sizes = {**sizes, **{k: v for k, v in SMALL.items() if tiny and k in sizes}}
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=64, pad_token_id=0, num_hidden_layers=1, use_cache=False,
-        attn_implementation="sdpa", **sizes,
-    )  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=64,
+        pad_token_id=0,
+        num_hidden_layers=1,
+        use_cache=False,
+        attn_implementation="sdpa",
+        **sizes,
+    )
     torch.manual_seed(0)
     with torch.device(device):
-        model = getattr(transformers, f"{kind}Model")._from_config(config, dtype=torch.bfloat16)
+        model = getattr(transformers, f"{family}Model")._from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if "norm" in path:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.norm = nn.Identity()
-    made = patch(model, **VARIANTS[variant])
-    assert made.count("rms_norm_rope") == (variant == "together")
+    patched = patch(model, **VARIANTS[variant])
+    assert patched.count("rms_norm_rope") == (variant == "together")
     return model.train()
 
 
@@ -80,28 +104,28 @@ def step(model: Any, x: Tensor) -> list[Tensor]:
 def kind_of(kernel: str) -> str:
     """The kind of a kernel by its name."""
     lower = kernel.lower()
-    found = (kind for kind, words in KINDS.items() if any(word in lower for word in words))
-    return next(found, "element-wise")
+    groups = (group for group, words in KINDS.items() if any(word in lower for word in words))
+    return next(groups, "element-wise")
 
 
 def profiled(model: Any, x: Tensor, device: torch.device) -> dict[str, float]:
     """Milliseconds of the kernels of a step by kind."""
-    found = dict.fromkeys((*KINDS, "element-wise"), 0.0)
+    times = dict.fromkeys((*KINDS, "element-wise"), 0.0)
     cpu = device.type == "cpu"
     activities = [ProfilerActivity.CPU if cpu else ProfilerActivity.CUDA]
-    with profile(activities=activities) as seen:
+    with profile(activities=activities) as profiler:
         step(model, x)
         if not cpu:
             torch.accelerator.synchronize()
-    for event in seen.key_averages():
+    for event in profiler.key_averages():
         time = event.self_cpu_time_total if cpu else event.self_device_time_total
-        found[kind_of(event.key)] += time / 1e3
-    return found
+        times[kind_of(event.key)] += time / 1e3
+    return times
 
 
 def compare(name: str, device: torch.device, tiny: bool, rounds: int) -> Iterator[dict[str, Any]]:
     """Rows of both variants, measured in turns."""
-    models = {variant: made(name, variant, device, tiny) for variant in VARIANTS}
+    models = {variant: build(name, variant, device, tiny) for variant in VARIANTS}
     torch.manual_seed(1)
     shape = (2, 32 if tiny else 4096, models["apart"].config.hidden_size)
     x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -117,8 +141,8 @@ def compare(name: str, device: torch.device, tiny: bool, rounds: int) -> Iterato
     for _ in range(rounds):
         for variant, model in models.items():
             times[variant].append(profiled(model, x, device))
-    for variant, found in times.items():
-        middle = {kind: statistics.median(one[kind] for one in found) for kind in found[0]}
+    for variant, samples in times.items():
+        middle = {group: statistics.median(one[group] for one in samples) for group in samples[0]}
         yield {"layer": name, "variant": variant, "difference": worst, "milliseconds": middle}
 
 
@@ -127,7 +151,7 @@ def shown(rows: Sequence[dict[str, Any]]) -> str:
     apart, together = rows
     lines = []
     for row in rows:
-        parts = " ".join(f"{kind} {time:8.3f}" for kind, time in row["milliseconds"].items())
+        parts = " ".join(f"{group} {time:8.3f}" for group, time in row["milliseconds"].items())
         lines.append(f"{row['layer']:12} {row['variant']:9} {parts} ms")
     before, after = (row["milliseconds"]["element-wise"] for row in (apart, together))
     saved = 100 * (before - after) / before
@@ -140,16 +164,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     store.add_options(parser)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tiny", action="store_true", help="shapes for a CPU")
-    given = parser.parse_args(arguments)
-    found = None if given.tiny else torch.accelerator.current_accelerator(check_available=True)
-    device, rows = found or torch.device("cpu"), []
+    options = parser.parse_args(arguments)
+    accelerator = (
+        None if options.tiny else torch.accelerator.current_accelerator(check_available=True)
+    )
+    device, rows = accelerator or torch.device("cpu"), []
     for name in LAYERS:
-        pair = list(compare(name, device, given.tiny, given.rounds))
+        pair = list(compare(name, device, options.tiny, options.rounds))
         print(shown(pair), flush=True)
         rows += pair
-    run: dict[str, Any] = {"kind": "rotated-norms", "date": store.now(), "commit": given.commit}
-    run |= {"device": report.device_facts(device), "versions": report.versions()}
-    store.keep({**run, "rows": rows}, given)
+    run = store.head("rotated-norms", options, device)
+    store.keep({**run, "rows": rows}, options)
 
 
 if __name__ == "__main__":

@@ -21,43 +21,64 @@ from torch import Tensor, nn
 from benchmarks import store
 from benchmarks.lora import measured
 from liger_multi import patch
-from liger_multi.bench import report
 from liger_multi.patching import register_attention
 
 LAYER = {
-    "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128,
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-    "v_head_dim": 128, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
-}  # fmt: skip
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
 SMALL = {
-    "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 48,
-    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
-    "index_n_heads": 24, "index_head_dim": 32, "index_topk": 8,
-}  # fmt: skip
+    "hidden_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "index_n_heads": 24,
+    "index_head_dim": 32,
+    "index_topk": 8,
+}
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 VARIANTS = {"stock": "sdpa", "ours": "liger_multi"}
 """Attention implementations."""
 
 
 class NoMLP(nn.Module):
-    """What adds nothing in place of an MLP."""
+    """A stand-in for an MLP that adds nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Zeros without memory."""
         return x.new_zeros(()).expand_as(x)
 
 
-def made(
+def build(
     sizes: dict[str, int], variant: str, device: torch.device, dtype: torch.dtype, length: int
 ) -> Any:
     """A model of one layer that has attention alone."""
     import transformers
 
     config = transformers.DeepseekV32Config(
-        vocab_size=64, num_hidden_layers=1, first_k_dense_replace=1, intermediate_size=64,
-        max_position_embeddings=length, use_cache=False, attn_implementation=VARIANTS[variant],
-        mlp_layer_types=["dense"], **sizes,
-    )  # fmt: skip
+        vocab_size=64,
+        num_hidden_layers=1,
+        first_k_dense_replace=1,
+        intermediate_size=64,
+        max_position_embeddings=length,
+        use_cache=False,
+        attn_implementation=VARIANTS[variant],
+        mlp_layer_types=["dense"],
+        **sizes,
+    )
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.DeepseekV32Model._from_config(config, dtype=dtype)
@@ -71,16 +92,18 @@ def made(
 
 def check(device: torch.device) -> None:
     """Compare output and gradients of a small layer in fp32 with the unpatched one's."""
-    found = []
+    results = []
     for variant in VARIANTS:
-        model = made(SMALL, variant, device, torch.float32, 64)
+        model = build(SMALL, variant, device, torch.float32, 64)
         torch.manual_seed(1)
         x = torch.randn(1, 60, SMALL["hidden_size"], device=device, requires_grad=True)
         y = model(inputs_embeds=x).last_hidden_state
         trained = [p for p in model.parameters() if p.requires_grad]
-        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *trained], allow_unused=True)])
+        results.append(
+            [y, *torch.autograd.grad(y.square().sum(), [x, *trained], allow_unused=True)]
+        )
     worst = 0.0
-    for ours, stock in zip(found[1], found[0], strict=True):
+    for ours, stock in zip(results[1], results[0], strict=True):
         if stock is not None:
             worst = max(worst, float(((ours - stock).abs().max() / stock.abs().max()).detach()))
     if worst > 1e-3:  # PyTorch's GEMMs may round to TF32
@@ -92,7 +115,7 @@ def rows_of(
     sizes: dict[str, int], variant: str, lengths: Sequence[int], device: torch.device, rounds: int
 ) -> Iterator[dict[str, Any]]:
     """Time and memory by length, until one does not fit."""
-    model = made(sizes, variant, device, torch.bfloat16, max(lengths))
+    model = build(sizes, variant, device, torch.bfloat16, max(lengths))
     for length in lengths:
         torch.manual_seed(1)
         shape = (1, length, sizes["hidden_size"])
@@ -100,8 +123,8 @@ def rows_of(
 
         def run(x: Tensor = x) -> Tensor:
             x.grad = None
-            found: Tensor = model(inputs_embeds=x).last_hidden_state
-            return found.sum(dtype=torch.float32)
+            hidden: Tensor = model(inputs_embeds=x).last_hidden_state
+            return hidden.sum(dtype=torch.float32)
 
         row = {"tokens": length, "variant": variant}
         try:
@@ -131,20 +154,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="shapes for a CPU")
-    given = parser.parse_args(arguments)
-    found = None if given.tiny else torch.accelerator.current_accelerator(check_available=True)
-    device, sizes = found or torch.device("cpu"), SMALL if given.tiny else LAYER
-    lengths = (64, 128) if given.tiny else given.lengths
+    options = parser.parse_args(arguments)
+    accelerator = (
+        None if options.tiny else torch.accelerator.current_accelerator(check_available=True)
+    )
+    device, sizes = accelerator or torch.device("cpu"), SMALL if options.tiny else LAYER
+    lengths = (64, 128) if options.tiny else options.lengths
     register_attention()
     check(device)
     rows = []
     for variant in VARIANTS:
-        for row in rows_of(sizes, variant, lengths, device, given.rounds):
+        for row in rows_of(sizes, variant, lengths, device, options.rounds):
             print(line(row), flush=True)
             rows.append(row)
-    run: dict[str, Any] = {"kind": "sparse-layers", "date": store.now(), "commit": given.commit}
-    run |= {"device": report.device_facts(device), "versions": report.versions()}
-    store.keep({**run, "rows": rows}, given)
+    run = store.head("sparse-layers", options, device)
+    store.keep({**run, "rows": rows}, options)
 
 
 if __name__ == "__main__":

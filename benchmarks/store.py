@@ -25,9 +25,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ci import results
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -101,12 +104,12 @@ def moment(run: Mapping[str, Any], where: object = "a run") -> datetime.datetime
         ValueError: It does not say so, or only the day, by which runs of one day have no order.
     """
     try:
-        found = datetime.datetime.fromisoformat(str(run["date"]))
+        date = datetime.datetime.fromisoformat(str(run["date"]))
     except (KeyError, ValueError):
         raise ValueError(f"{where} has the date {run.get('date')!r}, wanted ISO 8601") from None
-    if found.tzinfo is None:
+    if date.tzinfo is None:
         raise ValueError(f"{where} has the date {run['date']!r}, wanted one with time and zone")
-    return found
+    return date
 
 
 def device(run: Mapping[str, Any]) -> str:
@@ -152,32 +155,32 @@ def _loaded(path: Path, *_: int) -> list[Run]:
     return runs
 
 
-def read(kind: str, folder: Path | None = None) -> list[Run]:
+def read(run_type: str, folder: Path | None = None) -> list[Run]:
     """The runs of one kind in all files, the oldest first."""
     paths = [p for p in sorted((folder or RESULTS).glob("*.json")) if _has_runs(p)]
-    found = [run for path in paths for run in load(path) if run["kind"] == kind]
-    return sorted(found, key=moment)
+    runs = [run for path in paths for run in load(path) if run["kind"] == run_type]
+    return sorted(runs, key=moment)
 
 
-def newest_of(kind: str, path: Path) -> Run:
+def newest_of(run_type: str, path: Path) -> Run:
     """The newest run of a kind in a file.
 
     Raises:
         ValueError: It has none.
     """
-    found = [run for run in load(path) if run["kind"] == kind]
-    if not found:
-        raise ValueError(f"{path} has no run of kind {kind!r}")
-    return max(found, key=moment)
+    runs = [run for run in load(path) if run["kind"] == run_type]
+    if not runs:
+        raise ValueError(f"{path} has no run of kind {run_type!r}")
+    return max(runs, key=moment)
 
 
 def _has_runs(path: Path) -> bool:
     return not path.name.startswith("suite-")
 
 
-def rows(kind: str, folder: Path | None = None) -> list[tuple[Run, dict[str, Any]]]:
+def rows(run_type: str, folder: Path | None = None) -> list[tuple[Run, dict[str, Any]]]:
     """Every row of a kind with its run, the oldest first."""
-    return [(run, row) for run in read(kind, folder) for row in run["rows"]]
+    return [(run, row) for run in read(run_type, folder) for row in run["rows"]]
 
 
 # --- merging ---
@@ -185,12 +188,12 @@ def rows(kind: str, folder: Path | None = None) -> list[tuple[Run, dict[str, Any
 
 def measurement(run: Run, row: Any) -> tuple[str, str]:
     """What a row measured, and of whom, as text to compare by."""
-    kind = KINDS[run["kind"]]
+    measurement = KINDS[run["kind"]]
     fields = {**run, **row} if isinstance(row, Mapping) else run
     if run["kind"] == "convergence":
         fields["seeded"] = any(name.startswith("bug") for name in row["curves"])
-    names = [fields.get(name) for name in kind.names]
-    return json.dumps([device(run), *names], sort_keys=True), str(fields.get(kind.who, ""))
+    names = [fields.get(name) for name in measurement.names]
+    return json.dumps([device(run), *names], sort_keys=True), str(fields.get(measurement.who, ""))
 
 
 def newest(runs: Iterable[Run]) -> list[Run]:
@@ -199,26 +202,26 @@ def newest(runs: Iterable[Run]) -> list[Run]:
     Args:
         runs: Of one kind.
     """
-    seen: set[tuple[str, ...]] = set()
+    visited: set[tuple[str, ...]] = set()
     kept = []
     ordered = sorted(runs, key=moment)
     for run in reversed(ordered):
-        kind = KINDS[run["kind"]]
+        table = KINDS[run["kind"]]
         marked = [(*measurement(run, row), row) for row in run["rows"]]
-        present = {(what, who) for what, who, _ in marked if who in kind.bases}
+        present = {(what, who) for what, who, _ in marked if who in table.bases}
         groups, rows, done = set(), [], set()
         for what, who, row in marked:
-            told = {(what, who), *((what, who, base) for at, base in present if at == what)}
-            if told - seen:
+            covered = {(what, who), *((what, who, base) for at, base in present if at == what)}
+            if covered - visited:
                 groups.add(what)
                 rows.append(id(row))
-            if not kind.whole or row.get(kind.whole) is not None:
-                done |= told
-        seen |= done
+            if not table.whole or row.get(table.whole) is not None:
+                done |= covered
+        visited |= done
         own = [
             row
             for what, who, row in marked
-            if id(row) in rows or (what in groups and who in kind.bases)
+            if id(row) in rows or (what in groups and who in table.bases)
         ]
         if own:
             kept.append({**run, "rows": own})
@@ -235,7 +238,7 @@ def merge(old: Iterable[Run], new: Iterable[Run]) -> list[Run]:
             by_kind.setdefault(run["kind"], []).append(run)
     for run in added:
         by_kind.setdefault(run["kind"], []).append(run)
-    return [run for kind in KINDS for run in newest(by_kind.get(kind, []))]
+    return [run for run_type in KINDS for run in newest(by_kind.get(run_type, []))]
 
 
 # --- writing ---
@@ -289,26 +292,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", default=commit(), help="of what is measured")
 
 
-def keep(found: Run | Sequence[Run], given: argparse.Namespace) -> list[Path]:
+def head(run_type: str, options: argparse.Namespace, device: torch.device) -> Run:
+    """What stands above the rows of a run: its type, date, commit, device and versions."""
+    from liger_multi.bench import report
+
+    facts = {"device": report.device_facts(device), "versions": report.versions()}
+    return {"kind": run_type, "date": now(), "commit": options.commit, **facts}
+
+
+def keep(measured: Run | Sequence[Run], options: argparse.Namespace) -> list[Path]:
     """Write runs as the options say; a run may be written again while it grows."""
-    runs = [found] if isinstance(found, dict) else list(found)
-    written = add(runs) if given.store else []
-    if given.out is not None:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        _replace(given.out, text(runs))
-        written.append(given.out)
+    runs = [measured] if isinstance(measured, dict) else list(measured)
+    written = add(runs) if options.store else []
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        _replace(options.out, text(runs))
+        written.append(options.out)
     return written
 
 
 def run_command(
     commands: Mapping[str, Callable[[Sequence[str]], int]], arguments: Sequence[str] | None
 ) -> int:
-    """Run the command that the first argument names; the one of no name where it names none."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    name = given.pop(0) if given and given[0] in commands else ""
+    """Run the command that the first argument names, or the default command."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    name = argv.pop(0) if argv and argv[0] in commands else ""
     if name not in commands:
         raise SystemExit(f"the first argument is one of {', '.join(commands)}; --help after it")
-    return commands[name](given)
+    return commands[name](argv)
 
 
 def taken(path: Path) -> list[Run]:
@@ -336,15 +347,15 @@ def merge_files(arguments: Sequence[str]) -> int:
     parser.add_argument("--notes", metavar="NAME", help="keep the lines of one text by this name")
     parser.add_argument("--device", metavar="CARD", help="whose notes they are")
     parser.add_argument("--commit", default=commit(), help="of what the notes measured")
-    given = parser.parse_args(arguments)
-    if given.notes and (len(given.files) != 1 or not given.device):
+    options = parser.parse_args(arguments)
+    if options.notes and (len(options.files) != 1 or not options.device):
         parser.error("--notes wants one file, and --device")
     try:
-        if given.notes:
-            found = [notes(given.files[0], given.notes, given.device, given.commit)]
+        if options.notes:
+            runs = [notes(options.files[0], options.notes, options.device, options.commit)]
         else:
-            found = [run for file in given.files for run in taken(file)]
-        paths = add(found, given.into)
+            runs = [run for file in options.files for run in taken(file)]
+        paths = add(runs, options.into)
     except (OSError, ValueError) as wrong:
         parser.error(str(wrong))
     for path in paths:
@@ -383,14 +394,14 @@ def timed_rows(file: Path, provider: str) -> tuple[Mapping[str, Any], dict[Key, 
     runs = [run for run in taken(file) if run["kind"] == "operators"]
     if not runs:
         raise ValueError(f"{file} has no run of benchmarks.ops")
-    found = {}
+    timed = {}
     for run in runs:
         for row in run["rows"]:
             # rows of old tables have a time alone
             if row["provider"] == provider and row.get("both_ms") and "error" in row:
                 divisors = json.dumps(row.get("divisors") or {}, sort_keys=True)
-                found[row["op"], row["sample"], run["dtype"], divisors] = row
-    return runs[-1], found
+                timed[row["op"], row["sample"], run["dtype"], divisors] = row
+    return runs[-1], timed
 
 
 def spread(row: Row) -> float:
@@ -434,11 +445,11 @@ def compare(old_file: Path, new_file: Path, provider: str, across: bool) -> tupl
         raise ValueError(f"devices differ: {names[0]!r} and {names[1]!r}; --across compares anyway")
     if not old.keys() & new.keys():
         raise ValueError(f"the files share no row of {provider!r}")
-    found = sorted(findings(old, new), key=lambda pair: (not pair[0], pair[1]))
-    lines = [f"{'WORSE' if bad else 'ok   '}  {text}" for bad, text in found]
+    pairs = sorted(findings(old, new), key=lambda pair: (not pair[0], pair[1]))
+    lines = [f"{'WORSE' if bad else 'ok   '}  {text}" for bad, text in pairs]
     lines += [f"gone   {k[0]} {k[1]}" for k in sorted(old.keys() - new.keys())]
     lines += [f"new    {k[0]} {k[1]}" for k in sorted(new.keys() - old.keys())]
-    return any(bad for bad, _ in found), lines
+    return any(bad for bad, _ in pairs), lines
 
 
 def compare_files(arguments: Sequence[str]) -> int:
@@ -454,9 +465,9 @@ def compare_files(arguments: Sequence[str]) -> int:
     parser.add_argument("new", type=Path)
     parser.add_argument("--provider", default="ours")
     parser.add_argument("--across", action="store_true", help="compare different devices, too")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        worse, lines = compare(given.old, given.new, given.provider, given.across)
+        worse, lines = compare(options.old, options.new, options.provider, options.across)
     except (OSError, ValueError, KeyError) as wrong:
         parser.error(f"{type(wrong).__name__}: {wrong}")
     sys.stdout.write("\n".join(lines) + "\n")

@@ -52,14 +52,14 @@ class Span(NamedTuple):
 
 
 def spans(call: Call, device: torch.device) -> list[Span]:
-    """What the device ran during ``call``, by start; on a CPU, the operators that nobody called."""
+    """Kernels that ran during ``call``, by start; on a CPU, the outermost operators."""
     cpu = device.type == "cpu"
-    wanted = [ProfilerActivity.CPU if cpu else ProfilerActivity.CUDA]
+    activities = [ProfilerActivity.CPU if cpu else ProfilerActivity.CUDA]
     wait(device)
-    with profile(activities=wanted) as found:
+    with profile(activities=activities) as profiler:
         call()
         wait(device)
-    events: Any = found.events()
+    events: Any = profiler.events()
     kept = [e for e in events if (e.cpu_parent is None if cpu else e.device_type.name != "CPU")]
     times = [Span(e.name, e.time_range.start, e.time_range.end) for e in kept]
     return sorted(times, key=lambda span: span.start)
@@ -71,10 +71,10 @@ def wait(device: torch.device) -> None:
         torch.accelerator.synchronize()
 
 
-def idle(found: Iterable[Span]) -> float:
+def idle(trace: Iterable[Span]) -> float:
     """Microseconds between the first start and the last end in which nothing ran."""
     total, until = 0.0, None
-    for span in sorted(found, key=lambda span: span.start):
+    for span in sorted(trace, key=lambda span: span.start):
         if until is not None:
             total += max(0.0, span.start - until)
         until = span.end if until is None else max(until, span.end)
@@ -86,16 +86,16 @@ def idle(found: Iterable[Span]) -> float:
 LOSS, NORM = "_cross_entropy_forward_kernel", "rms_norm"
 
 
-def heads_of(found: Sequence[Span]) -> list[list[Span]]:
+def heads_of(trace: Sequence[Span]) -> list[list[Span]]:
     """Of every head, what ran from the last norm to the first kernel of the loss."""
-    made, norm, done = [], 0, False
-    for place, span in enumerate(found):
+    groups, norm, done = [], 0, False
+    for place, span in enumerate(trace):
         if NORM in span.name:
             norm, done = place, False
         elif LOSS in span.name and not done:
-            made.append(list(found[norm : place + 1]))
+            groups.append(list(trace[norm : place + 1]))
             done = True  # further chunks of the same head
-    return made
+    return groups
 
 
 class Trainer:
@@ -205,25 +205,25 @@ def stalls(arguments: Sequence[str]) -> int:
     parser.add_argument("--forms", default=",".join(FORMS), help="with commas")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--counts", default="nonzero,event", help="how rows are counted")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    for name, form in itertools.product(given.runs, given.forms.split(",")):
+    for name, form in itertools.product(options.runs, options.forms.split(",")):
         if form == "graph" and device.type != "cuda":
             continue
         call = FORMS[form](Trainer(name, device))
-        for count in ("none",) if form == "graph" else given.counts.split(","):
+        for count in ("none",) if form == "graph" else options.counts.split(","):
             with counted_by(count):
                 for _ in range(4):
                     call()
-                found = spans(repeated(call, given.steps), device)
-            say(f"{count:8} {name:22} {form:13} {stall_line(found, given.steps)}")
+                trace = spans(repeated(call, options.steps), device)
+            say(f"{count:8} {name:22} {form:13} {stall_line(trace, options.steps)}")
         del call
         release()
     return 0
 
 
 def repeated(call: Call, times: int) -> Call:
-    """The same some times over."""
+    """A function that repeats the call."""
     return lambda: [call() for _ in range(times)]
 
 
@@ -234,24 +234,24 @@ def counted_by(way: str) -> Iterator[None]:
 
     able = fused_linear.has_static_nonzero
     if way == "nonzero":
-        fused_linear.has_static_nonzero = lambda kind: False  # type: ignore[assignment]
+        fused_linear.has_static_nonzero = lambda dtype: False  # type: ignore[assignment]
     try:
         yield
     finally:
         fused_linear.has_static_nonzero = able
 
 
-def stall_line(found: list[Span], steps: int) -> str:
+def stall_line(trace: list[Span], steps: int) -> str:
     """Idle time at the heads of some steps, and of the steps."""
-    heads = heads_of(found)
+    heads = heads_of(trace)
     at_head = [idle(head) for head in heads] or [float("nan")]
     copies = sum("dtoh" in s.name.lower() for head in heads for s in head)
-    whole = sum(s.length for s in found)
+    whole = sum(s.length for s in trace)
     return (
         f"idle at the head, us: median {statistics.median(at_head):8.1f} least "
         f"{min(at_head):8.1f} most {max(at_head):8.1f} of {len(heads)} heads, {copies} copies to "
         f"the host; kernels of a step {whole / steps / 1e3:8.2f} ms, idle "
-        f"{idle(found) / steps / 1e3:7.2f} ms"
+        f"{idle(trace) / steps / 1e3:7.2f} ms"
     )
 
 
@@ -312,10 +312,10 @@ def loss_of(name: str, tensors: dict[str, Tensor]) -> Call:
     from benchmarks.losses import CASES
 
     case = CASES[name]
-    given = {n: x for n, x in tensors.items() if n in {"hidden", "weight", *case.beside}}
+    kwargs = {n: x for n, x in tensors.items() if n in {"hidden", "weight", *case.beside}}
 
     def call() -> None:
-        torch.autograd.grad(case.ours(**given), (tensors["hidden"], tensors["weight"]))
+        torch.autograd.grad(case.ours(**kwargs), (tensors["hidden"], tensors["weight"]))
 
     return call
 
@@ -327,18 +327,18 @@ def in_turns(
     for call in calls.values():
         for _ in range(3):
             call()
-    found: dict[str, list[list[Span]]] = defaultdict(list)
+    traces: dict[str, list[list[Span]]] = defaultdict(list)
     for number in range(rounds):
         for name in list(calls)[:: 1 if number % 2 == 0 else -1]:
-            found[name].append(spans(calls[name], device))
-    return found
+            traces[name].append(spans(calls[name], device))
+    return traces
 
 
-def head_line(name: str, found: list[list[Span]], floor: float) -> str:
+def head_line(name: str, traces: list[list[Span]], floor: float) -> str:
     """Medians in milliseconds: kernels by kind, idle time between them, and their sum."""
-    gemms = statistics.median(sum(s.length for s in one if GEMM.search(s.name)) for one in found)
-    every = statistics.median(sum(s.length for s in one) for one in found)
-    gaps = statistics.median(idle(one) for one in found)
+    gemms = statistics.median(sum(s.length for s in one if GEMM.search(s.name)) for one in traces)
+    every = statistics.median(sum(s.length for s in one) for one in traces)
+    gaps = statistics.median(idle(one) for one in traces)
     ratio = f"{every / floor:6.3f} x the bare GEMMs" if floor else ""
     return (
         f"{name:44} kernels {every / 1e3:8.3f} ms (GEMMs {gemms / 1e3:8.3f}, others "
@@ -355,24 +355,24 @@ def heads(arguments: Sequence[str]) -> int:
     parser.add_argument("--chunks", default="auto,1280MiB,512MiB")
     parser.add_argument("--losses", default="grpo,dpo,dpo-reference,jsd", help="of the first shape")
     parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    for place, text in enumerate(given.shapes.split(",")):
+    for place, text in enumerate(options.shapes.split(",")):
         tensors = draw(Shape(*map(int, text.split("x"))), device, dtype)
         flat = tensors["hidden"].flatten(0, 1), tensors["weight"]
         teacher = tensors["other"].flatten(0, 1), tensors["other_weight"]
         calls = {"three GEMMs": bare(*flat, None)}
-        calls |= {f"chunk={c}": cross_entropy_of(tensors, c) for c in given.chunks.split(",")}
+        calls |= {f"chunk={c}": cross_entropy_of(tensors, c) for c in options.chunks.split(",")}
         calls |= passes(*flat)
-        show(text, "three GEMMs", in_turns(calls, device, given.rounds))
-        names = [n for n in given.losses.split(",") if n and place == 0]
+        show(text, "three GEMMs", in_turns(calls, device, options.rounds))
+        names = [n for n in options.losses.split(",") if n and place == 0]
         kept = tensors["target"].flatten() >= 0  # a tenth is padding, which no loss computes
         rows = flat[0][kept].detach(), flat[1].detach()
         for name in names:
             other = (teacher[0][kept], teacher[1]) if name in ("dpo-reference", "jsd") else None
             calls = {"GEMMs": bare(*rows, other), name: loss_of(name, tensors)}
-            show(text, "GEMMs", in_turns(calls, device, given.rounds))
+            show(text, "GEMMs", in_turns(calls, device, options.rounds))
         del tensors, flat, teacher, rows, calls
         release()
     return 0
@@ -425,8 +425,8 @@ def fusion(arguments: Sequence[str]) -> int:
     """Print what overlap and a GEMM of our own would give a head."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.traces fusion")
     parser.add_argument("--shapes", default="8192x4096x128256,8192x2048x151936")
-    given = parser.parse_args(arguments)
-    for text in given.shapes.split(","):
+    options = parser.parse_args(arguments)
+    for text in options.shapes.split(","):
         ways = fusion_ways(*map(int, text.split("x")))
         for call in ways.values():
             call()
@@ -434,14 +434,14 @@ def fusion(arguments: Sequence[str]) -> int:
         for _ in range(7):
             for name, call in ways.items():
                 times[name].append(by_events(call))
-        for name, found in times.items():
-            say(f"{text} {name:30} {fusion_line(found)}")
+        for name, samples in times.items():
+            say(f"{text} {name:30} {fusion_line(samples)}")
     return 0
 
 
-def fusion_line(found: list[float]) -> str:
+def fusion_line(samples: list[float]) -> str:
     """Milliseconds of one way."""
-    return f"{statistics.median(found):8.3f} ms, least {min(found):8.3f}"
+    return f"{statistics.median(samples):8.3f} ms, least {min(samples):8.3f}"
 
 
 def by_events(call: Call) -> float:
@@ -455,10 +455,10 @@ def by_events(call: Call) -> float:
     return float(start.elapsed_time(end))
 
 
-def show(shape: str, floor: str, found: dict[str, list[list[Span]]]) -> None:
+def show(shape: str, floor: str, by_name: dict[str, list[list[Span]]]) -> None:
     """A line a call."""
-    base = statistics.median(sum(s.length for s in one) for one in found[floor])
-    for name, traces in found.items():
+    base = statistics.median(sum(s.length for s in one) for one in by_name[floor])
+    for name, traces in by_name.items():
         say(head_line(f"{shape} {name}", traces, 0 if name == floor else base))
 
 
@@ -480,13 +480,13 @@ def operators(arguments: Sequence[str]) -> int:
     parser.add_argument("--ops", default=UNDER_80)
     parser.add_argument("--samples", default="*")
     parser.add_argument("--calls", type=int, default=5)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     cpu = device.type == "cpu"
     dtype, clock = (torch.float32 if cpu else torch.bfloat16), Clock(device)
     peak = ceilings(clock, dtype, quick=cpu)
     say(f"a large copy: {peak.copy_bytes_per_second / 1e12:.2f} TB/s, read and written")
-    for case in cases(given.ops, given.samples, dtype, (2**20, 1e8) if cpu else None):
+    for case in cases(options.ops, options.samples, dtype, (2**20, 1e8) if cpu else None):
         provider = providers.find("ours", case, device, dtype)
         if isinstance(provider, str):
             say(f"{case.op} {case.label}: {provider}")
@@ -494,9 +494,9 @@ def operators(arguments: Sequence[str]) -> int:
         runner = Runner.make(
             provider, draw(case.sample, device, dtype), upstream(case, device, dtype, reference)
         )
-        found = [traced(runner, clock) for _ in range(given.calls + 2)][2:]
+        calls = [traced(runner, clock) for _ in range(options.calls + 2)][2:]
         for direction, least in least_bytes(case.work(dtype)).items():
-            traces = [one[direction] for one in found]
+            traces = [one[direction] for one in calls]
             say(operator_line(case, direction, traces, least, peak))
         del runner
         release()
@@ -536,20 +536,20 @@ def plain(name: str) -> str:
 
 
 def operator_line(
-    case: Any, direction: str, found: list[list[Span]], least: float, peak: Any
+    case: Any, direction: str, traces: list[list[Span]], least: float, peak: Any
 ) -> str:
     """Time of each kernel in order, the sum, and what the least bytes are of a copy's time."""
-    every = statistics.median(sum(s.length for s in one) for one in found)
+    every = statistics.median(sum(s.length for s in one) for one in traces)
     alone = [
         f"{plain(parts[0].name)} {statistics.median(s.length for s in parts):.1f}"
-        for parts in (zip(*found) if len({len(one) for one in found}) == 1 else ())
+        for parts in (zip(*traces) if len({len(one) for one in traces}) == 1 else ())
     ]
     share = ""
     if least:
         floor = 1e6 * least / peak.copy_bytes_per_second
         share = f", least {least / 2**20:.1f} MiB = {floor:.1f} us: {100 * floor / every:.0f} %"
     return (
-        f"{case.op} {case.label} {direction}: {len(found[0])} launches, {every:.1f} us{share}; "
+        f"{case.op} {case.label} {direction}: {len(traces[0])} launches, {every:.1f} us{share}; "
         + ", ".join(alone)
     )
 
@@ -570,16 +570,16 @@ def adapters(arguments: Sequence[str]) -> int:
     parser.add_argument("--parts", default="qkv as one,mlp")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--names", type=int, default=0, help="how many kernels to list")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     cpu = device.type == "cpu"
     stock = adapted({**LAYER, **(TINY if cpu else {})}, device, 16)
     models = {"PEFT": stock, "ours": copy.deepcopy(stock)}
     patch(models["ours"])
-    made = {name: parts(model, 64 if cpu else 8192, device) for name, model in models.items()}
-    for part, form in itertools.product(given.parts.split(","), PRECISIONS):
+    runners = {name: parts(model, 64 if cpu else 8192, device) for name, model in models.items()}
+    for part, form in itertools.product(options.parts.split(","), PRECISIONS):
         calls: dict[str, Call] = {}
-        for name, runs in made.items():
+        for name, runs in runners.items():
 
             def call(run: Call = runs[part], model: Any = models[name], form: str = form) -> None:
                 on = form == "autocast"
@@ -589,28 +589,28 @@ def adapters(arguments: Sequence[str]) -> int:
                 model.zero_grad(set_to_none=True)
 
             calls[name] = call
-        traces = in_turns(calls, device, given.rounds)
+        traces = in_turns(calls, device, options.rounds)
         for name, found in traces.items():
             times = enqueued(calls[name], device), waited(calls[name], device)
             say(f"{part}, {form}: {name:5} {adapter_line(found, *times)}")
-            for line in by_name(found[-1])[: given.names]:
+            for line in by_name(found[-1])[: options.names]:
                 say("    " + line)
     return 0
 
 
-def adapter_line(found: list[list[Span]], host: float, both: float) -> str:
+def adapter_line(traces: list[list[Span]], host: float, both: float) -> str:
     """Launches and medians, in milliseconds."""
-    kernels = statistics.median(sum(s.length for s in one) for one in found)
+    kernels = statistics.median(sum(s.length for s in one) for one in traces)
     return (
-        f"{len(found[-1])} launches, kernels {kernels / 1e3:.3f} ms, the host enqueues in "
+        f"{len(traces[-1])} launches, kernels {kernels / 1e3:.3f} ms, the host enqueues in "
         f"{host:.3f} ms, both {both:.3f} ms"
     )
 
 
-def by_name(found: Sequence[Span]) -> list[str]:
+def by_name(trace: Sequence[Span]) -> list[str]:
     """Kernels of one name together, the longest first."""
     lengths: dict[str, list[float]] = defaultdict(list)
-    for span in found:
+    for span in trace:
         lengths[span.name[:90]].append(span.length)
     order = sorted(lengths.items(), key=lambda item: -sum(item[1]))
     return [f"{sum(each):8.1f} us in {len(each)}: {name}" for name, each in order]
@@ -618,14 +618,14 @@ def by_name(found: Sequence[Span]) -> list[str]:
 
 def timed(call: Call, device: torch.device, until: Call) -> float:
     """Median milliseconds of a call, which begins at an idle device."""
-    found = []
+    samples = []
     for _ in range(9):
         wait(device)
         start = time.perf_counter()
         call()
         until()
-        found.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(found)
+        samples.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(samples)
 
 
 def enqueued(call: Call, device: torch.device) -> float:

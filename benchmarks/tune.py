@@ -58,12 +58,12 @@ def call_arguments(
 ) -> tuple[Any, ...]:
     """What a real call hands to one direction."""
     prim = getattr(OPS[op], {"forward": "fwd", "backward": "bwd"}[direction])
-    seen: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
     original = Primitive.call
 
     def spy(self: Primitive, *args: Any) -> Any:
         if self is prim:
-            seen.append(args)
+            calls.append(args)
         return original(self, *args)
 
     Primitive.call = spy  # type: ignore[method-assign]  # written-out calls look at the class
@@ -79,11 +79,11 @@ def call_arguments(
         torch.autograd.backward(outs, [torch.randn_like(t) for t in outs])
     finally:
         Primitive.call = original  # type: ignore[method-assign]
-    return tuple(a.detach() if isinstance(a, Tensor) else a for a in seen[0])
+    return tuple(a.detach() if isinstance(a, Tensor) else a for a in calls[0])
 
 
 class Forced:
-    """Launch tables that say one thing about one kernel, for as long as this is entered."""
+    """A context in which launch tables give one configuration for one kernel."""
 
     def __init__(self, kernel: str, fields: Mapping[str, int] | None) -> None:
         self.entries = {kernel: ({"when": {}, "config": dict(fields)},)} if fields else {}
@@ -103,7 +103,7 @@ def time_us(prim: Any, args: tuple[Any, ...], device: torch.device) -> tuple[flo
     """Median device time of a direction with a cold cache, and what it returned."""
     module = torch.get_device_module(device)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    found: list[float] = []
+    times: list[float] = []
     own = [
         a.clone() if name in prim.mutates else a for name, a in zip(prim.params, args, strict=True)
     ]
@@ -116,13 +116,13 @@ def time_us(prim: Any, args: tuple[Any, ...], device: torch.device) -> tuple[flo
         prim.call(*args)
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(found), result
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times), result
 
 
-def agrees(found: Any, right: Any) -> bool:
+def agrees(actual: Any, right: Any) -> bool:
     """Whether every tensor is that of the formula's launch, within the suite's table."""
-    pairs = zip(*((x,) if isinstance(x, Tensor) else x for x in (found, right)), strict=True)
+    pairs = zip(*((x,) if isinstance(x, Tensor) else x for x in (actual, right)), strict=True)
     return all(excess(a, b, a.dtype) <= 1 for a, b in pairs if a.is_floating_point() and a.numel())
 
 
@@ -149,11 +149,11 @@ def tune(kernel: str, name: str, combinations: str, show: int) -> list[str]:
     for fields in grid(combinations):
         with Forced(key, fields):
             try:
-                spent, found = time_us(prim, args, device)
+                spent, microseconds = time_us(prim, args, device)
             except Exception as wrong:  # a launch that does not fit is an answer
                 failed.append(f"    {fields}: {type(wrong).__name__} {str(wrong)[:80]}")
                 continue
-        rows.append((spent if agrees(found, right) else float("inf"), fields))
+        rows.append((spent if agrees(microseconds, right) else float("inf"), fields))
     rows.sort(key=lambda row: row[0])
     lines = [f"{kernel} {name}: now {base:.1f} us"]
     return lines + [f"    {us:8.1f} us  {fields}" for us, fields in rows[:show]] + failed[:3]
@@ -174,14 +174,14 @@ def kernel_command(arguments: Sequence[str]) -> int:
         "grid", nargs="?", default="", help="launch configuration and values: 'rows=1,2;stages=3'"
     )
     parser.add_argument("--show", type=int, default=6, help="combinations to print")
-    given = parser.parse_args(arguments)
-    jobs = [(given.kernel, given.sample, given.grid)]
+    options = parser.parse_args(arguments)
+    jobs = [(options.kernel, options.sample, options.grid)]
     try:
-        if given.kernel.startswith("@"):
-            with open(given.kernel[1:], encoding="utf-8") as file:
+        if options.kernel.startswith("@"):
+            with open(options.kernel[1:], encoding="utf-8") as file:
                 jobs = [tuple(line.split(None, 2)) for line in file if line.strip()]  # type: ignore[misc]
         for job in jobs:
-            sys.stdout.write("\n".join(tune(*job, given.show)) + "\n")
+            sys.stdout.write("\n".join(tune(*job, options.show)) + "\n")
             sys.stdout.flush()
     except (ValueError, OSError) as wrong:
         parser.error(str(wrong))
@@ -195,13 +195,13 @@ FASTER = 0.97
 
 def questions(prim: Any, args: tuple[Any, ...], label: str) -> list[Asked]:
     """What launch numbers a call asks for, with those in force."""
-    found: list[Asked] = []
+    asked: list[Asked] = []
     real = launch._config
 
     def spy(name: str, formula: Any, info: Any, shape: dict[str, int]) -> Any:
-        made = real(name, formula, info, shape)
-        found.append(Asked(label, name, dict(shape), made))
-        return made
+        config = real(name, formula, info, shape)
+        asked.append(Asked(label, name, dict(shape), config))
+        return config
 
     launch._found.clear()
     launch._config = spy
@@ -209,13 +209,13 @@ def questions(prim: Any, args: tuple[Any, ...], label: str) -> list[Asked]:
         prim.call(*[a.clone() if n in prim.mutates else a for n, a in zip(prim.params, args)])
     finally:
         launch._config = real
-    return list({a.key: a for a in found}.values())
+    return list({a.key: a for a in asked}.values())
 
 
 def measure(prim: Any, args: tuple[Any, ...], label: str, device: torch.device) -> dict[str, Any]:
     """Entries by key, for one direction and sample."""
     info = launch.device_info(device)
-    made = {}
+    measured = {}
     for question in questions(prim, args, label):
         with Forced(question.key, None):
             base, right = time_us(prim, args, device)
@@ -223,17 +223,17 @@ def measure(prim: Any, args: tuple[Any, ...], label: str, device: torch.device) 
         for config in neighbors(info, question.formula):
             with Forced(question.key, config):
                 try:
-                    spent, found = time_us(prim, args, device)
+                    spent, microseconds = time_us(prim, args, device)
                 except Exception as wrong:  # a launch that does not fit is an answer
                     print(f"    {question.key} {config}: {type(wrong).__name__}")
                     continue
-            if spent < best and agrees(found, right):
+            if spent < best and agrees(microseconds, right):
                 best, chosen = spent, config
         print(f"{question.key} {label}: {base:.1f} us, best {best:.1f} us {chosen or ''}")
         if chosen is not None and best <= FASTER * base:
             source = f"{where(device)}: {label}, {base:.1f} -> {best:.1f} us"
-            made[question.key] = {"when": bounds(question), "config": chosen, "source": source}
-    return made
+            measured[question.key] = {"when": bounds(question), "config": chosen, "source": source}
+    return measured
 
 
 def where(device: torch.device) -> str:
@@ -252,12 +252,12 @@ def table_command(arguments: Sequence[str]) -> int:
     parser.add_argument("--op", action="append", choices=operators(), help="default: all")
     parser.add_argument("--sample", default="", help="only samples whose name contains this")
     options = parser.parse_args(arguments)
-    kind = torch.accelerator.current_accelerator()
-    if kind is None or not torch.accelerator.is_available():
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
         parser.error("launch numbers are measured on an accelerator; this machine has none")
-    device = torch.device(kind.type, 0)
+    device = torch.device(accelerator.type, 0)
     info = launch.device_info(device)
-    made: dict[str, list[dict[str, Any]]] = {}
+    tables: dict[str, list[dict[str, Any]]] = {}
     for op in options.op or operators():
         for sample in samples.of(op):
             if sample.size != "bench" or options.sample not in sample.name:
@@ -265,13 +265,13 @@ def table_command(arguments: Sequence[str]) -> int:
             for direction, prim in (("forward", OPS[op].fwd), ("backward", OPS[op].bwd)):
                 args = call_arguments(op, direction, sample, device)
                 for key, entry in measure(prim, args, f"{op} {sample.name}", device).items():
-                    known = made.setdefault(key, [])
+                    known = tables.setdefault(key, [])
                     if entry["when"] not in [e["when"] for e in known]:
                         known.append(entry)
-    if not made:
+    if not tables:
         print("nothing is faster than the numbers in force: no table was written")
         return 0
-    print(f"wrote {write(info, made)}; see git diff")
+    print(f"wrote {write(info, tables)}; see git diff")
     return 0
 
 

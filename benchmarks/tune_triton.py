@@ -74,20 +74,26 @@ class Call:
         torch.manual_seed(0)
         self.mask = mask
 
-        def made(heads: int) -> Tensor:
+        def draw(heads: int) -> Tensor:
             x = torch.randn(2, length, heads, mask.size, device=device, dtype=torch.bfloat16)
             return x.transpose(1, 2)
 
-        self.q, self.dy = made(mask.heads), made(mask.heads)
-        self.k, self.v = made(mask.groups), made(mask.groups)
+        self.q, self.dy = draw(mask.heads), draw(mask.heads)
+        self.k, self.v = draw(mask.groups), draw(mask.groups)
         self.sinks = torch.randn(mask.heads, device=device) if mask.sinks else None
         left, right = mask.window or (-1, -1)
         self.ranges = None
         if mask.window is not None:
             self.ranges = key_ranges(
-                length, length, self.q.device, causal=right == 0, left=left, right=right,
-                global_tokens=mask.global_tokens, documents=None,
-            )  # fmt: skip
+                length,
+                length,
+                self.q.device,
+                causal=right == 0,
+                left=left,
+                right=right,
+                global_tokens=mask.global_tokens,
+                documents=None,
+            )
         self.how = (self.ranges is None, mask.size**-0.5, mask.softcap)
         self.y, self.lse = self.forward()
         self.dq, self.inner = torch.empty_like(self.q), torch.empty_like(self.lse)
@@ -100,14 +106,14 @@ class Call:
 
     def queries(self) -> tuple[Tensor, ...]:
         """The gradient of the queries."""
-        given = (self.dy, self.q, self.k, self.v, self.y, self.lse, self.inner, self.dq)
-        attention._backward_queries(*given, self.ranges, *self.how)
+        operands = (self.dy, self.q, self.k, self.v, self.y, self.lse, self.inner, self.dq)
+        attention._backward_queries(*operands, self.ranges, *self.how)
         return (self.dq,)
 
     def keys(self) -> tuple[Tensor, ...]:
         """The gradients of keys and values."""
-        given = (self.dy, self.q, self.k, self.v, self.lse, self.inner, self.dk, self.dv)
-        attention._backward_keys(*given, self.ranges, *self.how)
+        operands = (self.dy, self.q, self.k, self.v, self.lse, self.inner, self.dk, self.dv)
+        attention._backward_keys(*operands, self.ranges, *self.how)
         return self.dk, self.dv
 
     def direction(self, which: str) -> Callable[[], tuple[Tensor, ...]]:
@@ -123,11 +129,11 @@ class Call:
         if mask.softcap:
             s = mask.softcap * torch.tanh(s / mask.softcap)
         i, j = torch.arange(length)[:, None], torch.arange(length)
-        seen = j <= i
+        visible = j <= i
         if mask.window is not None:
-            seen = (j >= i - mask.window[0]) & (j <= i + mask.window[1])
-            seen = seen | (j < mask.global_tokens) | (i < mask.global_tokens)
-        s = s.masked_fill(~seen.to(s.device), -torch.inf)
+            visible = (j >= i - mask.window[0]) & (j <= i + mask.window[1])
+            visible = visible | (j < mask.global_tokens) | (i < mask.global_tokens)
+        s = s.masked_fill(~visible.to(s.device), -torch.inf)
         lse = s.logsumexp(-1)
         if self.sinks is not None:
             lse = torch.logaddexp(lse, self.sinks[None, :, None])
@@ -136,9 +142,9 @@ class Call:
         return {"f": (y.detach(), lse.detach()), "q": (dq,), "k": (dk, dv)}
 
 
-def error(found: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> float:
+def error(actual: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> float:
     """The largest distance in the 2-norm, relative."""
-    pairs = zip(found, right, strict=True)
+    pairs = zip(actual, right, strict=True)
     return max(float((a.float() - b).norm() / b.norm()) for a, b in pairs)
 
 
@@ -180,7 +186,7 @@ _calls: dict[str, Call] = {}
 def milliseconds(call: Callable[[], Any], repeats: int = 7) -> float:
     """Median on the device, with cold caches; the host is ahead."""
     buffer = torch.empty(2**28, dtype=torch.int8, device="cuda")
-    found = []
+    times = []
     call()
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -190,8 +196,8 @@ def milliseconds(call: Callable[[], Any], repeats: int = 7) -> float:
         call()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end))
-    return float(statistics.median(found))
+        times.append(begin.elapsed_time(end))
+    return float(statistics.median(times))
 
 
 def attention_command(arguments: Sequence[str]) -> int:
@@ -203,14 +209,14 @@ def attention_command(arguments: Sequence[str]) -> int:
     parser.add_argument("--kernels", default="fqk")
     parser.add_argument("--jobs", type=int, default=12)
     parser.add_argument("--show", type=int, default=8)
-    given = parser.parse_args(arguments)
-    wanted = list(itertools.product(given.masks or list(MASKS), given.kernels))
-    jobs = [(name, which, tile) for name, which in wanted for tile in tiles(name, which)]
+    options = parser.parse_args(arguments)
+    pairs = list(itertools.product(options.masks or list(MASKS), options.kernels))
+    jobs = [(name, which, tile) for name, which in pairs for tile in tiles(name, which)]
     began = time.monotonic()
-    with multiprocessing.get_context("spawn").Pool(given.jobs) as workers:
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as workers:
         workers.map(_compile, jobs, chunksize=1)
     print(f"compiled {len(jobs)} in {time.monotonic() - began:.0f} s", flush=True)
-    for name, which in wanted:
+    for name, which in pairs:
         small, large = Call(MASKS[name], SHORT), Call(MASKS[name], 8192)
         right = small.right()[which]
         first = error(small.direction(which)(), right)
@@ -226,7 +232,7 @@ def attention_command(arguments: Sequence[str]) -> int:
                     rows.append((milliseconds(large.direction(which)), tile, wrong))
                 except Exception as failure:
                     print("  ", tile, type(failure).__name__, str(failure)[:60])
-        for ms, tile, wrong in sorted(rows)[: given.show]:
+        for ms, tile, wrong in sorted(rows)[: options.show]:
             print(f"   {ms:.3f} {tile} err {wrong:.4f}", flush=True)
     print(f"{time.monotonic() - began:.0f} s")
     return 0
@@ -296,18 +302,18 @@ def gemms(tensors: dict[str, Tensor], clock: Clock) -> list[str]:
             lambda: weights("fused_moe.ddown_weight", rows(x, True), rows(inner), groups, False),
         ),
     }
-    found = []
+    lines = []
     for name, (share, step) in steps.items():
         for library in (True, False):
             with grouped.products_by(library):
                 ms = _median(clock, step)
             rate = share * operations / ms / 1e9
             by = "library" if library else "triton"
-            found.append(
+            lines.append(
                 f"  {name:<16} {by:<8} {ms:7.3f} ms  {rate:5.0f} TFLOP/s, gathers included"
             )
     sort = _median(clock, lambda: sorted_pairs(index, first.shape[0]))
-    return [*found, f"  {'sort':<25} {sort:7.3f} ms"]
+    return [*lines, f"  {'sort':<25} {sort:7.3f} ms"]
 
 
 def experts_command(arguments: Sequence[str]) -> int:

@@ -160,22 +160,22 @@ class Tree:
             return list(reversed(error.args[1]))
         return []
 
-    def _names_modules(self, found: Import) -> bool:
-        return all(f"{found.module}.{name}" in self.modules for name in found.names)
+    def _names_modules(self, statement: Import) -> bool:
+        return all(f"{statement.module}.{name}" in self.modules for name in statement.names)
 
 
 def layers(file: File, tree: Tree) -> Findings:
     """Parts of the package import what stands below them; nobody imports a backend."""
-    for found in file.imports if file.path.startswith("liger_multi/") else ():
-        target = tree.modules.get(found.module)
+    for statement in file.imports if file.path.startswith("liger_multi/") else ():
+        target = tree.modules.get(statement.module)
         if target is None or target.module == "liger_multi":
             continue
         if within(target.module, BACKENDS) and file.module != REGISTRY:
-            yield found.line, f"imports {target.module}; backends are found by path"
-        elif within(target.module, REFERENCE) and found.eager:
-            yield found.line, f"imports {target.module}; only functions import the reference"
+            yield statement.line, f"imports {target.module}; backends are found by path"
+        elif within(target.module, REFERENCE) and statement.eager:
+            yield statement.line, f"imports {target.module}; only functions import the reference"
         elif not within(target.module, BACKENDS, REFERENCE) and target.layer > file.layer:
-            yield found.line, f"{file.module} stands below {target.module}"
+            yield statement.line, f"{file.module} stands below {target.module}"
 
 
 def acyclic(file: File, tree: Tree) -> Findings:
@@ -189,9 +189,9 @@ def reference_alone(file: File, tree: Tree) -> Findings:
     allowed = ["torch", "__future__", REFERENCE, PRIVATE, *sys.stdlib_module_names]
     if file.module == REFERENCE:
         allowed.append("liger_multi.dispatch.backend")
-    for found in file.imports if file.path.startswith("reference/") else ():
-        if not within(found.module, *allowed):
-            yield found.line, f"imports {found.module}; torch only"
+    for statement in file.imports if file.path.startswith("reference/") else ():
+        if not within(statement.module, *allowed):
+            yield statement.line, f"imports {statement.module}; torch only"
 
 
 def backends_apart(file: File, tree: Tree) -> Findings:
@@ -199,18 +199,18 @@ def backends_apart(file: File, tree: Tree) -> Findings:
     shared = SHARED_BACKENDS if file.is_of_vendor else ()
     own = [f"{BACKENDS}.{name}" for name in (file.backend, *shared) if name]
     roots = ("liger_multi", BACKENDS)
-    for found in file.imports if file.path.startswith("backends/") else ():
-        is_allowed = within(found.module, *own, *FOR_BACKENDS) or found.module in roots
-        if within(found.module, "liger_multi") and not is_allowed:
-            yield found.line, f"imports {found.module}"
+    for statement in file.imports if file.path.startswith("backends/") else ():
+        is_allowed = within(statement.module, *own, *FOR_BACKENDS) or statement.module in roots
+        if within(statement.module, "liger_multi") and not is_allowed:
+            yield statement.line, f"imports {statement.module}"
 
 
 def optional_packages(file: File, tree: Tree) -> Findings:
     """Importing the package imports torch and nothing else that is large or optional."""
     exempt = {file.part, file.room} & set(OPTIONAL_EXEMPT)
-    for found in file.imports if file.path.startswith("liger_multi/") and not exempt else ():
-        if found.eager and found.module.partition(".")[0] in OPTIONAL:
-            yield found.line, f"imports {found.module} when it is imported itself"
+    for statement in file.imports if file.path.startswith("liger_multi/") and not exempt else ():
+        if statement.eager and statement.module.partition(".")[0] in OPTIONAL:
+            yield statement.line, f"imports {statement.module} when it is imported itself"
 
 
 def vendor_words(file: File, tree: Tree) -> Findings:

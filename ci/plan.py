@@ -16,7 +16,7 @@ DEVICES = ("cuda", "rocm", "npu")
 LABEL = "test on "  # a pull request's label, such as `test on cuda`
 
 
-def wanted(event: str, action: str, label: str, choice: str) -> list[str]:
+def jobs(event: str, action: str, label: str, choice: str) -> list[str]:
     """Backends that an event asks for, whether or not there is a runner."""
     if event == "schedule":
         return list(DEVICES)
@@ -43,10 +43,10 @@ def plan(environment: Mapping[str, str]) -> list[dict[str, object]]:
     # Code of a fork never runs on somebody's machine: a maintainer pushes it to a branch first.
     if environment.get("FORK") == "true":
         return []
-    given = [environment.get(name, "") for name in ("EVENT", "ACTION", "LABEL", "CHOICE")]
+    values = [environment.get(name, "") for name in ("EVENT", "ACTION", "LABEL", "CHOICE")]
     return [
         {"backend": name, "labels": ["self-hosted", "linux", name]}
-        for name in wanted(*given)
+        for name in jobs(*values)
         if name in runners
     ]
 

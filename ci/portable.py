@@ -24,9 +24,14 @@ from ci import results
 
 # what a processor has to have for a value, as Linux names it; others run anywhere
 NEEDS = {
-    "avx2": "avx2", "AVX2": "avx2", "avx512": "avx512f", "AVX512": "avx512f",
-    "AVX512_CORE": "avx512bw", "SSE4_2": "sse4_2", "SSE41": "sse4_1",
-}  # fmt: skip
+    "avx2": "avx2",
+    "AVX2": "avx2",
+    "avx512": "avx512f",
+    "AVX512": "avx512f",
+    "AVX512_CORE": "avx512bw",
+    "SSE4_2": "sse4_2",
+    "SSE41": "sse4_1",
+}
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,10 @@ class Setting:
 
     def refusal(self, flags: set[str]) -> str | None:
         """Why a processor with these flags cannot run it, or None."""
-        wanted = {NEEDS[value] for value in (self.aten, self.mkl, self.onednn) if value in NEEDS}
-        missing = sorted(wanted - flags)
+        capabilities = {
+            NEEDS[value] for value in (self.aten, self.mkl, self.onednn) if value in NEEDS
+        }
+        missing = sorted(capabilities - flags)
         return f"this processor has no {', '.join(missing)}" if missing else None
 
 
@@ -149,9 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("path", type=Path, help="where the result goes")
     parser.add_argument("--rows", default="", help="only these rows, e.g. 1,4")
     parser.add_argument("--note", default="", help="what a reader of the result must know")
-    given, rest = parser.parse_known_args(arguments)
-    wanted = [int(n) for n in given.rows.split(",") if n] or range(1, len(SETTINGS) + 1)
-    return int(not table([SETTINGS[n - 1] for n in wanted], given.path, rest, given.note))
+    options, rest = parser.parse_known_args(arguments)
+    rows = [int(n) for n in options.rows.split(",") if n] or range(1, len(SETTINGS) + 1)
+    return int(not table([SETTINGS[n - 1] for n in rows], options.path, rest, options.note))
 
 
 if __name__ == "__main__":

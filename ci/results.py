@@ -74,16 +74,16 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0]))
 
 
-def commit(*beside: str) -> str:
+def commit(*paths: str) -> str:
     """The commit of this checkout, or of ``COMMIT`` where it came without git.
 
-    ``+`` after it stands for changes outside of ``benchmarks`` and the paths ``beside`` it.
+    ``+`` after it stands for changes outside of ``benchmarks`` and of ``paths``.
     """
     if os.environ.get("COMMIT"):
         return os.environ["COMMIT"]
     try:
         head = _git("rev-parse", "HEAD")
-        but = [f":!{path}" for path in ("benchmarks", *beside)]
+        but = [f":!{path}" for path in ("benchmarks", *paths)]
         return head + ("+" if _git("status", "--porcelain", "--", ".", *but) else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -107,9 +107,15 @@ def device_facts(device: Any) -> dict[str, str]:
 
 
 def write(
-    path: Path, backends: Sequence[str], device: Any, counts: Mapping[str, int], seconds: float,
-    note: str = "", failures: Sequence[str] = (), settings: Mapping[str, str] | None = None,
-) -> None:  # fmt: skip
+    path: Path,
+    backends: Sequence[str],
+    device: Any,
+    counts: Mapping[str, int],
+    seconds: float,
+    note: str = "",
+    failures: Sequence[str] = (),
+    settings: Mapping[str, str] | None = None,
+) -> None:
     """Write the result of the session that ends."""
     from liger_multi.cli import doctor
 
@@ -139,18 +145,18 @@ def read(folder: Path) -> list[Result]:
     Raises:
         ValueError: A file is not a result; it is named.
     """
-    found = []
+    results = []
     for path in sorted(folder.rglob("*.json")):
         try:
-            found.append(Result(**json.loads(path.read_text(encoding="utf-8"))))
+            results.append(Result(**json.loads(path.read_text(encoding="utf-8"))))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is not the result of a suite: {error}") from error
-    return newest_first(found)
+    return newest_first(results)
 
 
-def newest_first(found: Iterable[Result]) -> list[Result]:
+def newest_first(results: Iterable[Result]) -> list[Result]:
     """Results by their dates."""
-    return sorted(found, key=lambda result: result.date, reverse=True)
+    return sorted(results, key=lambda result: result.date, reverse=True)
 
 
 # --- results that the repository keeps ---
@@ -169,32 +175,32 @@ def _load(path: Path) -> list[Result]:
         raise ValueError(f"{path} is no file of suite results: {error!r}") from error
 
 
-def newest(found: Iterable[Result]) -> list[Result]:
+def newest(results: Iterable[Result]) -> list[Result]:
     """The newest result of every part, and the newest green one behind a red one."""
     chosen: list[Result] = []
     parts: dict[str, bool] = {}
-    for one in newest_first(found):
+    for one in newest_first(results):
         if one.part not in parts or (one.green and not parts[one.part]):
             chosen.append(one)
             parts[one.part] = one.green
     return chosen
 
 
-def keep(name: str, found: Iterable[Result], folder: Path = KEPT) -> Path:
+def keep(name: str, results: Iterable[Result], folder: Path = KEPT) -> Path:
     """Merge results into the file of a suite, a line each; what did not run is left out."""
     path = folder / f"suite-{name}.json"
     old = _load(path) if path.exists() else []
-    ran = [one for one in found if one.ran]
+    ran = [one for one in results if one.ran]
     lines = [f" {json.dumps(asdict(one), ensure_ascii=False)}" for one in newest([*ran, *old])]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text('{"results": [\n' + ",\n".join(lines) + "\n]}\n", encoding="utf-8")
     return path
 
 
-def table(found: Sequence[Result]) -> str:
+def table(results: Sequence[Result]) -> str:
     """Results as a table in Markdown."""
     rows = ["| suite | device | PyTorch | outcome | date | commit |", "|---|---|---|---|---|---|"]
-    for one in found:
+    for one in results:
         counts = ", ".join(f"{n} {name}" for name, n in one.counts.items())
         counts = counts or one.note or "nothing ran"
         outcome = counts if one.green else f"**{counts}**"
@@ -210,14 +216,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Results of the suite.")
     parser.add_argument("path", type=Path, nargs="?", help="folder, or file; default: the kept")
     parser.add_argument("--keep", metavar="NAME", help="merge into benchmarks/results/suite-NAME")
-    given = parser.parse_args()
-    if given.keep and given.path is None:
+    options = parser.parse_args()
+    if options.keep and options.path is None:
         parser.error("--keep wants a folder")
-    found = kept() if given.path is None else read(given.path)
-    print(table(found) if found else f"no results below {given.path or KEPT}")
-    if found and given.keep:
-        print(f"merged into {keep(given.keep, found)}")
-    return 0 if found else 1
+    results = kept() if options.path is None else read(options.path)
+    print(table(results) if results else f"no results below {options.path or KEPT}")
+    if results and options.keep:
+        print(f"merged into {keep(options.keep, results)}")
+    return 0 if results else 1
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ def ascend(venv: Path, share: int) -> Iterator[Run]:
         yield Run("npu-simulated", (), refusal=f"the Ascend levels {refusal}")
         return
     stamp = venv / ".stamp"
-    made = stamp.stat().st_mtime if stamp.exists() else 0.0
-    if made < Path(environment.__file__).stat().st_mtime:
+    built_at = stamp.stat().st_mtime if stamp.exists() else 0.0
+    if built_at < Path(environment.__file__).stat().st_mtime:
         subprocess.run([sys.executable, "-m", "ci.npu.environment", str(venv)], check=True)
         stamp.touch()
     python = str(venv / "bin" / "python")

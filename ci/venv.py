@@ -53,8 +53,8 @@ print(json.dumps(found))
 def probe(python: str) -> dict[str, object]:
     """What an interpreter has: the version of torch, whether it drives a device, and Triton."""
     out = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, check=True, cwd="/")
-    found: dict[str, object] = json.loads(out.stdout.splitlines()[-1])
-    return found
+    versions: dict[str, object] = json.loads(out.stdout.splitlines()[-1])
+    return versions
 
 
 def at_least(version: str, floor: tuple[int, int]) -> bool:
@@ -98,14 +98,14 @@ def constraints(path: Path | None, base: bool) -> list[str]:
         path: The file, or None. What it says itself goes before what it includes.
         base: Whether what this interpreter has is used, and so left out.
     """
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path else ():
         if path and line.startswith("-c "):
             included = constraints(path.parent / line.removeprefix("-c ").strip(), base)
-            found |= {one.partition("==")[0]: one for one in included}
+            versions |= {one.partition("==")[0]: one for one in included}
         elif line and not line.startswith("#"):
-            found[line.partition("==")[0]] = line
-    return [line for name, line in found.items() if not (base and installed(name))]
+            versions[line.partition("==")[0]] = line
+    return [line for name, line in versions.items() if not (base and installed(name))]
 
 
 def installed(name: str) -> bool:
@@ -139,11 +139,13 @@ def build(
         inherit(folder)
     # modules are compiled when they are first imported, and not all of PyTorch's thousands now
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
-    lines, given = constraints(constraint, shared), folder / "constraints.txt"
+    lines, constraint_file = constraints(constraint, shared), folder / "constraints.txt"
     if shared:
-        given.write_text("\n".join([*lines, f"torch=={base['torch']}\n"]), encoding="utf-8")
+        constraint_file.write_text(
+            "\n".join([*lines, f"torch=={base['torch']}\n"]), encoding="utf-8"
+        )
         there = bool(base["triton"]) or not triton
-        build_shared(folder, [*pip, "-c", str(given)], there, extras)
+        build_shared(folder, [*pip, "-c", str(constraint_file)], there, extras)
         return
     subprocess.run([*pip, *BUILD_TOOLS], check=True)
     if not at_least(str(probe(python)["torch"] or "0.0"), (2, 7)):
@@ -152,9 +154,9 @@ def build(
         lines = [line for line in lines if not line.startswith("triton==")]
     else:
         extras = [*extras, *["triton"] * (triton and sys.platform == "linux")]
-    given.write_text("\n".join([*lines, ""]), encoding="utf-8")
-    wanted = ["--no-build-isolation", "-e", target(extras)]
-    subprocess.run([*pip, "-c", str(given), *wanted], check=True)
+    constraint_file.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    install = ["--no-build-isolation", "-e", target(extras)]
+    subprocess.run([*pip, "-c", str(constraint_file), *install], check=True)
 
 
 def packages_of(folder: Path) -> Path:
@@ -170,10 +172,10 @@ def inherit(folder: Path) -> None:
 
 def build_shared(folder: Path, pip: list[str], triton: bool, extras: list[str]) -> None:
     """Install into an environment that sees the base packages, without touching its PyTorch."""
-    wanted = target([*extras, *["triton"] * (not triton)])
+    install = target([*extras, *["triton"] * (not triton)])
     full = [*pip, "--retries", "1"]
     done = subprocess.run([*full, *BUILD_TOOLS[1:]]).returncode == 0
-    done = done and not subprocess.run([*full, "--no-build-isolation", "-e", wanted]).returncode
+    done = done and not subprocess.run([*full, "--no-build-isolation", "-e", install]).returncode
     if not done:
         # No pip here: building needs newer tools than a fresh environment may have.
         say = "no package index answers: the environment has what the base Python has, and this"

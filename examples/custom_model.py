@@ -59,14 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--tiny", action="store_true", help="on a CPU")
     for name, size in {"hidden": 32, "layers": 2, "vocabulary": 97, "steps": 12}.items():
         parser.add_argument(f"--{name}", type=int, default=size)
-    given = _common.parsed(parser, arguments)
-    device = _common.device_of(given)
-    model = Model(given.vocabulary, given.hidden, given.layers).to(device)
+    options = _common.parsed(parser, arguments)
+    device = _common.device_of(options)
+    model = Model(options.vocabulary, options.hidden, options.layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = torch.arange(8, device=device)[:, None] + torch.arange(32, device=device)
     losses: list[float] = []
-    for step in range(given.steps):
-        loss = model((ids + step) % given.vocabulary)
+    for step in range(options.steps):
+        loss = model((ids + step) % options.vocabulary)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -27,24 +27,24 @@ with _common.needs("deepspeed"):
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser = _common.parser(__doc__)
     parser.add_argument("--offload", action="store_true", help="states and parameters to the host")
-    given = _common.parsed(parser, arguments)
-    if not _common.started(given):
+    options = _common.parsed(parser, arguments)
+    if not _common.started(options):
         return []
     deepspeed.init_distributed()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    tokenizer, model = _common.load(given)
-    data = _common.sequences(given, tokenizer)
+    tokenizer, model = _common.load(options)
+    data = _common.sequences(options, tokenizer)
     report = liger_multi.patch(model, strict=True)  # before DeepSpeed puts its hooks on
     zero: dict[str, Any] = {"stage": 3}
-    if given.offload:
+    if options.offload:
         zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=given.rate),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=options.rate),
         config={
-            "train_micro_batch_size_per_gpu": given.rows,
-            "bf16": {"enabled": given.gpu},
+            "train_micro_batch_size_per_gpu": options.rows,
+            "bf16": {"enabled": options.gpu},
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         print(report)
 
     losses: list[float] = []
-    for batch in _common.batches(given, data, rank, ranks):
+    for batch in _common.batches(options, data, rank, ranks):
         ids, labels = batch["input_ids"].to(engine.device), batch["labels"].to(engine.device)
         loss = engine(input_ids=ids, labels=labels).loss
         engine.backward(loss)
@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         if rank == 0:
             print(f"step {len(losses)}: loss {losses[-1]:.3f} on rank 0")
 
-    if given.output:
-        engine.save_checkpoint(given.output)
+    if options.output:
+        engine.save_checkpoint(options.output)
     return losses
 
 

@@ -33,8 +33,8 @@ def pair(i: int) -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     model_name, data_name = "Qwen/Qwen2.5-0.5B-Instruct", "trl-lib/ultrafeedback_binarized"
-    given = _common.parsed(_common.parser(__doc__, model_name, data_name), arguments)
-    tokenizer, model = _common.load(given)
+    options = _common.parsed(_common.parser(__doc__, model_name, data_name), arguments)
+    tokenizer, model = _common.load(options)
     reference = copy.deepcopy(model)
     liger_multi.patch(reference)  # the callback patches the model that is trained
     callback = TrainerCallback()
@@ -43,24 +43,24 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             model,
             ref_model=reference,
             args=DPOConfig(
-                output_dir=given.output or folder,
-                max_steps=given.steps,
-                per_device_train_batch_size=given.rows,
-                max_length=given.length,
-                learning_rate=given.rate,
-                bf16=given.gpu,
-                use_cpu=not given.gpu,
+                output_dir=options.output or folder,
+                max_steps=options.steps,
+                per_device_train_batch_size=options.rows,
+                max_length=options.length,
+                learning_rate=options.rate,
+                bf16=options.gpu,
+                use_cpu=not options.gpu,
                 logging_steps=1,
                 save_strategy="no",
                 report_to="none",
             ),
-            train_dataset=_common.dataset(given, [pair(i) for i in range(64)]),
+            train_dataset=_common.dataset(options, [pair(i) for i in range(64)]),
             processing_class=tokenizer,
             callbacks=[callback],
         )
         print(callback.report)
         trainer.train()
-        if given.output:
+        if options.output:
             trainer.save_model()
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 

@@ -19,30 +19,30 @@ with _common.needs("transformers", "accelerate"):
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    given = _common.parsed(_common.parser(__doc__), arguments)
-    tokenizer, model = _common.load(given)
+    options = _common.parsed(_common.parser(__doc__), arguments)
+    tokenizer, model = _common.load(options)
     callback = TrainerCallback()  # TrainerCallback(rope=False, swiglu="reference") for less
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=model,
             args=TrainingArguments(
-                output_dir=given.output or folder,
-                max_steps=given.steps,
-                per_device_train_batch_size=given.rows,
-                learning_rate=given.rate,
-                bf16=given.gpu,
-                use_cpu=not given.gpu,
+                output_dir=options.output or folder,
+                max_steps=options.steps,
+                per_device_train_batch_size=options.rows,
+                learning_rate=options.rate,
+                bf16=options.gpu,
+                use_cpu=not options.gpu,
                 logging_steps=1,
                 save_strategy="no",
                 report_to="none",
             ),
-            train_dataset=_common.sequences(given, tokenizer),
+            train_dataset=_common.sequences(options, tokenizer),
             processing_class=tokenizer,
             callbacks=[callback],
         )
         print(callback.report)  # what was replaced, what was skipped and why
         trainer.train()
-        if given.output:
+        if options.output:
             trainer.save_model()
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 

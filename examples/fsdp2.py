@@ -22,19 +22,19 @@ import liger_multi
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    given = _common.parsed(_common.parser(__doc__), arguments)
-    if not _common.started(given):
+    options = _common.parsed(_common.parser(__doc__), arguments)
+    if not _common.started(options):
         return []
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = _common.device_of(given)
-    if given.gpu:
+    device = _common.device_of(options)
+    if options.gpu:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh(device.type, (ranks,))  # starts the process group: gloo or NCCL
 
-    tokenizer, model = _common.load(given)
-    data = _common.sequences(given, tokenizer)
+    tokenizer, model = _common.load(options)
+    data = _common.sequences(options, tokenizer)
     report = liger_multi.patch(model, strict=True)  # before sharding, which swaps classes as well
-    half = torch.bfloat16 if given.gpu else None
+    half = torch.bfloat16 if options.gpu else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -42,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     if rank == 0:
         print(report)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=given.rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
     losses: list[float] = []
-    for batch in _common.batches(given, data, rank, ranks):
+    for batch in _common.batches(options, data, rank, ranks):
         ids, labels = batch["input_ids"].to(device), batch["labels"].to(device)
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
@@ -56,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         if rank == 0:
             print(f"step {len(losses)}: loss {losses[-1]:.3f}")
 
-    if given.output:
+    if options.output:
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(model, options=whole)
         if rank == 0:
-            model.save_pretrained(given.output, state_dict=state)
-            tokenizer.save_pretrained(given.output)
+            model.save_pretrained(options.output, state_dict=state)
+            tokenizer.save_pretrained(options.output)
     dist.destroy_process_group()
     return losses
 

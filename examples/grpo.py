@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser = _common.parser(__doc__, "Qwen/Qwen2.5-0.5B-Instruct", "trl-lib/tldr")
     parser.add_argument("--answer", type=int, default=128, help="tokens of an answer at most")
     parser.add_argument("--answers", type=int, default=4, help="of a prompt, compared")
-    given = _common.parsed(parser, arguments)
-    tokenizer, model = _common.load(given)
+    options = _common.parsed(parser, arguments)
+    tokenizer, model = _common.load(options)
     prompts = [{"prompt": _common.count_from(i, 3)} for i in range(16)]
     callback = TrainerCallback()
     with tempfile.TemporaryDirectory() as folder:
@@ -38,25 +38,25 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             model,
             reward_funcs=short,
             args=GRPOConfig(
-                output_dir=given.output or folder,
-                max_steps=3 if given.tiny else given.steps,
-                per_device_train_batch_size=given.rows,
-                num_generations=given.answers,
-                max_completion_length=8 if given.tiny else given.answer,
-                learning_rate=given.rate,
-                bf16=given.gpu,
-                use_cpu=not given.gpu,
+                output_dir=options.output or folder,
+                max_steps=3 if options.tiny else options.steps,
+                per_device_train_batch_size=options.rows,
+                num_generations=options.answers,
+                max_completion_length=8 if options.tiny else options.answer,
+                learning_rate=options.rate,
+                bf16=options.gpu,
+                use_cpu=not options.gpu,
                 logging_steps=1,
                 save_strategy="no",
                 report_to="none",
             ),
-            train_dataset=_common.dataset(given, prompts),
+            train_dataset=_common.dataset(options, prompts),
             processing_class=tokenizer,
             callbacks=[callback],
         )
         print(callback.report)
         trainer.train()
-        if given.output:
+        if options.output:
             trainer.save_model()
     return [row["reward"] for row in trainer.state.log_history if "reward" in row]
 

@@ -24,29 +24,33 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--memory", default="80GiB", help="a size or a card that it shall fit")
     parser.add_argument("--policy", choices=memory.POLICIES, help="recompute, in place of a plan")
     parser.add_argument("--offload", action="store_true", help="with a policy: to the host")
-    given = _common.parsed(parser, arguments)
-    device = _common.device_of(given)
-    tokenizer, model = _common.load(given)
-    data = _common.sequences(given, tokenizer)
+    options = _common.parsed(parser, arguments)
+    device = _common.device_of(options)
+    tokenizer, model = _common.load(options)
+    data = _common.sequences(options, tokenizer)
     model.to(device).train()
 
     with contextlib.ExitStack() as stack:  # all is taken back at its end
-        if given.policy:
+        if options.policy:
             print(stack.enter_context(liger_multi.patched(model)))
-            stack.enter_context(memory.apply_recompute(model, given.policy))
-            if given.offload:
+            stack.enter_context(memory.apply_recompute(model, options.policy))
+            if options.offload:
                 stack.enter_context(memory.offload_activations(model))
         else:
-            made = memory.plan(
-                model, given.memory, batch=given.rows, sequence=given.length,
+            plan = memory.plan(
+                model,
+                options.memory,
+                batch=options.rows,
+                sequence=options.length,
                 precision="bf16" if model.dtype == torch.bfloat16 else "fp32",
-                space=memory.Space(patched=(True,), offload_states=(None,)), limits=False,
-            )  # fmt: skip
-            print(made)  # the ways that were weighed, the fastest that fits first
-            print(stack.enter_context(memory.apply(made, model)))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=given.rate, fused=True)
+                space=memory.Space(patched=(True,), offload_states=(None,)),
+                limits=False,
+            )
+            print(plan)  # the ways that were weighed, the fastest that fits first
+            print(stack.enter_context(memory.apply(plan, model)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, fused=True)
         losses: list[float] = []
-        for batch in _common.batches(given, data):
+        for batch in _common.batches(options, data):
             ids, labels = batch["input_ids"].to(device), batch["labels"].to(device)
             with memory.measure(device) as peak:
                 loss = model(input_ids=ids, labels=labels, use_cache=False).loss
@@ -56,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             losses.append(loss.item())
             size = memory.format_bytes(peak.peak_bytes)
             print(f"step {len(losses)}: loss {losses[-1]:.3f}, peak {size}")
-    if given.output:
-        model.save_pretrained(given.output)
-        tokenizer.save_pretrained(given.output)
+    if options.output:
+        model.save_pretrained(options.output)
+        tokenizer.save_pretrained(options.output)
     return losses
 
 

@@ -25,10 +25,10 @@ LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser = _common.parser(__doc__)
     parser.add_argument("--rank", type=int, default=8)
-    given = _common.parsed(parser, arguments)
-    tokenizer, model = _common.load(given)
+    options = _common.parsed(parser, arguments)
+    tokenizer, model = _common.load(options)
     config = LoraConfig(
-        r=given.rank, lora_alpha=2 * given.rank, target_modules=LAYERS, task_type="CAUSAL_LM"
+        r=options.rank, lora_alpha=2 * options.rank, target_modules=LAYERS, task_type="CAUSAL_LM"
     )
     adapted = get_peft_model(model, config)
     callback = TrainerCallback(strict=True)  # an adapter that it cannot serve is an error
@@ -36,24 +36,24 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         trainer = Trainer(
             model=adapted,
             args=TrainingArguments(
-                output_dir=given.output or folder,
-                max_steps=given.steps,
-                per_device_train_batch_size=given.rows,
-                learning_rate=given.rate,
+                output_dir=options.output or folder,
+                max_steps=options.steps,
+                per_device_train_batch_size=options.rows,
+                learning_rate=options.rate,
                 weight_decay=0.0,
-                bf16=given.gpu,
-                use_cpu=not given.gpu,
+                bf16=options.gpu,
+                use_cpu=not options.gpu,
                 logging_steps=1,
                 save_strategy="no",
                 report_to="none",
             ),
-            train_dataset=_common.sequences(given, tokenizer),
+            train_dataset=_common.sequences(options, tokenizer),
             callbacks=[callback],
         )
         print(callback.report)
         trainer.train()
-    if given.output:
-        adapted.save_pretrained(given.output)  # PEFT's own format; loads without liger_multi
+    if options.output:
+        adapted.save_pretrained(options.output)  # PEFT's own format; loads without liger_multi
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 

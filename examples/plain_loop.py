@@ -16,17 +16,17 @@ import liger_multi
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    given = _common.parsed(_common.parser(__doc__), arguments)
-    device = _common.device_of(given)
-    tokenizer, model = _common.load(given)
-    data = _common.sequences(given, tokenizer)
+    options = _common.parsed(_common.parser(__doc__), arguments)
+    device = _common.device_of(options)
+    tokenizer, model = _common.load(options)
+    data = _common.sequences(options, tokenizer)
 
     model.to(device).train()
     print(liger_multi.patch(model))  # what was replaced, what was skipped and why
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=given.rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
     losses: list[float] = []
-    for batch in _common.batches(given, data):
+    for batch in _common.batches(options, data):
         ids, labels = batch["input_ids"].to(device), batch["labels"].to(device)
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
@@ -35,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         losses.append(loss.item())
         print(f"step {len(losses)}: loss {losses[-1]:.3f}")
 
-    if given.output:
-        model.save_pretrained(given.output)  # the file of an unpatched model
-        tokenizer.save_pretrained(given.output)
+    if options.output:
+        model.save_pretrained(options.output)  # the file of an unpatched model
+        tokenizer.save_pretrained(options.output)
     return losses
 
 

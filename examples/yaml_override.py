@@ -20,14 +20,14 @@ FILE = Path(__file__).with_name("backends.yaml")
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser = _common.parser(__doc__)
     parser.add_argument("--config", default=FILE, help="a YAML file")
-    given = _common.parsed(parser, arguments)
-    device = _common.device_of(given)
-    tokenizer, model = _common.load(given)
+    options = _common.parsed(parser, arguments)
+    device = _common.device_of(options)
+    tokenizer, model = _common.load(options)
     model.to(device)
     ids = tokenizer("one two three and so on", return_tensors="pt").input_ids.to(device)
 
-    print(Path(given.config).read_text())
-    liger_multi.configure(given.config)
+    print(Path(options.config).read_text())
+    liger_multi.configure(options.config)
     try:
         for name in ("rms_norm", "swiglu", "fused_linear_cross_entropy"):
             print(liger_multi.explain(name, device=device.type), end="\n\n")

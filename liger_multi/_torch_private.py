@@ -567,8 +567,8 @@ def _leaves(tree: Any) -> list[Any]:
     return leaves
 
 
-def _map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
-    return _map(lambda value: function(value) if isinstance(value, kind) else value, tree)
+def _map_only(cls: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    return _map(lambda value: function(value) if isinstance(value, cls) else value, tree)
 
 
 tree_map = bind("torch.utils._pytree.tree_map", serves="arguments that hold tensors", instead=_map)

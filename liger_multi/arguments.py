@@ -46,12 +46,24 @@ _CACHE_NAME = re.compile(
 and which argument of a signature is the cache; objects are recognized without them."""
 _NO_CACHE_NAME = re.compile(r"(use|return|output)_.*")
 _CACHE_CLASS = re.compile(r"\w*Cache\b")
-_CACHE_METHODS = frozenset({
-    "get_seq_length", "get_mask_sizes", "get_max_cache_shape", "get_usable_length",
-    "get_query_offset", "get_conv_state", "get_recurrent_state", "update_conv_state",
-    "update_recurrent_state", "update_ssm_state", "update_rnn_state", "update_indexer",
-    "key_value_memory_dict", "key_cache",
-})  # fmt: skip
+_CACHE_METHODS = frozenset(
+    {
+        "get_seq_length",
+        "get_mask_sizes",
+        "get_max_cache_shape",
+        "get_usable_length",
+        "get_query_offset",
+        "get_conv_state",
+        "get_recurrent_state",
+        "update_conv_state",
+        "update_recurrent_state",
+        "update_ssm_state",
+        "update_rnn_state",
+        "update_indexer",
+        "key_value_memory_dict",
+        "key_cache",
+    }
+)
 """Any of them makes an object a cache: no other object of transformers' interfaces has one."""
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _NO_CACHES = (Tensor, nn.Module, *_PLAIN, type, tuple, list, set, frozenset)

@@ -1,4 +1,4 @@
-"""Checks of arguments that operators share; a message quotes what came and what was wanted."""
+"""Checks of arguments that operators share; a message names the requirement and the argument."""
 
 from __future__ import annotations
 
@@ -42,32 +42,32 @@ def in_checkpoint() -> bool:
 Given = ParamSpec("Given")
 Checked = TypeVar("Checked")
 _VALUES = frozenset({bool, float, int, str, tuple, torch.dtype, type(None)})
-_MOST = 1024  # a program that draws options anew at every call does not fill the memory
+_MOST = 1024  # bounded, for programs that draw options anew at every call
 
 
 def remembered(check: Callable[Given, Checked]) -> Callable[Given, Checked]:
-    """Let a check of values, not of tensors, answer from a table what it was asked before.
+    """Cache the results of a check of values, not of tensors.
 
-    Types are a part of the question, because Python takes 1 for True and for 1.0. A refusal is not
-    remembered, nor is what a compiler asks: its integers may be symbols.
+    Types are part of the key, because Python takes 1 for True and for 1.0. Refusals are not cached,
+    nor are calls of a compiler: its integers may be symbols.
     """
     known: dict[Any, Any] = {}
 
     @functools.wraps(check)
     def run(*args: Given.args, **named: Given.kwargs) -> Checked:
-        kinds = tuple(map(type, args))
-        if named or torch.compiler.is_compiling() or not _VALUES.issuperset(kinds):
+        types = tuple(map(type, args))
+        if named or torch.compiler.is_compiling() or not _VALUES.issuperset(types):
             return check(*args, **named)
-        question = (args, kinds)
+        question = (args, types)
         try:
-            found = known.get(question)
+            answer = known.get(question)
         except TypeError:  # a tuple that holds a list
             return check(*args, **named)
-        if found is None:
+        if answer is None:
             if len(known) >= _MOST:
                 known.clear()
-            found = known[question] = check(*args, **named)
-        return found
+            answer = known[question] = check(*args, **named)
+        return answer
 
     return run
 
@@ -82,9 +82,9 @@ def describe(x: object) -> str:
     return f"{type(x).__name__} {x!r:.60}"
 
 
-def refuse(op: str, wanted: str, got: object) -> NoReturn:
-    """Raise a ValueError that quotes what was wanted and what came, a text or an argument."""
-    raise ValueError(f"{op}: {wanted}, got {got if isinstance(got, str) else describe(got)}")
+def refuse(op: str, requirement: str, got: object) -> NoReturn:
+    """Raise a ValueError that quotes what is required and what came, a text or an argument."""
+    raise ValueError(f"{op}: {requirement}, got {got if isinstance(got, str) else describe(got)}")
 
 
 def floating(op: str, *, optional: tuple[str, ...] = (), **tensors: Tensor | None) -> None:
@@ -122,18 +122,18 @@ def integers(op: str, name: str, x: object) -> None:
 
 
 def one_dtype(op: str, tensors: Mapping[str, Tensor | None]) -> list[Tensor | None]:
-    """All tensors in the dtype of the products: autocast's, or the one that all have."""
-    given = list(tensors.values())
-    wanted = autocast_dtype(given[0].device.type)  # type: ignore[union-attr]
-    if wanted is not None:
-        return [t if t is None or t.dtype == torch.float64 else t.to(wanted) for t in given]
-    if len({t.dtype for t in given if t is not None}) > 1:
-        kinds = {
+    """All tensors in the dtype of the GEMMs: autocast's, or the one that all have."""
+    inputs = list(tensors.values())
+    dtype = autocast_dtype(inputs[0].device.type)  # type: ignore[union-attr]
+    if dtype is not None:
+        return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in inputs]
+    if len({t.dtype for t in inputs if t is not None}) > 1:
+        dtypes = {
             n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items() if t is not None
         }
-        shown = ", ".join(f"{n} {k}" for n, k in kinds.items())
+        shown = ", ".join(f"{n} {d}" for n, d in dtypes.items())
         raise TypeError(f"{op}: one dtype is needed outside of autocast, got {shown}")
-    return given
+    return inputs
 
 
 def vector(op: str, name: str, x: Tensor | None, size: int, of: str) -> None:
@@ -156,18 +156,18 @@ def same_shape(op: str, **tensors: Tensor) -> None:
 
 
 def targets(
-    op: str, target: Tensor, rows: tuple[int, ...], beside: Tensor, name: str = "target"
+    op: str, target: Tensor, rows: tuple[int, ...], like: Tensor, name: str = "target"
 ) -> None:
-    """One class id a row: integers of the rows' shape, on the same device."""
+    """One class id per row: integers of the rows' shape, on the device of ``like``."""
     ids(op, name, target)
     if target.shape != rows:
         raise ValueError(
             f"{op}: {name} must have shape {tuple(rows)}, one id a row, got {describe(target)}"
         )
-    if target.device != beside.device:
+    if target.device != like.device:
         raise ValueError(
             f"{op}: all tensors must be on one device, got {name} on {target.device} and rows on "
-            f"{beside.device}"
+            f"{like.device}"
         )
 
 
@@ -205,12 +205,12 @@ def number(
     finite = -_INFINITY < value < _INFINITY or (infinite and value == _INFINITY)
     if finite and (value > low if above else value >= low) and value <= high:
         return value
-    wanted = f"{'above' if above else 'at least'} {low:g}"
+    requirement = f"{'above' if above else 'at least'} {low:g}"
     if high != _INFINITY:
-        wanted = f"in [{low:g}, {high:g}]"
+        requirement = f"in [{low:g}, {high:g}]"
     if not finite:
-        wanted = "finite" if low == -_INFINITY else f"finite and {wanted}"
-    raise ValueError(f"{op}: {name} must be {wanted}, got {value!r}")
+        requirement = "finite" if low == -_INFINITY else f"finite and {requirement}"
+    raise ValueError(f"{op}: {name} must be {requirement}, got {value!r}")
 
 
 def _as_float(op: str, name: str, value: object) -> float:
@@ -237,7 +237,7 @@ def integer(op: str, name: str, value: object) -> int:
 
 
 def constant(op: str, name: str, x: Tensor | None) -> None:
-    """A tensor that the loss has no gradient for does not ask for one."""
+    """Refuse a tensor that requires a gradient which the loss does not have."""
     if x is not None and x.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{op}: {name} has no gradient; pass {name}.detach()")
 

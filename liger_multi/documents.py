@@ -34,7 +34,7 @@ _CONSTANTS = {
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
-_KINDS = (
+_FILE_TYPES = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -69,10 +69,10 @@ def yaml_of(text: str, name: str) -> Any:
     try:
         return _Builder(text).document()
     except yaml.MarkedYAMLError as error:
-        said = ", ".join(part for part in (error.problem, error.context) if part)
+        message = ", ".join(part for part in (error.problem, error.context) if part)
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        wrong = f"{place}{said}"
+        wrong = f"{place}{message}"
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         wrong = f"line {line}: it holds the character {chr(error.character)!a}"
@@ -112,8 +112,8 @@ def _read(path: str | os.PathLike[str], what: str, form: str, most: int) -> str:
         with open(os.path.expanduser(name), "rb", opener=_nonblocking) as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
-                kind = next((text for test, text in _KINDS if test(mode)), "a device")
-                raise OSError(f"it is {kind}, not a file")
+                file_type = next((text for test, text in _FILE_TYPES if test(mode)), "a device")
+                raise OSError(f"it is {file_type}, not a file")
             data = file.read(most + 1)
     except (OSError, ValueError) as error:  # a ValueError of NUL or surrogates in the name
         reason = getattr(error, "strerror", None) or error
@@ -187,13 +187,13 @@ class _Builder:
         return value
 
     def _sequence(self, depth: int) -> list[Any]:
-        found = []
+        items = []
         while not isinstance(event := next(self._events), self._yaml.SequenceEndEvent):
-            found.append(self._value(event, depth + 1))
-        return found
+            items.append(self._value(event, depth + 1))
+        return items
 
     def _mapping(self, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         lines: dict[str, int] = {}
         while not isinstance(event := next(self._events), self._yaml.MappingEndEvent):
@@ -205,20 +205,20 @@ class _Builder:
                 self._refuse(event, problem)
             lines[key] = event.start_mark.line + 1
             after = next(self._events)
-            found[key] = self._value(after, depth + 1)
+            entries[key] = self._value(after, depth + 1)
             if key == MERGE and event.implicit[0]:
-                merged = self._merged(found.pop(key), after)
-        return {**merged, **found}
+                merged = self._merged(entries.pop(key), after)
+        return {**merged, **entries}
 
     def _merged(self, value: Any, event: Any) -> dict[str, Any]:
         """The keys of the mappings of a merge key; of two mappings the first one counts."""
         mappings = value if isinstance(value, list) else [value]
         if not mappings or not all(isinstance(one, dict) for one in mappings):
             self._refuse(event, f"the merge key << takes mappings, got {shown(value)}")
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for one in mappings:
-            found = {**one, **found}
-        return found
+            entries = {**one, **entries}
+        return entries
 
     def _scalar(self, event: Any) -> Any:
         """Text, or what a plain scalar stands for; ``0x10``, ``010`` and ``1:30`` are text."""

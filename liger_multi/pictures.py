@@ -17,8 +17,15 @@ from liger_multi.errors import need
 
 STOCK, LIGER, OURS, ALARM = "#8c959f", "#e69f00", "#0072b2", "#d55e00"
 PARTS = (
-    "#0072b2", "#cc79a7", "#56b4e9", "#009e73", "#d55e00", "#e69f00", "#afb8c1", "#59636e",
-)  # fmt: skip
+    "#0072b2",
+    "#cc79a7",
+    "#56b4e9",
+    "#009e73",
+    "#d55e00",
+    "#e69f00",
+    "#afb8c1",
+    "#59636e",
+)
 """Of what lies in memory, in the order of its categories."""
 INK, SOFT, GRID, PAPER = "#1f2328", "#59636e", "#d8dee4", "#f6f8fa"
 DPI = 150
@@ -72,11 +79,11 @@ def figure(
     from PIL import Image, PngImagePlugin
 
     with matplotlib.rc_context(STYLE):
-        made = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
-        FigureCanvasAgg(made)
-        yield made
+        fig = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+        FigureCanvasAgg(fig)
+        yield fig
         raw = io.BytesIO()
-        made.savefig(raw, format="png")
+        fig.savefig(raw, format="png")
     text = PngImagePlugin.PngInfo()
     if plotted:
         text.add_text("Plotted", plotted)

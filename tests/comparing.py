@@ -33,13 +33,13 @@ def largest(tensor: torch.Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def resolution(wanted: Iterable[torch.Tensor], eps: float) -> float:
+def resolution(expected: Iterable[torch.Tensor], eps: float) -> float:
     """What rounding alone may change in any entry of the gradients of one model."""
-    return ULPS * eps * max((largest(gradient) for gradient in wanted), default=0.0)
+    return ULPS * eps * max((largest(gradient) for gradient in expected), default=0.0)
 
 
 def difference(
-    got: Gradients, wanted: Gradients, rtol: float = 2e-5, dtype: torch.dtype | None = None
+    got: Gradients, expected: Gradients, rtol: float = 2e-5, dtype: torch.dtype | None = None
 ) -> str:
     """Which gradient of a model is another one than rounding explains, or nothing.
 
@@ -56,21 +56,21 @@ def difference(
 
     Args:
         got: Gradients by name, or in order; None for a parameter that nothing reached.
-        wanted: Those of the reference, of the same parameters and dtypes.
+        expected: Those of the reference, of the same parameters and dtypes.
         rtol: Allowed difference by the gradient's own largest entry.
         dtype: What the models compute in, where the gradients are wider than that.
 
     Returns:
         The parameter, its difference and its bound; empty if all are equal.
     """
-    found, right = _named(got), _named(wanted)
-    if found.keys() != right.keys():
-        return f"gradients of other parameters: {sorted(found.keys() ^ right.keys())[:3]}"
+    actual, right = _named(got), _named(expected)
+    if actual.keys() != right.keys():
+        return f"gradients of other parameters: {sorted(actual.keys() ^ right.keys())[:3]}"
     dtypes = {gradient.dtype for gradient in right.values()} | ({dtype} if dtype else set())
     eps = max((torch.finfo(each).eps for each in dtypes), default=0.0)
     floor = resolution(right.values(), eps)
     for name, gradient in right.items():
-        ours = found[name]
+        ours = actual[name]
         if (ours.dtype, ours.shape) != (gradient.dtype, gradient.shape):
             return (
                 f"{name}: {ours.dtype} {tuple(ours.shape)}, "
@@ -83,18 +83,18 @@ def difference(
     return ""
 
 
-def assert_same_gradients(got: Gradients, wanted: Gradients, rtol: float = 2e-5) -> None:
+def assert_same_gradients(got: Gradients, expected: Gradients, rtol: float = 2e-5) -> None:
     """Every gradient of a model is that of the reference, as :func:`difference` has it."""
-    assert any(gradient is not None for gradient in _named(wanted).values())
-    assert not (said := difference(got, wanted, rtol)), said
+    assert any(gradient is not None for gradient in _named(expected).values())
+    assert not (said := difference(got, expected, rtol)), said
 
 
-def _named(found: Gradients) -> dict[str, torch.Tensor]:
-    if not isinstance(found, Mapping):
-        found = {str(i): gradient for i, gradient in enumerate(found)}
+def _named(named: Gradients) -> dict[str, torch.Tensor]:
+    if not isinstance(named, Mapping):
+        named = {str(i): gradient for i, gradient in enumerate(named)}
     return {
         name: gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        for name, gradient in found.items()
+        for name, gradient in named.items()
         if gradient is not None
     }
 
@@ -177,5 +177,5 @@ def trainer(model, **attributes):
 
 def logged(stub):
     """The metrics that a trainer logged."""
-    (found,) = stub._metrics.values()
-    return {key: values[-1] for key, values in found.items()}
+    (metrics,) = stub._metrics.values()
+    return {key: values[-1] for key, values in metrics.items()}

@@ -162,8 +162,8 @@ def _settings():
         torch.get_num_threads,
         torch.get_float32_matmul_precision,
     )
-    found = {f.__name__: f() for f in tell}
-    return found | {f"autocast of {d}": torch.is_autocast_enabled(d) for d in ("cpu", "cuda")}
+    state = {f.__name__: f() for f in tell}
+    return state | {f"autocast of {d}": torch.is_autocast_enabled(d) for d in ("cpu", "cuda")}
 
 
 def _stance_left():
@@ -185,11 +185,11 @@ SEED = torch.manual_seed if torch.accelerator.is_available() else DEFAULT.manual
 def settings():
     """No test, and no fixture of a module, leaves PyTorch in a state that later ones run in."""
     yield
-    found, stance = _settings(), _stance_left()
+    state, stance = _settings(), _stance_left()
     torch.set_grad_enabled(SETTINGS["is_grad_enabled"])
     torch.set_default_dtype(SETTINGS["get_default_dtype"])
     torch.use_deterministic_algorithms(SETTINGS["are_deterministic_algorithms_enabled"])
-    assert found == SETTINGS
+    assert state == SETTINGS
     assert not stance
 
 

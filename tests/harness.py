@@ -50,8 +50,8 @@ def selected_backends(config: pytest.Config) -> list[str]:
 def selected_device(config: pytest.Config) -> torch.device:
     """The device of the first backend named by ``--backend``; the CPU without one."""
     named = config.getoption("--backend")
-    found = device_of(selected_backends(config)[0]) if named else None
-    return found or torch.device("cpu")
+    device = device_of(selected_backends(config)[0]) if named else None
+    return device or torch.device("cpu")
 
 
 # --- processes ---
@@ -64,17 +64,19 @@ def in_two_processes(folder: Path, body: str) -> None:
 
 def kind_of_ranks(config: pytest.Config, count: int) -> str:
     """The kind of device under test where every rank can have one, else the CPU."""
-    kind = selected_device(config).type
-    return kind if kind != "cpu" and torch.accelerator.device_count() >= count else "cpu"
+    device_type = selected_device(config).type
+    return (
+        device_type if device_type != "cpu" and torch.accelerator.device_count() >= count else "cpu"
+    )
 
 
-def in_processes(folder: Path, body: str, count: int, kind: str = "cpu") -> None:
+def in_processes(folder: Path, body: str, count: int, device_type: str = "cpu") -> None:
     """The same with more ranks, or on devices of another kind."""
     script, meeting = folder / "rank.py", folder / "meeting"
     script.write_text(textwrap.dedent(body))
     every = [[str(rank), str(meeting)] for rank in range(count)]
     # gloo: a plan would go to devices
-    environment = {"CUDA_VISIBLE_DEVICES": ""} if kind == "cpu" else {}
+    environment = {"CUDA_VISIBLE_DEVICES": ""} if device_type == "cpu" else {}
     forked = accelerator() is None
     ended = processes.run(script, folder, every, environment, PATIENCE, forked)
     # all of them: where one fails, the others lose their connection to it
@@ -106,8 +108,8 @@ def backends_of_test(item: pytest.Item, named: list[str]) -> set[str]:
     Kernels that vendors share run under their own layer's name, and for the vendor asked for.
     """
     callspec = getattr(item, "callspec", None)
-    found = {str(v) for k, v in callspec.params.items() if "backend" in k} if callspec else set()
-    return found if found == {"reference"} else found | set(named)
+    names = {str(v) for k, v in callspec.params.items() if "backend" in k} if callspec else set()
+    return names if names == {"reference"} else names | set(named)
 
 
 # --- what `make test` runs, and parts ---
@@ -116,12 +118,15 @@ EVERY = 7
 """`make test` runs the first and every seventh case of a test with parameters: a prime number, so
 that the cases it meets vary in every parameter. The others are slow."""
 
+COMPLETE = frozenset({"tests/dispatch/test_codegen.py::test_generated_code_equals_slow_path"})
+"""Tests whose cases are all fast: each is a decision about another operator, within a second."""
+
 
 def mark_slow_case(item: pytest.Item, cases: Counter[str]) -> None:
     """Mark a case that `make test` leaves to `make test-full`; ``cases`` counts those of a test."""
     if item.get_closest_marker("slow") is None:
         test = item.nodeid.partition("[")[0]
-        if cases[test] % EVERY:
+        if cases[test] % EVERY and test not in COMPLETE:
             item.add_marker("slow")
         cases[test] += 1
 
@@ -170,10 +175,10 @@ def repeats_a_form(op, sample):
 
 @functools.cache
 def _repeating(op):
-    seen, names = set(), set()
+    visited, names = set(), set()
     for sample in samples.of(op):
         if sample.size == "small":
-            (names.add(sample.name) if form(sample) in seen else seen.add(form(sample)))
+            (names.add(sample.name) if form(sample) in visited else visited.add(form(sample)))
     return frozenset(names)
 
 
@@ -192,7 +197,7 @@ def adds_a_launch(op, sample):
 
 @functools.cache
 def _adding(op, paths):
-    seen, names = set(), set()
+    visited, names = set(), set()
     for sample in samples.of(op):
         if sample.size == "small":
             options, tensors, path = form(sample)
@@ -200,7 +205,7 @@ def _adding(op, paths):
                 t.classes > 0 for t in sample.tensors.values()
             )
             parts = {*options, frozenset(sample.tensors), frozen > 0, *([("path", path)] * paths)}
-            if not parts <= seen:
+            if not parts <= visited:
                 names.add(sample.name)
-            seen |= parts
+            visited |= parts
     return frozenset(names)

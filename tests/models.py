@@ -69,10 +69,10 @@ class Architecture:
     def calls(self) -> dict[str, int]:
         """Calls of operators in one forward pass with labels."""
         names = {op: f"{op}_packed" if self.packed else "gated_mlp" for op in ("swiglu", "geglu")}
-        found = {names.get(op, op): n for op, n in self.every.items()}
+        counts = {names.get(op, op): n for op, n in self.every.items()}
         if self.rotated:  # a call for queries and one for keys of each layer
-            found |= {"rms_norm": found["rms_norm"] - 4, "rms_norm_rope": 4, "rope": 0}
-        return found
+            counts |= {"rms_norm": counts["rms_norm"] - 4, "rms_norm_rope": 4, "rope": 0}
+        return counts
 
 
 _ROUTED = {
@@ -147,9 +147,11 @@ ARCHITECTURES = {
 KINDS = tuple(ARCHITECTURES)
 
 
-def build(kind: str = "llama", *, tied: bool | None = None, seed: int = 0, **config: Any) -> Any:
+def build(
+    model_type: str = "llama", *, tied: bool | None = None, seed: int = 0, **config: Any
+) -> Any:
     """A model of two layers with random weights; norm weights are not ones."""
-    known = ARCHITECTURES[kind]
+    known = ARCHITECTURES[model_type]
     defaults = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -164,13 +166,13 @@ def build(kind: str = "llama", *, tied: bool | None = None, seed: int = 0, **con
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    if kind in ("phi3", "olmo2", "qwen2", "granite"):
+    if model_type in ("phi3", "olmo2", "qwen2", "granite"):
         del defaults["head_dim"]  # no parameter of these
-    made = getattr(transformers, f"{known.config_name or known.name}Config")(
+    model_config = getattr(transformers, f"{known.config_name or known.name}Config")(
         **{**defaults, **known.config, **config}
     )
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{known.name}ForCausalLM")(made)
+    model = getattr(transformers, f"{known.name}ForCausalLM")(model_config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -181,10 +183,10 @@ def build(kind: str = "llama", *, tied: bool | None = None, seed: int = 0, **con
 
 
 def pair(
-    kind: str = "llama", device: Any = "cpu", dtype: Any = torch.float32, **config: Any
+    model_type: str = "llama", device: Any = "cpu", dtype: Any = torch.float32, **config: Any
 ) -> tuple[Any, Any]:
     """Two equal models, neither patched."""
-    stock = build(kind, **config).to(device=device, dtype=dtype)
+    stock = build(model_type, **config).to(device=device, dtype=dtype)
     return stock, copy.deepcopy(stock)
 
 
@@ -206,12 +208,12 @@ def batch(
 
 def graph_batch(labels: bool = True, **arguments: Any) -> dict[str, Any]:
     """A batch for compiled models; the caches of transformers 5.0 break the graph of stock."""
-    made: dict[str, Any] = batch(**arguments)
+    inputs: dict[str, Any] = batch(**arguments)
     if not labels:
-        del made["labels"]
+        del inputs["labels"]
     if version.parse(transformers.__version__) < version.parse("5.1"):
-        made["use_cache"] = False
-    return made
+        inputs["use_cache"] = False
+    return inputs
 
 
 def assert_same_training(stock: Any, ours: Any, run: Any, rtol: float = 2e-5) -> tuple[Any, Any]:
@@ -244,17 +246,17 @@ def assert_as_exact(stock: Any, ours: Any, wide_model: Any, run: Any, run_wide: 
         run: From a model to its loss.
         run_wide: The same without rounding.
     """
-    found = []
+    errors = []
     for model, loss_of in ((stock, run), (ours, run), (wide_model, run_wide)):
         model.zero_grad()
         loss = loss_of(model)
         loss.backward()
-        found.append({"loss": loss.detach(), **gradients(model)})
-    assert found[0].keys() == found[1].keys() == found[2].keys()
-    floor = resolution(found[2].values(), torch.finfo(torch.float32).eps)
-    for name, exact in found[2].items():
+        errors.append({"loss": loss.detach(), **gradients(model)})
+    assert errors[0].keys() == errors[1].keys() == errors[2].keys()
+    floor = resolution(errors[2].values(), torch.finfo(torch.float32).eps)
+    for name, exact in errors[2].items():
         exact = exact.double()
-        error, allowed = ((f[name].double() - exact).norm() for f in (found[1], found[0]))
+        error, allowed = ((f[name].double() - exact).norm() for f in (errors[1], errors[0]))
         # the same number of roundings at other places: their sum may differ, not its size; nearer
         # than it resolves itself, nothing can be compared with it
         bound = 2 * allowed + 2**-7 * exact.norm() + floor * exact.numel() ** 0.5
@@ -382,10 +384,10 @@ def tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     words = {w: i for i, w in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
 
 
@@ -395,19 +397,19 @@ def text(generator, low, high):
     return "".join(f" {WORDS[i]}" for i in picked)
 
 
-def rows(kind, count=8):
+def rows(trainer_type, count=8):
     g = torch.Generator().manual_seed(0)
-    found = []
+    dataset = []
     for i in range(count):
         row = {"prompt": text(g, 2, 5)}
-        if kind == "pair":
+        if trainer_type == "pair":
             row |= {"chosen": text(g, 2, 7), "rejected": text(g, 2, 7)}
-        elif kind in ("completion", "label"):
+        elif trainer_type in ("completion", "label"):
             row |= {"completion": text(g, 2, 7)}
-        found.append(row | ({"label": i % 3 == 0} if kind == "label" else {}))
+        dataset.append(row | ({"label": i % 3 == 0} if trainer_type == "label" else {}))
     from datasets import Dataset
 
-    return Dataset.from_list(found)
+    return Dataset.from_list(dataset)
 
 
 class Texts(torch.utils.data.Dataset):
@@ -459,8 +461,18 @@ def trainer(model, directory, **arguments):
 
 def arguments(tmp_path, **more):
     return {
-        "output_dir": str(tmp_path), "per_device_train_batch_size": 2, "max_steps": 4,
-        "learning_rate": 0.1, "logging_steps": 1, "report_to": [], "save_strategy": "no",
-        "use_cpu": True, "bf16": False, "disable_tqdm": True, "seed": 3, "optim": "sgd",
-        "lr_scheduler_type": "constant", **more,
-    }  # fmt: skip
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "learning_rate": 0.1,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "seed": 3,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        **more,
+    }

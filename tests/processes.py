@@ -52,11 +52,11 @@ def _rank(script, arguments):
     faulthandler.enable()
     sys.argv = [str(script), *arguments]
     sys.path[:0] = [str(Path(script).parent), str(Path(__file__).parents[1])]
-    code, made = 0, []
+    code, lines = 0, []
     try:
-        made.append(runpy.run_path(str(script), run_name="__main__"))
+        lines.append(runpy.run_path(str(script), run_name="__main__"))
     except BaseException as error:
-        code, made = 1, [error]
+        code, lines = 1, [error]
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -107,9 +107,9 @@ def run(script, folder, every, environment, patience, forked):
     until = time.monotonic() + patience
     try:
         for rank, arguments in enumerate(every):
-            given = {k: v.replace("RANK", str(rank)) for k, v in environment.items()}
+            environ = {k: v.replace("RANK", str(rank)) for k, v in environment.items()}
             log = folder / f"rank{rank}.log"
-            started.append(Process(script, arguments, given, log, forked))
+            started.append(Process(script, arguments, environ, log, forked))
         return [process.end(until - time.monotonic()) for process in started]
     finally:
         for process in started:

@@ -15,8 +15,11 @@ from benchmarks.tables import OPERATOR_FAMILIES
 
 SETTINGS = ("deterministic", "rows")
 TARGETS = {
-    "norms": 1.10, "activations": 1.10, "cross_entropy": 1.10, "divergences": 1.10,
-}  # fmt: skip
+    "norms": 1.10,
+    "activations": 1.10,
+    "cross_entropy": 1.10,
+    "divergences": 1.10,
+}
 """The most that "rows" may cost, by family; the whole step may cost :data:`STEP`."""
 STEP = 1.25
 UNMEASURED = ["Not measured yet: `python -m benchmarks.bitwise --store`.", ""]
@@ -36,12 +39,12 @@ Group = dict[str, tuple[Mapping[str, Any], Row]]  # by variant: the run and the 
 
 def measured(part: str) -> dict[tuple[str, str, str], Group]:
     """The newest rows of a part, by device, name and shape; trials do not count."""
-    found: dict[tuple[str, str, str], Group] = {}
+    groups: dict[tuple[str, str, str], Group] = {}
     for run, row in store.rows("bitwise"):
         if row["part"] == part and "variant" in row and not run.get("tiny"):
             key = (store.device(run), row["name"], row["shape"])
-            found.setdefault(key, {})[row["variant"]] = (run, row)
-    return found
+            groups.setdefault(key, {})[row["variant"]] = (run, row)
+    return groups
 
 
 def ratio(
@@ -68,8 +71,8 @@ def _shown(value: float | None, form: str = "{:.2f}") -> str:
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
-    made = [list(head), ["---"] * len(head), *lines]
-    return [f"| {' | '.join(cells)} |" for cells in made]
+    table = [list(head), ["---"] * len(head), *lines]
+    return [f"| {' | '.join(cells)} |" for cells in table]
 
 
 def _said(groups: Iterable[Group]) -> str:
@@ -92,11 +95,11 @@ def families() -> list[str]:
     for (device, _, _), group in sorted(measured("time").items()):
         by_device.setdefault(device, []).append(group)
     head = ["Operators", "count", "`True`, median", "worst", '`"rows"`, median', "worst", "target"]
-    made = []
+    lines = []
     for groups in by_device.values():
         said = f"Forward and backward over the default ({_said(groups)}):"
-        made += [said, "", *_table(head, _by_family(groups)), ""]
-    return made or UNMEASURED
+        lines += [said, "", *_table(head, _by_family(groups)), ""]
+    return lines or UNMEASURED
 
 
 def _by_family(groups: Sequence[Group]) -> Iterable[list[str]]:
@@ -105,8 +108,10 @@ def _by_family(groups: Sequence[Group]) -> Iterable[list[str]]:
         own = [g for g in groups if next(iter(g.values()))[1].get("family") == family]
         cells = [title, str(len(own))]
         for setting in SETTINGS:
-            found = [r for r in (ratio(g, setting) for g in own) if r is not None]
-            cells += [_shown(statistics.median(found)), _shown(max(found))] if found else ["-"] * 2
+            ratios = [r for r in (ratio(g, setting) for g in own) if r is not None]
+            cells += (
+                [_shown(statistics.median(ratios)), _shown(max(ratios))] if ratios else ["-"] * 2
+            )
         limit = TARGETS.get(family)
         if own:
             yield [*cells, "-" if limit is None else f"`{limit:.2f}`"]
@@ -114,12 +119,12 @@ def _by_family(groups: Sequence[Group]) -> Iterable[list[str]]:
 
 def _bits() -> dict[tuple[str, str, str], dict[tuple[str, str], Row]]:
     """Rows of checks, by device, operator and setting, then by direction."""
-    found: dict[tuple[str, str, str], dict[tuple[str, str], Row]] = {}
+    rows: dict[tuple[str, str, str], dict[tuple[str, str], Row]] = {}
     for run, row in store.rows("bitwise"):
         if row["part"] == "check" and "direction" in row and not run.get("tiny"):
             key = (store.device(run), row["name"], row["variant"])
-            found.setdefault(key, {})[row["direction"], row["shape"]] = row
-    return found
+            rows.setdefault(key, {})[row["direction"], row["shape"]] = row
+    return rows
 
 
 def checked() -> list[str]:
@@ -133,17 +138,17 @@ def checked() -> list[str]:
             for lost in row.get("broken", ()):
                 said = f"`{lost}` of `{name}` {direction}, setting {setting}"
                 broken.setdefault(device, []).append(said)
-    made = []
+    lines = []
     for device, count in counts.items():
         lost = "; ".join(broken.get(device, ["none"]))
         text = f"On {device}, {count} promises of operators were checked. Broken: {lost}."
-        made += [text, ""]
-    return made
+        lines += [text, ""]
+    return lines
 
 
 def steps() -> list[str]:
     """The whole step of a model, with what was found of its bits."""
-    made = []
+    text = []
     for (_, name, shape), group in sorted(measured("step").items()):
         lines = []
         for variant, title in WHO.items():
@@ -159,13 +164,16 @@ def steps() -> list[str]:
             lines.append([*cells, *(_yes(row.get(key)) for key in ("repeat", "rows"))])
         head = ["Step", "tokens/s", "ms", "/ its default", "peak above weights, GiB"]
         head += ["repeats", "rows independent"]
-        notes = {row["note"] for key, (_, row) in group.items() if key in (*SETTINGS, "default")
-                 and row.get("note")}  # fmt: skip
+        notes = {
+            row["note"]
+            for key, (_, row) in group.items()
+            if key in (*SETTINGS, "default") and row.get("note")
+        }
         said = f"{name}, {shape} tokens, forward, backward and AdamW, bf16 ({_said([group])})"
         said += f"; {'; '.join(sorted(notes))}" if notes else ""
-        made += [f"{said}:", "", *_table(head, lines), ""]
-        made += [f'Target of `"rows"`: at most `{STEP:.2f}` times the default.', ""]
-    return made or UNMEASURED
+        text += [f"{said}:", "", *_table(head, lines), ""]
+        text += [f'Target of `"rows"`: at most `{STEP:.2f}` times the default.', ""]
+    return text or UNMEASURED
 
 
 def _gib(count: float | None) -> str:

@@ -40,15 +40,32 @@ def curves() -> str:
     newest = {store.device(run): run for run in store.read("float8-convergence")}
     parts = []
     for run in newest.values():
-        lines = [["trained", "learning rate", "last loss, bf16", "FP8", "difference", "seeds",
-                  "gradient norm", "in bounds"], ["---"] * 8]  # fmt: skip
+        lines = [
+            [
+                "trained",
+                "learning rate",
+                "last loss, bf16",
+                "FP8",
+                "difference",
+                "seeds",
+                "gradient norm",
+                "in bounds",
+            ],
+            ["---"] * 8,
+        ]
         for one in run["verdicts"]:
-            lines.append([
-                "adapters" if one["lora"] else "all weights", f"{one['rate']:g}",
-                f"{one['bf16']:.4f}", f"{one['float8']:.4f}", f"{100 * one['above']:+.2f} %",
-                "-" if one["lora"] else f"{100 * one['seeds_apart']:.2f} %",
-                f"{100 * one['norms_apart']:+.1f} %", "yes" if one["good"] else "**no**",
-            ])  # fmt: skip
+            lines.append(
+                [
+                    "adapters" if one["lora"] else "all weights",
+                    f"{one['rate']:g}",
+                    f"{one['bf16']:.4f}",
+                    f"{one['float8']:.4f}",
+                    f"{100 * one['above']:+.2f} %",
+                    "-" if one["lora"] else f"{100 * one['seeds_apart']:.2f} %",
+                    f"{100 * one['norms_apart']:+.1f} %",
+                    "yes" if one["good"] else "**no**",
+                ]
+            )
         size = f"{run['steps']} steps of {run['batch']} x {run['tokens']} tokens, "
         parts.append(f"{size}{_said(run)}\n\n{_rows(lines)}")
     bounds = (
@@ -61,27 +78,31 @@ def curves() -> str:
 def _line(run: Mapping[str, Any], row: Row) -> list[str] | None:
     """A row of ours beside bf16 in the same run."""
     same = [
-        r for r in run["rows"]
+        r
+        for r in run["rows"]
         if (r["part"], r["name"], r["shape"]) == (row["part"], row["name"], row["shape"])
-    ]  # fmt: skip
+    ]
     base = next((r for r in same if r["variant"] == "bf16"), None)
     if base is None:
         return None
     peer = min(
-        (r for r in same if r["variant"] in PEERS), key=lambda r: PEERS.index(r["variant"]),
+        (r for r in same if r["variant"] in PEERS),
+        key=lambda r: PEERS.index(r["variant"]),
         default=None,
-    )  # fmt: skip
+    )
     held = [r.get("held_bytes", 0) + r["extra_bytes"] for r in (base, row)]
     errors = row.get("error", {})
     return [
-        PARTS[row["part"]].format(name=row["name"]), row["shape"],
-        f"{base['both_ms']:.2f}", f"{row['both_ms']:.2f}",
+        PARTS[row["part"]].format(name=row["name"]),
+        row["shape"],
+        f"{base['both_ms']:.2f}",
+        f"{row['both_ms']:.2f}",
         f"{row['both_ms'] / base['both_ms']:.2f}",
         f"{row['row_ms'] / base['row_ms']:.2f}" if "row_ms" in row and "row_ms" in base else "-",
         "-" if peer is None else f"{peer['both_ms']:.2f} ({peer['variant']})",
         *(f"{n / 2**20:,.0f}" for n in held),
         " / ".join(f"{100 * errors[k]:.1f} %" for k in ("y", "dx") if k in errors) or "-",
-    ]  # fmt: skip
+    ]
 
 
 def speed() -> str:
@@ -92,11 +113,24 @@ def speed() -> str:
             newest[store.device(run), row["part"], row["name"], row["shape"]] = run, row
     parts = []
     for card in dict.fromkeys(key[0] for key in newest):
-        found = [(run, row) for key, (run, row) in newest.items() if key[0] == card]
-        lines = [["", "shape", "bf16 ms", "FP8 ms", "ratio", "in a row", "peer ms", "bf16 MiB",
-                  "FP8 MiB", "error of y / dx"], ["---"] * 10]  # fmt: skip
-        lines += [line for run, row in found if (line := _line(run, row)) is not None]
-        parts.append(f"{_said(found[-1][0])}\n\n{_rows(lines)}")
+        runs = [(run, row) for key, (run, row) in newest.items() if key[0] == card]
+        lines = [
+            [
+                "",
+                "shape",
+                "bf16 ms",
+                "FP8 ms",
+                "ratio",
+                "in a row",
+                "peer ms",
+                "bf16 MiB",
+                "FP8 MiB",
+                "error of y / dx",
+            ],
+            ["---"] * 10,
+        ]
+        lines += [line for run, row in runs if (line := _line(run, row)) is not None]
+        parts.append(f"{_said(runs[-1][0])}\n\n{_rows(lines)}")
     return "\n\n".join(parts)
 
 
@@ -108,16 +142,18 @@ def traces() -> str:
             newest[store.device(run), row["part"], row["name"], row["variant"]] = run, row
     parts = []
     for card in dict.fromkeys(key[0] for key in newest):
-        found = [each for key, each in newest.items() if key[0] == card]
+        runs = [each for key, each in newest.items() if key[0] == card]
         lines = [["", "variant", *KERNELS, "all kernels", "wall"], ["---"] * (4 + len(KERNELS))]
-        for _, each in found:
-            spent = [each["trace_ms"][kind] for kind in KERNELS]
+        for _, each in runs:
+            spent = [each["trace_ms"][group] for group in KERNELS]
             cells = [f"{ms:.1f}" for ms in (*spent, sum(spent), each["both_ms"])]
             lines.append([PARTS[each["part"]].format(name=each["name"]), each["variant"], *cells])
-        parts.append(f"Milliseconds, {_said(found[-1][0])}\n\n{_rows(lines)}")
+        parts.append(f"Milliseconds, {_said(runs[-1][0])}\n\n{_rows(lines)}")
     return "\n\n".join(parts)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "float8-curves": curves, "float8-speed": speed, "float8-traces": traces,
-}  # fmt: skip
+    "float8-curves": curves,
+    "float8-speed": speed,
+    "float8-traces": traces,
+}

@@ -43,13 +43,13 @@ def newest(
         group: From a result and its row to what rows are compared within.
         who: The column that names an implementation.
     """
-    found: dict[Any, dict[str, Row]] = {}
+    newest_rows: dict[Any, dict[str, Row]] = {}
     for data in runs:
         ours = {group(data, row): row for row in data["rows"] if row[who] == "ours"}
         for row in data["rows"]:
             key = group(data, row)
-            found.setdefault(key, {})[row[who]] = Row(data, row, ours.get(key, {}))
-    return found
+            newest_rows.setdefault(key, {})[row[who]] = Row(data, row, ours.get(key, {}))
+    return newest_rows
 
 
 # --- training curves ---
@@ -99,10 +99,10 @@ def _percent(value: float) -> str:
     return f"{100 * value + 0.0:+.4f} %"
 
 
-def _judged(found: Verdict) -> list[str]:
+def _judged(verdict: Verdict) -> list[str]:
     """The largest share of the allowed distance, of loss and gradient, and whether all is well."""
-    shares = [f"{found.shares[name]:,.2f}" for name in convergence.CURVES]
-    return [*shares, "yes" if found.good else "**no**"]
+    shares = [f"{verdict.shares[name]:,.2f}" for name in convergence.CURVES]
+    return [*shares, "yes" if verdict.good else "**no**"]
 
 
 def runs(data: Mapping[str, Any]) -> list[str]:
@@ -111,11 +111,11 @@ def runs(data: Mapping[str, Any]) -> list[str]:
     columns += "difference | used: loss | gradient | in bounds | other weights: difference |"
     lines = [columns, "|---|---|---|---|---|---|---|---|---|---|"]
     for row in data["rows"]:
-        found, stock = row["curves"], row["curves"]["stock"]["loss"]
+        curves, stock = row["curves"], row["curves"]["stock"]["loss"]
         last = sum(stock[-LAST:]) / LAST
-        seed = _percent(convergence.final(found, "seed")) if "seed" in found else "-"
+        seed = _percent(convergence.final(curves, "seed")) if "seed" in curves else "-"
         for provider in ("ours", "liger"):
-            if provider in found:
+            if provider in curves:
                 verdict = convergence.judge(row, provider)
                 cells = [row["model"], SHORT[row["dtype"]], f"{stock[0]:.3f}", f"{last:.3f}"]
                 cells += [provider, _percent(verdict.final), *_judged(verdict), seed]
@@ -157,9 +157,11 @@ def curves_page() -> str:
 
 
 def _runs() -> list[tuple[tuple[str, bool], Mapping[str, Any]]]:
-    found = store.read("convergence")
-    seeded = [any(name in row["curves"] for row in data["rows"] for name in BUGS) for data in found]
-    return [((store.device(data), s), data) for data, s in zip(found, seeded, strict=True)]
+    curves = store.read("convergence")
+    seeded = [
+        any(name in row["curves"] for row in data["rows"] for name in BUGS) for data in curves
+    ]
+    return [((store.device(data), s), data) for data, s in zip(curves, seeded, strict=True)]
 
 
 # --- memory ---
@@ -189,8 +191,8 @@ def stories() -> list[str]:
         stock, ours = row["stock"], row["patched"]
         cells = [f"{row['model']}, {row['batch']} x {row['sequence']:,}", _how(row)]
         cells.append(_gib(stock["static_bytes"]))
-        for made in (stock, ours):
-            cells += [_gib(made[f"{n}_bytes"]) for n in ("dynamic", "logits", "peak")]
+        for peak in (stock, ours):
+            cells += [_gib(peak[f"{n}_bytes"]) for n in ("dynamic", "logits", "peak")]
         cells.append(f"{100 * (1 - ours['peak_bytes'] / stock['peak_bytes']):.0f} %")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -222,17 +224,18 @@ def measured_peaks() -> list[str]:
 def reused() -> list[str]:
     """What the chunked loss keeps in the allocator, and what it does when memory is short."""
     lines = []
-    for data, found in store.rows("memory-reuse"):
-        if "steps" not in found:
+    for data, reuse in store.rows("memory-reuse"):
+        if "steps" not in reuse:
             continue
-        steps, short = found["steps"], found["shortage"]
+        steps, short = reuse["steps"], reuse["shortage"]
         device, count = store.device(data), len(steps)
         limit, asked = short["limit_bytes"] / GIB, short["logits_bytes"] / GIB
         lines += [
-            f"{device}, `fused_linear_cross_entropy` of 32 768 tokens, {count} steps:", "",
+            f"{device}, `fused_linear_cross_entropy` of 32 768 tokens, {count} steps:",
+            "",
             "| after step | allocated, MiB | reserved, MiB | segments | retries |",
             "|---|---|---|---|---|",
-        ]  # fmt: skip
+        ]
         for i in (0, count - 1):
             row = steps[i]
             sizes = [f"{row[n] / 2**20:,.1f}" for n in ("allocated", "reserved")]
@@ -269,20 +272,20 @@ def cards() -> list[str]:
 
 def example() -> list[str]:
     """The committed plan's first candidates."""
-    found = store.read("plan-example")
-    if not found:
+    runs = store.read("plan-example")
+    if not runs:
         return ["Not made yet: `python -m benchmarks.plans --explain`.", ""]
     from liger_multi.memory import TrainingPlan
     from liger_multi.memory.planning.result import HEADER, row_of
 
-    made = TrainingPlan.from_data({**found[-1]["plan"], "candidates": found[-1]["rows"]})
-    size = f"{made.devices} x {made.memory_bytes / 1e9:g} GB, {made.batch} sequences a step"
-    lines = [f"{made.model}, {made.layers} layers, {size}; {made.simulations} steps simulated:", ""]
+    plan = TrainingPlan.from_data({**runs[-1]["plan"], "candidates": runs[-1]["rows"]})
+    size = f"{plan.devices} x {plan.memory_bytes / 1e9:g} GB, {plan.batch} sequences a step"
+    lines = [f"{plan.model}, {plan.layers} layers, {size}; {plan.simulations} steps simulated:", ""]
     lines += [f"| {' | '.join(HEADER)} |", "|" + "---|" * len(HEADER)]
-    lines += [f"| {' | '.join(row_of(one))} |" for one in made.candidates[:ROWS]]
+    lines += [f"| {' | '.join(row_of(one))} |" for one in plan.candidates[:ROWS]]
     limits = ["| limit | first way | smallest way |", "|---|---|---|"]
-    limits += [f"| largest micro-batch | {made.largest_batch} | {made.most_batch} |"]
-    longest = f"{made.longest_sequence:,} | {made.most_sequence:,}"
+    limits += [f"| largest micro-batch | {plan.largest_batch} | {plan.most_batch} |"]
+    longest = f"{plan.longest_sequence:,} | {plan.most_sequence:,}"
     limits += [f"| longest sequence, tokens | {longest} |"]
     if (store.ROOT / "docs" / "plan-example.png").exists():
         text = "Memory by part for each way to train, the budget as a dashed line"
@@ -326,10 +329,10 @@ def executed() -> list[str]:
 
 def recompute() -> list[str]:
     """Step and peak of the newest run, by policy, unpatched and patched."""
-    found = store.rows("recompute")
-    data = found[-1][0]
+    measured = store.rows("recompute")
+    data = measured[-1][0]
     by: dict[str, dict[bool, Any]] = {}
-    for _, row in found:
+    for _, row in measured:
         by.setdefault(row["variant"], {})[row["patched"]] = row
     said = f"{store.device(data)}, torch {data['versions']['torch'].partition('+')[0]}, "
     said += f"{data['date'][:10]}; step and peak:"
@@ -358,17 +361,17 @@ def script(name: str) -> tuple[str, str, str]:
 
 def examples() -> list[str]:
     """A table of the scripts with what they took, and one of their commands for GPUs."""
-    found = {row["example"]: (run, row) for run, row in store.rows("examples")}
+    newest = {row["example"]: (run, row) for run, row in store.rows("examples")}
     lines = ["| on a CPU | shows | time, s | CPU time, s | peak, MiB |", "|---|---|---|---|---|"]
     commands = []
-    for name, (_, row) in sorted(found.items()):
+    for name, (_, row) in sorted(newest.items()):
         shows, tiny, gpu = script(name)
         took = f"{row['seconds']:.0f} | {row['processor_seconds']:.0f}"
         size = f"{row['peak_bytes'] / 2**20:.0f}"
         lines.append(f"| [`{tiny}`]({name}.py) | {shows} | {took} | {size} |")
         commands.append(f"    {gpu}")
-    runs = [run for run, _ in found.values()]
-    loads = sorted(row["load"] for _, row in found.values())
+    runs = [run for run, _ in newest.values()]
+    loads = sorted(row["load"] for _, row in newest.values())
     run = max(runs, key=store.moment)
     said = f"Measured on {run['device']['cores']} CPU cores, torch {run['versions']['torch']}, "
     said += f"{run['date'][:10]}, other work beside (load average before each: {loads[0]} to "
@@ -432,14 +435,14 @@ def float8_heads() -> list[str]:
 
 def lora_layers() -> list[str]:
     """Time and memory of LoRA layers beside PEFT's, forward and backward."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    layers: dict[tuple[str, str], dict[str, Any]] = {}
     runs = [r for r in store.read("lora") if store.device(r) == store.DEVICES["h100"]]
     for run in runs:
         for row in run["rows"]:
-            found.setdefault((row["part"], row["form"]), {})[row["variant"]] = row
+            layers.setdefault((row["part"], row["form"]), {})[row["variant"]] = row
     lines = []
     for (part, form), rows in sorted(
-        found.items(), key=lambda item: [*LORA_PARTS, item[0][0]].index(item[0][0])
+        layers.items(), key=lambda item: [*LORA_PARTS, item[0][0]].index(item[0][0])
     ):
         if part not in LORA_PARTS or not {"stock", "ours"} <= set(rows):
             continue

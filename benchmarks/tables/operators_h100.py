@@ -42,8 +42,8 @@ def _memory(one: Row | None) -> str:
 
 
 def _error(one: Row | None) -> str:
-    found = None if one is None else (one.row.get("error") or {}).get("tolerances")
-    return "-" if found is None else f"{float(found):.2f}"
+    error = None if one is None else (one.row.get("error") or {}).get("tolerances")
+    return "-" if error is None else f"{float(error):.2f}"
 
 
 def line(op: str, sample: str, rows: Mapping[str, Row]) -> list[str]:
@@ -59,39 +59,44 @@ def line(op: str, sample: str, rows: Mapping[str, Row]) -> list[str]:
         if one is not None and one.row.get("both_ms") and one.ours.get("both_ms")
     ]
     reached = peak(ours)
-    beside = [ours, *(peers[head] for head in BESIDE)]
+    others = [ours, *(peers[head] for head in BESIDE)]
     return [
-        f"`{op}`", sample, _time(ours), "-" if reached is None else f"{reached:.0f}",
-        *map(_time, peers.values()), f"{max(ratios):.2f}" if ratios else "-",
-        *map(_memory, beside), *map(_error, beside),
-    ]  # fmt: skip
+        f"`{op}`",
+        sample,
+        _time(ours),
+        "-" if reached is None else f"{reached:.0f}",
+        *map(_time, peers.values()),
+        f"{max(ratios):.2f}" if ratios else "-",
+        *map(_memory, others),
+        *map(_error, others),
+    ]
 
 
 def measured() -> dict[tuple[str, str], dict[str, Row]]:
     """The newest rows of every operator and sample of which there is one of ours."""
     runs = [run for run in store.read("operators") if store.device(run) == CARD]
-    found = newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
-    return {key: rows for key, rows in sorted(found.items()) if "ours" in rows}
+    newest_rows = newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    return {key: rows for key, rows in sorted(newest_rows.items()) if "ours" in rows}
 
 
 def peak(ours: Row) -> float | None:
     """Percent of what the least bytes or operations allow, forward and backward."""
-    found: float | None = (ours.row.get("percent_of_peak") or {}).get("both")
-    return found
+    percent: float | None = (ours.row.get("percent_of_peak") or {}).get("both")
+    return percent
 
 
 def every() -> str:
     """The newest rows of every operator."""
-    found = measured()
+    newest_rows = measured()
     heads = ["operator", "shape", "ours, ms", "% of peak", *PEERS, "ours / best"]
     heads += [f"{what}: {who}" for what in ("GiB", "error") for who in ("ours", *BESIDE)]
     lines = [heads, ["---"] * len(heads)]
-    lines += [line(op, name, rows) for (op, name), rows in found.items()]
-    if not found:
+    lines += [line(op, name, rows) for (op, name), rows in newest_rows.items()]
+    if not newest_rows:
         return ""
-    used = [one.data for rows in found.values() for one in rows.values()]
+    used = [one.data for rows in newest_rows.values() for one in rows.values()]
     shown = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    lacking = sorted({samples.public(op) for op in operators()} - {op for op, _ in found})
+    lacking = sorted({samples.public(op) for op in operators()} - {op for op, _ in newest_rows})
     names = ", ".join(f"`{op}`" for op in lacking)
     text = f"{performance.provenance(used)}\n\n{shown}"
     return f"{text}\n\nNot measured: {names}." if names else text

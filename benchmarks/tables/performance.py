@@ -15,9 +15,12 @@ Run = Mapping[str, Any]
 Rows = dict[str, Mapping[str, Any]]  # of one measurement, by who was measured
 PEOPLE = {"stock": "Hugging Face", "liger": "Liger-Kernel", "ours": "liger_multi"}
 PACKAGES = {
-    "torch": "torch", "triton": "triton", "transformers": "transformers",
-    "liger-kernel": "Liger-Kernel", "trl": "TRL",
-}  # fmt: skip
+    "torch": "torch",
+    "triton": "triton",
+    "transformers": "transformers",
+    "liger-kernel": "Liger-Kernel",
+    "trl": "TRL",
+}
 ABSENT = "-"
 NOISE, TOO_NOISY = 15.0, 40.0
 """Percent between the fastest and the slowest step: what is shown, and what makes no headline."""
@@ -26,21 +29,21 @@ NOISE, TOO_NOISY = 15.0, 40.0
 # --- what was measured ---
 
 
-def newest(kind: str, name: Callable[[Run, Any], Any], who: str) -> dict[Any, tuple[Run, Rows]]:
+def newest(run_type: str, name: Callable[[Run, Any], Any], who: str) -> dict[Any, tuple[Run, Rows]]:
     """Every measurement by its name: its newest run that has ours, and the rows of that run."""
-    found: dict[Any, tuple[Run, Rows]] = {}
-    for data in store.read(kind):
+    newest_rows: dict[Any, tuple[Run, Rows]] = {}
+    for data in store.read(run_type):
         rows: dict[Any, Rows] = {}
         for row in data["rows"]:
             rows.setdefault(name(data, row), {})[row[who]] = row
-        found |= {key: (data, some) for key, some in rows.items() if "ours" in some}
-    return found
+        newest_rows |= {key: (data, some) for key, some in rows.items() if "ours" in some}
+    return newest_rows
 
 
 def models() -> dict[str, tuple[Run, Rows]]:
     """Whole models without a limit of memory, the variants that run eagerly."""
-    found = newest("models", lambda data, row: (row["run"], data["limit_gb"]), "variant")
-    return {run: one for (run, limit), one in found.items() if limit is None}
+    newest_rows = newest("models", lambda data, row: (row["run"], data["limit_gb"]), "variant")
+    return {run: one for (run, limit), one in newest_rows.items() if limit is None}
 
 
 def longest() -> dict[tuple[str, float | None], list[tuple[Run, Any]]]:
@@ -48,12 +51,12 @@ def longest() -> dict[tuple[str, float | None], list[tuple[Run, Any]]]:
 
     Those of the newest search's card come first; of another card are those that it lacks.
     """
-    found: dict[tuple[str, float | None], list[tuple[Run, Any]]] = {}
+    newest_rows: dict[tuple[str, float | None], list[tuple[Run, Any]]] = {}
     for data in sorted(store.read("longest"), key=store.moment):
         for row in data["rows"]:
             if "longest" not in row:
                 continue
-            searches = found.setdefault((row["model"], data["limit_gb"]), [])
+            searches = newest_rows.setdefault((row["model"], data["limit_gb"]), [])
             card, who = store.device(data), row["provider"]
             same = [
                 one for run, one in searches if (store.device(run), one["provider"]) == (card, who)
@@ -62,10 +65,10 @@ def longest() -> dict[tuple[str, float | None], list[tuple[Run, Any]]]:
             known = {name: value for name, value in row.items() if value is not None}
             others = [one for one in searches if one[1]["provider"] != who]
             searches[:] = [(data, {**(same[0] if same else {}), **known}), *others]
-    for searches in found.values():
+    for searches in newest_rows.values():
         card = store.device(searches[0][0])
         searches.sort(key=lambda one: store.device(one[0]) != card)
-    return found
+    return newest_rows
 
 
 def from_elsewhere(searches: Sequence[tuple[Run, Any]], who: str) -> str:
@@ -156,20 +159,22 @@ MIXTURE = "qwen3-30b-a3b-4-layers:4x2048"
 
 def whole_models() -> str:
     """Tokens a second and memory of every run."""
-    found = models()
+    newest_rows = models()
     lines, runs = [], []  # a spread is half the distance of the fastest and the slowest step
-    for run, (data, rows) in sorted(found.items()):
+    for run, (data, rows) in sorted(newest_rows.items()):
         if not {"liger", "stock"} & set(rows):
             continue
         runs.append(data)
         lines.append(
             [
-                title(run), *[speed(rows.get(who)) for who in EAGER],
+                title(run),
+                *[speed(rows.get(who)) for who in EAGER],
                 ratio(rows, "tokens_per_second", "liger"),
                 *[number(rows.get(who), "GiB") for who in EAGER],
-                ratio(rows, "peak_bytes", "liger"), store.device(data).split()[1],
+                ratio(rows, "peak_bytes", "liger"),
+                store.device(data).split()[1],
             ]
-        )  # fmt: skip
+        )
     heads = [f"{PEOPLE[who]}, tokens/s" for who in EAGER]
     memory = [f"{PEOPLE[who]}, GiB" for who in EAGER]
     heads = ["run", *heads, "ours / Liger", *memory, "ours / Liger", "card"]
@@ -178,17 +183,18 @@ def whole_models() -> str:
 
 def several_cards() -> str:
     """FSDP2 over the cards of a machine."""
-    found = newest("several-cards", lambda _, row: (row["run"], row["cards"]), "variant")
-    runs = [data for data, _ in found.values()]
+    newest_rows = newest("several-cards", lambda _, row: (row["run"], row["cards"]), "variant")
+    runs = [data for data, _ in newest_rows.values()]
     lines = [
         [
-            f"{title(run)} a card", str(cards),
+            f"{title(run)} a card",
+            str(cards),
             *[number(rows.get(who), "tokens") for who in EAGER],
             ratio(rows, "tokens_per_second", "liger"),
             *[number(rows.get(who), "GiB") for who in EAGER],
         ]
-        for (run, cards), (_, rows) in sorted(found.items())
-    ]  # fmt: skip
+        for (run, cards), (_, rows) in sorted(newest_rows.items())
+    ]
     heads = [f"{PEOPLE[who]}, tokens/s" for who in EAGER]
     memory = [f"{PEOPLE[who]}, GiB a card" for who in EAGER]
     return block(runs, ["run", "cards", *heads, "ours / Liger", *memory], lines)
@@ -202,11 +208,10 @@ def compiled() -> str:
         "ours": "ours",
         "ours+attention": "ours with `register_attention`",
     }
-    found = {
-        run: one for run, one in models().items()
-        if any(who.endswith("+compile") for who in one[1])
-    }  # fmt: skip
-    newest_run = max(found.items(), key=lambda item: store.moment(item[1][0]), default=None)
+    newest_rows = {
+        run: one for run, one in models().items() if any(who.endswith("+compile") for who in one[1])
+    }
+    newest_run = max(newest_rows.items(), key=lambda item: store.moment(item[1][0]), default=None)
     if newest_run is None:
         return ""
     run, (data, rows) = newest_run
@@ -225,11 +230,11 @@ def longest_sequences() -> str:
     """The longest sequence of each variant, and the shortest that failed."""
     lines, runs = [], []
     for (model, limit), rows in sorted(longest().items(), key=str):
-        found = {row["provider"]: row for _, row in rows}
+        by_provider = {row["provider"]: row for _, row in rows}
         runs += [data for data, _ in rows]
         where = store.device(rows[0][0]) if limit is None else f"{limit:g} GB"
         cells = [
-            number(found.get(who), unit) + from_elsewhere(rows, who)
+            number(by_provider.get(who), unit) + from_elsewhere(rows, who)
             for who in EAGER
             for unit in ("longest", "too-long")
         ]
@@ -255,9 +260,9 @@ def heads() -> str:
 
     op = "fused_linear_cross_entropy"
     runs = [run for run in store.read("operators") if store.device(run) == store.DEVICES["h100"]]
-    found = measured.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    newest_rows = measured.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
     lines, used = [], []
-    for (name, sample), rows in sorted(found.items()):
+    for (name, sample), rows in sorted(newest_rows.items()):
         if name != op or "ours" not in rows:
             continue
         used += [rows[who].data for who in HEADS if who in rows]
@@ -286,18 +291,20 @@ def _over(ours: Mapping[str, Any], row: Mapping[str, Any]) -> str:
 
 def losses() -> str:
     """Losses on hidden states beside the GEMMs that they need, TRL, Liger-Kernel and PyTorch."""
-    found = newest("losses", lambda _, row: (row["case"], store.shape(row)), "provider")
+    newest_rows = newest("losses", lambda _, row: (row["case"], store.shape(row)), "provider")
     lines = []
     who = ("ours", "products", "trl", "liger", "torch")
-    for (case, shape), (data, rows) in sorted(found.items()):
+    for (case, shape), (data, rows) in sorted(newest_rows.items()):
         lines.append(
             [
-                case, shape, *[_within(rows.get(name)) for name in who],
+                case,
+                shape,
+                *[_within(rows.get(name)) for name in who],
                 *[ratio(rows, "both_ms", name) for name in who[1:]],
                 *[number(rows.get(name), "GiB") for name in ("ours", "trl", "liger", "torch")],
                 store.device(data).split()[1],
             ]
-        )  # fmt: skip
+        )
     shown = {
         "ours": "ours",
         "products": "the GEMMs",
@@ -308,7 +315,7 @@ def losses() -> str:
     heads = ["loss", "shape", *[f"{shown[name]}, ms" for name in who]]
     heads += [f"ours / {shown[name]}" for name in who[1:]]
     heads += [f"{shown[name]}, GiB" for name in ("ours", "trl", "liger", "torch")] + ["card"]
-    return block([data for data, _ in found.values()], heads, lines)
+    return block([data for data, _ in newest_rows.values()], heads, lines)
 
 
 def _within(row: Mapping[str, Any] | None) -> str:
@@ -321,10 +328,10 @@ def experts() -> str:
     from benchmarks.tables import measured
 
     runs = [run for run in store.read("operators") if store.device(run) == store.DEVICES["h100"]]
-    found = measured.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
+    newest_rows = measured.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
     who = {"torch": "PyTorch", "liger": "Liger", "transformers-grouped": "transformers"}
     lines, used = [], []
-    for (op, sample), rows in sorted(found.items(), key=lambda item: _tokens(item[0][1])):
+    for (op, sample), rows in sorted(newest_rows.items(), key=lambda item: _tokens(item[0][1])):
         if op != "fused_moe" or "ours" not in rows:
             continue
         used += [rows[name].data for name in ("ours", *who) if name in rows]
@@ -351,13 +358,17 @@ def _tokens(sample: str) -> int:
 
 def shown_models() -> dict[str, tuple[Run, Rows]]:
     """The runs of the headline, of which all three trained: two dense models and a mixture."""
-    found = {
-        run: one for run, one in models().items()
+    newest_rows = {
+        run: one
+        for run, one in models().items()
         if all(one[1].get(who, {}).get("peak_bytes") for who in EAGER)
         if max(one[1][who]["spread_percent"] for who in EAGER) < TOO_NOISY
-    }  # fmt: skip
-    names = [*[run for run in DENSE if run in found][:2], *[MIXTURE] * (MIXTURE in found)]
-    return {run: found[run] for run in names}
+    }
+    names = [
+        *[run for run in DENSE if run in newest_rows][:2],
+        *[MIXTURE] * (MIXTURE in newest_rows),
+    ]
+    return {run: newest_rows[run] for run in names}
 
 
 def headline() -> str:
@@ -382,9 +393,9 @@ def headline() -> str:
         add([data], name, rows, "tokens", "tokens/s")
     for (model, limit), some in sorted(longest().items(), key=str):
         if limit is not None:
-            found = {row["provider"]: row for _, row in some}
+            by_provider = {row["provider"]: row for _, row in some}
             name = f"{title(model)} within `{limit:g} GB`, longest sequence"
-            add([data for data, _ in some], name, found, "longest", "tokens")
+            add([data for data, _ in some], name, by_provider, "longest", "tokens")
             for place, who in enumerate(EAGER, 1):
                 lines[-1][place] += from_elsewhere(some, who)
     heads = ["bf16, fused AdamW", *PEOPLE.values()]

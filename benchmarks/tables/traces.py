@@ -32,20 +32,20 @@ class Table(NamedTuple):
     join: Callable[[Iterable[Cells]], list[list[str]]]
 
 
-def one_each(found: Iterable[Cells]) -> list[list[str]]:
+def one_each(lines: Iterable[Cells]) -> list[list[str]]:
     """A row a line."""
-    return [[cell or "-" for cell in cells] for cells in found]
+    return [[cell or "-" for cell in cells] for cells in lines]
 
 
-def both_ways(found: Iterable[Cells]) -> list[list[str]]:
+def both_ways(lines: Iterable[Cells]) -> list[list[str]]:
     """Forward and backward of one shape as one row, and of all kernels the two longest.
 
     Shapes near the peak are left out.
     """
     pairs: dict[Cells, list[Cells]] = {}
-    for cells in found:
+    for cells in lines:
         pairs.setdefault(cells[:2], []).append(cells[2:])
-    made = []
+    table_rows = []
     for names, ways in pairs.items():
         numbers = zip(*(map(float, (cell or 0 for cell in way[:4])) for way in ways), strict=True)
         launches, time, least, floor = map(sum, numbers)
@@ -55,15 +55,26 @@ def both_ways(found: Iterable[Cells]) -> list[list[str]]:
         longest = sorted(kernels, key=lambda kernel: -float(kernel[1]))[:2]
         shown = "; ".join(f"{plain(name)} {length}" for name, length in longest)
         bound = [f"{least:.1f}", f"{floor:.1f}", f"{100 * floor / time:.0f}"]
-        made.append([*names, f"{launches:.0f}", f"{time:.1f}", *(bound if floor else "---"), shown])
-    return made
+        table_rows.append(
+            [*names, f"{launches:.0f}", f"{time:.1f}", *(bound if floor else "---"), shown]
+        )
+    return table_rows
 
 
 TABLES = {
     "stalls": Table(
         "stalls",
-        ("count", "model", "form", "idle at a head, us: median", "least", "most", "copies",
-         "kernels of a step, ms", "idle in a step, ms"),
+        (
+            "count",
+            "model",
+            "form",
+            "idle at a head, us: median",
+            "least",
+            "most",
+            "copies",
+            "kernels of a step, ms",
+            "idle in a step, ms",
+        ),
         rf"(\w+) +(\S+) +(\w+) +idle at the head, us: median{NUMBER} least{NUMBER} most{NUMBER} of "
         rf"\d+ heads, (\d+) copies to the host; kernels of a step{NUMBER} ms, idle{NUMBER} ms",
         one_each,
@@ -76,14 +87,23 @@ TABLES = {
         one_each,
     ),
     "fusion": Table(
-        "head-fusion", ("shape", "what", "median, ms", "least, ms"),
+        "head-fusion",
+        ("shape", "what", "median, ms", "least, ms"),
         rf"(\S+) (.+?) +{NUMBER} ms, least{NUMBER}",
         one_each,
     ),
     "operators": Table(
         "operator-kernels",
-        ("operator", "shape", "launches", "kernels, us", "least, MiB", "at a copy's rate, us",
-         "% of peak", "longest kernels, us"),
+        (
+            "operator",
+            "shape",
+            "launches",
+            "kernels, us",
+            "least, MiB",
+            "at a copy's rate, us",
+            "% of peak",
+            "longest kernels, us",
+        ),
         rf"(\w+) (.+) (?:forward|backward): (\d+) launches,{NUMBER} us"
         rf"(?:, least{NUMBER} MiB ={NUMBER} us:\s*\d+ %)?; (.*)",
         both_ways,
@@ -95,13 +115,13 @@ TABLES = {
         rf"{NUMBER} ms, both{NUMBER} ms",
         one_each,
     ),
-}  # fmt: skip
+}
 
 
 def rows(table: Table, lines: Iterable[str]) -> list[list[str]]:
     """Cells of the lines that are rows; others are headings or lists of kernels."""
-    found = [re.fullmatch(table.line, line.strip()) for line in lines]
-    return table.join(match.groups() for match in found if match)
+    matches = [re.fullmatch(table.line, line.strip()) for line in lines]
+    return table.join(match.groups() for match in matches if match)
 
 
 def block(name: str) -> str:
@@ -111,9 +131,9 @@ def block(name: str) -> str:
         store.device(run): run for run in store.read("notes") if run["name"] == table.notes
     }
     for card, run in newest.items():
-        made = [list(table.heads), ["---"] * len(table.heads), *rows(table, run["rows"])]
+        table_rows = [list(table.heads), ["---"] * len(table.heads), *rows(table, run["rows"])]
         said = f"{card}, {run['date'][:10]}, commit {run['commit']}:"
-        parts.append("\n".join([said, "", *(f"| {' | '.join(cells)} |" for cells in made)]))
+        parts.append("\n".join([said, "", *(f"| {' | '.join(cells)} |" for cells in table_rows)]))
     return "\n\n".join(parts)
 
 

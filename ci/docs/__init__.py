@@ -37,7 +37,7 @@ from ci.docs import status
 from ci.docs.blocks import filled
 from ci.npu import levels
 from tests.sweep import page as coverage
-from tests.trainers.runs import page as trainers
+from tests.trainers import runs
 
 # --- pages ---
 
@@ -64,10 +64,10 @@ def forms(name: str) -> list[Callable[..., Any]]:
 
 def backend_folders() -> dict[str, Path]:
     """The folder of every backend in this repository, the reference and the shared layers first."""
-    found = {p.parent.name: p.parent for p in sorted((ROOT / "backends").glob("*/__init__.py"))}
-    shared = [name for name in found if not _record(name).device_type]
-    order = ["reference", *shared, *[name for name in found if name not in shared]]
-    return {name: found.get(name, ROOT / "reference") for name in order}
+    folders = {p.parent.name: p.parent for p in sorted((ROOT / "backends").glob("*/__init__.py"))}
+    shared = [name for name in folders if not _record(name).device_type]
+    order = ["reference", *shared, *[name for name in folders if name not in shared]]
+    return {name: folders.get(name, ROOT / "reference") for name in order}
 
 
 def _record(backend: str) -> Any:
@@ -77,9 +77,9 @@ def _record(backend: str) -> Any:
 def directions(backend: str, op: str) -> tuple[str, ...]:
     """Which directions of an operator a backend implements by itself."""
     registry = importlib.import_module("liger_multi.dispatch.registry")
-    found = registry.module(backend, op)
+    module = registry.module(backend, op)
     return tuple(
-        direction for direction in DIRECTIONS if getattr(found, direction, None) is not None
+        direction for direction in DIRECTIONS if getattr(module, direction, None) is not None
     )
 
 
@@ -90,7 +90,7 @@ def cell(backend: str, op: str, folders: dict[str, Path]) -> str:
 
 
 def directions_or_parent(backend: str, op: str, folders: dict[str, Path]) -> str:
-    """A backend's own directions, or where it turns for them."""
+    """A backend's own directions, or the backend that serves them."""
     own = directions(backend, op)
     if own == DIRECTIONS:
         return "yes"
@@ -105,10 +105,10 @@ def directions_or_parent(backend: str, op: str, folders: dict[str, Path]) -> str
 def by_family(operators: Iterable[str]) -> dict[str, list[str]]:
     """Operators by the title of their family, in the order of the first page's table."""
     contracts = importlib.import_module("liger_multi.dispatch.op").OPS
-    found: dict[str, list[str]] = {title: [] for title in OPERATOR_FAMILIES.values()}
+    families: dict[str, list[str]] = {title: [] for title in OPERATOR_FAMILIES.values()}
     for name in operators:
-        found[OPERATOR_FAMILIES[contracts[name].family]].append(name)
-    return found
+        families[OPERATOR_FAMILIES[contracts[name].family]].append(name)
+    return families
 
 
 def table() -> str:
@@ -128,14 +128,14 @@ def table() -> str:
 def family_tables() -> str:
     """A table of operators for every family, with every backend and the dtypes."""
     contracts = importlib.import_module("liger_multi.dispatch.op").OPS
-    folders, made = backend_folders(), ""
+    folders, text = backend_folders(), ""
     for family, title in OPERATOR_FAMILIES.items():
         rows = [["Operator", "What", *folders, "Input dtypes"], ["---"] * (len(folders) + 3)]
         for name, function in public_operators().items():
             if contracts[name].family == family:
                 rows.append(_operator_row(name, sections(function), folders))
-        made += f"## {title[0].upper()}{title[1:]}\n\n{_rows(rows)}\n\n"
-    return made
+        text += f"## {title[0].upper()}{title[1:]}\n\n{_rows(rows)}\n\n"
+    return text
 
 
 def _operator_row(name: str, text: dict[str, str], folders: dict[str, Path]) -> list[str]:
@@ -151,16 +151,16 @@ def _rows(rows: list[list[str]]) -> str:
 def sections(function: Callable[..., Any]) -> dict[str, str]:
     """A docstring's sections by heading; the summary stands under the empty name."""
     lines = (inspect.getdoc(function) or "").splitlines()
-    found: dict[str, list[str]] = {"": []}
+    sections: dict[str, list[str]] = {"": []}
     current = ""
     for line in lines:
         heading = HEADING.match(line)
         if heading:
             current = heading[1]
-            found[current] = []
+            sections[current] = []
         else:
-            found[current].append(line)
-    return {k: textwrap.dedent("\n".join(v)).strip() for k, v in found.items()}
+            sections[current].append(line)
+    return {k: textwrap.dedent("\n".join(v)).strip() for k, v in sections.items()}
 
 
 def summary(text: dict[str, str]) -> str:
@@ -216,9 +216,9 @@ def snippet(name: str) -> str:
     )
     lines = ["import torch", "from liger_multi import ops", ""]
     lines += [f"{tensor} = {drawn(spec)}" for tensor, spec in sample.tensors.items()]
-    given = [*tensors[:ordered], *[f"{tensor}={tensor}" for tensor in tensors[ordered:]]]
-    given += [f"{option}={value!r}" for option, value in sample.options.items()]
-    return "\n".join([*lines, f"result = ops.{name}({', '.join(given)})"])
+    arguments = [*tensors[:ordered], *[f"{tensor}={tensor}" for tensor in tensors[ordered:]]]
+    arguments += [f"{option}={value!r}" for option, value in sample.options.items()]
+    return "\n".join([*lines, f"result = ops.{name}({', '.join(arguments)})"])
 
 
 def drawn(spec: Any) -> str:
@@ -257,10 +257,10 @@ def promises(op: Any) -> list[str]:
     head = ["| | " + " | ".join(bits.PROPERTIES) + " |", "|---" * (len(bits.PROPERTIES) + 1) + "|"]
     reasons: dict[str, str] = {}
     for direction in DIRECTIONS:
-        made = getattr(op.bitwise, direction)
-        cells = [since.get(made.since(name), "no") for name in bits.PROPERTIES]
+        promise = getattr(op.bitwise, direction)
+        cells = [since.get(promise.since(name), "no") for name in bits.PROPERTIES]
         head.append(f"| {direction} | {' | '.join(cells)} |")
-        reasons |= {n: why for n, why in made.because.items() if n not in made.always}
+        reasons |= {n: why for n, why in promise.because.items() if n not in promise.always}
     return [*head, "", *[f"- `{name}`: {why}." for name, why in sorted(reasons.items())]]
 
 
@@ -420,16 +420,16 @@ def tables() -> dict[str, Callable[[], str]]:
         "loss-head": head,
         "loss-families": families,
     }
-    made: dict[str, Callable[[], str]] = {
+    builders: dict[str, Callable[[], str]] = {
         **float8.BLOCKS,
         **operators_h100.BLOCKS,
         **performance.BLOCKS,
         **traces.BLOCKS,
         "headline": performance.headline,
         "op-table": table,
-        "trainers": trainers.table,
+        "trainers": runs.table,
     }
-    return made | {name: partial(_joined, make) for name, make in lines.items()}
+    return builders | {name: partial(_joined, make) for name, make in lines.items()}
 
 
 def _joined(make: Callable[[], list[str]]) -> str:
@@ -443,7 +443,7 @@ def pages() -> list[Path]:
 
 def whole() -> dict[str, Callable[[], str]]:
     """Every page that is made whole for the site, by its path there."""
-    made: dict[str, Callable[[], str]] = {
+    builders: dict[str, Callable[[], str]] = {
         "index.md": front,
         "ops/index.md": operators_page,
         "convergence.md": measured.curves_page,
@@ -454,7 +454,9 @@ def whole() -> dict[str, Callable[[], str]]:
         "verification.md": status.page,
         "benchmarks.md": partial(committed, "benchmarks/README.md"),
     }
-    return made | {f"ops/{name}.md": partial(operator_page, name) for name in public_operators()}
+    return builders | {
+        f"ops/{name}.md": partial(operator_page, name) for name in public_operators()
+    }
 
 
 def build(folder: Path) -> None:
@@ -464,13 +466,13 @@ def build(folder: Path) -> None:
 
 def stale() -> Mapping[Path, tuple[str, str]]:
     """The pages whose text differs from what they are made of: old and new text by path."""
-    found, made = {}, tables()
+    outdated, builders = {}, tables()
     for path in pages():
         old = path.read_text(encoding="utf-8")
-        new = filled(old, made)
+        new = filled(old, builders)
         if new != old:
-            found[path] = (old, new)
-    return found
+            outdated[path] = (old, new)
+    return outdated
 
 
 # --- the site ---
@@ -550,14 +552,14 @@ def _normal(path: PurePosixPath) -> str:
 def configuration(operators: Iterable[str]) -> str:
     """The configuration of the site, with one entry an operator; it stands beside ``docs``."""
     text = (THEME / "mkdocs.yml").read_text(encoding="utf-8")
-    found = re.findall(rf"^( *){NAV}$", text, re.MULTILINE)
-    if len(found) != 1:
+    matches = re.findall(rf"^( *){NAV}$", text, re.MULTILINE)
+    if len(matches) != 1:
         raise SystemExit(f"ci/site/mkdocs.yml needs the line {NAV!r} once, where the operators go")
     lines = []
     for title, names in by_family(operators).items():
         lines += [f"- {title[0].upper()}{title[1:]}:"]
         lines += [f"    - {name}: ops/{name}.md" for name in names]
-    indented = "\n".join(found[0] + line for line in lines)
+    indented = "\n".join(matches[0] + line for line in lines)
     return re.sub(rf"^ *{NAV}$", indented, text, flags=re.MULTILINE)
 
 
@@ -612,20 +614,20 @@ def arguments(documented: Any) -> dict[str, str]:
     text = inspect.getdoc(documented) or ""
     body = re.split(r"^Args:\n", text, maxsplit=1, flags=re.MULTILINE)[1]
     body = textwrap.dedent(re.split(r"^\w+:\n", body, maxsplit=1, flags=re.MULTILINE)[0])
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for line in body.splitlines():
         match = re.match(r"(\w+): (.*)", line)
         if match:
-            found[match[1]] = match[2]
+            texts[match[1]] = match[2]
         elif line.strip():
-            found[list(found)[-1]] += f" {line.strip()}"
-    return found
+            texts[list(texts)[-1]] += f" {line.strip()}"
+    return texts
 
 
 def rows(header: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> list[str]:
     """A table in Markdown."""
-    made = [header, ("---",) * len(header), *lines]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in made]
+    table = [header, ("---",) * len(header), *lines]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
 
 
 def clean(text: str) -> str:
@@ -634,25 +636,27 @@ def clean(text: str) -> str:
     return text.replace("``", "`")
 
 
-def options(kind: type) -> list[str]:
+def options(options_class: type) -> list[str]:
     """The table of a dataclass of options."""
-    defaults = {f.name: f.default for f in dataclasses.fields(kind)}
-    lines = [(f"`{n}`", f"`{defaults[n]!r}`", clean(t)) for n, t in arguments(kind).items()]
+    defaults = {f.name: f.default for f in dataclasses.fields(options_class)}
+    lines = [
+        (f"`{n}`", f"`{defaults[n]!r}`", clean(t)) for n, t in arguments(options_class).items()
+    ]
     return rows(("Option", "Default", "What"), lines)
 
 
 def head() -> list[str]:
     """The table of what a head takes."""
-    found = arguments(importlib.import_module("liger_multi.losses").Head)
-    return rows(("Of a head", "What"), [(f"`{n}`", clean(t)) for n, t in found.items()])
+    texts = arguments(importlib.import_module("liger_multi.losses").Head)
+    return rows(("Of a head", "What"), [(f"`{n}`", clean(t)) for n, t in texts.items()])
 
 
 def loss_types(place: tuple[str, str]) -> Mapping[str, Any]:
     """The formulas of a family, by the name of the loss type."""
-    found: Mapping[str, Any] = getattr(
+    literals: Mapping[str, Any] = getattr(
         importlib.import_module(f"liger_multi.losses.{place[0]}"), place[1]
     )
-    return found
+    return literals
 
 
 def families() -> list[str]:
@@ -669,18 +673,18 @@ def losses_whole() -> str:
     """The page with a section for every function: its arguments, loss types and options."""
     losses, out = importlib.import_module("liger_multi.losses"), [NOTE, "", "# Loss options", ""]
     out += ["How to use them: [losses](losses.md).", ""]
-    for title, name, kind, place in FAMILIES:
+    for title, name, options_class, place in FAMILIES:
         function = getattr(losses, name)
         text = (inspect.getdoc(function) or "").split("Args:")[0].strip()
         out += [f"## {title}", "", f"`losses.{name}`: {clean(text)}", ""]
-        given = [(f"`{n}`", clean(t)) for n, t in arguments(function).items() if n != "options"]
-        out += [*rows(("Argument", "What"), given), ""]
+        table = [(f"`{n}`", clean(t)) for n, t in arguments(function).items() if n != "options"]
+        out += [*rows(("Argument", "What"), table), ""]
         if place is None:
             out += ["Further options are those of `sequence_loss`.", ""]
             continue
         what = "Divergence" if place[1] == "DIVERGENCES" else "Loss type"
         lines = [(f"`{n}`", str(formula.source)) for n, formula in loss_types(place).items()]
-        out += [*rows((what, "Source"), lines), "", *options(getattr(losses, kind)), ""]
+        out += [*rows((what, "Source"), lines), "", *options(getattr(losses, options_class)), ""]
     return "\n".join(out)
 
 
@@ -692,10 +696,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.docs", description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if one is stale")
     parser.add_argument("--site", type=Path, metavar="FOLDER", help="where the site's pages go")
-    given = parser.parse_args()
-    found = stale()
-    for path, (old, new) in found.items():
-        if given.check:
+    options = parser.parse_args()
+    pages = stale()
+    for path, (old, new) in pages.items():
+        if options.check:
             difference = difflib.unified_diff(
                 old.splitlines(True), new.splitlines(True), path.name, "generated", n=0
             )
@@ -704,6 +708,6 @@ def main() -> int:
         else:
             path.write_text(new, encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
-    if given.site:
-        build(given.site)
-    return int(given.check and bool(found))
+    if options.site:
+        build(options.site)
+    return int(options.check and bool(pages))

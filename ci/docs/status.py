@@ -75,14 +75,14 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def failed(found: Sequence[Result]) -> list[str]:
+def failed(results: Sequence[Result]) -> list[str]:
     """What failed in the newest run of every part, where it is red.
 
     Raises:
         ValueError: A red run does not say it.
     """
     newest: dict[str, Result] = {}
-    for one in found:
+    for one in results:
         newest.setdefault(one.part, one)
     lines = []
     for one in newest.values():
@@ -96,9 +96,9 @@ def failed(found: Sequence[Result]) -> list[str]:
 
 def _records() -> dict[str, Any]:
     names = sorted(p.parent.name for p in (ROOT / "backends").glob("*/__init__.py"))
-    found = {n: importlib.import_module(f"liger_multi.backends.{n}").BACKEND for n in names}
+    records = {n: importlib.import_module(f"liger_multi.backends.{n}").BACKEND for n in names}
     first = {"reference": importlib.import_module("liger_multi.reference").BACKEND}
-    return {**first, **dict(sorted(found.items(), key=lambda item: item[1].device_type or ""))}
+    return {**first, **dict(sorted(records.items(), key=lambda item: item[1].device_type or ""))}
 
 
 COUNTED = ("device", "PyTorch", "passed", "failed", "skipped", "date", "commit")
@@ -116,7 +116,7 @@ def _counted(one: Result) -> tuple[str, ...]:
     return (device, one.versions["torch"], passed, failing, skipped, one.date[:10], one.commit[:7])
 
 
-def _native(name: str, record: Any, found: Sequence[Result]) -> list[tuple[str, ...]]:
+def _native(name: str, record: Any, results: Sequence[Result]) -> list[tuple[str, ...]]:
     """Rows of the newest run on a device of the backend's, and of the newest green one.
 
     The reference runs on a CPU, and so does a layer that no backend inherits: tests pin it.
@@ -127,7 +127,7 @@ def _native(name: str, record: Any, found: Sequence[Result]) -> list[tuple[str, 
     names = {name, *heirs, *(["native"] if on_cpu else [])}
     runs = [
         one
-        for one in found
+        for one in results
         if one.ran and one.part in names and (one.device["device"] == "cpu") == on_cpu
     ]
     if not runs:
@@ -144,14 +144,14 @@ def _heirs(name: str) -> list[str]:
     return [n for n, record in _records().items() if name in record.parents]
 
 
-def _beside(name: str, found: Sequence[Result]) -> list[tuple[str, ...]]:
+def _beside(name: str, results: Sequence[Result]) -> list[tuple[str, ...]]:
     """Rows of the newest runs that need no device of the backend's."""
     rows = []
     for part in SIMULATED if name != "reference" else ():
-        newest = next((o for o in found if o.part == part and name in o.backends), None)
+        newest = next((o for o in results if o.part == part and name in o.backends), None)
         rows += [(part, name, *_counted(newest))] if newest is not None else []
     compiled = next(
-        (o for o in found if o.part == "cross-compiled" and o.green and judged(o)), None
+        (o for o in results if o.part == "cross-compiled" and o.green and judged(o)), None
     )
     if compiled is not None and name in CODE_GENERATORS:
         _, *counts = _counted(compiled)
@@ -168,14 +168,14 @@ def judged(one: Result) -> bool:
 
 def architectures(backend: str) -> list[str]:
     """What kernels are compiled for, of one vendor; read as text, as Triton may be absent."""
-    found = []
+    architectures = []
     for node in ast.walk(
         ast.parse((ROOT / "ci" / "static" / "__init__.py").read_text(encoding="utf-8"))
     ):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == CODE_GENERATORS[backend]:
             first = ast.literal_eval(node.args[0])
-            found.append(first if isinstance(first, str) else f"sm{first}")
-    return found
+            architectures.append(first if isinstance(first, str) else f"sm{first}")
+    return architectures
 
 
 # how entries of launch tables begin whose numbers nobody measured, and what they are
@@ -187,7 +187,9 @@ def _numbers_of(table: Path) -> str:
     entries = (yaml.safe_load(table.read_text(encoding="utf-8")) or {}).get("entries") or {}
     sources = [str(e.get("source")) for several in entries.values() for e in several]
     kinds = {
-        next((kind for start, kind in UNMEASURED.items() if source.startswith(start)), "measured")
+        next(
+            (origin for start, origin in UNMEASURED.items() if source.startswith(start)), "measured"
+        )
         for source in sources
     }
     return "measured" if "measured" in kinds else ", ".join(sorted(kinds))
@@ -201,7 +203,7 @@ def _own(name: str) -> tuple[str, ...]:
     tables: dict[str, list[str]] = {}
     for path in sorted((folder / "launch").glob("*.yaml")):
         tables.setdefault(_numbers_of(path), []).append(path.stem)
-    said = "; ".join(f"{', '.join(names)} ({kind})" for kind, names in tables.items())
+    said = "; ".join(f"{', '.join(names)} ({origin})" for origin, names in tables.items())
     record = _records()[name]
     floor = ["reference"] if record.device_type else []
     xfails = ROOT / "tests" / "xfails" / f"{name}.txt"

@@ -48,9 +48,9 @@ WIDTHS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def _logits(cols: int, weighted: bool = False) -> dict[str, T]:
-    made = {"logits": T((ROWS, cols)), "target": T((ROWS,), classes=cols)}
+    tensors = {"logits": T((ROWS, cols)), "target": T((ROWS,), classes=cols)}
     extra = {"weight": T((cols,), positive=True, grad=False)}
-    return {**made, **(extra if weighted else {})}
+    return {**tensors, **(extra if weighted else {})}
 
 
 def _pair(cols: int) -> dict[str, T]:
@@ -66,41 +66,48 @@ def _norm(cols: int, **terms: T) -> dict[str, T]:
 
 
 def _head(cols: int) -> dict[str, T]:
-    return {
-        "hidden": T((ROWS, 64)), "weight": T((cols, 64)), "target": T((ROWS,), classes=cols)
-    }  # fmt: skip
+    return {"hidden": T((ROWS, 64)), "weight": T((cols, 64)), "target": T((ROWS,), classes=cols)}
 
 
 FORMS = [
     {"form": student, "teacher_form": teacher}
     for student, teacher in (
-        ("logits", "logits"), ("log_prob", "log_prob"), ("prob", "prob"), ("logits", "prob"),
+        ("logits", "logits"),
+        ("log_prob", "log_prob"),
+        ("prob", "prob"),
+        ("logits", "prob"),
     )
-]  # fmt: skip
+]
 TERMS = (("x", None), ("residual", torch.float32))
 
 
 def _rope(cols: int, angles: int, dtype: torch.dtype | None = None) -> dict[str, T]:
-    made = {n: T((1, h, ROWS, cols), layout="swapped") for n, h in (("q", 32), ("k", 8))}
-    return made | {n: T((1, ROWS, angles), dtype=dtype, grad=False) for n in ("cos", "sin")}
+    tensors = {n: T((1, h, ROWS, cols), layout="swapped") for n, h in (("q", 32), ("k", 8))}
+    return tensors | {n: T((1, ROWS, angles), dtype=dtype, grad=False) for n in ("cos", "sin")}
 
 
 def _convolution(cols: int, width: int, more: str = "") -> dict[str, T]:
-    made = {
-        "x": T((1, 24, cols)), "weight": T((cols, width)), "bias": T((cols,)),
-        "initial_state": T((1, width - 1, cols)), "seq_idx": T((1, 24), classes=2, grad=False),
-    }  # fmt: skip
-    return {n: t for n, t in made.items() if n in ("x", "weight", *more.split())}
+    tensors = {
+        "x": T((1, 24, cols)),
+        "weight": T((cols, width)),
+        "bias": T((cols,)),
+        "initial_state": T((1, width - 1, cols)),
+        "seq_idx": T((1, 24), classes=2, grad=False),
+    }
+    return {n: t for n, t in tensors.items() if n in ("x", "weight", *more.split())}
 
 
 def _scan(cols: int, size: int, more: str = "D delta_bias") -> dict[str, T]:
-    made = {
+    tensors = {
         **{n: T((1, 17, cols)) for n in ("u", "delta", "z")},
-        **{n: T((1, 17, size)) for n in "BC"}, "A": T((cols, size), torch.float32, negative=True),
-        "D": T((cols,)), "delta_bias": T((cols,)), "initial_state": T((1, cols, size)),
+        **{n: T((1, 17, size)) for n in "BC"},
+        "A": T((cols, size), torch.float32, negative=True),
+        "D": T((cols,)),
+        "delta_bias": T((cols,)),
+        "initial_state": T((1, cols, size)),
         "seq_idx": T((1, 17), classes=2, grad=False),
-    }  # fmt: skip
-    return {n: t for n, t in made.items() if n in ("u", "delta", *"ABC", *more.split())}
+    }
+    return {n: t for n, t in tensors.items() if n in ("u", "delta", *"ABC", *more.split())}
 
 
 MANY = 65536  # channels, with which every core has a block of the largest size
@@ -122,7 +129,9 @@ CASES: dict[str, tuple[tuple[dict[str, T], dict[str, object]], ...]] = {
     **{
         name: tuple((_pair(128256), {**form, **own}) for own in options for form in FORMS)
         for name, options in (
-            ("kl_div", ({},)), ("tvd", ({},)), ("jsd", ({"beta": 0.5}, {"beta": 1.0})),
+            ("kl_div", ({},)),
+            ("tvd", ({},)),
+            ("jsd", ({"beta": 0.5}, {"beta": 1.0})),
         )
     },
     "rms_norm": (
@@ -180,7 +189,7 @@ CASES: dict[str, tuple[tuple[dict[str, T], dict[str, object]], ...]] = {
         (_scan(MANY, 16, "initial_state"), {"output_final_state": True}),
         (_scan(MANY // 4, 128), SOFT),
     ),
-}  # fmt: skip
+}
 
 
 def info(chip: Chip) -> DeviceInfo:
@@ -189,8 +198,8 @@ def info(chip: Chip) -> DeviceInfo:
 
 
 def _call(op: str, tensors: dict[str, T], options: dict[str, object], dtype: torch.dtype) -> None:
-    made = Sample("case", tensors, options).make("npu", dtype)
-    result = samples.call(op, **made, **options)
+    arguments = Sample("case", tensors, options).make("npu", dtype)
+    result = samples.call(op, **arguments, **options)
     parts = [result] if isinstance(result, torch.Tensor) else list(result)
     outs = [p for p in parts if p is not None and p.requires_grad]
     torch.autograd.backward(outs, [torch.ones_like(p) for p in outs])
@@ -214,17 +223,19 @@ def launches_of(
     chip: Chip, dtype: torch.dtype, of: dict[str, int] | None = None
 ) -> dict[str, Launch]:
     """What the cases launch on a chip, by what is compiled."""
-    found: dict[str, Launch] = {}
+    launches: dict[str, Launch] = {}
     with (
-        Device(), launching.simulate(info(chip)), blocks(of),
-        caught(lambda made: found.update({made.key: replace(made, arguments={})}), chip),
-    ):  # fmt: skip
+        Device(),
+        launching.simulate(info(chip)),
+        blocks(of),
+        caught(lambda launch: launches.update({launch.key: replace(launch, arguments={})}), chip),
+    ):
         for op, calls in CASES.items():
             assert op in OPS, op
             for tensors, options in calls:
                 with liger_multi.use(**{op: "npu"}):
                     _call(op, tensors, options, dtype)
-    return found
+    return launches
 
 
 # By what was seen of the compiler: the mixture of two distributions takes the most, and tanh.
@@ -245,16 +256,37 @@ FOLDER = HERE.parent.parent / "backends" / "npu" / "launch"
 SIZES = (512, 1024, 2048, 4096, 8192, 16384)
 TYPES = {2: torch.bfloat16, 4: torch.float32}
 NAMES = (
-    "row_statistics", "row_gradient", "pair_sums", "pair_gradient", "norm_forward",
-    "norm_backward", "norm_weight", "gated_forward", "gated_backward", "dyt_forward",
-    "dyt_backward", "rope", "conv_forward", "conv_backward", "scan_forward", "scan_reverse",
-)  # fmt: skip
+    "row_statistics",
+    "row_gradient",
+    "pair_sums",
+    "pair_gradient",
+    "norm_forward",
+    "norm_backward",
+    "norm_weight",
+    "gated_forward",
+    "gated_backward",
+    "dyt_forward",
+    "dyt_backward",
+    "rope",
+    "conv_forward",
+    "conv_backward",
+    "scan_forward",
+    "scan_reverse",
+)
 # by whose elements a kernel's block is chosen
 ASKED = {
-    "row": "raw", "pair": "student", "norm_forward": "y", "norm_backward": "dx", "norm_weight": "x",
-    "gated_forward": "y", "gated_backward": "dy", "dyt": "x", "rope": "x",
-    "conv": "x", "scan": "u",
-}  # fmt: skip
+    "row": "raw",
+    "pair": "student",
+    "norm_forward": "y",
+    "norm_backward": "dx",
+    "norm_weight": "x",
+    "gated_forward": "y",
+    "gated_backward": "dy",
+    "dyt": "x",
+    "rope": "x",
+    "conv": "x",
+    "scan": "u",
+}
 SIZE = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
 HEAD = """# Columns a step, written by `python -m ci.npu.blocks` with bishengir-compile {version} for {chip}:
 # the largest with which every form of a kernel leaves room for double buffers in the {buffer}
@@ -286,10 +318,10 @@ def key(launch: Launch) -> str:
 
 def grouped(launches: Iterable[Launch]) -> dict[str, list[Launch]]:
     """Forms of each kernel, the ones that want the most room first."""
-    found = defaultdict(list)
+    groups = defaultdict(list)
     for launch in sorted(launches, key=appetite, reverse=True):
-        found[key(launch)].append(launch)
-    return dict(found)
+        groups[key(launch)].append(launch)
+    return dict(groups)
 
 
 def fits(verdict: lowering.Verdict) -> bool:
@@ -317,10 +349,10 @@ def size_of(launch: Launch) -> int:
 
 @functools.cache
 def _launched(chip: Chip, block: int) -> list[Launch]:
-    made: dict[str, Launch] = {}
+    launches: dict[str, Launch] = {}
     for dtype in TYPES.values():  # some tensors of a call may be wider than others
-        made |= launches_of(chip, dtype, dict.fromkeys(NAMES, block))
-    return list(made.values())
+        launches |= launches_of(chip, dtype, dict.fromkeys(NAMES, block))
+    return list(launches.values())
 
 
 def forms(chip: Chip, size: int, block: int) -> dict[str, list[Launch]]:
@@ -332,53 +364,53 @@ def compiled(
     launches: list[Launch], chip: Chip
 ) -> tuple[list[tuple[Launch, lowering.Verdict]], tuple[Launch, lowering.Verdict] | None]:
     """Verdicts of forms up to the first that does not fit, and that one."""
-    made: list[tuple[Launch, lowering.Verdict]] = []
+    verdicts: list[tuple[Launch, lowering.Verdict]] = []
     for launch in launches:
         verdict = lowering.compile_by_vendor(launch, chip)
         if not fits(verdict):
-            return made, (launch, verdict)
-        made.append((launch, verdict))
-    return made, None
+            return verdicts, (launch, verdict)
+        verdicts.append((launch, verdict))
+    return verdicts, None
 
 
 def search(name: str, chip: Chip, size: int) -> Found:
     """The largest block of a kernel: down from where its hungriest form still compiles."""
     refused = None
     for block in reversed(SIZES):
-        made, refusal = compiled(forms(chip, size, block)[name], chip)
+        verdicts, refusal = compiled(forms(chip, size, block)[name], chip)
         if refusal is None:
-            return Found(block, tuple(made), refused)
+            return Found(block, tuple(verdicts), refused)
         refused = refusal
     raise RuntimeError(f"{name}: no block of {SIZES} fits {chip.name}: {refused}")
 
 
 def constants(launch: Launch) -> str:
     """How a form differs from others."""
-    given = launch.constants.items()
-    parts = [f"{n}={v}" for n, v in given if v is not None and n != "BLOCK"]
-    absent = [n.removesuffix("_ptr") for n, v in given if v is None]
+    items = launch.constants.items()
+    parts = [f"{n}={v}" for n, v in items if v is not None and n != "BLOCK"]
+    absent = [n.removesuffix("_ptr") for n, v in items if v is None]
     kinds = sorted({v for v in launch.signature.values() if v[0] == "*"} - {"*i8", "*i64"})
     return " ".join([*parts, *kinds, *(["without " + ",".join(absent)] if absent else [])])
 
 
 def row(size: int, launch: Launch, verdict: lowering.Verdict) -> str:
     """One line of a chip's file."""
-    kind, block = lowering.KINDS[TYPES[size]], launch.constants["BLOCK"]
-    said = f"{key(launch):<16}{kind:<6}{block:>6}  {launch.key[:16]}  "
+    type_name, block = lowering.KINDS[TYPES[size]], launch.constants["BLOCK"]
+    said = f"{key(launch):<16}{type_name:<6}{block:>6}  {launch.key[:16]}  "
     return f"{said}{why(verdict):<32}  {constants(launch)}"
 
 
-def entry(size: int, found: Found, chip: Chip) -> str:
+def entry(size: int, result: Found, chip: Chip) -> str:
     """One entry of a launch table."""
     version = importlib.metadata.version("ascendnpu-ir")
-    most = max(verdict.buffer for _, verdict in found.forms)
-    said = f"finished search, bishengir-compile {version}, {chip.name}: {len(found.forms)} forms, "
+    most = max(verdict.buffer for _, verdict in result.forms)
+    said = f"finished search, bishengir-compile {version}, {chip.name}: {len(result.forms)} forms, "
     said += f"at most {most} of {chip.buffer} bytes"
-    if found.refused is not None:
-        said += f"; {2 * found.block}: {why(found.refused[1])}"
+    if result.refused is not None:
+        said += f"; {2 * result.block}: {why(result.refused[1])}"
     text = yaml.safe_dump(said, width=10**6).splitlines()[0]
     return (
-        f"  - when: {{bytes: [{size}, {size}]}}\n    config: {{block: {found.block}}}\n"
+        f"  - when: {{bytes: [{size}, {size}]}}\n    config: {{block: {result.block}}}\n"
         f"    source: {text}\n"
     )
 
@@ -406,11 +438,11 @@ def write(chip: Chip, names: Iterable[str] = NAMES) -> list[Path]:
     for name in names:
         entries[name] = ""
         for size in TYPES:
-            found = search(name, chip, size)
-            entries[name] += entry(size, found, chip)
-            lines += [row(size, *each) for each in found.forms]
-            if found.refused is not None:
-                lines.append(row(size, *found.refused))
+            result = search(name, chip, size)
+            entries[name] += entry(size, result, chip)
+            lines += [row(size, *each) for each in result.forms]
+            if result.refused is not None:
+                lines.append(row(size, *result.refused))
             print(lines[-1], flush=True)
     version = importlib.metadata.version("ascendnpu-ir")
     head = HEAD.format(version=version, chip=chip.name, buffer=chip.buffer)
@@ -439,9 +471,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("chips", nargs="*", default=list(CHIPS))
     parser.add_argument("--kernel", action="append", choices=NAMES, help="this one, or several")
-    given = parser.parse_args()
-    for chip in given.chips:
-        for file in write(CHIPS[chip], given.kernel or NAMES):
+    options = parser.parse_args()
+    for chip in options.chips:
+        for file in write(CHIPS[chip], options.kernel or NAMES):
             print(file)
 
 

@@ -33,11 +33,20 @@ from ci.venv import PINNED, ROOT, inherit, packages_of, torch_arguments
 
 TORCH = "2.13.0"
 ASCEND = (
-    f"torch_npu=={TORCH}", "triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", "pybind11", "numpy<2.4",
-)  # fmt: skip
+    f"torch_npu=={TORCH}",
+    "triton-ascend==3.2.0",
+    "ascendnpu-ir==1.2.0",
+    "pybind11",
+    "numpy<2.4",
+)
 OTHERS = (
-    "pytest>=8.2", "pytest-xdist>=3.5", "PyYAML>=6", "transformers>=5.0", "setuptools", "wheel",
-)  # fmt: skip
+    "pytest>=8.2",
+    "pytest-xdist>=3.5",
+    "PyYAML>=6",
+    "transformers>=5.0",
+    "setuptools",
+    "wheel",
+)
 VERSION = (3, 11)
 
 
@@ -63,8 +72,18 @@ def here(name: str) -> str:
 
 
 # Names that only CANN defines: binutils lists some of libc's without their versions.
-OWNED = ("acl", "Msprof", "rtDev", "rtFunction", "rtKernel", "rtGet", "Hccl", "hccl", "_ZN2ge",
-         "_ZNK2ge")  # fmt: skip
+OWNED = (
+    "acl",
+    "Msprof",
+    "rtDev",
+    "rtFunction",
+    "rtKernel",
+    "rtGet",
+    "Hccl",
+    "hccl",
+    "_ZN2ge",
+    "_ZNK2ge",
+)
 LOOKED_UP = re.compile(
     rb"\x00((?:acl(?:rt|mdl|prof|op|sys|Get|Set|Create|Destroy|Init|Finalize|Query|Profiling)"
     rb"|Hccl|Msprof)[A-Za-z0-9_]{3,60})\x00"
@@ -189,7 +208,7 @@ def installed(name: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def wanted() -> tuple[set[str], set[str]]:
+def requirements() -> tuple[set[str], set[str]]:
     """Functions that torch_npu takes from CANN, and the libraries it wants them from."""
     home = installed("torch_npu")
     every = sorted(home.rglob("*.so"))
@@ -223,7 +242,7 @@ def source(names: set[str]) -> str:
 
 def make(folder: Path) -> None:
     """Write the libraries."""
-    names, libraries = wanted()
+    names, libraries = requirements()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "stub.c").write_text(source(names))
     (folder / "empty.c").write_text("int cann_stub;\n")
@@ -231,9 +250,15 @@ def make(folder: Path) -> None:
     _run(*shared, "-o", folder / MAIN, f"-Wl,-soname,{MAIN}", folder / "stub.c")
     for name in sorted(libraries - {MAIN}):
         _run(
-            *shared, "-o", folder / name, f"-Wl,-soname,{name}", "-Wl,--no-as-needed",
-            f"-L{folder}", f"-l:{MAIN}", folder / "empty.c",
-        )  # fmt: skip
+            *shared,
+            "-o",
+            folder / name,
+            f"-Wl,-soname,{name}",
+            "-Wl,--no-as-needed",
+            f"-L{folder}",
+            f"-l:{MAIN}",
+            folder / "empty.c",
+        )
 
 
 # --- building ---
@@ -263,15 +288,15 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--check", action="store_true", help="print why not, and build nothing")
     parser.add_argument("--stubs", action="store_true", help="the stub libraries alone, as folder")
-    given = parser.parse_args()
-    if given.stubs:
-        make(given.folder)
+    options = parser.parse_args()
+    if options.stubs:
+        make(options.folder)
         return 0
-    folder, reason = given.folder.absolute(), refusal()
+    folder, reason = options.folder.absolute(), refusal()
     if reason is not None:
-        print(f"the Ascend levels {reason}", file=sys.stdout if given.check else sys.stderr)
+        print(f"the Ascend levels {reason}", file=sys.stdout if options.check else sys.stderr)
         return 3
-    if given.check:
+    if options.check:
         return 0
     print(f"building {folder} (minutes, once)", file=sys.stderr)
     try:

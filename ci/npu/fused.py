@@ -104,9 +104,13 @@ def npu_geglu(
 
 @reference
 def npu_geglu_grad(
-    dy: Tensor, x: Tensor, gelu: Tensor, dim: int = -1, approximate: int = 1,
+    dy: Tensor,
+    x: Tensor,
+    gelu: Tensor,
+    dim: int = -1,
+    approximate: int = 1,
     activate_left: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Both halves' gradients."""
     a, b = _halves(x, dim)
     gate, up = (a, b) if activate_left else (b, a)
@@ -165,9 +169,15 @@ def npu_rotary_mul_backward(
 
 
 def _attention_scores(
-    q: Tensor, k: Tensor, v: Tensor, heads: int, layout: str, mask: Tensor | None, sparse: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    layout: str,
+    mask: Tensor | None,
+    sparse: int,
     others: dict[str, Any],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Heads before tokens in fp32, keys and values repeated; what is hidden."""
     limit(not any(x is not None for x in others.values()), f"options {sorted(others)}")
     limit(layout == "BSND" and q.dim() == 4 and q.shape[2] == heads, f"layout {layout!r}")
@@ -178,8 +188,11 @@ def _attention_scores(
     q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
     hidden = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool)
     if sparse == 3:
-        wanted = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-        limit(mask is not None and torch.equal(mask.bool(), wanted), "the mask of sparse_mode 3")
+        expected_mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+        limit(
+            mask is not None and torch.equal(mask.bool(), expected_mask),
+            "the mask of sparse_mode 3",
+        )
         hidden = torch.ones_like(hidden).triu(k.shape[2] - q.shape[2] + 1)
         limit(not bool(hidden.all(1).any()), "a query that sees no key wants inner_precise 2")
     else:
@@ -190,15 +203,30 @@ def _attention_scores(
 
 @reference
 def npu_fusion_attention_v3(
-    q: Tensor, k: Tensor, v: Tensor, head_num: int, input_layout: str, pse: Tensor | None = None,
-    padding_mask: Tensor | None = None, atten_mask: Tensor | None = None, scale: float = 1.0,
-    keep_prob: float = 1.0, pre_tockens: int = 2147483647, next_tockens: int = 2147483647,
-    inner_precise: int = 0, prefix: Any = None, actual_seq_qlen: Tensor | None = None,
-    actual_seq_kvlen: Tensor | None = None, sparse_mode: int = 0, **others: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    head_num: int,
+    input_layout: str,
+    pse: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    atten_mask: Tensor | None = None,
+    scale: float = 1.0,
+    keep_prob: float = 1.0,
+    pre_tockens: int = 2147483647,
+    next_tockens: int = 2147483647,
+    inner_precise: int = 0,
+    prefix: Any = None,
+    actual_seq_qlen: Tensor | None = None,
+    actual_seq_kvlen: Tensor | None = None,
+    sparse_mode: int = 0,
+    **others: Any,
+) -> tuple[Tensor, ...]:
     """The result, eight copies of every row's maximum and sum, and what dropout would leave."""
-    given = (pse, padding_mask, prefix, actual_seq_qlen, actual_seq_kvlen)
-    limit(all(x is None for x in given) and keep_prob == 1.0, "options that nothing here wants")
+    unsupported = (pse, padding_mask, prefix, actual_seq_qlen, actual_seq_kvlen)
+    limit(
+        all(x is None for x in unsupported) and keep_prob == 1.0, "options that nothing here wants"
+    )
     wide, keys, values, hidden = _attention_scores(
         q, k, v, head_num, input_layout, atten_mask, sparse_mode, others
     )
@@ -213,10 +241,21 @@ def npu_fusion_attention_v3(
 
 @reference
 def npu_fusion_attention_grad_v3(
-    q: Tensor, k: Tensor, v: Tensor, dy: Tensor, head_num: int, input_layout: str, *,
-    softmax_max: Tensor, softmax_sum: Tensor, attention_in: Tensor, scale_value: float = 1.0,
-    atten_mask: Tensor | None = None, sparse_mode: int = 0, **others: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dy: Tensor,
+    head_num: int,
+    input_layout: str,
+    *,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    attention_in: Tensor,
+    scale_value: float = 1.0,
+    atten_mask: Tensor | None = None,
+    sparse_mode: int = 0,
+    **others: Any,
+) -> tuple[Tensor, ...]:
     """Gradients of q, k and v from the statistics; of a bias and of sinks, nothing."""
     wide, keys, values, hidden = _attention_scores(
         q, k, v, head_num, input_layout, atten_mask, sparse_mode, others
@@ -231,9 +270,9 @@ def npu_fusion_attention_grad_v3(
     groups = (k.shape[2], head_num // k.shape[2])
     # over 65 537 queries a CPU's product adds in an order that costs a tolerance of fp32
     sums = ((x.mT.double() @ w.double()) for x, w in ((ds, wide), (p, up)))
-    made = [ds @ keys, *(total.unflatten(1, groups).sum(2) for total in sums)]
-    found = [x.transpose(1, 2).to(q.dtype).contiguous() for x in made]
-    return *found, q.new_empty(0), torch.zeros(())
+    gradients = [ds @ keys, *(total.unflatten(1, groups).sum(2) for total in sums)]
+    converted = [x.transpose(1, 2).to(q.dtype).contiguous() for x in gradients]
+    return *converted, q.new_empty(0), torch.zeros(())
 
 
 @reference
@@ -258,9 +297,12 @@ def npu_moe_token_permute(
 
 @reference
 def npu_moe_token_unpermute(
-    rows: Tensor, place: Tensor, probs: Tensor | None = None, padded_mode: bool = False,
+    rows: Tensor,
+    place: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
     restore_shape: Any = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The weighted sum over the token-expert pairs of every token."""
     limit(restore_shape is None and not padded_mode, "options that nothing here wants")
     limit(rows.dim() == 2 and rows.dtype in FLOATS, f"rows {rows.dtype} {rows.shape}")
@@ -288,9 +330,14 @@ def _grouped_limits(x: Tensor, weight: Tensor, group_list: Tensor, kinds: Any) -
 
 @reference
 def npu_grouped_matmul(
-    x: list[Tensor], weight: list[Tensor], *, group_list: Tensor, split_item: int = 0,
-    group_type: int | None = None, group_list_type: int = 0,
-) -> list[Tensor]:  # fmt: skip
+    x: list[Tensor],
+    weight: list[Tensor],
+    *,
+    group_list: Tensor,
+    split_item: int = 0,
+    group_type: int | None = None,
+    group_list_type: int = 0,
+) -> list[Tensor]:
     """The rows of every group times its weight."""
     limit(len(x) == len(weight) == 1 and split_item in (2, 3) and group_type == 0, "the form")
     rows, factors = x[0], weight[0]
@@ -306,9 +353,16 @@ def npu_grouped_matmul(
 
 @reference
 def npu_grouped_matmul_add_(
-    total: Tensor, x: Tensor, weight: Tensor, group_list: Tensor, *, transpose_x: bool = True,
-    transpose_weight: bool = False, group_type: int = 2, group_list_type: int = 0,
-) -> Tensor:  # fmt: skip
+    total: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    group_list: Tensor,
+    *,
+    transpose_x: bool = True,
+    transpose_weight: bool = False,
+    group_type: int = 2,
+    group_list_type: int = 0,
+) -> Tensor:
     """Products of both sides' rows of every group, added in place."""
     limit(transpose_x and not transpose_weight and group_type == 2, "the form")
     ends = _grouped_limits(x, weight, group_list, FLOATS[1:])
@@ -326,9 +380,12 @@ def npu_grouped_matmul_add_(
 
 @reference
 def _npu_moe_token_unpermute(
-    rows: Tensor, place: Tensor, probs: Tensor | None = None, padded_mode: bool = False,
+    rows: Tensor,
+    place: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
     restore_shape: Any = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """What a call outside of operators of ours becomes: the sum, and rows to keep."""
     return npu_moe_token_unpermute(rows, place, probs, padded_mode, restore_shape), rows
 

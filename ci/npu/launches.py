@@ -47,22 +47,45 @@ CASES = {
     "causal_conv1d": Case({"x": ROWS, "weight": (8192, 4)}, {"activation": "silu"}),
     "gated_short_conv": Case({"x": (B, T, 6144), "weight": (2048, 3)}, {}),
     "selective_scan": Case(
-        {"u": ROWS, "delta": ROWS, "A": (8192, 16), "B": (B, T, 16), "C": (B, T, 16),
-         "D": (8192,), "z": ROWS, "delta_bias": (8192,)},
-        {"delta_softplus": True, "output_final_state": False}, "A D delta_bias",
+        {
+            "u": ROWS,
+            "delta": ROWS,
+            "A": (8192, 16),
+            "B": (B, T, 16),
+            "C": (B, T, 16),
+            "D": (8192,),
+            "z": ROWS,
+            "delta_bias": (8192,),
+        },
+        {"delta_softplus": True, "output_final_state": False},
+        "A D delta_bias",
     ),
     "ssd_scan": Case(
-        {"x": (B, T, 128, 64), "dt": (B, T, 128), "A": (128,), "B": (B, T, 8, 128),
-         "C": (B, T, 8, 128), "D": (128,), "dt_bias": (128,)},
-        {"dt_softplus": True, "dt_min": 0.0, "dt_max": float("inf"), "chunk": 256,
-         "output_final_state": False}, "A D dt_bias",
+        {
+            "x": (B, T, 128, 64),
+            "dt": (B, T, 128),
+            "A": (128,),
+            "B": (B, T, 8, 128),
+            "C": (B, T, 8, 128),
+            "D": (128,),
+            "dt_bias": (128,),
+        },
+        {
+            "dt_softplus": True,
+            "dt_min": 0.0,
+            "dt_max": float("inf"),
+            "chunk": 256,
+            "output_final_state": False,
+        },
+        "A D dt_bias",
     ),
     "gated_delta_rule": Case(
         {**DELTA, "q": (B, T, 16, 128), "k": (B, T, 16, 128), "g": (B, T, 32), "beta": (B, T, 32)},
-        RULE, "g",
+        RULE,
+        "g",
     ),
     "kimi_delta_attention": Case({**DELTA, "g": KEYS, "beta": (B, T, 32)}, RULE, "g"),
-}  # fmt: skip
+}
 
 
 def _memory(t: Tensor) -> int:
@@ -87,8 +110,8 @@ class Count(TorchDispatchMode):
         self.launches[name] += 1
         self.bytes += sum(_memory(t) for t in tensors)
 
-    def made(self, tensors: list[Tensor]) -> None:
-        """Results, whose memory may be new."""
+    def allocated(self, tensors: list[Tensor]) -> None:
+        """Track the memory of results, which may be new."""
         self.alive = {k: held for k, held in self.alive.items() if not held[0].expired()}
         for t in tensors:
             weak = StorageWeakRef(t.untyped_storage())
@@ -101,24 +124,24 @@ class Count(TorchDispatchMode):
         """Run an operator on FakeTensors."""
         out = func(*args, **(kwargs or {}))
         results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        given = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        inputs = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if func.is_view or not results:
             return out
         if func.overloadpacket.__name__ not in NOT_STARTED:
-            self.add(func.name(), [*given.values(), *(t for t in results if id(t) not in given)])
-        self.made([t for t in results if id(t) not in given])
+            self.add(func.name(), [*inputs.values(), *(t for t in results if id(t) not in inputs)])
+        self.allocated([t for t in results if id(t) not in inputs])
         return out
 
 
 @contextlib.contextmanager
-def counted(found: Any) -> Iterator[Count]:
+def counted(modules: Any) -> Iterator[Count]:
     """Count what runs inside, kernels of this implementation included."""
     count = Count()
 
     def start(kernel: Any, pieces: int, *args: Any, **constants: Any) -> None:
         count.add(kernel.__name__, [t for t in args if isinstance(t, Tensor)])
 
-    home = importlib.import_module(found.forward.__module__)
+    home = importlib.import_module(modules.forward.__module__)
     started = (
         mock.patch.object(home, "start", start)
         if hasattr(home, "start")
@@ -130,27 +153,29 @@ def counted(found: Any) -> Iterator[Count]:
 
 def run(op: str, backend: str, tokens: int, batch: int = 1) -> dict[str, Count]:
     """Both directions of an operator in bf16, gates and parameters in fp32."""
-    case, found = CASES[op], module(backend, op)
+    case, implementation = CASES[op], module(backend, op)
     counts = {}
     with FakeTensorMode(), torch.no_grad():
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             n: torch.empty(
-                [{"T": tokens, "B": batch}.get(s, s) for s in shape], device=NPU,
+                [{"T": tokens, "B": batch}.get(s, s) for s in shape],
+                device=NPU,
                 dtype=torch.float32 if n in case.wide.split() else torch.bfloat16,
             )
             for n, shape in case.shapes.items()
-        }  # fmt: skip
+        }
         contract = importlib.import_module(f"liger_multi.ops.{op}").op
-        given |= case.options | {f"needs_{n}": True for n in given}
+        arguments |= case.options | {f"needs_{n}": True for n in arguments}
         for way, half, function in (
-            ("forward", contract.fwd, found.forward), ("backward", contract.bwd, found.backward),
-        ):  # fmt: skip
+            ("forward", contract.fwd, implementation.forward),
+            ("backward", contract.bwd, implementation.backward),
+        ):
             absent = {n: n[:6] != "needs_" and None for n in half.params}
-            with counted(found) as count:
-                made = function(**{n: given.get(n, absent[n]) for n in half.params})
-            given["dy"] = made[0] if isinstance(made, tuple) else made
+            with counted(implementation) as count:
+                output = function(**{n: arguments.get(n, absent[n]) for n in half.params})
+            arguments["dy"] = output[0] if isinstance(output, tuple) else output
             counts[way] = count
-            del made
+            del output
     return counts
 
 
@@ -159,14 +184,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", default=list(CASES), help="operators, all by default")
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    given = parser.parse_args()
+    options = parser.parse_args()
     operators()
-    for op in given.ops:
+    for op in options.ops:
         for backend in ("reference", "npu"):
-            counts = run(op, backend, given.tokens)
+            counts = run(op, backend, options.tokens)
             for way, count in counts.items():
                 print(
-                    f"{op} {way} {backend}, {given.tokens} tokens: {count.launches.total()} "
+                    f"{op} {way} {backend}, {options.tokens} tokens: {count.launches.total()} "
                     f"launches, {count.bytes / 2**30:.2f} GiB, peak {count.peak / 2**30:.2f} GiB",
                     flush=True,
                 )

@@ -59,10 +59,12 @@ ANGLES = (1, 1, 5, 64)
 CALLS: dict[str, tuple[tuple[Any, ...], list[tuple[int, ...]]]] = {
     "npu_rms_norm": ((_t(2, 5, 64), _t(64), 1e-6), [(2, 5, 64), (2, 5, 1)]),
     "npu_rms_norm_backward": (
-        (_t(2, 5, 64), _t(2, 5, 64), _t(64), _t(2, 5, 1).float()), [(2, 5, 64), (64,)],
+        (_t(2, 5, 64), _t(2, 5, 64), _t(64), _t(2, 5, 1).float()),
+        [(2, 5, 64), (64,)],
     ),
     "npu_add_rms_norm": (
-        (_t(2, 5, 64), _t(2, 5, 64), _t(64), 1e-6), [(2, 5, 64), (2, 5, 1), (2, 5, 64)],
+        (_t(2, 5, 64), _t(2, 5, 64), _t(64), 1e-6),
+        [(2, 5, 64), (2, 5, 1), (2, 5, 64)],
     ),
     "npu_swiglu": ((_t(3, 128), -1), [(3, 64)]),
     "npu_swiglu_backward": ((_t(3, 64), _t(3, 128), -1), [(3, 128)]),
@@ -80,9 +82,10 @@ CALLS: dict[str, tuple[tuple[Any, ...], list[tuple[int, ...]]]] = {
     "npu_moe_token_unpermute": ((_t(10, 64), _ids(10).int(), _t(5, 2)), [(5, 64)]),
     "npu_grouped_matmul": (([_t(10, 64)], [_t(3, 64, 32)]), [(10, 32)]),
     "npu_grouped_matmul_add_": (
-        (_t(3, 64, 32).float(), _t(10, 64), _t(10, 32), _ids(3)), [(3, 64, 32)],
+        (_t(3, 64, 32).float(), _t(10, 64), _t(10, 32), _ids(3)),
+        [(3, 64, 32)],
     ),
-}  # fmt: skip
+}
 # what is given by name
 OPTIONS: dict[str, dict[str, Any]] = {
     "npu_grouped_matmul": {"group_list": _ids(3), "split_item": 3, "group_type": 0},
@@ -97,9 +100,9 @@ def folder() -> Path:
 
 def used() -> set[str]:
     """Names of torch_npu's operators in the backend's sources."""
-    found = set()
+    names = set()
     for file in folder().rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.ops.npu":
-                found.add(node.attr)
-    return found
+                names.add(node.attr)
+    return names

@@ -158,10 +158,12 @@ def caught(handle: Callable[[Launch], None], chip: Chip = CHIPS["Ascend910B3"]) 
     original = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        made = bind(self, args, kwargs, grid)
-        if math.prod(made.grid) > LARGEST_GRID:
-            raise RuntimeError(f"{made.name}: a grid of {made.grid}; Ascend takes {LARGEST_GRID}")
-        handle(made)
+        launch = bind(self, args, kwargs, grid)
+        if math.prod(launch.grid) > LARGEST_GRID:
+            raise RuntimeError(
+                f"{launch.name}: a grid of {launch.grid}; Ascend takes {LARGEST_GRID}"
+            )
+        handle(launch)
 
     JITFunction.run = run
     try:
@@ -210,8 +212,8 @@ def first_error(text: str) -> str:
     """The line of a compiler's output that says what is wrong."""
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [n for n in lines if "error:" in n.lower() and "Failed to run" not in n]
-    found = [n for n in errors if "hivmc" not in n] or lines
-    return re.sub(r'loc\("[^"]*":', "loc(", found[0])[:400] if found else ""
+    reported = [n for n in errors if "hivmc" not in n] or lines
+    return re.sub(r'loc\("[^"]*":', "loc(", reported[0])[:400] if reported else ""
 
 
 def host(value: Any) -> Any:
@@ -291,19 +293,39 @@ float __hmf_relu_f(float x) { return x > 0 ? x : 0; }
 float __hmf_powf(float a, float b) { return powf(a, b); }
 """
 MATHS = (
-    "tanh", "exp", "log", "sin", "cos", "tan", "erf", "sqrt",
-    "log2", "exp2", "log1p", "expm1", "atan", "ceil", "floor", "log10",
-)  # fmt: skip
+    "tanh",
+    "exp",
+    "log",
+    "sin",
+    "cos",
+    "tan",
+    "erf",
+    "sqrt",
+    "log2",
+    "exp2",
+    "log1p",
+    "expm1",
+    "atan",
+    "ceil",
+    "floor",
+    "log10",
+)
 RUNTIME += "".join(
     f"float __hmf_{n}f(float x) {{ return {n}f(x); }}\n"
     f"float __hmf_{n}Dh(float x) {{ return {n}f(x); }}\n"
     for n in MATHS
 )
 SCALARS = {
-    "i1": ctypes.c_bool, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32,
-    "u32": ctypes.c_int32, "i64": ctypes.c_int64, "u64": ctypes.c_int64, "fp32": ctypes.c_float,
+    "i1": ctypes.c_bool,
+    "i8": ctypes.c_int8,
+    "i16": ctypes.c_int16,
+    "i32": ctypes.c_int32,
+    "u32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "u64": ctypes.c_int64,
+    "fp32": ctypes.c_float,
     "fp64": ctypes.c_double,
-}  # fmt: skip
+}
 FLAGS = ("-shared", "-fPIC", "-O2", "-w", "-fno-builtin")
 _loaded: dict[str, tuple[Any, Any]] = {}
 launched: Counter[str] = Counter()
@@ -316,21 +338,21 @@ def _call(*command: str | Path) -> None:
 
 
 def _runtime() -> Path:
-    made = CACHE / "runtime.o"
-    if not made.exists():
+    path = CACHE / "runtime.o"
+    if not path.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         own = CACHE / f"runtime-{os.getpid()}"
         own.with_suffix(".c").write_text(RUNTIME)
         _call("gcc", "-c", *FLAGS[1:], "-o", own.with_suffix(".o"), own.with_suffix(".c"))
-        own.with_suffix(".o").rename(made)
-    return made
+        own.with_suffix(".o").rename(path)
+    return path
 
 
-def _build(launch: Launch, chip: Chip, made: Path) -> None:
+def _build(launch: Launch, chip: Chip, path: Path) -> None:
     lowered = lower(launch, chip)
     # what has no numeric meaning has no upstream lowering either
     kept = [n for n in lowered.text.splitlines() if not re.match(r"\s*(annotation\.mark|gpu\.)", n)]
-    own = made.with_name(f"{made.stem}-{os.getpid()}")
+    own = path.with_name(f"{path.stem}-{os.getpid()}")
     source, opened, code = (own.with_suffix(s) for s in (".mlir", ".llvm.mlir", ".o"))
     source.write_text("\n".join(kept))
     _call(BIN / "bishengir-opt", source, *PASSES, "-o", opened)
@@ -347,28 +369,31 @@ def _build(launch: Launch, chip: Chip, made: Path) -> None:
     for file in (source, opened, code):
         file.unlink()
     library.with_suffix(".name").write_text(lowered.metadata["kernel_name"])
-    library.with_suffix(".name").rename(made.with_suffix(".name"))
-    library.rename(made)
+    library.with_suffix(".name").rename(path.with_suffix(".name"))
+    library.rename(path)
 
 
 def _function(launch: Launch, chip: Chip) -> tuple[Any, Any]:
-    found = _loaded.get(launch.key)
-    if found is None:
+    loaded = _loaded.get(launch.key)
+    if loaded is None:
         CACHE.mkdir(parents=True, exist_ok=True)
-        made = CACHE / f"{launch.key[:32]}.so"
-        if not made.exists():
-            _build(launch, chip, made)
-        library = ctypes.CDLL(str(made.absolute()))
-        name = made.with_suffix(".name").read_text()
-        found = _loaded[launch.key] = (library, getattr(library, name))
-    return found
+        path = CACHE / f"{launch.key[:32]}.so"
+        if not path.exists():
+            _build(launch, chip, path)
+        library = ctypes.CDLL(str(path.absolute()))
+        name = path.with_suffix(".name").read_text()
+        loaded = _loaded[launch.key] = (library, getattr(library, name))
+    return loaded
 
 
 def _memory(address: int, size: int) -> list[Any]:
     return [
-        ctypes.c_void_p(address), ctypes.c_void_p(address), ctypes.c_int64(0),
-        ctypes.c_int64(size), ctypes.c_int64(1),
-    ]  # fmt: skip
+        ctypes.c_void_p(address),
+        ctypes.c_void_p(address),
+        ctypes.c_int64(0),
+        ctypes.c_int64(size),
+        ctypes.c_int64(1),
+    ]
 
 
 def run(launch: Launch, chip: Chip = CHIPS["Ascend910B3"]) -> None:
@@ -377,12 +402,16 @@ def run(launch: Launch, chip: Chip = CHIPS["Ascend910B3"]) -> None:
     launched[launch.name] += 1
     scratch = ctypes.create_string_buffer(1 << 16)
     address = ctypes.addressof(scratch)
-    given = _memory(address, 4096) + _memory(address, 1 << 16)
-    for name, kind in launch.signature.items():
+    arguments = _memory(address, 4096) + _memory(address, 1 << 16)
+    for name, type_name in launch.signature.items():
         if name in launch.constants:
             continue
         value = launch.arguments[name]
-        given += _memory(host(value), value.numel()) if kind[0] == "*" else [SCALARS[kind](value)]
+        arguments += (
+            _memory(host(value), value.numel())
+            if type_name[0] == "*"
+            else [SCALARS[type_name](value)]
+        )
     grid = (*launch.grid, 1, 1)[:3]
     programs = list(itertools.product(*map(range, grid[::-1])))
     if os.environ.get("ASCEND_GRID") == "reversed":
@@ -390,7 +419,7 @@ def run(launch: Launch, chip: Chip = CHIPS["Ascend910B3"]) -> None:
     function.restype = None
     for z, y, x in programs:
         library.kernel_reset()
-        function(*given, *[ctypes.c_int32(i) for i in (*grid, x, y, z)])
+        function(*arguments, *[ctypes.c_int32(i) for i in (*grid, x, y, z)])
 
 
 @contextlib.contextmanager
@@ -435,8 +464,8 @@ def buffer_bytes(code: str) -> int:
     for function in code.split("func.func")[1:]:  # names of values are per function
         constant = {m[0]: int(m[1]) for m in CONSTANT.findall(function)}
         for where, shape in CAST.findall(function):
-            *sizes, kind = shape.split("x")
-            bits = BITS.get(kind, 64)
+            *sizes, type_name = shape.split("x")
+            bits = BITS.get(type_name, 64)
             for size in sizes:
                 bits *= int(size) if size.isdigit() else 0
             names = [a.strip(" %") for a in where.split("[")[0].split(",")]
@@ -483,17 +512,22 @@ def _compiled(launch: Launch, chip: Chip) -> Verdict:
         source, code = Path(folder, "kernel.mlir"), Path(folder, "module.hivm.opt.mlir")
         source.write_text(lowered.text)
         command = [
-            str(BIN / ("bishengir-compile-a5" if chip.a5 else "bishengir-compile")), str(source),
-            f"--target={chip.name}", f"--enable-auto-multi-buffer={options['multibuffer']}",
+            str(BIN / ("bishengir-compile-a5" if chip.a5 else "bishengir-compile")),
+            str(source),
+            f"--target={chip.name}",
+            f"--enable-auto-multi-buffer={options['multibuffer']}",
             f"--enable-auto-bind-sub-block={options['enable_auto_bind_sub_block']}",
-            "--enable-hfusion-compile=true", "--enable-triton-kernel-compile=true",
-            f"--save-temps={folder}", "-o", str(Path(folder, "kernel")),
+            "--enable-hfusion-compile=true",
+            "--enable-triton-kernel-compile=true",
+            f"--save-temps={folder}",
+            "-o",
+            str(Path(folder, "kernel")),
             "--enable-print-memory-allocated-size" if chip.a5 else "--enable-hivm-compile=true",
-        ]  # fmt: skip
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        said, made = done.stdout + done.stderr, code.read_text() if code.exists() else ""
-    passed = done.returncode == 0 or ("Cannot find hivmc" in said and made)
-    if passed and "inline_asm" in made:
+        said, assembly = done.stdout + done.stderr, code.read_text() if code.exists() else ""
+    passed = done.returncode == 0 or ("Cannot find hivmc" in said and assembly)
+    if passed and "inline_asm" in assembly:
         passed, said = False, "error: inline assembly, which the compiler hands on unread"
     if not passed:
         full = OVERFLOW.search(said)
@@ -503,9 +537,14 @@ def _compiled(launch: Launch, chip: Chip) -> Verdict:
             else first_error(said) or f"exit {done.returncode}"
         )
         return Verdict(launch.name, chip.name, wrong, room=chip.buffer)
-    told = re.findall(r"Allocated UB size = (\d+) bits", said)
+    sizes = re.findall(r"Allocated UB size = (\d+) bits", said)
     return Verdict(
-        launch.name, chip.name, "", int(told[-1]) // 8 if told else buffer_bytes(made),
-        chip.buffer, scalar_loops(made), lowered.text.count("ExtractedLoadOrStore"),
+        launch.name,
+        chip.name,
+        "",
+        int(sizes[-1]) // 8 if sizes else buffer_bytes(assembly),
+        chip.buffer,
+        scalar_loops(assembly),
+        lowered.text.count("ExtractedLoadOrStore"),
         "set enable-auto-multi-buffer to false" not in said,
-    )  # fmt: skip
+    )

@@ -77,10 +77,10 @@ def on_device(c: Any) -> Any:
     if not isinstance(c, Tensor) or c.device.type != "cpu":
         return c
     # the operator itself: the suite fills what torch.empty and its variants return
-    made: Tensor = aten.empty_strided(c.size(), c.stride(), dtype=c.dtype, device="npu")
+    output: Tensor = aten.empty_strided(c.size(), c.stride(), dtype=c.dtype, device="npu")
     if c.numel():
-        on_host(made).copy_(c)
-    return made
+        on_host(output).copy_(c)
+    return output
 
 
 def _is_npu(device: Any) -> bool:
@@ -128,27 +128,27 @@ class Device(TorchDispatchMode):
         if reference is None:
             raise NotImplementedError(f"the simulated NPU has no reference for {func}")
         host_args, host_kwargs = tree_map_only(Tensor, on_host, (args, kwargs))
-        made = reference(*host_args, **host_kwargs)
-        return args[0] if func._schema.is_mutable else tree_map_only(Tensor, on_device, made)
+        output = reference(*host_args, **host_kwargs)
+        return args[0] if func._schema.is_mutable else tree_map_only(Tensor, on_device, output)
 
     def _aten(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host_args, host_kwargs = tree_map_only(Tensor, on_host, (args, kwargs))
-        wanted = kwargs.get("device")
-        if wanted is not None:
+        device = kwargs.get("device")
+        if device is not None:
             host_kwargs["device"] = torch.device("cpu")
         out = func(*host_args, **host_kwargs)
-        if wanted is not None and not _is_npu(wanted):
+        if device is not None and not _is_npu(device):
             return out
         declared = func._schema.arguments
         written = [i for i, a in enumerate(declared) if a.alias_info and a.alias_info.is_write]
         if not written:
             return tree_map_only(Tensor, on_device, out)
-        given = [args[i] if i < len(args) else kwargs.get(declared[i].name) for i in written]
-        for room in given:
+        inputs = [args[i] if i < len(args) else kwargs.get(declared[i].name) for i in written]
+        for room in inputs:
             resized(room, host_args, host_kwargs, declared)
         if not func._schema.returns:
             return None
-        return given[0] if len(given) == 1 else tuple(given)
+        return inputs[0] if len(inputs) == 1 else tuple(inputs)
 
 
 def resized(room: Any, args: Any, kwargs: Any, declared: Any) -> None:

@@ -34,9 +34,13 @@ from ci.static.code import BINARIES, Code, read
 from liger_multi.dispatch.launch import DeviceInfo, simulate
 
 TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
-    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
-}  # fmt: skip
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
 # the oldest Triton whose code is judged: 3.3 spilled 16 bytes where this spills none, and had no
 # linker for AMD's
 JUDGED = (3, 7)
@@ -117,8 +121,8 @@ class StaticCase:
     @property
     def identity(self) -> str:
         """All that a compiler is told beside the target and the source."""
-        told = (self.signature, self.constants, self.aligned, self.large, self.options)
-        return repr((self.name, *told))
+        parts = (self.signature, self.constants, self.aligned, self.large, self.options)
+        return repr((self.name, *parts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,12 +150,12 @@ def variants(target: Target) -> tuple[Variant, ...]:
     return tuple(Variant(aligned, large) for large in sizes for aligned in (True, False))
 
 
-def _leaves(name: str, kind: Any) -> Iterator[tuple[str, str]]:
+def _leaves(name: str, types: Any) -> Iterator[tuple[str, str]]:
     """Every number or tensor of an argument, as ``aligned`` calls it, with its type."""
-    if isinstance(kind, tuple):
-        yield from ((f"{name}.{j}", element) for j, element in enumerate(kind))
+    if isinstance(types, tuple):
+        yield from ((f"{name}.{j}", element) for j, element in enumerate(types))
     else:
-        yield name, kind
+        yield name, types
 
 
 def _case(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], label: str) -> StaticCase:
@@ -191,10 +195,11 @@ def _case(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], label: str
     options = {k: v for k, v in kwargs.items() if k not in kernel.arg_names}
     streams = all(n in aligned for n, v in values.items() if isinstance(v, torch.Tensor))
     streams = streams and all(
-        kind == "constexpr" or label in aligned
-        for n in values if n in ("cols", "strides") or n.endswith(("_stride", "_strides"))
-        for label, kind in _leaves(n, signature[n])
-    )  # fmt: skip
+        leaf_type == "constexpr" or label in aligned
+        for n in values
+        if n in ("cols", "strides") or n.endswith(("_stride", "_strides"))
+        for label, leaf_type in _leaves(n, signature[n])
+    )
     large = tuple(n for n, v in values.items() if isinstance(v, torch.Tensor) and v.dim() > 1)
     return StaticCase(label, kernel, signature, constants, tuple(aligned), large, options, streams)
 
@@ -227,16 +232,16 @@ def static_cases(info: DeviceInfo, calls: Mapping[str, Callable[[], object]]) ->
 def build(case: StaticCase, target: Target, variant: Variant) -> Any:
     """Compile a case."""
     attrs: dict[tuple[int, ...], list[list[object]]] = {}
-    for i, (name, kind) in enumerate(case.signature.items()):
+    for i, (name, type_name) in enumerate(case.signature.items()):
         small = not (variant.large and name in case.large)
-        for j, (label, leaf) in enumerate(_leaves(name, kind)):
+        for j, (label, leaf) in enumerate(_leaves(name, type_name)):
             known: list[list[object]] = []
             if variant.aligned and label in case.aligned:
                 known.append(["tt.divisibility", 16])
             if leaf[0] == "*" and target.gpu.backend == "hip" and small:
                 known.append(["tt.pointer_range", 32])
             if known:
-                attrs[(i, j) if isinstance(kind, tuple) else (i,)] = known
+                attrs[(i, j) if isinstance(type_name, tuple) else (i,)] = known
     source = ASTSource(case.kernel, case.signature, case.constants, attrs)
     return triton.compile(source, target=target.gpu, options=dict(case.options))
 
@@ -281,12 +286,12 @@ def kernels() -> dict[str, Any]:
 
     import liger_multi.backends.triton as package
 
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for entry in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         module = importlib.import_module(entry.name)
         for name, value in vars(module).items():
             if not isinstance(value, JITFunction) or not re.fullmatch(r"_\w+_kernel", name):
                 continue
-            if found.setdefault(name, value) is not value:
+            if by_name.setdefault(name, value) is not value:
                 raise RuntimeError(f"two kernels are called {name}")
-    return found
+    return by_name

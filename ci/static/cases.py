@@ -133,12 +133,14 @@ def calls(setting: str = "") -> dict[str, Callable[[], None]]:
     """The samples of operators by label, each as a call that starts its kernels."""
     op = SETTINGS[setting].op
     return {
-        " ".join(filter(None, (op, sample.name, str(dtype).removeprefix("torch."), setting))):
-        functools.partial(start, op, sample.name, dtype, setting)
-        for op in ((op,) if op else operators()) if module("triton", op) is not None
+        " ".join(
+            filter(None, (op, sample.name, str(dtype).removeprefix("torch."), setting))
+        ): functools.partial(start, op, sample.name, dtype, setting)
+        for op in ((op,) if op else operators())
+        if module("triton", op) is not None
         for sample in samples.compiled(op)
         for dtype in DTYPES
-    }  # fmt: skip
+    }
 
 
 @functools.cache

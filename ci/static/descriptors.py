@@ -85,10 +85,14 @@ def _held(code: list[Instruction], labels: dict[str, int]) -> list[dict[int, int
         after = _ran(code[at], held)
         for to in _next(code, labels, at):
             known = before[to]
-            joined = after if known is None else {
-                r: max(known.get(r, ARGUMENT), after.get(r, ARGUMENT))
-                for r in known.keys() | after.keys()
-            }  # fmt: skip
+            joined = (
+                after
+                if known is None
+                else {
+                    r: max(known.get(r, ARGUMENT), after.get(r, ARGUMENT))
+                    for r in known.keys() | after.keys()
+                }
+            )
             if joined != known:
                 before[to] = joined
                 work.append(to)

@@ -57,13 +57,13 @@ class Asked:
 
 def asked(info: DeviceInfo, calls: Mapping[str, Call]) -> list[Asked]:
     """What the calls' launchers ask of the formulas, without any table."""
-    found: list[Asked] = []
+    questions: list[Asked] = []
     real = launch._config
 
     def spy(name: str, formula: Any, info: DeviceInfo, shape: dict[str, int]) -> Any:
-        made = real(name, formula, info, shape)
-        found.append(Asked(label, name, dict(shape), made))
-        return made
+        config = real(name, formula, info, shape)
+        questions.append(Asked(label, name, dict(shape), config))
+        return config
 
     launch._config = spy
     try:
@@ -72,7 +72,7 @@ def asked(info: DeviceInfo, calls: Mapping[str, Call]) -> list[Asked]:
                 static_cases(info, {label: call})
     finally:
         launch._config = real
-    unique = {(a.key, tuple(a.shape.items())): a for a in reversed(found)}
+    unique = {(a.key, tuple(a.shape.items())): a for a in reversed(questions)}
     return list(unique.values())[::-1]
 
 
@@ -90,9 +90,9 @@ class forced:  # noqa: N801  a context
         launch.table = self.real
 
 
-def neighbors(info: DeviceInfo, made: Any) -> Iterator[dict[str, int]]:
+def neighbors(info: DeviceInfo, formula_config: Any) -> Iterator[dict[str, int]]:
     """Launch numbers beside the formula's."""
-    fields = dataclasses.asdict(made)
+    fields = dataclasses.asdict(formula_config)
     most = info.max_threads // info.warp_size
     warps = {w for w in (fields["num_warps"] // 2, 2 * fields["num_warps"]) if 1 <= w <= most}
     smaller = [{}, *({f: fields[f] // 2} for f in HALVED if fields.get(f, 1) > 1)]
@@ -102,9 +102,9 @@ def neighbors(info: DeviceInfo, made: Any) -> Iterator[dict[str, int]]:
             yield config
 
 
-def limited(code: Code, made: Any, info: DeviceInfo) -> Code:
+def limited(code: Code, config: Any, info: DeviceInfo) -> Code:
     """The code, with no more threads a core than the programs of its launch have."""
-    programs = getattr(made, "programs", None)
+    programs = getattr(config, "programs", None)
     if programs is None:
         return code
     there = -(-programs // info.cores) * code.threads
@@ -133,7 +133,7 @@ def entries(
     """Entries for one architecture; ``facts`` compiles a launch."""
     info = TARGETS[arch].info
     full = CORES[arch].threads
-    found: dict[str, list[dict[str, Any]]] = {}
+    by_kernel: dict[str, list[dict[str, Any]]] = {}
     for question in asked(info, calls):
         call = {question.label: calls[question.label]}
         with forced({}):
@@ -155,9 +155,9 @@ def entries(
                 best = (*rank, config, mine, code)
         if best is not None:
             entry = _entry(question, *best[2:], full)
-            if entry["when"] not in [e["when"] for e in found.get(question.key, [])]:
-                found.setdefault(question.key, []).append(entry)
-    return found
+            if entry["when"] not in [e["when"] for e in by_kernel.get(question.key, [])]:
+                by_kernel.setdefault(question.key, []).append(entry)
+    return by_kernel
 
 
 def _changed(
@@ -204,7 +204,7 @@ def _modeled(entry: Mapping[str, Any]) -> bool:
     return said.startswith(MODEL) and not said.startswith(f"{MODEL}: by hand")
 
 
-def write(info: DeviceInfo, made: Mapping[str, list[dict[str, Any]]]) -> Path:
+def write(info: DeviceInfo, tables: Mapping[str, list[dict[str, Any]]]) -> Path:
     """Put entries into a device's table, measured ones before the model's.
 
     Entries of the model take the place of all of the model's; measured ones that of entries with
@@ -212,16 +212,16 @@ def write(info: DeviceInfo, made: Mapping[str, list[dict[str, Any]]]) -> Path:
     """
     path = ROOT / "backends" / info.backend / "launch" / f"{info.arch}.yaml"
     old = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    model = any(_modeled(entry) for several in made.values() for entry in several) or not made
+    model = any(_modeled(entry) for several in tables.values() for entry in several) or not tables
     kept: dict[str, list[dict[str, Any]]] = {}
     for key, several in ((old or {}).get("entries") or {}).items():
-        taken = [] if model else [entry["when"] for entry in made.get(key, [])]
+        taken = [] if model else [entry["when"] for entry in tables.get(key, [])]
         stay = [e for e in several if not (model and _modeled(e)) and e["when"] not in taken]
         if stay:
             kept[key] = stay
     out = [HEAD.format(arch=info.arch)]
     out += [f"device: {{warp_size: {info.warp_size}, shared_bytes: {info.shared_bytes}}}\n"]
-    every = {key: [*kept.get(key, []), *made.get(key, [])] for key in sorted({*kept, *made})}
+    every = {key: [*kept.get(key, []), *tables.get(key, [])] for key in sorted({*kept, *tables})}
     every = {key: sorted(several, key=_modeled) for key, several in every.items()}
     out += ["entries:\n" if every else "entries: {}\n"]
     for key, several in every.items():

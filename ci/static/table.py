@@ -133,7 +133,7 @@ def turn(arch: str) -> list[tuple[StaticCase, Variant]]:
     return [(case, variant) for case, variant in suite(arch) if case.name in mine]
 
 
-def wanted(ask: Ask) -> list[tuple[StaticCase, Variant]]:
+def requested(ask: Ask) -> list[tuple[StaticCase, Variant]]:
     """The launches and variants that are asked for."""
     choices: dict[str, Callable[[str], Sequence[tuple[StaticCase, Variant]]]]
     choices = {"full": full, "suite": suite, "turn": turn}
@@ -178,12 +178,12 @@ def text_of(kernel: Any) -> str:
 def _meant(function: Any, used: str) -> Any:
     """What a name with dots is in a jitted function; None of Triton's own modules."""
     first, *rest = used.split(".")
-    found = function.fn.__globals__.get(first)
-    while isinstance(found, types.ModuleType):
-        if not rest or not found.__name__.startswith("liger_multi"):
+    value = function.fn.__globals__.get(first)
+    while isinstance(value, types.ModuleType):
+        if not rest or not value.__name__.startswith("liger_multi"):
             return None
-        found = getattr(found, rest.pop(0), None)
-    return found
+        value = getattr(value, rest.pop(0), None)
+    return value
 
 
 # --- compiling, once ---
@@ -204,27 +204,27 @@ def _source(kernel: Any) -> str:
 
 def formulas(case: StaticCase) -> tuple[str, ...]:
     """The sources of jitted functions among the constants of a launch."""
-    given = case.constants.values()
-    return tuple(_source(value) for value in given if isinstance(value, JITFunction))
+    constants = case.constants.values()
+    return tuple(_source(value) for value in constants if isinstance(value, JITFunction))
 
 
 def _key(case: StaticCase, target: Target, variant: Variant) -> str:
     sources = (_source(case.kernel), *formulas(case))
-    told = (_reader(), *sources, case.identity, str(target.gpu), variant)
-    return hashlib.sha256(repr(told).encode()).hexdigest()
+    parts = (_reader(), *sources, case.identity, str(target.gpu), variant)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @functools.cache
 def _known(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    facts_by_key: dict[str, Any] = {}
     if file.exists():
         for line in file.read_text(encoding="utf-8").splitlines():
             try:
                 key, facts = json.loads(line)
             except ValueError:  # somebody was stopped while writing
                 continue
-            found[key] = facts
-    return found
+            facts_by_key[key] = facts
+    return facts_by_key
 
 
 def known(arch: str) -> dict[str, Any]:
@@ -256,15 +256,15 @@ def facts_of(arch: str, case: StaticCase) -> Code:
 
 def compiled(ask: Ask, places: Sequence[int]) -> list[tuple[int, dict[str, Any] | str]]:
     """Facts of some of the rows asked for, or why the compiler made none."""
-    pairs, found = wanted(ask), []
+    pairs, outcomes = requested(ask), []
     for i in places:
         result: dict[str, Any] | str
         try:
             result = dataclasses.asdict(report(pairs[i][0], TARGETS[ask.arch], pairs[i][1]))
         except Exception as error:  # one failure is a row of the report
             result = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        found.append((i, result))
-    return found
+        outcomes.append((i, result))
+    return outcomes
 
 
 def pool(jobs: int | None = None) -> concurrent.futures.ProcessPoolExecutor:
@@ -279,16 +279,20 @@ def _missing(asks: Iterable[Ask]) -> list[tuple[Ask, list[int]]]:
     for ask in asks:
         have, target = known(ask.arch), TARGETS[ask.arch]
         places = [
-            i for i, pair in enumerate(wanted(ask)) if _key(pair[0], target, pair[1]) not in have
+            i for i, pair in enumerate(requested(ask)) if _key(pair[0], target, pair[1]) not in have
         ]
         chunks += [(ask, places[at : at + CHUNK]) for at in range(0, len(places), CHUNK)]
     return chunks
 
 
 def rows_of(
-    archs: Sequence[str], which: str, pattern: str = "", part: tuple[int, int] = (1, 1),
-    jobs: int | None = None, heard: Callable[[int, int], None] = lambda done, of: None,
-) -> list[Row]:  # fmt: skip
+    archs: Sequence[str],
+    which: str,
+    pattern: str = "",
+    part: tuple[int, int] = (1, 1),
+    jobs: int | None = None,
+    heard: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Row]:
     """Rows of several targets; those that nobody has compiled yet by one process a core.
 
     ``heard`` is told how many rows were compiled, and of how many, whenever some were.
@@ -302,7 +306,7 @@ def rows_of(
             waiting = {workers.submit(compiled, *chunk): chunk[0] for chunk in chunks}
             for future in concurrent.futures.as_completed(waiting):
                 ask = waiting[future]
-                pairs = wanted(ask)  # jitted functions do not travel
+                pairs = requested(ask)  # jitted functions do not travel
                 for i, result in future.result():
                     key = _key(pairs[i][0], TARGETS[ask.arch], pairs[i][1])
                     if isinstance(result, str):
@@ -311,13 +315,13 @@ def rows_of(
                         _store(ask.arch, key, result)
                     done += 1
                 heard(done, count)
-    found = []
+    rows = []
     for ask in asks:
-        for case, variant in wanted(ask):
+        for case, variant in requested(ask):
             key = _key(case, TARGETS[ask.arch], variant)
             code = NOTHING if key in refused else _to_code(known(ask.arch)[key])
-            found.append(Row(case, ask.arch, variant, code, refused.get(key, "")))
-    return found
+            rows.append(Row(case, ask.arch, variant, code, refused.get(key, "")))
+    return rows
 
 
 # --- the table ---
@@ -403,7 +407,9 @@ NOT_READ = ("_zero_groups_", "_sinkhorn_", "_multi_token_zero_", "_ssd_gates_", 
 
 def streamed(case: StaticCase, code: Code) -> int:
     """Bytes a thread that a streaming kernel loads at a time: 16, or all that its tile has."""
-    widths = [BYTES.get(kind, 16) for kind in case.signature.values() if kind[0] == "*"]
+    widths = [
+        BYTES.get(type_name, 16) for type_name in case.signature.values() if type_name[0] == "*"
+    ]
     tile = case.constant("ROWS", 1) * case.constant("BLOCK", 2**20)
     return max(1, min(16, tile * min(widths, default=16) // code.threads))
 
@@ -422,10 +428,10 @@ def failures(row: Row) -> list[str]:
     # the table shows what those spill
     if code.spills > may_spill(case, row.arch) and row.variant.aligned:
         wrong.append(f"{code.spills} bytes of spilled registers")
-    wanted = streamed(case, code)
+    required = streamed(case, code)
     reads = not case.name.startswith(NOT_READ)
-    if reads and case.streams and row.variant.aligned and code.widest_load < wanted:
-        wrong.append(f"loads {code.widest_load} bytes at a time, wanted {wanted}")
+    if reads and case.streams and row.variant.aligned and code.widest_load < required:
+        wrong.append(f"loads {code.widest_load} bytes at a time, wanted {required}")
     if code.swaps:
         wrong.append(f"{code.swaps} compare-and-swap instructions")
     if code.narrow_atomics:
@@ -443,14 +449,15 @@ def may_spill(case: StaticCase, arch: str) -> int:
     """Bytes of a thread that a launch may spill: any, if it is for what is not finite alone."""
     if case.constants.get("ISOLATED"):
         return sys.maxsize
-    found = (most.get(arch, 0) for name, (most, _) in SPILLED.items() if case.name.startswith(name))
-    return next(found, 0)
+    limits = (
+        most.get(arch, 0) for name, (most, _) in SPILLED.items() if case.name.startswith(name)
+    )
+    return next(limits, 0)
 
 
 def addressed(case: StaticCase) -> bool:
     """Whether a launch gathers, so that its loads have no common base."""
-    return any(case.name.startswith(name) and which(case)
-               for name, (which, _) in ADDRESSED.items())  # fmt: skip
+    return any(case.name.startswith(name) and which(case) for name, (which, _) in ADDRESSED.items())
 
 
 def verdicts(rows: Iterable[Row]) -> list[str]:
@@ -478,11 +485,16 @@ def line(row: Row) -> str:
     """One row in full."""
     code = row.code
     facts = [
-        f"{code.threads:>5} threads", f"{code.registers:>4} registers",
-        f"{occupancy(row):>4} %", f"{code.shared:>6} B", f"ld {_widths(code.loads)}",
-        f"st {_widths(code.stores)}", f"{code.instructions} instructions",
-        *[f"mma {name}" for name in code.matrix], *_bad(code),
-    ]  # fmt: skip
+        f"{code.threads:>5} threads",
+        f"{code.registers:>4} registers",
+        f"{occupancy(row):>4} %",
+        f"{code.shared:>6} B",
+        f"ld {_widths(code.loads)}",
+        f"st {_widths(code.stores)}",
+        f"{code.instructions} instructions",
+        *[f"mma {name}" for name in code.matrix],
+        *_bad(code),
+    ]
     return "  ".join(facts)
 
 
@@ -491,7 +503,7 @@ def _bad(code: Code) -> list[str]:
     said += [f"{code.swaps} swaps"] if code.swaps else []
     said += [f"{code.narrow_atomics} 16-bit atomics"] if code.narrow_atomics else []
     lost = {"loads": code.unbounded_loads, "stores": code.unbounded_stores}
-    return said + [f"{count} unbounded {kind}" for kind, count in lost.items() if count]
+    return said + [f"{count} unbounded {what}" for what, count in lost.items() if count]
 
 
 def _short(row: Row) -> str:
@@ -527,13 +539,13 @@ def label_of(lines: Sequence[str]) -> str:
 
 def blocks_of(arch: str) -> dict[str, list[str]]:
     """The lines of every kernel in the kept baseline of a target."""
-    found: dict[str, list[str]] = {}
+    blocks: dict[str, list[str]] = {}
     path = BASELINE / f"{arch}.txt"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     for part in text.split("\n\n")[1:]:
         lines = part.strip("\n").split("\n")
-        found[lines[0].partition(" ")[0]] = lines
-    return found
+        blocks[lines[0].partition(" ")[0]] = lines
+    return blocks
 
 
 def compiled_by(arch: str) -> str:
@@ -548,12 +560,12 @@ def compiled_by(arch: str) -> str:
 @functools.cache
 def _told() -> dict[str, str]:
     """For every kernel, the launches of its baseline."""
-    found: dict[str, list[str]] = {}
+    digests: dict[str, list[str]] = {}
     for arch in TARGETS:
         for case, variant in suite(arch):
-            told = " ".join([arch, case.label, case.identity, variant.name, *formulas(case)])
-            found.setdefault(case.name, []).append(told)
-    return {name: "\n".join(lines) for name, lines in found.items()}
+            text = " ".join([arch, case.label, case.identity, variant.name, *formulas(case)])
+            digests.setdefault(case.name, []).append(text)
+    return {name: "\n".join(lines) for name, lines in digests.items()}
 
 
 def sources(name: str) -> str:
@@ -564,17 +576,17 @@ def sources(name: str) -> str:
 
 def stale() -> dict[str, str]:
     """Kernels whose baseline is absent or of another source, and baselines of no kernel."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for arch in TARGETS:
         kept = blocks_of(arch)
         for name in sorted(kernels()):
             if name not in kept:
-                found[name] = f"absent for {arch}"
+                reasons[name] = f"absent for {arch}"
             elif kept[name][0] != f"{name} {sources(name)}":
-                found[name] = f"of another source or other launches for {arch}"
-        found |= dict.fromkeys(kept.keys() - kernels(), "of a kernel that is no more")
+                reasons[name] = f"of another source or other launches for {arch}"
+        reasons |= dict.fromkeys(kept.keys() - kernels(), "of a kernel that is no more")
     targets = {path.stem for path in BASELINE.glob("*.txt")} - set(TARGETS)
-    return found | dict.fromkeys(targets, "of a target that is no more")
+    return reasons | dict.fromkeys(targets, "of a target that is no more")
 
 
 def write_baseline(rows: Sequence[Row]) -> None:
@@ -593,10 +605,10 @@ def write_baseline(rows: Sequence[Row]) -> None:
                 f"{arch}.txt is of triton {compiled_by(arch)}, this is {triton.__version__}: "
                 "write every kernel, without --kernel"
             )
-        made = {name: block(name, [r for r in own if r.case.name == name]) for name in names}
+        blocks = {name: block(name, [r for r in own if r.case.name == name]) for name in names}
         path = BASELINE / f"{arch}.txt"
         old = path.read_text(encoding="utf-8") if path.exists() else ""
-        new = page(arch, {**kept, **made})
+        new = page(arch, {**kept, **blocks})
         if old != new:
             path.write_text(new, encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
@@ -611,15 +623,15 @@ def write_table(arch: str) -> str:
     from ci.static.cases import calls
     from ci.static.launch import entries, write
 
-    wanted = {label: call for label, call in calls().items() if "float32" not in label}
-    return str(write(TARGETS[arch].info, entries(arch, wanted, facts_of)).relative_to(ROOT))
+    chosen = {label: call for label, call in calls().items() if "float32" not in label}
+    return str(write(TARGETS[arch].info, entries(arch, chosen, facts_of)).relative_to(ROOT))
 
 
 def _part(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"wants a part such as 1/4, got {text!r}")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _progress(every: float) -> Callable[[int, int], None]:
@@ -638,24 +650,35 @@ def _progress(every: float) -> Callable[[int, int], None]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m ci.static", description=main.__doc__)
-    parser.add_argument("--full", action="store_true", help="every launch in every variant (hours "
-                        "of a core; stopped, it goes on where it was)")  # fmt: skip
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="every launch in every variant (hours of a core; stopped, it goes on where it was)",
+    )
     parser.add_argument("--write", action="store_true", help="rewrite ci/baseline")
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
     parser.add_argument("--kernel", default="", help="only kernels whose name has this pattern")
-    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N",
-                        help="only every Nth row, from the Ith")  # fmt: skip
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="I/N", help="only every Nth row, from the Ith"
+    )
     parser.add_argument("--jobs", type=int, help="processes; default: one a core")
-    parser.add_argument("--store", type=Path, help="write the table to this file; with --full, "
-                        "print failures alone")  # fmt: skip
+    parser.add_argument(
+        "--store", type=Path, help="write the table to this file; with --full, print failures alone"
+    )
     parser.add_argument("--failures", type=Path, help="write the failures to this file")
-    parser.add_argument("--tables", action="store_true", help="write the launch tables of the "
-                        "targets that nobody measured on, by a static model (minutes)")  # fmt: skip
+    parser.add_argument(
+        "--tables",
+        action="store_true",
+        help="write the launch tables of the "
+        "targets that nobody measured on, by a static model (minutes)",
+    )
     options = parser.parse_args()
     some = options.full or options.part != (1, 1) or options.target
     if options.write and some:
-        parser.error("ci/baseline has what the suite compiles, for all targets: without --full, "
-                     "--part and --target")  # fmt: skip
+        parser.error(
+            "ci/baseline has what the suite compiles, for all targets: without --full, "
+            "--part and --target"
+        )
     return options
 
 
@@ -695,6 +718,8 @@ def main() -> int:
     if not options.write and not (options.full and options.store):
         print("\n".join([*table, ""]))
     print("\n".join(wrong))
-    print(f"{len(rows)} compiled launches of {len({r.case.name for r in rows})} kernels for "
-          f"{len(archs)} targets, {len(wrong)} failures")  # fmt: skip
+    print(
+        f"{len(rows)} compiled launches of {len({r.case.name for r in rows})} kernels for "
+        f"{len(archs)} targets, {len(wrong)} failures"
+    )
     return 1 if wrong or absent else 0

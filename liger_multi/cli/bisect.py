@@ -34,9 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for side in ("a", "b"):
         parser.add_argument(
-            f"--{side}", default="", metavar="KEY=VALUE,...",
+            f"--{side}",
+            default="",
+            metavar="KEY=VALUE,...",
             help=f"configuration {side}, {EXAMPLE} (default: none)",
-        )  # fmt: skip
+        )
     parser.add_argument("--forward-only", action="store_true", help="no gradients")
     parser.add_argument("--device", help=f"of {TINY} (default: the accelerator, else the CPU)")
     parser.add_argument(
@@ -54,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.picture:
         need("bisect --picture", ["matplotlib"], "cli")
         checking.file("--picture", arguments.picture, ".png", arguments.overwrite)
-    given = {side: settings(side, getattr(arguments, side)) for side in ("a", "b")}
+    settings_of_side = {side: settings(side, getattr(arguments, side)) for side in ("a", "b")}
     if arguments.model != TINY and arguments.device:
         raise LigerMultiError(
             f"--device {arguments.device} is for {TINY}; {shown_path(arguments.model)} puts its "
@@ -63,18 +65,20 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr), progress("bisect") as said:
         if arguments.model == TINY:
             need("bisect", ["transformers"], "transformers")
-            given = {side: {"patch": True, **chosen} for side, chosen in given.items()}
+            settings_of_side = {
+                side: {"patch": True, **chosen} for side, chosen in settings_of_side.items()
+            }
             models, batch = tiny(checking.device("bisect", arguments.device))
         else:
             models, batch = _from_file(Path(arguments.model))
-        found = _compared(models, batch, given, not arguments.forward_only, said)
+        report = _compared(models, batch, settings_of_side, not arguments.forward_only, said)
     if arguments.json:
-        checking.write_json(found.as_data())
+        checking.write_json(report.as_data())
     else:
-        found.page().show()
+        report.page().show()
     if arguments.picture:
-        found.picture(arguments.picture)
-    return int(not found.equal)
+        report.picture(arguments.picture)
+    return int(not report.equal)
 
 
 def settings(side: str, text: str) -> dict[str, Any]:
@@ -85,14 +89,14 @@ def settings(side: str, text: str) -> dict[str, Any]:
     Raises:
         LigerMultiError: A part has no key, or a key comes twice.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for part in text.split(",") if text.strip() else ():
         key, equals, value = (each.strip() for each in part.partition("="))
-        if not key or (equals and not value) or key in found:
-            wrong = "is given twice" if key and key in found else "must be KEY or KEY=VALUE"
+        if not key or (equals and not value) or key in options:
+            wrong = "is given twice" if key and key in options else "must be KEY or KEY=VALUE"
             raise LigerMultiError(f"--{side}: {shown(part)} {wrong}, {EXAMPLE}; got {shown(text)}")
-        found[key] = _value(value) if equals else True
-    return found
+        options[key] = _value(value) if equals else True
+    return options
 
 
 def _value(text: str) -> Any:
@@ -104,12 +108,22 @@ def _value(text: str) -> Any:
 
 
 def _compared(
-    models: tuple[Any, Any], batch: Any, given: dict[str, dict[str, Any]], backward: bool,
+    models: tuple[Any, Any],
+    batch: Any,
+    settings_of_side: dict[str, dict[str, Any]],
+    backward: bool,
     said: Callable[[str], None],
-) -> Bisection:  # fmt: skip
+) -> Bisection:
     """Run both; whatever the model raises becomes one line."""
     with _one_line("the model"):
-        return bisect(*models, batch, a=given["a"], b=given["b"], backward=backward, said=said)
+        return bisect(
+            *models,
+            batch,
+            a=settings_of_side["a"],
+            b=settings_of_side["b"],
+            backward=backward,
+            said=said,
+        )
 
 
 # --- models ---
@@ -122,9 +136,14 @@ def tiny(device: torch.device) -> tuple[tuple[Any, None], dict[str, Any]]:
 
     logging.set_verbosity_error()
     config = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model = LlamaForCausalLM(config)
@@ -141,18 +160,18 @@ def _from_file(path: Path) -> tuple[tuple[Any, Any], Any]:
         )
     with _one_line(shown_path(path), path):
         module = _loaded(path)
-    made = {}
+    batch = {}
     for name in ("model", "batch", "model_b"):
         function = getattr(module, name, None)
         if callable(function):
             with _one_line(f"{name}() of {shown_path(path)}", path):
-                made[name] = function()
+                batch[name] = function()
         elif name != "model_b" or function is not None:
             got = "nothing of this name" if function is None else shown(function)
             raise LigerMultiError(
                 f"bisect: {shown_path(path)} must define a function {name}(), got {got}"
             )
-    return (made["model"], made.get("model_b")), made["batch"]
+    return (batch["model"], batch.get("model_b")), batch["batch"]
 
 
 def _loaded(path: Path) -> ModuleType:

@@ -171,11 +171,11 @@ def _writable(option: str, place: Path) -> None:
 
 
 def _absent(files: Sequence[Path], overwrite: bool) -> None:
-    found = [str(one) for one in files if os.path.lexists(one)]
-    if found and not overwrite:
+    missing = [str(one) for one in files if os.path.lexists(one)]
+    if missing and not overwrite:
         raise LigerMultiError(
-            f"{', '.join(found)} would be overwritten; allow it with {OVERWRITE}, or name another "
-            "place"
+            f"{', '.join(missing)} would be overwritten; "
+            f"allow it with {OVERWRITE}, or name another place"
         )
 
 

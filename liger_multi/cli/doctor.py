@@ -1,4 +1,4 @@
-"""What is here, what fits together, and which backend each operator uses because of it."""
+"""``liger-multi doctor``: versions, devices, backends, and the backend of each operator."""
 
 from __future__ import annotations
 
@@ -94,36 +94,36 @@ def versions() -> dict[str, str]:
     """Versions of Python, this library and the packages it works with."""
     from liger_multi._version import __version__
 
-    found = {
+    versions = {
         "liger_multi": __version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
     }
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             # a checkout on the path has no metadata
-            found[name] = (
+            versions[name] = (
                 "present, version unknown" if importlib.util.find_spec(name) else "not installed"
             )
-    found["torch"] = torch.__version__
-    return found
+    versions["torch"] = torch.__version__
+    return versions
 
 
 def devices(probes: Probes) -> list[dict[str, str]]:
     """The CPU and every accelerator that PyTorch sees."""
-    found = [probes.ask("cpu", _cpu, {"device": "cpu"})]
-    kind = probes.ask(
+    records = [probes.ask("cpu", _cpu, {"device": "cpu"})]
+    accelerator = probes.ask(
         "accelerator", lambda: torch.accelerator.current_accelerator(check_available=True), None
     )
     for index in range(
-        0 if kind is None else probes.ask("device count", torch.accelerator.device_count, 0)
+        0 if accelerator is None else probes.ask("device count", torch.accelerator.device_count, 0)
     ):
-        assert kind is not None
-        device = torch.device(kind.type, index)
+        assert accelerator is not None
+        device = torch.device(accelerator.type, index)
         entry = {"device": str(device)}
-        found.append(entry | probes.ask(str(device), partial(_accelerator, device), {}))
-    return found
+        records.append(entry | probes.ask(str(device), partial(_accelerator, device), {}))
+    return records
 
 
 def _cpu() -> dict[str, str]:
@@ -160,15 +160,15 @@ def backends(probes: Probes) -> dict[str, dict[str, str]]:
     """Every backend: whether it is available, and its own facts."""
     from liger_multi.dispatch import registry
 
-    found = {}
+    records = {}
     for name, record in registry.backends().items():
         refusal = probes.ask(
             f"probe of {name}", partial(registry.unavailable, name), "its probe failed"
         )
         serves = record.device_type or "shared"
-        found[name] = {"state": "available" if refusal is None else refusal, "serves": serves}
-        found[name] |= probes.ask(f"description of {name}", getattr(record, "describe", dict), {})
-    return found
+        records[name] = {"state": "available" if refusal is None else refusal, "serves": serves}
+        records[name] |= probes.ask(f"description of {name}", getattr(record, "describe", dict), {})
+    return records
 
 
 def configuration() -> list[dict[str, Any]]:
@@ -176,7 +176,7 @@ def configuration() -> list[dict[str, Any]]:
     from liger_multi.dispatch.config import ENVIRONMENT_VARIABLE, current
 
     named = os.environ.get(ENVIRONMENT_VARIABLE)
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for layer in current().layers:
         origin = f" (named by {ENVIRONMENT_VARIABLE})" if layer.source == named else ""
         entry: dict[str, Any] = {"source": f"{layer.source}{origin}"}
@@ -189,11 +189,11 @@ def configuration() -> list[dict[str, Any]]:
             entry["chunk_bytes"] = format_bytes(layer.chunk_bytes)
         if layer.head_gemms is not None:
             entry["head_gemms"] = layer.head_gemms
-        found.append(entry)
+        records.append(entry)
     origin = (
-        "everything else" if found else f"no configure() call, {ENVIRONMENT_VARIABLE} is not set"
+        "everything else" if records else f"no configure() call, {ENVIRONMENT_VARIABLE} is not set"
     )
-    return [*found, {"source": f"built in ({origin})", "default": "auto"}]
+    return [*records, {"source": f"built in ({origin})", "default": "auto"}]
 
 
 def _explained() -> list[dict[str, Any]]:
@@ -214,15 +214,15 @@ def as_data(row: Any) -> dict[str, Any]:
 
 def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """Things that do not fit together, as problems (to mend) and notes (to know)."""
-    found: list[tuple[str, str]] = []
+    problems: list[tuple[str, str]] = []
     built_for = torch.accelerator.current_accelerator(check_available=False)
     available = torch.accelerator.is_available()
     for sign in SIGNS:
-        seen = [
+        usable = [
             *sorted(glob.glob(sign.nodes))[:1],
             *([sign.tool] if shutil.which(sign.tool) else []),
         ]
-        if seen and not available:
+        if usable and not available:
             why = (
                 f"this PyTorch ({torch.__version__}) is built for CPUs only: "
                 "install a build for the device"
@@ -230,11 +230,11 @@ def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
                 else f"PyTorch ({torch.__version__}, built for {built_for.type}) sees no device: "
                 "driver absent or too old, or the devices are hidden by an environment variable"
             )
-            found.append(
-                ("problem", f"there are signs of {sign.hardware} ({', '.join(seen)}), but {why}")
+            problems.append(
+                ("problem", f"there are signs of {sign.hardware} ({', '.join(usable)}), but {why}")
             )
     if os.environ.get("TRITON_INTERPRET") == "1":
-        found.append(
+        problems.append(
             (
                 "note",
                 "TRITON_INTERPRET=1: Triton kernels are interpreted on the CPU, for tests only",
@@ -245,22 +245,22 @@ def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
             text = (
                 "an accelerator, but no Triton: operators without a vendor's path use the reference"
             )
-            found.append(("note", text))
+            problems.append(("note", text))
     else:
         failure = _triton_driver()
         if failure is not None:
-            found.append(
+            problems.append(
                 (
                     "problem" if available else "note",
                     f"Triton is installed but has no driver here: {failure}",
                 )
             )
-    found += [("problem", f"{text}: see --verbose") for text in failing(rows)]
-    return [{"kind": kind, "text": text} for kind, text in found]
+    problems += [("problem", f"{text}: see --verbose") for text in failing(rows)]
+    return [{"kind": level, "text": text} for level, text in problems]
 
 
 def failing(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What no backend may run, a line per device and directions."""
+    """Operators that no backend may run, one line per device and directions."""
     won: dict[tuple[str, str, str], bool] = {}
     for row in rows:
         key = (row["device"], row["op"], row["direction"])
@@ -320,21 +320,23 @@ def page(facts: dict[str, Any], verbose: bool = False) -> Page:
 
 
 def _shared(rows: Sequence[dict[str, Any]]) -> list[tuple[list[str], dict[str, str]]]:
-    """What serves every operator, by devices that agree."""
-    found: list[tuple[list[str], dict[str, str]]] = []
+    """The backend of every operator, grouped by devices with the same choice."""
+    groups: list[tuple[list[str], dict[str, str]]] = []
     for device in dict.fromkeys(row["device"] for row in rows):
         serving: dict[str, list[str]] = {}
         for row in rows:
             if row["device"] == device:
                 names = serving.setdefault(row["op"], [])
                 names += [row["backend"]] if row["chosen"] else []
-        told = {op: " and ".join(dict.fromkeys(names)) or "none" for op, names in serving.items()}
-        places = next((places for places, known in found if known == told), None)
+        backends_of = {
+            op: " and ".join(dict.fromkeys(names)) or "none" for op, names in serving.items()
+        }
+        places = next((places for places, known in groups if known == backends_of), None)
         if places is None:
-            found.append(([device], told))
+            groups.append(([device], backends_of))
         else:
             places.append(device)
-    return found
+    return groups
 
 
 def _chosen_on(devices: Sequence[str], serving: dict[str, str]) -> list[list[str]]:

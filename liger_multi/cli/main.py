@@ -168,8 +168,8 @@ def _explain(arguments: argparse.Namespace) -> int:
 
     dtype = getattr(torch, long_name(arguments.dtype)) if arguments.dtype else None
     device = None if arguments.device is None else checking.known_device(arguments.device)
-    found = liger_multi.explain(arguments.op, device, dtype)
-    rows = [doctor.as_data(row) for row in found.rows]
+    explanation = liger_multi.explain(arguments.op, device, dtype)
+    rows = [doctor.as_data(row) for row in explanation.rows]
     fails = doctor.failing(rows)
     if arguments.json:
         checking.write_json(rows)

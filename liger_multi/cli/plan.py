@@ -22,7 +22,7 @@ from liger_multi.errors import PlanError, need
 from liger_multi.memory import estimate
 from liger_multi.memory.breakdown import estimate_page
 from liger_multi.memory.planning import CARDS, Space, TrainingPlan, plan
-from liger_multi.memory.planning.host import UNKNOWN
+from liger_multi.memory.planning.cost import DEFAULT_HOST_MEMORY
 from liger_multi.memory.planning.result import NAMES, PRECISIONS, plan_page
 from liger_multi.memory.setup import DTYPES, OPTIMIZERS, TrainingSetup
 from liger_multi.memory.sizes import SIZES, Source, beyond, config_of, positions_of
@@ -77,23 +77,23 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
 def run_estimate(arguments: argparse.Namespace) -> int:
     """Print an estimate; 1 when a device of the given capacity is too small for it."""
     need("estimate", ["transformers"], "transformers")
-    given = {f.name: getattr(arguments, f.name) for f in fields(TrainingSetup)}
-    if given["capacity"] is not None:
-        given["capacity"] = parse_memory(given["capacity"], "--capacity")
-    given["dtype"] = long_name(given["dtype"])
+    setup = {f.name: getattr(arguments, f.name) for f in fields(TrainingSetup)}
+    if setup["capacity"] is not None:
+        setup["capacity"] = parse_memory(setup["capacity"], "--capacity")
+    setup["dtype"] = long_name(setup["dtype"])
     with checking.simulated("estimate", arguments.model), progress("estimate") as said:
         said(f"reading {arguments.model}")
         with _without_collections():
             config = config_of(arguments.model)
             said(f"simulating {arguments.batch} x {arguments.sequence} tokens")
-            made = estimate(config, arguments.batch, arguments.sequence, TrainingSetup(**given))
-    fits = given["capacity"] is None or made.peak_bytes <= given["capacity"]
+            result = estimate(config, arguments.batch, arguments.sequence, TrainingSetup(**setup))
+    fits = setup["capacity"] is None or result.peak_bytes <= setup["capacity"]
     note = beyond(positions_of(config), arguments.sequence)
     if arguments.json:
-        data = {name: value for name, value in made.as_data().items() if name != "profile"}
+        data = {name: value for name, value in result.as_data().items() if name != "profile"}
         checking.write_json({**data, "fits": fits, "notes": [note] if note else []})
         return int(not fits)
-    page = estimate_page(made)
+    page = estimate_page(result)
     if not fits:
         page.add("Too large", [("problem", f"a device has {arguments.capacity}")])
     if note:
@@ -125,7 +125,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-memory",
         metavar="SIZE",
         help="memory of the host for each device, such as 128GiB (default: what this machine has "
-        f"for each of its devices, or {UNKNOWN // 2**30}GiB where it has none)",
+        f"for each of its devices, or {DEFAULT_HOST_MEMORY // 2**30}GiB where it has none)",
     )
     parser.add_argument(
         "--batch",
@@ -183,18 +183,18 @@ def run_plan(arguments: argparse.Namespace) -> int:
         with checking.simulated("plan", arguments.model), progress("plan") as said:
             said(f"reading {arguments.model}")
             with _without_collections():
-                made = _plan(arguments, said)
+                result = _plan(arguments, said)
     except PlanError as error:
         sys.stderr.write(f"liger-multi: {error}\n")
-        made, code = error.plan, 1
+        result, code = error.plan, 1
     if arguments.json:
-        checking.write_json(made.as_data())
+        checking.write_json(result.as_data())
     else:
-        plan_page(made).show()
+        plan_page(result).show()
     if arguments.picture:
-        made.draw(arguments.picture)
+        result.draw(arguments.picture)
     if arguments.write and not code:
-        for path in made.write(arguments.write):
+        for path in result.write(arguments.write):
             sys.stderr.write(f"wrote {path}\n")
     return code
 

@@ -39,14 +39,14 @@ _DEFAULT = Options()
 
 def _norm(module: nn.Module) -> norms.NormSettings | None:
     likely = looks_like_norm(module)
-    found = norm_settings(module, likely) if likely else None
-    return found if isinstance(found, norms.NormSettings) else None
+    settings = norm_settings(module, likely) if likely else None
+    return settings if isinstance(settings, norms.NormSettings) else None
 
 
 def _mlp(module: nn.Module) -> mlp.MlpSettings | None:
     candidates, _ = mlp_names(module)
-    found = mlp_kind(module, candidates) if candidates else None
-    return found if isinstance(found, mlp.MlpSettings) else None
+    formula = mlp_kind(module, candidates) if candidates else None
+    return formula if isinstance(formula, mlp.MlpSettings) else None
 
 
 def _rotary(module: nn.Module) -> Any:
@@ -57,10 +57,10 @@ def _rotary(module: nn.Module) -> Any:
 
 def _experts(module: Any) -> bool:
     inner = getattr(module, "experts", None)
-    found = experts_kind(inner) if isinstance(inner, nn.Module) else None
-    if not isinstance(found, fused_experts.ExpertsKind) or inner is None:
+    formula = experts_kind(inner) if isinstance(inner, nn.Module) else None
+    if not isinstance(formula, fused_experts.ExpertsKind) or inner is None:
         return False
-    settings = fused_experts.ExpertsSettings(found, _DEFAULT)
+    settings = fused_experts.ExpertsSettings(formula, _DEFAULT)
     swap.apply(
         inner, swap.Swap("fused_moe", swap.stock_class(inner), fused_experts.FusedExperts, settings)
     )
@@ -69,18 +69,18 @@ def _experts(module: Any) -> bool:
 
 def _settled(module: nn.Module, probe: Any) -> Any:
     """What a probe says of an instance; a compiler that comes first sees the original forward."""
-    found = getattr(module, _KEY, _ABSENT)
-    if found is _ABSENT:
+    result = getattr(module, _KEY, _ABSENT)
+    if result is _ABSENT:
         if torch.compiler.is_compiling():
             return None
         ours = vars(module).pop("forward", None)  # a probe asks the forward of the class
         try:
-            found = probe(module)
+            result = probe(module)
         finally:
             if ours is not None:
                 vars(module)["forward"] = ours
-        setattr(module, _KEY, found)
-    return found
+        setattr(module, _KEY, result)
+    return result
 
 
 # Layers as the kernels library wants them: no constructor, no members, and a forward that becomes
@@ -98,10 +98,10 @@ class RMSNorm(_Layer):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """The operator, or what the module does by itself."""
         settings = _settled(self, _norm)
-        given = norms.operands(self, hidden_states, None, settings) if settings else None
-        if given is None:
+        operands = norms.operands(self, hidden_states, None, settings) if settings else None
+        if operands is None:
             return type(self).forward(self, hidden_states)
-        return norms.apply_norm(self, hidden_states, None, given, settings)
+        return norms.apply_norm(self, hidden_states, None, operands, settings)
 
 
 class RMSNormGated(_Layer):
@@ -110,10 +110,10 @@ class RMSNormGated(_Layer):
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         """The operator, or what the module does by itself."""
         settings = _settled(self, _norm)
-        given = norms.operands(self, hidden_states, gate, settings) if settings else None
-        if given is None:
+        operands = norms.operands(self, hidden_states, gate, settings) if settings else None
+        if operands is None:
             return type(self).forward(self, hidden_states, gate)
-        return norms.apply_norm(self, hidden_states, gate, given, settings)
+        return norms.apply_norm(self, hidden_states, gate, operands, settings)
 
 
 class GatedMLP(_Layer):
@@ -134,12 +134,12 @@ class RotaryPosEmb(_Layer):
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
         """The operator, or what the function does by itself."""
-        found = _settled(self, _rotary)
-        if found is None:
-            made: Any = type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
+        rotate = _settled(self, _rotary)
+        if rotate is None:
+            rotated: Any = type(self).forward(self, q, k, cos, sin, unsqueeze_dim)
         else:
-            made = found(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return made[0], made[1]
+            rotated = rotate(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return rotated[0], rotated[1]
 
 
 class MoeMLP(_Layer):
@@ -202,16 +202,16 @@ def _layer_of(name: str) -> type[nn.Module]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The operator, or what the function does by itself."""
-        found = _settled(self, functools.partial(_mixing, name))
-        return (found or functools.partial(type(self).forward, self))(*args, **kwargs)
+        function = _settled(self, functools.partial(_mixing, name))
+        return (function or functools.partial(type(self).forward, self))(*args, **kwargs)
 
     kinds = inspect.Parameter
-    found = [kinds("self", kinds.POSITIONAL_OR_KEYWORD)]
+    parameters = [kinds("self", kinds.POSITIONAL_OR_KEYWORD)]
     for one in MIXING[name][1].split():
-        kind = kinds.VAR_KEYWORD if one.startswith("**") else kinds.POSITIONAL_OR_KEYWORD
+        parameter_kind = kinds.VAR_KEYWORD if one.startswith("**") else kinds.POSITIONAL_OR_KEYWORD
         default = None if one.endswith("=") else kinds.empty
-        found.append(kinds(one.strip("*="), kind, default=default))
-    forward.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+        parameters.append(kinds(one.strip("*="), parameter_kind, default=default))
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return type(name, (_Layer,), {"forward": forward, "__doc__": f"``{MIXING[name][0]}``."})
 
 
@@ -274,15 +274,14 @@ def mapping(
     """
     from kernels import Mode
 
-    wanted = tuple(layers)
-    lost = [name for name in wanted if name not in LAYERS]
+    names = tuple(layers)
+    lost = [name for name in names if name not in LAYERS]
     if lost:
         raise ValueError(f"no layer {', '.join(lost)}; there are {', '.join(LAYERS)}")
     modes = (Mode.TRAINING | Mode.TORCH_COMPILE, Mode.INFERENCE | Mode.TORCH_COMPILE)
     places = tuple(devices)
     return {
-        name: {device: {mode: Layer(name) for mode in modes} for device in places}
-        for name in wanted
+        name: {device: {mode: Layer(name) for mode in modes} for device in places} for name in names
     }
 
 
@@ -300,20 +299,20 @@ def kernel_config(*, inherit_mapping: bool = False, **options: Any) -> Any:
     """
     from transformers import KernelConfig
 
-    made = mapping(**options)
+    mappings = mapping(**options)
 
     class Config(KernelConfig):  # type: ignore[misc]
         def create_compatible_mapping(self, model: Any, compile: bool = False) -> None:
             # ours is what strings would become; set this late, since loading expects strings
-            self.kernel_mapping = made
+            self.kernel_mapping = mappings
             experts_interface.register_experts()
             if hasattr(model, "set_experts_implementation") and _has_experts(model):
                 model.set_experts_implementation(experts_interface.NAME)
             settle(model)
 
-    found = Config({})
-    found.inherit_mapping = inherit_mapping
-    return found
+    config = Config({})
+    config.inherit_mapping = inherit_mapping
+    return config
 
 
 def _has_experts(model: nn.Module) -> bool:

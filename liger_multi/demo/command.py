@@ -130,9 +130,11 @@ def _demo(arguments: argparse.Namespace, device: torch.device, display: Display)
         raise LigerMultiError(f"demo with {plan.total} steps: {error}") from error
     display.opening(text, tokenizer.get_vocab_size(), plan)
     kinds = dict.fromkeys(arguments.models)
-    pairs = {kind: _pair(kind, data, plan, patch, display) for kind in kinds}
+    pairs = {model_type: _pair(model_type, data, plan, patch, display) for model_type in kinds}
     problems = [
-        line for kind, pair in pairs.items() for line in judge(kind, *pair, bound=plan.bound)
+        line
+        for model_type, pair in pairs.items()
+        for line in judge(model_type, *pair, bound=plan.bound)
     ]
     verdict = "FAILED, see the output" if problems else "same curves, less memory"
     arguments.output.mkdir(exist_ok=True)
@@ -152,27 +154,27 @@ def _demo(arguments: argparse.Namespace, device: torch.device, display: Display)
 
 
 def _pair(
-    kind: str, data: Any, plan: DemoConfig, patch: Callable[[Any], Any], display: Display
+    model_type: str, data: Any, plan: DemoConfig, patch: Callable[[Any], Any], display: Display
 ) -> tuple[Run, Run]:
     """Train one model unpatched, then patched, from the same weights on the same batches."""
     from liger_multi.demo import training
 
-    model = training.build(kind, plan.scale, plan.seed)
-    display.model(kind, model)
-    with display.progress(f"{kind} unpatched", plan) as advance:
+    model = training.build(model_type, plan.scale, plan.seed)
+    display.model(model_type, model)
+    with display.progress(f"{model_type} unpatched", plan) as advance:
         stock = training.train(model, data, plan, advance)
     # The first model must be gone before the second one's memory is measured.
     del model
     gc.collect()
-    model = training.build(kind, plan.scale, plan.seed)
+    model = training.build(model_type, plan.scale, plan.seed)
     display.report(patch(model))
-    with display.progress(f"{kind} patched", plan, stock) as advance:
+    with display.progress(f"{model_type} patched", plan, stock) as advance:
         patched = training.train(model, data, plan, advance)
-    display.summary(kind, stock, patched)
+    display.summary(model_type, stock, patched)
     return stock, patched
 
 
-def judge(kind: str, stock: Run, patched: Run, bound: float) -> list[str]:
+def judge(model_type: str, stock: Run, patched: Run, bound: float) -> list[str]:
     """What is wrong with a pair of runs, in words; empty when nothing is."""
     problems = []
     gaps = [abs(b - a) for a, b in zip(stock.losses, patched.losses, strict=True)]
@@ -181,12 +183,12 @@ def judge(kind: str, stock: Run, patched: Run, bound: float) -> list[str]:
     if bad:
         i = bad[0]
         problems.append(
-            f"{kind}: the curves part at step {i + 1}: unpatched {stock.losses[i]:.6f}, "
+            f"{model_type}: the curves part at step {i + 1}: unpatched {stock.losses[i]:.6f}, "
             f"patched {patched.losses[i]:.6f}, difference {gaps[i]:.1e}, bound {bound:g}"
         )
     if patched.peak_bytes >= stock.peak_bytes:
         problems.append(
-            f"{kind}: peak memory did not drop: unpatched {format_bytes(stock.peak_bytes)}, "
+            f"{model_type}: peak memory did not drop: unpatched {format_bytes(stock.peak_bytes)}, "
             f"patched {format_bytes(patched.peak_bytes)}"
         )
     return problems
@@ -238,8 +240,8 @@ def run_memory(arguments: argparse.Namespace) -> int:
     both = compare(*(_profile(arguments, device, patched) for patched in (False, True)))
     _keep_memory(both, arguments.output)
     if arguments.json:
-        made = {"unpatched": both.first.as_data(), "patched": both.second.as_data()}
-        checking.write_json({**made, "saved_bytes": both.saved_bytes})
+        memory = {"unpatched": both.first.as_data(), "patched": both.second.as_data()}
+        checking.write_json({**memory, "saved_bytes": both.saved_bytes})
     else:
         _show_memory(both, arguments.output)
     return 0 if both.saved_bytes > 0 else 1
@@ -261,9 +263,9 @@ def _profile(arguments: argparse.Namespace, device: torch.device, patched: bool)
         patch(model)
     optimizer = torch.optim.AdamW(model.parameters())
     generator = torch.Generator().manual_seed(arguments.seed)
-    ids = torch.randint(
-        scale.vocabulary, (scale.batch, scale.sequence), generator=generator
-    ).to(device)  # fmt: skip
+    ids = torch.randint(scale.vocabulary, (scale.batch, scale.sequence), generator=generator).to(
+        device
+    )
 
     def step() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
@@ -271,22 +273,22 @@ def _profile(arguments: argparse.Namespace, device: torch.device, patched: bool)
         optimizer.zero_grad(set_to_none=True)
 
     title = f"{arguments.model} {'patched' if patched else 'unpatched'}"
-    made = profile(step, model=model, optimizer=optimizer, title=title)
+    measured = profile(step, model=model, optimizer=optimizer, title=title)
     gc.collect()
-    return made
+    return measured
 
 
 def _keep_memory(both: Comparison, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     both.draw(folder / "memory.png")
-    for name, made in (("unpatched", both.first), ("patched", both.second)):
-        made.save(folder / f"{name}.json")
+    for name, measured in (("unpatched", both.first), ("patched", both.second)):
+        measured.save(folder / f"{name}.json")
 
 
 def _show_memory(both: Comparison, folder: Path) -> None:
     page = Page()
-    for made in (both.first, both.second):
-        page.sections += profile_page(made).sections
+    for measured in (both.first, both.second):
+        page.sections += profile_page(measured).sections
     page.sections += comparison_page(both).sections
     first, second = both.first.peak_bytes, both.second.peak_bytes
     drop = f"{format_bytes(first)} -> {format_bytes(second)}, {second / first:.2f} of unpatched"

@@ -78,12 +78,12 @@ class Display:
             )
         )
 
-    def model(self, kind: str, model: Any) -> None:
+    def model(self, model_type: str, model: Any) -> None:
         """Name a model before its runs."""
         config = model.config
         count = sum(p.numel() for p in model.parameters())
         tied = "tied head" if config.tie_word_embeddings else "untied head"
-        self.console.rule(Text(kind, style="bold"))
+        self.console.rule(Text(model_type, style="bold"))
         self.console.print(
             f"{type(model).__name__}, {count / 1e6:.1f} M parameters, {tied}, "
             f"vocabulary {config.vocab_size:,}, hidden {config.hidden_size}, "
@@ -128,9 +128,9 @@ class Display:
 
             yield advance
 
-    def summary(self, kind: str, stock: Run, patched: Run) -> None:
+    def summary(self, model_type: str, stock: Run, patched: Run) -> None:
         """Memory and throughput of a pair of runs."""
-        table = Table(title=f"{kind}: unpatched and patched", title_justify="left")
+        table = Table(title=f"{model_type}: unpatched and patched", title_justify="left")
         table.add_column("measured", overflow="fold")
         for name in ("baseline", "patched", "ratio"):
             table.add_column(name, justify="right")
@@ -159,10 +159,10 @@ class Display:
     ) -> None:
         """The verdict."""
         lines = []
-        for kind, (stock, patched) in pairs.items():
+        for model_type, (stock, patched) in pairs.items():
             gap = max(abs(b - a) for a, b in zip(stock.losses, patched.losses, strict=True))
             drop = f"{format_bytes(stock.peak_bytes)} -> {format_bytes(patched.peak_bytes)}"
-            lines.append(f"{kind}: losses differ by at most {gap:.1e}, peak memory {drop}")
+            lines.append(f"{model_type}: losses differ by at most {gap:.1e}, peak memory {drop}")
         lines += ["", *problems, f"picture: {picture}", f"took {seconds:.0f} s"]
         color = "red" if problems else "green"
         self.console.print(Panel(Text("\n".join(lines)), title=verdict, border_style=color))
@@ -193,8 +193,8 @@ def draw(pairs: Mapping[str, tuple[Run, Run]], plan: DemoConfig, title: str, pat
     )
     width = 1.4 + 4.3 * len(pairs)
     below = textwrap.fill(subtitle, int(13 * width))
-    with figure(path, width, 7.8) as made:
-        axes = made.subplots(
+    with figure(path, width, 7.8) as drawing:
+        axes = drawing.subplots(
             3, len(pairs), squeeze=False, sharex="col", height_ratios=(3, 1.6, 2.6)
         )
         for column, (name, (stock, patched)) in enumerate(pairs.items()):
@@ -205,15 +205,15 @@ def draw(pairs: Mapping[str, tuple[Run, Run]], plan: DemoConfig, title: str, pat
             axes[2, column].xaxis.set_major_locator(MaxNLocator(integer=True))
         for row, label in enumerate(("training loss", "difference", "peak memory [MiB]")):
             axes[row, 0].set_ylabel(label)
-        made.suptitle(
+        drawing.suptitle(
             title + "\n" * (1 + below.count("\n")),
             x=0.012,
             ha="left",
             fontsize=14,
             fontweight="bold",
         )
-        made.text(0.012, 0.957, below, ha="left", va="top", fontsize=8.5, color=SOFT)
-        made.align_ylabels(axes[:, 0])
+        drawing.text(0.012, 0.957, below, ha="left", va="top", fontsize=8.5, color=SOFT)
+        drawing.align_ylabels(axes[:, 0])
 
 
 def _loss(axis: Any, name: str, stock: Run, patched: Run) -> None:

@@ -244,10 +244,10 @@ class Run:
         return max((p for p in self.peaks if p is not None), key=lambda p: p.widest_bytes or 0)
 
 
-def build(kind: str, scale: Scale, seed: int) -> Any:
-    """A model of the Hugging Face type ``kind`` with random weights; nothing is downloaded."""
+def build(model_type: str, scale: Scale, seed: int) -> Any:
+    """A model of the Hugging Face type ``model_type`` with random weights, without a download."""
     config = AutoConfig.for_model(
-        kind,
+        model_type,
         vocab_size=scale.vocabulary,
         hidden_size=scale.hidden,
         intermediate_size=scale.intermediate,
@@ -255,7 +255,7 @@ def build(kind: str, scale: Scale, seed: int) -> Any:
         num_attention_heads=scale.heads,
         num_key_value_heads=scale.kv_heads,
         max_position_embeddings=scale.sequence,
-        tie_word_embeddings=kind.startswith("qwen"),
+        tie_word_embeddings=model_type.startswith("qwen"),
         use_cache=False,
         bos_token_id=None,
         eos_token_id=None,

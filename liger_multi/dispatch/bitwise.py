@@ -70,9 +70,11 @@ class Promise:
         """The promise without some properties, each with its reason."""
         gone = frozenset(lost)
         return Promise(
-            self.always - gone, self.deterministic - gone, self.rows - gone,
+            self.always - gone,
+            self.deterministic - gone,
+            self.rows - gone,
             {**self.because, **lost},
-        )  # fmt: skip
+        )
 
 
 def promise(
@@ -139,9 +141,13 @@ NO_PROMISE = Bitwise()
 
 
 def bitwise(
-    both: Promise, batched: str, trailing: int | None = None, *, backward: Promise | None = None,
+    both: Promise,
+    batched: str,
+    trailing: int | None = None,
+    *,
+    backward: Promise | None = None,
     reference: str = "row by row",
-) -> Bitwise:  # fmt: skip
+) -> Bitwise:
     """The record of a contract; backward promises what forward does unless it is given.
 
     Args:
@@ -170,10 +176,10 @@ def promised(name: str, prim: Primitive) -> Promise:
         because = {"rows": _TABLE, **result.because}
         always = result.always - {"rows"}
         result = replace(result, always=always, rows=under_rows, because=because)
-    apart = result.under("rows") & {"rows", "chunk"}
+    row_properties = result.under("rows") & {"rows", "chunk"}
     result = result.without(backends()[name].not_bitwise)
     if goes_row_by_row(name, prim) or (name == REFERENCE and stated.reference == "itself"):
-        result = replace(result, rows=result.rows | apart)
+        result = replace(result, rows=result.rows | row_properties)
     return result
 
 
@@ -230,7 +236,7 @@ def _fresh(x: Tensor) -> Tensor:
 def _is_aligned(x: Tensor) -> bool:
     """Whether every row starts at a multiple of 16 bytes, as far as rows side by side do.
 
-    Axes of one element count: the stride of a row alone is that which it had beside others.
+    Axes of size 1 count as well: a row that was sliced out keeps the stride of its tensor.
     """
     if x.data_ptr() % ALIGNED:
         return False

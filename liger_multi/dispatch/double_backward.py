@@ -26,13 +26,13 @@ class _Raises(torch.autograd.Function):
     def forward(
         ctx: Any, error_class: type[Exception], message: str, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.kind, ctx.message = error_class, message
+        ctx.error_class, ctx.message = error_class, message
         ctx.set_materialize_grads(False)
         return tuple([t.data for t in tensors[:count]])  # no views, which could not be written to
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        raise ctx.kind(ctx.message)
+        raise ctx.error_class(ctx.message)
 
 
 _raises: Any = _Raises.apply
@@ -65,7 +65,7 @@ def not_differentiable(
 def only_whole(
     name: str, direction: str, outs: Sequence[Tensor | None], origins: Iterable[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """What forward or backward returned to a caller of ``torch.ops``; it has no gradient.
+    """Mark what forward or backward returned to a caller of ``torch.ops``: it has no gradient.
 
     Args:
         name: The operator.

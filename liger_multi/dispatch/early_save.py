@@ -51,16 +51,18 @@ class EarlySave:
     """An operator with one visible output, in two functions.
 
     Args:
-        op: Of which backward is.
+        op: The operator whose backward is used.
         first: Takes the arguments of forward, and returns its outputs, the result as
             :func:`empty_of` gives it, and what the second function needs.
         rest: Takes the arguments of the call and what the first left; returns the result.
     """
 
     def __init__(
-        self, op: Op, first: Callable[..., tuple[tuple[Tensor, ...], Any]],
+        self,
+        op: Op,
+        first: Callable[..., tuple[tuple[Tensor, ...], Any]],
         rest: Callable[..., Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._op, self._rest, self._handover = op, rest, _Handover()
         names = op.fwd.params
         self._flags = [names.index(n[6:]) for n in names if n.startswith("needs_")]

@@ -133,9 +133,12 @@ def mode_of(config: Configuration) -> str:
 
 
 def candidates(
-    prim: Primitive, config: Configuration, device: torch.device, dtype: torch.dtype,
+    prim: Primitive,
+    config: Configuration,
+    device: torch.device,
+    dtype: torch.dtype,
     mode: str | None = None,
-) -> list[Candidate]:  # fmt: skip
+) -> list[Candidate]:
     """Every backend that the configuration lets try this direction, in order."""
     choice = config.choice(prim.op.name, device.type)
     order: Iterable[str] = choice.order
@@ -157,9 +160,13 @@ class Dispatch:
     """The candidates for one direction in order; the first unconditional one is called at once."""
 
     def __init__(
-        self, prim: Primitive, config: Configuration, device: torch.device, dtype: torch.dtype,
+        self,
+        prim: Primitive,
+        config: Configuration,
+        device: torch.device,
+        dtype: torch.dtype,
         mode: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.prim, self.device, self.dtype = prim, device, dtype
         self.choice: Choice = config.choice(prim.op.name, device.type)
         self.mode, self.candidates = mode, candidates(prim, config, device, dtype, mode)

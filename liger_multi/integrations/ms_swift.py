@@ -21,12 +21,12 @@ VARIABLE = "LIGER_MULTI_PATCH"
 def _options() -> dict[str, Any]:
     text = os.environ.get(VARIABLE) or "{}"
     try:
-        found = json.loads(text)
+        options = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        options = None
+    if not isinstance(options, dict):
         raise PatchError(f"{VARIABLE} must be a JSON object of operators, got {text!r}")
-    return found
+    return options
 
 
 class LigerMulti(TrainerCallback):

@@ -130,9 +130,14 @@ class FusedLoss(ChunkedLossWrapper):
                 f"of {whole} classes; got a head that tensor parallelism has split. Leave it out"
             )
         return ops.fused_linear_cross_entropy(
-            hidden, head.weight, labels, head.bias, ignore_index=IGNORED, reduction="sum",
+            hidden,
+            head.weight,
+            labels,
+            head.bias,
+            ignore_index=IGNORED,
+            reduction="sum",
             chunk=self.chunk,
-        )  # fmt: skip
+        )
 
 
 @override(  # type: ignore[untyped-decorator]
@@ -179,5 +184,5 @@ def loss(cfg: ChunkedLossWrapper.Config, *, chunk: int | str = "auto") -> FusedL
             "the override liger_multi.integrations.torchtitan.loss computes CrossEntropyLoss; got "
             f"{type(cfg.loss_fn).__qualname__}"
         )
-    made: FusedLoss.Config = derive(cfg, FusedLoss.Config, chunk=chunk)
-    return made
+    config: FusedLoss.Config = derive(cfg, FusedLoss.Config, chunk=chunk)
+    return config

@@ -1,6 +1,6 @@
 """Choose recompute policies by a budget of bytes: once, or before each forward by live headroom.
 
-What a layer keeps and computes again under each policy is told from shapes alone.
+What a layer keeps and recomputes under each policy follows from shapes alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Cost:
 
     Attributes:
         kept_bytes: What it keeps from forward to backward, its input included.
-        seconds: Of what is computed again, by the peak of a device.
+        seconds: Time of what is recomputed, at a device's peak rates.
     """
 
     kept_bytes: int
@@ -57,20 +57,23 @@ class Stats:
     tokens: int
 
     def kept_bytes(self, policies: tuple[str, ...]) -> int:
-        """What all layers keep, and beside it the largest of them while it is computed again."""
+        """What all layers keep, and what the largest of them holds while it is recomputed."""
         pairs = list(zip(self.layers, policies, strict=True))
-        again = (max(c.kept_bytes for c in layer.values()) - layer[p].kept_bytes
-                 for layer, p in pairs if p != "none")  # fmt: skip
+        again = (
+            max(c.kept_bytes for c in layer.values()) - layer[p].kept_bytes
+            for layer, p in pairs
+            if p != "none"
+        )
         return sum(layer[p].kept_bytes for layer, p in pairs) + max([0, *again])
 
     def seconds(self, policies: tuple[str, ...]) -> float:
-        """What computing again takes."""
+        """Time of the recomputation."""
         return sum(layer[p].seconds for layer, p in zip(self.layers, policies, strict=True))
 
 
 # --- one layer ---
 
-# Of one second on an H200 (torch 2.11, 2026-11): products of 16 bits, bytes read and written.
+# Of one second on an H200 (torch 2.11, 2026-11): 16-bit FLOPs, bytes read and written.
 FLOPS, BANDWIDTH = 6.9e14, 4.24e12
 
 
@@ -97,11 +100,11 @@ def layer_stats(
         patched: Whether the model is patched, or its options.
         attention: ``"sdpa"``, ``"flash_attention_2"`` or ``"eager"``.
         device: Type of the device that it stands for.
-        flops: Of products, a second.
-        bandwidth: Bytes read and written a second.
+        flops: Of GEMMs, per second.
+        bandwidth: Bytes read and written per second.
     """
-    kind, autocast, _ = DTYPES[known("dtype", dtype, DTYPES)]
-    model = meta_model(model_or_config, kind, attention, sequence)
+    param_dtype, autocast, _ = DTYPES[known("dtype", dtype, DTYPES)]
+    model = meta_model(model_or_config, param_dtype, attention, sequence)
     undo_all(model)
     if patched:
         patcher().patch(model, **(patched if isinstance(patched, Mapping) else {}))
@@ -111,18 +114,18 @@ def layer_stats(
         if getattr(layer, "gradient_checkpointing", False):
             layer.__dict__["gradient_checkpointing"] = False
     calls = _calls(model, layers, batch, sequence, device, autocast)
-    found: dict[Any, dict[str, Cost]] = {}
+    costs: dict[Any, dict[str, Cost]] = {}
     for layer, (args, kwargs) in zip(layers, calls, strict=True):
-        key = _kind(layer)
-        if key not in found:
-            found[key] = {}
+        key = _cost_key(layer)
+        if key not in costs:
+            costs[key] = {}
             for name in POLICIES:
                 one = _Count(device, None, layer, None, sequence, autocast)
-                found[key][name] = one.cost(name, args, kwargs, flops, bandwidth)
-    return Stats(tuple(found[_kind(layer)] for layer in layers), batch * sequence)
+                costs[key][name] = one.cost(name, args, kwargs, flops, bandwidth)
+    return Stats(tuple(costs[_cost_key(layer)] for layer in layers), batch * sequence)
 
 
-def _kind(layer: nn.Module) -> Any:
+def _cost_key(layer: nn.Module) -> Any:
     """What layers that cost the same have in common."""
     sizes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters())
     return type(layer), getattr(layer, "attention_type", None), sizes
@@ -151,12 +154,12 @@ def _calls(
 
 
 class _Count(Simulation):
-    """One layer, forwards and backwards, with the work of its second forward."""
+    """Simulates one layer's forward and backward; counts the work of its second forward."""
 
     _flops = _bytes = 0.0
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One operator; one of a second forward is work."""
+        """Run one operator; in a second forward, count its work."""
         inside = bool(self._ops)
         result = super().run(func, args, kwargs)
         if not inside and self._phase() == RECOMPUTE:
@@ -164,18 +167,18 @@ class _Count(Simulation):
         return result
 
     def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        given = {t.untyped_storage()._cdata: t for t in tensors_in((args, *kwargs.values()))}
-        made = [t for t in tensors_in((result,)) if t.untyped_storage()._cdata not in given]
-        if not made:
+        inputs = {t.untyped_storage()._cdata: t for t in tensors_in((args, *kwargs.values()))}
+        outputs = [t for t in tensors_in((result,)) if t.untyped_storage()._cdata not in inputs]
+        if not outputs:
             return  # a view
-        self._bytes += sum(t.nbytes for t in (*given.values(), *made))
+        self._bytes += sum(t.nbytes for t in (*inputs.values(), *outputs))
         name = func.name()
         if "scaled_dot_product" in name or name.endswith("attention_forward"):
             query, key = args[0], args[1]
-            self._flops += 2 * query.numel() * key.shape[-2]  # causal: half of both products
-        elif made and any(word in name for word in ("::mm", "::addmm", "::bmm", "grouped_mm")):
+            self._flops += 2 * query.numel() * key.shape[-2]  # causal: half of both GEMMs
+        elif outputs and any(word in name for word in ("::mm", "::addmm", "::bmm", "grouped_mm")):
             factors = [t for t in tensors_in(args[:3]) if t.ndim > 1]
-            self._flops += 2 * made[0].numel() * factors[-2].shape[-1]
+            self._flops += 2 * outputs[0].numel() * factors[-2].shape[-1]
 
     def cost(self, policy: str, args: Any, kwargs: Any, flops: float, bandwidth: float) -> Cost:
         """Bytes between forward and backward, and seconds of the second forward."""
@@ -190,12 +193,12 @@ class _Count(Simulation):
 
         args, kwargs = tree_map(fresh, (args, kwargs))
         with apply_recompute(nn.ModuleList([nn.ModuleList([layer])]), policy), self.surroundings():
-            made = self.forward(lambda: layer(*args, **kwargs))
-            output = made if isinstance(made, Tensor) else made[0]
+            result = self.forward(lambda: layer(*args, **kwargs))
+            output = result if isinstance(result, Tensor) else result[0]
             born = [b for b in self.blocks if b.phase == FORWARD and not b.died]
-            kept = sum(b.size for b in born) - output.nbytes + hidden.nbytes
+            kept_bytes = sum(b.size for b in born) - output.nbytes + hidden.nbytes
             backward(output)
-        return Cost(kept, self._flops / flops + self._bytes / bandwidth)
+        return Cost(kept_bytes, self._flops / flops + self._bytes / bandwidth)
 
 
 # --- the choice ---
@@ -226,7 +229,7 @@ class Choice:
 def choose(model_or_stats: Any, budget_bytes: int, **options: Any) -> Choice:
     """The cheapest policies whose layers together keep at most so many bytes.
 
-    Layer by layer, the policy that costs the least time for a byte comes first, from the first
+    Layer by layer, the policy that costs the least time per byte comes first, from the first
     layer on (what it keeps lives longest).
 
     Args:
@@ -252,21 +255,23 @@ def choose(model_or_stats: Any, budget_bytes: int, **options: Any) -> Choice:
         cheaper = stats.layers[place][before].seconds < stats.layers[place][chosen[place]].seconds
         if cheaper and stats.kept_bytes(tuple(less)) <= budget_bytes:
             chosen = less
-    made = tuple(chosen)
-    kept = stats.kept_bytes(made)
-    return Choice(made, kept, stats.seconds(made), kept <= budget_bytes)
+    policies = tuple(chosen)
+    kept_bytes = stats.kept_bytes(policies)
+    return Choice(policies, kept_bytes, stats.seconds(policies), kept_bytes <= budget_bytes)
 
 
 def _steps(stats: Stats) -> Iterator[tuple[float, int, str]]:
-    """Seconds for a byte, layer and policy of every step along each layer's lower convex hull."""
+    """Seconds per byte, layer and policy of every step along each layer's lower convex hull."""
     for place, layer in enumerate(stats.layers):
         at = layer["none"]
         while True:
             lower = [(n, c) for n, c in layer.items() if c.kept_bytes < at.kept_bytes]
             if not lower:
                 break
-            rates = [((c.seconds - at.seconds) / (at.kept_bytes - c.kept_bytes), c.kept_bytes, n)
-                     for n, c in lower]  # fmt: skip
+            rates = [
+                ((c.seconds - at.seconds) / (at.kept_bytes - c.kept_bytes), c.kept_bytes, n)
+                for n, c in lower
+            ]
             rate, _, name = min(rates)
             yield rate, place, name
             at = layer[name]
@@ -284,8 +289,8 @@ class Adaptive(Recompute):
     def __init__(
         self, model: nn.Module, stats: Stats, reserve_bytes: int, probe: Callable[[], int]
     ) -> None:
-        made = apply_recompute(model, "full")
-        super().__init__(made.policies, made._wrapped)
+        handle = apply_recompute(model, "full")
+        super().__init__(handle.policies, handle._wrapped)
         self._stats, self._reserve, self._probe = stats, reserve_bytes, probe
         self._hook = model.register_forward_pre_hook(self._before, with_kwargs=True)
 
@@ -293,8 +298,8 @@ class Adaptive(Recompute):
         if not torch.is_grad_enabled():
             return
         scale = _tokens(args, kwargs) / self._stats.tokens
-        room = max(0, self._probe() - self._reserve)
-        self.choice = choose(self._stats, int(room / max(scale, 1e-9)))
+        free_bytes = max(0, self._probe() - self._reserve)
+        self.choice = choose(self._stats, int(free_bytes / max(scale, 1e-9)))
         for one, name in zip(self._wrapped, self.choice.policies, strict=True):
             one.policy = POLICIES[name]
             self.policies[one.path] = name
@@ -320,7 +325,7 @@ def adapt(
     Args:
         model: As of ``apply_recompute``.
         stats: From :func:`layer_stats`, for any number of tokens.
-        reserve_bytes: Left for what is not in layers: gradients that are not there yet, loss.
+        reserve_bytes: Left for what layers do not hold: later gradients, and the loss.
         probe: Returns the free bytes; by default those of the model's device and of its allocator.
 
     Raises:

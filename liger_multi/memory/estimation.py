@@ -50,9 +50,9 @@ class Estimate:
     Attributes:
         title: What was asked.
         profile: A step over time, with this device's share of everything.
-        parts: Static bytes by kind on this device.
+        parts: Static bytes on this device, by category.
         host_bytes: Static bytes that stand in the host's memory instead (or on its disk).
-        gathered_bytes: Parameters and gradients of other devices' shards that are here for a while.
+        gathered_bytes: Parameters and gradients gathered from other devices' shards.
         workspace_bytes: What the matrix library takes from the allocator.
         trained: Parameters with gradients.
         total: Parameters.
@@ -140,9 +140,9 @@ def estimate(
     """
     setup = setup_of(setup, **options)
     positive(batch=batch, sequence=sequence)
-    kind, autocast, copies = DTYPES[setup.dtype]
+    dtype, autocast, copies = DTYPES[setup.dtype]
     spec, device, level = OPTIMIZERS[setup.optimizer], setup.device, setup.level
-    model = meta_model(config_or_model, kind, setup.attention, sequence)
+    model = meta_model(config_or_model, dtype, setup.attention, sequence)
     if setup.patched:
         patcher().patch(model, **(setup.patched if isinstance(setup.patched, Mapping) else {}))
     model.train()
@@ -185,38 +185,41 @@ def estimate(
     )
 
 
-def meta_model(given: Any, dtype: torch.dtype, attention: str, sequence: int) -> Any:
+def meta_model(config_or_model: Any, dtype: torch.dtype, attention: str, sequence: int) -> Any:
     """A meta copy of a model, or a model of a configuration."""
     if attention not in ATTENTIONS:
         raise ValueError(
             f"attention must be 'sdpa', 'flash_attention_2' or 'eager', got {attention!r}"
         )
-    kind = "eager" if attention == "eager" else "sdpa"  # flash attention keeps what sdpa does
-    if isinstance(given, nn.Module):
-        model: Any = on_meta(given, dtype)
-        model.config._attn_implementation = kind
-    elif hasattr(given, "get_text_config"):
+    # flash attention keeps what sdpa does
+    implementation = "eager" if attention == "eager" else "sdpa"
+    if isinstance(config_or_model, nn.Module):
+        model: Any = on_meta(config_or_model, dtype)
+        model.config._attn_implementation = implementation
+    elif hasattr(config_or_model, "get_text_config"):
         import copy
 
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, __version__
 
-        if type(given) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if type(config_or_model) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(
                 f"transformers {__version__} has no causal language model for a "
-                f"{type(given).__name__} (model_type {shown(given.model_type)}); where its code "
+                f"{type(config_or_model).__name__} "
+                f"(model_type {shown(config_or_model.model_type)}); where its code "
                 "stands elsewhere, give a model of it instead of the configuration"
             )
-        config = copy.deepcopy(given)
-        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(given)]
-        if attention != "sdpa" or getattr(found, "_supports_sdpa", True):
-            config._attn_implementation = kind  # state space models have no attention to choose
+        config = copy.deepcopy(config_or_model)
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config_or_model)]
+        if attention != "sdpa" or getattr(model_class, "_supports_sdpa", True):
+            # state space models have no attention to choose
+            config._attn_implementation = implementation
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         model.tie_weights()  # which transformers 5.0 leaves out on the meta device
     else:
         raise TypeError(
             "expected a Hugging Face configuration or a model, got "
-            f"{type(given).__name__}: {given!r:.80}"
+            f"{type(config_or_model).__name__}: {config_or_model!r:.80}"
         )
     model.config.use_cache = False
     return model
@@ -232,7 +235,7 @@ def checkpoint(model: Any) -> None:
 
 
 def state_bytes(trained: list[Any], spec: Optimizer, copies: int) -> int:
-    """Bytes of an optimizer's states; ``copies``: of an element of its fp32 copy, or 0."""
+    """Bytes of an optimizer's states; ``copies``: bytes per element of its fp32 copy, or 0."""
     total = 0.0
     for parameter in trained:
         size = copies or parameter.element_size()
@@ -261,26 +264,26 @@ def gathered(model: Any, level: int) -> int:
     return gathered_bytes(blocks, [p for p in model.parameters() if id(p) not in inside], level)
 
 
-def gathered_bytes(blocks: list[list[Any]], beside: list[Any], level: int) -> int:
+def gathered_bytes(blocks: list[list[Any]], root: list[Any], level: int) -> int:
     """The largest moment's parameters and gradients that belong to other devices.
 
-    With gradients in shards, one block's whole gradient waits for its reduction; with parameters in
-    shards, one block runs while the next is fetched, and what stands outside of blocks is whole.
+    With sharded gradients, one block's full gradient waits for its reduction. With sharded
+    parameters, one block runs while the next one is fetched, and those of no block are gathered.
 
     Args:
         blocks: Parameters of each.
-        beside: Those of no block.
+        root: Those of no block.
         level: Of ZeRO.
     """
-    outside: int = sum(p.nbytes for p in beside)
+    outside: int = sum(p.nbytes for p in root)
     block: int = max((sum(p.nbytes for p in one) for one in blocks), default=0)
-    trained = any(p.requires_grad for one in (*blocks, beside) for p in one)
+    trained = any(p.requires_grad for one in (*blocks, root) for p in one)
     gradient: int = max(block, outside) if trained else 0
     if level == 2:
         return gradient
     return 2 * block + outside + gradient if level == 3 else 0
 
 
-def _name(given: Any) -> str:
-    config = getattr(given, "config", given)
-    return str(getattr(config, "model_type", type(given).__name__))
+def _name(config_or_model: Any) -> str:
+    config = getattr(config_or_model, "config", config_or_model)
+    return str(getattr(config, "model_type", type(config_or_model).__name__))

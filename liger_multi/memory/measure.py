@@ -55,7 +55,7 @@ class Storages:
         return key, before, size
 
     def forget(self) -> None:
-        """Stop watching; the storages outlive the region and are none of its business any more."""
+        """Stop watching: the storages outlive the region."""
         self._references.clear()
 
     def _gone(self, key: int) -> None:
@@ -86,42 +86,43 @@ class StorageMode(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         # A subclass with its own dispatch goes first; what it runs comes back as plain tensors.
-        for kind in types:
-            if kind not in _PLAIN and getattr(kind, "__torch_dispatch__", _OWN) is not _OWN:
+        for tensor_class in types:
+            own = getattr(tensor_class, "__torch_dispatch__", _OWN)
+            if tensor_class not in _PLAIN and own is not _OWN:
                 return NotImplemented
         if func.namespace == "liger_multi":  # Python of ours, where function modes have a say
             return self._watch(func, args, kwargs)
-        # Function modes have had theirs. PyTorch's own Python (decompositions, shapes) would ask
+        # Function modes ran already. PyTorch's own Python (decompositions, shapes) would call
         # them at every attribute of a tensor.
         with DisableTorchFunction():
             return self._watch(func, args, kwargs)
 
     def _watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for tensor in tensors_in((args, *kwargs.values())):
-            self.see(tensor, made=False)
+            self.see(tensor, is_output=False)
         result = self.run(func, args, kwargs)
         for tensor in tensors_in((result,)):
-            self.see(tensor, made=True)
+            self.see(tensor, is_output=True)
         return result
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The operator itself."""
         return func(*args, **kwargs)
 
-    def see(self, tensor: torch.Tensor, made: bool) -> None:
-        """Take note of an input (``made=False``) or an output of an operator."""
+    def see(self, tensor: torch.Tensor, is_output: bool) -> None:
+        """Take note of a tensor that an operator reads or writes."""
         raise NotImplementedError
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among operator arguments, also inside lists (foreach operators)."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors
 
 
 # --- the peak of a region ---
@@ -213,8 +214,8 @@ def resolve_device(device: torch.device | str | None = None) -> torch.device:
     """The device asked for; None is the current accelerator, or the CPU where there is none."""
     if device is not None:
         return torch.device(device)
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None else found
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if accelerator is None else accelerator
 
 
 def format_bytes(count: int) -> str:
@@ -264,7 +265,7 @@ class _Watch(StorageMode):
         self._start = self._live = self._peak = 0
         self._widest: tuple[int, torch.Size, torch.dtype] | None = None
         for tensor in known:
-            self.see(tensor, made=False)
+            self.see(tensor, is_output=False)
 
     def report(self, peak: Peak, with_bytes: bool) -> None:
         """Copy what was seen into ``peak``."""
@@ -277,13 +278,13 @@ class _Watch(StorageMode):
                 peak.widest_shape = tuple(shape)
         self._storages.forget()
 
-    def see(self, tensor: torch.Tensor, made: bool) -> None:
+    def see(self, tensor: torch.Tensor, is_output: bool) -> None:
         """Count a storage that is new or has another size."""
-        found = self._storages.see(tensor)
-        if found is None:
+        entry = self._storages.see(tensor)
+        if entry is None:
             return
-        key, before, size = found
-        if before is None and made:
+        key, before, size = entry
+        if before is None and is_output:
             self._born.add(key)
         elif before is None:
             self._start += size

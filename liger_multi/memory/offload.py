@@ -1,4 +1,4 @@
-"""Activations that wait for backward in the host's memory, copied beside the computation.
+"""Activations that wait for backward in the host's memory, copied while the device computes.
 
 What autograd saves inside the stack of layers goes through hooks. On an accelerator a tensor is
 copied to pinned memory on a stream of its own and leaves the device once that is done; backward
@@ -44,9 +44,9 @@ class _View:
 
 
 class _Plain:
-    """Copies that are done when they return (a CPU)."""
+    """Synchronous copies (a CPU)."""
 
-    beside = False
+    asynchronous = False
 
     def out(self, parked: _Parked, source: Tensor) -> None:
         """To the host."""
@@ -58,13 +58,13 @@ class _Plain:
         return tensor
 
     def wait(self, parked: _Parked) -> None:
-        """Until the last copy of this stretch is done."""
+        """Wait until the last copy of this stretch is done."""
 
 
 class _Shapes(_Plain):
-    """The meta device: sizes only, as if copied beside the computation."""
+    """The meta device: sizes only, as of asynchronous copies."""
 
-    beside = True
+    asynchronous = True
 
     def out(self, parked: _Parked, source: Tensor) -> None:
         """Nothing to copy."""
@@ -77,16 +77,16 @@ class _Shapes(_Plain):
 
 
 class _Streams(_Plain):
-    """An accelerator: pinned memory and two streams, beside the one that computes."""
+    """An accelerator: pinned memory and two streams besides the one that computes."""
 
-    beside = True
+    asynchronous = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._out, self._back = torch.Stream(device), torch.Stream(device)
 
     def out(self, parked: _Parked, source: Tensor) -> None:
-        """Begin to copy what the stream that computes has made."""
+        """Begin to copy a result of the stream that computes."""
         self._out.wait_stream(torch.accelerator.current_stream(self.device))
         with self._out:
             parked.host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
@@ -104,7 +104,7 @@ class _Streams(_Plain):
         return tensor
 
     def wait(self, parked: _Parked) -> None:
-        """The stream that computes goes on after the copy."""
+        """Let the stream that computes wait for the copy."""
         torch.accelerator.current_stream(self.device).wait_event(parked.ready)
 
 
@@ -112,9 +112,9 @@ class _Step:
     """What one forward parked, in order; the tensors that backward holds keep it alive.
 
     Args:
-        copies: How to the host and back.
+        copies: How tensors are copied to the host and back.
         min_bytes: Smaller tensors stay.
-        in_flight_bytes: Of the device for tensors that are leaving, and for those that come back.
+        in_flight_bytes: Device memory of tensors on their way out, and of those on their way back.
         parameters: Storages that stay.
     """
 
@@ -139,8 +139,8 @@ class _Step:
         if mark not in self.watched:  # an address is used again once its storage is gone
             self.watched[mark] = weakref.ref(storage, lambda _: self._forget(mark))
         key = (mark, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version)
-        found = self.known.get(key)
-        parked = found() if found is not None else None
+        reference = self.known.get(key)
+        parked = reference() if reference is not None else None
         if parked is None:
             parked = self._park(tensor)
             self.known[key] = weakref.ref(parked)
@@ -165,13 +165,13 @@ class _Step:
         self.parked.append(weakref.ref(parked))
         self.offloaded += source.nbytes
         self.copies.out(parked, source)
-        if self.copies.beside:
+        if self.copies.asynchronous:
             self.leaving.append((source.nbytes, weakref.ref(parked)))
             self.leaving_bytes += source.nbytes
         while self.leaving_bytes > self.room:
-            size, found = self.leaving.popleft()
+            size, reference = self.leaving.popleft()
             self.leaving_bytes -= size
-            oldest = found()
+            oldest = reference()
             if oldest is not None and oldest.source is not None:
                 self.copies.wait(oldest)  # before its memory is used again
                 oldest.source = None
@@ -183,7 +183,7 @@ class _Step:
             return packed
         parked = packed.parked
         self._fetch(parked)
-        if self.copies.beside:
+        if self.copies.asynchronous:
             self._ahead(parked.number)
         flat = parked.source
         if flat is None:
@@ -299,8 +299,8 @@ def offload_activations(
     """Copy what layers keep for backward to the host, and back in time.
 
     Loss and gradients are the same to the bit. On an accelerator copies run on streams of their
-    own, to and from pinned memory; the last tensors of forward, that are still leaving when
-    backward asks for them, never go.
+    own, to and from pinned memory. The last tensors of forward, whose copies are still running
+    when backward asks for them, stay on the device.
 
     Args:
         model: With its layers in a ``ModuleList``; the module that holds it is watched, so heads
@@ -317,9 +317,9 @@ def offload_activations(
     for name, value in (("min_bytes", min_bytes), ("in_flight_bytes", in_flight_bytes)):
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value!r}")
-    found = decoder_layers(model)
-    if not found:
+    layers = decoder_layers(model)
+    if not layers:
         raise ValueError(f"{type(model).__name__} has no list of layers (torch.nn.ModuleList)")
-    parents = {path.rpartition(".")[0].rpartition(".")[0] for path, _ in found}
+    parents = {path.rpartition(".")[0].rpartition(".")[0] for path, _ in layers}
     outermost = min(parents, key=len) if len(parents) == 1 else ""
     return Offload(model.get_submodule(outermost), min_bytes, in_flight_bytes)

@@ -1,9 +1,9 @@
 """Record a real step: where its memory went, over time.
 
-On an accelerator the history of the allocator is joined with what a recorder saw. The allocator
+On an accelerator the history of the allocator is joined with a recorder's blocks. The allocator
 knows every block, also those inside native kernels, and nothing about models; a recorder knows
 modules and operators. A storage belongs to the block that stood at its address when it was first
-seen.
+recorded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def profile(
     warm: int = 1,
     title: str = "a step",
 ) -> Profile:
-    """Run a training step and say what its memory was spent on, when, and by whom.
+    """Run a training step and report what its memory was spent on, when, and by which operators.
 
     On an accelerator whose PyTorch keeps a history of its allocator, every block is counted, also
     those inside native kernels; elsewhere all storages that operators touch. Operators cost some
@@ -74,7 +74,7 @@ def profile(
 
 
 def compare(first: Profile, second: Profile) -> Comparison:
-    """Two profiles beside each other, such as unpatched and patched."""
+    """Compare two profiles, such as unpatched and patched."""
     return Comparison(first, second)
 
 
@@ -126,7 +126,7 @@ OLDER, HIDDEN = "older than the step", "inside a kernel"
 
 @dataclass
 class Joined:
-    """Blocks, events and phases as :func:`liger_multi.memory.breakdown.summarize` wants them."""
+    """Blocks, events and phases as :func:`liger_multi.memory.breakdown.summarize` takes them."""
 
     blocks: list[Block] = field(default_factory=list)
     events: list[tuple[int, int]] = field(default_factory=list)
@@ -136,24 +136,24 @@ class Joined:
 
 def join(
     entries: Sequence[Mapping[str, Any]],
-    seen: Sequence[Block],
+    recorded: Sequence[Block],
     phases: Sequence[tuple[float, str]],
     allocated: int,
     reserved: int,
 ) -> Joined:
-    """Allocator events with the names that a recorder has for them.
+    """Allocator events with the modules and operators of a recorder.
 
     Args:
         entries: Of the device's trace in a snapshot: ``action``, ``addr``, ``size``, ``time_us``.
-        seen: Blocks of the recorder, with address and time.
+        recorded: Blocks of the recorder, with address and time.
         phases: ``(time in microseconds, phase)``.
         allocated: Bytes allocated when the history began.
         reserved: Bytes reserved then.
     """
     joined = Joined()
-    owners = _owners(entries, [b for b in seen if b.phase])
+    owners = _owners(entries, [b for b in recorded if b.phase])
     at_start: dict[int, int] = {}
-    for block in seen:
+    for block in recorded:
         if not block.phase:
             at_start[block.address] = _open(joined, block, block.size)
     rest = max(0, allocated - sum(b.size for b in joined.blocks))
@@ -161,7 +161,7 @@ def join(
     live: dict[int, tuple[int, int]] = {}
     now, names = allocated, iter(phases)
     following = next(names, None)
-    best, kept = -1, reserved
+    best, highest_reserved = -1, reserved
     for place, entry in enumerate(entries):
         action, address, size = entry["action"], entry.get("addr", 0), entry.get("size", 0)
         while following is not None and entry.get("time_us", 0) >= following[0]:
@@ -180,14 +180,14 @@ def join(
             reserved += size
         elif action == "segment_free":
             reserved -= size
-        kept = max(kept, reserved)
+        highest_reserved = max(highest_reserved, reserved)
         if now > best:
             best = now
             joined.facts = {"allocated": now, "reserved": reserved, "fragmentation": reserved - now}
             joined.facts["hidden"] = sum(
                 size for i, size in live.values() if joined.blocks[i].op == HIDDEN
             )
-    joined.facts["largest reserved"] = kept
+    joined.facts["largest reserved"] = highest_reserved
     return joined
 
 
@@ -197,16 +197,16 @@ def _open(joined: Joined, block: Block, size: int) -> int:
     return len(joined.blocks) - 1
 
 
-def _owners(entries: Sequence[Mapping[str, Any]], seen: Sequence[Block]) -> dict[int, Block]:
-    """The recorder's block of an entry: the first one seen at its address until the next entry."""
+def _owners(entries: Sequence[Mapping[str, Any]], recorded: Sequence[Block]) -> dict[int, Block]:
+    """The recorder's block of an entry: the first one at its address before the next entry."""
     places: dict[int, list[int]] = {}
     for place, entry in enumerate(entries):
         if entry["action"] == "alloc":
             places.setdefault(entry["addr"], []).append(place)
-    times = {a: [entries[p].get("time_us", 0) for p in found] for a, found in places.items()}
+    times = {a: [entries[p].get("time_us", 0) for p in numbers] for a, numbers in places.items()}
     owners: dict[int, Block] = {}
-    for block in seen:
-        found = bisect.bisect_right(times.get(block.address, []), block.time) - 1
-        if found >= 0:
-            owners.setdefault(places[block.address][found], block)
+    for block in recorded:
+        position = bisect.bisect_right(times.get(block.address, []), block.time) - 1
+        if position >= 0:
+            owners.setdefault(places[block.address][position], block)
     return owners

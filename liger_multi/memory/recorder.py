@@ -1,8 +1,8 @@
-"""Record every storage of a step from birth to death: what it is, whose it is, what made it.
+"""Record every storage of a step from birth to death: its category, module and operator.
 
 One dispatch mode serves every device: real tensors on a CPU or an accelerator, and meta tensors,
-whose storages have sizes and no memory. A module's part of the backward pass is found through
-autograd's sequence numbers: a node that was made while a module ran belongs to that module.
+whose storages have sizes and no memory. Autograd's sequence numbers tell a module's part of the
+backward pass: a node that was created while a module ran belongs to that module.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer states"
 SAVED, LOGITS, TEMPORARY, OTHER = "saved activations", "logits and loss", "temporaries", "other"
 CATEGORIES = (PARAMETERS, GRADIENTS, STATES, SAVED, LOGITS, TEMPORARY, OTHER)
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, BETWEEN = (
-    "forward", "backward", "recompute", "optimizer", "between",
-)  # fmt: skip
+    "forward",
+    "backward",
+    "recompute",
+    "optimizer",
+    "between",
+)
 LOSSES = ("cross_entropy", "fused_linear", "log_softmax", "nll_loss", "log_prob")
 
 
@@ -35,10 +39,10 @@ class Block:
 
     Attributes:
         size: Bytes.
-        phase: Of the step in which it was made; empty for one older than the step.
+        phase: Phase of the step in which it was allocated; empty for one older than the step.
         module: Path of the module that it belongs to.
-        kind: Class of that module.
-        op: Operator that made it.
+        module_class: Class of that module.
+        op: Operator that allocated it.
         wide: Whether its last axis is the vocabulary.
         role: Parameters, gradients or optimizer states where that is known, else empty.
         died: Phase in which it was freed; empty while it lives.
@@ -49,7 +53,7 @@ class Block:
     size: int
     phase: str = ""
     module: str = ""
-    kind: str = ""
+    module_class: str = ""
     op: str = ""
     wide: bool = False
     role: str = ""
@@ -84,7 +88,7 @@ class Recorder(StorageMode):
     Args:
         device_type: Of the tensors to record.
         model: Its parameters and modules get their names; None names modules by their class.
-        optimizer: Its states are told apart, and its steps.
+        optimizer: Its states and its steps are recorded as such.
         vocabulary: Tensors whose last axis has this length are logits.
 
     Attributes:
@@ -143,12 +147,12 @@ class Recorder(StorageMode):
                 stack.callback(handle.remove)
             stack.enter_context(self)
             yield self
-        self._know()  # gradients and states that nobody announced
+        self._know()  # gradients and states that no hook announced
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The record of a tensor's storage."""
-        found = self.storages.see(getattr(tensor, "_local_tensor", tensor))
-        return self.blocks[self._index[found[0]]] if found and found[0] in self._index else None
+        entry = self.storages.see(getattr(tensor, "_local_tensor", tensor))
+        return self.blocks[self._index[entry[0]]] if entry and entry[0] in self._index else None
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator; ours are entered, so that what they allocate is seen under their name."""
@@ -176,31 +180,31 @@ class Recorder(StorageMode):
         """Run one of our operators."""
         return primitive.call(*args)
 
-    def see(self, tensor: torch.Tensor, made: bool) -> None:
+    def see(self, tensor: torch.Tensor, is_output: bool) -> None:
         """Open a block for a storage that is new."""
-        found = self.storages.see(tensor)
-        if found is None:
+        entry = self.storages.see(tensor)
+        if entry is None:
             return
-        key, before, size = found
+        key, before, size = entry
         if before is None:
-            self._born(key, size, made, tensor)
+            self._born(key, size, is_output, tensor)
         elif before != size:  # sharding libraries resize in place
             index = self._index[key]
             self.blocks[index].size = max(size, self.blocks[index].size)
             self.events.append((index, size - before))
             self.live += size - before
-        if made and self._vocabulary and tensor.ndim > 1 and self._vocabulary in tensor.shape:
+        if is_output and self._vocabulary and tensor.ndim > 1 and self._vocabulary in tensor.shape:
             block = self.blocks[self._index[key]]
             if block.phase == BACKWARD and sorted(tensor.shape) in self._weights:
                 block.role = block.role or GRADIENTS  # of a head, before it stands in .grad
             elif block.phase and tensor.shape[-1] == self._vocabulary:
                 block.wide = True
 
-    def _born(self, key: int, size: int, made: bool, tensor: torch.Tensor) -> None:
-        phase = self._phase() if made else ""
-        module, kind = self._owner() if made else ("", "")
+    def _born(self, key: int, size: int, is_output: bool, tensor: torch.Tensor) -> None:
+        phase = self._phase() if is_output else ""
+        module, module_class = self._owner() if is_output else ("", "")
         self._index[key] = len(self.blocks)
-        block = Block(size, phase, module, kind, self._ops[0] if self._ops else "")
+        block = Block(size, phase, module, module_class, self._ops[0] if self._ops else "")
         if self._addresses and tensor.untyped_storage().nbytes():
             block.address = tensor.untyped_storage().data_ptr()
             block.time = time.time_ns() // 1000
@@ -216,13 +220,13 @@ class Recorder(StorageMode):
             self.live -= size
 
     def named(self, name: str, call: Callable[[], Any]) -> Any:
-        """``call()``, whose storages were made by the operator ``name``."""
+        """``call()``, whose storages belong to the operator ``name``."""
         self._ops.append(name)
         try:
             # results are seen before the name is dropped
             result = call()
             for tensor in tensors_in((result,)):
-                self.see(tensor, made=True)
+                self.see(tensor, is_output=True)
             return result
         finally:
             self._ops.pop()
@@ -280,8 +284,8 @@ class Recorder(StorageMode):
             self._marks.append((number, *owner))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        kind = type(module).__name__
-        self._stack.append((self._paths.get(id(module), ""), kind))
+        module_class = type(module).__name__
+        self._stack.append((self._paths.get(id(module), ""), module_class))
         self._mark()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -298,35 +302,37 @@ class Recorder(StorageMode):
         self._states()
         self._stepping = False
 
-    def _gradient_hook(self, module: str, kind: str) -> Callable[[torch.Tensor], None]:
+    def _gradient_hook(self, module: str, module_class: str) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
-                self._assign(parameter.grad, GRADIENTS, module, kind)
+                self._assign(parameter.grad, GRADIENTS, module, module_class)
 
         return hook
 
     def _parameters(self) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
         """Parameters with path and class of their module; those of the optimizer beside them."""
-        seen: set[int] = set()
+        visited: set[int] = set()
         for path, module in self._modules:
             owner = (path, type(module).__name__)
             for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) not in seen:
-                    seen.add(id(parameter))
+                if parameter is not None and id(parameter) not in visited:
+                    visited.add(id(parameter))
                     yield owner, parameter
         for group in self._optimizer.param_groups if self._optimizer is not None else ():
             yield from (
                 (("", ""), p)
                 for p in group["params"]
-                if id(p) not in seen and not seen.add(id(p))  # type: ignore[func-returns-value]
+                if id(p) not in visited and not visited.add(id(p))  # type: ignore[func-returns-value]
             )
 
-    def _assign(self, tensor: torch.Tensor, role: str, module: str = "", kind: str = "") -> None:
+    def _assign(
+        self, tensor: torch.Tensor, role: str, module: str = "", module_class: str = ""
+    ) -> None:
         tensor = getattr(tensor, "_local_tensor", tensor)
-        self.see(tensor, made=False)
+        self.see(tensor, is_output=False)
         block = self.block_of(tensor)
         if block is not None and not block.role:
-            block.role, block.module, block.kind = role, module, kind
+            block.role, block.module, block.module_class = role, module, module_class
 
     def _states(self) -> None:
         if self._optimizer is None:

@@ -21,8 +21,8 @@ class Optimizer:
     """Memory of an optimizer.
 
     Attributes:
-        states: Numbers kept for every trained one, in the dtype of the parameters.
-        state_bytes: Bytes kept for every trained number whatever its dtype.
+        states: Elements kept per trained element, in the dtype of the parameters.
+        state_bytes: Bytes kept per trained element, whatever its dtype.
         temporaries: What a step allocates: ``"none"``, ``"all"`` (as much as all parameters) or
             ``"largest"`` (twice the largest parameter).
     """
@@ -141,15 +141,23 @@ class SetupOptions(TypedDict, total=False):
 
 
 REFUSED: tuple[tuple[Callable[[TrainingSetup], bool], str], ...] = (
-    (lambda s: s.zero_stage not in (0, 1, 2, 3),
-     "zero_stage must be 0, 1, 2 or 3, got {0.zero_stage!r}"),
-    (lambda s: s.fsdp and s.zero_stage > 0,
-     "fsdp shards by itself; give it or zero_stage={0.zero_stage}, not both"),
-    (lambda s: s.offload not in OFFLOADS,
-     "offload must be None, 'cpu' or 'nvme', got {0.offload!r}"),
-    (lambda s: s.offload_parameters and s.level != 3,
-     "offload_parameters needs parameters in shards: zero_stage=3 or fsdp=True"),
-)  # fmt: skip
+    (
+        lambda s: s.zero_stage not in (0, 1, 2, 3),
+        "zero_stage must be 0, 1, 2 or 3, got {0.zero_stage!r}",
+    ),
+    (
+        lambda s: s.fsdp and s.zero_stage > 0,
+        "fsdp shards by itself; give it or zero_stage={0.zero_stage}, not both",
+    ),
+    (
+        lambda s: s.offload not in OFFLOADS,
+        "offload must be None, 'cpu' or 'nvme', got {0.offload!r}",
+    ),
+    (
+        lambda s: s.offload_parameters and s.level != 3,
+        "offload_parameters needs parameters in shards: zero_stage=3 or fsdp=True",
+    ),
+)
 
 
 def setup_of(setup: TrainingSetup | None, **options: Unpack[SetupOptions]) -> TrainingSetup:

@@ -29,9 +29,8 @@ from liger_multi._torch_private import (
 from liger_multi.checks import meta_autocast
 from liger_multi.dispatch import registry
 from liger_multi.memory.measure import tensors_in
-from liger_multi.memory.meta_kernels import CHUNKED, around_kernels
+from liger_multi.memory.meta_kernels import CHUNKED, SCRATCH, around_kernels
 from liger_multi.memory.recorder import Block, Recorder
-from liger_multi.memory.scratch import SCRATCH
 
 # --- what stands in on the meta device ---
 
@@ -78,9 +77,9 @@ class _Attention(torch.autograd.Function):
             # a head of keys that several heads of queries share has a gradient of each first
             shared = query.ndim == 4 and key.shape[1] != query.shape[1]
             each = [t.new_empty(query.shape[1], *t[:, 0].shape) for t in (key, value) if shared]
-            made = tuple(torch.empty_like(t) for t in (query, key, value))
+            gradients = tuple(torch.empty_like(t) for t in (query, key, value))
             del partial, rows, each
-            return made
+            return gradients
 
         named = "scaled_dot_product_attention_backward"
         return None, *ctx.recorder.named(named, make), None
@@ -89,13 +88,13 @@ class _Attention(torch.autograd.Function):
 _attention: Any = _Attention.apply
 
 
-def _spelled_out(device_type: str, given: Mapping[str, Any]) -> bool:
+def _spelled_out(device_type: str, arguments: Mapping[str, Any]) -> bool:
     """Whether PyTorch has no fused kernel on a GPU and keeps rows x columns of every head.
 
     The one for fp32 takes no groups of heads.
     """
-    query, key = given["query"], given["key"]
-    grouped = given.get("enable_gqa") and query.shape[-3] != key.shape[-3]
+    query, key = arguments["query"], arguments["key"]
+    grouped = arguments.get("enable_gqa") and query.shape[-3] != key.shape[-3]
     return device_type != "cpu" and query.dtype == torch.float32 and bool(grouped)
 
 
@@ -134,10 +133,10 @@ class MetaImplementations(TorchFunctionMode):
             kwargs = {name: self._cast(a) for name, a in kwargs.items()}
         if func is nn.functional.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask")
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            if _spelled_out(self._target, given):
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            if _spelled_out(self._target, arguments):
                 return func(*args, **kwargs)
-            return _attention(self._recorder, *(given.get(name) for name in names))
+            return _attention(self._recorder, *(arguments.get(name) for name in names))
         return func(*args, **kwargs)
 
 
@@ -190,13 +189,13 @@ def _made(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Ten
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
-def _forms(result: Any, given: list[Tensor]) -> tuple[_Form, ...] | None:
+def _forms(result: Any, inputs: list[Tensor]) -> tuple[_Form, ...] | None:
     """How to make results again; None: they are no new tensors, each with its own storage."""
     results = result if isinstance(result, tuple) and len(result) > 1 else (result,)
     if not all(type(r) is Tensor and r.device.type == "meta" for r in results):
         return None
-    storages = {t.untyped_storage()._cdata for t in (*given, *results)}
-    if len(storages) < len({t.untyped_storage()._cdata for t in given}) + len(results):
+    storages = {t.untyped_storage()._cdata for t in (*inputs, *results)}
+    if len(storages) < len({t.untyped_storage()._cdata for t in inputs}) + len(results):
         return None
     forms = tuple((r.shape, r.stride(), r.dtype) for r in results)
     twins = [_made(*form) for form in forms]
@@ -278,9 +277,9 @@ class Simulation(Recorder):
         """Let operators find out what products the meta device has, which is no part of a step."""
         from liger_multi.reference.common.chunking import has_out_dtype
 
-        kinds = {p.dtype for _, p in self._parameters()} | {self._autocast}
-        for kind in kinds & {torch.float16, torch.bfloat16}:
-            has_out_dtype("meta", kind)
+        dtypes = {p.dtype for _, p in self._parameters()} | {self._autocast}
+        for dtype in dtypes & {torch.float16, torch.bfloat16}:
+            has_out_dtype("meta", dtype)
 
     def forward(self, call: Callable[[], Any]) -> Any:
         """``call()`` as under the autocast of this step."""
@@ -307,11 +306,11 @@ class Simulation(Recorder):
         known = self._index
         for tensor in tensors_in((args, *kwargs.values())):
             if tensor.untyped_storage()._cdata not in known:
-                self.see(tensor, made=False)
+                self.see(tensor, is_output=False)
         result = self.run(func, args, kwargs)
         if result is not self._named:
             for tensor in tensors_in((result,)):
-                self.see(tensor, made=True)
+                self.see(tensor, is_output=True)
         self._named = None
         return result
 
@@ -451,7 +450,7 @@ def _accumulates(args: tuple[Any, ...]) -> bool:
 @functools.cache
 def _alone() -> tuple[int, int]:
     """The counts of a gradient that only autograd holds, as a dispatch mode sees them."""
-    seen: list[tuple[int, int]] = []
+    observed: list[tuple[int, int]] = []
 
     class Look(TorchDispatchMode):
         def __torch_dispatch__(
@@ -459,7 +458,7 @@ def _alone() -> tuple[int, int]:
         ) -> Any:
             if func.name() == "aten::add.Tensor":
                 counts = reference_counts(args[0])
-                seen.extend([] if counts is None else [counts])
+                observed.extend([] if counts is None else [counts])
             return func(*args, **(kwargs or {}))
 
     leaf = torch.ones(1, device="meta", requires_grad=True)
@@ -467,4 +466,4 @@ def _alone() -> tuple[int, int]:
     loss = torch.exp(twice) * torch.sin(twice)
     with Look():  # type: ignore[no-untyped-call]
         backward(loss)
-    return seen[0] if seen else (-1, -1)
+    return observed[0] if observed else (-1, -1)

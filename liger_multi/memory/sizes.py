@@ -25,35 +25,70 @@ from liger_multi.errors import (
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-0.5b": (
         "Qwen2",
-        {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-         "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
-         "max_position_embeddings": 131072, "tie_word_embeddings": True},
+        {
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
     ),
     "llama-3.2-1b": (
         "Llama",
-        {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-         "max_position_embeddings": 131072, "tie_word_embeddings": True},
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen2.5-7b": (
         "Qwen2",
-        {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-         "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-         "max_position_embeddings": 131072, "tie_word_embeddings": False},
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": False,
+        },
     ),
     "llama-3-8b": (
         "Llama",
-        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-         "max_position_embeddings": 8192, "tie_word_embeddings": False},
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": False,
+        },
     ),
     "qwen2.5-14b": (
         "Qwen2",
-        {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
-         "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
-         "max_position_embeddings": 131072, "tie_word_embeddings": False},
+        {
+            "hidden_size": 5120,
+            "intermediate_size": 13824,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "vocab_size": 152064,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": False,
+        },
     ),
-}  # fmt: skip
+}
 
 
 def config_of(model: str | Path, sequence: int = 0) -> Any:
@@ -76,8 +111,8 @@ def config_of(model: str | Path, sequence: int = 0) -> Any:
     if str(model) in SIZES:
         family, sizes = SIZES[str(model)]
         positions = max(sizes["max_position_embeddings"], sequence)
-        made = getattr(transformers, f"{family}Config")
-        return made(**{**sizes, "max_position_embeddings": positions})
+        config_class = getattr(transformers, f"{family}Config")
+        return config_class(**{**sizes, "max_position_embeddings": positions})
     file = _file(model)
     data = read_json(file, "the configuration of a model")
     if not isinstance(data, dict):
@@ -85,21 +120,23 @@ def config_of(model: str | Path, sequence: int = 0) -> Any:
             f"{shown_path(file)} must hold a mapping, the configuration of a model, got "
             f"{type(data).__name__} {shown(data)}"
         )
-    kind = data.get("model_type")
-    if kind is None:
+    model_type = data.get("model_type")
+    if model_type is None:
         raise ConfigurationError(
             f"{shown_path(file)} has no model_type, which says whose configuration it is; its keys "
             f"are {shown(list(data))}"
         )
-    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
-        said = unknown(f"model_type in {shown_path(file)}", kind, transformers.CONFIG_MAPPING)
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+        message = unknown(
+            f"model_type in {shown_path(file)}", model_type, transformers.CONFIG_MAPPING
+        )
         own = "; the code of its own that it names (auto_map) is not run" * ("auto_map" in data)
-        raise ConfigurationError(f"{said} to transformers {transformers.__version__}{own}")
+        raise ConfigurationError(f"{message} to transformers {transformers.__version__}{own}")
     try:
         return transformers.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
     except Exception as error:  # classes of configurations check in their own ways
         raise ConfigurationError(
-            f"{shown_path(file)} is no configuration of {kind}: {summary(error)}"
+            f"{shown_path(file)} is no configuration of {model_type}: {summary(error)}"
         ) from error
 
 
@@ -131,8 +168,8 @@ class Source:
 
 def positions_of(config: Any) -> int | None:
     """The longest sequence that a configuration allows, if it names one."""
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def beyond(positions: int | None, sequence: int) -> str:

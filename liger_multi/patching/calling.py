@@ -29,34 +29,36 @@ class Calling(Patched):
             renew(cls)
 
     @staticmethod
-    def found(stock: type) -> list[Call]:
+    def find_calls(stock: type) -> list[Call]:
         """The calls of a class that are served."""
         raise NotImplementedError
 
     @staticmethod
     def served(name: str, called: Any, settings: Any) -> FunctionType:
-        """The function that stands for one; :func:`named` by its options."""
+        """The function that replaces a call; :func:`named` by its options."""
         raise NotImplementedError
 
     @staticmethod
     def whole(method: Any, copy: FunctionType, settings: Any) -> FunctionType:
-        """What stands for a method, of which ``copy`` calls the functions that are served."""
+        """The method that replaces one, whose ``copy`` calls the functions that are served."""
         return copy
 
 
-def renew(kind: type) -> None:
+def renew(patched_class: type) -> None:
     """Make the methods of a class of ours from those that its original class has now."""
-    kind = next(k for k in kind.__mro__ if any(b.__base__ is Calling for b in k.__bases__))
-    swap: Swap = vars(kind)["_liger_multi_swap"]
+    patched_class = next(
+        k for k in patched_class.__mro__ if any(b.__base__ is Calling for b in k.__bases__)
+    )
+    swap: Swap = vars(patched_class)["_liger_multi_swap"]
     behavior = cast("type[Calling]", swap.behavior)
-    found: dict[str, tuple[FunctionType, dict[str, Any]]] = {}
-    for method, function, name, called in behavior.found(swap.stock):
-        found.setdefault(method, (function, {}))[1][name] = called
-    if found == vars(kind).get("_liger_multi_methods"):
+    methods: dict[str, tuple[FunctionType, dict[str, Any]]] = {}
+    for method, function, name, called in behavior.find_calls(swap.stock):
+        methods.setdefault(method, (function, {}))[1][name] = called
+    if methods == vars(patched_class).get("_liger_multi_methods"):
         return
-    for method in vars(kind).get("_liger_multi_methods", {}):
-        delattr(kind, method)
-    for method, (function, used) in found.items():
+    for method in vars(patched_class).get("_liger_multi_methods", {}):
+        delattr(patched_class, method)
+    for method, (function, used) in methods.items():
         targets = {
             name: redirect.while_current(
                 function, name, behavior.served(name, called, swap.settings)
@@ -64,8 +66,8 @@ def renew(kind: type) -> None:
             for name, called in used.items()
         }
         around = functools.partial(_while_it_holds, swap=swap, name=method)
-        setattr(kind, method, redirect.redirected(function, targets, around))
-    kind._liger_multi_methods = found  # type: ignore[attr-defined]
+        setattr(patched_class, method, redirect.redirected(function, targets, around))
+    patched_class._liger_multi_methods = methods  # type: ignore[attr-defined]
 
 
 def _while_it_holds(copy: FunctionType, swap: Swap, name: str) -> FunctionType:
@@ -78,8 +80,8 @@ def _while_it_holds(copy: FunctionType, swap: Swap, name: str) -> FunctionType:
 
     @functools.wraps(copy)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = type(self)
-        if issubclass(kind, behavior) and _method_holds(kind, name):
+        module_class = type(self)
+        if issubclass(module_class, behavior) and _method_holds(module_class, name):
             return ours(self, *args, **kwargs)
         return getattr(stock, name)(self, *args, **kwargs)
 
@@ -87,13 +89,13 @@ def _while_it_holds(copy: FunctionType, swap: Swap, name: str) -> FunctionType:
 
 
 @constant_in_graphs
-def _method_holds(kind: Any, name: str) -> bool:
-    copied_from, _ = kind._liger_multi_methods[name]
-    return getattr(kind._liger_multi_swap.stock, name, None) is copied_from
+def _method_holds(module_class: Any, name: str) -> bool:
+    copied_from, _ = module_class._liger_multi_methods[name]
+    return getattr(module_class._liger_multi_swap.stock, name, None) is copied_from
 
 
-def named(made: Any, name: str, options: Options) -> FunctionType:
+def named(function: Any, name: str, options: Options) -> FunctionType:
     """The name that a function has in the globals of a modeling file."""
     suffix = "".join(f"_{value}" for value in options.shown().values())
-    made.__name__ = f"_liger_multi_{name}{suffix}"
-    return cast(FunctionType, made)
+    function.__name__ = f"_liger_multi_{name}{suffix}"
+    return cast(FunctionType, function)

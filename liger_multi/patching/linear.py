@@ -13,12 +13,18 @@ from torch import Tensor, nn
 
 from liger_multi.dispatch.resolve import by_rows
 from liger_multi.parameters import is_computed, stored
-from liger_multi.patching import conflicts
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.signature import code_holds
 from liger_multi.patching.options import Options, Request, run_bound
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Patched, Swap, original, stock_class, unpatched_class
+from liger_multi.patching.swap import (
+    Patched,
+    Swap,
+    conflict_of,
+    original,
+    stock_class,
+    unpatched_class,
+)
 
 FORWARDS = {
     ("torch.nn.modules.linear", "Linear.forward"): False,
@@ -27,19 +33,19 @@ FORWARDS = {
 """The forwards that the operator stands for, and whether their weights lie the other way round."""
 
 
-def _where(kind: type[nn.Module]) -> tuple[str, str]:
-    own = kind.forward
+def _where(module_class: type[nn.Module]) -> tuple[str, str]:
+    own = module_class.forward
     return own.__module__, getattr(own, "__qualname__", "")
 
 
 def looks_like_linear(module: nn.Module) -> bool:
     """Whether a module is a linear layer of any kind, but not one with an adapter around it."""
-    kind, held = unpatched_class(module), vars(module)
-    if issubclass(kind, nn.Linear) or _where(kind) in FORWARDS:
+    module_class, attributes = unpatched_class(module), vars(module)
+    if issubclass(module_class, nn.Linear) or _where(module_class) in FORWARDS:
         return True
-    of_sizes = isinstance(held.get("in_features"), int)
-    of_sizes &= isinstance(held.get("out_features"), int)
-    return of_sizes and "base_layer" not in held["_modules"]
+    of_sizes = isinstance(attributes.get("in_features"), int)
+    of_sizes &= isinstance(attributes.get("out_features"), int)
+    return of_sizes and "base_layer" not in attributes["_modules"]
 
 
 def _weight(layer: nn.Module) -> Any:
@@ -91,9 +97,10 @@ def linear_refusal(layer: nn.Module) -> str | None:
         return None
     weight = _weight(layer)
     return reason.format(
-        kind=unpatched_class(layer).__name__, weight=type(weight).__name__,
+        kind=unpatched_class(layer).__name__,
+        weight=type(weight).__name__,
         dtype=getattr(weight, "dtype", None),
-    )  # fmt: skip
+    )
 
 
 class LinearByRows(Patched):
@@ -114,20 +121,20 @@ class LinearByRows(Patched):
 
     def forward(self, input: Tensor) -> Tensor:
         """The operator where rows must be independent, or the layer's own forward."""
-        kind = type(self)
-        if not issubclass(kind, LinearByRows):
-            return cast(Tensor, kind.forward(self, input))
-        if not (by_rows() and code_holds(kind)):
-            return cast(Tensor, original(kind)(self, input))
-        options = cast(Options, kind._liger_multi_swap.settings)
-        return cast(Tensor, run_bound(options, ("linear",), _apply, self, input, kind))
+        module_class = type(self)
+        if not issubclass(module_class, LinearByRows):
+            return cast(Tensor, module_class.forward(self, input))
+        if not (by_rows() and code_holds(module_class)):
+            return cast(Tensor, original(module_class)(self, input))
+        options = cast(Options, module_class._liger_multi_swap.settings)
+        return cast(Tensor, run_bound(options, ("linear",), _apply, self, input, module_class))
 
 
-def _apply(layer: Any, x: Tensor, kind: type[LinearByRows]) -> Tensor:
+def _apply(layer: Any, x: Tensor, module_class: type[LinearByRows]) -> Tensor:
     from liger_multi.ops import linear
 
     weight = layer.weight
-    return linear(x, weight.t() if kind._liger_multi_transposed else weight, layer.bias)
+    return linear(x, weight.t() if module_class._liger_multi_transposed else weight, layer.bias)
 
 
 def find_linear(model: nn.Module, request: Request) -> Iterator[Change]:
@@ -137,11 +144,11 @@ def find_linear(model: nn.Module, request: Request) -> Iterator[Change]:
         ours = isinstance(module, LinearByRows)
         if not looks_like_linear(module) or (isinstance(module, Patched) and not ours):
             continue
-        found = options and (conflicts.of_module(module) or linear_refusal(module))
-        if ours and (found or options is None):
+        reason = options and (conflict_of(module) or linear_refusal(module))
+        if ours and (reason or options is None):
             yield Restore(path, module)
-        if found:
-            yield Skipped(path, "linear", found)
+        if reason:
+            yield Skipped(path, "linear", reason)
         elif options is not None:
             swap = Swap("linear", stock_class(module), LinearByRows, options)
             yield Replace(path, module, swap, "linear", options.shown())

@@ -14,7 +14,7 @@ from liger_multi.errors import PatchError, unknown
 
 
 class Request:
-    """A wish that models of a type be patched; it ends by its identity."""
+    """A request to patch models of a type; requests are compared by identity."""
 
     def __init__(self, action: Callable[[nn.Module], Any], lasting: bool) -> None:
         self.action, self.lasting = action, lasting

@@ -1,8 +1,4 @@
-"""What is known about the norms, gated MLPs and rotary functions of models, as data.
-
-Adding a name here widens where the probes look; whether a module is patched is decided by its
-numbers.
-"""
+"""The options of a patch call: what each operator takes, defaults, and checks of user input."""
 
 from __future__ import annotations
 
@@ -141,7 +137,7 @@ _OPTIONS: dict[str, type[Options]] = {
         ),
         Options,
     ),
-    **dict.fromkeys((kind.op for kind in MLP_KINDS if kind.activation), MlpOptions),
+    **dict.fromkeys((spec.op for spec in MLP_KINDS if spec.activation), MlpOptions),
     "linear_float8": Float8Options,
     "cross_entropy": LossOptions,
     "fused_linear_cross_entropy": FusedOptions,
@@ -236,31 +232,31 @@ def parse_request(
 
 
 def _parse(op: str, choice: OpChoice) -> Any:
-    kind = _OPTIONS.get(op, Options)
+    options_class = _OPTIONS.get(op, Options)
     if isinstance(choice, bool):
-        return kind() if choice else None
+        return options_class() if choice else None
     if op == PACKING:
         raise PatchError(f"{op} must be True or False, got {describe(choice)}")
     if isinstance(choice, str):
-        return _checked(op, kind(backend=choice))
+        return _checked(op, options_class(backend=choice))
     if not isinstance(choice, Mapping):
         raise PatchError(
             f"{op} must be True, False, a backend's name or a mapping of options, "
             f"got {choice!r} ({type(choice).__name__})"
         )
-    known = [f.name for f in fields(kind)]
+    known = [f.name for f in fields(options_class)]
     for name in choice:
         if name not in known:
             raise PatchError(unknown(f"option of {op}", name, known))
-    return _checked(op, kind(**choice))
+    return _checked(op, options_class(**choice))
 
 
 def _checked(op: str, options: Options) -> Options:
     """Refuse values of the wrong form here, not in the middle of a training step."""
     for name in (f.name for f in fields(options)):
-        value, (wanted, good) = getattr(options, name), _RULES[name]
+        value, (requirement, good) = getattr(options, name), _RULES[name]
         if not good(value):
-            raise PatchError(f"{op}: {name} must be {wanted}, got {value!r:.60}")
+            raise PatchError(f"{op}: {name} must be {requirement}, got {value!r:.60}")
     if options.backend is not None:
         from liger_multi.dispatch.config import parse
 

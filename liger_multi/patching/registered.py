@@ -10,7 +10,6 @@ from typing import Any, TypeAlias, cast
 from torch import nn
 
 from liger_multi.errors import PatchError
-from liger_multi.patching import conflicts
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.signature import code_holds
 from liger_multi.patching.linear import LinearByRows
@@ -18,7 +17,7 @@ from liger_multi.patching.mlp.kinds import MLP_KINDS, MLP_NAMES, MlpKind, MlpNam
 from liger_multi.patching.norms.kinds import NORM_KINDS, NormKind
 from liger_multi.patching.options import BUILT_IN, Options, Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Patched, Swap, original, stock_class, swapped
+from liger_multi.patching.swap import Patched, Swap, conflict_of, original, stock_class, swapped
 
 Row: TypeAlias = NormKind | MlpNames | MlpKind
 
@@ -51,14 +50,14 @@ class Replaced(Patched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The replacement, with the original forward; that alone where somebody replaced it."""
-        kind = type(self)
-        if not issubclass(kind, Replaced):
-            return kind.forward(self, *args, **kwargs)
-        stock = original(kind)
-        if not code_holds(kind):
+        module_class = type(self)
+        if not issubclass(module_class, Replaced):
+            return module_class.forward(self, *args, **kwargs)
+        stock = original(module_class)
+        if not code_holds(module_class):
             return stock(self, *args, **kwargs)
-        found = cast(Replacement, kind._liger_multi_swap.settings)
-        return found.forward(self, MethodType(stock, self), *args, **kwargs)
+        replacement = cast(Replacement, module_class._liger_multi_swap.settings)
+        return replacement.forward(self, MethodType(stock, self), *args, **kwargs)
 
 
 def register(item: Row | Probe, name: str | None = None) -> None:
@@ -146,7 +145,7 @@ def _by_probes(path: str, module: nn.Module, request: Request, replaced: bool) -
     """What the first probe says that knows a module; ``replaced``: whether one did before."""
     for name, probe in probes().items():
         options = request.get(name)
-        verdict = None if options is None or conflicts.of_module(module) else probe(module)
+        verdict = None if options is None or conflict_of(module) else probe(module)
         if isinstance(verdict, Replacement):
             settings = replace(verdict, options=options)
             swap = Swap(name, stock_class(module), Replaced, settings)

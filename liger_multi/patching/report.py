@@ -116,8 +116,8 @@ class PatchReport:
                 f"watch needs the {self.target} that was patched, got a {type(model).__name__} "
                 f"without {min(strange)!r}"
             )
-        with executed(model) as seen:
-            yield Watched(entries, seen)
+        with executed(model) as executed_ops:
+            yield Watched(entries, executed_ops)
 
     def __str__(self) -> str:
         """Plain text, aligned, no colors."""
@@ -135,12 +135,12 @@ class PatchReport:
         from rich.text import Text
 
         def table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-            made = Table(title=title, title_justify="left", show_edge=False)
+            table = Table(title=title, title_justify="left", show_edge=False)
             for name in header:
-                made.add_column(name, overflow="fold")  # paths have no spaces to break at
+                table.add_column(name, overflow="fold")  # paths have no spaces to break at
             for row in rows:
-                made.add_row(*map(Text, row))  # brackets are no markup here
-            return made
+                table.add_row(*map(Text, row))  # brackets are no markup here
+            return table
 
         parts: list[Any] = [table(f"{self.call} {self.target}", _HEADER, self.rows())]
         if self.skipped:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi import ops
-from liger_multi.patching import conflicts
 from liger_multi.patching.calling import Call, Calling, named, renew
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence import redirect
@@ -28,7 +27,7 @@ from liger_multi.patching.evidence.probe import alike, probe_context, random, un
 from liger_multi.patching.evidence.reached import Reached
 from liger_multi.patching.options import Options, Request, run_bound
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Patched, Swap, swapped
+from liger_multi.patching.swap import Patched, Swap, conflict_of, library_of, swapped
 
 
 @dataclass(frozen=True)
@@ -135,17 +134,17 @@ _DTYPES = (
 
 @dataclass(frozen=True)
 class Rotary:
-    """What the probe found out about a function.
+    """The result of probing a rotary function.
 
     Attributes:
-        kind: How it computes.
+        spec: How it computes.
         options: The names of its arguments after q, k, cos and sin.
         unsqueeze_dim: The default of that argument, None where there is none.
         axes: The axis of the heads by form of a call; other forms are left to the function.
         arguments: The names of its first arguments.
     """
 
-    kind: RotaryKind
+    spec: RotaryKind
     options: tuple[str, ...]
     unsqueeze_dim: int | None
     axes: dict[Key, int]
@@ -168,28 +167,28 @@ def apply_complex_rotary(q: Tensor, k: Tensor, freqs: Tensor, axis: int) -> tupl
 
 
 def apply_rotary(
-    kind: RotaryKind, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, axis: int
+    spec: RotaryKind, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, axis: int
 ) -> tuple[Tensor, Tensor]:
-    """Rotate as ``kind`` does, with heads on ``axis``."""
+    """Rotate as ``spec`` says, with heads on ``axis``."""
     rotary = None
-    if kind.angles == "pair":
+    if spec.angles == "pair":
         rotary = 2 * cos.shape[-1]
-    elif kind.angles == "first half":
+    elif spec.angles == "first half":
         rotary = cos.shape[-1]
         cos, sin = cos[..., : rotary // 2], sin[..., : rotary // 2]
-    if kind.backwards:
+    if spec.backwards:
         sin = -sin
-    if kind.sorted:
+    if spec.sorted:
         q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
     return ops.rope(
         q,
         k,
         cos,
         sin,
-        style=kind.style,
+        style=spec.style,
         unsqueeze_dim=axis,
         rotary_dim=rotary,
-        casting=kind.casting,
+        casting=spec.casting,
     )
 
 
@@ -200,28 +199,28 @@ def recognized(function: Callable[..., Any]) -> Rotary | str:
     """What a function computes, or the reason why it stays."""
     if "forward" in getattr(function, "__dict__", {}):  # a layer of the kernels hub
         return f"a hub kernel serves {_name(function)}"
-    theirs = conflicts.owner(function)
+    theirs = library_of(function)
     if theirs:
         return f"{theirs} put its {_name(function)} into the modeling file"
     code = Reached([getattr(function, "forward", function)])
     if code.refusal:
         return f"{_name(function)}: {code.refusal}"
     try:
-        found = _known.get((function, code.places))
+        verdict = _known.get((function, code.places))
     except TypeError:  # cannot be hashed
         return _followed(function, code)
-    if found is None:
-        found = _known[function, code.places] = _followed(function, code)
-    return found
+    if verdict is None:
+        verdict = _known[function, code.places] = _followed(function, code)
+    return verdict
 
 
 def _followed(function: Callable[..., Any], code: Reached) -> Rotary | str:
     """As :func:`_measure`, but for a function with branches that no form of a call took."""
     taken = Outcomes(code.functions)
     with taken.watched():
-        found = _measure(function)
-    where = taken.one_sided(given=0) if isinstance(found, Rotary) else None
-    return f"{_name(function)}: {where}" if where else found
+        verdict = _measure(function)
+    where = taken.one_sided(argument_count=0) if isinstance(verdict, Rotary) else None
+    return f"{_name(function)}: {where}" if where else verdict
 
 
 def _name(function: Any) -> str:
@@ -253,26 +252,28 @@ def _measure(function: Callable[..., Any]) -> Rotary | str:
     ):
         return f"{_name(function)} takes ({', '.join(names)}), not (q, k, cos, sin)"
     default = next((p.default for p in parameters if p.name == "unsqueeze_dim"), None)
-    wanted: dict[RotaryForm, list[_Result]] = {}
+    results_by_form: dict[RotaryForm, list[_Result]] = {}
     error: Exception | None = None
     with probe_context():
         for form in ROTARY_FORMS:
             extra = {} if default is None else {"unsqueeze_dim": form.unsqueeze_dim}
             stock = functools.partial(called, **extra)
             try:
-                wanted[form] = [_run(stock, form, dtypes) for dtypes in _DTYPES]
+                results_by_form[form] = [_run(stock, form, dtypes) for dtypes in _DTYPES]
             except Exception as raised:  # a form that it does not take
                 error = error or raised
-        if not wanted:
+        if not results_by_form:
             return f"{_name(function)} failed on a replica: {type(error).__name__}: {error}"
-        for kind in ROTARY_KINDS:
-            if all(_agrees(kind, form, results) for form, results in wanted.items()):
-                found = _at_extremes(called, kind, next(iter(wanted)), default)
-                if found:
-                    return f"{_name(function)} is more than a rotation: {found}"
-                failed = {(_key(f, default), f.axis) for f in ROTARY_FORMS if f not in wanted}
-                axes = {(_key(f, default), f.axis) for f in wanted} - failed
-                return Rotary(kind, options, default, dict(axes), arguments)
+        for spec in ROTARY_KINDS:
+            if all(_agrees(spec, form, results) for form, results in results_by_form.items()):
+                difference = _at_extremes(called, spec, next(iter(results_by_form)), default)
+                if difference:
+                    return f"{_name(function)} is more than a rotation: {difference}"
+                failed = {
+                    (_key(f, default), f.axis) for f in ROTARY_FORMS if f not in results_by_form
+                }
+                axes = {(_key(f, default), f.axis) for f in results_by_form} - failed
+                return Rotary(spec, options, default, dict(axes), arguments)
     return f"{_name(function)} is no rotation of q and k that is known"
 
 
@@ -287,22 +288,22 @@ def _measure_complex(function: Callable[..., Any]) -> Rotary | str:
         freqs = torch.polar(torch.ones_like(angles), angles)
         for axis, q, k in ((2, (2, 5, 3, 8), (2, 5, 7, 8)), (1, (2, 3, 5, 8), (2, 7, 5, 8))):
             for dtype in (torch.float32, torch.bfloat16):
-                given = [random(generator, *s, dtype=dtype).requires_grad_() for s in (q, k)]
+                inputs = [random(generator, *s, dtype=dtype).requires_grad_() for s in (q, k)]
                 try:
-                    stock = function(*given, freqs)
+                    stock = function(*inputs, freqs)
                 except Exception as raised:  # heads stand elsewhere
                     error = error or raised
                     break
-                ours = apply_complex_rotary(given[0], given[1], freqs, axis)
+                ours = apply_complex_rotary(inputs[0], inputs[1], freqs, axis)
                 upstream = [random(generator, *s, dtype=dtype) for s in (q, k)]
-                wanted = (*stock, *torch.autograd.grad(stock, given, upstream))
-                got = (*ours, *torch.autograd.grad(ours, given, upstream))
+                expected = (*stock, *torch.autograd.grad(stock, inputs, upstream))
+                got = (*ours, *torch.autograd.grad(ours, inputs, upstream))
                 rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2**-6, 2**-5)
                 if any(
                     a.dtype != b.dtype
                     or a.shape != b.shape
                     or not torch.allclose(a, b, rtol=rtol, atol=atol)
-                    for a, b in zip(wanted, got, strict=True)
+                    for a, b in zip(expected, got, strict=True)
                 ):
                     break
             else:
@@ -333,7 +334,7 @@ def _run(
 
 
 def _at_extremes(
-    called: Callable[..., Any], kind: RotaryKind, form: RotaryForm, default: int | None
+    called: Callable[..., Any], spec: RotaryKind, form: RotaryForm, default: int | None
 ) -> str | None:
     """What a function does with zeros, tiny and huge numbers that the rotation does not."""
     generator = torch.Generator(device="cpu").manual_seed(8)
@@ -342,16 +343,16 @@ def _at_extremes(
     extra = {} if default is None else {"unsqueeze_dim": form.unsqueeze_dim}
     several = zip(unusual(q, POWERS, generator), unusual(k, POWERS, generator), strict=True)
     for queries, keys in several:
-        wanted = called(queries, keys, cos, sin, **extra)
-        got = apply_rotary(kind, queries, keys, cos, sin, form.axis)
-        if not all(alike(a, b) for a, b in zip(wanted, got, strict=True)):
+        expected = called(queries, keys, cos, sin, **extra)
+        got = apply_rotary(spec, queries, keys, cos, sin, form.axis)
+        if not all(alike(a, b) for a, b in zip(expected, got, strict=True)):
             return "its output differs for numbers that are equal, zero, tiny, large or not finite"
     return None
 
 
-def _agrees(kind: RotaryKind, form: RotaryForm, results: list[_Result]) -> bool:
+def _agrees(spec: RotaryKind, form: RotaryForm, results: list[_Result]) -> bool:
     """Whether shapes and dtypes are equal and numbers close; bf16 is rounded at other places."""
-    ours = functools.partial(apply_rotary, kind, axis=form.axis)
+    ours = functools.partial(apply_rotary, spec, axis=form.axis)
     for dtypes, (out, grads) in zip(_DTYPES, results, strict=True):
         try:
             our_out, our_grads = _run(ours, form, dtypes)
@@ -369,7 +370,7 @@ class FusedRotary(Calling):
     """A module whose calls of rotary functions go to the operator."""
 
     @staticmethod
-    def found(stock: type) -> list[Call]:
+    def find_calls(stock: type) -> list[Call]:
         """The calls of rotary functions that are served."""
         return [c for c in rotary_calls(stock) if isinstance(_usable(*c[1:]), Rotary)]
 
@@ -379,25 +380,25 @@ class FusedRotary(Calling):
         return served_function(name, called, cast(Options, settings))
 
 
-def rotary_calls(kind: type) -> list[Call]:
-    """What a class calls that is named like a rotary function: (method, its function, name, what).
+def rotary_calls(module_class: type) -> list[Call]:
+    """Calls of a class that are named like a rotary function: (method, its function, name, callee).
 
     Whether it is one, :func:`recognized` tells.
     """
     return [
         (method, function, name, called)
-        for method, function in redirect.methods(kind).items()
+        for method, function in redirect.methods(module_class).items()
         for name, called in redirect.calls(
             function, lambda n, f: bool(ROTARY_NAME.match(n)) and callable(f)
         ).items()
     ]
 
 
-def rotary_kinds(kind: type) -> tuple[list[str], list[str]]:
+def rotary_kinds(module_class: type) -> tuple[list[str], list[str]]:
     """The kinds of the rotary functions that a class calls, and why others stay as they are."""
-    found = [_usable(*call) for _, *call in rotary_calls(kind)]
-    kinds = {f.kind.name for f in found if isinstance(f, Rotary)}
-    return sorted(kinds), sorted({f for f in found if isinstance(f, str)})
+    verdicts = [_usable(*call) for _, *call in rotary_calls(module_class)]
+    kinds = {f.spec.name for f in verdicts if isinstance(f, Rotary)}
+    return sorted(kinds), sorted({f for f in verdicts if isinstance(f, str)})
 
 
 def _usable(function: FunctionType, name: str, called: Any) -> Rotary | str:
@@ -406,38 +407,43 @@ def _usable(function: FunctionType, name: str, called: Any) -> Rotary | str:
 
 def served_function(name: str, stock: Callable[..., Any], options: Options) -> FunctionType:
     """The function that stands for ``stock`` in the methods of patched modules."""
-    found = cast(Rotary, recognized(stock))
-    if found.kind.angles == "complex":
-        return _served_complex(name, stock, found.axes[COMPLEX], options)
-    kind, arguments, default, axes = found.kind, found.options, found.unsqueeze_dim, found.axes
+    rotary = cast(Rotary, recognized(stock))
+    if rotary.spec.angles == "complex":
+        return _served_complex(name, stock, rotary.axes[COMPLEX], options)
+    spec, arguments, default, axes = rotary.spec, rotary.options, rotary.unsqueeze_dim, rotary.axes
 
-    needed = found.arguments
+    needed = rotary.arguments
 
     def served(*args: Any, **named: Any) -> Any:
-        given = dict(named)
+        by_keyword = dict(named)
         try:
             (q, *ks, cos, sin), rest = (
-                [*args[: len(needed)], *[given.pop(name) for name in needed[len(args) :]]],
+                [*args[: len(needed)], *[by_keyword.pop(name) for name in needed[len(args) :]]],
                 args[len(needed) :],
             )
         except KeyError:
             return stock(*args, **named)
-        if found.sin_first:
+        if rotary.sin_first:
             cos, sin = sin, cos
-        if not set(given) <= set(arguments):
+        if not set(by_keyword) <= set(arguments):
             return stock(*args, **named)
         for at, value in enumerate(rest):
-            given[arguments[at]] = value
+            by_keyword[arguments[at]] = value
         axis = axes.get(
-            (q.ndim, cos.ndim, given.get("unsqueeze_dim", default), cos.shape[-1] == q.shape[-1])
+            (
+                q.ndim,
+                cos.ndim,
+                by_keyword.get("unsqueeze_dim", default),
+                cos.shape[-1] == q.shape[-1],
+            )
         )
-        if axis is None or given.get("position_ids") is not None:
+        if axis is None or by_keyword.get("position_ids") is not None:
             return stock(*args, **named)
         k = ks[0] if ks else q.narrow(axis, 0, 0)  # no heads: one call of the operator for each
         if not _fits(q, k, cos, sin, axis):
             return stock(*args, **named)
-        turned = run_bound(options, ("rope",), apply_rotary, kind, q, k, cos, sin, axis)
-        return turned[0] if found.single else turned
+        turned = run_bound(options, ("rope",), apply_rotary, spec, q, k, cos, sin, axis)
+        return turned[0] if rotary.single else turned
 
     return named(served, name, options)
 
@@ -481,7 +487,7 @@ def find_rotary(model: nn.Module, request: Request) -> Iterator[Change]:
             if isinstance(module, FusedRotary):
                 yield Restore(path, module)
             continue
-        overridden = conflicts.of_module(module)
+        overridden = conflict_of(module)
         kinds, reasons = ([], [overridden]) if overridden else rotary_kinds(stock)
         yield from (Skipped(path, "rope", reason) for reason in reasons)
         if kinds:
@@ -493,9 +499,9 @@ def find_rotary(model: nn.Module, request: Request) -> Iterator[Change]:
 
 def _around(module: nn.Module) -> tuple[type[Patched] | None, Hashable]:
     """What stands around the rotary functions of a module; others decide whether it stays."""
-    held = swapped(module)
-    if held is None:
+    current = swapped(module)
+    if current is None:
         return None, None
-    if held.behavior is FusedRotary:
-        return held.around, held.around_settings
-    return held.behavior, held.settings
+    if current.behavior is FusedRotary:
+        return current.around, current.around_settings
+    return current.behavior, current.settings

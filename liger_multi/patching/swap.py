@@ -1,6 +1,6 @@
 """Swap the class of one module instance, and give the original class back.
 
-Nothing is written into the module: what an instance should do stands on its new class, one per
+Nothing is written into the module: its behavior is defined by its new class, one per
 (original class, behavior, settings). The one exception is a weight that is kept in FP8, which takes
 the place of the original while the module has that behavior. The name of the class and its module
 are kept, so ``save_pretrained``, adapters that match by class or by name, and ``isinstance`` see
@@ -8,8 +8,8 @@ what they saw before; ``deepcopy`` and ``pickle`` rebuild the class.
 
 What a model was before a patch comes back in whatever order patches end. Every block remembers the
 class that each module had when it began. One that ends while a later one is still open hands that
-over: the later block then goes back to where the earlier one began. So no order of ends leaves
-anything behind, be they of one thread or of several.
+over: the later block then restores the state in which the earlier one began. So no order of ends
+leaves anything behind, in one thread or in several.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias, cast
 
+import torch.nn.functional as F
 from torch import nn
 
 from liger_multi._torch_private import DYNAMO
@@ -32,7 +33,7 @@ from liger_multi.patching.evidence.signature import Signature, code_of
 # --- one module ---
 
 Code: TypeAlias = "tuple[Place, ...]"
-"""Functions, and values that they read: where they stand, their names, what was there."""
+"""Functions and the values that they read: the owner of each, its name and its value."""
 
 
 @dataclass(frozen=True)
@@ -78,24 +79,24 @@ class Patched(nn.Module):
 
     @staticmethod
     def entered(module: nn.Module, settings: Any) -> None:
-        """What a behavior does beside its forward to a module that gets it, or other settings."""
+        """Called when a module gets this behavior, or other settings of it."""
 
     @staticmethod
     def left(module: nn.Module) -> None:
-        """Undo that, in a module that gets another behavior or its original class."""
+        """Called when a module gets another behavior, or its original class; undoes ``entered``."""
 
     @staticmethod
     def fixed(module: nn.Module) -> str | None:
-        """Why that cannot be undone now, or None."""
+        """Why ``entered`` cannot be undone now, or None."""
         return None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deepcopy through the original class; the made class has no importable name."""
         reduced = super().__reduce_ex__(protocol)
-        kind = reduced[1][0] if isinstance(reduced, tuple) and reduced[1] else None
-        if not isinstance(kind, type) or "_liger_multi_swap" not in vars(kind):
+        module_class = reduced[1][0] if isinstance(reduced, tuple) and reduced[1] else None
+        if not isinstance(module_class, type) or "_liger_multi_swap" not in vars(module_class):
             return reduced
-        return (_new, (kind._liger_multi_swap,), *reduced[2:])  # type: ignore[attr-defined]
+        return (_new, (module_class._liger_multi_swap,), *reduced[2:])  # type: ignore[attr-defined]
 
 
 COMPILERS = (DYNAMO, "torch.jit")
@@ -104,11 +105,11 @@ COMPILERS = (DYNAMO, "torch.jit")
 class SwappedType(type):
     """The type of the classes that :func:`apply` gives: equal to the original, one way only.
 
-    Others look classes up as they are: ``type(module) in mapping`` (``quantize_dynamic``, policies
-    of DeepSpeed) or ``type(module) == nn.Linear``. They find what the original class is there.
-    Two patched classes of one original are not equal to each other. ``is`` tells all apart. So do
-    PyTorch's compilers: Dynamo finds what ``super()`` calls by the place of a class among its
-    bases, where both of them stand, and TorchScript keeps a type by class.
+    Other libraries compare classes directly: ``type(module) in mapping`` (``quantize_dynamic``,
+    policies of DeepSpeed) or ``type(module) == nn.Linear``. These comparisons hold as for the
+    original. Two patched classes of one original are not equal to each other. ``is`` distinguishes
+    all of them. So do PyTorch's compilers: Dynamo finds what ``super()`` calls by the place of a
+    class among its bases, where both of them stand, and TorchScript keeps a type by class.
     """
 
     def __eq__(cls, other: object) -> bool:
@@ -122,22 +123,22 @@ class SwappedType(type):
         return not caller.startswith(COMPILERS)
 
     def __hash__(cls) -> int:
-        """That of the original."""
+        """The hash of the original class."""
         swap = cls.__dict__.get("_liger_multi_swap")
         return type.__hash__(cls if swap is None else swap.stock)
 
 
 _types: dict[type, type[SwappedType]] = {type: SwappedType}
-"""By the type of the original class, which abstract classes have of their own."""
+"""Our metaclasses by the metaclass of the original class; abstract classes have their own."""
 
 
 def _type_of(stock: type[nn.Module]) -> type[SwappedType]:
     known = _types.get(type(stock))
     if known is None:
-        made: Any = type(stock)
-        if not issubclass(made, SwappedType):
-            made = type(SwappedType.__name__, (SwappedType, made), {})
-        known = _types.setdefault(type(stock), made)
+        metaclass: Any = type(stock)
+        if not issubclass(metaclass, SwappedType):
+            metaclass = type(SwappedType.__name__, (SwappedType, metaclass), {})
+        known = _types.setdefault(type(stock), metaclass)
     return known
 
 
@@ -145,8 +146,8 @@ _classes: dict[Swap, type[nn.Module]] = {}
 
 
 def _class_of(swap: Swap) -> type[nn.Module]:
-    made = _classes.get(swap)
-    if made is None:
+    swapped_class = _classes.get(swap)
+    if swapped_class is None:
         stock = swap.stock
         bases = (swap.behavior, stock)
         if swap.around is not None:
@@ -161,8 +162,8 @@ def _class_of(swap: Swap) -> type[nn.Module]:
         fresh: Any = _type_of(stock)(stock.__name__, bases, namespace)
         fresh._liger_multi_made = fresh  # a subclass inherits it, and is not it
         _note_code(fresh, swap)
-        made = _classes.setdefault(swap, fresh)
-    return made
+        swapped_class = _classes.setdefault(swap, fresh)
+    return swapped_class
 
 
 def made_class(swap: Swap) -> type[nn.Module]:
@@ -170,16 +171,16 @@ def made_class(swap: Swap) -> type[nn.Module]:
     return _class_of(swap)
 
 
-def _note_code(kind: Any, swap: Swap) -> None:
-    """Note on a class of ours what code it was probed with, and whether that reads values."""
+def _note_code(module_class: Any, swap: Swap) -> None:
+    """Record on a class of ours the code that it was probed with, and whether that reads values."""
     signature = getattr(swap.settings, "signature", None)
     code = code_of(swap.stock, signature if isinstance(signature, Signature) else None)
-    kind._liger_multi_code, kind._liger_multi_reads = code, reads_values(code)
+    module_class._liger_multi_code, module_class._liger_multi_reads = code, reads_values(code)
 
 
 def _new(swap: Swap) -> nn.Module:
-    made = _class_of(swap)
-    return made.__new__(made)
+    swapped_class = _class_of(swap)
+    return swapped_class.__new__(swapped_class)
 
 
 def swapped(module: nn.Module) -> Swap | None:
@@ -189,19 +190,21 @@ def swapped(module: nn.Module) -> Swap | None:
 
 def stock_class(module: nn.Module) -> type[nn.Module]:
     """The class that the module has when it is not patched."""
-    found = swapped(module)
-    return found.stock if found else type(module)
+    swap = swapped(module)
+    return swap.stock if swap else type(module)
 
 
 def unpatched_class(module: nn.Module) -> type[nn.Module]:
     """The same, also where somebody swapped the class once more on top of ours."""
-    kind = type(module)
-    return kind._liger_multi_swap.stock if issubclass(kind, Patched) else kind
+    module_class = type(module)
+    return (
+        module_class._liger_multi_swap.stock if issubclass(module_class, Patched) else module_class
+    )
 
 
-def original(kind: type[nn.Module]) -> Any:
+def original(module_class: type[nn.Module]) -> Any:
     """The forward that instances of a class of ours, or of one on top of it, were built with."""
-    return kind._liger_multi_swap.stock.forward  # type: ignore[attr-defined]
+    return module_class._liger_multi_swap.stock.forward  # type: ignore[attr-defined]
 
 
 def buried(module: nn.Module) -> bool:
@@ -211,27 +214,27 @@ def buried(module: nn.Module) -> bool:
 
 def apply(module: nn.Module, swap: Swap) -> str:
     """Give ``module`` the class of ``swap``; return what happened, in the report's words."""
-    found = swapped(module)
+    before = swapped(module)
     _drop_own_forward(module)
     _note_code(_class_of(swap), swap)  # probed just now
-    if found == swap:
+    if before == swap:
         swap.behavior.entered(module, swap.settings)  # weights may have been replaced since
         return "already patched"
     module.__class__ = _class_of(swap)
-    if found and found.behavior is not swap.behavior:
-        found.behavior.left(module)
+    if before and before.behavior is not swap.behavior:
+        before.behavior.left(module)
     swap.behavior.entered(module, swap.settings)
-    return "options changed" if found else "patched"
+    return "options changed" if before else "patched"
 
 
 def restore(module: nn.Module) -> Swap | None:
     """Give the original class back; None when the module was not patched."""
-    found = swapped(module)
-    if found:
+    swap = swapped(module)
+    if swap:
         _drop_own_forward(module)
-        module.__class__ = found.stock
-        found.behavior.left(module)
-    return found
+        module.__class__ = swap.stock
+        swap.behavior.left(module)
+    return swap
 
 
 def has_own_forward(module: nn.Module) -> bool:
@@ -241,9 +244,9 @@ def has_own_forward(module: nn.Module) -> bool:
     its hooks: they put a wrapper into the attributes, and put back what ``module.forward`` was.
     Where the patch came or went in between, that is one of our forwards, or the original one.
     """
-    held = vars(module).get("forward")
-    function = getattr(held, "__func__", None)
-    if getattr(held, "__self__", None) is not module or function is None:
+    own_forward = vars(module).get("forward")
+    function = getattr(own_forward, "__func__", None)
+    if getattr(own_forward, "__self__", None) is not module or function is None:
         return False
     written_in = str(getattr(function, "__globals__", {}).get("__name__"))
     ours = written_in.startswith("liger_multi.patching.")
@@ -263,14 +266,14 @@ def refuse_buried(modules: Iterable[tuple[str, nn.Module]], action: str) -> None
         PatchError: Names the first module and its class.
     """
     modules = list(modules)
-    found = [
+    buried_modules = [
         (path, type(m).__name__)
         for path, m in modules
         if buried(m) and not cast("type[Patched]", type(m))._liger_multi_swap.behavior.loose
     ]
-    if found:
-        path, name = found[0]
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    if buried_modules:
+        path, name = buried_modules[0]
+        more = f" and {len(buried_modules) - 1} more" if len(buried_modules) > 1 else ""
         raise PatchError(
             f"cannot {action}: the class of {path or 'the model'!r}{more} was swapped again "
             "after the patch and is now "
@@ -283,20 +286,60 @@ def refuse_buried(modules: Iterable[tuple[str, nn.Module]], action: str) -> None
             raise PatchError(f"cannot {action} {path!r}: {reason}; {action} before sharding")
 
 
-def swap_of(kind: type[nn.Module]) -> Swap | None:
+def swap_of(module_class: type[nn.Module]) -> Swap | None:
     """The swap of a class that is exactly one of ours, else None.
 
-    By attributes and not by ``vars(kind)``, a mapping that Dynamo refuses to read when anything
-    was written to the class while it was tracing.
+    This reads attributes and not ``vars(module_class)``: Dynamo refuses to read that mapping when
+    anything was written to the class while it was tracing.
     """
-    ours = getattr(kind, "_liger_multi_made", None) is kind
-    return kind._liger_multi_swap if ours else None  # type: ignore[attr-defined]
+    ours = getattr(module_class, "_liger_multi_made", None) is module_class
+    return module_class._liger_multi_swap if ours else None  # type: ignore[attr-defined]
 
 
-def stock_of(kind: type[nn.Module]) -> type[nn.Module]:
+def stock_of(module_class: type[nn.Module]) -> type[nn.Module]:
     """The class that stands behind one of ours, or the class itself."""
-    found = swap_of(kind)
-    return found.stock if found else kind
+    swap = swap_of(module_class)
+    return swap.stock if swap else module_class
+
+
+# --- patches of other libraries: reported, never stacked upon ---
+
+LIBRARIES = {
+    "liger_kernel": "Liger",
+    "unsloth": "Unsloth",
+    "unsloth_zoo": "Unsloth",
+    "kernels": "a hub kernel",
+    "trl": "TRL",
+    "cut_cross_entropy": "Cut Cross Entropy",
+    "axolotl": "axolotl",
+}
+"""Top-level packages that replace forwards, functions or losses, and how messages call them."""
+
+
+def library_of(function: Any) -> str | None:
+    """Which of these libraries a function, method or class comes from."""
+    function = getattr(function, "__func__", function)
+    root = str(getattr(function, "__module__", "") or "").partition(".")[0]
+    return LIBRARIES.get(root)
+
+
+def conflict_of(module: nn.Module) -> str | None:
+    """Why a module is not ours to patch: its forward was replaced, on it or on its class."""
+    module_class = stock_class(module)
+    own_forward = vars(module).get("forward")
+    if own_forward is not None and not has_own_forward(module):
+        return f"{library_of(own_forward) or 'somebody else'} replaced its forward"
+    library = library_of(module_class) or library_of(module_class.forward)
+    return f"{library} serves it ({module_class.__name__})" if library else None
+
+
+def loss_conflict(model: nn.Module) -> str | None:
+    """Why a model's loss is not ours: the forward that holds it, or the loss function itself."""
+    library = library_of(vars(model).get("forward")) or library_of(stock_class(model).forward)
+    if library:
+        return f"{library} replaced the forward of {type(model).__name__}, with the loss in it"
+    library = library_of(F.cross_entropy)
+    return f"{library} replaced torch.nn.functional.cross_entropy" if library else None
 
 
 # --- a block ---
@@ -333,12 +376,12 @@ class Block:
             came = {id(m): (m, stock_class(m)) for _, m in now if id(m) not in self.before}
             mine = {}
             # those that left the model while it was patched, too
-            for module, kind in (self.before | came).values():
+            for module, module_class in (self.before | came).values():
                 later = self._next(module)
                 if later is None:
-                    mine[id(module)] = (module, kind)
-                elif stock_of(later.before[id(module)][1]) is stock_of(kind):
-                    later.before[id(module)] = (module, kind)
+                    mine[id(module)] = (module, module_class)
+                elif stock_of(later.before[id(module)][1]) is stock_of(module_class):
+                    later.before[id(module)] = (module, module_class)
             refuse_buried(
                 [
                     (path, m)
@@ -347,8 +390,8 @@ class Block:
                 ],
                 "unpatch",
             )
-            for module, kind in mine.values():
-                _give_back(module, kind)
+            for module, module_class in mine.values():
+                _give_back(module, module_class)
 
     def forget(self) -> None:
         """Keep what was done since."""
@@ -361,11 +404,11 @@ class Block:
         return min(holding, key=lambda block: block.number, default=None)
 
 
-def _give_back(module: nn.Module, kind: type[nn.Module]) -> None:
+def _give_back(module: nn.Module, module_class: type[nn.Module]) -> None:
     """Back to a class that the module had, where it still is a form of it."""
-    if type(module) is kind or stock_class(module) is not stock_of(kind):
+    if type(module) is module_class or stock_class(module) is not stock_of(module_class):
         return
-    swap = swap_of(kind)
+    swap = swap_of(module_class)
     if swap is None:
         restore(module)
     else:

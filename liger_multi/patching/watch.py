@@ -61,16 +61,16 @@ def executed(model: nn.Module) -> Iterator[Executed]:
     """
     named = list(model.named_modules())
     losses = tuple(path for path, module in named if isinstance(module, Losses))
-    found = Executed(paths={id(module): path for path, module in named}, losses=losses)
+    current = Executed(paths={id(module): path for path, module in named}, losses=losses)
     with _lock:
-        _records.append(found)
+        _records.append(current)
         if len(_records) == 1:
             _install(_call, _dispatch)
     try:
-        yield found
+        yield current
     finally:
         with _lock:
-            _records[:] = [record for record in _records if record is not found]
+            _records[:] = [record for record in _records if record is not current]
             if not _records:
                 _install(*_ORIGINAL)
 
@@ -118,22 +118,22 @@ def _dispatch(op: Op, *args: Any) -> Any:
 # --- what patched modules called ---
 
 
-def serves(op: str, path: str, seen: Executed) -> bool:
+def serves(op: str, path: str, record: Executed) -> bool:
     """Whether a module that was patched for an operator called it in a block."""
     if op in _HEADS:  # the loss may be computed around the head, or after the model
-        return any(seen.calls_of(at)[op] for at in (None, *_with_outer(path), *seen.losses))
+        return any(record.calls_of(at)[op] for at in (None, *_with_outer(path), *record.losses))
     if op == "lora":
-        return bool(seen.calls_of(path)) or _together(path, seen)
-    if op in ("rope", ROTATED) and _with_norms(path, seen):
+        return bool(record.calls_of(path)) or _together(path, record)
+    if op in ("rope", ROTATED) and _with_norms(path, record):
         return True
     # an attention module rotates, and may call other operators
-    return any(name.startswith("rope") == (op == "rope") for name in seen.calls_of(path))
+    return any(name.startswith("rope") == (op == "rope") for name in record.calls_of(path))
 
 
-def _with_norms(path: str, seen: Executed) -> bool:
+def _with_norms(path: str, record: Executed) -> bool:
     """Whether the norms within an attention module called the operator that rotates as well."""
     return any(
-        ROTATED in found for at, found in seen.called.items() if (at or "").startswith(f"{path}.")
+        ROTATED in calls for at, calls in record.called.items() if (at or "").startswith(f"{path}.")
     )
 
 
@@ -146,14 +146,16 @@ def _with_outer(path: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
 
 
-def _together(path: str, seen: Executed) -> bool:
+def _together(path: str, record: Executed) -> bool:
     """Whether an adapter was computed with those of an MLP, or with its neighbors'.
 
     The MLP, or the first of the neighbors, called for all; an adapter that ran PEFT's forward
     called its own factors.
     """
     around = path.rpartition(".")[0]
-    if any(one.startswith(f"{path}.lora_") for one in seen.ran):
+    if any(one.startswith(f"{path}.lora_") for one in record.ran):
         return False
-    beside = (found for at, found in seen.called.items() if at and at.rpartition(".")[0] == around)
-    return seen.calls_of(around)["lora_mlp"] > 0 or any(found["lora_qkv"] for found in beside)
+    neighbors = (
+        calls for at, calls in record.called.items() if at and at.rpartition(".")[0] == around
+    )
+    return record.calls_of(around)["lora_mlp"] > 0 or any(calls["lora_qkv"] for calls in neighbors)

@@ -1,7 +1,7 @@
-"""Arguments of the wrong kind: every public function and class names them and says what it wants.
+"""Invalid arguments: every public function and class names them and says what it takes.
 
-A pass over all signatures puts values that cannot be right into one argument at a time. What
-comes out is a ``TypeError`` or ``ValueError`` with the names of the function and of the argument.
+A loop over all signatures puts invalid values into one argument at a time. The result is a
+``TypeError`` or ``ValueError`` with the names of the function and of the argument.
 """
 
 import inspect
@@ -29,7 +29,7 @@ TENSORS = (
     ("an array", lambda: numpy.ones((2, 3), dtype="float32")),
     ("an object", object),
 )
-"""What is no tensor."""
+"""Values that are no tensors."""
 OTHERS = (
     ("a tensor", lambda: torch.ones(())),
     ("an integer tensor", lambda: torch.ones((), dtype=torch.int64)),
@@ -39,8 +39,8 @@ OTHERS = (
     ("a mapping", dict),
     ("an object", object),
 )
-"""What no option is."""
-KINDS: dict[str, tuple[Any, ...]] = {
+"""Values that no option takes."""
+VALUES_BY_TYPE: dict[str, tuple[Any, ...]] = {
     "float": (True, "1.0", "", NAN, -INFINITY, INFINITY, 1j, HUGE, -HUGE),
     "bool": ("yes", 1, 0, 1.0, NAN),
     "int": (True, 1.5, "1", NAN, INFINITY, 2**64, HUGE),
@@ -51,9 +51,21 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "sizes": ("12", 1, (1.5, 2), (True, True), ("1", "1")),
     "chunk": (True, 0, -1, 1.5, "", "512 parrots", "0MiB", NAN, HUGE),
     "window": (True, 1.5, "1", (1,), (1, 2, 3), (1.5, 1), (True, 1), NAN),
-    "interval": (True, 1.5, "01", (0.0,), (0.0, 1.0, 2.0), (1.0, 0.5), (NAN, 1.0), (0.0, NAN),
-                 (True, 1.0), ("0", "1"), (INFINITY, INFINITY), (0.0, 1j)),
-}  # fmt: skip
+    "interval": (
+        True,
+        1.5,
+        "01",
+        (0.0,),
+        (0.0, 1.0, 2.0),
+        (1.0, 0.5),
+        (NAN, 1.0),
+        (0.0, NAN),
+        (True, 1.0),
+        ("0", "1"),
+        (INFINITY, INFINITY),
+        (0.0, 1j),
+    ),
+}
 RANGES: dict[str, tuple[Any, ...]] = {
     "eps": (-1e-6, -1),
     "rms_eps": (-1e-6,),
@@ -70,11 +82,11 @@ MEANT = {
     ("freqs", "complex"),  # of rope_complex
     ("normalized_shape", "1"),  # one axis needs no sequence
 }
-"""What an argument may be, against the rule."""
+"""Values that an argument takes, as an exception from the rule."""
 
 
-def kind_of(parameter: inspect.Parameter) -> tuple[str, bool]:
-    """The kind of an argument, and whether it may be None."""
+def type_of(parameter: inspect.Parameter) -> tuple[str, bool]:
+    """The name of an argument's type, and whether it may be None."""
     annotation = parameter.annotation
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     optional = "None" in text or "Optional" in text
@@ -87,22 +99,24 @@ def kind_of(parameter: inspect.Parameter) -> tuple[str, bool]:
         "tuple[int, int]": "window",
         "tuple[float, float]": "interval",
     }
-    found = next((kind for part, kind in compound.items() if part in text), None)
+    match = next((type_name for part, type_name in compound.items() if part in text), None)
     plain = text.removesuffix(" | None").rsplit(".", 1)[-1]
-    assert found or plain in KINDS, f"{parameter.name}: what kind is {text}?"
-    return found or plain, optional
+    assert match or plain in VALUES_BY_TYPE, f"{parameter.name}: what type is {text}?"
+    return match or plain, optional
 
 
 def values(parameter: inspect.Parameter) -> Iterator[tuple[str, Any]]:
     """Values that an argument cannot have, under a name."""
-    kind, optional = kind_of(parameter)
-    if kind == "Tensor":
+    type_name, optional = type_of(parameter)
+    if type_name == "Tensor":
         yield from ((word, make()) for word, make in TENSORS)
     else:
         yield from ((word, make()) for word, make in OTHERS)
-        given = (*KINDS[kind], *RANGES.get(parameter.name, ()))
-        words = ((f"{value!r:.40}" if value not in (HUGE, -HUGE) else "huge", value)
-                 for value in given)  # fmt: skip
+        candidates = (*VALUES_BY_TYPE[type_name], *RANGES.get(parameter.name, ()))
+        words = (
+            (f"{value!r:.40}" if value not in (HUGE, -HUGE) else "huge", value)
+            for value in candidates
+        )
         yield from (pair for pair in words if (parameter.name, pair[0]) not in MEANT)
     if not optional and parameter.default is not None:
         yield "None", None
@@ -124,10 +138,10 @@ def small(op: str, name: str) -> samples.Sample:
     return next((s for s in every if name in s.tensors or name in s.options), every[0])
 
 
-def refusals(call: Any, title: str, name: str, given: Iterator[tuple[str, Any]]) -> list[str]:
-    """What is wrong with how a function takes bad values of one argument."""
+def refusals(call: Any, title: str, name: str, candidates: Iterator[tuple[str, Any]]) -> list[str]:
+    """Invalid values of one argument that a function takes, or refuses without the names."""
     wrong = []
-    for word, value in given:
+    for word, value in candidates:
         try:
             call(value)
         except (TypeError, ValueError) as error:
@@ -144,14 +158,14 @@ def refusals(call: Any, title: str, name: str, given: Iterator[tuple[str, Any]])
 
 
 @pytest.mark.parametrize("op", OPERATORS)
-def test_operators_refuse_what_no_argument_is(op):
+def test_operators_refuse_invalid_arguments(op):
     function, wrong = OPERATORS[op], []
     for name, parameter in inspect.signature(function).parameters.items():
         sample = small(op, name)
 
         def call(value, name=name, sample=sample):
-            given = {**sample.make("cpu", torch.float32), **sample.options, name: value}
-            return function(**accepted(op, given))
+            kwargs = {**sample.make("cpu", torch.float32), **sample.options, name: value}
+            return function(**accepted(op, kwargs))
 
         wrong += refusals(call, contract(op), name, values(parameter))
     assert not wrong, "\n".join(wrong)
@@ -174,22 +188,24 @@ def test_operators_refuse_other_dtypes_and_devices(op):
     function, wrong = OPERATORS[op], []
     for name, parameter in inspect.signature(function).parameters.items():
         sample = small(op, name)
-        if kind_of(parameter)[0] != "Tensor" or name not in sample.tensors:
+        if type_of(parameter)[0] != "Tensor" or name not in sample.tensors:
             continue
-        made = sample.make("cpu", torch.float32)
+        tensors = sample.make("cpu", torch.float32)
 
-        def call(value, name=name, sample=sample, made=made):
-            return function(**accepted(op, {**made, **sample.options, name: value}))
+        def call(value, name=name, sample=sample, tensors=tensors):
+            return function(**accepted(op, {**tensors, **sample.options, name: value}))
 
         alone = sum(n in sample.tensors for n in inspect.signature(function).parameters) == 1
-        given = (
+        candidates = (
             (word, x)
-            for word, x in other_tensors(made[name])
+            for word, x in other_tensors(tensors[name])
             if not (alone and "device" in word) and (name, word) not in MEANT
         )
         # a device differs between two tensors, of which a message names either
         wrong += [
-            w for w in refusals(call, contract(op), name, given) if "on one device, got" not in w
+            w
+            for w in refusals(call, contract(op), name, candidates)
+            if "on one device, got" not in w
         ]
     assert not wrong, "\n".join(wrong)
 
@@ -209,16 +225,16 @@ def other_shapes(x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_operators_take_or_refuse_other_shapes(op):
-    """A shape that is no error gives results; others raise with the name of the operator."""
+    """A shape either gives results or raises with the name of the operator."""
     function, wrong = OPERATORS[op], []
     for name, parameter in inspect.signature(function).parameters.items():
         sample = small(op, name)
-        if kind_of(parameter)[0] != "Tensor" or name not in sample.tensors:
+        if type_of(parameter)[0] != "Tensor" or name not in sample.tensors:
             continue
         for word, value in other_shapes(sample.make("cpu", torch.float32)[name]):
-            given = {**sample.make("cpu", torch.float32), **sample.options, name: value}
+            kwargs = {**sample.make("cpu", torch.float32), **sample.options, name: value}
             try:
-                function(**accepted(op, given))
+                function(**accepted(op, kwargs))
             except (TypeError, ValueError) as error:
                 if not str(error).startswith(contract(op)):
                     wrong.append(f"{name} of {word}: {type(error).__name__}: {error!s:.200}")
@@ -254,22 +270,22 @@ CONSTRUCTORS: dict[str, dict[str, Any]] = {
             hidden_size=16, hc_mult=2, hc_sinkhorn_iters=3, hc_eps=1e-3, rms_norm_eps=1e-5
         )
     },
-}  # fmt: skip
+}
 FACTORY = ("device", "dtype")
 """Arguments that PyTorch checks."""
 
 
 @pytest.mark.parametrize("name", nn.__all__)
-def test_modules_refuse_what_no_argument_is(name):
-    kind, wrong = getattr(nn, name), []
-    given = CONSTRUCTORS.get(name, {})
-    kind(**given)
-    for argument, parameter in inspect.signature(kind).parameters.items():
+def test_modules_refuse_invalid_arguments(name):
+    module_class, wrong = getattr(nn, name), []
+    kwargs = CONSTRUCTORS.get(name, {})
+    module_class(**kwargs)
+    for argument, parameter in inspect.signature(module_class).parameters.items():
         if argument in FACTORY or parameter.kind is inspect.Parameter.VAR_KEYWORD:
             continue
 
         def call(value, argument=argument):
-            return kind(**{**given, argument: value})
+            return module_class(**{**kwargs, argument: value})
 
         bad = values(parameter)
         if argument in ("config", "mlp"):
@@ -290,21 +306,46 @@ def log_probs(*shape):
 
 
 LOSSES = {
-    "cpo_loss": ("CPO", lambda: {"policy": log_probs(4, 5), "target": ids(4, 5),
-                                 "nll_target": ids(2, 5)}),
-    "dpo_loss": ("DPO", lambda: {"policy": log_probs(4, 5), "target": ids(4, 5),
-                                 "reference": log_probs(4)}),
-    "kto_loss": ("KTO", lambda: {"policy": log_probs(3, 5), "target": ids(3, 5), "kl": 0.1,
-                                 "desirable": torch.tensor([True, False, True])}),
-    "policy_loss": ("Policy", lambda: {"policy": torch.randn(3, 5, 11), "target": ids(3, 5),
-                                       "advantages": torch.randn(3), "loss_type": "dapo"}),
+    "cpo_loss": (
+        "CPO",
+        lambda: {"policy": log_probs(4, 5), "target": ids(4, 5), "nll_target": ids(2, 5)},
+    ),
+    "dpo_loss": (
+        "DPO",
+        lambda: {"policy": log_probs(4, 5), "target": ids(4, 5), "reference": log_probs(4)},
+    ),
+    "kto_loss": (
+        "KTO",
+        lambda: {
+            "policy": log_probs(3, 5),
+            "target": ids(3, 5),
+            "kl": 0.1,
+            "desirable": torch.tensor([True, False, True]),
+        },
+    ),
+    "policy_loss": (
+        "Policy",
+        lambda: {
+            "policy": torch.randn(3, 5, 11),
+            "target": ids(3, 5),
+            "advantages": torch.randn(3),
+            "loss_type": "dapo",
+        },
+    ),
     "sequence_loss": ("Sequence", lambda: {"policy": log_probs(3, 5), "target": ids(3, 5)}),
     "mtp_loss": ("MTP|Sequence", lambda: {"heads": [log_probs(3, 5)] * 2, "target": ids(3, 5)}),
-    "distillation_loss": ("Distillation", lambda: {"student": torch.randn(3, 5, 11),
-                                                   "teacher": torch.randn(3, 5, 11),
-                                                   "target": ids(3, 5)}),
-    "tokens": ("tokens|token_log_prob", lambda: {"source": torch.randn(3, 5, 11),
-                                                 "target": ids(3, 5)}),
+    "distillation_loss": (
+        "Distillation",
+        lambda: {
+            "student": torch.randn(3, 5, 11),
+            "teacher": torch.randn(3, 5, 11),
+            "target": ids(3, 5),
+        },
+    ),
+    "tokens": (
+        "tokens|token_log_prob",
+        lambda: {"source": torch.randn(3, 5, 11), "target": ids(3, 5)},
+    ),
     "kto_divergence": ("KTO", lambda: {"policy": log_probs(3), "reference": log_probs(3)}),
     "Head": ("Head", lambda: {"hidden": torch.randn(3, 5, 16), "weight": torch.randn(11, 16)}),
     "Logits": ("Logits", lambda: {"logits": torch.randn(3, 5, 11)}),
@@ -315,7 +356,7 @@ LOSSES = {
     "PolicyOptions": ("Policy", dict),
     "SequenceOptions": ("Sequence", dict),
     "DistillationOptions": ("Distillation", dict),
-}  # fmt: skip
+}
 """How a loss calls itself in messages, and the arguments of a call that works."""
 SKIPPED = ("group", "name", "role")  # a process group, and words for messages
 
@@ -336,7 +377,7 @@ def of_loss(parameter: inspect.Parameter) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_refuse_what_no_argument_is(name):
+def test_losses_refuse_invalid_arguments(name):
     function, wrong = getattr(losses, name), []
     title, make = LOSSES[name]
     function(**make())
@@ -351,7 +392,7 @@ def test_losses_refuse_what_no_argument_is(name):
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_loss_is_asked():
+def test_every_loss_is_covered():
     known = {
         n for n in losses.__all__ if not n.endswith("Metrics") and n not in ("Source", "Teacher")
     }

@@ -1,7 +1,7 @@
-"""Whatever a user hands in is accepted with its documented meaning or refused in one clear error.
+"""Whatever a user passes is accepted with its documented meaning or refused in one clear error.
 
-Configuration values and files are drawn from seeded generators and judged by rules that are written
-down here once more; every option of every command meets values that nobody would mean.
+Configuration values and files are drawn from seeded generators and judged by rules that are
+implemented here a second time; every option of every command gets meaningless values.
 """
 
 import argparse
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextlib.contextmanager
 def at_most(seconds):
-    """What would block raises instead."""
+    """Reads that would block raise instead."""
 
     def late(*_):
         raise TimeoutError(f"still busy after {seconds} s")
@@ -74,24 +74,104 @@ class Loud:
 
 
 def circle():
-    found = []
-    found.append(found)
-    return found
+    items = []
+    items.append(items)
+    return items
 
 
 VALUES = (
-    None, True, False, 0, 1, -1, 3, 2**62, 2**63, 10**400, 10**5000, -(10**5000), 0.0, 1.5, 2.0,
-    math.nan, math.inf, 1e308, 1j, "", " ", "auto", "reference", "triton", "refrence", "512MiB",
-    "1.5GiB", "1.5", "0.3KiB", "12", "-12", "٣MiB", "9" * 400, "9" * 5000, "512 mib ", "1 TB",
-    "a\0b", "\ud800", "x" * 10**6, "['reference']", "exact", "float8", "float8_logits", "on",
-    [], ["reference"], ["triton", "reference"], ["reference", "reference"], ["auto"],
-    ["auto", "reference"], [["reference"]], [None], [1], ("reference",), {"reference"}, {},
-    {"a": 1}, {1: 2}, b"reference", bytearray(b"x"), numpy.int64(4096), numpy.float32(2),
-    numpy.array(["reference"]), numpy.bool_(True), torch.tensor(4096), torch.float32, Loud(),
-    Backend.REFERENCE, circle(), iter(["reference"]), object, len, Path("reference"),
-)  # fmt: skip
-OPERATORS = ("rms_norm", "rms_*", "*", "sw?glu", "[rs]*", "[z-a]", "[", "", "rms_nrom", "RMS_NORM",
-             "\0", "\ud800", "*" * 500, "a" * 10**5, "ops", "default")  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3,
+    2**62,
+    2**63,
+    10**400,
+    10**5000,
+    -(10**5000),
+    0.0,
+    1.5,
+    2.0,
+    math.nan,
+    math.inf,
+    1e308,
+    1j,
+    "",
+    " ",
+    "auto",
+    "reference",
+    "triton",
+    "refrence",
+    "512MiB",
+    "1.5GiB",
+    "1.5",
+    "0.3KiB",
+    "12",
+    "-12",
+    "٣MiB",
+    "9" * 400,
+    "9" * 5000,
+    "512 mib ",
+    "1 TB",
+    "a\0b",
+    "\ud800",
+    "x" * 10**6,
+    "['reference']",
+    "exact",
+    "float8",
+    "float8_logits",
+    "on",
+    [],
+    ["reference"],
+    ["triton", "reference"],
+    ["reference", "reference"],
+    ["auto"],
+    ["auto", "reference"],
+    [["reference"]],
+    [None],
+    [1],
+    ("reference",),
+    {"reference"},
+    {},
+    {"a": 1},
+    {1: 2},
+    b"reference",
+    bytearray(b"x"),
+    numpy.int64(4096),
+    numpy.float32(2),
+    numpy.array(["reference"]),
+    numpy.bool_(True),
+    torch.tensor(4096),
+    torch.float32,
+    Loud(),
+    Backend.REFERENCE,
+    circle(),
+    iter(["reference"]),
+    object,
+    len,
+    Path("reference"),
+)
+OPERATORS = (
+    "rms_norm",
+    "rms_*",
+    "*",
+    "sw?glu",
+    "[rs]*",
+    "[z-a]",
+    "[",
+    "",
+    "rms_nrom",
+    "RMS_NORM",
+    "\0",
+    "\ud800",
+    "*" * 500,
+    "a" * 10**5,
+    "ops",
+    "default",
+)
 DEVICES = (
     "cpu",
     "cuda",
@@ -165,46 +245,46 @@ def is_device(name, section):
 
 
 def drawn(rng, depth=0):
-    """A configuration with a few things wrong with it, most of the time."""
+    """A configuration that usually has a few invalid parts."""
     if rng.random() < 0.08:
         return rng.choice(VALUES)
     good = rng.random() < 0.5
     order = lambda: rng.choice(["reference", "auto", ["triton", "reference"]])  # noqa: E731
     value = lambda make: make() if good or rng.random() < 0.6 else rng.choice(VALUES)  # noqa: E731
-    found = {}
+    settings = {}
     if rng.random() < 0.4:
-        found["default"] = value(order)
+        settings["default"] = value(order)
     if rng.random() < 0.7:
         names = OPERATORS[:5] if good else OPERATORS
-        made = {rng.choice(names): value(order) for _ in range(rng.randrange(3))}
-        found["ops"] = value(lambda: made)
+        mapping = {rng.choice(names): value(order) for _ in range(rng.randrange(3))}
+        settings["ops"] = value(lambda: mapping)
     if depth == 0 and rng.random() < 0.5:
         names = DEVICES[:5] if good else DEVICES
-        made = {rng.choice(names): drawn(rng, 1) for _ in range(rng.randrange(3))}
-        found["devices"] = value(lambda: made)
+        mapping = {rng.choice(names): drawn(rng, 1) for _ in range(rng.randrange(3))}
+        settings["devices"] = value(lambda: mapping)
     if depth == 0 and rng.random() < 0.4:
-        found["chunk_bytes"] = value(lambda: rng.choice([4096, "512MiB", "1.5GiB"]))
+        settings["chunk_bytes"] = value(lambda: rng.choice([4096, "512MiB", "1.5GiB"]))
     if depth == 0 and rng.random() < 0.3:
-        found["head_gemms"] = value(lambda: "exact")
+        settings["head_gemms"] = value(lambda: "exact")
     if not good and rng.random() < 0.2:
-        found[rng.choice(KEYS)] = rng.choice(VALUES)
-    return found
+        settings[rng.choice(KEYS)] = rng.choice(VALUES)
+    return settings
 
 
 def outcome(function, *args, **options):
     """Whether it was accepted; any other exception than ours fails the test."""
-    said = ""
+    message = ""
     try:
         function(*args, **options)
     except ConfigurationError as error:
-        said = str(error)
-        said.encode("utf-8")
-    assert len(said) < 3000
-    return not said
+        message = str(error)
+        message.encode("utf-8")
+    assert len(message) < 3000
+    return not message
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_mapping_is_accepted_as_documented_or_refused(seed):
+def test_any_mapping_as_configuration(seed):
     rng = random.Random(seed)
     accepted = 0
     for _ in range(400):
@@ -230,7 +310,7 @@ def test_any_value_in_any_place(index):
     assert outcome(parse, {"ops": value}, "x") == empty
     assert outcome(parse, {"devices": value}, "x") == empty
     assert outcome(parse_bytes, value, "x") == is_bytes(value)
-    for _ in range(2):  # a scope is looked up by what it says: nothing may look like another
+    for _ in range(2):  # scopes are cached by their text: no two scopes may have the same one
         with contextlib.ExitStack() as stack:
             scope = lambda **choices: stack.enter_context(liger_multi.use(**choices))  # noqa: E731
             assert outcome(scope, rms_norm=["reference"])
@@ -260,7 +340,12 @@ def test_any_key_in_any_place(index):
     assert outcome(parse, {"devices": {key: None}}, "x") == there
 
 
-def test_byte_counts_are_exact():
+def test_byte_counts():
+    assert parse_bytes("1.5GiB", "x") == 3 * 2**29
+    assert parse_bytes(4096, "x") == 4096
+    for wrong in (0, -1, True, "1 TX", "1 TiBB", ""):
+        with pytest.raises(ConfigurationError, match="positive number"):
+            parse_bytes(wrong, "x")
     assert parse_bytes("9007199254740993", "x") == 2**53 + 1
     assert parse_bytes(numpy.int64(5), "x") == 5
     assert parse_bytes("0.3KiB", "x") == 307
@@ -275,10 +360,10 @@ def test_messages_are_short_and_never_fail():
         assert len(shown(value)) < 1000
         assert len(unknown("thing", value, ["one", "two"])) < 1000
     many = [f"name_{i}" for i in range(500)]
-    said = unknown("thing", "name_17", many)
-    assert "did you mean 'name_17'" in said
-    assert said.count("name_") <= 8
-    assert "500 known" in said
+    message = unknown("thing", "name_17", many)
+    assert "did you mean 'name_17'" in message
+    assert message.count("name_") <= 8
+    assert "500 known" in message
 
 
 # --- plans ---
@@ -286,15 +371,15 @@ def test_messages_are_short_and_never_fail():
 
 @pytest.fixture
 def built(monkeypatch):
-    """Forward or backward of which operators was resolved, in order."""
-    made, original = [], planning.Dispatch.__init__
+    """The operators and directions that were resolved, in order."""
+    resolved, original = [], planning.Dispatch.__init__
 
     def count(self, prim, *args):
-        made.append(f"{prim.op.name}.{prim.direction}")
+        resolved.append(f"{prim.op.name}.{prim.direction}")
         original(self, prim, *args)
 
     monkeypatch.setattr(planning.Dispatch, "__init__", count)
-    return made
+    return resolved
 
 
 def step():
@@ -302,19 +387,19 @@ def step():
     ops.rms_norm(x).sum().backward()
 
 
-def test_configure_within_a_scope_builds_plans_once(built):
+def test_configure_within_scope_resolves_once(built):
     with liger_multi.use(rms_norm=["reference"]):
         configure({"ops": {"swiglu": "reference"}})
-        seen = {id(current()) for _ in range(3)}
+        identities = {id(current()) for _ in range(3)}
         for _ in range(4):
             step()
         assert current().choice("rms_norm", "cpu").source == "use()"
         assert current().choice("swiglu", "cpu").source == "configure()"
-    assert len(seen) == 1
+    assert len(identities) == 1
     assert sorted(built) == ["rms_norm.backward", "rms_norm.forward"]
 
 
-def test_saying_the_same_again_builds_nothing(built, tmp_path):
+def test_equal_configuration_resolves_nothing(built, tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("ops: {rms_norm: reference}\n")
     for _ in range(3):
@@ -356,8 +441,8 @@ def test_a_fall_back_is_logged_once_for_each_configuration(monkeypatch, caplog):
                 configure({"ops": {"rms_norm": "reference"}})
                 ops.swiglu(x, x)
                 ops.swiglu(x, x)
-    said = [r.getMessage() for r in caplog.records if "is away today" in r.getMessage()]
-    assert len(said) == 1
+    messages = [r.getMessage() for r in caplog.records if "is away today" in r.getMessage()]
+    assert len(messages) == 1
 
 
 # --- files ---
@@ -367,10 +452,14 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     for a, b in zip("abcdefgh", "bcdefghi", strict=True)
 )
 REFUSED = {
-    "twice": (b"ops: {rms_norm: reference}\nops: {}\n",
-              "line 2, .*'ops' is given twice, first on line 1"),
-    "twice inside": (b"ops:\n  rms_norm: reference\n  'rms_norm': triton\n",
-                     "line 3, .*given twice"),
+    "twice": (
+        b"ops: {rms_norm: reference}\nops: {}\n",
+        "line 2, .*'ops' is given twice, first on line 1",
+    ),
+    "twice inside": (
+        b"ops:\n  rms_norm: reference\n  'rms_norm': triton\n",
+        "line 3, .*given twice",
+    ),
     "a boolean": (b"ops: {rms_norm: true}\n", "got True"),
     "on": (b"default: on\n", "unknown backend .* 'on'"),
     "off": (b"ops: {swiglu: off}\n", "unknown backend .* 'off'"),
@@ -385,6 +474,7 @@ REFUSED = {
     "a text of digits": (b"chunk_bytes: '" + b"9" * 400 + b"'", "positive number"),
     "brackets": (b"[" * 3000, "nested deeper than 32 levels"),
     "braces": (b"ops: " + b"{a: " * 3000, "nested deeper than 32 levels"),
+    "an open bracket": (b"ops: {rms_norm: [", "is not YAML"),
     "dashes": (b"- " * 3000, "nested deeper than 32 levels"),
     "a list of operators": (b"ops: []\n", "must be a mapping of operator names"),
     "a list of devices": (b"devices: []\n", "must be a mapping of device types"),
@@ -402,27 +492,28 @@ REFUSED = {
     "itself": (b"ops: &a {x: *a}\n", "the alias 'a' has no anchor before it"),
     "no anchor": (b"ops: *a\n", "the alias 'a' has no anchor"),
     "latin": ("default: réf\n".encode("latin-1"), "is not YAML: its text is not UTF-8, byte 10"),
+    "binary": (b"\xff\xfe\x00\x9f", "is not YAML"),
     "UTF-16": ("default: auto\n".encode("utf-16"), "is not YAML: its text is not UTF-8"),
     "a NUL": (b"default: a\0b\n", r"is not YAML: line 1: it holds the character '\\x00'"),
     "beyond Unicode": (b'default: "\\UFFFFFFFF"\n', "is not YAML"),
     "a directive": (b"%YAML " + b"9" * 5000 + b".1\n---\na: b\n", "is not YAML"),
     "huge": (b"# " + b"x" * 2**21, "larger than 1 MiB"),
     "many": (b"ops: [" + b"a," * 20000 + b"]", "more than 10000 values"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_file_that_is_refused(name, tmp_path, monkeypatch):
-    content, said = REFUSED[name]
+    content, message = REFUSED[name]
     path = tmp_path / "a.yaml"
     path.write_bytes(content)
-    with at_most(20), pytest.raises(ConfigurationError, match=said) as error:
+    with at_most(20), pytest.raises(ConfigurationError, match=message) as error:
         load(path)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 2500
     assert str(path) in str(error.value)
     monkeypatch.setenv("LIGER_MULTI_CONFIG", str(path))
-    with pytest.raises(ConfigurationError, match=rf"{said}.*\(named by LIGER_MULTI_CONFIG\)"):
+    with pytest.raises(ConfigurationError, match=rf"{message}.*\(named by LIGER_MULTI_CONFIG\)"):
         configure({"default": "auto"})
 
 
@@ -463,38 +554,89 @@ def test_places_that_are_no_file(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     places = {
-        tmp_path: "Is a directory", pipe: "it is a pipe, not a file",
-        "/dev/zero": "it is a device, not a file", "": "No such file", "a\0b": "null byte",
-        "\ud800": "surrogates", "x" * 10**5: "File name too long",
-        tmp_path / "absent.yaml": "No such file", 5: "must be named by text or a path, got int 5",
-        b"a.yaml": "must be named by text or a path, got bytes", True: "got bool True",
+        tmp_path: "Is a directory",
+        pipe: "it is a pipe, not a file",
+        "/dev/zero": "it is a device, not a file",
+        "": "No such file",
+        "a\0b": "null byte",
+        "\ud800": "surrogates",
+        "x" * 10**5: "File name too long",
+        tmp_path / "absent.yaml": "No such file",
+        5: "must be named by text or a path, got int 5",
+        b"a.yaml": "must be named by text or a path, got bytes",
+        True: "got bool True",
         1.5: "got float 1.5",
-    }  # fmt: skip
-    for place, said in places.items():
-        with at_most(20), pytest.raises(ConfigurationError, match=said):
+    }
+    for place, message in places.items():
+        with at_most(20), pytest.raises(ConfigurationError, match=message):
             configure(place)
 
 
-def test_what_plans_write_is_read(tmp_path):
+def test_written_plans_load(tmp_path):
     """PyYAML writes YAML 1.1, from which nothing may change here."""
-    content = {"a": True, "b": None, "c": 5, "d": [1.5, -2, 1e-05, "on", "1:30", "0512", "08",
-               "~", ""],
-               "e": {"f": "2026-01-01", "g": "null", "h": "é", "i": "1e5", "j": 1e5}}  # fmt: skip
+    content = {
+        "a": True,
+        "b": None,
+        "c": 5,
+        "d": [1.5, -2, 1e-05, "on", "1:30", "0512", "08", "~", ""],
+        "e": {"f": "2026-01-01", "g": "null", "h": "é", "i": "1e5", "j": 1e5},
+    }
     path = tmp_path / "a.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     assert documents.read_yaml(path, "the plan") == content
 
 
 PIECES = (
-    "ops", "rms_norm", "reference", "auto", "devices", "cuda", "default", "chunk_bytes", "512MiB",
-    ": ", ":\n  ", ", ", "\n", "\n- ", "[", "]", "{", "}", "&a ", "*a", "!!int ", "!", "|", ">",
-    "'", '"', "#", "---\n", "...\n", "%YAML 1.1\n", "? ", "\t", "\0", "\u2028", "\ufeff", "@", "`",
-    "1", "9" * 50, ".", "e", "~", "on", "\\x", "<<",
-)  # fmt: skip
+    "ops",
+    "rms_norm",
+    "reference",
+    "auto",
+    "devices",
+    "cuda",
+    "default",
+    "chunk_bytes",
+    "512MiB",
+    ": ",
+    ":\n  ",
+    ", ",
+    "\n",
+    "\n- ",
+    "[",
+    "]",
+    "{",
+    "}",
+    "&a ",
+    "*a",
+    "!!int ",
+    "!",
+    "|",
+    ">",
+    "'",
+    '"',
+    "#",
+    "---\n",
+    "...\n",
+    "%YAML 1.1\n",
+    "? ",
+    "\t",
+    "\0",
+    "\u2028",
+    "\ufeff",
+    "@",
+    "`",
+    "1",
+    "9" * 50,
+    ".",
+    "e",
+    "~",
+    "on",
+    "\\x",
+    "<<",
+)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_text_is_a_configuration_or_refused(seed, tmp_path):
+def test_any_text_as_configuration(seed, tmp_path):
     rng, path = random.Random(seed), tmp_path / "a.yaml"
     valid = "ops:\n  rms_norm: reference\ndevices: {cuda: {default: auto}}\nchunk_bytes: 512MiB\n"
     accepted = 0
@@ -513,7 +655,7 @@ def test_any_text_is_a_configuration_or_refused(seed, tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_any_plan_is_one_or_refused(seed, tmp_path):
+def test_any_text_as_plan(seed, tmp_path):
     from liger_multi.memory.planning import Settings
     from liger_multi.memory.planning import load as load_plan
 
@@ -527,11 +669,11 @@ def test_any_plan_is_one_or_refused(seed, tmp_path):
         path.write_text(yaml.safe_dump(content))
         if not outcome(load_plan, path):
             continue
-        found = load_plan(path)
-        assert found.level >= 0
-        assert found.dtype
-        assert str(found)
-        assert found.sequences >= 1
+        plan = load_plan(path)
+        assert plan.level >= 0
+        assert plan.dtype
+        assert str(plan)
+        assert plan.sequences >= 1
 
 
 # --- commands ---
@@ -547,9 +689,12 @@ def tiny(tmp_path):
     transformers = pytest.importorskip("transformers")
     folder = tmp_path / "model"
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
         num_attention_heads=2,
-    )  # fmt: skip
+    )
     config.save_pretrained(folder)
     return folder
 
@@ -589,27 +734,27 @@ def called(argv, capsys):
         code = None
     except SystemExit as stop:
         code = stop.code
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
     if code == 2:
-        assert not said.out
-        line = said.err.splitlines()[-1]
-        assert re.match(r"liger-multi( [\w-]+)*: error: .", line), said.err
-        assert len(said.err) < 12_000
-    return code, said.err
+        assert not captured.out
+        line = captured.err.splitlines()[-1]
+        assert re.match(r"liger-multi( [\w-]+)*: error: .", line), captured.err
+        assert len(captured.err) < 12_000
+    return code, captured.err
 
 
 def commands():
     """Every command's words and its options that take a value."""
-    found, queue = [], [((), _parser())]
+    cases, queue = [], [((), _parser())]
     while queue:
         words, parser = queue.pop()
         choices = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
         queue += [((*words, name), sub) for each in choices for name, sub in each.items()]
         if not choices:
             taking = [a for a in parser._actions if a.nargs != 0 and a.dest != "help"]
-            found += [(words, (a.option_strings or [""])[0], a.type) for a in taking]
-    return found
+            cases += [(words, (a.option_strings or [""])[0], a.type) for a in taking]
+    return cases
 
 
 NEEDED = {("plan",): ["{model}", "--gpu", "24GiB"], ("estimate",): ["{model}"]}
@@ -620,9 +765,9 @@ def _shown(value):
     return " ".join(value) if isinstance(value, tuple) else getattr(value, "__name__", str(value))
 
 
-@pytest.mark.parametrize(("words", "option", "kind"), commands(), ids=_shown)
-def test_any_value_of_any_option(words, option, kind, tiny, idle, capsys):
-    """Refused with code 2 before any work, or taken; nothing is written."""
+@pytest.mark.parametrize(("words", "option", "option_type"), commands(), ids=_shown)
+def test_any_value_of_any_option(words, option, option_type, tiny, idle, capsys):
+    """A value is refused with code 2 before any work, or taken; nothing is written."""
     before = tree(idle.parent)
     for value in JUNK:
         needed = [part.format(model=tiny) for part in NEEDED.get(words, [])]
@@ -631,18 +776,18 @@ def test_any_value_of_any_option(words, option, kind, tiny, idle, capsys):
             value_args = []
         else:
             value_args = [f"{option}={value}"] if option else [value]
-        code, said = called([*words, *needed, *value_args], capsys)
+        code, output = called([*words, *needed, *value_args], capsys)
         assert code in (None, 0, 1, 2)
-        path = kind is not None and kind.__name__ == "path"
+        path = option_type is not None and option_type.__name__ == "path"
         if value in ("", "a\0b", "\ud800", "[]", "9" * 5000) and not path:
             assert code == 2, f"{words} {option} took {value!r}"
-            assert said
+            assert output
     assert tree(idle.parent) == before
 
 
 @pytest.mark.parametrize("command", ["bench", "demo", "memory-demo", "plan --write"])
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "message"),
     [
         ("absent/folder", "there is no folder 'absent'"),
         ("taken", "is not a folder"),
@@ -651,14 +796,14 @@ def test_any_value_of_any_option(words, option, kind, tiny, idle, capsys):
         ("/proc/self", "cannot write into '/proc/self'"),
     ],
 )
-def test_a_folder_that_cannot_be_written(command, place, said, tiny, idle, capsys):
+def test_a_folder_that_cannot_be_written(command, place, message, tiny, idle, capsys):
     (idle / "taken").write_text("mine")
     before = tree(idle)
     words = {"plan --write": ["plan", str(tiny), "--gpu", "24GiB", "--write", place]}
     argv = words.get(command, [command, "--output", place])
     code, error = called(argv, capsys)
     assert code == 2
-    assert said in error
+    assert message in error
     assert argv[-2] in error
     assert tree(idle) == before
 
@@ -692,7 +837,7 @@ def test_what_exists_is_not_overwritten_unasked(argv, name, tiny, idle, capsys):
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "message"),
     [
         ("plan", "must end with .png"),
         ("plan.jpeg", "must end with .png"),
@@ -701,11 +846,11 @@ def test_what_exists_is_not_overwritten_unasked(argv, name, tiny, idle, capsys):
         ("/proc/plan.png", "cannot write into '/proc'"),
     ],
 )
-def test_a_picture_that_cannot_be_written(place, said, tiny, idle, capsys):
+def test_a_picture_that_cannot_be_written(place, message, tiny, idle, capsys):
     (idle / "folder.png").mkdir()
     code, error = called(["plan", str(tiny), "--gpu", "24GiB", "--picture", place], capsys)
     assert code == 2
-    assert said in error
+    assert message in error
 
 
 def test_a_benchmark_takes_names_that_are_free(tmp_path):
@@ -750,7 +895,7 @@ def test_devices_that_the_library_knows():
 # --- models of a file ---
 
 
-def test_the_file_that_is_named_is_the_one_that_is_read(tiny, capsys):
+def test_named_model_file_is_read(tiny, capsys):
     from liger_multi.memory.sizes import config_of
 
     other = json.loads((tiny / "config.json").read_text()) | {"num_hidden_layers": 5}
@@ -765,8 +910,19 @@ def test_the_file_that_is_named_is_the_one_that_is_read(tiny, capsys):
         assert main(["estimate", str(tiny / name), "--sequence", "8", "--json"]) == 0
         sizes.append(json.loads(capsys.readouterr().out)["parameters"])
     assert sizes[0] < sizes[1]
-    argv = ["--gpu", "24GiB", "--seq", "8", "--batch", "1", "--no-limits", "--data-parallel",
-            "--precision", "fp32", "--json"]  # fmt: skip
+    argv = [
+        "--gpu",
+        "24GiB",
+        "--seq",
+        "8",
+        "--batch",
+        "1",
+        "--no-limits",
+        "--data-parallel",
+        "--precision",
+        "fp32",
+        "--json",
+    ]
     assert main(["plan", str(tiny / "other.json"), *argv]) == 0
     assert json.loads(capsys.readouterr().out)["layers"] == 5
 
@@ -780,8 +936,10 @@ BROKEN = {
     "nested": ("[" * 10**5, "is not JSON: it is nested too deep"),
     "digits": ('{"a": ' + "9" * 5000 + "}", "is not JSON"),
     "no type": ('{"hidden_size": 8}', r"has no model_type.* its keys are \['hidden_size'\]"),
-    "a wrong type": ('{"model_type": "lama"}',
-                     "unknown model_type in .* 'lama'; did you mean 'llama'"),
+    "a wrong type": (
+        '{"model_type": "lama"}',
+        "unknown model_type in .* 'lama'; did you mean 'llama'",
+    ),
     "another type": ('{"model_type": 5}', "unknown model_type in .* 5"),
     "a type of no text": ('{"model_type": "vit"}', "has no causal language model for a ViTConfig"),
     "wrong sizes": ('{"model_type": "llama", "num_attention_heads": 0}', "."),
@@ -789,16 +947,18 @@ BROKEN = {
     "negative": ('{"model_type": "llama", "hidden_size": -8}', "."),
     "no layers": ('{"model_type": "llama", "num_hidden_layers": 0, "vocab_size": 0}', "."),
     "a map of code": ('{"model_type": "llama", "auto_map": null, "hidden_size": []}', "."),
-    "an unknown own": ('{"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}',
-                       r"the code of its own that it names \(auto_map\) is not run"),
-}  # fmt: skip
+    "an unknown own": (
+        '{"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}',
+        r"the code of its own that it names \(auto_map\) is not run",
+    ),
+}
 
 
 @pytest.mark.parametrize("command", ["estimate", "plan"])
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_file_that_is_no_model(command, name, tmp_path, capsys):
     pytest.importorskip("transformers")
-    content, said = BROKEN[name]
+    content, message = BROKEN[name]
     path = tmp_path / "other.json"
     path.write_text(content)
     argv = {
@@ -807,13 +967,13 @@ def test_a_file_that_is_no_model(command, name, tmp_path, capsys):
     }
     code, error = called(argv[command], capsys)
     assert code == 2
-    assert re.search(said, error)
+    assert re.search(message, error)
     assert len(error) < 1500, "hundreds of names help nobody"
 
 
 @pytest.mark.parametrize("command", ["estimate", "plan"])
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "message"),
     [
         ("", "unknown model ''"),
         ("empty", "has no config.json"),
@@ -824,7 +984,7 @@ def test_a_file_that_is_no_model(command, name, tmp_path, capsys):
         ("latin.json", "is not JSON: its text is not UTF-8"),
     ],
 )
-def test_a_place_that_holds_no_model(command, place, said, tmp_path, monkeypatch, capsys):
+def test_a_place_that_holds_no_model(command, place, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "folder" / "config.json").mkdir(parents=True)
@@ -834,12 +994,12 @@ def test_a_place_that_holds_no_model(command, place, said, tmp_path, monkeypatch
         [command, place, *(["--gpu", "24GiB"] if command == "plan" else [])], capsys
     )
     assert code == 2
-    assert said in error
+    assert message in error
 
 
 @pytest.mark.parametrize("command", ["estimate", "plan"])
-@pytest.mark.parametrize("kind", ["llama", "vit", "mine"])
-def test_code_beside_a_configuration_never_runs(command, kind, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("model_type", ["llama", "vit", "mine"])
+def test_code_of_configuration_never_runs(command, model_type, tmp_path, monkeypatch, capsys):
     from transformers import dynamic_module_utils
     from transformers.models.auto import auto_factory, configuration_auto
 
@@ -851,14 +1011,19 @@ def test_code_beside_a_configuration_never_runs(command, kind, tmp_path, monkeyp
     monkeypatch.setattr("builtins.input", never)
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     own = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-             "num_attention_heads": 2}  # fmt: skip
-    content = {"model_type": kind, "auto_map": own, **sizes}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    content = {"model_type": model_type, "auto_map": own, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(content))
     planned = "--gpu 24GiB --seq 8 --batch 1 --no-limits --data-parallel --precision fp32"
     options = {"estimate": ["--sequence", "8"], "plan": planned.split()}
     code, _ = called([command, str(tmp_path), *options[command]], capsys)
-    assert code == (0 if kind == "llama" else 2)
+    assert code == (0 if model_type == "llama" else 2)
     assert not (tmp_path / "ran").exists()
 
 
@@ -870,8 +1035,10 @@ def test_a_file_that_is_no_profile(content, tmp_path):
     assert not outcome(Profile.load, tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("options", [{"batch": True}, {"sequence": 2**40}, {"world": "2"},
-                                     {"capacity": "80GiB"}, {"dtype": []}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [{"batch": True}, {"sequence": 2**40}, {"world": "2"}, {"capacity": "80GiB"}, {"dtype": []}],
+)
 def test_wrong_options_of_an_estimate(options, tiny):
     from liger_multi.memory import estimate
     from liger_multi.memory.sizes import config_of
@@ -898,10 +1065,10 @@ def test_a_broken_file_of_the_environment(tmp_path):
     done = program("explain", "rms_norm", environment=environment, stdout=subprocess.PIPE)
     assert done.returncode == 2
     assert done.stdout == b""
-    said = done.stderr.decode()
-    assert said.startswith("liger-multi: error: ")
-    assert said.count("\n") == 1
-    assert said.endswith("(named by LIGER_MULTI_CONFIG)\n")
+    output = done.stderr.decode()
+    assert output.startswith("liger-multi: error: ")
+    assert output.count("\n") == 1
+    assert output.endswith("(named by LIGER_MULTI_CONFIG)\n")
 
 
 @pytest.mark.slow

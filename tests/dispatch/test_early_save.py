@@ -39,25 +39,25 @@ def inputs(grad=True):
 
 
 def counted(monkeypatch):
-    """How often each half of an operator ran."""
-    seen = {"first": 0, "rest": 0}
+    """How often each of the two functions of an operator ran."""
+    counts = {"first": 0, "rest": 0}
     call = EarlySave.__call__
 
     def spy(early, *args):
         if not hasattr(early, "counts"):
             rest = early._rest
 
-            def again(*given):
-                seen["rest"] += 1
-                return rest(*given)
+            def again(*args):
+                counts["rest"] += 1
+                return rest(*args)
 
             monkeypatch.setattr(early, "_rest", again)
             monkeypatch.setattr(early, "counts", True, raising=False)
-        seen["first"] += 1
+        counts["first"] += 1
         return call(early, *args)
 
     monkeypatch.setattr(EarlySave, "__call__", spy)
-    return seen
+    return counts
 
 
 AFTER = {"nothing": lambda y: y, "what adds": lambda y: y + 1, "what reads": torch.sin}
@@ -66,20 +66,20 @@ AFTER = {"nothing": lambda y: y, "what adds": lambda y: y + 1, "what reads": tor
 @every_call
 @pytest.mark.parametrize("after", AFTER)
 @pytest.mark.parametrize("grad", [True, False], ids=["x", "weights alone"])
-def test_gradients_are_those_without_checkpointing(name, after, grad, monkeypatch):
-    """The rest runs again where somebody reads its result, and only there."""
+def test_early_save_gradients_under_checkpointing(name, after, grad, monkeypatch):
+    """The rest runs again only where its result is read."""
     call, weights = CALLS[name]
     run = lambda x: AFTER[after](call(x))  # noqa: E731
     x = inputs(grad)
-    wanted = [x, *weights] if grad else weights
-    right = run(x)
-    exact = torch.autograd.grad(right.square().sum(), wanted)
-    seen = counted(monkeypatch)
+    leaves = [x, *weights] if grad else weights
+    expected = run(x)
+    exact = torch.autograd.grad(expected.square().sum(), leaves)
+    counts = counted(monkeypatch)
     y = checkpoint(run, x, use_reentrant=False)
-    assert torch.equal(y, right)
-    found = torch.autograd.grad(y.square().sum(), wanted)
-    assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
-    assert seen == {"first": 2, "rest": 2 if after == "what reads" else 1}
+    assert torch.equal(y, expected)
+    gradients = torch.autograd.grad(y.square().sum(), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, exact, strict=True))
+    assert counts == {"first": 2, "rest": 2 if after == "what reads" else 1}
 
 
 @every_call
@@ -89,12 +89,12 @@ def test_a_second_backward_and_no_early_stop(name):
     exact = torch.autograd.grad(call(x).sum(), weights)
     y = checkpoint(call, x, use_reentrant=False)
     for _ in range(2):
-        found = torch.autograd.grad(y.sum(), weights, retain_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+        gradients = torch.autograd.grad(y.sum(), weights, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, exact, strict=True))
     with set_checkpoint_early_stop(False):
         y = checkpoint(call, x, use_reentrant=False)
-    found = torch.autograd.grad(y.sum(), weights)
-    assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+    gradients = torch.autograd.grad(y.sum(), weights)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, exact, strict=True))
 
 
 @every_call
@@ -112,22 +112,22 @@ def test_nobody_asks_for_gradients(name):
     call, _ = CALLS[name]
     x = inputs(False)
     with torch.no_grad():
-        right = call(x)
-        assert torch.equal(checkpoint(call, x, use_reentrant=False), right)
+        expected = call(x)
+        assert torch.equal(checkpoint(call, x, use_reentrant=False), expected)
 
 
 @every_call
-def test_threads_do_not_share_what_is_handed_over(name):
+def test_early_save_handover_per_thread(name):
     call, weights = CALLS[name]
     xs = [torch.randn(3 + i, 32) for i in range(4)]
     exact = [torch.autograd.grad(call(x).sum(), weights) for x in xs]
     wrong = []
 
-    def run(x, right):
+    def run(x, expected):
         for _ in range(5):
             y = checkpoint(call, x, use_reentrant=False)
-            found = torch.autograd.grad(y.sum(), weights)
-            if not all(torch.equal(a, b) for a, b in zip(found, right, strict=True)):
+            gradients = torch.autograd.grad(y.sum(), weights)
+            if not all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True)):
                 wrong.append(x.shape)
 
     threads = [threading.Thread(target=run, args=pair) for pair in zip(xs, exact, strict=True)]

@@ -45,9 +45,14 @@ def hide(path, table):
 def model():
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=101, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=101,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+    )
     return transformers.LlamaForCausalLM(config)
 
 

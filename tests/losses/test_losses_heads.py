@@ -117,14 +117,14 @@ def test_several_adapters_dropout_and_scaling():
     torch.nn.init.normal_(head.lora_B["other"].weight)
     model.base_model.set_adapter(["default", "other"])
     hidden, target = data()
-    found = []
+    results = []
     for loss in (
         lambda: losses.sequence_loss(losses.Head(hidden, head), target)[0],
         lambda: real(model(hidden), target),
     ):
         torch.manual_seed(3)
-        found.append(loss())
-    same(*found, [hidden, *[p for p in model.parameters() if p.requires_grad]])
+        results.append(loss())
+    same(*results, [hidden, *[p for p in model.parameters() if p.requires_grad]])
 
 
 def test_a_disabled_or_merged_adapter():
@@ -144,8 +144,10 @@ def test_a_reference_is_the_policy_with_its_adapter_off():
     with model.disable_adapter(), torch.no_grad():
         before = losses.tokens(losses.Head(hidden, head), target).log_prob.sum(-1)
     ours, _ = losses.dpo_loss(losses.Head(hidden, head), target, before)
-    base, policy = (F.log_softmax(x, -1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
-                    * (target >= 0) for x in (head.base_layer(hidden), model(hidden)))  # fmt: skip
+    base, policy = (
+        F.log_softmax(x, -1).gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target >= 0)
+        for x in (head.base_layer(hidden), model(hidden))
+    )
     ratio = (policy - base.detach()).sum(-1)
     trained = [p for p in model.parameters() if p.requires_grad]
     same(ours, -F.logsigmoid(0.1 * (ratio[:2] - ratio[2:])).mean(), [hidden, *trained])
@@ -186,9 +188,11 @@ def test_heads_that_are_refused_with_the_reason():
     replaced = torch.nn.Linear(16, 37)
     replaced.forward = lambda x: x
     refused = {
-        "no plain LoRA": dora, "forward of its own": Own(16, 37),
-        "replaced the forward": replaced, "not a linear layer": torch.nn.Identity(),
-    }  # fmt: skip
+        "no plain LoRA": dora,
+        "forward of its own": Own(16, 37),
+        "replaced the forward": replaced,
+        "not a linear layer": torch.nn.Identity(),
+    }
     for message, head in refused.items():
         with pytest.raises(TypeError, match=message):
             losses.sequence_loss(losses.Head(hidden, head), target)
@@ -199,16 +203,16 @@ def test_heads_that_are_refused_with_the_reason():
 # --- patched models ---
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("loss_type", ["llama", "gemma2"])
 @pytest.mark.parametrize("passes", ["one", "two"])
-def test_lazy_logits_of_a_patched_model_stay_lazy(kind, passes):
+def test_lazy_logits_of_a_patched_model_stay_lazy(loss_type, passes):
     """Softcap and scale of the model included; the trainer's slices too."""
-    stock = build(kind)
+    stock = build(loss_type)
     ours = copy.deepcopy(stock)
     liger_multi.patch(ours)
     inputs = batch()
     target = inputs.pop("labels")[:, 1:]
-    found = []
+    results = []
     for model in (stock, ours):
         logits = model(**inputs).logits[:, :-1]
         options = {"passes": passes} if model is ours else {"passes": "two"}
@@ -218,9 +222,9 @@ def test_lazy_logits_of_a_patched_model_stay_lazy(kind, passes):
             losses.Logits(logits, temperature=0.7), target, z_loss=1e-3, **options
         )
         loss.backward()
-        found.append((loss.detach(), gradients(model)))
-    (wanted, right), (got, grads) = found
-    torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-6)
+        results.append((loss.detach(), gradients(model)))
+    (expected_loss, right), (got, grads) = results
+    torch.testing.assert_close(got, expected_loss, rtol=2e-4, atol=2e-6)
     assert_same_gradients(grads, right, rtol=1e-4)
 
 
@@ -277,12 +281,17 @@ def _rank(rank, meeting, results):
     for passes in ("one", "two"):
         head.zero_grad()
         loss, _ = losses.policy_loss(
-            losses.Head(hidden[mine], head), target[mine], advantages[mine], old=old[mine],
-            loss_type="dapo", group=dist.group.WORLD, passes=passes,
-        )  # fmt: skip
+            losses.Head(hidden[mine], head),
+            target[mine],
+            advantages[mine],
+            old=old[mine],
+            loss_type="dapo",
+            group=dist.group.WORLD,
+            passes=passes,
+        )
         loss.backward()
-        found = [p.grad.full_tensor() for p in (head.weight, head.bias)]
-        results.put([float((a - b).abs().max()) for a, b in zip(found, right, strict=True)])
+        gradients = [p.grad.full_tensor() for p in (head.weight, head.bias)]
+        results.put([float((a - b).abs().max()) for a, b in zip(gradients, right, strict=True)])
     dist.destroy_process_group()
 
 
@@ -311,25 +320,30 @@ def test_counts_are_reduced_once_a_call(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)
     hidden, target = data(rows=4)
     head = losses.Head(hidden, torch.randn(37, 16), chunk=1)
-    for kind, wanted in (("dapo", 1), ("cispo", 1), ("grpo", 0)):
+    for loss_type, expected in (("dapo", 1), ("cispo", 1), ("grpo", 0)):
         calls.clear()
-        losses.policy_loss(head, target, torch.randn(4), group=object(), loss_type=kind)
-        assert len(calls) == wanted
+        losses.policy_loss(head, target, torch.randn(4), group=object(), loss_type=loss_type)
+        assert len(calls) == expected
 
 
 def test_log_prob_output_is_what_the_operator_gives():
     hidden, target = data()
     weight = torch.randn(37, 16)
-    made = losses.tokens(losses.Head(hidden, weight), target, ops.LogProbOutput._fields)
+    tokens = losses.tokens(losses.Head(hidden, weight), target, ops.LogProbOutput._fields)
     right = ops.fused_linear_log_prob(hidden, weight, target)
-    for a, e in zip(made, right, strict=True):
+    for a, e in zip(tokens, right, strict=True):
         assert torch.equal(a, e)
 
 
 # --- devices ---
 
-OPS = ("fused_linear_log_prob", "token_log_prob", "fused_linear_cross_entropy",
-       "fused_linear_jsd", "jsd")  # fmt: skip
+OPS = (
+    "fused_linear_log_prob",
+    "token_log_prob",
+    "fused_linear_cross_entropy",
+    "fused_linear_jsd",
+    "jsd",
+)
 
 
 @pytest.fixture
@@ -360,29 +374,35 @@ LOSSES = {
     "jsd": lambda s, t, x: losses.distillation_loss(s, x["teacher"], t, hard_weight=0.5),
     "cosine": lambda s, t, x: losses.distillation_loss(s, x["teacher"], t, divergence="cosine"),
     "few": lambda s, t, x: losses.distillation_loss(s, x["few"], t, rest="bucket"),
-}  # fmt: skip
+}
 
 
-def given(kind, device):
+def loss_inputs(loss_type, device):
     """Hidden states, weight and bias of a student, and everything else, on a device."""
     g = torch.Generator().manual_seed(0)
 
     def draw(*shape, size=1.0):
-        return (torch.randn(shape, generator=g) * size).to(device, kind)
+        return (torch.randn(shape, generator=g) * size).to(device, loss_type)
 
-    leaves = [draw(4, 6, 16).requires_grad_(), draw(70, 16, size=0.4).requires_grad_(),
-              draw(70, size=0.3).requires_grad_()]  # fmt: skip
+    leaves = [
+        draw(4, 6, 16).requires_grad_(),
+        draw(70, 16, size=0.4).requires_grad_(),
+        draw(70, size=0.3).requires_grad_(),
+    ]
     target = torch.randint(70, (4, 6), generator=g)
     target[torch.rand((4, 6), generator=g) < 0.3] = -100
     teacher = [draw(4, 6, 24), draw(70, 24, size=0.4)]
     top = torch.log_softmax(teacher[0].double() @ teacher[1].double().T, -1).topk(5)
-    wide = torch.float64 if kind == torch.float64 else torch.float32
-    beside = {
-        "before": draw(4, size=3.0).to(wide) - 20, "old": draw(4, 6).to(wide) - 4,
-        "good": DESIRABLE.to(device), "advantages": ADVANTAGES.to(device, wide),
-        "teacher": losses.Head(*teacher), "few": losses.TopK(top.indices, top.values.to(wide)),
-    }  # fmt: skip
-    return leaves, target.to(device), beside
+    wide = torch.float64 if loss_type == torch.float64 else torch.float32
+    extra = {
+        "before": draw(4, size=3.0).to(wide) - 20,
+        "old": draw(4, 6).to(wide) - 4,
+        "good": DESIRABLE.to(device),
+        "advantages": ADVANTAGES.to(device, wide),
+        "teacher": losses.Head(*teacher),
+        "few": losses.TopK(top.indices, top.values.to(wide)),
+    }
+    return leaves, target.to(device), extra
 
 
 class Widest(TorchDispatchMode):
@@ -393,28 +413,28 @@ class Widest(TorchDispatchMode):
         self.elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for x in tree_leaves(made):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):
                 self.elements = max(self.elements, x.numel())
-        return made
+        return out
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", LOSSES)
 def test_never_rows_by_vocabulary(device, name):
     """48 rows and 70 classes in chunks of 5: nothing is larger than weight, or a chunk."""
-    leaves, target, beside = given(torch.float32, device)
+    leaves, target, extra = loss_inputs(torch.float32, device)
     leaves[0] = leaves[0].detach().repeat(1, 2, 1).requires_grad_()
-    target, beside["old"] = target.repeat(1, 2), beside["old"].repeat(1, 2)
-    teacher, few = beside["teacher"], beside["few"]
-    beside["teacher"] = losses.Head(teacher.hidden.repeat(1, 2, 1), teacher.weight)
-    beside["few"] = losses.TopK(few.ids.repeat(1, 2, 1), few.log_prob.repeat(1, 2, 1))
-    with inline_ops(), Widest() as seen:
-        loss, _ = LOSSES[name](losses.Head(*leaves, chunk=5), target, beside)
+    target, extra["old"] = target.repeat(1, 2), extra["old"].repeat(1, 2)
+    teacher, few = extra["teacher"], extra["few"]
+    extra["teacher"] = losses.Head(teacher.hidden.repeat(1, 2, 1), teacher.weight)
+    extra["few"] = losses.TopK(few.ids.repeat(1, 2, 1), few.log_prob.repeat(1, 2, 1))
+    with inline_ops(), Widest() as flops:
+        loss, _ = LOSSES[name](losses.Head(*leaves, chunk=5), target, extra)
         torch.autograd.grad(loss, leaves)
-    assert seen.elements <= max(70 * 24, 48 * 24)  # the teacher's weight and hidden states
-    assert seen.elements < 48 * 70
+    assert flops.elements <= max(70 * 24, 48 * 24)  # the teacher's weight and hidden states
+    assert flops.elements < 48 * 70
 
 
 @pytest.mark.usefixtures("kernels")
@@ -422,27 +442,28 @@ def test_never_rows_by_vocabulary(device, name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_and_its_gradients(device, name, dtype, source):
-    leaves, target, beside = given(dtype, device)
+    leaves, target, extra = loss_inputs(dtype, device)
     wide = [x.detach().double().cpu().requires_grad_() for x in leaves]
-    _, _, exact = given(torch.float64, "cpu")
+    _, _, exact = loss_inputs(torch.float64, "cpu")
     for key in ("before", "old"):
-        exact[key] = beside[key].double().cpu()
-    teacher = beside["teacher"]
+        exact[key] = extra[key].double().cpu()
+    teacher = extra["teacher"]
     exact["teacher"] = losses.Head(teacher.hidden.double().cpu(), teacher.weight.double().cpu())
-    exact["few"] = losses.TopK(beside["few"].ids.cpu(), beside["few"].log_prob.double().cpu())
+    exact["few"] = losses.TopK(extra["few"].ids.cpu(), extra["few"].log_prob.double().cpu())
     right, _ = LOSSES[name](losses.Head(*wide), target.cpu(), exact)
     if source == "logits":
         if dtype != torch.float32:
             pytest.skip("logits would be rounded before the loss sees them")
         policy = torch.nn.functional.linear(*leaves)
-        if "teacher" in beside and name in ("jsd", "cosine"):
-            beside["teacher"] = teacher.hidden @ teacher.weight.T
+        if "teacher" in extra and name in ("jsd", "cosine"):
+            extra["teacher"] = teacher.hidden @ teacher.weight.T
     else:
         policy = losses.Head(*leaves, chunk=5, keep="1MiB" if source == "kept" else 0)
-    ours, metrics = LOSSES[name](policy, target, beside)
+    ours, metrics = LOSSES[name](policy, target, extra)
     assert ours.dtype == torch.float32
     assert excess(ours.detach().cpu(), right.detach(), dtype) <= 1
-    for a, b in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(right, wide),
-                    strict=True):  # fmt: skip
+    for a, b in zip(
+        torch.autograd.grad(ours, leaves), torch.autograd.grad(right, wide), strict=True
+    ):
         assert excess(a.cpu(), b, dtype) <= 1
     assert all(not m.requires_grad for m in metrics if isinstance(m, torch.Tensor))

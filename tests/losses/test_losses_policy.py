@@ -22,9 +22,12 @@ class Batch:
 
     def __init__(self, rows=4, length=9, width=16, classes=53, dtype=WIDE, bias=True, empty=True):
         torch.manual_seed(0)
-        made = [torch.randn(rows, length, width), torch.randn(classes, width) * 0.4,
-                torch.randn(classes) * 0.3 if bias else None]  # fmt: skip
-        self.leaves = [None if x is None else x.to(dtype).requires_grad_() for x in made]
+        tensors = [
+            torch.randn(rows, length, width),
+            torch.randn(classes, width) * 0.4,
+            torch.randn(classes) * 0.3 if bias else None,
+        ]
+        self.leaves = [None if x is None else x.to(dtype).requires_grad_() for x in tensors]
         self.ids = torch.randint(classes, (rows, length))
         lengths = torch.randint(1, length + 1, (rows,))
         lengths[0] = length
@@ -49,15 +52,26 @@ class Batch:
 
 
 OPTIONS = {
-    "epsilon_low": "epsilon_low", "epsilon_high": "epsilon_high", "beta": "beta",
-    "top_entropy": "top_entropy_quantile", "off_policy_threshold": "off_policy_mask_threshold",
-    "max_length": "max_completion_length", "entropy_weight": "entropy_coef",
-}  # fmt: skip
-ARGS = ("delta", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos",
-        "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")  # fmt: skip
+    "epsilon_low": "epsilon_low",
+    "epsilon_high": "epsilon_high",
+    "beta": "beta",
+    "top_entropy": "top_entropy_quantile",
+    "off_policy_threshold": "off_policy_mask_threshold",
+    "max_length": "max_completion_length",
+    "entropy_weight": "entropy_coef",
+}
+ARGS = (
+    "delta",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
 
 
-def trl_policy(b, options, leaves=None, temperature=1.0, accumulation=1, given=()):
+def trl_policy(b, options, leaves=None, temperature=1.0, accumulation=1, columns=()):
     """TRL's loss; the reference and the sampler's numbers are in its inputs."""
     comparing.require_trl()
     from trl import GRPOTrainer
@@ -66,17 +80,21 @@ def trl_policy(b, options, leaves=None, temperature=1.0, accumulation=1, given=(
     leaves = leaves or b.leaves
     model = comparing.Toy(*leaves, temperature=temperature)
     stub = comparing.trainer(
-        model, **{theirs: getattr(o, ours) for ours, theirs in OPTIONS.items()},
+        model,
+        **{theirs: getattr(o, ours) for ours, theirs in OPTIONS.items()},
         loss_type="grpo" if o.loss_type == "gspo" else o.loss_type,
         importance_sampling_level="sequence" if o.sequence_level else "token",
         current_gradient_accumulation_steps=accumulation,
-        use_vllm="ratios" in given, vllm_importance_sampling_correction=True,
-        _entropy_bonus_enabled=o.entropy_weight != 0, use_adaptive_entropy=False,
+        use_vllm="ratios" in columns,
+        vllm_importance_sampling_correction=True,
+        _entropy_bonus_enabled=o.entropy_weight != 0,
+        use_adaptive_entropy=False,
         args=SimpleNamespace(
-            **{key: getattr(o, key) for key in ARGS}, use_bias_correction_kl=o.correct_kl,
+            **{key: getattr(o, key) for key in ARGS},
+            use_bias_correction_kl=o.correct_kl,
             steps_per_generation=accumulation,
         ),
-    )  # fmt: skip
+    )
     for name in ("get_gamma_weights", "get_off_policy_mask"):
         setattr(stub, name, getattr(GRPOTrainer, name))
     stub.get_high_entropy_mask = GRPOTrainer.get_high_entropy_mask.__get__(stub)
@@ -91,25 +109,33 @@ def trl_policy(b, options, leaves=None, temperature=1.0, accumulation=1, given=(
 
     stub._get_per_token_logps_and_entropies = score
     inputs = {
-        "prompt_ids": b.ids[:, :0], "prompt_mask": b.mask[:, :0].long(),
-        "completion_ids": b.ids, "completion_mask": b.mask.long(), "advantages": b.advantages,
-        "num_items_in_batch": b.mask.sum() * 1.0, "ref_per_token_logps": b.reference,
-    }  # fmt: skip
-    names = {"old": "old_per_token_logps", "ratios": "importance_sampling_ratio",
-             "sampled": "sampling_per_token_logps", "tools": "tool_mask"}  # fmt: skip
-    inputs |= {names[key]: getattr(b, key) for key in given}
+        "prompt_ids": b.ids[:, :0],
+        "prompt_mask": b.mask[:, :0].long(),
+        "completion_ids": b.ids,
+        "completion_mask": b.mask.long(),
+        "advantages": b.advantages,
+        "num_items_in_batch": b.mask.sum() * 1.0,
+        "ref_per_token_logps": b.reference,
+    }
+    names = {
+        "old": "old_per_token_logps",
+        "ratios": "importance_sampling_ratio",
+        "sampled": "sampling_per_token_logps",
+        "tools": "tool_mask",
+    }
+    inputs |= {names[key]: getattr(b, key) for key in columns}
     return GRPOTrainer._compute_loss(stub, model, inputs), comparing.logged(stub)
 
 
-def ours_policy(b, options, given=(), head=None, **call):
-    found = {"token_mask" if k == "tools" else k: getattr(b, k) for k in given}
+def ours_policy(b, options, columns=(), head=None, **call):
+    results = {"token_mask" if k == "tools" else k: getattr(b, k) for k in columns}
     if losses.PolicyOptions(**options).beta:
-        found["reference"] = b.reference
+        results["reference"] = b.reference
     return losses.policy_loss(
         b.head(chunk=7) if head is None else head,
         b.target,
         b.advantages,
-        **found,
+        **results,
         **call,
         **options,
     )
@@ -124,8 +150,10 @@ def both(ours, theirs, b, dtype=WIDE, wide=None):
         assert excess(x, y, dtype) <= 1
 
 
-KINDS = {kind: {"loss_type": kind, **({"max_length": 9} if kind == "dr_grpo" else {})}
-         for kind in POLICY}  # fmt: skip
+KINDS = {
+    loss_type: {"loss_type": loss_type, **({"max_length": 9} if loss_type == "dr_grpo" else {})}
+    for loss_type in POLICY
+}
 CASES = {
     **KINDS,
     "clip-higher": {"loss_type": "dapo", "epsilon_low": 0.1, "epsilon_high": 0.28},
@@ -139,33 +167,40 @@ CASES = {
     "top-entropy": {"top_entropy": 0.3},
     "top-entropy-bonus": {"top_entropy": 0.4, "entropy_weight": 0.2, "beta": 0.2},
     "off-policy": {"off_policy_threshold": 0.05},
-    "sapo-temperatures": {"loss_type": "sapo", "sapo_temperature_pos": 0.7,
-                          "sapo_temperature_neg": 2.0},
+    "sapo-temperatures": {
+        "loss_type": "sapo",
+        "sapo_temperature_pos": 0.7,
+        "sapo_temperature_neg": 2.0,
+    },
     "luspo-tokens": {"loss_type": "luspo", "level": "token"},
     "bnpo-sequence": {"loss_type": "bnpo", "level": "sequence"},
     "cispo-5": {"loss_type": "cispo", "epsilon_high": 1.3},
     "vespo-shape": {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_neg": 3.0},
-}  # fmt: skip
-GIVEN = {"on-policy": (), "old": ("old",), "sampler": ("old", "ratios"),
-         "tools": ("old", "tools")}  # fmt: skip
+}
+GIVEN = {"on-policy": (), "old": ("old",), "sampler": ("old", "ratios"), "tools": ("old", "tools")}
 
 
-@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+@pytest.mark.parametrize("columns", GIVEN.values(), ids=GIVEN)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_policy_is_trl(options, given):
+def test_policy_is_trl(options, columns):
     b = Batch()
-    if "tools" in given and "loss_type" not in options:
-        given = (*given, "ratios")
-    theirs, log = trl_policy(b, options, given=given)
+    if "tools" in columns and "loss_type" not in options:
+        columns = (*columns, "ratios")
+    theirs, log = trl_policy(b, options, columns=columns)
     count = b.mask.sum() * 1.0
-    ours, metrics = ours_policy(b, options, given, num_items=count)
+    ours, metrics = ours_policy(b, options, columns, num_items=count)
     both(ours, theirs, b)
-    names = {"kl": metrics.kl, "entropy": metrics.entropy, "policy_loss": metrics.policy_loss,
-             "clip_ratio/low_mean": metrics.clip_low, "clip_ratio/high_mean": metrics.clip_high,
-             "clip_ratio/region_mean": metrics.clip_region,
-             "clip_ratio/low_min": metrics.clip_low_min,
-             "clip_ratio/high_max": metrics.clip_high_max,
-             "cispo_clip_ratio": metrics.clip_high}  # fmt: skip
+    names = {
+        "kl": metrics.kl,
+        "entropy": metrics.entropy,
+        "policy_loss": metrics.policy_loss,
+        "clip_ratio/low_mean": metrics.clip_low,
+        "clip_ratio/high_mean": metrics.clip_high,
+        "clip_ratio/region_mean": metrics.clip_region,
+        "clip_ratio/low_min": metrics.clip_low_min,
+        "clip_ratio/high_max": metrics.clip_high_max,
+        "cispo_clip_ratio": metrics.clip_high,
+    }
     sequences = losses.PolicyOptions(**options).sequence_level
     for key, value in names.items():
         if key in log and not (sequences and key.startswith(("clip", "kl"))):
@@ -175,45 +210,45 @@ def test_policy_is_trl(options, given):
 @pytest.mark.parametrize("chunk", [1, 7, 256, "auto"])
 @pytest.mark.parametrize("dtype", [WIDE, HALF])
 @pytest.mark.parametrize("passes", ["one", "two"])
-@pytest.mark.parametrize("kind", ["grpo", "dapo", "cispo", "sapo"])
-def test_no_chunk_no_dtype_and_no_pass_moves_the_loss(kind, passes, dtype, chunk):
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "sapo"])
+def test_no_chunk_no_dtype_and_no_pass_moves_the_loss(loss_type, passes, dtype, chunk):
     b = Batch(6, 13, dtype=dtype)
-    options = {"loss_type": kind, "beta": 0.1, "entropy_weight": 0.1}
+    options = {"loss_type": loss_type, "beta": 0.1, "entropy_weight": 0.1}
     wide = b.wide()
-    theirs, _ = trl_policy(b, options, wide, given=("old",))
+    theirs, _ = trl_policy(b, options, wide, columns=("old",))
     ours, _ = ours_policy(
         b, {**options, "passes": passes}, ("old",), b.head(chunk), num_items=b.mask.sum() * 1.0
     )
     both(ours, theirs, b, dtype, wide)
 
 
-@pytest.mark.parametrize("kind", POLICY)
-def test_policy_edges(kind):
+@pytest.mark.parametrize("loss_type", POLICY)
+def test_policy_edges(loss_type):
     """One answer; nothing but empty answers, whose gradient is zero and connected."""
     for rows, empty in ((1, False), (3, True)):
         b = Batch(rows, empty=empty)
         if empty:
             b.mask = b.mask & False
             b.target = b.ids.masked_fill(~b.mask, -100)
-        theirs, _ = trl_policy(b, KINDS[kind], given=("old",))
-        ours, _ = ours_policy(b, KINDS[kind], ("old",), num_items=b.mask.sum() * 1.0)
+        theirs, _ = trl_policy(b, KINDS[loss_type], columns=("old",))
+        ours, _ = ours_policy(b, KINDS[loss_type], ("old",), num_items=b.mask.sum() * 1.0)
         both(ours, theirs, b)
 
 
 def test_sampler_without_scores_for_some_tokens():
     b = Batch()
     options = {"off_policy_threshold": 0.05}
-    theirs, _ = trl_policy(b, options, given=("old", "sampled"))
+    theirs, _ = trl_policy(b, options, columns=("old", "sampled"))
     ours, _ = ours_policy(b, options, ("old", "sampled"))
     both(ours, theirs, b)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "bnpo", "dapo", "luspo"])
-def test_accumulation_and_temperature(kind):
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "luspo"])
+def test_accumulation_and_temperature(loss_type):
     """What trainers divide by; dapo's count spans the step already."""
     b = Batch()
-    options = {"loss_type": kind, "entropy_weight": 0.1}
-    theirs, _ = trl_policy(b, options, temperature=0.7, accumulation=3, given=("old",))
+    options = {"loss_type": loss_type, "entropy_weight": 0.1}
+    theirs, _ = trl_policy(b, options, temperature=0.7, accumulation=3, columns=("old",))
     count = b.mask.sum() * 1.0
     ours, _ = ours_policy(
         b, options, ("old",), b.head(temperature=0.7), num_items=count, accumulation=3
@@ -224,21 +259,21 @@ def test_accumulation_and_temperature(kind):
 def test_advantages_of_tokens():
     b = Batch()
     b.advantages = torch.randn(b.ids.shape)
-    theirs, _ = trl_policy(b, {}, given=("old",))
+    theirs, _ = trl_policy(b, {}, columns=("old",))
     both(ours_policy(b, {}, ("old",))[0], theirs, b)
 
 
-@pytest.mark.parametrize("kind", POLICY)
-def test_given_logits_and_given_log_probs(kind):
+@pytest.mark.parametrize("loss_type", POLICY)
+def test_given_logits_and_given_log_probs(loss_type):
     b = Batch()
-    options = {**KINDS[kind], "beta": 0.1}
-    theirs, _ = trl_policy(b, options, given=("old",))
+    options = {**KINDS[loss_type], "beta": 0.1}
+    theirs, _ = trl_policy(b, options, columns=("old",))
     count = b.mask.sum() * 1.0
     logits = torch.nn.functional.linear(*b.leaves)
     both(ours_policy(b, options, ("old",), logits, num_items=count)[0], theirs, b)
-    made = losses.tokens(b.head(), b.target, ("log_prob", "entropy"))
-    theirs, _ = trl_policy(b, options, given=("old",))
-    both(ours_policy(b, options, ("old",), made, num_items=count)[0], theirs, b)
+    tokens = losses.tokens(b.head(), b.target, ("log_prob", "entropy"))
+    theirs, _ = trl_policy(b, options, columns=("old",))
+    both(ours_policy(b, options, ("old",), tokens, num_items=count)[0], theirs, b)
 
 
 # --- one pass ---
@@ -248,11 +283,11 @@ def test_given_logits_and_given_log_probs(kind):
 def test_one_pass_multiplies_three_times(passes, products):
     """6 M H V operations, and 8 with two passes, in whatever chunks."""
     b = Batch(5, 11, empty=False)
-    with inline_ops(), FlopCounterMode(display=False) as seen:
+    with inline_ops(), FlopCounterMode(display=False) as flops:
         ours, _ = ours_policy(b, {"passes": passes}, ("old",))
         torch.autograd.grad(ours, b.leaves)
     rows = int(b.mask.sum())
-    assert seen.get_total_flops() == 2 * rows * 16 * 53 * products
+    assert flops.get_total_flops() == 2 * rows * 16 * 53 * products
 
 
 def rows_of_logits(count, dtype=WIDE):
@@ -265,13 +300,13 @@ def rows_of_logits(count, dtype=WIDE):
 def test_logits_that_may_stay_are_computed_once(keep, kept):
     """For losses that look at more than a token; above the budget they are computed again."""
     b = Batch(5, 11, empty=False)
-    theirs, _ = trl_policy(b, {"loss_type": "gspo", "beta": 0.1}, given=("old",))
-    with inline_ops(), FlopCounterMode(display=False) as seen:
+    theirs, _ = trl_policy(b, {"loss_type": "gspo", "beta": 0.1}, columns=("old",))
+    with inline_ops(), FlopCounterMode(display=False) as flops:
         ours, _ = ours_policy(b, {"loss_type": "gspo", "beta": 0.1}, ("old",), b.head(keep=keep))
         first = torch.autograd.grad(ours, b.leaves, retain_graph=True)
     rows = int(b.mask.sum())
     assert rows > 24
-    assert seen.get_total_flops() == 2 * 16 * 53 * (3 * rows + max(0, rows - kept))
+    assert flops.get_total_flops() == 2 * 16 * 53 * (3 * rows + max(0, rows - kept))
     for x, y in zip(first, torch.autograd.grad(ours, b.leaves, retain_graph=True), strict=True):
         assert torch.equal(x, y)  # of a second backward, which has no logits any more
     both(ours, theirs, b)
@@ -283,7 +318,7 @@ def test_logits_that_stay_are_exact(dtype, kept):
     b = Batch(6, 13, dtype=dtype)
     options = {"loss_type": "gspo", "beta": 0.1, "entropy_weight": 0.1}
     wide = b.wide()
-    theirs, _ = trl_policy(b, options, wide, given=("old",))
+    theirs, _ = trl_policy(b, options, wide, columns=("old",))
     ours, _ = ours_policy(b, options, ("old",), b.head(7, keep=rows_of_logits(kept, dtype)))
     both(ours, theirs, b, dtype, wide)
 
@@ -303,12 +338,12 @@ def test_frozen_parts_get_no_gradient(frozen):
     for i in frozen:
         b.leaves[i] = b.leaves[i].detach()
     free = [x for x in b.leaves if x.requires_grad]
-    found = []
+    results = []
     for passes in ("auto", "two"):
         ours, _ = ours_policy(b, {"passes": passes}, ("old",))
         assert ours.requires_grad == bool(free)
-        found.append(torch.autograd.grad(ours, free) if free else ())
-    for a, e in zip(*found, strict=True):
+        results.append(torch.autograd.grad(ours, free) if free else ())
+    for a, e in zip(*results, strict=True):
         assert excess(a, e, WIDE) <= 1
 
 
@@ -335,8 +370,8 @@ def test_one_pass_in_fp16_falls_back_and_says_so():
 def test_one_pass_under_autocast():
     b = Batch()
     with torch.autocast("cpu", torch.bfloat16):
-        found = [ours_policy(b, {"passes": passes}, ("old",))[0] for passes in ("one", "two")]
-    for x, y in zip(*[torch.autograd.grad(loss, b.leaves) for loss in found], strict=True):
+        results = [ours_policy(b, {"passes": passes}, ("old",))[0] for passes in ("one", "two")]
+    for x, y in zip(*[torch.autograd.grad(loss, b.leaves) for loss in results], strict=True):
         assert x.dtype == WIDE
         assert excess(x, y, HALF) <= 1
 
@@ -352,16 +387,16 @@ def test_any_formula_in_one_pass():
     """Of log-probabilities, entropies and normalizers at once."""
     b = Batch()
 
-    def formula(made, c):
-        return c["w"] * (made.log_prob.sin() + made.entropy * made.lse.cos())
+    def formula(tokens, c):
+        return c["w"] * (tokens.log_prob.sin() + tokens.entropy * tokens.lse.cos())
 
-    w, found = torch.rand(b.ids.shape), []
+    w, results = torch.rand(b.ids.shape), []
     for passes in ("one", "two"):
         loss, _ = one_pass.token_sum(
             b.head(4), b.target, formula, {"w": w}, ("log_prob", "entropy", "lse"), passes=passes
         )
-        found.append((loss.detach(), *torch.autograd.grad(loss, b.leaves)))
-    for x, y in zip(*found, strict=True):
+        results.append((loss.detach(), *torch.autograd.grad(loss, b.leaves)))
+    for x, y in zip(*results, strict=True):
         assert excess(x, y, WIDE) <= 1
 
 

@@ -26,13 +26,13 @@ def batch(pairs=3, length=7, width=16, classes=53, dtype=WIDE, bias=False, ignor
     mask[:, 2] |= ~mask.any(1)
     if ignored_row:
         mask[1] = mask[pairs] = False
-    made = {
+    tensors = {
         "hidden": torch.randn(rows, length + 1, width),
         "weight": torch.randn(classes, width) * 0.4,
         "bias": torch.randn(classes) * 0.3 if bias else None,
     }
-    reference = [None if x is None else x + 0.3 * torch.randn_like(x) for x in made.values()]
-    leaves = [None if x is None else x.to(dtype).requires_grad_() for x in made.values()]
+    reference = [None if x is None else x + 0.3 * torch.randn_like(x) for x in tensors.values()]
+    leaves = [None if x is None else x.to(dtype).requires_grad_() for x in tensors.values()]
     frozen = [None if x is None else x.to(dtype) for x in reference]
     return leaves, frozen, ids, mask
 
@@ -68,8 +68,11 @@ def trl_dpo(leaves, frozen, ids, mask, options, **changes):
     from trl import DPOTrainer
 
     model, stub = dpo_trainer(leaves, frozen, options, **changes)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids),
-              "completion_mask": mask.long()}  # fmt: skip
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "completion_mask": mask.long(),
+    }
     return DPOTrainer._compute_loss(stub, model, inputs, False), comparing.logged(stub)
 
 
@@ -84,7 +87,7 @@ def both(ours, theirs, leaves, dtype=WIDE, wide=None):
 
 
 TYPES = {
-    **{kind: {"loss_type": kind} for kind in DPO if kind not in ("exo_pair",)},
+    **{loss_type: {"loss_type": loss_type} for loss_type in DPO if loss_type not in ("exo_pair",)},
     "exo_pair": {"loss_type": "exo_pair", "label_smoothing": 1e-3},
     "robust-smoothed": {"loss_type": "robust", "label_smoothing": 0.2},
     "aot-smoothed": {"loss_type": "aot", "label_smoothing": 0.1},
@@ -134,23 +137,23 @@ def test_dpo_is_trl(options):
 
 @pytest.mark.parametrize("chunk", [1, 7, 256, "auto"])
 @pytest.mark.parametrize("dtype", [WIDE, HALF])
-@pytest.mark.parametrize("kind", ["sigmoid", "nca_pair", "ipo"])
-def test_no_chunk_and_no_dtype_moves_dpo(kind, dtype, chunk):
+@pytest.mark.parametrize("loss_type", ["sigmoid", "nca_pair", "ipo"])
+def test_no_chunk_and_no_dtype_moves_dpo(loss_type, dtype, chunk):
     leaves, frozen, ids, mask = batch(5, 11, dtype=dtype, bias=True)
     wide = [x.detach().float().requires_grad_() for x in leaves]
-    theirs, _ = trl_dpo(wide, [x.float() for x in frozen], ids, mask, {"loss_type": kind})
+    theirs, _ = trl_dpo(wide, [x.float() for x in frozen], ids, mask, {"loss_type": loss_type})
     head, target = shifted(leaves, ids, mask, chunk)
-    ours, _ = losses.dpo_loss(head, target, shifted(frozen, ids, mask)[0], loss_type=kind)
+    ours, _ = losses.dpo_loss(head, target, shifted(frozen, ids, mask)[0], loss_type=loss_type)
     both(ours, theirs, leaves, dtype, wide)
 
 
-@pytest.mark.parametrize("kind", DPO)
-def test_dpo_edges(kind):
+@pytest.mark.parametrize("loss_type", DPO)
+def test_dpo_edges(loss_type):
     """One pair; pairs without a token in either answer."""
-    smooth = {"label_smoothing": 1e-3} if kind == "exo_pair" else {}
+    smooth = {"label_smoothing": 1e-3} if loss_type == "exo_pair" else {}
     for pairs, ignored in ((1, False), (4, True)):
         leaves, frozen, ids, mask = batch(pairs, ignored_row=ignored)
-        options = {"loss_type": kind, **smooth}
+        options = {"loss_type": loss_type, **smooth}
         theirs, _ = trl_dpo(leaves, frozen, ids, mask, options)
         head, target = shifted(leaves, ids, mask)
         ours, _ = losses.dpo_loss(head, target, shifted(frozen, ids, mask)[0], **options)
@@ -167,8 +170,8 @@ def test_dpo_under_softcap_scale_and_temperature():
     ours, metrics = losses.dpo_loss(head, target, reference, metrics=("logits",))
     both(ours, theirs, leaves)
     assert metrics.chosen_logit.item() == pytest.approx(log["logits/chosen"], rel=1e-4)
-    given = losses.Logits(head.hidden @ leaves[1].T, 0.7, 3.0, 0.6)
-    _, again = losses.dpo_loss(given, target, reference, metrics=("logits",))
+    logits = losses.Logits(head.hidden @ leaves[1].T, 0.7, 3.0, 0.6)
+    _, again = losses.dpo_loss(logits, target, reference, metrics=("logits",))
     assert again.rejected_logit.item() == pytest.approx(metrics.rejected_logit.item(), rel=1e-4)
     assert again.rejected_logit.item() == pytest.approx(log["logits/rejected"], rel=1e-4)
 
@@ -183,12 +186,12 @@ def test_every_form_of_a_reference_is_the_same():
     source, _ = shifted(frozen, ids, mask)
     logits = F.linear(source.hidden, *frozen[1:])
     rows = losses.tokens(source, target).log_prob
-    found = [
+    results = [
         losses.dpo_loss(head, target, reference, loss_type="hinge")[0]
         for reference in (source, logits, losses.Logits(logits), rows, rows.sum(-1))
     ]
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-6)
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-5, atol=1e-6)
 
 
 def test_every_form_of_a_policy_is_the_same():
@@ -197,12 +200,12 @@ def test_every_form_of_a_policy_is_the_same():
     reference, _ = shifted(frozen, ids, mask)
     logits = F.linear(head.hidden, *leaves[1:])
     rows = torch.log_softmax(logits, -1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
-    found = []
+    results = []
     for policy in (head, logits, rows):
         loss, _ = losses.dpo_loss(policy, target, reference)
-        found.append((loss.detach(), *torch.autograd.grad(loss, leaves, retain_graph=True)))
-    for other in found[1:]:
-        for a, b in zip(other, found[0], strict=True):
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaves, retain_graph=True)))
+    for other in results[1:]:
+        for a, b in zip(other, results[0], strict=True):
             assert excess(a, b, WIDE) <= 1
 
 
@@ -224,8 +227,10 @@ def test_smoothed_labels_and_rpo():
     reference, _ = shifted(frozen, ids, mask)
     ours, _ = losses.dpo_loss(head, target, reference, label_smoothing=0.2, rpo_alpha=0.7)
     flipped = target.view(2, 3, -1).flip(0).flatten(0, 1)
-    back = [losses.Head(s.hidden.view(2, 3, *s.hidden.shape[1:]).flip(0).flatten(0, 1), s.weight)
-            for s in (head, reference)]  # fmt: skip
+    back = [
+        losses.Head(s.hidden.view(2, 3, *s.hidden.shape[1:]).flip(0).flatten(0, 1), s.weight)
+        for s in (head, reference)
+    ]
     plain, _ = losses.dpo_loss(head, target, reference)
     turned, _ = losses.dpo_loss(back[0], flipped, back[1])
     rows = losses.tokens(head, target).log_prob[:3]
@@ -287,13 +292,13 @@ MARGINS = {
 
 def pair_inputs(ids, mask):
     """Chosen and rejected answers as TRL's older trainers take them."""
-    made = {}
+    tensors = {}
     for name, half in (("chosen", 0), ("rejected", 1)):
         part, keep = ids.chunk(2)[half], mask.chunk(2)[half]
-        made[f"{name}_input_ids"] = part
-        made[f"{name}_labels"] = part.masked_fill(~keep, -100)
-        made[f"{name}_attention_mask"] = torch.ones_like(part)
-    return made
+        tensors[f"{name}_input_ids"] = part
+        tensors[f"{name}_labels"] = part.masked_fill(~keep, -100)
+        tensors[f"{name}_attention_mask"] = torch.ones_like(part)
+    return tensors
 
 
 def trl_margin(module, name, leaves, ids, mask, **attributes):
@@ -315,10 +320,18 @@ def test_cpo_is_trl(options):
     leaves, _, ids, mask = batch(bias=True)
     o = losses.CPOOptions(**options)
     theirs, log = trl_margin(
-        "cpo", "CPOTrainer", leaves, ids, mask, loss_type=o.loss_type, beta=o.beta,
-        alpha=o.alpha, simpo_gamma=o.gamma, label_smoothing=o.label_smoothing,
+        "cpo",
+        "CPOTrainer",
+        leaves,
+        ids,
+        mask,
+        loss_type=o.loss_type,
+        beta=o.beta,
+        alpha=o.alpha,
+        simpo_gamma=o.gamma,
+        label_smoothing=o.label_smoothing,
         cpo_alpha=o.nll_weight,
-    )  # fmt: skip
+    )
     head, target = shifted(leaves, ids, mask, chunk=5)
     ours, metrics = losses.cpo_loss(head, target, **options)
     both(ours, theirs, leaves)
@@ -342,14 +355,14 @@ def test_orpo_is_trl(beta):
 
 @pytest.mark.parametrize("dtype", [WIDE, HALF])
 @pytest.mark.parametrize("chunk", [1, 7, 256, "auto"])
-@pytest.mark.parametrize("kind", ["sigmoid", "simpo", "orpo"])
-def test_no_chunk_and_no_dtype_moves_cpo(kind, chunk, dtype):
+@pytest.mark.parametrize("loss_type", ["sigmoid", "simpo", "orpo"])
+def test_no_chunk_and_no_dtype_moves_cpo(loss_type, chunk, dtype):
     leaves, _, ids, mask = batch(4, 11, dtype=dtype)
     wide = [None if x is None else x.detach().float().requires_grad_() for x in leaves]
     head, target = shifted(leaves, ids, mask, chunk)
     logits = losses.Logits(shifted(wide, ids, mask)[0].hidden @ wide[1].T)
-    theirs, _ = losses.cpo_loss(logits, target, loss_type=kind)
-    both(losses.cpo_loss(head, target, loss_type=kind)[0], theirs, leaves, dtype, wide)
+    theirs, _ = losses.cpo_loss(logits, target, loss_type=loss_type)
+    both(losses.cpo_loss(head, target, loss_type=loss_type)[0], theirs, leaves, dtype, wide)
 
 
 def test_orpo_of_answers_that_are_sure_is_finite():
@@ -374,17 +387,26 @@ def trl_kto(leaves, frozen, ids, mask, desirable, others, **options):
     model.others, ref.others = [(other_ids, hidden[0])], [(other_ids, hidden[1])]
     o = losses.KTOOptions(**options)
     stub = comparing.trainer(
-        model, ref_model=ref, precompute_ref_logps=False, loss_type=o.loss_type, beta=o.beta,
+        model,
+        ref_model=ref,
+        precompute_ref_logps=False,
+        loss_type=o.loss_type,
+        beta=o.beta,
         args=SimpleNamespace(gradient_checkpointing_kwargs=None),
-        calculate_KL=o.loss_type == "kto", desirable_weight=o.desirable_weight,
+        calculate_KL=o.loss_type == "kto",
+        desirable_weight=o.desirable_weight,
         undesirable_weight=o.undesirable_weight,
-    )  # fmt: skip
+    )
     stub._compute_kl_logps = KTOTrainer._compute_kl_logps.__get__(stub)
     inputs = {
-        "input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": mask.long(),
-        "KL_input_ids": other_ids, "KL_attention_mask": torch.ones_like(other_ids),
-        "KL_completion_mask": other_mask.long(), "label": desirable,
-    }  # fmt: skip
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "completion_mask": mask.long(),
+        "KL_input_ids": other_ids,
+        "KL_attention_mask": torch.ones_like(other_ids),
+        "KL_completion_mask": other_mask.long(),
+        "label": desirable,
+    }
     return KTOTrainer._compute_loss(stub, model, inputs, False), comparing.logged(stub)
 
 
@@ -429,10 +451,13 @@ def test_kto_is_trl(options, labels):
     assert metrics.kl.item() == pytest.approx(log["kl"], rel=1e-5)
     assert metrics.entropy.item() == pytest.approx(log["entropy"], rel=1e-5)
     for key, value in (
-        ("rewards/chosen", metrics.chosen_reward), ("rewards/rejected", metrics.rejected_reward),
-        ("logps/chosen", metrics.chosen_log_prob), ("rewards/margins", metrics.margin),
-        ("logits/chosen", metrics.chosen_logit), ("logits/rejected", metrics.rejected_logit),
-    ):  # fmt: skip
+        ("rewards/chosen", metrics.chosen_reward),
+        ("rewards/rejected", metrics.rejected_reward),
+        ("logps/chosen", metrics.chosen_log_prob),
+        ("rewards/margins", metrics.margin),
+        ("logits/chosen", metrics.chosen_logit),
+        ("logits/rejected", metrics.rejected_logit),
+    ):
         assert key not in log or value.item() == pytest.approx(log[key], rel=1e-5)
         assert key in log or value.isnan() or (key[:6] == "logits" and value == 0)
 

@@ -20,8 +20,11 @@ HALF, WIDE = torch.bfloat16, torch.float32
 
 def head(rows=4, length=9, width=16, classes=53, dtype=WIDE, empty=True):
     torch.manual_seed(0)
-    leaves = [torch.randn(rows, length, width), torch.randn(classes, width) * 0.4,
-              torch.randn(classes) * 0.3]  # fmt: skip
+    leaves = [
+        torch.randn(rows, length, width),
+        torch.randn(classes, width) * 0.4,
+        torch.randn(classes) * 0.3,
+    ]
     target = torch.randint(classes, (rows, length))
     target[torch.rand(target.shape) < 0.3] = -100
     if empty:
@@ -44,7 +47,7 @@ def both(ours, theirs, leaves, dtype=WIDE, wide=None):
         assert excess(x, y, dtype) <= 1
 
 
-def trl_sft(leaves, target, kind, num_items):
+def trl_sft(leaves, target, divergence, num_items):
     comparing.require_trl()
     import trl
 
@@ -52,7 +55,7 @@ def trl_sft(leaves, target, kind, num_items):
     model = comparing.Toy(padded, *leaves[1:])
     labels = F.pad(target, (1, 0), value=-100)
     stub = comparing.trainer(model, compute_loss_func=None, label_smoother=None)
-    stub.args = type("Args", (), {"loss_type": kind, "average_tokens_across_devices": True})
+    stub.args = type("Args", (), {"loss_type": divergence, "average_tokens_across_devices": True})
     stub.get_tp_size = lambda: 1
     stub.accelerator.parallelism_config = None
     inputs = {"labels": labels, "attention_mask": torch.ones_like(labels)}
@@ -63,15 +66,18 @@ def trl_sft(leaves, target, kind, num_items):
 @pytest.mark.parametrize("num_items", [None, 31])
 @pytest.mark.parametrize("chunk", [1, 7, 256, "auto"])
 @pytest.mark.parametrize("dtype", [WIDE, HALF])
-@pytest.mark.parametrize("kind", ["nll", "dft"])
-def test_sft_is_trl(kind, dtype, chunk, num_items):
+@pytest.mark.parametrize("divergence", ["nll", "dft"])
+def test_sft_is_trl(divergence, dtype, chunk, num_items):
     leaves, target = head(dtype=dtype)
     wide = [x.detach().float().requires_grad_() for x in leaves]
-    theirs, log = trl_sft(wide, target, kind, num_items)
+    theirs, log = trl_sft(wide, target, divergence, num_items)
     ours, metrics = losses.sequence_loss(
-        losses.Head(*leaves, chunk=chunk), target, loss_type=kind, num_items=num_items,
+        losses.Head(*leaves, chunk=chunk),
+        target,
+        loss_type=divergence,
+        num_items=num_items,
         metrics=("entropy", "token_accuracy"),
-    )  # fmt: skip
+    )
     both(ours, theirs, leaves, dtype, wide)
     near = {"rel": 1e-5} if dtype == WIDE else {"rel": 2**-6}
     assert metrics.entropy.item() == pytest.approx(log["entropy"], **near)
@@ -79,12 +85,12 @@ def test_sft_is_trl(kind, dtype, chunk, num_items):
         assert metrics.token_accuracy.item() == pytest.approx(log["mean_token_accuracy"])
 
 
-@pytest.mark.parametrize("kind", ["nll", "dft"])
-def test_nothing_to_learn_is_zero_and_connected(kind):
+@pytest.mark.parametrize("divergence", ["nll", "dft"])
+def test_nothing_to_learn_is_zero_and_connected(divergence):
     leaves, target = head()
     target[:] = -100
-    theirs, _ = trl_sft(leaves, target, kind, None)
-    ours, _ = losses.sequence_loss(losses.Head(*leaves), target, loss_type=kind)
+    theirs, _ = trl_sft(leaves, target, divergence, None)
+    ours, _ = losses.sequence_loss(losses.Head(*leaves), target, loss_type=divergence)
     both(ours, theirs, leaves)
     assert ours == 0
 
@@ -94,9 +100,13 @@ def test_z_loss_and_entropy(passes):
     """-log p + z lse^2 - e H, meaned over tokens."""
     leaves, target = head()
     ours, metrics = losses.sequence_loss(
-        losses.Head(*leaves, chunk=5), target, z_loss=1e-2, entropy_weight=0.3, passes=passes,
+        losses.Head(*leaves, chunk=5),
+        target,
+        z_loss=1e-2,
+        entropy_weight=0.3,
+        passes=passes,
         metrics=("z_loss",),
-    )  # fmt: skip
+    )
     own, lse, entropy = exact(leaves, target)
     count = (target >= 0).sum()
     both(ours, (-own + 1e-2 * lse**2 - 0.3 * entropy).sum() / count, leaves)
@@ -129,9 +139,11 @@ def test_packed_rows_are_the_same_as_padded_ones():
     packed = [leaves[0].reshape(1, 18, -1), *leaves[1:]]
     positions = torch.arange(6).repeat(3)[None]
     together, _ = losses.sequence_loss(
-        losses.Head(*packed), target.reshape(1, 18), segments=losses.segments_of(positions),
+        losses.Head(*packed),
+        target.reshape(1, 18),
+        segments=losses.segments_of(positions),
         reduction="sequence",
-    )  # fmt: skip
+    )
     both(together, alone, leaves)
     plain, _ = losses.sequence_loss(
         losses.Head(*packed), target.reshape(1, 18), reduction="sequence"
@@ -159,7 +171,7 @@ def test_several_heads_predict_further_ahead():
     segments = torch.tensor([[0] * 5 + [1] * 3, [0] * 8])
     sources = [losses.Head(h, *leaves[1:], chunk=3) for h in (leaves[0], *more)]
     ours, metrics = losses.mtp_loss(sources, target, ahead_weight=0.6, segments=segments)
-    right, seen = 0.0, []
+    right, flops = 0.0, []
     for k, hidden in enumerate((leaves[0], *more)):
         total, count = 0.0, 0
         own = torch.log_softmax(F.linear(hidden, *leaves[1:]), -1)
@@ -167,10 +179,10 @@ def test_several_heads_predict_further_ahead():
             for t in range(8 - k):
                 if segments[i, t] == segments[i, t + k] and target[i, t + k] >= 0:
                     total, count = total - own[i, t, target[i, t + k]], count + 1
-        seen.append(total / count)
-        right = right + seen[-1] * (1.0 if k == 0 else 0.3)
+        flops.append(total / count)
+        right = right + flops[-1] * (1.0 if k == 0 else 0.3)
     both(ours, right, [*leaves, *more])
-    for a, b in zip((metrics.first.nll, *metrics.ahead), seen, strict=True):
+    for a, b in zip((metrics.first.nll, *metrics.ahead), flops, strict=True):
         torch.testing.assert_close(a, b.detach())
 
 
@@ -223,13 +235,21 @@ class Pair:
 
     def __init__(self, rows=4, length=7, classes=53, dtype=WIDE, other=None):
         torch.manual_seed(0)
-        made = [torch.randn(rows, length, 16), torch.randn(classes, 16) * 0.4,
-                torch.randn(classes) * 0.3]  # fmt: skip
+        tensors = [
+            torch.randn(rows, length, 16),
+            torch.randn(classes, 16) * 0.4,
+            torch.randn(classes) * 0.3,
+        ]
         width, count = 24, other or classes
-        self.teacher = [x.to(dtype) for x in (
-            torch.randn(rows, length, width), torch.randn(count, width) * 0.4,
-            torch.randn(count) * 0.3)]  # fmt: skip
-        self.leaves = [x.to(dtype).requires_grad_() for x in made]
+        self.teacher = [
+            x.to(dtype)
+            for x in (
+                torch.randn(rows, length, width),
+                torch.randn(count, width) * 0.4,
+                torch.randn(count) * 0.3,
+            )
+        ]
+        self.leaves = [x.to(dtype).requires_grad_() for x in tensors]
         self.target = torch.randint(min(classes, count), (rows, length))
         self.target[torch.rand(rows, length) < 0.3] = -100
         self.target[-1] = -100
@@ -238,11 +258,13 @@ class Pair:
     def wide(self):
         return [x.detach().float().requires_grad_() for x in self.leaves]
 
-    def sources(self, chunk="auto", given=False, **options):
-        if given:
+    def sources(self, chunk="auto", from_logits=False, **options):
+        if from_logits:
             return F.linear(*self.leaves), F.linear(*self.teacher)
-        return (losses.Head(*self.leaves, chunk=chunk, **options),
-                losses.Head(*self.teacher, **options))  # fmt: skip
+        return (
+            losses.Head(*self.leaves, chunk=chunk, **options),
+            losses.Head(*self.teacher, **options),
+        )
 
 
 def trl_gkd(pair, leaves=None, teacher=None, **options):
@@ -254,15 +276,19 @@ def trl_gkd(pair, leaves=None, teacher=None, **options):
 BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.3}
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("from_logits", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("kind", BETAS)
-def test_distillation_is_trl(kind, temperature, given):
+@pytest.mark.parametrize("divergence", BETAS)
+def test_distillation_is_trl(divergence, temperature, from_logits):
     pair = Pair()
-    theirs = trl_gkd(pair, beta=BETAS[kind], temperature=temperature)
-    options = {"beta": 0.3} if kind == "jsd" else {}
+    theirs = trl_gkd(pair, beta=BETAS[divergence], temperature=temperature)
+    options = {"beta": 0.3} if divergence == "jsd" else {}
     ours, metrics = losses.distillation_loss(
-        *pair.sources(5, given), pair.target, divergence=kind, temperature=temperature, **options
+        *pair.sources(5, from_logits),
+        pair.target,
+        divergence=divergence,
+        temperature=temperature,
+        **options,
     )
     both(ours, theirs, pair.leaves)
     assert metrics.soft.item() == pytest.approx(theirs.item(), rel=1e-5)
@@ -270,51 +296,66 @@ def test_distillation_is_trl(kind, temperature, given):
 
 @pytest.mark.parametrize("chunk", [1, 7, 256, "auto"])
 @pytest.mark.parametrize("dtype", [WIDE, HALF])
-@pytest.mark.parametrize("kind", ["forward_kl", "jsd", "tvd", "cosine"])
-def test_no_chunk_and_no_dtype_moves_the_loss(kind, dtype, chunk):
+@pytest.mark.parametrize("divergence", ["forward_kl", "jsd", "tvd", "cosine"])
+def test_no_chunk_and_no_dtype_moves_the_loss(divergence, dtype, chunk):
     pair = Pair(dtype=dtype)
     wide, teacher = pair.wide(), [x.float() for x in pair.teacher]
     z, t = F.linear(*wide), F.linear(*teacher)
-    if kind == "tvd":  # a sign that a rounded logit turns is no error of the loss
+    if divergence == "tvd":  # a sign that a rounded logit turns is no error of the loss
         z, t = (x + (x.to(dtype).float() - x).detach() for x in (z, t))
     p, q = t.softmax(-1), z.softmax(-1)
     rows = {
         "tvd": lambda: 0.5 * (p - q).abs().sum(-1),
         "cosine": lambda: 1 - (z * t).sum(-1) / (z.norm(dim=-1) * t.norm(dim=-1)),
     }
-    if kind in rows:
-        theirs = (rows[kind]() * pair.mask).sum() / pair.mask.sum()
+    if divergence in rows:
+        theirs = (rows[divergence]() * pair.mask).sum() / pair.mask.sum()
     else:
-        theirs = trl_gkd(pair, wide, teacher, beta=0.0 if kind == "forward_kl" else 0.5)
-    ours, _ = losses.distillation_loss(*pair.sources(chunk), pair.target, divergence=kind)
+        theirs = trl_gkd(pair, wide, teacher, beta=0.0 if divergence == "forward_kl" else 0.5)
+    ours, _ = losses.distillation_loss(*pair.sources(chunk), pair.target, divergence=divergence)
     both(ours, theirs, pair.leaves, dtype, wide)
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize("unlike", [False, True])
-def test_scales_softcaps_and_temperatures_of_each_head(kind, unlike):
+def test_scales_softcaps_and_temperatures_of_each_head(divergence, unlike):
     """TRL's loss of two heads; with a softcap or two scales, rows go the longer way."""
     module = pytest.importorskip("trl.trainer.distillation_trainer")
     pair = Pair()
     own = {"logit_scale": 0.6, "softcap": 2.0 if unlike else None}
     other = {"logit_scale": 1.5 if unlike else 0.6, "softcap": None}
     theirs, entropy, count = module._chunked_divergence_loss(
-        pair.leaves[0], pair.teacher[0], pair.leaves[1], pair.teacher[1], pair.mask, BETAS[kind],
-        student_lm_head_bias=pair.leaves[2], teacher_lm_head_bias=pair.teacher[2],
-        student_logit_scale=0.6, teacher_logit_scale=other["logit_scale"],
-        student_final_logit_softcapping=own["softcap"], temperature=1.3,
-    )  # fmt: skip
+        pair.leaves[0],
+        pair.teacher[0],
+        pair.leaves[1],
+        pair.teacher[1],
+        pair.mask,
+        BETAS[divergence],
+        student_lm_head_bias=pair.leaves[2],
+        teacher_lm_head_bias=pair.teacher[2],
+        student_logit_scale=0.6,
+        teacher_logit_scale=other["logit_scale"],
+        student_final_logit_softcapping=own["softcap"],
+        temperature=1.3,
+    )
     ours, metrics = losses.distillation_loss(
-        losses.Head(*pair.leaves, chunk=5, **own), losses.Head(*pair.teacher, **other),
-        pair.target, divergence=kind, temperature=1.3, metrics=("entropy", "token_accuracy"),
-        **({"beta": 0.3} if kind == "jsd" else {}),
-    )  # fmt: skip
+        losses.Head(*pair.leaves, chunk=5, **own),
+        losses.Head(*pair.teacher, **other),
+        pair.target,
+        divergence=divergence,
+        temperature=1.3,
+        metrics=("entropy", "token_accuracy"),
+        **({"beta": 0.3} if divergence == "jsd" else {}),
+    )
     both(ours, theirs, pair.leaves)
     assert metrics.tokens == count
     warm, _ = losses.distillation_loss(
-        losses.Head(*pair.leaves, temperature=1.3, **own), losses.Head(*pair.teacher, **other),
-        pair.target, soft_weight=1.0, metrics=("entropy",),
-    )  # fmt: skip
+        losses.Head(*pair.leaves, temperature=1.3, **own),
+        losses.Head(*pair.teacher, **other),
+        pair.target,
+        soft_weight=1.0,
+        metrics=("entropy",),
+    )
     again = losses.tokens(
         losses.Head(*pair.leaves, temperature=1.3, **own), pair.target, ("entropy",)
     )
@@ -327,44 +368,58 @@ def test_hard_and_soft_terms_over_the_step():
     pair = Pair()
     student, teacher = pair.sources(5)
     ours, metrics = losses.distillation_loss(
-        student, teacher, pair.target, temperature=2.0, square_temperature=True, soft_weight=0.7,
-        hard_weight=0.4, num_items=40,
-    )  # fmt: skip
+        student,
+        teacher,
+        pair.target,
+        temperature=2.0,
+        square_temperature=True,
+        soft_weight=0.7,
+        hard_weight=0.4,
+        num_items=40,
+    )
     soft = trl_gkd(pair, beta=0.5, temperature=2.0, num_items_in_batch=40) * 4
-    hard = F.cross_entropy(
-        F.linear(*pair.leaves).flatten(0, 1), pair.target.flatten(), reduction="sum"
-    ) / 40  # fmt: skip
+    hard = (
+        F.cross_entropy(
+            F.linear(*pair.leaves).flatten(0, 1), pair.target.flatten(), reduction="sum"
+        )
+        / 40
+    )
     both(ours, 0.7 * soft + 0.4 * hard, pair.leaves)
     assert metrics.hard.item() == pytest.approx(hard.item(), rel=1e-5)
     assert metrics.soft.item() == pytest.approx(soft.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["jsd", "cosine"])
-def test_a_head_learns_from_given_logits(kind):
+@pytest.mark.parametrize("divergence", ["jsd", "cosine"])
+def test_a_head_learns_from_given_logits(divergence):
     pair = Pair()
     student, teacher = pair.sources()
-    found = [
-        losses.distillation_loss(student, other, pair.target, divergence=kind)[0]
+    results = [
+        losses.distillation_loss(student, other, pair.target, divergence=divergence)[0]
         for other in (teacher, F.linear(*pair.teacher))
     ]
-    both(*found, pair.leaves)
+    both(*results, pair.leaves)
 
 
 @pytest.mark.parametrize("classes", [(53, 61), (61, 53)])
-@pytest.mark.parametrize("kind", ["jsd", "cosine"])
-@pytest.mark.parametrize("given", [False, True])
-def test_vocabularies_of_two_sizes(kind, classes, given):
+@pytest.mark.parametrize("divergence", ["jsd", "cosine"])
+@pytest.mark.parametrize("from_logits", [False, True])
+def test_vocabularies_of_two_sizes(divergence, classes, from_logits):
     pair = Pair(classes=classes[0], other=classes[1])
     with pytest.raises(ValueError, match="common"):
-        losses.distillation_loss(*pair.sources(given=given), pair.target, divergence=kind)
+        losses.distillation_loss(
+            *pair.sources(from_logits=from_logits), pair.target, divergence=divergence
+        )
     ours, _ = losses.distillation_loss(
-        *pair.sources(given=given), pair.target, divergence=kind, vocabulary="common"
+        *pair.sources(from_logits=from_logits),
+        pair.target,
+        divergence=divergence,
+        vocabulary="common",
     )
     small = Pair(classes=classes[0], other=classes[1])
     cut = [small.teacher[0], *[x[:53] for x in small.teacher[1:]]]
     mine = [small.leaves[0], *[x[:53] for x in small.leaves[1:]]]
     theirs, _ = losses.distillation_loss(
-        losses.Head(*mine), losses.Head(*cut), pair.target, divergence=kind
+        losses.Head(*mine), losses.Head(*cut), pair.target, divergence=divergence
     )
     a, e = torch.autograd.grad(ours, pair.leaves), torch.autograd.grad(theirs, small.leaves)
     for x, y in zip((ours, *a), (theirs, *e), strict=True):
@@ -373,23 +428,27 @@ def test_vocabularies_of_two_sizes(kind, classes, given):
 
 def test_ignored_tokens_are_ignored_in_every_term():
     """Whatever stands in their rows; and nothing but them is a loss of zero, connected."""
-    for kind in ("jsd", "tvd", "cosine"):
+    for divergence in ("jsd", "tvd", "cosine"):
         pair, spoiled = Pair(), Pair()
         with torch.no_grad():
             for x in (spoiled.leaves[0], spoiled.teacher[0]):
                 x[~pair.mask] = float("nan")
-        found = [
-            losses.distillation_loss(*p.sources(), p.target, divergence=kind, hard_weight=0.3)[0]
+        results = [
+            losses.distillation_loss(
+                *p.sources(), p.target, divergence=divergence, hard_weight=0.3
+            )[0]
             for p in (pair, spoiled)
         ]
-        assert torch.equal(*found)
-        grads = [torch.autograd.grad(x, p.leaves[1:])
-                 for x, p in zip(found, (pair, spoiled), strict=True)]  # fmt: skip
+        assert torch.equal(*results)
+        grads = [
+            torch.autograd.grad(x, p.leaves[1:])
+            for x, p in zip(results, (pair, spoiled), strict=True)
+        ]
         for x, y in zip(*grads, strict=True):
             assert torch.equal(x, y)
         pair.target[:] = -100
         ours, _ = losses.distillation_loss(
-            *pair.sources(), pair.target, divergence=kind, hard_weight=0.3
+            *pair.sources(), pair.target, divergence=divergence, hard_weight=0.3
         )
         assert ours == 0
         assert all((g == 0).all() for g in torch.autograd.grad(ours, pair.leaves))
@@ -406,27 +465,45 @@ def few(pair, k=5, padded=True):
     return losses.TopK(ids, values)
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("from_logits", [False, True])
 @pytest.mark.parametrize("rest", ["renormalize", "bucket"])
-@pytest.mark.parametrize("kind", BETAS)
-def test_few_tokens_are_trl(kind, rest, given):
+@pytest.mark.parametrize("divergence", BETAS)
+def test_few_tokens_are_trl(divergence, rest, from_logits):
     module = pytest.importorskip("trl.experimental.async_distillation.async_distillation_trainer")
     pair = Pair()
     top = few(pair)
     options = {"logit_scale": 0.7, "softcap": 4.0}
     flat = pair.mask.reshape(-1)
     ids, values = (x.reshape(-1, 5)[flat] for x in (top.ids, top.log_prob))
-    theirs = module._jsd_loss_chunk(
-        pair.leaves[0].reshape(-1, 16)[flat], *pair.leaves[1:], 0.7, 4.0, ids, values, ids >= 0,
-        BETAS[kind], 1.3, rest == "bucket", None, 1,
-    )[0] / flat.sum()  # fmt: skip
+    theirs = (
+        module._jsd_loss_chunk(
+            pair.leaves[0].reshape(-1, 16)[flat],
+            *pair.leaves[1:],
+            0.7,
+            4.0,
+            ids,
+            values,
+            ids >= 0,
+            BETAS[divergence],
+            1.3,
+            rest == "bucket",
+            None,
+            1,
+        )[0]
+        / flat.sum()
+    )
     student = losses.Head(*pair.leaves, chunk=5, **options)
-    if given:
+    if from_logits:
         student = losses.Logits(F.linear(*pair.leaves), **options)
     ours, _ = losses.distillation_loss(
-        student, top, pair.target, divergence=kind, temperature=1.3, rest=rest,
-        **({"beta": 0.3} if kind == "jsd" else {}),
-    )  # fmt: skip
+        student,
+        top,
+        pair.target,
+        divergence=divergence,
+        temperature=1.3,
+        rest=rest,
+        **({"beta": 0.3} if divergence == "jsd" else {}),
+    )
     both(ours, theirs, pair.leaves)
 
 
@@ -483,8 +560,8 @@ def test_the_cosine_in_modes_and_graphs(mode, at_once, monkeypatch):
         sources = pair.sources()
         return losses.distillation_loss(*sources, pair.target, divergence="cosine")[0]
 
-    wanted = loss()
-    wanted_grads = torch.autograd.grad(wanted, pair.leaves)
+    expected = loss()
+    wanted_grads = torch.autograd.grad(expected, pair.leaves)
     if mode == "compiled":
         got = torch.compile(loss, backend="eager")()
     elif mode == "torch":
@@ -496,7 +573,7 @@ def test_the_cosine_in_modes_and_graphs(mode, at_once, monkeypatch):
     else:
         with liger_multi.use(deterministic=mode):
             got = loss()
-    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(got, expected)
     grads = torch.autograd.grad(got, pair.leaves)
     torch.testing.assert_close(grads, wanted_grads, rtol=1e-4, atol=1e-6)
 

@@ -1,7 +1,7 @@
 """What runs in chunks: fused losses over rows, and TiledMLP over tokens.
 
 Fused losses hold one buffer of logits, survive running out of memory, and follow free memory.
-TiledMLP gives the same numbers as the whole MLP, one gradient a parameter, and takes little memory.
+TiledMLP has the results of the whole MLP and one gradient per parameter, and takes little memory.
 """
 
 import copy
@@ -33,20 +33,20 @@ def inputs(rows=ROWS, dtype=torch.float32):
 
 
 class Full(TorchFunctionMode):
-    """A device on which tensors of more than some rows of logits do not fit, some times."""
+    """A device that refuses tensors of more than some rows of logits, a number of times."""
 
     def __init__(self, rows, times=1000):
         super().__init__()
         self.rows, self.times, self.refused, self.widest = rows, times, 0, 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.new_empty and made.ndim == 2 and made.shape[1] == VOCABULARY:
-            if made.shape[0] > self.rows and self.refused < self.times:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.new_empty and result.ndim == 2 and result.shape[1] == VOCABULARY:
+            if result.shape[0] > self.rows and self.refused < self.times:
                 self.refused += 1
                 raise torch.OutOfMemoryError("no memory for the logits")
-            self.widest = max(self.widest, made.shape[0])
-        return made
+            self.widest = max(self.widest, result.shape[0])
+        return result
 
 
 @pytest.fixture
@@ -67,54 +67,54 @@ def call(name, hidden, weight, target):
 
 @pytest.mark.usefixtures("unsaid")
 @pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "none", "fused_linear_log_prob"])
-def test_out_of_memory_is_tried_again_with_a_quarter(name):
-    wanted = inputs()
-    plain = call(name, *wanted)
+def test_out_of_memory_retries_with_quarter_chunk(name):
+    plain_args = inputs()
+    plain = call(name, *plain_args)
     plain.backward()
-    found = inputs()
-    before = [t.detach().clone() for t in found]
+    args = inputs()
+    before = [t.detach().clone() for t in args]
     full = Full(10)
     with pytest.warns(RuntimeWarning, match=r"out of memory with 40 rows.*with 10 instead"), full:
-        loss = call(name, *found)
+        loss = call(name, *args)
     assert (full.refused, full.widest) == (1, 10)
     with full:
         loss.backward()
     torch.testing.assert_close(loss, plain)
-    exact = [t.detach().double().requires_grad_() for t in wanted[:2]]
-    call(name, *exact, wanted[2]).backward()
-    for a, b in zip(found[:2], exact, strict=True):
+    exact = [t.detach().double().requires_grad_() for t in plain_args[:2]]
+    call(name, *exact, plain_args[2]).backward()
+    for a, b in zip(args[:2], exact, strict=True):
         assert excess(a.grad, b.grad, torch.float32) <= 1
-    assert all(torch.equal(a, b) for a, b in zip(found, before, strict=True)), "left alone"
+    assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True)), "left alone"
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_it_says_so_once():
-    with warnings.catch_warnings(record=True) as seen, Full(10) as full:
+def test_out_of_memory_warns_once():
+    with warnings.catch_warnings(record=True) as caught, Full(10) as full:
         warnings.simplefilter("always")
         for _ in range(3):
             call("fused_linear_cross_entropy", *inputs())
     assert full.refused == 3
-    assert len([w for w in seen if "out of memory" in str(w.message)]) == 1
+    assert len([w for w in caught if "out of memory" in str(w.message)]) == 1
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_a_second_failure_is_the_callers():
-    found = inputs()
-    before = [t.detach().clone() for t in found]
+def test_second_out_of_memory_propagates():
+    args = inputs()
+    before = [t.detach().clone() for t in args]
     with (
         Full(9) as full,
         pytest.warns(RuntimeWarning, match="out of memory"),
         pytest.raises(torch.OutOfMemoryError, match="no memory for the logits"),
     ):
-        call("fused_linear_cross_entropy", *found)
+        call("fused_linear_cross_entropy", *args)
     assert full.refused == 2
-    assert all(torch.equal(a, b) for a, b in zip(found, before, strict=True))
-    loss = call("fused_linear_cross_entropy", *found)  # nothing remembers the failure
+    assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True))
+    loss = call("fused_linear_cross_entropy", *args)  # nothing remembers the failure
     torch.testing.assert_close(loss, call("fused_linear_cross_entropy", *inputs()))
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_a_single_chunk_is_not_tried_again():
+def test_single_chunk_is_not_retried():
     hidden, weight, target = inputs(rows=4)
     with Full(2) as full, pytest.raises(torch.OutOfMemoryError):
         ops.fused_linear_cross_entropy(hidden, weight, target)
@@ -122,7 +122,7 @@ def test_a_single_chunk_is_not_tried_again():
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_the_buffers_of_the_first_attempt_are_gone_in_the_second():
+def test_retry_frees_buffers_of_first_attempt():
     hidden, weight, target = inputs()
     peaks = []
     for rows in (10, 1000):
@@ -133,12 +133,12 @@ def test_the_buffers_of_the_first_attempt_are_gone_in_the_second():
                 call("fused_linear_cross_entropy", hidden, weight, target)
         peaks.append(peak.peak_bytes)
     logits = VOCABULARY * 4
-    # its own ten rows, and what the reference makes of them, stand alone
+    # ten rows, and the reference's temporaries of them, are alive alone
     assert peaks[0] < peaks[1] - 20 * logits
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_no_growth_over_chunks_and_steps():
+def test_memory_over_chunks_and_steps():
     hidden, weight, target = inputs()
     peaks, ends = [], []
     for _ in range(4):
@@ -164,9 +164,9 @@ def test_chunks_share_one_buffer():
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_the_budget_follows_free_memory_and_no_result_does(monkeypatch):
+def test_results_independent_of_chunk_budget(monkeypatch):
     monkeypatch.setattr(chunking, "MIN_ROWS", 1)
-    results, seen = [], []
+    results, widths = [], []
     for rows in (1, 5, 16, 1000):
         hidden, weight, target = inputs()
         free = rows * VOCABULARY * 4 * chunking.FREE_SHARE
@@ -177,9 +177,9 @@ def test_the_budget_follows_free_memory_and_no_result_does(monkeypatch):
             finally:
                 chunking.assumed_free.reset(token)
         loss.backward()
-        seen.append(watch.widest)
+        widths.append(watch.widest)
         results.append((loss.detach(), hidden.grad, weight.grad))
-    assert seen == [1, 4, 16, 32], "powers of two, two chunks at least"
+    assert widths == [1, 4, 16, 32], "powers of two, two chunks at least"
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
@@ -213,21 +213,21 @@ def run(module, x, upstream):
 @pytest.mark.parametrize("shape", [(13, WIDTH), (2, 13, WIDTH), (2, 2, 5, WIDTH)])
 @pytest.mark.parametrize("tiles", [2, 3, 5, 13, 100])
 @pytest.mark.parametrize("needs_x", [True, False])
-def test_tiles_change_nothing(tiles, needs_x, shape):
-    """Without a gradient of x too: parameters got none there (surface of today's libraries)."""
-    whole = mlp()
+def test_tiled_mlp_results(tiles, needs_x, shape):
+    """Also without a gradient of x, where parameters got none in other libraries."""
+    full = mlp()
     x, upstream = torch.randn(shape).requires_grad_(needs_x), torch.randn(shape)
-    wanted = run(whole, x, upstream)
-    found = run(nn.TiledMLP(whole, tiles), x, upstream)
-    for got, right in zip(found, wanted, strict=True):
-        assert (got is None) == (right is None)
-        if right is not None:
-            assert excess(got, right.double(), torch.float32) <= 1
+    expected = run(full, x, upstream)
+    actual = run(nn.TiledMLP(full, tiles), x, upstream)
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            assert excess(a, b.double(), torch.float32) <= 1
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 7])
 def test_hooks_of_parameters_fire_once_a_step(tiles):
-    """They fired once a piece, and a reducer of DDP or FSDP counts them."""
+    """They used to fire once per tile, and a reducer of DDP or FSDP counts them."""
     module, fired = nn.TiledMLP(mlp(), tiles), []
     for name, parameter in module.named_parameters():
         parameter.register_hook(lambda grad, name=name: fired.append(name))
@@ -237,19 +237,19 @@ def test_hooks_of_parameters_fire_once_a_step(tiles):
     assert sorted(fired) == sorted(names * 2)
 
 
-def test_no_gradient_depends_on_the_number_of_tiles_in_low_precision():
-    """Sums over pieces are in fp32: in bf16, 256 terms of about the same size stop growing."""
+def test_tiled_mlp_gradients_in_low_precision():
+    """Sums over tiles are in fp32: in bf16, a sum of 256 equal terms stops growing."""
     module = mlp(torch.bfloat16)
     x = torch.randn(512, WIDTH).abs().to(torch.bfloat16)
     exact = run(copy.deepcopy(module).double(), x.double(), torch.ones_like(x.double()))
     for tiles in (2, 512):
-        found = run(nn.TiledMLP(module, tiles), x, torch.ones_like(x))
-        for got, right in zip(found[1:4], exact[1:4], strict=True):
-            assert excess(got, right, torch.bfloat16) <= 1, tiles
+        actual = run(nn.TiledMLP(module, tiles), x, torch.ones_like(x))
+        for a, b in zip(actual[1:4], exact[1:4], strict=True):
+            assert excess(a, b, torch.bfloat16) <= 1, tiles
 
 
-def test_the_module_is_reached_through_its_own_call():
-    """Hooks that gather weights, and adapters, stand there."""
+def test_tiled_mlp_calls_the_module():
+    """Hooks that gather weights, and adapters, depend on that call."""
     module, lengths = mlp(), []
     module.register_forward_pre_hook(lambda m, args: lengths.append(args[0].shape[-2]))
     x = torch.randn(2, 7, WIDTH, requires_grad=True)
@@ -257,18 +257,18 @@ def test_the_module_is_reached_through_its_own_call():
     assert lengths == [3, 3, 1] * 2
 
 
-def test_inner_tensors_are_those_of_a_piece():
+def test_tiled_mlp_inner_tensor_sizes():
     sizes, x = [], torch.randn(64, WIDTH, requires_grad=True)
     module = mlp()
     module[1].register_forward_hook(lambda m, args, out: sizes.append(out.shape[0]))
-    kept = []
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.append(t.untyped_storage().nbytes()) or t, lambda t: t
+        lambda t: saved.append(t.untyped_storage().nbytes()) or t, lambda t: t
     ):
         y = nn.TiledMLP(module, 8)(x)
         y.sum().backward()
     assert set(sizes) == {8}
-    assert max(kept) <= 64 * WIDTH * 4, "nothing as wide as the inner layer of all tokens"
+    assert max(saved) <= 64 * WIDTH * 4, "nothing as wide as the inner layer of all tokens"
 
 
 def test_dropout_draws_the_same_numbers_twice():
@@ -287,17 +287,19 @@ def test_dropout_draws_the_same_numbers_twice():
 
 
 def test_autocast_of_forward_holds_in_backward():
-    module, kinds = mlp(), []
-    module[1].register_forward_hook(lambda m, args, out: kinds.append(out.dtype))
+    module, dtypes = mlp(), []
+    module[1].register_forward_hook(lambda m, args, out: dtypes.append(out.dtype))
     x = torch.randn(12, WIDTH, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        wanted, y = module(x), nn.TiledMLP(module, 3)(x)
-    assert y.dtype == wanted.dtype == torch.bfloat16
-    right = torch.autograd.grad(wanted, [x, *module.parameters()], torch.ones_like(wanted))
-    found = torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
-    assert kinds == [torch.bfloat16] * 7, "once whole, and three pieces twice"
-    for got, exact in zip(found, right, strict=True):
-        assert excess(got, exact.double(), torch.bfloat16) <= 1
+        expected, y = module(x), nn.TiledMLP(module, 3)(x)
+    assert y.dtype == expected.dtype == torch.bfloat16
+    expected_gradients = torch.autograd.grad(
+        expected, [x, *module.parameters()], torch.ones_like(expected)
+    )
+    gradients = torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
+    assert dtypes == [torch.bfloat16] * 7, "once whole, and three pieces twice"
+    for a, b in zip(gradients, expected_gradients, strict=True):
+        assert excess(a, b.double(), torch.bfloat16) <= 1
 
 
 def test_frozen_and_unused_parameters_have_no_gradient():
@@ -317,7 +319,7 @@ def test_without_gradients_nothing_is_kept():
     torch.testing.assert_close(y, module.mlp(x))
 
 
-def test_a_changed_weight_is_noticed():
+def test_weight_changed_between_forward_and_backward():
     module = nn.TiledMLP(mlp(), 3)
     loss = module(torch.randn(7, WIDTH)).sum()
     with torch.no_grad():
@@ -375,7 +377,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "message"), BAD, ids=range(len(BAD)))
-def test_bad_arguments_are_named(call, kind, message):
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize(("call", "error_class", "message"), BAD, ids=range(len(BAD)))
+def test_bad_arguments_are_named(call, error_class, message):
+    with pytest.raises(error_class, match=message):
         call()

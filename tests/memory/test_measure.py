@@ -1,7 +1,7 @@
 """Memory measured around a block and through a step.
 
-Peaks against allocations whose sizes are known; profiles of steps whose memory is known, of a small
-model, and of an allocator's history.
+Peaks are compared with allocations of known sizes, and profiles with steps of known memory, with a
+small model, and with an allocator's history.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def test_views_share_one_storage_and_keep_it_alive():
     del view, b
 
 
-def test_older_tensors_count_for_the_whole_region_once_touched():
+def test_older_tensors_count_once_touched():
     old, untouched = kib(100), kib(999)
     with measure("cpu") as peak:
         b = kib(60)
@@ -76,7 +76,7 @@ def test_known_tensors_count_untouched():
     assert (peak.start_bytes, peak.peak_bytes) == (100 * KIB, 100 * KIB)
 
 
-def test_an_older_tensor_that_dies_leaves():
+def test_older_tensor_freed_in_region():
     old = kib(100)
     with measure("cpu") as peak:
         old.add_(1)
@@ -109,19 +109,19 @@ def test_temporaries_of_a_backward_are_seen():
     x = torch.ones(4 * KIB, requires_grad=True)
     with measure("cpu") as peak:
         WithTemporaries.apply(x).sum().backward()
-    # x stands beside the scratch, and so do two scalars; the product is gone by then
+    # x and two scalars are alive besides the scratch; the product is freed by then
     assert 516 * KIB <= peak.peak_bytes <= 516 * KIB + 16
 
 
 def test_foreach_operators():
     tensors = [kib(10) for _ in range(3)]
     with measure("cpu") as peak:
-        made = torch._foreach_add(tensors, 1.0)
+        result = torch._foreach_add(tensors, 1.0)
     assert (peak.start_bytes, peak.peak_bytes) == (30 * KIB, 60 * KIB)
-    del made
+    del result
 
 
-def test_a_region_that_raises_still_reports():
+def test_region_that_raises():
     def region():
         a = kib(10)
         raise RuntimeError(f"half way, {a.nbytes} bytes")
@@ -132,7 +132,7 @@ def test_a_region_that_raises_still_reports():
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_the_region_ends():
+def test_region_end():
     with measure("cpu") as peak:
         a = kib(10)
     b = kib(100)
@@ -163,7 +163,7 @@ def test_widest_without_a_match_and_unasked():
     assert peak.widest_bytes is None
 
 
-def test_operators_of_ours_do_not_hide_their_temporaries():
+def test_temporaries_of_our_operators():
     hidden = torch.randn(64, 4, requires_grad=True)
     weight = torch.randn(512, 4, requires_grad=True)
     target = torch.randint(0, 512, (64,))
@@ -278,63 +278,63 @@ def net_step(frozen=False):
 
 
 @pytest.fixture(scope="module")
-def made():
+def step_profile():
     net, optimizer, step = net_step()
     return profile(step, model=net, optimizer=optimizer, title="net")
 
 
-def test_categories_of_a_step_that_can_be_counted(made):
+def test_profile_categories_of_known_step(step_profile):
     one = 256 * KIB
-    assert made.largest["parameters"] == one
-    assert made.largest["gradients"] == one
-    assert made.largest["optimizer states"] == one
+    assert step_profile.largest["parameters"] == one
+    assert step_profile.largest["gradients"] == one
+    assert step_profile.largest["optimizer states"] == one
     # the exponential is kept for its own backward; the input is the caller's
-    assert one <= made.largest["saved activations"] < one + KIB
-    assert made.largest["other"] == one
-    assert made.largest["logits and loss"] == 0
-    assert made.largest["temporaries"] >= 2 * one
+    assert one <= step_profile.largest["saved activations"] < one + KIB
+    assert step_profile.largest["other"] == one
+    assert step_profile.largest["logits and loss"] == 0
+    assert step_profile.largest["temporaries"] >= 2 * one
 
 
-def test_the_peak_is_that_of_the_meter(made):
+def test_profile_peak_equals_measured_peak(step_profile):
     net, optimizer, step = net_step()
     step()
     known = [net.weight, *(s["momentum_buffer"] for s in optimizer.state.values())]
     with measure("cpu", known=known) as peak:
         step()
-    assert made.peak_bytes == peak.peak_bytes
-    assert sum(made.at_peak.values()) == made.peak_bytes
-    assert max(map(sum, made.timeline)) == made.peak_bytes
+    assert step_profile.peak_bytes == peak.peak_bytes
+    assert sum(step_profile.at_peak.values()) == step_profile.peak_bytes
+    assert max(map(sum, step_profile.timeline)) == step_profile.peak_bytes
 
 
-def test_phases_come_in_order(made):
-    assert [name for _, name in made.phases] == [FORWARD, BACKWARD, OPTIMIZER]
-    places = [place for place, _ in made.phases]
+def test_profile_phases(step_profile):
+    assert [name for _, name in step_profile.phases] == [FORWARD, BACKWARD, OPTIMIZER]
+    places = [place for place, _ in step_profile.phases]
     assert places == sorted(places)
-    assert places[-1] < len(made.timeline)
+    assert places[-1] < len(step_profile.timeline)
 
 
-def test_saved_activations_have_a_module_and_an_operator(made):
-    (kept,) = [h for h in made.saved if h.bytes >= 256 * KIB]
-    assert (kept.module, kept.kind, kept.op) == ("inner", "Exp", "aten::exp")
+def test_saved_activation_origins(step_profile):
+    (holder,) = [h for h in step_profile.saved if h.bytes >= 256 * KIB]
+    assert (holder.module, holder.kind, holder.op) == ("inner", "Exp", "aten::exp")
 
 
-def test_backward_belongs_to_the_module_of_its_forward():
+def test_backward_block_origins():
     net, optimizer, step = net_step()
     recorder = Recorder("cpu", net, optimizer)
     with recorder.recording():
         step()
-    made = {(b.module, b.op, b.role) for b in recorder.blocks if b.phase == BACKWARD}
+    origins = {(b.module, b.op, b.role) for b in recorder.blocks if b.phase == BACKWARD}
     # the derivative of the exponential, and of what came before it in the same module
-    assert {op for module, op, _ in made if module == "inner"} >= {"aten::mul.Tensor"}
-    assert ("", "aten::mul.Tensor", "gradients") in made, "of the module that owns the weight"
+    assert {op for module, op, _ in origins if module == "inner"} >= {"aten::mul.Tensor"}
+    assert ("", "aten::mul.Tensor", "gradients") in origins, "of the module that owns the weight"
 
 
 def test_a_frozen_parameter_has_no_gradient():
     net = Net()
     net.weight.requires_grad_(False)
     x = torch.ones(256 * KIB // 4, requires_grad=True)
-    seen = profile(lambda: net(x).sum().backward(), model=net, warm=0)
-    assert seen.largest["gradients"] == 0
+    observed = profile(lambda: net(x).sum().backward(), model=net, warm=0)
+    assert observed.largest["gradients"] == 0
 
 
 def test_recomputed_layers():
@@ -344,11 +344,11 @@ def test_recomputed_layers():
         checkpoint(net, x, use_reentrant=False).sum().backward()
         net.weight.grad = x.grad = None
 
-    seen = profile(step, model=net)
+    observed = profile(step, model=net)
     plain = profile(lambda: (net(x).sum().backward(), net.zero_grad()), model=net)
-    assert sum(h.bytes for h in seen.saved) < KIB
+    assert sum(h.bytes for h in observed.saved) < KIB
     assert sum(h.bytes for h in plain.saved) >= 256 * KIB
-    assert seen.largest["saved activations"] >= 256 * KIB, "while it is computed again"
+    assert observed.largest["saved activations"] >= 256 * KIB, "while it is computed again"
 
 
 def test_a_step_that_raises_leaves_no_hooks():
@@ -381,40 +381,45 @@ def test_warm_must_be_a_number_of_steps():
         profile(lambda: None, warm=-1)
 
 
-def test_json_round_trip(made, tmp_path):
-    made.save(tmp_path / "p.json")
-    assert Profile.load(tmp_path / "p.json") == made
-    assert json.loads((tmp_path / "p.json").read_text())["peak_bytes"] == made.peak_bytes
+def test_json_round_trip(step_profile, tmp_path):
+    step_profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == step_profile
+    assert json.loads((tmp_path / "p.json").read_text())["peak_bytes"] == step_profile.peak_bytes
 
 
-def test_sums_by_origin(made):
-    assert sum(made.by("category").values()) == made.peak_bytes
-    assert list(made.by("category").values()) == sorted(made.by("category").values(), reverse=True)
+def test_sums_by_origin(step_profile):
+    assert sum(step_profile.by("category").values()) == step_profile.peak_bytes
+    assert list(step_profile.by("category").values()) == sorted(
+        step_profile.by("category").values(), reverse=True
+    )
     with pytest.raises(ValueError, match=r"by wants some of category.*got \('size',\)"):
-        made.by("size")
+        step_profile.by("size")
 
 
-def test_text_and_comparison(made):
-    text = str(made)
+def test_text_and_comparison(step_profile):
+    text = str(step_profile)
     assert "Memory of net" in text
     assert "aten::exp" in text
-    both = compare(made, Profile.from_data({**made.as_data(), "peak_bytes": 10, "title": "less"}))
-    assert both.saved_bytes == made.peak_bytes - 10
+    both = compare(
+        step_profile,
+        Profile.from_data({**step_profile.as_data(), "peak_bytes": 10, "title": "less"}),
+    )
+    assert both.saved_bytes == step_profile.peak_bytes - 10
     assert "less" in str(both)
 
 
-def test_rich_tables(made):
+def test_rich_tables(step_profile):
     console = pytest.importorskip("rich.console").Console(record=True, width=120, quiet=True)
     with console.capture():
-        console.print(made, compare(made, made))
-    assert made.__rich__() is not None
-    assert compare(made, made).__rich__() is not None
+        console.print(step_profile, compare(step_profile, step_profile))
+    assert step_profile.__rich__() is not None
+    assert compare(step_profile, step_profile).__rich__() is not None
 
 
-def test_pictures(made, tmp_path):
+def test_pictures(step_profile, tmp_path):
     pytest.importorskip("matplotlib")
-    made.draw(tmp_path / "one.png")
-    compare(made, made).draw(tmp_path / "two.png")
+    step_profile.draw(tmp_path / "one.png")
+    compare(step_profile, step_profile).draw(tmp_path / "two.png")
     heights = []
     for name in ("one.png", "two.png"):
         content = (tmp_path / name).read_bytes()
@@ -423,7 +428,7 @@ def test_pictures(made, tmp_path):
     assert heights[1] > 1.5 * heights[0], "one panel a profile"
 
 
-def test_a_patched_model_is_seen_with_its_operators():
+def test_profile_of_patched_model():
     pytest.importorskip("transformers")
     case = Case("dense", 2, 64, "float32")
 
@@ -441,18 +446,18 @@ def test_a_patched_model_is_seen_with_its_operators():
         assert abs(profiles[-1].peak_bytes - peak.peak_bytes) <= 4, "hooks changed what ran"
     stock, ours = profiles
     assert ours.peak_bytes < stock.peak_bytes
-    kept = ours.by("kind", "op", saved=True)
-    assert kept["LlamaMLP", "gated_mlp.forward"] == 3 * 2 * 2 * 64 * 256 * 4, "gate and up"
-    assert kept["LlamaRMSNorm", "rms_norm.forward"] < stock.by("kind", saved=True)["LlamaRMSNorm",]
-    held = [h for h in ours.holders if h.op == "fused_linear_cross_entropy.forward"]
-    assert {h.category for h in held} == {"logits and loss"}
+    saved = ours.by("kind", "op", saved=True)
+    assert saved["LlamaMLP", "gated_mlp.forward"] == 3 * 2 * 2 * 64 * 256 * 4, "gate and up"
+    assert saved["LlamaRMSNorm", "rms_norm.forward"] < stock.by("kind", saved=True)["LlamaRMSNorm",]
+    holders = [h for h in ours.holders if h.op == "fused_linear_cross_entropy.forward"]
+    assert {h.category for h in holders} == {"logits and loss"}
     assert any("layers.*" in h.module for h in ours.saved)
     parameters = [h for h in stock.holders if h.category == "parameters" and h.module == "lm_head"]
     assert parameters[0].bytes == 1999 * 96 * 4
 
 
 def trace():
-    """A history of an allocator, and what a recorder saw of it: addresses are used again."""
+    """A history of an allocator that reuses addresses, and what a recorder saw of it."""
 
     def entry(action, addr, size, time_us):
         return {"action": action, "addr": addr, "size": size, "time_us": time_us}
@@ -460,7 +465,7 @@ def trace():
     entries = [
         entry("segment_alloc", 1000, 4096, 9),
         entry("alloc", 100, 512, 10),  # kept for backward
-        entry("alloc", 200, 1024, 12),  # scratch of a kernel, seen by nobody
+        entry("alloc", 200, 1024, 12),  # scratch of a kernel, which no recorder sees
         entry("free_requested", 200, 1024, 13),
         entry("free_completed", 200, 1024, 13),
         entry("alloc", 200, 2048, 20),  # a gradient at the same address
@@ -470,42 +475,47 @@ def trace():
         {"action": "oom", "device_free": 5, "size": 9, "time_us": 39},
         entry("segment_free", 1000, 4096, 40),
     ]
-    seen = [
+    recorded = [
         Block(1000, role="parameters", address=1),
         Block(500, FORWARD, "m", "M", "aten::exp", died=BACKWARD, address=100, time=11),
         Block(2000, BACKWARD, "m", "M", "aten::mul", role="gradients", address=200, time=21),
         Block(100, OPTIMIZER, "", "", "aten::add", died=OPTIMIZER, address=300, time=31),
     ]
     phases = [(9, FORWARD), (20, BACKWARD), (30, OPTIMIZER)]
-    return join(entries, seen, phases, allocated=1512, reserved=2048)
+    return join(entries, recorded, phases, allocated=1512, reserved=2048)
 
 
-def test_history_is_joined_with_what_was_seen():
+def test_allocator_history_join():
     joined = trace()
-    made = summarize(Profile("t", "cuda", "history"), joined.blocks, joined.events, joined.phases)
-    assert made.peak_bytes == 1512 + 512 + 2048
-    assert made.at_peak["parameters"] == 1000
-    assert made.at_peak["other"] == 512, "allocated before and unknown"
-    assert made.at_peak["saved activations"] == 512, "the allocator's size, not the tensor's"
-    assert made.at_peak["gradients"] == 2048
-    assert made.largest["temporaries"] == 1024
+    summary = summarize(
+        Profile("t", "cuda", "history"), joined.blocks, joined.events, joined.phases
+    )
+    assert summary.peak_bytes == 1512 + 512 + 2048
+    assert summary.at_peak["parameters"] == 1000
+    assert summary.at_peak["other"] == 512, "allocated before and unknown"
+    assert summary.at_peak["saved activations"] == 512, "the allocator's size, not the tensor's"
+    assert summary.at_peak["gradients"] == 2048
+    assert summary.largest["temporaries"] == 1024
     assert [b.op for b in joined.blocks if b.op in (OLDER, HIDDEN)] == [OLDER, HIDDEN]
-    assert made.phases[-1][1] == OPTIMIZER
+    assert summary.phases[-1][1] == OPTIMIZER
     assert joined.facts == {
-        "allocated": 4072, "reserved": 6144, "fragmentation": 2072, "hidden": 0,
+        "allocated": 4072,
+        "reserved": 6144,
+        "fragmentation": 2072,
+        "hidden": 0,
         "largest reserved": 6144,
-    }  # fmt: skip
+    }
     assert sum(change for _, change in joined.events) == 1512 + 2048 - 256 + 128
 
 
-def test_hidden_blocks_are_named():
+def test_allocator_history_hidden_blocks():
     joined = trace()
     (hidden,) = [b for b in joined.blocks if b.op == HIDDEN]
     assert (hidden.phase, hidden.category, hidden.size) == (FORWARD, "temporaries", 1024)
 
 
-def test_categories_are_complete(made):
-    assert tuple(made.at_peak) == CATEGORIES
+def test_categories_are_complete(step_profile):
+    assert tuple(step_profile.at_peak) == CATEGORIES
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
@@ -523,10 +533,10 @@ def test_history_of_an_accelerator():
     step()
     with measure(device) as peak:
         step()
-    seen = profile(step, model=net, optimizer=optimizer, warm=0)
-    assert seen.method == "allocator history"
-    assert seen.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.02)
-    assert seen.largest["gradients"] >= 256 * KIB
-    assert seen.largest["optimizer states"] >= 256 * KIB
-    assert seen.largest["saved activations"] >= 256 * KIB
-    assert seen.allocator["reserved"] >= seen.allocator["allocated"]
+    observed = profile(step, model=net, optimizer=optimizer, warm=0)
+    assert observed.method == "allocator history"
+    assert observed.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.02)
+    assert observed.largest["gradients"] >= 256 * KIB
+    assert observed.largest["optimizer states"] >= 256 * KIB
+    assert observed.largest["saved activations"] >= 256 * KIB
+    assert observed.allocator["reserved"] >= observed.allocator["allocated"]

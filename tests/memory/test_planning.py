@@ -1,6 +1,6 @@
-"""Plans against steps that are tracked on a CPU, against whole simulations, and by their files.
+"""Plans are compared with measured steps on a CPU and with full simulations; their files load.
 
-What executes plans on an accelerator runs on a CPU, and with processes that only pretend.
+The execution of plans on an accelerator is tested on a CPU, and with substitute processes.
 """
 
 import argparse
@@ -51,22 +51,29 @@ BASE = Settings(
     sequence=LENGTH, micro_batch=BATCH, precision="fp32", optimizer="adamw_loop", chunk=64
 )
 SMALL = Space(
-    precisions=("fp32",), policies=("none", "full"), patched=(True,), offload=False, tiled=False,
-    offload_states=(None,), layouts=((1, 1),),
-)  # fmt: skip
+    precisions=("fp32",),
+    policies=("none", "full"),
+    patched=(True,),
+    offload=False,
+    tiled=False,
+    offload_states=(None,),
+    layouts=((1, 1),),
+)
 
 
-def config_of(kind="dense", layers=LAYERS):
-    config = Small(kind, BATCH, LENGTH).config()
+def config_of(model_name="dense", layers=LAYERS):
+    config = Small(model_name, BATCH, LENGTH).config()
     config.num_hidden_layers = layers
     return config
 
 
-def model_of(kind="dense", layers=LAYERS):
+def model_of(model_name="dense", layers=LAYERS):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config_of(kind, layers), dtype=torch.float32).train()
+    return AutoModelForCausalLM.from_config(
+        config_of(model_name, layers), dtype=torch.float32
+    ).train()
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +83,7 @@ def predictor():
 
 
 def measured(settings, model):
-    """The peak of a real step, by tracking storages."""
+    """The peak of a real step, from its live storages."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=False)
     ids = torch.randint(1999, (settings.micro_batch, LENGTH))
@@ -101,59 +108,62 @@ WAYS = {
     "full": {"recompute": "full", "layers": LAYERS},
     "norms_and_mlp of some": {"recompute": "norms_and_mlp", "layers": 2},
     "keep_attention, stock": {
-        "recompute": "keep_attention", "layers": LAYERS, "patched": False, "chunk": None
+        "recompute": "keep_attention",
+        "layers": LAYERS,
+        "patched": False,
+        "chunk": None,
     },
     "tiles": {"tiles": 4, "micro_batch": 4},
     "accumulation": {"accumulation": 2},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_within_ten_percent_of_a_tracked_step(predictor, name):
+def test_prediction_near_measured_step(predictor, name):
     settings = replace(BASE, **WAYS[name])
-    found = predictor.predict(settings).peak_bytes
-    assert found == pytest.approx(measured(settings, model_of()), rel=0.1)
+    predicted = predictor.predict(settings).peak_bytes
+    assert predicted == pytest.approx(measured(settings, model_of()), rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["patched", "stock", "full", "tiles"])
-def test_a_few_layers_tell_what_all_of_them_do(predictor, name):
-    """The extrapolation is no approximation: memory and work are those of all layers."""
+def test_prediction_from_few_layers(predictor, name):
+    """The extrapolation is exact: memory and work are those of all layers."""
     settings = replace(BASE, **WAYS[name])
     short = predictor.predict(settings)
-    whole = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu")
-    whole.shapes.facts.uniform = False
-    found = whole.predict(settings)
-    assert (short.peak_bytes, short.parts) == (found.peak_bytes, found.parts)
-    assert short.seconds == pytest.approx(found.seconds, rel=1e-9)
+    full = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu")
+    full.shapes.facts.uniform = False
+    expected = full.predict(settings)
+    assert (short.peak_bytes, short.parts) == (expected.peak_bytes, expected.parts)
+    assert short.seconds == pytest.approx(expected.seconds, rel=1e-9)
     assert len(predictor.traces(settings)[0].body.layers) < LAYERS
 
 
 @pytest.mark.parametrize("precision", ["bf16", "amp"])
-def test_the_same_peak_as_an_estimate(precision):
+def test_prediction_equals_estimate(precision):
     config = config_of(layers=6)
     settings = replace(BASE, precision=precision, optimizer="adamw", chunk=BATCH * LENGTH)
-    found = Predictor(Shapes(config, LENGTH), CARDS["h200"]).predict(settings)
+    predicted = Predictor(Shapes(config, LENGTH), CARDS["h200"]).predict(settings)
     options = {"dtype": settings.dtype, "patched": {"fused_linear_cross_entropy": {"chunk": 256}}}
-    assert found.peak_bytes == estimate(config, BATCH, LENGTH, **options).peak_bytes
+    assert predicted.peak_bytes == estimate(config, BATCH, LENGTH, **options).peak_bytes
 
 
 def test_shards_and_states_elsewhere(predictor):
     base = replace(BASE, precision="amp", data=4, optimizer="adamw")
-    found = {
+    predictions = {
         spread: predictor.predict(replace(base, spread=spread))
         for spread in ("ddp", "zero1", "zero2", "zero3")
     }
-    assert found["ddp"].peak_bytes > found["zero1"].peak_bytes
+    assert predictions["ddp"].peak_bytes > predictions["zero1"].peak_bytes
     count = sum(p.numel() for p in model_of().parameters())
-    assert found["ddp"].parts["other"] >= 4 * count, "buckets"
-    assert found["zero1"].parts["optimizer states"] == 3 * count
-    whole, share = (found[n].parts["parameters"] for n in ("zero2", "zero3"))
-    assert share == pytest.approx(whole / 4, rel=0.01)
-    assert found["zero3"].parts["gathered and workspace"] > 0
+    assert predictions["ddp"].parts["other"] >= 4 * count, "buckets"
+    assert predictions["zero1"].parts["optimizer states"] == 3 * count
+    full, share = (predictions[n].parts["parameters"] for n in ("zero2", "zero3"))
+    assert share == pytest.approx(full / 4, rel=0.01)
+    assert predictions["zero3"].parts["gathered and workspace"] > 0
     away = predictor.predict(replace(base, spread="zero2", offload_states="cpu"))
-    assert away.peak_bytes < found["zero2"].peak_bytes
+    assert away.peak_bytes < predictions["zero2"].peak_bytes
     assert away.host_bytes == 3 * count
-    assert away.seconds > found["zero2"].seconds
+    assert away.seconds > predictions["zero2"].seconds
 
 
 def test_layouts_divide_what_a_device_holds(predictor):
@@ -168,56 +178,66 @@ def test_layouts_divide_what_a_device_holds(predictor):
 
 def test_recomputing_costs_time_and_saves_memory(predictor):
     large = replace(BASE, micro_batch=8)
-    found = [predictor.predict(replace(large, recompute="full", layers=n)) for n in (0, 2, LAYERS)]
-    assert found[0].peak_bytes > found[1].peak_bytes > found[2].peak_bytes
-    assert found[0].seconds < found[1].seconds < found[2].seconds
+    predictions = [
+        predictor.predict(replace(large, recompute="full", layers=n)) for n in (0, 2, LAYERS)
+    ]
+    assert predictions[0].peak_bytes > predictions[1].peak_bytes > predictions[2].peak_bytes
+    assert predictions[0].seconds < predictions[1].seconds < predictions[2].seconds
 
 
 @pytest.fixture(scope="module")
-def made():
+def small_plan():
     return plan(config_of(), "48MiB", 1, 8, LENGTH, device="cpu", space=SMALL, headroom=0)
 
 
-def test_the_fastest_that_fits(made):
-    assert made.best.fits
-    assert made.best.relative == 1
-    assert made.best.settings.sequences == 8
-    fitting = made.fitting
+def test_the_fastest_that_fits(small_plan):
+    assert small_plan.best.fits
+    assert small_plan.best.relative == 1
+    assert small_plan.best.settings.sequences == 8
+    fitting = small_plan.fitting
     assert [c.relative for c in fitting] == sorted(c.relative for c in fitting)
-    assert all(c.peak_bytes <= made.budget_bytes for c in fitting)
-    assert made.largest_batch >= made.best.settings.micro_batch
-    assert made.longest_sequence >= LENGTH
-    settings = replace(made.best.settings, micro_batch=made.largest_batch)
+    assert all(c.peak_bytes <= small_plan.budget_bytes for c in fitting)
+    assert small_plan.largest_batch >= small_plan.best.settings.micro_batch
+    assert small_plan.longest_sequence >= LENGTH
+    settings = replace(small_plan.best.settings, micro_batch=small_plan.largest_batch)
     assert (
         Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu")
-        .predict(settings, made.budget_bytes)
+        .predict(settings, small_plan.budget_bytes)
         .fits
     )
 
 
-def test_text_data_and_picture(made, tmp_path):
-    text = str(made)
+def test_text_data_and_picture(small_plan, tmp_path):
+    text = str(small_plan)
     for word in ("largest micro-batch", "longest sequence", "peak", "time", "nearest in memory"):
         assert word in text
-    again = TrainingPlan.from_data(json.loads(json.dumps(made.as_data())))
-    assert again == made
+    again = TrainingPlan.from_data(json.loads(json.dumps(small_plan.as_data())))
+    assert again == small_plan
     assert isinstance(again.best, Candidate)
     pytest.importorskip("matplotlib")
-    made.draw(tmp_path / "plan.png")
+    small_plan.draw(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_fewest_layers_recompute():
-    """Just too little memory for no recomputation gets a few layers of it, not all."""
+    """With slightly too little memory, a few layers are recomputed, not all."""
     predictor = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu")
     settings = replace(BASE, micro_batch=8, chunk=1024)
     peak = predictor.predict(settings).peak_bytes
     space = replace(SMALL, policies=("full",))
-    found = plan(
-        config_of(), peak - 2**19, 1, 8, LENGTH, device="cpu", space=space, headroom=0,
-        limits=False, optimizer="adamw_loop",
-    )  # fmt: skip
-    some = [c for c in found.fitting if c.settings.micro_batch == 8]
+    training_plan = plan(
+        config_of(),
+        peak - 2**19,
+        1,
+        8,
+        LENGTH,
+        device="cpu",
+        space=space,
+        headroom=0,
+        limits=False,
+        optimizer="adamw_loop",
+    )
+    some = [c for c in training_plan.fitting if c.settings.micro_batch == 8]
     assert some
     assert 0 < some[0].settings.layers < LAYERS
 
@@ -239,23 +259,23 @@ def test_refuses_with_the_nearest():
     [{}, {"patched": False, "chunk": None}, {"recompute": "full", "layers": 3}, {"tiles": 4}],
     ids=str,
 )
-def test_two_numbers_of_sequences_tell_about_others(changes):
+def test_prediction_from_two_batch_sizes(changes):
     settings = replace(BASE, **{"chunk": 16 * LENGTH, "precision": "amp", **changes})
     short = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
-    for n in (6, 8):  # of few tokens, a head counts no rows
+    for n in (6, 8):  # with few tokens a head does not count rows
         short.predict(replace(settings, micro_batch=n))
     before = short.simulations
-    found = short.predict(replace(settings, micro_batch=16))
+    actual = short.predict(replace(settings, micro_batch=16))
     assert short.simulations == before
-    whole = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
-    told = whole.predict(replace(settings, micro_batch=16))
-    assert found.peak_bytes == told.peak_bytes
-    assert found.parts == told.parts
-    assert found.seconds == pytest.approx(told.seconds, rel=1e-9)
+    full = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
+    expected = full.predict(replace(settings, micro_batch=16))
+    assert actual.peak_bytes == expected.peak_bytes
+    assert actual.parts == expected.parts
+    assert actual.seconds == pytest.approx(expected.seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("changes", [{"chunk": LENGTH}, {"offload_activations": True}], ids=str)
-def test_what_does_not_grow_in_proportion_is_simulated(changes):
+def test_nonlinear_sizes_are_simulated(changes):
     settings = replace(BASE, **changes)
     some = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
     counts = []
@@ -265,7 +285,7 @@ def test_what_does_not_grow_in_proportion_is_simulated(changes):
     assert counts[0] < counts[1] < counts[2]
 
 
-def test_results_of_operators_are_made_again_as_they_were(monkeypatch):
+def test_cached_operator_results(monkeypatch):
     settings = replace(BASE, precision="amp")
     monkeypatch.setattr(simulation, "_ANSWERS", {})
     first, again = (
@@ -279,17 +299,17 @@ def test_results_of_operators_are_made_again_as_they_were(monkeypatch):
     assert first == again == asked
 
 
-def test_an_operator_that_returns_its_argument_is_asked_again(monkeypatch):
+def test_simulated_results_of_views_and_scalars(monkeypatch):
     monkeypatch.setattr(simulation, "_ANSWERS", {})
     x = torch.empty(4, 6, device="meta")
     view = torch.ops.aten.view.default
     for _ in range(2):
-        made = simulation.answered(view, (x, [6, 4]), {})
-        assert made.untyped_storage()._cdata == x.untyped_storage()._cdata
+        result = simulation.answered(view, (x, [6, 4]), {})
+        assert result.untyped_storage()._cdata == x.untyped_storage()._cdata
     add = torch.ops.aten.add.Tensor
-    kinds = [simulation.answered(add, (x, n), {}).dtype for n in (1, 1.0, True)]
+    dtypes = [simulation.answered(add, (x, n), {}).dtype for n in (1, 1.0, True)]
     ints = torch.empty(2, device="meta", dtype=torch.int64)
-    assert kinds == [torch.float32] * 3
+    assert dtypes == [torch.float32] * 3
     assert simulation.answered(add, (ints, 1), {}).dtype == torch.int64
     assert simulation.answered(add, (ints, 1.0), {}).dtype == torch.float32, "1 == 1.0"
 
@@ -302,21 +322,26 @@ def test_positions_cap_the_longest_sequence():
     config = config_of()
     config.max_position_embeddings = 1000
     options = {"device": "cpu", "space": SMALL, "headroom": 0, "optimizer": "adamw_loop"}
-    found = plan(config, "1GiB", 1, 2, LENGTH, **options)
-    assert found.longest_sequence == found.most_sequence == 1000
-    assert any("max_position_embeddings: 1,000" in note for note in found.notes)
-    found = plan(config, "1GiB", 1, 1, 1100, **options, limits=False)
-    assert "has 1,000 positions" in found.notes[0], "what was asked for is not cut"
-    assert found.best.settings.sequence == 1100
+    training_plan = plan(config, "1GiB", 1, 2, LENGTH, **options)
+    assert training_plan.longest_sequence == training_plan.most_sequence == 1000
+    assert any("max_position_embeddings: 1,000" in note for note in training_plan.notes)
+    training_plan = plan(config, "1GiB", 1, 1, 1100, **options, limits=False)
+    assert "has 1,000 positions" in training_plan.notes[0], "what was asked for is not cut"
+    assert training_plan.best.settings.sequence == 1100
 
 
-def test_equal_times_go_to_weights_that_lose_no_updates():
+def test_rank_of_equal_times():
     def one(precision, relative, fits=True):
         settings = replace(BASE, precision=precision)
         return Candidate(settings, 100, {}, relative, relative, fits=fits)
 
-    some = [one("bf16", 1.0), one("amp", 1.001), one("fp32", 1.3), one("bf16", 1.3),
-            one("bf16", 9.0, False)]  # fmt: skip
+    some = [
+        one("bf16", 1.0),
+        one("amp", 1.001),
+        one("fp32", 1.3),
+        one("bf16", 1.3),
+        one("bf16", 9.0, False),
+    ]
     order = [c.settings.precision for c in sorted(some, key=search._rank_shown)]
     assert order == ["amp", "bf16", "fp32", "bf16", "bf16"]
 
@@ -343,7 +368,7 @@ SPREADS = [
 
 
 @pytest.mark.parametrize("changes", SPREADS, ids=lambda c: "-".join(map(str, c.values())))
-def test_files_load_with_what_they_are_for(tmp_path, changes):
+def test_written_files_load(tmp_path, changes):
     files, settings = written(tmp_path, **changes)
     assert load(files["plan.yaml"]) == settings
     from liger_multi.dispatch.config import load as configuration
@@ -353,21 +378,28 @@ def test_files_load_with_what_they_are_for(tmp_path, changes):
     from accelerate.commands.config.config_args import load_config_from_file
     from transformers import TrainingArguments
 
-    given = json.loads(files["training_arguments.json"].read_text())
-    given["output_dir"] = str(tmp_path / "out")
-    if given["bf16"] or given["fp16"]:
-        given["use_cpu"] = True  # where this is tested
+    kwargs = json.loads(files["training_arguments.json"].read_text())
+    kwargs["output_dir"] = str(tmp_path / "out")
+    if kwargs["bf16"] or kwargs["fp16"]:
+        kwargs["use_cpu"] = True  # where this is tested
     shell = ["bash", "-c", f"source {files['environment.sh']}; echo $PYTORCH_CUDA_ALLOC_CONF"]
     assert subprocess.check_output(shell, text=True) == "expandable_segments:True\n"
-    arguments = TrainingArguments(**given)
+    arguments = TrainingArguments(**kwargs)
     assert arguments.per_device_train_batch_size == settings.micro_batch
-    found = load_config_from_file(str(files["accelerate.yaml"]))
-    assert found.num_processes == settings.data * settings.tensor
-    kinds = {"fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "ddp": "MULTI_GPU"}
-    assert str(found.distributed_type.value) == kinds.get(settings.spread, "NO")
+    accelerate_config = load_config_from_file(str(files["accelerate.yaml"]))
+    assert accelerate_config.num_processes == settings.data * settings.tensor
+    distributed_types = {
+        "fsdp2": "FSDP",
+        "zero2": "DEEPSPEED",
+        "zero3": "DEEPSPEED",
+        "ddp": "MULTI_GPU",
+    }
+    assert str(accelerate_config.distributed_type.value) == distributed_types.get(
+        settings.spread, "NO"
+    )
     if settings.spread == "fsdp2":
-        assert found.fsdp_config["fsdp_version"] == 2
-        assert found.fsdp_config["fsdp_offload_params"] == bool(settings.offload_states)
+        assert accelerate_config.fsdp_config["fsdp_version"] == 2
+        assert accelerate_config.fsdp_config["fsdp_offload_params"] == bool(settings.offload_states)
     assert ("deepspeed.json" in files) == settings.spread.startswith("zero")
 
 
@@ -375,11 +407,11 @@ def test_files_load_with_what_they_are_for(tmp_path, changes):
 def test_deepspeed_takes_its_file(changes):
     config = pytest.importorskip("deepspeed.runtime.config")
     settings = replace(BASE, **changes)
-    given = deepspeed(settings, settings.data, compression=True)
-    one = {**given, "train_batch_size": settings.micro_batch}  # of this process
-    found = config.DeepSpeedConfig(one)
-    assert found.zero_config.stage == settings.level
-    assert found.zero_config.zero_quantized_weights == (settings.level == 3)
+    data = deepspeed(settings, settings.data, compression=True)
+    one = {**data, "train_batch_size": settings.micro_batch}  # of this process
+    loaded = config.DeepSpeedConfig(one)
+    assert loaded.zero_config.stage == settings.level
+    assert loaded.zero_config.zero_quantized_weights == (settings.level == 3)
 
 
 def test_compression_is_offered_by_name():
@@ -391,7 +423,7 @@ def test_compression_is_offered_by_name():
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("settings: {layer: 3}\nversion: 1", "did you mean 'layers'"),
         ("settings: {layers: many}\nversion: 1", "layers in .* must be int, got 'many'"),
@@ -402,10 +434,10 @@ def test_compression_is_offered_by_name():
         ("a: [", "is not YAML"),
     ],
 )
-def test_wrong_files(tmp_path, content, said):
+def test_wrong_files(tmp_path, content, message):
     path = tmp_path / "plan.yaml"
     path.write_text(content)
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=message):
         load(path)
 
 
@@ -434,7 +466,7 @@ def test_applied_and_taken_back():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_a_plan_that_cannot_be_applied_changes_nothing():
+def test_failed_apply_restores_model():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="no list of layers"):
         apply(replace(BASE, patched=False, tiles=2), model)
@@ -443,7 +475,7 @@ def test_a_plan_that_cannot_be_applied_changes_nothing():
 
 
 class _Coded(nn.Module):
-    """A frozen linear layer of 8 bits, dequantized for every product."""
+    """A frozen linear layer of 8 bits, dequantized for every GEMM."""
 
     def __init__(self, layer):
         super().__init__()
@@ -472,11 +504,11 @@ def test_frozen_heads_of_few_bits():
     model.lm_head = _Coded(model.lm_head)
     shapes = Shapes(model, LENGTH)
     assert shapes.quantized == 1999 * 96
-    found = Predictor(shapes, CARDS["h200"], "cpu").predict(
+    predicted = Predictor(shapes, CARDS["h200"], "cpu").predict(
         replace(BASE, patched=False, chunk=None)
     )
-    got = measured(replace(BASE, patched=False, chunk=None), model)
-    assert found.peak_bytes == pytest.approx(got, rel=0.1)
+    measured_bytes = measured(replace(BASE, patched=False, chunk=None), model)
+    assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.1)
     assert type(model.lm_head) is _Coded, "left alone"
 
 
@@ -508,7 +540,7 @@ def test_times_grow_with_what_is_done():
 
 
 def test_limits_are_searched_with_few_chunks():
-    """65 536 short sequences in chunks that fit two of them were a search without an end."""
+    """A search over 65 536 short sequences, with chunks that fit two of them, did not end."""
     short = Settings(sequence=8, micro_batch=2, chunk=16)
     assert search._coarser(short) == short
     for long in (replace(short, micro_batch=65536), replace(short, sequence=10**6)):
@@ -518,7 +550,7 @@ def test_limits_are_searched_with_few_chunks():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"devices": 0}, "devices must be a positive integer, got 0"),
         (
@@ -533,47 +565,60 @@ def test_limits_are_searched_with_few_chunks():
         ({"headroom": 1}, "share from 0 to below 1, got 1"),
     ],
 )
-def test_wrong_options(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
         plan(config_of(), **{"memory": "24GiB", "sequence": 8, **options})
 
 
 # --- FP8 ---
 
 WIDE = Space(
-    precisions=("bf16", "fp8"), policies=("none",), patched=(True,), offload=False, tiled=False,
-    offload_states=(None,), layouts=((1, 1),),
-)  # fmt: skip
+    precisions=("bf16", "fp8"),
+    policies=("none",),
+    patched=(True,),
+    offload=False,
+    tiled=False,
+    offload_states=(None,),
+    layouts=((1, 1),),
+)
 
 
 def wide_config(layers=4):
     config = config_of(layers=layers)
     for name, value in {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-        "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 4096,
-    }.items():  # fmt: skip
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+    }.items():
         setattr(config, name, value)
     return config
 
 
-def ways(made):
-    return {c.settings.precision: c for c in made.candidates if c.settings.micro_batch == 2}
+def ways(training_plan):
+    return {
+        c.settings.precision: c for c in training_plan.candidates if c.settings.micro_batch == 2
+    }
 
 
 def test_fp8_is_planned_and_estimated():
-    """GEMMs at the rate of FP8 pay for the bytes that rounding moves; the peak is estimate's."""
-    made = plan(wide_config(), "h200", batch=2, sequence=4096, space=WIDE, limits=False)
-    found = ways(made)
-    assert made.best.settings.precision == "fp8"
-    assert 0.65 < found["fp8"].seconds / found["bf16"].seconds < 0.95
+    """GEMMs at the FP8 rate outweigh the bytes that rounding moves; the peak equals estimate's."""
+    training_plan = plan(wide_config(), "h200", batch=2, sequence=4096, space=WIDE, limits=False)
+    by_precision = ways(training_plan)
+    assert training_plan.best.settings.precision == "fp8"
+    assert 0.65 < by_precision["fp8"].seconds / by_precision["bf16"].seconds < 0.95
     patched = {
         "linear_float8": True,
-        "fused_linear_cross_entropy": {"chunk": found["fp8"].settings.chunk},
+        "fused_linear_cross_entropy": {"chunk": by_precision["fp8"].settings.chunk},
     }
-    right = estimate(wide_config(), 2, 4096, dtype="bfloat16", optimizer="adamw", patched=patched)
-    assert found["fp8"].peak_bytes == right.peak_bytes
-    assert any("FP8" in note for note in made.notes)
-    assert "patched, fp8" in str(made)
+    estimated = estimate(
+        wide_config(), 2, 4096, dtype="bfloat16", optimizer="adamw", patched=patched
+    )
+    assert by_precision["fp8"].peak_bytes == estimated.peak_bytes
+    assert any("FP8" in note for note in training_plan.notes)
+    assert "patched, fp8" in str(training_plan)
 
 
 def test_fp8_keeps_a_frozen_base_in_half_of_the_memory():
@@ -585,47 +630,66 @@ def test_fp8_keeps_a_frozen_base_in_half_of_the_memory():
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(wide_config(3), dtype=torch.bfloat16).train()
         model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear"))
-    found = ways(plan(model, "h200", batch=2, sequence=4096, space=WIDE, limits=False))
-    assert found["fp8"].seconds < found["bf16"].seconds
-    parts = {name: c.parts["parameters"] for name, c in found.items()}
+    by_precision = ways(plan(model, "h200", batch=2, sequence=4096, space=WIDE, limits=False))
+    assert by_precision["fp8"].seconds < by_precision["bf16"].seconds
+    parts = {name: c.parts["parameters"] for name, c in by_precision.items()}
     assert parts["fp8"] < 0.56 * parts["bf16"]
     # what the plan applies, and what that holds
-    with apply(found["fp8"], model):
-        held = sum(t.nbytes for p in model.parameters() for t in stored(p))
+    with apply(by_precision["fp8"], model):
+        parameter_bytes = sum(t.nbytes for p in model.parameters() for t in stored(p))
     standing = sum(b.nbytes for b in model.buffers())
-    assert held <= parts["fp8"] <= held + standing
+    assert parameter_bytes <= parts["fp8"] <= parameter_bytes + standing
     assert not any(hasattr(p, "codes") for p in model.parameters())
 
 
 def test_fp8_of_several_devices():
     """Divided layers stay in 16 bits, and engines with fp32 copies have no such precision."""
     space = replace(WIDE, layouts=None)
-    made = plan(
-        wide_config(), "h200", 2, batch=2, sequence=128, space=replace(space, precisions=("fp8",)),
+    training_plan = plan(
+        wide_config(),
+        "h200",
+        2,
+        batch=2,
+        sequence=128,
+        space=replace(space, precisions=("fp8",)),
         limits=False,
-    )  # fmt: skip
-    assert {c.settings.tensor for c in made.candidates} == {1}
-    assert {c.settings.spread for c in made.candidates} <= {"none", "ddp", "fsdp2"}
-    assert {"ddp", "fsdp2"} <= {c.settings.spread for c in made.candidates}
+    )
+    assert {c.settings.tensor for c in training_plan.candidates} == {1}
+    assert {c.settings.spread for c in training_plan.candidates} <= {"none", "ddp", "fsdp2"}
+    assert {"ddp", "fsdp2"} <= {c.settings.spread for c in training_plan.candidates}
 
 
 def test_the_command(tmp_path, capsys):
     config_of(layers=4).save_pretrained(tmp_path)
-    argv = ["plan", str(tmp_path), "--gpu", "80MiB", "--seq", "64", "--batch", "1", "--headroom",
-            "0", "--precision", "bf16", "--no-limits", "--data-parallel"]  # fmt: skip
+    argv = [
+        "plan",
+        str(tmp_path),
+        "--gpu",
+        "80MiB",
+        "--seq",
+        "64",
+        "--batch",
+        "1",
+        "--headroom",
+        "0",
+        "--precision",
+        "bf16",
+        "--no-limits",
+        "--data-parallel",
+    ]
     out = tmp_path / "files"
     assert main([*argv, "--write", str(out), "--picture", str(tmp_path / "plan.png")]) == 0
-    said = capsys.readouterr()
-    assert "Ways, the fastest that fits first" in said.out
-    assert "plan.yaml" in said.err
+    captured = capsys.readouterr()
+    assert "Ways, the fastest that fits first" in captured.out
+    assert "plan.yaml" in captured.err
     assert load(out / "plan.yaml").sequence == 64
     configure(out / "liger_multi.yaml")
     configure(None)
     argv[3] = "1MiB"
     assert main([*argv, "--json"]) == 1
-    said = capsys.readouterr()
-    assert "nothing fits" in said.err
-    assert not json.loads(said.out)["candidates"][0]["fits"]
+    captured = capsys.readouterr()
+    assert "nothing fits" in captured.err
+    assert not json.loads(captured.out)["candidates"][0]["fits"]
     assert main(["plan", "llama-3-8b", "--gpu", "h20"]) == 2
 
 
@@ -638,12 +702,12 @@ MEASURED = {"measured_bytes": 100, "measured_seconds": 2.0, "loss": 1.0}
 
 def pretending(code):
     """A worker that runs ``code`` once it has its candidate."""
-    command = [sys.executable, "-c", f"import json, sys; given = sys.stdin.readline()\n{code}"]
+    command = [sys.executable, "-c", f"import json, sys; line = sys.stdin.readline()\n{code}"]
     return Worker("cpu", command)
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("raise MemoryError('of the host')", "MemoryError: of the host"),
         ("sys.exit('torch.OutOfMemoryError: tried to allocate 2 GiB')", "out of memory"),
@@ -652,41 +716,43 @@ def pretending(code):
         ("pass", "no output"),
     ],
 )
-def test_a_failing_process_is_a_row(code, said):
+def test_failing_process_row(code, message):
     limit = 2 if "sleep" in code else 30
-    assert pretending(code).run(CASE, SETTINGS, 1, limit)["failure"] == said
+    assert pretending(code).run(CASE, SETTINGS, 1, limit)["failure"] == message
 
 
-def test_a_process_gets_its_candidate():
-    code = "print(json.dumps({'got': json.loads(given)}))"
-    found = pretending(code).run(CASE, SETTINGS, 3, 30)
-    assert found["got"] == [vars(CASE), SETTINGS.as_data(), 3]
-    assert found["process_seconds"] > 0
+def test_process_candidate():
+    code = "print(json.dumps({'got': json.loads(line)}))"
+    result = pretending(code).run(CASE, SETTINGS, 3, 30)
+    assert result["got"] == [vars(CASE), SETTINGS.as_data(), 3]
+    assert result["process_seconds"] > 0
 
 
-def told(seconds, host=0):
+def candidate(seconds, host=0):
     return Candidate(SETTINGS, 100, {}, seconds, host_bytes=host)
 
 
-def given(**options):
+def options_of(**options):
     until = time.monotonic() + 60
     return argparse.Namespace(**{"steps": 1, "most": 3, "limit": 30, "until": until} | options)
 
 
 def two_plans():
     data = {"case": vars(CASE), "plan_seconds": 1, "ways": 3, "fit": 3}
-    candidates = [told(seconds).as_data() for seconds in (1.0, 2.0, 3.0)]
+    candidates = [candidate(seconds).as_data() for seconds in (1.0, 2.0, 3.0)]
     return [{**data, "candidates": candidates}, {**data, "candidates": candidates[:1]}]
 
 
-def test_rows_are_written_after_every_candidate():
-    """In rounds over the cases; what failed has no order and stops nothing."""
+def test_rows_written_after_every_candidate():
+    """In rounds over the cases; a failed candidate has no rank and does not stop the others."""
     written = []
     codes = iter([f"print({json.dumps(json.dumps(MEASURED))})"] * 2 + ["raise ValueError('x')"] * 2)
     rows = plans.execute(
-        two_plans(), lambda: pretending(next(codes)), given(),
+        two_plans(),
+        lambda: pretending(next(codes)),
+        options_of(),
         lambda rows: written.append([len(row["runs"]) for row in rows]),
-    )  # fmt: skip
+    )
     assert written == [[1, 0], [1, 1], [2, 1], [3, 1]]
     assert [run.get("failure") for run in rows[0]["runs"]] == [None, *["ValueError: x"] * 2]
     assert rows[0]["runs"][0]["error_percent"] == 0
@@ -694,20 +760,20 @@ def test_rows_are_written_after_every_candidate():
     assert "candidates" not in rows[0]
 
 
-def test_nothing_starts_when_the_time_is_over(capsys):
-    late = given(until=time.monotonic() + 10, limit=30)
+def test_no_candidate_starts_after_deadline(capsys):
+    late = options_of(until=time.monotonic() + 10, limit=30)
     rows = plans.execute(two_plans(), lambda: pretending("pass"), late, lambda rows: None)
     assert [row["runs"] for row in rows] == [[], []]
     assert "4 candidates are left" in capsys.readouterr().out
 
 
 def test_which_candidates_are_executed():
-    every = [told(float(i)) for i in range(9)]
+    every = [candidate(float(i)) for i in range(9)]
     places = [int(one.seconds) for one in plans.chosen(every, 5)]
     assert places == [0, 8, 4, 2, 6]
     assert plans.chosen(every[:1], 5) == every[:1]
-    assert plans.chosen([told(1.0), told(2.0, host=2**40)], 5) == [told(1.0)]
-    assert plans.chosen([told(1.0, host=2**40)], 5) == []
+    assert plans.chosen([candidate(1.0), candidate(2.0, host=2**40)], 5) == [candidate(1.0)]
+    assert plans.chosen([candidate(1.0, host=2**40)], 5) == []
 
 
 def test_the_order_of_speeds():
@@ -719,14 +785,14 @@ def test_the_order_of_speeds():
 
 
 def test_a_candidate_trains_on_a_cpu(tmp_path):
-    """The half that executes, whole: peak as told, and nothing of the settings left out."""
+    """Execution reaches the predicted peak, and applies all settings."""
     config = Small("dense", 2, 64).config()
     config.num_hidden_layers = 4
     config.save_pretrained(tmp_path)
     case = Run(str(tmp_path), 64, 2, "64MiB")
     predictor = Predictor(Shapes(case.config(), 64), CARDS["h200"], "cpu")
     one = predictor.predict(replace(SETTINGS, accumulation=2, tiles=2))
-    found = executed(case, one.settings, 1, torch.device("cpu"))
-    assert found["measured_bytes"] == pytest.approx(one.peak_bytes, rel=0.02)
-    assert found["measured_seconds"] > 0
-    assert 7 < found["loss"] < 8.5, "random weights, 1 999 classes"
+    result = executed(case, one.settings, 1, torch.device("cpu"))
+    assert result["measured_bytes"] == pytest.approx(one.peak_bytes, rel=0.02)
+    assert result["measured_seconds"] > 0
+    assert 7 < result["loss"] < 8.5, "random weights, 1 999 classes"

@@ -1,4 +1,4 @@
-"""What plans keep between processes: where, for how long, and when it does not count."""
+"""The cache of simulations between processes: its folder, its lifetime, and when it is ignored."""
 
 import json
 import os
@@ -22,9 +22,13 @@ from tests import harness
 
 LENGTH = 64
 SMALL = Space(
-    precisions=("bf16",), policies=("none", "full"), offload=False, tiled=False,
-    offload_states=(None,), layouts=((1, 1),),
-)  # fmt: skip
+    precisions=("bf16",),
+    policies=("none", "full"),
+    offload=False,
+    tiled=False,
+    offload_states=(None,),
+    layouts=((1, 1),),
+)
 
 
 def config_of(layers=2):
@@ -47,10 +51,8 @@ def model(tmp_path):
     return tmp_path / "model"
 
 
-def made(config=None, memory="80MiB", **options):
-    return plan(
-        config or config_of(), memory, sequence=LENGTH, space=SMALL, cache=True, **options
-    )  # fmt: skip
+def cached_plan(config=None, memory="80MiB", **options):
+    return plan(config or config_of(), memory, sequence=LENGTH, space=SMALL, cache=True, **options)
 
 
 def only(cache):
@@ -58,57 +60,57 @@ def only(cache):
     return file
 
 
-# --- found again ---
+# --- hits ---
 
 
-def test_a_plan_that_was_made_needs_no_simulation(cache):
-    first = made()
+def test_repeated_plan_needs_no_simulation(cache):
+    first = cached_plan()
     assert first.simulations > 5
-    again = made()
+    again = cached_plan()
     assert again.simulations == 0
     assert again == replace(first, simulations=0)
     assert plan(config_of(), "80MiB", sequence=LENGTH, space=SMALL).simulations, "by default"
 
 
-def test_simulations_serve_other_questions(cache):
-    most = made().simulations
-    assert made(memory="2GiB", limits=False).simulations < most / 2
-    assert made(memory="80MiB", limits=False, optimizer="sgd").simulations == 0
-    assert made(memory="2GiB", limits=False).simulations == 0
-    assert made(config_of(3)).simulations, "another architecture"
+def test_simulations_shared_between_plans(cache):
+    most = cached_plan().simulations
+    assert cached_plan(memory="2GiB", limits=False).simulations < most / 2
+    assert cached_plan(memory="80MiB", limits=False, optimizer="sgd").simulations == 0
+    assert cached_plan(memory="2GiB", limits=False).simulations == 0
+    assert cached_plan(config_of(3)).simulations, "another architecture"
     assert len(list(cache.iterdir())) == 2
 
 
-def test_a_plan_of_what_does_not_fit_is_kept(cache):
+def test_plan_that_does_not_fit_is_cached(cache):
     for _ in range(2):
         with pytest.raises(PlanError) as raised:
-            made(memory="1MiB")
+            cached_plan(memory="1MiB")
     assert raised.value.plan.simulations == 0
 
 
-def test_no_model_is_built_for_what_is_known(cache, model, monkeypatch):
+def test_cached_plan_builds_no_model(cache, model, monkeypatch):
     source = Source(model)
-    first = made(source)
+    first = cached_plan(source)
     monkeypatch.setattr(Source, "__call__", lambda self: pytest.fail("asked for"))
-    assert made(source) == replace(first, simulations=0)
+    assert cached_plan(source) == replace(first, simulations=0)
 
 
-def test_a_published_size_is_told_apart():
+def test_published_size_identity():
     identities = [json.dumps(Source(name).identity) for name in SIZES]
     assert len(set(identities)) == len(SIZES)
 
 
-def test_models_are_not_kept(cache):
-    """Their code and their adapters are their own."""
+def test_plans_of_models_are_not_cached(cache):
+    """A model may have code and adapters of its own."""
     from transformers import AutoModelForCausalLM
 
-    given = AutoModelForCausalLM.from_config(config_of())
+    model = AutoModelForCausalLM.from_config(config_of())
     for _ in range(2):
-        assert made(given, limits=False).simulations
+        assert cached_plan(model, limits=False).simulations
     assert not cache.exists()
 
 
-# --- what does not count ---
+# --- misses ---
 
 
 @pytest.mark.parametrize(
@@ -123,34 +125,34 @@ def test_models_are_not_kept(cache):
     ids=["half of it", "other numbers", "other text", "no head", "empty"],
 )
 def test_a_broken_file_is_replaced(cache, spoil):
-    first = made()
+    first = cached_plan()
     file = only(cache)
     whole = file.read_text()
     file.write_text(spoil(whole))
-    assert made() == first, "with as many simulations"
+    assert cached_plan() == first, "with as many simulations"
     assert file.read_text() == whole
 
 
 def test_a_file_that_cannot_be_decoded_or_read(cache):
-    first = made()
+    first = cached_plan()
     file = only(cache)
     file.write_bytes(b"\xff\xfe\x00")
-    assert made().simulations == first.simulations
+    assert cached_plan().simulations == first.simulations
     file.unlink()
     file.mkdir()
-    assert made().simulations == first.simulations
+    assert cached_plan().simulations == first.simulations
 
 
 @pytest.mark.parametrize("what", ["torch", "packages", "sources", "configuration", "python"])
 def test_another_environment_simulates(cache, monkeypatch, what):
-    first = made()
+    first = cached_plan()
     assert set(store.environment()) >= {what}
     other = {**store.environment(), what: "another"}
     with monkeypatch.context() as patched:
         patched.setattr(store, "environment", lambda: other)
-        assert made().simulations == first.simulations
-        assert made().simulations == 0
-    assert made().simulations == first.simulations, "one environment at a time"
+        assert cached_plan().simulations == first.simulations
+        assert cached_plan().simulations == 0
+    assert cached_plan().simulations == first.simulations, "one environment at a time"
 
 
 def test_sources_and_configuration_have_names(tmp_path, monkeypatch):
@@ -172,9 +174,9 @@ def test_sources_and_configuration_have_names(tmp_path, monkeypatch):
     assert store.environment() == plain
 
 
-def test_entries_of_another_form_are_simulated_again(cache):
-    """The checksum is right: an older form that was not told apart."""
-    first = made()
+def test_entries_of_old_format_are_replaced(cache):
+    """The checksum is right, but the entries have an older format."""
+    first = cached_plan()
     file = only(cache)
     text = file.read_text()
     head, _, body = text.partition("\n")
@@ -185,23 +187,23 @@ def test_entries_of_another_form_are_simulated_again(cache):
     other._key = key
     changed = json.dumps(entries)
     file.write_text(f"{other._head(changed)}\n{changed}")
-    assert made().candidates == first.candidates
+    assert cached_plan().candidates == first.candidates
 
 
 # --- the file ---
 
 
-def test_two_processes_keep_what_both_found(tmp_path):
+def test_concurrent_stores_merge(tmp_path):
     path = tmp_path / "some.json"
     one, two = Store(path, {"a": 1}), Store(path, {"a": 1})
-    one.write("kind", "x", [1])
+    one.write("section", "x", [1])
     one.save()
-    two.write("kind", "y", [2])
+    two.write("section", "y", [2])
     two.save()
-    found = Store(path, {"a": 1})
-    assert found.names("kind") == ["x", "y"]
-    assert found.read("kind", "x", list) == [1]
-    assert found.read("kind", "z", list) is None
+    merged = Store(path, {"a": 1})
+    assert merged.names("section") == ["x", "y"]
+    assert merged.read("section", "x", list) == [1]
+    assert merged.read("section", "z", list) is None
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -210,15 +212,15 @@ def test_a_file_does_not_grow_without_end(tmp_path, monkeypatch):
     path = tmp_path / "some.json"
     for name in ("x", "y"):
         one = Store(path)
-        one.write("kind", name, "long" * 20)
+        one.write("section", name, "long" * 20)
         one.save()
-    assert Store(path).names("kind") == ["y"]
+    assert Store(path).names("section") == ["y"]
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "file" / "below"))
-    assert made(limits=False).simulations
+    assert cached_plan(limits=False).simulations
     assert (tmp_path / "file").read_text() == ""
 
 
@@ -231,7 +233,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
         ("", "", "~/.cache/liger_multi"),
     ],
 )
-def test_where_it_is(monkeypatch, named, home, expected):
+def test_cache_folder(monkeypatch, named, home, expected):
     monkeypatch.setenv(store.VARIABLE, named)
     monkeypatch.setenv("XDG_CACHE_HOME", home)
     assert str(store.folder()) == os.path.expanduser(expected)
@@ -244,19 +246,19 @@ ARGV = ["--gpu", "80MiB", "--seq", "64", "--precision", "bf16", "--data-parallel
 
 def test_the_command_keeps_simulations(cache, model, capsys):
     argv = ["plan", str(model), *ARGV, "--json"]
-    told = []
+    plans = []
     for options in (["--no-cache"], [], [], ["--no-cache"]):
         assert main([*argv, *options]) == 0
-        told.append(json.loads(capsys.readouterr().out))
-        assert options != ["--no-cache"] or len(told) > 1 or not cache.exists()
-    counts = [one.pop("simulations") for one in told]
+        plans.append(json.loads(capsys.readouterr().out))
+        assert options != ["--no-cache"] or len(plans) > 1 or not cache.exists()
+    counts = [one.pop("simulations") for one in plans]
     assert counts[0] == counts[1] == counts[3] > 5
     assert counts[2] == 0
-    assert told[0] == told[1] == told[2] == told[3]
+    assert plans[0] == plans[1] == plans[2] == plans[3]
 
 
-def test_a_known_plan_does_not_wait_for_transformers(cache, model):
-    """Its import lasts longer than everything else."""
+def test_cached_plan_imports_no_transformers(cache, model):
+    """Its import takes longer than everything else."""
     assert main(["plan", str(model), *ARGV]) == 0
     code = (
         "import sys; from liger_multi.cli.main import main; code = main(sys.argv[1:]); "
@@ -275,7 +277,7 @@ BROAD = Space(precisions=("bf16", "fp32"), policies=("none", "full"), layouts=((
 
 @pytest.fixture
 def two(monkeypatch):
-    """Copies of this process may be made, whatever its threads."""
+    """This process may be forked, whatever its threads."""
     if sys.platform != "linux":
         pytest.skip("copies processes")
     monkeypatch.setattr(search, "can_fork", lambda: True)
@@ -286,29 +288,29 @@ def planned(**options):
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_plan_of_one(two, monkeypatch, tmp_path):
-    """Each simulates some; the first one alone tells what it does."""
-    alone, simulated, told = planned(), Passes._simulated, []
+def test_plan_with_two_processes(two, monkeypatch, tmp_path):
+    """Each process simulates a part; only the first one reports progress."""
+    alone, simulated, messages = planned(), Passes._simulated, []
 
     def watched(self, *rest):
         (tmp_path / f"{os.getpid()} {self.simulations}").touch()
         return simulated(self, *rest)
 
-    def said(text):
-        told.append(text)
+    def report(text):
+        messages.append(text)
         (tmp_path / f"said by {os.getpid()}").touch()
 
     monkeypatch.setattr(Passes, "_simulated", watched)
-    both = planned(processes=2, said=said)
+    both = planned(processes=2, said=report)
     assert both == replace(alone, simulations=both.simulations)
     files = [file.name for file in tmp_path.iterdir()]
     assert [name for name in files if "said" in name] == [f"said by {os.getpid()}"]
     assert len(files) - 1 == both.simulations < 1.2 * alone.simulations
-    assert 0 < len(told) < 0.8 * alone.simulations
+    assert 0 < len(messages) < 0.8 * alone.simulations
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_is_done_without(two, monkeypatch):
+def test_plan_when_second_process_fails(two, monkeypatch):
     main, simulated = os.getpid(), Passes._simulated
 
     def only_here(self, *rest):
@@ -321,25 +323,25 @@ def test_a_process_that_fails_is_done_without(two, monkeypatch):
     assert planned(processes=2) == alone
 
 
-def test_what_is_known_needs_no_process(two, monkeypatch, cache):
-    made()
+def test_cached_plan_starts_no_process(two, monkeypatch, cache):
+    cached_plan()
     monkeypatch.setattr(search, "forked", lambda work: pytest.fail("a process was started"))
-    assert made(processes=2).simulations == 0
+    assert cached_plan(processes=2).simulations == 0
 
 
-def test_no_copy_of_a_process_with_threads(monkeypatch):
+def test_no_fork_with_threads(monkeypatch):
     monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
     monkeypatch.setattr(forked.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(forked.sys, "platform", "linux")
     # an earlier test of the process may have used its card
     monkeypatch.setattr(forked.torch.cuda, "is_initialized", lambda: False)
     assert forked.can_fork()
-    for place, name, told in (
+    for place, name, state in (
         (forked.threading, "active_count", lambda: 2),
         (forked.os, "sched_getaffinity", lambda _: {1}),
         (forked.torch.cuda, "is_initialized", lambda: True),
         (forked.sys, "platform", "darwin"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(place, name, told)
+            patch.setattr(place, name, state)
             assert not forked.can_fork()

@@ -1,4 +1,4 @@
-"""Limits and order of a plan: sizes as people write them, the host's memory, what ranks first."""
+"""Limits and rank of candidates: sizes with units, the host's memory, order."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from liger_multi.cli.main import main
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.errors import ConfigurationError, PlanError
 from liger_multi.memory import Settings, Space, TrainingPlan, plan
-from liger_multi.memory.planning import Candidate, host
+from liger_multi.memory.planning import Candidate, cost
 from liger_multi.memory.planning.cost import card_of
 from liger_multi.memory.planning.result import plan_page
 
@@ -35,9 +35,14 @@ def config_of(**changes):
     from transformers import LlamaConfig
 
     sizes = {
-        "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 4, "vocab_size": 512,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "num_hidden_layers": 4,
+        "vocab_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+    }
     return LlamaConfig(**{**sizes, **changes})
 
 
@@ -76,18 +81,18 @@ def test_an_estimate_refuses_a_capacity_without_its_unit(capsys):
 
 def test_the_memory_of_this_host(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert host.host_memory(None) == 128 * 2**30
+    assert cost.host_bytes(None) == 128 * 2**30
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    monkeypatch.setattr(host, "LIMIT", tmp_path / "memory.max")
-    whole = host.host_memory(None)
+    monkeypatch.setattr(cost, "CONTAINER_LIMIT", tmp_path / "memory.max")
+    machine_bytes = cost.host_bytes(None)
     (tmp_path / "memory.max").write_text("max\n")
-    assert host.host_memory(None) == whole
+    assert cost.host_bytes(None) == machine_bytes
     (tmp_path / "memory.max").write_text(f"{2**30}\n")
-    assert host.host_memory(None) == 2**28
-    assert host.host_memory("64GB") == 64 * 10**9
+    assert cost.host_bytes(None) == 2**28
+    assert cost.host_bytes("64GB") == 64 * 10**9
     with pytest.raises(ConfigurationError, match="'64GiB' or '64GB'"):
-        host.host_memory("64")
+        cost.host_bytes("64")
 
 
 SPACE = Space(
@@ -97,14 +102,14 @@ SPACE = Space(
 
 @pytest.fixture(scope="module")
 def simulations(tmp_path_factory):
-    """Those of one plan serve the next, from a folder of this file's."""
+    """A cache folder for this file: simulations of one plan serve the next."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGER_MULTI_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
 def test_the_host_limits_what_is_offloaded():
-    """Every way that fits keeps within both memories, whatever else it saves."""
+    """Every candidate that fits stays within the memory of the device and of the host."""
     config = config_of(num_hidden_layers=2)
     wide = plan(config, "1GiB", 1, 32, 512, space=SPACE, limits=False)
     most = max(c.host_bytes for c in wide.fitting)
@@ -116,29 +121,43 @@ def test_the_host_limits_what_is_offloaded():
     assert narrow.nearest.host_bytes <= narrow.host_memory_bytes
 
 
-def test_what_needs_more_than_the_host_has_does_not_fit():
+def test_host_memory_limits_fit():
     space = replace(SPACE, offload=False, offload_states=("cpu",))
-    made = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False)
-    assert made.best.host_bytes > 2**21
+    training_plan = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False)
+    assert training_plan.best.host_bytes > 2**21
     with pytest.raises(PlanError, match=r"MiB of the host for each device.* MiB on the host"):
         plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False, host_memory="2MiB")
 
 
 def test_states_on_a_disk_take_no_memory_of_the_host():
     space = replace(SPACE, offload=False, offload_states=("nvme",))
-    made = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False, host_memory="2MiB")
-    assert made.best.host_bytes == 0
+    training_plan = plan(
+        config_of(), "1GiB", 1, 4, 512, space=space, limits=False, host_memory="2MiB"
+    )
+    assert training_plan.best.host_bytes == 0
 
 
 def test_the_table_shows_the_hosts_memory(capsys, tmp_path, simulations):
     config_of().save_pretrained(tmp_path)
-    argv = ["plan", str(tmp_path), "--gpu", "1GB", "--batch", "1", "--seq", "64", "--no-limits",
-            "--data-parallel", "--precision", "bf16"]  # fmt: skip
+    argv = [
+        "plan",
+        str(tmp_path),
+        "--gpu",
+        "1GB",
+        "--batch",
+        "1",
+        "--seq",
+        "64",
+        "--no-limits",
+        "--data-parallel",
+        "--precision",
+        "bf16",
+    ]
     assert main([*argv, "--host-memory", "64MB", "--headroom", "0"]) == 0
-    said = capsys.readouterr().out
-    header = next(line for line in said.splitlines() if line.strip().startswith("way"))
+    output = capsys.readouterr().out
+    header = next(line for line in output.splitlines() if line.strip().startswith("way"))
     assert "on the host" in header
-    assert "may be used of the host, each  61.0 MiB" in said
+    assert "may be used of the host, each  61.0 MiB" in output
     assert main([*argv, "--host-memory", "64MB", "--headroom", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["host_memory_bytes"] == 64 * 10**6
 
@@ -155,23 +174,28 @@ def test_the_table_shows_the_hosts_memory(capsys, tmp_path, simulations):
         (("amp", "bf16"), 4, "sgd"),
     ],
 )
-def test_offloaded_states_rank_below_the_same_way_without(
-    simulations, precisions, devices, optimizer
-):
+def test_offloaded_states_rank_lower(simulations, precisions, devices, optimizer):
     space = replace(SPACE, precisions=precisions, policies=("none", "full"))
-    made = plan(
-        config_of(), "24GB", devices, None, 512, space=space, limits=False, optimizer=optimizer,
+    training_plan = plan(
+        config_of(),
+        "24GB",
+        devices,
+        None,
+        512,
+        space=space,
+        limits=False,
+        optimizer=optimizer,
         cache=True,
-    )  # fmt: skip
+    )
     places = {}
-    for place, one in enumerate(made.fitting):
+    for place, one in enumerate(training_plan.fitting):
         s = one.settings
         places[replace(s, micro_batch=1, layers=bool(s.layers), chunk=None)] = place
     moved = [way for way in places if way.offload_states]
     assert moved
     for way in moved:
         assert places[replace(way, offload_states=None)] < places[way], way
-    shown = [one.relative for one in made.fitting]
+    shown = [one.relative for one in training_plan.fitting]
     assert shown[0] == pytest.approx(1, abs=0.006)
     assert [round(x, 2) for x in shown] == sorted(round(x, 2) for x in shown)
 
@@ -179,49 +203,58 @@ def test_offloaded_states_rank_below_the_same_way_without(
 @pytest.mark.parametrize("precisions", [("bf16", "amp", "fp32"), ("amp",), ("fp16",)])
 def test_a_small_model_is_not_sharded(simulations, precisions):
     space = replace(SPACE, precisions=precisions)
-    made = plan(config_of(), "24GB", 4, None, 512, space=space, limits=False, cache=True)
-    assert made.best.settings.spread == "ddp"
-    assert made.best.settings.offload_states is None
+    training_plan = plan(config_of(), "24GB", 4, None, 512, space=space, limits=False, cache=True)
+    assert training_plan.best.settings.spread == "ddp"
+    assert training_plan.best.settings.offload_states is None
 
 
 def test_a_large_model_is_sharded():
     space = replace(SPACE, spreads=("ddp", "zero1", "zero3"), offload=False)
-    made = plan(config_of(), "16MiB", 4, 4, 64, space=space, limits=False, device="cpu")
-    assert {c.settings.spread for c in made.fitting} >= {"zero1", "zero3"}
+    training_plan = plan(config_of(), "16MiB", 4, 4, 64, space=space, limits=False, device="cpu")
+    assert {c.settings.spread for c in training_plan.fitting} >= {"zero1", "zero3"}
 
 
-def test_a_page_without_offloading_has_no_size_of_it():
+def test_page_without_offloading():
     space = replace(SPACE, offload=False, offload_states=(None,))
-    made = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False)
-    assert {row[4] for row in plan_page(made).sections[1].rows} == {"-"}
+    training_plan = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False)
+    assert {row[4] for row in plan_page(training_plan).sections[1].rows} == {"-"}
 
 
-def test_the_picture_cuts_no_word(tmp_path, monkeypatch):
-    """Labels of the longest ways and of the axis lie within the picture."""
+def test_picture_labels_fit(tmp_path, monkeypatch):
+    """Labels of the longest candidates and of the axis lie within the picture."""
     pictures = pytest.importorskip("liger_multi.pictures")
     pytest.importorskip("matplotlib")
-    seen = []
+    labels = []
 
     @contextlib.contextmanager
     def watched(*args, **options):
-        with pictures.figure(*args, **options) as made:
-            yield made
-            made.draw_without_rendering()
-            (axis,) = made.axes
+        with pictures.figure(*args, **options) as figure:
+            yield figure
+            figure.draw_without_rendering()
+            (axis,) = figure.axes
             for label in (axis.xaxis.label, *axis.get_yticklabels(), axis.title):
                 box = label.get_window_extent()
-                seen.append(label.get_text())
+                labels.append(label.get_text())
                 assert box.x0 >= 0, label
-                assert box.x1 <= made.bbox.x1, label
+                assert box.x1 <= figure.bbox.x1, label
                 assert box.y0 >= 0, label
 
     monkeypatch.setattr("liger_multi.memory.planning.result.figure", watched)
     way = Settings(
-        recompute="norms_and_mlp", layers=80, tiles=16, offload_activations=True, spread="fsdp2",
-        offload_states="cpu", tensor=4, pipeline=4, data=64, micro_batch=32, accumulation=64,
-    )  # fmt: skip
+        recompute="norms_and_mlp",
+        layers=80,
+        tiles=16,
+        offload_activations=True,
+        spread="fsdp2",
+        offload_states="cpu",
+        tensor=4,
+        pipeline=4,
+        data=64,
+        micro_batch=32,
+        accumulation=64,
+    )
     ways = [Candidate(replace(way, data=n), 2**36, {"parameters": 2**36}) for n in range(1, 13)]
-    made = TrainingPlan("llama", 80, "card", 2**36, 2**36, 64, None, ways)
-    made.draw(tmp_path / "plan.png")
-    assert any("DP 12" in text for text in seen), "the end of a way is there"
-    assert any("dashed: the budget" in text for text in seen)
+    training_plan = TrainingPlan("llama", 80, "card", 2**36, 2**36, 64, None, ways)
+    training_plan.draw(tmp_path / "plan.png")
+    assert any("DP 12" in text for text in labels), "the end of a way is there"
+    assert any("dashed: the budget" in text for text in labels)

@@ -1,4 +1,4 @@
-"""Few simulations tell about all candidates, and what they tell is what a simulation would."""
+"""Passes of all candidates are derived from few simulations, and equal simulated ones."""
 
 from dataclasses import replace
 
@@ -18,40 +18,44 @@ BASE = Settings(sequence=LENGTH, precision="bf16", chunk=16 * LENGTH)
 STOCK = {"patched": False, "chunk": None}
 
 
-def config_of(kind="dense", layers=5, **changes):
-    config = Case(kind, 2, LENGTH).config()
-    given = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
-    return type(config)(**{**given, "num_hidden_layers": layers, **changes})
+def config_of(model_name="dense", layers=5, **changes):
+    config = Case(model_name, 2, LENGTH).config()
+    data = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
+    return type(config)(**{**data, "num_hidden_layers": layers, **changes})
 
 
 def predictor_of(config):
     return Predictor(Shapes(config, LENGTH), CARDS["h200"])
 
 
-def same(found, told):
-    assert (found.peak_bytes, found.parts, found.host_bytes) == (
-        told.peak_bytes, told.parts, told.host_bytes
-    )  # fmt: skip
-    assert found.seconds == pytest.approx(told.seconds, rel=1e-12)
+def same(actual, expected):
+    assert (actual.peak_bytes, actual.parts, actual.host_bytes) == (
+        expected.peak_bytes,
+        expected.parts,
+        expected.host_bytes,
+    )
+    assert actual.seconds == pytest.approx(expected.seconds, rel=1e-12)
 
 
 @pytest.fixture
 def simulate_all(monkeypatch):
-    """Nothing is derived, and every head runs with the layers that it is told with."""
+    """Nothing is derived, and every head is simulated with its own layers."""
 
     def start(predictor):
-        made = predictor.passes
+        simulated = predictor.passes
         monkeypatch.setattr(
-            made, "_trace", lambda settings, recompute: passes.Trace(
-                *made._simulate(settings, recompute, made.shapes.depth)
+            simulated,
+            "_trace",
+            lambda settings, recompute: passes.Trace(
+                *simulated._simulate(settings, recompute, simulated.shapes.depth)
             ),
-        )  # fmt: skip
+        )
         return predictor
 
     return start
 
 
-# --- layers and heads apart ---
+# --- layers and heads ---
 
 WAYS = {
     "plain": {},
@@ -65,14 +69,17 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "tied"])
+@pytest.mark.parametrize("model_name", ["dense", "moe", "tied"])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_derived_is_what_would_be_simulated(simulate_all, kind, way):
-    """Other numbers of sequences and other chunks, of layers that were simulated before."""
-    if kind == "moe" and way == "tiles":
+def test_derived_passes_equal_simulated(simulate_all, model_name, way):
+    """Other numbers of sequences and other chunks, derived from simulated layers."""
+    if model_name == "moe" and way == "tiles":
         pytest.skip("experts do not run in tiles")
     settings = replace(BASE, **WAYS[way])
-    some, every = predictor_of(config_of(kind)), simulate_all(predictor_of(config_of(kind)))
+    some, every = (
+        predictor_of(config_of(model_name)),
+        simulate_all(predictor_of(config_of(model_name))),
+    )
     for micro in (1, 4, 12, 16):
         some.predict(replace(settings, micro_batch=micro))
     for micro in (8, 16):
@@ -100,8 +107,8 @@ def test_tensor_parallelism_between_two_degrees(simulate_all, changes):
     assert some.simulations == before
 
 
-def test_tensor_parallelism_that_does_something_else_is_simulated(simulate_all):
-    """One head of keys is left to a device, where PyTorch's fp32 attention needs no copies."""
+def test_unlike_tensor_parallel_passes_are_simulated(simulate_all):
+    """With one key head per device, PyTorch's fp32 attention needs no copies."""
     config = config_of(num_attention_heads=16, num_key_value_heads=8, head_dim=8)
     settings = replace(BASE, micro_batch=2, precision="fp32")
     some, every = predictor_of(config), simulate_all(predictor_of(config))
@@ -113,17 +120,17 @@ def test_tensor_parallelism_that_does_something_else_is_simulated(simulate_all):
 
 
 @pytest.mark.parametrize("policy", ["full", "norms_and_mlp", "keep_attention"])
-def test_casts_of_all_layers_leave_when_forward_is_over(policy):
-    """Those of the few simulated layers did, and the others stayed for backward."""
+def test_casts_freed_after_forward(policy):
+    """Only those of the simulated layers were freed; the others stayed until backward."""
     settings = replace(BASE, micro_batch=2, precision="amp", recompute=policy, layers=12)
-    short, whole = (predictor_of(config_of(layers=12)) for _ in range(2))
-    whole.shapes.facts.uniform = False
-    same(short.predict(settings), whole.predict(settings))
+    short, full = (predictor_of(config_of(layers=12)) for _ in range(2))
+    full.shapes.facts.uniform = False
+    same(short.predict(settings), full.predict(settings))
     assert len(short.traces(settings)[0].body.layers) == 3
 
 
-def test_sums_of_a_layer_that_is_computed_again():
-    """They were taken for sums of gradients: GPT-2 under autocast ended in a CheckpointError."""
+def test_recomputed_layer_work():
+    """Its sums were taken for sums of gradients: GPT-2 under autocast raised a CheckpointError."""
     from transformers import GPT2Config
 
     sizes = {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 1000}
@@ -135,7 +142,7 @@ def test_sums_of_a_layer_that_is_computed_again():
         assert predictor.predict(settings).peak_bytes < plain.peak_bytes
 
 
-# --- how many there are ---
+# --- number of simulations ---
 
 
 @pytest.mark.parametrize(
@@ -144,12 +151,14 @@ def test_sums_of_a_layer_that_is_computed_again():
         (2, {"memory": "80MiB", "sequence": 64}, 84),
         pytest.param(2, {"memory": "24GiB", "sequence": 64}, 70, marks=pytest.mark.slow),
         pytest.param(
-            6, {"memory": "200MiB", "sequence": 128, "devices": 4, "limits": False}, 90,
+            6,
+            {"memory": "200MiB", "sequence": 128, "devices": 4, "limits": False},
+            90,
             marks=pytest.mark.slow,
         ),
     ],
-)  # fmt: skip
+)
 def test_a_plan_needs_few_simulations(layers, options, most):
-    """There were 125, 67 and 114 before layers and heads were told apart."""
+    """There were 125, 67 and 114 before layers and heads were simulated separately."""
     config = config_of(layers=layers, num_attention_heads=8, num_key_value_heads=8, head_dim=12)
     assert plan(config, **options).simulations <= most

@@ -22,12 +22,7 @@ from transformers.models.llama.modeling_llama import (
 
 import liger_multi
 from liger_multi.errors import ConfigurationError, PatchError
-from liger_multi.patching import (
-    PatchReport,
-    patch,
-    patched,
-    unpatch,
-)
+from liger_multi.patching import PatchReport, patch, patched, unpatch
 from tests.models import ARCHITECTURES, KINDS, assert_same_training, batch, build
 
 
@@ -36,9 +31,9 @@ def state(model):
     return [(type(m), {k: id(v) for k, v in vars(m).items()}) for m in model.modules()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_unpatch_brings_the_very_same_back(kind):
-    model = build(kind)
+@pytest.mark.parametrize("model_type", KINDS)
+def test_unpatch_brings_the_very_same_back(model_type):
+    model = build(model_type)
     before = state(model)
     keys = list(model.state_dict())
     patch(model)
@@ -46,7 +41,9 @@ def test_unpatch_brings_the_very_same_back(kind):
     assert [attributes for _, attributes in state(model)] == [
         attributes for _, attributes in before
     ]
-    assert [type(m).__name__ for m in model.modules()] == [kind.__name__ for kind, _ in before]
+    assert [type(m).__name__ for m in model.modules()] == [
+        model_type.__name__ for model_type, _ in before
+    ]
     assert isinstance(model.lm_head, nn.Linear)
     report = unpatch(model)
     assert {e.status for e in report.entries} == {"restored"}
@@ -160,7 +157,7 @@ def test_bad_backend_and_model():
         pass
 
 
-def test_model_type_patches_what_is_built_later(tmp_path):
+def test_model_type_patches_later_instances(tmp_path):
     post_init = transformers.PreTrainedModel.post_init
     build("llama").save_pretrained(tmp_path)
     report = patch("llama", rms_norm=False)
@@ -185,11 +182,11 @@ def test_model_type_patches_what_is_built_later(tmp_path):
     assert type(ours.lm_head) is nn.Linear
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_model_type_is_patched_as_its_instances_are(kind):
-    known = ARCHITECTURES[kind]
-    stock = build(kind)
-    report = patch(kind, strict=True)
+@pytest.mark.parametrize("model_type", KINDS)
+def test_every_model_type_is_patched_as_its_instances_are(model_type):
+    known = ARCHITECTURES[model_type]
+    stock = build(model_type)
+    report = patch(model_type, strict=True)
     assert {e.op for e in report.entries} == {
         *("rms_norm", "layer_norm", "gated_rms_norm", "poly_norm", "dyt", "relu_squared"),
         *("swiglu", "geglu", "swiglu_clamped", "fused_moe", "rope", "lora"),
@@ -207,14 +204,14 @@ def test_every_model_type_is_patched_as_its_instances_are(kind):
         "rms_norm_rope",
     }
     try:
-        ours = build(kind)
+        ours = build(model_type)
     finally:
-        unpatch(kind)
-    assert ours.config.model_type == kind
+        unpatch(model_type)
+    assert ours.config.model_type == model_type
     again = patch(ours, strict=True)
     assert {op: again.count(op) for op in known.every} == known.every
     assert {e.status for e in again.entries} == {"already patched"}
-    assert [type(m) for m in build(kind).modules()] == [type(m) for m in stock.modules()]
+    assert [type(m) for m in build(model_type).modules()] == [type(m) for m in stock.modules()]
     unpatch(ours)
     assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
 
@@ -229,7 +226,7 @@ def test_strict_model_types_raise_in_the_constructor(monkeypatch):
         transformers.LlamaModel(build("llama").config)  # a model that has no head, by design
 
 
-def test_strict_asks_for_what_was_named():
+def test_strict_requires_named_operators():
     """A default finds what there is; a name that finds nothing is a mistake."""
     report = patch(build("mixtral"), strict=True)
     assert {s.op for s in report.skipped} == {"swiglu", "geglu"}
@@ -237,9 +234,9 @@ def test_strict_asks_for_what_was_named():
     report = patch(build("mixtral"), strict=True, fused_moe=False)
     assert "no module of this kind (its experts, MixtralExperts, are not patched)" in str(report)
     assert not patch(build("llama"), strict=True).skipped
-    for kind, op in (("mixtral", "swiglu"), ("llama", "geglu"), ("gemma", "swiglu")):
+    for model_type, op in (("mixtral", "swiglu"), ("llama", "geglu"), ("gemma", "swiglu")):
         with pytest.raises(PatchError, match=f"{op}.*no module of this kind"):
-            patch(build(kind), strict=True, **{op: True})
+            patch(build(model_type), strict=True, **{op: True})
 
 
 def test_a_forward_of_its_own_class_is_nobodys_replacement():
@@ -366,9 +363,14 @@ def test_transformers_of_diffusers():
     sizes = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32}
     torch.manual_seed(0)
     stock = diffusers.FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, axes_dims_rope=[4, 4, 8],
-        pooled_projection_dim=32, **sizes
-    )  # fmt: skip
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        axes_dims_rope=[4, 4, 8],
+        pooled_projection_dim=32,
+        **sizes,
+    )
     ours = copy.deepcopy(stock)
     report = patch(ours, **HEADLESS)
     assert report.count("layer_norm") == report.count("rms_norm") == 6
@@ -386,9 +388,14 @@ def test_transformers_of_diffusers():
 def test_encoders_of_sentence_transformers():
     library = pytest.importorskip("sentence_transformers")
     config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
-        vocab_size=99, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        vocab_size=99,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
 
     class Encoder(nn.Module):
         def __init__(self):
@@ -405,24 +412,31 @@ def test_encoders_of_sentence_transformers():
     assert patch(ours, **HEADLESS).count("layer_norm") == 5
 
     def loss(model):
-        made = model({"input_ids": torch.arange(12).view(2, 6)})["sentence_embedding"]
-        return made.pow(3).sum()
+        output = model({"input_ids": torch.arange(12).view(2, 6)})["sentence_embedding"]
+        return output.pow(3).sum()
 
     assert_same_training(stock, ours, loss)
 
 
-@pytest.mark.parametrize("kind", ["stock", "gated"])
-def test_transformers_of_timm(kind):
+@pytest.mark.parametrize("model_type", ["stock", "gated"])
+def test_transformers_of_timm(model_type):
     timm = pytest.importorskip("timm", exc_type=ImportError)
     more = {"mlp_layer": timm.layers.SwiGLU, "norm_layer": timm.layers.RmsNorm}
     torch.manual_seed(0)
     stock = timm.models.VisionTransformer(
-        img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5,
-        **(more if kind == "gated" else {}),
-    )  # fmt: skip
+        img_size=16,
+        patch_size=8,
+        embed_dim=32,
+        depth=2,
+        num_heads=2,
+        num_classes=5,
+        **(more if model_type == "gated" else {}),
+    )
     ours = copy.deepcopy(stock)
     report = patch(ours, **HEADLESS)
     assert report.count("layer_norm") + report.count("rms_norm") == 5
-    assert report.count("geglu") == (2 if kind == "gated" else 0)  # it says SwiGLU, and takes GELU
+    assert report.count("geglu") == (
+        2 if model_type == "gated" else 0
+    )  # it says SwiGLU, and takes GELU
     pixels = torch.randn(2, 3, 16, 16)
     assert_same_training(stock, ours, lambda m: m(pixels).pow(2).sum())

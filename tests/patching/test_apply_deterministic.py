@@ -13,11 +13,11 @@ from tests import models
 KINDS = ("llama", "qwen3_moe")
 
 
-def maker(kind, checkpointing):
+def maker(model_type, checkpointing):
     """Builds a patched model, the same every time."""
 
     def make():
-        model = models.build(kind)
+        model = models.build(model_type)
         liger_multi.patch(model)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -27,33 +27,33 @@ def maker(kind, checkpointing):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_repeated_run_has_equal_bits(kind, checkpointing):
+@pytest.mark.parametrize("model_type", KINDS)
+def test_a_repeated_run_has_equal_bits(model_type, checkpointing):
     first, second = train_twice(
-        maker(kind, checkpointing), lambda: batches(models.VOCABULARY, "cpu")
+        maker(model_type, checkpointing), lambda: batches(models.VOCABULARY, "cpu")
     )
     assert first == second
     assert first.last < first.first, f"nothing was learnt in {STEPS} steps"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_operator_that_does_not_repeat_is_found(kind, monkeypatch):
+@pytest.mark.parametrize("model_type", KINDS)
+def test_nondeterministic_operator_is_reported(model_type, monkeypatch):
     """The last bit of some elements of a norm, at random in every call."""
-    maker(kind, False)()  # recognizes the norms, which probes of such a norm would not
+    maker(model_type, False)()  # recognizes the norms, which probes of such a norm would not
     original, generator = Primitive.call, torch.Generator()
 
     def drifting(prim, *args):
-        made = original(prim, *args)
+        output = original(prim, *args)
         if (prim.op.name, prim.direction) != ("rms_norm", "forward"):
-            return made
-        y, rstd = made
+            return output
+        y, rstd = output
         generator.manual_seed(int.from_bytes(os.urandom(6), "little"))
         flips = torch.rand(y.shape, generator=generator) < 0.1
         return torch.where(flips, y * (1 + torch.finfo(y.dtype).eps), y), rstd
 
     monkeypatch.setattr(Primitive, "call", drifting)
     first, second = train_twice(
-        maker(kind, False), lambda: batches(models.VOCABULARY, "cpu", steps=3)
+        maker(model_type, False), lambda: batches(models.VOCABULARY, "cpu", steps=3)
     )
     assert first.parameters != second.parameters
 
@@ -75,5 +75,5 @@ def test_batches_are_the_same_in_every_run():
 def test_weights_change_the_digest():
     plain = models.build("llama")
     other = models.build("llama", seed=1)
-    found = [train(model, batches(models.VOCABULARY, "cpu", steps=2)) for model in (plain, other)]
-    assert found[0].parameters != found[1].parameters
+    digests = [train(model, batches(models.VOCABULARY, "cpu", steps=2)) for model in (plain, other)]
+    assert digests[0].parameters != digests[1].parameters

@@ -52,9 +52,14 @@ def test_the_stock_graph_holds_all_logits():
 
 def bert():
     config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
-        vocab_size=VOCABULARY, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=48,
+        vocab_size=VOCABULARY,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     torch.manual_seed(0)
     stock = transformers.BertForMaskedLM(config)
     return stock, copy.deepcopy(stock)
@@ -84,7 +89,7 @@ def test_a_loss_object_of_the_caller_in_the_graph():
     assert_same_training(stock, ours, lambda m: (compiled if m is ours else step)(m))
 
 
-def test_a_loss_object_keeps_what_the_patch_adds():
+def test_loss_object_keeps_patch_options():
     """A z-loss belongs to our loss, which the compiler's own call would silently replace."""
     ours = bert()[1]
     patch(ours, fused_linear_cross_entropy={"z_loss": 0.1})
@@ -97,13 +102,13 @@ def test_compiled_model_returns_usable_logits():
     patch(ours)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     inputs = graph_batch()
-    wanted, got = stock(**inputs).logits, compiled(**inputs).logits
-    assert (got.shape, got.dtype, got.ndim) == (wanted.shape, wanted.dtype, wanted.ndim)
-    torch.testing.assert_close(real_logits(got), wanted, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(torch.softmax(got, -1), wanted.softmax(-1), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(got[:, 1:].sum(), wanted[:, 1:].sum(), rtol=1e-4, atol=1e-5)
-    assert torch.equal(got.argmax(-1), wanted.argmax(-1))
-    assert torch.equal((got + 1) > 1, (wanted + 1) > 1)
+    expected, got = stock(**inputs).logits, compiled(**inputs).logits
+    assert (got.shape, got.dtype, got.ndim) == (expected.shape, expected.dtype, expected.ndim)
+    torch.testing.assert_close(real_logits(got), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.softmax(got, -1), expected.softmax(-1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got[:, 1:].sum(), expected[:, 1:].sum(), rtol=1e-4, atol=1e-5)
+    assert torch.equal(got.argmax(-1), expected.argmax(-1))
+    assert torch.equal((got + 1) > 1, (expected + 1) > 1)
 
 
 @pytest.mark.parametrize("fused_optimizer", [False, True])
@@ -155,9 +160,9 @@ def test_compile_without_gradients():
     patch(ours)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        wanted, got = stock(**graph_batch()), compiled(**graph_batch())
-    torch.testing.assert_close(got.loss, wanted.loss)
-    torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-4, atol=1e-5)
+        expected, got = stock(**graph_batch()), compiled(**graph_batch())
+    torch.testing.assert_close(got.loss, expected.loss)
+    torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_compiled_loss_on_eager_logits():
@@ -269,9 +274,9 @@ def test_the_head_among_modules_to_save(patch_first, fused):
     assert all(p.grad is not None for p in saved)
 
 
-def losses(made):
-    made.train()
-    return np.array([entry["loss"] for entry in made.state.log_history if "loss" in entry])
+def losses(trainer):
+    trainer.train()
+    return np.array([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 
 
 @pytest.mark.parametrize(
@@ -282,9 +287,9 @@ def losses(made):
 def test_trainer(arguments, tmp_path, fused):
     stock, ours = pair("llama")
     patch(ours)
-    wanted, got = (losses(trainer(m, tmp_path, **arguments)) for m in (stock, ours))
-    assert np.allclose(got, wanted, rtol=2e-2 if "bf16" in arguments else 1e-4)
-    assert wanted[0] != wanted[-1]
+    expected, got = (losses(trainer(m, tmp_path, **arguments)) for m in (stock, ours))
+    assert np.allclose(got, expected, rtol=2e-2 if "bf16" in arguments else 1e-4)
+    assert expected[0] != expected[-1]
     assert fused.count == 3
 
 
@@ -308,10 +313,10 @@ def test_trainer_accumulation_of_uneven_lengths(tmp_path):
 
 
 def test_trainer_metrics_get_real_logits(tmp_path):
-    seen = []
+    observed = []
 
     def metrics(prediction):
-        seen.append(prediction.predictions)
+        observed.append(prediction.predictions)
         return {
             "accuracy": float(
                 (prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]).mean()
@@ -320,12 +325,12 @@ def test_trainer_metrics_get_real_logits(tmp_path):
 
     results = []
     for model in pair("llama"):
-        if seen:
+        if observed:
             patch(model)
         results.append(trainer(model, tmp_path, compute_metrics=metrics).evaluate())
-    assert isinstance(seen[1], np.ndarray)
-    assert seen[1].shape == (4, 14, VOCABULARY)
-    np.testing.assert_allclose(seen[1], seen[0], rtol=1e-4, atol=1e-5)
+    assert isinstance(observed[1], np.ndarray)
+    assert observed[1].shape == (4, 14, VOCABULARY)
+    np.testing.assert_allclose(observed[1], observed[0], rtol=1e-4, atol=1e-5)
     assert results[1]["eval_accuracy"] == results[0]["eval_accuracy"]
     assert results[1]["eval_loss"] == pytest.approx(results[0]["eval_loss"], rel=1e-5)
 
@@ -337,9 +342,9 @@ def test_trainer_patched_again_on_every_train(tmp_path):
         def on_train_begin(self, args, state, control, model=None, **kwargs):
             self.reports.append(patch(model))
 
-    made = trainer(build("llama"), tmp_path, callbacks=[PatchOnStart()], max_steps=1)
-    made.train()
-    made.train()
+    built = trainer(build("llama"), tmp_path, callbacks=[PatchOnStart()], max_steps=1)
+    built.train()
+    built.train()
     assert {e.status for e in PatchOnStart.reports[1].entries} == {"already patched"}
 
 
@@ -404,15 +409,15 @@ def test_a_frozen_reference_model_of_patched_copies():
     reference = copy.deepcopy(policy).eval()
     ids = batch()["input_ids"]
     with torch.no_grad():
-        wanted = reference(input_ids=ids).logits
-    assert isinstance(wanted, LazyLogits)
+        expected = reference(input_ids=ids).logits
+    assert isinstance(expected, LazyLogits)
     out = policy(input_ids=ids)
     divergence = F.kl_div(
-        F.log_softmax(out.logits, -1), F.log_softmax(wanted, -1), log_target=True, reduction="sum"
+        F.log_softmax(out.logits, -1), F.log_softmax(expected, -1), log_target=True, reduction="sum"
     )
     assert abs(divergence.item()) < 1e-4
     divergence.backward()
-    assert not wanted.requires_grad
+    assert not expected.requires_grad
 
 
 def test_a_whole_run_makes_no_warning_of_ours(tmp_path):
@@ -477,17 +482,17 @@ def exported(module, strict=False, dynamic=True):
     return torch.export.export(module, (ids(**FIRST),), strict=strict, dynamic_shapes=shapes)
 
 
-def assert_same(found, wanted, grad):
+def assert_same(actual, expected, grad):
     """The same output for other shapes, and with gradients those of every parameter."""
     tokens = ids(**OTHER)
-    results = [program(tokens) for program in (found, wanted)]
+    results = [program(tokens) for program in (actual, expected)]
     torch.testing.assert_close(results[0], results[1], rtol=2e-5, atol=2e-5)
     assert results[0].requires_grad == results[1].requires_grad == grad
     if grad:
-        for program, result in zip((found, wanted), results, strict=True):
+        for program, result in zip((actual, expected), results, strict=True):
             program.zero_grad()
             (result.square().mean() if result.ndim else result).backward()
-        assert_same_gradients(gradients(found), gradients(wanted))
+        assert_same_gradients(gradients(actual), gradients(expected))
 
 
 @TRACED
@@ -501,7 +506,7 @@ def assert_same(found, wanted, grad):
         ("own loss", True, False),
     ],
 )
-def test_an_exported_program_is_that_of_stock(what, grad, strict):
+def test_exported_program_equals_unpatched(what, grad, strict):
     """Outputs and gradients, for other sizes; the program holds the operators."""
     stock, ours = both(what)
     with torch.set_grad_enabled(grad):
@@ -527,8 +532,8 @@ def test_a_decomposed_program_runs_with_gradients_enabled(what):
     stock, ours = both(what)
     program = exported(ours, dynamic=False).run_decompositions().module()
     tokens = ids(**FIRST)
-    result, wanted = program(tokens), stock(tokens)
-    torch.testing.assert_close(result, wanted, rtol=2e-5, atol=2e-5)
+    result, expected = program(tokens), stock(tokens)
+    torch.testing.assert_close(result, expected, rtol=2e-5, atol=2e-5)
     with pytest.raises(RuntimeError, match="before run_decompositions"):
         result.sum().backward()
 
@@ -568,22 +573,22 @@ def test_a_traced_model_is_stock_for_other_sizes(what, grad):
 
 
 @TRACED
-@pytest.mark.parametrize("kind", ["gemma2", "glm4", "mixtral", "gpt_oss"])
-def test_traced_models_of_other_types(kind):
+@pytest.mark.parametrize("model_type", ["gemma2", "glm4", "mixtral", "gpt_oss"])
+def test_traced_models_of_other_types(model_type):
     """Soft caps, packed layers, experts."""
-    stock, ours = pair(kind)
+    stock, ours = pair(model_type)
     liger_multi.patch(ours)
     module = Returns(ours.eval(), "logits")
     tokens = ids(**FIRST)
     with torch.no_grad():
         traced = torch.jit.trace(module, (tokens,), check_trace=False)
-        wanted = Returns(stock.eval(), "logits")(tokens)
-        torch.testing.assert_close(traced(tokens), wanted, rtol=1e-4, atol=1e-4)
+        expected = Returns(stock.eval(), "logits")(tokens)
+        torch.testing.assert_close(traced(tokens), expected, rtol=1e-4, atol=1e-4)
 
 
 @TRACED
 @GRAD
-def test_a_trace_holds_operators_and_not_what_a_backend_does(grad):
+def test_trace_has_operators_not_backend_calls(grad):
     """A kernel is invisible to the tracer, which would record the buffer that it fills."""
 
     def function(x, weight):
@@ -598,7 +603,7 @@ def test_a_trace_holds_operators_and_not_what_a_backend_does(grad):
         graph = torch.jit.trace(function, (x, weight), check_trace=False).graph
     kinds = [node.kind() for node in graph.nodes()]
     assert "liger_multi::rms_norm" in kinds
-    assert not {kind for kind in kinds if "empty" in kind or "rsqrt" in kind}
+    assert not {node_kind for node_kind in kinds if "empty" in node_kind or "rsqrt" in node_kind}
     if grad:
         graph = torch.jit.trace(and_gradient, (x, weight), check_trace=False).graph
         assert "liger_multi::rms_norm_backward" in [node.kind() for node in graph.nodes()]

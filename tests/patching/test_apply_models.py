@@ -39,21 +39,21 @@ HEAD = "fused_linear_cross_entropy"
 
 
 @functools.cache
-def built(kind, **config):
-    return build(kind, **config)
+def built(model_type, **config):
+    return build(model_type, **config)
 
 
 class Case:
     """A stock model and its patched copy."""
 
-    def __init__(self, kind, device, monkeypatch, tmp_path):
-        self.kind, self.device, self.tmp_path = kind, device, tmp_path
-        self.known = ARCHITECTURES[kind]
+    def __init__(self, model_type, device, monkeypatch, tmp_path):
+        self.model_type, self.device, self.tmp_path = model_type, device, tmp_path
+        self.known = ARCHITECTURES[model_type]
         self.calls = Calls(monkeypatch)
 
     def models(self, dtype=torch.float32, **config):
         """The two models; strict, so that nothing is skipped."""
-        stock = copy.deepcopy(built(self.kind, **config)).to(self.device, dtype)
+        stock = copy.deepcopy(built(self.model_type, **config)).to(self.device, dtype)
         ours = copy.deepcopy(stock)
         report = patch(ours, strict=True)
         if not config:
@@ -78,9 +78,9 @@ class Case:
         self.called(times, head)
 
     def called(self, times=1, head=1):
-        wanted = {op: n * times for op, n in self.known.calls.items()}
-        wanted[HEAD] = head
-        assert dict(self.calls) == {op: n for op, n in wanted.items() if n}
+        expected = {op: n * times for op, n in self.known.calls.items()}
+        expected[HEAD] = head
+        assert dict(self.calls) == {op: n for op, n in expected.items() if n}
 
 
 def labels(case):
@@ -112,9 +112,9 @@ def keep_with_shift_labels(case, keep):
     models = case.models()
     case.same_training(models, lambda m: m(**inputs).loss)
     del inputs["labels"], inputs["shift_labels"]
-    wanted, got = (m(**inputs).logits for m in models)
+    expected, got = (m(**inputs).logits for m in models)
     assert got.shape == (*shift.shape, VOCABULARY)
-    torch.testing.assert_close(real_logits(got), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(real_logits(got), expected, rtol=1e-5, atol=1e-5)
 
 
 def logits_to_keep_int(case):
@@ -156,18 +156,18 @@ def tuple_output(case):
         return tuples[-1][0]
 
     case.same_training(models, run)
-    wanted, got = tuples
-    assert type(got) is type(wanted) is tuple
-    assert len(got) == len(wanted)
-    torch.testing.assert_close(real_logits(got[1]), wanted[1], rtol=1e-5, atol=1e-5)
+    expected, got = tuples
+    assert type(got) is type(expected) is tuple
+    assert len(got) == len(expected)
+    torch.testing.assert_close(real_logits(got[1]), expected[1], rtol=1e-5, atol=1e-5)
 
 
 def evaluation(case):
     stock, ours = case.models()
     with torch.no_grad():
-        wanted, got = (m.eval()(**case.batch()) for m in (stock, ours))
-    torch.testing.assert_close(got.loss, wanted.loss)
-    torch.testing.assert_close(real_logits(got.logits), wanted.logits, rtol=1e-5, atol=1e-5)
+        expected, got = (m.eval()(**case.batch()) for m in (stock, ours))
+    torch.testing.assert_close(got.loss, expected.loss)
+    torch.testing.assert_close(real_logits(got.logits), expected.logits, rtol=1e-5, atol=1e-5)
     case.called()
 
 
@@ -176,9 +176,9 @@ def no_labels(case):
     ids = case.batch()["input_ids"]
     for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
         with mode:
-            wanted, got = (m(input_ids=ids) for m in (stock, ours))
-        assert got.loss is wanted.loss is None
-        torch.testing.assert_close(real_logits(got.logits), wanted.logits, rtol=1e-5, atol=1e-5)
+            expected, got = (m(input_ids=ids) for m in (stock, ours))
+        assert got.loss is expected.loss is None
+        torch.testing.assert_close(real_logits(got.logits), expected.logits, rtol=1e-5, atol=1e-5)
     case.called(times=3, head=0)
 
 
@@ -190,8 +190,8 @@ def generate(case):
             model.config.output_router_logits = False
     ids = case.batch()["input_ids"][:, :5]
     arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
-    wanted, got = (m.eval().generate(ids, **arguments) for m in (stock, ours))
-    assert torch.equal(got, wanted)
+    expected, got = (m.eval().generate(ids, **arguments) for m in (stock, ours))
+    assert torch.equal(got, expected)
     for op in ("rope", "rms_norm", "rms_norm_rope"):
         assert case.calls[op] == case.known.calls.get(op, 0) * (got.shape[1] - 5)
     assert not case.calls[HEAD]
@@ -255,11 +255,11 @@ def compiled(case):
     run = torch.compile(ours, fullgraph=True, backend=graphs)
     assert_same_training(stock, ours, lambda m: (run if m is ours else m)(**inputs).loss)
     assert (graphs.count, graphs.rows) == (1, 0)
-    wanted = {op for op, n in case.known.calls.items() if n}
-    opaque = wanted & {"rms_norm", "rms_norm_rope", HEAD}
+    expected = {op for op, n in case.known.calls.items() if n}
+    opaque = expected & {"rms_norm", "rms_norm_rope", HEAD}
     for op in opaque:
         assert any(f"liger_multi.{op}_forward" in target for target in graphs.targets)
-    for op in wanted - opaque:  # traced into the graph
+    for op in expected - opaque:  # traced into the graph
         assert f"ops/{op}.py" in graphs.traces
 
 
@@ -288,22 +288,24 @@ COMPILED = ("llama", "qwen3", "gpt_oss")
 
 def cases():
     """Every kind in every situation; graphs of most are slow."""
-    for kind in KINDS:
+    for model_type in KINDS:
         for situation in SITUATIONS:
-            slow = situation is compiled and kind not in COMPILED
+            slow = situation is compiled and model_type not in COMPILED
             marks = [pytest.mark.slow] if slow else []
-            yield pytest.param(kind, situation, marks=marks, id=f"{kind}-{situation.__name__}")
+            yield pytest.param(
+                model_type, situation, marks=marks, id=f"{model_type}-{situation.__name__}"
+            )
 
 
-@pytest.mark.parametrize(("kind", "situation"), list(cases()))
-def test_situation(kind, situation, device, monkeypatch, tmp_path):
-    situation(Case(kind, device, monkeypatch, tmp_path))
+@pytest.mark.parametrize(("model_type", "situation"), list(cases()))
+def test_situation(model_type, situation, device, monkeypatch, tmp_path):
+    situation(Case(model_type, device, monkeypatch, tmp_path))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_report_names_what_runs(kind):
-    known = ARCHITECTURES[kind]
-    report = patch(copy.deepcopy(built(kind)), strict=True)
+@pytest.mark.parametrize("model_type", KINDS)
+def test_report_names_running_operators(model_type):
+    known = ARCHITECTURES[model_type]
+    report = patch(copy.deepcopy(built(model_type)), strict=True)
     by = {entry.op: entry.replaced_by for entry in report.entries}
     assert by["rope"] == f"rope[{known.rope}]"
     if "geglu" in by:
@@ -348,7 +350,7 @@ def test_hyper_connections_are_those_of_deepseek(dtype):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
     ours.load_state_dict(stock.state_dict())
     x = torch.randn(2, 5, 4, 24, generator=generator).to(dtype)
-    found = []
+    results = []
     for each in (stock, ours):
         streams = x.clone().requires_grad_()
         post, mix, block = each(streams)
@@ -358,12 +360,12 @@ def test_hyper_connections_are_those_of_deepseek(dtype):
             y = post.to(dtype).unsqueeze(-1) * block.tanh().unsqueeze(-2)
             y = y + torch.matmul(mix.to(dtype).mT, streams)
         grads = torch.autograd.grad(y.square().float().sum(), [streams, *each.parameters()])
-        found.append((post, mix, block, y, *grads))
+        results.append((post, mix, block, y, *grads))
     # stock rounds coefficients to bf16 before it mixes
     by = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (0.05, 0.05)}[dtype]
-    for right, got in zip(*found, strict=True):
-        size = right.abs().max().item()
-        torch.testing.assert_close(got, right, rtol=by[0], atol=by[1] * max(1.0, size))
+    for expected, got in zip(*results, strict=True):
+        size = expected.abs().max().item()
+        torch.testing.assert_close(got, expected, rtol=by[0], atol=by[1] * max(1.0, size))
 
 
 @pytest.mark.parametrize(
@@ -381,14 +383,16 @@ def test_hyper_connections_are_those_of_deepseek(dtype):
         ({"routing": None}, TypeError, "routing must be"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, error, said):
-    given = {
-        "x": torch.zeros(4, 8), "gate_up_weight": torch.zeros(3, 8, 8),
-        "down_weight": torch.zeros(3, 8, 4), "index": torch.zeros(4, 2, dtype=torch.int64),
+def test_unfit_arguments_are_refused(change, error, said):
+    inputs = {
+        "x": torch.zeros(4, 8),
+        "gate_up_weight": torch.zeros(3, 8, 8),
+        "down_weight": torch.zeros(3, 8, 4),
+        "index": torch.zeros(4, 2, dtype=torch.int64),
         "routing": torch.zeros(4, 2),
-    }  # fmt: skip
+    }
     with pytest.raises(error, match=said):
-        liger_multi.ops.fused_moe(**(given | change))
+        liger_multi.ops.fused_moe(**(inputs | change))
 
 
 @pytest.mark.parametrize(
@@ -404,15 +408,19 @@ def test_what_does_not_fit_is_refused(change, error, said):
         ("hyper_connections_post", {"out": torch.zeros(3, 5)}, ValueError, "out must have shape"),
     ],
 )
-def test_streams_that_do_not_fit_are_refused(op, change, error, said):
-    given = {
+def test_unfit_streams_are_refused(op, change, error, said):
+    inputs = {
         "hyper_connections": {
-            "weight": torch.zeros(8, 8), "bias": torch.zeros(8), "scale": torch.zeros(3),
+            "weight": torch.zeros(8, 8),
+            "bias": torch.zeros(8),
+            "scale": torch.zeros(3),
         },
         "hyper_connections_pre": {"pre": torch.zeros(3, 2)},
         "hyper_connections_post": {
-            "out": torch.zeros(3, 4), "post": torch.zeros(3, 2), "mix": torch.zeros(3, 2, 2),
+            "out": torch.zeros(3, 4),
+            "post": torch.zeros(3, 2),
+            "mix": torch.zeros(3, 2, 2),
         },
-    }[op]  # fmt: skip
+    }[op]
     with pytest.raises(error, match=said):
-        getattr(liger_multi.ops, op)(**({"x": torch.zeros(3, 2, 4)} | given | change))
+        getattr(liger_multi.ops, op)(**({"x": torch.zeros(3, 2, 4)} | inputs | change))

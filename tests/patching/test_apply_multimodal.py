@@ -18,7 +18,7 @@ from liger_multi.patching import patch, unpatch
 from tests.comparing import assert_same_gradients, gradients, largest, resolution
 from tests.models import Graphs, assert_same_training
 from tests.sweep.cases import build, inputs, registered
-from tests.sweep.multimodal import given
+from tests.sweep.multimodal import modalities
 from tests.sweep.run import executed
 
 TOWERS = {
@@ -55,12 +55,14 @@ BY_KEYWORD = {("llama4", True)}
 """Parts whose layers get hidden states by keyword, of which reentrant checkpoints know nothing: no
 parameter of them has a gradient, unpatched or patched, so nothing is computed again."""
 CANCELS = r"\bk_proj\.bias"  # the softmax does not see what is added to all scores
-every = pytest.mark.parametrize("kind", TOWERS)
+every = pytest.mark.parametrize("model_type", TOWERS)
 
 
 @functools.cache
-def _model(kind):
-    pairs = [p for p in registered() if p.type == kind and p.cls.endswith("ConditionalGeneration")]
+def _model(model_type):
+    pairs = [
+        p for p in registered() if p.type == model_type and p.cls.endswith("ConditionalGeneration")
+    ]
     model = build(pairs[0])
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -76,9 +78,9 @@ def _model(kind):
 
 
 @functools.cache
-def _broken(kind):
+def _broken(model_type):
     """What a step of the unpatched model raises that transformers 5.0 cannot run."""
-    model, batch = _model(kind)
+    model, batch = _model(model_type)
     try:
         model(**batch)
     except AttributeError as error:  # its tower has another output than the model reads
@@ -86,16 +88,16 @@ def _broken(kind):
     return ""
 
 
-def models(kind):
+def models(model_type):
     """A model, an equal one, and a batch with everything that they take."""
-    model, batch = _model(kind)
-    if kind == "llama4" and _broken(kind):
-        pytest.skip(f"unpatched, it raises: {_broken(kind)}")
+    model, batch = _model(model_type)
+    if model_type == "llama4" and _broken(model_type):
+        pytest.skip(f"unpatched, it raises: {_broken(model_type)}")
     return copy.deepcopy(model), copy.deepcopy(model), batch
 
 
-def in_tower(kind, name):
-    return f".{TOWERS[kind][0]}." in f".{name}."
+def in_tower(model_type, name):
+    return f".{TOWERS[model_type][0]}." in f".{name}."
 
 
 def run(batch):
@@ -106,27 +108,27 @@ def run(batch):
 
 
 @every
-def test_a_step_that_reaches_all_parameters(kind):
+def test_step_reaches_all_parameters(model_type):
     """The others compare what is too large here to be rounding."""
-    stock, ours, batch = models(kind)
-    assert TOWERS[kind][1] in given(batch)
+    stock, ours, batch = models(model_type)
+    assert TOWERS[model_type][1] in modalities(batch)
     report = patch(ours)
-    with executed(ours) as seen:
+    with executed(ours) as record:
         assert_same_training(stock, ours, run(batch))
     for tower in (True, False):
-        patched = [e.path for e in report.entries if in_tower(kind, e.path) == tower]
-        assert sum(path in seen.called for path in patched) >= 4
-    found = gradients(stock)
-    floor = 20 * resolution(found.values(), torch.finfo(torch.float32).eps)
+        patched = [e.path for e in report.entries if in_tower(model_type, e.path) == tower]
+        assert sum(path in record.called for path in patched) >= 4
+    actual = gradients(stock)
+    floor = 20 * resolution(actual.values(), torch.finfo(torch.float32).eps)
     unseen = {n for n, p in stock.named_parameters() if p.grad is None or largest(p.grad) < floor}
-    dead = re.compile(f"{DEAD.get(kind, CANCELS)}|{CANCELS}")
+    dead = re.compile(f"{DEAD.get(model_type, CANCELS)}|{CANCELS}")
     assert not [name for name in unseen if not dead.search(name)]
 
 
 @every
-def test_evaluation_after_training_and_without_the_patch(kind):
+def test_evaluation_after_training_and_without_the_patch(model_type):
     """Then classes and the bits of a step are those of a model that was never patched."""
-    stock, ours, batch = models(kind)
+    stock, ours, batch = models(model_type)
     patch(ours)
     for model in (stock, ours):
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
@@ -136,10 +138,10 @@ def test_evaluation_after_training_and_without_the_patch(kind):
             optimizer.step()
         model.eval()
     with torch.no_grad():
-        wanted, found = stock(**batch), ours(**batch)
-    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-4, atol=0)
+        expected, actual = stock(**batch), ours(**batch)
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-4, atol=0)
     torch.testing.assert_close(
-        found.logits.float(), wanted.logits.float(), rtol=0, atol=1e-3 * largest(wanted.logits)
+        actual.logits.float(), expected.logits.float(), rtol=0, atol=1e-3 * largest(expected.logits)
     )
     unpatch(ours)
     stock.load_state_dict(ours.state_dict())
@@ -147,9 +149,9 @@ def test_evaluation_after_training_and_without_the_patch(kind):
     for model in (stock.train(), ours.train()):
         model.zero_grad()
         model(**batch).loss.backward()
-    wanted, found = gradients(stock), gradients(ours)
-    assert wanted.keys() == found.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    expected, actual = gradients(stock), gradients(ours)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 # --- checkpointing ---
@@ -157,31 +159,31 @@ def test_evaluation_after_training_and_without_the_patch(kind):
 
 @every
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(kind, reentrant):
+def test_gradient_checkpointing(model_type, reentrant):
     """Equal to unpatched with it; operators of the layers are called once more."""
-    stock, ours, batch = models(kind)
+    stock, ours, batch = models(model_type)
     patch(ours)
-    before = calls(kind, stock, ours, batch)
+    before = calls(model_type, stock, ours, batch)
     for model in (stock, ours):
         checkpoint(model, reentrant)
-    after = calls(kind, stock, ours, batch)
+    after = calls(model_type, stock, ours, batch)
     unreached = BY_KEYWORD if reentrant else set()
     for tower in (True, False):
-        assert (after[tower] > before[tower]) == ((kind, tower) not in STORED | unreached)
+        assert (after[tower] > before[tower]) == ((model_type, tower) not in STORED | unreached)
 
 
 def checkpoint(model, reentrant):
     model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
 
 
-def calls(kind, stock, ours, batch):
+def calls(model_type, stock, ours, batch):
     """Calls of operators in a step that equals the unpatched one: of the tower's, of the rest's."""
-    with executed(ours) as seen:
+    with executed(ours) as record:
         assert_same_training(stock, ours, run(batch))
-    made = {True: 0, False: 0}
-    for path, counted in seen.called.items():
-        made[in_tower(kind, path or "")] += counted.total()
-    return made
+    counts = {True: 0, False: 0}
+    for path, counted in record.called.items():
+        counts[in_tower(model_type, path or "")] += counted.total()
+    return counts
 
 
 # --- frozen parts ---
@@ -201,25 +203,25 @@ class Backward(TorchDispatchMode):
         self.calls, self.wasted = Counter(), []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         name = func.name().removeprefix("liger_multi::").split(".")[0]
         op = OPS.get(name.removesuffix("_backward"))
         if op is None or not name.endswith("_backward"):
-            return made
+            return output
         self.calls[op.name] += 1
-        outputs = (made,) if isinstance(made, torch.Tensor) else made
+        outputs = (output,) if isinstance(output, torch.Tensor) else output
         grads = dict(zip(op.bwd.returns, outputs, strict=True))
         for param, value in zip(op.bwd.params, args, strict=False):
             weight = isinstance(value, torch.Tensor) and self.frozen.get(value.data_ptr())
             if weight and f"d{param}" in grads and grads[f"d{param}"].numel():
                 self.wasted.append((op.name, weight))
-        return made
+        return output
 
 
-def freeze(kind, model, tower):
+def freeze(model_type, model, tower):
     """Freeze the tower, or all of the model but the tower."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(in_tower(kind, name) != tower)
+        parameter.requires_grad_(in_tower(model_type, name) != tower)
 
 
 def flops(model, batch):
@@ -231,19 +233,19 @@ def flops(model, batch):
 
 @every
 @pytest.mark.parametrize("tower", [True, False], ids=["tower", "the rest"])
-def test_frozen_parts(kind, tower):
+def test_frozen_parts(model_type, tower):
     """No gradients, and none computed: as many products fewer as unpatched, or more."""
-    stock, ours, batch = models(kind)
+    stock, ours, batch = models(model_type)
     patch(ours, fused_linear_cross_entropy={"compact": False})
     whole = [flops(model, batch) for model in (stock, ours)]
     for model in (stock, ours):
-        freeze(kind, model, tower)
+        freeze(model_type, model, tower)
     backward = Backward(ours)
     with backward:
         assert_same_training(stock, ours, run(batch))
     assert backward.calls
     assert not backward.wasted
-    assert not [n for n in gradients(ours) if in_tower(kind, n) == tower]
+    assert not [n for n in gradients(ours) if in_tower(model_type, n) == tower]
     saved = [
         before - flops(model, batch) for before, model in zip(whole, (stock, ours), strict=True)
     ]
@@ -253,14 +255,14 @@ def test_frozen_parts(kind, tower):
 # --- adapters ---
 
 
-def linears(kind, model, tower):
+def linears(model_type, model, tower):
     """Linear layers within layers of the tower, or of the rest."""
     return [
         path
         for path, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
         and type(module).forward is torch.nn.Linear.forward  # a router's returns more
-        and in_tower(kind, path) == tower
+        and in_tower(model_type, path) == tower
         and model.get_output_embeddings() is not module
     ]
 
@@ -269,63 +271,65 @@ def adapted(model, targets):
     """Two equal models with adapters that add something."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(3)
-    made = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+    adapted_model = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
+    )
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in adapted_model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.2)
-    return made, copy.deepcopy(made)
+    return adapted_model, copy.deepcopy(adapted_model)
 
 
 @every
 @pytest.mark.parametrize("tower", [True, False], ids=["tower", "the rest"])
-def test_lora(kind, tower):
-    stock, _, batch = models(kind)
-    targets = linears(kind, stock, tower)
+def test_lora(model_type, tower):
+    stock, _, batch = models(model_type)
+    targets = linears(model_type, stock, tower)
     stock, ours = adapted(stock, targets)
     report = patch(ours)
     assert report.count("lora") == len(targets) > 0
-    with executed(ours) as seen:
+    with executed(ours) as record:
         assert_same_training(stock, ours, run(batch))
-    assert seen.calls.keys() & {"lora_mlp", "lora_qkv", "lora_update"}
-    found = gradients(ours)
-    assert found
-    assert all("lora_" in name and in_tower(kind, name) == tower for name in found)
+    assert record.calls.keys() & {"lora_mlp", "lora_qkv", "lora_update"}
+    actual = gradients(ours)
+    assert actual
+    assert all("lora_" in name and in_tower(model_type, name) == tower for name in actual)
     unpatch(ours)
     assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
 
 
 @every
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_lora_with_checkpointing(kind, reentrant):
+def test_lora_with_checkpointing(model_type, reentrant):
     """On all linear layers; the adapters' operators are called once more."""
-    stock, _, batch = models(kind)
-    stock, ours = adapted(stock, [p for t in (True, False) for p in linears(kind, stock, t)])
+    stock, _, batch = models(model_type)
+    stock, ours = adapted(stock, [p for t in (True, False) for p in linears(model_type, stock, t)])
     patch(ours)
-    before = calls(kind, stock, ours, batch)
+    before = calls(model_type, stock, ours, batch)
     for model in (stock, ours):
         checkpoint(model, reentrant)
         if reentrant:  # only inputs with gradients reach layers then
             model.enable_input_require_grads()
-    after = calls(kind, stock, ours, batch)
+    after = calls(model_type, stock, ours, batch)
     # transformers marks the inputs of this tower too early: nothing behind them has a gradient
     unreached = BY_KEYWORD | {("qwen3_vl", True)} if reentrant else set()
     for tower in (True, False):
-        assert (after[tower] > before[tower]) == ((kind, tower) not in STORED | unreached)
+        assert (after[tower] > before[tower]) == ((model_type, tower) not in STORED | unreached)
 
 
 # --- the compiler ---
 
 
 @every
-def test_compiled(kind):
+def test_compiled(model_type):
     """As many graphs as unpatched, with operators of both parts in them.
 
     Where Dynamo leaves a frame to Python, as loops with a break in them (layers that are dropped at
     random, transformers 5.0), it compiles by themselves the forwards that the frame calls, but not
     those of PyTorch's own classes. A LayerNorm of ours is a graph of one operator there.
     """
-    stock, ours, batch = models(kind)
+    stock, ours, batch = models(model_type)
     patch(ours)
     counts, losses = [], []
     for model in (stock, ours):

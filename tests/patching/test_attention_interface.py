@@ -38,17 +38,23 @@ def registered():
     unregister_attention()
 
 
-def pair(kind, dtype=torch.float32, **config):
+def pair(model_type, dtype=torch.float32, **config):
     """An eager model and one with our attention, of the same weights."""
-    name = CLASSES.get(kind, "GptOss")
-    made = getattr(transformers, f"{name}Config")(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
-        **{"attention_dropout": 0.0, **KINDS[kind], **config},
-    )  # fmt: skip
-    made._attn_implementation = "eager"
+    name = CLASSES.get(model_type, "GptOss")
+    configuration = getattr(transformers, f"{name}Config")(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        **{"attention_dropout": 0.0, **KINDS[model_type], **config},
+    )
+    configuration._attn_implementation = "eager"
     torch.manual_seed(0)
-    eager = getattr(transformers, f"{name}ForCausalLM")(made).to(dtype)
+    eager = getattr(transformers, f"{name}ForCausalLM")(configuration).to(dtype)
     with torch.no_grad():  # scores far from 0, and sinks that matter
         for parameter_name, parameter in eager.named_parameters():
             if parameter_name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -61,105 +67,107 @@ def pair(kind, dtype=torch.float32, **config):
 
 
 def padded(mask):
-    """A batch whose labels want nothing of padding, which sees nothing here and all in eager."""
+    """A padded batch: labels ignore padding, whose queries see no key here and all in eager."""
     before = torch.cat([mask[:, :1], mask[:, :-1]], 1)
     labels = IDS.masked_fill((mask == 0) | (before == 0), -100)
     return {"input_ids": IDS, "attention_mask": mask, "labels": labels}
 
 
 def calls(monkeypatch):
-    seen = []
+    observed = []
 
     def spy(*args, **kwargs):
-        seen.append(kwargs.get("ranges"))
+        observed.append(kwargs.get("ranges"))
         return ops.attention(*args, **kwargs)
 
     monkeypatch.setattr(attention, "attention", spy)
-    return seen
+    return observed
 
 
 def same(eager, other, **batch):
     """Losses and all gradients are equal; those of the model with our attention."""
-    found = []
+    results = []
     for model in (eager, other):
         model.zero_grad()
         loss = model(**batch, use_cache=False).loss
         loss.backward()
-        found.append((loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}))
-    (right, grads), (loss, got) = found
-    torch.testing.assert_close(loss, right, rtol=1e-5, atol=1e-6)
+        results.append((loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}))
+    (expected, grads), (loss, got) = results
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert_same_gradients(got, grads)
-    return right
+    return expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_equals_eager(kind, monkeypatch):
-    eager, other = pair(kind)
-    seen = calls(monkeypatch)
+@pytest.mark.parametrize("model_type", KINDS)
+def test_training_equals_eager(model_type, monkeypatch):
+    eager, other = pair(model_type)
+    observed = calls(monkeypatch)
     same(eager, other, input_ids=IDS, labels=IDS)
-    assert len(seen) == 2
+    assert len(observed) == 2
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_padded_batches_equal_eager(kind, side, monkeypatch):
-    eager, other = pair(kind)
-    seen = calls(monkeypatch)
+@pytest.mark.parametrize("model_type", KINDS)
+def test_padded_batches_equal_eager(model_type, side, monkeypatch):
+    eager, other = pair(model_type)
+    observed = calls(monkeypatch)
     mask = torch.ones_like(IDS)
     mask[1, :4] = 0
     mask = mask if side == "left" else mask.flip(-1)
     same(eager, other, **padded(mask))
-    assert all(ranges is not None and ranges.shape[-1] == 2 for ranges in seen)
+    assert all(ranges is not None and ranges.shape[-1] == 2 for ranges in observed)
 
 
 # gpt_oss of transformers hands no positions to its masks: its packed sequences see each other
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gpt_oss"])
-def test_packed_sequences_equal_eager(kind, monkeypatch):
-    eager, other = pair(kind)
-    seen = calls(monkeypatch)
+@pytest.mark.parametrize(
+    "model_type", [model_type for model_type in KINDS if model_type != "gpt_oss"]
+)
+def test_packed_sequences_equal_eager(model_type, monkeypatch):
+    eager, other = pair(model_type)
+    observed = calls(monkeypatch)
     places = torch.tensor([[*range(4), *range(6), *range(3)], [*range(9), *range(1), *range(3)]])
     loss = same(eager, other, input_ids=IDS, position_ids=places, labels=IDS)
-    assert all(ranges.shape == (2, 13, 2) for ranges in seen)
+    assert all(ranges.shape == (2, 13, 2) for ranges in observed)
     whole = eager(input_ids=IDS, labels=IDS).loss
     assert (whole - loss).abs() > 1e-4  # the packing mattered
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_generation_equals_eager(kind, cache):
-    eager, other = (model.eval() for model in pair(kind))
+@pytest.mark.parametrize("model_type", KINDS)
+def test_generation_equals_eager(model_type, cache):
+    eager, other = (model.eval() for model in pair(model_type))
     mask = torch.ones_like(IDS)
     mask[1, :5] = 0
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     options |= {"return_dict_in_generate": True, "output_logits": True}
     if cache == "static":
         options |= {"cache_implementation": "static", "disable_compile": True}
-    right, got = (m.generate(IDS, attention_mask=mask, **options) for m in (eager, other))
-    assert torch.equal(right.sequences, got.sequences)
+    expected, got = (m.generate(IDS, attention_mask=mask, **options) for m in (eager, other))
+    assert torch.equal(expected.sequences, got.sequences)
     torch.testing.assert_close(
-        torch.stack(got.logits), torch.stack(right.logits), rtol=1e-4, atol=1e-4
+        torch.stack(got.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4
     )
 
 
 def test_a_hole_in_the_padding_becomes_two_ranges(monkeypatch):
     eager, other = pair("llama")
-    seen = calls(monkeypatch)
+    observed = calls(monkeypatch)
     mask = torch.ones_like(IDS)
     mask[0, 5:8] = 0
     same(eager, other, **padded(mask))
-    assert all(ranges.shape == (2, 13, 4) for ranges in seen)
+    assert all(ranges.shape == (2, 13, 4) for ranges in observed)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
-def test_any_other_mask_stays_dense_and_equal(kind, monkeypatch, caplog):
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
+def test_any_other_mask_stays_dense_and_equal(model_type, monkeypatch, caplog):
     monkeypatch.setattr(attention, "_said", set())
-    eager, other = pair(kind, sliding_window=64)
-    seen = calls(monkeypatch)
+    eager, other = pair(model_type, sliding_window=64)
+    observed = calls(monkeypatch)
     mask = torch.ones_like(IDS)
     mask[0, [2, 3, 6, 9]] = 0
     with caplog.at_level("WARNING", logger="liger_multi"):
         same(eager, other, **padded(mask))
-    assert not seen
+    assert not observed
     said = [r.message for r in caplog.records if "stays dense" in r.message]
     assert len(said) == 1
     assert "(2, 1, 13, 13)" in said[0]
@@ -175,14 +183,14 @@ def test_masks_in_parts_are_the_same(monkeypatch):
 
 def test_plain_causal_training_has_no_mask(monkeypatch):
     _, other = pair("llama")
-    seen = calls(monkeypatch)
+    observed = calls(monkeypatch)
     other(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS)
-    assert seen == [None, None]
+    assert observed == [None, None]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-def test_gradient_checkpointing_equals_eager(kind):
-    eager, other = pair(kind)
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
+def test_gradient_checkpointing_equals_eager(model_type):
+    eager, other = pair(model_type)
     other.gradient_checkpointing_enable({"use_reentrant": False})
     other.train()
     mask = torch.ones_like(IDS)
@@ -237,7 +245,7 @@ def test_a_patched_model_too():
 
 
 @pytest.mark.slow
-def test_a_graph_finds_out_once_a_pass_that_a_mask_is_causal(monkeypatch):
+def test_graph_checks_causal_mask_once_per_pass(monkeypatch):
     """Else it could not take the kernels of plain causal masks that an eager model takes."""
     from liger_multi.reference.attention import attention as kernels
 
@@ -270,7 +278,7 @@ def test_one_graph_with_padding():
     mask = torch.ones_like(IDS)
     mask[1, :4] = 0
     batch = {**padded(mask), "use_cache": False}
-    right = eager(**batch).loss
+    expected = eager(**batch).loss
     loss = torch.compile(other, backend="aot_eager", fullgraph=True)(**batch).loss
     loss.backward()
-    torch.testing.assert_close(loss, right, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)

@@ -52,17 +52,17 @@ def built(model_type="deepseek_v32", **attributes):
 
 def batch(model, rows=2):
     ids = torch.randint(10, 60, (rows, TOKENS), generator=torch.Generator().manual_seed(1))
-    given = {"input_ids": ids, "labels": ids, "use_cache": False}
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     if hasattr(model.config, "vision_config"):
-        given["mm_token_type_ids"] = torch.zeros_like(ids)
-    return given
+        inputs["mm_token_type_ids"] = torch.zeros_like(ids)
+    return inputs
 
 
-def step(model, given):
-    """All gradients after one step, and the loss beside them."""
+def step(model, inputs):
+    """All gradients after one step, and the loss."""
     model.zero_grad()
     torch.manual_seed(0)
-    loss = model(**given).loss
+    loss = model(**inputs).loss
     loss.backward()
     return gradients(model) | {"loss": loss.detach()}
 
@@ -71,12 +71,12 @@ def step(model, given):
 def equal(monkeypatch):
     """Whether loss and gradients of two models agree; gives the operators that were called."""
 
-    def compared(stock, model, given):
-        right = step(stock, given)
+    def compared(stock, model, inputs):
+        expected = step(stock, inputs)
         with monkeypatch.context() as patches:
             calls = Calls(patches)
-            found = step(model, given)
-        assert_same_gradients(found, right)
+            actual = step(model, inputs)
+        assert_same_gradients(actual, expected)
         return CALLED & set(calls)
 
     return compared
@@ -86,22 +86,22 @@ def equal(monkeypatch):
 @pytest.mark.parametrize("situation", ["plain", *SITUATIONS])
 def test_equals_the_unpatched_model(model_type, situation, equal):
     stock = built(model_type)
-    model, given = copy.deepcopy(stock), batch(stock)
+    model, inputs = copy.deepcopy(stock), batch(stock)
     report = liger_multi.patch(model)
     indexers = [name for name, _ in model.named_modules() if name.endswith(".indexer")]
     assert report.count("sparse_attention") == 2 * len(indexers) > 0
     if situation == "padded":
-        given["attention_mask"] = torch.ones_like(given["input_ids"])
-        given["attention_mask"][0, :9] = 0
-        given["labels"] = given["labels"].masked_fill(given["attention_mask"] == 0, -100)
-        given["labels"][0, 9] = -100
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["attention_mask"][0, :9] = 0
+        inputs["labels"] = inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
+        inputs["labels"][0, 9] = -100
     if situation == "packed":
-        given["position_ids"] = torch.cat([torch.arange(n) for n in LENGTHS]).expand(2, -1)
+        inputs["position_ids"] = torch.cat([torch.arange(n) for n in LENGTHS]).expand(2, -1)
     if situation == "liger_multi":
         register_attention()
         model.set_attn_implementation("liger_multi")
     try:
-        assert equal(stock, model, given) == CALLED
+        assert equal(stock, model, inputs) == CALLED
     finally:
         unregister_attention()
 
@@ -112,12 +112,12 @@ def test_samples_of_a_row_are_apart(model_type):
     model = built(model_type)
     liger_multi.patch(model)
     model.eval()
-    given = batch(model, rows=1)
-    given.pop("labels")
+    inputs = batch(model, rows=1)
+    inputs.pop("labels")
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     with torch.no_grad():
-        packed = model(**given, position_ids=positions).logits[0, -LENGTHS[-1] :]
-        last = {n: t[:, -LENGTHS[-1] :] if torch.is_tensor(t) else t for n, t in given.items()}
+        packed = model(**inputs, position_ids=positions).logits[0, -LENGTHS[-1] :]
+        last = {n: t[:, -LENGTHS[-1] :] if torch.is_tensor(t) else t for n, t in inputs.items()}
         torch.testing.assert_close(packed, model(**last).logits[0], rtol=1e-4, atol=1e-4)
 
 
@@ -130,9 +130,9 @@ def test_generates_the_same_tokens(model_type, cache, monkeypatch):
     prompt = batch(stock)["input_ids"][:, :20]
     options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache}
     options |= {"eos_token_id": None, "disable_compile": True}
-    right = stock.generate(prompt, **options)
+    expected = stock.generate(prompt, **options)
     calls = Calls(monkeypatch)
-    assert torch.equal(model.generate(prompt, **options), right)
+    assert torch.equal(model.generate(prompt, **options), expected)
     assert set(calls) >= CALLED
 
 
@@ -143,8 +143,8 @@ def test_unpatch_is_exact():
         liger_multi.patch(model, **ops)
     liger_multi.unpatch(model)
     for name, module in model.named_modules():
-        kind, attributes = before[name]
-        assert type(module) is kind
+        module_class, attributes = before[name]
+        assert type(module) is module_class
         assert vars(module).keys() == attributes.keys()
 
 
@@ -169,21 +169,21 @@ def test_it_can_be_turned_on_and_off(ops):
 
 def test_copies_and_pickles_are_patched(equal):
     stock = built()
-    model, given = copy.deepcopy(stock), batch(stock)
+    model, inputs = copy.deepcopy(stock), batch(stock)
     liger_multi.patch(model)
-    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert equal(stock, made, given) == CALLED
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert equal(stock, copied, inputs) == CALLED
 
 
 def test_checkpointing_and_autocast(equal):
     stock = built()
-    model, given = copy.deepcopy(stock), batch(stock)
+    model, inputs = copy.deepcopy(stock), batch(stock)
     liger_multi.patch(model)
     for one in (stock, model):
         one.gradient_checkpointing_enable({"use_reentrant": False})
-    assert equal(stock, model, given) == CALLED
+    assert equal(stock, model, inputs) == CALLED
     with torch.autocast("cpu", torch.bfloat16):
-        loss = model(**given).loss
+        loss = model(**inputs).loss
     loss.backward()
     assert loss.isfinite()
 
@@ -194,32 +194,32 @@ def test_of_a_long_sequence_some_queries_are_absorbed_at_a_time(reentrant, equal
     if reentrant is not None:
         stock.gradient_checkpointing_enable({"use_reentrant": reentrant})
         stock.enable_input_require_grads()
-    model, given = copy.deepcopy(stock), batch(stock)
+    model, inputs = copy.deepcopy(stock), batch(stock)
     liger_multi.patch(model)
-    seen, run = [], sparse._run
+    observed, run = [], sparse._run
 
     def counted(q, *rest):
-        seen.append(q.shape[2])
+        observed.append(q.shape[2])
         return run(q, *rest)
 
     monkeypatch.setattr(sparse, "_run", counted)
-    assert equal(stock, model, given) == CALLED
-    whole = list(seen)
+    assert equal(stock, model, inputs) == CALLED
+    whole = list(observed)
     config = stock.config
     each = config.qk_rope_head_dim + 2 * config.kv_lora_rank
-    rows, width = given["input_ids"].shape[0] * config.num_attention_heads, 4
+    rows, width = inputs["input_ids"].shape[0] * config.num_attention_heads, 4
     monkeypatch.setattr(sparse, "ABSORBED_BYTES", 20 * each * rows * width)
-    seen.clear()
-    assert equal(stock, model, given) == CALLED
+    observed.clear()
+    assert equal(stock, model, inputs) == CALLED
     assert set(whole) == {TOKENS}
-    assert set(seen) == {20, TOKENS % 20}
+    assert set(observed) == {20, TOKENS % 20}
     with torch.no_grad():
-        found = model.eval()(**given).loss
-    torch.testing.assert_close(found, stock.eval()(**given).loss)
+        actual = model.eval()(**inputs).loss
+    torch.testing.assert_close(actual, stock.eval()(**inputs).loss)
 
 
-def test_adapters_on_the_matrix_that_expands_latents(equal):
-    """It runs by itself then: its weight alone says no more what it computes."""
+def test_adapters_on_latent_expansion(equal):
+    """It runs by itself then: its weight alone no longer says what it computes."""
     peft = pytest.importorskip("peft")
     stock = built()
     config = peft.LoraConfig(target_modules=["kv_b_proj", "o_proj"], init_lora_weights=False)
@@ -258,24 +258,24 @@ class Alone:
 @pytest.mark.parametrize("reason", ["eager", "dropout", "holes"])
 def test_other_calls_are_left_to_the_module(reason, equal):
     stock = built()
-    model, given = copy.deepcopy(stock), batch(stock)
+    model, inputs = copy.deepcopy(stock), batch(stock)
     liger_multi.patch(model)
     for one in (stock, model):
         getattr(Alone, reason)(one)
     if reason == "holes":
-        given["attention_mask"] = torch.ones_like(given["input_ids"])
-        given["attention_mask"][0, 20:25] = 0
-    assert not equal(stock, model, given)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["attention_mask"][0, 20:25] = 0
+    assert not equal(stock, model, inputs)
 
 
 @pytest.mark.slow
 def test_compiled_graphs_run_the_module():
     stock = built().eval()
-    model, given = copy.deepcopy(stock), batch(stock)
+    model, inputs = copy.deepcopy(stock), batch(stock)
     liger_multi.patch(model, fused_linear_cross_entropy=False)
     with torch.no_grad():
-        found = torch.compile(model, backend="eager")(**given).loss
-        torch.testing.assert_close(found, stock(**given).loss)
+        actual = torch.compile(model, backend="eager")(**inputs).loss
+        torch.testing.assert_close(actual, stock(**inputs).loss)
 
 
 def test_sinks_are_refused():
@@ -287,14 +287,14 @@ def test_sinks_are_refused():
 
 @pytest.mark.parametrize("model_type", ["deepseek_v4", "qwen4_exp", "minimax_m3_vl", "glm5_next"])
 def test_other_ways_to_select_are_said(model_type):
-    found = [p for p in cases.registered() if p.type == model_type]
-    if not found:
+    actual = [p for p in cases.registered() if p.type == model_type]
+    if not actual:
         pytest.skip(f"this transformers has no {model_type}")
-    config = cases.configuration(found[0])
+    config = cases.configuration(actual[0])
     for part in cases._within(config):
         if model_type == "minimax_m3_vl" and hasattr(part, "layer_types"):
             part.layer_types = ["full_attention", "minimax_m3_sparse"]
-    model = getattr(transformers, found[0].cls)(config)
+    model = getattr(transformers, actual[0].cls)(config)
     report = liger_multi.patch(model)
     owners = {n.rpartition(".")[0] for n, _ in model.named_modules() if n.endswith(".indexer")}
     said = {s.path: s.reason for s in report.skipped if s.op == "sparse_attention"}
@@ -310,9 +310,14 @@ def indexer_of(base, change):
 
     class Other(base):
         def forward(
-            self, hidden_states, q_resid, position_embeddings, attention_mask, position_ids,
+            self,
+            hidden_states,
+            q_resid,
+            position_embeddings,
+            attention_mask,
+            position_ids,
             past_key_values=None,
-        ):  # fmt: skip
+        ):
             q = self.wq_b(q_resid).unflatten(-1, (self.n_heads, -1))
             k = self.wk(hidden_states)
             if past_key_values is not None:
@@ -338,7 +343,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_classes_are_known_by_what_they_compute(name):
+def test_classes_are_recognized_by_numbers(name):
     change, reason = CHANGES[name]
     model = built()
     for layer in model.model.layers:
@@ -357,7 +362,7 @@ def test_classes_are_known_by_what_they_compute(name):
 # --- what stands for masks and scores of a forward ---
 
 
-def test_recorders_refuse_what_they_do_not_know():
+def test_recorders_refuse_unknown_operations():
     keys = sparse.IndexKeys(torch.ones(1, 5, 4), lambda *args: None)
     queries = torch.ones(1, 3, 2, 4)
     with pytest.raises(ConfigurationError, match="matmul of keys after nothing"):

@@ -78,24 +78,24 @@ REFUSED = {
 
 
 def verdict(model_type, cls):
-    found = [p for p in PAIRS if (p.type, p.cls) == (model_type, cls)]
-    if not found:
+    actual = [p for p in PAIRS if (p.type, p.cls) == (model_type, cls)]
+    if not actual:
         pytest.skip(f"this transformers has no {model_type}")
-    return judge(found[0])
+    return judge(actual[0])
 
 
 @pytest.mark.parametrize("model_type", SERVED)
-def test_models_that_call_the_interface_equal_eager(model_type):
-    found = verdict(model_type, SERVED[model_type])
-    assert found.status in (("served",) if LATEST else ("served", "refused")), found.why
-    assert not LATEST or found.causal == (found.kind != "masked")
+def test_interface_models_equal_eager(model_type):
+    actual = verdict(model_type, SERVED[model_type])
+    assert actual.status in (("served",) if LATEST else ("served", "refused")), actual.why
+    assert not LATEST or actual.causal == (actual.kind != "masked")
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_models_with_attention_of_their_own_are_refused(model_type):
-    found = verdict(model_type, REFUSED[model_type])
-    assert found.status in (("refused",) if LATEST else ("served", "refused")), found.why
-    assert found.status == "served" or "'eager'" in found.why
+    actual = verdict(model_type, REFUSED[model_type])
+    assert actual.status in (("refused",) if LATEST else ("served", "refused")), actual.why
+    assert actual.status == "served" or "'eager'" in actual.why
 
 
 @pytest.mark.slow
@@ -105,11 +105,11 @@ def test_all_model_types_equal_eager_or_are_refused(tmp_path):
     command = [sys.executable, "-m", "tests.sweep", "--attention", "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert file.exists(), done.stdout + done.stderr
-    found = [Verdict(**fields) for fields in json.loads(file.read_text())]
-    assert not [f"{v.type}/{v.cls}: {v.why}" for v in found if v.status == "wrong"]
-    served = [v for v in found if v.status == "served"]
-    assert len(served) > 0.7 * len(found)
-    assert sum(v.causal for v in served) > 0.55 * len(found)
+    actual = [Verdict(**fields) for fields in json.loads(file.read_text())]
+    assert not [f"{v.type}/{v.cls}: {v.why}" for v in actual if v.status == "wrong"]
+    served = [v for v in actual if v.status == "served"]
+    assert len(served) > 0.7 * len(actual)
+    assert sum(v.causal for v in served) > 0.55 * len(actual)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_all_model_types_equal_eager_or_are_refused(tmp_path):
         ),
     ],
 )
-def test_layers_that_the_sweep_has_no_attention_in(cls, options):
+def test_layers_outside_the_sweep(cls, options):
     config = getattr(transformers, f"{cls}Config")(**{**TINY, "num_hidden_layers": 3, **options})
     eager = getattr(transformers, f"{cls}ForCausalLM")._from_config(
         config, attn_implementation="eager"
@@ -141,29 +141,29 @@ def test_layers_that_the_sweep_has_no_attention_in(cls, options):
         pytest.skip(f"{cls} of this transformers takes no other attention")
     for padded in (torch.ones_like(IDS), PADDED):
         with counted() as calls:
-            found, right = (m(IDS, attention_mask=padded).logits for m in (other, eager))
-        seen = padded.bool()
-        torch.testing.assert_close(found[seen], right[seen], rtol=1e-4, atol=1e-5)
+            actual, expected = (m(IDS, attention_mask=padded).logits for m in (other, eager))
+        visible = padded.bool()
+        torch.testing.assert_close(actual[visible], expected[visible], rtol=1e-4, atol=1e-5)
         assert calls
 
 
 @pytest.mark.parametrize("padding", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss"])
-def test_a_prompt_in_pieces_through_a_cache_equals_eager(kind, padding):
-    eager = build(kind, sliding_window=4, attn_implementation="eager").eval()
+@pytest.mark.parametrize("case", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss"])
+def test_a_prompt_in_pieces_through_a_cache_equals_eager(case, padding):
+    eager = build(case, sliding_window=4, attn_implementation="eager").eval()
     eager.config.output_router_logits = False  # their loss wants masks of one length
     other = copy.deepcopy(eager)
     other.set_attn_implementation(OURS)
     mask = PADDED if padding else torch.ones_like(IDS)
-    found = []
+    results = []
     for model in (eager, other):
         cache, parts = {}, []
         for start, end in ((0, 6), (6, 9), (9, 10), (10, 11)):
-            made = model(IDS[:, start:end], attention_mask=mask[:, :end], use_cache=True, **cache)
-            cache = continued(model, made)
-            parts.append(made.logits)
-        found.append(torch.cat(parts, 1)[mask.bool()])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+            output = model(IDS[:, start:end], attention_mask=mask[:, :end], use_cache=True, **cache)
+            cache = continued(model, output)
+            parts.append(output.logits)
+        results.append(torch.cat(parts, 1)[mask.bool()])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
 # --- who may ask ---
@@ -176,7 +176,7 @@ def test_a_prompt_in_pieces_through_a_cache_equals_eager(kind, padding):
         ("Git", "GitForCausalLM: it picks attention classes from a table of its own, GIT_SELF_ATT"),
     ],
 )
-def test_the_refusal_names_the_class_and_what_is_missing(cls, reason):
+def test_refusal_names_class_and_missing_part(cls, reason):
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2} if cls == "Git" else {"n_layer": 1}
     config = getattr(transformers, f"{cls}Config")(hidden_size=32, n_head=2, **sizes)
     config._attn_implementation = OURS
@@ -192,9 +192,9 @@ def test_another_name_and_parts_of_a_model():
     )
     config._attn_implementation = {"text_config": OURS, "vision_config": "eager"}
     model = transformers.LlavaForConditionalGeneration(config)
-    found = {m.config.model_type: m.config._attn_implementation for m in parts(model)}
-    assert found["llama"] == OURS
-    assert found["clip_vision_model"] == "eager"
+    actual = {m.config.model_type: m.config._attn_implementation for m in parts(model)}
+    assert actual["llama"] == OURS
+    assert actual["clip_vision_model"] == "eager"
     register_attention("other")
     try:
         model.set_attn_implementation("other")
@@ -221,21 +221,30 @@ def test_a_refused_part_can_stay_eager():
     config._attn_implementation = {"encoder": OURS, "decoder": "eager"}
     model = transformers.EncoderDecoderModel(config).eval()
     assert model.encoder.config._attn_implementation == OURS
-    found = model(input_ids=IDS, decoder_input_ids=IDS).logits
+    actual = model(input_ids=IDS, decoder_input_ids=IDS).logits
     model.encoder.set_attn_implementation("eager")
-    right = model(input_ids=IDS, decoder_input_ids=IDS).logits
-    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+    expected = model(input_ids=IDS, decoder_input_ids=IDS).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 TINY = {
-    "vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
+    "vocab_size": 211,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 VISION = {
-    "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16, "patch_size": 8,
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
     "projection_dim": 32,
-}  # fmt: skip
+}
 
 
 def parts(model):
@@ -273,7 +282,7 @@ class ReluModel(PreTrainedModel):
         self.attention = ReluAttention()
 
 
-def test_an_eager_attention_that_is_not_softmax_is_refused():
+def test_eager_attention_without_softmax_is_refused():
     config = transformers.LlamaConfig(**TINY)
     ReluModel._from_config(config, attn_implementation="sdpa")
     with pytest.raises(ValueError, match="ReluModel: its eager_attention_forward computes some"):
@@ -282,7 +291,7 @@ def test_an_eager_attention_that_is_not_softmax_is_refused():
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_check_holds_while_a_model_is_loaded(device):
-    """That is on the meta device and in the dtype of the checkpoint."""
+    """Models are loaded on the meta device and in the dtype of the checkpoint."""
     attention_support._other_than_softmax.cache_clear()
     config = transformers.LlamaConfig(**TINY)
     with torch.device(device), torch.autocast("cpu"):
@@ -307,9 +316,9 @@ def test_the_check_of_transformers_comes_back():
 # --- masks that only our attention reads ---
 
 
-def made(causal=True, **options):
-    kind = "causal" if causal else "bidirectional"
-    options["mask_function"] = getattr(masking_utils, f"{kind}_mask_function")
+def key_mask(causal=True, **options):
+    direction = "causal" if causal else "bidirectional"
+    options["mask_function"] = getattr(masking_utils, f"{direction}_mask_function")
     if "cache_position" in inspect.signature(masking_utils.sdpa_mask).parameters:  # an older one
         options["cache_position"] = torch.arange(5)
     else:
@@ -346,40 +355,44 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("kind", MASKS)
-def test_a_mask_raises_for_everybody_else(kind, reader):
+@pytest.mark.parametrize("case", MASKS)
+def test_a_mask_raises_for_everybody_else(case, reader):
     with pytest.raises(MaskReadError, match=r"must only hand it to transformers' AttentionInt"):
-        READERS[reader](made(**MASKS[kind]))
+        READERS[reader](key_mask(**MASKS[case]))
 
 
-@pytest.mark.parametrize("kind", MASKS)
-def test_a_mask_is_complete(kind):
+@pytest.mark.parametrize("case", MASKS)
+def test_a_mask_is_complete(case):
     """It is never None, moves, and survives copies and pickling."""
-    found = made(**MASKS[kind])
-    assert isinstance(found, KeyMask)
-    assert found.shape == (2, 1, 5, 5)
-    assert found.plain == (kind in ("causal", "all"))
-    for other in (found.to("cpu"), copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
-        assert repr(other) == repr(found)
+    actual = key_mask(**MASKS[case])
+    assert isinstance(actual, KeyMask)
+    assert actual.shape == (2, 1, 5, 5)
+    assert actual.plain == (case in ("causal", "all"))
+    for other in (actual.to("cpu"), copy.deepcopy(actual), pickle.loads(pickle.dumps(actual))):
+        assert repr(other) == repr(actual)
         for name in ("ranges", "dense"):
-            before, after = getattr(found, name), getattr(other, name)
+            before, after = getattr(actual, name), getattr(other, name)
             assert (before is None and after is None) or torch.equal(before, after)
     q, v = torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4)
-    seen = torch.ones(2, 1, 5, 5).tril().bool() if kind != "all" else torch.ones(2, 1, 5, 5).bool()
-    if "attention_mask" in MASKS[kind]:
-        seen = seen & MASKS[kind]["attention_mask"][:, None, None]
-    right = (torch.softmax((q @ q.mT / 2).masked_fill(~seen, -torch.inf), -1) @ v).nan_to_num()
-    y = attention.forward(nn.Module(), q, q, v, found)[0].transpose(1, 2)
-    visible = seen.any(-1)[..., None]
-    torch.testing.assert_close((y * visible), right, rtol=1e-5, atol=1e-6)
+    expected = (
+        torch.ones(2, 1, 5, 5).tril().bool() if case != "all" else torch.ones(2, 1, 5, 5).bool()
+    )
+    if "attention_mask" in MASKS[case]:
+        expected = expected & MASKS[case]["attention_mask"][:, None, None]
+    reference = (
+        torch.softmax((q @ q.mT / 2).masked_fill(~expected, -torch.inf), -1) @ v
+    ).nan_to_num()
+    y = attention.forward(nn.Module(), q, q, v, actual)[0].transpose(1, 2)
+    visible = expected.any(-1)[..., None]
+    torch.testing.assert_close((y * visible), reference, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("reader", ["add", "item", "where", "dtype", "sdpa"])
-def test_a_compiled_model_that_reads_the_mask_raises(reader, fullgraph):
+def test_compiled_model_reading_the_mask_raises(reader, fullgraph):
     class Reader(nn.Module):
         def forward(self, scores):
-            return READERS[reader](made()), scores
+            return READERS[reader](key_mask()), scores
 
     torch._dynamo.reset()
     with pytest.raises(Exception, match="reads the attention mask itself"):
@@ -387,7 +400,7 @@ def test_a_compiled_model_that_reads_the_mask_raises(reader, fullgraph):
 
 
 @pytest.mark.slow
-def test_a_compiled_step_takes_a_mask_that_was_made_before():
+def test_compiled_step_takes_earlier_mask():
     from torch._dynamo.testing import CompileCounter
 
     eager = build("llama").eval()
@@ -398,8 +411,8 @@ def test_a_compiled_step_takes_a_mask_that_was_made_before():
     other.forward = torch.compile(other.forward, backend=steps, fullgraph=True)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     options |= {"cache_implementation": "static", "disable_compile": True}
-    right, got = (m.generate(IDS, attention_mask=PADDED, **options) for m in (eager, other))
-    assert torch.equal(right, got)
+    expected, got = (m.generate(IDS, attention_mask=PADDED, **options) for m in (eager, other))
+    assert torch.equal(expected, got)
     assert steps.frame_count <= 2, "prefill and decoding"
 
 
@@ -409,12 +422,12 @@ def test_a_compiled_model_with_checkpoints_and_padding():
     labels = IDS.masked_fill(PADDED == 0, -100)
     labels[0, 4] = -100
     batch = {"input_ids": IDS, "attention_mask": PADDED, "labels": labels, "use_cache": False}
-    right = other(**batch).loss
+    expected = other(**batch).loss
     other.gradient_checkpointing_enable({"use_reentrant": False})
     torch._dynamo.reset()
     loss = torch.compile(other, backend="aot_eager")(**batch).loss
     loss.backward()
-    torch.testing.assert_close(loss, right, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
 # --- what our attention is given ---
@@ -459,7 +472,7 @@ Q, SHORT = torch.randn(2, 2, 5, 4), torch.randn(2, 2, 3, 4)
         ),
     ],
 )
-def test_what_could_be_misunderstood_is_refused(arguments, message):
+def test_ambiguous_masks_are_refused(arguments, message):
     usual = {"module": Causal(), "query": Q, "key": Q, "value": Q, "attention_mask": None}
     attention.forward(**usual)
     with pytest.raises(ValueError, match=message) as error:
@@ -469,30 +482,32 @@ def test_what_could_be_misunderstood_is_refused(arguments, message):
 
 @pytest.mark.parametrize("form", ["bool", "float", "one head", "all heads"])
 def test_dense_masks_of_others_are_taken(form):
-    seen = torch.rand(2, 2 if form == "all heads" else 1, 5, 5) > 0.4
-    seen[..., 0] = True
-    given = seen if form != "float" else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-    y = attention.forward(Causal(), Q, Q, Q, given)[0].transpose(1, 2)
-    right = nn.functional.scaled_dot_product_attention(Q, Q, Q, attn_mask=seen)
-    torch.testing.assert_close(y, right, rtol=1e-5, atol=1e-6)
+    visible = torch.rand(2, 2 if form == "all heads" else 1, 5, 5) > 0.4
+    visible[..., 0] = True
+    inputs = (
+        visible if form != "float" else torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+    )
+    y = attention.forward(Causal(), Q, Q, Q, inputs)[0].transpose(1, 2)
+    expected = nn.functional.scaled_dot_product_attention(Q, Q, Q, attn_mask=visible)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [*attention.HARMLESS, "token_type_ids"])
-def test_keywords_that_eager_does_not_read_change_nothing(name):
-    given = {name: 2 if name == "sliding_window" else True}
+def test_keywords_unread_by_eager_change_nothing(name):
+    inputs = {name: 2 if name == "sliding_window" else True}
     if name.startswith("cu_seq_lens"):
-        given[name] = torch.tensor([0, 5])
+        inputs[name] = torch.tensor([0, 5])
     with_it, without = (
-        attention.forward(Causal(), Q, Q, Q, made(), **more)[0] for more in (given, {})
+        attention.forward(Causal(), Q, Q, Q, key_mask(), **more)[0] for more in (inputs, {})
     )
     assert torch.equal(with_it, without)
 
 
 def test_a_layer_without_eager_takes_known_keywords_only():
     layer = nn.Module()
-    attention.forward(layer, Q, Q, Q, made(), use_cache=True)
+    attention.forward(layer, Q, Q, Q, key_mask(), use_cache=True)
     with pytest.raises(ValueError, match="does not support token_type_ids, asked by Module"):
-        attention.forward(layer, Q, Q, Q, made(), token_type_ids=IDS)
+        attention.forward(layer, Q, Q, Q, key_mask(), token_type_ids=IDS)
 
 
 def test_token_types_reach_a_compiled_model():
@@ -500,11 +515,11 @@ def test_token_types_reach_a_compiled_model():
     other = build("llama").eval()
     other.set_attn_implementation(OURS)
     batch = {"input_ids": IDS, "use_cache": False}
-    right = other(**batch).logits
+    expected = other(**batch).logits
     torch._dynamo.reset()
     compiled = torch.compile(other, backend="eager", fullgraph=True)
-    found = compiled(**batch, token_type_ids=torch.zeros_like(IDS)).logits
-    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    actual = compiled(**batch, token_type_ids=torch.zeros_like(IDS)).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -515,5 +530,5 @@ def test_without_a_mask_the_layer_says_whether_it_is_causal(is_causal, attribute
     module = Causal()
     module.is_causal = attribute
     y = attention.forward(module, Q, Q, Q, None, is_causal=is_causal)[0].transpose(1, 2)
-    right = nn.functional.scaled_dot_product_attention(Q, Q, Q, is_causal=causal)
-    torch.testing.assert_close(y, right, rtol=1e-5, atol=1e-6)
+    expected = nn.functional.scaled_dot_product_attention(Q, Q, Q, is_causal=causal)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)

@@ -13,21 +13,13 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 
-from liger_multi.patching import (
-    patch,
-    rotary,
-)
+from liger_multi.patching import patch, rotary
 from liger_multi.patching.evidence.probe import probe_context
 from liger_multi.patching.experts import find as find_experts
 from liger_multi.patching.mlp import find as find_mlps
 from liger_multi.patching.norms import find as find_norms
 from tests.models import build
-from tests.patching.test_evidence_signature import (
-    Mlp,
-    Norm,
-    in_both_modes,
-    patched_pair,
-)
+from tests.patching.test_evidence_signature import Mlp, Norm, in_both_modes, patched_pair
 
 # --- what a forward does in another mode, and besides ---
 
@@ -162,7 +154,7 @@ class Overwriting(Mlp):
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
+    ("module_class", "reason"),
     [
         (DroppedByHand, "it draws random numbers in training"),
         (LouderInTraining, "its output differs in training"),
@@ -186,11 +178,11 @@ class Overwriting(Mlp):
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_mlps_that_do_more_are_left_alone(kind, reason, training):
-    module = kind().train(training)
+def test_mlps_with_extra_behavior_are_left_alone(module_class, reason, training):
+    module = module_class().train(training)
     stock, ours, entries, reasons = patched_pair(module)
     assert entries == []
-    assert type(ours) is kind
+    assert type(ours) is module_class
     (said,) = reasons
     assert re.search(reason, said), said
     in_both_modes(stock, ours)
@@ -217,10 +209,12 @@ class NormGradientScaled(Norm):
         return super().forward(x * 0.25 + x.detach() * 0.75)
 
 
-@pytest.mark.parametrize("kind", [NormDropped, NormOfTraining, NormKeeping, NormGradientScaled])
+@pytest.mark.parametrize(
+    "module_class", [NormDropped, NormOfTraining, NormKeeping, NormGradientScaled]
+)
 @pytest.mark.parametrize("training", [True, False])
-def test_norms_that_do_more_are_left_alone(kind, training):
-    stock, ours, entries, reasons = patched_pair(kind().train(training))
+def test_norms_with_extra_behavior_are_left_alone(module_class, training):
+    stock, ours, entries, reasons = patched_pair(module_class().train(training))
     assert entries == []
     assert len(reasons) == 1
     in_both_modes(stock, ours)
@@ -294,13 +288,13 @@ SURROUNDINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("module_class", ["llama", "mixtral"])
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
-def test_what_holds_at_the_patch_does_not_show(surroundings, kind):
-    """Under fp64 by default the first patch of a process left every MLP alone, and all later."""
-    models = [build(kind) for _ in range(3)]
+def test_global_state_does_not_change_the_report(surroundings, module_class):
+    """Under a default dtype of fp64, the first patch of a process left every MLP alone."""
+    models = [build(module_class) for _ in range(3)]
     probes_forgotten()
-    wanted = str(patch(models[0]))
+    expected = str(patch(models[0]))
     probes_forgotten()
     enter, leave = SURROUNDINGS[surroundings]
     random.seed(0)
@@ -316,10 +310,10 @@ def test_what_holds_at_the_patch_does_not_show(surroundings, kind):
         assert torch.are_deterministic_algorithms_enabled() == deterministic
     finally:
         leave()
-    assert str(report) == wanted
+    assert str(report) == expected
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == random.getstate()
-    assert str(patch(models[2])) == wanted
+    assert str(patch(models[2])) == expected
 
 
 def test_a_probes_surroundings_are_always_the_same():
@@ -327,8 +321,8 @@ def test_a_probes_surroundings_are_always_the_same():
     strict()
     try:
         with META, torch.no_grad(), torch.autocast("cpu"), probe_context():
-            made = torch.ones(2)
-            assert (made.dtype, made.device.type) == (torch.float32, "cpu")
+            output = torch.ones(2)
+            assert (output.dtype, output.device.type) == (torch.float32, "cpu")
             assert not torch.are_deterministic_algorithms_enabled()
             assert not torch.is_autocast_enabled("cpu")
             assert torch.is_grad_enabled()

@@ -37,10 +37,10 @@ class Frozen(TorchDispatchMode):
         self.storages = {t.untyped_storage()._cdata for t in tensors if t.numel()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = dict(zip([a.name for a in func._schema.arguments], args)) | (kwargs or {})
+        inputs = dict(zip([a.name for a in func._schema.arguments], args)) | (kwargs or {})
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in tree_leaves(given.get(argument.name)):
+                for tensor in tree_leaves(inputs.get(argument.name)):
                     shared = isinstance(tensor, torch.Tensor) and tensor.numel()
                     if shared and tensor.untyped_storage()._cdata in self.storages:
                         raise WrittenError(f"{func} writes to a tensor of the caller")
@@ -53,10 +53,12 @@ def frozen(thing, *methods):
     def refused(self, *args, **kwargs):
         raise WrittenError(f"{type(self).__name__} is the caller's")
 
-    kind = type(thing)
-    names = {"__setattr__", "__delattr__", *(m for m in methods if hasattr(kind, m))}
-    where = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    thing.__class__ = type(kind.__name__, (kind,), dict.fromkeys(names, refused) | where)
+    module_class = type(thing)
+    names = {"__setattr__", "__delattr__", *(m for m in methods if hasattr(module_class, m))}
+    where = {"__module__": module_class.__module__, "__qualname__": module_class.__qualname__}
+    thing.__class__ = type(
+        module_class.__name__, (module_class,), dict.fromkeys(names, refused) | where
+    )
     return thing
 
 
@@ -98,11 +100,11 @@ def test_a_patch_and_a_trial_leave_a_model_alone(model_type):
     for module in model.modules():
         vars(module)["log"] = Log([1, 2])
     config, before = model.config, copy.deepcopy(vars(model.config))
-    given = rows()
-    with Frozen(*tensors(model), *given.values()):
+    inputs = rows()
+    with Frozen(*tensors(model), *inputs.values()):
         report = liger_multi.patch(model)
         with contextlib.suppress(PackingError, ValueError):  # of releases that mix the samples
-            model(**given, use_cache=False)  # tried first
+            model(**inputs, use_cache=False)  # tried first
     assert report.entries
     assert model.config is config
     assert {n: str(v) for n, v in vars(config).items()} == {n: str(v) for n, v in before.items()}
@@ -111,12 +113,12 @@ def test_a_patch_and_a_trial_leave_a_model_alone(model_type):
 
 @pytest.mark.parametrize("form", ["keyword", "positional", "wrapped", "unknown", "legacy"])
 def test_a_cache_is_never_tried_with(form):
-    """By what it is: under any name, in any place, and an object of no known kind."""
+    """Caches are recognized under any name and in any place; unknown objects are not tried with."""
     model = build("llama").eval()
     liger_multi.patch(model)
-    given = rows()
+    inputs = rows()
     name = arguments.cache_parameter(type(model).forward)
-    seen = []
+    observed = []
 
     class Wrapper:
         def __init__(self, inner):
@@ -136,12 +138,13 @@ def test_a_cache_is_never_tried_with(form):
 
     cache = frozen(transformers.DynamicCache(config=model.config), *WRITES)
     value = {
-        "wrapped": Wrapper(cache), "unknown": Unknown(),
+        "wrapped": Wrapper(cache),
+        "unknown": Unknown(),
         "legacy": ((torch.zeros(1, 2, 0, 16), torch.zeros(1, 2, 0, 16)),) * 2,
-    }.get(form, cache)  # fmt: skip
+    }.get(form, cache)
 
     def stop(module, args, kwargs):
-        seen.append(kwargs)
+        observed.append(kwargs)
         if form != "unknown" or "something_else" in kwargs:
             raise InterruptedError
 
@@ -151,18 +154,18 @@ def test_a_cache_is_never_tried_with(form):
     call = {name: value}
     if form == "positional":
         names = arguments.parameters_of(type(model).forward)
-        args = [given.get(n) for n in names[: names.index(name)]]
+        args = [inputs.get(n) for n in names[: names.index(name)]]
         with pytest.raises(InterruptedError):
             model(*args, cache)
     elif form == "unknown":
         with pytest.raises(InterruptedError):
-            model(**given, use_cache=False, something_else=value)
-        assert len(seen) > 1, "the model is tried, without the object"
+            model(**inputs, use_cache=False, something_else=value)
+        assert len(observed) > 1, "the model is tried, without the object"
         return
     else:
         with pytest.raises(InterruptedError):
-            model(**given, **call)
-    assert len(seen) == 1, "a call that goes on from a cache is not tried"
+            model(**inputs, **call)
+    assert len(observed) == 1, "a call that goes on from a cache is not tried"
 
 
 def test_an_unknown_object_makes_no_error_of_a_leak():
@@ -186,12 +189,12 @@ class Noting(nn.Module):
     def __init__(self, weight):
         super().__init__()
         self.weight, self.variance_epsilon = weight, 1e-6
-        self.log, self.table, self.seen = [], {}, torch.zeros(1)
+        self.log, self.table, self.total = [], {}, torch.zeros(1)
 
     def forward(self, hidden_states):
         self.log.append(hidden_states.shape)
         self.table["last"] = hidden_states.shape
-        self.seen.add_(1)
+        self.total.add_(1)
         x = hidden_states.float()
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight * x.to(hidden_states.dtype)
@@ -201,10 +204,10 @@ def test_lists_and_tensors_of_a_module_are_of_its_calls():
     model = build("llama")
     norm = model.model.norm = Noting(model.model.norm.weight)
     liger_multi.patch(model)
-    assert (norm.log, norm.table, norm.seen.item()) == ([], {}, 0)
-    given = rows()
-    model(**given, use_cache=False)
-    assert len(norm.log) == norm.seen.item() == 1
+    assert (norm.log, norm.table, norm.total.item()) == ([], {}, 0)
+    inputs = rows()
+    model(**inputs, use_cache=False)
+    assert len(norm.log) == norm.total.item() == 1
     assert norm.table == {"last": (1, TOKENS, model.config.hidden_size)}
 
 
@@ -231,7 +234,7 @@ def test_recomputed_layers_and_estimates_write_no_cache():
 
 
 @pytest.mark.parametrize("rows_of_a_batch", [1, 2])
-def test_generation_is_that_of_the_unpatched_model(rows_of_a_batch):
+def test_generation_equals_unpatched(rows_of_a_batch):
     unpatched = build("llama").eval()
     model = copy.deepcopy(unpatched)
     liger_multi.patch(model)

@@ -134,9 +134,9 @@ def replaced(module: nn.Module) -> set[str]:
     return {entry.op for entry in report.entries}
 
 
-@pytest.mark.parametrize("kind", [Plain, PlainLayerNorm, Gated])
-def test_plain_norms_are_replaced(kind: Any) -> None:
-    assert replaced(kind())
+@pytest.mark.parametrize("module_class", [Plain, PlainLayerNorm, Gated])
+def test_plain_norms_are_replaced(module_class: Any) -> None:
+    assert replaced(module_class())
 
 
 @pytest.mark.parametrize("size", [5, 24, 63, 1000])
@@ -147,15 +147,15 @@ def test_norms_of_any_width_are_replaced(size: int, eps: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind",
+    "module_class",
     [
         *(ZeroRows, ZeroRowsWithoutGradient, TinyInputs, TiniestInputs, TinyRows, TinyOutputs),
         *(HugeInputs, ConstantRows, Infinite, GatedUnlessTiny),
         *(LayerNormOfConstants, LayerNormOfTinyRows, LayerNormOfZeros),
     ],
 )
-def test_norms_with_a_way_of_their_own_are_left(kind: Any) -> None:
-    assert not replaced(kind())
+def test_norms_with_a_way_of_their_own_are_left(module_class: Any) -> None:
+    assert not replaced(module_class())
 
 
 class Mlp(nn.Module):
@@ -198,9 +198,9 @@ def test_a_plain_mlp_is_replaced(bias: bool) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", [MlpOfZeros, MlpOfTinyGates, MlpOfTinyOutputs])
-def test_mlps_with_a_way_of_their_own_are_left(kind: Any, bias: bool) -> None:
-    assert not replaced(kind(bias))
+@pytest.mark.parametrize("module_class", [MlpOfZeros, MlpOfTinyGates, MlpOfTinyOutputs])
+def test_mlps_with_a_way_of_their_own_are_left(module_class: Any, bias: bool) -> None:
+    assert not replaced(module_class(bias))
 
 
 def _half(x: Tensor) -> Tensor:
@@ -252,8 +252,8 @@ def test_experts() -> None:
             zero = (hidden_states == 0).all(-1, keepdim=True)
             return torch.where(zero, torch.full_like(y, math.pi), y)
 
-    for kind in (Cut, OfZeros):
+    for module_class in (Cut, OfZeros):
         for layer in model.model.layers:
-            layer.mlp.experts.__class__ = kind
+            layer.mlp.experts.__class__ = module_class
         assert not any(e.op == "fused_moe" for e in liger_multi.patch(model).entries)
         liger_multi.unpatch(model)

@@ -104,9 +104,9 @@ def assert_as_stock(module, stock, x):
     """Outputs and gradients of both."""
     results = []
     for each in (module, stock):
-        given = x.clone().requires_grad_()
-        y = each(given)
-        results.append((y, *torch.autograd.grad(y.square().sum(), [given, *each.parameters()])))
+        inputs = x.clone().requires_grad_()
+        y = each(inputs)
+        results.append((y, *torch.autograd.grad(y.square().sum(), [inputs, *each.parameters()])))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -151,29 +151,29 @@ def _pairs():
 
 @pytest.mark.parametrize("base", [Mlp, Norm])
 @pytest.mark.parametrize("where", _pairs())
-def test_values_that_change_after_the_patch(where, base):
+def test_values_changed_after_the_patch(where, base):
     scale, change = _pairs()[where]
     module = of(scale, base)
     stock, x = copy.deepcopy(module), torch.randn(2, 5, 12)
     report = patch(model := holder(module), **ALONE)
     try:
-        with report.watch(model) as seen:
+        with report.watch(model) as watched:
             assert_as_stock(module, stock, x)
-        assert bool(seen.served) == is_served(report)
+        assert bool(watched.served) == is_served(report)
         change(3.0)
         assert_as_stock(module, stock, x)
-        with report.watch(model) as seen:
+        with report.watch(model) as watched:
             model(x)
-        assert not seen.served
+        assert not watched.served
         change(float("1.0"))  # another object of the same value
-        with report.watch(model) as seen:
+        with report.watch(model) as watched:
             assert_as_stock(module, stock, x)
-        assert bool(seen.served) == is_served(report)
+        assert bool(watched.served) == is_served(report)
     finally:
         change(1.0)
 
 
-def test_a_factor_that_is_one_is_recognized():
+def test_factor_of_one_is_recognized():
     assert is_served(report_of(of(lambda y: y * FACTOR)))
 
 
@@ -194,7 +194,7 @@ def test_a_compiled_graph_does_not_keep_values(where):
         torch._dynamo.reset()
 
 
-def test_what_a_class_kept_is_not_taken_for_another_value():
+def test_cached_class_value_is_not_confused():
     """The probe of a class is kept, but not over a change of what its code reads."""
     module = of(lambda y: y * FACTOR)
     again = type(module)()
@@ -265,7 +265,7 @@ def _of_a_tensor():
         (lambda y: torch.distributed.get_world_size() * y, "of torch.distributed"),
     ],
 )
-def test_code_that_does_more_is_left_alone(scale, reason, base):
+def test_code_with_extra_behavior_is_left_alone(scale, reason, base):
     module = of(scale, base)
     report = report_of(module)
     assert not is_served(report)
@@ -337,15 +337,15 @@ def test_a_wrapper_around_a_loss_runs_once(name, options, when, monkeypatch):
     stock, model = pair("llama")
     patch(model, **options)
     monkeypatch.setattr(F, name, wrapper)
-    found = []
+    results = []
     for each in (stock, model):
         calls.clear()
-        logits = each(**(given := batch())).logits[:, :-1].flatten(0, 1)
-        labels = given["labels"][:, 1:].flatten()
+        logits = each(**(inputs := batch())).logits[:, :-1].flatten(0, 1)
+        labels = inputs["labels"][:, 1:].flatten()
         loss = F.cross_entropy(logits, labels) + F.log_softmax(logits, -1).mean()
         (loss + F.relu(logits).mean()).backward()
-        found.append((loss.detach(), len(calls), each.lm_head.weight.grad))
-    (loss, count, grad), (ours, our_count, our_grad) = found
+        results.append((loss.detach(), len(calls), each.lm_head.weight.grad))
+    (loss, count, grad), (ours, our_count, our_grad) = results
     torch.testing.assert_close(ours, loss)
     torch.testing.assert_close(our_grad, grad)
     assert our_count == count
@@ -377,22 +377,22 @@ def test_a_hook_on_all_modules_acts_on_logits_alone(between):
             return output * 1.5
         return None
 
-    found = []
+    results = []
     for each in (stock, model):
-        given = batch()
-        labels, handle = given.pop("labels"), None
+        inputs = batch()
+        labels, handle = inputs.pop("labels"), None
         if not between:
             handle = hooks_of_all.register_module_forward_hook(scale)
         try:
-            logits = each(**given).logits
+            logits = each(**inputs).logits
             if between:
                 handle = hooks_of_all.register_module_forward_hook(scale)
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         finally:
             handle.remove()
         loss.backward()
-        found.append((loss.detach(), each.lm_head.weight.grad, each.model.norm.weight.grad))
-    torch.testing.assert_close(*found)
+        results.append((loss.detach(), each.lm_head.weight.grad, each.model.norm.weight.grad))
+    torch.testing.assert_close(*results)
 
 
 # --- other processes ---
@@ -425,7 +425,7 @@ torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), [("= 1.0", "= 2.0"), ("act_fn(", "act_fn(0.5 * ")])
-def test_a_module_that_is_loaded_where_its_code_is_another(old, new, tmp_path):
+def test_module_unpickled_with_other_code(old, new, tmp_path):
     """A probe says nothing of code that was edited since the model was saved."""
     file = tmp_path / "code_of_somebody.py"
     file.write_text(FILE)
@@ -441,59 +441,62 @@ torch.save(model, "model.pt")
     for script, code in ((save, FILE), (LOAD, FILE), (LOAD, FILE.replace(old, new))):
         file.write_text(code)
         done = subprocess.run(
-            [sys.executable, "-B", "-c", script], cwd=tmp_path, capture_output=True, text=True,
+            [sys.executable, "-B", "-c", script],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stderr
 
 
 # --- transforms of torch.func ---
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe", "phi3"])
-def test_transforms_of_torch_func_run_what_is_unpatched(kind):
+@pytest.mark.parametrize("case", ["llama", "gemma2", "qwen3_moe", "phi3"])
+def test_torch_func_transforms_run_unpatched(case):
     """Gradients of each sample, and a derivative forwards."""
-    stock, model = pair(kind, attn_implementation="eager")
+    stock, model = pair(case, attn_implementation="eager")
     patch(model)
-    given = batch(rows=3)
-    found = []
+    inputs = batch(rows=3)
+    actual = []
     for each in (stock, model):
         weights = {name: p.detach() for name, p in each.named_parameters()}
 
         def loss(weights, ids, each=each):
-            given = {"input_ids": ids, "labels": ids, "use_cache": False}
-            return torch.func.functional_call(each, weights, (), given).loss
+            inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+            return torch.func.functional_call(each, weights, (), inputs).loss
 
         def of_a_sample(weights, ids, loss=loss):
             return loss(weights, ids[None])
 
-        ids, along = given["input_ids"], {n: torch.ones_like(w) for n, w in weights.items()}
+        ids, along = inputs["input_ids"], {n: torch.ones_like(w) for n, w in weights.items()}
         results = [torch.func.grad(loss)(weights, ids)]
-        if kind != "qwen3_moe":  # its grouped GEMM has neither of them
+        if case != "qwen3_moe":  # its grouped GEMM has neither of them
             by_sample = torch.func.vmap(torch.func.grad(of_a_sample), in_dims=(None, 0))
             results.append(by_sample(weights, ids))
             forwards = functools.partial(loss, ids=ids)
             results.append(torch.func.jvp(forwards, (weights,), (along,)))
-        found.append(results)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+        actual.append(results)
+    torch.testing.assert_close(actual[1], actual[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "phi3"])
-def test_derivatives_forwards_run_what_is_unpatched(kind):
+@pytest.mark.parametrize("case", ["llama", "gemma2", "phi3"])
+def test_forward_derivatives_run_unpatched(case):
     """Dual tensors, without a transform of ``torch.func`` around them."""
-    stock, model = pair(kind, attn_implementation="eager")
+    stock, model = pair(case, attn_implementation="eager")
     patch(model)
-    ids, found = batch()["input_ids"], []
+    ids, results = batch()["input_ids"], []
     for each in (stock, model):
         with forward_ad.dual_level():
             weights = {
                 name: forward_ad.make_dual(p.detach(), torch.ones_like(p))
                 for name, p in each.named_parameters()
             }
-            given = {"input_ids": ids, "labels": ids, "use_cache": False}
-            loss = torch.func.functional_call(each, weights, (), given).loss
-            found.append(forward_ad.unpack_dual(loss).tangent)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+            inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+            loss = torch.func.functional_call(each, weights, (), inputs).loss
+            results.append(forward_ad.unpack_dual(loss).tangent)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_debugger_has_every_place_for_tools():
@@ -525,16 +528,16 @@ def test_a_trace_of_the_thread_comes_back():
         sys.settrace(before)
 
 
-def test_threads_that_patch_at_once():
-    found, start = [], threading.Barrier(8)
+def test_concurrent_patches():
+    results, start = [], threading.Barrier(8)
 
     def run():
         module = of(lambda y: y * FACTOR)
         start.wait()
-        found.append(is_served(report_of(module)))
+        results.append(is_served(report_of(module)))
 
     threads = [threading.Thread(target=run) for _ in range(8)]
     for step in ("start", "join"):
         for thread in threads:
             getattr(thread, step)()
-    assert found == [True] * 8
+    assert results == [True] * 8

@@ -17,9 +17,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.llama import modeling_llama
 
 from liger_multi import ops
-from liger_multi.patching import (
-    patch,
-)
+from liger_multi.patching import patch
 from liger_multi.patching.mlp import fused as mlp
 from tests.models import Calls, assert_same_training, batch, build, pair
 
@@ -69,7 +67,7 @@ def patched_pair(module):
 
 def equal(stock, ours, *arguments, seed=3):
     """Outputs, gradients and random numbers of two modules."""
-    found = []
+    results = []
     for module in (stock, ours):
         torch.manual_seed(seed)
         random.seed(seed)
@@ -78,14 +76,14 @@ def equal(stock, ours, *arguments, seed=3):
         y = module(x * 1, *arguments)
         y.square().sum().backward()
         grads = {n: p.grad for n, p in module.named_parameters()}
-        found.append({"y": y.detach(), "x": x.grad, **grads, "random": torch.get_rng_state()})
-    assert found[0].keys() == found[1].keys()
-    for name, wanted in found[0].items():
-        got = found[1][name]
-        assert (wanted is None) == (got is None), name
-        if wanted is not None:
+        results.append({"y": y.detach(), "x": x.grad, **grads, "random": torch.get_rng_state()})
+    assert results[0].keys() == results[1].keys()
+    for name, expected in results[0].items():
+        got = results[1][name]
+        assert (expected is None) == (got is None), name
+        if expected is not None:
             torch.testing.assert_close(
-                got, wanted, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+                got, expected, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
             )
 
 
@@ -260,9 +258,9 @@ def test_the_last_layers_weight_is_computed_once():
         nn.utils.parametrizations.spectral_norm(module.down_proj)
     for _ in range(3):
         in_both_modes(stock, ours)
-    wanted, got = (dict(m.named_buffers()) for m in (stock, ours))
-    assert wanted.keys() == got.keys()
-    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    expected, got = (dict(m.named_buffers()) for m in (stock, ours))
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 # --- hooks ---
@@ -290,7 +288,7 @@ HOOKS = {
 
 @pytest.mark.parametrize("layer", ["act_fn", "gate_proj", "up_proj", "down_proj"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_on_what_an_mlp_calls(hook, layer):
+def test_hooks_on_callees_of_an_mlp(hook, layer):
     stock, ours, _, _ = patched_pair(Mlp())
     handles = [HOOKS[hook](getattr(m, layer)) for m in (stock, ours)]
     in_both_modes(stock, ours)
@@ -299,15 +297,15 @@ def test_hooks_on_what_an_mlp_calls(hook, layer):
     in_both_modes(stock, ours)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma", "phi3", "mixtral"])
+@pytest.mark.parametrize("module_class", ["llama", "gemma", "phi3", "mixtral"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_on_activations_of_models(kind, hook):
-    stock, ours = pair(kind)
+def test_hooks_on_activations_of_models(module_class, hook):
+    stock, ours = pair(module_class)
     patch(ours, **ALONE)
     for model in (stock, ours):
-        found = [m for m in model.modules() if type(m).__module__.endswith("activations")]
-        assert found
-        for module in found:
+        actual = [m for m in model.modules() if type(m).__module__.endswith("activations")]
+        assert actual
+        for module in actual:
             HOOKS[hook](module)
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
 
@@ -329,32 +327,32 @@ def test_hooks_of_libraries_on_activations(library, monkeypatch):
 
 
 GLOBAL_HOOKS = {
-    "forward": lambda seen: hooks_of_all.register_module_forward_hook(
-        lambda module, args, out: seen.append(type(module).__name__)
+    "forward": lambda called: hooks_of_all.register_module_forward_hook(
+        lambda module, args, out: called.append(type(module).__name__)
     ),
-    "pre": lambda seen: hooks_of_all.register_module_forward_pre_hook(
-        lambda module, args: seen.append(type(module).__name__)
+    "pre": lambda called: hooks_of_all.register_module_forward_pre_hook(
+        lambda module, args: called.append(type(module).__name__)
     ),
-    "backward": lambda seen: hooks_of_all.register_module_full_backward_hook(
-        lambda module, grads, up: seen.append(type(module).__name__)
+    "backward": lambda called: hooks_of_all.register_module_full_backward_hook(
+        lambda module, grads, up: called.append(type(module).__name__)
     ),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*backward hook.*:UserWarning")
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("module_class", ["llama", "mixtral"])
 @pytest.mark.parametrize("hook", GLOBAL_HOOKS)
-def test_hooks_on_all_modules_see_what_stock_calls(kind, hook):
-    stock, ours = pair(kind)
+def test_global_hooks_see_unpatched_calls(module_class, hook):
+    stock, ours = pair(module_class)
     patch(ours, **ALONE)
-    seen = []
-    handle = GLOBAL_HOOKS[hook](seen)
+    observed = []
+    handle = GLOBAL_HOOKS[hook](observed)
     try:
         counts = []
         for model in (stock, ours):
-            seen.clear()
+            observed.clear()
             model(**batch()).loss.backward()
-            counts.append(sorted(seen))
+            counts.append(sorted(observed))
     finally:
         handle.remove()
     assert counts[0] == counts[1]
@@ -364,16 +362,16 @@ def test_hooks_on_all_modules_see_what_stock_calls(kind, hook):
 def test_replaced_calls_of_pytorchs_classes(owner, monkeypatch):
     stock, ours, _, _ = patched_pair(Mlp())
     plain = owner.__call__
-    seen = []
+    observed = []
 
     def counted(self, *args, **kwargs):
-        seen.append(type(self).__name__)
+        observed.append(type(self).__name__)
         return plain(self, *args, **kwargs)
 
     monkeypatch.setattr(owner, "__call__", counted)
     equal(stock, ours)
-    assert sorted(seen[: len(seen) // 2]) == sorted(seen[len(seen) // 2 :])
-    assert seen
+    assert sorted(observed[: len(observed) // 2]) == sorted(observed[len(observed) // 2 :])
+    assert observed
 
 
 def test_a_replaced_forward_of_linear_layers(monkeypatch):
@@ -409,8 +407,8 @@ def test_a_replaced_forward_of_an_mlps_class(monkeypatch):
 def test_a_replaced_forward_of_a_norms_class(monkeypatch):
     stock, ours = pair()
     patch(ours)
-    kind = modeling_llama.LlamaRMSNorm
-    monkeypatch.setattr(kind, "forward", twice(kind.forward))
+    module_class = modeling_llama.LlamaRMSNorm
+    monkeypatch.setattr(module_class, "forward", twice(module_class.forward))
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
     calls = []
     monkeypatch.setattr(ops, "rms_norm", lambda *a, **k: calls.append(a))
@@ -437,13 +435,13 @@ def test_a_replaced_helper_of_a_norms_class(monkeypatch):
 def test_a_replaced_forward_of_an_attentions_class(monkeypatch):
     stock, ours = pair()
     patch(ours)
-    kind, plain = modeling_llama.LlamaAttention, modeling_llama.LlamaAttention.forward
+    module_class, plain = modeling_llama.LlamaAttention, modeling_llama.LlamaAttention.forward
 
     def louder(self, *args, **kwargs):
         out, weights = plain(self, *args, **kwargs)
         return out * 2, weights
 
-    monkeypatch.setattr(kind, "forward", louder)
+    monkeypatch.setattr(module_class, "forward", louder)
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
 
 

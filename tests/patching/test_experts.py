@@ -12,21 +12,11 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 
-from liger_multi.patching import (
-    patch,
-    register_experts,
-    unpatch,
-    unregister_experts,
-)
+from liger_multi.patching import patch, register_experts, unpatch, unregister_experts
 from tests.comparing import assert_same_gradients
 from tests.models import assert_same_training, batch, pair
 from tests.patching.test_apply import HEADLESS
-from tests.patching.test_evidence_signature import (
-    ALONE,
-    HOOKS,
-    Holder,
-    patched_pair,
-)
+from tests.patching.test_evidence_signature import ALONE, HOOKS, Holder, patched_pair
 from tests.patching.test_mlp import Odd
 from tests.patching.test_norms_find import (
     OneModule,
@@ -56,20 +46,20 @@ def shared_experts(**config):
     return weighted(modeling("inkling").InklingSharedExperts(config))
 
 
-def test_experts_that_all_tokens_go_to():
+def test_shared_experts():
     pytest.importorskip("transformers.models.inkling")
     module = shared_experts()
     stock = copy.deepcopy(module)
     assert patched_module(module)[0] == ["gated_mlp[silu]"]
-    with calls_of("gated_mlp") as seen:
+    with calls_of("gated_mlp") as calls:
         for shape in ((2, 5), (10,)):
             equal(OfRoutes(stock), OfRoutes(module), torch.randn(*shape, 16), torch.rand(*shape, 3))
-        assert len(seen) == 6
+        assert len(calls) == 6
         with torch.autocast("cpu", torch.bfloat16):  # the original's dtypes
             equal(OfRoutes(stock), OfRoutes(module), torch.randn(4, 16), torch.rand(4, 3))
         with pytest.raises(RuntimeError):
             module(torch.randn(10, 16), torch.rand(10, 2))
-        assert len(seen) == 6
+        assert len(calls) == 6
     unpatch(OneModule(module))
     assert type(module) is type(stock)
 
@@ -77,32 +67,35 @@ def test_experts_that_all_tokens_go_to():
 def muse_spark_experts():
     config = transformers.MuseSparkConfig().text_config
     for name, value in {
-        "hidden_size": 16, "moe_hidden_size": 16, "moe_intermediate_size": 12,
+        "hidden_size": 16,
+        "moe_hidden_size": 16,
+        "moe_intermediate_size": 12,
         "num_local_experts": 4,
-    }.items():  # fmt: skip
+    }.items():
         setattr(config, name, value)
     return weighted(modeling("muse_spark").MuseSparkExperts(config))
 
 
-def test_experts_that_end_in_a_norm():
-    """Of every expert's output, so before it is weighted and summed."""
+def test_experts_with_final_norm():
+    """The norm acts on every expert's output, before that is weighted and summed."""
     pytest.importorskip("transformers.models.muse_spark")
     module, index = muse_spark_experts(), torch.randint(4, (10, 2))
     stock = copy.deepcopy(module)
     shown = ["fused_moe[silu, norm]", "rms_norm[scaled before it]"]
     assert patched_module(module) == (shown, [])
     ours, theirs = OfRoutes(module, index), OfRoutes(stock, index)
-    with calls_of("fused_moe") as seen, calls_of("rms_norm") as normed:
+    with calls_of("fused_moe") as calls, calls_of("rms_norm") as normed:
         equal(theirs, ours, torch.randn(10, 16), torch.rand(10, 2))
-        assert (len(seen), len(normed)) == (1, 1)
+        assert (len(calls), len(normed)) == (1, 1)
         for own in (stock, module):  # a hook on the norm acts
-            own.post_expert_norm.register_forward_hook(lambda m, given, y: 2 * y)
+            own.post_expert_norm.register_forward_hook(lambda m, inputs, y: 2 * y)
         equal(theirs, ours, torch.randn(10, 16), torch.rand(10, 2))
-        assert len(seen) == 2
-    found = [m(torch.randn(0, 16), torch.rand(0, 2)) for m in (
-        OfRoutes(stock, index[:0]), OfRoutes(module, index[:0])
-    )]  # fmt: skip
-    assert found[0].shape == found[1].shape == (0, 16)
+        assert len(calls) == 2
+    actual = [
+        m(torch.randn(0, 16), torch.rand(0, 2))
+        for m in (OfRoutes(stock, index[:0]), OfRoutes(module, index[:0]))
+    ]
+    assert actual[0].shape == actual[1].shape == (0, 16)
 
 
 def test_experts_without_a_gate():
@@ -120,18 +113,22 @@ def test_experts_without_a_gate():
     assert {e.status for e in report.entries} == {"already patched"}
 
     def experts(own):
-        return type("Called", (), {
-            "__call__": lambda self, x, routing: own(x, index, routing),
-            "parameters": lambda self: own.parameters(),
-        })()  # fmt: skip
+        return type(
+            "Called",
+            (),
+            {
+                "__call__": lambda self, x, routing: own(x, index, routing),
+                "parameters": lambda self: own.parameters(),
+            },
+        )()
 
-    given = torch.randn(10, 16), torch.rand(10, 2)
+    inputs = torch.randn(10, 16), torch.rand(10, 2)
     for change in (None, nn.SiLU()):
         if change is not None:  # no longer what was probed
             stock.act_fn = module.act_fn = change
-        with calls_of("fused_moe") as seen:
-            equal(experts(stock), experts(module), *given)
-        assert len(seen) == (change is None)
+        with calls_of("fused_moe") as calls:
+            equal(experts(stock), experts(module), *inputs)
+        assert len(calls) == (change is None)
 
 
 def test_experts_of_modules_are_named_once():
@@ -141,11 +138,11 @@ def test_experts_of_modules_are_named_once():
         def forward(self, x):
             return sum(expert(x) for expert in self)
 
-    for inner, told in ((nn.Linear(16, 16), True), (Odd(nn.SiLU()), False)):
+    for inner, is_named in ((nn.Linear(16, 16), True), (Odd(nn.SiLU()), False)):
         report = patch(OneModule(OwnExperts([inner])), **HEADLESS)
-        found = [(s.reason, s.strict) for s in report.skipped if s.op == "fused_moe"]
+        actual = [(s.reason, s.strict) for s in report.skipped if s.op == "fused_moe"]
         said = "OwnExperts does not use the experts interface of transformers"
-        assert found == [(said, False)] * told
+        assert actual == [(said, False)] * is_named
 
 
 def test_experts_of_equal_blocks_of_rows():
@@ -156,17 +153,17 @@ def test_experts_of_equal_blocks_of_rows():
     module = weighted(modeling("llama4").Llama4TextExperts(config))
     stock = copy.deepcopy(module)
     assert patched_module(module)[0] == ["fused_moe[silu]"]
-    with calls_of("fused_moe") as seen:
+    with calls_of("fused_moe") as calls:
         equal(stock, module, torch.randn(20, 16))
-        assert len(seen) == 1
+        assert len(calls) == 1
         with torch.autocast("cpu", torch.bfloat16):  # the original's dtype
             assert module(torch.randn(20, 16)).dtype == stock(torch.randn(20, 16)).dtype
         with pytest.raises(RuntimeError):
             module(torch.randn(21, 16))
-        assert len(seen) == 1
+        assert len(calls) == 1
 
 
-def test_experts_that_are_the_identity():
+def test_identity_experts():
     config = transformers.LongcatFlashConfig(
         hidden_size=16, expert_ffn_hidden_size=12, n_routed_experts=4, zero_expert_num=2
     )
@@ -176,15 +173,15 @@ def test_experts_that_are_the_identity():
     index = torch.randint(6, (10, 3))
     assert (index >= 4).any()
     x, routing = torch.randn(10, 16), torch.rand(10, 3)
-    found = []
-    with calls_of("fused_moe") as seen:
+    results = []
+    with calls_of("fused_moe") as calls:
         for own in (stock, module):
-            given = [t.clone().requires_grad_() for t in (x, routing)]
-            y = own(given[0], index, given[1])
+            inputs = [t.clone().requires_grad_() for t in (x, routing)]
+            y = own(inputs[0], index, inputs[1])
             loss = (y * torch.linspace(-1, 1, 16)).sum()
-            found.append([y.detach(), *torch.autograd.grad(loss, [*given, *own.parameters()])])
-    assert len(seen) == 1
-    assert_same_gradients(found[1], found[0], 1e-5)
+            results.append([y.detach(), *torch.autograd.grad(loss, [*inputs, *own.parameters()])])
+    assert len(calls) == 1
+    assert_same_gradients(results[1], results[0], 1e-5)
 
 
 # --- experts ---
@@ -204,8 +201,8 @@ EXPERTS = {
 
 @pytest.mark.parametrize("change", EXPERTS)
 def test_changed_experts(change):
-    kind, act = EXPERTS[change]
-    stock, ours = pair(kind)
+    model_type, act = EXPERTS[change]
+    stock, ours = pair(model_type)
     assert patch(ours).count("fused_moe") == 2
     for model in (stock, ours):
         for module in experts_of(model):
@@ -216,8 +213,8 @@ def test_changed_experts(change):
 def test_a_replaced_gate_of_an_experts_class(monkeypatch):
     stock, ours = pair("mixtral")
     patch(ours)
-    kind = type(experts_of(stock)[0])
-    monkeypatch.setattr(kind, "_apply_gate", lambda self, x: x.chunk(2, -1)[1])
+    module_class = type(experts_of(stock)[0])
+    monkeypatch.setattr(module_class, "_apply_gate", lambda self, x: x.chunk(2, -1)[1])
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
 
 
@@ -288,8 +285,8 @@ def interface():
 
 @pytest.mark.parametrize("change", [*EXPERTS, "hook"])
 def test_changed_experts_of_the_interface(change, interface):
-    kind, act = EXPERTS.get(change, ("mixtral", lambda m: HOOKS["forward"](m.act_fn)))
-    stock, ours = pair(kind)
+    model_type, act = EXPERTS.get(change, ("mixtral", lambda m: HOOKS["forward"](m.act_fn)))
+    stock, ours = pair(model_type)
     stock.set_experts_implementation("grouped_mm")
     ours.set_experts_implementation("liger_multi")
     for _ in range(2):
@@ -315,5 +312,5 @@ def test_the_routing_before_the_index():
     stock, ours = pair("mixtral", num_hidden_layers=1)
     patch(ours)
     x, index, routing = torch.randn(5, 32), torch.tensor([[0, 2]] * 5), torch.rand(5, 2)
-    found = [experts_of(m)[0](x, top_k_weights=routing, top_k_index=index) for m in (stock, ours)]
-    torch.testing.assert_close(found[1], found[0])
+    actual = [experts_of(m)[0](x, top_k_weights=routing, top_k_index=index) for m in (stock, ours)]
+    torch.testing.assert_close(actual[1], actual[0])

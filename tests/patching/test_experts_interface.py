@@ -16,11 +16,7 @@ from liger_multi.errors import ConfigurationError
 from liger_multi.patching import patch, register_experts, unpatch, unregister_experts
 from liger_multi.patching.experts.find import experts_kind
 from tests.comparing import assert_same_gradients
-from tests.models import (
-    assert_same_training,
-    batch,
-    build,
-)
+from tests.models import assert_same_training, batch, build
 from tests.patching.test_apply_models import experts_of
 
 # --- experts ---
@@ -30,18 +26,32 @@ ROUTED = ("mixtral", "qwen3_moe", "gpt_oss")
 
 def deepseek():
     config = transformers.DeepseekV3Config(
-        hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, vocab_size=64, n_routed_experts=8,
-        num_local_experts=8, num_experts_per_tok=3, n_group=2, topk_group=1, n_shared_experts=1,
-        first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8,
-        qk_rope_head_dim=8, v_head_dim=8,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=64,
+        n_routed_experts=8,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    )
     torch.manual_seed(0)
     return transformers.DeepseekV3ForCausalLM(config)
 
 
-def model(kind):
-    return deepseek() if kind == "deepseek_v3" else build(kind)
+def model(model_type):
+    return deepseek() if model_type == "deepseek_v3" else build(model_type)
 
 
 def needs_names():
@@ -54,10 +64,10 @@ def numbers(rows=6):
     return {"input_ids": torch.randint(64, (2, rows), generator=generator)}
 
 
-@pytest.mark.parametrize("kind", [*ROUTED, "deepseek_v3"])
+@pytest.mark.parametrize("model_type", [*ROUTED, "deepseek_v3"])
 @pytest.mark.parametrize("way", ["patch", "interface"])
-def test_the_loss_and_every_gradient_are_those_of_stock(kind, way, monkeypatch):
-    stock = model(kind).float()
+def test_the_loss_and_every_gradient_are_those_of_stock(model_type, way, monkeypatch):
+    stock = model(model_type).float()
     ours = copy.deepcopy(stock)
     calls, public = [], liger_multi.ops.fused_moe
     monkeypatch.setattr(
@@ -72,7 +82,7 @@ def test_the_loss_and_every_gradient_are_those_of_stock(kind, way, monkeypatch):
     else:
         register_experts()
         ours.set_experts_implementation("liger_multi")
-    data = batch(length=6) if kind != "deepseek_v3" else numbers()
+    data = batch(length=6) if model_type != "deepseek_v3" else numbers()
     data["labels"] = data["input_ids"]
     experts_kind(experts_of(ours)[0])  # the interface asks at its first call
     calls.clear()
@@ -97,22 +107,24 @@ def test_a_routing_of_another_shape_is_for_the_stock_loop():
     torch.testing.assert_close(patched(x, index, routing), layer(x, index, routing))
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_experts_a_token_are_the_eager_loop(kind, dtype):
+def test_two_experts_a_token_are_the_eager_loop(model_type, dtype):
     """Of two terms the order of the sum is free, so a layer says what the loop says."""
-    layer = experts_of(build(kind).to(dtype))[0]
+    layer = experts_of(build(model_type).to(dtype))[0]
     layer.config._experts_implementation = "eager"
     patched = copy.deepcopy(layer)
     patch(patched)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(12, layer.down_proj.shape[1 if kind == "mixtral" else 2], generator=generator)
+    x = torch.randn(
+        12, layer.down_proj.shape[1 if model_type == "mixtral" else 2], generator=generator
+    )
     index = torch.rand(12, 4, generator=generator).argsort(-1)[:, :2]
     routing = torch.rand(12, 2, generator=generator).to(dtype)
-    right, y = layer(x.to(dtype), index, routing), patched(x.to(dtype), index, routing)
+    expected, y = layer(x.to(dtype), index, routing), patched(x.to(dtype), index, routing)
     # the loop rounds every term to the dtype of the sum, ours only the sum
-    by = {torch.float32: (1e-6, 1e-6), torch.bfloat16: (2**-7, 2**-8 * right.abs().max().item())}
-    torch.testing.assert_close(y, right, rtol=by[dtype][0], atol=by[dtype][1])
+    by = {torch.float32: (1e-6, 1e-6), torch.bfloat16: (2**-7, 2**-8 * expected.abs().max().item())}
+    torch.testing.assert_close(y, expected, rtol=by[dtype][0], atol=by[dtype][1])
 
 
 def test_sentinels_of_expert_parallelism_add_nothing():
@@ -141,19 +153,19 @@ def test_sentinels_of_expert_parallelism_add_nothing():
     runs = [(spelled_out, layer), (ours, ours)]
     if version.parse(transformers.__version__) >= version.parse("5.17"):
         runs.append((layer, layer))
-    found = []
+    results = []
     for run, each in runs:
         y = run(x, index, routing)
-        found.append((y, *torch.autograd.grad(y.square().sum(), [x, routing, each.down_proj])))
-    for other in found[1:]:
-        torch.testing.assert_close(other[0], found[0][0], rtol=1e-4, atol=1e-6)
-        assert_same_gradients(other[1:], found[0][1:])
+        results.append((y, *torch.autograd.grad(y.square().sum(), [x, routing, each.down_proj])))
+    for other in results[1:]:
+        torch.testing.assert_close(other[0], results[0][0], rtol=1e-4, atol=1e-6)
+        assert_same_gradients(other[1:], results[0][1:])
 
 
 def test_a_gate_of_another_kind_stays_stock(monkeypatch):
     built = build("mixtral")
-    kind = type(experts_of(built)[0])
-    monkeypatch.setattr(kind, "_apply_gate", lambda self, x: x.chunk(2, -1)[0].tanh())
+    module_class = type(experts_of(built)[0])
+    monkeypatch.setattr(module_class, "_apply_gate", lambda self, x: x.chunk(2, -1)[0].tanh())
     report = patch(built)
     assert not report.count("fused_moe")
     assert {s.reason for s in report.skipped if s.op == "fused_moe"} == {
@@ -168,15 +180,18 @@ def test_a_gate_of_another_kind_stays_stock(monkeypatch):
         unregister_experts()
 
 
-def test_what_the_gate_of_gpt_oss_is():
-    found = experts_kind(experts_of(build("gpt_oss"))[0])
-    assert (found.activation, found.interleaved, found.transposed, found.bias) == (
-        "swiglu_clamped", True, True, True,
-    )  # fmt: skip
-    assert dict(found.clamps) == {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+def test_gate_of_gpt_oss():
+    actual = experts_kind(experts_of(build("gpt_oss"))[0])
+    assert (actual.activation, actual.interleaved, actual.transposed, actual.bias) == (
+        "swiglu_clamped",
+        True,
+        True,
+        True,
+    )
+    assert dict(actual.clamps) == {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 
 
-def test_a_transformers_that_takes_no_names_is_refused(monkeypatch):
+def test_transformers_without_names_is_refused(monkeypatch):
     """5.0 raised when a model asked for the name, with a list of its own."""
     monkeypatch.setattr("transformers.__version__", "5.6.2")  # whatever module stands for it now
     with pytest.raises(ConfigurationError, match=r"needs transformers >= 5\.7, this is 5\.6\.2"):
@@ -184,7 +199,7 @@ def test_a_transformers_that_takes_no_names_is_refused(monkeypatch):
     assert "liger_multi" not in moe.ExpertsInterface._global_mapping
 
 
-def test_a_name_that_is_taken_is_refused():
+def test_taken_name_is_refused():
     needs_names()
     moe.ExpertsInterface.register("taken", print)
     try:

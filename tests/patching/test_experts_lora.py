@@ -27,12 +27,28 @@ EXPERTS, HIDDEN, INNER = 4, 32, 16
 def deepseek(**config):
     """A sigmoid router with groups and shared experts."""
     settings = transformers.DeepseekV3Config(
-        vocab_size=223, hidden_size=HIDDEN, intermediate_size=48, moe_intermediate_size=INNER,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=EXPERTS,
-        n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1, kv_lora_rank=8,
-        q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
-        first_k_dense_replace=1, max_position_embeddings=64, pad_token_id=0, **config,
-    )  # fmt: skip
+        vocab_size=223,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        moe_intermediate_size=INNER,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=EXPERTS,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        **config,
+    )
     torch.manual_seed(0)
     return transformers.DeepseekV3ForCausalLM(settings)
 
@@ -40,11 +56,20 @@ def deepseek(**config):
 def nemotron():
     """Experts without a gate."""
     settings = transformers.NemotronHConfig(
-        vocab_size=223, hidden_size=HIDDEN, layers_block_type=["attention", "moe"],
-        n_routed_experts=EXPERTS, moe_intermediate_size=INNER, num_experts_per_tok=2, n_group=1,
-        topk_group=1, moe_shared_expert_intermediate_size=16, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=223,
+        hidden_size=HIDDEN,
+        layers_block_type=["attention", "moe"],
+        n_routed_experts=EXPERTS,
+        moe_intermediate_size=INNER,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_shared_expert_intermediate_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     return transformers.NemotronHForCausalLM(settings)
 
@@ -53,8 +78,8 @@ OWN = {"deepseek_v3": deepseek, "nemotron_h": nemotron}
 FIRST = {"nemotron_h": ("mixer.experts.up_proj", "mixer.experts.down_proj")}
 
 
-def made(kind="qwen3_moe", dtype=torch.float32):
-    return (OWN[kind]() if kind in OWN else build(kind)).to(dtype)
+def adapted_model(model_type="qwen3_moe", dtype=torch.float32):
+    return (OWN[model_type]() if model_type in OWN else build(model_type)).to(dtype)
 
 
 def adapted(model, name="default", seed=3, **config):
@@ -73,8 +98,8 @@ def filled(model):
     return model
 
 
-def pair(kind="qwen3_moe", dtype=torch.float32, **config):
-    stock = adapted(made(kind, dtype), **config)
+def pair(model_type="qwen3_moe", dtype=torch.float32, **config):
+    stock = adapted(adapted_model(model_type, dtype), **config)
     return stock, copy.deepcopy(stock)
 
 
@@ -84,16 +109,16 @@ def loss_of(model):
 
 @pytest.fixture
 def calls(monkeypatch):
-    found = Counter()
+    counter = Counter()
     for name in ("lora_moe", "fused_moe"):
         stock = getattr(ops, name)
 
         def counted(*args, name=name, stock=stock, **options):
-            found[name] += 1
+            counter[name] += 1
             return stock(*args, **options)
 
         monkeypatch.setattr(ops, name, counted)
-    return found
+    return counter
 
 
 def wrappers(model):
@@ -106,17 +131,17 @@ LAYERS = {"qwen3_moe": 1, "mixtral": 2, "gpt_oss": 2, "deepseek_v3": 1, "nemotro
 ACTIVATIONS = {"gpt_oss": "swiglu_clamped", "nemotron_h": "relu_squared"}
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_a_step_is_peft_s(kind, calls):
-    stock, ours = pair(kind, target_parameters=FIRST.get(kind, STACKS))
+@pytest.mark.parametrize("model_type", LAYERS)
+def test_a_step_is_peft_s(model_type, calls):
+    stock, ours = pair(model_type, target_parameters=FIRST.get(model_type, STACKS))
     report = patch(ours, strict=True)
-    found = [e.replaced_by for e in report.entries if e.op == "lora"]
-    assert found == [f"lora_moe[{ACTIVATIONS.get(kind, 'silu')}]"] * LAYERS[kind]
+    actual = [e.replaced_by for e in report.entries if e.op == "lora"]
+    assert actual == [f"lora_moe[{ACTIVATIONS.get(model_type, 'silu')}]"] * LAYERS[model_type]
     calls.clear()
     assert_same_training(stock, ours, loss_of)
-    assert calls == {"lora_moe": LAYERS[kind]}
+    assert calls == {"lora_moe": LAYERS[model_type]}
     grads = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
-    assert len(grads) == 4 * LAYERS[kind]
+    assert len(grads) == 4 * LAYERS[model_type]
     assert all("lora_" in name and grad.any() for name, grad in grads.items())
     unpatch(ours)
     assert not any(hasattr(type(m), "_liger_multi_swap") for m in ours.modules())
@@ -145,7 +170,7 @@ def test_forms_of_plain_lora(name, calls):
 
 @pytest.mark.parametrize("active", [["default"], ["other"], ["default", "other"]])
 def test_one_of_two_adapters_and_both(active, calls):
-    stock = adapted(made())
+    stock = adapted(adapted_model())
     torch.manual_seed(5)
     settings = peft.LoraConfig(r=2, target_modules=[], target_parameters=list(STACKS))
     stock.add_adapter("other", settings)
@@ -158,7 +183,7 @@ def test_one_of_two_adapters_and_both(active, calls):
 
 
 def test_patched_before_and_after_the_adapters(calls):
-    stock, ours = adapted(made()), made()
+    stock, ours = adapted(adapted_model()), adapted_model()
     patch(ours, strict=True)
     ours = adapted(ours)
     calls.clear()
@@ -189,20 +214,20 @@ def test_disabled_merged_and_unloaded(calls):
     patch(ours, strict=True)
     calls.clear()
     with torch.no_grad():
-        wanted = stock(**batch()).loss
+        expected = stock(**batch()).loss
         with stock.disable_adapter(), ours.disable_adapter():
             bare = stock(**batch()).loss
             torch.testing.assert_close(ours(**batch()).loss, bare)
         assert calls == {"fused_moe": 1}
-        assert abs(bare - wanted) > 1e-4
+        assert abs(bare - expected) > 1e-4
         ours.merge_adapter()
-        torch.testing.assert_close(ours(**batch()).loss, wanted)
+        torch.testing.assert_close(ours(**batch()).loss, expected)
         assert calls["lora_moe"] == 0
         ours.unmerge_adapter()
-        torch.testing.assert_close(ours(**batch()).loss, wanted)
+        torch.testing.assert_close(ours(**batch()).loss, expected)
         assert calls["lora_moe"] == 1
         merged = ours.merge_and_unload()
-        torch.testing.assert_close(merged(**batch()).loss, wanted)
+        torch.testing.assert_close(merged(**batch()).loss, expected)
     assert calls["lora_moe"] == 1
 
 
@@ -214,9 +239,9 @@ def test_evaluation_and_generation(calls):
         model.generation_config.pad_token_id = 0
         # with it, transformers 5.17 raises: one token's routers meet the mask of all tokens
         model.config.output_router_logits = False
-    wanted = stock.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
+    expected = stock.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
     calls.clear()
-    assert torch.equal(ours.generate(input_ids=ids, max_new_tokens=4, do_sample=False), wanted)
+    assert torch.equal(ours.generate(input_ids=ids, max_new_tokens=4, do_sample=False), expected)
     assert calls == {"lora_moe": 4}
 
 
@@ -228,12 +253,12 @@ def test_saved_and_loaded(tmp_path):
     optimizer.step()
     ours.save_pretrained(tmp_path)
     assert ours.state_dict().keys() == stock.state_dict().keys()
-    again = peft.PeftModel.from_pretrained(made(), tmp_path)
+    again = peft.PeftModel.from_pretrained(adapted_model(), tmp_path)
     with torch.no_grad():
-        wanted = loss_of(ours)
-        torch.testing.assert_close(loss_of(again), wanted)
-        torch.testing.assert_close(loss_of(copy.deepcopy(ours)), wanted)
-        assert abs(loss_of(stock) - wanted) > 1e-4
+        loss = loss_of(ours)
+        torch.testing.assert_close(loss_of(again), loss)
+        torch.testing.assert_close(loss_of(copy.deepcopy(ours)), loss)
+        assert abs(loss_of(stock) - loss) > 1e-4
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -255,14 +280,14 @@ def test_compiled_as_one_graph(calls):
     other = stock.base_model.model.model.layers[1].mlp
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 5, HIDDEN)
-    found = []
+    results = []
     for run, owner in ((other, other), (compiled, layer)):
         y = run(x)
         y = y[0] if isinstance(y, tuple) else y
         thin = [p for p in owner.parameters() if p.requires_grad]
-        found.append([y, *torch.autograd.grad(y.square().sum(), thin)])
-    for got, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(wanted, got, rtol=1e-4, atol=1e-5)
+        results.append([y, *torch.autograd.grad(y.square().sum(), thin)])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(expected, got, rtol=1e-4, atol=1e-5)
 
 
 # --- low precision ---
@@ -270,7 +295,7 @@ def test_compiled_as_one_graph(calls):
 
 @pytest.mark.parametrize("thin", [torch.float32, torch.bfloat16])
 def test_bf16_experts(thin, calls):
-    wide = adapted(made())
+    wide = adapted(adapted_model())
     stock = copy.deepcopy(wide)
     for name, parameter in stock.named_parameters():
         parameter.data = parameter.data.to(thin if "lora_" in name else torch.bfloat16)
@@ -305,14 +330,14 @@ class Stacks(TorchDispatchMode):
         super().__init__()
         self.known = {p.untyped_storage().data_ptr() for p in base}
         self.least = min(p.numel() for p in base)
-        self.found = []
+        self.allocations = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for t in tree_leaves(result):
             large = isinstance(t, torch.Tensor) and t.numel() >= self.least
             if large and t.untyped_storage().data_ptr() not in self.known:
-                self.found.append((str(func), tuple(t.shape)))
+                self.allocations.append((str(func), tuple(t.shape)))
         return result
 
 
@@ -326,13 +351,13 @@ def stacks_in_a_step(model):
         y = layer(x)
         (y[0] if isinstance(y, tuple) else y).sum().backward()
     assert x.grad.any()
-    return mode.found
+    return mode.allocations
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
-def test_no_tensor_has_the_size_of_a_stack(kind):
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_no_tensor_has_the_size_of_a_stack(model_type):
     sizes = {"num_local_experts": 8, "hidden_size": 64, "intermediate_size": 40}
-    stock = adapted(build(kind, **sizes))
+    stock = adapted(build(model_type, **sizes))
     ours = copy.deepcopy(stock)
     patch(ours, strict=True)
     assert stacks_in_a_step(ours) == []
@@ -356,7 +381,7 @@ def watched(ours):
 @pytest.mark.parametrize(
     ("change", "reason"), [(trained, "are trained as well"), (watched, "something stands around")]
 )
-def test_what_is_more_runs_peft_s_forward(change, reason, calls):
+def test_other_adapters_run_peft_forward(change, reason, calls):
     """Before a patch, with the reason in its report, and after it."""
     for when in ("before", "after"):
         stock, ours = pair()
@@ -384,13 +409,20 @@ def test_another_layout_is_left_to_peft():
     assert "failed on a small copy" in expert_lora._measured(nn.Linear, False)
 
 
-def test_experts_that_peft_reads_the_other_way_round_are_left():
+def test_transposed_experts_of_peft_are_left():
     """Llama 4 keeps inputs before outputs, and has no flag that says so."""
     settings = transformers.Llama4TextConfig(
-        vocab_size=223, hidden_size=HIDDEN, intermediate_size=INNER, intermediate_size_mlp=48,
-        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        num_local_experts=EXPERTS, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=223,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        intermediate_size_mlp=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=EXPERTS,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     model = transformers.Llama4ForCausalLM(settings)
     names = [n for n, _ in model.named_parameters() if n.endswith("experts.gate_up_proj")]

@@ -115,9 +115,9 @@ def experts_of(model):
     return [m for _, m in model.named_modules() if type(m).__name__.endswith("Experts")]
 
 
-def pair(kind, quantize, nested=False, adapters=True):
+def pair(model_type, quantize, nested=False, adapters=True):
     """A model of weights in 4 bits, and one of the same weights in full."""
-    stock = build(kind, **SIZES)
+    stock = build(model_type, **SIZES)
     stock = adapted(stock) if adapters else stock.requires_grad_(False)
     ours = copy.deepcopy(stock)
     for wide, narrow in zip(experts_of(stock), experts_of(ours), strict=True):
@@ -137,16 +137,16 @@ def loss_of(model):
 @pytest.fixture
 def groups(monkeypatch):
     """How many experts each call of an operator had."""
-    seen = []
+    observed = []
     for name in ("lora_moe", "fused_moe"):
         stock = getattr(ops, name)
 
         def counted(x, weight, *args, stock=stock, **options):
-            seen.append(weight.shape[0])
+            observed.append(weight.shape[0])
             return stock(x, weight, *args, **options)
 
         monkeypatch.setattr(ops, name, counted)
-    return seen
+    return observed
 
 
 # --- equal ---
@@ -154,9 +154,9 @@ def groups(monkeypatch):
 
 @pytest.mark.parametrize("adapters", [True, False])
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
-def test_a_step_is_that_of_the_dequantized_weights(kind, nested, adapters, quantize, groups):
-    stock, ours = pair(kind, quantize, nested, adapters)
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_step_equals_dequantized_weights(model_type, nested, adapters, quantize, groups):
+    stock, ours = pair(model_type, quantize, nested, adapters)
     report = patch(ours, strict=True)
     assert report.count("fused_moe") == 2
     assert report.count("lora") == 2 * adapters
@@ -191,10 +191,10 @@ def test_under_checkpointing(quantize):
 @pytest.mark.parametrize(("implementation", "casts"), [("batched_mm", True), ("grouped_mm", False)])
 def test_backward_runs_under_the_autocast_of_forward(quantize, monkeypatch, implementation, casts):
     """Autocast reaches the GEMMs of some implementations of experts, not the grouped ones."""
-    seen, stock = [], ops.lora_moe
+    observed, stock = [], ops.lora_moe
 
     def noted(x, *args, **options):
-        seen.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+        observed.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
         return stock(x, *args, **options)
 
     monkeypatch.setattr(ops, "lora_moe", noted)
@@ -202,19 +202,19 @@ def test_backward_runs_under_the_autocast_of_forward(quantize, monkeypatch, impl
     for model in (full, ours):
         model.set_experts_implementation(implementation)
     patch(ours, strict=True)
-    found = []
+    results = []
     for model in (full, ours):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(model)
         loss.backward()
-        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert seen == [(casts, False)] * 6 + [(casts, True)] * 6
-    assert found[0].keys() == found[1].keys()
-    for name, wanted in found[0].items():
-        assert (found[1][name] - wanted).norm() < 0.05 * wanted.norm(), name
+        results.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert observed == [(casts, False)] * 6 + [(casts, True)] * 6
+    assert results[0].keys() == results[1].keys()
+    for name, expected in results[0].items():
+        assert (results[1][name] - expected).norm() < 0.05 * expected.norm(), name
 
 
-def test_what_is_kept_for_backward(quantize):
+def test_tensors_saved_for_backward(quantize):
     """Inputs and factors, nothing of a group."""
     _, ours = pair("mixtral", quantize)
     patch(ours, strict=True)
@@ -238,7 +238,7 @@ def test_no_dequantized_tensor_has_the_size_of_a_stack(quantize):
         y = layer(x)
         (y[0] if isinstance(y, tuple) else y).sum().backward()
     assert x.grad.any()
-    assert [shape for _, shape in mode.found if shape[-1] != 1 and len(shape) == 3] == []
+    assert [shape for _, shape in mode.allocations if shape[-1] != 1 and len(shape) == 3] == []
 
 
 def test_blocks_across_experts_are_dequantized_whole(quantize):

@@ -88,7 +88,7 @@ def test_each_call_looks(registered, monkeypatch):
     assert_equal_training(model, unpatched)
 
 
-def test_a_name_that_nobody_registered_raises_as_unpatched():
+def test_unregistered_name_raises_as_unpatched():
     unpatched, model = pair()
     liger_multi.patch(model)
     for one in (unpatched, model):
@@ -112,11 +112,11 @@ def test_a_compiled_model_follows(registered):
 
 
 @pytest.mark.parametrize("name", ["grouped_mm", "batched_mm", "eager"])
-def test_autocast_of_fp32_stacks_is_that_of_the_implementation(name):
+def test_autocast_of_fp32_stacks(name):
     """grouped_mm takes the dtype of the weights; the others have matmuls, which autocast knows."""
     unpatched, model = pair()
     liger_multi.patch(model)
-    found = []
+    results = []
     for one in (unpatched, model):
         one.set_experts_implementation(name)
         experts = next(m for m in one.modules() if hasattr(m, "_apply_gate"))
@@ -129,8 +129,8 @@ def test_autocast_of_fp32_stacks_is_that_of_the_implementation(name):
             y = experts(x, index, weights)
         y.sum().backward()
         grads = {n: p.grad for n, p in experts.named_parameters()}
-        found.append((exact, y, grads | {"x": x.grad, "w": weights.grad}))
-    (exact, expected, theirs), (_, got, ours) = found
+        results.append((exact, y, grads | {"x": x.grad, "w": weights.grad}))
+    (exact, expected, theirs), (_, got, ours) = results
     rounded = float((expected - exact).detach().abs().max() / exact.detach().abs().max())
     limit = 1e-6 if name == "grouped_mm" else 8e-3
     assert rounded < 1e-6 if name == "grouped_mm" else rounded > 1e-4

@@ -31,11 +31,11 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 def model(dtype=torch.float32, frozen=False, **config):
     torch.manual_seed(0)
-    made = build("llama", **config).to(dtype).eval()
+    llama = build("llama", **config).to(dtype).eval()
     if frozen:
-        for name, parameter in made.named_parameters():
+        for name, parameter in llama.named_parameters():
             parameter.requires_grad_("embed" in name or "norm" in name)
-    return made
+    return llama
 
 
 def ids(sequences=2, length=13):
@@ -43,48 +43,50 @@ def ids(sequences=2, length=13):
     return torch.randint(0, VOCABULARY, (sequences, length), generator=generator)
 
 
-def step(made, tokens=None):
+def step(llama, tokens=None):
     tokens = ids() if tokens is None else tokens
-    made.zero_grad(set_to_none=True)
-    loss = made(input_ids=tokens, labels=tokens).loss
+    llama.zero_grad(set_to_none=True)
+    loss = llama(input_ids=tokens, labels=tokens).loss
     loss.backward()
     return loss.item(), {
-        n: p.grad.clone() for n, p in made.named_parameters() if p.grad is not None
+        n: p.grad.clone() for n, p in llama.named_parameters() if p.grad is not None
     }
 
 
 def equal(a, b):
-    return a[0] == b[0] and a[1].keys() == b[1].keys() and all(
-        torch.equal(g, b[1][n]) for n, g in a[1].items()
-    )  # fmt: skip
+    return (
+        a[0] == b[0]
+        and a[1].keys() == b[1].keys()
+        and all(torch.equal(g, b[1][n]) for n, g in a[1].items())
+    )
 
 
-def linears(made):
-    return [m for n, m in made.named_modules() if n.rpartition(".")[2] in LAYERS]
+def linears(llama):
+    return [m for n, m in llama.named_modules() if n.rpartition(".")[2] in LAYERS]
 
 
 # --- weights as they are ---
 
 
 def test_layers_multiply_in_float8_and_unpatch_is_exact():
-    made = model()
-    before, state = step(made), copy.deepcopy(made.state_dict())
-    report = patch(made, linear_float8=ALL)
-    assert report.count("linear_float8") == len(linears(made)) == 14
-    assert all(isinstance(m, Float8Linear) for m in linears(made))
-    assert not isinstance(made.lm_head, Float8Linear)
-    during = step(made)
+    llama = model()
+    before, state = step(llama), copy.deepcopy(llama.state_dict())
+    report = patch(llama, linear_float8=ALL)
+    assert report.count("linear_float8") == len(linears(llama)) == 14
+    assert all(isinstance(m, Float8Linear) for m in linears(llama))
+    assert not isinstance(llama.lm_head, Float8Linear)
+    during = step(llama)
     assert during[0] != before[0]
     assert abs(during[0] - before[0]) < 0.05 * before[0]
     for name, gradient in before[1].items():
         like = torch.cosine_similarity(gradient.flatten(), during[1][name].flatten(), 0)
         assert like > 0.98, name
-    assert all(torch.equal(made.state_dict()[n], t) for n, t in state.items())
-    unpatch(made)
-    assert equal(step(made), before)
+    assert all(torch.equal(llama.state_dict()[n], t) for n, t in state.items())
+    unpatch(llama)
+    assert equal(step(llama), before)
 
 
-def test_every_layer_gives_what_the_operator_gives():
+def test_layers_equal_the_operator():
     layer = nn.Linear(32, 48)
     holder = nn.Sequential(layer)
     x = torch.randn(3, 5, 32, requires_grad=True)
@@ -94,11 +96,11 @@ def test_every_layer_gives_what_the_operator_gives():
 
 
 def test_off_by_default_and_off_again():
-    made = model()
-    assert patch(made).count("linear_float8") == 0
-    patch(made, linear_float8=ALL)
-    report = patch(made)
-    assert not any(isinstance(m, Float8Linear) for m in made.modules())
+    llama = model()
+    assert patch(llama).count("linear_float8") == 0
+    patch(llama, linear_float8=ALL)
+    report = patch(llama)
+    assert not any(isinstance(m, Float8Linear) for m in llama.modules())
     assert sum(e.op == "linear_float8" and e.status == "restored" for e in report.entries) == 14
 
 
@@ -112,7 +114,7 @@ def test_small_layers_and_heads_stay_and_the_report_says_why():
     patch(model(), strict=True, linear_float8=True)  # being small is no failure
 
 
-def test_layers_that_compute_something_else_stay():
+def test_other_layers_stay():
     class Doubled(nn.Linear):
         def forward(self, x):
             return super().forward(x) * 2
@@ -126,42 +128,42 @@ def test_layers_that_compute_something_else_stay():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_gives_the_same_bits(reentrant):
-    made = model()
-    patch(made, linear_float8=ALL)
-    before = step(made)
-    made.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    made.enable_input_require_grads()
-    made.train()
-    assert equal(step(made), before)
+    llama = model()
+    patch(llama, linear_float8=ALL)
+    before = step(llama)
+    llama.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    llama.enable_input_require_grads()
+    llama.train()
+    assert equal(step(llama), before)
 
 
 def test_weights_written_past_the_version_counter_are_seen():
     """Optimizers in C and ``p.data`` write so; codes of a weight live no longer than a GEMM."""
-    made = model()
-    patch(made, linear_float8=ALL)
+    llama = model()
+    patch(llama, linear_float8=ALL)
     fresh = model()
     patch(fresh, linear_float8=ALL)
-    step(made)
-    for a, b in zip(made.parameters(), fresh.parameters(), strict=True):
+    step(llama)
+    for a, b in zip(llama.parameters(), fresh.parameters(), strict=True):
         version = a._version
         a.data.mul_(1.25)
         b.data.mul_(1.25)
         assert a._version == version
-    assert equal(step(made), step(fresh))
+    assert equal(step(llama), step(fresh))
     with torch.no_grad():
-        first = made(input_ids=ids()).logits.detach().clone()
-        for a in made.parameters():
+        first = llama(input_ids=ids()).logits.detach().clone()
+        for a in llama.parameters():
             a.data.mul_(0.5)
-        assert not torch.equal(first, made(input_ids=ids()).logits.detach())
+        assert not torch.equal(first, llama(input_ids=ids()).logits.detach())
 
 
 CACHED = {**ALL, "cache": True}
 
 
-def optimizer_of(made, kind=torch.optim.SGD):
+def optimizer_of(llama, optimizer_class=torch.optim.SGD):
     """An optimizer that has stepped, as codes are kept from then on."""
-    optimizer = kind(made.parameters(), lr=0.0)
-    step(made)
+    optimizer = optimizer_class(llama.parameters(), lr=0.0)
+    step(llama)
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.05
     return optimizer
@@ -170,48 +172,48 @@ def optimizer_of(made, kind=torch.optim.SGD):
 @contextlib.contextmanager
 def weights_rounded():
     """How many weights were rounded apart from their GEMMs, and how many by these."""
-    seen, call = {"apart": 0, "within": 0}, Primitive.call
+    observed, call = {"apart": 0, "within": 0}, Primitive.call
 
     def spy(prim, *args):
-        given = dict(zip(prim.params, args, strict=True))
-        for name, t in given.items():
+        inputs = dict(zip(prim.params, args, strict=True))
+        for name, t in inputs.items():
             if "float8" in prim.op.name and prim.direction == "forward" and name.endswith("weight"):
-                scale = given.get(f"{name}_scale", ...)
+                scale = inputs.get(f"{name}_scale", ...)
                 if scale is None and isinstance(t, torch.Tensor):
-                    seen["within" if t.numel() else "apart"] += 1
+                    observed["within" if t.numel() else "apart"] += 1
         return call(prim, *args)
 
     with mock.patch.object(Primitive, "call", spy):
-        yield seen
+        yield observed
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_codes_that_are_kept_are_those_of_each_use(kind, checkpointing):
+@pytest.mark.parametrize("case", [torch.optim.SGD, torch.optim.AdamW])
+def test_cached_codes_equal_fresh_ones(case, checkpointing):
     """Once per step of the optimizer, whatever the number of micro-batches; and the same bits."""
-    made, other = model(), model()
-    patch(made, linear_float8=CACHED)
+    llama, other = model(), model()
+    patch(llama, linear_float8=CACHED)
     patch(other, linear_float8=ALL)
-    for one in (made, other):
+    for one in (llama, other):
         if checkpointing:
             one.gradient_checkpointing_enable({"use_reentrant": False})
             one.enable_input_require_grads()
             one.train()
-    optimizers = [optimizer_of(one, kind) for one in (made, other)]
+    optimizers = [optimizer_of(one, case) for one in (llama, other)]
     for _ in range(2):
-        with weights_rounded() as seen:
+        with weights_rounded() as observed:
             for _ in range(3):
-                assert equal(step(made), step(other))
-        assert seen["apart"] == 14
+                assert equal(step(llama), step(other))
+        assert observed["apart"] == 14
         for optimizer in optimizers:
             optimizer.step()
 
 
-def test_kept_codes_follow_every_write_that_counts():
-    made, other = model(), model()
-    patch(made, linear_float8=CACHED)
+def test_cached_codes_follow_counted_writes():
+    llama, other = model(), model()
+    patch(llama, linear_float8=CACHED)
     patch(other, linear_float8=ALL)
-    optimizer = optimizer_of(made)
+    optimizer = optimizer_of(llama)
     writes = (
         lambda m: [p.mul_(1.1) for p in m.parameters()],
         lambda m: m.load_state_dict(copy.deepcopy(model().state_dict())),
@@ -219,33 +221,33 @@ def test_kept_codes_follow_every_write_that_counts():
         lambda m: m.double(),
     )
     for write in writes:
-        step(made)
+        step(llama)
         with torch.no_grad():
-            write(made)
+            write(llama)
             write(other)
-        with weights_rounded() as seen:
-            assert equal(step(made), step(other))
-        assert seen["apart"] == 14
+        with weights_rounded() as observed:
+            assert equal(step(llama), step(other))
+        assert observed["apart"] == 14
     optimizer.step()
 
 
-def test_weights_whose_codes_are_kept_can_be_swapped():
+def test_weights_with_cached_codes_can_be_swapped():
     """``Module.to`` swaps DTensors, such as those of FSDP2, and refuses weak references."""
-    made, other = model(), model().double()
-    patch(made, linear_float8=CACHED)
+    llama, other = model(), model().double()
+    patch(llama, linear_float8=CACHED)
     patch(other, linear_float8=ALL)
-    optimizer = optimizer_of(made)
-    step(made)
+    optimizer = optimizer_of(llama)
+    step(llama)
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        made.double()
+        llama.double()
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-    assert equal(step(made), step(other))
+    assert equal(step(llama), step(other))
     optimizer.step()
 
 
-def test_a_step_of_an_optimizer_that_counts_no_version():
+def test_optimizer_step_without_version_count():
     """As those in C: the hooks of its class tell."""
 
     class Uncounted(torch.optim.SGD):
@@ -254,47 +256,47 @@ def test_a_step_of_an_optimizer_that_counts_no_version():
             for p in self.param_groups[0]["params"]:
                 p.data.add_(p.grad, alpha=-self.param_groups[0]["lr"])
 
-    made, other = model(), model()
-    patch(made, linear_float8=CACHED)
+    llama, other = model(), model()
+    patch(llama, linear_float8=CACHED)
     patch(other, linear_float8=ALL)
-    optimizers = [optimizer_of(one, Uncounted) for one in (made, other)]
+    optimizers = [optimizer_of(one, Uncounted) for one in (llama, other)]
     for _ in range(3):
-        assert equal(step(made), step(other))
+        assert equal(step(llama), step(other))
         for optimizer in optimizers:
             optimizer.step()
 
 
 def test_codes_are_not_kept_where_no_optimizer_steps():
     """A loop that writes to ``p.data`` itself has no hook."""
-    made, other = model(), model()
-    patch(made, linear_float8=CACHED)
+    llama, other = model(), model()
+    patch(llama, linear_float8=CACHED)
     patch(other, linear_float8=ALL)
     for _ in range(3):
-        assert equal(step(made), step(other))
-        for p in [*made.parameters(), *other.parameters()]:
+        assert equal(step(llama), step(other))
+        for p in [*llama.parameters(), *other.parameters()]:
             p.data.add_(p.grad, alpha=-0.05)
 
 
-def test_a_loop_of_ones_own_that_follows_an_optimizer():
+def test_manual_loop_after_an_optimizer():
     """The optimizer is still there, and does not step any more: uses are counted too."""
-    from liger_multi.patching.float8 import kept as float8_kept
+    from liger_multi.patching.float8 import code_cache
 
-    made = model()
-    patch(made, linear_float8=CACHED)
-    optimizer = optimizer_of(made)
-    for _ in range(2 * float8_kept.USES):
-        step(made)
-    waiting = float8_kept._followed()[-1].weights.values()
-    assert max(len(w.uses) for w in waiting) < float8_kept.USES
+    llama = model()
+    patch(llama, linear_float8=CACHED)
+    optimizer = optimizer_of(llama)
+    for _ in range(2 * code_cache.USES):
+        step(llama)
+    waiting = code_cache._followed()[-1].weights.values()
+    assert max(len(w.uses) for w in waiting) < code_cache.USES
 
     def train():
-        step(made)
-        for p in made.parameters():
+        step(llama)
+        for p in llama.parameters():
             p.data.add_(p.grad, alpha=-0.05)
 
     with pytest.raises(PatchError, match="leave cache=True of linear_float8 out"):
-        repeated(train, 2 * float8_kept.USES)
-    step(made)
+        repeated(train, 2 * code_cache.USES)
+    step(llama)
     optimizer.step()
 
 
@@ -304,82 +306,82 @@ def repeated(function, times):
 
 
 def test_uncounted_writes_raise_before_the_step():
-    made = model()
-    patch(made, linear_float8=CACHED)
-    optimizer = optimizer_of(made)
-    step(made)
-    weight = linears(made)[3].weight
+    llama = model()
+    patch(llama, linear_float8=CACHED)
+    optimizer = optimizer_of(llama)
+    step(llama)
+    weight = linears(llama)[3].weight
     weight.data[5, 7] += 1e-6 + weight.data[5, 7].abs()
-    before = copy.deepcopy(made.state_dict())
+    before = copy.deepcopy(llama.state_dict())
     with pytest.raises(PatchError, match="leave cache=True of linear_float8 out"):
         optimizer.step()
-    assert all(torch.equal(before[n], t) for n, t in made.state_dict().items())
-    patch(made, linear_float8=ALL)
-    step(made)
+    assert all(torch.equal(before[n], t) for n, t in llama.state_dict().items())
+    patch(llama, linear_float8=ALL)
+    step(llama)
     optimizer.step()
 
 
 def test_uncounted_writes_raise_where_they_are_undone():
     """Methods that take a gradient elsewhere write through ``.data``, and back before the step."""
-    made = model()
-    patch(made, linear_float8=CACHED)
-    optimizer = optimizer_of(made)
-    step(made)
-    own = [p.detach().clone() for p in made.parameters()]
-    for p in made.parameters():
+    llama = model()
+    patch(llama, linear_float8=CACHED)
+    optimizer = optimizer_of(llama)
+    step(llama)
+    own = [p.detach().clone() for p in llama.parameters()]
+    for p in llama.parameters():
         p.data.mul_(1.5)
-    step(made)
-    for p, value in zip(made.parameters(), own, strict=True):
+    step(llama)
+    for p, value in zip(llama.parameters(), own, strict=True):
         p.data.copy_(value)
     with pytest.raises(PatchError, match="leave cache=True of linear_float8 out"):
         optimizer.step()
-    step(made)
+    step(llama)
     optimizer.step()
 
 
 def test_passes_without_gradients_do_not_read_kept_codes():
     """An evaluation with averaged weights writes them through ``.data``, and back."""
-    made, other = model(), model()
-    patch(made, linear_float8=CACHED)
+    llama, other = model(), model()
+    patch(llama, linear_float8=CACHED)
     patch(other, linear_float8=ALL)
-    optimizer = optimizer_of(made)
-    right = step(made)
-    own = [p.detach().clone() for p in made.parameters()]
+    optimizer = optimizer_of(llama)
+    expected = step(llama)
+    own = [p.detach().clone() for p in llama.parameters()]
     with torch.no_grad():
-        for p, q in zip(made.parameters(), other.parameters(), strict=True):
+        for p, q in zip(llama.parameters(), other.parameters(), strict=True):
             p.data.mul_(0.5)
             q.data.copy_(p)
-        assert torch.equal(made(input_ids=ids()).logits + 0, other(input_ids=ids()).logits + 0)
-        for p, value in zip(made.parameters(), own, strict=True):
+        assert torch.equal(llama(input_ids=ids()).logits + 0, other(input_ids=ids()).logits + 0)
+        for p, value in zip(llama.parameters(), own, strict=True):
             p.data.copy_(value)
-    assert equal(step(made), right)
+    assert equal(step(llama), expected)
     optimizer.step()
 
 
 def test_kept_codes_go_with_the_step_and_with_the_model():
-    from liger_multi.patching.float8 import kept as float8_kept
+    from liger_multi.patching.float8 import code_cache
 
     def count():
-        return sum(w.kept is not None for f in float8_kept._followed() for w in f.weights.values())
+        return sum(w.cached is not None for f in code_cache._followed() for w in f.weights.values())
 
-    made = model()
-    patch(made, linear_float8=CACHED)
-    optimizer = optimizer_of(made)
+    llama = model()
+    patch(llama, linear_float8=CACHED)
+    optimizer = optimizer_of(llama)
     assert count() == 0
-    step(made)
+    step(llama)
     assert count() == 14
     optimizer.step()
     assert count() == 0
-    step(made)
-    alive = weakref.ref(made)
-    unpatch(made)
-    del made, optimizer
+    step(llama)
+    alive = weakref.ref(llama)
+    unpatch(llama)
+    del llama, optimizer
     gc.collect()
     assert count() == 0
     assert alive() is None
 
 
-def test_an_input_that_was_written_to_is_rounded_again():
+def test_written_input_is_rounded_again():
     first, second = nn.Linear(32, 48), nn.Linear(32, 48)
     pair = nn.ModuleList([first, second])
     patch(pair, linear_float8=ALL)
@@ -402,26 +404,26 @@ def test_codes_of_an_input_serve_its_layers_and_go(monkeypatch):
     assert float8.codes_of(x) is kept
     with torch.autocast("cpu", torch.bfloat16):
         assert float8.codes_of(x) is None
-    seen = []
-    thread = threading.Thread(target=lambda x=x: seen.append(float8.codes_of(x)))
+    observed = []
+    thread = threading.Thread(target=lambda x=x: observed.append(float8.codes_of(x)))
     thread.start()
     thread.join()
-    assert seen == [None]
+    assert observed == [None]
     del x, kept, thread
     assert alive() is None
 
 
 def test_autocast_and_accumulation():
-    made = model()
-    patch(made, linear_float8=ALL)
+    llama = model()
+    patch(llama, linear_float8=ALL)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = made(input_ids=ids(), labels=ids()).loss
+        loss = llama(input_ids=ids(), labels=ids()).loss
     loss.backward()
-    once = {n: p.grad.clone() for n, p in made.named_parameters()}
+    once = {n: p.grad.clone() for n, p in llama.named_parameters()}
     assert all(g.dtype == torch.float32 for g in once.values())
     with torch.autocast("cpu", torch.bfloat16):
-        made(input_ids=ids(), labels=ids()).loss.backward()
-    assert all(torch.equal(p.grad, 2 * once[n]) for n, p in made.named_parameters())
+        llama(input_ids=ids(), labels=ids()).loss.backward()
+    assert all(torch.equal(p.grad, 2 * once[n]) for n, p in llama.named_parameters())
 
 
 def test_compiled_equals_eager():
@@ -434,36 +436,36 @@ def test_compiled_equals_eager():
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (6, 9):
         x = torch.randn(rows, 32, requires_grad=True)
-        y, right = compiled(x), block(x)
-        torch.testing.assert_close(y, right)
-        grads = [torch.autograd.grad(one.sum(), x)[0] for one in (y, right)]
+        y, expected = compiled(x), block(x)
+        torch.testing.assert_close(y, expected)
+        grads = [torch.autograd.grad(one.sum(), x)[0] for one in (y, expected)]
         torch.testing.assert_close(*grads)
     assert dx.shape == (6, 32)
 
 
-def test_hooks_run_and_see_what_goes_in_and_out():
+def test_hooks_see_inputs_and_outputs():
     holder = nn.Sequential(nn.Linear(32, 48))
     patch(holder, linear_float8=ALL)
-    seen = []
-    holder[0].register_forward_hook(lambda m, args, y: seen.append((args[0].shape, y.shape)))
+    observed = []
+    holder[0].register_forward_hook(lambda m, args, y: observed.append((args[0].shape, y.shape)))
     holder(torch.randn(4, 32))
-    assert seen == [((4, 32), (4, 48))]
+    assert observed == [((4, 32), (4, 48))]
 
 
 def test_a_block_ends_and_nothing_stays():
-    made = model(frozen=True)
-    before = step(made)
-    weights = [m.weight.detach().clone() for m in linears(made)]
-    with patched(made, linear_float8=FROZEN):
-        with patched(made, linear_float8=ALL):
-            assert not any(isinstance(m.weight, Float8Weight) for m in linears(made))
-        assert all(isinstance(m.weight, Float8Weight) for m in linears(made))
-    assert all(type(m) is nn.Linear for m in linears(made))
+    llama = model(frozen=True)
+    before = step(llama)
+    weights = [m.weight.detach().clone() for m in linears(llama)]
+    with patched(llama, linear_float8=FROZEN):
+        with patched(llama, linear_float8=ALL):
+            assert not any(isinstance(m.weight, Float8Weight) for m in linears(llama))
+        assert all(isinstance(m.weight, Float8Weight) for m in linears(llama))
+    assert all(type(m) is nn.Linear for m in linears(llama))
     assert all(
         torch.equal(m.weight, w) and type(m.weight) is nn.Parameter
-        for m, w in zip(linears(made), weights, strict=True)
+        for m, w in zip(linears(llama), weights, strict=True)
     )
-    assert equal(step(made), before)
+    assert equal(step(llama), before)
 
 
 # --- codes that norms and activations hand out ---
@@ -472,16 +474,16 @@ def test_a_block_ends_and_nothing_stays():
 @contextlib.contextmanager
 def recorded(*names):
     """Arguments of forward of operators, by name, while the block runs."""
-    seen, call = {name: [] for name in names}, Primitive.call
+    observed, call = {name: [] for name in names}, Primitive.call
 
     def spy(prim, *args):
         twice = torch._C._is_any_autocast_enabled()  # it is called again without
-        if prim.direction == "forward" and prim.op.name in seen and not twice:
-            seen[prim.op.name].append(args)
+        if prim.direction == "forward" and prim.op.name in observed and not twice:
+            observed[prim.op.name].append(args)
         return call(prim, *args)
 
     with mock.patch.object(Primitive, "call", spy):
-        yield seen
+        yield observed
 
 
 def apart(a, b):
@@ -494,20 +496,20 @@ def apart(a, b):
 
 
 def test_gather_changes_nothing_where_nothing_is_sharded():
-    made, other = model(), model()
-    before = step(made)
-    patch(made, linear_float8={**ALL, "gather": True})
+    llama, other = model(), model()
+    before = step(llama)
+    patch(llama, linear_float8={**ALL, "gather": True})
     patch(other, linear_float8=ALL)
-    right = step(other)
-    for one in (made, copy.deepcopy(made)):
-        assert equal(step(one), right)
+    expected = step(other)
+    for one in (llama, copy.deepcopy(llama)):
+        assert equal(step(one), expected)
         linears(one)[0].weight = nn.Parameter(linears(one)[0].weight.detach().clone())
-        assert equal(step(one), right)
-    patch(made, linear_float8=ALL)
-    assert equal(step(made), right)
-    unpatch(made)
-    assert all(type(m) is nn.Linear for m in linears(made))
-    assert equal(step(made), before)
+        assert equal(step(one), expected)
+    patch(llama, linear_float8=ALL)
+    assert equal(step(llama), expected)
+    unpatch(llama)
+    assert all(type(m) is nn.Linear for m in linears(llama))
+    assert equal(step(llama), before)
 
 
 def test_gathered_weights_train_eager_and_compiled():
@@ -522,16 +524,16 @@ def test_gathered_weights_train_eager_and_compiled():
     torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (6, 9):
-        x, found = torch.randn(rows, 32), []
+        x, results = torch.randn(rows, 32), []
         for call, held in ((plain, plain), (block, block), (compiled, block)):
             held.zero_grad()
-            given = x.clone().requires_grad_()
-            y = call(given)
+            inputs = x.clone().requires_grad_()
+            y = call(inputs)
             y.square().sum().backward()
-            found.append([y.detach(), given.grad, *(p.grad.clone() for p in held.parameters())])
-        for right, eager, late in zip(*found, strict=True):
-            assert torch.equal(eager, right)
-            torch.testing.assert_close(late, right)
+            results.append([y.detach(), inputs.grad, *(p.grad.clone() for p in held.parameters())])
+        for expected, eager, late in zip(*results, strict=True):
+            assert torch.equal(eager, expected)
+            torch.testing.assert_close(late, expected)
     by_hand = torch.nn.functional.linear(x, block[0].weight)  # a reader that knows no codes
     assert torch.equal(by_hand, torch.nn.functional.linear(x, block[0].weight.dequantized()))
     by_hand.sum().backward()
@@ -548,26 +550,26 @@ def test_models_of_torchao_keep_its_layers_and_get_our_norms(scaling):
     config = dataclasses.replace(
         ao.Float8LinearConfig.from_recipe_name(scaling), emulate=True
     )  # on a CPU
-    made = model(hidden_size=64, intermediate_size=128)
+    llama = model(hidden_size=64, intermediate_size=128)
     ao.convert_to_float8_training(
-        made, config=config, module_filter_fn=lambda module, name: name != "lm_head"
+        llama, config=config, module_filter_fn=lambda module, name: name != "lm_head"
     )
-    kinds = [type(m) for m in linears(made)]
-    assert {kind.__name__ for kind in kinds} == {"Float8Linear"}
-    before = step(made)
-    report = patch(made, linear_float8=ALL)
+    kinds = [type(m) for m in linears(llama)]
+    assert {type_name.__name__ for type_name in kinds} == {"Float8Linear"}
+    before = step(llama)
+    report = patch(llama, linear_float8=ALL)
     assert (report.count("rms_norm"), report.count("swiglu")) == (5, 2)
     assert report.count("linear_float8") == 0
     reasons = {s.reason for s in report.skipped if s.op == "linear_float8" and s.path != "lm_head"}
     assert reasons == {"it has a forward of its own (Float8Linear)"}
-    assert [type(m) for m in linears(made)] == kinds
-    with recorded("rms_norm", "swiglu", "rms_norm_quantized") as seen:
-        after = step(made)
-    assert [len(calls) for calls in seen.values()] == [5, 2, 0]
+    assert [type(m) for m in linears(llama)] == kinds
+    with recorded("rms_norm", "swiglu", "rms_norm_quantized") as recorded_calls:
+        after = step(llama)
+    assert [len(calls) for calls in recorded_calls.values()] == [5, 2, 0]
     assert abs(after[0] - before[0]) < 1e-5 * before[0]
     assert apart(after[1], before[1]) < 1e-2
-    unpatch(made)
-    assert equal(step(made), before)
+    unpatch(llama)
+    assert equal(step(llama), before)
 
 
 # --- options ---
@@ -585,8 +587,8 @@ def test_models_of_torchao_keep_its_layers_and_get_our_norms(scaling):
     ],
 )
 def test_bad_options_change_nothing(options, text):
-    made = model()
+    llama = model()
     with pytest.raises(PatchError, match=text):
-        liger_multi.patch(made, linear_float8=options)
-    assert not any(isinstance(m, Float8Linear) for m in made.modules())
+        liger_multi.patch(llama, linear_float8=options)
+    assert not any(isinstance(m, Float8Linear) for m in llama.modules())
     assert isinstance(Float8Rows(1, 2), tuple)

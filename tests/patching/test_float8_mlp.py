@@ -17,14 +17,14 @@ FROZEN = {"smallest": 0, "frozen": True}
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def roundings(seen):
+def roundings(calls):
     """How many layers, or MLPs of them, rounded their input, of how many."""
-    found = [
+    actual = [
         args[OPS[name].fwd.params.index("codes")] is None
         for name in ("linear_float8", "gated_mlp_float8")
-        for args in seen.get(name, [])
+        for args in calls.get(name, [])
     ]
-    return sum(found), len(found)
+    return sum(actual), len(actual)
 
 
 CODED = ("rms_norm_quantized", "swiglu_quantized", "linear_float8", "gated_mlp_float8")
@@ -32,21 +32,21 @@ IN_LAYERS = {"swiglu": {"whole": False}}
 
 
 @pytest.mark.parametrize("options", [ALL, FROZEN], ids=["trained", "frozen"])
-def test_norms_and_activations_round_for_the_layers_that_follow(options):
+def test_norms_and_activations_write_codes(options):
     """From the second step on; of the layers of a block only o_proj rounds, and no bit differs."""
-    made = model(torch.bfloat16, frozen=options is FROZEN)
-    patch(made, linear_float8=options, **IN_LAYERS)
-    with recorded(*CODED) as seen:
-        first = step(made)
-    assert not seen["rms_norm_quantized"]
-    assert not seen["swiglu_quantized"]
-    assert roundings(seen) == (8, 14)
+    llama = model(torch.bfloat16, frozen=options is FROZEN)
+    patch(llama, linear_float8=options, **IN_LAYERS)
+    with recorded(*CODED) as calls:
+        first = step(llama)
+    assert not calls["rms_norm_quantized"]
+    assert not calls["swiglu_quantized"]
+    assert roundings(calls) == (8, 14)
     for _ in range(2):
-        with recorded(*CODED) as seen:
-            assert equal(step(made), first)
-        assert len(seen["rms_norm_quantized"]) == 4
-        assert len(seen["swiglu_quantized"]) == 2
-        assert roundings(seen) == (2, 14)
+        with recorded(*CODED) as calls:
+            assert equal(step(llama), first)
+        assert len(calls["rms_norm_quantized"]) == 4
+        assert len(calls["swiglu_quantized"]) == 2
+        assert roundings(calls) == (2, 14)
 
 
 # --- a whole MLP of layers in FP8 ---
@@ -57,97 +57,97 @@ def test_norms_and_activations_round_for_the_layers_that_follow(options):
 def test_a_whole_mlp_has_the_bits_of_its_layers(options, dtype):
     """Also where the norm before it hands out codes, from the second step on."""
     frozen = options is FROZEN
-    made, layers = model(dtype, frozen), model(dtype, frozen)
-    report = patch(made, linear_float8=options)
+    llama, layers = model(dtype, frozen), model(dtype, frozen)
+    report = patch(llama, linear_float8=options)
     assert {e.replaced_by for e in report.entries if e.op == "swiglu"} == {"gated_mlp_float8[silu]"}
     patch(layers, linear_float8=options, **IN_LAYERS)
     for rounding in (True, False):
-        with recorded(*CODED) as seen:
-            found = step(made)
-        assert equal(found, step(layers))
-        assert roundings(seen) == ((6, 10) if rounding else (2, 10))
-        assert not seen["swiglu_quantized"]
+        with recorded(*CODED) as calls:
+            actual = step(llama)
+        assert equal(actual, step(layers))
+        assert roundings(calls) == ((6, 10) if rounding else (2, 10))
+        assert not calls["swiglu_quantized"]
 
 
-def kept_bytes(made):
+def kept_bytes(llama):
     """Bytes that a step keeps for backward, each storage once, but for parameters."""
-    own = {p.untyped_storage().data_ptr() for p in made.parameters()}
-    seen = {}
+    own = {p.untyped_storage().data_ptr() for p in llama.parameters()}
+    observed = {}
 
     def pack(t):
         place = t.untyped_storage()
         if place.data_ptr() not in own:
-            seen[place.data_ptr()] = (t, place.nbytes())
+            observed[place.data_ptr()] = (t, place.nbytes())
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = made(input_ids=ids(), labels=ids()).loss
-    kept = sum(size for _, size in seen.values())
+        loss = llama(input_ids=ids(), labels=ids()).loss
+    kept = sum(size for _, size in observed.values())
     loss.backward()
     return kept
 
 
 def test_a_whole_mlp_keeps_one_activation_less():
-    found = []
+    results = []
     for how in ({}, IN_LAYERS):
-        made = model(torch.bfloat16)
-        patch(made, linear_float8=ALL, **how)
-        found.append(kept_bytes(made))
-    inner = ids().numel() * made.config.intermediate_size * 2
-    assert found[1] - found[0] == made.config.num_hidden_layers * inner
+        llama = model(torch.bfloat16)
+        patch(llama, linear_float8=ALL, **how)
+        results.append(kept_bytes(llama))
+    inner = ids().numel() * llama.config.intermediate_size * 2
+    assert results[1] - results[0] == llama.config.num_hidden_layers * inner
 
 
-@pytest.mark.parametrize("kind", ["trained", "adapters"])
-def test_the_last_gemm_of_an_mlp_is_not_computed_again(kind):
+@pytest.mark.parametrize("case", ["trained", "adapters"])
+def test_the_last_gemm_of_an_mlp_is_not_computed_again(case):
     """Nor is the product before it; bits are those of a model that keeps all."""
-    make = adapted if kind == "adapters" else model
-    made, right = make(torch.bfloat16), make(torch.bfloat16)
-    for each in (made, right):
-        patch(each, linear_float8=FROZEN if kind == "adapters" else ALL)
-    made.gradient_checkpointing_enable({"use_reentrant": False})
-    made.enable_input_require_grads()
-    made.train()
+    make = adapted if case == "adapters" else model
+    llama, reference = make(torch.bfloat16), make(torch.bfloat16)
+    for each in (llama, reference):
+        patch(each, linear_float8=FROZEN if case == "adapters" else ALL)
+    llama.gradient_checkpointing_enable({"use_reentrant": False})
+    llama.enable_input_require_grads()
+    llama.train()
     names = ("linear_float8", "lora_qkv", "swiglu_quantized", "gated_mlp_float8", "lora_mlp")
-    with recorded(*names) as seen:
-        found = step(made)
-    assert equal(found, step(right))
+    with recorded(*names) as calls:
+        actual = step(llama)
+    assert equal(actual, step(reference))
     # of a layer twice: q, k and v, o, gate and up; once: the product and down
-    layers, fused = made.config.num_hidden_layers, kind == "adapters"
-    wanted = (2, 2 + 2 + 1, 1, 0, 0) if fused else (2 * 6 + 1, 0, 1, 0, 0)
-    assert [len(seen[n]) for n in names] == [count * layers for count in wanted]
+    layers, fused = llama.config.num_hidden_layers, case == "adapters"
+    expected = (2, 2 + 2 + 1, 1, 0, 0) if fused else (2 * 6 + 1, 0, 1, 0, 0)
+    assert [len(calls[n]) for n in names] == [count * layers for count in expected]
 
 
 def test_a_whole_mlp_accumulates_and_takes_a_second_backward():
-    made, layers = model(torch.bfloat16), model(torch.bfloat16)
-    patch(made, linear_float8=ALL)
+    llama, layers = model(torch.bfloat16), model(torch.bfloat16)
+    patch(llama, linear_float8=ALL)
     patch(layers, linear_float8=ALL, **IN_LAYERS)
-    for each in (made, layers):
+    for each in (llama, layers):
         for _ in range(2):
             loss = each(input_ids=ids(), labels=ids()).loss
             loss.backward(retain_graph=True)
         loss.backward()
-    pairs = zip(made.parameters(), layers.parameters(), strict=True)
+    pairs = zip(llama.parameters(), layers.parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
 def test_a_whole_mlp_compiled_equals_eager():
-    made = model()
-    patch(made, linear_float8=ALL)
-    mlp = made.model.layers[0].mlp
+    llama = model()
+    patch(llama, linear_float8=ALL)
+    mlp = llama.model.layers[0].mlp
     torch._dynamo.reset()
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (6, 9):
-        x = torch.randn(2, rows, made.config.hidden_size, requires_grad=True)
-        given = [x, *mlp.parameters()]
-        found = [[y, *torch.autograd.grad(y.sum(), given)] for y in (compiled(x), mlp(x))]
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        x = torch.randn(2, rows, llama.config.hidden_size, requires_grad=True)
+        inputs = [x, *mlp.parameters()]
+        actual = [[y, *torch.autograd.grad(y.sum(), inputs)] for y in (compiled(x), mlp(x))]
+        assert all(torch.equal(a, b) for a, b in zip(*actual, strict=True))
 
 
 @pytest.mark.parametrize("what", ["a hook", "a small layer", "a backend"])
 def test_an_mlp_of_other_layers_runs_them(what):
     """A hook is called, a layer in 16 bits multiplies in them, and a named backend serves all."""
-    made, right = model(), model()
-    for each, how in ((made, {}), (right, IN_LAYERS)):
+    llama, expected = model(), model()
+    for each, how in ((llama, {}), (expected, IN_LAYERS)):
         eight = dict(ALL, **({"backend": "reference"} if what == "a backend" else {}))
         patch(each, linear_float8=eight, **how)
         for layer in each.model.layers:
@@ -155,29 +155,29 @@ def test_an_mlp_of_other_layers_runs_them(what):
                 layer.mlp.up_proj.register_forward_hook(lambda m, a, y: 2 * y)
             elif what == "a small layer":
                 unpatch(layer.mlp.up_proj)
-    with recorded(*CODED) as seen:
-        found = step(made)
-    assert not seen["gated_mlp_float8"]
-    assert equal(found, step(right))
+    with recorded(*CODED) as calls:
+        actual = step(llama)
+    assert not calls["gated_mlp_float8"]
+    assert equal(actual, step(expected))
 
 
 def test_models_without_such_layers_hand_out_nothing():
-    made, other = model(), model()
-    patch(made, linear_float8=ALL)
+    llama, other = model(), model()
+    patch(llama, linear_float8=ALL)
     patch(other)
     for _ in range(2):
-        step(made)
-    with recorded(*CODED) as seen:
+        step(llama)
+    with recorded(*CODED) as calls:
         for _ in range(2):
             step(other)
-    assert not any(seen.values())
-    patch(made)  # layers as they were: the first call finds its codes unread, and is the last
-    with recorded(*CODED) as seen:
-        step(made)
-    assert len(seen["rms_norm_quantized"]) == 4
-    with recorded(*CODED) as seen:
-        step(made)
-    assert not any(seen.values())
+    assert not any(calls.values())
+    patch(llama)  # layers as they were: the first call finds its codes unread, and is the last
+    with recorded(*CODED) as calls:
+        step(llama)
+    assert len(calls["rms_norm_quantized"]) == 4
+    with recorded(*CODED) as calls:
+        step(llama)
+    assert not any(calls.values())
 
 
 class Block(nn.Module):
@@ -208,13 +208,13 @@ NORMS = {"rms_norm": nn.RMSNorm, "layer_norm": nn.LayerNorm}
 def test_other_norms_do_it_too(name):
     block = learned(Block(NORMS[name](32, eps=1e-5)), torch.randn(4, 32))
     x = torch.randn(4, 32, requires_grad=True)
-    with recorded(f"{name}_quantized", "linear_float8") as seen:
+    with recorded(f"{name}_quantized", "linear_float8") as calls:
         y = block(x)
-    assert len(seen[f"{name}_quantized"]) == 1
-    assert roundings(seen) == (0, 1)
-    right = ops.linear_float8(block.norm(x), block.layer.weight, block.layer.bias)
-    assert torch.equal(y, right)
-    assert torch.equal(*(torch.autograd.grad(one.sum(), x)[0] for one in (y, right)))
+    assert len(calls[f"{name}_quantized"]) == 1
+    assert roundings(calls) == (0, 1)
+    expected = ops.linear_float8(block.norm(x), block.layer.weight, block.layer.bias)
+    assert torch.equal(y, expected)
+    assert torch.equal(*(torch.autograd.grad(one.sum(), x)[0] for one in (y, expected)))
 
 
 BETWEEN = {
@@ -226,21 +226,21 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("what", BETWEEN)
-def test_a_result_that_is_not_the_one_is_rounded(what):
+def test_other_result_is_rounded(what):
     block = learned(Block(nn.RMSNorm(32, eps=1e-5), BETWEEN[what]), torch.randn(4, 32))
     x = torch.randn(4, 32)
-    with torch.no_grad(), recorded("rms_norm_quantized", "linear_float8") as seen:
+    with torch.no_grad(), recorded("rms_norm_quantized", "linear_float8") as calls:
         y = block(x)
-        right = nn.functional.rms_norm(x, (32,), block.norm.weight, 1e-5)
-        right = ops.linear_float8(BETWEEN[what](right), block.layer.weight, block.layer.bias)
-    assert len(seen["rms_norm_quantized"]) == 1
-    assert roundings(seen)[0] == 2
-    torch.testing.assert_close(y, right)
+        expected = nn.functional.rms_norm(x, (32,), block.norm.weight, 1e-5)
+        expected = ops.linear_float8(BETWEEN[what](expected), block.layer.weight, block.layer.bias)
+    assert len(calls["rms_norm_quantized"]) == 1
+    assert roundings(calls)[0] == 2
+    torch.testing.assert_close(y, expected)
 
 
 @pytest.mark.parametrize("where", ["norm", "layer", "all modules"])
-def test_hooks_that_write_past_the_version_counter(where):
-    """What a hook does through ``.data`` no version tells, so codes do not pass by one."""
+def test_hooks_writing_past_the_version_counter(where):
+    """No version counts what a hook writes through ``.data``, so codes are not handed past it."""
     block, x = learned(Block(nn.RMSNorm(32, eps=1e-5)), torch.randn(4, 32)), torch.randn(4, 32)
 
     def after(module, args, y):
@@ -259,9 +259,9 @@ def test_hooks_that_write_past_the_version_counter(where):
     with torch.no_grad():
         y = block(x)
         hook.remove()
-        right = -3.0 * nn.functional.rms_norm(x, (32,), block.norm.weight, 1e-5)
-        right = ops.linear_float8(right, block.layer.weight, block.layer.bias)
-    torch.testing.assert_close(y, right)
+        expected = -3.0 * nn.functional.rms_norm(x, (32,), block.norm.weight, 1e-5)
+        expected = ops.linear_float8(expected, block.layer.weight, block.layer.bias)
+    torch.testing.assert_close(y, expected)
 
 
 def test_autocast_decides_whether_codes_fit():
@@ -271,68 +271,70 @@ def test_autocast_decides_whether_codes_fit():
     x = torch.randn(4, 32)
     with torch.autocast("cpu", torch.bfloat16):
         for _ in range(3):
-            with recorded("linear_float8") as seen:
+            with recorded("linear_float8") as calls:
                 y = block(x)
-            assert roundings(seen) == (1, 1)
-        right = ops.linear_float8(block.norm(x), block.layer.weight, block.layer.bias)
-    assert torch.equal(y, right)
+            assert roundings(calls) == (1, 1)
+        expected = ops.linear_float8(block.norm(x), block.layer.weight, block.layer.bias)
+    assert torch.equal(y, expected)
     block.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         block(x.bfloat16())
-        with recorded("linear_float8") as seen:
+        with recorded("linear_float8") as calls:
             block(x.bfloat16())
-    assert roundings(seen) == (0, 1)
+    assert roundings(calls) == (0, 1)
 
 
 def test_a_pinned_backend_runs_its_own_norm():
     block, x = learned(Block(nn.RMSNorm(32, eps=1e-5)), torch.randn(4, 32)), torch.randn(4, 32)
-    with recorded("rms_norm_quantized", "linear_float8") as seen:
+    with recorded("rms_norm_quantized", "linear_float8") as calls:
         with liger_multi.use(rms_norm="reference"):
             block(x)
-        assert not seen["rms_norm_quantized"]
-    assert roundings(seen) == (1, 1)
+        assert not calls["rms_norm_quantized"]
+    assert roundings(calls) == (1, 1)
 
 
 def test_dispatch_modes_see_the_calls_of_the_first_step():
     """Selective checkpointing looks operations up by name when it computes again."""
     block, x = learned(Block(nn.RMSNorm(32, eps=1e-5)), torch.randn(4, 32)), torch.randn(4, 32)
-    with recorded("rms_norm_quantized") as seen, Largest():
+    with recorded("rms_norm_quantized") as calls, Largest():
         block(x)
-    assert not seen["rms_norm_quantized"]
+    assert not calls["rms_norm_quantized"]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_of_a_model_that_has_learned(reentrant):
+def test_checkpointing_after_codes_are_handed_out(reentrant):
     """Also where forward has plain norms and the recomputation has codes."""
-    made = model()
-    patch(made, linear_float8=ALL)
-    right = step(made)
-    assert equal(step(made), right)
+    llama = model()
+    patch(llama, linear_float8=ALL)
+    expected = step(llama)
+    assert equal(step(llama), expected)
     other = model()
-    other.load_state_dict(made.state_dict())
+    other.load_state_dict(llama.state_dict())
     patch(other, linear_float8=ALL)
     other.gradient_checkpointing_enable({"use_reentrant": reentrant})
     other.enable_input_require_grads()
     other.train()
-    assert equal(step(other), right)
-    assert equal(step(other), right)
+    assert equal(step(other), expected)
+    assert equal(step(other), expected)
 
 
-def test_threads_that_share_a_model_do_not_share_codes():
-    made = model()
-    patch(made, linear_float8=ALL)
+def test_threads_do_not_share_codes():
+    llama = model()
+    patch(llama, linear_float8=ALL)
     every = [ids(2, 5 + i) for i in range(4)]
     with torch.no_grad():
-        right = [made(input_ids=one).logits + 0 for one in every]
+        expected = [llama(input_ids=one).logits + 0 for one in every]
     wrong = []
 
     def run(one, want):
         with torch.no_grad():
             for _ in range(5):
-                if not torch.equal(made(input_ids=one).logits + 0, want):
+                if not torch.equal(llama(input_ids=one).logits + 0, want):
                     wrong.append(one.shape)
 
-    threads = [threading.Thread(target=run, args=pair) for pair in zip(every, right, strict=True)]
+    threads = [
+        threading.Thread(target=run, args=pair) for pair in zip(every, expected, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -340,7 +342,7 @@ def test_threads_that_share_a_model_do_not_share_codes():
     assert not wrong
 
 
-def test_compiled_blocks_equal_those_that_have_learned():
+def test_compiled_blocks_equal_handed_out_codes():
     block, x = learned(Block(nn.RMSNorm(32, eps=1e-5)), torch.randn(4, 32)), torch.randn(4, 32)
     eager = block(x)
     torch._dynamo.reset()
@@ -355,10 +357,10 @@ def adapted(dtype=torch.float32, **settings):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(LAYERS), **settings)
-    made = peft.get_peft_model(model(dtype), config)
+    llama = peft.get_peft_model(model(dtype), config)
     torch.manual_seed(1)
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in llama.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
-    return made
+    return llama

@@ -138,26 +138,26 @@ def _assigned(z):
 def test_same_values_and_gradients(models, small_chunks, name):
     function = {**VIEWS, **REAL, **CHUNKED}[name]
     stock, ours = models
-    wanted, got = function(stock(input_ids=IDS).logits), function(lazy(ours))
-    assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+    expected, got = function(stock(input_ids=IDS).logits), function(lazy(ours))
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     if SWAPS:
         assert isinstance(got, LazyLogits) == (name in VIEWS)
     values = real_logits(got)
     tolerance = (
         {"rtol": 0, "atol": 0.05}
-        if wanted.dtype == torch.bfloat16
+        if expected.dtype == torch.bfloat16
         else {"rtol": 1e-4, "atol": 1e-5}
     )
-    torch.testing.assert_close(values, wanted, **tolerance)
-    assert values.requires_grad == wanted.requires_grad
-    if not wanted.requires_grad:
+    torch.testing.assert_close(values, expected, **tolerance)
+    assert values.requires_grad == expected.requires_grad
+    if not expected.requires_grad:
         return
-    upstream = torch.linspace(-1, 1, wanted.numel()).view(wanted.shape).to(wanted.dtype)
-    wanted.backward(upstream)
+    upstream = torch.linspace(-1, 1, expected.numel()).view(expected.shape).to(expected.dtype)
+    expected.backward(upstream)
     got.backward(upstream)
-    low = wanted.dtype == torch.bfloat16
+    low = expected.dtype == torch.bfloat16
     said = difference(
-        gradients(ours), gradients(stock), 2e-2 if low else 2e-5, wanted.dtype if low else None
+        gradients(ours), gradients(stock), 2e-2 if low else 2e-5, expected.dtype if low else None
     )
     assert not said, said
 
@@ -167,11 +167,11 @@ def test_reductions_hold_a_chunk_only(small_chunks, name):
     _, ours = pair("llama")
     patch(ours, fused_linear_cross_entropy={"chunk": 3})  # of what one fused call serves
     logits = lazy(ours)
-    with Widest() as seen:
+    with Widest() as widest:
         result = CHUNKED[name](logits)
         if result.requires_grad:
             result.sum().backward()
-    assert seen.rows == 3
+    assert widest.rows == 3
     assert isinstance(logits, LazyLogits)
 
 
@@ -214,7 +214,7 @@ IN_CHUNKS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [*ONE_CALL, *IN_CHUNKS])
-def test_what_losses_of_tokens_ask_is_one_fused_call(name, dtype, monkeypatch):
+def test_token_losses_use_one_fused_call(name, dtype, monkeypatch):
     """And no more than that is; the values and gradients are PyTorch's either way."""
     calls, own = [], ops.fused_linear_log_prob
     monkeypatch.setattr(
@@ -223,19 +223,19 @@ def test_what_losses_of_tokens_ask_is_one_fused_call(name, dtype, monkeypatch):
     stock, ours = pair("llama", dtype=dtype)
     exact = copy.deepcopy(stock).double()
     patch(ours)
-    function, found = (ONE_CALL | IN_CHUNKS)[name], []
+    function, results = (ONE_CALL | IN_CHUNKS)[name], []
     for model in (exact, stock, ours):
-        made = function(model(input_ids=IDS).logits)
-        made.double().pow(2).sum().backward()
+        output = function(model(input_ids=IDS).logits)
+        output.double().pow(2).sum().backward()
         grads = [p.grad.double() for p in model.parameters() if p.grad is not None]
-        found.append([made.detach().double(), *grads])
-    assert made.dtype == function(stock(input_ids=IDS).logits).dtype
+        results.append([output.detach().double(), *grads])
+    assert output.dtype == function(stock(input_ids=IDS).logits).dtype
     assert len(calls) == (name in ONE_CALL)
     errors = [
         torch.stack(
-            [(a - b).norm() / (b.norm() + 1e-30) for a, b in zip(result, found[0], strict=True)]
+            [(a - b).norm() / (b.norm() + 1e-30) for a, b in zip(result, results[0], strict=True)]
         ).norm()
-        for result in found[1:]
+        for result in results[1:]
     ]
     assert errors[1] <= 1.2 * errors[0] + 1e-5, errors
 
@@ -255,9 +255,9 @@ def test_several_losses_of_the_same_logits(models):
 
 
 @pytest.mark.parametrize("second", ["graph", "cooler", "other rows", "checkpointed"])
-def test_what_is_not_known_is_computed(models, second):
+def test_unknown_results_are_computed(models, second):
     """The first call found it without a graph, at another temperature, or of other rows."""
-    found = []
+    results = []
     for model in models:
         logits = model(input_ids=IDS).logits
         if second == "graph":
@@ -269,12 +269,13 @@ def test_what_is_not_known_is_computed(models, second):
             loss = logits[:, 3:].logsumexp(-1).sum() + logits.flip(0).logsumexp(-1)
         else:
             loss = checkpoint(
-                lambda z: z.logsumexp(-1) + _entropy(z) * z.logsumexp(-1), logits,
+                lambda z: z.logsumexp(-1) + _entropy(z) * z.logsumexp(-1),
+                logits,
                 use_reentrant=False,
-            )  # fmt: skip
+            )
         loss.sum().backward()
-        found.append(loss.detach())
-    torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=2e-5)
+        results.append(loss.detach())
+    torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=2e-5)
     assert_same_gradients(gradients(models[1]), gradients(models[0]))
 
 
@@ -296,26 +297,26 @@ WRITES = {
 }
 
 
-def _zeroed(made):
+def _zeroed(output):
     with torch.no_grad():
-        return made.zero_()
+        return output.zero_()
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_who_writes_to_a_result_changes_no_other(models, name):
-    found = []
+def test_writing_to_a_result_changes_no_other(models, name):
+    actual = []
     for i, model in enumerate(models):
         logits = model(input_ids=IDS).logits
         if i:  # PyTorch's own results are apart from each other
             WRITES[name](logits)
         results = (logits.logsumexp(-1), _entropy(logits))
         sum(r.mean() for r in results).backward()
-        found.append(torch.stack(results).detach())
-    torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=2e-5)
+        actual.append(torch.stack(results).detach())
+    torch.testing.assert_close(actual[1], actual[0], rtol=2e-5, atol=2e-5)
     assert_same_gradients(gradients(models[1]), gradients(models[0]))
 
 
-def test_what_is_known_goes_with_the_weights(models):
+def test_cached_statistics_follow_the_weights(models):
     logits = lazy(models[1])
     logits.logsumexp(-1)
     with torch.no_grad():
@@ -348,17 +349,17 @@ def test_a_loss_behind_its_head_enters_no_contexts(models, monkeypatch):
     F.cross_entropy(lazy(patched).flatten(0, 1)[:16], labels.flatten())
     assert entered == []
     logits = lazy(patched).flatten(0, 1)[:16]
-    right = F.cross_entropy(real_logits(lazy(patched)).flatten(0, 1)[:16], labels.flatten())
+    expected = F.cross_entropy(real_logits(lazy(patched)).flatten(0, 1)[:16], labels.flatten())
     entered.clear()
     with torch.autocast("cpu", torch.bfloat16):  # the head ran outside
-        found = F.cross_entropy(logits, labels.flatten())
+        actual = F.cross_entropy(logits, labels.flatten())
     assert entered == [True]
-    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_metadata_needs_no_values(models):
     logits = lazy(models[1])
-    with Widest() as seen:
+    with Widest() as widest:
         assert logits.shape == (2, 11, VOCABULARY)
         assert logits.size(-1) == VOCABULARY
         assert (logits.ndim, logits.dim(), len(logits), logits.numel()) == (
@@ -375,7 +376,7 @@ def test_metadata_needs_no_values(models):
         assert isinstance(logits, torch.Tensor)
         assert torch.is_tensor(logits)
         assert logits in {logits}
-    assert seen.rows == 0
+    assert widest.rows == 0
 
 
 def test_real_logits_are_computed_once_and_shared_with_views(models):
@@ -394,8 +395,8 @@ def test_writing_reaches_every_view(models):
         with torch.no_grad():
             logits[1, 2] = 7.0
         results.append([rows.detach().clone(), scaled.detach().clone(), logits.detach().clone()])
-    for wanted, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_masked_vocabulary_is_in_the_loss(models):
@@ -408,15 +409,15 @@ def test_a_masked_vocabulary_is_in_the_loss(models):
 
 
 def test_hooks_and_retained_gradients_see_the_logits(models):
-    found = []
+    results = []
     for model in models:
         logits = model(input_ids=IDS).logits
-        seen = []
-        logits.register_hook(seen.append)
+        observed = []
+        logits.register_hook(observed.append)
         logits.retain_grad()
         F.cross_entropy(logits.view(-1, VOCABULARY), IDS.view(-1)).backward()
-        found.append((seen[0], logits.grad))
-    assert_same_gradients(found[1], found[0])
+        results.append((observed[0], logits.grad))
+    assert_same_gradients(results[1], results[0])
 
 
 class Sink(torch.autograd.Function):
@@ -473,9 +474,9 @@ def test_real_logits_are_written_with_lazy_ones(models, swaps, write, monkeypatc
     def written(model):
         z = model(input_ids=IDS, labels=IDS).logits
         z.sigmoid_()
-        found = F.dropout(z, 0.0, inplace=True)
+        actual = F.dropout(z, 0.0, inplace=True)
         with torch.no_grad():
-            write(found, *[z] * (1 if write is Tensor.add_ else 2))
+            write(actual, *[z] * (1 if write is Tensor.add_ else 2))
         return z
 
     stock, ours = models
@@ -577,14 +578,14 @@ def test_writes_to_hidden_states_after_the_head_change_nothing(write, result, tr
     write, result = WRITES_TO_HIDDEN[write], RESULTS_OF_LOGITS[result]
     head = patched_head(bias=True)
     start = torch.randn(2, 3, 8, requires_grad=True)
-    wanted = result(F.linear(start, head.weight, head.bias))
+    expected = result(F.linear(start, head.weight, head.bias))
     leaves = (start, head.weight, head.bias)
-    wanted_grads = torch.autograd.grad(wanted, leaves)
+    wanted_grads = torch.autograd.grad(expected, leaves)
     hidden = (start.transpose(0, 1) * 1).transpose(0, 1) if transposed else start * 1
     logits = head(hidden)
     write(hidden)
     got = result(logits)
-    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(got, expected)
     torch.testing.assert_close(torch.autograd.grad(got, leaves), wanted_grads)
 
 
@@ -602,8 +603,8 @@ def test_writes_to_hidden_states_in_a_graph(write):
         write(hidden)
         return F.cross_entropy(logits.flatten(0, 1), torch.arange(6))
 
-    wanted = F.cross_entropy(F.linear(start, head.weight).flatten(0, 1), torch.arange(6))
-    torch.testing.assert_close(loss(start), wanted)
+    expected = F.cross_entropy(F.linear(start, head.weight).flatten(0, 1), torch.arange(6))
+    torch.testing.assert_close(loss(start), expected)
 
 
 class Toy(nn.Module):
@@ -687,13 +688,13 @@ def test_wrong_targets_raise_as_stock():
 def test_numpy_pickle_deepcopy_and_printing(models):
     logits = lazy(models[1])
     detached = logits.detach()
-    wanted = real_logits(logits).detach()
-    assert np.allclose(detached.numpy(), wanted.numpy())
+    expected = real_logits(logits).detach()
+    assert np.allclose(detached.numpy(), expected.numpy())
     assert np.asarray(detached).shape == (2, 11, VOCABULARY)
-    assert torch.equal(pickle.loads(pickle.dumps(detached)), wanted)
-    assert torch.equal(copy.deepcopy(detached), wanted)
+    assert torch.equal(pickle.loads(pickle.dumps(detached)), expected)
+    assert torch.equal(copy.deepcopy(detached), expected)
     assert repr(logits).startswith("tensor(")
-    assert detached.tolist() == wanted.tolist()
+    assert detached.tolist() == expected.tolist()
     assert isinstance(detached.cpu().numpy().argmax(-1), np.ndarray)
 
 
@@ -719,12 +720,12 @@ def test_whole_logits_above_the_budget_warn_once_a_line():
 
 def test_detached_logits_and_metrics_under_no_grad(models):
     stock, ours = models
-    wanted, logits = stock(input_ids=IDS).logits, lazy(ours)
+    expected, logits = stock(input_ids=IDS).logits, lazy(ours)
     detached = logits.detach()
     assert not detached.requires_grad
     assert not F.cross_entropy(detached[0], IDS[0]).requires_grad
     with torch.no_grad():
-        torch.testing.assert_close(logits.argmax(-1), wanted.argmax(-1))
+        torch.testing.assert_close(logits.argmax(-1), expected.argmax(-1))
         assert not (logits * 1.0).sum().requires_grad
     assert (logits * 1.0).sum().requires_grad  # what was computed under no_grad kept its history
 
@@ -754,12 +755,12 @@ def test_data_parallel_replicas_return_the_loss_without_logits(monkeypatch):
     patch(ours)
 
     def replica(model):
-        made = model._replicate_for_data_parallel()
+        replicated = model._replicate_for_data_parallel()
         for name, child in model.named_children():
-            made._modules[name] = replica(child)
+            replicated._modules[name] = replica(child)
         for name, parameter in model._parameters.items():
-            object.__setattr__(made, name, parameter)
-        return made
+            object.__setattr__(replicated, name, parameter)
+        return replicated
 
     class Gather:
         apply = staticmethod(lambda device, dim, *tensors: torch.stack(tensors))

@@ -34,7 +34,7 @@ def fused(monkeypatch):
 
 
 @pytest.fixture(params=KINDS)
-def kind(request):
+def model_type(request):
     return request.param
 
 
@@ -42,10 +42,10 @@ def loss_of(**inputs):
     return lambda model: model(**inputs).loss
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_tied_and_untied_heads(kind, tied, device, fused):
-    stock, ours = pair(kind, device, tied=tied)
+def test_tied_and_untied_heads(model_type, tied, device, fused):
+    stock, ours = pair(model_type, device, tied=tied)
     patch(ours, strict=True)
     assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == tied
     assert_same_training(stock, ours, loss_of(**batch(device=device)))
@@ -156,18 +156,18 @@ def test_copies_are_patched_and_equal(how, fused):
     assert [type(m) for m in copied.modules()] == [type(m) for m in stock.modules()]
 
 
-def test_no_vocabulary_wide_tensor_of_all_rows(kind):
-    ours = build(kind)
+def test_no_vocabulary_wide_tensor_of_all_rows(model_type):
+    ours = build(model_type)
     patch(ours, fused_linear_cross_entropy={"chunk": 4})
     inputs = batch(rows=4, length=12)
-    with Widest() as seen:
+    with Widest() as widest:
         loss = ours(**inputs).loss
         loss.backward()
-    assert seen.rows == 4
+    assert widest.rows == 4
     unpatch(ours)
-    with Widest() as seen:
+    with Widest() as widest:
         ours(**inputs).loss.backward()
-    assert seen.rows == 4 * 12
+    assert widest.rows == 4 * 12
 
 
 def test_chunks_do_not_show_in_the_result():
@@ -202,10 +202,10 @@ def test_frozen_head_allocates_no_weight_gradient():
     patch(ours, fused_linear_cross_entropy={"chunk": 4})
     inputs = batch()
     shape = tuple(ours.lm_head.weight.shape)
-    with Widest() as seen:
+    with Widest() as widest:
         loss = ours(**inputs).loss
         loss.backward()
-    assert shape not in seen.shapes
+    assert shape not in widest.shapes
     assert ours.lm_head.weight.grad is None
     assert_same_training(stock, ours, loss_of(**inputs))
 
@@ -222,16 +222,16 @@ def test_evaluation_allocates_no_gradients_and_no_logits():
     stock, ours = pair("llama")
     patch(ours, fused_linear_cross_entropy={"chunk": 4})
     inputs = batch(rows=4)
-    with torch.no_grad(), Widest() as seen:
+    with torch.no_grad(), Widest() as widest:
         out = ours.eval()(**inputs)
         assert not out.loss.requires_grad
-    assert seen.rows == 4
+    assert widest.rows == 4
     weight = tuple(ours.lm_head.weight.shape)
-    assert weight not in seen.shapes
+    assert weight not in widest.shapes
     with torch.no_grad():
-        wanted = stock.eval()(**inputs)
-        torch.testing.assert_close(out.loss, wanted.loss)
-        torch.testing.assert_close(real_logits(out.logits), wanted.logits, rtol=1e-5, atol=1e-5)
+        expected = stock.eval()(**inputs)
+        torch.testing.assert_close(out.loss, expected.loss)
+        torch.testing.assert_close(real_logits(out.logits), expected.logits, rtol=1e-5, atol=1e-5)
     assert not out.logits.requires_grad
 
 
@@ -239,9 +239,9 @@ def test_inference_mode_gives_ordinary_logits():
     stock, ours = pair("llama")
     patch(ours)
     with torch.inference_mode():
-        wanted, got = (m(**batch()) for m in (stock, ours))
+        expected, got = (m(**batch()) for m in (stock, ours))
         assert type(got.logits) is torch.Tensor
-        torch.testing.assert_close(got.loss, wanted.loss)
+        torch.testing.assert_close(got.loss, expected.loss)
 
 
 def test_z_loss_is_added_where_gradients_are():
@@ -308,7 +308,7 @@ def test_accumulation_over_uneven_batches_equals_one_batch():
     assert_same_gradients(gradients(ours), gradients(stock))
 
 
-def test_real_logits_with_our_cross_entropy(kind, fused, monkeypatch):
+def test_real_logits_with_our_cross_entropy(model_type, fused, monkeypatch):
     from liger_multi import ops
 
     calls = []
@@ -316,7 +316,7 @@ def test_real_logits_with_our_cross_entropy(kind, fused, monkeypatch):
     monkeypatch.setattr(
         ops, "cross_entropy", lambda *a, **k: (calls.append(k), stock_op(*a, **k))[1]
     )
-    stock, ours = pair(kind)
+    stock, ours = pair(model_type)
     patch(ours, fused_linear_cross_entropy=False, cross_entropy=True)
     assert_same_training(stock, ours, loss_of(**batch()))
     assert (len(calls), fused.count) == (1, 0)
@@ -351,7 +351,7 @@ def test_both_losses_fuse_where_they_can(fused, monkeypatch):
 def test_a_backend_binds_the_calls_of_the_instance(monkeypatch):
     from liger_multi.dispatch import config
 
-    seen = []
+    observed = []
     current = config.current
     ours = build("llama")
     patch(
@@ -366,11 +366,11 @@ def test_a_backend_binds_the_calls_of_the_instance(monkeypatch):
         stock_op = getattr(ops, name)
 
         def spied(*args, name=name, stock_op=stock_op, **kwargs):
-            seen.append((name, current().choice(name, "cuda")))
+            observed.append((name, current().choice(name, "cuda")))
             return stock_op(*args, **kwargs)
 
         monkeypatch.setattr(ops, name, spied)
     ours(**batch()).loss.backward()
-    assert {name for name, _ in seen} == {"rms_norm", "gated_mlp", "fused_linear_cross_entropy"}
-    assert all("reference" in str(choice) for _, choice in seen)
+    assert {name for name, _ in observed} == {"rms_norm", "gated_mlp", "fused_linear_cross_entropy"}
+    assert all("reference" in str(choice) for _, choice in observed)
     assert "reference" not in str(current().choice("rms_norm", "cuda"))

@@ -175,7 +175,7 @@ SAME = {
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", SAME)
-def test_an_operation_that_changes_nothing_returns_its_input(models, name, compiled):
+def test_no_op_returns_its_input(models, name, compiled):
     """With its history, under ``no_grad`` as well."""
     inner = torch.compile(models[1], backend="eager") if compiled else models[1]
 
@@ -245,7 +245,7 @@ def _without_a_class(forward):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("around", [_of_half_the_input, _without_a_class])
-def test_a_forward_that_somebody_puts_around_the_heads(models, around, compiled):
+def test_wrapped_forward_of_the_head(models, around, compiled):
     """After the patch; what is computed later does not pass by it a second time."""
     for model in models:
         model.lm_head.forward = around(model.lm_head.forward)
@@ -259,7 +259,7 @@ def test_a_forward_that_somebody_puts_around_the_heads(models, around, compiled)
     assert_same_training(*models, lambda m: loss_of(logits_of(inner if m is models[1] else m)))
 
 
-def test_a_hook_of_accelerate_that_changes_what_goes_in_and_out(models):
+def test_accelerate_hook_changes_inputs_and_outputs(models):
     """It stands around the forward, and has acted once when the loss is computed."""
     hooks = pytest.importorskip("accelerate.hooks")
 
@@ -288,7 +288,7 @@ class OwnProduct(torch.Tensor):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_weight_that_multiplies_in_its_own_way(models, grad):
+def test_weight_with_custom_matmul(models, grad):
     """It came after the patch: torchao quantizes a layer by another weight."""
     for model in models:
         weight = model.lm_head.weight.detach().as_subclass(OwnProduct)
@@ -326,22 +326,22 @@ def test_replicas_of_data_parallel_see_writes_as_well(models, name):
 
 def swept(name, dtype=torch.float32):
     """A tiny pair of this type, stock and patched, with a batch."""
-    found = next(p for p in registered() if p.name == name)
-    stock = build(found).to(dtype).eval()
+    pair = next(p for p in registered() if p.name == name)
+    stock = build(pair).to(dtype).eval()
     ours = copy.deepcopy(stock)
     patch(ours)
-    given = {
+    arguments = {
         k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-        for k, v in inputs(found, stock).items()
+        for k, v in inputs(pair, stock).items()
     }
-    return stock, ours, given
+    return stock, ours, arguments
 
 
 @pytest.mark.slow
-def test_a_compiled_model_that_masks_its_own_logits():
+def test_compiled_model_masking_its_logits():
     """Chameleon writes to the logits of image tokens in its forward."""
-    stock, ours, given = swept("chameleon/ChameleonForConditionalGeneration")
-    losses = [m(**given).loss for m in (stock, ours, torch.compile(ours, backend="eager"))]
+    stock, ours, inputs = swept("chameleon/ChameleonForConditionalGeneration")
+    losses = [m(**inputs).loss for m in (stock, ours, torch.compile(ours, backend="eager"))]
     torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
     torch.testing.assert_close(losses[2], losses[0], rtol=2e-5, atol=0)
 
@@ -354,12 +354,12 @@ def test_a_compiled_model_that_masks_its_own_logits():
         "whisper/WhisperForCausalLM",
     ],
 )
-def test_logits_that_are_not_widened_have_the_unpatched_loss(name):
+def test_loss_of_logits_without_upcast(name):
     """Its dtype is that of the model."""
-    stock, ours, given = swept(name, torch.bfloat16)
-    wanted, got = stock(**given).loss, ours(**given).loss
-    assert got.dtype == wanted.dtype == torch.bfloat16
-    torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+    stock, ours, inputs = swept(name, torch.bfloat16)
+    expected, got = stock(**inputs).loss, ours(**inputs).loss
+    assert got.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
 
 
 def _rows_with_gaps(z):
@@ -562,7 +562,7 @@ def test_a_hook_after_the_loss_is_refused(models, name, read):
 
 def test_cpp_sees_no_missing_storage(models):
     with torch.no_grad():
-        wanted = logits_of(models[0])
+        logits = logits_of(models[0])
         for entry in (torch.utils.dlpack.to_dlpack, lambda z: z.as_subclass(torch.Tensor)):
             z = logits_of(models[1])
             with pytest.raises(RuntimeError):
@@ -571,10 +571,10 @@ def test_cpp_sees_no_missing_storage(models):
             torch.from_dlpack,
             np.asarray,
             lambda z: z.share_memory_(),
-            lambda z: torch.frombuffer(z.numpy(), dtype=torch.float32).view(wanted.shape),
+            lambda z: torch.frombuffer(z.numpy(), dtype=torch.float32).view(logits.shape),
         ):
             got = torch.as_tensor(entry(logits_of(models[1])))
-            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got, logits, rtol=1e-5, atol=1e-5)
         assert logits_of(models[1]).data_ptr()
 
 
@@ -609,37 +609,37 @@ def test_a_loss_has_the_dtype_of_stock(dtype, autocast, options):
         for widen in (False, True):
             losses = [loss_of(z.float() if widen else z) for z in map(logits_of, (stock, ours))]
             assert losses[1].dtype == losses[0].dtype
-        wanted, got = (loss_of(z.mul(1.0).clone()) for z in map(logits_of, (stock, ours)))
-        assert got.dtype == wanted.dtype
+        expected, got = (loss_of(z.mul(1.0).clone()) for z in map(logits_of, (stock, ours)))
+        assert got.dtype == expected.dtype
 
 
 def test_autocast_of_the_reading_changes_nothing(models):
     stock, ours = models
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        wanted, got = logits_of(stock), logits_of(ours)
-        wanted, got = wanted.log_softmax(-1), got.log_softmax(-1)
-    assert got.dtype == wanted.dtype
-    assert real_logits(got).dtype == wanted.dtype
-    torch.testing.assert_close(got, wanted, rtol=0.05, atol=0.05)
+        logits, got = logits_of(stock), logits_of(ours)
+        logits, got = logits.log_softmax(-1), got.log_softmax(-1)
+    assert got.dtype == logits.dtype
+    assert real_logits(got).dtype == logits.dtype
+    torch.testing.assert_close(got, logits, rtol=0.05, atol=0.05)
     low = logits_of(ours).bfloat16().sum(-1)
     assert low.dtype == torch.bfloat16
 
 
 def test_inference_mode_reads_logits_of_outside(models):
-    wanted, got = map(logits_of, models)
+    expected, got = map(logits_of, models)
     with torch.inference_mode():
-        assert torch.allclose(got.softmax(-1), wanted.softmax(-1), atol=1e-5)
-        assert torch.allclose(got[:, 1:].mean(-1), wanted[:, 1:].mean(-1), atol=1e-5)
+        assert torch.allclose(got.softmax(-1), expected.softmax(-1), atol=1e-5)
+        assert torch.allclose(got[:, 1:].mean(-1), expected[:, 1:].mean(-1), atol=1e-5)
     assert_same_training(*models, lambda m: loss_of(logits_of(m)))
 
 
-def test_which_reshape_is_a_view_agrees_with_pytorch():
+def test_reshape_views_agree_with_pytorch():
     draw = torch.Generator().manual_seed(0)
 
     def integer(low, high):
         return int(torch.randint(low, high + 1, (), generator=draw))
 
-    seen = {True: 0, False: 0}
+    observed = {True: 0, False: 0}
     for _ in range(2000):
         axes = integer(1, 4)
         x = torch.empty([(1, 1, 2, 3, 4, 6)[integer(0, 5)] for _ in range(axes)])
@@ -655,26 +655,26 @@ def test_which_reshape_is_a_view_agrees_with_pytorch():
         sizes.append(left)
         try:
             x.view(sizes)
-            wanted = True
+            expected = True
         except RuntimeError:
-            wanted = False
-        assert is_view(x, sizes) == wanted, (x.shape, x.stride(), sizes)
-        seen[wanted] += 1
-    assert min(seen.values()) > 100
+            expected = False
+        assert is_view(x, sizes) == expected, (x.shape, x.stride(), sizes)
+        observed[expected] += 1
+    assert min(observed.values()) > 100
 
 
 def test_products_in_a_graph_keep_the_order_of_factors(models):
     """Dynamo exchanges those of ``logits @ w``: it runs outside of the graph, or raises."""
     stock, ours = models
-    right, left = torch.randn(VOCABULARY, 3), torch.randn(IDS.shape[0], 3, IDS.shape[1])
+    expected, left = torch.randn(VOCABULARY, 3), torch.randn(IDS.shape[0], 3, IDS.shape[1])
     with pytest.raises(Exception, match="which factor of @"):
-        torch.compile(lambda: logits_of(ours) @ right, backend="eager", fullgraph=True)()
-    for one in (lambda z: torch.matmul(z, right), lambda z: z @ right, lambda z: left @ z):
+        torch.compile(lambda: logits_of(ours) @ expected, backend="eager", fullgraph=True)()
+    for one in (lambda z: torch.matmul(z, expected), lambda z: z @ expected, lambda z: left @ z):
         whole = torch.compile(lambda one=one: one(logits_of(ours)), backend="eager")
         torch.testing.assert_close(whole(), one(logits_of(stock)))
 
 
-def test_a_gradient_by_logits_that_the_loss_bypassed_raises(models):
+def test_gradient_by_bypassed_logits_raises(models):
     compiled = torch.compile(models[1], backend="eager")
     z = compiled(input_ids=IDS).logits
     loss = F.cross_entropy(z.view(-1, VOCABULARY), IDS.view(-1))
@@ -697,7 +697,7 @@ def test_a_view_without_gradients_requires_grad_by_its_base(compiled, models):
     assert not z.detach().requires_grad
 
 
-def test_what_a_function_returned_keeps_its_history(models):
+def test_function_result_keeps_its_history(models):
     class Doubled(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):

@@ -149,6 +149,6 @@ def test_losses_of_sharded_heads_equal_one_process(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gemma2", "qwen3", "granite"])
-def test_more_models_with_their_own_plans(tmp_path, kind):
-    run(tmp_path, f'with_hugging_face_s_plan("{kind}")')
+@pytest.mark.parametrize("model_type", ["gemma2", "qwen3", "granite"])
+def test_more_models_with_their_own_plans(tmp_path, model_type):
+    run(tmp_path, f'with_hugging_face_s_plan("{model_type}")')

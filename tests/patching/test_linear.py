@@ -43,23 +43,23 @@ def library(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    found = []
+    results = []
     stock = ops.linear
-    spy = lambda *a: (found.append(a), stock(*a))[1]  # noqa: E731
+    spy = lambda *a: (results.append(a), stock(*a))[1]  # noqa: E731
     for where in (ops, importlib.import_module("liger_multi.ops.linear")):
         monkeypatch.setattr(where, "linear", spy)
-    return found
+    return results
 
 
 def rows():
     return liger_multi.use(deterministic="rows")
 
 
-def model(kind="llama", dtype=torch.float32, attention="liger_multi", **config):
+def model(model_type="llama", dtype=torch.float32, attention="liger_multi", **config):
     register_attention()
-    made = build(kind, **config).to(dtype).eval()
-    made.set_attn_implementation(attention)
-    return made
+    built = build(model_type, **config).to(dtype).eval()
+    built.set_attn_implementation(attention)
+    return built
 
 
 def ids(sequences=4, length=11):
@@ -67,11 +67,11 @@ def ids(sequences=4, length=11):
     return torch.randint(0, VOCABULARY, (sequences, length), generator=generator)
 
 
-def alone_as_in_a_batch(made, tokens, grad=False):
+def alone_as_in_a_batch(container, tokens, grad=False):
     """Whether the logits of every sequence are the same bits in both."""
     with torch.set_grad_enabled(grad):
-        whole = real_logits(made(tokens).logits.detach())
-        parts = [real_logits(made(one[None]).logits.detach())[0] for one in tokens]
+        whole = real_logits(container(tokens).logits.detach())
+        parts = [real_logits(container(one[None]).logits.detach())[0] for one in tokens]
     return [torch.equal(a, b) for a, b in zip(parts, whole, strict=True)]
 
 
@@ -80,9 +80,9 @@ def alone_as_in_a_batch(made, tokens, grad=False):
 
 @pytest.mark.parametrize("grad", [False, True], ids=["scored", "trained"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3"])
-def test_a_sequence_alone_is_a_sequence_in_a_batch(kind, dtype, grad, library):
-    ours, tokens = model(kind, dtype), ids()
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "phi3"])
+def test_a_sequence_alone_is_a_sequence_in_a_batch(model_type, dtype, grad, library):
+    ours, tokens = model(model_type, dtype), ids()
     assert not any(alone_as_in_a_batch(ours, tokens, grad))
     with rows():
         report = patch(ours, strict=True)
@@ -113,14 +113,14 @@ def test_short_sequences_and_gradient_checkpointing(library):
         assert all(alone_as_in_a_batch(ours, tokens, True))
 
 
-def test_logits_that_are_read_after_the_block(library):
+def test_logits_read_after_the_block(library):
     """Lazy logits are computed as the forward pass was."""
     ours, tokens = model(), ids()
     with rows():
         patch(ours)
-        right = real_logits(ours(tokens).logits)
+        expected = real_logits(ours(tokens).logits)
         late = ours(tokens).logits
-    assert torch.equal(real_logits(late), right)
+    assert torch.equal(real_logits(late), expected)
 
 
 def test_without_the_mode_they_are_pytorchs_layers(calls):
@@ -129,11 +129,13 @@ def test_without_the_mode_they_are_pytorchs_layers(calls):
     assert report.count("linear") == 14
     patch(stock)
     results = []
-    for made in (ours, stock):
-        made.zero_grad()
-        out = made(**batch())
+    for container in (ours, stock):
+        container.zero_grad()
+        out = container(**batch())
         out.loss.backward()
-        results.append([real_logits(out.logits.detach()), *(p.grad for p in made.parameters())])
+        results.append(
+            [real_logits(out.logits.detach()), *(p.grad for p in container.parameters())]
+        )
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert not calls
 
@@ -238,40 +240,40 @@ class Model(nn.Module):
 
 def one(layer=None, **options):
     """A patched model of one layer, its report and an input."""
-    made = Model(nn.Linear(12, 7) if layer is None else layer)
-    return made, patch(made, fused_linear_cross_entropy=False, linear=options or True)
+    container = Model(nn.Linear(12, 7) if layer is None else layer)
+    return container, patch(container, fused_linear_cross_entropy=False, linear=options or True)
 
 
 X = torch.randn(5, 12, generator=torch.Generator().manual_seed(4))
 
 
-def independent(made, x=X):
+def independent(container, x=X):
     with rows():
-        whole = made(x)
-        return all(torch.equal(made(x[i : i + 1])[0], whole[i]) for i in range(len(x)))
+        whole = container(x)
+        return all(torch.equal(container(x[i : i + 1])[0], whole[i]) for i in range(len(x)))
 
 
 def test_copies_pickles_and_states(library):
-    made, _ = one()
-    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert type(other.layer) is type(made.layer)
+    container, _ = one()
+    for other in (copy.deepcopy(container), pickle.loads(pickle.dumps(container))):
+        assert type(other.layer) is type(container.layer)
         assert independent(other)
-        assert torch.equal(other(X), made(X))
-        other.load_state_dict(made.state_dict())
+        assert torch.equal(other(X), container(X))
+        other.load_state_dict(container.state_dict())
         unpatch(other)
         assert type(other.layer) is nn.Linear
-    assert isinstance(made.layer, LinearByRows)
+    assert isinstance(container.layer, LinearByRows)
 
 
 def test_hooks_see_the_call(calls):
-    made, _ = one()
-    seen = []
-    made.layer.register_forward_pre_hook(lambda m, args: seen.append("before"))
-    made.layer.register_forward_hook(lambda m, args, y: seen.append("after") or y * 2)
+    container, _ = one()
+    observed = []
+    container.layer.register_forward_pre_hook(lambda m, args: observed.append("before"))
+    container.layer.register_forward_hook(lambda m, args, y: observed.append("after") or y * 2)
     with rows():
-        y = made(X)
-    assert seen == ["before", "after"]
-    torch.testing.assert_close(y, made(X))
+        y = container(X)
+    assert observed == ["before", "after"]
+    torch.testing.assert_close(y, container(X))
     assert len(calls) == 1
 
 
@@ -285,10 +287,10 @@ def test_tied_weights(library):
         def forward(self, x):
             return self.second(self.first(x))
 
-    made = Tied()
-    assert patch(made, fused_linear_cross_entropy=False, linear=True).count("linear") == 2
-    assert made.first.weight is made.second.weight
-    assert independent(made)
+    container = Tied()
+    assert patch(container, fused_linear_cross_entropy=False, linear=True).count("linear") == 2
+    assert container.first.weight is container.second.weight
+    assert independent(container)
 
 
 class Same(nn.Linear):
@@ -336,95 +338,95 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("kind", LEFT)
-def test_layers_that_are_left(kind):
-    make, reason = LEFT[kind]
+@pytest.mark.parametrize("case", LEFT)
+def test_unfit_layers_are_left(case):
+    make, reason = LEFT[case]
     layer = make()
     before = [type(m) for m in layer.modules()]
-    made, report = one(layer)
-    assert [type(m) for m in made.layer.modules()] == before
+    container, report = one(layer)
+    assert [type(m) for m in container.layer.modules()] == before
     (skipped,) = [s for s in report.skipped if s.op == "linear"]
     assert re.search(reason, skipped.reason)
     with pytest.raises(PatchError, match="strict=True"):
-        patch(made, strict=True, fused_linear_cross_entropy=False, linear=True)
+        patch(container, strict=True, fused_linear_cross_entropy=False, linear=True)
 
 
 def test_a_model_without_a_linear_layer():
-    made = Model(nn.Conv1d(3, 3, 3))
-    report = patch(made, fused_linear_cross_entropy=False, linear=True)
+    container = Model(nn.Conv1d(3, 3, 3))
+    report = patch(container, fused_linear_cross_entropy=False, linear=True)
     assert [s.reason for s in report.skipped if s.op == "linear"] == [
         "the model has no module of this kind"
     ]
     with rows():
-        report = patch(made, fused_linear_cross_entropy=False)
+        report = patch(container, fused_linear_cross_entropy=False)
     assert not [s for s in report.skipped if s.op == "linear"]
 
 
 def test_subclasses_with_pytorchs_forward(library):
-    made, report = one(Same(12, 7))
+    container, report = one(Same(12, 7))
     assert [(e.op, e.stock) for e in report.entries] == [("linear", "Same")]
-    assert isinstance(made.layer, Same)
-    assert independent(made)
-    unpatch(made)
-    assert type(made.layer) is Same
+    assert isinstance(container.layer, Same)
+    assert independent(container)
+    unpatch(container)
+    assert type(container.layer) is Same
 
 
 def test_transposed_layers_of_transformers(monkeypatch):
     library = pytest.importorskip("transformers.pytorch_utils")
     layer = library.Conv1D(7, 12)
     nn.init.normal_(layer.bias)
-    right = layer(X)
+    expected = layer(X)
     addmm = torch.addmm
     monkeypatch.setattr(torch, "addmm", lambda b, x, w: addmm(b, x, w) * (1 + len(x) / 128))
-    made, report = one(layer)
+    container, report = one(layer)
     assert report.count("linear") == 1
-    assert independent(made)
+    assert independent(container)
     with rows():
-        torch.testing.assert_close(made(X), right)
+        torch.testing.assert_close(container(X), expected)
 
 
-def test_a_layer_that_is_parametrized_after_the_patch(library):
-    made, _ = one()
-    kind = type(made.layer)
-    parametrizations.weight_norm(made.layer)
-    assert independent(made)
+def test_layer_parametrized_after_the_patch(library):
+    container, _ = one()
+    module_class = type(container.layer)
+    parametrizations.weight_norm(container.layer)
+    assert independent(container)
     with pytest.raises(PatchError, match="swapped again"):
-        unpatch(made)
-    parametrize.remove_parametrizations(made.layer, "weight")
-    assert type(made.layer) is kind
-    unpatch(made)
-    assert type(made.layer) is nn.Linear
+        unpatch(container)
+    parametrize.remove_parametrizations(container.layer, "weight")
+    assert type(container.layer) is module_class
+    unpatch(container)
+    assert type(container.layer) is nn.Linear
 
 
 def test_a_backend_of_its_own():
-    made, report = one(backend="reference")
+    container, report = one(backend="reference")
     assert report.entries[0].options == {"backend": "reference"}
-    assert independent(made)
+    assert independent(container)
     with pytest.raises(PatchError, match="option of linear"):
-        patch(made, linear={"chunk": 3})
+        patch(container, linear={"chunk": 3})
 
 
 def test_a_bound_forward_outlives_the_patch(calls):
-    made, _ = one()
-    held = made.layer.forward
-    unpatch(made)
+    container, _ = one()
+    held = container.layer.forward
+    unpatch(container)
     with rows():
-        assert torch.equal(held(X), made(X))
+        assert torch.equal(held(X), container(X))
     assert not calls
 
 
 def test_a_replaced_forward_of_pytorchs_class(monkeypatch, calls):
-    made, _ = one()
+    container, _ = one()
     monkeypatch.setattr(nn.Linear, "forward", lambda self, input: input[..., :7])
     with rows():
-        assert torch.equal(made(X), X[:, :7])
+        assert torch.equal(container(X), X[:, :7])
     assert not calls
 
 
 def test_a_compiled_model(calls):
-    made, _ = one()
+    container, _ = one()
     for mode in (False, "rows"):
         torch._dynamo.reset()
-        compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(container, backend="aot_eager", fullgraph=True)
         with liger_multi.use(deterministic=mode):
-            assert torch.equal(compiled(X), made(X))
+            assert torch.equal(compiled(X), container(X))

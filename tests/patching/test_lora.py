@@ -41,16 +41,16 @@ def filled(model):
 
 @pytest.fixture
 def calls(monkeypatch):
-    found = Counter()
+    counter = Counter()
     for name in ("lora_mlp", "lora_qkv", "lora_update", "swiglu"):
         stock = getattr(ops, name)
 
         def counted(*args, name=name, stock=stock, **options):
-            found[name] += 1
+            counter[name] += 1
             return stock(*args, **options)
 
         monkeypatch.setattr(ops, name, counted)
-    return found
+    return counter
 
 
 def adapted(**config):
@@ -72,8 +72,10 @@ def test_attention_and_mlp(order, calls):
         assert {e.replaced_by for e in report.entries if e.op == "swiglu"} == {"lora_mlp[silu]"}
     calls.clear()  # the probes' own
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-    wanted = {"lora_mlp": 2} | ({} if order == "patch first" else {"lora_qkv": 2, "lora_update": 2})
-    assert calls == wanted
+    expected = {"lora_mlp": 2} | (
+        {} if order == "patch first" else {"lora_qkv": 2, "lora_update": 2}
+    )
+    assert calls == expected
     unpatch(ours)
     assert not any(hasattr(type(m), "_liger_multi_swap") for m in ours.modules())
 
@@ -146,12 +148,12 @@ def test_disabled_merged_and_hooked_adapters(calls):
         for model in (stock, ours):
             model.unmerge_adapter()
     assert not calls["lora_update"]
-    seen = []
+    observed = []
     layer = ours.base_model.model.model.layers[0]
     for inner in (layer.self_attn.q_proj.lora_A["default"], layer.mlp.up_proj):
-        inner.register_forward_hook(lambda *args: seen.append(1))
+        inner.register_forward_hook(lambda *args: observed.append(1))
     assert_same_training(stock, ours, lambda m: m(**inputs).loss)
-    assert len(seen) == 2
+    assert len(observed) == 2
     assert calls == {"swiglu": 3, "lora_qkv": 1, "lora_update": 4}
 
 
@@ -197,11 +199,11 @@ class Quantized(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype))
 
 
-def quantize(model, kind):
+def quantize(model, quantization):
     for layer in model.model.layers:
         for block, names in ((layer.self_attn, ATTENTION), (layer.mlp, MLP)):
             for name in names:
-                setattr(block, name, kind(getattr(block, name)))
+                setattr(block, name, quantization(getattr(block, name)))
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return model
@@ -220,11 +222,11 @@ def test_bitsandbytes(calls):
     bnb = pytest.importorskip("bitsandbytes")
 
     def four(layer):
-        made = bnb.nn.Linear4bit(
+        linear4bit = bnb.nn.Linear4bit(
             layer.in_features, layer.out_features, bias=False, compute_dtype=torch.float32
         )
-        made.load_state_dict({"weight": layer.weight.detach()})
-        return made.to("cpu")
+        linear4bit.load_state_dict({"weight": layer.weight.detach()})
+        return linear4bit.to("cpu")
 
     stock = build("llama", hidden_size=64, intermediate_size=64)
     stock = lora(quantize(stock, four))
@@ -263,9 +265,9 @@ def test_copies_and_saved_adapters(tmp_path):
     ours.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(build("llama", num_hidden_layers=1), tmp_path)
     with torch.no_grad():
-        wanted = stock(**batch()).loss
+        expected = stock(**batch()).loss
         for model in (twin, again, ours.merge_and_unload()):
-            torch.testing.assert_close(model(**batch()).loss, wanted)
+            torch.testing.assert_close(model(**batch()).loss, expected)
 
 
 def kept(layer, x):
@@ -286,7 +288,7 @@ def kept(layer, x):
     return sum(held.values())
 
 
-def test_what_is_kept_for_backward():
+def test_tensors_saved_for_backward():
     """bf16 layers and fp32 adapters: the MLP keeps gate and up, attention's layers nothing."""
     model = build("llama", num_hidden_layers=1).bfloat16()
     stock = lora(model)
@@ -354,8 +356,8 @@ def test_losses_on_logits_of_an_adapted_head(reduction):
     assert_same_training(stock, ours, run)
     assert_same_training(stock, ours, lambda m: m(**inputs).logits.softmax(-1).pow(2).sum())
     with torch.no_grad():
-        wanted, got = (m(**inputs).logits.argmax(-1) for m in (stock, ours))
-    assert torch.equal(got, wanted)
+        expected, got = (m(**inputs).logits.argmax(-1) for m in (stock, ours))
+    assert torch.equal(got, expected)
 
 
 def test_an_adapted_head_with_a_changed_adapter():
@@ -399,7 +401,7 @@ def split(monkeypatch):
         calls["product"] += 1
         return a.float() @ b.float()
 
-    monkeypatch.setattr(low_rank, "has_out_dtype", lambda kind, dtype: True)
+    monkeypatch.setattr(low_rank, "has_out_dtype", lambda device_type, dtype: True)
     monkeypatch.setattr(low_rank, "_product", product)
     return calls
 
@@ -409,28 +411,28 @@ def test_fp32_factors_are_split_without_loss(split):
     wide, rows = torch.randn(40, 96).bfloat16(), torch.randn(40, 64).bfloat16()
     low, thin = torch.randn(40, 5), torch.randn(5, 64) * torch.logspace(-6, 6, 64)
     factor = torch.randn(5, 96)
-    kind, by = torch.float32, low_rank.LowRank()
+    dtype, by = torch.float32, low_rank.LowRank()
     exact = (
         (by.narrow(wide, factor.t()), wide.double() @ factor.double().t()),
-        (by.gradient(low, wide, 0.3, kind), 0.3 * low.double().t() @ wide.double()),
-        (by.gradient(wide, low, 0.3, kind), 0.3 * wide.double().t() @ low.double()),
+        (by.gradient(low, wide, 0.3, dtype), 0.3 * low.double().t() @ wide.double()),
+        (by.gradient(wide, low, 0.3, dtype), 0.3 * wide.double().t() @ low.double()),
     )
-    for got, right in exact:
-        assert got.dtype == kind
-        assert (got - right).abs().max() < 1e-6 * right.abs().max()
+    for got, expected in exact:
+        assert got.dtype == dtype
+        assert (got - expected).abs().max() < 1e-6 * expected.abs().max()
     assert split["product"] == 3
     product = 0.3 * low.double() @ thin.double()
     size = 0.3 * low.double().abs() @ thin.double().abs()
     widened = by.widened(low, thin, 0.3, torch.bfloat16)
     added = by.add_(rows.clone(), low, thin, 0.3)
-    for got, right in (
+    for got, expected in (
         (widened, product),
         (added, rows.double() + product),
         (by.added(rows, low, thin, 0.3), rows.double() + product),
     ):
         # rounded to bf16 once: half a unit in the last place, and fp32's errors
         assert (
-            (got.double() - right).abs() <= 2**-8 * right.abs() / (1 + 2**-8) + 2e-7 * size
+            (got.double() - expected).abs() <= 2**-8 * expected.abs() / (1 + 2**-8) + 2e-7 * size
         ).all()
 
 

@@ -65,11 +65,11 @@ def filled_again(model):
 def assert_equal(stock, ours, grad=False, inputs=INPUTS, **call):
     """Losses and logits of two models, and their gradients."""
     with torch.set_grad_enabled(grad):
-        wanted, got = (m(**inputs, **call) for m in (stock, ours))
-    torch.testing.assert_close(got.loss, wanted.loss, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(got.logits + 0.0, wanted.logits, atol=5e-6, rtol=1e-5)
+        expected, got = (m(**inputs, **call) for m in (stock, ours))
+    torch.testing.assert_close(got.loss, expected.loss, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(got.logits + 0.0, expected.logits, atol=5e-6, rtol=1e-5)
     if grad:
-        for m, out in ((stock, wanted), (ours, got)):
+        for m, out in ((stock, expected), (ours, got)):
             m.zero_grad()
             out.loss.backward()
         grads = {n: p.grad for n, p in stock.named_parameters() if p.grad is not None}
@@ -106,10 +106,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_other_kinds_of_adapters_in_one_batch(kind):
-    stock, ours = two_adapters(*KINDS[kind])
-    if "dora" not in kind:  # PEFT refuses
+@pytest.mark.parametrize("model_type", KINDS)
+def test_other_kinds_of_adapters_in_one_batch(model_type):
+    stock, ours = two_adapters(*KINDS[model_type])
+    if "dora" not in model_type:  # PEFT refuses
         assert_equal(stock, ours, adapter_names=MIXED)
     for name in ("default", "other"):
         for model in (stock, ours):
@@ -126,10 +126,10 @@ def test_keywords_of_adapters_reach_pefts_forward():
     for path in ("lm_head", "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"):
         layers = [m.base_model.model.get_submodule(path) for m in (stock, ours)]
         for call in ({"adapter_names": MIXED}, {"alora_offsets": offsets}):
-            wanted, got = (layer(hidden, **call) for layer in layers)
-            assert torch.equal(got, wanted)
-        wanted, got = (layer(x=hidden) for layer in layers)
-        torch.testing.assert_close(got, wanted)
+            expected, got = (layer(hidden, **call) for layer in layers)
+            assert torch.equal(got, expected)
+        expected, got = (layer(x=hidden) for layer in layers)
+        torch.testing.assert_close(got, expected)
         messages = []
         for layer in layers:
             with pytest.raises(TypeError) as raised:
@@ -142,8 +142,8 @@ def test_generation_with_an_adapter_per_row():
     stock, ours = two_adapters()
     ids = INPUTS["input_ids"][:, :5]
     options = {"max_new_tokens": 4, "do_sample": False, "adapter_names": MIXED}
-    wanted, got = (m.generate(input_ids=ids, **options) for m in (stock, ours))
-    assert torch.equal(got, wanted)
+    expected, got = (m.generate(input_ids=ids, **options) for m in (stock, ours))
+    assert torch.equal(got, expected)
 
 
 def test_whole_heads_of_several_adapters():
@@ -217,7 +217,7 @@ CHANGES += [_scaled, _combined]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_adapters_that_change_after_the_patch(change):
+def test_adapters_changed_after_the_patch(change):
     stock, ours = two_adapters()
     for model in (stock, ours):
         change(model)
@@ -232,7 +232,7 @@ def test_adapters_that_change_after_the_patch(change):
 
 
 @pytest.mark.parametrize("end", ["merge_and_unload", "unload"])
-def test_adapters_that_leave_a_patched_model(end):
+def test_adapters_removed_from_a_patched_model(end):
     stock, ours = (getattr(m, end)().requires_grad_() for m in two_adapters())
     assert_equal(stock, ours, grad=True)
     patch(ours)
@@ -294,22 +294,22 @@ def test_logits_are_those_of_the_adapters_of_their_forward(change, grad, reader)
         "loss": lambda z: F.cross_entropy(z.flatten(0, -2), target).tolist(),
         "row": lambda z: z[:, -1].tolist(),
     }
-    found = []
+    results = []
     for model in two_adapters():
         with torch.set_grad_enabled(grad):
             logits = model(input_ids=INPUTS["input_ids"]).logits
-            found.append(change(model, lambda logits=logits: readers[reader](logits)))
-    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]))
+            results.append(change(model, lambda logits=logits: readers[reader](logits)))
+    torch.testing.assert_close(torch.tensor(results[1]), torch.tensor(results[0]))
 
 
 def test_logits_of_a_head_without_its_adapters_stay_without():
-    found = []
+    results = []
     for model in two_adapters(second={"target_modules": ["q_proj"]}):
         model.set_adapter("other")
         logits = model(input_ids=INPUTS["input_ids"]).logits
         model.set_adapter("default")  # whose head has an adapter
-        found.append(logits.clone().tolist())
-    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]))
+        results.append(logits.clone().tolist())
+    torch.testing.assert_close(torch.tensor(results[1]), torch.tensor(results[0]))
 
 
 def test_logits_cannot_be_computed_after_a_merge():
@@ -328,7 +328,7 @@ def test_keyword_of_a_plain_head():
     torch.testing.assert_close(ours.lm_head(input=hidden) + 0.0, stock.lm_head(input=hidden))
 
 
-def test_a_scale_that_is_no_number_is_pefts():
+def test_non_numeric_scale_is_left_to_peft():
     stock, ours = two_adapters()
     for model in (stock, ours):
         for module in model.modules():
@@ -401,11 +401,11 @@ class Elsewhere(Attention):
         return q * torch.cat([self.k_proj(x), self.v_proj(x)], -1)
 
 
-def adapted(kind, targets=PROJECTIONS, dtype=torch.float32, **config):
+def adapted(model_type, targets=PROJECTIONS, dtype=torch.float32, **config):
     """A stock module and an equal patched one."""
     torch.manual_seed(0)
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), **config)
-    stock = peft.inject_adapter_in_model(settings, kind())
+    stock = peft.inject_adapter_in_model(settings, model_type())
     for name, parameter in stock.named_parameters():
         parameter.requires_grad_("lora_" in name)
         if "lora_" not in name:
@@ -422,14 +422,14 @@ def adapted(kind, targets=PROJECTIONS, dtype=torch.float32, **config):
 @pytest.fixture
 def calls(monkeypatch):
     """The layers that every call of the operator had."""
-    found, stock = [], ops.lora_qkv
+    results, stock = [], ops.lora_qkv
 
-    def counted(x, **given):
-        found.append("".join(n[0] for n in given if n.endswith("_weight")))
-        return stock(x, **given)
+    def counted(x, **kwargs):
+        results.append("".join(n[0] for n in kwargs if n.endswith("_weight")))
+        return stock(x, **kwargs)
 
     monkeypatch.setattr(ops, "lora_qkv", counted)
-    return found
+    return results
 
 
 def results(module, *inputs, run=None, **options):
@@ -438,19 +438,19 @@ def results(module, *inputs, run=None, **options):
     module.zero_grad()
     y = (run or module)(*(x * 1 for x in inputs), **options)
     y.square().sum().backward()
-    found = {n: p.grad for n, p in module.named_parameters()}
-    return {"y": y.detach()} | {f"d{i}": x.grad for i, x in enumerate(inputs)} | found
+    actual = {n: p.grad for n, p in module.named_parameters()}
+    return {"y": y.detach()} | {f"d{i}": x.grad for i, x in enumerate(inputs)} | actual
 
 
 def assert_same(stock, ours, *inputs, **options):
-    wanted, got = results(stock, *inputs, **options), results(ours, *inputs, **options)
-    assert set(wanted) == set(got)
-    same(wanted, got)
+    expected, got = results(stock, *inputs, **options), results(ours, *inputs, **options)
+    assert set(expected) == set(got)
+    same(expected, got)
 
 
-def same(wanted, got):
-    torch.testing.assert_close(got.pop("y"), wanted.pop("y"), rtol=1e-5, atol=1e-5)
-    assert_same_gradients(got, wanted)
+def same(expected, got):
+    torch.testing.assert_close(got.pop("y"), expected.pop("y"), rtol=1e-5, atol=1e-5)
+    assert_same_gradients(got, expected)
 
 
 def inputs(count=1):
@@ -461,20 +461,20 @@ def inputs(count=1):
 MODULES = (Attention, KeysOfAHalf, NoKeys, Twice, Elsewhere)
 
 
-@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
-def test_what_a_module_does_with_its_layers(kind, calls):
-    stock, ours = adapted(kind)
+@pytest.mark.parametrize("module_class", MODULES, ids=lambda module_class: module_class.__name__)
+def test_modules_using_their_layers(module_class, calls):
+    stock, ours = adapted(module_class)
     for _ in range(2):
         assert_same(stock, ours, *inputs())
     assert calls == 2 * ["qkv"]
     assert together.get() is None
 
 
-def test_an_input_that_changes_between_two_calls(calls):
+def test_input_changed_between_calls(calls):
     stock, ours = adapted(Changed)
     with torch.no_grad():
-        wanted, got = (m(inputs()[0]) for m in (stock, ours))
-    torch.testing.assert_close(got, wanted)
+        expected, got = (m(inputs()[0]) for m in (stock, ours))
+    torch.testing.assert_close(got, expected)
     assert calls == ["qkv"]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         results(ours, *inputs())
@@ -486,8 +486,8 @@ def test_two_inputs_are_left_to_the_layers(calls):
     assert calls == []
     x = inputs()[0]  # the same tensor twice is one input
     run = {stock: lambda x: stock(x, x), ours: lambda x: ours(x, x)}
-    wanted, got = (results(m, x, run=run[m]) for m in (stock, ours))
-    same(wanted, got)
+    expected, got = (results(m, x, run=run[m]) for m in (stock, ours))
+    same(expected, got)
     assert calls == ["qkv"]
 
 
@@ -515,23 +515,23 @@ def test_forms_of_adapters(form, calls):
         assert_same(stock, ours, x)
     else:
         exact = copy.deepcopy(stock).double()
-        right, wanted, got = (
+        by_hand, expected, got = (
             results(m, x.to(next(m.parameters()).dtype)) for m in (exact, stock, ours)
         )
-        for name, value in right.items():
+        for name, value in by_hand.items():
             if value is not None:
-                near, far = ((r[name].double() - value).norm() for r in (got, wanted))
+                near, far = ((r[name].double() - value).norm() for r in (got, expected))
                 assert near <= 1.1 * far + 1e-5 * value.norm(), name
     assert calls == [layers]
 
 
-def test_layers_that_are_more_than_their_adapter(calls):
+def test_layers_with_more_than_an_adapter(calls):
     stock, ours = adapted(Attention)
-    seen = []
+    observed = []
     for module in (stock, ours):
-        module.k_proj.register_forward_hook(lambda *args: seen.append(1))
+        module.k_proj.register_forward_hook(lambda *args: observed.append(1))
     assert_same(stock, ours, *inputs())
-    assert (calls, len(seen)) == (["qk"], 2)  # two of them, in the operator's first places
+    assert (calls, len(observed)) == (["qk"], 2)  # two of them, in the operator's first places
     for module in (stock, ours):
         module.q_proj.base_layer.weight.requires_grad_()
     assert_same(stock, ours, *inputs())
@@ -557,8 +557,8 @@ def test_a_dropout_and_another_rule_are_pefts(calls):
             return module(x)
 
         x = inputs()[0]
-        wanted, got = (results(m, x, run=lambda x, m=m: run(m, x)) for m in (stock, ours))
-        assert torch.equal(wanted["y"], got["y"])
+        expected, got = (results(m, x, run=lambda x, m=m: run(m, x)) for m in (stock, ours))
+        assert torch.equal(expected["y"], got["y"])
     stock, ours = adapted(Attention, lora_dropout=0.0)
     for module in (stock, ours):  # it acts in training only, and is asked at every call
         module.q_proj.lora_dropout["default"] = nn.Dropout(0.5)
@@ -573,8 +573,8 @@ def test_checkpointing(reentrant, calls):
     stock, ours = adapted(Attention)
     run = {m: lambda x, m=m: checkpoint(m, x, use_reentrant=reentrant) * 1 for m in (stock, ours)}
     x = inputs()[0]
-    wanted, got = (results(m, x, run=run[m]) for m in (stock, ours))
-    same(wanted, got)
+    expected, got = (results(m, x, run=run[m]) for m in (stock, ours))
+    same(expected, got)
     assert calls == ["qkv", "qkv"]
 
 
@@ -600,8 +600,8 @@ def test_hooks_of_parameters_fire_once():
 
 def test_gradients_have_memory_of_their_own():
     ours = adapted(Attention)[1]
-    found = [g for g in results(ours, *inputs()).values() if g is not None]
-    assert len({g.untyped_storage().data_ptr() for g in found}) == len(found)
+    actual = [g for g in results(ours, *inputs()).values() if g is not None]
+    assert len({g.untyped_storage().data_ptr() for g in actual}) == len(actual)
 
 
 class Fails(Attention):
@@ -610,14 +610,14 @@ class Fails(Attention):
         raise ValueError("as it must")
 
 
-@pytest.mark.parametrize("kind", [NoKeys, Fails])
-def test_nothing_outlives_the_call(kind, monkeypatch):
-    ours, held, stock = adapted(kind)[1], [], ops.lora_qkv
+@pytest.mark.parametrize("module_class", [NoKeys, Fails])
+def test_nothing_outlives_the_call(module_class, monkeypatch):
+    ours, held, stock = adapted(module_class)[1], [], ops.lora_qkv
 
-    def noted(x, **given):
-        made = stock(x, **given)
-        held.extend(weakref.ref(t) for t in made)
-        return made
+    def noted(x, **kwargs):
+        output = stock(x, **kwargs)
+        held.extend(weakref.ref(t) for t in output)
+        return output
 
     monkeypatch.setattr(ops, "lora_qkv", noted)
     x, error = inputs()[0].requires_grad_() * 1, None
@@ -628,7 +628,7 @@ def test_nothing_outlives_the_call(kind, monkeypatch):
         error = raised  # and with it, frames
     finally:
         gc.enable()
-    assert (error is None) == (kind is NoKeys)
+    assert (error is None) == (module_class is NoKeys)
     assert len(held) == 3
     assert held[1]() is None  # the keys, which nobody came for
     assert together.get() is None
@@ -636,7 +636,7 @@ def test_nothing_outlives_the_call(kind, monkeypatch):
         del y
 
 
-def test_what_is_kept_for_backward():
+def test_tensors_saved_for_backward():
     """The input once and 3 r numbers a row, where PEFT keeps three copies of it."""
     stock, ours = adapted(Attention, dtype=torch.bfloat16)
     rows, width, rank = 7, 16, 4
@@ -652,10 +652,10 @@ def test_what_is_kept_for_backward():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            made = Attention.forward(module, x) if module is stock else module(x)
+            output = Attention.forward(module, x) if module is stock else module(x)
         after = 2 * rows * 24 * 2 + 2 * rows * 12 * 2  # of tanh, cat, sigmoid and sin
         assert sum(held.values()) == kept + after
-        del made
+        del output
 
 
 def test_copies_pickles_and_states(calls):

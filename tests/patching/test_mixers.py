@@ -61,7 +61,7 @@ NO_NAME = object()
 KEPT = version.parse("5.23")  # from here on, all types of SERVED hand ids to their mixers
 
 
-def test_sizes_that_no_kernel_takes_are_in_the_report(monkeypatch):
+def test_unsupported_sizes_are_reported(monkeypatch):
     """The operator is patched all the same. On a device without kernels there is nothing to say."""
     from liger_multi.dispatch import explain
     from liger_multi.dispatch.resolve import Candidate
@@ -130,15 +130,15 @@ def packed(lengths=LENGTHS, seed=0):
     torch.manual_seed(seed)
     samples = [torch.randint(10, 60, (1, n)) for n in lengths]
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    told = {
+    hints = {
         "position_ids": {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]},
         "seq_idx": {"seq_idx": torch.arange(len(lengths)).repeat_interleave(ends.diff())[None]},
         "cu_seq_lens": {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends},
     }
-    for kind in ("seq_idx", "cu_seq_lens"):  # attention goes by positions
-        told[kind] |= told["position_ids"]
-    told["seq_idx"]["seq_idx"] = told["seq_idx"]["seq_idx"].to(torch.int32)
-    return samples, torch.cat(samples, 1), told
+    for form in ("seq_idx", "cu_seq_lens"):  # attention goes by positions
+        hints[form] |= hints["position_ids"]
+    hints["seq_idx"]["seq_idx"] = hints["seq_idx"]["seq_idx"].to(torch.int32)
+    return samples, torch.cat(samples, 1), hints
 
 
 @pytest.mark.parametrize("model_type", SERVED)
@@ -179,27 +179,27 @@ def test_a_convolution_between_gates_is_one_operator(model_type, padded, monkeyp
         (model, True, "causal_conv1d"),
         (hooked, False, "causal_conv1d"),
     ):
-        found, calls = [], Calls(monkeypatch)
+        results, calls = [], Calls(monkeypatch)
         for one in (m, stock):
             one.zero_grad()
             loss = one(input_ids=ids, labels=ids, attention_mask=mask, use_cache=cached).loss
             loss.backward()
-            found.append((loss, gradients(one)))
-        torch.testing.assert_close(found[0][0], found[1][0])
-        assert_same_gradients(found[0][1], found[1][1], rtol=1e-4)
+            results.append((loss, gradients(one)))
+        torch.testing.assert_close(results[0][0], results[1][0])
+        assert_same_gradients(results[0][1], results[1][1], rtol=1e-4)
         run = {name for name in ("causal_conv1d", "gated_short_conv") if calls[name]}
         assert run == {op}
 
 
-def test_a_gated_convolution_that_does_more_keeps_its_parts(monkeypatch):
+def test_extended_gated_convolution_keeps_its_parts(monkeypatch):
     """Another function of a class that looks alike, and a key that is off."""
     stock, _ = built("lfm3")
     mixers_of = [m for m in stock.modules() if hasattr(m, "conv_kernel_size")]
     assert mixers_of
     assert all(gates(m) for m in mixers_of)
-    kind = type(mixers_of[0])
+    module_class = type(mixers_of[0])
 
-    class More(kind):
+    class More(module_class):
         def forward(self, hidden_states, past_key_values=None, attention_mask=None, **kwargs):
             return super().forward(hidden_states, past_key_values, attention_mask, **kwargs) * 2
 
@@ -226,14 +226,14 @@ def test_text_is_generated_as_unpatched(model_type):
     mask[0, :4] = 0  # padding on the left
     options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "use_cache": True}
     try:
-        wanted = stock.eval().generate(ids, **options)
+        expected = stock.eval().generate(ids, **options)
     except KeyError as error:  # 5.23 and zamba2: no cache for layers of its old configurations
         pytest.skip(f"unpatched it does not generate: {error!r}")
-    assert torch.equal(model.eval().generate(ids, **options), wanted)
+    assert torch.equal(model.eval().generate(ids, **options), expected)
 
 
 @pytest.mark.parametrize("model_type", ["bamba", "falcon_h1", "nemotron_h", "lfm3"])
-def test_gradients_of_a_part_that_goes_on_from_a_cache(model_type):
+def test_gradients_of_a_part_after_a_cache(model_type):
     """The cache is written over before backward. Types of delta rules raise there unpatched too."""
     stock, model = built(model_type)
     ids = torch.randint(10, 60, (2, 29))
@@ -254,38 +254,38 @@ def test_under_autocast(model_type):
     stock, model = built(model_type)
     ids = torch.randint(10, 60, (2, 40))
     with torch.autocast("cpu", torch.bfloat16):
-        got, wanted = (m(input_ids=ids, labels=ids).loss for m in (model, stock))
-    torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+        got, expected = (m(input_ids=ids, labels=ids).loss for m in (model, stock))
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
     got.backward()
     assert all(torch.isfinite(g).all() for g in gradients(model).values())
 
 
-@pytest.mark.parametrize("kind", ["position_ids", "seq_idx", "cu_seq_lens"])
+@pytest.mark.parametrize("form", ["position_ids", "seq_idx", "cu_seq_lens"])
 @pytest.mark.parametrize("model_type", SERVED)
-def test_samples_of_a_row_do_not_see_each_other(model_type, kind):
+def test_samples_of_a_row_do_not_see_each_other(model_type, form):
     stock, model = built(model_type)
     if isinstance(model, hybrids.SeparateModel) and version.parse(transformers.__version__) < KEPT:
         pytest.skip(
             "this transformers hands no ids to the mixers of this type, and rows are refused"
         )
-    samples, row, told = packed()
+    samples, row, hints = packed()
     if by_package(stock):  # mixers that are left unpatched do not keep samples apart
         without = (NotImplementedError, UserWarning)  # of bamba, which takes ids with packages only
-        with pytest.raises((PackingError, *without) if kind == "seq_idx" else PackingError):
-            model(input_ids=row, use_cache=False, **told[kind])
+        with pytest.raises((PackingError, *without) if form == "seq_idx" else PackingError):
+            model(input_ids=row, use_cache=False, **hints[form])
         return
     apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
     weights = torch.randn(apart.shape)
     (apart * weights).sum().backward()
-    wanted = {name: g.clone() for name, g in gradients(model).items()}
+    expected = {name: g.clone() for name, g in gradients(model).items()}
     model.zero_grad()
-    together = model(input_ids=row, use_cache=False, **told[kind]).logits
+    together = model(input_ids=row, use_cache=False, **hints[form]).logits
     (together * weights).sum().backward()
     rtol = ROUNDING.get(model_type, 1e-4)
     torch.testing.assert_close(together, apart, rtol=rtol, atol=rtol)
-    assert_same_gradients(gradients(model), wanted, rtol=rtol)
-    if kind == "position_ids":  # what the patch is for
-        leaked = stock(input_ids=row, use_cache=False, **told[kind]).logits
+    assert_same_gradients(gradients(model), expected, rtol=rtol)
+    if form == "position_ids":  # what the patch is for
+        leaked = stock(input_ids=row, use_cache=False, **hints[form]).logits
         assert (leaked - apart).abs().max() > 0.1
 
 
@@ -293,98 +293,101 @@ def test_samples_of_a_row_do_not_see_each_other(model_type, kind):
 @pytest.mark.parametrize("model_type", ["qwen3_next", "nemotron_h", "lfm3"])
 def test_samples_stay_apart_when_layers_run_again(model_type, reentrant):
     _, model = built_of_functions(model_type)
-    _, row, told = packed()
-    found = []
+    _, row, hints = packed()
+    results = []
     for checkpointing in (False, True):
         model.zero_grad()
         if checkpointing:
             options = {"use_reentrant": reentrant}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-        model(input_ids=row, labels=row, use_cache=False, **told["position_ids"]).loss.backward()
-        found.append({name: g.clone() for name, g in gradients(model).items()})
-    assert_same_gradients(found[1], found[0])
+        model(input_ids=row, labels=row, use_cache=False, **hints["position_ids"]).loss.backward()
+        results.append({name: g.clone() for name, g in gradients(model).items()})
+    assert_same_gradients(results[1], results[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["lfm3", "bamba"])
 def test_a_compiled_model_keeps_samples_apart(model_type):
     _, model = built_of_functions(model_type)
-    samples, row, told = packed()
+    samples, row, hints = packed()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
-        together = compiled(input_ids=row, use_cache=False, **told["position_ids"]).logits
+        together = compiled(input_ids=row, use_cache=False, **hints["position_ids"]).logits
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
 
 
 def test_threads_with_other_samples():
     _, model = built_of_functions("qwen3_next")
-    found = {}
+    actual = {}
 
     def run(seed, lengths):
-        samples, row, told = packed(lengths, seed)
+        samples, row, hints = packed(lengths, seed)
         with torch.no_grad():
-            made = model(input_ids=row, use_cache=False, **told["position_ids"]).logits
+            output = model(input_ids=row, use_cache=False, **hints["position_ids"]).logits
             apart = [model(input_ids=s, use_cache=False).logits for s in samples]
-        found[seed] = (made, torch.cat(apart, 1))
+        actual[seed] = (output, torch.cat(apart, 1))
 
     threads = [threading.Thread(target=run, args=(n, (5 + n, 30 - n))) for n in range(3)]
     for step in ("start", "join"):
         for thread in threads:
             getattr(thread, step)()
-    assert len(found) == 3
-    for made, apart in found.values():
-        torch.testing.assert_close(made, apart, rtol=1e-4, atol=1e-4)
+    assert len(actual) == 3
+    for output, apart in actual.values():
+        torch.testing.assert_close(output, apart, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("model_type", REFUSING)
-def test_what_would_mix_samples_raises(model_type, monkeypatch):
+def test_mixed_samples_raise(model_type, monkeypatch):
     stock, model = built_of_functions(model_type)
-    _, row, told = packed()
-    for kind in told:
+    _, row, hints = packed()
+    for form in hints:
         with pytest.raises(ValueError, match=r"got rows of several samples, which it would mix"):
-            model(input_ids=row, use_cache=False, **told[kind])
+            model(input_ids=row, use_cache=False, **hints[form])
     alone = {"position_ids": torch.arange(row.shape[1])[None], "use_cache": False}
     calls = Calls(monkeypatch)
     for mode in ("train", "eval"):
-        got, wanted = (getattr(m, mode)()(input_ids=row, **alone).logits for m in (model, stock))
-        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+        got, expected = (getattr(m, mode)()(input_ids=row, **alone).logits for m in (model, stock))
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
     assert all(calls[op] >= 2 for op in REFUSING[model_type])
 
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
-    [("jamba", "mamba_selective_scan"), ("zamba", "mamba_selective_scan"),
-     ("granitemoehybrid", "the attention of GraniteMoeHybridModel")],
-)  # fmt: skip
-def test_the_message_says_what_mixes_samples(model_type, reason):
+    [
+        ("jamba", "mamba_selective_scan"),
+        ("zamba", "mamba_selective_scan"),
+        ("granitemoehybrid", "the attention of GraniteMoeHybridModel"),
+    ],
+)
+def test_message_names_the_mixing_function(model_type, reason):
     _, model = built_of_functions(model_type)
-    _, row, told = packed()
+    _, row, hints = packed()
     with pytest.raises(ValueError, match=reason):
-        model(input_ids=row, use_cache=False, **told["position_ids"])
+        model(input_ids=row, use_cache=False, **hints["position_ids"])
 
 
-def test_a_backbone_that_is_called_alone_keeps_samples_apart():
+def test_backbone_alone_keeps_samples_apart():
     """Mamba2ForCausalLM hands it nothing by itself."""
     stock, _ = built_of_functions("mamba2")
     model = stock.backbone
     liger_multi.patch(model)
-    samples, row, told = packed()
+    samples, row, hints = packed()
     apart = torch.cat([model(input_ids=s, use_cache=False)[0] for s in samples], 1)
-    together = model(input_ids=row, use_cache=False, **told["position_ids"])[0]
+    together = model(input_ids=row, use_cache=False, **hints["position_ids"])[0]
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
 
 
-def test_a_head_that_hands_nothing_on_is_given_ids_to_hand():
-    """A call of threads, compiled, and of a forward that does more than read its module."""
+def test_head_without_keywords_passes_ids():
+    """In threads, compiled, and where a forward does more than read its module."""
     stock, model = built_of_functions("mamba2")
     assert any(isinstance(m, hybrids.TellingModel) for m in model.modules())
-    samples, row, told = packed()
+    samples, row, hints = packed()
     with torch.no_grad():
         apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="eager", fullgraph=True)
-        together = compiled(input_ids=row, use_cache=False, **told["position_ids"]).logits
+        together = compiled(input_ids=row, use_cache=False, **hints["position_ids"]).logits
         hidden = model(input_ids=row, use_cache=False, output_hidden_states=True, labels=row)
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
     assert len(hidden.hidden_states) == stock.config.num_hidden_layers + 1
@@ -397,7 +400,7 @@ def test_a_head_that_hands_nothing_on_is_given_ids_to_hand():
     stock.__class__ = Writing
     liger_multi.patch(stock)
     with pytest.raises(ValueError, match="nothing keeps them apart in Writing"):
-        stock(input_ids=row, **told["position_ids"])
+        stock(input_ids=row, **hints["position_ids"])
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm2_moe"])
@@ -415,12 +418,12 @@ def test_adapters(model_type):
     ids = torch.randint(10, 60, (2, 40))
     for m in (stock, model):
         m.train()(input_ids=ids, labels=ids).loss.backward()
-    found = gradients(model)
-    assert any("lora_A" in name and gradient is not None for name, gradient in found.items())
-    assert_same_gradients(found, gradients(stock), rtol=1e-4)
+    actual = gradients(model)
+    assert any("lora_A" in name and gradient is not None for name, gradient in actual.items())
+    assert_same_gradients(actual, gradients(stock), rtol=1e-4)
 
 
-def test_packages_that_transformers_would_call_are_not(monkeypatch):
+def test_optional_packages_are_not_called(monkeypatch):
     """With mamba-ssm installed, a mixer would run by one function of it, which mixes samples."""
     modeling = pytest.importorskip("transformers.models.bamba.modeling_bamba")
     names = [n for n in SERVED_BY if hasattr(modeling, n)]
@@ -439,13 +442,13 @@ def test_packages_that_transformers_would_call_are_not(monkeypatch):
     for name in names:
         monkeypatch.setattr(modeling, name, installed(name))
     stock, model = built("bamba")
-    samples, row, told = packed()
+    samples, row, hints = packed()
     with pytest.raises(AssertionError, match="mamba2_split_conv1d_scan_combined was called"):
         stock.train()(input_ids=row, use_cache=False)
     for mode in ("train", "eval"):
         getattr(model, mode)()
         apart = torch.cat([model(input_ids=s, use_cache=False).logits for s in samples], 1)
-        together = model(input_ids=row, use_cache=False, **told["position_ids"]).logits
+        together = model(input_ids=row, use_cache=False, **hints["position_ids"]).logits
         torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
 
 
@@ -457,7 +460,7 @@ def test_packages_that_transformers_would_call_are_not(monkeypatch):
         ("mamba", "mamba_selective_scan"),
     ],
 )
-def test_a_function_that_stops_a_gradient_is_left(model_type, name):
+def test_function_without_gradient_is_left(model_type, name):
     """What comes out is the same, so outputs alone do not tell it."""
     stock, _ = built_of_functions(model_type)
     own = getattr(sys.modules[type(stock).__module__], name)
@@ -471,7 +474,7 @@ def test_a_function_that_stops_a_gradient_is_left(model_type, name):
     assert differs(name, stopped) == f"{name} computes something else than {SERVED_BY[name]}"
 
 
-def test_a_helper_that_is_replaced_after_the_patch(monkeypatch):
+def test_helper_replaced_after_the_patch(monkeypatch):
     """The delta rule of this file is decorated, and normalizes by a function of its file."""
     stock, model = built("qwen3_next")
     file = sys.modules[type(stock).__module__]
@@ -494,14 +497,14 @@ def test_padding_is_no_sample():
 
 
 @pytest.mark.parametrize("off", ["causal_conv1d", "gated_delta_rule"])
-def test_a_mixer_that_is_served_in_part_raises(off):
+def test_partly_served_mixer_raises(off):
     stock, model = built_of_functions("qwen3_next")
     liger_multi.patch(model, **{off: False})
-    _, row, told = packed()
+    _, row, hints = packed()
     with pytest.raises(ValueError, match="nothing keeps them apart in"):
-        model(input_ids=row, use_cache=False, **told["position_ids"])
-    got, wanted = (m(input_ids=row).logits for m in (model, stock))
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        model(input_ids=row, use_cache=False, **hints["position_ids"])
+    got, expected = (m(input_ids=row).logits for m in (model, stock))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_unpatched_again_and_off():
@@ -519,7 +522,7 @@ def test_unpatched_again_and_off():
                 assert vars(mine).keys() == vars(theirs).keys()
 
 
-def test_the_report_says_what_a_mixer_runs():
+def test_report_of_a_mixer():
     _, model = built_of_functions("qwen3_next")
     report = str(liger_multi.patch(model))
     assert "causal_conv1d + gated_delta_rule" in report
@@ -527,22 +530,26 @@ def test_the_report_says_what_a_mixer_runs():
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("inputs", "expected"),
     [
         ({}, None),
         ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])}, [[0, 0, 0, 1, 1, 2]]),
         ({"position_ids": torch.tensor([[4, 5, 0, 1]])}, [[0, 0, 1, 1]]),
-        ({"position_ids": torch.tensor([[[0, 1, 0]], [[9, 9, 9]], [[9, 9, 9]], [[9, 9, 9]]])},
-         [[0, 0, 1]]),
-        ({"position_ids": torch.tensor([[[0, 1, 1, 0]], [[0, 1, 1, 0]], [[0, 1, 2, 0]]])},
-         [[1, 1, 1, 2]]),
+        (
+            {"position_ids": torch.tensor([[[0, 1, 0]], [[9, 9, 9]], [[9, 9, 9]], [[9, 9, 9]]])},
+            [[0, 0, 1]],
+        ),
+        (
+            {"position_ids": torch.tensor([[[0, 1, 1, 0]], [[0, 1, 1, 0]], [[0, 1, 2, 0]]])},
+            [[1, 1, 1, 2]],
+        ),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 2, 5])}, [[1, 1, 3, 3, 3]]),
         ({"seq_idx": torch.tensor([[7, 7, 3]])}, [[7, 7, 3]]),
     ],
-)  # fmt: skip
-def test_ids_of_samples(given, wanted):
-    found = sample_ids({"input_ids": torch.zeros(1, 5), **given})
-    assert (None if found is None else found.tolist()) == wanted
+)
+def test_ids_of_samples(inputs, expected):
+    actual = sample_ids({"input_ids": torch.zeros(1, 5), **inputs})
+    assert (None if actual is None else actual.tolist()) == expected
 
 
 class Layer(torch.nn.Module):
@@ -566,14 +573,22 @@ def mixes(x, **kwargs):
 
 @pytest.mark.parametrize(
     ("name", "hands_on"),
-    [("blocks", True), ("mixer", True), ("either", True), ("mixes", True), ("other", False),
-     ("parts", False), ("half", False), ("absent", False)],
-)  # fmt: skip
-def test_who_gets_keyword_arguments_is_read_from_the_source(name, hands_on):
+    [
+        ("blocks", True),
+        ("mixer", True),
+        ("either", True),
+        ("mixes", True),
+        ("other", False),
+        ("parts", False),
+        ("half", False),
+        ("absent", False),
+    ],
+)
+def test_keyword_arguments_are_read_from_source(name, hands_on):
     assert hybrids._hands_on(Layer.forward, name) is hands_on
 
 
-def test_a_function_that_computes_something_else_is_left_alone():
+def test_other_function_is_left_alone():
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
         return hidden_states
 
@@ -581,8 +596,8 @@ def test_a_function_that_computes_something_else_is_left_alone():
     assert "cannot be probed" in differs("torch_chunk_gated_delta_rule", lambda x: x)
 
 
-def test_a_rule_whose_callers_repeat_the_keys_is_recognized():
-    """So it is in transformers 5.17."""
+def test_rule_with_repeated_keys_is_recognized():
+    """transformers 5.17 has such a rule."""
     from liger_multi.testing.samples import call
 
     def rule(query, key, value, g, beta, **options):
@@ -594,7 +609,7 @@ def test_a_rule_whose_callers_repeat_the_keys_is_recognized():
     assert differs("torch_chunk_gated_delta_rule", rule) is None
 
 
-def test_a_gated_convolution_that_reads_more_runs_its_own(monkeypatch):
+def test_gated_convolution_reading_more_runs_unpatched(monkeypatch):
     """A helper of the modeling file that is replaced after the patch takes effect at once."""
     lfm2 = pytest.importorskip("transformers.models.lfm2.modeling_lfm2")
     unpatched, model = built("lfm2")

@@ -26,7 +26,7 @@ TYPES = (
     *("mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text"),
     *("qwen3_next", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
     "zaya",
-)  # fmt: skip
+)
 """Types with a recurrence or a convolution over tokens."""
 FAST = ("qwen3_5_text", "bamba", "granitemoehybrid", "jamba", "lfm2", "mamba2")
 LAYERS = {
@@ -115,12 +115,15 @@ def test_forward_and_backward(model_type, form):
         ids, mask = holes(seed)
         labels = ids.masked_fill(mask == 0, -100)
         model.train(mode).zero_grad()
-        made = model(
-            input_ids=ids, attention_mask=mask, labels=labels, use_cache=False,
+        output = model(
+            input_ids=ids,
+            attention_mask=mask,
+            labels=labels,
+            use_cache=False,
             **positions_of(form, mask),
-        )  # fmt: skip
-        made.loss.backward()
-        return made.logits.detach(), gradients(model)
+        )
+        output.loss.backward()
+        return output.logits.detach(), gradients(model)
 
     for seed, mode in ((0, False), (1, True)):
         expected = by_unpatched(lambda m: run(m, seed, mode), unpatched)  # noqa: B023
@@ -162,14 +165,18 @@ def test_generate(model_type, way):
     rows = 1 if way == "assisted" else ROWS
     for seed in (3, 4):
         ids, mask = holes(seed)
-        given = {"attention_mask": mask[-rows:], "max_new_tokens": 4, "do_sample": False}
+        inputs = {"attention_mask": mask[-rows:], "max_new_tokens": 4, "do_sample": False}
 
-        def run(model):
+        def run(model, ids=ids, inputs=inputs):
             torch.manual_seed(0)
             return model.generate(
-                ids[-rows:], **given, **WAYS[way], use_cache=True, output_logits=True,  # noqa: B023
+                ids[-rows:],
+                **inputs,
+                **WAYS[way],
+                use_cache=True,
+                output_logits=True,
                 return_dict_in_generate=True,
-            )  # fmt: skip
+            )
 
         expected, got = by_unpatched(run, unpatched), run(patched)
         assert torch.equal(got.sequences, expected.sequences)
@@ -179,21 +186,21 @@ def test_generate(model_type, way):
 
 @each
 @pytest.mark.parametrize("form", ["visible", pytest.param("none", marks=pytest.mark.slow)])
-def test_turns_that_go_on_from_a_cache(model_type, form):
+def test_later_turns_with_a_cache(model_type, form):
     """Padding in every turn: a mask is longer than the tokens of a later one."""
     unpatched, patched = pair(model_type)
 
     @torch.no_grad()
     def run(model):
-        masks, cache, made = torch.zeros(ROWS, 0, dtype=torch.long), {}, []
+        masks, cache, outputs = torch.zeros(ROWS, 0, dtype=torch.long), {}, []
         for seed in (5, 6, 7):
             ids, mask = holes(seed)
             masks = torch.cat([masks, mask], 1)
-            told = {n: p[:, -TOKENS:] for n, p in positions_of(form, masks).items()}
-            output = model(input_ids=ids, attention_mask=masks, use_cache=True, **told, **cache)
+            hints = {n: p[:, -TOKENS:] for n, p in positions_of(form, masks).items()}
+            output = model(input_ids=ids, attention_mask=masks, use_cache=True, **hints, **cache)
             cache = continued(model, output)
-            made.append(output.logits.detach())
-        return torch.cat(made, 1)
+            outputs.append(output.logits.detach())
+        return torch.cat(outputs, 1)
 
     expected = by_unpatched(run, unpatched)
     assert_close(model_type, run(patched), expected)
@@ -210,7 +217,7 @@ def test_compiled(model_type, form):
 
     unpatched, patched = pair(model_type)
     ids, mask = holes(8)
-    given = positions_of("visible", mask)
+    inputs = positions_of("visible", mask)
     torch._dynamo.reset()
     compiled = torch.compile(patched, backend="eager", dynamic=False)
 
@@ -220,10 +227,10 @@ def test_compiled(model_type, form):
         masks = mask
         if form != "tokens":
             embeds = unpatched.get_input_embeddings()(ids)
-            taken = {cache_parameter(create_masks_for_generate): cache, **given}
+            taken = {cache_parameter(create_masks_for_generate): cache, **inputs}
             masks = create_masks_for_generate(unpatched.config, embeds, mask, **taken)
         name = cache_parameter(type(unpatched).forward)
-        return model(input_ids=ids, attention_mask=masks, **given, **{name: cache}).logits
+        return model(input_ids=ids, attention_mask=masks, **inputs, **{name: cache}).logits
 
     expected = by_unpatched(run, unpatched)
     assert_close(model_type, run(compiled), expected)
@@ -256,24 +263,24 @@ MASKS = {
 
 
 @pytest.mark.parametrize("form", MASKS)
-def test_tokens_that_a_mask_hides(form):
+def test_hidden_tokens_of_a_mask(form):
     assert torch.equal(visible_tokens(MASKS[form], 6), HIDDEN.bool())
 
 
 @pytest.mark.parametrize("before", [0, 3])
-def test_tokens_that_other_masks_hide(before):
+def test_hidden_tokens_of_other_masks(before):
     """Of our attention, which has ranges, and of flex attention, which has a function."""
     from liger_multi.patching.attention.interface import KeyMask, one_range
 
-    seen = keys(HIDDEN, before)
-    ranges = one_range(torch.where(seen.any(-1, keepdim=True), seen, False)[:, 0])[0]
+    observed = keys(HIDDEN, before)
+    ranges = one_range(torch.where(observed.any(-1, keepdim=True), observed, False)[:, 0])[0]
     if not before:  # a row of two runs has four numbers
         ranges = torch.cat([torch.zeros_like(ranges), ranges], -1)
-    shape = tuple(seen.shape)
+    shape = tuple(observed.shape)
     tails = HIDDEN[1:]  # one run of keys a query, which ranges can say
     mask = KeyMask((1, *shape[1:]), ranges=ranges[1:].int())
     assert torch.equal(visible_tokens(mask, 6), tails.bool())
-    assert torch.equal(visible_tokens(KeyMask(shape, dense=seen), 6), HIDDEN.bool())
+    assert torch.equal(visible_tokens(KeyMask(shape, dense=observed), 6), HIDDEN.bool())
     assert visible_tokens(KeyMask(shape, causal=True), 6) is None
 
     class BlockMask:
@@ -281,7 +288,7 @@ def test_tokens_that_other_masks_hide(before):
 
         @staticmethod
         def mask_mod(batch, head, query, key):
-            return seen[batch, 0, query, key]
+            return observed[batch, 0, query, key]
 
     assert torch.equal(visible_tokens(BlockMask(), 6), HIDDEN.bool())
 
@@ -304,15 +311,15 @@ def test_tokens_that_other_masks_hide(before):
 )
 def test_positions_tell_samples_apart_among_visible_tokens(positions, mask, ids, many):
     rows = torch.zeros(1, 6)
-    given = {"position_ids": torch.tensor([positions]), "attention_mask": torch.tensor([mask])}
-    assert sample_ids({"input_ids": rows, **given}).tolist() == [ids]
-    assert several({"input_ids": rows, **given}) is many
-    axes = given["position_ids"].expand(3, -1, -1)  # of images
-    found = sample_ids({"input_ids": rows, **given, "position_ids": axes})
-    assert found.tolist() == [ids if 7 not in positions else [0] * 6]
+    inputs = {"position_ids": torch.tensor([positions]), "attention_mask": torch.tensor([mask])}
+    assert sample_ids({"input_ids": rows, **inputs}).tolist() == [ids]
+    assert several({"input_ids": rows, **inputs}) is many
+    axes = inputs["position_ids"].expand(3, -1, -1)  # of images
+    actual = sample_ids({"input_ids": rows, **inputs, "position_ids": axes})
+    assert actual.tolist() == [ids if 7 not in positions else [0] * 6]
 
 
 def test_ids_of_hidden_tokens_are_not_read():
     mask = torch.tensor([[0, 1, 0, 1, 1, 0]])
-    given = {"seq_idx": torch.tensor([[5, 3, 9, 3, 4, 0]]), "attention_mask": mask}
-    assert sample_ids({"input_ids": torch.zeros(1, 6), **given}).tolist() == [[0, 0, 0, 0, 1, 1]]
+    inputs = {"seq_idx": torch.tensor([[5, 3, 9, 3, 4, 0]]), "attention_mask": mask}
+    assert sample_ids({"input_ids": torch.zeros(1, 6), **inputs}).tolist() == [[0, 0, 0, 0, 1, 1]]

@@ -11,14 +11,9 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from liger_multi.patching import (
-    patch,
-)
+from liger_multi.patching import patch
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import assert_same_training, batch, build
 from tests.patching.test_norms_find import (
@@ -119,9 +114,9 @@ def test_gated_mlps_are_recognized(mlp, by, dtype):
     ids=["quick gelu", "relu", "gate and up swapped", "attention", "dropout"],
 )
 def test_other_mlps_are_left_alone(mlp):
-    kind = type(mlp)
+    module_class = type(mlp)
     report = patch(Holder(mlp), fused_linear_cross_entropy=False, rms_norm=False)
-    assert type(mlp) is kind
+    assert type(mlp) is module_class
     assert report.count("swiglu") == report.count("geglu") == 0
     assert report.skipped
 
@@ -146,7 +141,7 @@ def test_the_same_function_in_more_roundings_is_recognized():
     assert_same_training(stock, mlp, lambda m: m(x).square().sum(), rtol=1e-5)
 
 
-def test_a_class_whose_forward_was_replaced_is_probed_again(monkeypatch):
+def test_replaced_forward_is_probed_again(monkeypatch):
     assert patch(build()).count("swiglu") == 2
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.gate_proj(x)))
     monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: self.weight * x)
@@ -155,7 +150,7 @@ def test_a_class_whose_forward_was_replaced_is_probed_again(monkeypatch):
     assert {s.op for s in report.skipped} == {"swiglu", "rms_norm"}
 
 
-def test_activations_that_differ_in_a_function_are_told_apart():
+def test_activations_of_different_functions():
     """The probe's memory knew an activation by its class and plain attributes."""
 
     class Call(nn.Module):
@@ -197,14 +192,14 @@ def test_a_gated_mlp_keeps_its_input_gate_and_up():
     patch(Holder(mlp), fused_linear_cross_entropy=False, rms_norm=False)
     kept = {}
     for name, module in (("stock", stock), ("ours", mlp)):
-        seen = {}
+        observed = {}
         hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda t, seen=seen: seen.setdefault(t.data_ptr(), t), lambda t: t
+            lambda t, observed=observed: observed.setdefault(t.data_ptr(), t), lambda t: t
         )
         weights = {p.data_ptr() for p in module.parameters()}
         with hooks:
             y = module(x)
-        kept[name] = sorted(tuple(t.shape) for at, t in seen.items() if at not in weights)
+        kept[name] = sorted(tuple(t.shape) for at, t in observed.items() if at not in weights)
         y.sum().backward()
     inner = mlp.gate_proj.out_features
     assert kept["ours"] == sorted([(7, 24), (7, inner), (7, inner)])
@@ -219,7 +214,7 @@ def test_an_mlp_in_steps_is_the_whole_one(act, monkeypatch):
     for op in (ops.gated_mlp, ops.swiglu, ops.geglu):
         spy = lambda *a, _op=op, **k: (calls.append(_op.__name__), _op(*a, **k))[1]  # noqa: E731
         monkeypatch.setattr(ops, op.__name__, spy)
-    stock, found = Gated(act, bias=True), {}
+    stock, actual = Gated(act, bias=True), {}
     for whole in (True, False):
         ours = copy.deepcopy(stock)
         options = {"swiglu": {"whole": whole}, "geglu": {"whole": whole}}
@@ -228,24 +223,24 @@ def test_an_mlp_in_steps_is_the_whole_one(act, monkeypatch):
         x = torch.linspace(-3, 3, 120).view(5, 24).requires_grad_()
         y = ours(x)
         y.square().sum().backward()
-        found[whole] = (y, {"x": x.grad} | gradients(ours))
+        actual[whole] = (y, {"x": x.grad} | gradients(ours))
         step = "swiglu" if act == "silu" else "geglu"
         assert calls == ["gated_mlp" if whole else step]
         assert report.entries[0].replaced_by.startswith(calls[0])
         assert report.entries[0].options == ({} if whole else {"whole": False})
-    assert torch.equal(found[True][0], found[False][0])
-    assert_same_gradients(found[True][1], found[False][1])
+    assert torch.equal(actual[True][0], actual[False][0])
+    assert_same_gradients(actual[True][1], actual[False][1])
 
 
 def test_mlp_runs_hooks_and_replacements_of_its_layers():
     model = build()
     patch(model)
-    seen = []
+    observed = []
     mlp = model.model.layers[0].mlp
-    mlp.up_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    mlp.up_proj.register_forward_hook(lambda module, args, output: observed.append(output.shape))
     mlp.down_proj = nn.Sequential(mlp.down_proj, nn.Identity())
     model(**batch()).loss.backward()
-    assert seen == [(2, 11, 48)]
+    assert observed == [(2, 11, 48)]
 
 
 class Odd(nn.Module):
@@ -298,9 +293,11 @@ def test_a_clamped_mlp_without_a_slope():
 def test_an_mlp_of_a_sparse_gate():
     """A share of every row of the gate is cut to zero before the activation."""
     config = transformers.Gemma3nTextConfig(
-        hidden_size=16, intermediate_size=[96] * 2, num_hidden_layers=2,
+        hidden_size=16,
+        intermediate_size=[96] * 2,
+        num_hidden_layers=2,
         activation_sparsity_pattern=[0.9, 0.0],
-    )  # fmt: skip
+    )
     for at, shown in enumerate(("geglu[tanh, sparse]", "gated_mlp[gelu_tanh]")):
         module = weighted(modeling("gemma3n").Gemma3nTextMLP(config, at))
         stock = copy.deepcopy(module)
@@ -308,10 +305,10 @@ def test_an_mlp_of_a_sparse_gate():
         equal(stock, module, torch.randn(2, 5, 16), rtol=2e-5)
         with torch.autocast("cpu", torch.bfloat16):
             equal(stock, module, torch.randn(2, 5, 16), rtol=1e-1)
-        with calls_of("geglu") as seen:
+        with calls_of("geglu") as calls:
             stock.activation_sparsity = module.activation_sparsity = 0.5  # no longer what it was
             equal(stock, module, torch.randn(2, 5, 16), rtol=2e-5)
-        assert not seen
+        assert not calls
 
 
 def test_dropouts_stay_where_they_are():
@@ -319,16 +316,16 @@ def test_dropouts_stay_where_they_are():
     stock = copy.deepcopy(module)
     assert patched_module(module)[0] == ["gated_mlp[silu]"]
     x = torch.randn(64, 16)
-    found = []
+    results = []
     for mlp in (stock.train(), module.train()):
         torch.manual_seed(3)
-        found.append(mlp(x))
-    torch.testing.assert_close(found[1], found[0])
-    assert (found[0] == 0).double().mean() > 0.1
+        results.append(mlp(x))
+    torch.testing.assert_close(results[1], results[0])
+    assert (results[0] == 0).double().mean() > 0.1
     equal(stock.eval(), module.eval(), x)
 
 
-def test_three_layers_that_are_no_mlp_are_left_without_a_word():
+def test_three_layers_without_mlp_are_not_reported():
     class Three(nn.Module):
         def __init__(self):
             super().__init__()

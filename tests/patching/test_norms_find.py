@@ -12,16 +12,11 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import (
-    LlamaRMSNorm,
-)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from liger_multi import ops
 from liger_multi.errors import PatchError
-from liger_multi.patching import (
-    patch,
-    unpatch,
-)
+from liger_multi.patching import patch, unpatch
 from tests.comparing import assert_same_gradients, gradients
 from tests.patching.test_apply import HEADLESS
 
@@ -84,7 +79,7 @@ class NeedyNorm(LlamaRMSNorm):
 
 
 @pytest.mark.parametrize(
-    ("norm", "kind"),
+    ("norm", "case"),
     [
         (LlamaRMSNorm(48), "llama"),
         (Olmo(48), "olmo"),
@@ -93,30 +88,30 @@ class NeedyNorm(LlamaRMSNorm):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_are_recognized_bit_for_bit(norm, kind, dtype):
+def test_norms_are_recognized_bit_for_bit(norm, case, dtype):
     norm = copy.deepcopy(norm).to(dtype)
     for parameter in norm.parameters():
         nn.init.normal_(parameter)
     stock = copy.deepcopy(norm)
     report = patch(Holder(norm), fused_linear_cross_entropy=False, swiglu=False, strict=True)
-    assert report.entries[0].replaced_by == f"rms_norm[{kind}]"
+    assert report.entries[0].replaced_by == f"rms_norm[{case}]"
     x = torch.randn(7, 48, dtype=dtype)
     assert torch.equal(norm(x), stock(x))
 
 
-@pytest.mark.parametrize("kind", [CentredNorm, ForgetfulNorm, NeedyNorm])
-def test_other_norms_are_left_alone(kind):
-    norm = kind(48)
+@pytest.mark.parametrize("case", [CentredNorm, ForgetfulNorm, NeedyNorm])
+def test_other_norms_are_left_alone(case):
+    norm = case(48)
     report = patch(Holder(norm), fused_linear_cross_entropy=False, swiglu=False)
-    assert type(norm) is kind
+    assert type(norm) is case
     assert report.count("rms_norm") == 0
     assert (
-        kind.__name__ in report.skipped[0].reason
+        case.__name__ in report.skipped[0].reason
         or "failed on a replica" in report.skipped[0].reason
     )
 
 
-def test_the_probe_is_asked_for_every_instance_that_differs():
+def test_probe_runs_for_each_distinct_instance():
     class OptionalNorm(LlamaRMSNorm):
         def __init__(self, weighted):
             super().__init__(16)
@@ -152,25 +147,25 @@ def patched_module(module, **ops):
 
 def equal(stock, ours, *inputs, rtol=1e-5):
     """Outputs and gradients, also of inputs and parameters."""
-    outputs, found = [], []
+    outputs, results = [], []
     for module in (stock, ours):
-        given = [x.clone().requires_grad_() for x in inputs]
-        out = module(*given)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = module(*leaves)
         parameters = list(module.parameters())
         upstream = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
         outputs.append(out)
-        found.append(torch.autograd.grad(out, [*given, *parameters], upstream))
+        results.append(torch.autograd.grad(out, [*leaves, *parameters], upstream))
     torch.testing.assert_close(outputs[1], outputs[0], rtol=rtol, atol=rtol)
-    assert_same_gradients(found[1], found[0], rtol)
+    assert_same_gradients(results[1], results[0], rtol)
 
 
 @contextlib.contextmanager
 def calls_of(name):
     """The calls of an operator."""
-    seen, op = [], getattr(ops, name)
+    observed, op = [], getattr(ops, name)
     with pytest.MonkeyPatch.context() as patch_:
-        patch_.setattr(ops, name, lambda *a, **k: (seen.append(1), op(*a, **k))[1])
-        yield seen
+        patch_.setattr(ops, name, lambda *a, **k: (observed.append(1), op(*a, **k))[1])
+        yield observed
 
 
 def modeling(name):
@@ -228,12 +223,12 @@ OF_ONE_TYPE = {
 
 
 @pytest.mark.parametrize("name", OF_ONE_TYPE)
-def test_norms_that_round_elsewhere_agree_bit_for_bit(name):
-    make, kind = OF_ONE_TYPE[name]
+def test_other_rounding_agrees_bit_for_bit(name):
+    make, case = OF_ONE_TYPE[name]
     module = weighted(make())
     stock = copy.deepcopy(module)
     op = "gated_rms_norm" if name == "groups" else "rms_norm"
-    assert patched_module(module) == ([f"{op}[{kind}]"], [])
+    assert patched_module(module) == ([f"{op}[{case}]"], [])
     equal(stock, module, torch.randn(2, 5, 48))
     x = torch.randn(64, 48).bfloat16()
     assert torch.equal(module.bfloat16()(x), stock.bfloat16()(x))
@@ -246,20 +241,20 @@ ROUNDED_FIRST = {
 
 
 @pytest.mark.parametrize("name", ROUNDED_FIRST)
-def test_layer_norms_that_round_before_their_weight(name):
+def test_layer_norms_rounding_before_the_weight(name):
     make, shape = ROUNDED_FIRST[name]
     module = weighted(make())
     stock = copy.deepcopy(module)
     assert patched_module(module) == (["layer_norm[rounded before the weight]"], [])
     equal(stock, module, torch.randn(shape) + 0.3)
-    with calls_of("layer_norm") as seen:
+    with calls_of("layer_norm") as calls:
         x = torch.randn(shape).bfloat16()
         assert (module.bfloat16()(x) == stock.bfloat16()(x)).double().mean() > 0.95
-    assert seen
+    assert calls
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_layer_norms_of_heads_that_they_join(bias):
+def test_layer_norms_joining_heads(bias):
     norm = getattr(modeling("xlstm"), "xLSTMMultiHeadLayerNorm", None)
     if norm is None:
         pytest.skip("this transformers has it from a library of its own")
@@ -267,13 +262,13 @@ def test_layer_norms_of_heads_that_they_join(bias):
     stock = copy.deepcopy(module)
     assert patched_module(module) == (["layer_norm[heads joined]"], [])
     equal(stock, module, torch.randn(2, 5, 3, 16) + 0.3)
-    with calls_of("layer_norm") as seen:
+    with calls_of("layer_norm") as calls:
         x = torch.randn(2, 7, 3, 16).bfloat16()
         assert (module.bfloat16()(x) == stock.bfloat16()(x)).double().mean() > 0.95
-        assert len(seen) == 1
+        assert len(calls) == 1
         with pytest.raises(ValueError, match="head"):  # as the original does
             module(torch.randn(2, 7, 4, 12).bfloat16())
-        assert len(seen) == 1
+        assert len(calls) == 1
 
 
 def test_a_row_s_factor_is_no_norm():
@@ -306,10 +301,10 @@ def test_norms_of_the_last_axis_keep_it():
     equal(stock, module, torch.randn(2, 48, 5, 48))
 
 
-def grouped(kind, size):
+def grouped(case, size):
     """Older transformers have no groups in these."""
-    options = inspect.signature(kind).parameters
-    return kind(48, **({"group_size": size} if "group_size" in options else {}))
+    options = inspect.signature(case).parameters
+    return case(48, **({"group_size": size} if "group_size" in options else {}))
 
 
 GATED = {
@@ -352,7 +347,7 @@ def test_layer_norm_keeps_torchs_dtypes():
     assert module(x).dtype == stock(x).dtype  # weights in fp32
 
 
-def test_what_norms_return_may_be_written_to():
+def test_norm_output_may_be_written():
     module, x = nn.LayerNorm(48), torch.randn(2, 5, 48)
     stock = copy.deepcopy(module)
     patched_module(module)
@@ -362,9 +357,9 @@ def test_what_norms_return_may_be_written_to():
         out *= torch.arange(5.0)[:, None]
         return out
 
-    wanted, got = scaled(stock), scaled(module)
-    torch.testing.assert_close(got, wanted)
-    wanted.sum().backward()
+    expected, got = scaled(stock), scaled(module)
+    torch.testing.assert_close(got, expected)
+    expected.sum().backward()
     got.sum().backward()
     assert_same_gradients(gradients(module), gradients(stock))
 
@@ -410,14 +405,14 @@ class Mixed(nn.Module):
         return x - self.alpha * value
 
 
-@pytest.mark.parametrize("kind", [Snake, Mixed])
-def test_parameters_called_alpha_make_no_dyt(kind):
-    module = kind()
+@pytest.mark.parametrize("case", [Snake, Mixed])
+def test_parameters_called_alpha_make_no_dyt(case):
+    module = case()
     patch(OneModule(module), strict=True, **HEADLESS)
     assert patched_module(module) == ([], [])
-    assert type(module) is kind
+    assert type(module) is case
 
 
-def test_a_dyt_that_was_asked_for_and_is_not_there_is_named():
+def test_missing_dyt_is_reported():
     with pytest.raises(PatchError, match=r"dyt .*the model has no module of this kind"):
         patch(OneModule(Snake()), strict=True, dyt=True, **HEADLESS)

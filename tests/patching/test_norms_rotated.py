@@ -22,12 +22,12 @@ from tests.sweep.run import executed
 
 KINDS = ("qwen3", "gemma3_text", "olmo2")
 KEY = "rms_norm_rope"
-every = pytest.mark.parametrize("kind", KINDS)
+every = pytest.mark.parametrize("model_type", KINDS)
 
 
-def pair(kind="qwen3", **options):
+def pair(model_type="qwen3", **options):
     """A model and a patched one, of which norms are not ones."""
-    stock = build(kind)
+    stock = build(model_type)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, parameter in stock.named_parameters():
@@ -46,14 +46,14 @@ def attentions(model):
 
 
 @every
-def test_a_step_is_that_of_the_unpatched_model(kind):
-    stock, ours, report = pair(kind)
+def test_step_equals_unpatched(model_type):
+    stock, ours, report = pair(model_type)
     layers = len(attentions(ours))
     assert report.count(KEY) == layers > 0
-    with report.watch(ours) as seen:
+    with report.watch(ours) as watched:
         assert_same_training(stock, ours, loss_of)
-    assert not seen.idle
-    assert not seen.stock
+    assert not watched.idle
+    assert not watched.stock
     with executed(ours) as counted:
         loss_of(ours).backward()
     assert counted.calls[KEY] == 2 * layers
@@ -61,28 +61,28 @@ def test_a_step_is_that_of_the_unpatched_model(kind):
 
 
 @every
-def test_numbers_are_those_of_both_operators(kind):
+def test_numbers_are_those_of_both_operators(model_type):
     """The reference rounds where both do, so in bf16 every bit of the logits is equal."""
-    stock, ours, _ = pair(kind)
+    stock, ours, _ = pair(model_type)
     apart = copy.deepcopy(stock)
     patch(apart, **{KEY: False})
     for model in (ours, apart):
         model.bfloat16().eval()
     with torch.no_grad():
-        found, wanted = (m(input_ids=batch()["input_ids"]).logits for m in (ours, apart))
-    assert torch.equal(found, wanted)
+        actual, expected = (m(input_ids=batch()["input_ids"]).logits for m in (ours, apart))
+    assert torch.equal(actual, expected)
 
 
 @every
-def test_the_classes_come_back(kind):
-    stock, ours, _ = pair(kind)
+def test_the_classes_come_back(model_type):
+    stock, ours, _ = pair(model_type)
     patched = [type(m) for m in attentions(ours)]
     patch(ours, **{KEY: False})
     apart = [type(m) for m in attentions(ours)]
     assert all(a is not b for a, b in zip(patched, apart, strict=True))
-    with executed(ours) as seen:
+    with executed(ours) as record:
         assert_same_training(stock, ours, loss_of)
-    assert not seen.calls[KEY]
+    assert not record.calls[KEY]
     report = patch(ours)
     assert [type(m) for m in attentions(ours)] == patched
     again = patch(ours)
@@ -94,10 +94,10 @@ def test_the_classes_come_back(kind):
 
 def test_copies_and_pickles_are_patched():
     stock, ours, _ = pair()
-    for made in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        with executed(made) as seen:
-            assert_same_training(copy.deepcopy(stock), made, loss_of)
-        assert seen.calls[KEY]
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        with executed(copied) as record:
+            assert_same_training(copy.deepcopy(stock), copied, loss_of)
+        assert record.calls[KEY]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -106,16 +106,16 @@ def test_checkpointing(reentrant):
     for model in (stock, ours):
         model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
-    with executed(ours) as seen:
+    with executed(ours) as record:
         assert_same_training(stock, ours, loss_of)
-    assert seen.calls[KEY] == 4 * len(attentions(ours))
+    assert record.calls[KEY] == 4 * len(attentions(ours))
 
 
 @pytest.mark.slow
 @every
-def test_compiled(kind):
+def test_compiled(model_type):
     """As many graphs as unpatched, of any length."""
-    stock, ours, _ = pair(kind)
+    stock, ours, _ = pair(model_type)
     graphs = {}
     for model in (stock, ours):
         torch._dynamo.reset()
@@ -135,19 +135,19 @@ def test_compiled(kind):
 
 
 @pytest.mark.parametrize("first", ["patch", "adapters"])
-def test_beside_adapters_on_the_projections(first):
+def test_adapters_on_the_projections(first):
     """Queries and keys come from one call for both projections, and go into this operator."""
     peft = pytest.importorskip("peft")
 
     def adapted(model):
         settings = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"])
         torch.manual_seed(3)
-        made = peft.get_peft_model(model, settings)
+        adapted_model = peft.get_peft_model(model, settings)
         with torch.no_grad():
-            for name, parameter in made.named_parameters():
+            for name, parameter in adapted_model.named_parameters():
                 if "lora_B" in name:
                     parameter.normal_(std=0.1)
-        return made
+        return adapted_model
 
     stock, model = adapted(build("qwen3")), build("qwen3")
     if first == "patch":
@@ -157,16 +157,16 @@ def test_beside_adapters_on_the_projections(first):
     for _ in range(2):
         report = patch(ours)
         assert report.count(KEY) == 2
-        with executed(ours) as seen:
+        with executed(ours) as record:
             assert_same_training(stock, ours, loss_of)
-        assert (seen.calls[KEY], seen.calls["lora_qkv"], seen.calls["rope"]) == (4, 2, 0)
+        assert (record.calls[KEY], record.calls["lora_qkv"], record.calls["rope"]) == (4, 2, 0)
     assert {e.status for e in report.entries if e.op == KEY} == {"already patched"}
     for options, calls in (({KEY: False}, (0, 2)), ({"lora": False}, (4, 0))):
         patch(ours)
         patch(ours, **options)
-        with executed(ours) as seen:
+        with executed(ours) as record:
             assert_same_training(stock, ours, loss_of)
-        assert (seen.calls[KEY], seen.calls["lora_qkv"]) == calls
+        assert (record.calls[KEY], record.calls["lora_qkv"]) == calls
     unpatch(ours)
     assert [type(m) for m in attentions(ours)] == kinds
 
@@ -174,15 +174,21 @@ def test_beside_adapters_on_the_projections(first):
 def test_other_names_of_the_norms():
     stock = transformers.Lfm2ForCausalLM(
         transformers.Lfm2Config(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=223, layer_types=["full_attention"], pad_token_id=0,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=223,
+            layer_types=["full_attention"],
+            pad_token_id=0,
         )
-    )  # fmt: skip
+    )
     ours = copy.deepcopy(stock)
     assert patch(ours).count(KEY) == 1
-    with executed(ours) as seen:
+    with executed(ours) as record:
         assert_same_training(stock, ours, loss_of)
-    assert seen.calls[KEY] == 2
+    assert record.calls[KEY] == 2
 
 
 def _autocast(model):
@@ -211,17 +217,17 @@ def _cached(model):
 @every
 @pytest.mark.parametrize("run", [_autocast, _in_rows, _packed, _cached])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_in_other_surroundings(kind, run, frozen):
-    stock, ours, _ = pair(kind)
+def test_in_other_surroundings(model_type, run, frozen):
+    stock, ours, _ = pair(model_type)
     for model in (stock, ours):
         for attention in attentions(model) if frozen else ():
             attention.q_norm.requires_grad_(False)
             attention.k_norm.requires_grad_(False)
     bound = 2e-2 if run is _autocast else 2e-5  # gradients of roundings to bf16
-    with executed(ours) as seen:
+    with executed(ours) as record:
         assert_same_training(stock, ours, run, rtol=bound)
-    assert seen.calls[KEY] >= 2 * len(attentions(ours))  # a packed row is tried in short ones
-    assert not seen.calls["rope"]
+    assert record.calls[KEY] >= 2 * len(attentions(ours))  # a packed row is tried in short ones
+    assert not record.calls["rope"]
 
 
 def test_sharded_queries_are_left_to_the_model(one_process):
@@ -236,10 +242,10 @@ def test_sharded_queries_are_left_to_the_model(one_process):
         model.set_attn_implementation("eager")  # that of the CPU has no rule for shards
         distribute_module(model.model.layers[0].self_attn, mesh)
     ids = batch()["input_ids"]
-    with implicit_replication(), executed(ours) as seen:  # no head: PyTorch 2.9 slices no shards
-        wanted, got = (model.model(input_ids=ids).last_hidden_state for model in (stock, ours))
-    torch.testing.assert_close(got, wanted)
-    assert not seen.calls[KEY]
+    with implicit_replication(), executed(ours) as record:  # no head: PyTorch 2.9 slices no shards
+        expected, got = (model.model(input_ids=ids).last_hidden_state for model in (stock, ours))
+    torch.testing.assert_close(got, expected)
+    assert not record.calls[KEY]
 
 
 # --- what runs both operators, or the model's own ---
@@ -247,7 +253,7 @@ def test_sharded_queries_are_left_to_the_model(one_process):
 
 def _hooked(model):
     for attention in attentions(model):
-        attention.q_norm.register_forward_hook(lambda module, given, y: 2 * y)
+        attention.q_norm.register_forward_hook(lambda module, inputs, y: 2 * y)
 
 
 def _other_eps(model):
@@ -265,29 +271,29 @@ def test_a_changed_norm_is_called_where_the_model_calls_it(change):
     stock, ours, _ = pair()
     for model in (stock, ours):
         change(model)
-    with executed(ours) as seen:
+    with executed(ours) as record:
         assert_same_training(stock, ours, loss_of)
-    assert not seen.calls[KEY]
+    assert not record.calls[KEY]
 
 
-def test_a_rotary_function_that_is_replaced_later(monkeypatch):
+def test_rotary_function_replaced_later(monkeypatch):
     from transformers.models.qwen3 import modeling_qwen3
 
     stock, ours, _ = pair()
     monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", lambda q, k, *rest: (q, k))
-    with executed(ours) as seen:
+    with executed(ours) as record:
         assert_same_training(stock, ours, loss_of)
-    assert not seen.calls[KEY]
+    assert not record.calls[KEY]
 
 
-def test_a_helper_of_the_rotary_function_that_is_replaced_later(monkeypatch):
+def test_rotary_helper_replaced_later(monkeypatch):
     from transformers.models.qwen3 import modeling_qwen3
 
     stock, ours, _ = pair()
     monkeypatch.setattr(modeling_qwen3, "rotate_half", lambda x: 2 * x)
-    with executed(ours) as seen:
+    with executed(ours) as record:
         assert_same_training(stock, ours, loss_of)
-    assert not seen.calls[KEY]
+    assert not record.calls[KEY]
 
 
 @pytest.mark.parametrize("updated", [True, False])
@@ -325,15 +331,15 @@ def test_a_cache_gets_the_angles_themselves(updated):
             q, k = apply_rotary_pos_emb(q, k, cos, sin)
             if past_key_values is not None:
                 cache_kwargs = {"sin": sin, "cos": cos}
-                past_key_values.given.append(cache_kwargs)
+                past_key_values.cache_kwargs.append(cache_kwargs)
             y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
             return self.o_proj(y.transpose(1, 2).flatten(2)), None
 
     class Cache:
-        given = []
+        cache_kwargs = []
 
         def update(self, k, v, layer, cache_kwargs):
-            self.given.append(cache_kwargs)
+            self.cache_kwargs.append(cache_kwargs)
             return k, v
 
     model = build("qwen3")
@@ -343,10 +349,10 @@ def test_a_cache_gets_the_angles_themselves(updated):
     x = torch.randn(2, 5, model.config.hidden_size)
     angles = (torch.randn(1, 5, attention.head_dim), torch.randn(1, 5, attention.head_dim))
     for cache, calls in ((None, 2), (Cache(), 2 if updated else 0)):
-        with executed(model) as seen:
+        with executed(model) as record:
             attention(x, position_embeddings=angles, attention_mask=None, past_key_values=cache)
-        assert seen.calls[KEY] == calls
-    assert Cache.given[0]["cos"] is angles[0]
+        assert record.calls[KEY] == calls
+    assert Cache.cache_kwargs[0]["cos"] is angles[0]
 
 
 def test_angles_of_a_part_of_the_channels():
@@ -370,7 +376,7 @@ def test_angles_of_a_part_of_the_channels():
     assert not report.count(KEY)
 
 
-def test_what_stands_between_norm_and_rotation_is_seen():
+def test_code_between_norm_and_rotation():
     """The forward of a replica is compared, so scaled queries are no form of the operator."""
     from transformers.models.qwen3 import modeling_qwen3
 
@@ -396,7 +402,7 @@ def test_what_stands_between_norm_and_rotation_is_seen():
 # --- by default ---
 
 
-def test_a_default_that_finds_nothing_says_nothing():
+def test_default_without_match_is_silent():
     """Both operators run apart there, which is what a model without the key has."""
     other = build("qwen3")
     other.config.rope_parameters["partial_rotary_factor"] = 0.5
@@ -412,9 +418,9 @@ def test_a_default_that_finds_nothing_says_nothing():
 def test_a_backend_named_for_one_of_both_operators_is_binding(op):
     stock, ours, report = pair("qwen3", **{op: "reference"})
     assert not report.count(KEY)
-    with executed(ours) as seen:
+    with executed(ours) as record:
         assert_same_training(stock, ours, loss_of)
-    assert not seen.calls[KEY]
+    assert not record.calls[KEY]
     assert patch(ours, **{op: "reference", KEY: True}).count(KEY)
     assert not patch(ours, **{op: False}).count(KEY)
 
@@ -429,23 +435,29 @@ def test_a_backend_named_for_the_key_serves_it():
             loss_of(unnamed)
 
 
-def test_norms_that_no_kernel_keeps_are_apart():
+def test_norms_too_wide_for_the_kernel():
     """A norm of all heads is one row."""
     for heads, together in ((64, True), (80, False)):
         config = transformers.Olmo2Config(
-            hidden_size=128 * heads, intermediate_size=48, num_hidden_layers=1,
-            num_attention_heads=heads, vocab_size=8, pad_token_id=0,
-        )  # fmt: skip
+            hidden_size=128 * heads,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=heads,
+            vocab_size=8,
+            pad_token_id=0,
+        )
         with torch.device("meta"):
             model = transformers.Olmo2ForCausalLM(config)
         assert patch(model).count(KEY) == together
 
 
-def test_layers_that_are_alike_are_tried_once(monkeypatch):
+def test_equal_layers_are_tried_once(monkeypatch):
     """Their numbers differ, which no forward reads before it has a cache."""
     tried = []
     measured = rotated._refusal
-    monkeypatch.setattr(rotated, "_refusal", lambda *given: tried.append(given) or measured(*given))
+    monkeypatch.setattr(
+        rotated, "_refusal", lambda *inputs: tried.append(inputs) or measured(*inputs)
+    )
     model = build("qwen3", num_hidden_layers=4)
     assert patch(model).count(KEY) == 4
     assert len(tried) == 1

@@ -20,8 +20,8 @@ SIZE = 16
 
 
 def _class(name: str) -> Any:
-    module, _, kind = name.rpartition(".")
-    return getattr(pytest.importorskip(f"transformers.models.{module}"), kind)
+    module, _, class_name = name.rpartition(".")
+    return getattr(pytest.importorskip(f"transformers.models.{module}"), class_name)
 
 
 NORMS: dict[str, Callable[[], nn.Module]] = {
@@ -38,11 +38,11 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 
 def outcome(norm: nn.Module, inputs: list[Tensor]) -> list[Tensor] | None:
     """The gradients after a write to the weight; None where PyTorch refuses them."""
-    given = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
-    y = norm(*given)
+    operands = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    y = norm(*operands)
     with torch.no_grad():
         norm.weight.mul_(3).add_(1)  # type: ignore[operator, union-attr]
-    leaves = [t for t in (*given, *norm.parameters()) if t.requires_grad]
+    leaves = [t for t in (*operands, *norm.parameters()) if t.requires_grad]
     upstream = torch.arange(y.numel(), dtype=y.dtype).view_as(y) / 30
     try:
         return list(torch.autograd.grad(y, leaves, upstream, allow_unused=True))
@@ -52,7 +52,7 @@ def outcome(norm: nn.Module, inputs: list[Tensor]) -> list[Tensor] | None:
 
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_the_unpatched_norm_allows(name: str, dtype: torch.dtype) -> None:
+def test_writes_allowed_as_unpatched(name: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     for trains_x, trains_weight in ((True, True), (True, False), (False, True)):
         stock = NORMS[name]().to(dtype)
@@ -64,11 +64,11 @@ def test_what_the_unpatched_norm_allows(name: str, dtype: torch.dtype) -> None:
         inputs = [torch.randn(3, SIZE, generator=generator).to(dtype).requires_grad_(trains_x)]
         if name == "qwen3_next":
             inputs.append(torch.randn(3, SIZE, generator=generator).to(dtype))
-        wanted, got = outcome(stock, inputs), outcome(model[0], inputs)
-        if wanted is not None:
+        expected, got = outcome(stock, inputs), outcome(model[0], inputs)
+        if expected is not None:
             assert got is not None, (trains_x, trains_weight)
             rtol = 1e-5 if dtype == torch.float32 else 2e-2
-            torch.testing.assert_close(got, wanted, rtol=rtol, atol=rtol)
+            torch.testing.assert_close(got, expected, rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_norms_in_a_model(architecture: str, written: str) -> None:
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-5)
 
 
-def test_weights_are_read_for_gradients_that_need_them() -> None:
+def test_weights_are_read_only_for_needed_gradients() -> None:
     x = torch.randn(4, SIZE)
     calls: dict[str, Callable[[Tensor], Tensor]] = {
         "rms_norm": lambda w: ops.rms_norm(x, w),

@@ -44,18 +44,18 @@ def counted(monkeypatch):
     """Forms that were tried."""
     from liger_multi.patching.packing import checked as checked_packing
 
-    seen, trial = [], trials.trial
+    observed, trial = [], trials.trial
 
     def counting(*arguments):
-        seen.append(trial(*arguments))
-        return seen[-1]
+        observed.append(trial(*arguments))
+        return observed[-1]
 
     monkeypatch.setattr(checked_packing, "trial", counting)
-    return seen
+    return observed
 
 
-def patched(kind="llama", **config):
-    model = build(kind, **config)
+def patched(model_type="llama", **config):
+    model = build(model_type, **config)
     with torch.no_grad():  # samples of a model at its first step hardly see each other
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -79,32 +79,32 @@ MASK = {"attention_mask": torch.ones(1, TOKENS, dtype=torch.long)}
     ],
     ids=["default", "cache", "mask", "both"],
 )
-def test_leaks_raise_with_what_keeps_samples_apart(arguments, remedy):
+def test_leaks_raise_with_remedy(arguments, remedy):
     model, ids = patched(), tokens()
     with pytest.raises(PackingError, match=re.escape(f"With {remedy} they are kept apart")):
         model(input_ids=ids, position_ids=positions(), labels=ids, **arguments)
-    given = {n: v for n, v in arguments.items() if n not in ("use_cache", "attention_mask")}
+    inputs = {n: v for n, v in arguments.items() if n not in ("use_cache", "attention_mask")}
     if "mask" not in remedy:
-        given |= {n: v for n, v in arguments.items() if n == "attention_mask"}
-    assert model(input_ids=ids, position_ids=positions(), labels=ids, **given, **APART).loss > 0
+        inputs |= {n: v for n, v in arguments.items() if n == "attention_mask"}
+    assert model(input_ids=ids, position_ids=positions(), labels=ids, **inputs, **APART).loss > 0
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "phi3", "qwen3_moe"])
-def test_what_is_let_through_equals_the_samples(kind):
-    model, ids = patched(kind), tokens()
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3", "qwen3_moe"])
+def test_accepted_rows_equal_their_samples(model_type):
+    model, ids = patched(model_type), tokens()
     parts = torch.split(ids, LENGTHS, 1)
     apart = torch.cat([model(input_ids=part, **APART).logits for part in parts], 1)
     weights = torch.randn(apart.shape, generator=torch.Generator().manual_seed(2))
     (apart * weights).sum().backward()
-    wanted = {name: g.clone() for name, g in gradients(model).items()}
+    expected = {name: g.clone() for name, g in gradients(model).items()}
     model.zero_grad()
     together = model(input_ids=ids, position_ids=positions(), **APART).logits
     (together * weights).sum().backward()
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
-    assert_same_gradients(gradients(model), wanted, rtol=1e-4)
+    assert_same_gradients(gradients(model), expected, rtol=1e-4)
 
 
-def test_routers_that_add_noise_in_training():
+def test_routers_with_noise_in_training():
     """The noise of a row is not that of its samples by themselves, which is no leak."""
     model, ids = patched("mixtral", router_jitter_noise=0.2).train(), tokens()
     assert model(input_ids=ids, position_ids=positions(), labels=ids, **APART).loss > 0
@@ -132,7 +132,7 @@ def test_a_model_with_a_state_of_its_own_cannot_be_tried(recwarn):
     assert "another one in a second run" in str(recwarn.list[-1].message)
 
 
-def test_masks_that_know_no_positions():
+def test_masks_without_positions():
     layers = {"layer_types": ["full_attention"] * 2, "output_router_logits": False}
     model, ids = patched("gpt_oss", **layers), tokens()
     with pytest.raises(PackingError, match=re.escape("an attention_mask of shape (B, 1, T, T)")):
@@ -142,7 +142,7 @@ def test_masks_that_know_no_positions():
     assert model(input_ids=ids, attention_mask=mask, position_ids=positions(), **APART).logits.any()
 
 
-def test_a_model_that_cannot():
+def test_model_without_remedy():
     """A mask of one's own has no windows, so that it does not help either."""
     model, ids = patched("gpt_oss", sliding_window=4, output_router_logits=False), tokens()
     with pytest.raises(PackingError, match="Nothing that was tried keeps them apart"):
@@ -151,9 +151,13 @@ def test_a_model_that_cannot():
 
 def test_encoders_see_samples_after_and_before():
     config = transformers.BertConfig(
-        vocab_size=223, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=223,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
     model = transformers.BertForMaskedLM(config)
     patch(model)
     with pytest.raises(PackingError, match="BertForMaskedLM got rows of several samples"):
@@ -176,8 +180,8 @@ class Chunked(nn.Module):
         position_ids = place if position_ids is None else position_ids
         sample = (position_ids == 0).cumsum(-1)
         chunk = (place if self.of_rows else position_ids) // self.config.attention_chunk_size
-        seen = (sample[..., None] == sample[:, None]) & (chunk[..., None] == chunk[:, None])
-        weights = seen.tril().to(self.embed.weight.dtype)
+        visible = (sample[..., None] == sample[:, None]) & (chunk[..., None] == chunk[:, None])
+        weights = visible.tril().to(self.embed.weight.dtype)
         return types.SimpleNamespace(last_hidden_state=weights @ self.embed(input_ids))
 
 
@@ -185,10 +189,10 @@ class Chunked(nn.Module):
 def test_chunks_of_a_row_are_not_those_of_its_samples(of_rows):
     """Also where they are longer than the row of a trial."""
     model, ids = Chunked(of_rows), tokens() % 50
-    given = {"input_ids": ids, "position_ids": positions(), **APART}
-    found = trials.trial(model, model.forward, given, ids)
-    assert not found.untried
-    assert (found.change > 0.01, found.remedy) == (of_rows, ())
+    inputs = {"input_ids": ids, "position_ids": positions(), **APART}
+    actual = trials.trial(model, model.forward, inputs, ids)
+    assert not actual.untried
+    assert (actual.change > 0.01, actual.remedy) == (of_rows, ())
     assert model.config.attention_chunk_size == 8192
 
 
@@ -203,9 +207,9 @@ def test_axes_of_positions():
                 parameter.normal_(std=0.2)
     patch(model)
     ids, place = tokens().clamp(10, 60), positions()
-    for given in (place, place.expand(3, -1, -1), place.expand(3, -1, -1) + 1):
+    for inputs in (place, place.expand(3, -1, -1), place.expand(3, -1, -1) + 1):
         with pytest.raises(PackingError, match=re.escape("position_ids of shape (4, B, T)")):
-            model(input_ids=ids, position_ids=given, labels=ids, **APART)
+            model(input_ids=ids, position_ids=inputs, labels=ids, **APART)
     four = place.expand(4, -1, -1)
     assert model(input_ids=ids, position_ids=four, labels=ids, **APART).loss > 0
 
@@ -213,7 +217,7 @@ def test_axes_of_positions():
 NUMBERED = torch.repeat_interleave(torch.tensor([1, 2, 0]), torch.tensor([9, TOKENS - 13, 4]))[None]
 
 
-def test_masks_that_number_samples(counted):
+def test_masks_numbering_samples(counted):
     """Every number but 0 is 1 to transformers; patches of FlashAttention alone read them."""
     model, ids = patched(), tokens()
     with pytest.warns(UserWarning, match="an attention_mask that numbers samples"):
@@ -224,11 +228,11 @@ def test_masks_that_number_samples(counted):
     assert model(input_ids=ids, position_ids=positions(), **APART).logits.any()
 
 
-def test_a_model_that_reads_the_numbers_of_a_mask(monkeypatch):
+def test_model_reading_mask_numbers(monkeypatch):
     """As patches of FlashAttention do: the mask of a trial has numbers, too."""
 
-    def read(*args, attention_mask, **given):
-        embeds = given["inputs_embeds" if "inputs_embeds" in given else "input_embeds"]  # 5.0
+    def read(*args, attention_mask, **kwargs):
+        embeds = kwargs["inputs_embeds" if "inputs_embeds" in kwargs else "input_embeds"]  # 5.0
         mask = torch.ones(embeds.shape[:2]) if attention_mask is None else attention_mask
         return (mask[:, :, None] == mask[:, None])[:, None].tril()
 
@@ -246,7 +250,7 @@ def test_a_model_that_reads_the_numbers_of_a_mask(monkeypatch):
     [torch.ones(2, TOKENS), torch.ones(2, TOKENS).long(), torch.tensor([[2] + [1] * (TOKENS - 1)])],
     ids=["fp32", "ones", "global attention"],
 )
-def test_masks_that_number_nothing(mask, counted):
+def test_masks_without_numbers(mask, counted):
     model, ids = patched(), tokens(len(mask))
     assert model(input_ids=ids, attention_mask=mask, **APART).logits.any()
     assert not counted
@@ -336,7 +340,7 @@ def test_a_short_row_first():
         model(input_ids=tokens(), position_ids=positions())
 
 
-def test_what_turns_the_cache_off_and_on_again():
+def test_cache_switched_off_and_on():
     model, batch = patched(), {"input_ids": tokens(), "position_ids": positions()}
     model.config.use_cache = True
     model.gradient_checkpointing_enable()  # training without a cache
@@ -346,7 +350,7 @@ def test_what_turns_the_cache_off_and_on_again():
         model(**batch)
 
 
-def test_a_patch_forgets_what_was_tried(counted):
+def test_patch_forgets_trials(counted):
     model = patched()
     for _ in range(2):
         model(input_ids=tokens(), position_ids=positions(), **APART)
@@ -355,9 +359,9 @@ def test_a_patch_forgets_what_was_tried(counted):
     assert len(counted) == 2
 
 
-def test_a_forward_that_is_replaced_on_the_class_later(monkeypatch):
+def test_forward_replaced_on_the_class(monkeypatch):
     model = patched()
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", lambda self, **given: "theirs")
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", lambda self, **inputs: "theirs")
     assert model(input_ids=tokens()) == "theirs"
 
 
@@ -373,10 +377,10 @@ def test_compiled_layers_are_not_compiled_for_a_trial(counted):
         layer.compile(backend=backend)
     batch = {"input_ids": tokens(), "labels": tokens(), **APART}
     model(**batch)
-    made = len(graphs)
+    n_graphs = len(graphs)
     model(**batch, position_ids=torch.arange(TOKENS)[None])
     assert len(counted) == 1
-    assert len(graphs) == made > 0
+    assert len(graphs) == n_graphs > 0
 
 
 # --- a model and its process are left as they were ---
@@ -411,7 +415,7 @@ def test_trials_of_two_threads_leave_the_process_as_it_was():
     assert (random.getstate(), list(warnings.filters)) == states[1:]
 
 
-def test_threads_that_share_a_model_try_it_once(counted):
+def test_threads_try_a_model_once(counted):
     model, together = patched(), threading.Barrier(3)
 
     def run():
@@ -426,12 +430,12 @@ def test_threads_that_share_a_model_try_it_once(counted):
 
 def test_nothing_changes_but_the_verdict():
     model = patched(attention_dropout=0.3)
-    model.register_buffer("seen", torch.zeros(2))
+    model.register_buffer("counter", torch.zeros(2))
     calls = []
 
     def hook(module, arguments, output):
         calls.append(output.shape)
-        model.seen += 1
+        model.counter += 1
         model.last = output.shape
 
     model.model.layers[0].mlp.register_forward_hook(hook)
@@ -443,11 +447,13 @@ def test_nothing_changes_but_the_verdict():
     with torch.no_grad():
         rows = model.get_input_embeddings().weight.clone()
     trials.trial(
-        model, type(model).forward.__get__(model),
-        {"input_ids": tokens(), "position_ids": positions()}, tokens(),
-    )  # fmt: skip
+        model,
+        type(model).forward.__get__(model),
+        {"input_ids": tokens(), "position_ids": positions()},
+        tokens(),
+    )
     assert not calls
-    assert not model.seen.any()
+    assert not model.counter.any()
     assert not hasattr(model, "last")
     assert set(vars(model.model)) == attributes
     assert random.getstate() == states[0]
@@ -459,7 +465,7 @@ def test_nothing_changes_but_the_verdict():
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_step_is_that_without_a_check(dropout):
+def test_step_equals_unchecked(dropout):
     stock = build(attention_dropout=dropout)
     models = copy.deepcopy(stock), copy.deepcopy(stock)
     losses = []
@@ -473,13 +479,13 @@ def test_a_step_is_that_without_a_check(dropout):
         loss.backward()
         losses.append(loss.detach())
     assert torch.equal(*losses)
-    found, wanted = map(gradients, models)
-    assert found.keys() == wanted.keys()
-    assert len(found) > 10
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    actual, expected = map(gradients, models)
+    assert actual.keys() == expected.keys()
+    assert len(actual) > 10
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_what_cannot_be_tried_is_said_once(recwarn):
+def test_untried_call_warns_once(recwarn):
     model = patched()
 
     def refuses(module, arguments, keywords):
@@ -490,8 +496,8 @@ def test_what_cannot_be_tried_is_said_once(recwarn):
     model.model.register_forward_pre_hook(refuses, with_kwargs=True)
     for _ in range(2):
         model(input_ids=tokens(), position_ids=positions())
-    (told,) = [w for w in recwarn if "could not be tried" in str(w.message)]
-    assert "RuntimeError: rows of other lengths" in str(told.message)
+    (warning,) = [w for w in recwarn if "could not be tried" in str(w.message)]
+    assert "RuntimeError: rows of other lengths" in str(warning.message)
 
 
 # --- options, other ways to call, copies ---
@@ -519,8 +525,8 @@ def test_the_class_comes_back():
             other(input_ids=tokens(), position_ids=positions())
     unpatch(model)
     assert type(model) is transformers.LlamaForCausalLM
-    wanted = model(input_ids=tokens(), position_ids=positions()).logits
-    assert torch.equal(bound(input_ids=tokens(), position_ids=positions()).logits, wanted)
+    expected = model(input_ids=tokens(), position_ids=positions()).logits
+    assert torch.equal(bound(input_ids=tokens(), position_ids=positions()).logits, expected)
 
 
 def test_models_of_a_patched_type():
@@ -554,8 +560,8 @@ def test_a_model_within_a_module():
             self.model = build().model
             self.score = nn.Linear(32, 1)
 
-        def forward(self, **given):
-            return self.score(self.model(**given).last_hidden_state)
+        def forward(self, **kwargs):
+            return self.score(self.model(**kwargs).last_hidden_state)
 
     model = Reward()
     patch(model)

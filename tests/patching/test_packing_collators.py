@@ -19,9 +19,14 @@ from tests.sweep.cases import build, registered
 
 LENGTHS = (11, 6, 9)
 MODELS = (
-    "BambaForCausalLM", "Gemma3ForCausalLM", "Lfm2ForCausalLM", "LlamaForCausalLM",
-    "MixtralForCausalLM", "Qwen3ForCausalLM", "Qwen3NextForCausalLM",
-)  # fmt: skip
+    "BambaForCausalLM",
+    "Gemma3ForCausalLM",
+    "Lfm2ForCausalLM",
+    "LlamaForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3NextForCausalLM",
+)
 KEPT = version.parse("5.23")
 """From here on, all hybrids hand ids of samples to their mixers."""
 if version.parse(transformers.__version__) < KEPT:
@@ -76,8 +81,10 @@ def alone(name):
     """The loss and gradients of the samples one by one, summed."""
     model, total = patched(name), 0.0
     for ids in samples():
-        given = torch.tensor([ids])
-        loss = model(input_ids=given, labels=given, use_cache=False, num_items_in_batch=COUNT).loss
+        inputs = torch.tensor([ids])
+        loss = model(
+            input_ids=inputs, labels=inputs, use_cache=False, num_items_in_batch=COUNT
+        ).loss
         loss.backward()
         total += loss.item()
     return total, gradients(model)
@@ -87,8 +94,8 @@ def assert_apart(model, name, batch):
     loss = model(**batch, num_items_in_batch=COUNT).loss
     model.zero_grad()
     loss.backward()
-    wanted, grads = alone(name)
-    assert loss.item() == pytest.approx(wanted, rel=2e-5)
+    expected, grads = alone(name)
+    assert loss.item() == pytest.approx(expected, rel=2e-5)
     assert_same_gradients(gradients(model), grads, rtol=1e-4)
 
 
@@ -96,21 +103,26 @@ def _lengths(batch):
     ends = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
     ids = [torch.full((n,), i) for i, n in enumerate(LENGTHS)]
     return {
-        "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(LENGTHS),
-        "max_length_k": max(LENGTHS), "seq_idx": torch.cat(ids)[None].int(),
-    }  # fmt: skip
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": max(LENGTHS),
+        "max_length_k": max(LENGTHS),
+        "seq_idx": torch.cat(ids)[None].int(),
+    }
 
 
 REMEDIES = {
     "use_cache=False": lambda batch: {**batch, "use_cache": False},
     "no attention_mask": lambda batch: {k: v for k, v in batch.items() if k != "attention_mask"},
     "position_ids of shape (B, T) that begin again with every sample": lambda batch: {
-        **batch, "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
+        **batch,
+        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
     },
     "cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k and seq_idx": lambda batch: {
-        **batch, **_lengths(batch),
+        **batch,
+        **_lengths(batch),
     },
-}  # fmt: skip
+}
 
 
 def trained(model, name, batch):
@@ -120,12 +132,12 @@ def trained(model, name, batch):
         return []
     except PackingError as error:
         (way,) = re.findall(r"With (.*) they are kept apart", str(error))
-    told = [text for text in REMEDIES if text in way]
-    assert len(told) > 0, way
-    for text in told:
+    remedies = [text for text in REMEDIES if text in way]
+    assert len(remedies) > 0, way
+    for text in remedies:
         batch = REMEDIES[text](batch)
     assert_apart(model, name, batch)
-    return told
+    return remedies
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -135,13 +147,13 @@ def test_the_collator_of_transformers(name, form):
     batch = flattened(**FORMS[form])
     assert batch["labels"].ne(-100).sum() == COUNT
     batch.pop("attention_mask", None)
-    told = trained(patched(name), name, {**batch, "use_cache": False})
+    remedies = trained(patched(name), name, {**batch, "use_cache": False})
     place = "position_ids of shape (B, T) that begin again with every sample"
-    assert told == ([] if FORMS[form]["return_position_ids"] else [place])
+    assert remedies == ([] if FORMS[form]["return_position_ids"] else [place])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_samples_that_see_each_other_are_not_taken_for_equal(name):
+def test_leaking_samples_are_detected(name):
     batch = flattened(return_position_ids=False, return_seq_idx=True)
     batch.pop("attention_mask", None)
     with pytest.raises(AssertionError):
@@ -149,9 +161,9 @@ def test_samples_that_see_each_other_are_not_taken_for_equal(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_loop_of_ones_own_that_forgets_the_cache(name):
-    told = trained(patched(name), name, flattened(return_position_ids=True))
-    assert told == ["use_cache=False"]
+def test_manual_loop_with_cache(name):
+    remedies = trained(patched(name), name, flattened(return_position_ids=True))
+    assert remedies == ["use_cache=False"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -159,5 +171,5 @@ def test_the_collator_of_trl(name):
     trl = pytest.importorskip("trl.trainer.sft_trainer")
     collator = trl.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     batch = collator([{"input_ids": ids} for ids in samples()])
-    told = trained(patched(name), name, {**batch, "use_cache": False})
-    assert told == []
+    remedies = trained(patched(name), name, {**batch, "use_cache": False})
+    assert remedies == []

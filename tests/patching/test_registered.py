@@ -16,14 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from liger_multi import patching
 from liger_multi.errors import PatchError
-from liger_multi.patching import (
-    MlpNames,
-    NormKind,
-    Replacement,
-    patch,
-    register,
-    unregister,
-)
+from liger_multi.patching import MlpNames, NormKind, Replacement, patch, register, unregister
 from tests.patching.test_norms_find import equal, patched_module
 
 # --- what users add ---
@@ -120,14 +113,14 @@ def test_a_kind_of_a_user(registered):
 def test_the_example_of_the_page_runs():
     page = Path(__file__).parents[2] / "docs" / "recognition.md"
     section = page.read_text(encoding="utf-8").split("## Custom modules")[1].partition("\n## ")[0]
-    found = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-    assert len(found) == 2
+    actual = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    assert len(actual) == 2
     namespace = {"__name__": "page"}
-    for block in found:
+    for block in actual:
         exec(compile(block, "recognition.md", "exec"), namespace)
 
 
-def test_registrations_that_cannot_be():
+def test_invalid_registrations():
     for item, name in ((probe, None), (probe, "rms_norm"), (3, "three")):
         with pytest.raises(PatchError):
             register(item, name)

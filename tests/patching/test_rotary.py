@@ -110,10 +110,10 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("function", KNOWN, ids=lambda f: f.__name__)
-def test_kinds_are_told_apart(function):
-    found = rotary.recognized(function)
-    assert isinstance(found, rotary.Rotary), found
-    assert found.kind.name == KNOWN[function]
+def test_kinds_are_recognized(function):
+    actual = rotary.recognized(function)
+    assert isinstance(actual, rotary.Rotary), actual
+    assert actual.spec.name == KNOWN[function]
 
 
 @pytest.mark.parametrize("function", KNOWN, ids=lambda f: f.__name__)
@@ -126,9 +126,9 @@ def test_the_served_function_equals_the_stock_one(function, dtypes, calls):
     angles = torch.randn(*((5,) if function is vision else (1, 5)), width)
     cos, sin = angles.cos().to(dtypes[1]), angles.sin().to(dtypes[1])
     calls.clear()
-    wanted, got = function(q, k, cos, sin), served(q, k, cos, sin)
+    expected, got = function(q, k, cos, sin), served(q, k, cos, sin)
     assert calls["rope"] == 1
-    for a, b in zip(got, wanted, strict=True):
+    for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # compares dtypes as well
 
 
@@ -140,7 +140,7 @@ SHARED = {  # positions of two axes, for all rows of a batch: q, unsqueeze_dim
 
 @pytest.mark.parametrize("tower", SHARED)
 @pytest.mark.parametrize("batch", [1, 2])
-def test_positions_that_all_rows_share(tower, batch, calls):
+def test_positions_shared_by_rows(tower, batch, calls):
     function, shape, named = SHARED[tower]
     served = served_function(f"shared_{tower}", function, Options())
     q, k = (torch.randn(batch, *shape[1:], requires_grad=True) for _ in range(2))
@@ -172,12 +172,12 @@ FILES = {
 @pytest.mark.parametrize("file", FILES)
 def test_functions_of_transformers_are_recognized(file):
     module = pytest.importorskip(f"transformers.models.{file}.modeling_{file}")
-    name, kind = FILES[file]
+    name, rotation = FILES[file]
     if file == "deepseek_v3" and "apply_rotary_pos_emb_interleave" in vars(module):
-        kind = (kind, "pairs to halves")  # transformers < 5.20 asks for an angle a channel
-    found = rotary.recognized(getattr(module, name))
-    assert isinstance(found, rotary.Rotary), found
-    assert found.kind.name == kind or found.kind.name in kind
+        rotation = (rotation, "pairs to halves")  # transformers < 5.20 asks for an angle a channel
+    actual = rotary.recognized(getattr(module, name))
+    assert isinstance(actual, rotary.Rotary), actual
+    assert actual.spec.name == rotation or actual.spec.name in rotation
 
 
 @pytest.mark.parametrize("form", ["positions", "names", "both"])
@@ -185,11 +185,11 @@ def test_one_tensor_with_sin_before_cos(form, calls):
     stock = importlib.import_module("transformers.models.gptj.modeling_gptj").apply_rotary_pos_emb
     served = served_function("sin_first", stock, Options())
     x, angles = torch.randn(2, 5, 6, 8, requires_grad=True), torch.randn(2, 5, 4)
-    given = {"tensor": x, "sin": angles.sin(), "cos": angles.cos()}
+    inputs = {"tensor": x, "sin": angles.sin(), "cos": angles.cos()}
     args, named = {
-        "positions": ([*given.values()], {}),
-        "names": ([], given),
-        "both": ([x], {n: t for n, t in given.items() if n != "tensor"}),
+        "positions": ([*inputs.values()], {}),
+        "names": ([], inputs),
+        "both": ([x], {n: t for n, t in inputs.items() if n != "tensor"}),
     }[form]
     calls.clear()
     results = [f(*args, **named) for f in (stock, served)]
@@ -253,11 +253,11 @@ def calls_half(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
     return half(q, k, cos, sin, unsqueeze_dim)
 
 
-def test_calls_that_were_not_probed_are_left_to_the_function(calls, monkeypatch):
-    seen, own = [], half
+def test_unprobed_calls_run_the_function(calls, monkeypatch):
+    observed, own = [], half
 
     def counted(q, *args, **kwargs):
-        seen.append(q.shape)
+        observed.append(q.shape)
         return own(q, *args, **kwargs)
 
     served = served_function("calls_half", calls_half, Options())
@@ -266,7 +266,7 @@ def test_calls_that_were_not_probed_are_left_to_the_function(calls, monkeypatch)
     q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 3, 6, 8)
     angles = torch.randn(2, 6, 8)
     cos, sin = angles.cos(), angles.sin()
-    seen.clear()
+    observed.clear()
     calls.clear()
     plain = [
         served(q, k, cos, sin),
@@ -275,7 +275,7 @@ def test_calls_that_were_not_probed_are_left_to_the_function(calls, monkeypatch)
         served(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2),
     ]
     assert calls["rope"] == 4
-    assert seen == []
+    assert observed == []
     for a, b in plain[:3]:
         assert torch.equal(a, plain[0][0])
         assert torch.equal(b, plain[0][1])
@@ -287,11 +287,11 @@ def test_calls_that_were_not_probed_are_left_to_the_function(calls, monkeypatch)
         ((q, k, cos.requires_grad_(), sin), {}),
     ]
     for arguments, named in left:
-        wanted = own(*arguments, named.get("unsqueeze_dim", 1))
-        for a, b in zip(served(*arguments, **named), wanted, strict=True):
+        expected = own(*arguments, named.get("unsqueeze_dim", 1))
+        for a, b in zip(served(*arguments, **named), expected, strict=True):
             assert torch.equal(a, b)
     assert calls["rope"] == 4
-    assert len(seen) == len(left)
+    assert len(observed) == len(left)
 
 
 def test_unpatched_models_call_the_function_of_the_file(monkeypatch, calls):
@@ -354,39 +354,40 @@ def test_blocks_nest_and_models_do_not_mix(calls):
     assert (of(first), of(second)) == (0, 0)
 
 
-def test_a_backend_is_that_of_an_instance(monkeypatch):
+def test_backend_per_instance(monkeypatch):
     from liger_multi import ops
     from liger_multi.dispatch import config
 
-    seen = []
+    observed = []
     stock = ops.rope
     monkeypatch.setattr(
         ops,
         "rope",
-        lambda *a, **k: (seen.append(str(config.current().choice("rope", "cuda"))), stock(*a, **k))[
-            1
-        ],
+        lambda *a, **k: (
+            observed.append(str(config.current().choice("rope", "cuda"))),
+            stock(*a, **k),
+        )[1],
     )
     bound, free = pair()
     report = patch(bound, rope="reference")
     patch(free)
     assert [e.options for e in report.entries if e.op == "rope"] == [{"backend": "reference"}] * 2
-    seen.clear()
+    observed.clear()
     bound(**batch())
     free(**batch())
-    assert ["reference" in s for s in seen] == [True, True, False, False]
+    assert ["reference" in s for s in observed] == [True, True, False, False]
 
 
 def test_threads(calls):
     stock, ours = pair()
-    wanted = stock(**batch()).loss
+    expected = stock(**batch()).loss
     patch(ours)
     wrong = []
 
     def work(model):
         for _ in range(10):
             loss = model(**batch()).loss
-            if not torch.allclose(loss, wanted, rtol=1e-5):
+            if not torch.allclose(loss, expected, rtol=1e-5):
                 wrong.append(loss)
 
     def swap():
@@ -443,7 +444,7 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
 def kept(function):
     @functools.wraps(function)
     def wrapper(self, *args, **kwargs):
-        self.seen.append("before")
+        self.observed.append("before")
         return function(self, *args, **kwargs)
 
     return wrapper
@@ -454,7 +455,7 @@ def only_for_the_class(function):
 
     @functools.wraps(function)
     def wrapper(self, *args, **kwargs):
-        self.seen.append(type(self).forward is wrapper)
+        self.observed.append(type(self).forward is wrapper)
         return function(self, *args, **kwargs)
 
     return wrapper
@@ -463,7 +464,7 @@ def only_for_the_class(function):
 class Base(nn.Module):
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.observed = []
 
     def finish(self, q):
         return q
@@ -517,44 +518,44 @@ INPUTS = (
 )
 
 
-@pytest.mark.parametrize("kind", [Plain, Helper, Nested, Decorated, Inherited, SelfAware])
-def test_methods_are_redirected(kind, calls):
-    module = kind()
-    wanted = module(*INPUTS)
-    stock_seen = list(module.seen)
-    module.seen.clear()
+@pytest.mark.parametrize("module_class", [Plain, Helper, Nested, Decorated, Inherited, SelfAware])
+def test_methods_are_redirected(module_class, calls):
+    module = module_class()
+    expected = module(*INPUTS)
+    stock_seen = list(module.observed)
+    module.observed.clear()
     holder = nn.ModuleList([module])
     assert patch(holder, **ONLY).count("rope") == 1
     calls.clear()
     got = module(*INPUTS)
     assert calls["rope"] == 1
-    assert module.seen == stock_seen
-    for a, b in zip(got, wanted, strict=True):
+    assert module.observed == stock_seen
+    for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b)
     unpatch(holder)
     calls.clear()
     module(*INPUTS)
     assert not calls
-    assert type(module) is kind
+    assert type(module) is module_class
 
 
-def test_a_copy_of_a_method_says_what_the_method_says():
+def test_method_copy_keeps_metadata():
     import inspect
 
-    made = redirect.redirected(Plain.forward, {"apply_rotary_pos_emb": half})
-    assert made is not Plain.forward
-    assert inspect.signature(made) == inspect.signature(Plain.forward)
-    assert (made.__doc__, made.__qualname__, made.__module__) == (
+    copied = redirect.redirected(Plain.forward, {"apply_rotary_pos_emb": half})
+    assert copied is not Plain.forward
+    assert inspect.signature(copied) == inspect.signature(Plain.forward)
+    assert (copied.__doc__, copied.__qualname__, copied.__module__) == (
         "Rotate.",
         "Plain.forward",
         __name__,
     )
-    assert made.__globals__ is globals()
-    assert "__wrapped__" not in vars(made)
-    assert inspect.getsource(made) == inspect.getsource(Plain.forward)
+    assert copied.__globals__ is globals()
+    assert "__wrapped__" not in vars(copied)
+    assert inspect.getsource(copied) == inspect.getsource(Plain.forward)
 
 
-def test_a_name_that_is_used_otherwise_is_refused():
+def test_name_used_otherwise_is_refused():
     class Both(Base):
         apply_rotary_pos_emb = None
 
@@ -597,16 +598,16 @@ def test_dtypes_of_autocast_are_those_of_stock():
     dtypes = []
     interface = modeling.ALL_ATTENTION_FUNCTIONS
 
-    def seen(module, query, key, value, *args, **kwargs):
+    def observed(module, query, key, value, *args, **kwargs):
         dtypes.append((query.dtype, key.dtype, value.dtype))
         return interface["sdpa"](module, query, key, value, *args, **kwargs)
 
-    transformers.AttentionInterface.register("seen", seen)
+    transformers.AttentionInterface.register("observed", observed)
     transformers.masking_utils.AttentionMaskInterface.register(
-        "seen", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+        "observed", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     )
     for model in (stock, ours):
-        model.set_attn_implementation("seen")
+        model.set_attn_implementation("observed")
         with torch.autocast("cpu", dtype=torch.bfloat16):
             model(**batch())
     assert dtypes[:2] == dtypes[2:]

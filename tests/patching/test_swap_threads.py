@@ -33,11 +33,11 @@ def adapted():
     return model
 
 
-def made(kind):
+def build_case(model_type):
     torch.manual_seed(0)
-    if kind == "adapters":
+    if model_type == "adapters":
         return adapted()
-    return build(kind, num_hidden_layers=ARCHITECTURES[kind].fewest_layers)
+    return build(model_type, num_hidden_layers=ARCHITECTURES[model_type].fewest_layers)
 
 
 def results(model):
@@ -75,30 +75,30 @@ class Meanwhile:
 
 def cases():
     """Model and options of the other patch, None for its end; the first of them is quick."""
-    for kind in (*KINDS, "adapters"):
+    for model_type in (*KINDS, "adapters"):
         for other, name in ((None, "ended"), (OTHER, "changed")):
-            quick = kind == "llama" and other is None
+            quick = model_type == "llama" and other is None
             marks = () if quick else pytest.mark.slow
-            yield pytest.param(kind, other, id=f"{kind}-{name}", marks=marks)
+            yield pytest.param(model_type, other, id=f"{model_type}-{name}", marks=marks)
 
 
-@pytest.mark.parametrize(("kind", "other"), cases())
-def test_at_every_line(kind, other):
-    model = made(kind)
-    wanted = results(model)
+@pytest.mark.parametrize(("model_type", "other"), cases())
+def test_at_every_line(model_type, other):
+    model = build_case(model_type)
+    expected = results(model)
 
     def act():
         unpatch(model) if other is None else patch(model, **other)
 
     patch(model)
-    seen = Meanwhile()
-    seen.run(model)
-    assert len(seen.lines) > 100
-    for line in seen.lines:
+    meanwhile = Meanwhile()
+    meanwhile.run(model)
+    assert len(meanwhile.lines) > 100
+    for line in meanwhile.lines:
         patch(model)
-        found = Meanwhile(line, act).run(model)
+        actual = Meanwhile(line, act).run(model)
         torch.testing.assert_close(
-            found, wanted, rtol=1e-4, atol=1e-5, msg=lambda m, line=line: f"{line}: {m}"
+            actual, expected, rtol=1e-4, atol=1e-5, msg=lambda m, line=line: f"{line}: {m}"
         )
     unpatch(model)
     assert all(swapped(m) is None for m in model.modules())

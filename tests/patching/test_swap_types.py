@@ -41,27 +41,27 @@ def test_quantize_dynamic(architecture: str, options: dict[str, Any]) -> None:
     stock = build(architecture, tied=False).eval()
     ours = copy.deepcopy(stock)
     liger_multi.patch(ours, **options)
-    wanted, got = quantized(stock), quantized(ours)
-    assert classes(got) == classes(wanted)
+    expected, got = quantized(stock), quantized(ours)
+    assert classes(got) == classes(expected)
     assert "quantized" in type(got.lm_head).__module__
     with torch.no_grad():
-        torch.testing.assert_close(got(**batch()).loss, wanted(**batch()).loss)
-        torch.testing.assert_close(got(**batch()).logits * 1.0, wanted(**batch()).logits)
+        torch.testing.assert_close(got(**batch()).loss, expected(**batch()).loss)
+        torch.testing.assert_close(got(**batch()).logits * 1.0, expected(**batch()).logits)
 
 
 def test_a_mapping_of_the_caller() -> None:
     model = build(tied=False)
     norm = type(model.model.norm)
     liger_multi.patch(model)
-    for module, kind in ((model.lm_head, nn.Linear), (model.model.norm, norm)):
+    for module, model_type in ((model.lm_head, nn.Linear), (model.model.norm, norm)):
         ours: type = type(module)
-        assert ours is not kind
-        assert {kind: 1}[ours] == {ours: 1}[kind] == 1
-        assert ours in [kind]
-        assert ours in {kind}
-        assert operator.eq(ours, kind)
-        assert operator.eq(kind, ours)
-        assert not operator.ne(ours, kind)
+        assert ours is not model_type
+        assert {model_type: 1}[ours] == {ours: 1}[model_type] == 1
+        assert ours in [model_type]
+        assert ours in {model_type}
+        assert operator.eq(ours, model_type)
+        assert operator.eq(model_type, ours)
+        assert not operator.ne(ours, model_type)
 
 
 def test_patched_classes_are_not_each_other() -> None:

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from liger_multi.patching import patch
 from tests.sweep import page as coverage
 from tests.sweep.cases import as_lines, build, inputs, registered
-from tests.sweep.multimodal import given
+from tests.sweep.multimodal import modalities
 from tests.sweep.run import Outcome, counts, difference, executed, liven
 
 KEPT = json.loads(coverage.RESULTS.read_text(encoding="utf-8"))
@@ -66,7 +66,7 @@ def test_all_models_are_equal_to_stock(tmp_path):
     assert len(check(swept(tmp_path))) > 0.85 * len(PAIRS)
 
 
-def test_what_the_kept_result_promises():
+def test_stored_result():
     pairs = KEPT["pairs"]
     assert sum(o["status"] == "equal" for o in pairs) >= 330
     assert not [o["cls"] for o in pairs if o["status"] == "different"]
@@ -95,59 +95,59 @@ def test_kept_outcomes_were_measured():
 class Norms(nn.Module):
     """One norm that runs, and one that does not unless asked."""
 
-    def __init__(self, kind):
+    def __init__(self, module_class):
         super().__init__()
-        self.used, self.unused = kind(16), kind(16)
+        self.used, self.unused = module_class(16), module_class(16)
 
     def forward(self, x, both=False):
         return self.unused(self.used(x)) if both else self.used(x)
 
 
-def seen(model, *inputs, **options):
+def executed_in(model, *inputs, **options):
     report = patch(model)
-    with executed(model) as found:
+    with executed(model) as actual:
         model(*inputs, **options)
-    return counts(report, model, found, {})
+    return counts(report, model, actual, {})
 
 
-def test_a_module_whose_forward_did_not_run_is_not_counted():
-    found = seen(Norms(LlamaRMSNorm), torch.randn(3, 16))
-    assert (found["modules"], found["ran"], found["served"]) == tuple(
+def test_idle_module_is_not_counted():
+    actual = executed_in(Norms(LlamaRMSNorm), torch.randn(3, 16))
+    assert (actual["modules"], actual["ran"], actual["served"]) == tuple(
         {"rms_norm": n} for n in (2, 1, 1)
     )
-    (part,) = found["idle"]
+    (part,) = actual["idle"]
     assert (part["path"], part["modules"]) == ("unused", {"rms_norm": 1})
-    found = seen(Norms(LlamaRMSNorm), torch.randn(3, 16), both=True)
-    assert found["served"] == {"rms_norm": 2}
-    assert found["idle"] == []
+    actual = executed_in(Norms(LlamaRMSNorm), torch.randn(3, 16), both=True)
+    assert actual["served"] == {"rms_norm": 2}
+    assert actual["idle"] == []
 
 
-def test_a_module_that_fell_back_to_stock_is_not_counted():
+def test_fallback_is_not_counted():
     """LayerNorm of two dtypes is left to PyTorch."""
-    found = seen(Norms(nn.LayerNorm), torch.randn(3, 16, dtype=torch.bfloat16), both=True)
-    assert (found["modules"], found["ran"]) == ({"layer_norm": 2}, {"layer_norm": 2})
-    assert found["served"] == {}
-    assert found["stock"] == [["layer_norm", name, "LayerNorm", 1] for name in ("used", "unused")]
+    actual = executed_in(Norms(nn.LayerNorm), torch.randn(3, 16, dtype=torch.bfloat16), both=True)
+    assert (actual["modules"], actual["ran"]) == ({"layer_norm": 2}, {"layer_norm": 2})
+    assert actual["served"] == {}
+    assert actual["stock"] == [["layer_norm", name, "LayerNorm", 1] for name in ("used", "unused")]
 
 
-def test_an_operator_counts_for_the_module_that_called_it():
+def test_operator_counts_for_its_caller():
     """Attention without positions calls no rotary function; its layers' norms do call theirs."""
     model = Norms(LlamaRMSNorm)
     model.used = nn.Sequential(model.used)
     report = patch(model)
-    with executed(model) as found:
+    with executed(model) as actual:
         model(torch.randn(3, 16))
-    assert found.called == {"used.0": {"rms_norm": 1}}
-    assert {"", "used", "used.0"} == found.ran
-    assert counts(report, model, found, {})["served"] == {"rms_norm": 1}
+    assert actual.called == {"used.0": {"rms_norm": 1}}
+    assert {"", "used", "used.0"} == actual.ran
+    assert counts(report, model, actual, {})["served"] == {"rms_norm": 1}
 
 
 def test_the_record_ends_with_its_block():
     model = Norms(LlamaRMSNorm)
-    with pytest.raises(RuntimeError), executed(model) as found:
+    with pytest.raises(RuntimeError), executed(model) as actual:
         model(torch.randn(3, 15))
     model(torch.randn(3, 16))
-    assert found.ran == set()
+    assert actual.ran == set()
 
 
 LLAVA = next(p for p in PAIRS if p.name == "llava/LlavaForConditionalGeneration")
@@ -157,9 +157,9 @@ LLAVA = next(p for p in PAIRS if p.name == "llava/LlavaForConditionalGeneration"
 def test_towers_without_inputs_are_named():
     model = build(LLAVA)
     batch, report = inputs(LLAVA, model, text=True), patch(model)
-    with executed(model) as found:
+    with executed(model) as actual:
         model(**batch)
-    fields = {**counts(report, model, found, batch), "status": "equal", "inputs": ["text"]}
+    fields = {**counts(report, model, actual, batch), "status": "equal", "inputs": ["text"]}
     outcome = Outcome(LLAVA.kind, LLAVA.type, LLAVA.cls, gradients=[3, 9], **fields)
     assert outcome.text_only
     assert outcome.served["rms_norm"] == outcome.modules["rms_norm"] > 0
@@ -182,32 +182,34 @@ def test_results_of_before_claim_nothing():
 
 
 @pytest.mark.parametrize(
-    ("name", "beside", "dead"),
+    ("name", "modalities", "dead"),
     [
         ("llava/LlavaForConditionalGeneration", ["image"], 2),
         pytest.param(
-            "qwen2_vl/Qwen2VLForConditionalGeneration", ["image", "video"], 0,
+            "qwen2_vl/Qwen2VLForConditionalGeneration",
+            ["image", "video"],
+            0,
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "whisper/WhisperForConditionalGeneration", ["audio"], 1, marks=pytest.mark.slow
         ),
     ],
-)  # fmt: skip
-def test_towers_with_inputs_run_and_learn(tmp_path, name, beside, dead):
-    """The dead: norms behind the last layer that is read, and fixed positions of a tower."""
+)
+def test_towers_with_inputs_run_and_learn(tmp_path, name, modalities, dead):
+    """Without gradient: norms behind the last layer that is read, and fixed positions."""
     (outcome,) = swept(tmp_path, name)
     assert (outcome.status, outcome.text_only, outcome.idle) == ("equal", False, [])
-    assert [kind for kind in outcome.inputs if kind != "text"] == beside
+    assert [modality for modality in outcome.inputs if modality != "text"] == modalities
     assert outcome.served == outcome.ran == outcome.modules
     alive, every = outcome.gradients
     assert every - alive == dead
-    assert f"equal with {' and '.join(beside)} | {alive} of {every} |" in coverage._row(
+    assert f"equal with {' and '.join(modalities)} | {alive} of {every} |" in coverage._row(
         vars(outcome)
     )
 
 
-def test_matrices_that_are_born_zero_get_numbers():
+def test_zero_initialized_matrices_get_numbers():
     """What is in front of one would have no gradient to compare."""
     model = nn.Linear(8, 8)
     nn.init.zeros_(model.weight)
@@ -224,7 +226,7 @@ def test_the_kinds_of_inputs_of_a_batch():
         ("audio",): ("input_features",),
     }
     for kinds, names in cases.items():
-        assert given(dict.fromkeys(names, floats)) == list(kinds)
+        assert modalities(dict.fromkeys(names, floats)) == list(kinds)
 
 
 WRONG = """
@@ -236,7 +238,7 @@ from tests.sweep.run import sweep
 right = rms_norm._scaled
 rms_norm._scaled = lambda *args: right(*args) * 1.001
 # the probe would refuse it
-norms._agrees = lambda m, settings, size: settings.kind.op == "rms_norm"
+norms._agrees = lambda m, settings, size: settings.spec.op == "rms_norm"
 norms._settled = lambda m, settings, size: settings
 (outcome,) = sweep([Pair("causal", "llama", "LlamaForCausalLM")])
 print(outcome.status, outcome.why)
@@ -254,27 +256,29 @@ def test_a_wrong_operator_is_seen():
 
 
 def test_differences_are_relative_to_each_gradient():
-    wanted = {"loss": torch.tensor(2.0), "a": torch.ones(3), "b": torch.ones(3) * 1e-3}
-    assert difference(wanted, wanted) == ""
+    expected = {"loss": torch.tensor(2.0), "a": torch.ones(3), "b": torch.ones(3) * 1e-3}
+    assert difference(expected, expected) == ""
     for name, by in (("a", 1.001), ("b", 1.1), ("loss", 1.0001)):
-        assert difference(wanted, {**wanted, name: wanted[name] * by})
-    assert "other parameters" in difference(wanted, {"loss": wanted["loss"], "a": wanted["a"]})
-    assert difference(wanted, {**wanted, "a": torch.full((3,), torch.nan)})
+        assert difference(expected, {**expected, name: expected[name] * by})
+    assert "other parameters" in difference(
+        expected, {"loss": expected["loss"], "a": expected["a"]}
+    )
+    assert difference(expected, {**expected, "a": torch.full((3,), torch.nan)})
 
 
-def test_what_other_generations_promise():
+def test_results_of_other_generations():
     rows = json.loads(coverage.ELSEWHERE.read_text(encoding="utf-8"))["generations"]
     assert {r["transformers"] for r in rows} == {"5.0.0", "5.17.0"}
     assert all(r["different"] == 0 for r in rows)
     assert all(r["equal"] > 0.9 * (r["equal"] + r["not built"]) for r in rows)
     packing = next(r["packing"] for r in rows if r["transformers"] == "5.0.0")
     assert packing.keys() == {"positions", *coverage.BESIDE}
-    for found in packing.values():
-        assert found.get("wrong", 0) == 0
-        assert found["apart"] >= 90
+    for actual in packing.values():
+        assert actual.get("wrong", 0) == 0
+        assert actual["apart"] >= 90
 
 
-def test_the_page_is_made_of_the_kept_result():
+def test_page_equals_stored_result():
     page = coverage.page()
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     for pair in KEPT["pairs"]:
@@ -303,18 +307,18 @@ def test_the_kept_result_is_one_pair_a_line():
 
 
 @pytest.mark.skipif(not SAME, reason="another transformers than that of the kept result")
-@pytest.mark.parametrize("kind", ["llama", "qwen2_vl", "opt", "jamba"])
-def test_packed_rows_are_as_the_page_says(kind):
+@pytest.mark.parametrize("model_type", ["llama", "qwen2_vl", "opt", "jamba"])
+def test_packed_rows_are_as_the_page_says(model_type):
     from tests.sweep import packing
 
     file = coverage.RESULTS.with_name("packing.json")
     kept = json.loads(file.read_text(encoding="utf-8"))["pairs"]
-    (wanted,) = [one for one in kept if one["type"] == kind and one["kind"] != "masked"]
-    pair = next(p for p in PAIRS if (p.type, p.cls) == (kind, wanted["cls"]))
-    found = packing.judge(pair)
-    assert (found.status, found.why) == (wanted["status"], wanted["why"])
-    assert found.beside == wanted["beside"]
-    assert found.beside.keys() == coverage.BESIDE.keys()
+    (expected,) = [one for one in kept if one["type"] == model_type and one["kind"] != "masked"]
+    pair = next(p for p in PAIRS if (p.type, p.cls) == (model_type, expected["cls"]))
+    actual = packing.judge(pair)
+    assert (actual.status, actual.why) == (expected["status"], expected["why"])
+    assert actual.beside == expected["beside"]
+    assert actual.beside.keys() == coverage.BESIDE.keys()
 
 
 def test_attention_of_models_without_text_is_judged():
@@ -324,10 +328,10 @@ def test_attention_of_models_without_text_is_judged():
     register_attention()
     try:
         pair = next(p for p in PAIRS if p.cls == "WhisperForConditionalGeneration")
-        found = attention.judge(pair)
+        actual = attention.judge(pair)
     finally:
         unregister_attention()
-    assert (found.status, found.why, found.causal) == ("served", "", True)
+    assert (actual.status, actual.why, actual.causal) == ("served", "", True)
 
 
 def test_packed_rows_are_apart_or_refused():
@@ -335,18 +339,18 @@ def test_packed_rows_are_apart_or_refused():
     file = coverage.RESULTS.with_name("packing.json")
     kept = json.loads(file.read_text(encoding="utf-8"))["pairs"]
     for one in kept:
-        told = [one["status"], *(status for status, _ in one["beside"].values())]
-        assert "wrong" not in told, one
+        statuses = [one["status"], *(status for status, _ in one["beside"].values())]
+        assert "wrong" not in statuses, one
         assert (one["status"] in ("no positions", "not built")) == (one["beside"] == {}), one
     assert sum(one["status"] == "apart" for one in kept) >= 190
 
 
-def test_a_leak_that_is_let_through_is_found(monkeypatch):
+def test_accepted_leak_is_detected(monkeypatch):
     from liger_multi.patching.packing import checked as checked_packing
     from tests.sweep import packing
 
     monkeypatch.setattr(checked_packing, "check", lambda *arguments: None)
     pair = next(p for p in PAIRS if p.cls == "OPTForCausalLM")
-    found = packing.judge(pair)
-    assert found.status == "wrong"
-    assert found.why.startswith("logits differ")
+    actual = packing.judge(pair)
+    assert actual.status == "wrong"
+    assert actual.why.startswith("logits differ")

@@ -27,77 +27,77 @@ def watched():
     return model, patch(model)
 
 
-def test_a_step_in_which_all_modules_call_their_operator(watched):
+def test_step_with_all_operators(watched):
     model, report = watched
-    with report.watch(model) as seen:
+    with report.watch(model) as observed:
         model(**batch()).loss.backward()
-    assert seen.served == [e for e in report.entries if e.op != "packing"]
-    assert (seen.stock, seen.idle) == ([], [])
-    row = next(line for line in str(seen).splitlines() if "mlp" in line)
+    assert observed.served == [e for e in report.entries if e.op != "packing"]
+    assert (observed.stock, observed.idle) == ([], [])
+    row = next(line for line in str(observed).splitlines() if "mlp" in line)
     assert row.split() == ["swiglu", "model.layers.*.mlp", "2", "2", "0", "0"]
 
 
-def test_a_loss_that_is_a_module_serves_its_head():
+def test_loss_module_serves_its_head():
     config = transformers.DistilBertConfig(
         vocab_size=64, dim=16, hidden_dim=32, n_layers=1, n_heads=2
     )
     model, ids = transformers.DistilBertForMaskedLM(config), torch.randint(0, 64, (2, 5))
     report = patch(model)
-    with report.watch(model) as seen:
+    with report.watch(model) as watched:
         model(input_ids=ids, labels=ids).loss.backward()
-    assert "vocab_projector" in paths(seen.served)
+    assert "vocab_projector" in paths(watched.served)
 
 
-def test_modules_that_run_without_and_that_do_not_run(watched):
+def test_unserved_and_idle_modules(watched):
     """A hook on an activation leaves its MLP to transformers; logits that are read need no loss."""
     model, report = watched
     model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *args: None)
-    with report.watch(model) as seen:
+    with report.watch(model) as observed:
         model(input_ids=batch()["input_ids"]).logits.sum().backward()
-    assert paths(seen.stock) == {"lm_head", "model.layers.1.mlp"}
-    assert seen.idle == []
-    with report.watch(model) as seen:
+    assert paths(observed.stock) == {"lm_head", "model.layers.1.mlp"}
+    assert observed.idle == []
+    with report.watch(model) as observed:
         model.model.layers[0](torch.randn(1, 3, 32), position_embeddings=[torch.ones(1, 3, 8)] * 2)
-    assert len(seen.served) == 4
-    assert paths(seen.idle) >= {"lm_head", "model.norm", "model.layers.1.mlp"}
-    assert not {path for path in paths(seen.idle) if path.startswith("model.layers.0")}
+    assert len(observed.served) == 4
+    assert paths(observed.idle) >= {"lm_head", "model.norm", "model.layers.1.mlp"}
+    assert not {path for path in paths(observed.idle) if path.startswith("model.layers.0")}
 
 
-def test_a_loss_that_is_computed_after_the_model(watched):
+def test_loss_computed_after_the_model(watched):
     model, report = watched
-    given = batch()
-    with report.watch(model) as seen:
-        logits = model(input_ids=given["input_ids"]).logits
-        nn.functional.cross_entropy(logits.flatten(0, 1), given["labels"].flatten()).backward()
-    assert seen.stock == seen.idle == []
+    inputs = batch()
+    with report.watch(model) as observed:
+        logits = model(input_ids=inputs["input_ids"]).logits
+        nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten()).backward()
+    assert observed.stock == observed.idle == []
 
 
-def test_adapters_that_are_computed_together():
+def test_adapters_computed_together():
     """Layers of an MLP do not run; k and v were computed when q was called."""
     peft = pytest.importorskip("peft")
     names = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
     model = peft.get_peft_model(build(), peft.LoraConfig(r=2, target_modules=names))
     report = patch(model)
-    with report.watch(model) as seen:
+    with report.watch(model) as watched:
         model(**batch()).loss.backward()
-    assert seen.stock == seen.idle == []
-    with report.watch(model) as seen, model.disable_adapter():
+    assert watched.stock == watched.idle == []
+    with report.watch(model) as watched, model.disable_adapter():
         model(**batch())
-    assert not [e for e in seen.served if e.op == "lora"]
+    assert not [e for e in watched.served if e.op == "lora"]
 
 
 def test_recomputed_layers_and_other_threads(watched):
     model, report = watched
     model.gradient_checkpointing_enable({"use_reentrant": True})
     loss = model(**batch()).loss
-    with report.watch(model) as seen:
+    with report.watch(model) as observed:
         thread = threading.Thread(target=loss.backward)
         thread.start()
         thread.join()
-    assert {e.path for e in seen.served if e.op == "swiglu"} == {
+    assert {e.path for e in observed.served if e.op == "swiglu"} == {
         f"model.layers.{i}.mlp" for i in (0, 1)
     }
-    assert "model.norm" in paths(seen.idle)
+    assert "model.norm" in paths(observed.idle)
 
 
 def test_blocks_may_overlap_and_leave_nothing_behind(watched):
@@ -112,26 +112,26 @@ def test_blocks_may_overlap_and_leave_nothing_behind(watched):
     model(**batch())
     assert paths(one.served) == {"model.norm"}
     assert paths(other.served) == {"model.norm", "model.layers.0.mlp"}
-    with pytest.raises(RuntimeError), report.watch(model) as seen:
+    with pytest.raises(RuntimeError), report.watch(model) as observed:
         model.model.norm(torch.randn(2, 31))
-    assert seen.seen.ran == set()
+    assert observed.seen.ran == set()
     assert (nn.Module._call_impl, Op.__call__) == before
 
 
-def test_compiled_models_are_not_seen_and_stay_whole(watched):
+def test_compiled_models_are_not_recorded(watched):
     model, report = watched
     graphs = Graphs()
-    with report.watch(model) as seen:
+    with report.watch(model) as observed:
         compiled = torch.compile(model, backend=graphs, fullgraph=True)
         loss = compiled(**batch(), use_cache=False).loss
     torch._dynamo.reset()
     torch.testing.assert_close(loss, model(**batch()).loss, rtol=2e-5, atol=0)
     assert graphs.count == 1
     assert any("rms_norm" in target for target in graphs.targets)
-    assert seen.served == []
+    assert observed.served == []
 
 
-def test_models_that_a_report_is_not_of(watched):
+def test_model_of_another_report(watched):
     model, report = watched
     with pytest.raises(ValueError, match=r"LlamaForCausalLM .* got a Linear without 'lm_head'"):
         report.watch(nn.Linear(2, 2)).__enter__()
@@ -141,14 +141,14 @@ def test_models_that_a_report_is_not_of(watched):
             of_type.watch(model).__enter__()
     finally:
         liger_multi.unpatch("llama")
-    with unpatch(model).watch(model) as seen:
+    with unpatch(model).watch(model) as observed:
         model(**batch())
-    assert seen.served == []
+    assert observed.served == []
 
 
 def test_a_rotation_is_no_other_operator_of_its_module():
     for op, other in (("rope", "sparse_attention"), ("sparse_attention", "rope_multimodal")):
-        seen = Executed(ran={"attn"}, called={"attn": Counter({other: 1})})
-        assert not serves(op, "attn", seen)
-        seen.called["attn"][op] += 1
-        assert serves(op, "attn", seen)
+        executed = Executed(ran={"attn"}, called={"attn": Counter({other: 1})})
+        assert not serves(op, "attn", executed)
+        executed.called["attn"][op] += 1
+        assert serves(op, "attn", executed)

@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument(
         "--generation", action="store_true", help="keep counts as those of this transformers"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
 
     import torch
     import transformers
@@ -49,49 +49,53 @@ def main() -> int:
     from tests.sweep.run import FLOOR, GRADIENT, LOSS, sweep
 
     transformers.logging.set_verbosity_error()
-    device = given.device or "cpu"
-    if given.backend:
+    device = options.device or "cpu"
+    if options.backend:
         from liger_multi.dispatch.registry import backends
 
-        configure({"default": given.backend})
+        configure({"default": options.backend})
         # the forks open the device: a driver that is started here would not outlive them
-        device = given.device or backends()[given.backend].device_type or "cpu"
-    pairs = [p for p in registered() if not given.names or any(n in p.name for n in given.names)]
-    if given.attention:
-        return judged("attention", pairs[given.first :: given.every], given.jobs, given.json)
-    if given.packing:
-        file = PACKED if given.write else ELSEWHERE if given.generation else given.json
-        return judged("packing", pairs[given.first :: given.every], given.jobs, file)
-    started, found = time.monotonic(), []
-    for outcome in sweep(pairs[given.first :: given.every], given.jobs, str(device)):
-        found.append(outcome)
-        if outcome.status != "equal" or not given.quiet:
+        device = options.device or backends()[options.backend].device_type or "cpu"
+    pairs = [
+        p for p in registered() if not options.names or any(n in p.name for n in options.names)
+    ]
+    if options.attention:
+        return judged(
+            "attention", pairs[options.first :: options.every], options.jobs, options.json
+        )
+    if options.packing:
+        file = PACKED if options.write else ELSEWHERE if options.generation else options.json
+        return judged("packing", pairs[options.first :: options.every], options.jobs, file)
+    started, outcomes = time.monotonic(), []
+    for outcome in sweep(pairs[options.first :: options.every], options.jobs, str(device)):
+        outcomes.append(outcome)
+        if outcome.status != "equal" or not options.quiet:
             print(
                 f"{outcome.status:10} {outcome.kind:10} {outcome.type}/{outcome.cls} "
                 f"{outcome.seconds:.1f} s {outcome.calls} {outcome.why}",
                 flush=True,
             )
     seconds = time.monotonic() - started
-    counts = Counter(o.status for o in found)
-    print(f"{len(found)} pairs in {seconds:.0f} s: {dict(counts)}")
+    counts = Counter(o.status for o in outcomes)
+    print(f"{len(outcomes)} pairs in {seconds:.0f} s: {dict(counts)}")
     result = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "backend": given.backend or "reference",
+        "backend": options.backend or "reference",
         "device": named(str(device)),
         "bounds": {"loss": LOSS, "gradient": GRADIENT, "floor": FLOOR},
-        "pairs": [vars(o) for o in found],
+        "pairs": [vars(o) for o in outcomes],
     }
-    if given.json:
-        given.json.write_text(json.dumps(result))
-    if given.generation:
+    if options.json:
+        options.json.write_text(json.dumps(result))
+    if options.generation:
         others = [
             {k: o[k] for k in ("type", "cls", "status", "why")}
             for o in result["pairs"]
             if o["status"] != "equal"
         ]
         keep_generation({"torch": torch.__version__, **dict(counts), "others": others})
-    if given.write:
+    if options.write:
         keep(result, [(p.kind, p.type, p.cls) for p in registered()])
     return int(counts["different"] > 0)
 
@@ -101,33 +105,33 @@ def judged(what: str, pairs: list[Any], jobs: int, file: Path | None) -> int:
     from tests.sweep.run import forked
 
     judging = importlib.import_module(f"tests.sweep.{what}")
-    found = []
+    outcomes = []
     for pair, seconds, fields in forked(pairs, judging.work, jobs):
         why = f"the process ended after {seconds:.0f} s without a result"
         status = "wrong" if what == "attention" else "not built"
         verdict = judging.Verdict(**fields or {**vars(pair), "status": status, "why": why})
-        found.append(verdict)
+        outcomes.append(verdict)
         print(f"{verdict.status:10} {pair.name} {verdict.why}", flush=True)
-    print(dict(Counter(v.status for v in found)))
+    print(dict(Counter(v.status for v in outcomes)))
     if file == PACKED:
         import transformers
 
-        lines = ",\n".join(json.dumps(vars(v)) for v in found)
+        lines = ",\n".join(json.dumps(vars(v)) for v in outcomes)
         head = json.dumps({"transformers": transformers.__version__})[:-1]
         file.write_text(f'{head}, "pairs": [\n{lines}\n]}}\n')
     elif file == ELSEWHERE:
-        keep_generation({"packing": of_packing(found)})
+        keep_generation({"packing": of_packing(outcomes)})
     elif file:
-        file.write_text(json.dumps([vars(v) for v in found]))
-    return int(any(v.status == "wrong" for v in found))
+        file.write_text(json.dumps([vars(v) for v in outcomes]))
+    return int(any(v.status == "wrong" for v in outcomes))
 
 
-def of_packing(found: list[Any]) -> dict[str, dict[str, int]]:
+def of_packing(outcomes: list[Any]) -> dict[str, dict[str, int]]:
     """How many pairs have each status, by what rows are given beside positions."""
-    beside = {name for verdict in found for name in verdict.beside}
-    counts = {"positions": Counter(v.status for v in found)}
-    for name in sorted(beside):
-        counts[name] = Counter(v.beside[name][0] for v in found if name in v.beside)
+    others = {name for verdict in outcomes for name in verdict.beside}
+    counts = {"positions": Counter(v.status for v in outcomes)}
+    for name in sorted(others):
+        counts[name] = Counter(v.beside[name][0] for v in outcomes if name in v.beside)
     return {name: dict(sorted(count.items())) for name, count in counts.items()}
 
 
@@ -150,12 +154,12 @@ def elsewhere_lines(kept: dict[str, Any]) -> str:
     """Runs elsewhere as JSON, a pair a line."""
 
     def rows(part: str, inner: str) -> str:
-        made = []
+        lines = []
         for row in kept[part]:
             head = json.dumps({k: v for k, v in row.items() if k != inner})[:-1]
             pairs = ",\n".join(f"  {json.dumps(one)}" for one in row[inner])
-            made.append(f'{head}, "{inner}": [\n{pairs}\n]}}')
-        return f'"{part}": [\n' + ",\n".join(made) + "]"
+            lines.append(f'{head}, "{inner}": [\n{pairs}\n]}}')
+        return f'"{part}": [\n' + ",\n".join(lines) + "]"
 
     return f"{{{rows('generations', 'others')},\n{rows('devices', 'pairs')}}}\n"
 
@@ -175,14 +179,18 @@ def keep(result: dict[str, Any], known: list[tuple[str, str, str]]) -> None:
     Known pairs that were not asked for stay, and so do those that another machine has run and this
     one lacks a library for.
     """
-    found = {(o["kind"], o["type"], o["cls"]): o for o in json.loads(RESULTS.read_text())["pairs"]}
+    outcomes = {
+        (o["kind"], o["type"], o["cls"]): o for o in json.loads(RESULTS.read_text())["pairs"]
+    }
     for one in result["pairs"]:
         pair = one["kind"], one["type"], one["cls"]
-        if pair not in found or not one["why"].startswith(("ImportError", "ModuleNotFoundError")):
-            found[pair] = {k: v for k, v in one.items() if k != "seconds"}
+        if pair not in outcomes or not one["why"].startswith(
+            ("ImportError", "ModuleNotFoundError")
+        ):
+            outcomes[pair] = {k: v for k, v in one.items() if k != "seconds"}
     from tests.sweep.cases import as_lines
 
-    pairs = [found[pair] for pair in known if pair in found]
+    pairs = [outcomes[pair] for pair in known if pair in outcomes]
     RESULTS.write_text(as_lines({**result, "pairs": pairs}))
 
 

@@ -46,27 +46,29 @@ class Verdict:
 
 def judge(pair: Pair) -> Verdict:
     """Compare the ways to ask for our attention with eager, in this process."""
-    made = Verdict(pair.kind, pair.type, pair.cls)
+    verdict = Verdict(pair.kind, pair.type, pair.cls)
     for text in (True, False):
         try:
             eager = build(pair, "eager")
             cases = batches(pair, eager, text)
-            wanted = {name: logits(eager, batch) for name, batch in cases.items()}
+            expected = {name: logits(eager, batch) for name, batch in cases.items()}
             break
         except Exception as error:
-            made.why = _said(error)
+            verdict.why = _said(error)
     else:
-        return made
-    made.why, found = "", {}
+        return verdict
+    verdict.why, call_counts = "", {}
     for way in (constructed, switched, forced):
         with counted() as calls:
-            refusals, wrong = _compared(way, pair, eager, cases, wanted, made)
+            refusals, wrong = _compared(way, pair, eager, cases, expected, verdict)
         why = wrong or next(iter(refusals), "")
         status = "wrong" if wrong else "refused" if refusals else "served" if calls else "unused"
-        found[status, way.__name__] = why
-    for (status, way), why in sorted(found.items(), key=lambda item: item[0][0] != "wrong")[:1]:
-        made.status, made.why = status, f"{way}: {why}" if why else ""
-    return made
+        call_counts[status, way.__name__] = why
+    for (status, way), why in sorted(call_counts.items(), key=lambda item: item[0][0] != "wrong")[
+        :1
+    ]:
+        verdict.status, verdict.why = status, f"{way}: {why}" if why else ""
+    return verdict
 
 
 def work(pair: Pair) -> dict[str, Any]:
@@ -117,22 +119,22 @@ def batches(pair: Pair, model: Any, text: bool) -> dict[str, Batch]:
     if getattr(model.config, "is_encoder_decoder", False) and "labels" in whole:
         spoken = whole.pop("labels").clamp(min=10) if ids is None else ids.clone()
         whole.setdefault("decoder_input_ids", spoken)
-    found = {"no padding": whole}
+    cases = {"no padding": whole}
     if ids is None or mask is None or mask.shape != ids.shape:
-        return found
+        return cases
     left = mask.clone()
     left[0, :3] = 0
     for side, padded in (("left", left), ("right", left.flip(-1))):
-        found[f"padding {side}"] = {**whole, "attention_mask": padded}
-    return found
+        cases[f"padding {side}"] = {**whole, "attention_mask": padded}
+    return cases
 
 
 def logits(model: Any, batch: Batch) -> torch.Tensor:
     """What the model says of a batch."""
     torch.manual_seed(7)
     with torch.no_grad():
-        found = model(**batch).logits
-    return found[0] if isinstance(found, tuple) else found
+        outputs = model(**batch).logits
+    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def later(batch: Batch) -> Batch:
@@ -150,8 +152,8 @@ def _compared(
     pair: Pair,
     eager: Any,
     cases: dict[str, Batch],
-    wanted: dict[str, torch.Tensor],
-    made: Verdict,
+    expected: dict[str, torch.Tensor],
+    verdict: Verdict,
 ) -> tuple[list[str], str]:
     """Refusals, and what is wrong: another result, the future, or an error that is no refusal."""
     refusals = []
@@ -167,11 +169,11 @@ def _compared(
                 return refusals, f"{name}: {_said(error)}"
             refusals.append(str(error))
             continue
-        wrong = differs(batch, wanted[name], got)
+        wrong = differs(batch, expected[name], got)
         if wrong and differs(batch, _by_sdpa(pair, eager, batch), got):
             return refusals, f"{name}: {wrong}"
         if name == "no padding" and pair.kind != "masked":
-            wrong = _sees_future(eager, model, batch, wanted[name], got, made)
+            wrong = _sees_future(eager, model, batch, expected[name], got, verdict)
             if wrong:
                 return refusals, wrong
     return refusals, ""
@@ -187,28 +189,28 @@ def counted() -> Iterator[list[str]]:
     """The names of modules that call our attention meanwhile."""
     from transformers import AttentionInterface
 
-    known, found = AttentionInterface._global_mapping, []
+    known, names = AttentionInterface._global_mapping, []
     ours = known[OURS]
 
     def spy(module: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(type(module).__name__)
+        names.append(type(module).__name__)
         return ours(module, *args, **kwargs)
 
     known[OURS] = spy
     try:
-        yield found
+        yield names
     finally:
         known[OURS] = ours
 
 
-def differs(batch: Batch, wanted: torch.Tensor | None, got: torch.Tensor) -> str:
+def differs(batch: Batch, expected: torch.Tensor | None, got: torch.Tensor) -> str:
     """Where logits of tokens that are no padding are not equal, or nothing."""
-    if wanted is None or got.shape != wanted.shape:
+    if expected is None or got.shape != expected.shape:
         return "nothing to compare with"
-    found, mask = (got - wanted).abs(), batch.get("attention_mask")
-    if mask is not None and "decoder_input_ids" not in batch and found.shape[:2] == mask.shape:
-        found = found[mask.bool()]
-    part = float(found.max() / wanted.abs().max())
+    distance, mask = (got - expected).abs(), batch.get("attention_mask")
+    if mask is not None and "decoder_input_ids" not in batch and distance.shape[:2] == mask.shape:
+        distance = distance[mask.bool()]
+    part = float(distance.max() / expected.abs().max())
     return "" if part <= EQUAL else f"differs from eager by {part:.2g}"
 
 
@@ -223,22 +225,27 @@ def _by_sdpa(pair: Pair, eager: Any, batch: Batch) -> torch.Tensor | None:
 
 
 def _sees_future(
-    eager: Any, model: Any, batch: Batch, wanted: torch.Tensor, got: torch.Tensor, made: Verdict
+    eager: Any,
+    model: Any,
+    batch: Batch,
+    expected: torch.Tensor,
+    got: torch.Tensor,
+    verdict: Verdict,
 ) -> str:
     """Earlier positions that the last token moves, though it does not in eager; or nothing."""
     other = later(batch)
     if other is batch:
         return ""
-    largest = float(wanted.abs().max())
+    largest = float(expected.abs().max())
     moved, ours = (
         (logits(m, other) - before).abs().amax(-1)[:, :-1] / largest
-        for m, before in ((eager, wanted), (model, got))
+        for m, before in ((eager, expected), (model, got))
     )
-    made.causal = made.causal or bool((moved <= STILL).all())
-    found = ours[moved <= STILL]
-    if not found.numel() or float(found.max()) <= MOVED:
+    verdict.causal = verdict.causal or bool((moved <= STILL).all())
+    rows = ours[moved <= STILL]
+    if not rows.numel() or float(rows.max()) <= MOVED:
         return ""
-    return f"the last token moves earlier logits by {float(found.max()):.2g}"
+    return f"the last token moves earlier logits by {float(rows.max()):.2g}"
 
 
 def _said(error: BaseException) -> str:

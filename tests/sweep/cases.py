@@ -48,13 +48,13 @@ def registered() -> list[Pair]:
     """The pairs of the installed transformers, by kind and type."""
     from transformers.models.auto import modeling_auto
 
-    found: dict[tuple[str, str], Pair] = {}
-    for kind, name in KINDS.items():
+    pairs: dict[tuple[str, str], Pair] = {}
+    for registry, name in KINDS.items():
         mapping = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES")
         for model_type, classes in mapping.items():
             for cls in (classes,) if isinstance(classes, str) else classes:
-                found.setdefault((model_type, cls), Pair(kind, model_type, cls))
-    return list(found.values())
+                pairs.setdefault((model_type, cls), Pair(registry, model_type, cls))
+    return list(pairs.values())
 
 
 def as_lines(result: dict[str, Any]) -> str:
@@ -178,9 +178,9 @@ def shrink(config: Any, built: tuple[str, ...] = ()) -> Any:
         elif isinstance(value, float) and DROP.search(name):
             setattr(config, name, 0.0)
         elif isinstance(value, int) and not isinstance(value, bool):
-            made = _number(config, name, value, renamed, before)
-            if made != value:
-                setattr(config, name, made)
+            verdict = _number(config, name, value, renamed, before)
+            if verdict != value:
+                setattr(config, name, verdict)
     _lists(config, before, old_layers)
     _rope(config)
     return config
@@ -247,19 +247,19 @@ def _read(config: Any, name: str) -> Any:
         return None
 
 
-def _rope_dict(found: Any, head: int | None) -> None:
-    if not isinstance(found, dict) or not isinstance(head, int):
+def _rope_dict(rope: Any, head: int | None) -> None:
+    if not isinstance(rope, dict) or not isinstance(head, int):
         return
-    pairs = int(head * (found.get("partial_rotary_factor") or 1.0)) // 2
-    for key, value in list(found.items()):
+    pairs = int(head * (rope.get("partial_rotary_factor") or 1.0)) // 2
+    for key, value in list(rope.items()):
         if isinstance(value, dict):
             _rope_dict(value, head)
         elif key == "mrope_section":
             total = sum(value)
             parts = [max(1, v * pairs // total) for v in value[1:]]
-            found[key] = [pairs - sum(parts), *parts]
+            rope[key] = [pairs - sum(parts), *parts]
         elif key in ("long_factor", "short_factor"):
-            found[key] = list(value[:1]) * pairs
+            rope[key] = list(value[:1]) * pairs
 
 
 # --- what some types need beside ---
@@ -408,23 +408,23 @@ def configuration(pair: Pair) -> Any:
     import transformers
     from transformers import CONFIG_MAPPING
 
-    kind = CONFIG_MAPPING[pair.type]
+    config_class = CONFIG_MAPPING[pair.type]
     if pair.type in BUILT:
-        return kind(**BUILT[pair.type])
+        return config_class(**BUILT[pair.type])
     maker = multimodal.for_pair(pair)
-    made = kind(**PARTS.get(pair.type, dict)())
-    wanted = getattr(transformers, pair.cls).config_class
-    if wanted is not None and not isinstance(made, wanted):
-        parts = (getattr(made, name, None) for name in TEXTS)
-        made = next((c for c in parts if isinstance(c, wanted)), made)
-    shrink(made, tuple(BUILT))
-    for config in _within(made):
+    verdict = config_class(**PARTS.get(pair.type, dict)())
+    config_type = getattr(transformers, pair.cls).config_class
+    if config_type is not None and not isinstance(verdict, config_type):
+        parts = (getattr(verdict, name, None) for name in TEXTS)
+        verdict = next((c for c in parts if isinstance(c, config_type)), verdict)
+    shrink(verdict, tuple(BUILT))
+    for config in _within(verdict):
         _finish(config)
     if maker is not None:
-        maker.set(made)
+        maker.set(verdict)
     if pair.type == "reformer":
-        made.is_decoder = pair.kind == "causal"
-    return made
+        verdict.is_decoder = pair.kind == "causal"
+    return verdict
 
 
 def _small(model_type: str, **arguments: Any) -> Any:
@@ -467,11 +467,11 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 def _within(config: Any) -> list[Any]:
     from transformers import PreTrainedConfig
 
-    found = [config]
+    rope = [config]
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
-            found += _within(value)
-    return found
+            rope += _within(value)
+    return rope
 
 
 def _finish(config: Any) -> None:
@@ -588,9 +588,9 @@ def _patches(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
 def _kosmos_2_5(model: Any, ids: Any, normal: Any) -> dict[str, Any]:
     place = torch.zeros_like(ids)
     place[:, : model.config.latent_query_num] = 1
-    seen = _patches(model, ids, normal)["flattened_patches"]
+    patches = _patches(model, ids, normal)["flattened_patches"]
     size = {"width": torch.tensor([3, 3]), "height": torch.tensor([2, 2])}
-    return {"flattened_patches": seen, "image_embeds_position_mask": place, **size}
+    return {"flattened_patches": patches, "image_embeds_position_mask": place, **size}
 
 
 def _idefics(model: Any, ids: Any, normal: Any) -> dict[str, Any]:

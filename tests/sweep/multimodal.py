@@ -37,7 +37,7 @@ class Shape:
     part: str = ""
     fill: float | int | bool | None = None
 
-    def made(self, config: Any, normal: Normal) -> Tensor:
+    def draw(self, config: Any, normal: Normal) -> Tensor:
         """The tensor for a model."""
         inner = within(config, self.part)
         sizes = [size if isinstance(size, int) else _size(inner, size) for size in self.sizes]
@@ -90,9 +90,9 @@ class Maker:
     def add(self, model: Any, batch: Batch, normal: Normal) -> Batch:
         """A batch of text with everything else that the model takes."""
         config = model.config
-        made = {name: _made(value, config, normal) for name, value in self.inputs.items()}
-        counts = {kind: _rows(model, kind, made, self) // 2 for kind in self.placed}
-        batch = {**_placed(model, batch, counts), **made}
+        verdict = {name: _made(value, config, normal) for name, value in self.inputs.items()}
+        counts = {modality: _rows(model, modality, verdict, self) // 2 for modality in self.placed}
+        batch = {**_placed(model, batch, counts), **verdict}
         return {name: x for name, x in batch.items() if name not in self.without}
 
 
@@ -107,13 +107,13 @@ def pictures(*sizes: int, name: str = "pixel_values") -> dict[str, Any]:
 def patches(width: str, part: str = "vision_config", video: bool = True) -> dict[str, Any]:
     """Pictures of 4 x 4 patches in one row after another, and as many videos of a frame."""
     grid = [[1, GRID, GRID]] * 2
-    found = {"pixel_values": Shape((2 * GRID**2, width), part), "image_grid_thw": grid}
+    shapes = {"pixel_values": Shape((2 * GRID**2, width), part), "image_grid_thw": grid}
     if video:
-        found |= {
+        shapes |= {
             "pixel_values_videos": Shape((2 * GRID**2, width), part),
             "video_grid_thw": grid,
         }
-    return found
+    return shapes
 
 
 _QWEN = patches("3*temporal_patch_size*patch_size^2")
@@ -714,24 +714,24 @@ ROLES = {"image": 1, "video": 2, "audio": 3}
 
 def _made(value: Any, config: Any, normal: Normal) -> Any:
     if isinstance(value, Shape):
-        return value.made(config, normal)
+        return value.draw(config, normal)
     return torch.tensor(value) if isinstance(value, list) else value
 
 
-def _rows(model: Any, kind: str, made: Batch, maker: Maker) -> int:
+def _rows(model: Any, modality: str, verdict: Batch, maker: Maker) -> int:
     """How many features a model makes of the inputs of a kind, in both samples together."""
-    if kind in maker.tokens:
-        return 2 * maker.tokens[kind]
-    name = f"get_{kind}_features"
+    if modality in maker.tokens:
+        return 2 * maker.tokens[modality]
+    name = f"get_{modality}_features"
     # the outer model may only pass on what it gets
     ask = getattr(getattr(model, "model", model), name, None) or getattr(model, name)
     known = inspect.signature(ask).parameters
     with torch.no_grad():
-        found = ask(**{k: v for k, v in made.items() if k in known})
-    if not isinstance(found, (Tensor, list, tuple)):
-        pooled = found.pooler_output
-        found = found.last_hidden_state if pooled is None else pooled
-    return sum(x.numel() // x.shape[-1] for x in _tensors(found))
+        features = ask(**{k: v for k, v in verdict.items() if k in known})
+    if not isinstance(features, (Tensor, list, tuple)):
+        pooled = features.pooler_output
+        features = features.last_hidden_state if pooled is None else pooled
+    return sum(x.numel() // x.shape[-1] for x in _tensors(features))
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
@@ -744,32 +744,34 @@ def _placed(model: Any, batch: Batch, counts: Mapping[str, int]) -> Batch:
     """The batch with placeholders before its text, which no label asks for."""
     config, ids, labels = model.config, batch["input_ids"], batch["labels"]
     columns, roles = [], []
-    for kind, count in counts.items():
-        around = [getattr(config, name, None) for name in AROUND[kind]]
-        row = [around[0], *[token(config, kind)] * count, around[1]]
+    for modality, count in counts.items():
+        around = [getattr(config, name, None) for name in AROUND[modality]]
+        row = [around[0], *[token(config, modality)] * count, around[1]]
         row = [one for one in row if one is not None]
         columns += row
-        roles += [ROLES[kind] if one == token(config, kind) else 0 for one in row]
+        roles += [ROLES[modality] if one == token(config, modality) else 0 for one in row]
     ahead = torch.tensor(columns, dtype=torch.long).expand(2, -1)
     none = torch.full_like(ahead, -100)
-    made = {
+    verdict = {
         **batch,
         "input_ids": torch.cat([ids[:, :2], ahead, ids[:, 2:]], 1),
         "labels": torch.cat([labels[:, :2], none, labels[:, 2:]], 1),
     }
-    made["attention_mask"] = torch.ones_like(made["input_ids"])
+    verdict["attention_mask"] = torch.ones_like(verdict["input_ids"])
     takes = inspect.signature(model.forward).parameters
-    types = torch.zeros_like(made["input_ids"])
+    types = torch.zeros_like(verdict["input_ids"])
     types[:, 2 : 2 + len(roles)] = torch.tensor(roles)
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in takes or name in batch:
-            made[name] = types
-    return made
+            verdict[name] = types
+    return verdict
 
 
-def token(config: Any, kind: str) -> int:
+def token(config: Any, modality: str) -> int:
     """The id of a placeholder."""
-    return next(found for n in TOKENS[kind] if (found := getattr(config, n, None)) is not None)
+    return next(
+        token_id for n in TOKENS[modality] if (token_id := getattr(config, n, None)) is not None
+    )
 
 
 # --- what a batch has ---
@@ -783,11 +785,11 @@ KINDS = {
 """Kinds of inputs, as transformers calls them, by names of tensors."""
 
 
-def given(batch: Batch) -> list[str]:
+def modalities(batch: Batch) -> list[str]:
     """The kinds of inputs that a batch has, text among them."""
-    found = [
-        kind
-        for kind, pattern in KINDS.items()
+    names = [
+        modality
+        for modality, pattern in KINDS.items()
         if any(re.search(pattern, n) and isinstance(x, Tensor) for n, x in batch.items())
     ]
-    return [*(["text"] if "input_ids" in batch or "decoder_input_ids" in batch else []), *found]
+    return [*(["text"] if "input_ids" in batch or "decoder_input_ids" in batch else []), *names]

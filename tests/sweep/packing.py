@@ -58,39 +58,39 @@ def judge(pair: Pair) -> Verdict:
     """Compare a packed row with its samples, in this process."""
     from liger_multi.patching import patch
 
-    made = Verdict(pair.kind, pair.type, pair.cls)
+    verdict = Verdict(pair.kind, pair.type, pair.cls)
     try:
         model = build(pair)
         liven(model)
         if "position_ids" not in inspect.signature(model.forward).parameters:
-            made.status = "no positions"
-            return made
+            verdict.status = "no positions"
+            return verdict
         patch(model)
         ids = torch.randint(10, 60, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
-        wanted = results(model, [{"input_ids": part} for part in torch.split(ids, LENGTHS, 1)])
+        expected = results(model, [{"input_ids": part} for part in torch.split(ids, LENGTHS, 1)])
     except Exception as error:
-        made.why = _said(error)
-        return made
-    if wanted[0].shape[1] != sum(LENGTHS):
-        made.why = f"its logits are not those of its tokens: {tuple(wanted[0].shape)}"
-        return made
-    made.status, made.why = packed(model, ids, wanted)
-    for name, told in TOLD.items():
-        made.beside[name] = [*packed(model, ids, wanted, told)]
-    return made
+        verdict.why = _said(error)
+        return verdict
+    if expected[0].shape[1] != sum(LENGTHS):
+        verdict.why = f"its logits are not those of its tokens: {tuple(expected[0].shape)}"
+        return verdict
+    verdict.status, verdict.why = packed(model, ids, expected)
+    for name, key in TOLD.items():
+        verdict.beside[name] = [*packed(model, ids, expected, key)]
+    return verdict
 
 
 def packed(
-    model: Any, ids: torch.Tensor, wanted: Any, told: dict[str, Any] | None = None
+    model: Any, ids: torch.Tensor, expected: Any, kwargs: dict[str, Any] | None = None
 ) -> tuple[str, str]:
     """Status and reason of a packed row, with the arguments that an error names as well."""
     place = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    batch = {"input_ids": ids, "position_ids": place, **(told or {})}
-    if not _takes(model, told or {}):
+    batch = {"input_ids": ids, "position_ids": place, **(kwargs or {})}
+    if not _takes(model, kwargs or {}):
         return "not taken", ""
     try:
-        found = unlike(results(model, [batch]), wanted)
-        return ("wrong", found) if found else ("apart", "")
+        reason = unlike(results(model, [batch]), expected)
+        return ("wrong", reason) if reason else ("apart", "")
     except Exception as error:
         said = str(error)
         if not isinstance(error, ValueError) or "several samples" not in said:
@@ -100,8 +100,8 @@ def packed(
     way = said.partition("With ")[2].partition(" they are kept apart")[0]
     if "of shape (4, B, T)" not in way:
         return "other", way
-    found = unlike(results(model, [{**batch, "position_ids": place.expand(4, -1, -1)}]), wanted)
-    return ("wrong", found) if found else ("other", way)
+    reason = unlike(results(model, [{**batch, "position_ids": place.expand(4, -1, -1)}]), expected)
+    return ("wrong", reason) if reason else ("other", way)
 
 
 def _takes(model: Any, names: Iterable[str]) -> bool:
@@ -133,16 +133,16 @@ def results(model: Any, batches: list[dict[str, Any]]) -> tuple[torch.Tensor, di
     return logits.detach(), grads
 
 
-def unlike(got: Any, wanted: Any) -> str:
+def unlike(got: Any, expected: Any) -> str:
     """What is not equal within rounding, or nothing."""
-    (ours, grads), (logits, right) = got, wanted
+    (ours, grads), (logits, right) = got, expected
     moved = float((ours - logits).abs().max() / logits.abs().max())
     if not moved <= EQUAL:
         return f"logits differ by {moved:.1e} of the largest"
     if grads.keys() != right.keys():
         return f"gradients of other parameters: {sorted(grads.keys() ^ right.keys())[:3]}"
-    found = comparing.difference(grads, right, EQUAL, torch.float32)
-    return f"the gradient of {found}" if found else ""
+    reason = comparing.difference(grads, right, EQUAL, torch.float32)
+    return f"the gradient of {reason}" if reason else ""
 
 
 def work(pair: Pair) -> dict[str, Any]:

@@ -74,15 +74,15 @@ NOTE = {
 
 def page() -> str:
     """The page."""
-    found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    pairs = found["pairs"]
+    data = json.loads(RESULTS.read_text(encoding="utf-8"))
+    pairs = data["pairs"]
     text = HEAD.format(
-        **{k: found[k] for k in ("torch", "transformers", "backend")},
-        **found["bounds"],
+        **{k: data[k] for k in ("torch", "transformers", "backend")},
+        **data["bounds"],
         summary=_summary(pairs),
     )
-    for kind in dict.fromkeys(o["kind"] for o in pairs):
-        some = [o for o in pairs if o["kind"] == kind]
+    for registry in dict.fromkeys(o["kind"] for o in pairs):
+        some = [o for o in pairs if o["kind"] == registry]
         rows = [
             (
                 "| type | class | step | gradients | norms | MLP | rotary | loss "
@@ -91,7 +91,7 @@ def page() -> str:
             "|---|---|---|---|---|---|---|---|---|",
         ]
         rows += [_row(o) for o in sorted(some, key=lambda o: (o["type"], o["cls"]))]
-        text += f"## {kind.capitalize()}\n\n" + "\n".join(rows) + "\n\n"
+        text += f"## {registry.capitalize()}\n\n" + "\n".join(rows) + "\n\n"
     text += "## Packed rows\n\n" + "\n".join(_packed()) + "\n\n"
     text += "## Norms of queries and keys\n\n" + "\n".join(_rotated(pairs)) + "\n\n"
     text += "## Skipped modules\n\n" + "\n".join(_reasons(pairs)) + "\n\n"
@@ -115,9 +115,9 @@ BESIDE = {"seq_idx": "and `seq_idx`", "cu_seq_lens": "and `cu_seq_lens_*`, `max_
 
 def _packed() -> list[str]:
     """Types of the sweep by what becomes of a row of two samples, with each set of arguments."""
-    found = json.loads(RESULTS.with_name("packing.json").read_text(encoding="utf-8"))
+    data = json.loads(RESULTS.with_name("packing.json").read_text(encoding="utf-8"))
     groups: dict[tuple[str, ...], set[str]] = {}
-    for one in sorted(found["pairs"], key=lambda o: (list(PACKED).index(o["status"]), o["why"])):
+    for one in sorted(data["pairs"], key=lambda o: (list(PACKED).index(o["status"]), o["why"])):
         first = one["status"], one["why"]
         cells = [first, *(one["beside"].get(name, ("", "")) for name in BESIDE)]
         said = [PACKED[status].format(why=why) if status else "" for status, why in cells]
@@ -126,7 +126,7 @@ def _packed() -> list[str]:
     return [
         (
             f"Two samples of text in a row, logits and every gradient, `use_cache=False`, "
-            f"transformers {found['transformers']}; `python -m tests.sweep --packing`. See "
+            f"transformers {data['transformers']}; `python -m tests.sweep --packing`. See "
             "[packed rows](patching.md#packed-rows).\n"
         ),
         f"| with `position_ids` | {' | '.join(BESIDE.values())} | types | |",
@@ -141,14 +141,14 @@ def _packed() -> list[str]:
 def _devices() -> list[str]:
     """Samples of the sweep whose operators ran on a device: what they called, what is not equal."""
     lines = []
-    for found in json.loads(ELSEWHERE.read_text(encoding="utf-8"))["devices"]:
-        pairs, where = found["pairs"], [found[k] for k in ("device", "torch", "transformers")]
+    for device in json.loads(ELSEWHERE.read_text(encoding="utf-8"))["devices"]:
+        pairs, where = device["pairs"], [device[k] for k in ("device", "torch", "transformers")]
         equal = [o for o in pairs if o["status"] == "equal"]
         calls: Counter[str] = sum((Counter(o["calls"]) for o in equal), Counter())
         served = ", ".join(f"{op} {n}" for op, n in calls.most_common())
         lines.append(
-            f"{where[0]}, backend {found['backend']}, torch {where[1]}, transformers {where[2]}, "
-            f"{found['date']}, {found['commit']}: **{len(equal)} of {len(pairs)} pairs equal**. "
+            f"{where[0]}, backend {device['backend']}, torch {where[1]}, transformers {where[2]}, "
+            f"{device['date']}, {device['commit']}: **{len(equal)} of {len(pairs)} pairs equal**. "
             f"Calls of operators: {served}. {_of_modules(equal)}\n"
         )
         lines.append(f"Equal: {', '.join(sorted({o['type'] for o in equal}))}.\n")
@@ -178,15 +178,15 @@ def _generations() -> list[str]:
     ]
     lines = [""]
     every = json.loads(ELSEWHERE.read_text(encoding="utf-8"))["generations"]
-    for found in every:
-        counts = [found[s] for s in ("equal", "different", "not built")]
-        cells = (*(found[k] for k in ("transformers", "torch", "date")), sum(counts), *counts)
+    for run in every:
+        counts = [run[s] for s in ("equal", "different", "not built")]
+        cells = (*(run[k] for k in ("transformers", "torch", "date")), sum(counts), *counts)
         rows.append("| " + " | ".join(map(str, cells)) + " |")
-        for given, count in found.get("packing", {}).items():
-            cells = (found["transformers"], given, *(count.get(status, 0) for status in PACKED))
+        for input_name, count in run.get("packing", {}).items():
+            cells = (run["transformers"], input_name, *(count.get(status, 0) for status in PACKED))
             packing.append("| " + " | ".join(map(str, cells)) + " |")
-        lines.append(f"Not equal with transformers {found['transformers']}:\n")
-        lines += [f"* {o['type']}/{o['cls']}, {o['status']}: {o['why']}" for o in found["others"]]
+        lines.append(f"Not equal with transformers {run['transformers']}:\n")
+        lines += [f"* {o['type']}/{o['cls']}, {o['status']}: {o['why']}" for o in run["others"]]
         lines.append("")
     return [*rows, *packing, *lines[:-1]]
 
@@ -244,14 +244,14 @@ def _executed(pairs: list[dict[str, Any]]) -> list[str]:
     whole = sum(o["modules"] == o["served"] and not idle_towers(o) for o in pairs)
     text = sum(o["text_only"] for o in pairs)
     towers = sum(bool(idle_towers(o)) for o in pairs)
-    beside = sum(bool({*o.get("inputs", ())} - {"text"}) for o in pairs)
+    others = sum(bool({*o.get("inputs", ())} - {"text"}) for o in pairs)
     counted = [o["gradients"] for o in pairs if "gradients" in o]
     alive, every = (sum(one[at] for one in counted) for at in (0, 1))
     bare = sorted({o["type"] for o in pairs if o["text_only"]})
     return [
         f"* {_totals(pairs)}",
         (
-            f"* {beside} equal pairs ran with images, video or sound. In the {len(counted)} pairs "
+            f"* {others} equal pairs ran with images, video or sound. In the {len(counted)} pairs "
             f"where gradients were counted, {alive:,} of {every:,} parameters had one that is not "
             "zero."
         ),
@@ -290,8 +290,8 @@ def _row(outcome: dict[str, Any]) -> str:
             step = "equal **in part**"
         mlps = (*GATED, "relu_squared")
         counts = [_of(outcome, ops) for ops in (NORMS, mlps, FAMILIES["rotary"])]
-        beside = [kind for kind in outcome.get("inputs", ()) if kind != "text"]
-        step += f" with {_listed(beside)}" if beside else ""
+        modalities = [modality for modality in outcome.get("inputs", ()) if modality != "text"]
+        step += f" with {_listed(modalities)}" if modalities else ""
         alive = "{} of {}".format(*outcome["gradients"]) if "gradients" in outcome else NOT_MEASURED
         head = "**fused**" if "head" in covers(outcome) else "real"
         cells = [alive, *counts, head, "; ".join([*map(_idle, outcome["idle"]), *_stock(outcome)])]

@@ -28,15 +28,15 @@ from tests.sweep.cases import Pair, build, inputs
 # --- what a step executed ---
 
 
-def counts(report: Any, model: nn.Module, seen: Executed, batch: dict[str, Any]) -> dict[str, Any]:
+def counts(report: Any, model: nn.Module, calls: Executed, batch: dict[str, Any]) -> dict[str, Any]:
     """What became of the patched modules of a report, as fields of an outcome."""
     report = replace(report, entries=[e for e in report.entries if e.op != "packing"])
-    parts = idle(report, model, seen, batch)
+    parts = idle(report, model, calls, batch)
     ran, served, stock = Counter[str](), Counter[str](), Counter[tuple[str, str, str]]()
     for entry in report.entries:
-        if entry.path in seen.ran:
+        if entry.path in calls.ran:
             ran[entry.op] += 1
-            if serves(entry.op, entry.path, seen):
+            if serves(entry.op, entry.path, calls):
                 served[entry.op] += 1
             else:
                 stock[entry.op, _starred(entry.path), entry.stock] += 1
@@ -56,12 +56,12 @@ def text_only(parts: list[dict[str, Any]], model: Any, batch: dict[str, Any]) ->
 
     listed = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()
     more = type(model).__name__ in listed and lacking(model, batch)
-    text = set(multimodal.given(batch)) <= {"text"}
+    text = set(multimodal.modalities(batch)) <= {"text"}
     return text and (bool(more) or any(part["tower"] for part in parts))
 
 
 def idle(
-    report: Any, model: nn.Module, seen: Executed, batch: dict[str, Any]
+    report: Any, model: nn.Module, calls: Executed, batch: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """The outermost modules of which nothing ran, if they are models or have patched modules.
 
@@ -69,10 +69,10 @@ def idle(
     tower), and the kinds of inputs that it takes and the batch has none of.
     """
     modules = dict(model.named_modules())
-    alive = {above for path in seen.ran for above in (path, *_above(path))}
+    alive = {above for path in calls.ran for above in (path, *_above(path))}
     towers = {path for path, m in modules.items() if hasattr(m, "input_modalities")} - alive
-    patched = {e.path: e.op for e in report.entries if e.path not in seen.ran}
-    found: dict[str, dict[str, Any]] = {}
+    patched = {e.path: e.op for e in report.entries if e.path not in calls.ran}
+    reasons: dict[str, dict[str, Any]] = {}
     for path in modules:
         if path not in towers and path not in patched:
             continue
@@ -80,13 +80,13 @@ def idle(
         shown = _starred(top)
         cls = type(modules[top]).__name__
         one = {"path": shown, "class": cls, "modules": {}, "tower": False, "lacks": []}
-        one = found.setdefault(shown, one)
+        one = reasons.setdefault(shown, one)
         if path in towers:
             one["tower"] = True
             one["lacks"] = sorted({*one["lacks"], *lacking(modules[path], batch)})
         if path in patched:
             one["modules"][patched[path]] = one["modules"].get(patched[path], 0) + 1
-    return list(found.values())
+    return list(reasons.values())
 
 
 def _above(path: str) -> list[str]:
@@ -99,7 +99,7 @@ def lacking(model: Any, batch: dict[str, Any]) -> set[str]:
     """The kinds of inputs that a model takes and a batch has none of, text aside."""
     modalities = getattr(model, "input_modalities", "text")
     kinds = {modalities} if isinstance(modalities, str) else set(modalities)
-    return kinds - {"text", *multimodal.given(batch)}
+    return kinds - {"text", *multimodal.modalities(batch)}
 
 
 def _starred(path: str) -> str:
@@ -160,44 +160,44 @@ def examine(pair: Pair, device: str = "cpu", **ops: Any) -> Outcome:
     """Compare stock and patched, in this process."""
     from liger_multi.patching import patch
 
-    made = Outcome(pair.kind, pair.type, pair.cls, "not built")
+    verdict = Outcome(pair.kind, pair.type, pair.cls, "not built")
     started = time.perf_counter()
     try:
         stock = build(pair)
         liven(stock)
-        given = inputs(pair, stock)
-        batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in given.items()}
+        batch_inputs = inputs(pair, stock)
+        batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch_inputs.items()}
         stock.to(device)
         ours = copy.deepcopy(stock)
-        wanted = step(stock, batch)
+        expected = step(stock, batch)
     except Exception as error:
-        made.why = _said(error)
-        return made
-    made.inputs = multimodal.given(batch)
-    alive = sum(bool(grad.any()) for name, grad in wanted.items() if name != "loss")
-    made.gradients = [alive, len(list(stock.parameters()))]
+        verdict.why = _said(error)
+        return verdict
+    verdict.inputs = multimodal.modalities(batch)
+    alive = sum(bool(grad.any()) for name, grad in expected.items() if name != "loss")
+    verdict.gradients = [alive, len(list(stock.parameters()))]
     report = patch(ours, **{ROTATED: True, **ops})  # named, it says where it is refused
-    seen = Executed()
+    calls = Executed()
     try:
-        with executed(ours) as seen:
+        with executed(ours) as calls:
             got = step(ours, batch)
-        made.why = found = difference(wanted, got)
-        if found and not in_doubles(stock, ours, batch):
-            found, made.why = "", "in fp64; in fp32 the rounding shows"
+        verdict.why = reason = difference(expected, got)
+        if reason and not in_doubles(stock, ours, batch):
+            reason, verdict.why = "", "in fp64; in fp32 the rounding shows"
     except Exception as error:
-        made.why = found = _said(error)
-    made.status = "different" if found else "equal"
-    made.calls = dict(sorted(seen.calls.items()))
-    for name, value in counts(report, ours, seen, batch).items():
-        setattr(made, name, value)
+        verdict.why = reason = _said(error)
+    verdict.status = "different" if reason else "equal"
+    verdict.calls = dict(sorted(calls.calls.items()))
+    for name, value in counts(report, ours, calls, batch).items():
+        setattr(verdict, name, value)
     for skip in report.skipped:
         if skip.op == ROTATED and not skip.path:
             continue  # few models have both
-        reasons = made.skipped.setdefault(skip.op, [])
+        reasons = verdict.skipped.setdefault(skip.op, [])
         if skip.reason not in reasons:
             reasons.append(skip.reason)
-    made.seconds = round(time.perf_counter() - started, 2)
-    return made
+    verdict.seconds = round(time.perf_counter() - started, 2)
+    return verdict
 
 
 def _said(error: BaseException) -> str:
@@ -216,12 +216,12 @@ def liven(model: Any) -> None:
             if parameter.ndim < 2:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
             else:
-                wanted = 0.7 * parameter.shape[-1] ** -0.5
-                size = float(parameter.std()) if parameter.numel() > 1 else wanted
+                bound = 0.7 * parameter.shape[-1] ** -0.5
+                size = float(parameter.std()) if parameter.numel() > 1 else bound
                 if size == 0:  # born zero, what is in front of it would have no gradient
-                    parameter.add_(torch.randn(parameter.shape, generator=generator) * wanted)
-                elif size < wanted:
-                    parameter.mul_(wanted / size)
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) * bound)
+                elif size < bound:
+                    parameter.mul_(bound / size)
 
 
 def step(model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -236,31 +236,31 @@ def step(model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach(), **grads}
 
 
-def difference(wanted: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> str:
+def difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> str:
     """What is not equal within rounding, or nothing."""
-    if wanted.keys() != got.keys():
-        return f"gradients of other parameters: {sorted(wanted.keys() ^ got.keys())[:3]}"
-    loss, our_loss = float(wanted["loss"]), float(got["loss"])
+    if expected.keys() != got.keys():
+        return f"gradients of other parameters: {sorted(expected.keys() ^ got.keys())[:3]}"
+    loss, our_loss = float(expected["loss"]), float(got["loss"])
     if not abs(our_loss - loss) <= LOSS * abs(loss):
         return f"the loss is {our_loss:.7g}, stock {loss:.7g}"
     ours, theirs = {}, {}
-    for name in wanted.keys() - {"loss"}:
+    for name in expected.keys() - {"loss"}:
         # where stock has no number, ours has to have none either
-        neither = got[name].isnan() & wanted[name].isnan()
-        ours[name], theirs[name] = (x[name].masked_fill(neither, 0.0) for x in (got, wanted))
+        neither = got[name].isnan() & expected[name].isnan()
+        ours[name], theirs[name] = (x[name].masked_fill(neither, 0.0) for x in (got, expected))
     # models in fp64 compute their norms in fp32
-    found = comparing.difference(ours, theirs, GRADIENT, torch.float32)
-    return f"the gradient of {found}" if found else ""
+    reason = comparing.difference(ours, theirs, GRADIENT, torch.float32)
+    return f"the gradient of {reason}" if reason else ""
 
 
 def in_doubles(stock: Any, ours: Any, batch: dict[str, Any]) -> str:
     """The difference in fp64, where a gradient that all but cancels is still exact."""
-    found = []
+    results = []
     for model in (stock, ours):
         model.double().zero_grad()
         wide = {k: _wide(v) for k, v in batch.items()}
-        found.append(step(model, wide))
-    return difference(found[0], found[1])
+        results.append(step(model, wide))
+    return difference(results[0], results[1])
 
 
 def _wide(value: Any) -> Any:
@@ -274,9 +274,9 @@ def sweep(pairs: list[Pair], jobs: int = 1, device: str = "cpu", **ops: Any) -> 
     def work(pair: Pair) -> dict[str, Any]:
         return asdict(examine(pair, device, **ops))
 
-    for pair, seconds, found in forked(pairs, work, jobs):
+    for pair, seconds, outcome in forked(pairs, work, jobs):
         why = f"the process ended after {seconds:.0f} s without a result"
-        fields = found or {**asdict(pair), "status": "not built", "why": why}
+        fields = outcome or {**asdict(pair), "status": "not built", "why": why}
         yield Outcome(**fields)
 
 
@@ -314,8 +314,8 @@ def _import() -> None:
     for model_type in ("llama", "bert", "t5", "mixtral", "gemma2"):
         importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     for module in (ops, liger_multi.reference):
-        for found in pkgutil.iter_modules(module.__path__):
-            importlib.import_module(f"{module.__name__}.{found.name}")
+        for info in pkgutil.iter_modules(module.__path__):
+            importlib.import_module(f"{module.__name__}.{info.name}")
     importlib.import_module("liger_multi.patching")
     importlib.import_module("torch._dynamo")
 

@@ -265,11 +265,11 @@ def test_a_result_says_what_the_suite_said(tmp_path):
 
 def test_the_suite_is_that_of_the_operators():
     plan, _ = bench.parse([*QUICK, "--ops", "swiglu", "--samples", "8192x8192"])
-    found = bench.suite(plan)
-    assert found.green
-    assert found.device["device"] == "cpu"
+    bench_case = bench.suite(plan)
+    assert bench_case.green
+    assert bench_case.device["device"] == "cpu"
     with_every = len([s for s in samples.of("swiglu") if s.size != "bench"])
-    assert found.counts["passed"] >= with_every
+    assert bench_case.counts["passed"] >= with_every
 
 
 # --- the command of the package ---
@@ -346,19 +346,19 @@ def test_the_reference_in_fp64_is_what_the_tests_call_right(op):
     """An installed package has no tests: it compares with its own reference instead."""
     small = [s for s in samples.of(op) if s.size == "small"]
     for name in [s.name for s in small if all(0 not in t.shape for t in s.tensors.values())][:6]:
-        found = case(op, name)
-        tensors = bench_cases.draw(found.sample, torch.device("cpu"), torch.float32)
+        bench_case = case(op, name)
+        tensors = bench_cases.draw(bench_case.sample, torch.device("cpu"), torch.float32)
         if not any(t.requires_grad for t in tensors.values()):
             continue
         douts = bench_cases.upstream(
-            found, torch.device("cpu"), torch.float32, bench.fp64_reference
+            bench_case, torch.device("cpu"), torch.float32, bench.fp64_reference
         )
         again = bench_cases.upstream(
-            found, torch.device("cpu"), torch.float32, bench_cases.reference
+            bench_case, torch.device("cpu"), torch.float32, bench_cases.reference
         )
         assert [d.shape for d in douts] == [d.shape for d in again]
         right, ours = (
-            bench_cases.truth(found, tensors, douts, torch.float64, fp64_reference)
+            bench_cases.truth(bench_case, tensors, douts, torch.float64, fp64_reference)
             for fp64_reference in (bench.fp64_reference, bench_cases.reference)
         )
         for a, b in zip(ours.results, right.results, strict=True):
@@ -417,14 +417,14 @@ def test_every_operator_has_work_and_a_plain_formula():
 
 @pytest.mark.parametrize("op", operators())
 def test_scaled_samples_fit_and_keep_their_form(op):
-    for found in bench_cases.cases(op, "*", torch.bfloat16, (16e6, 2e10)):
-        shapes, full = found.shapes, case(op, found.sample.name).shapes
+    for bench_case in bench_cases.cases(op, "*", torch.bfloat16, (16e6, 2e10)):
+        shapes, full = bench_case.shapes, case(op, bench_case.sample.name).shapes
         for name in shapes:
             assert len(shapes[name]) == len(full[name])
-        rows = {shapes[n][0] for n in found.row_tensors}
+        rows = {shapes[n][0] for n in bench_case.row_tensors}
         assert len(rows) == 1, "rows must stay equal"
         # where one row is left, the weights of a model are what they are
-        assert found.sample.elements * 2 <= 16e6 or rows == {1}
+        assert bench_case.sample.elements * 2 <= 16e6 or rows == {1}
         if "weight" in shapes:
             assert shapes["weight"][-1] == full["weight"][-1], "widths are not rows"
 
@@ -437,14 +437,14 @@ def test_truth_in_chunks_is_truth(monkeypatch):
         ("fused_add_rms_norm", "row-gaps"),
         ("fused_moe", "sentinels"),
     ):
-        found = case(op, name)
-        tensors = bench_cases.draw(found.sample, torch.device("cpu"), torch.bfloat16)
+        bench_case = case(op, name)
+        tensors = bench_cases.draw(bench_case.sample, torch.device("cpu"), torch.bfloat16)
         douts = bench_cases.upstream(
-            found, torch.device("cpu"), torch.bfloat16, bench.fp64_reference
+            bench_case, torch.device("cpu"), torch.bfloat16, bench.fp64_reference
         )
-        whole = bench_cases.truth(found, tensors, douts, torch.float64, bench.fp64_reference)
+        whole = bench_cases.truth(bench_case, tensors, douts, torch.float64, bench.fp64_reference)
         monkeypatch.setattr(bench_cases, "ORACLE_BYTES", 3 * 50 * 8)
-        parts = bench_cases.truth(found, tensors, douts, torch.float64, bench.fp64_reference)
+        parts = bench_cases.truth(bench_case, tensors, douts, torch.float64, bench.fp64_reference)
         monkeypatch.undo()
         torch.testing.assert_close(parts.results, whole.results)
         assert set(parts.grads) == set(whole.grads)
@@ -454,16 +454,16 @@ def test_truth_in_chunks_is_truth(monkeypatch):
 
 def test_truth_of_experts_takes_few_rows_at_a_time():
     """A token has a row for each of its experts: one chunk would take the whole card."""
-    (found,) = bench_cases.cases("fused_moe", "32768x2048*", torch.bfloat16, None)
-    assert bench_cases._widest(found) == 8 * 2048
+    (bench_case,) = bench_cases.cases("fused_moe", "32768x2048*", torch.bfloat16, None)
+    assert bench_cases._widest(bench_case) == 8 * 2048
 
 
-def test_inputs_have_the_sign_and_the_fractions_that_a_sample_wants():
+def test_inputs_follow_the_sample():
     """Decays that grow make every state infinite; rounded scores select other keys."""
     specs = {"A": samples.Tensor((64,), negative=True), "q": samples.Tensor((64,), whole=True)}
-    made = bench_cases.draw(samples.Sample("x", specs), torch.device("cpu"), torch.bfloat16)
-    assert (made["A"] <= 0).all()
-    assert torch.equal(made["q"], made["q"].round())
+    tensors = bench_cases.draw(samples.Sample("x", specs), torch.device("cpu"), torch.bfloat16)
+    assert (tensors["A"] <= 0).all()
+    assert torch.equal(tensors["q"], tensors["q"].round())
 
 
 @pytest.mark.parametrize(
@@ -471,15 +471,15 @@ def test_inputs_have_the_sign_and_the_fractions_that_a_sample_wants():
 )
 def test_where_a_rounding_turns_a_sign_the_norm_decides(op, status):
     """One element of 4096 with the other sign is 3 % of the norm, and far beyond the tolerance."""
-    found = bench_cases.Case(op, samples.of(op)[0], {})
+    bench_case = bench_cases.Case(op, samples.of(op)[0], {})
     x = torch.ones(4096, requires_grad=True)
     turned = torch.ones(4096)
     turned[7] = -1
     provider = bench_providers.Provider("known", lambda x: (x * turned).sum())
     right = bench_cases.Truth((turned.sum().double(),), {"x": torch.ones(4096).double()}, "fp64")
     row = bench_runner._checked(
-        found, provider, {"x": x}, (torch.ones(()),), right, torch.bfloat16
-    )  # fmt: skip
+        bench_case, provider, {"x": x}, (torch.ones(()),), right, torch.bfloat16
+    )
     assert row["status"] == status
 
 
@@ -492,20 +492,20 @@ def test_equal_infinities_are_no_error():
 
 
 def test_ours_with_a_smaller_chunk_is_ours():
-    found = case("fused_linear_cross_entropy", "mean")
+    bench_case = case("fused_linear_cross_entropy", "mean")
     device = torch.device("cpu")
-    tensors = bench_cases.draw(found.sample, device, torch.float32)
-    less = bench_providers.find("ours-512MiB", found, device, torch.float32)
-    ours = bench_providers.find("ours", found, device, torch.float32)
+    tensors = bench_cases.draw(bench_case.sample, device, torch.float32)
+    less = bench_providers.find("ours-512MiB", bench_case, device, torch.float32)
+    ours = bench_providers.find("ours", bench_case, device, torch.float32)
     torch.testing.assert_close(less.call(**tensors), ours.call(**tensors))
 
 
 @pytest.mark.parametrize("name", sorted(bench_peers.EXPERTS))
 def test_experts_of_transformers_are_ours(name):
     pytest.importorskip("transformers")
-    found = case("fused_moe", "wider")
-    tensors = bench_cases.draw(found.sample, torch.device("cpu"), torch.float32)
-    peer = bench_providers.find(name, found, torch.device("cpu"), torch.float32)
+    bench_case = case("fused_moe", "wider")
+    tensors = bench_cases.draw(bench_case.sample, torch.device("cpu"), torch.float32)
+    peer = bench_providers.find(name, bench_case, torch.device("cpu"), torch.float32)
     right = FORMULAS["fused_moe"](**tensors)
     torch.testing.assert_close(peer.call(**tensors), right)
 
@@ -521,21 +521,21 @@ def test_experts_of_transformers_are_ours(name):
 )
 def test_scans_of_transformers_are_ours(op, name):
     pytest.importorskip("transformers")
-    found = case(op, name)
-    tensors = bench_cases.draw(found.sample, torch.device("cpu"), torch.float32)
-    peer = bench_providers.find("transformers", found, torch.device("cpu"), torch.float32)
+    bench_case = case(op, name)
+    tensors = bench_cases.draw(bench_case.sample, torch.device("cpu"), torch.float32)
+    peer = bench_providers.find("transformers", bench_case, torch.device("cpu"), torch.float32)
     if function := bench_peers.missing(op):  # of older versions
         assert peer == f"the installed transformers has no {function}"
         pytest.skip(peer)
-    right = FORMULAS[op](**tensors, **found.sample.options)
+    right = FORMULAS[op](**tensors, **bench_case.sample.options)
     torch.testing.assert_close(peer.call(**tensors), right)
 
 
 def test_grouped_experts_with_adapters_are_ours():
-    found = case("lora_moe", "wider-rank-40")
+    bench_case = case("lora_moe", "wider-rank-40")
     device = torch.device("cpu")
-    tensors = bench_cases.draw(found.sample, device, torch.bfloat16)
-    eager = bench_providers.find("torch", found, device, torch.bfloat16)
+    tensors = bench_cases.draw(bench_case.sample, device, torch.bfloat16)
+    eager = bench_providers.find("torch", bench_case, device, torch.bfloat16)
     wide = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
     right = FORMULAS["lora_moe"](**wide)
     # weights with what adapters add are rounded, which the formula does not
@@ -586,22 +586,23 @@ def test_whoever_overwrites_works_on_copies():
 def test_both_channels_of_a_pair_turn_by_one_angle(style):
     """Peers read half of cos and sin: with angles of each channel's own, they were called wrong."""
     sample = next(
-        s for s in samples.of("rope")
+        s
+        for s in samples.of("rope")
         if s.size == "bench" and s.options.get("style", "half") == style
-    )  # fmt: skip
+    )
     tensors = {
         name: dataclasses.replace(t, shape=(*t.shape[:-2], 4, 8))
         for name, t in sample.tensors.items()
     }
     small = dataclasses.replace(sample, tensors=tensors)
-    made = bench_cases.draw(small, torch.device("cpu"), torch.float32)
-    for angles in (made["cos"], made["sin"]):
+    drawn = bench_cases.draw(small, torch.device("cpu"), torch.float32)
+    for angles in (drawn["cos"], drawn["sin"]):
         pairs = angles.unflatten(-1, (4, 2) if style == "interleaved" else (2, 4))
         a, b = pairs.unbind(-1 if style == "interleaved" else -2)
         assert torch.equal(a, b)
         assert a.unique().numel() == a.numel()
     few = torch.randn(4, 4)
-    assert bench_cases.of_pairs(few, made["q"], style) is few
+    assert bench_cases.of_pairs(few, drawn["q"], style) is few
 
 
 def test_a_peer_may_write_into_what_is_in_place(monkeypatch):

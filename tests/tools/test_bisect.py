@@ -49,10 +49,10 @@ def norms(dtype=torch.float32, rows=4):
 
 def nudged(tensor):
     """A copy in which one element is one ulp larger."""
-    made = tensor.clone()
-    bits = made.view(torch.int16 if made.element_size() == 2 else torch.int32)
+    out = tensor.clone()
+    bits = out.view(torch.int16 if out.element_size() == 2 else torch.int32)
     bits[(0,) * bits.ndim] += 1
-    return made
+    return out
 
 
 @pytest.fixture
@@ -67,9 +67,13 @@ def planted(monkeypatch, tmp_path):
     point = types.SimpleNamespace(name="planted", value="planted")
     monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [point])
     cached = (
-        registry.packages, registry.backends, registry.unavailable, registry.module,
-        resolve._implementation, launch.bounded_by_rows,
-    )  # fmt: skip
+        registry.packages,
+        registry.backends,
+        registry.unavailable,
+        registry.module,
+        resolve._implementation,
+        launch.bounded_by_rows,
+    )
     for function in cached:
         function.cache_clear()
     forget()
@@ -107,8 +111,8 @@ def second(call, outs, *args):
 def test_a_wrong_operator_is_named_with_its_distance(planted, direction, dtype):
     planted(direction, second)
     model, x = norms(dtype)
-    found = bisect(model, None, x, b=PLANTED)
-    first = found.first
+    report = bisect(model, None, x, b=PLANTED)
+    first = report.first
     assert (first.kind, first.name, first.direction) == ("operator", "rms_norm", direction)
     assert (first.row.number, first.cause, first.ulps) == (2, "computation", 1)
     (apart,) = first.distances
@@ -119,10 +123,10 @@ def test_a_wrong_operator_is_named_with_its_distance(planted, direction, dtype):
     assert first.repeatable
     assert not first.broken
     assert "two backends" in first.promise
-    assert all(row.state == "equal" for row in found.rows[: first.row.index])
+    assert all(row.state == "equal" for row in report.rows[: first.row.index])
     assert 0 < first.row.difference < 0.01
-    assert "<- first" in str(found)
-    assert "at most 1 ulp" in str(found)
+    assert "<- first" in str(report)
+    assert "at most 1 ulp" in str(report)
 
 
 def test_what_a_run_does_not_repeat_breaks_a_promise(planted):
@@ -130,9 +134,9 @@ def test_what_a_run_does_not_repeat_breaks_a_promise(planted):
         "forward", lambda call, outs, *args: (nudged(outs[0]) if call % 2 else outs[0], outs[1])
     )
     model, x = norms()
-    found = bisect(model, model, x, a=PLANTED, b=PLANTED, backward=False)
-    assert found.first.broken == ("repeat",)
-    assert "broken: rms_norm forward of planted promises 'repeat'" in str(found)
+    report = bisect(model, model, x, a=PLANTED, b=PLANTED, backward=False)
+    assert report.first.broken == ("repeat",)
+    assert "broken: rms_norm forward of planted promises 'repeat'" in str(report)
 
 
 def test_a_difference_that_does_not_come_back_is_told(planted):
@@ -196,15 +200,22 @@ def test_other_shapes_and_other_calls_are_reported():
 
 def test_a_run_repeats_itself_with_dropout():
     model, x = norms()
-    found = bisect(model, model, x)
-    assert found.equal
-    assert found.first is None
-    assert {row.state for row in found.rows} == {"equal"}
-    kinds = {row.kind for row in found.rows}
+    report = bisect(model, model, x)
+    assert report.equal
+    assert report.first is None
+    assert {row.state for row in report.rows} == {"equal"}
+    kinds = {row.kind for row in report.rows}
     assert kinds == {
-        "data", "weight", "operator", "module", "output", "gradient", "loss", "parameter gradient",
-    }  # fmt: skip
-    operators = [(r.name, r.direction) for r in found.rows if r.kind == "operator"]
+        "data",
+        "weight",
+        "operator",
+        "module",
+        "output",
+        "gradient",
+        "loss",
+        "parameter gradient",
+    }
+    operators = [(r.name, r.direction) for r in report.rows if r.kind == "operator"]
     assert operators == [("rms_norm", "forward")] * 3 + [("rms_norm", "backward")] * 3
     assert bisect(model, model, x, b={"seed": 1}).first.name == "drop"
 
@@ -225,10 +236,10 @@ def test_nothing_of_the_caller_is_changed():
     before = {name: t.clone() for name, t in model.state_dict().items()}
     call, module_call, config = Primitive.call, torch.nn.Module._call_impl, current()
     states = torch.get_rng_state(), random.getstate()
-    found = bisect(
+    report = bisect(
         model, None, x, a={"default": "reference", "chunk_bytes": 1000}, b={"split": 3, "seed": 5}
     )
-    assert not found.equal
+    assert not report.equal
     assert (Primitive.call, torch.nn.Module._call_impl) == (call, module_call)
     assert current() is config
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -256,9 +267,9 @@ def test_an_error_of_the_model_restores_everything():
 def test_autocast_records_a_call_once():
     model, x = norms()
     with torch.autocast("cpu", torch.bfloat16):
-        found = bisect(model, None, x)
-    assert found.equal
-    assert sum(row.kind == "operator" for row in found.rows) == 6
+        report = bisect(model, None, x)
+    assert report.equal
+    assert sum(row.kind == "operator" for row in report.rows) == 6
 
 
 # --- hashes ---
@@ -272,10 +283,16 @@ def one(tensor):
 @pytest.mark.parametrize(
     "dtype",
     [
-        torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool, torch.int8,
-        torch.int64, torch.float8_e4m3fn,
+        torch.float32,
+        torch.bfloat16,
+        torch.float64,
+        torch.complex64,
+        torch.bool,
+        torch.int8,
+        torch.int64,
+        torch.float8_e4m3fn,
     ],
-)  # fmt: skip
+)
 def test_the_hash_sees_bits_and_places(dtype):
     x = (torch.arange(24).reshape(4, 6) % 7).to(dtype)
     mixed = x.flatten()[torch.arange(23, -1, -1)].reshape(4, 6)
@@ -333,29 +350,29 @@ def llama():
 
 def test_chunk_sizes(llama):
     model, batch = llama
-    found = bisect(model, None, batch, a={"patch": True}, b={"patch": True, "chunk_bytes": 2000})
-    assert (found.first.name, found.first.direction) == ("fused_linear_cross_entropy", "forward")
-    assert "budget=0 in a, 2000 in b" in found.first.reason
+    report = bisect(model, None, batch, a={"patch": True}, b={"patch": True, "chunk_bytes": 2000})
+    assert (report.first.name, report.first.direction) == ("fused_linear_cross_entropy", "forward")
+    assert "budget=0 in a, 2000 in b" in report.first.reason
 
 
 def test_rows_of_a_whole_model_do_not_depend_on_the_batch(llama):
     """Every operator, module and gradient per sequence; sums over rows are rounded in turn."""
     model, batch = llama
     strict = {"patch": True, "deterministic": "rows", "rope": "reference"}
-    found = bisect(model, None, batch, a=strict, b={**strict, "split": 3})
-    operators = {(r.name, r.state) for r in found.rows if r.kind == "operator"}
+    report = bisect(model, None, batch, a=strict, b={**strict, "split": 3})
+    operators = {(r.name, r.state) for r in report.rows if r.kind == "operator"}
     assert {state for _, state in operators} == {"equal"}
     assert {"gated_mlp", "fused_linear_cross_entropy", "rope"} <= {name for name, _ in operators}
-    assert found.equal or found.first.kind in ("loss", "parameter gradient")
-    assert found.equal or "added in another order" in found.first.reason
+    assert report.equal or report.first.kind in ("loss", "parameter gradient")
+    assert report.equal or "added in another order" in report.first.reason
     loose = bisect(model, None, batch, a={"patch": True}, b={"patch": True, "split": 1})
-    assert loose.first.row.index <= found.rows[-1].index
+    assert loose.first.row.index <= report.rows[-1].index
 
 
 def test_the_gradients_of_split_batches_add_up(llama):
     model, batch = llama
-    found = bisect(model, None, batch, b={"split": 1})
-    gradients = [r for r in found.rows if r.kind in ("loss", "parameter gradient")]
+    report = bisect(model, None, batch, b={"split": 1})
+    gradients = [r for r in report.rows if r.kind in ("loss", "parameter gradient")]
     assert len(gradients) == 22
     assert all(r.difference < 1e-5 for r in gradients), "labels are counted over all runs"
 
@@ -367,20 +384,20 @@ def test_the_loss_of_a_mean_is_weighted_by_labels():
 
     model, (_, x) = Classifier().eval(), norms()
     batch = {"x": x.detach(), "labels": torch.tensor([1, 2, -100, 3])}
-    found = bisect(model, None, batch, b={"split": 2})
-    (loss,) = [r for r in found.rows if r.kind == "loss"]
+    report = bisect(model, None, batch, b={"split": 2})
+    (loss,) = [r for r in report.rows if r.kind == "loss"]
     assert loss.difference < 1e-6
 
 
 def test_unpatched_against_patched(llama):
     model, batch = llama
-    found = bisect(model, None, batch, b={"patch": True})
-    states = {(r.kind, r.name): r.state for r in found.rows}
+    report = bisect(model, None, batch, b={"patch": True})
+    states = {(r.kind, r.name): r.state for r in report.rows}
     assert states["module", "model.layers.0.mlp"] == "equal"
     assert states["output", "logits"] == "equal"
     assert states["operator", "gated_mlp"] == "only in b"
-    assert found.first.kind == "gradient"
-    assert "fused_linear_cross_entropy backward (only in b)" in found.first.reason
+    assert report.first.kind == "gradient"
+    assert "fused_linear_cross_entropy backward (only in b)" in report.first.reason
     assert type(model.model.norm).__module__.startswith("transformers")
 
 
@@ -391,36 +408,36 @@ def test_patched_logits_are_read_without_a_trace(llama, monkeypatch):
     model, batch = llama
     with liger_multi.patched(model):
         calls = models.Calls(monkeypatch)
-        found = bisect(model, None, batch)
-    assert found.equal
+        report = bisect(model, None, batch)
+    assert report.equal
     assert calls["fused_linear_cross_entropy"] == 2
     assert calls["gated_mlp"] == 4, "layers under a hook would be called one by one"
 
 
 def test_checkpointing_changes_no_bit(llama):
     model, batch = llama
-    found = bisect(model, None, batch, b={"checkpoint": True})
-    assert found.equal
-    assert any("run again" in note for note in found.notes)
+    report = bisect(model, None, batch, b={"checkpoint": True})
+    assert report.equal
+    assert any("run again" in note for note in report.notes)
     assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
 
 
 def test_eager_against_compiled(llama):
     model, batch = llama
     same = {"patch": True}
-    found = bisect(model, None, batch, a=same, b={**same, "compile": "aot_eager"}, backward=False)
-    states = {(r.name, r.state) for r in found.rows if r.kind == "operator"}
+    report = bisect(model, None, batch, a=same, b={**same, "compile": "aot_eager"}, backward=False)
+    states = {(r.name, r.state) for r in report.rows if r.kind == "operator"}
     assert ("rms_norm", "equal") in states
-    assert {r.state for r in found.rows if r.kind == "module"} == {"only in a"}
-    assert {r.state for r in found.rows if r.kind == "output"} == {"equal"}
-    assert any("compiled" in note for note in found.notes)
+    assert {r.state for r in report.rows if r.kind == "module"} == {"only in a"}
+    assert {r.state for r in report.rows if r.kind == "output"} == {"equal"}
+    assert any("compiled" in note for note in report.notes)
 
 
 @pytest.mark.slow
 def test_eager_against_inductor(llama):
     model, batch = llama
-    found = bisect(model, None, batch, a={"patch": True}, b={"patch": True, "compile": True})
-    known = [r for r in found.rows if r.kind == "parameter gradient"]
+    report = bisect(model, None, batch, a={"patch": True}, b={"patch": True, "compile": True})
+    known = [r for r in report.rows if r.kind == "parameter gradient"]
     assert len(known) == 21
     assert all(r.difference < 1e-4 for r in known)
 
@@ -432,13 +449,13 @@ def test_json_and_the_picture(planted, tmp_path):
     pytest.importorskip("matplotlib")
     planted("backward", second)
     model, x = norms()
-    found = bisect(model, None, x, b=PLANTED)
-    data = json.loads(found.to_json())
+    report = bisect(model, None, x, b=PLANTED)
+    data = json.loads(report.to_json())
     assert data["first"]["name"] == "rms_norm"
     assert data["first"]["ulps"] == 1
     assert data["rows"][data["first"]["row"]]["state"] == "differs"
     assert not data["equal"]
-    for name, result in (("differs", found), ("equal", bisect(model, None, x))):
+    for name, result in (("differs", report), ("equal", bisect(model, None, x))):
         result.picture(tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     nan = bisect(model, None, x.detach() * math.nan, backward=False)
@@ -459,7 +476,7 @@ def test_json_and_the_picture(planted, tmp_path):
         (Norms(), torch.ones(2), 7, "configuration a must be a mapping such as"),
         (Norms(), torch.ones(2, 16), {"checkpoint": True}, "checkpoint=True needs a Hugging Face"),
     ],
-)  # fmt: skip
+)
 def test_wrong_input_is_named(model, batch, settings, said):
     with pytest.raises(ConfigurationError) as caught:
         bisect(model, None, batch, a=settings)
@@ -486,9 +503,12 @@ def test_settings_of_the_command():
     assert settings("a", "") == {}
     text = "rms_norm=reference, split=1,compile,checkpoint=false,swiglu=npu+triton"
     assert settings("a", text) == {
-        "rms_norm": "reference", "split": 1, "compile": True, "checkpoint": False,
+        "rms_norm": "reference",
+        "split": 1,
+        "compile": True,
+        "checkpoint": False,
         "swiglu": ["npu", "triton"],
-    }  # fmt: skip
+    }
 
 
 def test_the_command_on_a_file(tmp_path, capsys, planted):

@@ -80,8 +80,8 @@ def test_doctor_agrees_with_explain(fresh_configuration):
 
 def test_doctor_names_versions_that_nobody_tested(monkeypatch, fresh_configuration):
     monkeypatch.setattr(doctor, "versions", lambda: {"torch": "2.99.0"})
-    found = doctor.collect()["findings"]
-    (text,) = [f["text"] for f in found if f["kind"] == "note" and "newer than" in f["text"]]
+    findings = doctor.collect()["findings"]
+    (text,) = [f["text"] for f in findings if f["kind"] == "note" and "newer than" in f["text"]]
     assert text.startswith("torch 2.99.0 is newer than what was tested (2.9.1 to ")
 
 
@@ -282,8 +282,8 @@ def test_explain_a_dtype_as_json(capsys):
     rows = json.loads(capsys.readouterr().out)
     assert {row["op"] for row in rows} == {"swiglu"}
     assert {row["direction"] for row in rows} == {"forward", "backward"}
-    found = liger_multi.explain("swiglu", "cpu", torch.float64)
-    assert [row["reason"] for row in rows] == [row.reason for row in found.rows]
+    explanation = liger_multi.explain("swiglu", "cpu", torch.float64)
+    assert [row["reason"] for row in rows] == [row.reason for row in explanation.rows]
 
 
 @pytest.mark.parametrize(
@@ -433,12 +433,18 @@ def a_model(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps(
             {
-                "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64,
-                "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096,
+                "model_type": "llama",
+                "architectures": ["LlamaForCausalLM"],
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": 512,
+                "max_position_embeddings": 4096,
             }
         )
-    )  # fmt: skip
+    )
     (tmp_path / "good.yaml").write_text("ops: {rms_norm: reference}\n")
     return tmp_path
 
@@ -505,9 +511,12 @@ def test_no_command_breaks_without_extras(a_model, command):
     names = ("transformers", "accelerate", "peft", "trl", "rich", "matplotlib", "tokenizers")
     code = BLOCKED.format(names=names, argv=filled(command, a_model))
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
         timeout=harness.PATIENCE,
-    )  # fmt: skip
+    )
     assert "Traceback" not in done.stderr
     if command in NEEDED:
         assert done.returncode == 2
@@ -597,9 +606,12 @@ def test_an_ascii_terminal(a_model, command):
 
     asked = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "40", "NO_COLOR": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "liger_multi", *filled(command, a_model)], capture_output=True,
-        check=False, timeout=harness.PATIENCE, env=asked,
-    )  # fmt: skip
+        [sys.executable, "-m", "liger_multi", *filled(command, a_model)],
+        capture_output=True,
+        check=False,
+        timeout=harness.PATIENCE,
+        env=asked,
+    )
     assert done.returncode in (0, 1), done.stderr
     assert b"\x1b" not in done.stdout + done.stderr
 

@@ -57,9 +57,9 @@ def demo(tmp_path_factory, request):
 def numbers(demo):
     folder, done = demo
     assert (folder / "demo.json").exists(), done.stdout + done.stderr
-    found = json.loads((folder / "demo.json").read_text())
-    assert set(found["models"]) <= set(MODELS)
-    return found
+    data = json.loads((folder / "demo.json").read_text())
+    assert set(data["models"]) <= set(MODELS)
+    return data
 
 
 def test_the_demo_succeeds(demo):
@@ -71,7 +71,7 @@ def test_the_demo_succeeds(demo):
 
 def test_the_curves_are_equal(numbers):
     for runs in numbers["models"].values():
-        stock, patched = (runs[kind]["losses"] for kind in ("unpatched", "patched"))
+        stock, patched = (runs[name]["losses"] for name in ("unpatched", "patched"))
         assert len(stock) == len(patched) == 4
         assert max(abs(a - b) for a, b in zip(stock, patched, strict=True)) <= 1e-4
         assert stock[0] > stock[-1] > 0, "it learns"
@@ -79,7 +79,7 @@ def test_the_curves_are_equal(numbers):
 
 def test_memory_drops(numbers):
     for runs in numbers["models"].values():
-        stock, patched = (runs[kind] for kind in ("unpatched", "patched"))
+        stock, patched = (runs[name] for name in ("unpatched", "patched"))
         peaks = [max(filter(None, run["peak_bytes"])) for run in (stock, patched)]
         assert peaks[1] < 0.75 * peaks[0]
         assert stock["widest_bytes"] == 4 * 192 * 32768 * 4, "all logits"
@@ -135,9 +135,9 @@ def run(losses, peak):
     ],
 )
 def test_verdict(losses, peak, said):
-    found = command.judge("m", run([5.0, 4.0], 100), run(losses, peak), bound=1e-4)
-    assert len(found) == len(said)
-    assert all(a.startswith(b) for a, b in zip(found, said, strict=True))
+    lines = command.judge("m", run([5.0, 4.0], 100), run(losses, peak), bound=1e-4)
+    assert len(lines) == len(said)
+    assert all(a.startswith(b) for a, b in zip(lines, said, strict=True))
 
 
 @pytest.mark.slow
@@ -168,8 +168,8 @@ def test_a_patch_that_does_nothing_fails(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", command.NEEDED)
 def test_a_missing_package_is_named(monkeypatch, capsys, name):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == name else found(n))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == name else find_spec(n))
     assert main(["demo"]) == 2
     said = capsys.readouterr().err
     assert f"needs {name}, which" in said

@@ -57,8 +57,10 @@ def tracked():
     """Files of the repository; what git ignores is not among them."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     if listed.returncode:
         pytest.skip("a source package has no list of files")
     return {(ROOT / name).resolve() for name in listed.stdout.splitlines()}
@@ -115,43 +117,6 @@ def test_links_of_the_site_lead_to_its_pages(site):
     assert sum(len(list(lead_somewhere(path, (site / "docs").resolve()))) for path in pages) > 200
 
 
-def test_links_of_committed_pages_become_links_of_the_site(site):
-    known = docs.sources(docs.public_operators())
-    for source, page in known.items():
-        assert (ROOT / source.partition("#")[0]).exists(), source
-        assert (site / "docs" / page).exists(), page
-        assert page in docs.whole(), f"{page} is committed"
-    text = "[a](../liger_multi/ops/rope.py), [b](../README.md#x), [c](memory.md#d), [e](../a.py)"
-    made = "[a](ops/rope.md), [b](index.md), [c](memory.md#d), e (`a.py`)"
-    assert docs.linked(text, "docs", known) == made
-    for code in ("`[a](../README.md)`", "```\n[a](../README.md)\n```"):
-        assert docs.linked(code, "docs", known) == code
-    front = (site / "docs" / "index.md").read_text(encoding="utf-8")
-    assert "[`rope`](ops/rope.md)" in front
-    assert "](docs/" not in front
-    for task, _, _ in docs.TASKS:
-        assert re.search(rf"^\| \[{re.escape(task)}\]\(\S+\.md\) \|", front, re.M), task
-
-
-def test_the_site_has_the_page_of_examples(site):
-    page = site / "docs" / "examples.md"
-    assert "finetune.py --tiny" in page.read_text(encoding="utf-8")
-    assert page.name in (site / "mkdocs.yml").read_text(encoding="utf-8")
-    assert "](examples.md" in (site / "docs" / "index.md").read_text(encoding="utf-8")
-
-
-def test_cells_of_the_site_are_not_wider_than_their_columns():
-    """Tables scroll in a box of their own, and what limits a cell's width breaks its words."""
-    css = (ROOT / "ci" / "site" / "site.css").read_text(encoding="utf-8")
-    css = re.sub(r"/\*.*?\*/", "", css, flags=re.DOTALL)
-    rules = dict(re.findall(r"([^{};]*table[^{}]*)\{([^{}]*)\}", css))
-    assert "nowrap" not in css
-    limited = [body for name, body in rules.items() if "(th, td)" in name]
-    assert "overflow-wrap: anywhere" in limited[0]
-    assert "max-width: 20rem" in limited[0]
-    assert re.search(r"scrollwrap \{[^}]*overflow-x: auto", css)
-
-
 @pytest.mark.parametrize("name", docs.public_operators())
 def test_the_page_of_an_operator_begins_with_a_call_that_runs(name, site):
     page = site / "docs" / "ops" / f"{name}.md"
@@ -189,20 +154,20 @@ def test_files_that_are_named_exist(path):
 def test_the_code_of_a_page_runs(name, capsys):
     """One block after the other, in one namespace."""
     page = ROOT / "docs" / name
-    found = blocks(page, "python")
-    assert len(found) >= 2
-    if any("from trl import" in block for block in found):
+    snippets = blocks(page, "python")
+    assert len(snippets) >= 2
+    if any("from trl import" in block for block in snippets):
         comparing.require_trl()
     namespace = {}
-    for block in found:
+    for block in snippets:
         exec(compile(block, name, "exec"), namespace)
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/configuration.md"])
 def test_configurations_of_a_page_are_well_formed(name):
-    found = blocks(ROOT / name, "yaml")
-    assert found
-    for block in found:
+    snippets = blocks(ROOT / name, "yaml")
+    assert snippets
+    for block in snippets:
         layer = config.parse(yaml.safe_load(block), name)
         assert layer.ops[""]
 
@@ -243,64 +208,11 @@ def test_what_is_generated_is_current():
     assert [str(path) for path in docs.stale()] == []
 
 
-@pytest.mark.slow
-def test_the_page_of_an_operator_that_is_no_more_goes(monkeypatch, tmp_path):
-    docs.build(tmp_path)
-    known = docs.public_operators()
-    left = {name: function for name, function in known.items() if name != "rms_norm"}
-    monkeypatch.setattr(docs, "public_operators", lambda: left)
-    page = tmp_path / "docs" / "ops" / "rms_norm.md"
-    assert page.exists()
-    docs.build(tmp_path)
-    assert not page.exists()
-    assert "rms_norm:" not in (tmp_path / "mkdocs.yml").read_text().replace("_rms_norm:", "")
-
-
-def test_operators_are_one_part_of_the_site_by_family(site):
-    (part,) = [
-        e for e in yaml.safe_load((site / "mkdocs.yml").read_text())["nav"] if "Operators" in e
-    ]
-    index, *families = part["Operators"]
-    assert list(index.values()) == ["ops/index.md"]
-    assert len(families) == len(docs.OPERATOR_FAMILIES)
-    listed = [page for family in families for (pages,) in [family.values()] for page in pages]
-    assert listed == [
-        {name: f"ops/{name}.md"}
-        for names in docs.by_family(docs.public_operators()).values()
-        for name in names
-    ]
-
-
 def test_the_site_loads_nothing_from_elsewhere(site):
     settings = yaml.safe_load((site / "mkdocs.yml").read_text())
     assert settings["theme"]["font"] is False
     assert [*settings["extra_css"], *settings.get("extra_javascript", [])] == ["site.css"]
     assert not re.search("@import|url\\(", (site / "docs" / "site.css").read_text())
-
-
-def test_operators_beside_their_peers():
-    """The ratio is that of one run, and who has no time is named by what happened."""
-
-    def run(ours_ms, **others):
-        times = {"ours": ours_ms, **others}
-        rows = [
-            {"op": "rms_norm", "sample": "8x4", "provider": name, "status": "ok", "both_ms": ms}
-            if isinstance(ms, float)
-            else {"op": "rms_norm", "sample": "8x4", "provider": name, "status": ms}
-            for name, ms in times.items()
-        ]
-        return {"device": {"name": "card"}, "rows": rows}
-
-    runs = [run(1.0, aten=2.0, liger="wrong"), run(1.5, quack=2.0)]
-    key = ("rms_norm", "8x4")
-    found = docs_benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
-    line = operators_h100.line(*key, found[key])
-    assert line[:4] == ["`rms_norm`", "8x4", "1.50", "-"]
-    assert line[4:10] == ["wrong", "-", "2.00", "2.00", "-", "0.75"]
-    assert set(line[10:]) == {"-"}
-    runs = [run(1.0, transformers="out of memory", reference=4.0, compile="failed", flex="wrong")]
-    found = docs_benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
-    assert operators_h100.line(*key, found[key])[4:10] == ["-", "-", "-", "4.00", "failed", "0.25"]
 
 
 def test_every_operator_is_beside_its_peers():
@@ -386,15 +298,6 @@ def test_a_page_quotes_no_single_number():
         assert "<!-- = " not in path.read_text(encoding="utf-8"), path.name
 
 
-def test_tables_are_filled_between_their_markers():
-    page = "a\n<!-- x:start -->\nold\n<!-- x:end -->\nb\n<!-- y:start -->\nc\n<!-- y:end -->\n"
-    new = docs_blocks.filled(page, {"x": lambda: "| 1 |"})
-    assert "old" not in new
-    assert "<!-- x:start -->\n" + docs_blocks.NOTE + "\n\n| 1 |\n\n<!-- x:end -->\nb\n" in new
-    assert "<!-- y:start -->\nc\n<!-- y:end -->" in new
-    assert docs_blocks.filled(new, {"x": lambda: "| 1 |"}) == new
-
-
 # --- pictures ---
 
 
@@ -404,20 +307,6 @@ def test_a_picture_shows_what_the_results_have(name):
     path = ROOT / "docs" / name
     assert pictures.carried(path) == pictures.digest(pictures.known()[name].data), name
     assert path.stat().st_size < 80_000
-
-
-def test_a_picture_of_other_numbers_is_stale(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    known = {"headline.png": pictures.headline()}
-    monkeypatch.setattr(pictures, "known", lambda: known)
-    assert pictures.main(["--into", str(tmp_path)]) == 0
-    first = (tmp_path / "headline.png").read_bytes()
-    assert pictures.stale(tmp_path) == []
-    assert pictures.main(["--all", "--into", str(tmp_path)]) == 0
-    assert (tmp_path / "headline.png").read_bytes() == first
-    monkeypatch.setattr(docs_performance, "number", lambda *_: "12.3")
-    known["headline.png"] = pictures.headline()
-    assert pictures.stale(tmp_path) == ["headline.png"]
 
 
 def test_the_headline_shows_the_rows_of_the_table_below_it():
@@ -460,8 +349,8 @@ def test_tables_of_performance_name_card_date_and_versions():
             )
 
 
-def measured(date, card, rows, kind="longest", **more):
-    head = {"kind": kind, "date": f"{date}T00:00:00+00:00", "commit": "abc1234"}
+def measured(date, card, rows, run_type="longest", **more):
+    head = {"kind": run_type, "date": f"{date}T00:00:00+00:00", "commit": "abc1234"}
     return {
         **head,
         "device": {"name": card},
@@ -471,39 +360,15 @@ def measured(date, card, rows, kind="longest", **more):
     }
 
 
-def test_the_newest_card_has_the_word(monkeypatch):
-    """Of one question there is one table: older cards give only what the newest lacks, by name."""
-    search = lambda who, n, fails=None: {  # noqa: E731
-        "model": "llama-3.2-1b", "provider": who, "longest": n, "shortest_failed": fails,
-    }  # fmt: skip
-    old = measured(
-        "2026-01-01",
-        "NVIDIA H200",
-        [search(w, 1, 2) for w in ("stock", "liger", "ours")],
-        limit_gb=24,
-    )
-    new = measured(
-        "2026-02-02", "NVIDIA H100", [search("stock", 3, 4), search("ours", 5, 6)], limit_gb=24
-    )
-    again = measured("2026-02-03", "NVIDIA H100", [search("ours", 7)], limit_gb=24)
-    monkeypatch.setattr(
-        store, "read", lambda kind, *_: [old, new, again] if kind == "longest" else []
-    )
-    row = docs_performance.longest_sequences().splitlines()[-1]
-    assert [c.strip() for c in row.split("|")[3:-1]] == [
-        "3", "4", "1 (NVIDIA H200)", "2 (NVIDIA H200)", "7", "6"
-    ]  # fmt: skip
-    said = docs_performance.longest_sequences().splitlines()[0]
-    assert "NVIDIA H100, 2026-02-02 to 2026-02-03" in said
-    assert "NVIDIA H200, 2026-01-01" in said
-
-
 def test_a_row_is_of_one_run(monkeypatch):
     """Variants of an older run do not stand beside ours of a newer one."""
     row = lambda who, speed, spread=1.0: {  # noqa: E731
-        "run": "llama-3.2-1b:4x4096", "variant": who, "tokens_per_second": speed * 1e3,
-        "peak_bytes": 2**30, "spread_percent": spread,
-    }  # fmt: skip
+        "run": "llama-3.2-1b:4x4096",
+        "variant": who,
+        "tokens_per_second": speed * 1e3,
+        "peak_bytes": 2**30,
+        "spread_percent": spread,
+    }
     old = measured(
         "2026-01-01",
         "NVIDIA H200",
@@ -519,23 +384,13 @@ def test_a_row_is_of_one_run(monkeypatch):
         limit_gb=None,
     )
     runs = [old, new]
-    monkeypatch.setattr(store, "read", lambda kind, *_: runs if kind == "models" else [])
+    monkeypatch.setattr(store, "read", lambda run_type, *_: runs if run_type == "models" else [])
     cells = [c.strip() for c in docs_performance.whole_models().splitlines()[-1].split("|")[2:6]]
     assert cells == ["4.0k", "-", "6.0k ± 30 %", "-"]
     assert docs_performance.shown_models() == {}, "not all three, and too noisy"
     assert "H200" not in docs_performance.whole_models()
     runs.pop()
     assert list(docs_performance.shown_models()) == ["llama-3.2-1b:4x4096"]
-
-
-def test_the_timeline_is_drawn_once_results_have_it(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    (run,) = store.read("memory-profile")
-    rows = [{**row, "timeline": [[2**30] * 7] * 600} for row in run["rows"]]
-    monkeypatch.setattr(store, "read", lambda kind: [{**run, "rows": rows}])
-    made = pictures.timeline()
-    made.draw(made.data, tmp_path / "a.png", pictures.digest(made.data))
-    assert pictures.carried(tmp_path / "a.png") == pictures.digest(made.data)
 
 
 # --- the examples ---
@@ -564,10 +419,10 @@ def tiny(name, folder, *further):
 
 def learned(text, steps=12):
     """Losses as a loop and a Trainer print them."""
-    found = [float(x) for x in re.findall(r"(?<!_)loss'?:? '?([0-9.]+)", text)]
-    assert len(found) == steps, text
-    assert sum(found[-3:]) / 3 < 0.9 * found[0], found
-    return found
+    losses = [float(x) for x in re.findall(r"(?<!_)loss'?:? '?([0-9.]+)", text)]
+    assert len(losses) == steps, text
+    assert sum(losses[-3:]) / 3 < 0.9 * losses[0], losses
+    return losses
 
 
 @pytest.mark.parametrize(
@@ -637,12 +492,13 @@ def test_an_example_imports_with_care_what_may_be_missing(name):
 
 @pytest.mark.parametrize(
     ("name", "package"),
-    [*((n, p) for n in EXAMPLES for ps in needs(n).values() for p in sorted(ps)),
-     ("plain_loop", "datasets"), ("plain_loop", "transformers")],
-)  # fmt: skip
-def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
-    name, package, monkeypatch
-):
+    [
+        *((n, p) for n in EXAMPLES for ps in needs(n).values() for p in sorted(ps)),
+        ("plain_loop", "datasets"),
+        ("plain_loop", "transformers"),
+    ],
+)
+def test_example_names_a_missing_package(name, package, monkeypatch):
     for other in packages(name) - {package, "deepspeed"}:
         pytest.importorskip(other)
     find = importlib.util.find_spec

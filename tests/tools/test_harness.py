@@ -1,8 +1,6 @@
 """The suite's own machinery: poison, expected failures, warnings as errors, choice of backends."""
 
-import os
 import re
-import warnings
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,13 +40,13 @@ pytest_plugins = ["pytester"]
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
 )
 def test_uninitialized_memory_is_poisoned(make, dtype):
-    made = make(torch.ones(3, 5, dtype=dtype))
-    assert made.shape == (3, 5)
-    assert made.dtype is dtype
+    output = make(torch.ones(3, 5, dtype=dtype))
+    assert output.shape == (3, 5)
+    assert output.dtype is dtype
     if dtype.is_floating_point:
-        assert made.isnan().all()
+        assert output.isnan().all()
     else:
-        assert (made == poison_value(dtype)).all()
+        assert (output == poison_value(dtype)).all()
 
 
 def test_poison_keeps_the_arguments_of_empty():
@@ -73,17 +71,6 @@ def test_poison_is_seen_by_a_compiled_function():
         return y + x.new_empty(1, x.shape[1])
 
     assert leaves_one_column(torch.ones(2, 3)).isnan().all()
-
-
-def test_a_kernel_that_forgets_elements_is_caught():
-    def forgets(x):
-        y = torch.empty_like(x)
-        y.view(-1)[:-1] = x.view(-1)[:-1]
-        return y
-
-    x = torch.ones(4, 4)
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(forgets(x), x)
 
 
 SUITE = """
@@ -191,25 +178,12 @@ def test_warnings_of_our_own_modules_are_errors(suite, pytester):
     assert len(re.findall(r"FAILED test_suite.py::test_ours.*planted", run.stdout.str())) == 4
 
 
-def test_a_warning_raised_here_is_an_error():
-    with pytest.raises(UserWarning, match="planted"):
-        warnings.warn("planted", stacklevel=1)
-
-
 def test_every_file_of_expected_failures_belongs_to_a_backend():
     from liger_multi.dispatch.registry import backends
 
     for backend, entries in harness.read_xfails(ROOT / "tests" / "xfails").items():
         assert backend in backends()
         assert entries
-
-
-def test_the_hub_is_offline():
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
-
-
-def test_seeded(generator):
-    assert torch.equal(torch.rand(3), torch.rand(3, generator=generator))
 
 
 # --- what `make test` runs ---
@@ -254,9 +228,3 @@ def test_every_test_is_in_one_part(count):
         assert len(left) + len(dropped) == len(items)
         chosen += left
     assert sorted(i.nodeid for i in chosen) == sorted(i.nodeid for i in items)
-
-
-@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "a/b", "1/", "-1/2"])
-def test_a_wrong_part_is_refused(text):
-    with pytest.raises(pytest.UsageError, match=f"--part {text}: expected i/n"):
-        harness.parse_part(text)

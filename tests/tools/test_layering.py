@@ -358,14 +358,14 @@ def test_what_is_short_and_explained_has_no_findings(findings):
 
 
 def test_a_cycle_is_found(findings):
-    found = findings(
+    broken = findings(
         files={
             "liger_multi/a.py": "import liger_multi.b\n",
             "liger_multi/b.py": "from liger_multi.c import x\n",
             "liger_multi/c.py": "from liger_multi import a\n",
         }
     )
-    assert found == [("cycle", f"liger_multi/{name}.py") for name in "abc"]
+    assert broken == [("cycle", f"liger_multi/{name}.py") for name in "abc"]
 
 
 def test_imports_for_type_checkers_do_not_count(findings):
@@ -397,12 +397,12 @@ def test_the_links_of_an_editable_install_are_not_read_twice(findings, tmp_path)
 def test_every_public_name_resolves_and_is_documented(package):
     module = importlib.import_module(package)
     for name in module.__all__:
-        found = getattr(module, name)
+        value = getattr(module, name)
         if name.startswith("__"):
             continue
-        assert inspect.getdoc(found), f"{package}.{name} has no docstring"
-        if inspect.isclass(found) or inspect.isfunction(found):
-            assert found.__module__.startswith("liger_multi"), (
+        assert inspect.getdoc(value), f"{package}.{name} has no docstring"
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert value.__module__.startswith("liger_multi"), (
                 f"{package}.{name} is somebody else's"
             )
 

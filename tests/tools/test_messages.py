@@ -83,9 +83,8 @@ def test_estimates_take_both_names_of_a_dtype():
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("gpu", "'cuda'"), ("nvidia", "'cuda'"), ("rocm", "'cuda'"),
-     ("ascend", "'npu'")],
-)  # fmt: skip
+    [("gpu", "'cuda'"), ("nvidia", "'cuda'"), ("rocm", "'cuda'"), ("ascend", "'npu'")],
+)
 def test_what_people_call_a_device(name, meant):
     with pytest.raises(ConfigurationError, match=f"unknown .*{name}.*did you mean {meant}"):
         liger_multi.explain("rms_norm", device=name)
@@ -100,9 +99,13 @@ def small():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, vocab_size=64,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=64,
+    )
     return transformers.LlamaForCausalLM(config)
 
 
@@ -202,8 +205,10 @@ def test_merge_keys(tmp_path):
     layer = load(path)
     assert dict(layer.ops["xpu"]) == dict(layer.ops["cuda"])
     assert dict(layer.ops["npu"]) == {
-        "geglu": ("reference",), "swiglu": ("reference",), "rms_norm": ("reference",)
-    }  # fmt: skip
+        "geglu": ("reference",),
+        "swiglu": ("reference",),
+        "rms_norm": ("reference",),
+    }
     assert layer.default["npu"] == ("auto",)
 
 

@@ -101,7 +101,7 @@ def version():
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory):
     """A copy of this checkout as a clone has it, without links, with a table that must ship."""
-    made = tmp_path_factory.mktemp("clone") / "liger_multi-clone"
+    clone = tmp_path_factory.mktemp("clone") / "liger_multi-clone"
 
     def skip(folder, names):
         return {
@@ -110,10 +110,10 @@ def checkout(tmp_path_factory):
             if n in SKIP or n.endswith(".egg-info") or (Path(folder) / n).is_symlink()
         }
 
-    shutil.copytree(ROOT, made, ignore=skip)
-    (made / LAUNCH).parent.mkdir(exist_ok=True)
-    (made / LAUNCH).write_text("entries: {}\n")
-    return made
+    shutil.copytree(ROOT, clone, ignore=skip)
+    (clone / LAUNCH).parent.mkdir(exist_ok=True)
+    (clone / LAUNCH).write_text("entries: {}\n")
+    return clone
 
 
 @pytest.fixture(scope="session")
@@ -141,16 +141,16 @@ def metadata(artefacts):
 @pytest.fixture
 def fresh(tmp_path):
     """An environment that borrows this interpreter's packages, but for this library."""
-    made = tmp_path / "env"
-    venv.create(made, with_pip=False, symlinks=True)
+    env = tmp_path / "env"
+    venv.create(env, with_pip=False, symlinks=True)
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    own = Path(run(made / "bin" / "python", "-c", ask, cwd=tmp_path).strip())
+    own = Path(run(env / "bin" / "python", "-c", ask, cwd=tmp_path).strip())
     # by path, after the environment's own: the finders of an editable install of this checkout stay
     # behind, since an appended path runs no .pth files
     (own / "borrowed.pth").write_text("\n".join(site.getsitepackages()) + "\n")
-    (made / "bin" / "pip").write_text('#!/bin/sh\nexec python -m pip "$@"\n')
-    (made / "bin" / "pip").chmod(0o755)
-    return made
+    (env / "bin" / "pip").write_text('#!/bin/sh\nexec python -m pip "$@"\n')
+    (env / "bin" / "pip").chmod(0o755)
+    return env
 
 
 def sources(checkout):
@@ -174,8 +174,8 @@ def test_the_sdist_holds_sources_tests_and_licence(checkout, artefacts):
     with tarfile.open(artefacts["sdist"]) as sdist:
         names = {n.partition("/")[2] for n in sdist.getnames()}
     for folder in FOLDERS:
-        wanted = {p.relative_to(checkout).as_posix() for p in (checkout / folder).rglob("*.py")}
-        assert wanted <= names
+        files = {p.relative_to(checkout).as_posix() for p in (checkout / folder).rglob("*.py")}
+        assert files <= names
     assert {
         LAUNCH,
         "LICENSE",
@@ -200,7 +200,7 @@ def test_building_warns_of_nothing(artefacts):
 
 
 @pytest.mark.slow
-def test_an_index_shows_the_repository_and_a_readme_whose_links_lead_there(artefacts):
+def test_readme_links_on_the_package_index(artefacts):
     headers, readme = metadata(artefacts)
     pages = [h.rpartition(", ")[2] for h in headers if h.startswith("Project-URL: ")]
     assert len(pages) == 4
@@ -234,10 +234,10 @@ def zipped(checkout, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["wheel", "sdist", "zip", "editable"])
-def test_an_install_is_complete(kind, checkout, artefacts, fresh, tmp_path):
+@pytest.mark.parametrize("variant", ["wheel", "sdist", "zip", "editable"])
+def test_an_install_is_complete(variant, checkout, artefacts, fresh, tmp_path):
     where = {"editable": lambda: ["-e", checkout], "zip": lambda: [zipped(checkout, tmp_path)]}
-    target = where.get(kind, lambda: [artefacts[kind]])()
+    target = where.get(variant, lambda: [artefacts[variant]])()
     python = fresh / "bin" / "python"
     pip = [
         python,
@@ -250,16 +250,16 @@ def test_an_install_is_complete(kind, checkout, artefacts, fresh, tmp_path):
         "--no-index",
     ]
     run(*pip, "--ignore-installed", *target, cwd=tmp_path)
-    inside = str(checkout if kind == "editable" else fresh)
+    inside = str(checkout if variant == "editable" else fresh)
     outside = tmp_path / "elsewhere"
     outside.mkdir()
     call = CALL.format(inside=inside, version=version())
     assert run(python, "-c", call, cwd=outside, OMP_NUM_THREADS="1").strip() == "complete"
-    if kind == "wheel" and all(map(importlib.util.find_spec, command.NEEDED)):
+    if variant == "wheel" and all(map(importlib.util.find_spec, command.NEEDED)):
         demo = ["demo", "--quick", "--steps", "1", "--models", "qwen2", "--device", "cpu"]
         run(fresh / "bin" / "liger-multi", *demo, cwd=outside, OMP_NUM_THREADS="1")
         assert (outside / "demo-output" / "demo.png").stat().st_size
-    if kind == "editable":
+    if variant == "editable":
         assert (checkout / "liger_multi" / "backends").is_symlink()
         assert (checkout / "liger_multi" / "reference").is_symlink()
         (outside / "code.py").write_text(TYPED)
@@ -291,9 +291,13 @@ def test_from_clone_to_a_trainer_by_the_first_page(checkout, fresh, tmp_path):
     block = next(b for b in blocks if "TrainingArguments" in b)
     desk = tmp_path / "desk"
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=16384,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=16384,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(desk / "small")
     tokenizer().save_pretrained(desk / "small")
     (desk / "train.txt").write_text("one two three four\n" * 4)

@@ -48,10 +48,10 @@ def test_logits_outlive_the_patch(how, compiled):
         liger_multi.unpatch(ours)
     assert type(ours.lm_head) is torch.nn.Linear
     right = stock(input_ids=ids).logits
-    loss, wanted = next_token_loss(logits, ids), next_token_loss(right, ids)
-    torch.testing.assert_close(loss, wanted)
+    loss, expected = next_token_loss(logits, ids), next_token_loss(right, ids)
+    torch.testing.assert_close(loss, expected)
     loss.backward()
-    wanted.backward()
+    expected.backward()
     models.assert_same_gradients(models.gradients(ours), models.gradients(stock))
     with torch.no_grad():
         torch.testing.assert_close(logits + 0, right, rtol=1e-4, atol=1e-4)
@@ -63,10 +63,10 @@ def test_functional_call_logits_are_those_of_the_given_weights():
     ids = models.batch()["input_ids"]
     losses, gradients = [], []
     for model in (stock, ours):
-        given = {n: (p.detach() * 1.1).requires_grad_() for n, p in model.named_parameters()}
-        logits = torch.func.functional_call(model, given, kwargs={"input_ids": ids}).logits
+        weights = {n: (p.detach() * 1.1).requires_grad_() for n, p in model.named_parameters()}
+        logits = torch.func.functional_call(model, weights, kwargs={"input_ids": ids}).logits
         losses.append(next_token_loss(logits, ids))
-        gradients.append(torch.autograd.grad(losses[-1], given["lm_head.weight"]))
+        gradients.append(torch.autograd.grad(losses[-1], weights["lm_head.weight"]))
     torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
     models.assert_same_gradients(gradients[1], gradients[0])
 
@@ -134,19 +134,19 @@ def test_a_loss_of_doubles_is_double():
     assert got.dtype == right.dtype == torch.float64
 
 
-def test_gradient_by_logits_after_the_fused_loss_is_never_silently_none():
+def test_fused_loss_gradient_of_logits_is_not_none():
     """``autograd.grad(loss, logits, allow_unused=True)``: the loss did not pass by the logits."""
     stock, ours = patched_pair()
     batch = models.batch()
     out, right = ours(**batch), stock(**batch)
-    (wanted,) = torch.autograd.grad(right.loss, right.logits, allow_unused=True)
+    (expected,) = torch.autograd.grad(right.loss, right.logits, allow_unused=True)
     try:
         (got,) = torch.autograd.grad(out.loss, out.logits, allow_unused=True)
     except RuntimeError as error:
         assert "real_logits" in str(error)  # noqa: PT017
     else:
         assert got is not None
-        models.assert_same_gradients([got], [wanted])
+        models.assert_same_gradients([got], [expected])
 
 
 def test_real_logits_with_our_loss_can_be_formatted():
@@ -222,7 +222,7 @@ def test_ignore_index_must_be_an_integer(ignore_index):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_shape_rule_of_the_fused_loss_states_the_dtypes_that_come(dtype):
+def test_fused_loss_meta_dtypes(dtype):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     forward = torch.ops.liger_multi.fused_linear_cross_entropy_forward

@@ -19,7 +19,6 @@ import torch
 import torch._inductor  # inner sessions forget what they import first, and it aborts twice
 
 from benchmarks import convergence, recompute, store
-from benchmarks.tables import measured as docs_benchmarks
 from ci import results
 from ci.docs import status as docs_status
 from liger_multi.cli import doctor  # noqa: F401, inner sessions forget what they import first
@@ -55,61 +54,38 @@ def run(pytester):
         plugins = ("cacheprovider", "xdist", "randomly")
         options = (*(f"-pno:{name}" for name in plugins), "--results", str(file))
         pytester.runpytest_inprocess(*options, *args)
-        (found,) = results.read(file.parent)
-        return found
+        (result,) = results.read(file.parent)
+        return result
 
     return run
 
 
 def test_a_run_leaves_its_counts_and_where_it_ran(run):
-    found = run(SUITE)
-    assert found.counts == {"passed": 1, "failed": 1, "skipped": 1, "xfailed": 1}
-    assert not found.green
-    assert found.failures == ["test_suite.py::test_fails"]
-    assert found.part == "native"
-    assert "reference" in found.backends
-    assert found.device["device"] == "cpu"
-    assert found.versions["torch"] == torch.__version__
-    assert found.versions["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert found.date.endswith("+00:00")
-    assert found.commit
-    assert found.seconds > 0
+    result = run(SUITE)
+    assert result.counts == {"passed": 1, "failed": 1, "skipped": 1, "xfailed": 1}
+    assert not result.green
+    assert result.failures == ["test_suite.py::test_fails"]
+    assert result.part == "native"
+    assert "reference" in result.backends
+    assert result.device["device"] == "cpu"
+    assert result.versions["torch"] == torch.__version__
+    assert result.versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert result.date.endswith("+00:00")
+    assert result.commit
+    assert result.seconds > 0
 
 
-def test_failures_are_named_as_they_happen_and_half_a_run_is_no_result(run, pytester):
-    stopped = (
-        "import pytest\ndef test_fails(): assert False\ndef test_stops(): pytest.exit('time')\n"
-    )
-    with pytest.raises(ValueError, match="not enough values"):
-        run(stopped)
-    named = (pytester.path / "out" / "native.failed").read_text()
-    assert named == "test_suite.py::test_fails (call)\n"
-
-
-def test_a_run_without_failures_is_green_and_an_empty_one_is_not(run):
+def test_green_runs_have_tests_and_no_failures(run):
     assert run(SUITE, "-k", "not fails").green
     assert not run(SUITE, "-k", "skipped").green
 
 
-def test_a_broken_file_is_named(tmp_path):
-    (tmp_path / "cuda.json").write_text(json.dumps({"passed": 3}))
-    with pytest.raises(ValueError, match=r"cuda\.json is not the result of a suite"):
-        results.read(tmp_path)
-
-
-def test_results_are_sorted_by_date(tmp_path):
-    for day in ("2026-01-02", "2026-03-01", "2026-02-01"):
-        one = results.Result("cpu", [], {}, {}, "abc", day, {"passed": 1}, 1.0)
-        (tmp_path / f"{day}.json").write_text(json.dumps(vars(one)))
-    assert [r.date[5:7] for r in results.read(tmp_path)] == ["03", "02", "01"]
-
-
 def test_kept_results_name_backends_that_exist():
     assert results.kept()
-    for found in results.kept():
-        assert set(found.backends) <= set(backends()), found
-        assert set(found.counts) <= set(results.OUTCOMES), found
-        assert {"torch", "python"} <= set(found.versions), found
+    for result in results.kept():
+        assert set(result.backends) <= set(backends()), result
+        assert set(result.counts) <= set(results.OUTCOMES), result
+        assert {"torch", "python"} <= set(result.versions), result
 
 
 def run_on(device, part, failed=0, date="2026-05-01"):
@@ -118,9 +94,16 @@ def run_on(device, part, failed=0, date="2026-05-01"):
     backends = [part, "reference"] if part != "native" else ["reference"]
     versions = {"torch": "2.13.0", "python": "3.12.1", "triton": "3.9.0"}
     return results.Result(
-        part, backends, facts, versions, "abcdef0", date, counts, 1.0,
+        part,
+        backends,
+        facts,
+        versions,
+        "abcdef0",
+        date,
+        counts,
+        1.0,
         failures=["test_a", "test_b"][:failed],
-    )  # fmt: skip
+    )
 
 
 def row(name, kept, monkeypatch):
@@ -135,31 +118,6 @@ def test_a_backend_that_nobody_ran_says_so(monkeypatch):
         assert docs_status.NOT_RUN in row(name, kept, monkeypatch)
     assert "passed | a npu machine | 2.13.0 | 7 | 0 | 0 | 2026-05" in row("npu", kept, monkeypatch)
     assert docs_status.NOT_RUN not in row("reference", kept, monkeypatch)
-
-
-def test_a_shared_layer_is_run_by_its_heirs(monkeypatch):
-    said = row("triton", [run_on("cuda:0", "rocm")], monkeypatch)
-    assert "| passed, by rocm | a rocm machine |" in said
-    # interpreted kernels are no run on a device
-    kept = [run_on("cpu", "triton")]
-    assert docs_status.NOT_RUN in row("triton", kept, monkeypatch)
-
-
-@pytest.mark.slow
-def test_the_newest_run_counts_and_a_red_one_is_said(monkeypatch):
-    kept = [run_on("cuda:0", "cuda", failed=2, date="2026-06-01"), run_on("cuda:0", "cuda")]
-    said = row("cuda", kept, monkeypatch)
-    assert "| cuda | **failed**, see [what failed](#what-failed) | a cuda machine |" in said
-    assert "| 2.13.0 | 7 | **2** | 0 | 2026-06-01 |" in said
-    page = docs_status.page()
-    assert f"{said}\n|  | passed | a cuda machine | 2.13.0 | 7 | 0 | 0 | 2026-05-01 |" in page
-    assert "\n## What failed\n\n- cuda, 2026-06-01, abcdef0: `test_a`, `test_b`.\n" in page
-
-
-def test_a_red_run_that_does_not_say_what_failed_is_refused(monkeypatch):
-    kept = [replace(run_on("cuda:0", "cuda", failed=2), failures=())]
-    with pytest.raises(ValueError, match="the run of cuda on 2026-05-01 does not say what failed"):
-        row("cuda", kept, monkeypatch)
 
 
 def test_a_red_compilation_claims_nothing(monkeypatch):
@@ -190,20 +148,22 @@ def test_architectures_are_those_that_are_compiled_for():
     assert said == list(TARGETS)
 
 
-def test_the_commit_may_come_from_outside(monkeypatch):
-    monkeypatch.setenv("COMMIT", "0123abc")
-    assert results.commit() == "0123abc"
-
-
 # --- the store ---
 
 CARD = {"name": "A Card 9000"}
 FILES = [path for path in sorted(store.RESULTS.glob("*.json")) if "suite-" not in path.name]
 
 
-def bench_run(kind, hour, rows, **head):
+def bench_run(run_type, hour, rows, **head):
     date = f"2026-01-01T{hour:02}:00:00+00:00"
-    return {"kind": kind, "date": date, "commit": f"c{hour}", "device": CARD, **head, "rows": rows}
+    return {
+        "kind": run_type,
+        "date": date,
+        "commit": f"c{hour}",
+        "device": CARD,
+        **head,
+        "rows": rows,
+    }
 
 
 def timed(**speeds):
@@ -228,9 +188,13 @@ def test_the_newest_row_stays_with_what_it_was_compared_with(tmp_path, order):
         (path,) = store.add([runs[place]], tmp_path)
     assert path.name == "a-card-9000.json"
     assert stored(tmp_path) == {
-        ("c1", "ours"): 1.0, ("c1", "liger"): 2.0, ("c1", "stock"): 3.0,
-        ("c2", "ours"): 4.0, ("c2", "liger"): 5.0, ("c3", "ours"): 6.0,
-    }  # fmt: skip
+        ("c1", "ours"): 1.0,
+        ("c1", "liger"): 2.0,
+        ("c1", "stock"): 3.0,
+        ("c2", "ours"): 4.0,
+        ("c2", "liger"): 5.0,
+        ("c3", "ours"): 6.0,
+    }
     store.add(
         [bench_run("models", 4, timed(ours=7.0, liger=8.0, stock=9.0), limit_gb=None)], tmp_path
     )
@@ -249,26 +213,6 @@ def test_what_is_measured_elsewhere_replaces_nothing(tmp_path):
     assert sorted(stored(tmp_path).values()) == [1.0, 2.0, 3.0]
 
 
-def test_a_run_that_grows_is_written_again(tmp_path):
-    rows = timed(ours=1.0, liger=2.0)
-    for count in (1, 2):
-        store.add([bench_run("models", 1, rows[:count], limit_gb=None)], tmp_path)
-    assert len(store.rows("models", tmp_path)) == 2
-    assert len(store.read("models", tmp_path)) == 1
-
-
-def test_a_search_that_nothing_stopped_leaves_the_older_end(tmp_path):
-    def searched(longest, failed):
-        row = {"model": "m", "provider": "ours", "longest": longest, "shortest_failed": failed}
-        return [row]
-
-    store.add([bench_run("longest", 1, searched(8, 9), limit_gb=None)], tmp_path)
-    store.add([bench_run("longest", 2, searched(10, None), limit_gb=None)], tmp_path)
-    assert [row["longest"] for _, row in store.rows("longest", tmp_path)] == [8, 10]
-    store.add([bench_run("longest", 3, searched(11, 12), limit_gb=None)], tmp_path)
-    assert [row["longest"] for _, row in store.rows("longest", tmp_path)] == [11]
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [({"kind": "speeds"}, "kind 'speeds'"), ({"date": "2026-01-01"}, "has the date '2026-01-01'")],
@@ -277,44 +221,6 @@ def test_a_run_that_cannot_be_ordered_is_refused(tmp_path, change, said):
     with pytest.raises(ValueError, match=said):
         store.add([bench_run("models", 1, timed(ours=1.0)) | change], tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_files_of_another_machine_are_merged(tmp_path, capsys):
-    (tmp_path / "mine.json").write_text(store.text([bench_run("models", 1, timed(ours=1.0))]))
-    bench = bench_run("operators", 1, [{"op": "x", "sample": "y", "provider": "ours"}], ceilings={})
-    del bench["kind"]  # as `liger-multi bench --output` writes it
-    (tmp_path / "bench.json").write_text(json.dumps(bench))
-    files = [str(tmp_path / name) for name in ("mine.json", "bench.json")]
-    assert store.main([*files, "--into", str(tmp_path / "out")]) == 0
-    (path,) = (tmp_path / "out").iterdir()
-    assert [one["kind"] for one in store.load(path)] == ["operators", "models"]
-    (tmp_path / "bad.json").write_text("[]")
-    with pytest.raises(SystemExit):
-        store.main([str(tmp_path / "bad.json")])
-    assert "is no file of results" in capsys.readouterr().err
-
-
-def test_what_a_command_printed_is_kept_as_notes(tmp_path, capsys):
-    text = tmp_path / "out.txt"
-    text.write_text("a step takes 1.5 ms\n\nand 2 GiB  \n")
-    given = ["--notes", "steps", "--device", "A Card", "--into", str(tmp_path)]
-    assert store.main([str(text), *given]) == 0
-    (kept,) = store.read("notes", tmp_path)
-    assert kept["rows"] == ["a step takes 1.5 ms", "and 2 GiB"]
-    text.write_text("a step takes 1.4 ms")
-    bench_run = {**store.notes(text, "steps", "A Card", "abc"), "date": "2126-01-01T00:00:00+00:00"}
-    store.add([bench_run], tmp_path)
-    (kept,) = store.read("notes", tmp_path)
-    assert kept["rows"] == ["a step takes 1.4 ms"]
-    with pytest.raises(SystemExit):
-        store.main([str(text), "--notes", "steps"])
-    assert "--notes wants one file, and --device" in capsys.readouterr().err
-
-
-def test_the_commit_is_short(monkeypatch):
-    for given, shown in (("ab" * 20 + "+", "abababa+"), ("unknown", "unknown")):
-        monkeypatch.setenv("COMMIT", given)
-        assert store.commit() == shown
 
 
 # --- what is committed ---
@@ -343,16 +249,17 @@ def suite(part, day, failed=0):
     return results.Result(part, [], facts, {}, "abc", f"2026-01-0{day}", counts, 1.0)
 
 
-def test_a_suite_keeps_the_newest_result_of_a_part_and_the_green_one_before_a_red_one(tmp_path):
+def test_suite_keeps_newest_and_last_green_result(tmp_path):
     results.keep("card", [suite("native", 1), suite("cuda", 1), suite("cuda", 2)], tmp_path)
     path = results.keep("card", [suite("native", 4), suite("cuda", 3, failed=1)], tmp_path)
-    found = {(one.part, one.date[-1]) for one in results.kept(tmp_path)}
-    assert found == {("native", "4"), ("cuda", "3"), ("cuda", "2")}
+    parts = {(one.part, one.date[-1]) for one in results.kept(tmp_path)}
+    assert parts == {("native", "4"), ("cuda", "3"), ("cuda", "2")}
     assert len(path.read_text().splitlines()) == 5, "a line a result"
     results.keep("card", [suite("cuda", 5)], tmp_path)
     assert {(one.part, one.date[-1]) for one in results.kept(tmp_path)} == {
-        ("native", "4"), ("cuda", "5"),
-    }  # fmt: skip
+        ("native", "4"),
+        ("cuda", "5"),
+    }
 
 
 def test_committed_suites_have_nothing_old(tmp_path):
@@ -416,53 +323,6 @@ def test_worse_is_beyond_the_noise(tmp_path, capsys, change, code):
     assert ("WORSE" in capsys.readouterr().out) == bool(code)
 
 
-def test_what_cannot_be_compared_is_said(tmp_path, capsys):
-    def other(data):
-        data["device"] = {"name": "another card"}
-
-    with pytest.raises(SystemExit):
-        timed_run(tmp_path, other)
-    assert "'a card' and 'another card'" in capsys.readouterr().err
-    assert timed_run(tmp_path, other, ["--across"]) == 0
-    with pytest.raises(SystemExit):
-        timed_run(tmp_path, timed_row(provider="liger"))
-    assert "share no row of 'ours'" in capsys.readouterr().err
-
-
-def taken(commit, date, rows):
-    return {"kind": "operators", **FILE, "rows": rows, "commit": commit, "date": date}
-
-
-def test_the_page_shows_the_newest_rows_in_whatever_order_they_are_kept(tmp_path, monkeypatch):
-    """They were sorted by what follows the day in their names."""
-    liger = ROW | {"provider": "liger", "both_ms": 2.0}
-    for commit, moment, ms, rows in (
-        ("aa", "2026-01-02T23", 4.0, [liger]),
-        ("bb", "2026-01-03T05", 5.0, []),
-        ("cc", "2026-01-02T10", 3.0, [liger]),
-        ("dd", "2026-01-02T09", 1.0, [liger]),
-    ):
-        timed_run = taken(commit, f"{moment}:00:00+00:00", [ROW | {"both_ms": ms}, *rows])
-        (path,) = store.add([timed_run], tmp_path)
-    assert [timed_run["commit"] for timed_run in store.load(path)] == ["aa", "bb"]
-    monkeypatch.setattr(store, "RESULTS", tmp_path)
-    runs = store.read("operators")
-    rows = docs_benchmarks.newest(runs, lambda _, row: (row["op"], row["sample"]), "provider")
-    (newest,) = [found for (_, sample), found in rows.items() if sample == "8x4"]
-    assert newest["ours"].row["both_ms"] == 5.0
-    # what was not measured again stands beside ours of its own run
-    assert newest["liger"].ours["both_ms"] == 4.0
-
-
-@pytest.mark.parametrize("date", ["2026-01-02", "", "yesterday", "2026-01-02T10:00:00"])
-def test_a_result_without_a_time_is_refused(tmp_path, date):
-    (tmp_path / "a-card.json").write_text(store.text([taken("aa", date, [ROW])]))
-    with pytest.raises(ValueError, match=r"a-card\.json has the date"):
-        store.read("operators", tmp_path)
-    with pytest.raises(ValueError, match="has the date"):
-        store.add([taken("aa", date, [ROW])], tmp_path)
-
-
 # --- the longest sequence ---
 
 
@@ -475,13 +335,9 @@ def test_the_end_is_found_on_the_line_that_rules_there(room):
         asked.append(tokens)
         return max(60_000 + tokens, 20_000 + 3 * tokens)
 
-    found = recompute.extrapolated(peak, room)
-    assert peak(found) == pytest.approx(room, rel=0.02)
+    end = recompute.extrapolated(peak, room)
+    assert peak(end) == pytest.approx(room, rel=0.02)
     assert len(asked) < 9
-
-
-def test_little_room_ends_at_once():
-    assert recompute.extrapolated(lambda tokens: 10**6 + tokens, 1000) == recompute.LENGTH_STEP
 
 
 # --- training curves ---
@@ -495,8 +351,8 @@ def trained_curves(case, providers):
     pytest.importorskip("transformers")
     pytest.importorskip("tokenizers")
     ids = convergence.text(case)
-    found = {provider: convergence.train(case, provider, ids, CPU) for provider in providers}
-    return {"dtype": case.dtype, "curves": found}
+    curves = {provider: convergence.train(case, provider, ids, CPU) for provider in providers}
+    return {"dtype": case.dtype, "curves": curves}
 
 
 def made_curves(shift, controls=(1e-4, 2e-4), steps=40):
@@ -507,17 +363,17 @@ def made_curves(shift, controls=(1e-4, 2e-4), steps=40):
         values = [x * (1 + off(step)) for step, x in enumerate(stock)]
         return {"loss": values, "gradient_norm": values}
 
-    found = {"stock": curve(lambda _: 0.0), "ours": curve(shift)}
+    curves = {"stock": curve(lambda _: 0.0), "ours": curve(shift)}
     for number, size in enumerate(controls):
-        found[f"control-{number + 1}"] = curve(lambda step, size=size: size * (-1) ** step)
-    return {"dtype": "bfloat16", "curves": found}
+        curves[f"control-{number + 1}"] = curve(lambda step, size=size: size * (-1) ** step)
+    return {"dtype": "bfloat16", "curves": curves}
 
 
 def test_curve_as_near_as_controls_is_within_bounds():
-    found = convergence.judge(made_curves(lambda step: 3.9 * 2e-4 * (-1) ** step))
-    assert found.good
-    assert found.beyond is None
-    assert found.shares["loss"] == pytest.approx(3.9 / 4, rel=0.01)
+    verdict = convergence.judge(made_curves(lambda step: 3.9 * 2e-4 * (-1) ** step))
+    assert verdict.good
+    assert verdict.beyond is None
+    assert verdict.shares["loss"] == pytest.approx(3.9 / 4, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -530,16 +386,16 @@ def test_curve_as_near_as_controls_is_within_bounds():
     ids=["farther", "later", "nan"],
 )
 def test_curve_that_leaves_is_found(shift, beyond):
-    found = convergence.judge(made_curves(shift))
-    assert not found.good
-    assert found.beyond == beyond
+    verdict = convergence.judge(made_curves(shift))
+    assert not verdict.good
+    assert verdict.beyond == beyond
 
 
 def test_end_elsewhere_is_found_where_controls_are_chaotic():
-    found = convergence.judge(made_curves(lambda step: 0.011, controls=(0.1,)))
-    assert found.beyond is None
-    assert found.final == pytest.approx(0.011)
-    assert not found.good
+    verdict = convergence.judge(made_curves(lambda step: 0.011, controls=(0.1,)))
+    assert verdict.beyond is None
+    assert verdict.final == pytest.approx(0.011)
+    assert not verdict.good
 
 
 @pytest.mark.slow
@@ -552,17 +408,17 @@ def test_ours_is_within_bounds_and_a_wrong_gradient_is_not(tmp_path):
     data = {"kind": "convergence", "date": store.now(), "device": {"name": "cpu"}}
     data |= {"batch": case.batch, "tokens": case.tokens}
     (path,) = store.add([{**data, "rows": [row]}], tmp_path)
-    given = ["--of", str(path), "--draw", str(tmp_path / "curves.png")]
+    args = ["--of", str(path), "--draw", str(tmp_path / "curves.png")]
     assert store.newest_of("convergence", path)["rows"] == json.loads(json.dumps([row]))
-    assert convergence.main(given) == 0
+    assert convergence.main(args) == 0
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("run", RUNS, ids=[store.card(run) for run in RUNS])
 def test_committed_curves_are_within_bounds(run):
     for row in run["rows"]:
-        found = convergence.judge(row)
-        assert found.good, f"{row['model']} {row['dtype']}: {found}"
+        verdict = convergence.judge(row)
+        assert verdict.good, f"{row['model']} {row['dtype']}: {verdict}"
         assert row["steps"] >= 100
 
 
@@ -578,8 +434,8 @@ def test_ten_architectures_are_committed():
 def test_curves_stay_within_bounds(model, dtype):
     case = convergence.Case(model, dtype, 4, 32, 120)
     row = trained_curves(case, ("stock", "control-1", "control-2", "ours"))
-    found = convergence.judge(row)
-    assert found.good, found
+    verdict = convergence.judge(row)
+    assert verdict.good, verdict
     losses = row["curves"]["ours"]["loss"]
     assert losses[-1] < losses[0] - 0.5  # it has learnt
 

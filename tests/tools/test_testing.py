@@ -62,7 +62,7 @@ def test_a_formula_has_the_signature_of_the_public_function(op):
     assert arguments(FORMULAS[op]) == arguments(public)
 
 
-def test_the_benchmark_times_the_formula_unless_a_reason_is_given():
+def test_benchmark_times_the_formula():
     for op, providers in TABLE.items():
         assert providers["torch"] is EAGER.get(op, FORMULAS[op])
     assert set(EAGER) < set(FORMULAS)
@@ -95,8 +95,8 @@ def test_many_scores_are_made_a_head_at_a_time(monkeypatch):
 
 def test_check_operator_says_how_many_calls_it_compared():
     outcome = check_operator("softmax", "reference", dtypes=(torch.float32,))
-    wanted = [s for s in samples.of("softmax") if s.size != "bench"]
-    assert outcome.compared == len(wanted)
+    expected = [s for s in samples.of("softmax") if s.size != "bench"]
+    assert outcome.compared == len(expected)
     assert not outcome.refused
 
 
@@ -180,8 +180,8 @@ def test_a_wrong_result_is_found_without_assertions():
 
 def blocks():
     """The files of the page by their path, which stands in the first line of each."""
-    found = re.findall(r"^```\w+\n# ([\w./-]+\.\w+)\n(.*?)^```", VENDOR, re.DOTALL | re.MULTILINE)
-    return dict(found)
+    matches = re.findall(r"^```\w+\n# ([\w./-]+\.\w+)\n(.*?)^```", VENDOR, re.DOTALL | re.MULTILINE)
+    return dict(matches)
 
 
 @pytest.fixture(scope="module")
@@ -224,8 +224,8 @@ def toy(installed, tmp_path):
 def counts(done):
     """Counts by outcome from the last line of pytest."""
     return {
-        kind: int(n)
-        for n, kind in re.findall(r"(\d+) (passed|failed|xfailed|skipped)", done.stdout)
+        outcome: int(n)
+        for n, outcome in re.findall(r"(\d+) (passed|failed|xfailed|skipped)", done.stdout)
     }
 
 
@@ -243,16 +243,14 @@ def test_the_suite_runs_on_an_installed_backend(toy):
 
 
 PLANTED = {
-    "a wrong gradient": (
-        "upstream - (wide * upstream)", "upstream - 0.99 * (wide * upstream)"
-    ),
+    "a wrong gradient": ("upstream - (wide * upstream)", "upstream - 0.99 * (wide * upstream)"),
     "a wrong result": ("wide.amax(-1, keepdim=True)).exp()", "wide.amax()).exp() + 1e-3"),
     "an input that is written to": ("wide = x.to(", "x.mul_(2)\n    wide = x.to("),
     "memory that is not filled": (
         "return dx.to(dy.dtype).contiguous()",
         "out = torch.empty_like(dy)\n    out[..., 1:] = dx[..., 1:].to(dy.dtype)\n    return out",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -304,7 +302,7 @@ def test_a_refusal_is_a_skip_with_its_reason(toy):
 
 
 @pytest.mark.slow
-def test_a_backend_with_forward_alone_is_completed_by_the_reference(toy):
+def test_reference_completes_a_forward_only_backend(toy):
     file = toy.site / "toy_backend" / "softmax.py"
     file.write_text(file.read_text().partition("def backward")[0])
     done = toy("--backend", "toy", *QUIET, "-k", "float32 and not past")
@@ -363,7 +361,7 @@ OPERATOR = GUIDE
 EXPORTS = "liger_multi/ops/__init__.py"
 
 
-def told():
+def messages():
     """The files of the guide with their text, and the line."""
     files = re.findall(
         r"^\*\*[^`]*`([\w/]+\.py)`\*\*.*?^```python\n(.*?)^```", OPERATOR, re.M | re.S
@@ -383,7 +381,7 @@ def extended(tmp_path):
     for folder in ("backends", "reference"):
         (tmp_path / "liger_multi" / folder).symlink_to(tmp_path / folder)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    files, line = told()
+    files, line = messages()
     for name, text in files.items():
         assert not (tmp_path / name).exists(), f"{name} is no new file"
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -396,10 +394,12 @@ def extended(tmp_path):
 
 
 def test_an_operator_is_three_files_and_one_line():
-    files, line = told()
+    files, line = messages()
     assert [name.rpartition("/")[0] for name in files] == [
-        "liger_multi/ops", "reference/activations", "backends/triton/activations",
-    ]  # fmt: skip
+        "liger_multi/ops",
+        "reference/activations",
+        "backends/triton/activations",
+    ]
     assert line.count("\n") == 1
 
 
@@ -412,10 +412,26 @@ def test_the_suite_runs_the_operator_of_the_guide(extended, backend):
     files = ["tests/ops/test_ops.py"] + ["tests/ops/test_contracts.py"] * (backend == "reference")
     kernels = {"TRITON_INTERPRET": "1"} if backend == "triton" else {}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow",
-         "-k", "tanh_glu", "--backend", backend, *files],
-        cwd=extended, env={**os.environ, **kernels, "PYTHONPATH": str(extended)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow",
+            "-k",
+            "tanh_glu",
+            "--backend",
+            backend,
+            *files,
+        ],
+        cwd=extended,
+        env={**os.environ, **kernels, "PYTHONPATH": str(extended)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 14, done.stdout[-500:]

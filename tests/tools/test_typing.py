@@ -73,11 +73,11 @@ follow_imports = silent
 @pytest.fixture
 def code(tmp_path):
     """A folder with the examples, and one block of README after the other as a module."""
-    found = blocks(ROOT / "README.md", "python")
-    assert len(found) >= 3
+    matches = blocks(ROOT / "README.md", "python")
+    assert len(matches) >= 3
     folder = tmp_path / "code"
     folder.mkdir()
-    (folder / "readme.py").write_text("\n".join([*found, PROMISED]), encoding="utf-8")
+    (folder / "readme.py").write_text("\n".join([*matches, PROMISED]), encoding="utf-8")
     for path in (ROOT / "examples").glob("*.py"):
         shutil.copy(path, folder)
     return folder
@@ -131,11 +131,11 @@ def test_help_shows_signature_and_docstring(function):
     signature, summary = inspect.signature(function), inspect.getdoc(function).splitlines()[0]
     # Python 3.13 and newer give long signatures a line per argument
     first = " ".join(" ".join(shown.splitlines()[2:]).partition(summary)[0].split())
-    given = list(signature.parameters.values())
+    parameters = list(signature.parameters.values())
     assert first.startswith(f"{function.__name__}(")
     assert first.endswith(f" -> {inspect.formatannotation(signature.return_annotation)}")
-    assert [p.name for p in given] != ["args", "kwargs"]
-    assert all(p.name in first for p in given)
+    assert [p.name for p in parameters] != ["args", "kwargs"]
+    assert all(p.name in first for p in parameters)
     assert len(summary) > 20
     assert summary in shown
 

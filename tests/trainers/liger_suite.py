@@ -56,25 +56,25 @@ def fetch(requirement, folder):
 def parameters(call, skip):
     """Names, kinds and defaults of parameters; None where Python does not know them."""
     try:
-        found = [*inspect.signature(call).parameters.values()][skip:]
+        signature = [*inspect.signature(call).parameters.values()][skip:]
     except (TypeError, ValueError):
         return None
-    return [[p.name, p.kind.name, None if p.default is p.empty else repr(p.default)] for p in found]
+    return [
+        [p.name, p.kind.name, None if p.default is p.empty else repr(p.default)] for p in signature
+    ]
 
 
-def entry(found):
+def entry(cls):
     """Parameters of a function, or of a class's construction and call."""
-    if not isinstance(found, type):
-        return {"call": parameters(found, 0)} if inspect.isroutine(found) else {}
-    if issubclass(found, torch.autograd.Function):
-        own = any(
-            "apply" in vars(c) for c in found.__mro__ if not c.__module__.startswith("torch.")
-        )
-        return {"call": parameters(found.apply, 0) if own else parameters(found.forward, 1)}
-    made = {"init": parameters(found, 0)}
-    if issubclass(found, torch.nn.Module):
-        made["call"] = parameters(found.forward, 1)
-    return made
+    if not isinstance(cls, type):
+        return {"call": parameters(cls, 0)} if inspect.isroutine(cls) else {}
+    if issubclass(cls, torch.autograd.Function):
+        own = any("apply" in vars(c) for c in cls.__mro__ if not c.__module__.startswith("torch."))
+        return {"call": parameters(cls.apply, 0) if own else parameters(cls.forward, 1)}
+    record = {"init": parameters(cls, 0)}
+    if issubclass(cls, torch.nn.Module):
+        record["call"] = parameters(cls.forward, 1)
+    return record
 
 
 def surface():
@@ -103,9 +103,12 @@ def surface_of(source):
     code = f"import json, {__name__} as m; print(json.dumps(m.surface()))"
     path = os.pathsep.join([str(source), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True,
+        [sys.executable, "-W", "ignore", "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
         env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -218,10 +221,10 @@ def tests(source, limit, more):
     command += [f"--junitxml={report}", *(more or [f"test/{part}" for part in PARTS])]
     environment = {**os.environ, "PYTHONPATH": path, "LIGER_SUITE": str(limit)}
     subprocess.run(command, cwd=source, env=environment, check=False)
-    found = re.search(
+    match = re.search(
         r'errors="(\d+)" failures="(\d+)" skipped="(\d+)" tests="(\d+)"', report.read_text()
     )
-    errors, failures, skipped, every = map(int, found.groups())
+    errors, failures, skipped, every = map(int, match.groups())
     return every - skipped - errors - failures, every - skipped
 
 

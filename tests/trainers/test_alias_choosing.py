@@ -28,7 +28,7 @@ def test_available_impls_on_cpu():
     assert choosing.available_impls("softmax", "cpu") == ["pytorch"]
     assert choosing.all_impls("softmax") == ["nvidia-triton", "ascend-triton", "pytorch"]
     assert choosing.all_impls("nothing") == choosing.available_impls("nothing") == []
-    assert [found.impl_name for found in choosing.list_registered("rope")] == [*choosing.BACKENDS]
+    assert [impl.impl_name for impl in choosing.list_registered("rope")] == [*choosing.BACKENDS]
     assert choosing.get_registered("rope", "nvidia-cutile") is None
     assert "cuda" in choosing.get_discovery_failures() or torch.cuda.is_available()
 
@@ -67,9 +67,9 @@ def test_set_impl_keeps_user_configuration():
 
 
 def test_impl_argument_scope(monkeypatch):
-    seen = []
+    calls = []
     monkeypatch.setattr(
-        functional.ops, "softmax", lambda x: seen.append(chosen_backend()) or x.softmax(-1)
+        functional.ops, "softmax", lambda x: calls.append(chosen_backend()) or x.softmax(-1)
     )
     monkeypatch.setattr(choosing.registry, "unavailable", lambda name: None)
     monkeypatch.setattr(choosing, "available_impls", lambda *_: ["nvidia-triton", "pytorch"])
@@ -80,7 +80,7 @@ def test_impl_argument_scope(monkeypatch):
     op_functions.softmax(LOGITS, impl="triton")
     op_functions.softmax(LOGITS)
     reference, auto = ("reference",), ("auto",)
-    assert seen == [auto, reference, reference, auto, reference]
+    assert calls == [auto, reference, reference, auto, reference]
 
 
 @pytest.mark.parametrize(
@@ -88,18 +88,22 @@ def test_impl_argument_scope(monkeypatch):
     [
         ({}, None, "cutedsl", "nvidia-cutedsl"),
         ({"LIGER_KERNEL_IMPL": "cutile"}, None, "cutedsl", "nvidia-cutile"),
-        ({"LIGER_KERNEL_IMPL": "cutile", "LIGER_KERNEL_IMPL_SOFTMAX": "cutedsl"}, None, None,
-         "nvidia-cutedsl"),
+        (
+            {"LIGER_KERNEL_IMPL": "cutile", "LIGER_KERNEL_IMPL_SOFTMAX": "cutedsl"},
+            None,
+            None,
+            "nvidia-cutedsl",
+        ),
         ({"LIGER_KERNEL_IMPL_SOFTMAX": "cutedsl"}, "cutile", None, "nvidia-cutile"),
     ],
-)  # fmt: skip
+)
 def test_absent_impl_precedence_and_fallback(monkeypatch, variable, argument, chosen, expected):
     for name, value in variable.items():
         monkeypatch.setenv(name, value)
     choosing.set_impl(chosen)
     with pytest.warns(choosing.LigerImplFallbackWarning, match=f"{expected}' is not available"):
-        found = op_functions.softmax(LOGITS, impl=argument)
-    assert torch.equal(found, functional.liger_softmax(LOGITS))
+        actual = op_functions.softmax(LOGITS, impl=argument)
+    assert torch.equal(actual, functional.liger_softmax(LOGITS))
     monkeypatch.setenv("LIGER_KERNEL_STRICT", "1")
     with pytest.raises(choosing.ImplNotAvailableError, match=expected):
         op_functions.softmax(LOGITS, impl=argument)
@@ -143,13 +147,13 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_functional_dispatch_matches(name):
-    given, same, arguments = CALLS[name]
-    found = op_functions.dispatch(name, *given, impl="pytorch")
+    args, same, arguments = CALLS[name]
+    actual = op_functions.dispatch(name, *args, impl="pytorch")
     if name.endswith("cross_entropy"):  # four results, as of the autograd function
-        found, *beside = found
-        assert beside == [None, None, None]
+        actual, *others = actual
+        assert others == [None, None, None]
     more = {"reduction": "batchmean"} if name == "kl_div" else {}
-    torch.testing.assert_close(found, getattr(functional, same)(*(arguments or given), **more))
+    torch.testing.assert_close(actual, getattr(functional, same)(*(arguments or args), **more))
     assert "impl" in inspect.signature(op_functions.FUNCTIONS[name]).parameters
 
 
@@ -224,10 +228,17 @@ def test_helpers(capsys):
 
 @pytest.mark.parametrize(
     ("arch", "name"),
-    [("sm75", "volta_turing"), ("sm89", "ampere_ada"), ("sm90", "hopper"), ("sm100", "blackwell"),
-     ("sm103", "blackwell_ultra"), ("sm120", "blackwell_consumer"), ("sm61", "sm_61"),
-     ("gfx942", "gfx942")],
-)  # fmt: skip
+    [
+        ("sm75", "volta_turing"),
+        ("sm89", "ampere_ada"),
+        ("sm90", "hopper"),
+        ("sm100", "blackwell"),
+        ("sm103", "blackwell_ultra"),
+        ("sm120", "blackwell_consumer"),
+        ("sm61", "sm_61"),
+        ("gfx942", "gfx942"),
+    ],
+)
 def test_infer_device_arch(monkeypatch, arch, name):
     monkeypatch.setattr(helpers, "infer_device", lambda: "cuda")
     monkeypatch.setattr(helpers, "device_info", lambda _: SimpleNamespace(arch=arch))

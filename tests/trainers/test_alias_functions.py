@@ -1,10 +1,19 @@
 """The ``Liger*Function`` classes: values and gradients against formulas in fp64."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from liger_multi.compat.liger_kernel import functional, losses, modules, op_functions
+from liger_multi.compat.liger_kernel import (
+    block_modules,
+    functional,
+    losses,
+    modules,
+    op_functions,
+)
 from tests import processes
 
 TARGET = torch.tensor([1, -100, 3, 4, 10, 0])
@@ -100,12 +109,12 @@ def mlp(x, gate, up, down, first=1.0, last=1.0):
 
 
 def experts(x, gate_up, down, index, routing):
-    made = torch.zeros_like(x)
+    out = torch.zeros_like(x)
     for k in range(index.shape[1]):
         for t, e in enumerate(index[:, k].tolist()):
             gate, up = (gate_up[e] @ x[t]).chunk(2)
-            made[t] = made[t] + routing[t, k] * (down[e] @ (F.silu(gate) * up))
-    return made
+            out[t] = out[t] + routing[t, k] * (down[e] @ (F.silu(gate) * up))
+    return out
 
 
 def coefficients(x, phi, b, *alphas):
@@ -164,7 +173,8 @@ CASES = {
         lambda z, t: cross_entropy(z),
     ),
     "LigerJSDFunction": (
-        (log_probs(6, 11), log_probs(6, 11), TARGET, 0.3), lambda q, p, t: divergence(q, p),
+        (log_probs(6, 11), log_probs(6, 11), TARGET, 0.3),
+        lambda q, p, t: divergence(q, p),
     ),
     "LigerKLDivLossFunction": (
         (log_probs(6, 11), log_probs(6, 11).exp()),
@@ -179,13 +189,12 @@ CASES = {
         lambda p, q, t: tvd(p, q)[VALID].sum() / VALID.sum(),
     ),
     "LigerTVDLossFunction none": (
-        (log_probs(6, 11).exp(), log_probs(6, 11).exp(), None, "none"), tvd,
+        (log_probs(6, 11).exp(), log_probs(6, 11).exp(), None, "none"),
+        tvd,
     ),
     "LigerFusedCETVDFunction": (
         (R(6, 11), R(6, 11), TARGET),
-        lambda z, y, t: (
-            each(z), torch.where(VALID, tvd(z.softmax(-1), y.softmax(-1)).sum(-1), 0)
-        ),
+        lambda z, y, t: (each(z), torch.where(VALID, tvd(z.softmax(-1), y.softmax(-1)).sum(-1), 0)),
     ),
     "LigerVocabParallelCEFunction": (
         (R(3, 2, 11), TARGET.reshape(3, 2), None, -100, 0.1, "pytorch", "global"),
@@ -200,14 +209,18 @@ CASES = {
         lambda x, w, t, b: (
             each(x @ w.T + b, label_smoothing=0.1).sum()
             + 0.1 * (x @ w.T + b).logsumexp(-1)[VALID].square().sum(),
-            0.1 * (x @ w.T + b).logsumexp(-1)[VALID].square().sum().detach(), None, None,
+            0.1 * (x @ w.T + b).logsumexp(-1)[VALID].square().sum().detach(),
+            None,
+            None,
         ),
     ),
     "LigerFusedLinearScaledCrossEntropyFunction": (
-        (R(6, 8), R(11, 8), TARGET, 0.7, -100, 1, True, IDS), lambda x, w, t, i: scaled(x, w, i),
+        (R(6, 8), R(11, 8), TARGET, 0.7, -100, 1, True, IDS),
+        lambda x, w, t, i: scaled(x, w, i),
     ),
     "LigerFusedLinearScaledCrossEntropyFunction alone": (
-        (R(6, 8), R(11, 8), TARGET), lambda x, w, t: each(x @ w.T),
+        (R(6, 8), R(11, 8), TARGET),
+        lambda x, w, t: each(x @ w.T),
     ),
     "LigerFusedLinearJSDFunction": (
         (R(6, 8), R(11, 8), R(6, 5), R(11, 5), TARGET, 0.3, -100, 2.0),
@@ -224,41 +237,53 @@ CASES = {
         lambda x, w, p: kl_of_head(x, w, p, False, 11),
     ),
     "LigerRMSNormFunction": (
-        (R(3, 4, 8), R(8), 1e-5, 1.0, "gemma"), lambda x, w: rms(x, w, 1e-5, 1.0),
+        (R(3, 4, 8), R(8), 1e-5, 1.0, "gemma"),
+        lambda x, w: rms(x, w, 1e-5, 1.0),
     ),
     "LigerFusedAddRMSNormFunction": (
-        (R(3, 4, 8), R(3, 4, 8), R(8), 1e-5), lambda x, r, w: (rms(x + r, w, 1e-5), x + r),
+        (R(3, 4, 8), R(3, 4, 8), R(8), 1e-5),
+        lambda x, r, w: (rms(x + r, w, 1e-5), x + r),
     ),
     "LigerModulatedRMSNormFunction": (
         (R(2, 3, 8), R(8), R(2, 8), R(2, 8), 1e-5),
         lambda x, w, a, b: rms(x, w, 1e-5) * (1 + a[:, None]) + b[:, None],
     ),
     "LigerLayerNormFunction": (
-        (R(3, 4, 8), R(8), R(8), 1e-5), lambda x, w, b: F.layer_norm(x, (8,), w, b, 1e-5),
+        (R(3, 4, 8), R(8), R(8), 1e-5),
+        lambda x, w, b: F.layer_norm(x, (8,), w, b, 1e-5),
     ),
     "LigerGroupNormFunction": (
-        (R(2, 6, 8), R(6), R(6), 6, 3, 1e-5), lambda x, w, b: F.group_norm(x, 3, w, b, 1e-5),
+        (R(2, 6, 8), R(6), R(6), 6, 3, 1e-5),
+        lambda x, w, b: F.group_norm(x, 3, w, b, 1e-5),
     ),
     "LigerPolyNormFunction": (
-        (R(3, 4, 8), R(3), torch.tensor(0.5)), lambda x, w, b: poly(x, w, b, 1e-6),
+        (R(3, 4, 8), R(3), torch.tensor(0.5)),
+        lambda x, w, b: poly(x, w, b, 1e-6),
     ),
     "LigerDyTFunction": (
-        (R(3, 8), R(1), R(8), R(8)), lambda x, a, g, b: g * torch.tanh(a * x) + b,
+        (R(3, 8), R(1), R(8), R(8)),
+        lambda x, a, g, b: g * torch.tanh(a * x) + b,
     ),
     "LigerReLUSquaredFunction": ((R(3, 8),), lambda x: F.relu(x).square()),
     "LigerSoftmaxFunction": ((R(3, 8),), lambda x: x.softmax(-1)),
     "LigerSparsemaxFunction": (
         (torch.tensor([[0.3, 0.1, -2.0], [0.0, 3.0, 0.1]]), -1),
-        lambda x: torch.stack([
-            torch.stack([(1 + x[0, 0] - x[0, 1]) / 2, (1 - x[0, 0] + x[0, 1]) / 2, 0 * x[0, 2]]),
-            torch.stack([0 * x[1, 0], 1 + 0 * x[1, 1], 0 * x[1, 2]]),
-        ]),
+        lambda x: torch.stack(
+            [
+                torch.stack(
+                    [(1 + x[0, 0] - x[0, 1]) / 2, (1 - x[0, 0] + x[0, 1]) / 2, 0 * x[0, 2]]
+                ),
+                torch.stack([0 * x[1, 0], 1 + 0 * x[1, 1], 0 * x[1, 2]]),
+            ]
+        ),
     ),
     "LigerSiLUMulFunction": (
-        (R(3, 8), R(3, 8), 1.5, 0.7), lambda a, b: F.silu(1.5 * a) * b * 0.7,
+        (R(3, 8), R(3, 8), 1.5, 0.7),
+        lambda a, b: F.silu(1.5 * a) * b * 0.7,
     ),
     "LigerGELUMulFunction": (
-        (R(3, 8), R(3, 8)), lambda a, b: F.gelu(a, approximate="tanh") * b,
+        (R(3, 8), R(3, 8)),
+        lambda a, b: F.gelu(a, approximate="tanh") * b,
     ),
     "LigerFusedGateUpSiLUMulFunction": ((R(3, 16),), lambda y: F.silu(y[:, :8]) * y[:, 8:]),
     "LigerRopeFunction": (
@@ -279,15 +304,29 @@ CASES = {
         lambda *tensors: mlp(*tensors, 1.5, 0.5),
     ),
     "LigerFusedMoEFunction": (
-        (R(5, 8), R(3, 8, 8), R(3, 8, 4), INDEX, R(5, 2).softmax(-1)), experts,
+        (R(5, 8), R(3, 8, 8), R(3, 8, 4), INDEX, R(5, 2).softmax(-1)),
+        experts,
     ),
     "LigerMHCCoeffsFunction": (
-        (R(3, 4, 8), R(32, 24) * 0.1, R(24), R(1)[0], R(1)[0], R(1)[0], True, 20, 1e-6, 1e-3, 1e-6,
-         2.0),
+        (
+            R(3, 4, 8),
+            R(32, 24) * 0.1,
+            R(24),
+            R(1)[0],
+            R(1)[0],
+            R(1)[0],
+            True,
+            20,
+            1e-6,
+            1e-3,
+            1e-6,
+            2.0,
+        ),
         coefficients,
     ),
     "LigerMHCPreFunction": (
-        (R(3, 4, 8), R(3, 4)), lambda x, h: (h.unsqueeze(-1) * x).sum(-2),
+        (R(3, 4, 8), R(3, 4)),
+        lambda x, h: (h.unsqueeze(-1) * x).sum(-2),
     ),
     "LigerMHCPostResFunction": (
         (R(3, 4, 8), R(3, 8), R(3, 4), R(3, 4, 4)),
@@ -295,20 +334,26 @@ CASES = {
     ),
     "LigerAttnResFunction": ((R(3, 2, 4, 8), R(8), R(8), 1e-6), over_depth),
     "LigerMultiTokenAttentionFunction": (
-        (R(2, 2, 8, 8), R(2, 2, 3, 3), R(2), 1, 1), many_tokens,
+        (R(2, 2, 8, 8), R(2, 2, 3, 3), R(2), 1, 1),
+        many_tokens,
     ),
     "LigerFusedNeighborhoodAttentionFunction": (
-        (R(2, 2, 16, 8), R(2, 2, 16, 8), R(2, 2, 16, 8), 5), near_tokens,
+        (R(2, 2, 16, 8), R(2, 2, 16, 8), R(2, 2, 16, 8), 5),
+        near_tokens,
     ),
     "LigerEmbeddingFunction": ((R(7, 8), FEW), lambda w, i: w[i]),
-}  # fmt: skip
+}
 
 CONSTANT = {  # arguments that get no gradient, as there
-    "LigerJSDFunction": (1,), "LigerKLDivLossFunction": (1,), "LigerTVDLossFunction": (1,),
-    "LigerFusedCETVDFunction": (1,), "LigerFusedLinearJSDFunction": (2, 3),
-    "LigerFusedLinearKLDivFunction": (2,), "LigerRopeFunction": (2, 3),
+    "LigerJSDFunction": (1,),
+    "LigerKLDivLossFunction": (1,),
+    "LigerTVDLossFunction": (1,),
+    "LigerFusedCETVDFunction": (1,),
+    "LigerFusedLinearJSDFunction": (2, 3),
+    "LigerFusedLinearKLDivFunction": (2,),
+    "LigerRopeFunction": (2, 3),
     "LigerQwen2VLMRopeFunction": (2, 3),
-}  # fmt: skip
+}
 
 
 def leaves(args, dtype):
@@ -324,8 +369,8 @@ def gradients(outputs, inputs):
     seeds = draw(1)
     outs = [o for o in outputs if o is not None and o.requires_grad]
     total = sum((o * seeds(*o.shape).to(o.dtype)).sum() for o in outs)
-    wanted = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
-    return torch.autograd.grad(total, wanted, allow_unused=True)
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    return torch.autograd.grad(total, leaves, allow_unused=True)
 
 
 def several(x):
@@ -368,35 +413,44 @@ MODULES = {  # options, the class of the same case, its arguments that are param
     "LigerDyT": ((8,), "DyT", (1, 2, 3), lambda m, x, *_: m(x)),
     "LigerFusedAddRMSNorm": ((8, 1e-5), "FusedAddRMSNorm", (2,), lambda m, x, r, *_: m(x, r)),
     "LigerModulatedRMSNorm": (
-        (8, 1e-5), "ModulatedRMSNorm", (1,), lambda m, x, w, a, b, *_: m(x, a, b)
+        (8, 1e-5),
+        "ModulatedRMSNorm",
+        (1,),
+        lambda m, x, w, a, b, *_: m(x, a, b),
     ),
     "LigerSoftmax": ((), "Softmax", (), lambda m, x: m(x)),
     "LigerSparsemax": ((-1,), "Sparsemax", (), lambda m, x, *_: m(x)),
     "LigerReLUSquared": ((), "ReLUSquared", (), lambda m, x: m(x)),
     "LigerCrossEntropyLoss": (
-        (None, -100, 0.1, 0.1, "mean", 5.0, True, True, True), "CrossEntropy", (),
+        (None, -100, 0.1, 0.1, "mean", 5.0, True, True, True),
+        "CrossEntropy",
+        (),
         lambda m, x, t, *_: tuple(vars(m(x, t)).values()),
     ),
     "LigerFusedLinearCrossEntropyLoss": (
-        (None, -100, 0.1, 0.1, "sum", None, True), "FusedLinearCrossEntropy", (),
+        (None, -100, 0.1, 0.1, "sum", None, True),
+        "FusedLinearCrossEntropy",
+        (),
         lambda m, x, w, t, b, *_: tuple(vars(m(w, x, t, b)).values()),
     ),
-    "LigerFusedLinearJSD": (
-        (0.3, -100, 2.0), "FusedLinearJSD", (), lambda m, *args: m(*args[:5])
-    ),
+    "LigerFusedLinearJSD": ((0.3, -100, 2.0), "FusedLinearJSD", (), lambda m, *args: m(*args[:5])),
     "LigerJSD": ((0.3,), "JSD", (), lambda m, q, p, t, *_: m(q, p, t)),
-    "LigerKLDIVLoss": (
-        (1e-10, None, None, "batchmean"), "KLDivLoss", (), lambda m, q, p: m(q, p)
-    ),
+    "LigerKLDIVLoss": ((1e-10, None, None, "batchmean"), "KLDivLoss", (), lambda m, q, p: m(q, p)),
     "LigerTVDLoss": ((), "TVDLoss", (), lambda m, p, q, t: m(p, q, t)),
     "LigerFusedLinearKLDivLoss": (
-        ("batchmean", -100, 1.5), "FusedLinearKLDiv", (), lambda m, x, w, p, t, *_: m(x, w, p, t)
+        ("batchmean", -100, 1.5),
+        "FusedLinearKLDiv",
+        (),
+        lambda m, x, w, p, t, *_: m(x, w, p, t),
     ),
     "LigerFusedCETVDLoss": ((), "FusedCETVD", (), lambda m, *args: m(*args)),
     "LigerVocabParallelCrossEntropy": (
-        (-100, 0.1), "VocabParallelCE", (), lambda m, z, t, *_: m(z, t)
+        (-100, 0.1),
+        "VocabParallelCE",
+        (),
+        lambda m, z, t, *_: m(z, t),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -404,22 +458,26 @@ def test_modules_and_classes_agree(name):
     options, short, places, call = MODULES[name]
     case = f"Liger{short}Function"
     args = leaves(CASES[case][0], torch.float32)
-    made = (getattr(modules, name, None) or getattr(losses, name))(*options)
+    module = (getattr(modules, name, None) or getattr(losses, name))(*options)
     expected = several(function(case).apply(*args))
     with torch.no_grad():
-        for parameter, place in zip(made.parameters(), places, strict=True):
+        for parameter, place in zip(module.parameters(), places, strict=True):
             parameter.copy_(args[place])
-    for x, y in zip(several(call(made, *args)), expected, strict=True):
+    for x, y in zip(several(call(module, *args)), expected, strict=True):
         assert (x is None) == (y is None)
         if x is not None:
             torch.testing.assert_close(x, y)
 
 
 TRACED_FIRST = (
-    "LigerRMSNormFunction", "LigerSiLUMulFunction", "LigerCrossEntropyFunction",
-    "LigerFusedLinearCrossEntropyFunction", "LigerFusedLinearScaledCrossEntropyFunction",
-    "LigerMLPFunction", "LigerFusedLinearKLDivFunction",
-)  # fmt: skip
+    "LigerRMSNormFunction",
+    "LigerSiLUMulFunction",
+    "LigerCrossEntropyFunction",
+    "LigerFusedLinearCrossEntropyFunction",
+    "LigerFusedLinearScaledCrossEntropyFunction",
+    "LigerMLPFunction",
+    "LigerFusedLinearKLDivFunction",
+)
 TRACED = [
     pytest.param(case, marks=[] if case.split()[0] in TRACED_FIRST else pytest.mark.slow)
     for case in CASES
@@ -433,14 +491,16 @@ def test_functions_compile_to_one_graph(case):
     name, (args, _) = case.split()[0], CASES[case]
     eager, compiled = leaves(args, torch.float32), leaves(args, torch.float32)
     apply = function(name).apply
-    found = several(torch.compile(lambda *x: apply(*x), backend="eager", fullgraph=True)(*compiled))
-    wanted = several(apply(*eager))
-    assert len(found) == len(wanted)
-    for x, y in zip(found, wanted):
+    actual = several(
+        torch.compile(lambda *x: apply(*x), backend="eager", fullgraph=True)(*compiled)
+    )
+    expected = several(apply(*eager))
+    assert len(actual) == len(expected)
+    for x, y in zip(actual, expected):
         assert (x is None) == (y is None)
         if x is not None:
             torch.testing.assert_close(x, y)
-    for x, y in zip(gradients(found, compiled), gradients(wanted, eager)):
+    for x, y in zip(gradients(actual, compiled), gradients(expected, eager)):
         assert (x is None) == (y is None)
         if x is not None:
             torch.testing.assert_close(x, y)
@@ -503,23 +563,23 @@ def test_mhc_fp32_needs_allow_fp32():
 
 def test_tiled_mlp_equals_mlp():
     layer = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.SiLU(), torch.nn.Linear(9, 4))
-    seen = []
+    calls = []
 
     def run(module, x):
-        seen.append(x.shape[-2])
+        calls.append(x.shape[-2])
         return module(x)
 
     x = R(2, 10, 4).requires_grad_()
-    wanted = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
     for call, pieces in (
         (lambda: function("LigerTiledMLPFunction").apply(run, layer, x, 4), [3, 3, 3, 1]),
         (lambda: op_functions.apply_tiled_mlp(run, layer, x), [4, 4, 2]),
         (lambda: op_functions.apply_tiled_mlp(run, layer, x, 2, list(layer.parameters())), [5, 5]),
     ):
-        seen.clear()
+        calls.clear()
         got = torch.autograd.grad(call().square().sum(), [x, *layer.parameters()])
-        assert seen[: len(pieces)] == pieces
-        for mine, right in zip(got, wanted):
+        assert calls[: len(pieces)] == pieces
+        for mine, right in zip(got, expected):
             torch.testing.assert_close(mine, right)
 
 
@@ -616,9 +676,213 @@ ANGLES = torch.ones(1, 3, 8), torch.zeros(1, 3, 8)
 def test_output_dtype_with_fp32_weights(name):
     """As Liger-Kernel's kernels write them, where PyTorch's types would promote."""
     x, w = R(3, 8).bfloat16().requires_grad_(), R(8).requires_grad_()
-    found = MIXED[name](functional, x, w)
-    found = found if isinstance(found, tuple) else (found,)
-    assert {y.dtype for y in found} == {torch.bfloat16}
-    sum(y.float().square().sum() for y in found).backward()
+    actual = MIXED[name](functional, x, w)
+    actual = actual if isinstance(actual, tuple) else (actual,)
+    assert {y.dtype for y in actual} == {torch.bfloat16}
+    sum(y.float().square().sum() for y in actual).backward()
     assert x.grad.dtype == torch.bfloat16
     assert w.grad is None or w.grad.dtype == torch.float32
+
+
+# --- blocks, losses and rotary embeddings against their formulas ---
+
+CONFIG = SimpleNamespace(
+    hidden_size=8, intermediate_size=12, hidden_act="silu", mlp_multipliers=(2.0, 3.0)
+)
+
+
+def same(actual, expected, *inputs):
+    """Values and gradients of a non-uniform sum."""
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    upstream = torch.linspace(-1, 1, expected.numel()).view(expected.shape)
+    for a, b in zip(
+        *(torch.autograd.grad(x, inputs, upstream, retain_graph=True) for x in (actual, expected))
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+MLPS = {
+    "LigerMLP": (1.0, 1.0),
+    "LigerFalconH1MLP": (2.0, 3.0),
+    "LigerSwiGLUMLPForMuseGlimmer": (1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_mlps(name):
+    torch.manual_seed(0)
+    mlp, (gate, down) = getattr(modules, name)(CONFIG), MLPS[name]
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    expected = mlp.down_proj(F.silu(mlp.gate_proj(x) * gate) * mlp.up_proj(x) * down)
+    assert [n for n, _ in mlp.named_parameters()] == [
+        "gate_proj.weight",
+        "up_proj.weight",
+        "down_proj.weight",
+    ]
+    same(mlp(x), expected, x, *mlp.parameters())
+
+
+def test_mlp_activation_error():
+    other = SimpleNamespace(**{**vars(CONFIG), "hidden_act": "gelu"})
+    with pytest.raises(ValueError, match="Activation function gelu not supported"):
+        modules.LigerMLP(other)
+
+
+def test_norms_of_muse_glimmer():
+    x = torch.randn(2, 16, requires_grad=True)
+    plain = modules.LigerRMSNormForMuseGlimmer(with_scale=False)
+    same(plain(x), F.rms_norm(x, (16,), eps=1e-6), x)
+    centered = modules.LigerRMSNormForMuseGlimmerTextCentered(16)
+    assert torch.equal(centered.weight, torch.zeros(16))
+    same(centered(x), F.rms_norm(x, (16,), eps=1e-6), x)
+    with pytest.raises(TypeError, match="dim must be an integer, got None"):
+        modules.LigerRMSNormForMuseGlimmer()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_multi_token_attention(bias):
+    torch.manual_seed(0)
+    attention = block_modules.LigerMultiTokenAttention(2, 2, 3, padding=1, bias=bias)
+    scores = torch.randn(1, 2, 5, 5, requires_grad=True)
+    causal = torch.ones(5, 5).tril().bool()
+    likely = scores.masked_fill(~causal, float("-inf")).softmax(-1)
+    expected = F.conv2d(likely, attention.weight, attention.bias, padding=1).masked_fill(~causal, 0)
+    same(attention(scores), expected, scores, attention.weight)
+    assert (attention.kernel_size, attention.padding) == ((3, 3), (1, 1))
+    assert (attention.bias is not None) == bias
+
+
+def test_neighborhood_attention_layer():
+    torch.manual_seed(0)
+    layer = block_modules.LigerFusedNeighborhoodAttentionLayer(8, 2, kernel_size=3)
+    x = torch.randn(2, 6, 8, requires_grad=True)
+    attention, normed = layer.attention, layer.layer_norm(x)
+    q, k, v = (
+        getattr(attention, n)(normed).view(2, 6, 2, 4).transpose(1, 2)
+        for n in ("q_proj", "k_proj", "v_proj")
+    )
+    near = (torch.arange(6)[:, None] - torch.arange(6)).abs() <= 1
+    actual = F.scaled_dot_product_attention(q, k, v, near).transpose(1, 2).reshape(2, 6, 8)
+    same(layer(x), x + attention.out_proj(actual), x, *layer.parameters())
+    with pytest.raises(NotImplementedError, match=r"attention_mask is not served, got \(2, 6\)"):
+        layer(x, torch.ones(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [((9, 2), "9.*divisible.*2"), ((8, 2, 4), "must be odd"), ((8, 2, 3, 0), "must be positive")],
+)
+def test_neighborhood_attention_errors(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        block_modules.LigerFusedNeighborhoodAttention(*arguments)
+
+
+def test_neighborhood_attention_dropout():
+    layer = block_modules.LigerFusedNeighborhoodAttentionLayer(8, 2, 3, dropout=0.5)
+    x = torch.randn(1, 4, 8)
+    assert not torch.equal(layer(x), layer(x))
+    assert torch.equal(layer.eval()(x), layer(x))
+
+
+def test_embedding():
+    embedding = block_modules.LigerEmbedding(5, 3, padding_idx=1)
+    ids = torch.tensor([[0, 1], [4, 0]])
+    actual = embedding(ids)
+    assert torch.equal(actual, F.embedding(ids, embedding.weight))
+    actual.sum().backward()
+    assert embedding.weight.grad[:, 0].tolist() == [2.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_hyper_connections_around_a_layer():
+    torch.manual_seed(0)
+    layer = block_modules.LigerMHC(
+        nn.Linear(8, 8), hc=2, c=8, phi_dtype=torch.float32, allow_fp32=True
+    )
+    x = torch.randn(3, 2, 8, requires_grad=True)
+    pre, post, mix = functional.liger_mhc_coeffs(
+        x, layer.phi, layer.b, layer.alpha_pre, layer.alpha_post, layer.alpha_res, allow_fp32=True
+    )
+    f_out = layer.layer((pre.unsqueeze(-1) * x).sum(-2))
+    expected = mix @ x + post.unsqueeze(-1) * f_out.unsqueeze(-2)
+    assert expected.shape == x.shape
+    actual = layer(x)
+    same(actual, expected, x, *layer.parameters())
+    again, inside = functional.liger_mhc_apply(x, f_out, pre, post, mix, return_x_in=True)
+    torch.testing.assert_close(again, actual)
+    torch.testing.assert_close(inside, (pre.unsqueeze(-1) * x).sum(-2))
+    with pytest.raises(AssertionError, match="allow_fp32=True takes it"):
+        block_modules.LigerMHC(nn.Linear(8, 8), hc=2, c=8)(x)
+    with pytest.warns(UserWarning, match="hc=17 is large"):
+        block_modules.LigerMHC(nn.Identity(), hc=17, c=8)
+
+
+# --- losses ---
+
+LABELS = torch.tensor([1, 2, -100, 3])
+KEPT = LABELS != -100
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"reduction": "mean"}, "reduction 'mean'; known: none"),
+        ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\), got 1.0"),
+        ({"label_smoothing_formula": "q"}, "label_smoothing_formula.*'q'"),
+        ({"label_smoothing_mode": "q"}, "label_smoothing_mode.*'q'"),
+    ],
+)
+def test_vocab_parallel_option_errors(options, said):
+    with pytest.raises(ValueError, match=said):
+        losses.LigerVocabParallelCrossEntropy(**options)
+
+
+def test_expert_parameter_order():
+    """An optimizer's state is restored by the order of parameters."""
+    config = SimpleNamespace(hidden_size=4, intermediate_size=6, hidden_act="silu")
+    mlp = modules.LigerBlockSparseTop2MLP(config)
+    assert [n for n, _ in mlp.named_parameters()] == ["w1.weight", "w2.weight", "w3.weight"]
+
+
+def test_cross_entropy_output_is_a_mutable_dataclass():
+    actual = functional.liger_cross_entropy(torch.randn(4, 6), LABELS, return_token_accuracy=True)
+    assert not isinstance(actual, tuple)
+    actual.loss = actual.loss / 2
+    assert {*vars(actual)} == {"loss", "z_loss", "token_accuracy", "predicted_tokens"}
+    assert actual.z_loss is None
+    assert actual.predicted_tokens is None
+
+
+@pytest.mark.parametrize("items", [None, 7.0])
+def test_fixed_fused_linear_cross_entropy_items(items):
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+    expected = F.cross_entropy(x @ w.T, LABELS, reduction="sum") / (items or 3)
+    actual = losses.fixed_fused_linear_cross_entropy(x, w, LABELS, items, unknown=1)
+    same(actual, expected, x, w)
+    more = losses.fixed_fused_linear_cross_entropy(x, w, LABELS, items, return_token_accuracy=True)
+    torch.testing.assert_close(more.loss, actual)
+    assert more.token_accuracy is not None
+
+
+# --- rotary embeddings ---
+
+
+def test_gpt_oss_and_llama4_rope():
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 2, 5, 8, requires_grad=True), torch.randn(1, 1, 5, 8)
+    cos, sin = torch.randn(1, 5, 4), torch.randn(1, 5, 4)
+    first, second = q.chunk(2, -1)
+    expected = torch.cat(
+        (
+            first * cos[:, None] - second * sin[:, None],
+            second * cos[:, None] + first * sin[:, None],
+        ),
+        -1,
+    )
+    same(functional.liger_rotary_pos_emb_gpt_oss(q, k, cos, sin)[0], expected, q)
+    angles = torch.polar(torch.ones(5, 4), torch.randn(5, 4))
+    x = torch.randn(1, 5, 2, 8, requires_grad=True)
+    turned = torch.view_as_complex(x.view(1, 5, 2, 4, 2)) * angles[:, None]
+    for freqs in (angles, angles[:, None]):  # as a model has them: with an axis of heads
+        actual, _ = functional.liger_llama4_vision_rotary_pos_emb(x, x, freqs)
+        same(actual, torch.view_as_real(turned).flatten(3), x)

@@ -93,11 +93,11 @@ def test_megatron_cross_entropy_defaults(names):
 
 def module(monkeypatch, name, **names):
     """A module of a Megatron-Core that has these names."""
-    made = ModuleType(f"megatron.core.{name}" if name else "megatron.core")
-    made.__path__ = []
-    vars(made).update(names)
-    monkeypatch.setitem(sys.modules, made.__name__, made)
-    return made
+    module = ModuleType(f"megatron.core.{name}" if name else "megatron.core")
+    module.__path__ = []
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
 
 
 class Norm:
@@ -161,13 +161,13 @@ def test_megatron_names_replaced_and_restored(names, megatron):
 
     logits, target = torch.randn(3, 2, 11), torch.randint(11, (3, 2))
     flat = logits.flatten(0, 1), target.flatten()
-    for found, share in (
+    for module, share in (
         (megatron.fast(logits, target, None), 0.0),
         (megatron.loss(logits, target), 0.0),
         (megatron.loss(logits, target, 0.1), 0.1 * 11 / 10),
     ):
         right = F.cross_entropy(*flat, reduction="none", label_smoothing=share)
-        torch.testing.assert_close(found.flatten(), right)
+        torch.testing.assert_close(module.flatten(), right)
 
     x = torch.randn(4, 12)
     gate, up = x.chunk(2, -1)

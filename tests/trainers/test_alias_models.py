@@ -17,9 +17,14 @@ from liger_multi.patching.swap import Patched
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 IDS = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(1))
 LABELS = IDS.clone()
 LABELS[0, :3] = LABELS[1, 7] = -100
@@ -34,39 +39,39 @@ def installed():
     alias.uninstall()
 
 
-def build(kind="Llama", **more):
+def build(family="Llama", **more):
     """A tiny model, and its name in functions."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **more)
-    return getattr(transformers, f"{kind}ForCausalLM")(config).train()
+    config = getattr(transformers, f"{family}Config")(**SIZES, **more)
+    return getattr(transformers, f"{family}ForCausalLM")(config).train()
 
 
-def patched(kind="Llama", **more):
+def patched(family="Llama", **more):
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    model = build(kind, **more)
+    model = build(family, **more)
     _apply_liger_kernel_to_instance(model=model)
     return model
 
 
-def of_type(kind="Llama", **more):
+def of_type(family="Llama", **more):
     """A model of a type that was patched before."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama()
     try:
-        return build(kind, **more)
+        return build(family, **more)
     finally:
         unpatch("llama")
 
 
-def assigned(kind="Llama", **more):
+def assigned(family="Llama", **more):
     """A model with the forward of ``liger_kernel.transformers.model``."""
     from types import MethodType
 
     from liger_kernel.transformers.model.llama import lce_forward
 
-    model = build(kind, **more)
+    model = build(family, **more)
     model.forward = MethodType(lce_forward, model)
     return model
 
@@ -78,9 +83,12 @@ def formula(logits, target, **o):
     z = z if cap is None else cap * torch.tanh(z / cap)
     weight = o.get("ce_weight")
     each = F.cross_entropy(
-        z, t, weight=None if weight is None else weight.double(), reduction="none",
+        z,
+        t,
+        weight=None if weight is None else weight.double(),
+        reduction="none",
         label_smoothing=o.get("label_smoothing", 0.0),
-    )  # fmt: skip
+    )
     kept = t != -100
     of_target = kept.double() if weight is None else weight.double()[t * kept] * kept
     scale = 1.0
@@ -111,33 +119,33 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o))
-@pytest.mark.parametrize("made", [patched, of_type, assigned])
-def test_forward_options_reach_fused_loss(made, options):
-    stock, model = build(), made()
+@pytest.mark.parametrize("patch", [patched, of_type, assigned])
+def test_forward_options_reach_fused_loss(patch, options):
+    stock, model = build(), patch()
     model(IDS, labels=LABELS)  # which readies a forward that was assigned
     right = formula(stock(IDS).logits, shifted(LABELS), **options)
     right.backward()
-    found = model(IDS, labels=LABELS, **options)
-    found.loss.backward()
-    torch.testing.assert_close(found.loss.double(), right, rtol=1e-5, atol=1e-6)
+    actual = model(IDS, labels=LABELS, **options)
+    actual.loss.backward()
+    torch.testing.assert_close(actual.loss.double(), right, rtol=1e-5, atol=1e-6)
     for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Granite", "Cohere"])
-def test_model_scale_and_softcap_with_options(kind):
-    more = {"logits_scaling": 3.0} if kind == "Granite" else {}
-    stock, model = build(kind, **more), patched(kind, **more)
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Granite", "Cohere"])
+def test_model_scale_and_softcap_with_options(family):
+    more = {"logits_scaling": 3.0} if family == "Granite" else {}
+    stock, model = build(family, **more), patched(family, **more)
     right = formula(stock(IDS).logits, shifted(LABELS), label_smoothing=0.2)
-    found = model(IDS, labels=LABELS, label_smoothing=0.2).loss
-    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-6)
+    actual = model(IDS, labels=LABELS, label_smoothing=0.2).loss
+    torch.testing.assert_close(actual.double(), right, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("made", [patched, assigned])
-def test_requested_outputs_of_forward(made):
+@pytest.mark.parametrize("patch", [patched, assigned])
+def test_requested_outputs_of_forward(patch):
     from liger_kernel.transformers.model import output_classes
 
-    model = made()
+    model = patch()
     plain = model(IDS, labels=LABELS)
     assert type(plain) is output_classes.LigerCausalLMOutputWithPast
     assert plain.token_accuracy is None
@@ -159,32 +167,34 @@ def test_moe_output_class_and_aux_loss():
 
     more = {"num_local_experts": 4, "output_router_logits": True}
     stock, model = build("Mixtral", **more), patched("Mixtral", **more)
-    right, found = stock(IDS, labels=LABELS), model(IDS, labels=LABELS, label_smoothing=0.1)
-    assert type(found) is output_classes.LigerMoeCausalLMOutputWithPast
-    torch.testing.assert_close(found.aux_loss, right.aux_loss)
-    wanted = formula(right.logits, shifted(LABELS), label_smoothing=0.1)
-    wanted = wanted + stock.router_aux_loss_coef * right.aux_loss
-    torch.testing.assert_close(found.loss.double(), wanted.double(), rtol=1e-5, atol=1e-6)
+    right, actual = stock(IDS, labels=LABELS), model(IDS, labels=LABELS, label_smoothing=0.1)
+    assert type(actual) is output_classes.LigerMoeCausalLMOutputWithPast
+    torch.testing.assert_close(actual.aux_loss, right.aux_loss)
+    expected = formula(right.logits, shifted(LABELS), label_smoothing=0.1)
+    expected = expected + stock.router_aux_loss_coef * right.aux_loss
+    torch.testing.assert_close(actual.loss.double(), expected.double(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_shift_labels_without_labels(training):
     model, stock = patched().train(training), build().train(training)
     right = stock(IDS, labels=LABELS).loss
-    for given in ({"shift_labels": shifted(LABELS)},
-                  {"shift_labels": shifted(LABELS), "labels": LABELS}):  # fmt: skip
-        torch.testing.assert_close(model(IDS, **given).loss, right)
-        asked = model(IDS, label_smoothing=0.1, skip_logits=True, **given).loss
-        wanted = formula(stock(IDS).logits, shifted(LABELS), label_smoothing=0.1)
-        torch.testing.assert_close(asked.double(), wanted, rtol=1e-5, atol=1e-6)
+    for arguments in (
+        {"shift_labels": shifted(LABELS)},
+        {"shift_labels": shifted(LABELS), "labels": LABELS},
+    ):
+        torch.testing.assert_close(model(IDS, **arguments).loss, right)
+        asked = model(IDS, label_smoothing=0.1, skip_logits=True, **arguments).loss
+        expected = formula(stock(IDS).logits, shifted(LABELS), label_smoothing=0.1)
+        torch.testing.assert_close(asked.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_options_apply_in_training_or_skip_logits():
     model = patched().eval()
     plain = model(IDS, labels=LABELS)
-    found = model(IDS, labels=LABELS, label_smoothing=0.1, return_token_accuracy=True)
-    assert torch.equal(found.loss, plain.loss)
-    assert found.token_accuracy is None
+    actual = model(IDS, labels=LABELS, label_smoothing=0.1, return_token_accuracy=True)
+    assert torch.equal(actual.loss, plain.loss)
+    assert actual.token_accuracy is None
     forced = model(IDS, labels=LABELS, label_smoothing=0.1, skip_logits=True)
     assert forced.loss != plain.loss
     left = model.train()(IDS, labels=LABELS, label_smoothing=0.1, skip_logits=False)
@@ -205,11 +215,11 @@ def test_options_with_materialized_logits(why):
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head"]))
     options = {"label_smoothing": 0.1, "ce_weight": WEIGHT, "return_token_accuracy": True}
-    found = model(input_ids=IDS, labels=LABELS, **options)
+    actual = model(input_ids=IDS, labels=LABELS, **options)
     options.pop("return_token_accuracy")
     right = formula(build()(IDS).logits, shifted(LABELS), **options)
-    torch.testing.assert_close(found.loss.double(), right, rtol=1e-5, atol=1e-6)
-    assert found.token_accuracy is not None
+    torch.testing.assert_close(actual.loss.double(), right, rtol=1e-5, atol=1e-6)
+    assert actual.token_accuracy is not None
     with pytest.raises(NotImplementedError, match="loss_type='dft'"):
         model(input_ids=IDS, labels=LABELS, use_token_scaling=True)
 
@@ -240,8 +250,11 @@ def test_patched_model_copies_and_unpatches():
     saved = io.BytesIO()
     torch.save(model, saved)
     saved.seek(0)
-    copies = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)),
-              torch.load(saved, weights_only=False))  # fmt: skip
+    copies = (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(saved, weights_only=False),
+    )
     for other in copies:
         assert torch.equal(other(IDS, labels=LABELS, label_smoothing=0.1).loss, right)
     assert inspect.signature(model.forward) == inspect.signature(build().forward)
@@ -274,31 +287,31 @@ def test_options_with_checkpointing_and_compile(checkpointing):
         model.gradient_checkpointing_enable()
     right = model(IDS, labels=LABELS, label_smoothing=0.1, use_cache=False)
     right.loss.backward()
-    wanted = [p.grad.clone() for p in model.parameters()]
+    expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=not checkpointing)
     for length in (9, 5):
         options = {"labels": LABELS[:, :length], "label_smoothing": 0.1, "use_cache": False}
-        found = compiled(IDS[:, :length], return_token_accuracy=True, **options)
-        assert found.token_accuracy is not None
+        actual = compiled(IDS[:, :length], return_token_accuracy=True, **options)
+        assert actual.token_accuracy is not None
         if length == 9:
-            found.loss.backward()
-            torch.testing.assert_close(found.loss, right.loss)
-            for p, gradient in zip(model.parameters(), wanted, strict=True):
+            actual.loss.backward()
+            torch.testing.assert_close(actual.loss, right.loss)
+            for p, gradient in zip(model.parameters(), expected, strict=True):
                 torch.testing.assert_close(p.grad, gradient, rtol=1e-5, atol=1e-6)
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("made", [build, patched])
-def test_lce_maybe_trainable_lm_head(made):
+@pytest.mark.parametrize("patch", [build, patched])
+def test_lce_maybe_trainable_lm_head(patch):
     from liger_kernel.transformers.model.llama import lce_maybe_trainable_lm_head as loss_of
 
-    model, hidden = made(), torch.randn(2, 9, 32, requires_grad=True)
+    model, hidden = patch(), torch.randn(2, 9, 32, requires_grad=True)
     right = formula(hidden @ build().lm_head.weight.T, shifted(LABELS), label_smoothing=0.1)
-    found = loss_of(model, hidden, 32, LABELS, None, label_smoothing=0.1)
-    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-6)
-    found.backward()
+    loss = loss_of(model, hidden, 32, LABELS, None, label_smoothing=0.1)
+    torch.testing.assert_close(loss.double(), right, rtol=1e-5, atol=1e-6)
+    loss.backward()
     assert hidden.grad.abs().sum() > 0
     asked = loss_of(model, hidden, 32, None, shifted(LABELS), return_token_accuracy=True)
     assert asked.token_accuracy is not None
@@ -308,5 +321,5 @@ def test_lce_maybe_trainable_lm_head(made):
     with torch.no_grad():
         adapted.lm_head.modules_to_save["default"].weight.mul_(2)
     right = formula(hidden @ (2 * build().lm_head.weight).T, shifted(LABELS))
-    found = loss_of(adapted, hidden, 32, LABELS, None)
-    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-6)
+    loss = loss_of(adapted, hidden, 32, LABELS, None)
+    torch.testing.assert_close(loss.double(), right, rtol=1e-5, atol=1e-6)

@@ -45,11 +45,11 @@ def served(name):
     path = f"{finder.NAME}.{name}".rstrip(".")
     for module, rest in ((path, ""), path.rpartition(".")[::2]):
         try:
-            found = importlib.import_module(module)
+            owner = importlib.import_module(module)
         except ModuleNotFoundError:
             continue
-        if not rest or getattr(found, rest, None) is not None:
-            return getattr(found, rest) if rest else found
+        if not rest or getattr(owner, rest, None) is not None:
+            return getattr(owner, rest) if rest else owner
     return None
 
 
@@ -61,17 +61,19 @@ def differs(ours, real):
     """How a function cannot be called as the package's; None where it can."""
     if ours is None or real is None:
         return None
-    several = {kind for _, kind, _ in ours} & {"VAR_POSITIONAL", "VAR_KEYWORD"}
+    several = {parameter_kind for _, parameter_kind, _ in ours} & {"VAR_POSITIONAL", "VAR_KEYWORD"}
     ours = [p for p in ours if not p[1].startswith("VAR")]
-    for i, (name, kind, default) in enumerate(p for p in real if not p[1].startswith("VAR")):
+    for i, (name, parameter_kind, default) in enumerate(
+        p for p in real if not p[1].startswith("VAR")
+    ):
         mine = ours[i] if i < len(ours) and ours[i][0] == name else None
-        if mine is None and kind == "KEYWORD_ONLY":
+        if mine is None and parameter_kind == "KEYWORD_ONLY":
             mine = next((p for p in ours if p[0] == name), None)
         if mine is None and len(several) == 2:
             continue
         if mine is None:
             return f"no {name}"
-        if kind != "KEYWORD_ONLY" and mine[1] == "KEYWORD_ONLY":
+        if parameter_kind != "KEYWORD_ONLY" and mine[1] == "KEYWORD_ONLY":
             return f"{name} has no position"
         if default is not None and "<" not in default and mine[2] != default:
             return f"{name}={mine[2]}, not {default}"

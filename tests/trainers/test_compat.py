@@ -24,12 +24,12 @@ def named(path):
     parts = path.split(".")
     for cut in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:cut]))
+            value = importlib.import_module(".".join(parts[:cut]))
         except ModuleNotFoundError:
             continue
         for part in parts[cut:]:
-            found = getattr(found, part)
-        return found
+            value = getattr(value, part)
+        return value
     raise AssertionError(path)
 
 
@@ -90,8 +90,14 @@ def test_apply_signatures_show_flags(installed):
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     flags = inspect.signature(apply_liger_kernel_to_llama).parameters
-    assert [*flags] == ["rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm",
-                        "swiglu", "model"]  # fmt: skip
+    assert [*flags] == [
+        "rope",
+        "cross_entropy",
+        "fused_linear_cross_entropy",
+        "rms_norm",
+        "swiglu",
+        "model",
+    ]
     assert flags["fused_linear_cross_entropy"].default is True
     assert flags["cross_entropy"].default is False
     assert "geglu" in inspect.signature(apply_liger_kernel_to_gemma2).parameters
@@ -116,8 +122,8 @@ def test_model_types_exist_in_transformers(installed):
 def counts(model):
     from liger_multi.patching.swap import Patched, swapped
 
-    found = [swapped(m).op for m in model.modules() if isinstance(m, Patched)]
-    return {op: found.count(op) for op in sorted({*found} - {"loss options"})}  # the model itself
+    ops = [swapped(m).op for m in model.modules() if isinstance(m, Patched)]
+    return {op: ops.count(op) for op in sorted({*ops} - {"loss options"})}  # the model itself
 
 
 EVERY = {"fused_linear_cross_entropy": 1, "rms_norm": 5, "rope": 2, "swiglu": 2}
@@ -128,7 +134,7 @@ def without(*ops_):
 
 
 @pytest.mark.parametrize(
-    ("flags", "wanted"),
+    ("flags", "expected"),
     [
         ({}, EVERY),
         ({"rope": False, "swiglu": None}, without("rope", "swiglu")),
@@ -136,14 +142,14 @@ def without(*ops_):
         ({"rms_norm": "reference", "fused_linear_cross_entropy": {"chunk": 3}}, EVERY),
     ],
 )
-def test_flags_select_patches(installed, flags, wanted):
+def test_flags_select_patches(installed, flags, expected):
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     from tests.models import build
 
     model = build()
     report = apply_liger_kernel_to_llama(model=model, **flags)
-    assert counts(model) == wanted
+    assert counts(model) == expected
     assert not any(s.strict for s in report.skipped)
     options = {e.op: e.options for e in report.entries}
     if "rms_norm" in flags:
@@ -256,15 +262,15 @@ def test_registered_apply_function(installed, caplog):
 
     from tests.models import build
 
-    seen, model = [], build()
+    calls, model = [], build()
     usual = MODEL_TYPE_TO_APPLY_LIGER_FN["llama"]
-    MODEL_TYPE_TO_APPLY_LIGER_FN["llama"] = lambda **given: seen.append(given)
+    MODEL_TYPE_TO_APPLY_LIGER_FN["llama"] = lambda **kwargs: calls.append(kwargs)
     try:
         _apply_liger_kernel("llama", rope=False)
         _apply_liger_kernel_to_instance(model, swiglu=False)
     finally:
         MODEL_TYPE_TO_APPLY_LIGER_FN["llama"] = usual
-    assert seen == [{"rope": False}, {"model": model, "swiglu": False}]
+    assert calls == [{"rope": False}, {"model": model, "swiglu": False}]
     assert counts(model) == {}
     _apply_liger_kernel_to_instance(model, swiglu=False)
     assert counts(model) == without("swiglu")
@@ -283,12 +289,12 @@ def test_patch_module_helpers(installed):
     norm, layer = GemmaRMSNorm(8, eps=0.1), torch.nn.LayerNorm(8, eps=0.1)
     swiglu, geglu = LlamaMLP(LlamaConfig(**sizes)), GemmaMLP(GemmaConfig(**sizes))
     modules = (norm, layer, swiglu, geglu)
-    wanted = [module(x) for module in modules]
+    expected = [module(x) for module in modules]
     monkey_patch._patch_rms_norm_module(norm, offset=1.0, casting_mode="gemma")
     monkey_patch._patch_layer_norm_module(layer)
     monkey_patch._patch_swiglu_module(swiglu, LigerSwiGLUMLP)
     monkey_patch._patch_geglu_module(geglu)
-    for module, right in zip(modules, wanted):
+    for module, right in zip(modules, expected):
         assert "forward" in vars(module)
         torch.testing.assert_close(module(x), right)
     assert (norm.offset, norm.variance_epsilon, norm.casting_mode) == (1.0, 0.1, "gemma")
@@ -300,11 +306,11 @@ def test_patch_module_helpers(installed):
 def curve(model, place, **options):
     from tests.models import trainer
 
-    made = trainer(model, place, max_steps=2, **options)
-    first = made.evaluate()["eval_loss"]
-    made.train()
-    steps = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
-    return [first, *steps, made.evaluate()["eval_loss"]]
+    trained = trainer(model, place, max_steps=2, **options)
+    first = trained.evaluate()["eval_loss"]
+    trained.train()
+    steps = [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+    return [first, *steps, trained.evaluate()["eval_loss"]]
 
 
 def test_trainer_use_liger_kernel(installed, tmp_path, monkeypatch):
@@ -313,11 +319,11 @@ def test_trainer_use_liger_kernel(installed, tmp_path, monkeypatch):
     pytest.importorskip("accelerate")
     fused = FusedCalls(monkeypatch)
     stock, ours = pair()
-    wanted = curve(stock, tmp_path)
+    expected = curve(stock, tmp_path)
     assert fused.count == 0
     config = {"fused_linear_cross_entropy": {"chunk": 5}, "rope": False}
     got = curve(ours, tmp_path, use_liger_kernel=True, liger_kernel_config=config)
-    assert got == pytest.approx(wanted, rel=1e-5)
+    assert got == pytest.approx(expected, rel=1e-5)
     assert {call["chunk"] for call in fused.keywords} == {5}
     assert counts(ours) == without("rope")
 
@@ -337,19 +343,24 @@ def test_liger_kernel_config_unknown_option(installed, tmp_path):
 def draw():
     generator = torch.Generator().manual_seed(0)
 
-    def made(*shape, grad=False):
+    def sample(*shape, grad=False):
         return torch.randn(*shape, generator=generator).requires_grad_(grad)
 
-    return made
+    return sample
 
 
 TOKEN_SCALED = {
     "weights": {"ce_weight": torch.tensor([0.5, 2.0, 1.0, 3.0, 0.1])},
     "smoothed": {"label_smoothing": 0.2},
     "squares": {"lse_square_scale": 0.1},
-    "all": {"ce_weight": torch.tensor([0.5, 2.0, 1.0, 3.0, 0.1]), "label_smoothing": 0.2,
-            "lse_square_scale": 0.1, "return_z_loss": True, "return_predicted_tokens": True},
-}  # fmt: skip
+    "all": {
+        "ce_weight": torch.tensor([0.5, 2.0, 1.0, 3.0, 0.1]),
+        "label_smoothing": 0.2,
+        "lse_square_scale": 0.1,
+        "return_z_loss": True,
+        "return_predicted_tokens": True,
+    },
+}
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -363,20 +374,20 @@ def test_token_scaling_options(draw, name, reduction):
     x = draw(6, 4, grad=True)
 
     def run(weight, **more):
-        found = call(x, weight, target, reduction=reduction, **options, **more)
-        parts = [found] if isinstance(found, torch.Tensor) else [found.loss, found.z_loss]
-        return [*parts, *torch.autograd.grad(parts[0].sum(), x)], found
+        loss = call(x, weight, target, reduction=reduction, **options, **more)
+        parts = [loss] if isinstance(loss, torch.Tensor) else [loss.loss, loss.z_loss]
+        return [*parts, *torch.autograd.grad(parts[0].sum(), x)], loss
 
     for a, b in zip(run(torch.zeros(5, 4), use_token_scaling=True)[0], run(torch.zeros(5, 4))[0]):
         torch.testing.assert_close(a, b / 5)
     if reduction == "none":
         w = draw(5, 4)
-        (scaled, *_), found = run(w, use_token_scaling=True)
+        (scaled, *_), loss = run(w, use_token_scaling=True)
         likely = F.softmax(x @ w.T, -1)[torch.arange(6), target.clamp_min(0)]
         torch.testing.assert_close(scaled, run(w)[0][0] * likely)
         if name == "all":
-            assert found.predicted_tokens is not None
-            assert found.token_accuracy is None
+            assert loss.predicted_tokens is not None
+            assert loss.token_accuracy is None
 
 
 @pytest.mark.parametrize("count", [None, 7.0])
@@ -388,18 +399,20 @@ def test_causal_lm_loss_matches_transformers(draw, count):
     hidden, weight = draw(2, 5, 8), draw(11, 8)
     labels = torch.tensor([[1, 2, -100, 4, 5], [6, -100, 8, 9, 10]])
     more = {} if count is None else {"num_items_in_batch": count}
-    wanted = ForCausalLMLoss(hidden @ weight.T, labels, 11, **more)
+    expected = ForCausalLMLoss(hidden @ weight.T, labels, 11, **more)
     got = LigerForCausalLMLoss(hidden, weight, labels, hidden_size=8, cu_seq_lens_q=None, **more)
-    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(got, expected)
     moved = F.pad(labels, (0, 1), value=-100)[:, 1:]
     got = LigerForCausalLMLoss(hidden, weight, None, 8, shift_labels=moved, **more)
-    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(got, expected)
 
 
 NORMS = {
-    "LigerRMSNorm": "LlamaRMSNorm", "LigerRMSNormForGemma": "GemmaRMSNorm",
-    "LigerRMSNormForGemma2": "Gemma2RMSNorm", "LigerRMSNormForGemma3": "Gemma3RMSNorm",
-}  # fmt: skip
+    "LigerRMSNorm": "LlamaRMSNorm",
+    "LigerRMSNormForGemma": "GemmaRMSNorm",
+    "LigerRMSNormForGemma2": "Gemma2RMSNorm",
+    "LigerRMSNormForGemma3": "Gemma3RMSNorm",
+}
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -408,11 +421,11 @@ def test_norms_match_transformers(draw, name):
 
     stock = NORMS[name]
     family = stock.removesuffix("RMSNorm").lower()
-    kind = getattr(named(f"transformers.models.{family}.modeling_{family}"), stock)
-    wanted, got = kind(8), getattr(modules, name)(8)
-    got.load_state_dict(wanted.state_dict())
+    module_class = getattr(named(f"transformers.models.{family}.modeling_{family}"), stock)
+    expected, got = module_class(8), getattr(modules, name)(8)
+    got.load_state_dict(expected.state_dict())
     x = draw(3, 8).bfloat16()
-    assert torch.equal(got.bfloat16()(x), wanted.bfloat16()(x))
+    assert torch.equal(got.bfloat16()(x), expected.bfloat16()(x))
 
 
 def test_casting_modes(draw):
@@ -430,10 +443,13 @@ def test_casting_modes(draw):
 
 
 MLPS = {
-    "LigerSwiGLUMLP": "llama.Llama", "LigerPhi3SwiGLUMLP": "phi3.Phi3",
-    "LigerGEGLUMLP": "gemma2.Gemma2", "LigerQwen3MoeSwiGLUMLP": "qwen3_moe.Qwen3Moe",
-    "LigerTiledSwiGLUMLP": "llama.Llama", "LigerTiledGEGLUMLP": "gemma2.Gemma2",
-}  # fmt: skip
+    "LigerSwiGLUMLP": "llama.Llama",
+    "LigerPhi3SwiGLUMLP": "phi3.Phi3",
+    "LigerGEGLUMLP": "gemma2.Gemma2",
+    "LigerQwen3MoeSwiGLUMLP": "qwen3_moe.Qwen3Moe",
+    "LigerTiledSwiGLUMLP": "llama.Llama",
+    "LigerTiledGEGLUMLP": "gemma2.Gemma2",
+}
 
 
 @pytest.mark.parametrize("name", MLPS)
@@ -445,10 +461,10 @@ def test_mlps_match_transformers(draw, name):
     config = getattr(named("transformers"), f"{prefix}Config")(
         hidden_size=8, intermediate_size=12, num_attention_heads=2, num_key_value_heads=2
     )
-    wanted, got = getattr(home, f"{prefix}MLP")(config), getattr(modules, name)(config)
-    got.load_state_dict(wanted.state_dict())
+    expected, got = getattr(home, f"{prefix}MLP")(config), getattr(modules, name)(config)
+    got.load_state_dict(expected.state_dict())
     x = draw(2, 3, 8)
-    torch.testing.assert_close(got(x), wanted(x))
+    torch.testing.assert_close(got(x), expected(x))
 
 
 @pytest.mark.parametrize("width", [41, 3, 1])
@@ -468,12 +484,18 @@ def test_rope_odd_head_dim(width):
         turned = run(q, k, cos, sin)
         up = [torch.randn_like(x) for x in leaves]
         right = [
-            torch.cat((
-                x[..., :pairs] * cos[..., :pairs] - x[..., pairs : 2 * pairs] * sin[..., :pairs],
-                x[..., pairs : 2 * pairs] * cos[..., :pairs] + x[..., :pairs] * sin[..., :pairs],
-                x[..., 2 * pairs :],
-            ), -1) for x in leaves
-        ]  # fmt: skip
+            torch.cat(
+                (
+                    x[..., :pairs] * cos[..., :pairs]
+                    - x[..., pairs : 2 * pairs] * sin[..., :pairs],
+                    x[..., pairs : 2 * pairs] * cos[..., :pairs]
+                    + x[..., :pairs] * sin[..., :pairs],
+                    x[..., 2 * pairs :],
+                ),
+                -1,
+            )
+            for x in leaves
+        ]
         torch.testing.assert_close(list(turned[:2]), right)
         torch.testing.assert_close(
             torch.autograd.grad(turned[:2], leaves, up), torch.autograd.grad(right, leaves, up)
@@ -491,8 +513,10 @@ def test_modulated_norm_bf16_gradient(shape, offset, casting, weight):
     x, up = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
     ours, theirs = (
         (torch.randn(shape[-1], generator=torch.Generator().manual_seed(1)) * 0.1)
-        .bfloat16().requires_grad_() for _ in range(2)
-    )  # fmt: skip
+        .bfloat16()
+        .requires_grad_()
+        for _ in range(2)
+    )
     w = torch.randn(shape[-1]).bfloat16() if weight else None
     f.liger_modulated_rms_norm(x, w, ours, None, 1e-6, offset, casting).backward(up)
     n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -513,19 +537,19 @@ def test_rope_is_out_of_place(draw):
     q, k, angle = draw(2, 4, 5, 8), draw(2, 2, 5, 8), draw(2, 5, 8)
     cos, sin = angle.cos(), angle.sin()
     before = q.clone()
-    for got, wanted in zip(
+    for got, expected in zip(
         f.liger_rotary_pos_emb(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True
     ):
-        torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(got, expected)
     assert torch.equal(q, before)
     q, k, angle = draw(5, 4, 8).bfloat16(), draw(5, 4, 8).bfloat16(), draw(5, 8)
-    for got, wanted in zip(
+    for got, expected in zip(
         f.liger_rotary_pos_emb_vision(q, k, angle.cos(), angle.sin()),
         apply_rotary_pos_emb_vision(q, k, angle.cos(), angle.sin()),
         strict=True,
     ):
         assert got.dtype == torch.bfloat16
-        torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(got, expected)
 
 
 # --- chunked losses, against the formulas on log-probabilities of whole logits ---
@@ -550,15 +574,15 @@ class Batch:
 
     def each(self, logits, temperature=1.0):
         ids = self.target.clamp(min=0).unsqueeze(-1)
-        found = (logits / temperature).log_softmax(-1).gather(-1, ids).squeeze(-1)
-        return found * self.mask
+        log_prob = (logits / temperature).log_softmax(-1).gather(-1, ids).squeeze(-1)
+        return log_prob * self.mask
 
-    def same(self, got, wanted):
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+    def same(self, got, expected):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
         inputs = (self.hidden, self.weight)
         for a, b in zip(
             torch.autograd.grad(got, inputs, retain_graph=True),
-            torch.autograd.grad(wanted, inputs, retain_graph=True),
+            torch.autograd.grad(expected, inputs, retain_graph=True),
             strict=True,
         ):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -574,22 +598,29 @@ def mean_logits(batch, rows):
     return batch.logits[rows].mean()
 
 
-@pytest.mark.parametrize("kind", ["sigmoid", "apo_zero"])
-def test_dpo(pairs, kind):
+@pytest.mark.parametrize("loss_type", ["sigmoid", "apo_zero"])
+def test_dpo(pairs, loss_type):
     from liger_multi.compat.liger_kernel.chunked.preference import LigerFusedLinearDPOLoss
 
     b = pairs
-    loss = LigerFusedLinearDPOLoss(beta=0.3, loss_type=kind, compute_nll_loss=True, alpha=0.5)
+    loss = LigerFusedLinearDPOLoss(beta=0.3, loss_type=loss_type, compute_nll_loss=True, alpha=0.5)
     got, aux = loss(b.weight, b.hidden, b.target, b.bias, b.ref_hidden, b.ref_weight)
     chosen, rejected = (0.3 * (b.own - b.ref).sum(-1)).chunk(2)
     each = {
         "sigmoid": -F.logsigmoid(chosen - rejected),
         "apo_zero": torch.sigmoid(-chosen) + torch.sigmoid(rejected),
-    }[kind]
+    }[loss_type]
     b.same(got, each.mean() + 0.5 * b.nll)
     sums = b.own.sum(-1).chunk(2)
-    wanted = (*sums, mean_logits(b, slice(2)), mean_logits(b, slice(2, 4)), b.nll, chosen, rejected)
-    for a, w in zip(aux, wanted, strict=True):
+    expected = (
+        *sums,
+        mean_logits(b, slice(2)),
+        mean_logits(b, slice(2, 4)),
+        b.nll,
+        chosen,
+        rejected,
+    )
+    for a, w in zip(aux, expected, strict=True):
         torch.testing.assert_close(a, w, rtol=1e-5, atol=1e-6)
 
 
@@ -621,9 +652,15 @@ def test_kto(pairs):
 
     b, liked = pairs, torch.tensor([True, False, False, True])
     got, aux = LigerFusedLinearKTOLoss(beta=0.3, use_ref_model=True)(
-        b.hidden, b.weight, b.target, b.bias, liked, b.ref_hidden, b.ref_weight,
+        b.hidden,
+        b.weight,
+        b.target,
+        b.bias,
+        liked,
+        b.ref_hidden,
+        b.ref_weight,
         kl=torch.tensor(0.2),
-    )  # fmt: skip
+    )
     ratio = (b.own - b.ref).sum(-1)
     sign = torch.where(liked, 1.0, -1.0)
     b.same(got, (1 - torch.sigmoid(0.3 * sign * (ratio - 0.2))).mean())
@@ -631,59 +668,67 @@ def test_kto(pairs):
     torch.testing.assert_close(aux[5], 0.3 * ratio[~liked].sum())
 
 
-@pytest.mark.parametrize("kind", ["dapo", "grpo", "bnpo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_grpo(pairs, kind, beta):
+def test_grpo(pairs, loss_type, beta):
     from liger_multi.compat.liger_kernel.chunked.policy import LigerFusedLinearGRPOLoss
 
     b, advantages = pairs, torch.tensor([1.0, -0.5, 0.3, -1.0])
     old = (b.each(b.logits, 0.9) + 0.3 * b.ref).detach()
     loss = LigerFusedLinearGRPOLoss(
-        beta=beta, loss_type=kind, temperature=0.9, max_completion_length=7, epsilon_high=0.3
+        beta=beta, loss_type=loss_type, temperature=0.9, max_completion_length=7, epsilon_high=0.3
     )
     got, metrics = loss(
-        b.hidden, b.weight, b.target.clamp(min=0), b.mask.long(), advantages, b.bias,
-        old_per_token_logps=old, ref_per_token_logps=b.ref if beta else None,
-    )  # fmt: skip
+        b.hidden,
+        b.weight,
+        b.target.clamp(min=0),
+        b.mask.long(),
+        advantages,
+        b.bias,
+        old_per_token_logps=old,
+        ref_per_token_logps=b.ref if beta else None,
+    )
     own = b.each(b.logits, 0.9)
     ratio, a = (own - old).exp(), advantages.unsqueeze(1)
     each = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.3) * a)
     gap = b.ref - own
     each = (each + beta * (gap.exp() - gap - 1)) * b.mask
     count = b.mask.sum(-1)
-    wanted = {
-        "grpo": (each.sum(-1) / count).mean(), "bnpo": each.sum() / count.sum(),
-        "dapo": each.sum() / count.sum(), "dr_grpo": each.sum() / (4 * 7),
-    }[kind]  # fmt: skip
-    b.same(got, wanted)
+    expected = {
+        "grpo": (each.sum(-1) / count).mean(),
+        "bnpo": each.sum() / count.sum(),
+        "dapo": each.sum() / count.sum(),
+        "dr_grpo": each.sum() / (4 * 7),
+    }[loss_type]
+    b.same(got, expected)
     clipped = ((ratio < 0.8) & (a < 0)) | ((ratio > 1.3) & (a > 0))
     torch.testing.assert_close(metrics[-1], (clipped & b.mask).sum() / count.sum())
     assert len(metrics) == (2 if beta else 1)
 
 
-@pytest.mark.parametrize("kind", ["JSD", "CosineSimilarity"])
-def test_distillation(pairs, kind):
+@pytest.mark.parametrize("loss_type", ["JSD", "CosineSimilarity"])
+def test_distillation(pairs, loss_type):
     from liger_multi.compat.liger_kernel.chunked import distillation
 
     b = pairs
-    loss = getattr(distillation, f"LigerFusedLinear{kind}Loss")(
+    loss = getattr(distillation, f"LigerFusedLinear{loss_type}Loss")(
         0.4, 0.6, beta=0.3, temperature=2.0, return_soft_hard_loss=True
     )
     got, soft, hard = loss(
         b.hidden, b.weight, b.ref_hidden, b.ref_weight, b.target.reshape(-1), b.bias
     )
     x, y = b.logits / 2, b.ref_hidden @ b.ref_weight.T / 2
-    if kind == "JSD":
+    if loss_type == "JSD":
         q, p = x.log_softmax(-1), y.log_softmax(-1)
         m = torch.logaddexp(p + torch.tensor(0.3).log(), q + torch.tensor(0.7).log())
         kl = [F.kl_div(m, s, log_target=True, reduction="none").sum(-1) for s in (p, q)]
         each, factor = 0.3 * kl[0] + 0.7 * kl[1], 1.0
     else:
         each, factor = 1 - F.cosine_similarity(x, y, dim=-1), 0.3
-    wanted = each[b.mask].mean()
+    expected = each[b.mask].mean()
     label = -b.own.sum() / b.mask.sum()
-    b.same(got, 0.4 * label + 0.6 * factor * wanted)
-    torch.testing.assert_close(soft, factor * wanted)
+    b.same(got, 0.4 * label + 0.6 * factor * expected)
+    torch.testing.assert_close(soft, factor * expected)
     torch.testing.assert_close(hard, label)
 
 
@@ -709,11 +754,11 @@ def test_dpo_sigmoid_ignores_label_smoothing(pairs):
         ({"loss_type": "robust", "label_smoothing": 0.5}, r"lie in \[0.0, 0.5\) .*'robust'"),
     ],
 )
-@pytest.mark.parametrize("kind", [ValueError, AssertionError])
-def test_dpo_option_errors(options, message, kind):
+@pytest.mark.parametrize("loss_type", [ValueError, AssertionError])
+def test_dpo_option_errors(options, message, loss_type):
     from liger_multi.compat.liger_kernel.chunked.preference import LigerFusedLinearDPOLoss
 
-    with pytest.raises(kind, match=message):
+    with pytest.raises(loss_type, match=message):
         LigerFusedLinearDPOLoss(**options)
 
 
@@ -745,17 +790,17 @@ def test_orpo_nll_target(pairs):
     sequences = own.sum(1) / counts.sum(1)
     odds = sequences - torch.log1p(-sequences.exp())
     ratio = F.logsigmoid(odds[:2] - odds[2:])
-    wanted = nll - 0.1 * ratio.mean()
+    expected = nll - 0.1 * ratio.mean()
     for rows in (labels, labels[:2]):
         loss, aux = LigerFusedLinearORPOLoss()(b.weight, b.hidden, b.target, b.bias, rows)
-        torch.testing.assert_close(loss, wanted)
+        torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(aux[4], nll.detach())
         torch.testing.assert_close(aux[7], ratio.mean().detach())
         torch.testing.assert_close(aux[8], (odds[:2] - odds[2:]).mean().detach())
         leaves = (b.hidden, b.weight)
         torch.testing.assert_close(
             torch.autograd.grad(loss, leaves),
-            torch.autograd.grad(wanted, leaves, retain_graph=True),
+            torch.autograd.grad(expected, leaves, retain_graph=True),
         )
 
 
@@ -778,8 +823,8 @@ def test_functional_grpo_positional_arguments(pairs, loss_type):
         module = LigerFusedLinearGRPOLoss(
             loss_type=loss_type, max_completion_length=10, temperature=float(temperature)
         )
-        got, wanted = liger_fused_linear_grpo(*first, *after), module(*before)
-        torch.testing.assert_close(got, wanted)
+        got, expected = liger_fused_linear_grpo(*first, *after), module(*before)
+        torch.testing.assert_close(got, expected)
     with pytest.raises(ValueError, match="sapo_temperature_neg must be positive"):
         LigerFusedLinearGRPOLoss(sapo_temperature_neg=0.0)
 
@@ -794,9 +839,17 @@ def test_token_losses_reject_sequence_level(pairs, loss_type):
     words = "Sequence-level importance sampling is not supported|requires importance_sampling_leve"
     with pytest.raises(ValueError, match=words):
         triton_grpo_loss(
-            torch.randn(4, 6, 11), b.own.detach(), None, ids, advantages, mask, beta=0.0,
-            importance_sampling_level="sequence", loss_type=loss_type, reduce=True,
-        )  # fmt: skip
+            torch.randn(4, 6, 11),
+            b.own.detach(),
+            None,
+            ids,
+            advantages,
+            mask,
+            beta=0.0,
+            importance_sampling_level="sequence",
+            loss_type=loss_type,
+            reduce=True,
+        )
     loss = LigerFusedLinearGRPOLoss(
         beta=0.0, loss_type=loss_type, use_ref_model=False, importance_sampling_level="sequence"
     )
@@ -816,8 +869,8 @@ def test_cross_entropy_target_out_of_bounds(monkeypatch):
         lambda x, t: LigerCrossEntropyFunction.apply(x, t, None),
     )
     for call in calls:
-        for kind in (AssertionError, IndexError):
-            with pytest.raises(kind, match="out of bounds"):
+        for error in (AssertionError, IndexError):
+            with pytest.raises(error, match="out of bounds"):
                 call(logits, target)
     asked = []
     stock = ops.cross_entropy
@@ -833,26 +886,31 @@ def test_kto_logit_sums_include_padding(pairs):
 
     b, liked = pairs, torch.tensor([True, False, False, True])
     _, aux = LigerFusedLinearKTOLoss()(b.hidden, b.weight, b.target, b.bias, liked)
-    wanted = [b.logits[liked].sum().detach(), b.logits[~liked].sum().detach()]
-    torch.testing.assert_close([*aux[2:4]], wanted, rtol=1e-5, atol=1e-4)
+    expected = [b.logits[liked].sum().detach(), b.logits[~liked].sum().detach()]
+    torch.testing.assert_close([*aux[2:4]], expected, rtol=1e-5, atol=1e-4)
 
 
-def policy_of(b, given=(), **options):
+def policy_of(b, terms=(), **options):
     from liger_multi.compat.liger_kernel.chunked.policy import LigerFusedLinearGRPOLoss
 
-    call = dict(given)
+    call = dict(terms)
     return LigerFusedLinearGRPOLoss(**options)(
-        b.hidden, b.weight, b.target.clamp(min=0), b.mask.long(),
-        torch.tensor([1.0, -0.5, 0.3, -1.0]), b.bias, **call,
-    )  # fmt: skip
+        b.hidden,
+        b.weight,
+        b.target.clamp(min=0),
+        b.mask.long(),
+        torch.tensor([1.0, -0.5, 0.3, -1.0]),
+        b.bias,
+        **call,
+    )
 
 
-@pytest.mark.parametrize("given", [{}, {"ref_per_token_logps": 3.0}])
-def test_grpo_without_reference(pairs, given):
+@pytest.mark.parametrize("terms", [{}, {"ref_per_token_logps": 3.0}])
+def test_grpo_without_reference(pairs, terms):
     b = pairs
-    given = {k: torch.full(b.target.shape, v) for k, v in given.items()}
+    terms = {k: torch.full(b.target.shape, v) for k, v in terms.items()}
     plain, _ = policy_of(b, beta=0.0, use_ref_model=False)
-    got, (kl, _) = policy_of(b, given, beta=0.5, use_ref_model=False)
+    got, (kl, _) = policy_of(b, terms, beta=0.5, use_ref_model=False)
     b.same(got, plain)
     assert kl == 0
     with pytest.raises(ValueError, match="ref_per_token_logps or ref_input must be provided"):
@@ -882,8 +940,8 @@ def test_vespo_sequence_ratio_counts_once(draw):
 def test_loss_option_errors(name, options):
     from liger_multi.compat.liger_kernel import losses as module
 
-    for kind in (ValueError, AssertionError):
-        with pytest.raises(kind, match=next(iter(options))):
+    for error in (ValueError, AssertionError):
+        with pytest.raises(error, match=next(iter(options))):
             getattr(module, name)(**options)
 
 
@@ -902,9 +960,17 @@ def test_custom_preference_loss(pairs):
         @classmethod
         def forward(cls, ctx, x, w, t, bias):
             return super().forward(
-                cls=cls, ctx=ctx, _input=x, weight=w, target=t, bias=bias, beta=0.3, gamma=0.2,
-                alpha=0.5, average_log_prob=False,
-            )  # fmt: skip
+                cls=cls,
+                ctx=ctx,
+                _input=x,
+                weight=w,
+                target=t,
+                bias=bias,
+                beta=0.3,
+                gamma=0.2,
+                alpha=0.5,
+                average_log_prob=False,
+            )
 
         @staticmethod
         def backward(ctx, *grad_output):
@@ -935,9 +1001,16 @@ def test_custom_distillation_loss_bounds_memory():
         @classmethod
         def forward(cls, ctx, x, w, tx, tw, t):
             return super().forward(
-                cls=cls, ctx=ctx, student_input=x, student_weight=w, teacher_input=tx,
-                teacher_weight=tw, target=t, temperature=2.0, return_soft_hard_loss=True,
-            )  # fmt: skip
+                cls=cls,
+                ctx=ctx,
+                student_input=x,
+                student_weight=w,
+                teacher_input=tx,
+                teacher_weight=tw,
+                target=t,
+                temperature=2.0,
+                return_soft_hard_loss=True,
+            )
 
         @staticmethod
         def backward(ctx, *grad_output):
@@ -947,10 +1020,10 @@ def test_custom_distillation_loss_bounds_memory():
         elements = 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            made = func(*args, **(kwargs or {}))
-            if isinstance(made, torch.Tensor):
-                self.elements = max(self.elements, made.numel())
-            return made
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                self.elements = max(self.elements, out.numel())
+            return out
 
     rows, classes = 2048, 2048
     g = torch.Generator().manual_seed(0)
@@ -959,16 +1032,16 @@ def test_custom_distillation_loss_bounds_memory():
     tx, tw = torch.randn(rows, 4, generator=g), torch.randn(classes, 4, generator=g)
     t = torch.randint(classes, (rows,), generator=g)
     t[::3] = -100
-    with Largest() as seen:
+    with Largest() as calls:
         got, soft, hard = Own.apply(x, w, tx, tw, t)
-        made = torch.autograd.grad(got, (x, w))
-    assert seen.elements <= rows * classes // 2
+        gradients = torch.autograd.grad(got, (x, w))
+    assert calls.elements <= rows * classes // 2
     z, y, valid = x @ w.T, tx @ tw.T, t != -100
     gap = ((z / 2).softmax(-1) - (y / 2).softmax(-1)).square().sum(-1)[valid].mean()
     label = F.cross_entropy(z, t)
     torch.testing.assert_close((soft, hard), (gap.detach(), label.detach()))
-    wanted = torch.autograd.grad(0.5 * gap + 0.5 * label, (x, w))
-    torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-6)
+    expected = torch.autograd.grad(0.5 * gap + 0.5 * label, (x, w))
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_subclass_of_sealed_function_raises():
@@ -987,10 +1060,10 @@ def test_functional_simpo_argument_order(pairs):
 
     b = pairs
     got, _ = functions.liger_fused_linear_simpo(b.hidden, b.weight, b.target, b.bias, -100, 2.0)
-    wanted, _ = preference.LigerFusedLinearSimPOLoss(beta=2.0, compute_nll_loss=False)(
+    expected, _ = preference.LigerFusedLinearSimPOLoss(beta=2.0, compute_nll_loss=False)(
         b.weight, b.hidden, b.target, b.bias
     )
-    b.same(got, wanted)
+    b.same(got, expected)
 
 
 # --- helpers ---
@@ -1012,9 +1085,9 @@ def test_launch_settings():
 def test_ensure_contiguous():
     from liger_multi.compat.liger_kernel.helpers import ensure_contiguous
 
-    seen = ensure_contiguous(lambda ctx, x, *, y, n: (x.is_contiguous(), y.is_contiguous(), n))
+    calls = ensure_contiguous(lambda ctx, x, *, y, n: (x.is_contiguous(), y.is_contiguous(), n))
     strided = torch.ones(3, 4).T
-    assert seen(None, strided, y=strided, n=2) == (True, True, 2)
+    assert calls(None, strided, y=strided, n=2) == (True, True, 2)
 
 
 def test_fsdp_forward_redirection():
@@ -1033,16 +1106,16 @@ def test_fsdp_forward_redirection():
                 self.inside = False
 
     wrapper = Wrapper(torch.nn.Linear(2, 2))
-    seen = []
+    calls = []
 
     def method(module, x):
-        seen.append(wrapper.inside)
+        calls.append(wrapper.inside)
         return module.weight.sum() + x
 
     run = _FSDPForwardRedirection()
     got = run(wrapper, method, wrapper.module, torch.tensor(1.0))
     torch.testing.assert_close(got, wrapper.module.weight.sum() + 1)
-    assert seen == [True]
+    assert calls == [True]
     assert "forward" not in vars(wrapper.module)
 
     def wrong(module, x):
@@ -1076,12 +1149,12 @@ def test_retired_arguments_warn(draw):
 
     x, target = draw(3, 4), torch.tensor([1, 2, 3])
     with pytest.warns(DeprecationWarning, match="reduce=False change nothing"):
-        found = f.liger_cross_entropy(x, target, reduce=False)
-    assert torch.equal(found, f.liger_cross_entropy(x, target))
+        loss = f.liger_cross_entropy(x, target, reduce=False)
+    assert torch.equal(loss, f.liger_cross_entropy(x, target))
     student, teacher = x.log_softmax(-1), draw(3, 4).softmax(-1)
     with pytest.warns(DeprecationWarning, match="size_average=False"):
-        found = f.liger_kl_div(student, teacher, size_average=False)
-    assert torch.equal(found, f.liger_kl_div(student, teacher))
+        loss = f.liger_kl_div(student, teacher, size_average=False)
+    assert torch.equal(loss, f.liger_kl_div(student, teacher))
 
 
 def test_selective_log_softmax_uses_last_ids(draw):
@@ -1089,8 +1162,8 @@ def test_selective_log_softmax_uses_last_ids(draw):
 
     logits, ids = draw(2, 4, 6), torch.tensor([[5, 1, 2, 3], [4, 0, 5, 1]])
     mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])
-    wanted = f.fused_selective_log_softmax(logits, ids[:, 1:], mask=mask[:, 1:])
-    assert torch.equal(f.fused_selective_log_softmax(logits, ids, mask=mask), wanted)
+    expected = f.fused_selective_log_softmax(logits, ids[:, 1:], mask=mask[:, 1:])
+    assert torch.equal(f.fused_selective_log_softmax(logits, ids, mask=mask), expected)
     with pytest.raises(ValueError, match="have fewer than L"):
         f.fused_selective_log_softmax(logits, ids[:, :2])
 
@@ -1111,6 +1184,6 @@ def test_module_attributes(name):
     from liger_multi.compat.liger_kernel import modules
 
     config = SimpleNamespace(hidden_size=8, intermediate_size=16, hidden_act="silu")
-    given = {"LigerPolyNorm": (), "LigerTiledSwiGLUMLP": (config, 2)}.get(name, (8,))
-    made = getattr(modules, name)(*given)
-    assert [n for n in ATTRIBUTES[name].split() if not hasattr(made, n)] == []
+    args = {"LigerPolyNorm": (), "LigerTiledSwiGLUMLP": (config, 2)}.get(name, (8,))
+    module = getattr(modules, name)(*args)
+    assert [n for n in ATTRIBUTES[name].split() if not hasattr(module, n)] == []

@@ -116,14 +116,14 @@ class Run:
         dist.all_reduce(loss)
         return loss
 
-    def close(self, got, wanted):
+    def close(self, got, expected):
         """Losses are equal but for the order of sums in fp32."""
-        got, wanted = (x.detach().double().cpu() for x in (got, wanted))
-        torch.testing.assert_close(got, wanted, rtol=3e-5, atol=0)
+        got, expected = (x.detach().double().cpu() for x in (got, expected))
+        torch.testing.assert_close(got, expected, rtol=3e-5, atol=0)
 
-    def gradients(self, found, right):
+    def gradients(self, results, right):
         """Every gradient, gathered where it is sharded."""
-        assert_same_gradients(found, right, rtol=3e-5)
+        assert_same_gradients(results, right, rtol=3e-5)
 
     def same(self, model, loss, right, name=lambda n: n):
         """The loss, and every gradient, gathered where it is sharded."""
@@ -198,9 +198,12 @@ def in_one_unit(run, wrap):
 
     for freed in (True, False):
         stock, ours = run.pair()
-        wrap(ours, lambda model, freed=freed: fully_shard(
-            [model.model.norm, model.lm_head], mesh=run.mesh(), reshard_after_forward=freed
-        ))  # fmt: skip
+        wrap(
+            ours,
+            lambda model, freed=freed: fully_shard(
+                [model.model.norm, model.lm_head], mesh=run.mesh(), reshard_after_forward=freed
+            ),
+        )
         right = run.right(stock)
         for _ in range(2):
             ours.zero_grad()
@@ -313,10 +316,10 @@ def in_float8(run, stock, wrap, eight=EIGHT):
     # of two layers forward and backward; under checkpointing forward is two steps
     calls_of_mlp = 0 if "frozen" in eight else 2 if stock.is_gradient_checkpointing else 4
     assert names.count("gated_mlp_float8") == calls_of_mlp
-    found = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
-    assert found.keys() == right[1].keys() > set()
+    gradients = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
+    assert gradients.keys() == right[1].keys() > set()
     apart = []
-    for name, gradient in found.items():
+    for name, gradient in gradients.items():
         whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         scale = right[1][name].norm()
         assert (whole - right[1][name]).norm() < 0.01 * scale, name
@@ -383,9 +386,10 @@ def changes(run, order="patch shard", options={}, **eight):  # noqa: B006
 def coded_parts(ours):
     """This rank's parts of the weights of linear layers."""
     return {
-        n: p._local_tensor for n, p in ours.named_parameters()
+        n: p._local_tensor
+        for n, p in ours.named_parameters()
         if "proj" in n and "lora" not in n and n.endswith("weight")
-    }  # fmt: skip
+    }
 
 
 def same_bits(run, stock, change, steps=2, autocast=False, frozen=False):
@@ -394,36 +398,38 @@ def same_bits(run, stock, change, steps=2, autocast=False, frozen=False):
     patch(one, linear_float8={**EIGHT, "frozen": frozen})
     change(ours)
     sgd = [
-        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
-        for m in (one, ours)
-    ]  # fmt: skip
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (one, ours)
+    ]
     call, coded = Primitive.call, []
 
-    def seen(prim, *args):
-        given = dict(zip(prim.params, args, strict=True))
-        weights = {n: t for n, t in given.items() if f"{n}_scale" in given and n.endswith("weight")}
+    def calls(prim, *args):
+        arguments = dict(zip(prim.params, args, strict=True))
+        weights = {
+            n: t for n, t in arguments.items() if f"{n}_scale" in arguments and n.endswith("weight")
+        }
         coded.extend(
-            (prim.op.name, given[f"{n}_scale"] is not None)
+            (prim.op.name, arguments[f"{n}_scale"] is not None)
             for n, t in weights.items()
             if t is not None and t.numel()  # a shard is rounded beside a weight of no rows
         )
         return call(prim, *args)
 
     for _ in range(steps):
-        found = []
+        results = []
         for model in (one, ours):
             coded.clear()
-            with mock.patch.object(Primitive, "call", seen), torch.autocast(
-                run.device.type, torch.bfloat16, enabled=autocast
-            ):  # fmt: skip
+            with (
+                mock.patch.object(Primitive, "call", calls),
+                torch.autocast(run.device.type, torch.bfloat16, enabled=autocast),
+            ):
                 loss = model(**run.batch()).loss
                 loss.backward()
-            found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
+            results.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
         assert len(coded) >= 28
         assert all(held for _, held in coded), coded
-        (right, wanted), (loss, gradients) = found
+        (right, expected), (loss, gradients) = results
         assert torch.equal(loss, right)
-        for name, gradient in wanted.items():
+        for name, gradient in expected.items():
             if gradient is not None:
                 assert torch.equal(gradients[name].full_tensor(), gradient), name
         for optimizer in sgd:
@@ -485,8 +491,8 @@ def fsdp2_gathers_codes_of_uneven_shards(run):
         for frozen in (False, True):
             stock = run.build(**sizes)
             stock = lora_everywhere(stock) if frozen else stock
-            kind = {"frozen": True} if frozen else {"gather": True}
-            change = changes(run, options=options, **kind)
+            form = {"frozen": True} if frozen else {"gather": True}
+            change = changes(run, options=options, **form)
             _, ours = same_bits(run, stock, change, frozen=frozen)
             rows = {len(t) for n, t in coded_parts(ours).items() if "up_proj" in n}
             assert rows == {25 - run.rank}
@@ -559,15 +565,15 @@ def fsdp2_gathers_codes_of_weights_in_float32_for_steps_in_bfloat16(run):
     from liger_multi.reference.float8.rows import PLAIN
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    found, stock = [], run.build()
-    for kind in ({}, {"gather": True}):
+    results, stock = [], run.build()
+    for options in ({}, {"gather": True}):
         ours = copy.deepcopy(stock)
-        changes(run, options={"mp_policy": policy}, **kind)(ours)
+        changes(run, options={"mp_policy": policy}, **options)(ours)
         loss = ours(**run.batch()).loss
         loss.backward()
-        found.append({n: p.grad.full_tensor() for n, p in ours.named_parameters()})
-    for name, right in found[0].items():
-        gradient = found[1][name]
+        results.append({n: p.grad.full_tensor() for n, p in ours.named_parameters()})
+    for name, right in results[0].items():
+        gradient = results[1][name]
         assert gradient.dtype == right.dtype == torch.float32
         assert torch.cosine_similarity(gradient.flatten(), right.flatten(), 0) > 0.98, name
     layer = ours.model.layers[0]
@@ -604,8 +610,8 @@ def fsdp2_with_codes_saves_and_loads_numbers(run):
         if frozen:
             stock.requires_grad_(False)
             stock.model.embed_tokens.requires_grad_(True)
-        ours, kind = copy.deepcopy(stock), {"frozen": True} if frozen else {"gather": True}
-        changes(run, **kind)(ours)
+        ours, options = copy.deepcopy(stock), {"frozen": True} if frozen else {"gather": True}
+        changes(run, **options)(ours)
         state = ours.state_dict()
         file = io.BytesIO()
         torch.save(state, file)
@@ -616,8 +622,8 @@ def fsdp2_with_codes_saves_and_loads_numbers(run):
             assert type(state[name]._local_tensor) is torch.Tensor
             assert torch.equal(state[name].full_tensor(), right), name
         whole = StateDictOptions(full_state_dict=True)
-        for name, found in get_model_state_dict(ours, options=whole).items():
-            assert torch.equal(found, stock.state_dict()[name]), name
+        for name, results in get_model_state_dict(ours, options=whole).items():
+            assert torch.equal(results, stock.state_dict()[name]), name
         set_model_state_dict(ours, other.state_dict(), options=whole)
         for name, right in other.state_dict().items():
             assert torch.equal(ours.state_dict()[name].full_tensor(), right), name
@@ -637,11 +643,11 @@ def fsdp2_with_codes_of_a_model_without_numbers(run):
             stock.requires_grad_(False)
             stock.model.embed_tokens.requires_grad_(True)
         buffers = {n: b.clone() for n, b in stock.named_buffers()}
-        ours, kind = (
+        ours, options = (
             copy.deepcopy(stock).to("meta"),
             {"frozen": True} if frozen else {"gather": True},
         )
-        changes(run, **kind)(ours)
+        changes(run, **options)(ours)
         ours.to_empty(device=run.device)
         for name, buffer in ours.named_buffers():
             buffer.copy_(buffers[name])
@@ -661,16 +667,16 @@ def fsdp2_with_codes_has_no_way_back(run):
     from liger_multi.errors import PatchError
     from liger_multi.patching import unpatch
 
-    for kind in ({"gather": True}, {"frozen": True}):
-        ours = run.build().requires_grad_("frozen" not in kind)
-        changes(run, **kind)(ours)
+    for options in ({"gather": True}, {"frozen": True}):
+        ours = run.build().requires_grad_("frozen" not in options)
+        changes(run, **options)(ours)
         kinds = [type(m) for m in ours.modules()]
         with pytest.raises(PatchError, match="unpatch before sharding"):
             unpatch(ours)
         report = patch(ours)
         reasons = {s.reason for s in report.skipped if "proj" in s.path}
         assert reasons == {"FSDP2 gathers its weight in FP8; options are fixed"}
-        again = patch(ours, linear_float8={**EIGHT, **kind})
+        again = patch(ours, linear_float8={**EIGHT, **options})
         assert {e.status for e in again.entries if e.op == "linear_float8"} == {"already patched"}
         assert [type(m) for m in ours.modules()] == kinds
     ours = run.build()
@@ -705,14 +711,14 @@ def fsdp2_of_models_converted_by_torchao(run):
             shards(run)(ours) if each == "shard" else patch(ours, linear_float8=EIGHT)
         kinds = {type(t).__name__ for t in coded_parts(ours).values()}
         assert kinds == {"WeightWithDynamicFloat8CastTensor"}
-        found = []
+        results = []
         for model in (alone, ours):
             loss = model(**run.mine(run.batch())).loss
             loss.backward()
-            found.append((loss, {n: p.grad for n, p in model.named_parameters()}))
-        run.close(*(loss for loss, _ in found))
-        for name, right in found[0][1].items():
-            right, gradient = right.full_tensor(), found[1][1][name].full_tensor()
+            results.append((loss, {n: p.grad for n, p in model.named_parameters()}))
+        run.close(*(loss for loss, _ in results))
+        for name, right in results[0][1].items():
+            right, gradient = right.full_tensor(), results[1][1][name].full_tensor()
             assert (gradient - right).norm() <= 0.01 * right.norm(), name
 
 
@@ -745,10 +751,10 @@ def fsdp1(run):
     right = run.right(stock)
     run.close(loss, right[0])
     with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
-        found = {
+        gradients = {
             n.replace("_fsdp_wrapped_module.", ""): p.grad for n, p in wrapped.named_parameters()
         }
-        run.gradients(found, right[1])
+        run.gradients(gradients, right[1])
 
 
 # --- a model over ranks ---
@@ -810,9 +816,9 @@ def gathered_attention(module, query, key, value, mask, scaling=None, **rest):
     keys, values = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (keys, values))
     own, every = query.shape[2], keys.shape[2]
     at = torch.arange(own, device=query.device) + dist.get_rank() * own
-    seen = at[:, None] >= torch.arange(every, device=query.device)
+    calls = at[:, None] >= torch.arange(every, device=query.device)
     out = nn.functional.scaled_dot_product_attention(
-        query, keys, values, attn_mask=seen, scale=scaling
+        query, keys, values, attn_mask=calls, scale=scaling
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -863,7 +869,7 @@ def pipeline_whose_first_stage_has_no_head(run):
         gradient = torch.empty_like(hidden)
         dist.recv(gradient, 1)
         hidden.backward(gradient)
-        found = {f"model.{n}": p.grad for n, p in stage.named_parameters()}
+        gradients = {f"model.{n}": p.grad for n, p in stage.named_parameters()}
     else:
         del ours.model.layers[0]
         ours.model.layers[0].self_attn.layer_idx = 0
@@ -875,12 +881,12 @@ def pipeline_whose_first_stage_has_no_head(run):
         loss.backward()
         dist.send(hidden.grad, 0)
         run.close(loss, right[0])
-        found = {
+        gradients = {
             n.replace("layers.0.", "layers.1."): p.grad
             for n, p in ours.named_parameters()
             if p.grad is not None
         }
-    run.gradients(found, {n: right[1][n] for n in found})
+    run.gradients(gradients, {n: right[1][n] for n in gradients})
 
 
 @case()
@@ -936,19 +942,19 @@ def stepped(run, model, options, rate=0.5):
     loss = engine(**run.mine(run.batch()), num_items_in_batch=total).loss
     engine.backward(loss * WORLD)
     engine.step()
-    found = {}
+    results = {}
     for name, p in engine.module.named_parameters():
         sharded = options["stage"] == 3
         with deepspeed.zero.GatheredParameters([p]) if sharded else contextlib.nullcontext():
-            found[name] = p.detach().clone()
-    return loss.detach().clone(), found
+            results[name] = p.detach().clone()
+    return loss.detach().clone(), results
 
 
 def alike(run, before, stock, ours):
     """Losses, and how far parameters moved."""
-    (wanted, right), (got, found) = stock, ours
-    run.close(got, wanted)
-    for name, p in found.items():
+    (expected_loss, right), (got, results) = stock, ours
+    run.close(got, expected_loss)
+    for name, p in results.items():
         moved = (right[name] - before[name].to(right[name])).abs().max()
         off = (p - right[name]).abs().max()
         assert off <= 1e-4 * moved + 1e-6, f"{name}: {off} of {moved}"
@@ -966,9 +972,9 @@ def zero(run, stage, offload, adapters=False):
         options["offload_optimizer"] = {"device": "cpu"}
         options |= {"offload_param": {"device": "cpu"}} if stage == 3 else {}
     right, fused = stepped(run, stock, dict(options)), run.fused
-    found = stepped(run, ours, dict(options))
+    results = stepped(run, ours, dict(options))
     assert run.fused - fused == (stage < 3)  # ZeRO-3 detaches what the head returns
-    alike(run, before, right, found)
+    alike(run, before, right, results)
 
 
 @case(slow=True)
@@ -991,10 +997,10 @@ def deepspeed_zero_3_on_nvme(run):
     patch(ours)
     before = {n: p.detach().clone() for n, p in stock.named_parameters()}
     right = stepped(run, stock, dict(options))
-    found = stepped(run, ours, dict(options))
+    results = stepped(run, ours, dict(options))
     swapped = {f.parent.parent.name for f in pathlib.Path(folder[0]).rglob("*.swp")}
     assert len(swapped) == 2, swapped  # a folder of parameters, and the optimizer's
-    alike(run, before, right, found)
+    alike(run, before, right, results)
 
 
 class OnHiddenStates(nn.Module):
@@ -1054,10 +1060,10 @@ def deepspeed_zero_3_of_hidden_states(run):
 
 def rank_of_cases():
     """One of the ranks."""
-    rank, meeting, kind, path, *names = sys.argv[1:]
-    backend = {"cpu": "gloo", "cuda": "nccl"}[kind]
-    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, int(rank))
-    if kind != "cpu":
+    rank, meeting, device_type, path, *names = sys.argv[1:]
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device_type]
+    device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, int(rank))
+    if device_type != "cpu":
         torch.get_device_module(device).set_device(device)
     dist.init_process_group(
         backend, init_method=f"file://{meeting}", rank=int(rank), world_size=WORLD
@@ -1083,15 +1089,19 @@ NEEDS = {"adapters": "peft", "deepspeed": "deepspeed", "torchao": "torchao"}
 class Ranks:
     """Two processes that run cases; what became of each is read from their files."""
 
-    def __init__(self, folder, kind, names):
+    def __init__(self, folder, device_type, names):
         # what launchers say of a rank, for DeepSpeed
         environment = {
-            "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2",
-            "DS_ACCELERATOR": kind, "RANK": "RANK", "LOCAL_RANK": "RANK",
-        }  # fmt: skip
+            "OMP_NUM_THREADS": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "WORLD_SIZE": "2",
+            "DS_ACCELERATOR": device_type,
+            "RANK": "RANK",
+            "LOCAL_RANK": "RANK",
+        }
         files = [folder / f"{rank}.json" for rank in range(2)]
         every = [
-            [str(rank), str(folder / "meet"), kind, str(file), *names]
+            [str(rank), str(folder / "meet"), device_type, str(file), *names]
             for rank, file in enumerate(files)
         ]
         forked = harness.accelerator() is None
@@ -1108,7 +1118,7 @@ class Ranks:
 @pytest.fixture(scope="session")
 def started(tmp_path_factory, request):
     """Two ranks for the fast cases, and two for each slow one, when a test asks for them."""
-    device, made = harness.selected_device(request.config), {}
+    device, started_ranks = harness.selected_device(request.config), {}
     if device.type not in ("cpu", "cuda"):
         pytest.skip(f"no collectives to test on {device.type}")
     if device.type == "cuda" and torch.cuda.device_count() < 2:
@@ -1118,9 +1128,9 @@ def started(tmp_path_factory, request):
         fast = [n for n in CASES if n not in SLOW]
         names = [name] if name in SLOW else [n for n in fast if not missing(n)]
         key = tuple(names)
-        if key not in made:
-            made[key] = Ranks(tmp_path_factory.mktemp("ranks"), device.type, names)
-        return made[key]
+        if key not in started_ranks:
+            started_ranks[key] = Ranks(tmp_path_factory.mktemp("ranks"), device.type, names)
+        return started_ranks[key]
 
     return ranks
 
@@ -1145,10 +1155,10 @@ builder.load()
 @pytest.fixture
 def files_beside_memory(request):
     """DeepSpeed's reader and writer of files, which it compiles when first used, for minutes."""
-    kind = harness.selected_device(request.config).type
+    device_type = harness.selected_device(request.config).type
     built = subprocess.run(
         [sys.executable, "-c", BUILD],
-        env={**os.environ, "DS_ACCELERATOR": kind},
+        env={**os.environ, "DS_ACCELERATOR": device_type},
         capture_output=True,
         text=True,
     )

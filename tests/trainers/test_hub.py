@@ -34,10 +34,10 @@ def test_an_unknown_layer_is_refused():
         hub.mapping(layers=("Rmsnorm",))
 
 
-def marked(monkeypatch, kind, name):
+def marked(monkeypatch, case, name):
     """The mark that transformers gives, where it does not take this version of the library."""
-    monkeypatch.setattr(kind, "kernel_layer_name", name, raising=False)
-    monkeypatch.setattr(kind, "kernel_condition", None, raising=False)
+    monkeypatch.setattr(case, "kernel_layer_name", name, raising=False)
+    monkeypatch.setattr(case, "kernel_condition", None, raising=False)
 
 
 def kernelized(model, **options):
@@ -51,17 +51,17 @@ def every(model, suffix):
     return {type(m) for m in model.modules() if type(m).__name__.endswith(suffix)}
 
 
-@pytest.mark.parametrize("kind", ["llama", "olmo2", "gemma"])
-def test_norms_and_mlps_train_as_before(monkeypatch, kind):
+@pytest.mark.parametrize("case", ["llama", "olmo2", "gemma"])
+def test_norms_and_mlps_train_as_before(monkeypatch, case):
     """Each norm rounds where its class does; an MLP that somebody marked is one operator."""
-    stock = build(kind)
+    stock = build(case)
     for suffix, name in (("RMSNorm", "RMSNorm"), ("MLP", "SwiGLUMLP")):
-        for found in every(stock, suffix):
-            marked(monkeypatch, found, name)
+        for layer in every(stock, suffix):
+            marked(monkeypatch, layer, name)
     ours = kernelized(copy.deepcopy(stock))
     calls = Calls(monkeypatch)
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
-    assert calls["rms_norm"] == {"llama": 5, "olmo2": 9, "gemma": 5}[kind]
+    assert calls["rms_norm"] == {"llama": 5, "olmo2": 9, "gemma": 5}[case]
     assert calls["gated_mlp"] == 2
     x = torch.randn(3, 32).bfloat16()
     for a, b in zip(stock.modules(), ours.modules(), strict=True):
@@ -90,17 +90,19 @@ def test_a_module_of_no_known_kind_keeps_its_forward(monkeypatch):
 def test_activations(monkeypatch, name):
     from transformers import activations
 
-    kind = getattr(activations, f"{name}Activation")
-    marked(monkeypatch, kind, name)
-    stock, x = kind(), torch.linspace(-6, 6, 101).requires_grad_()
-    ours = kernelized(kind())
+    cls = getattr(activations, f"{name}Activation")
+    marked(monkeypatch, cls, name)
+    stock, x = cls(), torch.linspace(-6, 6, 101).requires_grad_()
+    ours = kernelized(cls())
     assert ours.forward.__func__ is hub.LAYERS[name].forward
-    wanted, got = stock(x), ours(x)
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+    expected, got = stock(x), ours(x)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
-        torch.autograd.grad(got.sum(), x)[0], torch.autograd.grad(wanted.sum(), x)[0],
-        rtol=1e-4, atol=1e-5,
-    )  # fmt: skip
+        torch.autograd.grad(got.sum(), x)[0],
+        torch.autograd.grad(expected.sum(), x)[0],
+        rtol=1e-4,
+        atol=1e-5,
+    )
 
 
 def _rows(*shape):
@@ -112,21 +114,26 @@ _B = (_rows(2, 20, 1, 8), _rows(2, 20, 1, 8) + 1)
 FUNCTIONS = {
     "causal_conv1d_fn": ("qwen3_next", (_rows(2, 5, 9), _rows(5, 4)), {"activation": "silu"}),
     "chunk_gated_delta_rule": (
-        "qwen3_next", (*_HEADS, -_rows(2, 70, 2).abs(), _rows(2, 70, 2).sigmoid()),
+        "qwen3_next",
+        (*_HEADS, -_rows(2, 70, 2).abs(), _rows(2, 70, 2).sigmoid()),
         {"use_qk_l2norm_in_kernel": True},
     ),
     "chunk_kda": (
-        "kimi_linear", (*_HEADS, -_rows(2, 70, 2, 8).abs(), _rows(2, 70, 2).sigmoid()),
+        "kimi_linear",
+        (*_HEADS, -_rows(2, 70, 2, 8).abs(), _rows(2, 70, 2).sigmoid()),
         {"use_qk_l2norm_in_kernel": True},
     ),
     "mamba_chunk_scan_combined": (
-        "mamba2", (_rows(2, 20, 4, 6), _rows(2, 20, 4), -_rows(4).abs(), *_B), {"chunk_size": 16},
+        "mamba2",
+        (_rows(2, 20, 4, 6), _rows(2, 20, 4), -_rows(4).abs(), *_B),
+        {"chunk_size": 16},
     ),
     "selective_scan_fn": (
-        "mamba", (_rows(2, 6, 11), _rows(2, 6, 11), -_rows(6, 4).abs(), *_rows(2, 2, 4, 11)),
+        "mamba",
+        (_rows(2, 6, 11), _rows(2, 6, 11), -_rows(6, 4).abs(), *_rows(2, 2, 4, 11)),
         {"delta_softplus": True},
     ),
-}  # fmt: skip
+}
 
 
 def mixing(name):
@@ -158,13 +165,13 @@ def test_functions_that_mix_tokens(monkeypatch, name):
     calls = Calls(monkeypatch)
 
     def trained(function):
-        given = [t.clone().requires_grad_() for t in tensors]
-        made = function(*given, **options)
-        y = made[0] if isinstance(made, tuple) else made
-        return [y, *torch.autograd.grad((y * y.detach()).sum(), given)]
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        out = function(*leaves, **options)
+        y = out[0] if isinstance(out, tuple) else out
+        return [y, *torch.autograd.grad((y * y.detach()).sum(), leaves)]
 
-    for got, wanted in zip(trained(ours), trained(stock), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    for got, expected in zip(trained(ours), trained(stock), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert calls[SERVED[hub.MIXING[name][0]]] == 1
 
 
@@ -180,13 +187,13 @@ def test_a_function_that_computes_something_else_stays():
 @pytest.mark.slow
 def test_compiled_layers_of_a_settled_model(monkeypatch):
     stock = build(num_hidden_layers=1)
-    for found in every(stock, "RMSNorm"):
-        marked(monkeypatch, found, "RMSNorm")
+    for layer in every(stock, "RMSNorm"):
+        marked(monkeypatch, layer, "RMSNorm")
     ours = kernelized(copy.deepcopy(stock))
     graphs = Graphs()
     compiled = torch.compile(ours, fullgraph=True, backend=graphs)
-    got, wanted = compiled(**batch()).loss, stock(**batch()).loss
-    torch.testing.assert_close(got, wanted)
+    got, expected = compiled(**batch()).loss, stock(**batch()).loss
+    torch.testing.assert_close(got, expected)
     assert graphs.count == 1
     assert any("rms_norm" in name for name in graphs.targets)
     torch._dynamo.reset()

@@ -38,8 +38,8 @@ def trained(model):
 def counts(model):
     from liger_multi.patching.swap import Patched, swapped
 
-    found = [swapped(m).op for m in model.modules() if isinstance(m, Patched)]
-    return {op: found.count(op) for op in sorted({*found} - {"loss options"})}  # the model itself
+    ops = [swapped(m).op for m in model.modules() if isinstance(m, Patched)]
+    return {op: ops.count(op) for op in sorted({*ops} - {"loss options"})}  # the model itself
 
 
 # --- models ---
@@ -50,13 +50,18 @@ def counts(model):
     [
         ({}, set()),
         (
-            {"rope": True, "swiglu": True, "cross_entropy": True,
-             "fused_linear_cross_entropy": False, "rms_norm": False},
+            {
+                "rope": True,
+                "swiglu": True,
+                "cross_entropy": True,
+                "fused_linear_cross_entropy": False,
+                "rms_norm": False,
+            },
             {"rms_norm", "fused_linear_cross_entropy"},
         ),
         ({"fused_linear_cross_entropy": True, "cross_entropy": False}, set()),
     ],
-)  # fmt: skip
+)
 def test_apply_before_from_pretrained(saved, flags, off):
     import transformers
     from liger_kernel.transformers import apply_liger_kernel_to_llama
@@ -83,32 +88,32 @@ def takes_every_flag(name, make):
     every = {flag: flag != "cross_entropy" for flag in flags}
     model, none = make(), make()
     function(model=model, **every)
-    found = counts(model)
+    patched = counts(model)
     function(model=none, **dict.fromkeys(flags, False))
     assert counts(none) == {}
     function(**every)
     try:
-        assert counts(make()) == found
+        assert counts(make()) == patched
         function(**dict.fromkeys(flags, False))
         assert counts(make()) == {}
     finally:
         alias.uninstall()
         alias.install()
     assert counts(make()) == {}
-    return model, found
+    return model, patched
 
 
 FEW = ("llama", "gemma3_text", "phi3", "mixtral")
 
 
-@pytest.mark.parametrize("kind", FEW)
-def test_apply_flags_on_model_and_type(kind):
-    model, found = takes_every_flag(kind, lambda: build(kind))
-    assert found["rms_norm"] == ARCHITECTURES[kind].counts["rms_norm"]
-    torch.testing.assert_close(trained(model), trained(build(kind)), rtol=1e-4, atol=1e-5)
-    function, flags = applied(kind)
+@pytest.mark.parametrize("family", FEW)
+def test_apply_flags_on_model_and_type(family):
+    model, patched = takes_every_flag(family, lambda: build(family))
+    assert patched["rms_norm"] == ARCHITECTURES[family].counts["rms_norm"]
+    torch.testing.assert_close(trained(model), trained(build(family)), rtol=1e-4, atol=1e-5)
+    function, flags = applied(family)
     for flag in flags:  # each alone, by its name
-        alone = build(kind)
+        alone = build(family)
         function(model=alone, **{f: f == flag for f in flags})
         assert {*counts(alone)} <= {flag, "fused_moe" if flag == "swiglu" else flag}
 
@@ -134,8 +139,8 @@ def test_flags_of_every_function(name):
     model_types = [t for t in MODELS[name][0] if t in CONFIG_MAPPING]
     if not model_types:
         pytest.skip(f"this transformers has no {', '.join(MODELS[name][0])}")
-    _, found = takes_every_flag(name, lambda: of_type(model_types[0]))
-    assert found
+    _, patched = takes_every_flag(name, lambda: of_type(model_types[0]))
+    assert patched
 
 
 @pytest.mark.parametrize("where", ["class", "instance"])
@@ -143,13 +148,13 @@ def test_assigned_lce_forward(monkeypatch, where):
     from liger_kernel.transformers.model.llama import lce_forward
 
     model, stock = build(), trained(build())
-    kind = type(model)
+    module_class = type(model)
     if where == "class":
-        monkeypatch.setattr(kind, "forward", lce_forward)
+        monkeypatch.setattr(module_class, "forward", lce_forward)
     else:
         model.forward = types.MethodType(lce_forward, model)
-    found = trained(model)
-    torch.testing.assert_close(found, stock, rtol=1e-5, atol=1e-6)
+    actual = trained(model)
+    torch.testing.assert_close(actual, stock, rtol=1e-5, atol=1e-6)
     assert counts(model) == {"fused_linear_cross_entropy": 1}
     with torch.no_grad():
         out = model(input_ids=IDS, labels=IDS, skip_logits=True)
@@ -161,13 +166,13 @@ def test_assigned_forward_compiles_after_first_call():
     from liger_kernel.transformers.model.llama import lce_forward
 
     torch.compiler.reset()
-    model, wanted = build(), build()(input_ids=IDS, labels=IDS).loss
+    model, expected = build(), build()(input_ids=IDS, labels=IDS).loss
     model.forward = types.MethodType(lce_forward, model)
     model(input_ids=IDS, labels=IDS)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    found = compiled(input_ids=IDS, labels=IDS).loss
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-    found.backward()
+    actual = compiled(input_ids=IDS, labels=IDS).loss
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    actual.backward()
 
 
 def test_lce_forward_unknown_class_error():
@@ -190,15 +195,15 @@ def test_medusa_heads_loss():
     hidden, labels = torch.randn(2, 9, 16, requires_grad=True), torch.randint(30, (2, 9))
     heads = [nn.Linear(16, 30, bias=False) for _ in range(3)]
     lce = LigerFusedLinearCrossEntropyLoss()
-    total = wanted = 0
+    total = expected = 0
     for i, head in enumerate(heads):
         states = hidden[..., : -(1 + i), :].contiguous().view(-1, 16)
         shifted = labels[..., (1 + i) :].contiguous().view(-1)
         total = total + lce(head.weight, states, shifted)
-        wanted = wanted + F.cross_entropy(head(states), shifted)
+        expected = expected + F.cross_entropy(head(states), shifted)
     leaves = [hidden, *[h.weight for h in heads]]
-    found, right = torch.autograd.grad(total, leaves), torch.autograd.grad(wanted, leaves)
-    torch.testing.assert_close((total, *found), (wanted, *right))
+    gradients, right = torch.autograd.grad(total, leaves), torch.autograd.grad(expected, leaves)
+    torch.testing.assert_close((total, *gradients), (expected, *right))
 
 
 # --- trainers ---
@@ -218,14 +223,25 @@ def test_liger_orpo_trainer(tmp_path, monkeypatch):
     losses = {}
     for trainer_class in (orpo.ORPOTrainer, LigerORPOTrainer):
         args = orpo.ORPOConfig(
-            output_dir=str(tmp_path), beta=0.1, max_length=32, per_device_train_batch_size=2,
-            max_steps=3, save_strategy="no", report_to="none", use_cpu=True, bf16=False,
-            learning_rate=1e-2, logging_steps=1, seed=3,
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            beta=0.1,
+            max_length=32,
+            per_device_train_batch_size=2,
+            max_steps=3,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            learning_rate=1e-2,
+            logging_steps=1,
+            seed=3,
+        )
         trainer = trainer_class(
-            model=setting.model(0), args=args, processing_class=setting.tokenizer(),
+            model=setting.model(0),
+            args=args,
+            processing_class=setting.tokenizer(),
             train_dataset=data,
-        )  # fmt: skip
+        )
         trainer.train()
         losses[trainer_class] = [r["loss"] for r in trainer.state.log_history if "loss" in r]
     stock, ours = losses.values()

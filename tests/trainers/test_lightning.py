@@ -75,9 +75,9 @@ def test_lightning_trains_as_before(tmp_path):
     paths = [str(ROOT), str(ROOT / "tests")]
     if not importlib.util.find_spec("lightning"):
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-        made = subprocess.run([*pip, str(place), *PACKAGES], capture_output=True, text=True)
-        if made.returncode:
-            pytest.skip(f"Lightning cannot be installed here: {made.stderr.strip()[-200:]}")
+        install = subprocess.run([*pip, str(place), *PACKAGES], capture_output=True, text=True)
+        if install.returncode:
+            pytest.skip(f"Lightning cannot be installed here: {install.stderr.strip()[-200:]}")
         paths.append(str(place))
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     done = subprocess.run(

@@ -19,7 +19,7 @@ from tests.models import build
 def imported(monkeypatch):
     """A plugin, imported with modules in place of its trainer's."""
 
-    def made(name, **modules):
+    def import_with(name, **modules):
         for path, names in modules.items():
             parts = path.split("__")
             for end in range(1, len(parts) + 1):
@@ -29,11 +29,11 @@ def imported(monkeypatch):
             vars(sys.modules[dotted]).update(names)
         full = f"liger_multi.integrations.{name}"
         monkeypatch.delitem(sys.modules, full, raising=False)
-        found = importlib.import_module(full)
+        module = importlib.import_module(full)
         monkeypatch.delitem(sys.modules, full)
-        return found
+        return module
 
-    return made
+    return import_with
 
 
 def ops_of(model):
@@ -45,8 +45,11 @@ def ops_of(model):
 
 @pytest.fixture
 def axolotl(imported):
-    return imported("axolotl", axolotl__integrations__base={"BasePlugin": object},
-                    pydantic={"BaseModel": object})  # fmt: skip
+    return imported(
+        "axolotl",
+        axolotl__integrations__base={"BasePlugin": object},
+        pydantic={"BaseModel": object},
+    )
 
 
 def test_axolotl_patches_by_its_key(axolotl):
@@ -61,23 +64,23 @@ def test_axolotl_patches_by_its_key(axolotl):
 
 
 @pytest.mark.parametrize(
-    ("beside", "said"),
+    ("keys", "said"),
     [
         ({"liger_rms_norm": True}, "liger_rms_norm: True"),
         ({"lora_mlp_kernel": True}, "lora_mlp_kernel: true"),
         ({"cut_cross_entropy": True}, "cut_cross_entropy: true"),
     ],
 )
-def test_axolotl_refuses_two_ways_to_replace_a_module(axolotl, beside, said):
+def test_axolotl_refuses_two_ways_to_replace_a_module(axolotl, keys, said):
     with pytest.raises(PatchError, match=said):
-        axolotl.LigerMultiPlugin().post_model_build({"liger_multi": True, **beside}, build())
+        axolotl.LigerMultiPlugin().post_model_build({"liger_multi": True, **keys}, build())
 
 
 def test_axolotl_leaves_out_what_another_key_replaces(axolotl):
     model = build()
     options = {"swiglu": False, "lora": False, "fused_linear_cross_entropy": False}
-    beside = {"lora_mlp_kernel": True, "lora_qkv_kernel": True, "cut_cross_entropy": True}
-    axolotl.LigerMultiPlugin().post_model_build({"liger_multi": options, **beside}, model)
+    keys = {"lora_mlp_kernel": True, "lora_qkv_kernel": True, "cut_cross_entropy": True}
+    axolotl.LigerMultiPlugin().post_model_build({"liger_multi": options, **keys}, model)
     assert "rms_norm" in ops_of(model)
 
 
@@ -104,14 +107,14 @@ def test_ms_swift_finds_the_callback_and_its_options(imported, monkeypatch):
 
 
 def test_llamafactory_starts_with_the_names_served(imported):
-    seen = []
-    entry = {"run_exp": lambda: seen.append(alias.installed())}
+    calls = []
+    entry = {"run_exp": lambda: calls.append(alias.installed())}
     module = imported("llamafactory", llamafactory__train__tuner=entry)
     try:
         module.main()
     finally:
         alias.uninstall()
-    assert seen == [True]
+    assert calls == [True]
 
 
 # --- verl ---
@@ -165,9 +168,11 @@ def torchtitan(imported):
         torchtitan__models__common={"RMSNorm": configured(nn.RMSNorm)},
         torchtitan__models__common__feed_forward={"FeedForward": configured(nn.Module)},
         torchtitan__models__common__rope={
-            "RoPE": rotary, "ComplexRoPE": configured(rotary), "CosSinRoPE": configured(rotary),
+            "RoPE": rotary,
+            "ComplexRoPE": configured(rotary),
+            "CosSinRoPE": configured(rotary),
         },
-    )  # fmt: skip
+    )
 
 
 def test_torchtitan_norms_and_mlps_compute_the_same(torchtitan):
@@ -200,19 +205,20 @@ def test_torchtitan_loss_is_that_of_the_head_within_its_hooks(torchtitan):
     wrapper = sys.modules["torchtitan.components.loss"].ChunkedLossWrapper
     loss = torchtitan.FusedLoss(torchtitan.FusedLoss.Config(chunk=2))
     head = loss.lm_head = nn.Linear(4, 7)
-    seen = []
-    head.register_forward_hook(lambda *_: seen.append("called"))
+    calls = []
+    head.register_forward_hook(lambda *_: calls.append("called"))
     hidden, labels = torch.randn(2, 5, 4, requires_grad=True), torch.randint(7, (2, 5))
     labels[0, 1] = -100
-    wanted = nn.functional.cross_entropy(
-        nn.functional.linear(hidden, head.weight, head.bias).flatten(0, 1), labels.flatten(),
+    expected = nn.functional.cross_entropy(
+        nn.functional.linear(hidden, head.weight, head.bias).flatten(0, 1),
+        labels.flatten(),
         reduction="sum",
-    )  # fmt: skip
-    found, metrics = loss(hidden, labels)
-    assert (metrics, seen) == ({}, ["called"])
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(loss(hidden, labels, torch.tensor(9.0))[0], wanted / 9)
-    (ours,), (stock,) = (torch.autograd.grad(one, head.weight) for one in (found, wanted))
+    )
+    actual, metrics = loss(hidden, labels)
+    assert (metrics, calls) == ({}, ["called"])
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(loss(hidden, labels, torch.tensor(9.0))[0], expected / 9)
+    (ours,), (stock,) = (torch.autograd.grad(one, head.weight) for one in (actual, expected))
     torch.testing.assert_close(ours, stock)
     assert head(hidden).shape == (2, 5, 7), "the head is a head again"
     head.out_features = 14
@@ -223,9 +229,9 @@ def test_torchtitan_loss_is_that_of_the_head_within_its_hooks(torchtitan):
 
 def test_torchtitan_overrides_keep_the_configuration(torchtitan):
     losses = sys.modules["torchtitan.components.loss"]
-    given = losses.ChunkedLossWrapper.Config(loss_fn=losses.CrossEntropyLoss.Config())
-    made = torchtitan.loss(given, chunk=3)
-    assert (made.chunk, made.loss_fn) == (3, given.loss_fn)
+    config = losses.ChunkedLossWrapper.Config(loss_fn=losses.CrossEntropyLoss.Config())
+    built = torchtitan.loss(config, chunk=3)
+    assert (built.chunk, built.loss_fn) == (3, config.loss_fn)
     with pytest.raises(PatchError, match="computes CrossEntropyLoss; got"):
         torchtitan.loss(losses.ChunkedLossWrapper.Config(loss_fn=object()))
     for base, ours in torchtitan._ROTARY.items():
@@ -233,7 +239,7 @@ def test_torchtitan_overrides_keep_the_configuration(torchtitan):
     other = torchtitan.RoPE.Config()
     assert torchtitan.rope(other) is other
     assert type(torchtitan.rms_norm(torchtitan.RMSNorm.Config())) is torchtitan.FusedRMSNorm.Config
-    made = torchtitan.swiglu(torchtitan.FeedForward.Config())
-    assert type(made) is torchtitan.FusedFeedForward.Config
+    built = torchtitan.swiglu(torchtitan.FeedForward.Config())
+    assert type(built) is torchtitan.FusedFeedForward.Config
     for factory in (torchtitan.rms_norm, torchtitan.swiglu, torchtitan.loss):
         assert factory.claims[1], "subclasses compute something else"

@@ -11,8 +11,7 @@ import yaml
 
 import tests.trainers.runs as table
 from liger_multi import ops
-from tests.trainers.runs import ROOT, Run, Trainer, driver, launch, page, setting, trainers
-from tests.trainers.runs import __main__ as command
+from tests.trainers.runs import ROOT, Run, Trainer, driver, launch, setting, trainers
 
 STOCK = {(1, "loss"): 2.0, (1, "grad_norm"): 5.0, (2, "loss"): 1.0}
 
@@ -38,17 +37,6 @@ def test_curve_difference():
         driver.difference({(1, "loss"): 0.0, (2, "loss"): 0.0}, {(1, "loss"): 0.0, (2, "loss"): 0})
 
 
-def test_curve_is_longest_trainer_state(tmp_path):
-    with pytest.raises(driver.RunError, match=r"no trainer_state\.json"):
-        driver.curve(tmp_path)
-    rows = [{"step": 1, "loss": 2.0, "epoch": 0.1}, {"step": 1, "eval_loss": 3.0}]
-    for i, found in enumerate((rows[:1], rows)):
-        place = tmp_path / f"checkpoint-{i}"
-        place.mkdir()
-        (place / "trainer_state.json").write_text(json.dumps({"log_history": found}))
-    assert driver.curve(tmp_path) == {(1, "loss"): 2.0, (1, "eval_loss"): 3.0}
-
-
 def bench(tmp_path, monkeypatch, **trainer):
     """A bench whose runs start nothing and find the same numbers."""
     started = []
@@ -59,43 +47,28 @@ def bench(tmp_path, monkeypatch, **trainer):
 
 
 def test_switch_is_on_in_second_run_only(tmp_path, monkeypatch):
-    made, started = bench(tmp_path, monkeypatch, options={"model": "{model}", "many": [1, 2]})
+    runner, started = bench(tmp_path, monkeypatch, options={"model": "{model}", "many": [1, 2]})
     run = Run("some.module", calls=("rope",), arguments=("train",), options={"out": "{out}"})
     calls = tmp_path / "runs" / "a" / "with.calls.json"
     calls.parent.mkdir(parents=True)
     calls.write_text('{"rope": 3}')
-    kept = driver.compared(made, "a", run)
-    assert kept == {"steps": 2, "logged": ["grad_norm", "loss"], "first": 2.0, "last": 1.0,
-                    "difference": 0.0, "calls": {"rope": 3}}  # fmt: skip
+    kept = driver.compared(runner, "a", run)
+    assert kept == {
+        "steps": 2,
+        "logged": ["grad_norm", "loss"],
+        "first": 2.0,
+        "last": 1.0,
+        "difference": 0.0,
+        "calls": {"rope": 3},
+    }
     _, stock, ours = started
     assert stock[:4] == ["tests.trainers.runs.launch", "-", "some.module", "train"]
     assert ours[:4] == ["tests.trainers.runs.launch", str(calls), "some.module", "train"]
-    given = ["--model", f"{tmp_path}/model", "--many", "1", "2", "--out"]
-    assert stock[4:] == [*given, f"{tmp_path}/runs/a/stock"]
-    assert ours[4:] == [*given, f"{tmp_path}/runs/a/with", "--use_it", "True"]
+    args = ["--model", f"{tmp_path}/model", "--many", "1", "2", "--out"]
+    assert stock[4:] == [*args, f"{tmp_path}/runs/a/stock"]
+    assert ours[4:] == [*args, f"{tmp_path}/runs/a/with", "--use_it", "True"]
     with pytest.raises(driver.RunError, match="rms_norm never called; called were rope"):
-        driver.compared(made, "a", replace(run, calls=("rms_norm", "rope")))
-
-
-def test_resumed_run_starts_from_stock_run(tmp_path, monkeypatch):
-    made, started = bench(tmp_path, monkeypatch, written="yaml")
-    calls = tmp_path / "runs" / "b-c" / "with.calls.json"
-    calls.parent.mkdir(parents=True)
-    calls.write_text("{}")
-    driver.compared(made, "b, c", Run("m", (), options={"from": "{before}/x"}, resumes="a"))
-    assert len(started) == 2, "the setting and one run"
-    (file,) = started[1][3:]
-    wanted = {"from": f"{tmp_path}/runs/a/stock/x", "use_it": True}
-    assert yaml.safe_load((tmp_path / "runs" / "b-c" / "with.yaml").read_text()) == wanted
-    assert file.endswith("with.yaml")
-
-
-def test_failed_run_shows_log_tail(tmp_path, monkeypatch):
-    monkeypatch.setattr(driver.Bench, "__init__", lambda *_: None)
-    made = driver.Bench()
-    made.python, made.folder, made.environment = sys.executable, tmp_path, {"PYTHONPATH": str(ROOT)}
-    with pytest.raises(driver.RunError, match="No module named no_such_trainer"):
-        made._started(["no_such_trainer"], tmp_path / "log")
+        driver.compared(runner, "a", replace(run, calls=("rms_norm", "rope")))
 
 
 def test_launch_serves_names_and_counts_calls(tmp_path):
@@ -137,32 +110,6 @@ def setting_ids():
     return torch.tensor([[5, 6, 7]])
 
 
-def test_dialogues_are_deterministic():
-    assert setting.dialogues() == setting.dialogues()
-    assert len({d["answer"] for d in setting.dialogues()}) > setting.ROWS / 2
-    rewards = setting.reward(["ab", "abc", [{"content": "x"}]])
-    assert len({*rewards}) > 1
-
-
-def test_trainer_table_page(tmp_path, monkeypatch):
-    kept = {"versions": {"trl": "1.2", "torch": "3.4"},
-            "runs": {"SFT": {"date": "2026-01-01", "difference": 3e-7, "calls": {"rope": 8}},
-                     "DPO": {"date": "2026-01-02", "difference": 5e-6,
-                             "calls": {"rms_norm": 1, "rope": 8}}}}  # fmt: skip
-    file = tmp_path / "trainers.json"
-    file.write_text(json.dumps({"trl": kept}))
-    row = Trainer(install=(), switch={}, runs={}, not_run={"GRPO": "no engine"})
-    monkeypatch.setattr(page, "RESULTS", file)
-    monkeypatch.setattr(page, "trainers", lambda: {"trl": row})
-    made = page.page(f"a {page.START} old {page.END} b")
-    assert made.startswith(f"a {page.START}\n")
-    assert made.endswith(f"{page.END} b")
-    assert "| trl 1.2 | torch 3.4 | SFT; DPO | 5e-06 | `rms_norm`, `rope` | 2026-01-02 |" in made
-    assert "| trl | GRPO | no engine |" in made
-    with pytest.raises(SystemExit, match=r"docs/trainers\.md needs"):
-        page.page("without markers")
-
-
 def test_results_cover_table():
     """What the page shows is of today's table."""
     kept = json.loads(table.RESULTS.read_text(encoding="utf-8"))
@@ -171,72 +118,11 @@ def test_results_cover_table():
     }
 
 
-def test_store_merges_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "RESULTS", tmp_path / "results.json")
-    row = Trainer(install=(), switch={}, runs={n: Run("m", ()) for n in ("a", "b")})
-    command.store("x", row, {"versions": 1, "runs": {"b": 1, "gone": 2}})
-    command.store("x", row, {"versions": 2, "runs": {"a": 3}})
-    kept = json.loads((tmp_path / "results.json").read_text())
-    assert kept == {"x": {"versions": 2, "runs": {"a": 3, "b": 1}}}
-    assert [*kept["x"]["runs"]] == ["a", "b"]
-
-
-def test_stored_runs_have_a_clean_commit(monkeypatch, capsys):
-    monkeypatch.setattr(command, "commit", lambda *beside: f"abc without {beside[0]}")
-    assert command.provenance()["commit"] == "abc without tests/trainers/runs/results.json"
-    monkeypatch.setattr(command, "commit", lambda *beside: "abc+")
-    monkeypatch.setattr(sys, "argv", ["tests.trainers.runs", "trl", "--store"])
-    monkeypatch.setattr(command, "ran", lambda *_: pytest.fail("it ran"))
-    with pytest.raises(SystemExit):
-        command.main()
-    assert "there are changes on abc+" in capsys.readouterr().err
-    found = {"steps": 4}
-    monkeypatch.undo()
-    monkeypatch.setattr(command, "environment", lambda *_: "python")
-    monkeypatch.setattr(command, "Bench", lambda *_: None)
-    monkeypatch.setattr(command, "compared", lambda *_: found)
-    monkeypatch.setattr(command, "versions", lambda *_: {})
-    row = Trainer(install=(), switch={}, runs={"a": Run("m", ())})
-    kept, failures = command.ran("x", row, ROOT, [], {"commit": "abc", "date": "1"})
-    assert failures == 0
-    assert kept["runs"] == {"a": {"commit": "abc", "date": "1", "steps": 4}}
-
-
-def test_printed_curve(tmp_path):
-    log = tmp_path / "log"
-    log.write_text("step:  1  loss:  2.5 x\nother\nstep:  2  loss:  1e-3 x\n")
-    pattern = r"step: +(?P<step>\d+) +loss: +(?P<loss>\S+)"
-    assert driver.printed(log, pattern) == {(1, "loss"): 2.5, (2, "loss"): 1e-3}
-    with pytest.raises(driver.RunError, match="no nothing in"):
-        driver.printed(log, "nothing")
-
-
 def test_resumed_run_is_compared_after_checkpoint():
     ours = {(2, "loss"): 1.0}
     assert driver.continued(STOCK, ours) == ours
     with pytest.raises(driver.RunError, match="resumed at step 1, which is the first"):
         driver.continued(STOCK, STOCK)
-
-
-def test_option_formats(tmp_path, monkeypatch):
-    assert [*driver.flags({"a": [], "b": [1, 2]})] == ["--a", "--b", "1", "2"]
-    made, started = bench(tmp_path, monkeypatch, written="assignments", printed="x")
-    monkeypatch.setattr(driver, "printed", lambda log, pattern: {(1, pattern): str(log)})
-    found, _ = made.run("a", Run("m", (), options={"b.c": False}, processes=2), False)
-    assert found == {(1, "x"): f"{tmp_path}/runs/a/stock.log"}
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    assert started[1] == [*torchrun, "tests.trainers.runs.launch", "-", "m", "b.c=False"]
-
-
-def test_run_specific_switch(tmp_path, monkeypatch):
-    made, started = bench(tmp_path, monkeypatch)
-    made.environment = {}
-    calls = tmp_path / "runs" / "a" / "with.calls.json"
-    calls.parent.mkdir(parents=True)
-    calls.write_text("{}")
-    driver.compared(made, "a", Run("m", (), switch={"plugin": "{package}/x"}))
-    assert started[1][3:] == []
-    assert started[2][3:] == ["--plugin", f"{ROOT}/liger_multi/x"]
 
 
 def test_workflow_matrix_covers_trainers():

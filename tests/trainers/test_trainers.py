@@ -28,9 +28,9 @@ def fused(monkeypatch):
 TRAINED = {"rtol": 1e-4, "atol": 4e-6}
 
 
-def curve(made, **more):
-    made.train(**more)
-    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+def curve(hf_trainer, **more):
+    hf_trainer.train(**more)
+    return [entry["loss"] for entry in hf_trainer.state.log_history if "loss" in entry]
 
 
 def patched_modules(model):
@@ -40,11 +40,11 @@ def patched_modules(model):
 def test_loss_curve_is_that_of_the_stock_trainer(tmp_path, fused, caplog):
     stock, ours = pair()
     callback = TrainerCallback(rms_norm="reference", fused_linear_cross_entropy={"chunk": 5})
-    wanted = curve(trainer(stock, tmp_path))
+    expected = curve(trainer(stock, tmp_path))
     assert fused.count == 0
     with caplog.at_level(logging.INFO, "liger_multi"):
         got = curve(trainer(ours, tmp_path, callbacks=[callback]))
-    assert got == pytest.approx(wanted, rel=1e-5)
+    assert got == pytest.approx(expected, rel=1e-5)
     assert len(set(got)) == len(got) == 3
     assert {call["chunk"] for call in fused.keywords} == {5}
     assert callback.report.count("rms_norm") == 5
@@ -56,8 +56,8 @@ def test_loss_curve_is_that_of_the_stock_trainer(tmp_path, fused, caplog):
 
 def test_a_model_outlives_its_trainer_patched(tmp_path):
     model = build()
-    made = trainer(model, tmp_path, callbacks=[TrainerCallback()])
-    del made
+    hf_trainer = trainer(model, tmp_path, callbacks=[TrainerCallback()])
+    del hf_trainer
     gc.collect()
     assert patched_modules(model)
 
@@ -69,38 +69,39 @@ def test_unpatch_at_end_brings_the_very_same_classes_back(tmp_path, before):
         patch(model, swiglu=False, fused_linear_cross_entropy={"z_loss": 1e-4})
     classes = [type(m) for m in model.modules()]
     callback = TrainerCallback(unpatch_at_end=True)
-    made = trainer(model, tmp_path, callbacks=[callback], max_steps=1)
+    hf_trainer = trainer(model, tmp_path, callbacks=[callback], max_steps=1)
     for _ in range(2):  # a second training patches again
-        assert made.callback_handler.callbacks
-        made.train()
+        assert hf_trainer.callback_handler.callbacks
+        hf_trainer.train()
         assert [type(m) for m in model.modules()] == classes
     assert callback.report.count("swiglu") == 2
 
 
 def test_a_model_of_model_init_is_patched_too(tmp_path, fused):
-    made = []
+    hf_trainer = []
 
     def model_init():
-        made.append(build())
-        return made[-1]
+        hf_trainer.append(build())
+        return hf_trainer[-1]
 
     stock = curve(trainer(None, tmp_path, model_init=model_init, max_steps=2))
     assert fused.count == 0
-    got = curve(trainer(None, tmp_path, model_init=model_init, callbacks=[TrainerCallback()],
-                        max_steps=2))  # fmt: skip
+    got = curve(
+        trainer(None, tmp_path, model_init=model_init, callbacks=[TrainerCallback()], max_steps=2)
+    )
     assert got == pytest.approx(stock, rel=1e-5)
     assert fused.count == 2
-    assert patched_modules(made[-1])
+    assert patched_modules(hf_trainer[-1])
 
 
 def test_evaluation_before_and_after_training(tmp_path, fused):
     stock, ours = pair()
     results = []
     for model, callbacks in ((stock, []), (ours, [TrainerCallback()])):
-        made = trainer(model, tmp_path, callbacks=callbacks, max_steps=2)
-        first = made.evaluate()
-        made.train()
-        results.append([first["eval_loss"], made.evaluate()["eval_loss"]])
+        hf_trainer = trainer(model, tmp_path, callbacks=callbacks, max_steps=2)
+        first = hf_trainer.evaluate()
+        hf_trainer.train()
+        results.append([first["eval_loss"], hf_trainer.evaluate()["eval_loss"]])
     assert results[1] == pytest.approx(results[0], rel=1e-5)
     assert results[1][0] != results[1][1]
     assert fused.count > 2, "evaluation is fused too"
@@ -110,13 +111,13 @@ def test_resume_and_what_is_saved(tmp_path):
     """A checkpoint of a patched model continues a stock training, and the other way round."""
     stock, ours = pair()
     options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3}
-    wanted = curve(trainer(stock, tmp_path / "stock", **options))
+    expected = curve(trainer(stock, tmp_path / "stock", **options))
     curve(trainer(ours, tmp_path / "ours", callbacks=[TrainerCallback()], **options))
     for place, callbacks in (("ours", []), ("stock", [TrainerCallback()])):
         checkpoint = str(tmp_path / place / "checkpoint-2")
         again = trainer(build(seed=9), tmp_path / "again", callbacks=callbacks, **options)
         got = curve(again, resume_from_checkpoint=checkpoint)
-        assert got == pytest.approx(wanted, rel=1e-4)
+        assert got == pytest.approx(expected, rel=1e-4)
     saved = [
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / place / "checkpoint-3")
         for place in ("stock", "ours")
@@ -133,9 +134,9 @@ def test_resume_and_what_is_saved(tmp_path):
 def test_gradient_checkpointing_and_accumulation(tmp_path, fused):
     options = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "max_steps": 2}
     stock, ours = pair()
-    wanted = curve(trainer(stock, tmp_path, **options))
+    expected = curve(trainer(stock, tmp_path, **options))
     got = curve(trainer(ours, tmp_path, callbacks=[TrainerCallback()], **options))
-    assert got == pytest.approx(wanted, rel=1e-5)
+    assert got == pytest.approx(expected, rel=1e-5)
     assert fused.count == 4
 
 

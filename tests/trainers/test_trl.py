@@ -49,74 +49,78 @@ KINDS = {
 }
 
 
-def run(kind, place, tmp_path, callbacks=(), **more):
+def run(name, place, tmp_path, callbacks=(), **more):
     """Losses of the steps, and the trained model."""
     import transformers
 
-    data, options, beside = KINDS[kind]
+    data, options, call = KINDS[name]
     model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
-    config = getattr(trl, f"{kind}Config")(**arguments(tmp_path, max_steps=2, **options, **more))
+    config = getattr(trl, f"{name}Config")(**arguments(tmp_path, max_steps=2, **options, **more))
     torch.manual_seed(5)
-    made = getattr(trl, f"{kind}Trainer")(
-        model, args=config, train_dataset=rows(data), processing_class=tokenizer(),
-        callbacks=list(callbacks), **beside,
-    )  # fmt: skip
-    made.train()
-    found = [row["loss"] for row in made.state.log_history if "loss" in row]
+    trained = getattr(trl, f"{name}Trainer")(
+        model,
+        args=config,
+        train_dataset=rows(data),
+        processing_class=tokenizer(),
+        callbacks=list(callbacks),
+        **call,
+    )
+    trained.train()
+    losses = [row["loss"] for row in trained.state.log_history if "loss" in row]
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return found, weights, model
+    return losses, weights, model
 
 
 @pytest.fixture(scope="module")
 def stock(saved, tmp_path_factory):
     """Runs of the trainers as they are, once each."""
-    made = {}
+    cache = {}
 
-    def found(kind):
-        if kind not in made:
-            made[kind] = run(kind, saved, tmp_path_factory.mktemp(kind))
-        return made[kind]
+    def losses(name):
+        if name not in cache:
+            cache[name] = run(name, saved, tmp_path_factory.mktemp(name))
+        return cache[name]
 
-    return found
+    return losses
 
 
-def assert_same(wanted, got):
-    assert len(wanted[0]) == 2
-    assert got[0] == pytest.approx(wanted[0], rel=1e-4, abs=1e-6)
-    torch.testing.assert_close(got[1], wanted[1], rtol=1e-4, atol=1e-6)
+def assert_same(expected, got):
+    assert len(expected[0]) == 2
+    assert got[0] == pytest.approx(expected[0], rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=1e-6)
 
 
 def ops_of(model):
     return {swapped(m).op for m in model.modules() if isinstance(m, Patched)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_callback(kind, stock, saved, tmp_path, monkeypatch):
-    wanted, callback = stock(kind), TrainerCallback()
+@pytest.mark.parametrize("name", KINDS)
+def test_callback(name, stock, saved, tmp_path, monkeypatch):
+    expected, callback = stock(name), TrainerCallback()
     calls = Calls(monkeypatch)
-    got = run(kind, saved, tmp_path, [callback])
-    assert_same(wanted, got)
+    got = run(name, saved, tmp_path, [callback])
+    assert_same(expected, got)
     assert callback.report.count("rms_norm") == 5
     assert calls["rms_norm"] >= 10
     assert calls["rope"] >= 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_use_liger_kernel(kind, stock, saved, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", KINDS)
+def test_use_liger_kernel(name, stock, saved, tmp_path, monkeypatch):
     """TRL has its own head, and turns ours off through the configuration."""
     if importlib.util.find_spec("liger_kernel"):
         pytest.skip("the real package is installed")
-    wanted = stock(kind)
+    expected = stock(name)
     calls = Calls(monkeypatch)
     alias.install()
     try:
         with pytest.warns(FutureWarning, match="use_liger_kernel"):
             got = run(
-                kind, saved, tmp_path, use_liger_kernel=True, liger_kernel_config={"rope": False}
+                name, saved, tmp_path, use_liger_kernel=True, liger_kernel_config={"rope": False}
             )
     finally:
         alias.uninstall()
-    assert_same(wanted, got)
+    assert_same(expected, got)
     assert ops_of(got[2]) == {"rms_norm", "swiglu"}
     assert calls["rms_norm"] >= 10
     assert calls["rope"] == 0
@@ -129,9 +133,13 @@ def test_use_liger_kernel(kind, stock, saved, tmp_path, monkeypatch):
 def saved_padded(tmp_path_factory):
     """A tiny model on disk, from which trainers load references."""
     words, place = tokenizer(), tmp_path_factory.mktemp("model")
-    made = build("llama", vocab_size=len(words), pad_token_id=words.pad_token_id,
-                 eos_token_id=words.eos_token_id)  # fmt: skip
-    made.save_pretrained(place)
+    model = build(
+        "llama",
+        vocab_size=len(words),
+        pad_token_id=words.pad_token_id,
+        eos_token_id=words.eos_token_id,
+    )
+    model.save_pretrained(place)
     return place
 
 
@@ -144,9 +152,9 @@ def model(saved_padded):
 def curve(trainer):
     torch.manual_seed(5)
     trainer.train()
-    found = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-    return found, weights
+    return losses, weights
 
 
 def assert_same_curves(stock, ours, moved=True):
@@ -160,8 +168,8 @@ def assert_same_curves(stock, ours, moved=True):
 
 def states(model, input_ids, attention_mask):
     """Hidden states of the positions that predict a token, through the backbone."""
-    made = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-    return made.last_hidden_state[:, :-1]
+    out = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+    return out.last_hidden_state[:, :-1]
 
 
 def scored(model, inputs, prefix=""):
@@ -209,9 +217,10 @@ def test_sft(tmp_path, saved_padded, way):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             hidden = states(model, inputs["input_ids"], inputs["attention_mask"])
             return losses.sequence_loss(
-                losses.Head(hidden, model.lm_head), inputs["labels"][:, 1:],
+                losses.Head(hidden, model.lm_head),
+                inputs["labels"][:, 1:],
                 num_items=num_items_in_batch,
-            )[0]  # fmt: skip
+            )[0]
 
     def function(outputs, labels, num_items_in_batch=None):
         return losses.sequence_loss(
@@ -225,10 +234,13 @@ def test_sft(tmp_path, saved_padded, way):
         config = SFTConfig(**arguments(tmp_path, gradient_accumulation_steps=2), max_length=32)
         return curve(
             trainer(
-                own, config, train_dataset=rows("completion", 16), processing_class=tokenizer(),
+                own,
+                config,
+                train_dataset=rows("completion", 16),
+                processing_class=tokenizer(),
                 **more,
             )
-        )  # fmt: skip
+        )
 
     stock = run(SFTTrainer)
     if way == "subclass":
@@ -242,8 +254,8 @@ def test_sft(tmp_path, saved_padded, way):
 # --- preferences: a subclass's compute_loss ---
 
 
-@pytest.mark.parametrize("kind", ["sigmoid", ["sigmoid", "bco_pair", "sft"]])
-def test_dpo(tmp_path, saved_padded, kind):
+@pytest.mark.parametrize("name", ["sigmoid", ["sigmoid", "bco_pair", "sft"]])
+def test_dpo(tmp_path, saved_padded, name):
     from trl import DPOConfig, DPOTrainer
 
     class Ours(DPOTrainer):
@@ -252,20 +264,31 @@ def test_dpo(tmp_path, saved_padded, kind):
             with torch.no_grad():
                 reference, _ = scored(self.ref_model, inputs)
             return losses.dpo_loss(
-                policy, target, reference, loss_type=kind if isinstance(kind, str) else tuple(kind),
-                loss_weights=self.args.loss_weights, beta=self.beta,
-            )[0]  # fmt: skip
+                policy,
+                target,
+                reference,
+                loss_type=name if isinstance(name, str) else tuple(name),
+                loss_weights=self.args.loss_weights,
+                beta=self.beta,
+            )[0]
 
     def run(trainer):
-        weights = None if isinstance(kind, str) else (0.8, 0.2, 1.0)
+        weights = None if isinstance(name, str) else (0.8, 0.2, 1.0)
         config = DPOConfig(
-            **arguments(tmp_path), loss_type=kind, beta=0.3,
+            **arguments(tmp_path),
+            loss_type=name,
+            beta=0.3,
             loss_weights=None if weights is None else list(weights),
-        )  # fmt: skip
+        )
         return curve(
-            trainer(model(saved_padded), None, args=config, train_dataset=rows("pair"),
-                    processing_class=tokenizer())
-        )  # fmt: skip
+            trainer(
+                model(saved_padded),
+                None,
+                args=config,
+                train_dataset=rows("pair"),
+                processing_class=tokenizer(),
+            )
+        )
 
     assert_same_curves(run(DPOTrainer), run(Ours))
 
@@ -283,14 +306,26 @@ def test_kto(tmp_path, saved_padded):
                     for m in (model, self.ref_model)
                 ]
             return losses.kto_loss(
-                policy, target, inputs["label"], reference, losses.kto_divergence(*sums),
-                beta=self.beta, desirable_weight=1.5,
-            )[0]  # fmt: skip
+                policy,
+                target,
+                inputs["label"],
+                reference,
+                losses.kto_divergence(*sums),
+                beta=self.beta,
+                desirable_weight=1.5,
+            )[0]
 
     def run(trainer):
         config = KTOConfig(**arguments(tmp_path), beta=0.3, desirable_weight=1.5)
-        return curve(trainer(model(saved_padded), None, args=config, train_dataset=rows("label"),
-                             processing_class=tokenizer()))  # fmt: skip
+        return curve(
+            trainer(
+                model(saved_padded),
+                None,
+                args=config,
+                train_dataset=rows("label"),
+                processing_class=tokenizer(),
+            )
+        )
 
     assert_same_curves(run(KTOTrainer), run(Ours))
 
@@ -299,32 +334,36 @@ def test_kto(tmp_path, saved_padded):
 
 
 @pytest.mark.parametrize(
-    ("kind", "extra"),
+    ("name", "extra"),
     [
         ("dapo", {"beta": 0.1, "num_iterations": 2}),
         ("grpo", {"importance_sampling_level": "sequence"}),
     ],
 )
-def test_grpo(tmp_path, saved_padded, kind, extra):
+def test_grpo(tmp_path, saved_padded, name, extra):
     from trl import GRPOConfig, GRPOTrainer
 
     class Ours(GRPOTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-            seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+            calls = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
             length = inputs["completion_ids"].shape[1]
-            hidden = states(model, ids, seen)[:, -length:]
+            hidden = states(model, ids, calls)[:, -length:]
             target = inputs["completion_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
             steps = self.current_gradient_accumulation_steps / self.args.steps_per_generation
             return losses.policy_loss(
                 losses.Head(hidden, model.lm_head, chunk=5, temperature=self.temperature),
-                target, inputs["advantages"], old=inputs.get("old_per_token_logps"),
+                target,
+                inputs["advantages"],
+                old=inputs.get("old_per_token_logps"),
                 reference=inputs.get("ref_per_token_logps") if self.beta else None,
                 num_items=inputs["num_items_in_batch"] * steps,
                 accumulation=self.current_gradient_accumulation_steps,
-                loss_type=self.loss_type, level=self.importance_sampling_level, beta=self.beta,
+                loss_type=self.loss_type,
+                level=self.importance_sampling_level,
+                beta=self.beta,
                 correct_kl=self.args.use_bias_correction_kl and self.beta != 0,
-            )[0]  # fmt: skip
+            )[0]
 
     def reward(completion_ids, **_):
         return [float(sum(ids) % 7) for ids in completion_ids]
@@ -332,9 +371,19 @@ def test_grpo(tmp_path, saved_padded, kind, extra):
     def run(trainer):
         config = GRPOConfig(
             **arguments(tmp_path, per_device_train_batch_size=4, learning_rate=0.1),
-            loss_type=kind, num_generations=4, max_completion_length=6, **extra,
-        )  # fmt: skip
-        return curve(trainer(model(saved_padded), reward, args=config, train_dataset=rows("prompt"),
-                             processing_class=tokenizer()))  # fmt: skip
+            loss_type=name,
+            num_generations=4,
+            max_completion_length=6,
+            **extra,
+        )
+        return curve(
+            trainer(
+                model(saved_padded),
+                reward,
+                args=config,
+                train_dataset=rows("prompt"),
+                processing_class=tokenizer(),
+            )
+        )
 
     assert_same_curves(run(GRPOTrainer), run(Ours))

@@ -1,4 +1,4 @@
-"""``AutoModelForCausalLM`` whose models are patched; the class is made at the first look."""
+"""``AutoModelForCausalLM`` whose models are patched; the class is created on first access."""
 
 from __future__ import annotations
 

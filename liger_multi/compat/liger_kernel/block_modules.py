@@ -26,10 +26,17 @@ class LigerMultiTokenAttention(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1,
-        padding: Any = 0, dilation: Any = 1, groups: int = 1, bias: bool = True,
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        bias: bool = True,
         sparse: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size, self.stride = _pair(kernel_size), _pair(stride)
@@ -42,19 +49,31 @@ class LigerMultiTokenAttention(nn.Module):
     def forward(self, scores: Tensor) -> Tensor:
         """Normalize scores of attention and convolve them."""
         return functional.liger_multi_token_attention(
-            scores, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups,
+            scores,
+            self.weight,
+            self.bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
             self.sparse,
-        )  # fmt: skip
+        )
 
 
 class LigerFusedNeighborhoodAttentionConfig:
     """Arguments of the layer below."""
 
     def __init__(
-        self, hidden_size: int = 768, num_heads: int = 12, kernel_size: int = 7, dilation: int = 1,
-        bias: bool = True, dropout: float = 0.0, layer_norm_eps: float = 1e-5,
+        self,
+        hidden_size: int = 768,
+        num_heads: int = 12,
+        kernel_size: int = 7,
+        dilation: int = 1,
+        bias: bool = True,
+        dropout: float = 0.0,
+        layer_norm_eps: float = 1e-5,
         scale: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.hidden_size, self.num_heads = hidden_size, num_heads
         self.kernel_size, self.dilation, self.bias = kernel_size, dilation, bias
         self.dropout, self.layer_norm_eps, self.scale = dropout, layer_norm_eps, scale
@@ -64,9 +83,15 @@ class LigerFusedNeighborhoodAttention(nn.Module):
     """:func:`liger_multi.ops.neighborhood_attention` with its projections."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, kernel_size: int = 7, dilation: int = 1,
-        bias: bool = True, dropout: float = 0.0, scale: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        num_heads: int,
+        kernel_size: int = 7,
+        dilation: int = 1,
+        bias: bool = True,
+        dropout: float = 0.0,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
         if hidden_size % num_heads:
             raise ValueError(
@@ -99,8 +124,8 @@ class LigerFusedNeighborhoodAttention(nn.Module):
             layer(hidden_states).view(heads).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
-        found = ops.neighborhood_attention(q, k, v, self.kernel_size, self.dilation, self.scale)
-        joined = found.transpose(1, 2).reshape(hidden_states.shape)
+        context = ops.neighborhood_attention(q, k, v, self.kernel_size, self.dilation, self.scale)
+        joined = context.transpose(1, 2).reshape(hidden_states.shape)
         if self.dropout is not None:
             joined = self.dropout(joined)
         result: Tensor = self.out_proj(joined)
@@ -111,10 +136,16 @@ class LigerFusedNeighborhoodAttentionLayer(nn.Module):
     """The attention with a norm before it and the residual around it."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, kernel_size: int = 7, dilation: int = 1,
-        bias: bool = True, dropout: float = 0.0, layer_norm_eps: float = 1e-5,
+        self,
+        hidden_size: int,
+        num_heads: int,
+        kernel_size: int = 7,
+        dilation: int = 1,
+        bias: bool = True,
+        dropout: float = 0.0,
+        layer_norm_eps: float = 1e-5,
         scale: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.attention = LigerFusedNeighborhoodAttention(
             hidden_size, num_heads, kernel_size, dilation, bias, dropout, scale
@@ -124,10 +155,10 @@ class LigerFusedNeighborhoodAttentionLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """The layer."""
-        found = self.attention(self.layer_norm(hidden_states), attention_mask)
+        context = self.attention(self.layer_norm(hidden_states), attention_mask)
         if self.dropout is not None:
-            found = self.dropout(found)
-        result: Tensor = hidden_states + found
+            context = self.dropout(context)
+        result: Tensor = hidden_states + context
         return result
 
 
@@ -151,10 +182,19 @@ class LigerMHC(nn.Module):
     """A layer between residual streams: :func:`functional.liger_mhc_forward`."""
 
     def __init__(
-        self, layer: nn.Module, *, hc: int, c: int, tmax: int = 20, rms_eps: float = 1e-6,
-        pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6, post_mult: float = 2.0,
-        phi_dtype: torch.dtype = torch.float16, allow_fp32: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        layer: nn.Module,
+        *,
+        hc: int,
+        c: int,
+        tmax: int = 20,
+        rms_eps: float = 1e-6,
+        pre_eps: float = 0.0,
+        sinkhorn_eps: float = 1e-6,
+        post_mult: float = 2.0,
+        phi_dtype: torch.dtype = torch.float16,
+        allow_fp32: bool = False,
+    ) -> None:
         super().__init__()
         if hc > 16:
             warnings.warn(f"hc={hc} is large: coefficients grow with its square", stacklevel=2)
@@ -170,9 +210,19 @@ class LigerMHC(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The streams after the layer."""
-        found: Tensor = functional.liger_mhc_forward(
-            x, self.layer, self.phi, self.b, self.alpha_pre, self.alpha_post, self.alpha_res,
-            allow_fp32=self.allow_fp32, tmax=self.tmax, rms_eps=self.rms_eps,
-            pre_eps=self.pre_eps, sinkhorn_eps=self.sinkhorn_eps, post_mult=self.post_mult,
-        )  # fmt: skip
-        return found
+        out: Tensor = functional.liger_mhc_forward(
+            x,
+            self.layer,
+            self.phi,
+            self.b,
+            self.alpha_pre,
+            self.alpha_post,
+            self.alpha_res,
+            allow_fp32=self.allow_fp32,
+            tmax=self.tmax,
+            rms_eps=self.rms_eps,
+            pre_eps=self.pre_eps,
+            sinkhorn_eps=self.sinkhorn_eps,
+            post_mult=self.post_mult,
+        )
+        return out

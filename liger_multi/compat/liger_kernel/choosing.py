@@ -25,9 +25,19 @@ BACKENDS = {"nvidia-triton": ("cuda", "rocm"), "ascend-triton": ("npu",), "pytor
 ABSENT = ("nvidia-cutile", "nvidia-cutedsl")
 _LANGUAGES = {name.partition("-")[2]: name for name in ("nvidia-triton", *ABSENT)}
 OPERATORS = (
-    "rms_norm", "layer_norm", "fused_add_rms_norm", "jsd", "kl_div", "softmax", "swiglu", "geglu",
-    "rope", "cross_entropy", "fused_linear_cross_entropy", "fused_linear_jsd",
-)  # fmt: skip
+    "rms_norm",
+    "layer_norm",
+    "fused_add_rms_norm",
+    "jsd",
+    "kl_div",
+    "softmax",
+    "swiglu",
+    "geglu",
+    "rope",
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+    "fused_linear_jsd",
+)
 """Those of ``liger_kernel.functional``; each is an operator of ours by the same name."""
 
 VARIABLES = ("LIGER_KERNEL_IMPL_{}", "LIGER_KERNEL_BACKEND_{}", "LIGER_KERNEL_IMPL")
@@ -97,10 +107,10 @@ def all_impls(op_name: str) -> list[str]:
 def available_impls(op_name: str, device: Any = None) -> list[str]:
     """Those that can run on a device, the preferred one first; None: the accelerator or the CPU."""
     if device is None:
-        found = (
+        impls = (
             torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         )
-        device = found or "cpu"
+        device = impls or "cpu"
     serving = {b.name for b in registry.serving(torch.device(device).type)} | {"reference"}
     there = {name for name in serving if registry.unavailable(name) is None}
     return [name for name in all_impls(op_name) if there & {*BACKENDS[name]}]
@@ -137,10 +147,17 @@ _REGISTER = (
 
 
 def register_impl(
-    op_name: str, *, impl_name: str | None = None, capability: Capability | None = None,
-    modes: tuple[str, ...] = (), default_mode: str | None = None, preference_rank: int = 100,
-    tolerances: dict[Any, Any] | None = None, notes: str = "", backend: str | None = None,
-) -> Any:  # fmt: skip
+    op_name: str,
+    *,
+    impl_name: str | None = None,
+    capability: Capability | None = None,
+    modes: tuple[str, ...] = (),
+    default_mode: str | None = None,
+    preference_rank: int = 100,
+    tolerances: dict[Any, Any] | None = None,
+    notes: str = "",
+    backend: str | None = None,
+) -> Any:
     """Refused.
 
     Raises:
@@ -241,8 +258,8 @@ def scope(op_name: str, requested: str | None, mode: str | None, device: Any) ->
     """The implementation that was chosen for a call."""
     if mode not in (None, "default"):
         raise ValueError(f"{op_name}: mode must be 'default', got {mode!r}")
-    found = resolve_impl(op_name, requested, device).impl_name
-    if found == "pytorch":
+    impl_name = resolve_impl(op_name, requested, device).impl_name
+    if impl_name == "pytorch":
         with use(default="reference"):
             yield
     elif requested and _chosen == "pytorch":

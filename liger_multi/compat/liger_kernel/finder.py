@@ -60,8 +60,8 @@ class _Loader(Loader):
             names[name] = getattr(importlib.import_module(f"{HERE}.{home}"), name)
         more = {}
         if path in DYNAMIC:
-            home, made = DYNAMIC[path]
-            more = importlib.import_module(f"{HERE}.{home}").functions(path, made)
+            home, contents = DYNAMIC[path]
+            more = importlib.import_module(f"{HERE}.{home}").functions(path, contents)
             names.update(more)
         lazy = LAZY.get(path, {})
         if lazy:

@@ -38,20 +38,20 @@ def remember(folders: Iterable[str]) -> None:
     for folder in folders:
         name = f"transformers.models.{folder}.modeling_{folder}"
         try:
-            found = vars(importlib.import_module(name))
+            namespace = vars(importlib.import_module(name))
         except ModuleNotFoundError:
             continue
-        kinds = [x for x in found.values() if isinstance(x, type) and x.__module__ == name]
-        for kind in kinds:
-            own = vars(kind).get("forward", lce_forward)
+        kinds = [x for x in namespace.values() if isinstance(x, type) and x.__module__ == name]
+        for model_class in kinds:
+            own = vars(model_class).get("forward", lce_forward)
             if own is not lce_forward:
-                _stock.setdefault(kind, own)
+                _stock.setdefault(model_class, own)
 
 
 def _make_ready(model: Any) -> None:
     """Patch the head, where it is not patched, and note that this was done."""
-    found = (swapped(module) for module in model.modules())
-    if not any(swap is not None and swap.op in _HEADS for swap in found):
+    swaps = (swapped(module) for module in model.modules())
+    if not any(swap is not None and swap.op in _HEADS for swap in swaps):
         patching.patch(model, **_HEAD_ALONE)
     dress(model)
     setattr(model, _READY, True)
@@ -69,7 +69,9 @@ def lce_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         TypeError: A class whose file of ``liger_kernel.transformers.model`` was not imported.
     """
-    stock = next((_stock[kind] for kind in type(self).__mro__ if kind in _stock), None)
+    stock = next(
+        (_stock[model_class] for model_class in type(self).__mro__ if model_class in _stock), None
+    )
     if stock is None:
         raise TypeError(
             f"lce_forward: the forward of {type(self).__qualname__} is not known; import the file "
@@ -82,19 +84,25 @@ def lce_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def lce_maybe_trainable_lm_head(
-    self: Any, hidden_states: Tensor, hidden_size: int, labels: Tensor | None,
-    shift_labels: Tensor | None, **loss_kwargs: Any,
-) -> Any:  # fmt: skip
+    self: Any,
+    hidden_states: Tensor,
+    hidden_size: int,
+    labels: Tensor | None,
+    shift_labels: Tensor | None,
+    **loss_kwargs: Any,
+) -> Any:
     """The fused loss of a model's head, which may have an adapter or be sharded by FSDP."""
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-        return unpack_cross_entropy_result(LigerForCausalLMLoss(
-            hidden, weight, labels, hidden_size, shift_labels=shift_labels, **loss_kwargs
-        ))  # fmt: skip
+        return unpack_cross_entropy_result(
+            LigerForCausalLMLoss(
+                hidden, weight, labels, hidden_size, shift_labels=shift_labels, **loss_kwargs
+            )
+        )
 
-    found, *beside = Head(hidden_states, self.lm_head).run(loss)
-    asked = any(x is not None for x in beside)
-    return CrossEntropyOutput(found, *beside) if asked else found
+    value, *metrics = Head(hidden_states, self.lm_head).run(loss)
+    asked = any(x is not None for x in metrics)
+    return CrossEntropyOutput(value, *metrics) if asked else value
 
 
 def functions(path: str, names: str) -> dict[str, Callable[..., Any]]:

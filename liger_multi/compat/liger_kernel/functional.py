@@ -22,8 +22,13 @@ from liger_multi.nn.vocab_parallel import vocab_parallel_fused_linear_log_prob
 __all__ = ["CrossEntropyOutput"]
 
 _CASTINGS = {
-    "llama": "llama", 0: "llama", "gemma": "gemma", 1: "gemma", "none": "llama", -1: "llama",
-}  # fmt: skip
+    "llama": "llama",
+    0: "llama",
+    "gemma": "gemma",
+    1: "gemma",
+    "none": "llama",
+    -1: "llama",
+}
 _BESIDE = {
     "return_z_loss": "z_loss",
     "return_token_accuracy": "token_accuracy",
@@ -40,7 +45,7 @@ def casting_of(name: str, mode: str | int) -> str:
     return _CASTINGS[mode]
 
 
-def beside(flags: dict[str, bool]) -> tuple[str, ...]:
+def flag_names(flags: dict[str, bool]) -> tuple[str, ...]:
     """Names of the outputs that Liger's flags ask for."""
     return tuple(_BESIDE[flag] for flag, on in flags.items() if on)
 
@@ -56,11 +61,11 @@ def retired(name: str, size_average: Any, reduce: Any, usual: Any) -> None:
         )
 
 
-def in_dtype(found: Any, dtype: torch.dtype, *names: str) -> Any:
+def in_dtype(result: Any, dtype: torch.dtype, *names: str) -> Any:
     """A loss, or Liger's outputs of it; those that are named have the dtype of the inputs."""
-    if isinstance(found, Tensor):
-        return found.to(dtype) if "loss" in names else found
-    every = {name: getattr(found, name) for name in NAMES}
+    if isinstance(result, Tensor):
+        return result.to(dtype) if "loss" in names else result
+    every = {name: getattr(result, name) for name in NAMES}
     cast = {k: v.to(dtype) for k, v in every.items() if k in names and v is not None}
     return CrossEntropyOutput(**{**every, **cast})
 
@@ -96,88 +101,144 @@ def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, **optio
         run: Any = ops.cross_entropy
         if options.get("outputs"):
             run = ops.cross_entropy_with_outputs
-        found = run(logits, target, weight, validate=waits, **_named(options))
+        loss = run(logits, target, weight, validate=waits, **_named(options))
     except IndexError as error:
         raise TargetError(f"Target is out of bounds: {error}") from error
-    return in_dtype(found, logits.dtype, "loss", "z_loss")
+    return in_dtype(loss, logits.dtype, "loss", "z_loss")
 
 
 def liger_cross_entropy(
-    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
-    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
-    label_smoothing: float = 0.0, lse_square_scale: float = 0.0, softcap: float | None = None,
-    return_z_loss: bool = False, return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False, *, inplace: bool = False,
-) -> Tensor | CrossEntropyOutput:  # fmt: skip
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    *,
+    inplace: bool = False,
+) -> Tensor | CrossEntropyOutput:
     """:func:`cross_entropy`; the logits stay what they are, unless ``inplace`` gives them up."""
     retired("liger_cross_entropy", size_average, reduce, None)
     return cross_entropy(  # type: ignore[no-any-return]
-        input, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
-        z_loss=lse_square_scale, softcap=softcap, reduction=reduction, inplace=inplace,
-        outputs=beside({
-            "return_z_loss": return_z_loss, "return_token_accuracy": return_token_accuracy,
-            "return_predicted_tokens": return_predicted_tokens,
-        }),
-    )  # fmt: skip
+        input,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=lse_square_scale,
+        softcap=softcap,
+        reduction=reduction,
+        inplace=inplace,
+        outputs=flag_names(
+            {
+                "return_z_loss": return_z_loss,
+                "return_token_accuracy": return_token_accuracy,
+                "return_predicted_tokens": return_predicted_tokens,
+            }
+        ),
+    )
 
 
 def liger_fused_linear_cross_entropy(
-    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
-    ce_weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
-    label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
-    return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
-    use_token_scaling: bool = False, return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False, chunk_mem_const: int = 1,
-) -> Tensor | CrossEntropyOutput:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    chunk_mem_const: int = 1,
+) -> Tensor | CrossEntropyOutput:
     """:func:`liger_multi.ops.fused_linear_cross_entropy`; z_loss has the dtype of the input.
 
     With token scaling every token's loss is multiplied by its probability, which gets no gradient.
     """
     options: dict[str, Any] = {
-        "class_weight": ce_weight, "ignore_index": ignore_index, "softcap": softcap,
-        "label_smoothing": label_smoothing, "z_loss": lse_square_scale, "reduction": reduction,
+        "class_weight": ce_weight,
+        "ignore_index": ignore_index,
+        "softcap": softcap,
+        "label_smoothing": label_smoothing,
+        "z_loss": lse_square_scale,
+        "reduction": reduction,
         "accumulate": torch.float32 if accum_dtype is None else accum_dtype,
-        "outputs": beside({
-            "return_z_loss": return_z_loss, "return_token_accuracy": return_token_accuracy,
-            "return_predicted_tokens": return_predicted_tokens,
-        }),
-    }  # fmt: skip
+        "outputs": flag_names(
+            {
+                "return_z_loss": return_z_loss,
+                "return_token_accuracy": return_token_accuracy,
+                "return_predicted_tokens": return_predicted_tokens,
+            }
+        ),
+    }
     more = (label_smoothing, lse_square_scale, options["outputs"], reduction == "none")
     if not use_token_scaling:
         run: Any = ops.fused_linear_cross_entropy
         if options["outputs"]:
             run = ops.fused_linear_cross_entropy_with_outputs
-        found = run(input, weight, target, bias, **_named(options))
+        loss = run(input, weight, target, bias, **_named(options))
     elif ce_weight is not None or any(more):
-        found = _scaled_by_token(input, weight, target, bias, **options)
+        loss = _scaled_by_token(input, weight, target, bias, **options)
     else:
         head = losses.Head(input, weight, bias, softcap=softcap, accumulate=options["accumulate"])
-        found, _ = losses.sequence_loss(
-            head, target, loss_type="dft", ignore_index=ignore_index,
+        loss, _ = losses.sequence_loss(
+            head,
+            target,
+            loss_type="dft",
+            ignore_index=ignore_index,
             reduction={"mean": "token"}.get(reduction, reduction),
-        )  # fmt: skip
-    return in_dtype(found, input.dtype, "z_loss")  # type: ignore[no-any-return]
+        )
+    return in_dtype(loss, input.dtype, "z_loss")  # type: ignore[no-any-return]
 
 
 def _scaled_by_token(
-    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, reduction: str,
-    outputs: tuple[str, ...], **options: Any,
-) -> Any:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    *,
+    reduction: str,
+    outputs: tuple[str, ...],
+    **options: Any,
+) -> Any:
     """Losses of tokens times their probabilities, with everything that the fused loss has."""
     ignored, class_weight = options["ignore_index"], options["class_weight"]
     counted = target != ignored
     with torch.no_grad():
         likely = ops.fused_linear_log_prob(
-            input, weight, target, bias, softcap=options["softcap"], ignore_index=ignored,
+            input,
+            weight,
+            target,
+            bias,
+            softcap=options["softcap"],
+            ignore_index=ignored,
             outputs=("log_prob",),
-        )  # fmt: skip
+        )
         assert likely.log_prob is not None
         scale = torch.where(counted, likely.log_prob.exp(), 0)
         of_target = counted if class_weight is None else class_weight[target * counted] * counted
-    found = ops.fused_linear_cross_entropy_with_outputs(
-        input, weight, target, bias, reduction="none",
-        outputs=tuple({"z_loss", *outputs}), **options,
-    )  # fmt: skip
+    out = ops.fused_linear_cross_entropy_with_outputs(
+        input,
+        weight,
+        target,
+        bias,
+        reduction="none",
+        outputs=tuple({"z_loss", *outputs}),
+        **options,
+    )
 
     def reduced(each: Tensor, shares: Tensor) -> Tensor:
         if reduction == "none":
@@ -185,41 +246,60 @@ def _scaled_by_token(
         total = (each * scale).sum()
         return total / shares.sum().clamp_min(1e-12) if reduction == "mean" else total
 
-    assert found.z_loss is not None
-    z_loss = reduced(found.z_loss, counted)
-    loss = reduced(found.loss - found.z_loss, of_target) + z_loss
+    assert out.z_loss is not None
+    z_loss = reduced(out.z_loss, counted)
+    loss = reduced(out.loss - out.z_loss, of_target) + z_loss
     if not outputs:
         return loss
-    return found._replace(loss=loss, z_loss=z_loss if "z_loss" in outputs else None)
+    return out._replace(loss=loss, z_loss=z_loss if "z_loss" in outputs else None)
 
 
 def liger_fused_linear_jsd(
-    student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
-    shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100,
-    temperature: float = 1.0, accum_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    shift_labels: Tensor | None = None,
+    jsd_beta: float = 0.5,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:
     """:func:`liger_multi.ops.fused_linear_jsd`; the teacher gets no gradient."""
     return ops.fused_linear_jsd(
-        student_input, student_weight, teacher_input.detach(), teacher_weight.detach(),
-        shift_labels, beta=jsd_beta,
-        temperature=temperature, ignore_index=ignore_index,
+        student_input,
+        student_weight,
+        teacher_input.detach(),
+        teacher_weight.detach(),
+        shift_labels,
+        beta=jsd_beta,
+        temperature=temperature,
+        ignore_index=ignore_index,
         accumulate=torch.float32 if accum_dtype is None else accum_dtype,
-    )  # fmt: skip
+    )
 
 
 def liger_jsd(
-    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5,
+    input: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    beta: float = 0.5,
     ignore_index: int = -100,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """:func:`liger_multi.ops.jsd` of log-probabilities, in their dtype; none for the teacher."""
-    found = ops.jsd(input, target.detach(), shift_labels, beta=beta, ignore_index=ignore_index)
-    return found.to(input.dtype)
+    loss = ops.jsd(input, target.detach(), shift_labels, beta=beta, ignore_index=ignore_index)
+    return loss.to(input.dtype)
 
 
 def liger_kl_div(
-    input: Tensor, target: Tensor, size_average: Any = True, reduce: Any = True,
-    reduction: str = "mean", log_target: bool = False, eps: float = 1e-10,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    target: Tensor,
+    size_average: Any = True,
+    reduce: Any = True,
+    reduction: str = "mean",
+    log_target: bool = False,
+    eps: float = 1e-10,
+) -> Tensor:
     """:func:`liger_multi.ops.kl_div`; ``mean`` divides by all elements, as in PyTorch.
 
     Probabilities of 0 cost 0 exactly, so that ``eps`` has nothing to clamp. ``none``, a number an
@@ -230,11 +310,13 @@ def liger_kl_div(
     if reduction == "none":
         return F.kl_div(wide(input), wide(target), reduction="none", log_target=log_target)
     checks.one_of("liger_kl_div", "reduction", reduction, ("none", "sum", "mean", "batchmean"))
-    found = ops.kl_div(
-        input, target, teacher_form="log_prob" if log_target else "prob",
+    loss = ops.kl_div(
+        input,
+        target,
+        teacher_form="log_prob" if log_target else "prob",
         reduction="sum" if reduction == "sum" else "mean",
-    )  # fmt: skip
-    return found / input.shape[-1] if reduction == "mean" else found
+    )
+    return loss / input.shape[-1] if reduction == "mean" else loss
 
 
 _REDUCTIONS = ("batchmean", "mean", "sum")
@@ -249,10 +331,16 @@ def _counted(rows: torch.Size, shift_labels: Tensor | None, ignore_index: int, x
 
 
 def liger_fused_linear_kl_div(
-    student_input: Tensor, student_weight: Tensor, target: Tensor,
-    shift_labels: Tensor | None = None, reduction: str = "batchmean", ignore_index: int = -100,
-    temperature: float = 1.0, eps: float = 1e-10, accum_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    student_input: Tensor,
+    student_weight: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    eps: float = 1e-10,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:
     """KL divergence of a head's tokens from given distributions ``target`` ``(tokens, classes)``.
 
     ``batchmean`` divides by the tokens that count, ``mean`` by their elements.
@@ -262,40 +350,55 @@ def liger_fused_linear_kl_div(
     head = losses.Head(
         student_input, student_weight, temperature=temperature, accumulate=accumulate
     )
-    found, _ = losses.distillation_loss(
-        head, losses.Logits(target.detach().clamp_min(eps).log()),
+    loss, _ = losses.distillation_loss(
+        head,
+        losses.Logits(target.detach().clamp_min(eps).log()),
         _counted(target.shape[:-1], shift_labels, ignore_index, student_input),
-        num_items=1.0 if reduction == "sum" else None, divergence="forward_kl",
+        num_items=1.0 if reduction == "sum" else None,
+        divergence="forward_kl",
         ignore_index=ignore_index,
-    )  # fmt: skip
-    return found / target.shape[-1] if reduction == "mean" else found
+    )
+    return loss / target.shape[-1] if reduction == "mean" else loss
 
 
-def scaled_outputs(found: ops.LogProbOutput, *more: Tensor) -> Any:
+def scaled_outputs(output: ops.LogProbOutput, *more: Tensor) -> Any:
     """Costs, entropies where asked for, and what comes behind; one of them alone is no tuple."""
-    assert found.log_prob is not None
-    made = [-found.log_prob, *(() if found.entropy is None else (found.entropy,)), *more]
-    return made[0] if len(made) == 1 else tuple(made)
+    assert output.log_prob is not None
+    columns = [-output.log_prob, *(() if output.entropy is None else (output.entropy,)), *more]
+    return columns[0] if len(columns) == 1 else tuple(columns)
 
 
 def liger_fused_linear_scaled_cross_entropy_tp(
-    input: Tensor, weight: Tensor, target: Tensor, tp_group: Any, temperature: float = 1.0,
-    ignore_index: int = -100, tiles_per_reduce: int = 1, return_entropy: bool = False,
-) -> Any:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    tp_group: Any,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    tiles_per_reduce: int = 1,
+    return_entropy: bool = False,
+) -> Any:
     """What every token costs, of a head whose classes are split evenly over a group's processes."""
-    found = vocab_parallel_fused_linear_log_prob(
-        input, weight, target, tp_group,
-        vocabulary=weight.shape[0] * dist.get_world_size(tp_group), temperature=temperature,
+    output = vocab_parallel_fused_linear_log_prob(
+        input,
+        weight,
+        target,
+        tp_group,
+        vocabulary=weight.shape[0] * dist.get_world_size(tp_group),
+        temperature=temperature,
         ignore_index=ignore_index,
         outputs=("log_prob", "entropy") if return_entropy else ("log_prob",),
-    )  # fmt: skip
-    return scaled_outputs(found)
+    )
+    return scaled_outputs(output)
 
 
 def liger_tvd(
-    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: str = "mean",
+    input: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    reduction: str = "mean",
     ignore_index: int = -100,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """:func:`liger_multi.ops.tvd` of probabilities; ``none`` is a number an element, in fp32.
 
     The teacher gets no gradient.
@@ -307,9 +410,9 @@ def liger_tvd(
         if shift_labels is None:
             return each
         return torch.where((shift_labels != ignore_index).unsqueeze(-1), each, 0)
-    kind = "sum" if reduction == "sum" else "mean"
-    found = ops.tvd(input, target, shift_labels, ignore_index=ignore_index, reduction=kind)
-    return found / input.shape[-1] if reduction == "mean" else found
+    mean = "sum" if reduction == "sum" else "mean"
+    loss = ops.tvd(input, target, shift_labels, ignore_index=ignore_index, reduction=mean)
+    return loss / input.shape[-1] if reduction == "mean" else loss
 
 
 def fused_selective_log_softmax(
@@ -329,45 +432,61 @@ def fused_selective_log_softmax(
     if mask is not None:
         ids = ids.masked_fill(mask[:, mask.shape[1] - length :] == 0, -100)
     with torch.no_grad():
-        found = ops.token_log_prob(logits, ids, temperature=temperature, outputs=("log_prob",))
-    assert found.log_prob is not None
-    return found.log_prob
+        output = ops.token_log_prob(logits, ids, temperature=temperature, outputs=("log_prob",))
+    assert output.log_prob is not None
+    return output.log_prob
 
 
 # --- norms and activations: results have the dtype of the first input, whatever the weights' ---
 
 
-def _like(found: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return found[0].to(q.dtype), found[1].to(k.dtype)
+def _like(rotated: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return rotated[0].to(q.dtype), rotated[1].to(k.dtype)
 
 
 def liger_rms_norm(
-    X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str | int = "llama",
-    in_place: bool = True, row_mode: bool | None = None,
-) -> Tensor:  # fmt: skip
+    X: Tensor,
+    W: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str | int = "llama",
+    in_place: bool = True,
+    row_mode: bool | None = None,
+) -> Tensor:
     """:func:`liger_multi.ops.rms_norm`."""
     casting = casting_of("rms_norm", casting_mode)
     return ops.rms_norm(X, W, eps, offset=offset, casting=casting).to(X.dtype)
 
 
 def liger_fused_add_rms_norm(
-    X: Tensor, R: Tensor, W: Tensor, eps: float, offset: float = 0.0,
-    casting_mode: str | int = "llama", in_place: bool = True,
-) -> ops.FusedAddRMSNormOutput:  # fmt: skip
+    X: Tensor,
+    R: Tensor,
+    W: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str | int = "llama",
+    in_place: bool = True,
+) -> ops.FusedAddRMSNormOutput:
     """:func:`liger_multi.ops.fused_add_rms_norm`."""
     casting = casting_of("fused_add_rms_norm", casting_mode)
-    found = ops.fused_add_rms_norm(X, R, W, eps, offset=offset, casting=casting)
-    return type(found)(*_like(found, X, X))
+    out = ops.fused_add_rms_norm(X, R, W, eps, offset=offset, casting=casting)
+    return type(out)(*_like(out, X, X))
 
 
 def liger_modulated_rms_norm(
-    X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-6,
-    offset: float = 0.0, casting_mode: str | int = "llama", in_place: bool = True,
-) -> Tensor:  # fmt: skip
+    X: Tensor,
+    W: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str | int = "llama",
+    in_place: bool = True,
+) -> Tensor:
     """:func:`liger_multi.ops.modulated_rms_norm`; the result has the dtype of X."""
     casting = casting_of("modulated_rms_norm", casting_mode)
-    found = ops.modulated_rms_norm(X, scale, shift, W, eps, offset=offset, casting=casting)
-    return found.to(X.dtype)
+    out = ops.modulated_rms_norm(X, scale, shift, W, eps, offset=offset, casting=casting)
+    return out.to(X.dtype)
 
 
 def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor | None, eps: float) -> Tensor:
@@ -376,9 +495,13 @@ def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor | None, eps: float) -> Tens
 
 
 def liger_group_norm(
-    X: Tensor, affine_scaling_weight: Tensor, affine_shifting_bias: Tensor, num_channels: int,
-    num_groups: int, eps: float,
-) -> Tensor:  # fmt: skip
+    X: Tensor,
+    affine_scaling_weight: Tensor,
+    affine_shifting_bias: Tensor,
+    num_channels: int,
+    num_groups: int,
+    eps: float,
+) -> Tensor:
     """:func:`liger_multi.ops.group_norm`."""
     return ops.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
 
@@ -414,8 +537,8 @@ def liger_swiglu(
     a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
 ) -> Tensor:
     """:func:`liger_multi.ops.swiglu`."""
-    found = ops.swiglu(a, b, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
-    return found.to(a.dtype)
+    out = ops.swiglu(a, b, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+    return out.to(a.dtype)
 
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
@@ -427,9 +550,14 @@ def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
 
 
 def liger_rotary_pos_emb(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None,
-    unsqueeze_dim: int = 1, rotary_dim: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Any = None,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:
     """:func:`liger_multi.ops.rope`; of an odd number of channels, the last one passes through.
 
     ``position_ids`` is not read, as in Liger-Kernel. Angles get no gradient.
@@ -439,12 +567,12 @@ def liger_rotary_pos_emb(
     if rotary_dim is None and (width % 2 or cos.shape[-1] > width):
         rotary_dim = width // 2 * 2  # angles are those of the first pairs
         cos, sin = cos[..., : width // 2], sin[..., : width // 2]
-    found = (
+    rotated = (
         (q, k)
         if rotary_dim == 0
         else ops.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim)
     )
-    return _like(found, q, k)
+    return _like(rotated, q, k)
 
 
 liger_rope = liger_rotary_pos_emb
@@ -514,29 +642,54 @@ def _single(size: Any) -> Any:
 
 
 def liger_multi_token_attention(
-    scores: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
-    dilation: Any = 1, groups: int = 1, sparse: bool = False,
-) -> Tensor:  # fmt: skip
+    scores: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    sparse: bool = False,
+) -> Tensor:
     """:func:`liger_multi.ops.multi_token_attention`."""
     return ops.multi_token_attention(
-        scores, weight, bias, stride=_single(stride), padding=_single(padding),
-        dilation=_single(dilation), groups=groups, sparse=sparse,
-    )  # fmt: skip
+        scores,
+        weight,
+        bias,
+        stride=_single(stride),
+        padding=_single(padding),
+        dilation=_single(dilation),
+        groups=groups,
+        sparse=sparse,
+    )
 
 
 def liger_fused_neighborhood_attention(
-    query: Tensor, key: Tensor, value: Tensor, kernel_size: int = 7, dilation: int = 1,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kernel_size: int = 7,
+    dilation: int = 1,
     scale: float | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """:func:`liger_multi.ops.neighborhood_attention`."""
     return ops.neighborhood_attention(query, key, value, kernel_size, dilation, scale)
 
 
 def liger_mhc_coeffs(
-    x: Tensor, phi: Tensor, b: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor,
-    allow_fp32: bool = False, tmax: int = 20, rms_eps: float = 1e-6, pre_eps: float = 0.0,
-    sinkhorn_eps: float = 1e-6, post_mult: float = 2.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    phi: Tensor,
+    b: Tensor,
+    alpha_pre: Tensor,
+    alpha_post: Tensor,
+    alpha_res: Tensor,
+    allow_fp32: bool = False,
+    tmax: int = 20,
+    rms_eps: float = 1e-6,
+    pre_eps: float = 0.0,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 2.0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`liger_multi.ops.hyper_connections`, with an eps of its own for the first output."""
     if x.dtype == torch.float32 and not allow_fp32:
         raise AssertionError(
@@ -545,9 +698,15 @@ def liger_mhc_coeffs(
         )
     scale = torch.stack([a.reshape(()) for a in (alpha_pre, alpha_post, alpha_res)])
     pre, post, mix = ops.hyper_connections(
-        x, phi.mT, b, scale, iterations=tmax, rms_eps=rms_eps, eps=sinkhorn_eps,
+        x,
+        phi.mT,
+        b,
+        scale,
+        iterations=tmax,
+        rms_eps=rms_eps,
+        eps=sinkhorn_eps,
         post_scale=post_mult,
-    )  # fmt: skip
+    )
     return pre + (pre_eps - sinkhorn_eps), post, mix
 
 
@@ -562,26 +721,52 @@ def liger_mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) 
 
 
 def liger_mhc_apply(
-    x: Tensor, f_out: Tensor, h_pre: Tensor, h_post: Tensor, h_res: Tensor, *,
+    x: Tensor,
+    f_out: Tensor,
+    h_pre: Tensor,
+    h_post: Tensor,
+    h_res: Tensor,
+    *,
     return_x_in: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """The streams after a layer's result, and with ``return_x_in`` the layer's input too."""
-    found = liger_mhc_post_res(x, f_out, h_post, h_res)
-    return (found, liger_mhc_pre(x, h_pre)) if return_x_in else found
+    out = liger_mhc_post_res(x, f_out, h_post, h_res)
+    return (out, liger_mhc_pre(x, h_pre)) if return_x_in else out
 
 
 def liger_mhc_forward(
-    x: Tensor, layer: Callable[[Tensor], Tensor], phi: Tensor, b: Tensor, alpha_pre: Tensor,
-    alpha_post: Tensor, alpha_res: Tensor, *, allow_fp32: bool = False, tmax: int = 20,
-    rms_eps: float = 1e-6, pre_eps: float = 0.0, sinkhorn_eps: float = 1e-6,
-    post_mult: float = 2.0, return_coeffs: bool = False,
-) -> Any:  # fmt: skip
+    x: Tensor,
+    layer: Callable[[Tensor], Tensor],
+    phi: Tensor,
+    b: Tensor,
+    alpha_pre: Tensor,
+    alpha_post: Tensor,
+    alpha_res: Tensor,
+    *,
+    allow_fp32: bool = False,
+    tmax: int = 20,
+    rms_eps: float = 1e-6,
+    pre_eps: float = 0.0,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 2.0,
+    return_coeffs: bool = False,
+) -> Any:
     """Coefficients, the layer on the mixed streams, and the streams after it."""
     coefficients = liger_mhc_coeffs(
-        x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, pre_eps,
-        sinkhorn_eps, post_mult,
-    )  # fmt: skip
+        x,
+        phi,
+        b,
+        alpha_pre,
+        alpha_post,
+        alpha_res,
+        allow_fp32,
+        tmax,
+        rms_eps,
+        pre_eps,
+        sinkhorn_eps,
+        post_mult,
+    )
     h_pre, h_post, h_res = coefficients
     f_out = layer(liger_mhc_pre(x, h_pre))
-    found = liger_mhc_post_res(x, f_out, h_post, h_res)
-    return (found, coefficients) if return_coeffs else found
+    out = liger_mhc_post_res(x, f_out, h_post, h_res)
+    return (out, coefficients) if return_coeffs else out

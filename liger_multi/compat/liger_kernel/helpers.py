@@ -47,10 +47,14 @@ def get_total_gpu_memory() -> int:
 
 
 def transformers_version_dispatch(
-    required_version: str, before_fn: Callable[..., Any], after_fn: Callable[..., Any],
-    before_args: tuple[Any, ...] = (), after_args: tuple[Any, ...] = (),
-    before_kwargs: dict[str, Any] | None = None, after_kwargs: dict[str, Any] | None = None,
-) -> Any:  # fmt: skip
+    required_version: str,
+    before_fn: Callable[..., Any],
+    after_fn: Callable[..., Any],
+    before_args: tuple[Any, ...] = (),
+    after_args: tuple[Any, ...] = (),
+    before_kwargs: dict[str, Any] | None = None,
+    after_kwargs: dict[str, Any] | None = None,
+) -> Any:
     """Call one function below a version of transformers, another from it on."""
     if compare_version("transformers", lt, required_version):
         return before_fn(*before_args, **(before_kwargs or {}))
@@ -83,23 +87,29 @@ def is_npu_available() -> bool:
 
 def infer_device() -> str:
     """The type of the accelerator that PyTorch drives, or ``cpu``."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cpu" if found is None else found.type
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    return "cpu" if accelerator is None else accelerator.type
 
 
 _CHIPS = {
-    "sm103": "blackwell_ultra", "sm10": "blackwell", "sm12": "blackwell_consumer",
-    "sm9": "hopper", "sm8": "ampere_ada", "sm7": "volta_turing",
-}  # fmt: skip
+    "sm103": "blackwell_ultra",
+    "sm10": "blackwell",
+    "sm12": "blackwell_consumer",
+    "sm9": "hopper",
+    "sm8": "ampere_ada",
+    "sm7": "volta_turing",
+}
 """Beginning of an architecture's key to Liger-Kernel's name; the first counts."""
 
 
 def infer_device_arch(device_id: int = 0) -> str:
     """The family of a GPU by its name in Liger-Kernel, else the type of the device."""
-    kind = infer_device()
-    if kind != "cuda":
-        return kind
-    arch = device_info(torch.device(kind, device_id)).arch
+    device_type = infer_device()
+    if device_type != "cuda":
+        return device_type
+    arch = device_info(torch.device(device_type, device_id)).arch
     named = (name for start, name in _CHIPS.items() if arch.startswith(start))
     return next(named, arch.replace("sm", "sm_", 1))
 

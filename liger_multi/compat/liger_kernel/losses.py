@@ -35,16 +35,15 @@ class Options(nn.Module):
         """Show the options in the signature."""
         super().__init_subclass__()
         of = inspect.Parameter
-        cls.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
-            of(n, of.POSITIONAL_OR_KEYWORD, default=v) for n, v in cls.defaults.items()
-        ])  # fmt: skip
+        shown = [of(n, of.POSITIONAL_OR_KEYWORD, default=v) for n, v in cls.defaults.items()]
+        cls.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         if len(args) > len(self.defaults) or not {*kwargs} <= {*self.defaults}:
             raise TypeError(f"{type(self).__name__} takes {', '.join(self.defaults)}")
-        given = {**self.defaults, **dict(zip(self.defaults, args)), **kwargs}
-        for name, value in given.items():
+        arguments = {**self.defaults, **dict(zip(self.defaults, args)), **kwargs}
+        for name, value in arguments.items():
             setattr(self, name, value)
         self.check()
 
@@ -54,7 +53,7 @@ class Options(nn.Module):
             """Options are no parameters."""
 
     def check(self) -> None:
-        """Options are in their ranges."""
+        """Check that the options are in range."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -70,7 +69,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def check_cross_entropy(label_smoothing: float, reduction: str, softcap: float | None) -> None:
-    """Options of a cross entropy are in their ranges."""
+    """Check that the options of a cross entropy are in range."""
     if not 0.0 <= label_smoothing <= 1.0:
         raise ArgumentError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     if reduction not in REDUCTIONS:
@@ -88,7 +87,7 @@ class LigerCrossEntropyLoss(Options):
     )
 
     def check(self) -> None:
-        """Options are in their ranges."""
+        """Check that the options are in range."""
         check_cross_entropy(self.label_smoothing, self.reduction, self.softcap)
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
@@ -105,7 +104,7 @@ class LigerFusedLinearCrossEntropyLoss(Options):
     )
 
     def check(self) -> None:
-        """Options are in their ranges."""
+        """Check that the options are in range."""
         check_cross_entropy(self.label_smoothing, self.reduction, self.softcap)
 
     def forward(
@@ -125,19 +124,27 @@ class LigerFusedLinearJSD(Options):
     )
 
     def check(self) -> None:
-        """Options are in their ranges."""
+        """Check that the options are in range."""
         if not self.temperature:
             raise ArgumentError("temperature cannot be 0.")
 
     def forward(
-        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor,
-        teacher_weight: Tensor, shift_labels: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
         """The divergence of two heads."""
         return functional.liger_fused_linear_jsd(
-            student_input, student_weight, teacher_input, teacher_weight, shift_labels,
+            student_input,
+            student_weight,
+            teacher_input,
+            teacher_weight,
+            shift_labels,
             **self.options,
-        )  # fmt: skip
+        )
 
 
 class LigerJSD(Options):
@@ -182,14 +189,17 @@ class LigerFusedLinearKLDivLoss(Options):
     )
 
     def check(self) -> None:
-        """Options are in their ranges."""
+        """Check that the options are in range."""
         if not self.temperature:
             raise ArgumentError("temperature cannot be 0.")
 
     def forward(
-        self, student_input: Tensor, student_weight: Tensor, target: Tensor,
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        target: Tensor,
         shift_labels: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The divergence of a head's tokens from given distributions."""
         return functional.liger_fused_linear_kl_div(
             student_input, student_weight, target, shift_labels, **self.options
@@ -222,7 +232,7 @@ class LigerVocabParallelCrossEntropy(Options):
     }
 
     def check(self) -> None:
-        """Options are in their ranges."""
+        """Check that the options are in range."""
         checks.one_of(type(self).__name__, "reduction", self.reduction, ("none",))
         op_functions.validate_formula_and_mode(
             self.label_smoothing_formula, self.label_smoothing_mode
@@ -235,17 +245,28 @@ class LigerVocabParallelCrossEntropy(Options):
     ) -> Tensor:
         """The loss of every token, in fp32."""
         return op_functions.vocab_parallel(
-            vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
-            self.label_smoothing_formula, self.label_smoothing_mode,
-        )  # fmt: skip
+            vocab_parallel_logits,
+            target,
+            tp_group,
+            self.ignore_index,
+            self.label_smoothing,
+            self.label_smoothing_formula,
+            self.label_smoothing_mode,
+        )
 
 
 def fixed_fused_linear_cross_entropy(
-    hidden_states: Tensor, lm_head_weight: Tensor, target: Tensor,
-    num_items_in_batch: Tensor | float | None = None, ignore_index: int = -100,
-    final_logit_softcapping: float | None = None, accum_dtype: torch.dtype | None = None,
-    return_token_accuracy: bool = False, return_predicted_tokens: bool = False, **kwargs: Any,
-) -> Tensor | CrossEntropyOutput:  # fmt: skip
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    target: Tensor,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    final_logit_softcapping: float | None = None,
+    accum_dtype: torch.dtype | None = None,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    **kwargs: Any,
+) -> Tensor | CrossEntropyOutput:
     """The loss of rows and their targets, over the number of items where one is given.
 
     Keywords that the fused loss does not have, such as a model passes on, are left out.
@@ -253,34 +274,51 @@ def fixed_fused_linear_cross_entropy(
     names = LigerFusedLinearCrossEntropyLoss().options
     more = {k: v for k, v in kwargs.items() if k in names and k != "reduction"}
     public = sys.modules.get("liger_kernel.transformers.functional", functional)
-    found: Any = public.liger_fused_linear_cross_entropy(  # where trainers put their own
-        hidden_states, lm_head_weight, target,
-        reduction="mean" if num_items_in_batch is None else "sum", ignore_index=ignore_index,
-        softcap=final_logit_softcapping, accum_dtype=accum_dtype,
+    output: Any = public.liger_fused_linear_cross_entropy(  # where trainers put their own
+        hidden_states,
+        lm_head_weight,
+        target,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        ignore_index=ignore_index,
+        softcap=final_logit_softcapping,
+        accum_dtype=accum_dtype,
         return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens, **more,
-    )  # fmt: skip
+        return_predicted_tokens=return_predicted_tokens,
+        **more,
+    )
     if num_items_in_batch is None:
-        return found  # type: ignore[no-any-return]
-    if isinstance(found, CrossEntropyOutput):
-        return replace(found, loss=found.loss / num_items_in_batch)
-    return found / num_items_in_batch  # type: ignore[no-any-return]
+        return output  # type: ignore[no-any-return]
+    if isinstance(output, CrossEntropyOutput):
+        return replace(output, loss=output.loss / num_items_in_batch)
+    return output / num_items_in_batch  # type: ignore[no-any-return]
 
 
 def LigerForCausalLMLoss(
-    hidden_states: Tensor, lm_head_weight: Tensor, labels: Tensor | None, hidden_size: int,
-    num_items_in_batch: Tensor | float | None = None, ignore_index: int = -100,
-    shift_labels: Tensor | None = None, final_logit_softcapping: float | None = None,
-    return_token_accuracy: bool = False, return_predicted_tokens: bool = False, **kwargs: Any,
-) -> Tensor | CrossEntropyOutput:  # fmt: skip
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    labels: Tensor | None,
+    hidden_size: int,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    final_logit_softcapping: float | None = None,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    **kwargs: Any,
+) -> Tensor | CrossEntropyOutput:
     """The loss of a causal model by its last hidden states; labels are shifted here."""
     if shift_labels is None:
         if labels is None:
             raise ValueError("LigerForCausalLMLoss: needs labels or shift_labels, got neither")
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return fixed_fused_linear_cross_entropy(
-        hidden_states.reshape(-1, hidden_size), lm_head_weight,
-        shift_labels.reshape(-1).to(hidden_states.device), num_items_in_batch, ignore_index,
-        final_logit_softcapping, return_token_accuracy=return_token_accuracy,
-        return_predicted_tokens=return_predicted_tokens, **kwargs,
-    )  # fmt: skip
+        hidden_states.reshape(-1, hidden_size),
+        lm_head_weight,
+        shift_labels.reshape(-1).to(hidden_states.device),
+        num_items_in_batch,
+        ignore_index,
+        final_logit_softcapping,
+        return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
+        **kwargs,
+    )

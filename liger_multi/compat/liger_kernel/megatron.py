@@ -28,15 +28,19 @@ class LigerMegatronRMSNorm(nn.Module):
     """
 
     def __init__(
-        self, config: Any, hidden_size: int | Sequence[int], eps: float = 1e-5,
-        persist_layer_norm: bool = False, zero_centered_gamma: bool = False,
+        self,
+        config: Any,
+        hidden_size: int | Sequence[int],
+        eps: float = 1e-5,
+        persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False,
         normalization: str = "RMSNorm",
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
-        wanted = getattr(config, "normalization", "RMSNorm")
-        if wanted != "RMSNorm":
+        norm_type = getattr(config, "normalization", "RMSNorm")
+        if norm_type != "RMSNorm":
             raise ValueError(
-                f"LigerMegatronRMSNorm: config.normalization must be 'RMSNorm', got {wanted!r}"
+                f"LigerMegatronRMSNorm: config.normalization must be 'RMSNorm', got {norm_type!r}"
             )
         self.config, self.eps = config, eps
         sizes = (hidden_size,) if isinstance(hidden_size, int) else hidden_size
@@ -56,8 +60,8 @@ class LigerMegatronRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize; gamma around zero is added to one in fp32, the result has the dtype of x."""
         offset, casting = (1.0, "gemma") if self.zero_centered_gamma else (0.0, "llama")
-        found = ops.rms_norm(x, self.weight, self.eps, offset=offset, casting=casting)
-        return found.to(x.dtype)
+        out = ops.rms_norm(x, self.weight, self.eps, offset=offset, casting=casting)
+        return out.to(x.dtype)
 
     def extra_repr(self) -> str:
         """What was chosen."""
@@ -91,12 +95,18 @@ class LigerMegatronSwiGLU(nn.Module):
         self.fallback_impl, self.in_place = fallback_impl, in_place
 
     def forward(
-        self, input: Tensor, bias: Tensor | None = None, fp8_input_store: bool = False,
+        self,
+        input: Tensor,
+        bias: Tensor | None = None,
+        fp8_input_store: bool = False,
         cpu_offload_input: bool = False,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The activation of gate and up projections that stand side by side."""
-        asked = {"bias": bias is not None, "fp8_input_store": fp8_input_store,
-                 "cpu_offload_input": cpu_offload_input}  # fmt: skip
+        asked = {
+            "bias": bias is not None,
+            "fp8_input_store": fp8_input_store,
+            "cpu_offload_input": cpu_offload_input,
+        }
         if any(asked.values()):
             if self.fallback_impl is not None:
                 return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)
@@ -131,8 +141,9 @@ def _place(path: str) -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{_HERE}: needs megatron.core.{path} of megatron-core (pip install megatron-core); "
-            f"{error}", name=error.name,
-        ) from error  # fmt: skip
+            f"{error}",
+            name=error.name,
+        ) from error
     except AttributeError as error:
         raise ImportError(
             f"{_HERE}: the installed megatron-core has no megatron.core.{path}"
@@ -188,9 +199,11 @@ def _cross_entropies() -> None:
         return loss(vocab_parallel_logits, target, tp_group)  # type: ignore[no-any-return]
 
     def vocab_parallel_cross_entropy(
-        vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0,
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        label_smoothing: float = 0.0,
         tp_group: Any = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         call = LigerMegatronCrossEntropy(label_smoothing=label_smoothing)
         group = group_of() if tp_group is None else tp_group
         return call(vocab_parallel_logits, target, group)  # type: ignore[no-any-return]
@@ -217,8 +230,10 @@ def _swiglu() -> None:
 
 
 _PARTS: dict[str, Callable[[], None]] = {
-    "rms_norm": _norms, "cross_entropy": _cross_entropies, "swiglu": _swiglu,
-}  # fmt: skip
+    "rms_norm": _norms,
+    "cross_entropy": _cross_entropies,
+    "swiglu": _swiglu,
+}
 
 
 def apply_liger_kernel_to_megatron(

@@ -42,9 +42,12 @@ def names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def answer(
-    model: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+    model: Any,
+    stock: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     names: tuple[str, ...],
-) -> Any:  # fmt: skip
+) -> Any:
     """Call a model's own forward, with the options of Liger-Kernel's.
 
     Args:
@@ -63,26 +66,26 @@ def answer(
     if _FOUND in kwargs:  # a forward that was assigned to a class, below the one here
         return stock(*args, **kwargs)
     skip = kwargs.pop("skip_logits", None)
-    given = {**dict(zip(names, args)), **kwargs}
-    labels, shifted = given.get("labels"), given.get("shift_labels")
+    arguments = {**dict(zip(names, args)), **kwargs}
+    labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
     if labels is None and shifted is None:
         if skip:
             raise ValueError("skip_logits is True, but labels and shift_labels are None")
         return extended(stock(*args, **kwargs))
     if labels is None:
-        args, kwargs = (), {**given, "labels": shifted}  # a model asks for them alone
+        args, kwargs = (), {**arguments, "labels": shifted}  # a model asks for them alone
     asked = sorted(k for k in OPTIONS & {*kwargs} if not _off(kwargs[k]))
     if not asked or not (model.training if skip is None else skip):
         return extended(stock(*args, **kwargs))
-    found: dict[str, Any] = {}
-    output = stock(*args, **kwargs, **{_FOUND: found})
-    lost = [] if found else [name for name in asked if not name.startswith("return_")]
+    outputs: dict[str, Any] = {}
+    output = stock(*args, **kwargs, **{_FOUND: outputs})
+    lost = [] if outputs else [name for name in asked if not name.startswith("return_")]
     if lost:  # what is only returned is None then
         raise NotImplementedError(
             f"{type(model).__name__} computes its loss itself, and {', '.join(lost)} did not "
             "reach it; compute the loss of outputs.logits with liger_multi.losses"
         )
-    return extended(output, **{name: found.get(name) for name in _BESIDE})
+    return extended(output, **{name: outputs.get(name) for name in _BESIDE})
 
 
 def _off(option: Any) -> bool:
@@ -91,22 +94,22 @@ def _off(option: Any) -> bool:
 
 def loss(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A model's own loss function, or, where options of Liger-Kernel are given, the fused loss."""
-    found = kwargs.pop(_FOUND, None)
-    if found is None:
+    outputs = kwargs.pop(_FOUND, None)
+    if outputs is None:
         return stock(*args, **kwargs)
     options = {name: kwargs[name] for name in OPTIONS & {*kwargs}}
-    given = {**dict(zip(("logits", "labels", "vocab_size"), args)), **kwargs}
+    arguments = {**dict(zip(("logits", "labels", "vocab_size"), args)), **kwargs}
     cap = options.pop(_CAP, None)
-    target = given.get("shift_labels")
-    ignored = given.get("ignore_index", -100)
+    target = arguments.get("shift_labels")
+    ignored = arguments.get("ignore_index", -100)
     if target is None:
-        target = F.pad(given["labels"], (0, 1), value=ignored)[..., 1:]
-    items = given.get("num_items_in_batch")
+        target = F.pad(arguments["labels"], (0, 1), value=ignored)[..., 1:]
+    items = arguments.get("num_items_in_batch")
     options |= {"ignore_index": ignored, "reduction": "mean" if items is None else "sum"}
-    found |= _outputs(given["logits"], target, cap, options)
+    outputs |= _outputs(arguments["logits"], target, cap, options)
     if isinstance(items, Tensor):
-        items = items.to(found["loss"].device)
-    return found["loss"] if items is None else found["loss"] / items
+        items = items.to(outputs["loss"].device)
+    return outputs["loss"] if items is None else outputs["loss"] / items
 
 
 def _outputs(
@@ -128,8 +131,8 @@ def _outputs(
         rows = hidden.flatten(0, -2)
         rows = rows if scale == 1.0 else rows * scale
         call = functional.liger_fused_linear_cross_entropy
-        found = call(rows, weight, target.flatten().to(rows.device), bias, **options)
-        return unpack_cross_entropy_result(found)
+        outputs = call(rows, weight, target.flatten().to(rows.device), bias, **options)
+        return unpack_cross_entropy_result(outputs)
 
     return dict(zip(_OUTPUTS, Head(**head).run(run), strict=True))
 
@@ -143,11 +146,12 @@ def _of_logits(
             "use losses.sequence_loss(outputs.logits, ..., loss_type='dft')"
         )
     options = {k: v for k, v in options.items() if k not in ("ce_weight", "accum_dtype")} | {
-        "weight": options.get("ce_weight"), "softcap": cap,
-    }  # fmt: skip
+        "weight": options.get("ce_weight"),
+        "softcap": cap,
+    }
     rows = logits.flatten(0, -2).float()
-    found = functional.liger_cross_entropy(rows, target.flatten().to(rows.device), **options)
-    return dict(zip(_OUTPUTS, unpack_cross_entropy_result(found), strict=True))
+    outputs = functional.liger_cross_entropy(rows, target.flatten().to(rows.device), **options)
+    return dict(zip(_OUTPUTS, unpack_cross_entropy_result(outputs), strict=True))
 
 
 class LigerModel(Patched):
@@ -159,8 +163,8 @@ class LigerModel(Patched):
         """Make the forward with the class."""
         super().__init_subclass__(**keywords)
         if "_liger_multi_swap" in vars(cls):
-            made: Any = cls
-            made.forward, made.loss_function = _forward(cls), _loss_function(cls)
+            model_class: Any = cls
+            model_class.forward, model_class.loss_function = _forward(cls), _loss_function(cls)
 
 
 def _forward(cls: Any) -> Callable[..., Any]:

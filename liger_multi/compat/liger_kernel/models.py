@@ -76,20 +76,20 @@ def _choices(flags: Mapping[str, Any]) -> dict[str, Any]:
     A flag at its default is dropped: that every model is asked for every flag names none of them.
     Packed rows are not checked unless that is asked for: Liger-Kernel does not look at them.
     """
-    made = {name: False if value is None else value for name, value in flags.items()}
-    made.setdefault(PACKING, False)
+    choices = {name: False if value is None else value for name, value in flags.items()}
+    choices.setdefault(PACKING, False)
     ruled = [
-        (op, made[flag])
+        (op, choices[flag])
         for flag, ops in _FOLLOWERS.items()
         for op in ops
-        if isinstance(made.get(flag), bool)
+        if isinstance(choices.get(flag), bool)
     ]
-    made = {**dict(ruled), **made}
+    choices = {**dict(ruled), **choices}
     known = (*BUILT_IN, *registered.probes())
-    for name in made:
+    for name in choices:
         if name not in known:
             raise PatchError(unknown("kernel option", name, known))
-    return {name: value for name, value in made.items() if value is not _ON.get(name, True)}
+    return {name: value for name, value in choices.items() if value is not _ON.get(name, True)}
 
 
 def _fuses(choices: Mapping[str, Any]) -> bool:
@@ -128,8 +128,8 @@ def _patch_type(model_type: str, flags: Mapping[str, Any]) -> None:
 
 def _registered(model_type: Any) -> Callable[..., Any] | None:
     """A function that somebody else put into the table for a model type."""
-    found = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-    return None if found is _OURS.get(model_type) else found
+    function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    return None if function is _OURS.get(model_type) else function
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> Any:
@@ -194,14 +194,14 @@ def _function(name: str) -> Callable[..., PatchReport | None]:
         more = {key: kwargs.pop(key) for key in list(kwargs) if key not in flags}
         bound = shown.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = {**bound.arguments, **more}
-        model = given.pop("model", None)
-        if not any(given.values()):
-            given = {**_NOTHING, **given}
+        arguments = {**bound.arguments, **more}
+        model = arguments.pop("model", None)
+        if not any(arguments.values()):
+            arguments = {**_NOTHING, **arguments}
         if model is not None:
-            return _patch_instance(model, given)
+            return _patch_instance(model, arguments)
         for model_type in _known_types(model_types):
-            _patch_type(model_type, given)
+            _patch_type(model_type, arguments)
         return None
 
     apply.__name__ = apply.__qualname__ = f"{_PREFIX}{name}"

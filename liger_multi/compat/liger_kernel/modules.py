@@ -30,10 +30,16 @@ class LigerRMSNorm(ours.RMSNorm):
     """:class:`liger_multi.nn.RMSNorm`."""
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0,
-        casting_mode: str | int = "llama", init_fn: str = "ones", in_place: bool = True,
-        row_mode: bool | None = None, elementwise_affine: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str | int = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+        elementwise_affine: bool = True,
+    ) -> None:
         name = type(self).__name__
         casting = casting_of(name, casting_mode)
         super().__init__(
@@ -76,9 +82,11 @@ class LigerRMSNormForGemma3(LigerRMSNormForGemma):
     """As that of Gemma, with the arguments of ``Gemma3RMSNorm``."""
 
     __init__ = adapter(
-        LigerRMSNorm.__init__, _RMS.replace("hidden_size", "dim:hidden_size"), **_OF_GEMMA,
+        LigerRMSNorm.__init__,
+        _RMS.replace("hidden_size", "dim:hidden_size"),
+        **_OF_GEMMA,
         in_place=False,
-    )  # fmt: skip
+    )
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
@@ -88,8 +96,9 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
         LigerRMSNorm.__init__,
         "self dim:hidden_size eps offset casting_mode init_fn in_place "
         "with_scale:elementwise_affine",
-        casting_mode="gemma", in_place=False,
-    )  # fmt: skip
+        casting_mode="gemma",
+        in_place=False,
+    )
 
     @property
     def with_scale(self) -> bool:
@@ -126,9 +135,14 @@ class LigerFusedAddRMSNorm(ours.FusedAddRMSNorm):
     """:class:`liger_multi.nn.FusedAddRMSNorm`."""
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0,
-        casting_mode: str | int = "llama", init_fn: str = "ones", in_place: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str | int = "llama",
+        init_fn: str = "ones",
+        in_place: bool = False,
+    ) -> None:
         name = type(self).__name__
         super().__init__(hidden_size, eps, offset=offset, casting=casting_of(name, casting_mode))
         assert self.weight is not None
@@ -140,30 +154,51 @@ class LigerFusedAddRMSNorm(ours.FusedAddRMSNorm):
     ) -> ops.FusedAddRMSNormOutput:
         """Add and normalize; both results have the dtype of the first input."""
         return functional.liger_fused_add_rms_norm(
-            hidden_states, residual, self.weight, self.variance_epsilon, self.offset,  # type: ignore[arg-type]
+            hidden_states,
+            residual,
+            self.weight,  # type: ignore[arg-type]
+            self.variance_epsilon,
+            self.offset,
             self.casting_mode,
-        )  # fmt: skip
+        )
 
 
 class LigerModulatedRMSNorm(LigerRMSNorm):
     """:func:`liger_multi.ops.modulated_rms_norm`."""
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0,
-        casting_mode: str | int = "llama", init_fn: str = "ones", in_place: bool = True,
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str | int = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
         elementwise_affine: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place,
-                         elementwise_affine=elementwise_affine)  # fmt: skip
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            eps,
+            offset,
+            casting_mode,
+            init_fn,
+            in_place,
+            elementwise_affine=elementwise_affine,
+        )
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None
     ) -> Tensor:
         """Normalize and modulate."""
         return functional.liger_modulated_rms_norm(
-            hidden_states, self.weight, scale, shift, self.variance_epsilon, self.offset,
+            hidden_states,
+            self.weight,
+            scale,
+            shift,
+            self.variance_epsilon,
+            self.offset,
             self.casting_mode,
-        )  # fmt: skip
+        )
 
 
 class LigerLayerNorm(ours.LayerNorm):
@@ -173,9 +208,16 @@ class LigerLayerNorm(ours.LayerNorm):
     """
 
     def __init__(
-        self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones",
-        impl: str | None = None, mode: str | None = None, backend: str | None = None, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        bias: bool = False,
+        init_fn: str = "ones",
+        impl: str | None = None,
+        mode: str | None = None,
+        backend: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(hidden_size, eps, **kwargs)
         self.hidden_size, self.variance_epsilon = hidden_size, eps
         self.impl, self.mode = impl if backend is None else backend, mode
@@ -191,9 +233,13 @@ class LigerGroupNorm(nn.Module):
     """:func:`liger_multi.ops.group_norm`; channels before groups, and a bias in any case."""
 
     def __init__(
-        self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False,
+        self,
+        num_channels: int,
+        num_groups: int,
+        eps: float = 1e-6,
+        bias: bool = False,
         init_fn: str = "ones",
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         if num_channels % num_groups:
             raise ArgumentError(

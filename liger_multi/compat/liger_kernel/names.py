@@ -255,13 +255,13 @@ def _sources() -> Iterator[tuple[str, str, str]]:
 
 def _table() -> dict[str, dict[str, str]]:
     """Submodule to name to the module that has it."""
-    made: dict[str, dict[str, str]] = {"": {}}
+    table: dict[str, dict[str, str]] = {"": {}}
     for path, home, names in _sources():
         parts = path.split(".")
         for end in range(1, len(parts)):  # packages without names of their own
-            made.setdefault(".".join(parts[:end]), {})
-        made.setdefault(path, {}).update(dict.fromkeys(names.split(), home))
-    return made
+            table.setdefault(".".join(parts[:end]), {})
+        table.setdefault(path, {}).update(dict.fromkeys(names.split(), home))
+    return table
 
 
 TREE = _table()

@@ -66,9 +66,14 @@ def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode
 
 
 def vocab_parallel(
-    vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any, ignore_index: int,
-    label_smoothing: float, label_smoothing_formula: str, label_smoothing_mode: str,
-) -> Tensor:  # fmt: skip
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    tp_group: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    label_smoothing_formula: str,
+    label_smoothing_mode: str,
+) -> Tensor:
     """The loss of every token in fp32, of logits whose classes are split over processes."""
     validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
     smoothing = FORMULAS[label_smoothing_formula]
@@ -76,14 +81,23 @@ def vocab_parallel(
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         share = label_smoothing * (local / max(1, local - 1) if smoothing == "megatron" else 1.0)
         return ops.cross_entropy(
-            vocab_parallel_logits, target, ignore_index=ignore_index, label_smoothing=share,
+            vocab_parallel_logits,
+            target,
+            ignore_index=ignore_index,
+            label_smoothing=share,
             reduction="none",
-        )  # fmt: skip
+        )
     return vocab_parallel_cross_entropy(
-        vocab_parallel_logits, target, tp_group, vocabulary=local * dist.get_world_size(tp_group),
-        ignore_index=ignore_index, label_smoothing=label_smoothing, smoothing=smoothing,
-        smoothed=MODES[label_smoothing_mode], reduction="none",
-    )  # fmt: skip
+        vocab_parallel_logits,
+        target,
+        tp_group,
+        vocabulary=local * dist.get_world_size(tp_group),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        smoothing=smoothing,
+        smoothed=MODES[label_smoothing_mode],
+        reduction="none",
+    )
 
 
 def cross_entropy_and_distance(
@@ -92,9 +106,13 @@ def cross_entropy_and_distance(
     """Cross entropy and total variation distance of every token, in fp32."""
     cross = ops.cross_entropy(student_logits, target, ignore_index=ignore_index, reduction="none")
     distance = ops.tvd(
-        student_logits, teacher_logits.detach(), target, form="logits",
-        ignore_index=ignore_index, reduction="none",
-    )  # fmt: skip
+        student_logits,
+        teacher_logits.detach(),
+        target,
+        form="logits",
+        ignore_index=ignore_index,
+        reduction="none",
+    )
     return cross, distance
 
 
@@ -112,10 +130,15 @@ def _selected_ids(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def _scaled_cross_entropy(
-    _input: Tensor, weight: Tensor, target: Tensor, temperature: float = 1.0,
-    ignore_index: int = -100, m_tiles_per_cluster: int = 1, return_entropy: bool = False,
+    _input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    m_tiles_per_cluster: int = 1,
+    return_entropy: bool = False,
     selected_token_ids: Tensor | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """:func:`liger_multi.ops.fused_linear_log_prob`: what every token costs, in fp32.
 
     With ``return_entropy`` a tuple that has the rows' entropy second. With ``selected_token_ids``
@@ -124,33 +147,44 @@ def _scaled_cross_entropy(
     """
     few = None if selected_token_ids is None else _selected_ids(selected_token_ids, weight)
     arguments = prepared(
-        _input, weight, target, None, temperature=temperature, ignore_index=ignore_index,
+        _input,
+        weight,
+        target,
+        None,
+        temperature=temperature,
+        ignore_index=ignore_index,
         outputs=("log_prob", *(("entropy",) if return_entropy else ())),
-    )  # fmt: skip
+    )
     results = of_head(*arguments)
-    found = named(results, target, arguments[-1])
+    output = named(results, target, arguments[-1])
     if few is None:
-        return functional.scaled_outputs(found)
+        return functional.scaled_outputs(output)
     lse, low = (results[i].view(*target.shape, 1) for i in (2, 4))
     logits = F.linear(_input, weight[few]).to(lse.dtype) / temperature
     valid = (target != ignore_index).unsqueeze(-1)
-    return functional.scaled_outputs(found, torch.where(valid, logits - lse - low, 0))
+    return functional.scaled_outputs(output, torch.where(valid, logits - lse - low, 0))
 
 
 # --- MLPs, experts and the embedding ---
 
 
 def mlp(
-    input: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-    gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+) -> Tensor:
     """:func:`liger_multi.ops.gated_mlp`; with multipliers, linear layers around the activation."""
     if gate_multiplier == 1.0 and down_multiplier == 1.0:
         return ops.gated_mlp(input, gate_weight, up_weight, down_weight)
     inner = ops.swiglu(
-        F.linear(input, gate_weight), F.linear(input, up_weight),
-        gate_multiplier=gate_multiplier, down_multiplier=down_multiplier,
-    )  # fmt: skip
+        F.linear(input, gate_weight),
+        F.linear(input, up_weight),
+        gate_multiplier=gate_multiplier,
+        down_multiplier=down_multiplier,
+    )
     return F.linear(inner, down_weight)
 
 
@@ -168,9 +202,12 @@ class _Call(nn.Module):
 
 
 def apply_tiled_mlp(
-    fn: Callable[[nn.Module, Tensor], Tensor], mlp_module: nn.Module, x: Tensor,
-    num_shards: int | None = None, compute_params: Sequence[nn.Parameter] | None = None,
-) -> Tensor:  # fmt: skip
+    fn: Callable[[nn.Module, Tensor], Tensor],
+    mlp_module: nn.Module,
+    x: Tensor,
+    num_shards: int | None = None,
+    compute_params: Sequence[nn.Parameter] | None = None,
+) -> Tensor:
     """:class:`liger_multi.nn.TiledMLP` of ``fn(mlp_module, x)``.
 
     ``compute_params`` is not read: every parameter of the module that takes part gets its gradient.
@@ -269,10 +306,12 @@ CLASSES: dict[str, Callable[..., Any]] = {
     "Embedding": _embedding,
 }
 """Name without ``Liger`` and ``Function`` to what ``apply`` is."""
-globals().update({
-    f"Liger{name}Function": function_class(f"Liger{name}Function", call)
-    for name, call in CLASSES.items()
-})  # fmt: skip
+globals().update(
+    {
+        f"Liger{name}Function": function_class(f"Liger{name}Function", call)
+        for name, call in CLASSES.items()
+    }
+)
 
 
 # --- liger_kernel.functional ---
@@ -282,9 +321,12 @@ def chosen(op_name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     """Run a function with the implementation that its caller, the environment or set_impl chose."""
 
     def run(
-        *args: Any, impl: str | None = None, mode: str | None = None, backend: str | None = None,
+        *args: Any,
+        impl: str | None = None,
+        mode: str | None = None,
+        backend: str | None = None,
         **kwargs: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         device = tensors[0].device if tensors else None
         with choosing.scope(op_name, impl or backend, mode, device):
@@ -301,15 +343,17 @@ def chosen(op_name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 _CALLS: dict[str, Callable[..., Any]] = {
     "rms_norm": adapter(
-        f.liger_rms_norm, "x:X weight:W eps offset casting_mode in_place row_mode",
-        eps=1e-6, in_place=False,
+        f.liger_rms_norm,
+        "x:X weight:W eps offset casting_mode in_place row_mode",
+        eps=1e-6,
+        in_place=False,
     ),
-    "layer_norm": adapter(
-        f.liger_layer_norm, "x:X weight:W bias:B eps", bias=None, eps=1e-6
-    ),
+    "layer_norm": adapter(f.liger_layer_norm, "x:X weight:W bias:B eps", bias=None, eps=1e-6),
     "fused_add_rms_norm": adapter(
-        f.liger_fused_add_rms_norm, "X R W eps offset casting_mode in_place",
-        eps=1e-6, in_place=False,
+        f.liger_fused_add_rms_norm,
+        "X R W eps offset casting_mode in_place",
+        eps=1e-6,
+        in_place=False,
     ),
     "jsd": adapter(f.liger_jsd, _OF_JSD),
     "kl_div": adapter(f.liger_kl_div, _OF_KL, reduction="batchmean"),
@@ -320,7 +364,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "cross_entropy": adapter(_cross_entropies, f"input target {OF_LOGITS}", _logits),
     "fused_linear_cross_entropy": adapter(_fused_cross_entropies, _OF_HEAD, _head),
     "fused_linear_jsd": adapter(f.liger_fused_linear_jsd, _OF_HEADS),
-}  # fmt: skip
+}
 FUNCTIONS = {name: chosen(name, call) for name, call in _CALLS.items()}
 """By the name of the operator."""
 globals().update(FUNCTIONS)

@@ -1,4 +1,4 @@
-"""``LigerORPOTrainer``: TRL's trainer of ORPO on a patched model; made at the first look."""
+"""``LigerORPOTrainer``: TRL's trainer of ORPO on a patched model; created on first access."""
 
 from __future__ import annotations
 

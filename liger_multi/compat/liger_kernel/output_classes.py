@@ -16,11 +16,20 @@ from torch import Tensor
 
 _PREFIX, _SUFFIX = "Liger", "CausalLMOutputWithPast"
 _MODELS = {
-    "Gemma3": "gemma3", "Gemma4": "gemma4", "Glm4vMoe": "glm4v_moe", "InternVL": "internvl",
-    "Llava": "llava", "MuseGlimmer": "muse_glimmer", "PaliGemma": "paligemma",
-    "Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl",
-    "Qwen3VLMoe": "qwen3_vl_moe", "Qwen3_5": "qwen3_5", "Qwen3_5Moe": "qwen3_5_moe",
-}  # fmt: skip
+    "Gemma3": "gemma3",
+    "Gemma4": "gemma4",
+    "Glm4vMoe": "glm4v_moe",
+    "InternVL": "internvl",
+    "Llava": "llava",
+    "MuseGlimmer": "muse_glimmer",
+    "PaliGemma": "paligemma",
+    "Qwen2VL": "qwen2_vl",
+    "Qwen2_5_VL": "qwen2_5_vl",
+    "Qwen3VL": "qwen3_vl",
+    "Qwen3VLMoe": "qwen3_vl_moe",
+    "Qwen3_5": "qwen3_5",
+    "Qwen3_5Moe": "qwen3_5_moe",
+}
 _HOMES = {
     **dict.fromkeys(("", "Moe"), "transformers.modeling_outputs"),
     **{name: f"transformers.models.{at}.modeling_{at}" for name, at in _MODELS.items()},
@@ -40,8 +49,8 @@ def _made(name: str) -> type[Any]:
         for field in ("token_accuracy", "predicted_tokens")
     ]
     names = {"__module__": __name__, "__doc__": f"``{stock}`` of transformers, and two fields."}
-    made = dataclasses.make_dataclass(name, fields, bases=(base,), namespace=names)
-    return _EXTENDED.setdefault(base, made)
+    output_class = dataclasses.make_dataclass(name, fields, bases=(base,), namespace=names)
+    return _EXTENDED.setdefault(base, output_class)
 
 
 def __getattr__(name: str) -> Any:
@@ -52,11 +61,11 @@ def __getattr__(name: str) -> Any:
 
 def functions(path: str, names: str) -> dict[str, type[Any]]:
     """The classes whose models this transformers has."""
-    found = {}
+    output_classes = {}
     for name in NAMES:
         with contextlib.suppress(ImportError, AttributeError):
-            found[name] = _made(name)
-    return found
+            output_classes[name] = _made(name)
+    return output_classes
 
 
 def make_loaded() -> None:
@@ -72,8 +81,8 @@ def extended(output: Any, token_accuracy: Any = None, predicted_tokens: Any = No
     if isinstance(output, tuple):
         more = (token_accuracy, predicted_tokens)
         return (*output, *(x for x in more if x is not None))
-    kind = _EXTENDED.get(type(output))
-    if kind is None:
+    output_class = _EXTENDED.get(type(output))
+    if output_class is None:
         return output
-    given = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-    return kind(**given, token_accuracy=token_accuracy, predicted_tokens=predicted_tokens)
+    fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    return output_class(**fields, token_accuracy=token_accuracy, predicted_tokens=predicted_tokens)

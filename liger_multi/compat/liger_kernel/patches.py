@@ -43,14 +43,18 @@ def _layer_norm(self: Any, hidden_states: Tensor) -> Tensor:
 
 def _eps_of(module: Any, usual: float) -> float:
     names = ("variance_epsilon", "eps")
-    found = next((getattr(module, name) for name in names if getattr(module, name, None)), usual)
-    return float(found)
+    eps = next((getattr(module, name) for name in names if getattr(module, name, None)), usual)
+    return float(eps)
 
 
 def _patch_rms_norm_module(
-    module: nn.Module, offset: float = 0.0, eps: float = 1e-6, casting_mode: str | int = "llama",
-    in_place: bool = True, row_mode: bool | None = None,
-) -> None:  # fmt: skip
+    module: nn.Module,
+    offset: float = 0.0,
+    eps: float = 1e-6,
+    casting_mode: str | int = "llama",
+    in_place: bool = True,
+    row_mode: bool | None = None,
+) -> None:
     """Let a norm with a weight run :func:`liger_multi.ops.rms_norm`; its own eps has precedence."""
     for part in _parts(module):
         own: Any = part

@@ -24,14 +24,14 @@ def parameters(names: str, like: Call, **defaults: Any) -> dict[str, inspect.Par
         like: Has the defaults.
         defaults: Defaults that differ.
     """
-    known, made = inspect.signature(like).parameters, {}
+    known, parameters = inspect.signature(like).parameters, {}
     for name, _, ours in (entry.partition(":") for entry in names.split()):
         own = known.get(ours or name)
         default = defaults.get(name, own.default if own else None)
-        made[name] = inspect.Parameter(
+        parameters[name] = inspect.Parameter(
             name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default
         )
-    return made
+    return parameters
 
 
 def adapter(call: Call, names: str, like: Call | None = None, **defaults: Any) -> Call:
@@ -51,8 +51,8 @@ def adapter(call: Call, names: str, like: Call | None = None, **defaults: Any) -
     def run(*args: Any, **kwargs: Any) -> Any:
         if len(args) > len(order):
             raise TypeError(f"takes {len(order)} arguments ({', '.join(order)}), got {len(args)}")
-        given = {**defaults, **dict(zip(order, args)), **kwargs}
-        return call(**{ours.get(n, n): value for n, value in given.items() if n not in idle})
+        arguments = {**defaults, **dict(zip(order, args)), **kwargs}
+        return call(**{ours.get(n, n): value for n, value in arguments.items() if n not in idle})
 
     shown = parameters(names, like, **defaults).values()
     run.__signature__ = _signature(shown)  # type: ignore[attr-defined]
@@ -62,11 +62,11 @@ def adapter(call: Call, names: str, like: Call | None = None, **defaults: Any) -
 
 def _signature(shown: Any) -> inspect.Signature:
     """One whose required arguments may stand behind optional ones, which then are required too."""
-    made, empty = [*shown], inspect.Parameter.empty
-    last = max((i for i, p in enumerate(made) if p.default is empty), default=-1)
-    return inspect.Signature([
-        p.replace(default=empty) if i < last else p for i, p in enumerate(made)
-    ])  # fmt: skip
+    parameters, empty = [*shown], inspect.Parameter.empty
+    last = max((i for i, p in enumerate(parameters) if p.default is empty), default=-1)
+    return inspect.Signature(
+        [p.replace(default=empty) if i < last else p for i, p in enumerate(parameters)]
+    )
 
 
 class _Traced(type(torch.autograd.Function)):  # type: ignore[misc]
@@ -80,5 +80,5 @@ class _Traced(type(torch.autograd.Function)):  # type: ignore[misc]
 def function_class(name: str, call: Call) -> type[torch.autograd.Function]:
     """A class whose ``apply`` is a function; autograd is that of the operator."""
     names = {"apply": staticmethod(call), "__doc__": call.__doc__, "__module__": call.__module__}
-    made: type[torch.autograd.Function] = _Traced(name, (torch.autograd.Function,), names)
-    return made
+    function: type[torch.autograd.Function] = _Traced(name, (torch.autograd.Function,), names)
+    return function

@@ -32,7 +32,7 @@ from liger_multi.memory.recorder import (
 )
 from liger_multi.memory.setup import DTYPES, OPTIMIZERS, Optimizer
 
-IN_FLIGHT = 2**30  # bytes of offloaded activations that may be on their way
+IN_FLIGHT = 2**30  # bytes of offloaded activations that may be in flight
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Static:
 
     @classmethod
     def of(cls, parameters: Iterable[Any], spec: Optimizer, copies: int) -> Static:
-        """Count them."""
+        """Sums over some parameters."""
         every = list(parameters)
         trained = [p for p in every if p.requires_grad]
         return cls(
@@ -87,7 +87,7 @@ class Held:
 class Predictor:
     """Puts steps together from simulated layers and heads.
 
-    The optimizer's bytes follow from the parameters, and what devices share from both.
+    The optimizer's bytes follow from the parameters, and the bytes of shards from both.
 
     Args:
         shapes: The model's.
@@ -120,16 +120,16 @@ class Predictor:
         float8 = settings.precision == "fp8"
         key = settings.dtype, settings.optimizer, settings.tensor, float8
         if key not in self._held:
-            kind, _, copies = DTYPES[settings.dtype]
+            dtype, _, copies = DTYPES[settings.dtype]
             spec = OPTIMIZERS[settings.optimizer]
             forms = self.shapes.forms(settings.tensor, float8)
-            blocks = [weights(block, kind) for block in forms.blocks]
-            beside = weights(forms.beside, kind)
+            blocks = [weights(block, dtype) for block in forms.blocks]
+            root = weights(forms.root, dtype)
             levels = {"zero2": 2, "zero3": 3, "fsdp2": 3}
             self._held[key] = Held(
-                [Static.of(weights(layer, kind), spec, copies) for layer in forms.layers],
-                Static.of(weights(forms.outside, kind), spec, copies),
-                {name: gathered_bytes(blocks, beside, level) for name, level in levels.items()},
+                [Static.of(weights(layer, dtype), spec, copies) for layer in forms.layers],
+                Static.of(weights(forms.outside, dtype), spec, copies),
+                {name: gathered_bytes(blocks, root, level) for name, level in levels.items()},
             )
         return self._held[key]
 
@@ -143,24 +143,24 @@ class Predictor:
         return Candidate(settings, worst[0], worst[1], seconds, 0.0, host, fits)
 
     def shared_bytes(self, settings: Settings) -> int:
-        """What ways to share can divide: parameters, gradients and states of one whole model."""
+        """What sharding can divide: parameters, gradients and states of one whole model."""
         static = self._of_stage(settings, 0, self.shapes.count)
         return static.parameters + static.gradients + static.states
 
     def growing(self, settings: Settings) -> int:
         """Highest moment of what grows with the tokens: activations, logits, temporaries."""
-        kept = {PARAMETERS, GRADIENTS, STATES}
-        factors = vector({name: float(name not in kept) for name in CATEGORIES})
+        static = {PARAMETERS, GRADIENTS, STATES}
+        factors = vector({name: float(name not in static) for name in CATEGORIES})
         forward, backward = sequence_of(self.traces(settings))
         return round(peak_of(forward + backward, NOTHING, factors, False)[0])
 
     def traces(self, settings: Settings) -> list[Trace]:
         """The pass that each layer follows, from the first layer on."""
         count, some = self.shapes.count, min(settings.layers, self.shapes.count)
-        made = [self.passes.trace(settings, settings.recompute)] * some if some else []
+        traces = [self.passes.trace(settings, settings.recompute)] * some if some else []
         if some < count:
-            made += [self.passes.trace(settings, "none")] * (count - some)
-        return made
+            traces += [self.passes.trace(settings, "none")] * (count - some)
+        return traces
 
     def _stage(self, settings: Settings, stage: int) -> tuple[int, dict[str, int], int, float]:
         """Peak, parts at it, bytes on the host and seconds of one stage of the pipeline."""
@@ -174,14 +174,15 @@ class Predictor:
         share = _shares(settings)
         away = _away(settings)
         factors = vector({n: 0.0 if n in away else share.get(n, 1.0) for n in CATEGORIES})
-        # a pass after the first, or after the last step's gradients, finds some already there
+        # gradients of an earlier pass, or of the last step, are there already
         accumulating = settings.accumulation > 1 or stages > 1
-        kind, autocast, _ = DTYPES[settings.dtype]
+        dtype, autocast, _ = DTYPES[settings.dtype]
         tokens = settings.micro_batch * settings.sequence
-        hidden = tokens * self.shapes.facts.hidden * (autocast or kind).itemsize
+        hidden = tokens * self.shapes.facts.hidden * (autocast or dtype).itemsize
         start: dict[str, float] = {
-            PARAMETERS: static.parameters + traces[0].body.buffers, STATES: static.states
-        }  # fmt: skip
+            PARAMETERS: static.parameters + traces[0].body.buffers,
+            STATES: static.states,
+        }
         start[GRADIENTS] = static.gradients if accumulating else 0
         start[OTHER] = static.gradients if settings.spread == "ddp" else 0
         if settings.tensor > 1:
@@ -210,7 +211,7 @@ class Predictor:
         return round(peak) + extra, named, host, seconds
 
     def _of_stage(self, settings: Settings, begin: int, end: int) -> Static:
-        """Of some layers; what is outside of layers stands at the first and the last one."""
+        """Static bytes of some layers; the outer stages hold what is outside of layers."""
         key = settings.precision, settings.dtype, settings.optimizer, settings.tensor, begin, end
         if key not in self._static:
             held, spec = self.held(settings), OPTIMIZERS[settings.optimizer]
@@ -221,17 +222,23 @@ class Predictor:
         return self._static[key]
 
     def _seconds(
-        self, settings: Settings, parts: list[Part], static: Static, offloaded: float,
-        hidden: int, layers: int,
-    ) -> float:  # fmt: skip
+        self,
+        settings: Settings,
+        parts: list[Part],
+        static: Static,
+        offloaded: float,
+        hidden: int,
+        layers: int,
+    ) -> float:
         passes, level, data = settings.accumulation, settings.level, settings.data
         ring = 2 * (data - 1) / data
         once = ring * static.gradients
-        if level == 3:  # weights twice and gradients once a pass, each half of a sum over all
+        if level == 3:
+            # each pass gathers weights twice and reduces gradients once: half an all-reduce each
             once = passes * (ring * static.parameters + ring * static.gradients / 2)
         elif level == 2:
             once = ring / 2 * (passes * static.gradients + static.parameters)
-        if settings.tensor > 1:  # two sums a layer forwards and two backwards
+        if settings.tensor > 1:  # two all-reduces per layer in forward and two in backward
             ring = 2 * (settings.tensor - 1) / settings.tensor
             waited = passes * layers * 4 * ring * hidden
         else:
@@ -266,7 +273,7 @@ def _away(settings: Settings) -> tuple[str, ...]:
 
 
 def _kept(forward: list[Part]) -> Bytes:
-    """What stays from the end of forward until backward of one micro-batch."""
+    """Bytes that one micro-batch keeps from the end of forward until backward."""
     total = NOTHING
     for segment, times in forward:
         total = plus(total, segment.left(False), times)

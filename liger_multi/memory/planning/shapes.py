@@ -1,8 +1,8 @@
 """Models of shapes alone, with all of their layers or with a few, and what is known without them.
 
-The :class:`Facts` of an architecture say all that a plan asks of it beside simulations; they are
-plain data, so that a plan whose simulations are known builds no model. Frozen weights of few bits
-are counted at their stored size, and dequantized for each product.
+The :class:`Facts` of an architecture are all that a plan needs besides simulations. They are plain
+data, so that a plan whose simulations are known builds no model. Quantized frozen weights are
+counted at their stored size, and dequantized for each GEMM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from liger_multi.memory.sizes import positions_of
 
 
 class _Product(torch.autograd.Function):
-    """What a product with a stored weight allocates, in both directions."""
+    """What a GEMM with a quantized weight allocates, in both directions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
@@ -42,7 +42,7 @@ class _Product(torch.autograd.Function):
 
 
 class Stored(nn.Module):
-    """Stands in for a linear layer whose weight has few bits.
+    """Stands in for a linear layer whose weight is quantized.
 
     Args:
         layer: What it stands for; its stored tensors are kept as they are.
@@ -57,30 +57,30 @@ class Stored(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """A tensor of the right shape."""
         run: Any = _Product.apply
-        made: Tensor = run(x, self.out_features)
-        return made
+        output: Tensor = run(x, self.out_features)
+        return output
 
 
 def stored_bits(module: Any) -> bool:
-    """Whether a module is a linear layer whose weight stands in fewer than 16 bits."""
+    """Whether a module is a linear layer whose weight has fewer than 16 bits per element."""
     if not all(isinstance(getattr(module, n, None), int) for n in ("in_features", "out_features")):
         return False
     weight = parameters.stored(module)
     if weight is None or weight.requires_grad:
         return False
-    whole: int = module.in_features * module.out_features
-    return weight.element_size() < 2 or weight.numel() < whole
+    elements: int = module.in_features * module.out_features
+    return weight.element_size() < 2 or weight.numel() < elements
 
 
 def stand_in(model: nn.Module) -> int:
-    """Put substitutes where weights are stored in few bits; the bytes of them all."""
+    """Replace layers with quantized weights by :class:`Stored`; returns the bytes of those."""
     total = 0
     for path, module in list(model.named_modules()):
         if stored_bits(module):
             parent, _, name = path.rpartition(".")
-            made = Stored(module)
-            setattr(model.get_submodule(parent), name, made)
-            total += sum(b.nbytes for b in made.buffers())
+            stored = Stored(module)
+            setattr(model.get_submodule(parent), name, stored)
+            total += sum(b.nbytes for b in stored.buffers())
     return total
 
 
@@ -134,14 +134,14 @@ class Forms:
     Attributes:
         layers: Of every layer; of one where all are equal.
         outside: Of everything else.
-        blocks: Of every kind of block that shards are made of.
-        beside: Outside of these blocks.
+        blocks: Of every distinct block that is sharded as one unit.
+        root: Those of no block, which are sharded with the model itself.
     """
 
     layers: list[list[Form]]
     outside: list[Form]
     blocks: list[list[Form]]
-    beside: list[Form]
+    root: list[Form]
 
     @classmethod
     def of(cls, model: Any, layers: Iterable[nn.Module]) -> Forms:
@@ -162,11 +162,11 @@ class Forms:
         every = list(layers)
         blocks = blocks_of(model)
         each = [forms(layer.parameters()) for layer in every]
-        kinds = [forms(block.parameters()) for block in blocks]
+        block_forms = [forms(block.parameters()) for block in blocks]
         return cls(
             each[:1] if all(one == each[0] for one in each) else each,
             outside(every),
-            [one for i, one in enumerate(kinds) if one not in kinds[:i]],
+            [one for i, one in enumerate(block_forms) if one not in block_forms[:i]],
             outside(blocks),
         )
 
@@ -174,26 +174,26 @@ class Forms:
 def weights(forms: Iterable[Form], dtype: torch.dtype) -> list[Weight]:
     """Parameters whose main dtype is ``dtype``."""
     return [
-        Weight(tuple(shape), trained, getattr(torch, kind) if kind else dtype)
-        for shape, trained, kind in forms
+        Weight(tuple(shape), trained, getattr(torch, dtype_name) if dtype_name else dtype)
+        for shape, trained, dtype_name in forms
     ]
 
 
 @dataclass
 class Facts:
-    """What a plan has to know of an architecture.
+    """What a plan has to know about an architecture.
 
     Attributes:
         model_type: Of the configuration.
         count: Layers.
         layer_class: Class of a layer.
         uniform: Whether all layers have equal parameters and behave alike.
-        checked: Whether a simulation was asked if they do.
+        checked: Whether a simulation has confirmed that.
         has_mlps: Whether layers have MLPs that can run in tiles.
-        quantized: Bytes of frozen weights that are stored in few bits.
+        quantized: Bytes of quantized frozen weights.
         positions: The longest sequence that its configuration allows, if it names one.
         vocabulary: Entries of its vocabulary, or 0.
-        hidden: Numbers of a token between layers.
+        hidden: The hidden size.
         divided: Fields of the configuration that tensor parallelism divides.
         adapted: Whether it is a model with frozen parameters, whose adapters cannot be divided.
         forms: Parameters, by the number of devices that they are divided over.
@@ -246,30 +246,30 @@ class Shapes:
     """A configuration's or a model's architecture, copied as often as it is needed.
 
     Args:
-        given: A Hugging Face configuration or model, of which nothing is changed; or a function
-            that returns one, which is called when the first model is built.
+        config_or_model: A Hugging Face configuration or model, of which nothing is changed; or a
+            function that returns one, which is called when the first model is built.
         sequence: Tokens that are planned for.
-        store: What was found out about the architecture before.
+        store: Where earlier results about the architecture are kept.
 
     Attributes:
         facts: What is known without a model.
     """
 
-    def __init__(self, given: Any, sequence: int, store: Store | None = None) -> None:
+    def __init__(self, config_or_model: Any, sequence: int, store: Store | None = None) -> None:
         self.store = store or Store()
-        self._given, self._sequence = given, sequence
+        self._config_or_model, self._sequence = config_or_model, sequence
         self._parts: dict[int, Any] = {}
         self.quantized = 0
         self.facts = self.store.read("facts", "", Facts.from_data) or self._ask()
         self.quantized = self.facts.quantized
 
     def _ask(self) -> Facts:
-        full, given = self._part(1), self._source()
+        full, source = self._part(1), self._source()
         layers = layers_of(full)[1]
         text = full.config.get_text_config()
         frozen = any(not p.requires_grad for p in full.parameters())
         return Facts(
-            model_type=str(getattr(full.config, "model_type", type(given).__name__)),
+            model_type=str(getattr(full.config, "model_type", type(source).__name__)),
             count=len(layers),
             layer_class=type(layers[0]).__name__,
             uniform=len({_signature(layer) for layer in layers}) == 1,
@@ -280,13 +280,13 @@ class Shapes:
             vocabulary=getattr(text, "vocab_size", None) or 0,
             hidden=text.hidden_size,
             divided={name: getattr(text, name) for name in divided(text)},
-            adapted=isinstance(given, nn.Module) and frozen,
+            adapted=isinstance(source, nn.Module) and frozen,
         )
 
     def _source(self) -> Any:
-        if callable(self._given) and not isinstance(self._given, nn.Module):
-            self._given = self._given()
-        return self._given
+        if callable(self._config_or_model) and not isinstance(self._config_or_model, nn.Module):
+            self._config_or_model = self._config_or_model()
+        return self._config_or_model
 
     @property
     def count(self) -> int:
@@ -358,22 +358,22 @@ class Shapes:
         return self._parts[parts]
 
     def _whole(self) -> Any:
-        given = self._source()
-        is_model = isinstance(given, nn.Module)
-        dtype = main_dtype(given) if is_model else torch.bfloat16
-        full = meta_model(given, dtype, "sdpa", self._sequence)
+        source = self._source()
+        is_model = isinstance(source, nn.Module)
+        dtype = main_dtype(source) if is_model else torch.bfloat16
+        full = meta_model(source, dtype, "sdpa", self._sequence)
         self.quantized = stand_in(full) if is_model else 0
         return full
 
     def _divided(self, parts: int) -> Any:
-        whole = self._part(1)
-        config = copy.deepcopy(whole.config)
+        full = self._part(1)
+        config = copy.deepcopy(full.config)
         text = config.get_text_config()
         if getattr(text, "head_dim", None) is None:
             text.head_dim = text.hidden_size // text.num_attention_heads
         for name in divided(text):
             setattr(text, name, max(1, getattr(text, name) // parts))
-        return meta_model(config, main_dtype(whole), "sdpa", self._sequence)
+        return meta_model(config, main_dtype(full), "sdpa", self._sequence)
 
     def divisible(self, parts: int) -> bool:
         """Whether tensor parallelism over ``parts`` devices cuts this model evenly."""

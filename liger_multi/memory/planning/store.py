@@ -1,9 +1,9 @@
-"""What simulations of an architecture found out, kept in a file between plans.
+"""Results of simulations of an architecture, kept in a file between plans.
 
 One JSON file per architecture, in the folder that ``LIGER_MULTI_CACHE`` names, else in the user's
 cache folder. A file counts only for the very sources, packages and configuration that it was
-written with, and only if its checksum is right; else it is as good as absent. It is replaced in one
-piece, so that a reader never meets half of one.
+written with, and only if its checksum is right; otherwise it is ignored. It is replaced as a whole,
+so that a reader never sees half of one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VARIABLE = "LIGER_MULTI_CACHE"
 FORM = 1  # of a file
 MOST_BYTES = 2**25  # of a file; what this process did not ask for leaves first
 
-Found = TypeVar("Found")
+Entry = TypeVar("Entry")
 
 
 def folder() -> Path:
@@ -41,12 +41,12 @@ def folder() -> Path:
 
 
 def digest(data: Any) -> str:
-    """A name for plain data."""
+    """A digest of plain data."""
     text = json.dumps(data, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# --- what a simulation depends on, beside the architecture ---
+# --- what a simulation depends on, besides the architecture ---
 
 
 def environment() -> dict[str, str]:
@@ -70,21 +70,21 @@ def _packages() -> Iterator[str]:
 @functools.cache
 def sources(package: Path) -> str:
     """A name for the code and launch tables in a folder, and in those that it links to."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for place, inside, names in os.walk(package, followlinks=True):
         inside.sort()
         for name in sorted(names):
             if name.endswith((".py", ".yaml")):
-                found.update(name.encode())
-                found.update(Path(place, name).read_bytes())
-    return found.hexdigest()
+                hasher.update(name.encode())
+                hasher.update(Path(place, name).read_bytes())
+    return hasher.hexdigest()
 
 
 # --- a file ---
 
 
 class Store:
-    """Entries by kind and name; with a path, those of earlier processes are among them.
+    """Entries by section and name; with a path, those of earlier processes are among them.
 
     Args:
         path: Of the file; None keeps nothing.
@@ -107,45 +107,45 @@ class Store:
         name = f"{digest(identity)[:32]}.json"
         return cls(folder() / "plans" / name, {"identity": identity, **environment()})
 
-    def read(self, kind: str, name: str, decode: Callable[[Any], Found]) -> Found | None:
+    def read(self, section: str, name: str, decode: Callable[[Any], Entry]) -> Entry | None:
         """An entry, or None if there is none that can be decoded."""
-        data = self._entries.get(kind, {}).get(name)
+        data = self._entries.get(section, {}).get(name)
         if data is None:
             return None
         try:
-            found = decode(data)
+            entry = decode(data)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             return None
-        self._used.setdefault(kind, {})[name] = data
-        return found
+        self._used.setdefault(section, {})[name] = data
+        return entry
 
-    def names(self, kind: str) -> list[str]:
-        """Of all entries of a kind."""
-        return list(self._entries.get(kind, ()))
+    def names(self, section: str) -> list[str]:
+        """The names of all entries of a section."""
+        return list(self._entries.get(section, ()))
 
-    def write(self, kind: str, name: str, data: Any) -> None:
+    def write(self, section: str, name: str, data: Any) -> None:
         """Set an entry; :meth:`save` keeps it."""
-        entries = self._entries.setdefault(kind, {})
+        entries = self._entries.setdefault(section, {})
         self._changed = self._changed or entries.get(name) != data
-        entries[name] = self._used.setdefault(kind, {})[name] = data
+        entries[name] = self._used.setdefault(section, {})[name] = data
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        """All entries by kind and name, plain data."""
+        """All entries by section and name, as plain data."""
         return self._entries
 
     def add(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
         """Set entries of another store of the same architecture."""
-        for kind, named in entries.items():
+        for section, named in entries.items():
             for name, data in named.items():
-                self.write(kind, name, data)
+                self.write(section, name, data)
 
     def save(self) -> None:
         """Write the file if there is anything new; nothing happens where that is not allowed."""
         if self._path is None or not self._changed:
             return
-        every = self._load()  # what another process found meanwhile
-        for kind, entries in self._entries.items():
-            every.setdefault(kind, {}).update(entries)
+        every = self._load()  # with what another process wrote meanwhile
+        for section, entries in self._entries.items():
+            every.setdefault(section, {}).update(entries)
         text = json.dumps(every)
         if len(text) > MOST_BYTES:
             text = json.dumps(self._used)
@@ -173,8 +173,8 @@ class Store:
         try:
             head, _, text = self._path.read_text(encoding="utf-8").partition("\n")
             if head == self._head(text):
-                found: dict[str, dict[str, Any]] = json.loads(text)
-                return found
+                sections: dict[str, dict[str, Any]] = json.loads(text)
+                return sections
         except (OSError, ValueError):
             pass
         return {}

@@ -9,15 +9,15 @@ keep a model from computing something else than its eager attention:
 * The mask raises when other code than :func:`forward` reads it.
 * :func:`forward` refuses masks and keyword arguments that it does not know.
 
-The mask is of ranges of keys that only our attention reads. The mask function turns any mask of
-transformers into ranges of keys, two numbers per query in place of a row: it has transformers
+The mask consists of ranges of keys, which only our attention reads. The mask function turns any
+mask of transformers into such ranges, two numbers per query in place of a row: it has transformers
 evaluate the mask for some queries at a time and keeps where each row begins and ends. A mask with
 one hole per row becomes two ranges; others stay dense. So windows, chunks, packed sequences,
 padding and caches need no code of their own.
 
 transformers does not check who receives the mask. Models with attention code of their own ask for
 it as well, and add it to their scores. So what we return is no tensor and never None: it is a
-:class:`KeyMask`, which is complete by itself and raises in every operation of everybody else.
+:class:`KeyMask`, which is complete by itself and raises in every operation of other code.
 """
 
 from __future__ import annotations
@@ -190,12 +190,18 @@ def mask(
             where: dict[str, Any] = {"q_length": count, "q_offset": q_offset + start}
             if cache_position is not None:
                 where = {"cache_position": cache_position[start : start + count]}
-            made = sdpa_mask(
-                batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, **where,
-                mask_function=mask_function, attention_mask=attention_mask, **options,
-                allow_is_causal_skip=False, allow_is_bidirectional_skip=False,
-            )  # fmt: skip
-            yield made.expand(batch_size, -1, count, kv_length)
+            dense_mask = sdpa_mask(
+                batch_size=batch_size,
+                kv_length=kv_length,
+                kv_offset=kv_offset,
+                **where,
+                mask_function=mask_function,
+                attention_mask=attention_mask,
+                **options,
+                allow_is_causal_skip=False,
+                allow_is_bidirectional_skip=False,
+            )
+            yield dense_mask.expand(batch_size, -1, count, kv_length)
 
     return _compressed(shape, dense)
 
@@ -222,28 +228,28 @@ def _compressed(shape: tuple[int, int, int, int], dense: Callable[[], Iterator[T
     return KeyMask(shape, dense=torch.cat(list(dense()), 2))
 
 
-def _extent(seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _extent(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Places, and the first and one past the last that a row sees (0, 0 where it sees none)."""
-    place = torch.arange(seen.shape[-1], device=seen.device, dtype=torch.int32)
-    last = torch.where(seen, place + 1, 0).amax(-1)
-    first = torch.where(seen, place, seen.shape[-1]).amin(-1)
+    place = torch.arange(visible.shape[-1], device=visible.device, dtype=torch.int32)
+    last = torch.where(visible, place + 1, 0).amax(-1)
+    first = torch.where(visible, place, visible.shape[-1]).amin(-1)
     return place, torch.minimum(first, last), last
 
 
-def one_range(seen: Tensor) -> tuple[Tensor, Tensor]:
+def one_range(visible: Tensor) -> tuple[Tensor, Tensor]:
     """The range of every row, and whether it is all that the row sees."""
-    _, first, last = _extent(seen)
-    return torch.stack([first, last], -1), seen.sum(-1) == last - first
+    _, first, last = _extent(visible)
+    return torch.stack([first, last], -1), visible.sum(-1) == last - first
 
 
-def _two_ranges(seen: Tensor) -> tuple[Tensor, Tensor]:
+def _two_ranges(visible: Tensor) -> tuple[Tensor, Tensor]:
     """A row's first and last run of keys, and whether they are all that it sees."""
-    place, first, last = _extent(seen)
-    hole = torch.where(seen | (place < first[..., None]), seen.shape[-1], place).amin(-1)
+    place, first, last = _extent(visible)
+    hole = torch.where(visible | (place < first[..., None]), visible.shape[-1], place).amin(-1)
     end = torch.minimum(hole, last)
-    begin = torch.where(seen | (place >= last[..., None]), 0, place + 1).amax(-1)
+    begin = torch.where(visible | (place >= last[..., None]), 0, place + 1).amax(-1)
     begin = torch.where(end == last, last, begin)
-    exact = seen.sum(-1) == (end - first) + (last - begin)
+    exact = visible.sum(-1) == (end - first) + (last - begin)
     return torch.stack([first, end, begin, last], -1), exact
 
 
@@ -317,29 +323,35 @@ def forward(
             f"attn_implementation={NAME!r} has no dropout of probabilities, got {dropout}; set "
             "attention_dropout to 0 in the model's configuration, or use 'eager'"
         )
-    for name, given in others.items():
-        if given is not None and name not in HARMLESS and _changes_scores(type(module), name):
+    for name, argument in others.items():
+        if argument is not None and name not in HARMLESS and _changes_scores(type(module), name):
             raise _refusal(module, f"does not support {name}")
-    kind = checks.autocast_dtype(value.device.type) or value.dtype
-    q, k, v = (x.to(kind) for x in (query, key, value))
+    dtype = checks.autocast_dtype(value.device.type) or value.dtype
+    q, k, v = (x.to(dtype) for x in (query, key, value))
     if isinstance(attention_mask, Tensor):
         _dense_fits(module, q, k, attention_mask)
         y = _by_rows(q, k, v, attention_mask, scaling, softcap, s_aux)
     else:
-        seen = attention_mask
-        if seen is None:
-            seen = KeyMask(
+        key_mask = attention_mask
+        if key_mask is None:
+            key_mask = KeyMask(
                 (q.shape[0], 1, q.shape[2], k.shape[2]),
                 causal=_causal_without_mask(module, q, k, is_causal, others),
             )
-        _mask_fits(module, q, k, seen, is_causal, others)
-        if seen.dense is not None:
-            y = _by_rows(q, k, v, seen.dense, scaling, softcap, s_aux)
+        _mask_fits(module, q, k, key_mask, is_causal, others)
+        if key_mask.dense is not None:
+            y = _by_rows(q, k, v, key_mask.dense, scaling, softcap, s_aux)
         else:
             y = attention(
-                q, k, v, causal=seen.causal, sinks=s_aux, softcap=softcap, scale=scaling,
-                ranges=seen.ranges,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                causal=key_mask.causal,
+                sinks=s_aux,
+                softcap=softcap,
+                scale=scaling,
+                ranges=key_mask.ranges,
+            )
     return y.transpose(1, 2), None
 
 
@@ -391,57 +403,65 @@ def _mask_fits(
     module: torch.nn.Module,
     q: Tensor,
     k: Tensor,
-    given: KeyMask,
+    key_mask: KeyMask,
     is_causal: bool | None,
     others: dict[str, Any],
 ) -> None:
-    batch, _, queries, keys = given.shape
+    batch, _, queries, keys = key_mask.shape
     if (queries, keys) != (q.shape[2], k.shape[2]) or batch not in (1, q.shape[0]):
         raise _refusal(
             module,
-            f"got {given} for {q.shape[2]} queries and {k.shape[2]} keys, batch {q.shape[0]}",
+            f"got {key_mask} for {q.shape[2]} queries and {k.shape[2]} keys, batch {q.shape[0]}",
         )
-    if given.plain and is_causal is not None and queries > 1 and is_causal != given.causal:
-        raise _refusal(module, f"got is_causal={is_causal}, which contradicts its mask, {given}")
+    if key_mask.plain and is_causal is not None and queries > 1 and is_causal != key_mask.causal:
+        raise _refusal(module, f"got is_causal={is_causal}, which contradicts its mask, {key_mask}")
     lengths = others.get("cu_seq_lens_q")
-    if given.plain and lengths is not None and len(lengths) > 2:
+    if key_mask.plain and lengths is not None and len(lengths) > 2:
         raise _refusal(
             module,
-            f"got cu_seq_lens_q of {len(lengths) - 1} sequences with {given}, in which they are "
+            f"got cu_seq_lens_q of {len(lengths) - 1} sequences with {key_mask}, in which they are "
             "one; pass position_ids, and neither attention_mask nor past_key_values",
         )
 
 
-def _dense_fits(module: torch.nn.Module, q: Tensor, k: Tensor, given: Tensor) -> None:
-    """Refuse masks of which it is not certain how they are meant."""
-    wanted = (*q.shape[:3], k.shape[2])
-    known = given.dtype == torch.bool or given.is_floating_point()
-    if not known or given.ndim != 4 or any(
-        size not in (1, want) for size, want in zip(given.shape, wanted, strict=True)
-    ):  # fmt: skip
+def _dense_fits(module: torch.nn.Module, q: Tensor, k: Tensor, mask: Tensor) -> None:
+    """Refuse masks whose meaning is not certain."""
+    required = (*q.shape[:3], k.shape[2])
+    known = mask.dtype == torch.bool or mask.is_floating_point()
+    if (
+        not known
+        or mask.ndim != 4
+        or any(size not in (1, want) for size, want in zip(mask.shape, required, strict=True))
+    ):
         raise _refusal(
             module,
-            f"needs a mask of bool or floating dtype that broadcasts to {tuple(wanted)}, got "
-            f"{checks.describe(given)}",
+            f"needs a mask of bool or floating dtype that broadcasts to {tuple(required)}, got "
+            f"{checks.describe(mask)}",
         )
 
 
 def _by_rows(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None, softcap: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float | None,
+    softcap: float | None,
     sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Plain attention for a mask of any shape, in memory of L x S."""
+) -> Tensor:
+    """Plain attention for a mask of any shape; it materializes L x S scores."""
     if "dense" not in _said:
         _said.add("dense")
         logger.warning(
             "attention: this mask is not made of one or two ranges of keys a query; it stays dense "
-            "(%s), and scores of that size exist", tuple(seen.shape),
-        )  # fmt: skip
+            "(%s), and scores of that size exist",
+            tuple(mask.shape),
+        )
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     s = (q @ k.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         s = torch.tanh(s / softcap) * softcap
-    s = s.masked_fill(~seen, torch.finfo(s.dtype).min) if seen.dtype == torch.bool else s + seen
+    s = s.masked_fill(~mask, torch.finfo(s.dtype).min) if mask.dtype == torch.bool else s + mask
     if sinks is not None:
         s = torch.cat([s, sinks.to(s)[None, :, None, None].expand(*s.shape[:3], 1)], -1)
     p = torch.softmax(s, -1)[..., : k.shape[2]].to(v.dtype)

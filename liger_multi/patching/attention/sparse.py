@@ -42,9 +42,9 @@ SERVED = ("sdpa", attention.NAME)
 _serving: ContextVar[nn.Module | None] = ContextVar("liger_multi_sparse", default=None)
 
 
-def settings_of(kind: Any) -> Options:
+def settings_of(module_class: Any) -> Options:
     """The options of a class of ours, whether ours is its behavior or stands around another one."""
-    swap: Swap = kind._liger_multi_swap
+    swap: Swap = module_class._liger_multi_swap
     return cast(Options, swap.settings if swap.around is None else swap.around_settings)
 
 
@@ -76,15 +76,15 @@ def _unknown(what: str) -> ConfigurationError:
     return ConfigurationError(f"sparse_attention: the module's forward does something else: {what}")
 
 
-class _Seen(NamedTuple):
+class _LastMask(NamedTuple):
     """A mask of the last forward pass, and what was made of it; all layers get the same one."""
 
     mask: weakref.ref[Tensor]
     version: int
-    made: RangeMask | None
+    ranges: RangeMask | None
 
 
-_last: ContextVar[_Seen | None] = ContextVar("liger_multi_sparse_mask", default=None)
+_last: ContextVar[_LastMask | None] = ContextVar("liger_multi_sparse_mask", default=None)
 
 
 def range_mask(mask: object, queries: int) -> RangeMask | None:
@@ -97,11 +97,11 @@ def range_mask(mask: object, queries: int) -> RangeMask | None:
         return None
     last = _last.get()
     if last is not None and last.mask() is mask and last.version == mask._version:
-        return last.made
+        return last.ranges
     ranges, exact = attention.one_range(mask[:, 0])
-    made = RangeMask(ranges.to(torch.int32)) if bool(exact.all()) else None
-    _last.set(_Seen(weakref.ref(mask), mask._version, made))
-    return made
+    range_rows = RangeMask(ranges.to(torch.int32)) if bool(exact.all()) else None
+    _last.set(_LastMask(weakref.ref(mask), mask._version, range_rows))
+    return range_rows
 
 
 # --- the indexer ---
@@ -136,8 +136,8 @@ class IndexCache:
 
     def update_indexer(self, keys: Tensor, *args: Any, **kwargs: Any) -> IndexKeys:
         """All keys, after the cache has taken the new ones."""
-        kept = keys if self.cache is None else self.cache.update_indexer(keys, *args, **kwargs)
-        return IndexKeys(kept, self.select)
+        all_keys = keys if self.cache is None else self.cache.update_indexer(keys, *args, **kwargs)
+        return IndexKeys(all_keys, self.select)
 
 
 class IndexKeys(_Recorder):
@@ -221,8 +221,10 @@ class KeyScores(_Recorder):
             raise _unknown(f"topk({count}, {dim}) without a mask")
         of = self.heads.of
         queries = self.heads.queries.to(of.keys.dtype)  # from where float() took them
-        found = of.select(queries, of.keys, self.weights, self.mask.ranges, count, self.heads.scale)
-        return SimpleNamespace(indices=found)
+        indices = of.select(
+            queries, of.keys, self.weights, self.mask.ranges, count, self.heads.scale
+        )
+        return SimpleNamespace(indices=indices)
 
 
 class SparseIndexer(Patched):
@@ -230,21 +232,21 @@ class SparseIndexer(Patched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward, with keys whose products it only names."""
-        kind = type(self)
-        if not issubclass(kind, SparseIndexer):
-            return kind.forward(self, *args, **kwargs)
-        inner = kind._liger_multi_inner.forward
+        module_class = type(self)
+        if not issubclass(module_class, SparseIndexer):
+            return module_class.forward(self, *args, **kwargs)
+        inner = module_class._liger_multi_inner.forward
         if not any(isinstance(a, RangeMask) for a in (*args, *kwargs.values())):
             return inner(self, *args, **kwargs)
-        stock = kind._liger_multi_swap.stock.forward
-        given, name = by_name(stock, args, kwargs), cache_parameter(stock)
+        stock = module_class._liger_multi_swap.stock.forward
+        arguments, name = by_name(stock, args, kwargs), cache_parameter(stock)
         if name is None:
             raise _unknown("no argument of its forward takes a cache")
-        held = caches(given)  # under another name too, which the forward may still take
-        cache = next(iter(held.values()), None)
-        given = {n: value for n, value in given.items() if n not in held}
-        given[name] = IndexCache(cache, functools.partial(_select, settings_of(kind)))
-        return inner(self, **given)
+        index_caches = caches(arguments)  # under another name too, which the forward may still take
+        cache = next(iter(index_caches.values()), None)
+        arguments = {n: value for n, value in arguments.items() if n not in index_caches}
+        arguments[name] = IndexCache(cache, functools.partial(_select, settings_of(module_class)))
+        return inner(self, **arguments)
 
 
 def _select(
@@ -288,17 +290,19 @@ class SparseAttention(Patched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward, alone in compiled graphs and for calls that are not served."""
-        kind = type(self)
-        if not issubclass(kind, SparseAttention):
-            return kind.forward(self, *args, **kwargs)
-        inner = kind._liger_multi_inner.forward
-        given = None if torch.compiler.is_compiling() else _served(self, kind, args, kwargs)
-        if given is None:
+        module_class = type(self)
+        if not issubclass(module_class, SparseAttention):
+            return module_class.forward(self, *args, **kwargs)
+        inner = module_class._liger_multi_inner.forward
+        arguments = (
+            None if torch.compiler.is_compiling() else _served(self, module_class, args, kwargs)
+        )
+        if arguments is None:
             return inner(self, *args, **kwargs)
         served = _naming_ours(self)
         token = _serving.set(served)
         try:
-            return inner(served, **given)
+            return inner(served, **arguments)
         finally:
             _serving.reset(token)
 
@@ -308,17 +312,17 @@ def _naming_ours(module: Any) -> Any:
 
     Other threads, and graphs that are compiled, meet the module with its own configuration.
     """
-    made = object.__new__(type(module))
-    vars(made).update(vars(module), config=_Config(module.config))
-    return made
+    copied = object.__new__(type(module))
+    vars(copied).update(vars(module), config=_Config(module.config))
+    return copied
 
 
 def _served(
-    module: Any, kind: type[Any], args: Any, kwargs: dict[str, Any]
+    module: Any, module_class: type[Any], args: Any, kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
     """The arguments of a call that is served, with a mask of ranges; None for others."""
-    given = by_name(kind._liger_multi_swap.stock.forward, args, kwargs)
-    hidden, indexer = given.get("hidden_states"), module.indexer
+    arguments = by_name(module_class._liger_multi_swap.stock.forward, args, kwargs)
+    hidden, indexer = arguments.get("hidden_states"), module.indexer
     if not isinstance(hidden, Tensor) or type(hidden).__name__ == "DTensor":
         return None
     by_us = indexer is None or isinstance(indexer, SparseIndexer)
@@ -326,8 +330,8 @@ def _served(
         return None
     if module.training and module.attention_dropout:
         return None
-    mask = range_mask(given.get("attention_mask"), hidden.shape[1])
-    return None if mask is None else {**given, "attention_mask": mask}
+    mask = range_mask(arguments.get("attention_mask"), hidden.shape[1])
+    return None if mask is None else {**arguments, "attention_mask": mask}
 
 
 def _plain(layer: Any) -> bool:
@@ -341,9 +345,15 @@ def _plain(layer: Any) -> bool:
 
 
 def attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: RangeMask,
-    scaling: float, indices: Tensor | None = None, **others: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: RangeMask,
+    scaling: float,
+    indices: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
     """The attention function; for latents, queries and outputs go through the expanding matrix.
 
     Raises:
@@ -357,8 +367,8 @@ def attend(
         )
     run = functools.partial(run_bound, settings_of(type(module)), ("sparse_attention",), _run)
     if value is not key:
-        kind = checks.autocast_dtype(value.device.type) or value.dtype
-        q, k, v = (x.to(kind) for x in (query, key, value))
+        dtype = checks.autocast_dtype(value.device.type) or value.dtype
+        q, k, v = (x.to(dtype) for x in (query, key, value))
         return run(q, k, v, indices, None, scaling).transpose(1, 2), None
     rank = module.kv_lora_rank
     matrix = module.kv_b_proj.weight.view(query.shape[1], -1, rank)
@@ -369,13 +379,15 @@ def attend(
         return absorbed(query, key, matrix, indices), None
     # gradients of keys and matrix are sums over the parts: they are taken in fp32
     wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (key, matrix)]
-    made = []
+    outputs = []
     for some in zip(query.split(step, 2), indices.split(step, 1), strict=True):
-        given = (some[0], *wide, some[1])
-        kept: Any = {"use_reentrant": False, "preserve_rng_state": False}
+        operands = (some[0], *wide, some[1])
+        checkpoint_options: Any = {"use_reentrant": False, "preserve_rng_state": False}
         grads = torch.is_grad_enabled()
-        made.append(checkpoint(absorbed, *given, **kept) if grads else absorbed(*given))
-    return torch.cat(made, 1), None
+        outputs.append(
+            checkpoint(absorbed, *operands, **checkpoint_options) if grads else absorbed(*operands)
+        )
+    return torch.cat(outputs, 1), None
 
 
 class _Absorbed(NamedTuple):

@@ -109,7 +109,7 @@ def _reached(model: type) -> tuple[tuple[str, object], ...]:
     """Globals by name that a class names, and that the classes and functions among them name."""
     waiting: list[Any] = [model]
     met: set[int] = {id(model)}
-    found: list[tuple[str, object]] = []
+    values: list[tuple[str, object]] = []
     while waiting:
         for function in _functions(model, waiting.pop()):
             for name in _names_in(function.__code__):
@@ -117,9 +117,9 @@ def _reached(model: type) -> tuple[tuple[str, object], ...]:
                 if value is None or id(value) in met:
                     continue
                 met.add(id(value))
-                found.append((name, value))
+                values.append((name, value))
                 waiting += [part for part in _parts(value) if _is_code_of(model, part)]
-    return tuple(found)
+    return tuple(values)
 
 
 def _functions(model: type, item: Any) -> Iterator[types.FunctionType]:
@@ -219,8 +219,8 @@ def _other_than_softmax(eager: types.FunctionType) -> str | None:
     # models are often built on the meta device and in half precision
     with probe_context() as generator, torch.no_grad(), torch.device("cpu"):
         q, sinks = random(generator, 2, 4, 5, 8), random(generator, 4)
-        seen = torch.ones(5, 5, dtype=torch.bool).tril()
-        bias = q.new_zeros(1, 1, 5, 5).masked_fill(~seen, torch.finfo(q.dtype).min)
+        visible = torch.ones(5, 5, dtype=torch.bool).tril()
+        bias = q.new_zeros(1, 1, 5, 5).masked_fill(~visible, torch.finfo(q.dtype).min)
         for groups in (2, 1):  # some repeat the heads of keys, others want them repeated
             k, v = (random(generator, 2, 4 // groups, 5, 8) for _ in range(2))
             module = _Stand(groups, q.shape[-1], sinks)
@@ -230,8 +230,8 @@ def _other_than_softmax(eager: types.FunctionType) -> str | None:
                 reason = reason or f"cannot be tried ({type(error).__name__}: {error})"
                 continue
             reason = "computes something else than softmax(scale q k' + mask) v"
-            for right in _softmax(q, k, v, seen, sinks):
-                if y.shape == right.shape and torch.allclose(y, right, rtol=1e-4, atol=1e-5):
+            for expected in _softmax(q, k, v, visible, sinks):
+                if y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-4, atol=1e-5):
                     return None
     return reason
 
@@ -249,11 +249,11 @@ class _Stand(nn.Module):
         self.eval()
 
 
-def _softmax(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor) -> Iterator[Tensor]:
+def _softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor) -> Iterator[Tensor]:
     """Attention ``(B, L, H, E)``: with the mask, without, and with the mask and sinks."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = SCALE * (q @ k.mT)
-    masked = scores.masked_fill(~seen, -torch.inf)
+    masked = scores.masked_fill(~visible, -torch.inf)
     sink = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
     with_sinks = torch.softmax(torch.cat([masked, sink], -1), -1)[..., :-1]
     for p in (torch.softmax(masked, -1), torch.softmax(scores, -1), with_sinks):

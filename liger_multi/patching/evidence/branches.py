@@ -1,9 +1,9 @@
-"""Branches that a probe did not take both ways, where it is the input that decides.
+"""Branches on the input that a probe took one way only.
 
 A forward may do something else for a long sequence, for one dtype, on one kind of device, or where
-a number overflows. A probe has seen the one side, and what it found holds for that side only. So
-the probe is traced: a condition that reads more than the module, which had one outcome only, is a
-reason to leave the module alone. Where the other side raises an error, it is not.
+a number overflows. A probe runs one side, and its result holds for that side only. So the probe is
+traced: a condition that reads more than the module and had one outcome only is a reason to leave
+the module alone. It is no reason where the other side raises an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Outcomes:
 
     def __init__(self, functions: Iterable[FunctionType]) -> None:
         self.codes = {code for function in functions for code in codes(function.__code__)}
-        self.seen: dict[tuple[CodeType, int], set[int]] = {}
+        self.branches_taken: dict[tuple[CodeType, int], set[int]] = {}
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Note them while the functions run in this thread."""
@@ -52,25 +52,25 @@ class Outcomes:
         """By branch events of these functions alone, beside debuggers and profilers."""
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
         kinds = [getattr(monitoring.events, name, 0) for name in ("BRANCH_LEFT", "BRANCH_RIGHT")]
-        kinds = [kind for kind in kinds if kind] or [monitoring.events.BRANCH]
+        kinds = [event for event in kinds if event] or [monitoring.events.BRANCH]
         thread = threading.get_ident()
 
         def branch(code: CodeType, at: int, to: int) -> None:
             if threading.get_ident() == thread:
-                self.seen.setdefault((code, at), set()).add(to)
+                self.branches_taken.setdefault((code, at), set()).add(to)
 
         monitoring.use_tool_id(tool, "liger_multi")
         try:
-            for kind in kinds:
-                monitoring.register_callback(tool, kind, branch)
+            for event in kinds:
+                monitoring.register_callback(tool, event, branch)
             for code in self.codes:
                 monitoring.set_local_events(tool, code, sum(kinds))
             yield
         finally:
             for code in self.codes:
                 monitoring.set_local_events(tool, code, 0)
-            for kind in kinds:
-                monitoring.register_callback(tool, kind, None)
+            for event in kinds:
+                monitoring.register_callback(tool, event, None)
             monitoring.free_tool_id(tool)
 
     @contextlib.contextmanager
@@ -92,22 +92,22 @@ class Outcomes:
         def step(frame: FrameType, event: str, arg: Any) -> Any:
             nonlocal last
             if event == "opcode":
-                self.seen.setdefault((frame.f_code, last), set()).add(frame.f_lasti)
+                self.branches_taken.setdefault((frame.f_code, last), set()).add(frame.f_lasti)
                 last = frame.f_lasti
             return step
 
         return step
 
-    def one_sided(self, given: int) -> str | None:
+    def one_sided(self, argument_count: int) -> str | None:
         """Why the module is left: a condition on the input had one outcome only; or None.
 
         Args:
-            given: How many arguments the calls had after the module.
+            argument_count: How many arguments the calls had after the module.
         """
         for code in self.codes:
             for jump in _jumps(code):
                 went = self._went(code, jump.at)
-                if len(went) != 1 or not jump.reads - _constants(code, given):
+                if len(went) != 1 or not jump.reads - _constants(code, argument_count):
                     continue
                 (taken,) = went
                 other = sum(jump.sides) - taken
@@ -118,7 +118,7 @@ class Outcomes:
 
     def _went(self, code: CodeType, at: int) -> set[int]:
         """The instructions that followed one."""
-        return {_from(code, offset) for offset in self.seen.get((code, at), ())}
+        return {_from(code, offset) for offset in self.branches_taken.get((code, at), ())}
 
     def _meet(self, code: CodeType, at: int, other: int) -> bool:
         """Whether what was run from here on came to ``other`` by conditions alone."""
@@ -211,9 +211,9 @@ def _jumps(code: CodeType) -> list[_Jump]:
     return [_Jump(code, steps, i) for i, it_is in enumerate(conditional[:-1]) if it_is]
 
 
-def _constants(code: CodeType, given: int) -> set[str]:
+def _constants(code: CodeType, argument_count: int) -> set[str]:
     """The module, and the arguments of a forward that calls leave out."""
-    left_out = code.co_varnames[1 + given : code.co_argcount + code.co_kwonlyargcount]
+    left_out = code.co_varnames[1 + argument_count : code.co_argcount + code.co_kwonlyargcount]
     return {"self", "cls", *(left_out if code.co_name == "forward" else ())}
 
 

@@ -106,8 +106,8 @@ def skeleton(module: nn.Module, sizes: dict[int, int] | None = None) -> nn.Modul
         module: The module to copy; its original class is taken.
         sizes: Integers among the attributes to replace, for a copy with smaller layers.
     """
-    kind = unpatched_class(module)
-    made: nn.Module = object.__new__(kind)
+    module_class = unpatched_class(module)
+    replica: nn.Module = object.__new__(module_class)
     fresh = {
         name: OrderedDict() if isinstance(value, OrderedDict) else value
         for name, value in vars(module).items()
@@ -119,13 +119,13 @@ def skeleton(module: nn.Module, sizes: dict[int, int] | None = None) -> nn.Modul
     for name, value in fresh.items():
         if sizes and type(value) is int:
             fresh[name] = sizes.get(value, value)
-    vars(made).update(
+    vars(replica).update(
         fresh,
         _parameters=dict.fromkeys(module._parameters),
         _buffers=dict.fromkeys(module._buffers),  # one that a forward reads was refused before
         _modules={name: None for name, child in module._modules.items() if child is None},
     )
-    return made
+    return replica
 
 
 _TABLES = frozenset(vars(nn.Module()))  # of every module
@@ -187,11 +187,11 @@ def _is_large(value: Any) -> bool:
 
 def linear(generator: torch.Generator, inputs: int, outputs: int, bias: bool) -> nn.Linear:
     """A small linear layer on the CPU, made without the initializers that others replace."""
-    made = nn.Linear(inputs, outputs, bias=bias, device="meta", dtype=torch.float32)
-    made.weight = nn.Parameter(random(generator, outputs, inputs) * 0.3)
+    layer = nn.Linear(inputs, outputs, bias=bias, device="meta", dtype=torch.float32)
+    layer.weight = nn.Parameter(random(generator, outputs, inputs) * 0.3)
     if bias:
-        made.bias = nn.Parameter(random(generator, outputs) * 0.3)
-    return made
+        layer.bias = nn.Parameter(random(generator, outputs) * 0.3)
+    return layer
 
 
 def scalars(module: nn.Module) -> tuple[tuple[str, Any], ...]:
@@ -221,9 +221,9 @@ class Watch:
     @contextlib.contextmanager
     def over(self, replica: nn.Module) -> Iterator[None]:
         """Give the replica a class that notes them."""
-        kind, read, written = type(replica), self.read, self.written
+        module_class, read, written = type(replica), self.read, self.written
 
-        class Watched(kind):  # type: ignore[valid-type, misc]
+        class Watched(module_class):  # type: ignore[valid-type, misc]
             def __getattribute__(self, name: str) -> Any:
                 read.add(name)
                 return super().__getattribute__(name)
@@ -240,7 +240,7 @@ class Watch:
         try:
             yield
         finally:
-            object.__setattr__(replica, "__class__", kind)
+            object.__setattr__(replica, "__class__", module_class)
 
 
 MODES = ((False, True), (True, True), (True, False), (False, False))
@@ -275,9 +275,9 @@ def disagreement(
         set_mode(replica, training)
         mode = "training" if training else "evaluation"
         with torch.set_grad_enabled(grad):
-            found = _found(replica, stock, ours, inputs, close, generator)
-        if found:
-            return f"{found} in {mode}{'' if grad else ' without gradients'}"
+            difference = _difference(replica, stock, ours, inputs, close, generator)
+        if difference:
+            return f"{difference} in {mode}{'' if grad else ' without gradients'}"
     return None
 
 
@@ -313,8 +313,8 @@ def unusual(
     flat = rows.reshape(-1, rows.shape[-1])
     count, size = flat.shape
 
-    def shaped(made: Tensor) -> Tensor:
-        return made.to(x.dtype).reshape(rows.shape).movedim(-1, axis).contiguous()
+    def shaped(values: Tensor) -> Tensor:
+        return values.to(x.dtype).reshape(rows.shape).movedim(-1, axis).contiguous()
 
     for first in range(0, len(powers), count):
         some = [10.0 ** powers[(first + i) % len(powers)] for i in range(count)]
@@ -389,19 +389,19 @@ def differs_at_extremes(
             with without_biases(replica) if bare else contextlib.nullcontext():
                 several = list(unusual(x, powers, generator, axis))
                 # one by one where a forward may look at all rows at once, and all rows in one call
-                for made in (*several[:2], torch.zeros_like(x), torch.cat(several)):
-                    times = made.shape[0] // x.shape[0]
-                    given = [torch.cat([other] * times) for other in inputs]
-                    given[at] = made
-                    found = _unlike(stock, ours, given, generator, exact, axis)
-                    if found:
-                        return found
+                for extreme in (*several[:2], torch.zeros_like(x), torch.cat(several)):
+                    times = extreme.shape[0] // x.shape[0]
+                    arguments = [torch.cat([other] * times) for other in inputs]
+                    arguments[at] = extreme
+                    difference = _unlike(stock, ours, arguments, generator, exact, axis)
+                    if difference:
+                        return difference
     x, *more = inputs
     for number in (float("nan"), float("inf"), float("-inf")):
-        given = [x.clone(), *more]
-        given[0].view(-1)[0] = number
+        arguments = [x.clone(), *more]
+        arguments[0].view(-1)[0] = number
         with torch.no_grad():
-            if not torch.equal(stock(*given).isfinite(), ours(*given).isfinite()):
+            if not torch.equal(stock(*arguments).isfinite(), ours(*arguments).isfinite()):
                 return (
                     "its output differs for numbers that are equal, zero, tiny, large or not finite"
                 )
@@ -409,28 +409,32 @@ def differs_at_extremes(
 
 
 def _unlike(
-    stock: Call, ours: Call, given: Sequence[Tensor], generator: torch.Generator, exact: bool,
+    stock: Call,
+    ours: Call,
+    inputs: Sequence[Tensor],
+    generator: torch.Generator,
+    exact: bool,
     axis: int,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """What differs in one call: outputs, or gradients where all numbers are finite."""
     leaves = [
-        [x.detach().clone().requires_grad_(x.is_floating_point()) for x in given] for _ in range(2)
+        [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs] for _ in range(2)
     ]
-    wanted, got = (
+    expected, got = (
         call(*(x * 1 for x in row)) for call, row in zip((stock, ours), leaves, strict=True)
     )
-    same = _same_bits(wanted, got) if exact else alike(wanted, got, axis)
+    same = _same_bits(expected, got) if exact else alike(expected, got, axis)
     if not same:
         return "its output differs for numbers that are equal, zero, tiny, large or not finite"
-    if not wanted.requires_grad or wanted.shape[axis] < _NARROWEST:
+    if not expected.requires_grad or expected.shape[axis] < _NARROWEST:
         return None
     bounded: Any = True
     for x in leaves[0]:
         bounded &= x.abs().amax(axis, keepdim=True) < _DIFFERENTIATED
-    upstream = random(generator, *wanted.shape, dtype=wanted.dtype)
+    upstream = random(generator, *expected.shape, dtype=expected.dtype)
     by_stock, by_ours = (
         torch.autograd.grad(y, [x for x in row if x.requires_grad], upstream, allow_unused=True)
-        for y, row in ((wanted, leaves[0]), (got, leaves[1]))
+        for y, row in ((expected, leaves[0]), (got, leaves[1]))
     )
     for index, (a, b) in enumerate(zip(by_stock, by_ours, strict=True)):
         if a is None or b is None:
@@ -454,11 +458,11 @@ def _nudged_gradient(stock: Call, inputs: Sequence[Tensor], index: int, upstream
     """
     near = []
     for x in inputs:
-        made = x.detach()
+        copied = x.detach()
         if x.requires_grad:
             nudge = torch.finfo(x.dtype).eps * (torch.arange(x.numel()).reshape(x.shape) % 3 - 1)
-            made = (made * (1 + nudge)).to(x.dtype).requires_grad_()
-        near.append(made)
+            copied = (copied * (1 + nudge)).to(x.dtype).requires_grad_()
+        near.append(copied)
     leaves = [x for x in near if x.requires_grad]
     y = stock(*(x * 1 for x in near))
     (nudged,) = torch.autograd.grad(y, leaves[index], upstream, allow_unused=True)
@@ -478,7 +482,7 @@ def alike(a: Tensor, b: Tensor, axis: int = -1, by: float = 1.0) -> bool:
     return bool(((a - b).abs() <= bound).all())
 
 
-def _found(
+def _difference(
     replica: nn.Module,
     stock: Call,
     ours: Call,
@@ -491,27 +495,31 @@ def _found(
     for x in (*leaves[0], *leaves[1]):
         x.requires_grad_(grad and x.is_floating_point())
     # not the leaves themselves, to which nobody may write
-    given, mine = ([x * 1 if x.is_floating_point() else x for x in row] for row in leaves)
-    versions, drawn = [x._version for x in given], random_state()
-    wanted = stock(*given)
+    arguments, mine = ([x * 1 if x.is_floating_point() else x for x in row] for row in leaves)
+    versions, drawn = [x._version for x in arguments], random_state()
+    expected = stock(*arguments)
     if not _equal_states(drawn, random_state()):
         return "it draws random numbers"
-    if [x._version for x in given] != versions:
+    if [x._version for x in arguments] != versions:
         return "it writes to its input"
     got = ours(*mine)
-    if not isinstance(wanted, Tensor) or wanted.dtype != got.dtype or wanted.shape != got.shape:
+    if (
+        not isinstance(expected, Tensor)
+        or expected.dtype != got.dtype
+        or expected.shape != got.shape
+    ):
         return "its output has another form"
-    if wanted.requires_grad != got.requires_grad or not close(wanted, got):
+    if expected.requires_grad != got.requires_grad or not close(expected, got):
         return "its output differs"
-    if not wanted.requires_grad:
+    if not expected.requires_grad:
         return None
-    upstream = random(generator, *wanted.shape, dtype=wanted.dtype)
+    upstream = random(generator, *expected.shape, dtype=expected.dtype)
     weights = [p for p in replica.parameters() if p.requires_grad]
     by_stock, by_ours = (
         torch.autograd.grad(
             y, [*(x for x in row if x.requires_grad), *weights], upstream, allow_unused=True
         )
-        for y, row in ((wanted, leaves[0]), (got, leaves[1]))
+        for y, row in ((expected, leaves[0]), (got, leaves[1]))
     )
     for a, b in zip(by_stock, by_ours, strict=True):
         if (a is None) != (b is None):

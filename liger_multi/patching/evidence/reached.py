@@ -77,26 +77,26 @@ class Reached:
 
     Attributes:
         functions: Those that are not a library's.
-        found: What stands at which place, by owner and name.
+        by_place: What stands at which place, by owner and name.
         refusal: Why more cannot be told, or None.
     """
 
     def __init__(self, starts: Iterable[Any]) -> None:
         self.functions: list[FunctionType] = []
-        self.found: dict[tuple[Any, str], Any] = {}
+        self.by_place: dict[tuple[Any, str], Any] = {}
         self.refusal: str | None = None
-        todo, seen = [part for start in starts for part in _inside(start)], set()
+        todo, visited = [part for start in starts for part in _inside(start)], set()
         while todo and self.refusal is None:
             function = _function(todo.pop())
-            if function is not None and function not in seen:
-                seen.add(function)
+            if function is not None and function not in visited:
+                visited.add(function)
                 todo += self._read(function)
 
     def _read(self, function: FunctionType) -> list[Any]:
         """Note what a function reads; the functions among it, of code that is followed."""
         if is_of_library(function):
             places = [place for place in _places(function) if _is_function(place[2])]
-            self.found.update({(owner, name): value for owner, name, value in places})
+            self.by_place.update({(owner, name): value for owner, name, value in places})
             return [value for owner, _, value in places if isinstance(owner, Cell)]  # a decorator
         self.functions.append(function)
         more: list[Any] = []
@@ -110,7 +110,7 @@ class Reached:
             if _depends_on_more(value):
                 self.refusal = f"its code reads {name} of {_home(value)}"
             elif _is_function(value) or (compared and token(value) is not None):
-                self.found[owner, name] = value
+                self.by_place[owner, name] = value
                 more += _inside(value)
             elif compared and not _is_settled(value):
                 self.refusal = f"its code reads {_said(owner, name, value)}, which may change later"
@@ -119,7 +119,7 @@ class Reached:
     @property
     def places(self) -> tuple[Place, ...]:
         """What stands at which place."""
-        return tuple((owner, name, value) for (owner, name), value in self.found.items())
+        return tuple((owner, name, value) for (owner, name), value in self.by_place.items())
 
     @property
     def digest(self) -> tuple[Any, ...]:
@@ -143,15 +143,19 @@ def _said_by(code: CodeType) -> bytes:
 
 def reached(starts: Iterable[Any]) -> tuple[Place, ...] | str:
     """What functions depend on, or why that cannot be told; see :class:`Reached`."""
-    found = Reached(starts)
-    return found.refusal or found.places
+    code = Reached(starts)
+    return code.refusal or code.places
 
 
 def _said(owner: Any, name: str, value: Any) -> str:
     if isinstance(owner, FunctionType):
         return "a default that is mutable"
-    kind = type(value).__name__
-    return f"a variable of a closure ({kind})" if isinstance(owner, Cell) else f"{name} ({kind})"
+    class_name = type(value).__name__
+    return (
+        f"a variable of a closure ({class_name})"
+        if isinstance(owner, Cell)
+        else f"{name} ({class_name})"
+    )
 
 
 def _is_function(value: Any) -> bool:
@@ -177,9 +181,9 @@ def _inside(value: Any) -> list[Any]:
 
 def holds(places: Iterable[Place]) -> bool:
     """Whether every place has the value that it had."""
-    for owner, name, held in places:
+    for owner, name, recorded in places:
         now = getattr(owner, name, ...)
-        if now is not held and not (type(now) is type(held) and bool(now == held)):
+        if now is not recorded and not (type(now) is type(recorded) and bool(now == recorded)):
             return False
     return True
 
@@ -330,23 +334,23 @@ def token(value: Any, owner: nn.Module | None = None) -> tuple[type, Any] | None
 
     The owner of a bound method is left out, so that equal modules have equal tokens.
     """
-    kind = type(value)
+    value_class = type(value)
     if isinstance(value, (*_VALUES, enum.Enum)):
-        return kind, value
-    if kind is tuple:
-        return (kind, value) if all(token(v) for v in value) else None
-    if kind is FunctionType:
+        return value_class, value
+    if value_class is tuple:
+        return (value_class, value) if all(token(v) for v in value) else None
+    if value_class is FunctionType:
         inside = (_held(cell) for cell in value.__closure__ or ())
-        return (kind, value) if all(token(v) for v in inside) else None
-    if kind is BuiltinFunctionType:
+        return (value_class, value) if all(token(v) for v in inside) else None
+    if value_class is BuiltinFunctionType:
         of = getattr(value, "__self__", None)
-        return (kind, value) if isinstance(of, (type(None), ModuleType, type)) else None
-    if kind is MethodType:
+        return (value_class, value) if isinstance(of, (type(None), ModuleType, type)) else None
+    if value_class is MethodType:
         same = value.__self__ is owner and owner is not None
-        return (kind, value.__func__) if same else None
-    if kind is functools.partial:
+        return (value_class, value.__func__) if same else None
+    if value_class is functools.partial:
         parts = (value.func, value.args, *value.keywords.items())
-        return (kind, parts) if all(token(v) for v in parts) else None
+        return (value_class, parts) if all(token(v) for v in parts) else None
     return None
 
 

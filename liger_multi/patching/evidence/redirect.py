@@ -32,23 +32,23 @@ from liger_multi.dispatch.autograd import transforming
 from liger_multi.patching.evidence import reached
 
 
-def methods(kind: type) -> dict[str, FunctionType]:
+def methods(module_class: type) -> dict[str, FunctionType]:
     """The methods that instances of a module's class run, those of PyTorch's own classes aside."""
-    found: dict[str, Any] = {}
-    for owner in kind.__mro__:
+    attributes: dict[str, Any] = {}
+    for owner in module_class.__mro__:
         if not owner.__module__.startswith(("torch.", "builtins")):
             for name, value in vars(owner).items():
-                found.setdefault(name, value)
-    return {name: value for name, value in found.items() if isinstance(value, FunctionType)}
+                attributes.setdefault(name, value)
+    return {name: value for name, value in attributes.items() if isinstance(value, FunctionType)}
 
 
-def calls(function: FunctionType, wanted: Callable[[str, Any], bool]) -> dict[str, Any]:
-    """The globals by name, accepted by ``wanted``, that a method or what it decorates loads."""
+def calls(function: FunctionType, is_wanted: Callable[[str, Any], bool]) -> dict[str, Any]:
+    """The globals by name, accepted by ``is_wanted``, that a method or what it decorates loads."""
     return {
         name: layer.__globals__[name]
         for layer in _layers(function)
         for name in sorted(_names(layer.__code__))
-        if name in layer.__globals__ and wanted(name, layer.__globals__[name])
+        if name in layer.__globals__ and is_wanted(name, layer.__globals__[name])
     }
 
 
@@ -72,8 +72,8 @@ def still(function: FunctionType, name: str) -> Callable[[], bool]:
     """Tells whether a method finds under a global name what it finds there now, as above."""
     home = _home(function, name)
     stock = home[name]
-    found = reached.reached([getattr(stock, "forward", stock)])
-    places = () if isinstance(found, str) else found
+    places_or_refusal = reached.reached([getattr(stock, "forward", stock)])
+    places = () if isinstance(places_or_refusal, str) else places_or_refusal
     reads = reached.reads_values(places)
 
     @constant_in_graphs
@@ -149,7 +149,7 @@ def _is_call_or_comparison(
 def redirected(
     function: FunctionType,
     targets: Mapping[str, FunctionType],
-    around: Callable[[FunctionType], FunctionType] = lambda made: made,
+    around: Callable[[FunctionType], FunctionType] = lambda function_copy: function_copy,
 ) -> FunctionType:
     """A copy of a method that calls ``targets`` in the place of the globals of these names.
 
@@ -167,30 +167,30 @@ def redirected(
             itself = cells[at] = CellType()
     used = {n: t.__name__ for n, t in targets.items() if n in _names(function.__code__)}
     function.__globals__.update({t.__name__: t for n, t in targets.items() if n in used})
-    made = FunctionType(
+    copied = FunctionType(
         _renamed(function.__code__, used),
         function.__globals__,
         function.__name__,
         function.__defaults__,
         tuple(cells),
     )
-    made.__kwdefaults__ = function.__kwdefaults__
-    functools.update_wrapper(made, function)
-    del made.__wrapped__  # type: ignore[attr-defined]
+    copied.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copied, function)
+    del copied.__wrapped__  # type: ignore[attr-defined]
     if "__wrapped__" in vars(function):
-        made.__wrapped__ = made_inner or vars(function)["__wrapped__"]  # type: ignore[attr-defined]
-    made = around(made)
+        copied.__wrapped__ = made_inner or vars(function)["__wrapped__"]  # type: ignore[attr-defined]
+    copied = around(copied)
     if itself is not None:
-        itself.cell_contents = made
-    return made
+        itself.cell_contents = copied
+    return copied
 
 
 def _layers(function: FunctionType) -> Iterator[FunctionType]:
     """A function, and those that its decorators wrap."""
-    found: FunctionType | None = function
-    while found is not None:
-        yield found
-        found = _inner(found)
+    layer: FunctionType | None = function
+    while layer is not None:
+        yield layer
+        layer = _inner(layer)
 
 
 def _inner(function: FunctionType) -> FunctionType | None:

@@ -49,10 +49,10 @@ def calls_replaced() -> bool:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a module's call is more than its class's forward."""
-    held: dict[str, Any] = module.__dict__
-    before, after = held["_forward_pre_hooks"], held["_forward_hooks"]
-    hooked = before or after or held["_backward_pre_hooks"] or held["_backward_hooks"]
-    return bool(hooked) or "forward" in held
+    attributes: dict[str, Any] = module.__dict__
+    before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
+    hooked = before or after or attributes["_backward_pre_hooks"] or attributes["_backward_hooks"]
+    return bool(hooked) or "forward" in attributes
 
 
 _OF_LIBRARIES = ("torch.distributed.", "deepspeed.", "liger_multi.memory.")
@@ -66,9 +66,9 @@ def is_watched_by_users(module: nn.Module) -> bool:
     """
     if not is_watched(module):
         return False
-    held: dict[str, Any] = module.__dict__
-    hooks = [hook for name in _HOOKS for hook in held[name].values()]
-    return "forward" in held or not all(_of_library(hook) for hook in hooks)
+    attributes: dict[str, Any] = module.__dict__
+    hooks = [hook for name in _HOOKS for hook in attributes[name].values()]
+    return "forward" in attributes or not all(_of_library(hook) for hook in hooks)
 
 
 def _of_library(hook: Any) -> bool:
@@ -79,14 +79,17 @@ def _of_library(hook: Any) -> bool:
 
 def bare_parts(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of a layer that is :func:`is_plain_linear`; None for another one."""
-    kind = type(layer)
-    plain = kind is nn.Linear or getattr(kind, "_liger_multi_plain", None) is kind
+    module_class = type(layer)
+    plain = (
+        module_class is nn.Linear
+        or getattr(module_class, "_liger_multi_plain", None) is module_class
+    )
     if layer is None or not plain or is_watched(layer):
         return None
-    held: Any = layer._parameters  # asking for an attribute takes eight times as long
-    weight: Tensor | None = held.get("weight")
-    bias: Tensor | None = held.get("bias")
-    if weight is None or "bias" not in held:  # tensors stand in the place of parameters
+    parameters: Any = layer._parameters  # asking for an attribute takes eight times as long
+    weight: Tensor | None = parameters.get("weight")
+    bias: Tensor | None = parameters.get("bias")
+    if weight is None or "bias" not in parameters:  # tensors stand in the place of parameters
         weight, bias = cast(Any, layer).weight, cast(Any, layer).bias
     if type(weight) not in PLAIN or (bias is not None and type(bias) not in PLAIN):
         return None
@@ -130,7 +133,7 @@ class Part:
     """A submodule without parameters: its place, its class and what it depends on."""
 
     name: str
-    kind: type[nn.Module]
+    module_class: type[nn.Module]
     signature: Signature
 
 
@@ -139,28 +142,32 @@ class Part:
 
 def holds(module: nn.Module, signature: Signature) -> bool:
     """Whether an instance is still what the probe saw."""
-    held = module.__dict__
-    for name, kind, value in signature.plain:
-        if name not in held:
+    attributes = module.__dict__
+    for name, value_class, value in signature.plain:
+        if name not in attributes:
             return False
-        now = held[name]
-        if now is not value and (type(now) is not kind or not _equal(now, value, module)):
+        now = attributes[name]
+        if now is not value and (type(now) is not value_class or not _equal(now, value, module)):
             return False
-    for holder, name, kind, value in signature.fields:
-        now = getattr(held.get(holder), name, ...)
-        if type(now) is not kind or now != value:
+    for holder, name, value_class, value in signature.fields:
+        now = getattr(attributes.get(holder), name, ...)
+        if type(now) is not value_class or now != value:
             return False
     for name in signature.inherited:
-        if name in held:
+        if name in attributes:
             return False
     for table, name in signature.absent:
-        if held[table].get(name) is not None:
+        if attributes[table].get(name) is not None:
             return False
     for part in signature.parts:
-        found = held["_modules"].get(part.name)
-        if found is None or _unpatched(found) is not part.kind or is_watched_by_users(found):
+        inner = attributes["_modules"].get(part.name)
+        if (
+            inner is None
+            or _unpatched(inner) is not part.module_class
+            or is_watched_by_users(inner)
+        ):
             return False
-        if not holds(found, part.signature):
+        if not holds(inner, part.signature):
             return False
     for name in signature.missing:  # noqa: SIM110
         if hasattr(module, name):
@@ -168,15 +175,15 @@ def holds(module: nn.Module, signature: Signature) -> bool:
     return True
 
 
-def code_holds(kind: Any) -> bool:
+def code_holds(module_class: Any) -> bool:
     """Whether the code behind a class of ours, and what it reads, is as it was at the patch.
 
     A compiled graph would keep values that the code reads, so the original forward is traced there.
     Under transforms of ``torch.func``, which operators do not have, it runs as well.
     """
-    if kind._liger_multi_reads and torch.compiler.is_compiling():
+    if module_class._liger_multi_reads and torch.compiler.is_compiling():
         return False
-    return _code_holds(kind) and not _transforming()
+    return _code_holds(module_class) and not _transforming()
 
 
 @constant_in_graphs
@@ -185,10 +192,10 @@ def _transforming() -> bool:
 
 
 @constant_in_graphs
-def _code_holds(kind: Any) -> bool:
-    for owner, name, held in kind._liger_multi_code:
-        if getattr(owner, name, None) is not held:  # the rest is rarely needed
-            return reached.holds(kind._liger_multi_code)
+def _code_holds(module_class: Any) -> bool:
+    for owner, name, recorded in module_class._liger_multi_code:
+        if getattr(owner, name, None) is not recorded:  # the rest is rarely needed
+            return reached.holds(module_class._liger_multi_code)
     return True
 
 
@@ -204,34 +211,40 @@ def _equal(now: Any, value: Any, owner: nn.Module) -> bool:
 # --- at the patch ---
 
 
-def code_of(kind: type[nn.Module], signature: Signature | None) -> tuple[reached.Place, ...]:
+def code_of(
+    module_class: type[nn.Module], signature: Signature | None
+) -> tuple[reached.Place, ...]:
     """The functions and values on which a forward depends, as they are now.
 
     Without a signature, what the functions read in turn is not followed.
     """
-    found = _code(kind, ("forward", *(signature.inherited if signature else ())))
+    places = _code(module_class, ("forward", *(signature.inherited if signature else ())))
     for part in signature.parts if signature else ():
-        found += _code(part.kind, ("forward", "__call__", *part.signature.inherited))
+        places += _code(part.module_class, ("forward", "__call__", *part.signature.inherited))
     if signature is None:
-        return (*found, *([(F, "linear", call_linear)] if kind.forward is _FORWARD else []))
-    now = reached.Reached(functions_of(kind, signature))
+        return (
+            *places,
+            *([(F, "linear", call_linear)] if module_class.forward is _FORWARD else []),
+        )
+    now = reached.Reached(functions_of(module_class, signature))
     if signature.code and signature.code != now.digest:
-        return ((kind, "forward", None),)  # unpickled where the code is another: it never holds
-    return (*found, *now.places)
+        # unpickled where the code is another: it never holds
+        return ((module_class, "forward", None),)
+    return (*places, *now.places)
 
 
-def functions_of(kind: type[nn.Module], signature: Signature) -> list[Any]:
-    """The functions that run in a forward, of the classes and of the attributes."""
-    found = methods_of(kind, ("forward", *signature.inherited))[1]
-    found += [value for _, _, value in signature.plain]
+def functions_of(module_class: type[nn.Module], signature: Signature) -> list[Any]:
+    """The functions that run in a forward: methods of classes, and functions among attributes."""
+    functions = methods_of(module_class, ("forward", *signature.inherited))[1]
+    functions += [value for _, _, value in signature.plain]
     for part in signature.parts:
-        found += functions_of(part.kind, part.signature)
-    return found
+        functions += functions_of(part.module_class, part.signature)
+    return functions
 
 
-def watched_code(kind: type[nn.Module], signature: Signature) -> Callable[[], bool]:
+def watched_code(module_class: type[nn.Module], signature: Signature) -> Callable[[], bool]:
     """Tells whether :func:`code_of` a class is still what it is now."""
-    code = code_of(kind, signature)
+    code = code_of(module_class, signature)
     reads = reached.reads_values(code)
 
     @constant_in_graphs
@@ -241,18 +254,20 @@ def watched_code(kind: type[nn.Module], signature: Signature) -> Callable[[], bo
     return lambda: not (reads and torch.compiler.is_compiling()) and unchanged()
 
 
-def _code(kind: type, names: Iterable[str]) -> list[reached.Place]:
+def _code(module_class: type, names: Iterable[str]) -> list[reached.Place]:
     """``super()`` reaches the bases, so all that define a name count."""
-    found = []
+    places = []
     for name in dict.fromkeys(names):
-        owners = [k for k in kind.__mro__[1:] if name in vars(k) and k not in (nn.Module, object)]
-        found += [(k, name, getattr(k, name, None)) for k in (kind, *owners)]
-    return [entry for entry in found if not isinstance(entry[2], MethodType)]
+        owners = [
+            k for k in module_class.__mro__[1:] if name in vars(k) and k not in (nn.Module, object)
+        ]
+        places += [(k, name, getattr(k, name, None)) for k in (module_class, *owners)]
+    return [entry for entry in places if not isinstance(entry[2], MethodType)]
 
 
 def signature_of(
     module: nn.Module,
-    kind: type[nn.Module],
+    module_class: type[nn.Module],
     taken: Collection[str],
     names: Collection[str] | None = None,
     starts: Iterable[str] = ("forward",),
@@ -261,27 +276,27 @@ def signature_of(
 
     Args:
         module: A module.
-        kind: Its original class.
+        module_class: Its original class.
         taken: Names that the operator reads or calls itself.
-        names: What the forward was seen to ask for, beside what its code names.
+        names: Names that the forward asked for when it ran, in addition to those in its code.
         starts: The methods that run.
     """
-    starts, seen = tuple(starts), set(names or ())
-    names = {*seen, *methods_of(kind, starts)[0], *(s for s in starts if s != "forward")}
+    starts, asked = tuple(starts), set(names or ())
+    names = {*asked, *methods_of(module_class, starts)[0], *(s for s in starts if s != "forward")}
     names -= {*taken, *_of_every_module()}
-    held = vars(module)
+    attributes = vars(module)
     plain, fields, absent, parts = [], [], [], []
-    for name in sorted(names & held.keys()):
-        compared = token(held[name], module)
-        inside = [] if compared else _fields(held[name], names)
+    for name in sorted(names & attributes.keys()):
+        compared = token(attributes[name], module)
+        inside = [] if compared else _fields(attributes[name], names)
         if compared is None and not inside:
-            what = type(held[name]).__name__
+            what = type(attributes[name]).__name__
             return f"its forward reads its {name} ({what}), which may change later"
         plain += [(name, *compared)] if compared else []
         fields += [(name, *field) for field in inside]
     for table in ("_parameters", "_buffers", "_modules"):
-        for name in sorted(names & held[table].keys()):
-            value = held[table][name]
+        for name in sorted(names & attributes[table].keys()):
+            value = attributes[table][name]
             if value is None:
                 absent.append((table, name))
             elif table == "_modules":
@@ -292,15 +307,17 @@ def signature_of(
             else:
                 what = "buffer" if table == "_buffers" else "parameter"
                 return f"its forward reads its {what} {name}, which may change later"
-    of_class = {n for n in names - held.keys() if n != "forward" and _on_class(kind, n)}
-    known = {*held, *of_class, *(n for _, n in absent), *(p.name for p in parts)}
-    missing = {n for n in seen & names - known if not hasattr(kind, n)}
+    of_class = {
+        n for n in names - attributes.keys() if n != "forward" and _on_class(module_class, n)
+    }
+    known = {*attributes, *of_class, *(n for _, n in absent), *(p.name for p in parts)}
+    missing = {n for n in asked & names - known if not hasattr(module_class, n)}
     for name in sorted(of_class):
-        value = getattr(kind, name)
+        value = getattr(module_class, name)
         if not (token(value) or callable(value) or isinstance(value, property)):
             what = type(value).__name__
             return f"its forward reads {name} ({what}) of its class, which may change later"
-    found = Signature(
+    signature = Signature(
         plain=tuple(plain),
         fields=tuple(fields),
         parts=tuple(parts),
@@ -308,38 +325,38 @@ def signature_of(
         inherited=tuple(sorted(of_class)),
         missing=tuple(sorted(missing)),
     )
-    code = reached.Reached(functions_of(kind, found))
-    return code.refusal or replace(found, code=code.digest)
+    code = reached.Reached(functions_of(module_class, signature))
+    return code.refusal or replace(signature, code=code.digest)
 
 
 def _fields(holder: Any, names: Collection[str]) -> list[tuple[str, type, Any]]:
     """What code with these names reads of a configuration; nothing where that is not plain."""
     if isinstance(holder, (torch.Tensor, nn.Module, Sized)) or callable(holder):
         return []
-    found = {n: getattr(holder, n) for n in sorted(names) if hasattr(holder, n)}
-    tokens = {n: token(value) for n, value in found.items()}
+    values = {n: getattr(holder, n) for n in sorted(names) if hasattr(holder, n)}
+    tokens = {n: token(value) for n, value in values.items()}
     return [] if None in tokens.values() else [(n, *t) for n, t in tokens.items() if t]
 
 
 def _unpatched(module: nn.Module) -> type[nn.Module]:
     """The class of a part; one of ours, which an activation may have, computes the same."""
-    kind = type(module)
-    ours = getattr(kind, "_liger_multi_made", None) is kind
-    return kind._liger_multi_swap.stock if ours else kind  # type: ignore[attr-defined]
+    module_class = type(module)
+    ours = getattr(module_class, "_liger_multi_made", None) is module_class
+    return module_class._liger_multi_swap.stock if ours else module_class  # type: ignore[attr-defined]
 
 
 def _part(name: str, module: nn.Module) -> Part | str:
-    kind = _unpatched(module)
+    module_class = _unpatched(module)
     if any(value is not None for value in module._parameters.values()) or module._modules:
-        return f"its {name} ({kind.__name__}) has parameters or layers of its own"
-    found = signature_of(module, kind, ())
-    if isinstance(found, str):
-        return f"its {name} ({kind.__name__}): {found}"
-    return Part(name, kind, found)
+        return f"its {name} ({module_class.__name__}) has parameters or layers of its own"
+    signature = signature_of(module, module_class, ())
+    if isinstance(signature, str):
+        return f"its {name} ({module_class.__name__}): {signature}"
+    return Part(name, module_class, signature)
 
 
-def _on_class(kind: type, name: str) -> bool:
-    return any(name in vars(k) for k in kind.__mro__ if k not in (nn.Module, object))
+def _on_class(module_class: type, name: str) -> bool:
+    return any(name in vars(k) for k in module_class.__mro__ if k not in (nn.Module, object))
 
 
 @functools.cache
@@ -347,21 +364,21 @@ def _of_every_module() -> frozenset[str]:
     return frozenset(vars(nn.Module())) | {"forward", "__class__", "__dict__"}
 
 
-def methods_of(kind: type, starts: Iterable[str]) -> tuple[set[str], list[FunctionType]]:
-    """The names that the code of methods loads, and that of the methods which these name; they."""
+def methods_of(module_class: type, starts: Iterable[str]) -> tuple[set[str], list[FunctionType]]:
+    """The names that methods load, and the functions: the methods and those that they name."""
     names: set[str] = set()
-    found: list[FunctionType] = []
+    functions: list[FunctionType] = []
     todo = list(starts)
     while todo:
         name = todo.pop()
-        for owner in kind.__mro__:
+        for owner in module_class.__mro__:
             if owner not in (nn.Module, object):
                 for function in _functions(vars(owner).get(name)):
                     fresh = redirect.names(function) - names
                     names |= fresh
                     todo += fresh
-                    found.append(function)
-    return names, found
+                    functions.append(function)
+    return names, functions
 
 
 def _functions(value: Any) -> list[FunctionType]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_multi.patching import conflicts
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.probe import (
     LARGE,
@@ -47,7 +46,7 @@ from liger_multi.patching.experts.quantized import stack_of, unparametrized
 from liger_multi.patching.experts.selection import selected
 from liger_multi.patching.options import Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Swap, stock_class, unpatched_class
+from liger_multi.patching.swap import Swap, conflict_of, stock_class, unpatched_class
 
 # --- experts ---
 
@@ -64,7 +63,7 @@ def looks_like_experts(module: nn.Module) -> bool:
 
 
 def _are_shared(module: nn.Module) -> bool:
-    """Whether a module has a stack a layer, and so no experts that tokens are routed to."""
+    """Whether a module has one stack per layer, and so no experts that tokens are routed to."""
     shapes = _shapes(module)
     return set(shapes) == set(SHARED) and all(len(shape) == 3 for shape in shapes.values())
 
@@ -97,16 +96,16 @@ _known_experts: dict[Any, ExpertsKind | str] = {}
 
 def experts_kind(module: nn.Module) -> ExpertsKind | str:
     """The kind of an instance, or the reason why it stays as it is."""
-    kind = _own_class(module)
-    signature = _signature(module, kind, ())
+    module_class = _own_class(module)
+    signature = _signature(module, module_class, ())
     if isinstance(signature, str):
         return signature
-    code, shapes = code_of(kind, signature), tuple(sorted(_shapes(module).items()))
-    key = (kind, code, signature, shapes, scalars(module))
-    found = _known_experts.get(key)
-    if found is None:
-        found = _known_experts[key] = _measure_experts(module)
-    return found
+    code, shapes = code_of(module_class, signature), tuple(sorted(_shapes(module).items()))
+    key = (module_class, code, signature, shapes, scalars(module))
+    verdict = _known_experts.get(key)
+    if verdict is None:
+        verdict = _known_experts[key] = _measure_experts(module)
+    return verdict
 
 
 def _weights(module: nn.Module) -> tuple[str, ...]:
@@ -126,13 +125,15 @@ def _norm(module: nn.Module) -> str:
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 
 
-def _signature(module: nn.Module, kind: type[nn.Module], seen: Collection[str]) -> Signature | str:
+def _signature(
+    module: nn.Module, module_class: type[nn.Module], flags_read: Collection[str]
+) -> Signature | str:
     """Of gate, forward and flags, without the configuration: see :class:`_Eager`."""
     flags = [name for name in _FLAGS if name in vars(module)]
     weights = _weights(module)
     taken = ("config", *weights, *bias_names(weights), *filter(None, (_norm(module),)))
-    starts = [name for name in ("forward", "_apply_gate") if hasattr(kind, name)]
-    return signature_of(module, kind, taken, [*flags, *seen], tuple(starts))
+    starts = [name for name in ("forward", "_apply_gate") if hasattr(module_class, name)]
+    return signature_of(module, module_class, taken, [*flags, *flags_read], tuple(starts))
 
 
 def _measure_experts(module: nn.Module) -> ExpertsKind | str:
@@ -146,22 +147,22 @@ def _measure_experts(module: nn.Module) -> ExpertsKind | str:
                     set_mode(replica, training)
                     with torch.set_grad_enabled(grad):
                         replica.forward(*inputs)
-                kind = _with_the_gate(module, replica, inputs, generator)
+                spec = _with_the_gate(module, replica, inputs, generator)
             if watch.written:
                 return f"its forward sets its {', '.join(sorted(watch.written))}"
             if getattr(replica, "config", _Eager(None)).read:
                 return "its forward reads its configuration, which may change later"
-            if kind is None:
+            if spec is None:
                 what = "activation" if _weights(module) == WEIGHTS[False] else "gate"
                 return f"the {what} of {own.__name__} is none that fused_moe has"
-            found = _disagreement(replica, inputs, kind, generator)
-            found = found or _experts_at_extremes(replica, inputs, kind, generator)
-            if found:
-                return f"{own.__name__} is more than its gate and products: {found}"
+            difference = _disagreement(replica, inputs, spec, generator)
+            difference = difference or _experts_at_extremes(replica, inputs, spec, generator)
+            if difference:
+                return f"{own.__name__} is more than its gate and products: {difference}"
     except Exception as error:  # somebody's forward: any failure means that it is not one of ours
         return f"its forward failed on a replica: {type(error).__name__}: {error}"
     signature = _signature(module, own, watch.read)
-    return signature if isinstance(signature, str) else replace(kind, signature=signature)
+    return signature if isinstance(signature, str) else replace(spec, signature=signature)
 
 
 def _with_the_gate(
@@ -178,8 +179,8 @@ def _with_the_gate(
     return next((k for k in _candidates(module) if _same_gate(stock, x, k)), None)
 
 
-def _same_gate(stock: Tensor, x: Tensor, kind: ExpertsKind) -> bool:
-    y = _gate(x, kind)
+def _same_gate(stock: Tensor, x: Tensor, spec: ExpertsKind) -> bool:
+    y = _gate(x, spec)
     if y.shape != stock.shape or not _near_experts(y, stock):
         return False
     (slope,) = torch.autograd.grad(stock.sum(), x, retain_graph=True)
@@ -236,41 +237,43 @@ def _replica_experts(module: nn.Module, generator: torch.Generator) -> tuple[Any
 
 def _part(module: nn.Module, sizes: dict[int, int], generator: torch.Generator) -> nn.Module:
     """A small copy of a module within, with random parameters."""
-    made = skeleton(module, sizes)
+    replica = skeleton(module, sizes)
     for name, p in module._parameters.items():
         if p is not None:
-            made._parameters[name] = nn.Parameter(random(generator, *(sizes[n] for n in p.shape)))
-    return made
+            replica._parameters[name] = nn.Parameter(
+                random(generator, *(sizes[n] for n in p.shape))
+            )
+    return replica
 
 
 def _disagreement(
-    replica: Any, inputs: list[Tensor], kind: ExpertsKind, generator: torch.Generator
+    replica: Any, inputs: list[Tensor], spec: ExpertsKind, generator: torch.Generator
 ) -> str | None:
     def close(a: Tensor, b: Tensor) -> bool:
         return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
-    return disagreement(replica, *_calls(replica, kind), inputs, close, generator)
+    return disagreement(replica, *_calls(replica, spec), inputs, close, generator)
 
 
-def _calls(replica: Any, kind: ExpertsKind) -> tuple[Call, Call]:
+def _calls(replica: Any, spec: ExpertsKind) -> tuple[Call, Call]:
     """The forward of a replica, and the operator."""
 
-    def stock(*given: Tensor) -> Any:
-        return replica.forward(*given)
+    def stock(*args: Tensor) -> Any:
+        return replica.forward(*args)
 
-    def ours(x: Tensor, *given: Tensor) -> Tensor:
-        routes = routes_of(replica, kind, x, given)
+    def ours(x: Tensor, *routing: Tensor) -> Tensor:
+        routes = routes_of(replica, spec, x, routing)
         assert routes is not None
-        return apply_experts(replica, kind, x, *routes)
+        return apply_experts(replica, spec, x, *routes)
 
     return stock, ours
 
 
 def _experts_at_extremes(
-    replica: Any, inputs: list[Tensor], kind: ExpertsKind, generator: torch.Generator
+    replica: Any, inputs: list[Tensor], spec: ExpertsKind, generator: torch.Generator
 ) -> str | None:
     """What experts do with zeros, tiny and large numbers that the operator does not."""
-    stock, ours = _calls(replica, kind)
+    stock, ours = _calls(replica, spec)
     return differs_at_extremes(replica, stock, ours, inputs, generator, (*TINY[2:], *LARGE[:3]))
 
 
@@ -278,23 +281,23 @@ def _near_experts(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def _gate(x: Tensor, kind: ExpertsKind) -> Tensor:
+def _gate(x: Tensor, spec: ExpertsKind) -> Tensor:
     from liger_multi.reference.experts.fused_moe import product
 
-    if kind.activation == "swiglu_clamped":
-        numbers = dict(kind.clamps)
+    if spec.activation == "swiglu_clamped":
+        numbers = dict(spec.clamps)
         by = tuple(numbers[name] for name in ("limit", "alpha", "up_offset"))
-        return product(x, (kind.activation, *by, kind.interleaved))
-    return product(x, (kind.activation, 7.0, 1.0, 0.0, kind.interleaved))
+        return product(x, (spec.activation, *by, spec.interleaved))
+    return product(x, (spec.activation, 7.0, 1.0, 0.0, spec.interleaved))
 
 
 def _transposed(module: nn.Module) -> bool:
     """Whether the inputs of a layer stand before its outputs; told by the shapes without a flag."""
-    told = getattr(module, "is_transposed", None)
-    if told is None and not hasattr(module, "_apply_gate") and not _are_shared(module):
+    is_transposed = getattr(module, "is_transposed", None)
+    if is_transposed is None and not hasattr(module, "_apply_gate") and not _are_shared(module):
         first, second = (_shapes(module)[name] for name in WEIGHTS[True])
         return len(first) == len(second) == 3 and first[1:] == (second[2], 2 * second[1])
-    return bool(told)
+    return bool(is_transposed)
 
 
 def _form(module: nn.Module) -> str:
@@ -313,7 +316,7 @@ _ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
 def _candidates(module: nn.Module) -> list[ExpertsKind]:
-    return [replace(kind, form=_form(module), norm=_norm(module)) for kind in _gates(module)]
+    return [replace(spec, form=_form(module), norm=_norm(module)) for spec in _gates(module)]
 
 
 def _gates(module: nn.Module) -> list[ExpertsKind]:
@@ -325,23 +328,23 @@ def _gates(module: nn.Module) -> list[ExpertsKind]:
     if weights != WEIGHTS[True]:
         return [ExpertsKind(NO_GATE, False, transposed, bias)]
     orders = (False, True)
-    found = [
+    specs = [
         ExpertsKind(activation, order, transposed, bias)
         for activation in _ACTIVATIONS
         for order in orders
     ]
-    given = dict(scalars(module))
-    numbers = {n: v for n, v in given.items() if isinstance(v, (int, float)) and v is not True}
+    values = dict(scalars(module))
+    numbers = {n: v for n, v in values.items() if isinstance(v, (int, float)) and v is not True}
     limits = {float(v) for n, v in numbers.items() if "limit" in n and v > 0}
     alphas = {float(v) for n, v in numbers.items() if "alpha" in n} | {1.0, 1.702}
     for limit in sorted(limits):
         for alpha in sorted(alphas):
             for offset in (0.0, 1.0):
                 clamps = (("limit", limit), ("alpha", alpha), ("up_offset", offset))
-                found += [
+                specs += [
                     ExpertsKind("swiglu_clamped", o, transposed, bias, clamps) for o in orders
                 ]
-    return found
+    return specs
 
 
 def find_experts(model: nn.Module, request: Request) -> Iterator[Change]:
@@ -356,14 +359,14 @@ def find_experts(model: nn.Module, request: Request) -> Iterator[Change]:
         if options is None:
             yield Restore(path, module)
             continue
-        found = conflicts.of_module(module) or experts_kind(module)
-        if isinstance(found, str):
-            yield Skipped(path, "fused_moe", found)
+        verdict = conflict_of(module) or experts_kind(module)
+        if isinstance(verdict, str):
+            yield Skipped(path, "fused_moe", verdict)
             continue
         if selected(module) is None:
             name = getattr(module.config, "_experts_implementation", None)
             why = f"patched, but experts_implementation={name!r} runs itself while it is selected"
             yield Skipped(path, "fused_moe", why, False)
-        settings = ExpertsSettings(found, options)
+        settings = ExpertsSettings(verdict, options)
         swap = Swap("fused_moe", stock_class(module), FusedExperts, settings)
         yield Replace(path, module, swap, settings.shown, options.shown())

@@ -79,19 +79,19 @@ class ExpertsKind:
 class ExpertsSettings:
     """The kind, and the options of the patch."""
 
-    kind: ExpertsKind
+    spec: ExpertsKind
     options: Options
 
     @property
     def signature(self) -> Signature:
         """What must not have changed since the probe, or the original forward runs."""
-        return self.kind.signature
+        return self.spec.signature
 
     @property
     def shown(self) -> str:
         """What the report says that runs now."""
-        op = "gated_mlp" if self.kind.form == "shared" else "fused_moe"
-        return f"{op}[{self.kind.activation}{', norm' if self.kind.norm else ''}]"
+        op = "gated_mlp" if self.spec.form == "shared" else "fused_moe"
+        return f"{op}[{self.spec.activation}{', norm' if self.spec.norm else ''}]"
 
 
 class FusedExperts(Patched):
@@ -99,87 +99,87 @@ class FusedExperts(Patched):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The experts with nothing kept but gate and up; what was not probed runs the original."""
-        kind = type(self)
-        if not issubclass(kind, FusedExperts):
-            return cast(Tensor, kind.forward(self, hidden_states, *args, **kwargs))
-        settings = cast(ExpertsSettings, kind._liger_multi_swap.settings)
-        given = (*args, *kwargs.values())  # the index first, whatever a model calls it
-        known = code_holds(kind) and is_probed_call(self, settings.kind, hidden_states)
-        routes = routes_of(self, settings.kind, hidden_states, given) if known else None
+        module_class = type(self)
+        if not issubclass(module_class, FusedExperts):
+            return cast(Tensor, module_class.forward(self, hidden_states, *args, **kwargs))
+        settings = cast(ExpertsSettings, module_class._liger_multi_swap.settings)
+        routing = (*args, *kwargs.values())  # the index first, whatever a model calls it
+        known = code_holds(module_class) and is_probed_call(self, settings.spec, hidden_states)
+        routes = routes_of(self, settings.spec, hidden_states, routing) if known else None
         if routes is None:
-            return cast(Tensor, original(kind)(self, hidden_states, *args, **kwargs))
-        bound = (self, settings.kind, hidden_states, *routes)
+            return cast(Tensor, original(module_class)(self, hidden_states, *args, **kwargs))
+        bound = (self, settings.spec, hidden_states, *routes)
         names = ("fused_moe", "gated_mlp")
         return cast(Tensor, run_bound(settings.options, names, apply_experts, *bound))
 
 
 def routes_of(
-    module: Any, kind: ExpertsKind, x: Tensor, given: Sequence[Any]
+    module: Any, spec: ExpertsKind, x: Tensor, routing: Sequence[Any]
 ) -> tuple[Tensor, Tensor] | None:
     """Experts of every token and their weights, or None where a call has another form.
 
     transformers 5.0 hands phimoe's experts a routing of all experts, and reads two of them.
     """
-    if kind.form == "blocks":
+    if spec.form == "blocks":
         experts = stack_declared(module, "down_proj").shape[0]
         # under autocast the dtype of the result is that of a product
-        known = not given and x.ndim == 2 and autocast_dtype(x.device.type) is None
+        known = not routing and x.ndim == 2 and autocast_dtype(x.device.type) is None
         if not known or x.shape[0] % experts:
             return None
         index = torch.arange(experts, device=x.device)
         index = index.repeat_interleave(x.shape[0] // experts).unsqueeze(1)
         return index, x.new_ones(index.shape)
-    if kind.form == "shared":
+    if spec.form == "shared":
         experts = stack_declared(module, "down_proj").shape[0]
         rows = x.shape[:-1].numel()
-        known = len(given) == 1 and given[0].numel() == rows * experts
-        if not known or given[0].dtype != x.dtype or autocast_dtype(x.device.type) is not None:
+        known = len(routing) == 1 and routing[0].numel() == rows * experts
+        if not known or routing[0].dtype != x.dtype or autocast_dtype(x.device.type) is not None:
             return None
         index = torch.arange(experts, device=x.device).expand(rows, experts)
-        return index, given[0].reshape(rows, experts)
-    alike = len(given) == 2 and given[0].shape == given[1].shape
-    return (given[0], given[1]) if alike and not given[0].is_floating_point() else None
+        return index, routing[0].reshape(rows, experts)
+    alike = len(routing) == 2 and routing[0].shape == routing[1].shape
+    return (routing[0], routing[1]) if alike and not routing[0].is_floating_point() else None
 
 
-def is_probed_call(module: Any, kind: ExpertsKind, hidden: Tensor) -> bool:
+def is_probed_call(module: Any, spec: ExpertsKind, hidden: Tensor) -> bool:
     """Whether a call is one of those that were probed, with ordinary weights."""
-    if globally_hooked() or not holds(module, kind.signature) or selected(module) is None:
+    if globally_hooked() or not holds(module, spec.signature) or selected(module) is None:
         return False
     return type(hidden) is Tensor and all(
         isinstance(t, Stack)
         or (type(t) in WEIGHT_TYPES and t.is_floating_point() and t.itemsize > 1)
-        for t in (stack_declared(module, name) for name in kind.parameters)
+        for t in (stack_declared(module, name) for name in spec.parameters)
     )
 
 
 def apply_experts(
     module: Any,
-    kind: ExpertsKind,
+    spec: ExpertsKind,
     x: Tensor,
     index: Tensor,
     routing: Tensor,
     factors: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Run the operator with the weights of ``module``, and with what adapters add to them."""
-    if kind.form == "shared":
-        return _shared(module, kind, x, routing)
-    if not kind.norm:
-        return _summed(module, kind, x, index, routing, factors or {})
+    if spec.form == "shared":
+        return _shared(module, spec, x, routing)
+    if not spec.norm:
+        return _summed(module, spec, x, index, routing, factors or {})
     # every pair is a token of its own, since the norm is that of one expert's output
     pairs = x.unsqueeze(1).expand(-1, index.shape[1], -1).reshape(-1, x.shape[1])
     ones = routing.new_ones(index.numel(), 1)
-    y = _summed(module, kind, pairs, index.reshape(-1, 1), ones, factors or {})
-    y = getattr(module, kind.norm)(y) * routing.reshape(-1, 1)
+    y = _summed(module, spec, pairs, index.reshape(-1, 1), ones, factors or {})
+    y = getattr(module, spec.norm)(y) * routing.reshape(-1, 1)
     wide = torch.promote_types(y.dtype, torch.float32)
     return cast(Tensor, y.view(*index.shape, y.shape[-1]).sum(1, dtype=wide).to(x.dtype))
 
 
-def _shared(module: Any, kind: ExpertsKind, x: Tensor, routing: Tensor) -> Tensor:
+def _shared(module: Any, spec: ExpertsKind, x: Tensor, routing: Tensor) -> Tensor:
     """The weighted sum of MLPs that all tokens go through."""
     rows, total = x.reshape(-1, x.shape[-1]), None
-    stacks = [getattr(module, name).unbind(0) for name in kind.weights]
+    stacks = [getattr(module, name).unbind(0) for name in spec.weights]
     for weight, parts in zip(routing.split(1, 1), zip(*stacks, strict=True), strict=True):
-        y = ops.gated_mlp(rows, *parts, activation=kind.activation) * weight
+        y = ops.gated_mlp(rows, *parts, activation=spec.activation) * weight
         y = y.to(torch.promote_types(y.dtype, torch.float32))
         total = y if total is None else total + y
     return cast(Tensor, total).to(x.dtype).view(x.shape)
@@ -187,30 +187,30 @@ def _shared(module: Any, kind: ExpertsKind, x: Tensor, routing: Tensor) -> Tenso
 
 def _summed(
     module: Any,
-    kind: ExpertsKind,
+    spec: ExpertsKind,
     x: Tensor,
     index: Tensor,
     routing: Tensor,
     factors: Mapping[str, Any],
 ) -> Tensor:
     """The weighted sum of the experts that every token goes to."""
-    parts, given = [stacked(module, name) for name in kind.parameters], x.dtype
+    parts, dtype = [stacked(module, name) for name in spec.parameters], x.dtype
     experts = parts[1].shape[0]
     if autocast_dtype(x.device.type) is None or computes_in_weight_dtype(module, x.device.type):
         x = x.to(parts[1].dtype)
-    if kind.form == "identity":
+    if spec.form == "identity":
         parts[0] = parts[0][:experts]
-    run = functools.partial(_run, kind)
+    run = functools.partial(_run, spec)
     whole = not any(isinstance(part, Stack) for part in parts)
     with autocast_of(module, x.device.type):
         y = (run if whole else functools.partial(in_groups, run))(parts, x, index, routing, factors)
-    if kind.form == "identity":
+    if spec.form == "identity":
         y = y + torch.where(index < experts, 0, routing).sum(-1, keepdim=True).to(y.dtype) * x
-    return y.to(given)
+    return y.to(dtype)
 
 
 def _run(
-    kind: ExpertsKind,
+    spec: ExpertsKind,
     parts: Sequence[Tensor],
     x: Tensor,
     index: Tensor,
@@ -218,7 +218,7 @@ def _run(
     factors: Mapping[str, Any],
 ) -> Tensor:
     weight, down, *biases = parts
-    options: dict[str, Any] = kind.options
+    options: dict[str, Any] = spec.options
     if biases:
         options |= {"gate_up_bias": biases[0], "down_bias": biases[1]}
     op = ops.lora_moe if factors else ops.fused_moe

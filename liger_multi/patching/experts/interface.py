@@ -16,7 +16,7 @@ from liger_multi.patching.swap import unpatched_class
 NAME = "liger_multi"
 
 
-_found: dict[type, list[tuple[ExpertsKind, Callable[[], bool]]]] = {}
+_known: dict[type, list[tuple[ExpertsKind, Callable[[], bool]]]] = {}
 """What the probe found for instances of a class, and whether the class is as it was then."""
 
 
@@ -24,28 +24,28 @@ def _kind_at_a_call(module: nn.Module) -> ExpertsKind | str:
     """As :func:`experts_kind`, which would take ten times as long as the rest of a call."""
     own = unpatched_class(module)
     bias = module._parameters.get("down_proj_bias") is not None
-    known = _found.get(own, [])
-    for kind, unchanged in known:
-        if kind.bias == bias and unchanged() and holds(module, kind.signature):
-            return kind
-    found = experts_kind(module)
-    if isinstance(found, ExpertsKind):
-        kept = [entry for entry in known if entry[0] != found and entry[1]()]
-        _found[own] = [*kept, (found, watched_code(own, found.signature))]
-    return found
+    known = _known.get(own, [])
+    for spec, unchanged in known:
+        if spec.bias == bias and unchanged() and holds(module, spec.signature):
+            return spec
+    verdict = experts_kind(module)
+    if isinstance(verdict, ExpertsKind):
+        kept = [entry for entry in known if entry[0] != verdict and entry[1]()]
+        _known[own] = [*kept, (verdict, watched_code(own, verdict.signature))]
+    return verdict
 
 
 def implementation(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """What ``experts_implementation`` calls; gates of other kinds go to the grouped GEMMs."""
-    kind = _kind_at_a_call(module)
-    if isinstance(kind, ExpertsKind) and is_probed_call(module, kind, hidden_states):
-        return apply_experts(module, kind, hidden_states, top_k_index, top_k_weights)
+    spec = _kind_at_a_call(module)
+    if isinstance(spec, ExpertsKind) and is_probed_call(module, spec, hidden_states):
+        return apply_experts(module, spec, hidden_states, top_k_index, top_k_weights)
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    found = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    return cast(Tensor, found)
+    output = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    return cast(Tensor, output)
 
 
 def register_experts(name: str = NAME) -> None:

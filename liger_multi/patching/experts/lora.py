@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.checks import autocast_dtype
-from liger_multi.patching import conflicts
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.probe import probe_context, random
 from liger_multi.patching.evidence.signature import code_holds, is_watched
@@ -39,7 +38,7 @@ from liger_multi.patching.experts.selection import computes_in_weight_dtype
 from liger_multi.patching.lora.fused import Adapter, adapters
 from liger_multi.patching.options import Options, Request, run_bound
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Patched, Swap, original, stock_class, stock_of
+from liger_multi.patching.swap import Patched, Swap, conflict_of, original, stock_class, stock_of
 
 _WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper.forward")
 
@@ -50,27 +49,27 @@ def is_wrapper(module: nn.Module | None) -> bool:
 
 
 @constant_in_graphs
-def _wraps(kind: Any) -> bool:
-    own = getattr(stock_of(kind), "forward", None)
+def _wraps(module_class: Any) -> bool:
+    own = getattr(stock_of(module_class), "forward", None)
     return (getattr(own, "__module__", ""), getattr(own, "__qualname__", "")) == _WRAPPER
 
 
 def chain(outermost: nn.Module) -> tuple[list[Any], Any]:
     """The wrappers around one module, the outermost first, and the module."""
-    found, module = [], cast(Any, outermost)
+    wrappers, module = [], cast(Any, outermost)
     while is_wrapper(module):
-        found.append(module)
+        wrappers.append(module)
         module = module.base_layer
-    return found, module
+    return wrappers, module
 
 
 def outermost_wrappers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The wrappers around experts of transformers' interface that are in no other one."""
-    found = [(path, module) for path, module in model.named_modules() if is_wrapper(module)]
-    inner = {id(wrapper) for _, module in found for wrapper in chain(module)[0][1:]}
+    wrappers = [(path, module) for path, module in model.named_modules() if is_wrapper(module)]
+    inner = {id(wrapper) for _, module in wrappers for wrapper in chain(module)[0][1:]}
     return [
         (path, module)
-        for path, module in found
+        for path, module in wrappers
         if id(module) not in inner and looks_like_experts(chain(module)[1])
     ]
 
@@ -82,29 +81,29 @@ def outermost_wrappers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 class Factors:
     """The adapters of the weights of all experts, by the name of the weight."""
 
-    kind: ExpertsKind
+    spec: ExpertsKind
     base: Any
     thin: dict[str, list[Adapter]]
 
     @property
     def shown(self) -> str:
         """What the report says that runs now."""
-        return f"lora_moe[{self.kind.activation}]"
+        return f"lora_moe[{self.spec.activation}]"
 
-    def given(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """Arguments of ``lora_moe``: a (E, r, in) and b (E, out, r) as views of PEFT's matrices."""
         experts = stack_declared(self.base, "down_proj").shape[0]
-        found: dict[str, Any] = {}
-        for layer, name in zip(("gate_up", "down"), self.kind.weights, strict=True):
+        arguments: dict[str, Any] = {}
+        for layer, name in zip(("gate_up", "down"), self.spec.weights, strict=True):
             parts = [_views(one, experts) for one in self.thin.get(name, ())]
             if len(parts) == 1:
-                found |= dict(zip((f"{layer}_a", f"{layer}_b"), parts[0], strict=True))
-                found[f"{layer}_scale"] = self.thin[name][0].scale
+                arguments |= dict(zip((f"{layer}_a", f"{layer}_b"), parts[0], strict=True))
+                arguments[f"{layer}_scale"] = self.thin[name][0].scale
             elif parts:
                 scaled = [b * one.scale for (_, b), one in zip(parts, self.thin[name], strict=True)]
-                found[f"{layer}_a"] = torch.cat([a for a, _ in parts], 1)
-                found[f"{layer}_b"] = torch.cat(scaled, 2)
-        return found
+                arguments[f"{layer}_a"] = torch.cat([a for a, _ in parts], 1)
+                arguments[f"{layer}_b"] = torch.cat(scaled, 2)
+        return arguments
 
 
 def _views(adapter: Adapter, experts: int) -> tuple[Tensor, Tensor]:
@@ -120,25 +119,25 @@ def factors(outermost: nn.Module) -> Factors | str:
     watched = any(is_watched(m) for m in wrappers[1:]) or is_watched_by_others(base)
     if not isinstance(base, FusedExperts) or watched:
         return "its experts are not patched, or something stands around them"
-    kind = cast(ExpertsSettings, type(base)._liger_multi_swap.settings).kind
-    other = kind.form in ("identity", "shared")
-    if other or bool(getattr(base, "is_transposed", False)) != kind.transposed:
+    spec = cast(ExpertsSettings, type(base)._liger_multi_swap.settings).spec
+    other = spec.form in ("identity", "shared")
+    if other or bool(getattr(base, "is_transposed", False)) != spec.transposed:
         return "PEFT reads the layout of its experts in another way"
     thin: dict[str, list[Adapter]] = {}
     for wrapper in wrappers:
-        name, found = wrapper.parameter_name, adapters(wrapper)
-        if isinstance(found, str):
-            return f"{name}: {found}"
-        if name not in kind.weights or name in thin:
-            return f"its parameter {name} is none of {' and '.join(kind.weights)}"
-        if len({t.dtype for one in found for t in one[:2]}) > 1:
+        name, low_rank = wrapper.parameter_name, adapters(wrapper)
+        if isinstance(low_rank, str):
+            return f"{name}: {low_rank}"
+        if name not in spec.weights or name in thin:
+            return f"its parameter {name} is none of {' and '.join(spec.weights)}"
+        if len({t.dtype for one in low_rank for t in one[:2]}) > 1:
             return f"{name}: its factors have several dtypes"
-        thin[name] = found
-    parts = [stack_declared(base, name) for name in kind.parameters]
+        thin[name] = low_rank
+    parts = [stack_declared(base, name) for name in spec.parameters]
     if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         return "its experts are trained as well"
     wrapper = cast(Any, stock_of(type(wrappers[0])))
-    return _layout(wrapper, kind.transposed) or Factors(kind, base, thin)
+    return _layout(wrapper, spec.transposed) or Factors(spec, base, thin)
 
 
 @constant_in_graphs
@@ -158,16 +157,16 @@ def _measured(wrapper: Any, transposed: bool) -> str:
             base = nn.Module()
             base.register_parameter("weight", nn.Parameter(random(generator, experts, *shape)))
             base.is_transposed = transposed  # type: ignore[assignment]
-            made = wrapper(base, "probe", "weight", config=config, r=2, lora_alpha=3)
-            a, b = (cast(Any, side["probe"]) for side in (made.lora_A, made.lora_B))
+            wrapped = wrapper(base, "probe", "weight", config=config, r=2, lora_alpha=3)
+            a, b = (cast(Any, side["probe"]) for side in (wrapped.lora_A, wrapped.lora_B))
             a.weight, b.weight = (
                 nn.Parameter(random(generator, *layer.weight.shape)) for layer in (a, b)
             )
-            one = Adapter(a.weight, b.weight, made.scaling["probe"])
+            one = Adapter(a.weight, b.weight, wrapped.scaling["probe"])
             first, second = _views(one, experts)
-            wanted = one.scale * (second @ first)
-            found = made.get_delta_weight("probe")
-            same = torch.allclose(found, wanted.mT if transposed else wanted, atol=1e-5)
+            expected = one.scale * (second @ first)
+            actual = wrapped.get_delta_weight("probe")
+            same = torch.allclose(actual, expected.mT if transposed else expected, atol=1e-5)
     except Exception as error:  # another version of PEFT: any failure leaves its modules to it
         return f"PEFT's {wrapper.__name__} failed on a small copy: {type(error).__name__}: {error}"
     return "" if same else f"PEFT's {wrapper.__name__} lays its factors out in another way"
@@ -188,30 +187,32 @@ class FusedExpertAdapters(Patched):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The experts and what every adapter adds; PEFT's forward where it must."""
-        kind = type(self)
-        if not issubclass(kind, FusedExpertAdapters):
-            return cast(Tensor, kind.forward(self, x, *args, **kwargs))
-        found = factors(self) if code_holds(kind) else ""
+        module_class = type(self)
+        if not issubclass(module_class, FusedExpertAdapters):
+            return cast(Tensor, module_class.forward(self, x, *args, **kwargs))
+        verdict = factors(self) if code_holds(module_class) else ""
         routes = None
-        if isinstance(found, Factors) and _serves(found, x):
-            routes = routes_of(found.base, found.kind, x, (*args, *kwargs.values()))
-        if isinstance(found, str) or routes is None:
-            return cast(Tensor, original(kind)(self, x, *args, **kwargs))
-        options = cast(ExpertAdaptersSettings, kind._liger_multi_swap.settings).options
-        bound = (found.base, found.kind, x, *routes, found.given())
+        if isinstance(verdict, Factors) and _serves(verdict, x):
+            routes = routes_of(verdict.base, verdict.spec, x, (*args, *kwargs.values()))
+        if isinstance(verdict, str) or routes is None:
+            return cast(Tensor, original(module_class)(self, x, *args, **kwargs))
+        options = cast(ExpertAdaptersSettings, module_class._liger_multi_swap.settings).options
+        bound = (verdict.base, verdict.spec, x, *routes, verdict.arguments())
         return cast(Tensor, run_bound(options, ("fused_moe", "lora_moe"), apply_experts, *bound))
 
 
-def _serves(found: Factors, x: Tensor) -> bool:
+def _serves(low_rank: Factors, x: Tensor) -> bool:
     """Whether the experts are what the probe saw, and the operator takes the dtypes."""
-    base = found.base
-    if not code_holds(type(base)) or not is_probed_call(base, found.kind, x):
+    base = low_rank.base
+    if not code_holds(type(base)) or not is_probed_call(base, low_rank.spec, x):
         return False
     device_type = x.device.type
     if autocast_dtype(device_type) is not None and not computes_in_weight_dtype(base, device_type):
         return True
-    kinds = [one.a.dtype for several in found.thin.values() for one in several]
-    return all(kind.itemsize >= stack_declared(base, "down_proj").dtype.itemsize for kind in kinds)
+    kinds = [one.a.dtype for several in low_rank.thin.values() for one in several]
+    return all(
+        dtype.itemsize >= stack_declared(base, "down_proj").dtype.itemsize for dtype in kinds
+    )
 
 
 def find_expert_adapters(model: nn.Module, request: Request) -> Iterator[Change]:
@@ -221,11 +222,11 @@ def find_expert_adapters(model: nn.Module, request: Request) -> Iterator[Change]
         if options is None:
             yield Restore(path, module)
             continue
-        found = conflicts.of_module(module) or factors(module)
-        if isinstance(found, str):
+        verdict = conflict_of(module) or factors(module)
+        if isinstance(verdict, str):
             yield Restore(path, module)
-            yield Skipped(path, "lora", found)
+            yield Skipped(path, "lora", verdict)
             continue
         settings = ExpertAdaptersSettings(options)
         swap = Swap("lora", stock_class(module), FusedExpertAdapters, settings)
-        yield Replace(path, module, swap, found.shown, options.shown())
+        yield Replace(path, module, swap, verdict.shown, options.shown())

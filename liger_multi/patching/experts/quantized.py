@@ -2,9 +2,9 @@
 
 bitsandbytes (``replace_parameter_4bit``) keeps a stack packed, and dequantizes all of it whenever a
 forward reads the parameter. Here the experts run in groups. An index of another group adds nothing,
-so the sum over groups is that over all experts; it is taken in fp32. Backward computes a group
-again, its weights included, so that no more than those of one group exist at a time. One autograd
-function has all groups: gradients of a group's factors are written into their place.
+so the sum over groups, taken in fp32, is the sum over all experts. Backward computes each group
+again, its weights included, so that only the weights of one group exist at a time. One autograd
+function runs all groups and writes the gradients of a group's factors into their place.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Stack:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the stack."""
+        """The shape of the stack."""
         return cast(torch.Size, self.state.shape)
 
     @property
@@ -51,7 +51,7 @@ class Stack:
 
     @property
     def expert(self) -> int:
-        """Numbers of one expert."""
+        """The number of elements of one expert."""
         return math.prod(self.shape[1:])
 
     @torch.no_grad()
@@ -95,38 +95,42 @@ def stack_of(module: nn.Module, name: str) -> Stack | None:
     every: Any = module._modules.get("parametrizations")
     if every is None or name not in every or len(every[name]) != 1:
         return None
-    kind = type(every[name][0])
-    if (kind.__module__, kind.__name__) != _PARAMETRIZATION:
+    module_class = type(every[name][0])
+    if (module_class.__module__, module_class.__name__) != _PARAMETRIZATION:
         return None
-    found = Stack(every[name].original, every[name][0].quant_state)
-    return None if found.expert % (2 * found.state.blocksize) else found
+    stack = Stack(every[name].original, every[name][0].quant_state)
+    return None if stack.expert % (2 * stack.state.blocksize) else stack
 
 
 def stacked(module: nn.Module, name: str) -> Any:
     """A parameter, or its packed stack."""
-    found = stack_of(module, name)
-    return getattr(module, name, None) if found is None else found
+    stack = stack_of(module, name)
+    return getattr(module, name, None) if stack is None else stack
 
 
 def stack_declared(module: nn.Module, name: str) -> Any:
     """The same to look at: a parametrization is not evaluated."""
-    found = stack_of(module, name)
-    return declared(module, name) if found is None else found
+    stack = stack_of(module, name)
+    return declared(module, name) if stack is None else stack
 
 
-def unparametrized(module: nn.Module, kind: type[nn.Module]) -> type[nn.Module]:
+def unparametrized(module: nn.Module, module_class: type[nn.Module]) -> type[nn.Module]:
     """The class that PyTorch derived another one from for the parametrizations of an instance."""
-    return cast("type[nn.Module]", kind.__base__) if "parametrizations" in module._modules else kind
+    return (
+        cast("type[nn.Module]", module_class.__base__)
+        if "parametrizations" in module._modules
+        else module_class
+    )
 
 
 def is_watched_by_others(module: nn.Module) -> bool:
     """Whether hooks stand on a module beside those that bitsandbytes puts there for its cache."""
-    held = module.__dict__
-    before, after = held["_forward_pre_hooks"], held["_forward_hooks"]
+    attributes = module.__dict__
+    before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
     hooks = [*before.values(), *after.values()]
     own = all(str(_function(h).__module__).startswith("bitsandbytes.") for h in hooks)
-    backward = held["_backward_hooks"] or held["_backward_pre_hooks"]
-    return not own or bool(backward) or "forward" in held
+    backward = attributes["_backward_hooks"] or attributes["_backward_pre_hooks"]
+    return not own or bool(backward) or "forward" in attributes
 
 
 def _function(hook: Any) -> Any:
@@ -162,14 +166,19 @@ class _Groups:
             yield some, [p[some] for p in parts]
 
     def of(
-        self, some: slice, weights: list[Tensor], x: Tensor, index: Tensor, routing: Tensor,
+        self,
+        some: slice,
+        weights: list[Tensor],
+        x: Tensor,
+        index: Tensor,
+        routing: Tensor,
         thin: Sequence[Tensor],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The sum of a group, of whose experts ``thin`` are the factors."""
-        given = {**self.others, **dict(zip(self.names, thin, strict=True))}
+        named = {**self.others, **dict(zip(self.names, thin, strict=True))}
         device, on, dtype = self.autocast
         with torch.autocast(device, dtype, enabled=on):
-            return self.run(weights, x, index - some.start, routing, given)
+            return self.run(weights, x, index - some.start, routing, named)
 
 
 class _InGroups(torch.autograd.Function):
@@ -184,9 +193,9 @@ class _InGroups(torch.autograd.Function):
         ctx.save_for_backward(x, index, routing, *thin)
         total: Tensor | None = None
         for some, weights in groups.slices():
-            made = groups.of(some, weights, x, index, routing, [t[some] for t in thin])
-            made = made.to(torch.promote_types(made.dtype, torch.float32))
-            total = made if total is None else total.add_(made)
+            y = groups.of(some, weights, x, index, routing, [t[some] for t in thin])
+            y = y.to(torch.promote_types(y.dtype, torch.float32))
+            total = y if total is None else total.add_(y)
             del weights
         return cast(Tensor, total)
 
@@ -205,12 +214,14 @@ class _InGroups(torch.autograd.Function):
             for leaf, place in zip(leaves, places, strict=True):
                 leaf.requires_grad_(place is not None)
             with torch.enable_grad():
-                made = ctx.groups.of(some, weights, leaves[0], index, leaves[1], own)
-            wanted = [(leaf, p) for leaf, p in zip(leaves, places, strict=True) if p is not None]
-            found = torch.autograd.grad(made, [leaf for leaf, _ in wanted], dy.to(made.dtype))
-            for (_, place), gradient in zip(wanted, found, strict=True):
+                y = ctx.groups.of(some, weights, leaves[0], index, leaves[1], own)
+            differentiable = [
+                (leaf, p) for leaf, p in zip(leaves, places, strict=True) if p is not None
+            ]
+            gradients = torch.autograd.grad(y, [leaf for leaf, _ in differentiable], dy.to(y.dtype))
+            for (_, place), gradient in zip(differentiable, gradients, strict=True):
                 place.add_(gradient)
-            del weights, made, found
+            del weights, y, gradients
         dx, drouting = (
             None if s is None else s.to(t.dtype) for s, t in zip(wide, (x, routing), strict=True)
         )

@@ -26,11 +26,11 @@ _HOME = "transformers.integrations.moe"
 
 def selected(module: Any) -> str | None:
     """The implementation that a call runs unpatched, if the operator stands for it; else None."""
-    kind = unpatched_class(module)
-    if not _asks_an_interface(kind):
+    module_class = unpatched_class(module)
+    if not _asks_an_interface(module_class):
         return EAGER
     config = vars(module).get("config")
-    return _known(kind, getattr(config, "_experts_implementation", None))
+    return _known(module_class, getattr(config, "_experts_implementation", None))
 
 
 def computes_in_weight_dtype(module: Any, device_type: str) -> bool:
@@ -46,13 +46,13 @@ def autocast_of(module: Any, device_type: str) -> contextlib.AbstractContextMana
 
 
 @constant_in_graphs
-def _asks_an_interface(kind: type) -> bool:
-    return _interface(getattr(kind, "forward", None)) is not None
+def _asks_an_interface(module_class: type) -> bool:
+    return _interface(getattr(module_class, "forward", None)) is not None
 
 
 @constant_in_graphs
-def _known(kind: type, name: str | None) -> str | None:
-    interface: Any = _interface(kind.forward)  # type: ignore[attr-defined]
+def _known(module_class: type, name: str | None) -> str | None:
+    interface: Any = _interface(module_class.forward)  # type: ignore[attr-defined]
     function = interface.get(name)
     if function is None:
         return EAGER if name in (None, EAGER) else None

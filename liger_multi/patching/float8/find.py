@@ -1,4 +1,4 @@
-"""Linear layers that multiply in FP8: those of size, but for heads and adapters."""
+"""Linear layers that multiply in FP8: large ones, except heads and adapters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from torch import nn
 
 from liger_multi.parameters import stored
-from liger_multi.patching import conflicts
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.float8.linear import (
     Float8Linear,
@@ -22,11 +21,11 @@ from liger_multi.patching.linear import LinearByRows, looks_like_linear
 from liger_multi.patching.lora.fused import looks_like_lora, matrices
 from liger_multi.patching.options import Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Patched, Swap, stock_class, swapped
+from liger_multi.patching.swap import Patched, Swap, conflict_of, stock_class, swapped
 
 
 def find_float8(model: nn.Module, request: Request) -> Iterator[Change]:
-    """Linear layers that multiply in FP8: those of size, but for heads and adapters."""
+    """Large linear layers, except heads and adapters."""
     options = request.get("linear_float8")
     heads = {id(m) for _, head in find_heads(model)[0] for m in head.modules()}
     holders = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -41,25 +40,25 @@ def find_float8(model: nn.Module, request: Request) -> Iterator[Change]:
         alone = options and (options.frozen or options.gather)
         shared = alone and holders[id(stored(module))] > 1
         tied = shared and "its weight is that of another layer too, which would lose it"
-        found = options and (
+        reason = options and (
             head
             or tied
-            or conflicts.of_module(module)
+            or conflict_of(module)
             or float8_refusal(module, options, unit_of(path, sharded))
         )
         swap = None
-        if options is not None and not found:
+        if options is not None and not reason:
             settings = Float8Settings(options, options.frozen)
-            kind = GatheringFloat8Linear if options.gather else Float8Linear
-            swap = Swap("linear_float8", stock_class(module), kind, settings)
-        held = swapped(module) if ours else None
-        if held is not None and held != swap and (fixed := held.behavior.fixed(module)):
+            behavior = GatheringFloat8Linear if options.gather else Float8Linear
+            swap = Swap("linear_float8", stock_class(module), behavior, settings)
+        current = swapped(module) if ours else None
+        if current is not None and current != swap and (fixed := current.behavior.fixed(module)):
             yield Skipped(path, "linear_float8", f"{fixed}; options are fixed")
             continue
         if ours and swap is None:
             yield Restore(path, module)
-        if found:
-            yield Skipped(path, "linear_float8", found, strict=False)
+        if reason:
+            yield Skipped(path, "linear_float8", reason, strict=False)
         elif swap is not None:
             by = f"linear_float8{'[weight in FP8]' * options.frozen}"
             yield Replace(path, module, swap, by, options.shown())

@@ -33,7 +33,7 @@ from liger_multi.patching.evidence.signature import (
     is_watched,
     is_watched_by_users,
 )
-from liger_multi.patching.float8.kept import follow_optimizers, kept_rows
+from liger_multi.patching.float8.code_cache import cached_rows, follow_optimizers
 from liger_multi.patching.float8.shards import (
     GatheredWeight,
     TrainedShard,
@@ -120,7 +120,7 @@ def hands_out(op: str) -> bool:
 
 
 def handed_out(module: nn.Module, op: str, call: functools.partial[Any]) -> Tensor:
-    """What an operator gives to a module, with codes where a layer rounded the last result.
+    """The output of an operator for a module, with codes where a layer rounded the last output.
 
     Not where a backend was pinned, for it may have no codes, and not under dispatch modes, some of
     which compare the calls of a recomputation with those of forward. A hook may write to the result
@@ -141,17 +141,17 @@ def handed_out(module: nn.Module, op: str, call: functools.partial[Any]) -> Tens
             remember(y, rows, use)
         return cast(Tensor, y)
     _uses.pop(module, None)
-    made = cast(Tensor, call())
-    _output.y, _output.version = weakref.ref(made), made._version
+    output = cast(Tensor, call())
+    _output.y, _output.version = weakref.ref(output), output._version
     _output.module = weakref.ref(module)
-    return made
+    return output
 
 
 def _ask(x: Tensor) -> None:
     """Have the module whose output this is hand out codes from its next call on."""
     _process["rounds"] = True
-    found = _output.y is not None and _output.y() is x and x._version == _output.version
-    module = _output.module() if found and _output.module is not None else None
+    is_output = _output.y is not None and _output.y() is x and x._version == _output.version
+    module = _output.module() if is_output and _output.module is not None else None
     if module is not None and autocast_dtype(x.device.type) in (None, x.dtype):
         _uses[module] = _Use()
 
@@ -180,13 +180,13 @@ class Float8Linear(Patched):
 
     def forward(self, input: Tensor) -> Tensor:
         """The operator, or the layer's own forward for other calls than a plain tensor's."""
-        kind = type(self)
-        if not issubclass(kind, Float8Linear):
-            return cast(Tensor, kind.forward(self, input))
+        module_class = type(self)
+        if not issubclass(module_class, Float8Linear):
+            return cast(Tensor, module_class.forward(self, input))
         layer = cast(Any, self)
-        if not code_holds(kind) or _computes(layer) or not _served(layer, input):
-            return cast(Tensor, original(kind)(self, input))
-        options = cast(Float8Settings, kind._liger_multi_swap.settings).options
+        if not code_holds(module_class) or _computes(layer) or not _served(layer, input):
+            return cast(Tensor, original(module_class)(self, input))
+        options = cast(Float8Settings, module_class._liger_multi_swap.settings).options
         return cast(Tensor, run_bound(options, ("linear_float8",), _apply, layer, input))
 
     @staticmethod
@@ -236,7 +236,7 @@ class GatheringFloat8Linear(Float8Linear):
 
     @staticmethod
     def entered(module: nn.Module, settings: Any) -> None:
-        """The same of a weight that is sharded already."""
+        """The same for a weight that is already sharded."""
         Float8Linear.entered(module, settings)
         weight = module._parameters.get("weight")
         if is_sharded(weight):
@@ -283,18 +283,18 @@ def _apply(layer: Any, x: Tensor) -> Tensor:
         op,
     )
 
-    weight, scale, beside = wide_parts(layer)
-    given: Any = {"weight_scale": scale, "weight_codes": beside}
+    weight, scale, codes = wide_parts(layer)
+    operands: Any = {"weight_scale": scale, "weight_codes": codes}
     if torch.compiler.is_compiling():
-        return linear_float8(x, weight, layer.bias, **given)
+        return linear_float8(x, weight, layer.bias, **operands)
     known = None if is_hooked(layer) else codes_of(x)
     if known is None:
         _ask(x)
     if autocast_dtype(x.device.type) is not None:
-        y, rows = linear_float8_with_codes(x, weight, layer.bias, **given, quantized=known)
+        y, rows = linear_float8_with_codes(x, weight, layer.bias, **operands, quantized=known)
     else:  # what the function checks, _served and the report have seen
-        y, *made = op(x, weight, layer.bias, scale, *(known or (None, None)), beside)
-        rows = Float8Rows(*made)
+        y, *quantized = op(x, weight, layer.bias, scale, *(known or (None, None)), codes)
+        rows = Float8Rows(*quantized)
     if known is None and not x.is_inference():
         remember(x, rows)
     return y
@@ -305,21 +305,23 @@ def _apply(layer: Any, x: Tensor) -> Tensor:
 
 def _kept(layer: Any, weight: Tensor) -> tuple[Tensor, Tensor] | tuple[()]:
     """Scales and codes of a trained weight, where they are kept between its uses."""
-    kind = type(layer)
-    settings: Any = kind._liger_multi_swap.settings if issubclass(kind, Float8Linear) else None
+    module_class = type(layer)
+    settings: Any = (
+        module_class._liger_multi_swap.settings if issubclass(module_class, Float8Linear) else None
+    )
     if settings is None or not settings.options.cache or torch.compiler.is_compiling():
         return ()
-    rows = kept_rows(weight) if weight.requires_grad and torch.is_grad_enabled() else None
+    rows = cached_rows(weight) if weight.requires_grad and torch.is_grad_enabled() else None
     return () if rows is None else (rows.scale, rows.codes)
 
 
 def bare_float8(layer: nn.Module | None) -> bool:
     """Whether a layer does nothing but multiply in FP8, on a backend that nobody named."""
-    kind = type(layer)
-    if layer is None or not issubclass(kind, Float8Linear):
+    module_class = type(layer)
+    if layer is None or not issubclass(module_class, Float8Linear):
         return False
-    options = cast(Float8Settings, kind._liger_multi_swap.settings).options
-    if options.backend is not None or not code_holds(kind) or is_watched(layer):
+    options = cast(Float8Settings, module_class._liger_multi_swap.settings).options
+    if options.backend is not None or not code_holds(module_class) or is_watched(layer):
         return False
     if _computes(layer):
         return False

@@ -43,8 +43,8 @@ class GatheredWeight(Float8Weight):
 
         Operators take it beside the codes.
         """
-        made: Tensor = _Master.apply(self)  # type: ignore[no-untyped-call]
-        return made
+        master: Tensor = _Master.apply(self)  # type: ignore[no-untyped-call]
+        return master
 
 
 class _Master(torch.autograd.Function):
@@ -71,9 +71,9 @@ class TrainedShard(Tensor):
     @staticmethod
     def __new__(cls: type[TrainedShard], rows: Tensor, whole: int) -> TrainedShard:
         """The rows, under a class of which FSDP2 asks for codes."""
-        made: TrainedShard = make_subclass(cls, rows)
-        made.whole = whole
-        return made
+        shard: TrainedShard = make_subclass(cls, rows)
+        shard.whole = whole
+        return shard
 
     __torch_function__ = no_torch_function
 
@@ -83,10 +83,10 @@ class TrainedShard(Tensor):
     ) -> Any:
         """Operations of plain tensors; what FSDP2 makes another shard of stays one."""
         with DisableTorchDispatch():
-            made = func(*args, **(kwargs or {}))
+            output = func(*args, **(kwargs or {}))
         if func not in _KEPT or not isinstance(args[0], TrainedShard):
-            return made
-        return cls(made, args[0].whole)
+            return output
+        return cls(output, args[0].whole)
 
     def plain(self) -> Tensor:
         """The same numbers in the same place, as a plain tensor."""
@@ -99,8 +99,8 @@ class TrainedShard(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainedShard:
         """Another shard."""
-        made = memo[id(self)] = TrainedShard(self.plain().clone(), self.whole)
-        return made
+        copied = memo[id(self)] = TrainedShard(self.plain().clone(), self.whole)
+        return copied
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[Outputs, torch.dtype]:
         """What every rank gives: codes of its rows, made now."""
@@ -119,9 +119,15 @@ class TrainedShard(Tensor):
 
 
 _KEPT = {
-    aten.detach.default, aten.alias.default, aten.clone.default, to_copy,
-    aten.new_zeros.default, aten.slice.Tensor, aten.empty_like.default, pin_memory,
-}  # fmt: skip
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    to_copy,
+    aten.new_zeros.default,
+    aten.slice.Tensor,
+    aten.empty_like.default,
+    pin_memory,
+}
 """Operations whose result takes the place of a shard."""
 
 # --- sharded parameters ---
@@ -144,11 +150,15 @@ def local(weight: Any) -> Any:
 def with_local(weight: Any, part: Tensor) -> Tensor:
     """The same sharded tensor of another local part."""
     module: Any = sys.modules["torch.distributed.tensor"]
-    made: Tensor = module.DTensor.from_local(
-        part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape,
+    tensor: Tensor = module.DTensor.from_local(
+        part,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
         stride=weight.stride(),
-    )  # fmt: skip
-    return made
+    )
+    return tensor
 
 
 def gather_codes(weight: Any) -> None:
@@ -175,10 +185,10 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
     return {path: m for path, m in model.named_modules() if hasattr(m, "_get_fsdp_state")}
 
 
-def unit_of(path: str, found: Mapping[str, nn.Module]) -> nn.Module | None:
+def unit_of(path: str, units: Mapping[str, nn.Module]) -> nn.Module | None:
     """The innermost unit that a module is part of."""
-    around = [unit for unit in found if not unit or f"{path}.".startswith(f"{unit}.")]
-    return found[max(around, key=len)] if around else None
+    around = [unit for unit in units if not unit or f"{path}.".startswith(f"{unit}.")]
+    return units[max(around, key=len)] if around else None
 
 
 def has_run(unit: Any) -> bool:

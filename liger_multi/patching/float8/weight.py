@@ -57,12 +57,12 @@ class Float8Weight(Tensor):
         whole: int | None = None,
     ) -> Float8Weight:
         """A weight of a dtype, of codes and scales; ``whole``: if they are some of its rows."""
-        made: Float8Weight = make_wrapper_subclass(
+        weight: Float8Weight = make_wrapper_subclass(
             cls, codes.shape, dtype=dtype, device=codes.device, requires_grad=False
         )
-        made.codes, made.scale, made.original = codes, scale, original
-        made.whole = len(scale) if whole is None else whole
-        return made
+        weight.codes, weight.scale, weight.original = codes, scale, original
+        weight.whole = len(scale) if whole is None else whole
+        return weight
 
     @classmethod
     def of(cls, weight: Tensor, keep: bool) -> Float8Weight:
@@ -120,11 +120,11 @@ class Float8Weight(Tensor):
     ) -> Any:
         """Operations that keep codes, loading, and everything else on dequantized numbers."""
         kwargs = kwargs or {}
-        kept = _KEPT.get(func)
-        if kept is not None and isinstance(args[0], Float8Weight):
-            made = kept(*args, **kwargs)
-            if made is not None:
-                return made
+        handler = _KEPT.get(func)
+        if handler is not None and isinstance(args[0], Float8Weight):
+            output = handler(*args, **kwargs)
+            if output is not None:
+                return output
         schema = func._schema.arguments
         for argument, value in zip(schema, args, strict=False):
             written = argument.alias_info is not None and argument.alias_info.is_write
@@ -143,14 +143,14 @@ def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     return PLAIN.rows(weight.detach(), None, format_of(weight.device))
 
 
-def _made(
+def _rebuilt(
     weight: Float8Weight, codes: Tensor, scale: Tensor, original: Tensor | None
 ) -> Float8Weight:
     return type(weight)(codes, scale, weight.dtype, original, weight.whole)
 
 
 def _like(weight: Float8Weight, change: Callable[[Tensor], Tensor]) -> Float8Weight:
-    return _made(weight, change(weight.codes), change(weight.scale), weight.original)
+    return _rebuilt(weight, change(weight.codes), change(weight.scale), weight.original)
 
 
 def _detach(weight: Float8Weight) -> Float8Weight:
@@ -162,15 +162,20 @@ def _clone(weight: Float8Weight, *, memory_format: Any = None) -> Float8Weight:
 
 
 def _to(
-    weight: Float8Weight, *, dtype: torch.dtype | None = None, device: Any = None,
-    layout: Any = None, pin_memory: Any = None, non_blocking: bool = False,
+    weight: Float8Weight,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    layout: Any = None,
+    pin_memory: Any = None,
+    non_blocking: bool = False,
     memory_format: Any = None,
-) -> Float8Weight:  # fmt: skip
+) -> Float8Weight:
     """Another device moves codes; another dtype is the one that operations see."""
-    made = _like(weight, lambda t: t.to(device=device, non_blocking=non_blocking, copy=True))
-    wanted, original = dtype or weight.dtype, weight.original
-    original = None if original is None else original.to(wanted, copy=True)
-    return type(weight)(made.codes, made.scale, wanted, original, weight.whole)
+    moved = _like(weight, lambda t: t.to(device=device, non_blocking=non_blocking, copy=True))
+    as_dtype, original = dtype or weight.dtype, weight.original
+    original = None if original is None else original.to(as_dtype, copy=True)
+    return type(weight)(moved.codes, moved.scale, as_dtype, original, weight.whole)
 
 
 def _copy(weight: Float8Weight, source: Tensor, non_blocking: bool = False) -> Float8Weight | None:
@@ -215,21 +220,24 @@ def to_gather(codes: Tensor, scale: Tensor, whole: int, mesh: Any) -> tuple[Outp
 
 
 def gathered_weight(
-    kind: type[Float8Weight], gathered: Outputs, whole: int, format: torch.dtype,
+    weight_class: type[Float8Weight],
+    gathered: Outputs,
+    whole: int,
+    format: torch.dtype,
     dtype: torch.dtype,
-) -> tuple[Float8Weight, list[Tensor]]:  # fmt: skip
+) -> tuple[Float8Weight, list[Tensor]]:
     """The weight over the tensors that FSDP2 gathers into, and no others for it to free."""
     if len(gathered) == 1:
         scale, rows = gathered[0].split([4 * whole, gathered[0].numel() - 4 * whole])
         scale, codes = scale.view(torch.float32), rows.view(format).view(whole, -1)
     else:
         codes, scale = (t[:whole] for t in gathered)
-    return kind(codes, scale, dtype), []
+    return weight_class(codes, scale, dtype), []
 
 
 def _rows(weight: Float8Weight, start: int, stop: int) -> Float8Weight:
     original = None if weight.original is None else weight.original[start:stop]
-    return _made(weight, weight.codes[start:stop], weight.scale[start:stop], original)
+    return _rebuilt(weight, weight.codes[start:stop], weight.scale[start:stop], original)
 
 
 def _split(weight: Float8Weight, size: int, dim: int = 0) -> list[Float8Weight] | None:
@@ -240,9 +248,12 @@ def _split(weight: Float8Weight, size: int, dim: int = 0) -> list[Float8Weight] 
 
 
 def _slice(
-    weight: Float8Weight, dim: int = 0, start: int | None = None, stop: int | None = None,
+    weight: Float8Weight,
+    dim: int = 0,
+    start: int | None = None,
+    stop: int | None = None,
     step: int = 1,
-) -> Float8Weight | None:  # fmt: skip
+) -> Float8Weight | None:
     if dim or step != 1 or weight.ndim != 2:
         return None
     first, last, _ = slice(start, stop).indices(len(weight.scale))
@@ -251,20 +262,20 @@ def _slice(
 
 def _zeros(weight: Float8Weight, size: Sequence[int], **options: Any) -> Float8Weight | None:
     """Rows of zeros, which FSDP2 copies a shard into."""
-    given = any(value is not None for name, value in options.items() if name != "pin_memory")
-    if given or len(size) != 2 or list(size[1:]) != list(weight.shape[1:]):
+    has_options = any(value is not None for name, value in options.items() if name != "pin_memory")
+    if has_options or len(size) != 2 or list(size[1:]) != list(weight.shape[1:]):
         return None
     original = None if weight.original is None else weight.original.new_zeros(size)
     codes = weight.codes.view(torch.uint8).new_zeros(size).view(weight.codes.dtype)
-    return _made(weight, codes, weight.scale.new_ones(size[0]), original)
+    return _rebuilt(weight, codes, weight.scale.new_ones(size[0]), original)
 
 
 def _empty(weight: Float8Weight, *, device: Any = None, **_: Any) -> Float8Weight:
     """The same without numbers: of a model on the meta device, on the one where it goes."""
-    made = _like(weight, lambda t: torch.empty_like(t, device=device))
-    if made.original is not None and not made.is_meta:
-        made.original = torch.empty_like(made.original, device="cpu")
-    return made
+    emptied = _like(weight, lambda t: torch.empty_like(t, device=device))
+    if emptied.original is not None and not emptied.is_meta:
+        emptied.original = torch.empty_like(emptied.original, device="cpu")
+    return emptied
 
 
 def _view(weight: Float8Weight, size: Sequence[int]) -> Float8Weight | None:
@@ -273,7 +284,7 @@ def _view(weight: Float8Weight, size: Sequence[int]) -> Float8Weight | None:
     if size == list(weight.shape):
         return _detach(weight)
     flat = size in ([-1], [math.prod(weight.shape)])
-    return _made(weight, weight.codes.view(-1), weight.scale, None) if flat else None
+    return _rebuilt(weight, weight.codes.view(-1), weight.scale, None) if flat else None
 
 
 def _strided(
@@ -313,8 +324,8 @@ def freeze(layer: nn.Module, keep: bool) -> None:
     if make_wrapper_subclass is None:
         say("make_wrapper_subclass")
     elif weight is not None and not isinstance(weight, Float8Weight):
-        made = Float8Weight.of(weight, keep)
-        layer._parameters["weight"] = nn.Parameter(made, requires_grad=False)
+        codes = Float8Weight.of(weight, keep)
+        layer._parameters["weight"] = nn.Parameter(codes, requires_grad=False)
 
 
 def thaw(layer: nn.Module) -> None:

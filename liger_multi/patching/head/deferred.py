@@ -1,10 +1,10 @@
-"""How to get logits that were not computed: hidden states, head, and what was done since.
+"""Deferred logits: the hidden states, the head and the steps from which logits can be computed.
 
-deferred logits is immutable. Row operations act on its hidden states (autograd sees them there),
-elementwise ones are kept as steps. From it come the real logits, or the loss without them.
+A :class:`DeferredLogits` is immutable. Row operations act on its hidden states, where autograd sees
+them; elementwise operations are kept as steps. It gives the real logits, or the loss without them.
 
-Whether a tensor was written since it was looked at, PyTorch's version counter says, but for one
-case: fused optimizers (the default of the Hugging Face Trainer) write parameters without counting.
+PyTorch's version counter says whether a tensor was written since it was recorded, but for one case:
+fused optimizers (the default of the Hugging Face Trainer) write parameters without counting.
 A hook after every optimizer step counts for the parameters that are watched, and notes autograd's
 number of that moment for all: compiled graphs run no Python that could watch. The numbers are those
 of one thread.
@@ -58,12 +58,12 @@ def watch_version(parameter: Tensor) -> None:
         _counts[id(parameter)] = 0
 
 
-def stepped_since(parameter: Tensor, made: Tensor) -> bool:
-    """Whether an optimizer has changed ``parameter`` since ``made`` was computed.
+def stepped_since(parameter: Tensor, output: Tensor) -> bool:
+    """Whether an optimizer has changed ``parameter`` since ``output`` was computed.
 
-    The order is that of autograd's numbers, so ``made`` needs a history.
+    The order is that of autograd's numbers, so ``output`` needs a history.
     """
-    number = None if made.grad_fn is None else made.grad_fn._sequence_nr()
+    number = None if output.grad_fn is None else output.grad_fn._sequence_nr()
     return number is not None and _last.get(id(parameter), -1) > number
 
 
@@ -249,15 +249,15 @@ class DeferredLogits:
 
     def _held_by(self, head: Any) -> bool:
         """Whether the head has the weight, and the adapters that act, of the forward pass."""
-        kind = type(head)  # once: another thread may give the class back
-        if not hasattr(kind, "thin") or head.weight is not self.weights[0]:
+        module_class = type(head)  # once: another thread may give the class back
+        if not hasattr(module_class, "thin") or head.weight is not self.weights[0]:
             return False
         if "forward" in head.__dict__:
             return False  # somebody's, around ours, which has run; accelerate's hooks put one there
-        thin, recorded = kind.thin(head), self.weights[2:]
+        thin, recorded = module_class.thin(head), self.weights[2:]
         if not thin and not recorded:
             return True
-        same = len(thin) == len(recorded) and kind.scales(head) == self.scales
+        same = len(thin) == len(recorded) and module_class.scales(head) == self.scales
         return same and all(a is b for a, b in zip(thin, recorded, strict=True))
 
     def product(
@@ -377,12 +377,12 @@ class _Circumstances:
     """Autocast of the head's forward, how equal bits had to be, which weights required grad."""
 
     def __init__(self, hidden: Tensor, weights: Iterable[Tensor]) -> None:
-        kind = hidden.device.type
-        self.device_type = kind
-        self.autocast_dtype = autocast_dtype(kind)
+        device_type = hidden.device.type
+        self.device_type = device_type
+        self.autocast_dtype = autocast_dtype(device_type)
         self.strict = mode_in_force()
         self.trained = [(t, t.requires_grad) for t in weights]
-        self.required = [wanted for _, wanted in self.trained]
+        self.required = [required for _, required in self.trained]
 
     def entered(self, grad: bool) -> contextlib.AbstractContextManager[None]:
         """Grad mode, autocast and bits as in the forward pass; weights are frozen as they were.
@@ -400,26 +400,28 @@ class _Circumstances:
 
     @contextlib.contextmanager
     def _restored(self, grad: bool) -> Iterator[None]:
-        kind, dtype = self.device_type, self.autocast_dtype
+        device_type, dtype = self.device_type, self.autocast_dtype
         with contextlib.ExitStack() as stack:
-            if kind != "meta":
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+            if device_type != "meta":
+                stack.enter_context(
+                    torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
+                )
             if not grad:
                 stack.enter_context(torch.no_grad())
             if self.strict and self.strict != mode_in_force():
                 stack.enter_context(use(deterministic=True if self.strict != "rows" else "rows"))
-            for tensor, wanted in self.trained:
-                if tensor.requires_grad != wanted and tensor.is_leaf:
-                    tensor.requires_grad_(wanted)
-                    stack.callback(tensor.requires_grad_, not wanted)
+            for tensor, required in self.trained:
+                if tensor.requires_grad != required and tensor.is_leaf:
+                    tensor.requires_grad_(required)
+                    stack.callback(tensor.requires_grad_, not required)
             yield
 
     def traced(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast as in the forward pass, in a form that a compiler traces."""
-        kind, dtype = self.device_type, self.autocast_dtype
-        if kind == "meta" or dtype == autocast_dtype(kind):
+        device_type, dtype = self.device_type, self.autocast_dtype
+        if device_type == "meta" or dtype == autocast_dtype(device_type):
             return contextlib.nullcontext()
-        return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
+        return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
 
 
 class Guard(_Circumstances):
@@ -439,12 +441,12 @@ class Guard(_Circumstances):
             watch_version(tensor)
         self.weight: Tensor = weights["head's weights"]
         # name, tensor, version, and for weights that stay where they are the place of their values
-        self.seen: list[tuple[str, Tensor, tuple[int, int], int | None]] = [
+        self.observed: list[tuple[str, Tensor, tuple[int, int], int | None]] = [
             ("hidden states", hidden, version_of(hidden), None)
         ]
         for name, tensor in weights.items():
             place = _place(tensor) if settled else None
-            self.seen.append((name, tensor, version_of(tensor), place))
+            self.observed.append((name, tensor, version_of(tensor), place))
         self.known: list[Any] = []  # what was computed of the logits' rows
 
     def check(self, head: Any) -> None:
@@ -457,7 +459,7 @@ class Guard(_Circumstances):
             raise RuntimeError(_stale("its head's adapters have been merged into the weights"))
         gathered = _gathered_again(head, self.weight)
         now = _parameters(head) if gathered else {}
-        for name, tensor, version, place in self.seen:
+        for name, tensor, version, place in self.observed:
             if gathered and now.get(name, tensor) is not tensor:
                 continue
             if version_of(tensor) != version:
@@ -500,8 +502,12 @@ def _gathered_again(head: Any, weight: Tensor) -> bool:
     """Whether a sharding library puts the weight of the forward pass into the head's next call."""
     if not isinstance(head, Patched):
         return False
-    held: Any = head.weight
-    return buried(head) or hasattr(held, "device_mesh") or weight.untyped_storage().nbytes() == 0
+    weight_of_head: Any = head.weight
+    return (
+        buried(head)
+        or hasattr(weight_of_head, "device_mesh")
+        or weight.untyped_storage().nbytes() == 0
+    )
 
 
 def _place(tensor: Tensor) -> int | None:
@@ -512,14 +518,14 @@ def _place(tensor: Tensor) -> int | None:
 
 def _parameters(head: Any) -> dict[str, Tensor]:
     """The parameters of a linear head, under the words that messages use."""
-    found, bias = {"head's weights": head.weight}, head.bias
+    parameters, bias = {"head's weights": head.weight}, head.bias
     if bias is not None:
-        found["head's bias"] = bias
+        parameters["head's bias"] = bias
     if isinstance(head, Evaluated):  # which may be an original, or a part of one
-        places = {t.untyped_storage()._cdata for t in found.values() if t.numel()}
+        places = {t.untyped_storage()._cdata for t in parameters.values() if t.numel()}
         originals = [p for p in head.layer.parameters() if p.untyped_storage()._cdata in places]
-        return found | {f"head's original weights ({i})": p for i, p in enumerate(originals)}
+        return parameters | {f"head's original weights ({i})": p for i, p in enumerate(originals)}
     thin = getattr(head, "thin", None)  # an adapter's factors
     for i, tensor in enumerate(thin() if thin else ()):
-        found[f"head's adapters ({i})"] = tensor
-    return found
+        parameters[f"head's adapters ({i})"] = tensor
+    return parameters

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from liger_multi.parameters import stored
-from liger_multi.patching import conflicts
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.head.module import (
     LazyAdaptedHead,
@@ -30,6 +29,7 @@ from liger_multi.patching.swap import (
     apply,
     buried,
     has_own_forward,
+    loss_conflict,
     stock_class,
     swapped,
 )
@@ -61,8 +61,8 @@ def inner_heads(model: nn.Module, heads: list[nn.Module]) -> Iterator[tuple[str,
     known = {id(part) for head in heads for part in head.modules()}
     for owner in with_heads(model):
         head = _output_embedding(owner)
-        found = id(head) not in known and isinstance(head, nn.Linear) and id(head) in paths
-        if found and not isinstance(head, LazyHead) and owner is not model:
+        is_inner = id(head) not in known and isinstance(head, nn.Linear) and id(head) in paths
+        if is_inner and not isinstance(head, LazyHead) and owner is not model:
             known.add(id(head))
             yield paths[id(head)], paths[id(owner)]
 
@@ -121,21 +121,21 @@ _REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
 
 def head_refusal(head: nn.Module, owners: Iterable[nn.Module] = ()) -> str | None:
     """Why a module cannot be a lazy head, or None; ``owners`` are the modules around it."""
-    kind = type(head).__name__
+    class_name = type(head).__name__
     if hasattr(head, "base_layer"):
         if "forward" in vars(head) and not has_own_forward(head):
-            return f"somebody else replaced the forward of this {kind}"
+            return f"somebody else replaced the forward of this {class_name}"
         return adapted_head_refusal(head)
     parallel = is_sharded(head, owners)
     if parallel and (reason := sharded_refusal(head)):
         return reason
     if "forward" in vars(head) and not has_own_forward(head) and not parallel:
-        return f"somebody else replaced the forward of this {kind}"
+        return f"somebody else replaced the forward of this {class_name}"
     reason = next((text for holds, text in _REFUSALS if holds(head)), None)
     if reason is None:
         return None
     weight = type(stored(head)).__name__
-    return reason.format(kind=kind, dtype=_dtype(head), weight=weight)
+    return reason.format(kind=class_name, dtype=_dtype(head), weight=weight)
 
 
 def _holds_codes(head: nn.Module) -> bool:
@@ -172,7 +172,7 @@ def find_loss_head(model: nn.Module, request: Request) -> Iterator[Change]:
     op = _LOSSES[0] if settings.fused else _LOSSES[1]
     if missing:
         yield Skipped("", op, missing, strict=request.whole)
-    theirs = next((why for m in with_heads(model) if (why := conflicts.of_model(m))), None)
+    theirs = next((why for m in with_heads(model) if (why := loss_conflict(m))), None)
     for path, module in heads:
         if settings.fused and hasattr(module, "base_layer"):
             yield from _unwrapped(path, module)
@@ -211,10 +211,10 @@ def follow() -> None:
     A method of the class, since nothing is written into models: copies would hold the original's.
     """
     library = sys.modules.get("transformers.modeling_utils")
-    kind = getattr(library, "PreTrainedModel", None)
-    if kind is None or hasattr(kind.resize_token_embeddings, _MARK):
+    model_class = getattr(library, "PreTrainedModel", None)
+    if model_class is None or hasattr(model_class.resize_token_embeddings, _MARK):
         return
-    stock = kind.resize_token_embeddings
+    stock = model_class.resize_token_embeddings
 
     @functools.wraps(stock)
     def resize_token_embeddings(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -229,4 +229,4 @@ def follow() -> None:
         return result
 
     setattr(resize_token_embeddings, _MARK, True)
-    kind.resize_token_embeddings = resize_token_embeddings
+    model_class.resize_token_embeddings = resize_token_embeddings

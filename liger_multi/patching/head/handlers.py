@@ -16,11 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi._torch_private import (
-    DisableTorchFunctionSubclass,
-    tensor_base,
-    tree_map,
-)
+from liger_multi._torch_private import DisableTorchFunctionSubclass, tensor_base, tree_map
 from liger_multi.patching.head.deferred import DeferredLogits, finished
 from liger_multi.patching.head.log_probs import REDUCTIONS
 from liger_multi.patching.head.loss import (
@@ -29,12 +25,7 @@ from liger_multi.patching.head.loss import (
     fused,
     negative_log_likelihood,
 )
-from liger_multi.patching.head.rules import (
-    GRADIENT_BY_LOGITS,
-    asked_for,
-    called,
-    is_infrastructure,
-)
+from liger_multi.patching.head.rules import GRADIENT_BY_LOGITS, asked_for, called, is_infrastructure
 from liger_multi.patching.head.steps import JOINS, RECORDED, ROWS, WRITES
 from liger_multi.patching.head.storage import (
     REGISTER_HOOK,
@@ -205,12 +196,12 @@ def _rows(func: Any, logits: LazyTensor, args: Any, kwargs: Any) -> Any:
 
 
 def _view(deferred: DeferredLogits, base: Slot, derive: Derive) -> LazyTensor:
-    made = lazy_tensor(deferred, (base,), derive, shares=True)
+    view = lazy_tensor(deferred, (base,), derive, shares=True)
     if (base.deferred.grad or base.bound) and not torch.is_grad_enabled():
-        made._slot.bound = True
+        view._slot.bound = True
         with DisableTorchFunctionSubclass():
-            made.requires_grad = True
-    return made
+            view.requires_grad = True
+    return view
 
 
 def _part(derive: Callable[[Tensor], Any], index: int, real: Tensor) -> Any:

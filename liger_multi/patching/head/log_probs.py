@@ -1,6 +1,6 @@
 """Log-probabilities of tokens and entropies of logits that do not exist: one fused call.
 
-What policy and preference losses ask of logits is one number a row. Written as ``log_softmax`` and
+Policy and preference losses need one number per row of the logits. Written as ``log_softmax`` and
 ``gather``, ``logsumexp``, or the sum of ``p * log(p)``, it is an output of
 ``fused_linear_log_prob``, whose row kernels hold no second tensor of the size of a chunk. The call
 answers for all of them, and what it found is kept with the logits: log-probabilities and entropies
@@ -33,24 +33,24 @@ Steps = tuple[Step, ...]
 
 def gather(deferred: DeferredLogits, dim: Any, index: Tensor, *, sparse_grad: bool = False) -> Any:
     """``gather(-1, index)`` of one index a row, also after ``log_softmax``; more in chunks."""
-    found = None
+    log_prob = None
     one = index.shape[-1:] == (1,) and index.dtype == torch.int64
     if one and reductions.along_classes(deferred, dim):
         with contextlib.suppress(IndexError):  # of no class: PyTorch says it in its own words
-            found = _token(deferred, index.squeeze(-1))
-    if found is None:
+            log_prob = _token(deferred, index.squeeze(-1))
+    if log_prob is None:
         return reductions.gather(deferred, dim, index, sparse_grad=sparse_grad)
-    return found.to(deferred.dtype).unsqueeze(-1)
+    return log_prob.to(deferred.dtype).unsqueeze(-1)
 
 
 def logsumexp(deferred: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
     """``logits.logsumexp(-1)``; that of something else in chunks of rows."""
-    found = None
+    statistics = None
     if reductions.along_classes(deferred, dim):
-        found = _answer(deferred, deferred.steps)
-    if found is None:
+        statistics = _answer(deferred, deferred.steps)
+    if statistics is None:
         return reductions.logsumexp(deferred, dim, keepdim)
-    own = found.lse.to(deferred.dtype, copy=True)  # what is kept is nobody's to write to
+    own = statistics.lse.to(deferred.dtype, copy=True)  # what is kept is nobody's to write to
     return reductions.shaped(own.unsqueeze(-1), keepdim)
 
 
@@ -58,10 +58,10 @@ def total(
     deferred: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
     """``(p * log(p)).sum(-1)``, also times a number; other sums in chunks of rows."""
-    found = _entropy(deferred) if reductions.along_classes(deferred, dim) else None
-    if found is None:
+    entropy = _entropy(deferred) if reductions.along_classes(deferred, dim) else None
+    if entropy is None:
         return reductions.total(deferred, dim, keepdim, dtype=dtype)
-    return reductions.shaped(found.to(dtype or deferred.dtype).unsqueeze(-1), keepdim)
+    return reductions.shaped(entropy.to(dtype or deferred.dtype).unsqueeze(-1), keepdim)
 
 
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
@@ -79,12 +79,12 @@ def _token(deferred: DeferredLogits, target: Tensor) -> Tensor | None:
     before, name, factor = _ended(deferred.steps)
     if name == "p":
         return None
-    found = _answer(deferred, before if name else deferred.steps, target)
-    if found is None:
+    statistics = _answer(deferred, before if name else deferred.steps, target)
+    if statistics is None:
         return None
     if not name:
-        return found.log_prob + found.lse
-    return found.log_prob if factor == 1 else found.log_prob * factor
+        return statistics.log_prob + statistics.lse
+    return statistics.log_prob if factor == 1 else statistics.log_prob * factor
 
 
 def _entropy(deferred: DeferredLogits) -> Tensor | None:
@@ -92,11 +92,11 @@ def _entropy(deferred: DeferredLogits) -> Tensor | None:
     steps, factor = _factored(deferred.steps)
     if not steps or steps[-1][0] != "times":
         return None
-    (before, name, one), (same, kind, other) = _ended(steps[:-1]), _ended(steps[-1][1])
-    if before != same or {name, kind} != {"p", "log p"}:
+    (before, name, one), (same, other_name, other) = _ended(steps[:-1]), _ended(steps[-1][1])
+    if before != same or {name, other_name} != {"p", "log p"}:
         return None
-    found = _answer(deferred, before)
-    return None if found is None else found.entropy * (-factor * one * other)
+    statistics = _answer(deferred, before)
+    return None if statistics is None else statistics.entropy * (-factor * one * other)
 
 
 def _factored(steps: Steps) -> tuple[Steps, float]:
@@ -121,7 +121,7 @@ def _ended(steps: Steps) -> tuple[Steps, str, float]:
 def _curve(deferred: DeferredLogits, steps: Steps) -> tuple[float, float | None, float] | None:
     """Scale, softcap and the temperature after it; None if the steps are more than that."""
     temperature = 1.0
-    while (found := deferred.until(steps).epilogue) is None:
+    while (epilogue := deferred.until(steps).epilogue) is None:
         name, value = steps[-1]
         if name == "to" and value.itemsize >= deferred.raw_dtype.itemsize:
             pass
@@ -130,7 +130,7 @@ def _curve(deferred: DeferredLogits, steps: Steps) -> tuple[float, float | None,
         else:
             return None
         steps = steps[:-1]
-    return (*found, temperature)
+    return (*epilogue, temperature)
 
 
 # --- the call, and what it found before ---
@@ -151,13 +151,13 @@ class Known(NamedTuple):
         hidden: The rows, kept so that their memory is not used again.
         curve: Scale, softcap and temperature of their logits.
         connected: Whether gradients may pass.
-        found: The outputs.
+        statistics: The outputs.
     """
 
     hidden: Tensor
     curve: tuple[float, float | None, float]
     connected: bool
-    found: Statistics
+    statistics: Statistics
 
     def of(self, hidden: Tensor) -> Statistics | None:
         """The outputs of ``hidden``, where these are all or some of the rows in their memory."""
@@ -166,14 +166,16 @@ class Known(NamedTuple):
             return None
         apart = hidden.data_ptr() - mine.data_ptr()
         if not apart and mine.shape == hidden.shape and mine.stride() == hidden.stride():
-            return self.found
+            return self.statistics
         first, rest = divmod(apart, max(1, width * mine.element_size()))
         rows, count = mine.numel() // max(1, width), hidden.numel() // max(1, width)
         packed = mine.is_contiguous() and hidden.is_contiguous()
         if rest or not packed or first < 0 or first + count > rows:
             return None
         shape = hidden.shape[:-1]
-        return Statistics._make(x.flatten()[first : first + count].view(shape) for x in self.found)
+        return Statistics._make(
+            x.flatten()[first : first + count].view(shape) for x in self.statistics
+        )
 
 
 def _answer(
@@ -196,13 +198,13 @@ def _answer(
     connected = deferred.grad and torch.is_grad_enabled()
     with deferred.mode():
         kept = _kept(deferred)
-        found = _before(kept, deferred.hidden, curve, connected) if target is None else None
-        if found is None:
-            found = _call(deferred, options, curve, target)
-            kept[:] = [*kept[-1:], Known(deferred.hidden, curve, connected, found)]
+        statistics = _before(kept, deferred.hidden, curve, connected) if target is None else None
+        if statistics is None:
+            statistics = _call(deferred, options, curve, target)
+            kept[:] = [*kept[-1:], Known(deferred.hidden, curve, connected, statistics)]
     if connected:
-        return found
-    return Statistics._make(x.detach() for x in found)
+        return statistics
+    return Statistics._make(x.detach() for x in statistics)
 
 
 def _kept(deferred: DeferredLogits) -> list[Known]:
@@ -220,16 +222,18 @@ def _before(
 ) -> Statistics | None:
     for known in kept:
         if known.curve == curve and (known.connected or not connected):
-            found = known.of(hidden)
-            if found is not None:
-                return found
+            statistics = known.of(hidden)
+            if statistics is not None:
+                return statistics
     return None
 
 
 def _call(
-    deferred: DeferredLogits, options: FusedOptions, curve: tuple[float, float | None, float],
+    deferred: DeferredLogits,
+    options: FusedOptions,
+    curve: tuple[float, float | None, float],
     target: Tensor | None,
-) -> Statistics:  # fmt: skip
+) -> Statistics:
     hidden = deferred.hidden
     if target is None:
         target = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
@@ -239,14 +243,23 @@ def _call(
 
         scale, cap, temperature = curve
         return fused_linear_log_prob(
-            hidden, head.weight, target, head.bias, temperature=temperature, softcap=cap,
-            logit_scale=scale, ignore_index=NOTHING, chunk=options.chunk,
-            accumulate=options.accumulate, compact=False, validate=options.validate,
+            hidden,
+            head.weight,
+            target,
+            head.bias,
+            temperature=temperature,
+            softcap=cap,
+            logit_scale=scale,
+            ignore_index=NOTHING,
+            chunk=options.chunk,
+            accumulate=options.accumulate,
+            compact=False,
+            validate=options.validate,
             outputs=("log_prob", "entropy", "lse"),
-        )  # fmt: skip
+        )
 
     def run(head: Any, hidden: Tensor) -> Any:
         return run_bound(options, ("fused_linear_log_prob",), statistics, head, hidden)
 
-    made = deferred.run(Job(run), hidden)
-    return Statistics(made.log_prob, made.entropy, made.lse)
+    output = deferred.run(Job(run), hidden)
+    return Statistics(output.log_prob, output.entropy, output.lse)

@@ -117,8 +117,8 @@ def _fused(deferred: DeferredLogits, call: CrossEntropyCall) -> Tensor | None:
 def _of_dtype(loss: Tensor, logits: torch.dtype) -> Tensor:
     """A loss in the dtype of PyTorch's: that of the logits, and fp32 under autocast."""
     autocast = autocast_dtype(loss.device.type) is not None and logits != torch.float64
-    wanted = torch.float32 if autocast else logits
-    return loss if loss.dtype == wanted else loss.to(wanted)
+    dtype = torch.float32 if autocast else logits
+    return loss if loss.dtype == dtype else loss.to(dtype)
 
 
 def _of_shards(
@@ -179,12 +179,12 @@ def _through_adapters(
         deferred, target = deferred.rows(deferred.hidden[rows]), target[rows]
 
     def losses(logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-        found: Tensor = run_bound(
+        by_row: Tensor = run_bound(
             options,
             ("cross_entropy",),
             lambda: ops.cross_entropy(logits, ids.squeeze(-1), reduction="none", **keywords),
         )
-        return (found.unsqueeze(-1),)
+        return (by_row.unsqueeze(-1),)
 
     step, budget = rows_and_budget("fused_linear_cross_entropy", options.chunk)
     if not step:
@@ -192,13 +192,13 @@ def _through_adapters(
         step = max(
             1, chunk_rows(target.numel(), deferred.hidden, deferred.vocabulary, 0, budget) // 4
         )
-    found = by_rows(deferred, losses, target.unsqueeze(-1), step=step)[0].squeeze(-1)
+    by_token = by_rows(deferred, losses, target.unsqueeze(-1), step=step)[0].squeeze(-1)
     if reduction == "none":
-        return found
+        return by_token
     if reduction == "sum":
-        return found.sum()
+        return by_token.sum()
     count: Tensor = (target != call.ignore_index).sum().clamp(min=1)
-    return found.sum() / count
+    return by_token.sum() / count
 
 
 def negative_log_likelihood(deferred: DeferredLogits, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -324,7 +324,7 @@ class LossLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Our loss for ``F.cross_entropy``; what keeps logits logits keeps this class."""
-        if any(getattr(kind, "_becomes_real", False) for kind in types):
+        if any(getattr(tensor_class, "_becomes_real", False) for tensor_class in types):
             return NotImplemented  # lazy logits among the arguments become real first
         func, kwargs = asking(func), kwargs or {}
         first = args[0] if args and isinstance(args[0], LossLogits) else None

@@ -75,15 +75,15 @@ class LazyHead(Patched):
 
     def forward(self, input: Tensor, job: Job | None = None) -> Any:
         """Lazy logits, or what ``job`` asks for."""
-        kind, hidden = type(self), input  # the name that PyTorch's layer has for callers
-        grad, ours = torch.is_grad_enabled(), issubclass(kind, LazyHead)
+        module_class, hidden = type(self), input  # the name that PyTorch's layer has for callers
+        grad, ours = torch.is_grad_enabled(), issubclass(module_class, LazyHead)
         if job is None and not ours:
-            return kind.forward(self, hidden)
+            return module_class.forward(self, hidden)
         lazy = job is None and may_be_lazy(self, hidden, grad)
         head: Any = self
         if is_computed(self) and not isinstance(self, LazyAdaptedHead):
             if job is None and not lazy:
-                return kind.stock_forward(self, hidden)  # which reads the weight
+                return module_class.stock_forward(self, hidden)  # which reads the weight
             head = Evaluated(self, LazyHead.stock_forward)
         weight = head.weight
         if weight.numel() == 0:
@@ -96,17 +96,17 @@ class LazyHead(Patched):
             )
         if job is not None:
             return job.run(head, hidden)
-        settings: HeadSettings = kind._liger_multi_swap.settings  # type: ignore[assignment]
+        settings: HeadSettings = module_class._liger_multi_swap.settings  # type: ignore[assignment]
         bias, dtype = head.bias, output_dtype(hidden, weight)
         fits = hidden.shape[-1] == weight.shape[1] if hidden.ndim > 1 else False
         # a DTensor is a part, which nobody gathered; another subclass multiplies in its own way
         whole = type(weight) in PLAIN and (bias is None or type(bias) in PLAIN)
         if dtype is None or not fits or not whole or not lazy:
-            return kind.stock_forward(head, hidden)
+            return module_class.stock_forward(head, hidden)
         weights = (weight, bias)
         if torch.compiler.is_compiling():
             if settings.on_real is None and loss_takes_tensors():
-                return kind.stock_forward(head, hidden)
+                return module_class.stock_forward(head, hidden)
             hidden = snapshot(hidden)
             traced = TracedGuard(weight, hidden)
             return TracedLogits(
@@ -114,11 +114,11 @@ class LazyHead(Patched):
             )
         hooks, replica = hooks_of(self), self.__dict__.get("_is_replica", False)  # of DataParallel
         if settings.fused is None or _conflicts(self, hooks) or (replica and not grad):
-            return loss_logits(kind.stock_forward(head, hidden), settings, grad)
+            return loss_logits(module_class.stock_forward(head, hidden), settings, grad)
         hidden = snapshot(hidden)
         settled = not (hooks and any(is_infrastructure(hook) for hook in hooks))
         guard = Guard(head, hidden, settled)
-        thin, scales = kind.thin(self), kind.scales(self)
+        thin, scales = module_class.thin(self), module_class.scales(self)
         deferred = DeferredLogits(
             head, (*weights, *thin), hidden, settings, dtype, grad, guard, scales=scales
         )
@@ -137,25 +137,29 @@ class LazyAdaptedHead(LazyHead):
 
     def thin(self) -> tuple[Tensor, ...]:
         """Both factors of every adapter that acts; none of those that are left to PEFT."""
-        found = adapters(self)
-        return () if isinstance(found, str) else tuple(t for one in found for t in (one.a, one.b))
+        low_rank = adapters(self)
+        return (
+            ()
+            if isinstance(low_rank, str)
+            else tuple(t for one in low_rank for t in (one.a, one.b))
+        )
 
     def scales(self) -> tuple[float, ...]:
         """Their scales."""
-        found = adapters(self)
-        return () if isinstance(found, str) else tuple(float(one.scale) for one in found)
+        low_rank = adapters(self)
+        return () if isinstance(low_rank, str) else tuple(float(one.scale) for one in low_rank)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Lazy logits, or what a job asks for; calls of another form run PEFT's forward."""
         job = args[1] if len(args) == 2 and isinstance(args[1], Job) else None
         if job is not None:
             return LazyHead.forward(self, args[0], job)
-        kind = type(self)
-        if not issubclass(kind, LazyAdaptedHead):
-            return kind.forward(self, *args, **kwargs)
+        module_class = type(self)
+        if not issubclass(module_class, LazyAdaptedHead):
+            return module_class.forward(self, *args, **kwargs)
         plain = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
         if not plain or adapted_head_refusal(self) or not _all_fit(self, args[0]):
-            return original(kind)(self, *args, **kwargs)
+            return original(module_class)(self, *args, **kwargs)
         return LazyHead.forward(self, args[0])
 
 
@@ -165,8 +169,8 @@ def _all_fit(head: Any, hidden: Tensor) -> bool:
 
 def output_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
     """The dtype of real logits; None where the original forward would raise."""
-    kind = hidden.device.type
-    asked = autocast_dtype(kind)
+    device_type = hidden.device.type
+    asked = autocast_dtype(device_type)
     if asked is not None and hidden.dtype != torch.float64:
         return asked
     return hidden.dtype if hidden.dtype == weight.dtype else None
@@ -234,14 +238,14 @@ def _detached(hooks: list[Any]) -> bool:
 
     A node of its own then joins the output to the graph, which a loss of hidden states passes by.
     """
-    found = any(is_infrastructure(hook, ("deepspeed.",)) for hook in hooks)
-    if found:
+    hooked = any(is_infrastructure(hook, ("deepspeed.",)) for hook in hooks)
+    if hooked:
         warn_once(
             "DeepSpeed ZeRO-3 puts its hooks on the output embedding, so its logits are computed "
             "and the loss is not fused",
             "deepspeed",
         )
-    return found
+    return hooked
 
 
 def _grouped(head: Any) -> bool:
@@ -251,26 +255,26 @@ def _grouped(head: Any) -> bool:
     of the hidden states is there. The others, such as the last norm, still need theirs.
     """
     state = getattr(head, "_get_fsdp_state", None)
-    found = state is not None and len(getattr(state(), "_modules", ())) > 1
-    if found:
+    grouped = state is not None and len(getattr(state(), "_modules", ())) > 1
+    if grouped:
         warn_once(
             "FSDP2 shards the output embedding in one unit with other modules, so its logits are "
             "computed and the loss is not fused; fully_shard(head) gives it a unit of its own",
             "grouped",
         )
-    return found
+    return grouped
 
 
 def adapted_head_refusal(head: Any) -> str | None:
     """Why the logits of a head with adapters are computed whole, or None."""
-    kind = type(head).__name__
+    class_name = type(head).__name__
     stay = "its logits stay real, so that the adapter trains"
     if not looks_like_lora(head):
-        return f"an adapter ({kind}) sits on the output embedding; {stay}"
+        return f"an adapter ({class_name}) sits on the output embedding; {stay}"
     if not is_plain_linear(head.base_layer):
         return f"under the adapter on the output embedding is no plain linear layer; {stay}"
-    found = adapters(head)
-    return f"the output embedding: {found}; {stay}" if isinstance(found, str) else None
+    low_rank = adapters(head)
+    return f"the output embedding: {low_rank}; {stay}" if isinstance(low_rank, str) else None
 
 
 # --- a vocabulary that is split over processes ---
@@ -283,20 +287,20 @@ class ShardedHead(LazyHead):
         """Lazy logits, or what ``job`` asks for."""
         if job is not None:
             return job.run(self, hidden)
-        kind = type(self)
-        if not issubclass(kind, ShardedHead):
+        module_class = type(self)
+        if not issubclass(module_class, ShardedHead):
             return nn.Module.__call__(self, hidden)
-        settings = cast(HeadSettings, kind._liger_multi_swap.settings)
+        settings = cast(HeadSettings, module_class._liger_multi_swap.settings)
         grad = torch.is_grad_enabled()
         if (
             settings.fused is None
             or torch.compiler.is_compiling()
             or sharded_refusal(self) is not None
         ):
-            return kind.stock_forward(self, hidden)
+            return module_class.stock_forward(self, hidden)
         dtype = output_dtype(hidden, self.weight) if isinstance(hidden, Tensor) else None
         if dtype is None or hidden.ndim < 2 or not may_be_lazy(self, hidden, grad):
-            return kind.stock_forward(self, hidden)
+            return module_class.stock_forward(self, hidden)
         hidden = snapshot(hidden)
         guard = Guard(self, hidden, settled=False)
         weights = (self.weight, self.bias)
@@ -321,8 +325,10 @@ def is_sharded(head: nn.Module, owners: Iterable[nn.Module] = ()) -> bool:
     FSDP, which may stand on the modules around it, has DTensors too, but gathers them before the
     forward.
     """
-    kinds = [kind for module in (head, *owners) for kind in type(module).__mro__]
-    fsdp = any(kind.__module__.startswith("torch.distributed.fsdp") for kind in kinds)
+    kinds = [module_class for module in (head, *owners) for module_class in type(module).__mro__]
+    fsdp = any(
+        module_class.__module__.startswith("torch.distributed.fsdp") for module_class in kinds
+    )
     if hasattr(stored(head), "device_mesh"):
         return not fsdp
     collects = bool(hooks_of(head)) or ("forward" in vars(head) and not has_own_forward(head))
@@ -341,10 +347,10 @@ def sharded_refusal(head: Any) -> str | None:
         placements: Any = getattr(tensor, "placements", ())
         if len(placements) != 1 or not placements[0].is_shard(0):
             return f"{start} with placements {placements}, which do not split the vocabulary alone"
-    found = _layouts(head)
-    if found is None:
+    layouts = _layouts(head)
+    if layouts is None:
         return f"{start}: hooks gather its output in a way that is not known"
-    inputs, outputs, local = found
+    inputs, outputs, local = layouts
     if not inputs.is_replicate():
         return f"{start} on hidden states that are {inputs}: not all processes have all rows"
     if outputs.is_shard() and local:

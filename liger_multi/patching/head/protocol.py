@@ -27,13 +27,7 @@ from liger_multi.parameters import Job
 from liger_multi.patching.head.deferred import DeferredLogits
 from liger_multi.patching.head.handlers import HANDLERS, TABLES, joined
 from liger_multi.patching.head.log_probs import REDUCTIONS
-from liger_multi.patching.head.rules import (
-    HOOKS,
-    METADATA,
-    WRITTEN_BELOW,
-    asking,
-    refuse_late_hook,
-)
+from liger_multi.patching.head.rules import HOOKS, METADATA, WRITTEN_BELOW, asking, refuse_late_hook
 from liger_multi.patching.head.steps import JOINS
 from liger_multi.patching.head.storage import (
     LazyTensor,
@@ -82,9 +76,9 @@ class LazyLogits(LazyTensor):
 
         Its weight is a function, which runs a loss in the head's own call.
         """
-        found = head_of(self._slot.deferred) if is_lazy(self) else None
-        self._slot.group.consumed |= found is not None
-        return found
+        head = head_of(self._slot.deferred) if is_lazy(self) else None
+        self._slot.group.consumed |= head is not None
+        return head
 
 
 def head_of(deferred: DeferredLogits) -> dict[str, Any] | None:
@@ -148,19 +142,19 @@ def _untraced() -> Callable[..., Any]:
 
     A compiled function that gets lazy logits from outside breaks its graph where it uses them.
     """
-    _made_untraced()
-    return _made[0]
+    _make_untraced()
+    return _untraced_serve[0]
 
 
 @constant_in_graphs
-def _made_untraced() -> bool:
+def _make_untraced() -> bool:
     """Make the function, also while Dynamo traces: it ignores functools.cache."""
-    if not _made:
-        _made.append(sys.modules[DYNAMO].disable(_serve))
+    if not _untraced_serve:
+        _untraced_serve.append(sys.modules[DYNAMO].disable(_serve))
     return True
 
 
-_made: list[Callable[..., Any]] = []
+_untraced_serve: list[Callable[..., Any]] = []
 
 
 def _visible(function: Any) -> Any:

@@ -74,10 +74,10 @@ class _Plan:
 
     def called(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast of the reduction's call; the head's was that of the forward pass."""
-        kind, dtype = self.device_type, self.autocast_dtype
-        if dtype == autocast_dtype(kind):
+        device_type, dtype = self.device_type, self.autocast_dtype
+        if dtype == autocast_dtype(device_type):
             return contextlib.nullcontext()
-        return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
+        return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
 
     def forward(self, hidden: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
         starts = range(0, max(1, hidden.shape[0]), self.step)
@@ -102,13 +102,13 @@ class _Plan:
             with torch.enable_grad(), self.deferred.circumstances():
                 outs = self.chunk(start, *leaves)
             pairs = [(o, g[rows]) for o, g in zip(outs, grads, strict=True) if g is not None]
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 [o for o, _ in pairs],
                 [leaves[i] for i in asked],
                 [g for _, g in pairs],
                 allow_unused=True,
             )
-            for i, g in zip(asked, found, strict=True):
+            for i, g in zip(asked, gradients, strict=True):
                 into = sums[i] if i else (sums[0][rows] if sums[0] is not None else None)
                 if g is not None and into is not None:
                     into += g
@@ -146,8 +146,8 @@ def by_rows(
     def run(head: Any, hidden: Tensor) -> tuple[Tensor, ...]:
         weights = (head.weight, head.bias, *flat.weights[2:])
         if torch.is_grad_enabled():
-            made: tuple[Tensor, ...] = _by_rows(plan, hidden, *weights)
-            return made
+            outputs: tuple[Tensor, ...] = _by_rows(plan, hidden, *weights)
+            return outputs
         return plan.forward(hidden, *weights)
 
     with flat.mode():

@@ -118,7 +118,7 @@ def warn_above_budget(deferred: DeferredLogits) -> None:
 
 
 def asking(func: Any) -> Any:
-    """The function that asks, where PyTorch names another one, which stands under its name now.
+    """The function that asks, where PyTorch names the wrapper that now stands under its name.
 
     A function of PyTorch hands over what it finds under its own name. Where somebody's wrapper
     stands there, that is the wrapper, which has run already and would run a second time.
@@ -137,10 +137,10 @@ def asking(func: Any) -> Any:
     code, names = frame.f_back.f_code, frame.f_back.f_globals
     if code is func.__code__ or code.co_freevars or not _is_of_torch(names):
         return func
-    found = _functions.get(code)
-    if found is None:
-        found = _functions[code] = FunctionType(code, names)
-    return found
+    function = _functions.get(code)
+    if function is None:
+        function = _functions[code] = FunctionType(code, names)
+    return function
 
 
 def _is_of_torch(names: dict[str, Any]) -> bool:
@@ -172,11 +172,11 @@ def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> 
 def _counted(signature: inspect.Signature) -> tuple[inspect.Signature, int, float]:
     """A signature, and how few and how many positional arguments alone fit it for certain."""
     kinds = inspect.Parameter
-    given = signature.parameters.values()
-    named = [p for p in given if p.kind is kinds.POSITIONAL_OR_KEYWORD]
+    parameters = signature.parameters.values()
+    named = [p for p in parameters if p.kind is kinds.POSITIONAL_OR_KEYWORD]
     least = sum(p.default is kinds.empty for p in named)
-    several = any(p.kind is kinds.VAR_POSITIONAL for p in given)
-    asks_more = any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in given)
+    several = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
+    asks_more = any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters)
     return signature, least, -1 if asks_more else math.inf if several else len(named)
 
 

@@ -1,4 +1,4 @@
-"""Operations on logits that deferred logits can remember, by PyTorch function.
+"""Operations on logits that :class:`DeferredLogits` can record, by PyTorch function.
 
 An operation that selects rows of the logits is the same operation on the hidden states. Functions
 of the first part answer for a call ``func(logits, ...)`` with the hidden states of the result (a
@@ -65,8 +65,8 @@ def reshape(
         sizes: The shape that was asked for.
         function: ``Tensor.view`` raises where logits would need a copy.
     """
-    wanted = sizes_of_rows(hidden, vocabulary, sizes)
-    return None if wanted is None else function(hidden, wanted)
+    row_sizes = sizes_of_rows(hidden, vocabulary, sizes)
+    return None if row_sizes is None else function(hidden, row_sizes)
 
 
 def sizes_of_rows(hidden: Tensor, vocabulary: int, sizes: Sequence[int]) -> tuple[int, ...] | None:
@@ -248,8 +248,8 @@ def simple(name: str, function: Callable[[Tensor], Tensor]) -> Callable[..., Def
     """A function of every element, without arguments."""
 
     def run(deferred: DeferredLogits, **rest: Any) -> DeferredLogits | None:
-        kept = _dtype_of(function, deferred) == deferred.dtype
-        return deferred.step(name) if kept and not rest else None
+        same_dtype = _dtype_of(function, deferred) == deferred.dtype
+        return deferred.step(name) if same_dtype and not rest else None
 
     return run
 

@@ -1,4 +1,4 @@
-"""How the values of lazy tensors come about, and how they become ordinary tensors.
+"""How the values of lazy tensors are computed, and how lazy tensors become ordinary ones.
 
 All lazy tensors of one call of a head are a group: when one becomes real, all do, the very same
 Python objects (``torch.utils.swap_tensors``). So logits are lazy only while nobody holds a real
@@ -25,11 +25,7 @@ from liger_multi._torch_private import (
 )
 from liger_multi.dispatch.double_backward import not_differentiable
 from liger_multi.patching.head.deferred import DeferredLogits
-from liger_multi.patching.head.loss import (
-    SWAPS,
-    loss_logits,
-    without_hooks,
-)
+from liger_multi.patching.head.loss import SWAPS, loss_logits, without_hooks
 from liger_multi.patching.head.rules import (
     WRITTEN_BELOW,
     WRITTEN_SINCE,
@@ -58,7 +54,7 @@ class Group:
     def __init__(self, tensor_class: type[LazyTensor]) -> None:
         self.tensor_class = tensor_class
         self.members: list[weakref.ref[LazyTensor]] = []
-        self.made: dict[Slot, Tensor] = {}  # real logits, while members become real
+        self.computed: dict[Slot, Tensor] = {}  # real logits, while members become real
         self.consumed = False
         self.lock = threading.RLock()
 
@@ -74,16 +70,16 @@ class Group:
             try:
                 for member in living:
                     slot = member._slot
-                    _promote(member, slot.compute(self.made))
-                    self.made[slot] = member if slot.cached is None else slot.cached
+                    _promote(member, slot.compute(self.computed))
+                    self.computed[slot] = member if slot.cached is None else slot.cached
             except BaseException:
                 self.members += [weakref.ref(m) for m in living if isinstance(m, LazyTensor)]
                 raise
-            self.made.clear()
+            self.computed.clear()
 
 
 class Slot:
-    """How the values of one lazy tensor come about.
+    """How the values of one lazy tensor are computed.
 
     Args:
         deferred: How to compute them from hidden states.
@@ -117,23 +113,25 @@ class Slot:
         # values that an autograd.Function returned as they came; their history is the lazy tensor's
         self.exposed: Tensor | None = None
 
-    def compute(self, made: dict[Slot, Tensor]) -> Tensor:
+    def compute(self, computed: dict[Slot, Tensor]) -> Tensor:
         """The real logits, by those of the parents; differentiable where the deferred logits is.
 
         Args:
-            made: What was computed already; the result is added.
+            computed: What was computed already; the result is added.
         """
-        if self not in made:
+        if self not in computed:
             if self.derive is None:
                 warn_above_budget(self.deferred)
             with torch.set_grad_enabled(self.deferred.grad):
                 if self.derive is None:
                     deferred = self.deferred
                     real = deferred.compute()
-                    made[self] = loss_logits(real, deferred.settings, deferred.grad)
+                    computed[self] = loss_logits(real, deferred.settings, deferred.grad)
                 else:
-                    made[self] = self.derive(*[parent.compute(made) for parent in self.parents])
-        return made[self]
+                    computed[self] = self.derive(
+                        *[parent.compute(computed) for parent in self.parents]
+                    )
+        return computed[self]
 
     def needs(self, other: Slot) -> bool:
         """Whether a write to ``other`` would show in this one, or in what it is computed from."""
@@ -246,16 +244,16 @@ class _Connect(torch.autograd.Function):
         with torch.enable_grad():
             real = deferred.rows(hidden).compute()
         inputs = (hidden, *ctx.inputs[1:])
-        wanted = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
+        required = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
         grads = torch.autograd.grad(
-            real, [inputs[i] for i in wanted], real_tensor(grad), allow_unused=True
+            real, [inputs[i] for i in required], real_tensor(grad), allow_unused=True
         )
-        found: list[Any] = [None] * len(inputs)
-        for i, g in zip(wanted, grads, strict=True):
-            found[i] = g
+        gradients: list[Any] = [None] * len(inputs)
+        for i, g in zip(required, grads, strict=True):
+            gradients[i] = g
         if torch.is_grad_enabled():  # create_graph=True
-            return (None, *not_differentiable("patching.patch", found, (grad, *ctx.inputs)))
-        return (None, *found)
+            return (None, *not_differentiable("patching.patch", gradients, (grad, *ctx.inputs)))
+        return (None, *gradients)
 
 
 _connect: Any = super(torch.autograd.Function, _Connect).apply
@@ -271,16 +269,16 @@ class LazyTensor(Tensor):
     def __new__(cls: type[LazyTensor], slot: Slot) -> LazyTensor:
         """A tensor of the shape, strides, dtype and device of the logits."""
         deferred = slot.deferred
-        made: LazyTensor = make_wrapper_subclass(
+        tensor: LazyTensor = make_wrapper_subclass(
             cls,
             deferred.shape,
             strides=deferred.strides,
             dtype=deferred.dtype,
             device=deferred.hidden.device,
         )
-        throw_on_mutable_data_ptr(made)  # else C++ reads from address 0
-        made._slot = slot
-        return made
+        throw_on_mutable_data_ptr(tensor)  # else C++ reads from address 0
+        tensor._slot = slot
+        return tensor
 
 
 def lazy_tensor(
@@ -294,13 +292,13 @@ def lazy_tensor(
     slot = Slot(deferred, parents, derive, shares, tensor_class)
     connected = deferred.grad and torch.is_grad_enabled()
     if not connected:
-        made = slot.group.tensor_class(slot)
+        tensor = slot.group.tensor_class(slot)
     else:
         plain = not (transforms_active() or is_functorch_wrapped(deferred.hidden))
         connect: Any = _connect if plain else _Connect.apply
-        made = connect(slot, deferred.hidden, *deferred.weights)
-    slot.group.members.append(weakref.ref(made))
-    return made
+        tensor = connect(slot, deferred.hidden, *deferred.weights)
+    slot.group.members.append(weakref.ref(tensor))
+    return tensor
 
 
 def real_tensor(value: Any) -> Any:

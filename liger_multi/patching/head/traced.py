@@ -188,9 +188,9 @@ class TracedLogits:
     def as_head(self) -> dict[str, Any] | None:
         """As :meth:`LazyLogits.as_head`."""
         self._check()
-        found = None if self._is_real() else head_of(self.deferred)
-        self.shared.consumed |= found is not None
-        return found
+        head = None if self._is_real() else head_of(self.deferred)
+        self.shared.consumed |= head is not None
+        return head
 
     def _is_real(self) -> bool:
         """Whether an operation is PyTorch's: on real logits, or on a bound view."""
@@ -311,12 +311,12 @@ class TracedLogits:
             return getattr(self.real(), name)(*sizes)
         flat = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
         deferred = self._deferred
-        wanted = steps.sizes_of_rows(deferred.hidden, deferred.vocabulary, tuple(flat))
-        if wanted is None:
+        row_sizes = steps.sizes_of_rows(deferred.hidden, deferred.vocabulary, tuple(flat))
+        if row_sizes is None:
             return getattr(self.real(), name)(*sizes)
         whole = not may_copy or deferred.hidden.is_contiguous()
-        copied = not whole and not steps.is_view(deferred.hidden, wanted)
-        return self._rows(name, function(deferred.hidden, wanted), copied, *sizes)
+        copied = not whole and not steps.is_view(deferred.hidden, row_sizes)
+        return self._rows(name, function(deferred.hidden, row_sizes), copied, *sizes)
 
     def __getitem__(self, index: Any) -> Any:
         if self._is_real():

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch import nn
 
-from liger_multi.patching import conflicts
 from liger_multi.patching.changes import Change, Relabel, Replace, Restore
 from liger_multi.patching.head.module import LazyHead
 from liger_multi.patching.lora.fused import (
@@ -20,7 +19,7 @@ from liger_multi.patching.lora.fused import (
 from liger_multi.patching.options import Request
 from liger_multi.patching.report import Skipped
 from liger_multi.patching.rotary import FusedRotary
-from liger_multi.patching.swap import Swap, buried, stock_class, swapped
+from liger_multi.patching.swap import Swap, buried, conflict_of, stock_class, swapped
 
 
 def find_lora(model: nn.Module, request: Request) -> Iterator[Change]:
@@ -32,10 +31,10 @@ def find_lora(model: nn.Module, request: Request) -> Iterator[Change]:
         if options is None:
             yield Restore(path, module)
             continue
-        found = conflicts.of_module(module) or adapters(module)
-        if isinstance(found, str):
+        verdict = conflict_of(module) or adapters(module)
+        if isinstance(verdict, str):
             yield Restore(path, module)
-            yield Skipped(path, "lora", found)
+            yield Skipped(path, "lora", verdict)
         else:
             swap = Swap("lora", stock_class(module), FusedLora, options)
             yield Replace(path, module, swap, "lora_update", options.shown())
@@ -45,7 +44,7 @@ def find_shared_inputs(model: nn.Module, request: Request) -> Iterator[Change]:
     """Layers with adapters that share an input: their module has them computed together."""
     for path, module in model.named_modules():
         layers = [] if request.get("lora") is None else projections(module)
-        yield from _shared(path, module, bool(layers) and not conflicts.of_module(module))
+        yield from _shared(path, module, bool(layers) and not conflict_of(module))
         if isinstance(module, SharedInput):
             names = {n for n, m in module.named_children() if any(m is one for one in layers)}
             paths = frozenset(f"{path}.{name}".strip(".") for name in names)
@@ -53,7 +52,7 @@ def find_shared_inputs(model: nn.Module, request: Request) -> Iterator[Change]:
 
 
 def _shared(path: str, module: nn.Module, together: bool) -> Iterator[Change]:
-    """Let a module compute its projections together, or no more."""
+    """Let a module compute its projections together, or stop doing so."""
     swap = swapped(module)
     if together == isinstance(module, SharedInput) or buried(module):
         return

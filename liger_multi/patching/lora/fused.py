@@ -1,8 +1,4 @@
-"""What is known about the norms, gated MLPs and rotary functions of models, as data.
-
-Adding a name here widens where the probes look; whether a module is patched is decided by its
-numbers.
-"""
+"""LoRA layers of PEFT: base layer and adapters as one operator, also for several of one input."""
 
 from __future__ import annotations
 
@@ -24,12 +20,7 @@ from liger_multi.patching.evidence.signature import (
 )
 from liger_multi.patching.float8.linear import bare_frozen_float8, shared_codes, wide_parts
 from liger_multi.patching.options import Options, run_bound
-from liger_multi.patching.swap import (
-    Patched,
-    original,
-    stock_of,
-    swapped,
-)
+from liger_multi.patching.swap import Patched, original, stock_of, swapped
 
 PROJECTIONS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -67,8 +58,8 @@ def looks_like_lora(module: nn.Module) -> bool:
 
 
 @constant_in_graphs
-def _is_lora(kind: Any) -> bool:
-    own = stock_of(kind).forward
+def _is_lora(module_class: Any) -> bool:
+    own = stock_of(module_class).forward
     return (own.__module__, own.__qualname__) in FORWARDS
 
 
@@ -81,7 +72,7 @@ def adapters(layer: Any) -> list[Adapter] | str:
     """The adapters of a LoRA layer that act now, or why they are left to PEFT."""
     if layer.disable_adapters or layer.merged:
         return "its adapters are disabled or merged"
-    found = []
+    low_rank = []
     for name in layer.active_adapters:
         if name not in layer.lora_A:
             continue
@@ -97,8 +88,8 @@ def adapters(layer: Any) -> list[Adapter] | str:
         scale = layer.scaling[name]
         if not isinstance(scale, (int, float)):
             return f"the scale of its adapter {name!r} is a {type(scale).__name__}"
-        found.append(Adapter(a.weight, b.weight, scale))
-    return found
+        low_rank.append(Adapter(a.weight, b.weight, scale))
+    return low_rank
 
 
 def _variant(layer: Any, name: str) -> str:
@@ -119,8 +110,8 @@ def one_adapter(layer: Any) -> Adapter | None:
     # FSDP and nn.DataParallel put tensors that are no parameters there
     if any(p is not None and p.requires_grad for p in (base.weight, base.bias)):
         return None
-    found = adapters(layer)
-    return found[0] if not isinstance(found, str) and len(found) == 1 else None
+    low_rank = adapters(layer)
+    return low_rank[0] if not isinstance(low_rank, str) and len(low_rank) == 1 else None
 
 
 def fits(x: Tensor, adapter: Adapter) -> bool:
@@ -136,33 +127,33 @@ class FusedLora(Patched):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The base layer's output and what every adapter adds; PEFT's forward where it must."""
-        kind = type(self)
-        if not issubclass(kind, FusedLora):
-            return cast(Tensor, kind.forward(self, x, *args, **kwargs))
-        if not code_holds(kind):
-            return cast(Tensor, original(kind)(self, x, *args, **kwargs))
+        module_class = type(self)
+        if not issubclass(module_class, FusedLora):
+            return cast(Tensor, module_class.forward(self, x, *args, **kwargs))
+        if not code_holds(module_class):
+            return cast(Tensor, original(module_class)(self, x, *args, **kwargs))
         group = None if torch.compiler.is_compiling() else together.get()
         if group is not None and not (args or kwargs):
             handed = group.output(self, x)
             if handed is not None:
                 return cast(Tensor, handed)
         other = args or kwargs or type(x) is not Tensor or globally_hooked()
-        found = "called in another form" if other else adapters(self)
-        if isinstance(found, str) or not all(fits(x, one) for one in found):
-            return cast(Tensor, original(kind)(self, x, *args, **kwargs))
+        low_rank = "called in another form" if other else adapters(self)
+        if isinstance(low_rank, str) or not all(fits(x, one) for one in low_rank):
+            return cast(Tensor, original(module_class)(self, x, *args, **kwargs))
         from liger_multi.ops import lora_update
 
-        options = cast(Options, kind._liger_multi_swap.settings)
-        made = cast(Any, self).base_layer(x)
-        if autocast_dtype(x.device.type) is None and made.dtype != x.dtype:
-            x = x.to(made.dtype)  # a quantized layer's own choice
+        options = cast(Options, module_class._liger_multi_swap.settings)
+        base_output = cast(Any, self).base_layer(x)
+        if autocast_dtype(x.device.type) is None and base_output.dtype != x.dtype:
+            x = x.to(base_output.dtype)  # a quantized layer's own choice
 
         def updated(base: Tensor) -> Tensor:
-            for a, b, scale in found:
+            for a, b, scale in low_rank:
                 base = lora_update(base, x, a, b, scale=scale)
             return base
 
-        return cast(Tensor, run_bound(options, ("lora_update",), updated, made))
+        return cast(Tensor, run_bound(options, ("lora_update",), updated, base_output))
 
 
 # --- layers of one input ---
@@ -174,9 +165,9 @@ def projections(module: nn.Module) -> list[Any]:
     """The projections of a module that have adapters which we add, where there are several."""
     for names in PROJECTIONS:
         layers = [module._modules.get(name) for name in names]
-        found = [layer for layer in layers if isinstance(layer, FusedLora)]
-        if len(found) > 1:
-            return found
+        adapted = [layer for layer in layers if isinstance(layer, FusedLora)]
+        if len(adapted) > 1:
+            return adapted
     return []
 
 
@@ -186,7 +177,7 @@ class Together:
     def __init__(self, layers: Sequence[Any], x: Tensor) -> None:
         self.layers = layers
         self.x: Tensor | None = x
-        self.made: dict[nn.Module, Tensor] | None = None
+        self.outputs: dict[nn.Module, Tensor] | None = None
         self.state: tuple[Any, ...] = ()
 
     def output(self, layer: nn.Module, x: Any) -> Tensor | None:
@@ -195,9 +186,9 @@ class Together:
         if mine is None or x is not mine or not any(layer is one for one in self.layers):
             return None
         now = (mine._version, torch.is_grad_enabled(), autocast_dtype(mine.device.type))
-        if self.made is None:
-            self.made, self.state = _made(self.layers, mine), now
-        return self.made.pop(layer, None) if now == self.state else None
+        if self.outputs is None:
+            self.outputs, self.state = _outputs_of(self.layers, mine), now
+        return self.outputs.pop(layer, None) if now == self.state else None
 
 
 class SharedInput(Patched):
@@ -207,10 +198,10 @@ class SharedInput(Patched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward; compiled graphs and unknown forms of a call have layer by layer."""
-        kind = type(self)
-        if not issubclass(kind, SharedInput):
-            return kind.forward(self, *args, **kwargs)
-        inner = functools.partial(kind._liger_multi_inner.forward, self, *args, **kwargs)
+        module_class = type(self)
+        if not issubclass(module_class, SharedInput):
+            return module_class.forward(self, *args, **kwargs)
+        inner = functools.partial(module_class._liger_multi_inner.forward, self, *args, **kwargs)
         return in_one(self, inner, args, kwargs)
 
 
@@ -226,7 +217,7 @@ def in_one(
         return inner()
     finally:
         together.reset(token)
-        group.made = group.x = None  # a traceback may hold this frame
+        group.outputs = group.x = None  # a traceback may hold this frame
 
 
 def _group(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Together | None:
@@ -234,11 +225,11 @@ def _group(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if not layers:
         return None
     width = layers[0].in_features
-    given = [t for t in (*args, *kwargs.values()) if _may_be_input(t, width)]
+    inputs = [t for t in (*args, *kwargs.values()) if _may_be_input(t, width)]
     # a second one of that form may be what keys and values are made of
-    if not given or any(t is not given[0] and t.ndim == given[0].ndim for t in given):
+    if not inputs or any(t is not inputs[0] and t.ndim == inputs[0].ndim for t in inputs):
         return None
-    return Together(layers, given[0])
+    return Together(layers, inputs[0])
 
 
 def _may_be_input(x: Any, width: int) -> bool:
@@ -246,18 +237,18 @@ def _may_be_input(x: Any, width: int) -> bool:
     return plain and x.ndim > 1 and x.shape[-1] == width
 
 
-def _made(layers: Sequence[Any], x: Tensor) -> dict[nn.Module, Tensor]:
+def _outputs_of(layers: Sequence[Any], x: Tensor) -> dict[nn.Module, Tensor]:
     """The outputs of those layers that are frozen and bare but for one adapter."""
-    found = [(layer, adapter) for layer in layers if (adapter := _usable(layer, x)) is not None]
+    adapted = [(layer, adapter) for layer in layers if (adapter := _usable(layer, x)) is not None]
     cast_to = autocast_dtype(x.device.type)
-    if len(found) < 2 or (cast_to is None and len({a.a.dtype for _, a in found}) > 1):
+    if len(adapted) < 2 or (cast_to is None and len({a.a.dtype for _, a in adapted}) > 1):
         return {}
     swap = swapped(layers[0])
     if swap is None:  # another thread has just taken the patch away
         return {}
     options = cast(Options, swap.settings)
-    outputs = run_bound(options, ("lora_qkv",), _run, found, x)
-    return {layer: y for (layer, _), y in zip(found, outputs, strict=False)}
+    outputs = run_bound(options, ("lora_qkv",), _run, adapted, x)
+    return {layer: y for (layer, _), y in zip(adapted, outputs, strict=False)}
 
 
 def _usable(layer: Any, x: Tensor) -> Adapter | None:
@@ -268,16 +259,16 @@ def _usable(layer: Any, x: Tensor) -> Adapter | None:
     return adapter if same or autocast_dtype(x.device.type) is not None else None
 
 
-def _run(found: Sequence[tuple[Any, Adapter]], x: Tensor) -> Sequence[Tensor]:
+def _run(adapted: Sequence[tuple[Any, Adapter]], x: Tensor) -> Sequence[Tensor]:
     from liger_multi.ops import lora_qkv
 
-    given: dict[str, Any] = {}
+    operands: dict[str, Any] = {}
     scales = []
-    for slot, (layer, adapter) in zip(_SLOTS, found, strict=False):
+    for slot, (layer, adapter) in zip(_SLOTS, adapted, strict=False):
         weight, scale, _ = wide_parts(layer.base_layer)
         scales.append(scale)
-        given |= {f"{slot}_weight": weight, f"{slot}_bias": layer.base_layer.bias}
-        given |= {f"{slot}_weight_scale": scale}
-        given |= {f"{slot}_a": adapter.a, f"{slot}_b": adapter.b, f"{slot}_scale": adapter.scale}
+        operands |= {f"{slot}_weight": weight, f"{slot}_bias": layer.base_layer.bias}
+        operands |= {f"{slot}_weight_scale": scale}
+        operands |= {f"{slot}_a": adapter.a, f"{slot}_b": adapter.b, f"{slot}_scale": adapter.scale}
     known = None if all(scale is None for scale in scales) else shared_codes(x)
-    return lora_qkv(x, **given, quantized=known)  # type: ignore[return-value]
+    return lora_qkv(x, **operands, quantized=known)  # type: ignore[return-value]

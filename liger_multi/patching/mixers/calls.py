@@ -56,9 +56,12 @@ SIZES: dict[str, dict[str, tuple[str, ...]]] = {
 
 def sizes_of(op: str, module: nn.Module) -> dict[str, list[int]]:
     """The last sizes of an operator's tensors in a mixer; empty where one is not known."""
-    found = {n: [getattr(module, a, None) for a in held] for n, held in SIZES.get(op, {}).items()}
-    known = all(isinstance(size, int) for sizes in found.values() for size in sizes)
-    return found if known else {}  # type: ignore[return-value]
+    sizes_by_name = {
+        n: [getattr(module, a, None) for a in attributes]
+        for n, attributes in SIZES.get(op, {}).items()
+    }
+    known = all(isinstance(size, int) for sizes in sizes_by_name.values() for size in sizes)
+    return sizes_by_name if known else {}  # type: ignore[return-value]
 
 
 def without_kernels(op: str, module: nn.Module) -> str | None:
@@ -69,18 +72,20 @@ def without_kernels(op: str, module: nn.Module) -> str | None:
     return passed_over(op, {name: like.new_empty(1, 1, *last) for name, last in sizes.items()})
 
 
-def mixer_calls(kind: type, wanted: Any = SERVED) -> list[tuple[str, FunctionType, str, Any]]:
-    """What a class calls under the wanted names: (method, its function, name, what)."""
+def mixer_calls(
+    module_class: type, served: Any = SERVED
+) -> list[tuple[str, FunctionType, str, Any]]:
+    """The calls of a class to functions of these names: (method, its function, name, callee)."""
     return [
         (method, function, name, called)
-        for method, function in redirect.methods(kind).items()
-        for name, called in redirect.calls(function, lambda n, f: n in wanted).items()
+        for method, function in redirect.methods(module_class).items()
+        for name, called in redirect.calls(function, lambda n, f: n in served).items()
     ]
 
 
-def unserved(kind: type) -> list[str]:
+def unserved(module_class: type) -> list[str]:
     """The functions over all tokens that a class calls and that no operator stands for."""
-    return sorted({call[2] for call in mixer_calls(kind) if refusal(*call[1:])})
+    return sorted({call[2] for call in mixer_calls(module_class) if refusal(*call[1:])})
 
 
 def refusal(function: FunctionType, name: str, called: Any) -> str | None:
@@ -135,12 +140,12 @@ class _Draw:
     def _gradients(self, result: Tensor, upstream: Tensor) -> list[Tensor]:
         if not result.requires_grad:
             return [torch.zeros_like(leaf) for leaf in self.leaves]
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             result, self.leaves, upstream, allow_unused=True, retain_graph=True
         )
         return [
             torch.zeros_like(leaf) if grad is None else grad
-            for leaf, grad in zip(self.leaves, found, strict=True)
+            for leaf, grad in zip(self.leaves, gradients, strict=True)
         ]
 
 
@@ -153,8 +158,8 @@ _MASKING = "apply_mask_to_padding_states"
 def masking(forward: Callable[..., Any]) -> Callable[[Tensor, Tensor | None], Tensor]:
     """What sets hidden tokens to 0 in a modeling file; until 5.17 not in a batch of one row."""
     own = getattr(inspect.unwrap(forward), "__globals__", {})
-    found: Callable[[Tensor, Tensor | None], Tensor] = own.get(_MASKING, _without_padding)
-    return found
+    function: Callable[[Tensor, Tensor | None], Tensor] = own.get(_MASKING, _without_padding)
+    return function
 
 
 def _without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -186,26 +191,26 @@ def gates(module: nn.Module) -> bool:
     plain = (width, width, (inner.kernel_size[0] - 1,), (1,), (1,))
     if like != plain or (into.in_features, into.out_features) != (width, 3 * width):  # type: ignore[union-attr]
         return False
-    kind = unpatched_class(module)
-    if not _takes_a_row(kind.forward):
+    module_class = unpatched_class(module)
+    if not _takes_a_row(module_class.forward):
         return False
     biased = tuple(getattr(m, "bias", None) is not None for m in (inner, into, out))
-    return _gates(kind, scalars(module), biased, inner.kernel_size[0], module)
+    return _gates(module_class, scalars(module), biased, inner.kernel_size[0], module)
 
 
 def _gates(
-    kind: type, known: Any, biased: tuple[bool, ...], reach: int, module: nn.Module
-) -> bool:  # fmt: skip
-    key = (kind, getattr(kind, "forward", None), known, biased, reach)
-    found = _GATES.get(key)
-    if found is None:
+    module_class: type, known: Any, biased: tuple[bool, ...], reach: int, module: nn.Module
+) -> bool:
+    key = (module_class, getattr(module_class, "forward", None), known, biased, reach)
+    is_gated = _GATES.get(key)
+    if is_gated is None:
         try:
             with probe_context() as generator:
-                found = _is_gated(skeleton(module), biased, reach, generator)
+                is_gated = _is_gated(skeleton(module), biased, reach, generator)
         except Exception:  # somebody's forward: any failure means that it is not one of ours
-            found = False
-        _GATES[key] = found
-    return found
+            is_gated = False
+        _GATES[key] = is_gated
+    return is_gated
 
 
 _GATES: dict[Any, bool] = {}
@@ -214,7 +219,7 @@ _POWERS = (-10, -6, -3, -1, 1, 3)  # of inputs; results are products of three nu
 
 def _is_gated(
     replica: Any, biased: tuple[bool, ...], reach: int, generator: torch.Generator
-) -> bool:  # fmt: skip
+) -> bool:
     from liger_multi import ops
 
     width, (bias, into, out) = 6, biased
@@ -236,15 +241,15 @@ def _is_gated(
         def ours(x: Tensor) -> Tensor:
             rows = replica.in_proj(without_padding(x, mask))
             weight = replica.conv.weight.squeeze(1)
-            made: Tensor = replica.out_proj(ops.gated_short_conv(rows, weight, replica.conv.bias))
-            return made
+            output: Tensor = replica.out_proj(ops.gated_short_conv(rows, weight, replica.conv.bias))
+            return output
 
         x = random(generator, batch, 9, width)
-        found = disagreement(replica, stock, ours, [x], _close, generator)
+        difference = disagreement(replica, stock, ours, [x], _close, generator)
         with torch.no_grad():
             sizes = [x * 10.0**power for power in _POWERS] + [x * 0]
-            alone = found or all(alike(stock(y), ours(y)) for y in sizes)
-        return found or (None if alone else "its output differs for tiny or large numbers")
+            alone = difference or all(alike(stock(y), ours(y)) for y in sizes)
+        return difference or (None if alone else "its output differs for tiny or large numbers")
 
     return by(None) is None and by(mask) is None and by(mask[:1], 1) is None
 
@@ -302,8 +307,11 @@ def _scans_heads(body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> boo
     x, dt, a, d = draw(2, 37, 4, 6), draw(2, 37, 4), -draw(4).abs(), draw(4)
     b, c = draw(2, 37, 2, 8), draw(2, 37, 2, 8)
     options: dict[str, Any] = {
-        "D": d, "dt_bias": draw(4), "dt_softplus": True, "dt_limit": (0.1, 2.0)
-    }  # fmt: skip
+        "D": d,
+        "dt_bias": draw(4),
+        "dt_softplus": True,
+        "dt_limit": (0.1, 2.0),
+    }
     state = draw(2, 4, 6, 8)
     theirs = body(
         x, dt, a, b, c, chunk_size=16, initial_states=state, return_final_states=True, **options

@@ -7,14 +7,13 @@ from dataclasses import replace
 
 from torch import nn
 
-from liger_multi.patching import conflicts
 from liger_multi.patching.calling import renew
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.mixers.calls import SERVED, gates, mixer_calls, refusal, without_kernels
 from liger_multi.patching.mixers.fused import FusedMixer, MixerSettings
 from liger_multi.patching.options import MIXER_OPS, Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Swap, unpatched_class
+from liger_multi.patching.swap import Swap, conflict_of, unpatched_class
 
 
 def find_mixers(model: nn.Module, request: Request) -> Iterator[Change]:
@@ -25,7 +24,7 @@ def find_mixers(model: nn.Module, request: Request) -> Iterator[Change]:
         if not calls:
             continue
         settings = MixerSettings(*(request.get(op) for op in MIXER_OPS))
-        overridden = conflicts.of_module(module)
+        overridden = conflict_of(module)
         reasons = {SERVED[rest[1]]: overridden or refusal(*rest) for _, *rest in calls}
         if settings.gated_short_conv is not None and gates(module):
             reasons["gated_short_conv"] = reasons["causal_conv1d"]  # of which it is more

@@ -35,13 +35,13 @@ class FusedMixer(Calling):
     """A module whose convolution and recurrence go to operators."""
 
     @staticmethod
-    def found(stock: type) -> list[Call]:
+    def find_calls(stock: type) -> list[Call]:
         """The calls of functions that operators stand for."""
         return [call for call in mixer_calls(stock) if refusal(*call[1:]) is None]
 
     @staticmethod
     def served(name: str, called: Any, settings: Any) -> FunctionType:
-        """The function that stands for one; itself where its operator is off."""
+        """The function that replaces a call; the original function where its operator is off."""
         op = SERVED[name]
         options = getattr(settings, op)
         if options is None:
@@ -60,10 +60,10 @@ class FusedMixer(Calling):
 def _gated(method: Any, copy: FunctionType, options: Options) -> FunctionType:
     from liger_multi import ops
 
-    found = reached.reached([method])
-    if isinstance(found, str):  # what it does may change in ways that nothing tells
+    code = reached.reached([method])
+    if isinstance(code, str):  # what it does may change in ways that nothing tells
         return copy
-    places = tuple(place for place in found if place[1] not in SERVED)  # the copy follows those
+    places = tuple(place for place in code if place[1] not in SERVED)  # the copy follows those
     reads, names = reached.reads_values(places), parameters_of(method)
     masked = masking(method)
 
@@ -73,18 +73,18 @@ def _gated(method: Any, copy: FunctionType, options: Options) -> FunctionType:
 
     @functools.wraps(copy)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        inner, hidden_states = self.conv, given["hidden_states"]
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        inner, hidden_states = self.conv, arguments["hidden_states"]
         hooked = inner._forward_hooks or inner._forward_pre_hooks or hasattr(inner, "_hf_hook")
-        by_parts = has_cache((), given) or hooked or _has_states(given)
+        by_parts = has_cache((), arguments) or hooked or _has_states(arguments)
         by_parts = by_parts or (reads and torch.compiler.is_compiling()) or not unchanged()
         if by_parts or type(inner.weight).__name__ == "DTensor":
             return copy(self, *args, **kwargs)
-        call = functools.partial(ops.gated_short_conv, seq_idx=given.get("seq_idx"))
-        rows = self.in_proj(masked(hidden_states, given.get("attention_mask")))
+        call = functools.partial(ops.gated_short_conv, seq_idx=arguments.get("seq_idx"))
+        rows = self.in_proj(masked(hidden_states, arguments.get("attention_mask")))
         weight = inner.weight.squeeze(1)
-        made = run_bound(options, ("gated_short_conv",), call, rows, weight, inner.bias)
-        return self.out_proj(made)
+        y = run_bound(options, ("gated_short_conv",), call, rows, weight, inner.bias)
+        return self.out_proj(y)
 
     return cast(FunctionType, forward)
 
@@ -109,24 +109,32 @@ def _convolution(op: str, stock: Callable[..., Any], options: Options) -> Callab
     from liger_multi import ops
 
     def served(
-        hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
-        activation: str | None = None, seq_idx: Tensor | None = None, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
-        kind = "silu" if activation == "swish" else activation
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        function_name = "silu" if activation == "swish" else activation
         if (
             _has_states(kwargs)
-            or kind not in (None, "silu")
+            or function_name not in (None, "silu")
             or type(hidden_states).__name__ == "DTensor"
         ):
-            given = kwargs if seq_idx is None else kwargs | {"seq_idx": seq_idx}
-            result: Tensor = stock(hidden_states, weight, bias, activation=activation, **given)
+            options_of_call = kwargs if seq_idx is None else kwargs | {"seq_idx": seq_idx}
+            result: Tensor = stock(
+                hidden_states, weight, bias, activation=activation, **options_of_call
+            )
             return result
         call = functools.partial(
-            ops.causal_conv1d, activation=kind, channel_axis=1,
+            ops.causal_conv1d,
+            activation=function_name,
+            channel_axis=1,
             seq_idx=_ids(seq_idx, hidden_states.shape[2]),
-        )  # fmt: skip
-        made: Tensor = run_bound(options, (op,), call, hidden_states, weight, bias)
-        return made
+        )
+        y: Tensor = run_bound(options, (op,), call, hidden_states, weight, bias)
+        return y
 
     return served
 
@@ -143,20 +151,30 @@ def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callabl
     from liger_multi import ops
 
     def served(
-        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64,
-        initial_state: Tensor | None = None, output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False, seq_idx: Tensor | None = None,
-        cu_seqlens: Tensor | None = None, **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
         many = cu_seqlens is not None and seq_idx is None and len(query) == 1
         call = functools.partial(
             getattr(ops, f"{op}_with_state" if output_final_state else op),
-            initial_state=initial_state, qk_l2norm=use_qk_l2norm_in_kernel,
-            documents=_ids(seq_idx, query.shape[1]), cu_seqlens=cu_seqlens if many else None,
-        )  # fmt: skip
+            initial_state=initial_state,
+            qk_l2norm=use_qk_l2norm_in_kernel,
+            documents=_ids(seq_idx, query.shape[1]),
+            cu_seqlens=cu_seqlens if many else None,
+        )
         rows = (query, key.to(query.dtype), value.to(query.dtype), g, beta)
-        made = run_bound(options, (op,), call, *rows)
-        return made if output_final_state else (made, None)
+        y = run_bound(options, (op,), call, *rows)
+        return y if output_final_state else (y, None)
 
     return served
 
@@ -170,20 +188,36 @@ def _heads_scan(op: str, stock: Callable[..., Any], options: Options) -> Callabl
     from liger_multi import ops
 
     def served(
-        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
-        D: Tensor | None = None, dt_bias: Tensor | None = None,
-        initial_states: Tensor | None = None, dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
-        z: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        z: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         **kwargs: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         scan: Any = ops.ssd_scan_with_state if return_final_states else ops.ssd_scan
         call = functools.partial(
-            scan, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
-            dt_limit=tuple(dt_limit), initial_state=_kept(initial_states), chunk=chunk_size,
+            scan,
+            D=D,
+            z=z,
+            dt_bias=dt_bias,
+            dt_softplus=dt_softplus,
+            dt_limit=tuple(dt_limit),
+            initial_state=_kept(initial_states),
+            chunk=chunk_size,
             cu_seqlens=None if seq_idx is not None else cu_seqlens,
             seq_idx=_ids(seq_idx, hidden_states.shape[1]),
-        )  # fmt: skip
+        )
         return run_bound(options, (op,), call, hidden_states, dt, A, B, C)
 
     return served
@@ -193,19 +227,30 @@ def _channels_scan(op: str, stock: Callable[..., Any], options: Options) -> Call
     from liger_multi import ops
 
     def served(
-        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
-        D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None,
-        delta_softplus: bool = False, return_last_state: bool = False,
-        seq_idx: Tensor | None = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
         call = functools.partial(
-            ops.selective_scan_with_state if return_last_state else ops.selective_scan, D=D,
-            z=None if z is None else z.mT, delta_bias=delta_bias, delta_softplus=delta_softplus,
+            ops.selective_scan_with_state if return_last_state else ops.selective_scan,
+            D=D,
+            z=None if z is None else z.mT,
+            delta_bias=delta_bias,
+            delta_softplus=delta_softplus,
             seq_idx=_ids(seq_idx, hidden_states.shape[2]),
-        )  # fmt: skip
+        )
         rows = (hidden_states.mT, dt.mT, A, B.mT, C.mT)
-        made = run_bound(options, (op,), call, *rows)
-        return (made[0].mT, made[1]) if return_last_state else made.mT
+        y = run_bound(options, (op,), call, *rows)
+        return (y[0].mT, y[1]) if return_last_state else y.mT
 
     return served
 

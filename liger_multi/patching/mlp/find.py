@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from liger_multi.patching import conflicts, registered
+from liger_multi.patching import registered
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.branches import Outcomes
 from liger_multi.patching.evidence.probe import (
@@ -33,7 +33,7 @@ from liger_multi.patching.mlp.fused import FusedMlp, MlpSettings
 from liger_multi.patching.mlp.kinds import MLP_KINDS, MLP_OPS, MlpNames
 from liger_multi.patching.options import TOLD, Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Swap, stock_class, unpatched_class
+from liger_multi.patching.swap import Swap, conflict_of, stock_class, unpatched_class
 
 # --- gated MLPs ---
 
@@ -53,13 +53,13 @@ def mlp_names(module: nn.Module) -> tuple[list[MlpNames], bool]:
     known = [n for n in registered.mlp_names() if set(n.all) == set(linears)]
     if known:
         return known, True
-    found = []
+    candidates = []
     for order in permutations(linears):
         gate, up, down = order if len(order) == 3 else (order[0], None, order[1])
         names = MlpNames(gate, up, down)
         if _fit(module, names):
-            found.append(names)
-    return found, False
+            candidates.append(names)
+    return candidates, False
 
 
 def _fit(module: nn.Module, names: MlpNames) -> bool:
@@ -84,9 +84,9 @@ _known: dict[Any, MlpSettings | str] = {}
 
 def mlp_kind(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str:
     """The kind of an instance, or the reason why it stays as it is."""
-    kind, linears = unpatched_class(module), candidates[0].all
+    module_class, linears = unpatched_class(module), candidates[0].all
     drops = [n for n, m in module._modules.items() if isinstance(m, nn.Dropout)]
-    signature = signature_of(module, kind, (*linears, *drops))
+    signature = signature_of(module, module_class, (*linears, *drops))
     if isinstance(signature, str):
         return signature
     sizes = tuple(
@@ -95,17 +95,17 @@ def mlp_kind(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings | str
         if m is not None
     )
     others = tuple((n, type(m)) for n, m in module._modules.items() if n not in linears)
-    beside = (sizes, others, scalars(module), registered.generation())
-    key = (kind, code_of(kind, signature), signature, tuple(candidates), beside)
-    found = _known.get(key)
-    if found is None:
-        taken = Outcomes(Reached(functions_of(kind, signature)).functions)
+    attributes = (sizes, others, scalars(module), registered.generation())
+    key = (module_class, code_of(module_class, signature), signature, tuple(candidates), attributes)
+    verdict = _known.get(key)
+    if verdict is None:
+        taken = Outcomes(Reached(functions_of(module_class, signature)).functions)
         with taken.watched():
-            found = _measure_mlp(module, candidates)
-        if isinstance(found, MlpSettings) and (where := taken.one_sided(given=1)):
-            found = where
-        _known[key] = found
-    return found
+            verdict = _measure_mlp(module, candidates)
+        if isinstance(verdict, MlpSettings) and (where := taken.one_sided(argument_count=1)):
+            verdict = where
+        _known[key] = verdict
+    return verdict
 
 
 class _Marker(nn.Module):
@@ -124,7 +124,7 @@ def _measure_mlp(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings |
     fitting = [names for names in candidates if _fit(module, names)]
     if not fitting:
         return "its layers do not fit together as gate, up and down"
-    kind, watch = unpatched_class(module), Watch()
+    module_class, watch = unpatched_class(module), Watch()
     try:
         with probe_context() as generator:
             replica, x = _replica_mlp(module, fitting[0], generator)
@@ -137,17 +137,17 @@ def _measure_mlp(module: nn.Module, candidates: list[MlpNames]) -> MlpSettings |
                 return f"its forward sets its {', '.join(sorted(watch.written))}"
             settings = _formula(replica, x, module, fitting)
             if settings is not None:
-                found = _tried(replica, x, settings, generator) or _narrow(replica, x, settings)
-                if isinstance(found, str):
-                    return f"{kind.__name__} is no {settings.kind.formula}: {found}"
-                settings = found
+                verdict = _tried(replica, x, settings, generator) or _narrow(replica, x, settings)
+                if isinstance(verdict, str):
+                    return f"{module_class.__name__} is no {settings.spec.formula}: {verdict}"
+                settings = verdict
     except Exception as error:  # somebody's forward: failing, it is not this kind of module
         return f"its forward failed on a replica: {type(error).__name__}: {error}"
     if settings is None:
         formulas = " nor ".join(f"down({f})" for f in dict.fromkeys(k.formula for k in MLP_KINDS))
-        return f"{kind.__name__} computes neither {formulas}"
+        return f"{module_class.__name__} computes neither {formulas}"
     drops = [name for name in (settings.inner, settings.outer) if name]
-    signature = signature_of(module, kind, (*settings.names.all, *drops), watch.read)
+    signature = signature_of(module, module_class, (*settings.names.all, *drops), watch.read)
     return signature if isinstance(signature, str) else replace(settings, signature=signature)
 
 
@@ -176,12 +176,12 @@ def _tried(
     def ours(x: Tensor) -> Tensor:
         return mlp.apply_mlp(replica, x, settings)
 
-    found = disagreement(replica, stock, ours, [x], _close, generator)
-    if found:
-        return found
-    found = differs_at_extremes(replica, stock, ours, [x], generator)
-    if found:
-        return found
+    difference = disagreement(replica, stock, ours, [x], _close, generator)
+    if difference:
+        return difference
+    difference = differs_at_extremes(replica, stock, ours, [x], generator)
+    if difference:
+        return difference
     with torch.no_grad():
         for shape in ((6, 24), (1, 2, 3, 24)):
             with contextlib.suppress(RuntimeError, ValueError, IndexError):  # it takes no such rank
@@ -272,15 +272,15 @@ def _settings(module: nn.Module, candidates: list[MlpNames]) -> Iterator[MlpSett
     }
     floats = [n for n, v in vars(module).items() if isinstance(v, float)]
     for names in candidates:
-        for kind in registered.mlp_kinds():
-            if kind.sparse and names.up is None:
+        for spec in registered.mlp_kinds():
+            if spec.sparse and names.up is None:
                 continue
             numbers = tuple(
-                (number, next((n for n in floats if number in n), "")) for number in kind.numbers
+                (number, next((n for n in floats if number in n), "")) for number in spec.numbers
             )
-            if all(held for _, held in numbers):
+            if all(attribute for _, attribute in numbers):
                 for inner, outer in places.get(len(drops), []):
-                    yield MlpSettings(kind, names, inner, outer, numbers)
+                    yield MlpSettings(spec, names, inner, outer, numbers)
 
 
 def find_mlps(model: nn.Module, request: Request) -> Iterator[Change]:
@@ -293,15 +293,15 @@ def find_mlps(model: nn.Module, request: Request) -> Iterator[Change]:
         if not choices:
             yield Restore(path, module)
             continue
-        found = conflicts.of_module(module) or mlp_kind(module, candidates)
-        if isinstance(found, str):
-            told = [op for op in choices if op in TOLD or op in request.named]
-            if named and told:
-                yield Skipped(path, told[0], found)
-        elif found.kind.op not in choices:
+        verdict = conflict_of(module) or mlp_kind(module, candidates)
+        if isinstance(verdict, str):
+            reported = [op for op in choices if op in TOLD or op in request.named]
+            if named and reported:
+                yield Skipped(path, reported[0], verdict)
+        elif verdict.spec.op not in choices:
             yield Restore(path, module)
         else:
             lora = request.get("lora") is not None
-            settings = replace(found, options=choices[found.kind.op], lora=lora)
-            swap = Swap(found.kind.op, stock_class(module), FusedMlp, settings)
+            settings = replace(verdict, options=choices[verdict.spec.op], lora=lora)
+            swap = Swap(verdict.spec.op, stock_class(module), FusedMlp, settings)
             yield Replace(path, module, swap, settings.shown(module), settings.options.shown())

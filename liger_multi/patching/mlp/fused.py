@@ -45,7 +45,7 @@ class MlpSettings:
     """How an instance computes, and the names of its attributes.
 
     Attributes:
-        kind: The gated activation.
+        spec: The gated activation.
         names: The layers.
         inner: Dropout between the product and the last layer.
         outer: Dropout after the last layer.
@@ -56,7 +56,7 @@ class MlpSettings:
         signature: What must not have changed since the probe, or the original forward runs.
     """
 
-    kind: MlpKind
+    spec: MlpKind
     names: MlpNames
     inner: str | None = None
     outer: str | None = None
@@ -68,15 +68,15 @@ class MlpSettings:
 
     def shown(self, module: nn.Module) -> str:
         """What the report says that runs now."""
-        if self.kind.activation and _bare(module, self.names) and self.options.whole:
-            return f"gated_mlp[{self.kind.activation}]"
-        if self.kind.activation and self.options.whole and _in_float8(module, self.names):
-            return f"gated_mlp_float8[{self.kind.activation}]"
-        if self.kind.activation and self.lora and _adapted(module, self.names):
-            return f"lora_mlp[{self.kind.activation}]"
-        op = self.kind.op if self.names.up else f"{self.kind.op}_packed"
-        said = [value for _, value in self.kind.options if isinstance(value, str)]
-        details = ", ".join([*said, "sparse"] if self.kind.sparse else said)
+        if self.spec.activation and _bare(module, self.names) and self.options.whole:
+            return f"gated_mlp[{self.spec.activation}]"
+        if self.spec.activation and self.options.whole and _in_float8(module, self.names):
+            return f"gated_mlp_float8[{self.spec.activation}]"
+        if self.spec.activation and self.lora and _adapted(module, self.names):
+            return f"lora_mlp[{self.spec.activation}]"
+        op = self.spec.op if self.names.up else f"{self.spec.op}_packed"
+        shown_options = [value for _, value in self.spec.options if isinstance(value, str)]
+        details = ", ".join([*shown_options, "sparse"] if self.spec.sparse else shown_options)
         return f"{op}[{details}]" if details else op
 
 
@@ -88,14 +88,14 @@ class FusedMlp(Patched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The MLP with few activations kept for backward; what was not probed runs the original."""
-        kind = type(self)
-        if not issubclass(kind, FusedMlp):
-            return cast(Tensor, kind.forward(self, *args, **kwargs))
-        settings: MlpSettings = kind._liger_multi_swap.settings  # type: ignore[assignment]
-        known = len(args) == 1 and not kwargs and code_holds(kind)
+        module_class = type(self)
+        if not issubclass(module_class, FusedMlp):
+            return cast(Tensor, module_class.forward(self, *args, **kwargs))
+        settings: MlpSettings = module_class._liger_multi_swap.settings  # type: ignore[assignment]
+        known = len(args) == 1 and not kwargs and code_holds(module_class)
         if not known or not serves(self, settings):
-            return cast(Tensor, original(kind)(self, *args, **kwargs))
-        op = settings.kind.op
+            return cast(Tensor, original(module_class)(self, *args, **kwargs))
+        op = settings.spec.op
         names = ("gated_mlp", "gated_mlp_float8", "lora_mlp", op, f"{op}_packed")
         return run_bound(settings.options, names, apply_mlp, self, args[0], settings)  # type: ignore[no-any-return]
 
@@ -107,25 +107,25 @@ def serves(module: nn.Module, settings: MlpSettings) -> bool:
 
 def apply_mlp(module: Any, x: Tensor, settings: MlpSettings) -> Tensor:
     """Run the operators with the weights of ``module``."""
-    kind, names = settings.kind, settings.names
-    if names.up is not None and kind.activation and _silent(module, settings.inner):
+    spec, names = settings.spec, settings.names
+    if names.up is not None and spec.activation and _silent(module, settings.inner):
         result = _by_weights(module, x, settings)
         if result is not None:
             return _dropped(module, result, settings.outer)
     gate, down = getattr(module, names.gate), getattr(module, names.down)
-    options = dict(kind.options)
-    for name, held in settings.numbers:
-        options[name] = getattr(module, held)
+    options = dict(spec.options)
+    for name, attribute in settings.numbers:
+        options[name] = getattr(module, attribute)
     if names.up is None:
-        options.update(kind.packed)
-        inner = getattr(ops, f"{kind.op}_packed")(gate(x), **options)
+        options.update(spec.packed)
+        inner = getattr(ops, f"{spec.op}_packed")(gate(x), **options)
     else:
-        first = sparse(gate(x), options.pop("sparsity")) if kind.sparse else gate(x)
-        operator, given = getattr(ops, kind.op), (first, getattr(module, names.up)(x))
-        if hands_out(kind.op):
-            inner = handed_out(module, kind.op, functools.partial(operator, *given, **options))
+        first = sparse(gate(x), options.pop("sparsity")) if spec.sparse else gate(x)
+        operator, operands = getattr(ops, spec.op), (first, getattr(module, names.up)(x))
+        if hands_out(spec.op):
+            inner = handed_out(module, spec.op, functools.partial(operator, *operands, **options))
         else:
-            inner = operator(*given, **options)
+            inner = operator(*operands, **options)
     inner = _dropped(module, inner, settings.inner)
     inner = _for(down, inner) if settings.casts else inner
     return _dropped(module, cast(Tensor, down(inner)), settings.outer)
@@ -149,7 +149,7 @@ def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
     parts = [bare_parts(layer) for layer in layers]
     if None in parts:
         if settings.options.whole and _in_float8(module, names):
-            return _float8(x, layers, settings.kind.activation)
+            return _float8(x, layers, settings.spec.activation)
         thin = _adapted(module, names) if settings.lora else None
         if thin is None:
             return None
@@ -157,34 +157,49 @@ def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
         if _one_dtype(x, *[layer.weight for layer in layers]) and all(
             a is None or fits(x, a) for a in thin
         ):
-            return _with_adapters(x, layers, thin, settings.kind.activation)
+            return _with_adapters(x, layers, thin, settings.spec.activation)
         return None
-    given: Any = parts
-    (gate, gate_bias), (up, up_bias), (down, down_bias) = given
+    layer_parts: Any = parts
+    (gate, gate_bias), (up, up_bias), (down, down_bias) = layer_parts
     if globally_hooked() or not _one_dtype(x, gate, up, down):
         return None
     if not settings.options.whole:
         wide = linear_of_mode(x, gate, gate_bias), linear_of_mode(x, up, up_bias)
-        inner = getattr(ops, settings.kind.op)(*wide, **dict(settings.kind.options))
+        inner = getattr(ops, settings.spec.op)(*wide, **dict(settings.spec.options))
         return linear_of_mode(inner, down, down_bias)
     return ops.gated_mlp(
-        x, gate, up, down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
-        activation=settings.kind.activation,
-    )  # fmt: skip
+        x,
+        gate,
+        up,
+        down,
+        gate_bias=gate_bias,
+        up_bias=up_bias,
+        down_bias=down_bias,
+        activation=settings.spec.activation,
+    )
 
 
 def _float8(x: Tensor, layers: Sequence[Any], activation: str) -> Tensor | None:
     """The MLP by layers that multiply in FP8; None for an input that they do not take."""
     if not _one_dtype(x, *[layer.weight for layer in layers]):
         return None
-    weights, own, beside = zip(*map(wide_parts, layers), strict=True)
+    weights, own, codes = zip(*map(wide_parts, layers), strict=True)
     biases = [layer.bias for layer in layers]
     return ops.gated_mlp_float8(
-        x, *weights, gate_bias=biases[0], up_bias=biases[1], down_bias=biases[2],
-        activation=activation, gate_weight_scale=own[0], up_weight_scale=own[1],
-        down_weight_scale=own[2], gate_weight_codes=beside[0], up_weight_codes=beside[1],
-        down_weight_codes=beside[2], quantized=shared_codes(x),
-    )  # fmt: skip
+        x,
+        *weights,
+        gate_bias=biases[0],
+        up_bias=biases[1],
+        down_bias=biases[2],
+        activation=activation,
+        gate_weight_scale=own[0],
+        up_weight_scale=own[1],
+        down_weight_scale=own[2],
+        gate_weight_codes=codes[0],
+        up_weight_codes=codes[1],
+        down_weight_codes=codes[2],
+        quantized=shared_codes(x),
+    )
 
 
 def _with_adapters(
@@ -252,15 +267,15 @@ def _adapted(module: nn.Module, names: MlpNames) -> list[Adapter | None] | None:
     """The adapters of layers that are frozen and otherwise bare; None where not all are."""
     if names.up is None or globally_hooked():
         return None
-    found = []
+    low_rank = []
     for name in names.all:
         layer: Any = module._modules[name]
         bare = is_plain_linear(layer) or bare_frozen_float8(layer)
         adapter = None if bare else one_adapter(layer)
         if adapter is None and not (bare and _frozen(layer)):
             return None
-        found.append(adapter)
-    return found if any(found) else None
+        low_rank.append(adapter)
+    return low_rank if any(low_rank) else None
 
 
 def _frozen(layer: nn.Module) -> bool:

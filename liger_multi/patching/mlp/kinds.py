@@ -88,5 +88,5 @@ MLP_KINDS = (
         for approximate in ("tanh", "none")
     ),
 )
-MLP_OPS = tuple(dict.fromkeys(kind.op for kind in MLP_KINDS))
+MLP_OPS = tuple(dict.fromkeys(spec.op for spec in MLP_KINDS))
 """Tried in this order."""

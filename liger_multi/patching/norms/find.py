@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi._torch_private import BatchNorms
-from liger_multi.patching import conflicts, registered
+from liger_multi.patching import registered
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.evidence.branches import Outcomes
 from liger_multi.patching.evidence.probe import (
@@ -50,7 +50,7 @@ from liger_multi.patching.norms.kinds import (
 )
 from liger_multi.patching.options import Options, Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import Swap, stock_class, unpatched_class
+from liger_multi.patching.swap import Swap, conflict_of, stock_class, unpatched_class
 
 
 class _Looks(NamedTuple):
@@ -58,12 +58,12 @@ class _Looks(NamedTuple):
 
     Attributes:
         module: An instance.
-        kind: Its class without a patch.
+        module_class: Its class without a patch.
         roles: What its parameters are by their names, None for an unknown one.
     """
 
     module: nn.Module
-    kind: type[nn.Module]
+    module_class: type[nn.Module]
     roles: set[str | None]
 
     @property
@@ -73,13 +73,13 @@ class _Looks(NamedTuple):
 
     def elements(self, role: str) -> int:
         """The size of a parameter; 0 where there is none."""
-        found = [self.module._parameters.get(name) for name in TENSOR_NAMES[role]]
-        return next((p.numel() for p in found if p is not None), 0)
+        parameters = [self.module._parameters.get(name) for name in TENSOR_NAMES[role]]
+        return next((p.numel() for p in parameters if p is not None), 0)
 
     def takes(self, count: int, last: Sequence[str]) -> bool:
         """Whether forward takes so many arguments, the last of which has one of these names."""
         try:
-            names = list(inspect.signature(self.kind.forward).parameters)
+            names = list(inspect.signature(self.module_class.forward).parameters)
         except (TypeError, ValueError):
             return False
         return len(names) == 1 + count and names[-1] in last
@@ -96,7 +96,7 @@ _LOOKS: tuple[tuple[str | None, Callable[[_Looks], bool]], ...] = (
         "relu_squared",
         lambda m: (
             not (m.has_eps or m.roles)
-            and m.kind.__module__.partition(".")[0] != "torch"
+            and m.module_class.__module__.partition(".")[0] != "torch"
             and m.takes(1, INPUT_NAMES)
         ),
     ),
@@ -104,7 +104,7 @@ _LOOKS: tuple[tuple[str | None, Callable[[_Looks], bool]], ...] = (
     ("gated_rms_norm", lambda m: m.takes(2, GATE_NAMES)),
     ("poly_norm", lambda m: m.elements("weight") == 3),
     ("layer_norm", lambda m: "bias" in m.roles),
-    ("rms_norm", lambda m: bool(m.roles) or "Norm" in m.kind.__name__),
+    ("rms_norm", lambda m: bool(m.roles) or "Norm" in m.module_class.__name__),
 )
 """Operators by what a module looks like; the first that holds, and None for no norm."""
 
@@ -117,14 +117,14 @@ class _Likely(NamedTuple):
         also: Operators that are tried after the likely one: a norm with one weight may be either.
         least: Elements that a parameter has at least whose length is the number of channels; None
             where no parameter tells that.
-        told: Whether a module that is none of the kind is worth a line. Not where only the name of
+        reported: Whether a module that is no such norm is worth a line. Not where only the name of
             a parameter, or the lack of any, makes it look like one.
     """
 
     word: str
     also: tuple[str, ...] = ()
     least: int | None = 1
-    told: bool = True
+    reported: bool = True
 
 
 _LIKELY = {
@@ -132,8 +132,8 @@ _LIKELY = {
     "layer_norm": _Likely("LayerNorm"),
     "gated_rms_norm": _Likely("gated RMSNorm"),
     "poly_norm": _Likely("poly_norm", least=None),
-    "dyt": _Likely("dyt", least=2, told=False),
-    "relu_squared": _Likely("relu_squared", told=False),
+    "dyt": _Likely("dyt", least=2, reported=False),
+    "relu_squared": _Likely("relu_squared", reported=False),
 }
 
 
@@ -146,7 +146,7 @@ def looks_like_norm(module: nn.Module) -> str | None:
 
 def worth_a_line(likely: str) -> bool:
     """Whether a module that looks like an operator's, and is not, is named in reports."""
-    return _LIKELY[likely].told
+    return _LIKELY[likely].reported
 
 
 _ROLES = {name: role for role, several in TENSOR_NAMES.items() for name in several}
@@ -161,21 +161,21 @@ def norm_settings(module: nn.Module, likely: str) -> NormSettings | str:
         module: A module.
         likely: What :func:`looks_like_norm` says.
     """
-    held = {n: p for n, p in module._parameters.items() if p is not None}
-    kind = unpatched_class(module)
-    signature = signature_of(module, kind, held)
+    parameters = {n: p for n, p in module._parameters.items() if p is not None}
+    module_class = unpatched_class(module)
+    signature = signature_of(module, module_class, parameters)
     if isinstance(signature, str):
         return signature
-    shapes = tuple((n, tuple(p.shape), str(p.dtype)) for n, p in held.items())
-    beside = (shapes, scalars(module), likely, registered.generation())
-    key = (kind, code_of(kind, signature), signature, beside)
+    shapes = tuple((n, tuple(p.shape), str(p.dtype)) for n, p in parameters.items())
+    attributes = (shapes, scalars(module), likely, registered.generation())
+    key = (module_class, code_of(module_class, signature), signature, attributes)
     known = _known.get(key)
     if known is None:
-        taken = Outcomes(Reached(functions_of(kind, signature)).functions)
+        taken = Outcomes(Reached(functions_of(module_class, signature)).functions)
         with taken.watched():
             known = _measure(module, likely)
         if isinstance(known, NormSettings):
-            known = taken.one_sided(given=2 if known.kind.gated else 1) or known
+            known = taken.one_sided(argument_count=2 if known.spec.gated else 1) or known
         _known[key] = known
     return known
 
@@ -198,12 +198,12 @@ def _measure(module: nn.Module, likely: str) -> NormSettings | str:
     if any(not 0 < len(s) < 3 or s.numel() == 0 or s[:-1] != row[:-1] for s in shapes):
         return "its weight is not a vector with elements (is it partitioned?)"
     ran, error = False, None
-    for kind in _candidates(likely):
-        for group in _groups(module, row[-1], kind):
-            settings = NormSettings(kind, _tensors(module, kind), eps, group, _STOCK)
+    for spec in _candidates(likely):
+        for group in _groups(module, row[-1], spec):
+            settings = NormSettings(spec, _tensors(module, spec), eps, group, _STOCK)
             if len([n for _, n in settings.tensors if n]) != len(shapes):
                 continue  # it holds a parameter that the operator does not take
-            own = _by_head(row, getattr(module, group[0])) if kind.joined and group else row
+            own = _by_head(row, getattr(module, group[0])) if spec.joined and group else row
             try:
                 if _agrees(module, settings, own):
                     return _settled(module, settings, own)
@@ -240,23 +240,23 @@ def _by_head(row: tuple[int, ...], heads: int) -> tuple[int, ...]:
     return (heads, row[-1] // heads)
 
 
-def _groups(module: nn.Module, size: int, kind: NormKind) -> list[tuple[str, bool] | None]:
+def _groups(module: nn.Module, size: int, spec: NormKind) -> list[tuple[str, bool] | None]:
     """Attributes that tell groups of channels; None for a kind without, or a norm of one group."""
-    if not kind.grouped and not kind.joined:
+    if not spec.grouped and not spec.joined:
         return [None]
-    found: list[tuple[str, bool] | None] = [
+    groups: list[tuple[str, bool] | None] = [
         (name, counts)
-        for name, counts in (HEADS_NAMES if kind.joined else GROUP_NAMES)
+        for name, counts in (HEADS_NAMES if spec.joined else GROUP_NAMES)
         if isinstance(value := getattr(module, name, None), int) and value > 0 and size % value == 0
     ]
-    return found or [None] * (not kind.joined)
+    return groups or [None] * (not spec.joined)
 
 
-def _tensors(module: nn.Module, kind: NormKind) -> tuple[tuple[str, str | None], ...]:
-    held = module._parameters
+def _tensors(module: nn.Module, spec: NormKind) -> tuple[tuple[str, str | None], ...]:
+    parameters = module._parameters
     return tuple(
-        (argument, next((n for n in TENSOR_NAMES[argument] if held.get(n) is not None), None))
-        for argument in kind.tensors
+        (argument, next((n for n in TENSOR_NAMES[argument] if parameters.get(n) is not None), None))
+        for argument in spec.tensors
     )
 
 
@@ -269,18 +269,18 @@ _CLOSE: Mapping[torch.dtype, tuple[float, float]] = {
 
 def _agrees(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) -> bool:
     """Whether forward is equal in bits (or close) and dtype, and the gradients in fp32 close."""
-    kind, rows = settings.kind, max(4, 4096 // math.prod(row))
+    spec, rows = settings.spec, max(4, 4096 // math.prod(row))
     with probe_context() as generator:
         values = {
             name: random(generator, *cast(Tensor, module._parameters[name]).shape)
             for _, name in settings.tensors
             if name is not None
         }
-        x, gate = _rows(generator, kind, rows, row), None
-        if kind.gated:
+        x, gate = _rows(generator, spec, rows, row), None
+        if spec.gated:
             gate = random(generator, *x.shape)
         for of_x, of_weight in _PAIRS:
-            if kind.one_dtype and of_x != of_weight:
+            if spec.one_dtype and of_x != of_weight:
                 continue  # left to the module
             replica = skeleton(module)
             set_mode(replica, False)
@@ -291,65 +291,65 @@ def _agrees(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) -> 
             stock = cast(Tensor, replica.forward(inputs[0], *gates[:1]))
             ours = _formula(replica, inputs[1], gates[1] if gates else None, settings)
             same = stock.dtype == ours.dtype and stock.shape == ours.shape
-            if not same or not _equal(stock, ours, kind.exact):
+            if not same or not _equal(stock, ours, spec.exact):
                 return False
         if not _same_in_every_rank(replica, x, gate, settings):
             return False
         leaves = [p for p in replica._parameters.values() if p is not None]
         upstream = random(generator, *stock.shape)
-        wanted = torch.autograd.grad(stock, [inputs[0], *gates[:1], *leaves], upstream)
+        gradients = torch.autograd.grad(stock, [inputs[0], *gates[:1], *leaves], upstream)
         got = torch.autograd.grad(ours, [inputs[1], *gates[1:], *leaves], upstream)
         return all(
             torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max().clamp(min=1)))
-            for a, b in zip(got, wanted, strict=True)
+            for a, b in zip(got, gradients, strict=True)
         )
 
 
-def _rows(generator: torch.Generator, kind: NormKind, rows: int, row: tuple[int, ...]) -> Tensor:
+def _rows(generator: torch.Generator, spec: NormKind, rows: int, row: tuple[int, ...]) -> Tensor:
     """Rows of different lengths, in the form that a kind takes; ``row`` has the channels last."""
-    lead = {0: (rows, 1), 3: (2, -(-rows // 2)), 4: (2, -(-rows // 6), 3)}[kind.ndim]
+    lead = {0: (rows, 1), 3: (2, -(-rows // 2)), 4: (2, -(-rows // 6), 3)}[spec.ndim]
     if len(row) > 1:
-        lead = (rows,) if not kind.ndim else (2, -(-rows // 2))
+        lead = (rows,) if not spec.ndim else (2, -(-rows // 2))
     x = random(generator, *lead, *row) * random(generator, *lead, *row[:-1], 1).exp()
-    return x.movedim(-1, kind.axis).contiguous()
+    return x.movedim(-1, spec.axis).contiguous()
 
 
 def _same_in_every_rank(
     replica: nn.Module, x: Tensor, gate: Tensor | None, settings: NormSettings
 ) -> bool:
     """Whether it takes the mean over the last axis whatever stands before it."""
-    if settings.kind.ndim or x.shape[1] > 1:
+    if settings.spec.ndim or x.shape[1] > 1:
         return True  # calls of another rank are left to the module, or have rows of two axes
     rows = x.shape[0] - x.shape[0] % 4
     for shape in ((rows, -1), (2, rows // 4, 2, -1)):
         flat = x[:rows].reshape(*shape[:-1], x.shape[-1])
-        beside = None if gate is None else gate[:rows].reshape(flat.shape)
+        flat_gate = None if gate is None else gate[:rows].reshape(flat.shape)
         with torch.no_grad():
             try:
-                stock = replica.forward(flat, *([] if beside is None else [beside]))
+                stock = replica.forward(flat, *([] if flat_gate is None else [flat_gate]))
             except Exception:  # somebody's forward, which does not take this rank
                 continue
-            if not _equal(stock, _formula(replica, flat, beside, settings), False):
+            if not _equal(stock, _formula(replica, flat, flat_gate, settings), False):
                 return False
     return True
 
 
 def _formula(replica: nn.Module, x: Tensor, gate: Tensor | None, settings: NormSettings) -> Tensor:
-    given = [None if name is None else getattr(replica, name) for _, name in settings.tensors]
-    return apply_norm(replica, x, gate, given, settings)
+    tensors = [None if name is None else getattr(replica, name) for _, name in settings.tensors]
+    return apply_norm(replica, x, gate, tensors, settings)
 
 
 def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) -> NormSettings | str:
     """The settings with the signature of the module, or why the kind does not hold always."""
-    kind, watch, held = unpatched_class(module), Watch(), module._parameters
+    module_class, watch, parameters = unpatched_class(module), Watch(), module._parameters
     with probe_context() as generator:
         replica = skeleton(module)
         for _, name in settings.tensors:
             if name is not None:
-                shape = cast(Tensor, held[name]).shape
+                shape = cast(Tensor, parameters[name]).shape
                 replica._parameters[name] = nn.Parameter(random(generator, *shape))
-        inputs = [_rows(generator, settings.kind, 10, row)]
-        if settings.kind.gated:
+        inputs = [_rows(generator, settings.spec, 10, row)]
+        if settings.spec.gated:
             inputs.append(random(generator, *inputs[0].shape))
         with watch.over(replica):
             for training, grad in MODES:
@@ -357,8 +357,8 @@ def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) ->
                 with torch.set_grad_enabled(grad):
                     replica.forward(*(x * 1 for x in inputs))
 
-        def stock(*given: Tensor) -> Any:
-            return replica.forward(*given)
+        def stock(*args: Tensor) -> Any:
+            return replica.forward(*args)
 
         def ours(x: Tensor, gate: Tensor | None = None) -> Tensor:
             return _formula(replica, x, gate, settings)
@@ -366,14 +366,16 @@ def _settled(module: nn.Module, settings: NormSettings, row: tuple[int, ...]) ->
         def close(a: Tensor, b: Tensor) -> bool:
             return _equal(a, b, False)
 
-        found = disagreement(replica, stock, ours, inputs, close, generator)
-        found = found or _differs_at_extremes(replica, stock, ours, inputs, settings, generator)
+        difference = disagreement(replica, stock, ours, inputs, close, generator)
+        difference = difference or _differs_at_extremes(
+            replica, stock, ours, inputs, settings, generator
+        )
     if watch.written:
-        found = f"its forward sets its {', '.join(sorted(watch.written))}"
-    if found:
-        return f"{kind.__name__} is no {settings.kind.op}: {found}"
+        difference = f"its forward sets its {', '.join(sorted(watch.written))}"
+    if difference:
+        return f"{module_class.__name__} is no {settings.spec.op}: {difference}"
     signature = signature_of(
-        module, kind, [n for n, p in held.items() if p is not None], watch.read
+        module, module_class, [n for n, p in parameters.items() if p is not None], watch.read
     )
     if isinstance(signature, str):
         return signature
@@ -384,10 +386,10 @@ def _copied(
     module: nn.Module, settings: NormSettings, row: tuple[int, ...]
 ) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
     """Dtypes for which a write to the weight between forward and backward is no error."""
-    kind, name = settings.kind, settings.tensors[0][1] if settings.tensors else None
-    if name is None or kind.plus or kind.weight != "inside":
+    spec, name = settings.spec, settings.tensors[0][1] if settings.tensors else None
+    if name is None or spec.plus or spec.weight != "inside":
         return ()
-    found = []
+    pairs = []
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for pair in itertools.product(dtypes, dtypes):
         with probe_context() as generator, contextlib.suppress(Exception):
@@ -396,14 +398,14 @@ def _copied(
                 if each is not None:
                     shape = cast(Tensor, module._parameters[each]).shape
                     replica._parameters[each] = nn.Parameter(random(generator, *shape).to(pair[1]))
-            x = _rows(generator, kind, 2, row).to(pair[0]).requires_grad_()
-            given = [x, *([x.detach() * 1] if kind.gated else [])]
-            y = replica.forward(*given)
+            x = _rows(generator, spec, 2, row).to(pair[0]).requires_grad_()
+            operands = [x, *([x.detach() * 1] if spec.gated else [])]
+            y = replica.forward(*operands)
             with torch.no_grad():
                 cast(Tensor, replica._parameters[name]).zero_()
             torch.autograd.grad(y.float().sum(), x)
-            found.append(pair)
-    return tuple(found)
+            pairs.append(pair)
+    return tuple(pairs)
 
 
 def _differs_at_extremes(
@@ -415,20 +417,20 @@ def _differs_at_extremes(
     generator: torch.Generator,
 ) -> str | None:
     """As for every module, in all dtypes; kinds that agree in bits are tried with huge numbers."""
-    kind, weights = settings.kind, dict(replica._parameters)
-    powers = (*TINY, *LARGE, *HUGE) if kind.exact else (*TINY, *LARGE)
-    found = None
+    spec, weights = settings.spec, dict(replica._parameters)
+    powers = (*TINY, *LARGE, *HUGE) if spec.exact else (*TINY, *LARGE)
+    difference = None
     for of_x, of_weight in (_PAIRS[0], _PAIRS[-1]):
-        if found or (kind.one_dtype and of_x != of_weight):
+        if difference or (spec.one_dtype and of_x != of_weight):
             continue
         for name, p in weights.items():
             replica._parameters[name] = None if p is None else nn.Parameter(p.to(of_weight))
-        given = [x.to(of_x) for x in inputs]
-        found = differs_at_extremes(
-            replica, stock, ours, given, generator, powers, kind.exact, kind.axis
+        cast_inputs = [x.to(of_x) for x in inputs]
+        difference = differs_at_extremes(
+            replica, stock, ours, cast_inputs, generator, powers, spec.exact, spec.axis
         )
     replica._parameters.update(weights)
-    return found
+    return difference
 
 
 def _equal(stock: Tensor, ours: Tensor, exact: bool) -> bool:
@@ -448,16 +450,16 @@ def find_norms(model: nn.Module, request: Request) -> Iterator[Change]:
         likely = looks_like_norm(module)
         if likely is None:
             continue
-        overridden = conflicts.of_module(module)
-        found = overridden or norm_settings(module, likely)
-        op = likely if isinstance(found, str) else found.kind.op
+        overridden = conflict_of(module)
+        verdict = overridden or norm_settings(module, likely)
+        op = likely if isinstance(verdict, str) else verdict.spec.op
         options = request.get(op)
         if options is None:
             yield Restore(path, module)
-        elif isinstance(found, str):
-            if overridden or (found != NO_NORM and worth_a_line(likely)):
-                yield Skipped(path, op, found)
+        elif isinstance(verdict, str):
+            if overridden or (verdict != NO_NORM and worth_a_line(likely)):
+                yield Skipped(path, op, verdict)
         else:
-            settings = replace(found, options=options)
+            settings = replace(verdict, options=options)
             swap = Swap(op, stock_class(module), FusedNorm, settings)
             yield Replace(path, module, swap, settings.shown, options.shown())

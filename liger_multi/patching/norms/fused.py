@@ -23,7 +23,7 @@ class NormSettings:
     """How an instance computes, and the names of its attributes.
 
     Attributes:
-        kind: What it computes.
+        spec: What it computes.
         tensors: Name of the parameter by argument of the operator, None where there is none.
         eps: Name of the attribute; None where the operator takes none.
         group: Name of the attribute that tells the groups, or the heads that are joined, and
@@ -34,7 +34,7 @@ class NormSettings:
             weight (as 1 + weight is), so that it may be written before backward.
     """
 
-    kind: NormKind
+    spec: NormKind
     tensors: tuple[tuple[str, str | None], ...]
     eps: str | None
     group: tuple[str, bool] | None
@@ -45,9 +45,9 @@ class NormSettings:
     @property
     def shown(self) -> str:
         """What the report says that runs now."""
-        bare = all(name is None for _, name in self.tensors) and self.kind.op != "relu_squared"
-        name = "no weight" if bare else self.kind.name
-        return self.kind.op if name == "plain" else f"{self.kind.op}[{name}]"
+        bare = all(name is None for _, name in self.tensors) and self.spec.op != "relu_squared"
+        name = "no weight" if bare else self.spec.name
+        return self.spec.op if name == "plain" else f"{self.spec.op}[{name}]"
 
 
 class FusedNorm(Patched):
@@ -55,26 +55,26 @@ class FusedNorm(Patched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The operator with the instance's parameters; what was not probed runs the original."""
-        kind = type(self)
+        module_class = type(self)
         if "rotation" in kwargs:  # of an attention module of ours, which has looked at the norm
             return apply_rotated(self, args[0], kwargs["rotation"])
-        if not issubclass(kind, FusedNorm):
-            return cast(Tensor, kind.forward(self, *args, **kwargs))
-        settings: NormSettings = kind._liger_multi_swap.settings  # type: ignore[assignment]
+        if not issubclass(module_class, FusedNorm):
+            return cast(Tensor, module_class.forward(self, *args, **kwargs))
+        settings: NormSettings = module_class._liger_multi_swap.settings  # type: ignore[assignment]
         gate = kwargs.get("gate", args[1] if len(args) == 2 else None)
         form = len(args) + len(kwargs) == (1 if gate is None else 2) and len(args) > 0
-        known = form and code_holds(kind)
-        given = operands(self, args[0], gate, settings) if known else None
-        if given is None:
-            return cast(Tensor, original(kind)(self, *args, **kwargs))
-        bound = (self, args[0], gate, given, settings)
-        return run_bound(settings.options, (settings.kind.op,), apply_norm, *bound)  # type: ignore[no-any-return]
+        known = form and code_holds(module_class)
+        tensors = operands(self, args[0], gate, settings) if known else None
+        if tensors is None:
+            return cast(Tensor, original(module_class)(self, *args, **kwargs))
+        bound = (self, args[0], gate, tensors, settings)
+        return run_bound(settings.options, (settings.spec.op,), apply_norm, *bound)  # type: ignore[no-any-return]
 
 
 class Rotation(NamedTuple):
     """The rotation of queries or keys: angles, the axis of the heads, its casting, options.
 
-    And the settings of the norm, whose class may be another one when it runs.
+    It holds the settings of the norm too, whose class may have changed when it runs.
     """
 
     cos: Tensor
@@ -93,7 +93,7 @@ def apply_rotated(module: Any, x: Tensor, rotation: Rotation) -> Tensor:
 def _rotated(module: Any, x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin, axis, casting, _, settings = rotation
     weight, eps = getattr(module, settings.tensors[0][1] or ""), getattr(module, settings.eps or "")
-    options = dict(settings.kind.options)
+    options = dict(settings.spec.options)
     weight = _kept(weight, settings, x)
     return ops.rms_norm_rope(
         x, weight, cos, sin, eps, unsqueeze_dim=axis, rope_casting=casting, **options
@@ -102,33 +102,33 @@ def _rotated(module: Any, x: Tensor, rotation: Rotation) -> Tensor:
 
 def operands(module: nn.Module, x: Any, gate: Any, settings: NormSettings) -> list[Any] | None:
     """The tensors of the operator, or None for a call that is left to the module."""
-    kind = settings.kind
+    spec = settings.spec
     if not holds(module, settings.signature):
         return None
-    if (gate is not None) != kind.gated or not isinstance(x, Tensor):  # torch.fx has proxies
+    if (gate is not None) != spec.gated or not isinstance(x, Tensor):  # torch.fx has proxies
         return None
     if type(x).__name__ == "DTensor":
         return None
-    held, given = module.__dict__["_parameters"], []
+    parameters, tensors = module.__dict__["_parameters"], []
     for _, name in settings.tensors:
         # replicas and parametrized modules have it elsewhere
-        found = None if name is None else held.get(name)
-        given.append(found if name is None or found is not None else getattr(module, name))
-        if name is not None and given[-1] is None:
+        tensor = None if name is None else parameters.get(name)
+        tensors.append(tensor if name is None or tensor is not None else getattr(module, name))
+        if name is not None and tensors[-1] is None:
             return None
-    first = given[0] if given else None
-    if kind.ndim and x.ndim != kind.ndim:
+    first = tensors[0] if tensors else None
+    if spec.ndim and x.ndim != spec.ndim:
         return None
-    if first is not None and kind.of_channels and not _fits(first, x, kind):
+    if first is not None and spec.of_channels and not _fits(first, x, spec):
         return None  # the original may broadcast it
-    if kind.joined and settings.group and x.shape[-2] != getattr(module, settings.group[0]):
+    if spec.joined and settings.group and x.shape[-2] != getattr(module, settings.group[0]):
         return None
-    if kind.one_dtype:
+    if spec.one_dtype:
         # torch's layer_norm chooses the dtype of its result under autocast
-        outside = kind.op != "layer_norm" or autocast_dtype(x.device.type) is None
+        outside = spec.op != "layer_norm" or autocast_dtype(x.device.type) is None
         if not outside or (first is not None and first.dtype != x.dtype):
             return None
-    return given
+    return tensors
 
 
 def _kept(weight: Any, settings: NormSettings, *inputs: Tensor | None) -> Any:
@@ -136,39 +136,41 @@ def _kept(weight: Any, settings: NormSettings, *inputs: Tensor | None) -> Any:
     if not settings.copied or weight is None or torch.compiler.is_compiling():
         return weight
     x = inputs[0]
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    if wanted and x is not None and (x.dtype, weight.dtype) in settings.copied:
+    differentiable = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in inputs
+    )
+    if differentiable and x is not None and (x.dtype, weight.dtype) in settings.copied:
         return weight.clone()
     return weight
 
 
-def _fits(weight: Tensor, x: Tensor, kind: NormKind) -> bool:
+def _fits(weight: Tensor, x: Tensor, spec: NormKind) -> bool:
     """Whether a weight has a value for every channel, or for every channel of some last axes."""
-    if kind.joined:
+    if spec.joined:
         return weight.ndim == 1 and weight.shape[0] == x.shape[-2] * x.shape[-1]
-    if kind.weight == "after":
+    if spec.weight == "after":
         return weight.shape == x.shape[-weight.ndim :]
-    return x.ndim > 0 and weight.shape == (x.shape[kind.axis],)
+    return x.ndim > 0 and weight.shape == (x.shape[spec.axis],)
 
 
 def apply_norm(
-    module: Any, x: Tensor, gate: Tensor | None, given: list[Any], settings: NormSettings
+    module: Any, x: Tensor, gate: Tensor | None, tensors: list[Any], settings: NormSettings
 ) -> Tensor:
     """Run the operator on the tensors of :func:`operands`."""
-    kind = settings.kind
-    if kind.plus and given[0] is not None:
-        given = [given[0] + kind.plus, *given[1:]]
-    elif given and kind.weight == "inside":
-        given = [_kept(given[0], settings, x, gate), *given[1:]]
-    if kind.weight == "before":
-        scaled = x * given[0]
+    spec = settings.spec
+    if spec.plus and tensors[0] is not None:
+        tensors = [tensors[0] + spec.plus, *tensors[1:]]
+    elif tensors and spec.weight == "inside":
+        tensors = [_kept(tensors[0], settings, x, gate), *tensors[1:]]
+    if spec.weight == "before":
+        scaled = x * tensors[0]
         return _run(module, scaled.to(x.dtype), None, [None], settings)
-    if kind.weight == "after":
-        y = _run(module, x, gate, [None] * len(given), settings)
-        return _weighted(y.flatten(-2) if kind.joined else y, *given)
-    if kind.axis == -1:  # turning nothing would cost the host some microseconds
-        return _run(module, x, gate, given, settings)
-    return _run(module, x.movedim(kind.axis, -1), gate, given, settings).movedim(-1, kind.axis)
+    if spec.weight == "after":
+        y = _run(module, x, gate, [None] * len(tensors), settings)
+        return _weighted(y.flatten(-2) if spec.joined else y, *tensors)
+    if spec.axis == -1:  # turning nothing would cost the host some microseconds
+        return _run(module, x, gate, tensors, settings)
+    return _run(module, x.movedim(spec.axis, -1), gate, tensors, settings).movedim(-1, spec.axis)
 
 
 def _weighted(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -177,18 +179,18 @@ def _weighted(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _run(
-    module: Any, x: Tensor, gate: Tensor | None, given: list[Any], settings: NormSettings
+    module: Any, x: Tensor, gate: Tensor | None, tensors: list[Any], settings: NormSettings
 ) -> Tensor:
     """The operator on channels that are last."""
-    kind, options = settings.kind, dict(settings.kind.options)
-    if settings.group is not None and not kind.joined:
+    spec, options = settings.spec, dict(settings.spec.options)
+    if settings.group is not None and not spec.joined:
         name, counts = settings.group
         value = getattr(module, name)
         options["group_size"] = x.shape[-1] // value if counts else value
     eps = [] if settings.eps is None else [getattr(module, settings.eps)]
-    first = [x, gate] if kind.op == "gated_rms_norm" else [x]
-    operator = getattr(ops, kind.op)
-    if kind.weight == "inside" and kind.axis == -1 and hands_out(kind.op):
-        call = functools.partial(operator, *first, *given, *eps, **options)
-        return handed_out(module, kind.op, call)
-    return operator(*first, *given, *eps, **options)  # type: ignore[no-any-return]
+    first = [x, gate] if spec.op == "gated_rms_norm" else [x]
+    operator = getattr(ops, spec.op)
+    if spec.weight == "inside" and spec.axis == -1 and hands_out(spec.op):
+        call = functools.partial(operator, *first, *tensors, *eps, **options)
+        return handed_out(module, spec.op, call)
+    return operator(*first, *tensors, *eps, **options)  # type: ignore[no-any-return]

@@ -58,8 +58,8 @@ def _cast(casting: str, offset: float = 0.0, **more: Any) -> tuple[tuple[str, An
 
 
 def _layer_norm(name: str, plus: float = 0.0, axis: int = -1, ndim: int = 0) -> NormKind:
-    given = ("weight", "bias")
-    return NormKind(name, "layer_norm", (), given, False, plus, True, axis=axis, ndim=ndim)
+    tensors = ("weight", "bias")
+    return NormKind(name, "layer_norm", (), tensors, False, plus, True, axis=axis, ndim=ndim)
 
 
 def _rounded_first(name: str, ndim: int = 0, joined: bool = False) -> NormKind:
@@ -103,7 +103,7 @@ NORM_KINDS = (
 )
 """Tried in this order; a norm without weight is the same in the castings of the first three."""
 
-NORM_OPS = tuple(dict.fromkeys(kind.op for kind in NORM_KINDS))
+NORM_OPS = tuple(dict.fromkeys(spec.op for spec in NORM_KINDS))
 
 EPS_NAMES = (
     "variance_epsilon",

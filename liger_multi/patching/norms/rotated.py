@@ -70,7 +70,7 @@ class RotatedNormsSettings:
 
 
 class Angles(NamedTuple):
-    """What stands for cos in the copy: cos itself, the norms to use before, options, settings."""
+    """Replaces cos in the copy: cos itself, the norms to apply before, options, settings."""
 
     cos: Tensor
     norms: tuple[Any, Any]
@@ -112,7 +112,7 @@ class CosForCache:
 
 
 def _with_cos(value: Any) -> Any:
-    """An argument with cos in the place of what stands for it."""
+    """An argument with cos itself in place of its replacement."""
     if not isinstance(value, dict):
         return value
     return {n: v.cos if isinstance(v, Angles) else v for n, v in value.items()}
@@ -137,21 +137,23 @@ class RotatedNorms(Patched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The copy, where norms and angles are what the probe saw."""
-        kind = type(self)
-        if not issubclass(kind, RotatedNorms):
-            return cast(Any, kind).forward(self, *args, **kwargs)
-        return _rotated(self, kind, args, kwargs)
+        module_class = type(self)
+        if not issubclass(module_class, RotatedNorms):
+            return cast(Any, module_class).forward(self, *args, **kwargs)
+        return _rotated(self, module_class, args, kwargs)
 
 
 class SharedRotatedNorms(SharedInput, RotatedNorms):
     """The same, with projections that are computed together."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the first, around that of the second."""
-        kind = type(self)
-        if not issubclass(kind, SharedRotatedNorms):
-            return cast(Any, kind).forward(self, *args, **kwargs)
-        return in_one(self, functools.partial(_rotated, self, kind, args, kwargs), args, kwargs)
+        """The forward of the first base, around that of the second."""
+        module_class = type(self)
+        if not issubclass(module_class, SharedRotatedNorms):
+            return cast(Any, module_class).forward(self, *args, **kwargs)
+        return in_one(
+            self, functools.partial(_rotated, self, module_class, args, kwargs), args, kwargs
+        )
 
 
 AROUND: dict[type[Patched] | None, type[Patched]] = {
@@ -169,28 +171,31 @@ APART: dict[type[Patched] | None, type[Patched] | None] = {
 
 
 def _rotated(
-    module: Any, kind: type[RotatedNorms], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: Any, module_class: type[RotatedNorms], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The copy of the forward, or the rotary functions and norms one after the other."""
-    swap, inner = kind._liger_multi_below  # compilers read no dict of a class
-    found, settings = kind._liger_multi_rotated, cast(RotatedNormsSettings, swap.around_settings)
-    given, names = kwargs.get(ANGLES), settings.norms
-    known = found is not None and _copy_holds(found, swap.stock) and _norms_hold(module, names)
-    if found is None or not known or not _angles_fit(module, args, kwargs, given):
+    swap, inner = module_class._liger_multi_below  # compilers read no dict of a class
+    rotated, settings = (
+        module_class._liger_multi_rotated,
+        cast(RotatedNormsSettings, swap.around_settings),
+    )
+    cos_sin, names = kwargs.get(ANGLES), settings.norms
+    known = rotated is not None and _copy_holds(rotated, swap.stock) and _norms_hold(module, names)
+    if rotated is None or not known or not _angles_fit(module, args, kwargs, cos_sin):
         return inner.forward(module, *args, **kwargs)
     handed = kwargs
-    if found.caches_get_cos and has_cache(args, kwargs):
-        cache = kwargs.get(found.updated) if found.updated else None
+    if rotated.caches_get_cos and has_cache(args, kwargs):
+        cache = kwargs.get(rotated.updated) if rotated.updated else None
         if cache is None:
             return inner.forward(module, *args, **kwargs)
-        handed = {**kwargs, cast(str, found.updated): CosForCache(cache)}
+        handed = {**kwargs, cast(str, rotated.updated): CosForCache(cache)}
     norms = (module._modules[names[0]], module._modules[names[1]])
     first, second = norm_of(norms[0]), norm_of(norms[1])
     if first is None or second is None:  # another thread has just given a class back
         return inner.forward(module, *args, **kwargs)
-    cos, sin = cast(Any, given)
+    cos, sin = cast(Any, cos_sin)
     angles = (Angles(cos, norms, settings.options, (first, second)), sin)
-    run = functools.partial(found.run, module, *args, **{**handed, ANGLES: angles})
+    run = functools.partial(rotated.run, module, *args, **{**handed, ANGLES: angles})
     if torch.compiler.is_compiling():
         return run()
     try:
@@ -218,9 +223,9 @@ def copied(stock: Any, norms: tuple[str, str]) -> Copy | None:
     takes = inspect.signature(function).parameters
     if redirect.refusal(function, name) or not isinstance(rotary, Rotary) or ANGLES not in takes:
         return None
-    kind = rotary.kind
+    spec = rotary.spec
     plain = (
-        kind.style == "half" and kind.angles == "channel" and not (kind.backwards or kind.sorted)
+        spec.style == "half" and spec.angles == "channel" and not (spec.backwards or spec.sorted)
     )
     if not plain or rotary.single or not set(norms) <= redirect.names(function):
         return None
@@ -232,16 +237,16 @@ def copied(stock: Any, norms: tuple[str, str]) -> Copy | None:
 
         passed.__name__ = _BARE[norm]  # an attribute of the class has this name
         targets[norm] = cast(FunctionType, passed)
-    made, holds = redirect.redirected(function, targets), redirect.still(function, name)
+    function_copy, holds = redirect.redirected(function, targets), redirect.still(function, name)
     cache = cache_parameter(function)
     only = cache is not None and redirect.only_calls(function, cache, "update")
     hands_cos = "cache_kwargs" in redirect.variables(function)
-    return Copy(made, function, holds, hands_cos, cache if only else None)
+    return Copy(function_copy, function, holds, hands_cos, cache if only else None)
 
 
 def _served(name: str, rotary: Rotary, stock: Any) -> FunctionType:
-    """What stands for a rotary function in the copy."""
-    casting, default, axes = rotary.kind.casting, rotary.unsqueeze_dim, rotary.axes
+    """The function that replaces a rotary function in the copy."""
+    casting, default, axes = rotary.spec.casting, rotary.unsqueeze_dim, rotary.axes
 
     def served(q: Tensor, k: Tensor, cos: Any, sin: Tensor, **named: Any) -> tuple[Tensor, Tensor]:
         axis = axes[q.ndim, cos.cos.ndim, named.get("unsqueeze_dim", default), True]
@@ -276,19 +281,19 @@ def _copy_holds(copy: Copy, stock: Any) -> bool:
     return getattr(stock, "forward", None) is copy.made_from and copy.holds()
 
 
-def _angles_fit(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> bool:
+def _angles_fit(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], angles: Any) -> bool:
     """Whether hidden states and angles have the forms of the probe, and all channels turn."""
     hidden = args[0] if args else kwargs.get("hidden_states")
-    if not isinstance(hidden, Tensor) or hidden.ndim != 3 or type(given) is not tuple:
+    if not isinstance(hidden, Tensor) or hidden.ndim != 3 or type(angles) is not tuple:
         return False
-    return len(given) == 2 and all(
+    return len(angles) == 2 and all(
         isinstance(angle, Tensor)
         and angle.ndim == 3
         and not angle.requires_grad
         and angle.shape[0] in (1, hidden.shape[0])
         and angle.shape[1] == hidden.shape[1]
         and angle.shape[2] == module.head_dim
-        for angle in given
+        for angle in angles
     )
 
 
@@ -300,11 +305,11 @@ def _norms_hold(module: nn.Module, names: tuple[str, str]) -> bool:
 
 
 def _norm_holds(norm: nn.Module) -> bool:
-    kind = type(norm)  # once: another thread may give the class back
+    module_class = type(norm)  # once: another thread may give the class back
     settings = norm_of(norm)
-    if settings is None or is_watched(norm) or not issubclass(kind, FusedNorm):
+    if settings is None or is_watched(norm) or not issubclass(module_class, FusedNorm):
         return False
-    return code_holds(kind) and holds(norm, settings.signature)
+    return code_holds(module_class) and holds(norm, settings.signature)
 
 
 def norm_of(norm: nn.Module | None) -> NormSettings | None:
@@ -313,9 +318,9 @@ def norm_of(norm: nn.Module | None) -> NormSettings | None:
     if swap is None or swap.behavior is not FusedNorm:
         return None
     settings = cast(NormSettings, swap.settings)
-    kind = settings.kind
-    known = kind.op == "rms_norm" and kind.weight == "inside" and not kind.plus and kind.axis == -1
-    casting = dict(kind.options).get("casting")
+    spec = settings.spec
+    known = spec.op == "rms_norm" and spec.weight == "inside" and not spec.plus and spec.axis == -1
+    casting = dict(spec.options).get("casting")
     weighted = [name for _, name in settings.tensors] == ["weight"]
     usual = known and weighted and settings.eps is not None
     weight = norm._parameters.get("weight") if usual and norm is not None else None
@@ -372,8 +377,8 @@ def _key(module: nn.Module, patched: type[nn.Module]) -> Any:
 def _refusal(
     module: nn.Module, patched: type[nn.Module], norms: tuple[str, str], watch: Watch
 ) -> str | None:
-    kind = unpatched_class(module)
-    if copied(cast(Any, kind), norms) is None:
+    module_class = unpatched_class(module)
+    if copied(cast(Any, module_class), norms) is None:
         return "its norms and its rotary function are not called as the operator has them"
     if any(norm_of(module._modules.get(name)) is None for name in norms):
         return "its norms are none that the operator has"
@@ -393,9 +398,9 @@ def _refusal(
 
 def _turns_in_part(config: Any) -> bool:
     """Whether a configuration gives its rotary embedding a part of the channels."""
-    given = getattr(config, "rope_parameters", None)
-    given = given if isinstance(given, dict) else {}
-    tables = [given, *(one for one in given.values() if isinstance(one, dict))]
+    parameters = getattr(config, "rope_parameters", None)
+    parameters = parameters if isinstance(parameters, dict) else {}
+    tables = [parameters, *(one for one in parameters.values() if isinstance(one, dict))]
     factors = [table.get(_FACTOR) for table in tables] + [getattr(config, _FACTOR, None)]
     return any(factor not in (None, 1) for factor in factors)
 
@@ -431,17 +436,17 @@ def _replica(module: nn.Module, generator: torch.Generator) -> Any:
             bias = getattr(layer, "bias", None) is not None
             replica._modules[name] = linear(generator, inside, out, bias)
         else:
-            made = skeleton(part)
-            _with_weights(made, part, generator)
-            replica._modules[name] = made
+            norm = skeleton(part)
+            _with_weights(norm, part, generator)
+            replica._modules[name] = norm
     return replica
 
 
-def _with_weights(made: nn.Module, like: nn.Module, generator: torch.Generator) -> None:
+def _with_weights(replica: nn.Module, like: nn.Module, generator: torch.Generator) -> None:
     """Give random weights to a skeleton."""
     for name, p in like._parameters.items():
         if p is not None:
-            made._parameters[name] = nn.Parameter(random(generator, *p.shape))
+            replica._parameters[name] = nn.Parameter(random(generator, *p.shape))
 
 
 def _compared(
@@ -467,9 +472,9 @@ def _compared(
         return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
     x = random(generator, 2, TOKENS, HIDDEN)
-    with executed(replica) as seen:
+    with executed(replica) as executed_ops:
         said = disagreement(replica, stock, ours, [x], close, generator)
-    if said and not seen.calls[ROTATED]:
+    if said and not executed_ops.calls[ROTATED]:
         return "it rotates nothing: a layer without positions"
     return said and f"it does more than normalize and then rotate: {said}"
 
@@ -486,36 +491,36 @@ def _as(
     parts: list[tuple[Any, type]] = [(replica, patched)]
     parts += [(replica._modules[name], type(module._modules[name])) for name in norms]
     before = [type(part) for part, _ in parts]
-    for part, kind in parts:
-        part.__class__ = kind
+    for part, module_class in parts:
+        part.__class__ = module_class
     try:
         yield
     finally:
-        for (part, _), kind in zip(parts, before, strict=True):
-            part.__class__ = kind
+        for (part, _), module_class in zip(parts, before, strict=True):
+            part.__class__ = module_class
 
 
 def find_rotated_norms(model: nn.Module, request: Request) -> Iterator[Change]:
     """Norms of queries and keys that are computed with their rotation, where both are served."""
     options, probed = _rotated_options(request), Probed()
     for path, module in model.named_modules():
-        held = swapped(module)
-        if held is None or held.behavior is not FusedRotary:
+        current = swapped(module)
+        if current is None or current.behavior is not FusedRotary:
             continue
         names = names_of(module)
-        found = None if options is None or names is None else "something stands around its forward"
-        if options is not None and names is not None and held.around in AROUND:
+        reason = None if options is None or names is None else "something stands around its forward"
+        if options is not None and names is not None and current.around in AROUND:
             settings = RotatedNormsSettings(options, names)
-            swap = replace(held, around=AROUND[held.around], around_settings=settings)
-            found = probed.refusal(module, made_class(swap), names)
-            if found is None:
+            swap = replace(current, around=AROUND[current.around], around_settings=settings)
+            reason = probed.refusal(module, made_class(swap), names)
+            if reason is None:
                 yield Replace(path, module, swap, ROTATED, options.shown(), op=ROTATED)
                 continue
-        if held.around in APART:
-            apart = replace(held, around=APART[held.around], around_settings=None)
-            yield Replace(path, module, apart)
-        if found is not None and ROTATED in request.named:  # else both run, one after the other
-            yield Skipped(path, ROTATED, found)
+        if current.around in APART:
+            split = replace(current, around=APART[current.around], around_settings=None)
+            yield Replace(path, module, split)
+        if reason is not None and ROTATED in request.named:  # else both run, one after the other
+            yield Skipped(path, ROTATED, reason)
 
 
 def _rotated_options(request: Request) -> Any:

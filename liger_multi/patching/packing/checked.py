@@ -54,10 +54,10 @@ def _checked(cls: Any) -> Callable[..., Any]:
     @functools.wraps(swap.stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and isinstance(self, CheckedModel):
-            given = by_name(swap.stock.forward, args, kwargs)
-            if any(given.get(name) is not None for name in TOLD_BY):
-                check(self, functools.partial(below.forward, self), given)
-            elif _has_numbered_masks(self, given):
+            arguments = by_name(swap.stock.forward, args, kwargs)
+            if any(arguments.get(name) is not None for name in TOLD_BY):
+                check(self, functools.partial(below.forward, self), arguments)
+            elif _has_numbered_masks(self, arguments):
                 warn_once(_NUMBERED.format(unpatched_class(self).__name__), "numbered masks")
         return below.forward(self, *args, **kwargs)
 
@@ -74,19 +74,19 @@ _NUMBERED = (
 )
 
 
-def _has_numbered_masks(model: nn.Module, given: Mapping[str, Any]) -> bool:
+def _has_numbered_masks(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
     """Whether the masks of a model number samples: the first one tells, as to look is to wait.
 
     Ranks may differ in that, so nothing that runs the model follows from it.
     """
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
     if type(mask) is not Tensor or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
-    found = _numbered.get(model)  # once: a patch in another thread forgets it
-    if found is None:
-        found = not getattr(model, "_is_replica", False) and is_numbered(mask)
-        _numbered[model] = found
-    return found
+    is_numbered_model = _numbered.get(model)  # once: a patch in another thread forgets it
+    if is_numbered_model is None:
+        is_numbered_model = not getattr(model, "_is_replica", False) and is_numbered(mask)
+        _numbered[model] = is_numbered_model
+    return is_numbered_model
 
 
 class _Verdicts(dict[Hashable, Verdict]):
@@ -100,7 +100,7 @@ _verdicts: weakref.WeakKeyDictionary[nn.Module, _Verdicts] = weakref.WeakKeyDict
 _first_call = threading.Lock()
 
 
-def check(model: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any]) -> None:
+def check(model: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Try a model with the form of these arguments, unless that is known.
 
     A call that mixes samples waits for the device, to see whether it has several in a row.
@@ -108,20 +108,20 @@ def check(model: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any
     Raises:
         PackingError: A row has several samples, and they see each other.
     """
-    rows = rows_of(given)
-    if not isinstance(rows, Tensor) or _left(model, rows, given):
+    rows = rows_of(arguments)
+    if not isinstance(rows, Tensor) or _left(model, rows, arguments):
         return
     with _first_call:
         known = _verdicts.setdefault(model, _Verdicts())
     with known.lock:
-        form = _form(model, given)
+        form = _form(model, arguments)
         if form not in known:
-            known[form] = trial(model, forward, given, rows)
+            known[form] = trial(model, forward, arguments, rows)
         verdict = known[form]
-    if not (verdict.change or verdict.untried) or not several(given) or _unpatched(model):
+    if not (verdict.change or verdict.untried) or not several(arguments) or _unpatched(model):
         return
     if not verdict.untried:
-        raise PackingError(_message(model, given, verdict))
+        raise PackingError(_message(model, arguments, verdict))
     warn_once(
         f"{unpatched_class(model).__name__} got rows of several samples, and it could not be tried "
         f"whether it keeps them apart: {verdict.untried}",
@@ -135,15 +135,15 @@ def forget(model: nn.Module) -> None:
     _numbered.pop(model, None)
 
 
-def _left(model: Any, rows: Tensor, given: Mapping[str, Any]) -> bool:
+def _left(model: Any, rows: Tensor, arguments: Mapping[str, Any]) -> bool:
     """Calls that nobody checks: of generation, of tracers, with masks that say it all."""
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
     return (
         type(rows) is not Tensor
         or rows.device.type == "meta"
         or rows.shape[1] < 2
-        or has_cache((), given)
-        or fills_cache(given)
+        or has_cache((), arguments)
+        or fills_cache(arguments)
         or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))
         or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         or getattr(model, "_is_replica", False)
@@ -153,17 +153,17 @@ def _left(model: Any, rows: Tensor, given: Mapping[str, Any]) -> bool:
 _SETTINGS = ("use_cache", "_attn_implementation")  # of configurations
 
 
-def _form(model: Any, given: Mapping[str, Any]) -> Hashable:
+def _form(model: Any, arguments: Mapping[str, Any]) -> Hashable:
     """What decides whether samples are kept apart, and is not written in the model."""
     config = getattr(model, "config", None)
     text = text_config(model)
-    tensors = {n: v.ndim for n, v in given.items() if isinstance(v, Tensor)}
-    positions = given.get("position_ids")
+    tensors = {n: v.ndim for n, v in arguments.items() if isinstance(v, Tensor)}
+    positions = arguments.get("position_ids")
     return (
         frozenset(tensors.items()),
         positions.shape[0] if isinstance(positions, Tensor) and positions.ndim == 3 else 0,
-        given.get("use_cache"),
-        _has_numbered_masks(model, given),
+        arguments.get("use_cache"),
+        _has_numbered_masks(model, arguments),
         *(getattr(c, name, None) for c in (config, text) for name in _SETTINGS),
         # which turns the cache off in training
         checkpoints(model),
@@ -177,17 +177,17 @@ def _unpatched(model: nn.Module) -> bool:
     return swapped(model) is None and not any(swapped(m) for m in model.modules())
 
 
-def _message(model: nn.Module, given: Mapping[str, Any], verdict: Verdict) -> str:
-    told = next(name for name in TOLD_BY if given.get(name) is not None)
+def _message(model: nn.Module, arguments: Mapping[str, Any], verdict: Verdict) -> str:
+    argument = next(name for name in TOLD_BY if arguments.get(name) is not None)
     name = unpatched_class(model).__name__
     if verdict.remedy:
         way = f"With {' and '.join(verdict.remedy)} they are kept apart (this was tried)."
     else:
         way = "Nothing that was tried keeps them apart: pass one sample per row."
     return (
-        f"{name} got rows of several samples ({told}), and it does not keep them apart: the output "
-        f"of a sample differs by {verdict.change:.1%} with other tokens beside it, or with none. "
-        f"{way} To train on such rows on purpose: patch(model, packing=False)"
+        f"{name} got rows of several samples ({argument}), and it does not keep them apart: the "
+        f"output of a sample differs by {verdict.change:.1%} with other tokens beside it, or with "
+        f"none. {way} To train on such rows on purpose: patch(model, packing=False)"
     )
 
 
@@ -196,18 +196,18 @@ def _message(model: nn.Module, given: Mapping[str, Any], verdict: Verdict) -> st
 
 def checked(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost modules that take tokens, by their paths; wrappers of PEFT are none."""
-    found: dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
+        inside = any(not outer or path.startswith(f"{outer}.") for outer in models)
         if not inside and _takes_tokens(module):
-            found[path] = module
-    return found
+            models[path] = module
+    return models
 
 
 def _takes_tokens(module: nn.Module) -> bool:
-    kind = unpatched_class(module)
-    if kind.__module__.partition(".")[0] == "peft" or not hasattr(module, "config"):
+    module_class = unpatched_class(module)
+    if module_class.__module__.partition(".")[0] == "peft" or not hasattr(module, "config"):
         return False
-    names = inspect.signature(cast(Any, kind).forward).parameters
+    names = inspect.signature(cast(Any, module_class).forward).parameters
     embeds = callable(getattr(module, "get_input_embeddings", None))
     return embeds and ("input_ids" in names or "inputs_embeds" in names)

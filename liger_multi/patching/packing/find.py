@@ -7,25 +7,24 @@ from dataclasses import replace
 
 from torch import nn
 
-from liger_multi.patching import conflicts
 from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.options import MIXER_OPS, PACKING, Request
 from liger_multi.patching.packing.checked import CheckedModel, CheckSettings, checked, forget
 from liger_multi.patching.packing.hybrids import PackedModel, SeparateModel, TellingModel, packing
-from liger_multi.patching.swap import Patched, Swap, unpatched_class
+from liger_multi.patching.swap import Patched, Swap, conflict_of, unpatched_class
 
 
 def find_packed(model: nn.Module, request: Request) -> Iterator[Change]:
     """Models that tell mixers which sample a token belongs to, refuse packed rows, or are tried."""
-    found = packing(model) if any(request.get(op) is not None for op in MIXER_OPS) else {}
-    refuses = any(swap.behavior is SeparateModel for swap in found.values())
+    packed = packing(model) if any(request.get(op) is not None for op in MIXER_OPS) else {}
+    refuses = any(swap.behavior is SeparateModel for swap in packed.values())
     if request.get(PACKING) is None:
-        found = {} if refuses else found
+        packed = {} if refuses else packed
     elif not refuses:
-        found |= {p: _tried(m, found.get(p)) for p, m in checked(model).items() if _free(m)}
+        packed |= {p: _tried(m, packed.get(p)) for p, m in checked(model).items() if _free(m)}
     for path, module in model.named_modules():
-        swap = found.get(path)
-        if swap is not None and not conflicts.of_module(module):
+        swap = packed.get(path)
+        if swap is not None and not conflict_of(module):
             forget(module)
             yield Replace(path, module, swap, _PACKED[swap.behavior], {})
         elif _is_packed(module):
@@ -41,7 +40,7 @@ _PACKED: dict[type[Patched], str] = {
 
 
 def _is_packed(module: nn.Module) -> bool:
-    return any(isinstance(module, kind) for kind in _PACKED)
+    return any(isinstance(module, behavior) for behavior in _PACKED)
 
 
 def _free(module: nn.Module) -> bool:

@@ -38,35 +38,37 @@ class PackedSettings:
 
 
 class _Model(Patched):
-    """A model whose forward sees the arguments first; its signature is that of its class."""
+    """A model that reads its arguments before its forward; the signature is that of its class."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Make the forward with the class."""
         super().__init_subclass__(**keywords)
         if "_liger_multi_swap" in vars(cls):
-            cls.forward = _seen_first(vars(cls)["_liger_multi_swap"])
+            cls.forward = _with_forward_kwargs(vars(cls)["_liger_multi_swap"])
 
     @staticmethod
-    def seen(swap: Swap, given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments that the forward is called with; ``given`` has all by name."""
+    def forward_kwargs(
+        swap: Swap, arguments: dict[str, Any], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The keyword arguments that the forward is called with; ``arguments`` has all by name."""
         return kwargs
 
     @staticmethod
-    def called(swap: Swap, model: Any, given: dict[str, Any]) -> Any:
+    def called(swap: Swap, model: Any, arguments: dict[str, Any]) -> Any:
         """The object that the forward is called with."""
         return model
 
 
-def _seen_first(swap: Swap) -> Callable[..., Any]:
+def _with_forward_kwargs(swap: Swap) -> Callable[..., Any]:
     behavior, stock = cast("type[_Model]", swap.behavior), swap.stock.forward
     names = parameters_of(stock)
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, behavior):
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            kwargs = behavior.seen(swap, given, kwargs)
-            return swap.stock.forward(behavior.called(swap, self, given), *args, **kwargs)
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            kwargs = behavior.forward_kwargs(swap, arguments, kwargs)
+            return swap.stock.forward(behavior.called(swap, self, arguments), *args, **kwargs)
         return swap.stock.forward(self, *args, **kwargs)
 
     return forward
@@ -76,9 +78,11 @@ class PackedModel(_Model):
     """A model that tells its mixers which sample a token belongs to, as ``seq_idx``."""
 
     @staticmethod
-    def seen(swap: Swap, given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def forward_kwargs(
+        swap: Swap, arguments: dict[str, Any], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
         """Add the ids, unless there is one token a row."""
-        ids, rows = sample_ids(given), rows_of(given)
+        ids, rows = sample_ids(arguments), rows_of(arguments)
         if ids is None or rows is None or rows.shape[1] == 1:
             return kwargs
         return {**kwargs, "seq_idx": ids.expand(rows.shape[0], -1)}
@@ -86,13 +90,13 @@ class PackedModel(_Model):
 
 @dataclass(frozen=True)
 class TellingSettings:
-    """The name of the model that a model hands nothing to."""
+    """The name of the inner model to which a model passes nothing."""
 
     inner: str
 
 
 class _Telling:
-    """A model of one call, which hands ids of samples to the model inside of it."""
+    """A stand-in for a model in one call; it passes ids of samples to the inner model."""
 
     def __init__(self, model: Any, inner: str, seq_idx: Tensor) -> None:
         self._liger_multi_model = model
@@ -106,9 +110,9 @@ class TellingModel(_Model):
     """A model whose forward takes keyword arguments and hands them to nobody, as Mamba-2's head."""
 
     @staticmethod
-    def called(swap: Swap, model: Any, given: dict[str, Any]) -> Any:
+    def called(swap: Swap, model: Any, arguments: dict[str, Any]) -> Any:
         """What stands for the model in its forward: itself, where samples are not told."""
-        ids, rows = sample_ids(given), rows_of(given)
+        ids, rows = sample_ids(arguments), rows_of(arguments)
         if ids is None or rows is None or rows.shape[1] == 1:
             return model
         inner = cast(TellingSettings, swap.settings).inner
@@ -137,13 +141,15 @@ class SeparateModel(_Model):
     """A model, mixers of which could not keep samples apart: rows of several samples raise."""
 
     @staticmethod
-    def seen(swap: Swap, given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def forward_kwargs(
+        swap: Swap, arguments: dict[str, Any], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
         """Look for several samples; this waits for the device, where ids are given at all.
 
         Raises:
             ValueError: A row has several samples.
         """
-        ids = sample_ids(given)
+        ids = sample_ids(arguments)
         if ids is None or ids.shape[-1] < 2:
             return kwargs
         begins = ids[:, 1:] != ids[:, :-1]
@@ -196,13 +202,13 @@ def packing(model: nn.Module) -> dict[str, Swap]:
 
 def _convolutions(model: nn.Module, base: str) -> set[str]:
     """Classes of modules with a convolution over tokens that is not called by a name we know."""
-    found = set()
+    class_names = set()
     for path, module in model.get_submodule(base).named_modules():
         if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 and path:
             parent = model.get_submodule(f"{base}.{path}".lstrip(".").rpartition(".")[0])
             if not isinstance(parent, FusedMixer):
-                found.add(type(parent).__name__)
-    return found
+                class_names.add(type(parent).__name__)
+    return class_names
 
 
 def _deaf(model: nn.Module, base: str) -> list[tuple[str, str]]:
@@ -220,7 +226,7 @@ def _deaf(model: nn.Module, base: str) -> list[tuple[str, str]]:
 def _unmasked(model: nn.Module, bases: Iterable[str]) -> set[type]:
     """Classes of models whose layers of attention are masked without positions."""
     kinds = {unpatched_class(model.get_submodule(base)) for base in bases}
-    return {kind for kind in kinds if not _masks_by_positions(kind.forward)}
+    return {module_class for module_class in kinds if not _masks_by_positions(module_class.forward)}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -244,7 +250,7 @@ def _masks_by_positions(forward: Callable[..., Any]) -> bool:
         if isinstance(target, ast.Name)
     }
 
-    def told(call: ast.Call) -> bool:
+    def has_positions(call: ast.Call) -> bool:
         inner = [
             k.value.id for k in call.keywords if k.arg is None and isinstance(k.value, ast.Name)
         ]
@@ -252,22 +258,22 @@ def _masks_by_positions(forward: Callable[..., Any]) -> bool:
             "position_ids" in dicts.get(name, ()) for name in inner
         )
 
-    return all(told(call) for call in masks)
+    return all(has_positions(call) for call in masks)
 
 
-def _mixes(kind: type) -> bool:
-    return bool(mixer_calls(kind))
+def _mixes(module_class: type) -> bool:
+    return bool(mixer_calls(module_class))
 
 
 def _lacking(module: nn.Module) -> list[str]:
-    """The functions of a mixer that know nothing of samples."""
-    found = unserved(unpatched_class(module))
+    """The functions of a mixer that get no ids of samples."""
+    lacking = unserved(unpatched_class(module))
     settings = type(module)._liger_multi_swap.settings if isinstance(module, FusedMixer) else None
     for _, function, name, _ in mixer_calls(unpatched_class(module)):
-        told = name in WHOLE or _hands_on(function, name)
-        if getattr(settings, SERVED[name], None) is None or not told:
-            found.append(name)
-    return found
+        is_passed_on = name in WHOLE or _hands_on(function, name)
+        if getattr(settings, SERVED[name], None) is None or not is_passed_on:
+            lacking.append(name)
+    return lacking
 
 
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -332,5 +338,7 @@ def _hands_on(forward: Callable[..., Any], name: str) -> bool:
         if (isinstance(call.func, ast.Attribute) and call.func.attr == name)
         or (isinstance(call.func, ast.Name) and call.func.id in {name, *items})
     ]
-    told = [call for call in mine if any(k.arg is None for k in call.keywords)]
-    return bool(told) and all(c in told or (len(c.args) == 1 and not c.keywords) for c in mine)
+    unpacking = [call for call in mine if any(k.arg is None for k in call.keywords)]
+    return bool(unpacking) and all(
+        c in unpacking or (len(c.args) == 1 and not c.keywords) for c in mine
+    )

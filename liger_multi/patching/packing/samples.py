@@ -15,10 +15,10 @@ from torch import Tensor
 from liger_multi.patching.attention.interface import KeyMask
 
 
-def rows_of(given: Mapping[str, Any]) -> Tensor | None:
+def rows_of(arguments: Mapping[str, Any]) -> Tensor | None:
     """The ids or embeddings of a call, ``(B, T, ...)``."""
-    tokens = given.get("input_ids")
-    rows: Tensor | None = given.get("inputs_embeds") if tokens is None else tokens
+    tokens = arguments.get("input_ids")
+    rows: Tensor | None = arguments.get("inputs_embeds") if tokens is None else tokens
     return rows
 
 
@@ -49,11 +49,11 @@ def _by_keys(mask: Tensor, tokens: int) -> Tensor | None:
     if mask.shape[2] != tokens or mask.shape[3] < tokens:
         return None
     floating = mask.is_floating_point()
-    seen = (mask > torch.finfo(mask.dtype).min / 2 if floating else mask != 0).any(1)
+    visible = (mask > torch.finfo(mask.dtype).min / 2 if floating else mask != 0).any(1)
     if mask.shape[3] == tokens:
-        return seen.diagonal(dim1=1, dim2=2)
+        return visible.diagonal(dim1=1, dim2=2)
     place = torch.arange(mask.shape[3], device=mask.device)
-    return _by_last(torch.where(seen, place, -1).amax(-1))
+    return _by_last(torch.where(visible, place, -1).amax(-1))
 
 
 def _by_last(last: Tensor) -> Tensor:
@@ -85,8 +85,8 @@ def _by_function(mask: Any, tokens: int) -> Tensor | None:
     device = mask.kv_num_blocks.device
     place = torch.arange(tokens, device=device)
     batch = torch.arange(mask.kv_num_blocks.shape[0], device=device)[:, None]
-    seen: Tensor = mask.mask_mod(batch, torch.zeros_like(batch), place, place + (keys - queries))
-    return seen.expand(batch.shape[0], tokens)
+    visible: Tensor = mask.mask_mod(batch, torch.zeros_like(batch), place, place + (keys - queries))
+    return visible.expand(batch.shape[0], tokens)
 
 
 # --- samples ---
@@ -109,34 +109,34 @@ class _Neighbors(NamedTuple):
         return cls(before, after)
 
 
-def sample_ids(given: Mapping[str, Any]) -> Tensor | None:
+def sample_ids(arguments: Mapping[str, Any]) -> Tensor | None:
     """Ids of the sample that every token belongs to, ``(B, T)`` or ``(1, T)``; None if not told.
 
     As given, or from ``cu_seq_lens_q``, or from where ``position_ids`` do not go on. Of positions
     in three axes (images), those that are the lowest of their row in each begin a sample.
     """
-    told = _told(given)
-    if told is None:
+    numbers = _sample_numbers(arguments)
+    if numbers is None:
         return None
-    visible = visible_tokens(given.get("attention_mask"), told.shape[-1])
-    by_position = _by_position(given)
+    visible = visible_tokens(arguments.get("attention_mask"), numbers.shape[-1])
+    by_position = _by_position(arguments)
     if visible is None:
-        return _ids(_jumps(told)) if by_position else told
-    begins = _begins(told, visible, by_position)
-    return _ids(begins) if told.shape[-1] else told
+        return _ids(_jumps(numbers)) if by_position else numbers
+    begins = _begins(numbers, visible, by_position)
+    return _ids(begins) if numbers.shape[-1] else numbers
 
 
-def _by_position(given: Mapping[str, Any]) -> bool:
-    return given.get("seq_idx") is None and given.get("cu_seq_lens_q") is None
+def _by_position(arguments: Mapping[str, Any]) -> bool:
+    return arguments.get("seq_idx") is None and arguments.get("cu_seq_lens_q") is None
 
 
-def _told(given: Mapping[str, Any]) -> Tensor | None:
+def _sample_numbers(arguments: Mapping[str, Any]) -> Tensor | None:
     """Ids as they are given, ``(B or 1, T)``, or positions, ``(B or 1, T)`` or ``(3, B, T)``."""
-    ids: Tensor | None = given.get("seq_idx")
+    ids: Tensor | None = arguments.get("seq_idx")
     if ids is not None:
         return ids
-    tokens = rows_of(given)
-    ends, positions = given.get("cu_seq_lens_q"), given.get("position_ids")
+    tokens = rows_of(arguments)
+    ends, positions = arguments.get("cu_seq_lens_q"), arguments.get("position_ids")
     if ends is not None and tokens is not None:
         place = torch.arange(tokens.shape[1], device=tokens.device, dtype=ends.dtype)
         return torch.searchsorted(ends.contiguous(), place, right=True).to(torch.int32)[None]
@@ -157,21 +157,21 @@ def _jumps(positions: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(positions[:, :1], dtype=torch.bool), begins], 1)
 
 
-def _begins(told: Tensor, visible: Tensor, by_position: bool) -> Tensor:
+def _begins(numbers: Tensor, visible: Tensor, by_position: bool) -> Tensor:
     """Where samples begin, among visible tokens: never at the first one of a row."""
     before = _Neighbors.of(visible).before
     later = visible & (before >= 0)
-    if told.ndim == 3:
-        most = torch.iinfo(told.dtype).max
-        lowest = torch.where(visible, told, most).amin((0, 2), keepdim=True)
-        return later & (told == lowest).all(0)
-    told = told.expand(visible.shape[0], -1) if told.shape[0] == 1 else told
-    before = before.expand(told.shape[0], -1)
-    step = told - told.gather(1, before.clamp(min=0))
+    if numbers.ndim == 3:
+        most = torch.iinfo(numbers.dtype).max
+        lowest = torch.where(visible, numbers, most).amin((0, 2), keepdim=True)
+        return later & (numbers == lowest).all(0)
+    numbers = numbers.expand(visible.shape[0], -1) if numbers.shape[0] == 1 else numbers
+    before = before.expand(numbers.shape[0], -1)
+    step = numbers - numbers.gather(1, before.clamp(min=0))
     if not by_position:
         return later & (step != 0)
     # hidden tokens between two others may have positions of their own, all or some of them
-    distance = torch.arange(told.shape[1], device=told.device) - before
+    distance = torch.arange(numbers.shape[1], device=numbers.device) - before
     return later & ((step < 1) | (step > distance))
 
 
@@ -188,22 +188,22 @@ def is_numbered(mask: Any) -> bool:
     return bool(on & (mask.amax() > 1))
 
 
-def several(given: Mapping[str, Any]) -> bool:
+def several(arguments: Mapping[str, Any]) -> bool:
     """Whether a row of a call has several samples; this waits for the device.
 
     Where positions tell, they begin again and go on from there: they may leave some out within a
     sample, and padding has equal ones.
     """
-    told = _told(given)
-    if told is None or told.shape[-1] < 3:
+    numbers = _sample_numbers(arguments)
+    if numbers is None or numbers.shape[-1] < 3:
         return False
-    visible = visible_tokens(given.get("attention_mask"), told.shape[-1])
+    visible = visible_tokens(arguments.get("attention_mask"), numbers.shape[-1])
     if visible is None:
-        visible = torch.ones(told.shape[-2:], dtype=torch.bool, device=told.device)
-    by_position = _by_position(given)
-    begins = _begins(told, visible, by_position)
-    if by_position and told.ndim == 2:
-        begins = begins & _again(told.expand(len(begins), -1), _Neighbors.of(visible))
+        visible = torch.ones(numbers.shape[-2:], dtype=torch.bool, device=numbers.device)
+    by_position = _by_position(arguments)
+    begins = _begins(numbers, visible, by_position)
+    if by_position and numbers.ndim == 2:
+        begins = begins & _again(numbers.expand(len(begins), -1), _Neighbors.of(visible))
     return bool(begins.any())
 
 

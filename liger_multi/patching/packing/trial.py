@@ -62,8 +62,8 @@ class Row:
         """Made-up ids ``(1, tokens)``, moved on by a number in each of the samples."""
         many = len(self.vocabulary)
         moved = [first] * self.first + [second] * (self.tokens - self.first)
-        made = [self.vocabulary[(7 * i * i + 3 * i + by) % many] for i, by in enumerate(moved)]
-        return torch.tensor([made], device=self.device)
+        token_ids = [self.vocabulary[(7 * i * i + 3 * i + by) % many] for i, by in enumerate(moved)]
+        return torch.tensor([token_ids], device=self.device)
 
     def samples(self) -> Tensor:
         """The sample of every token, ``(1, tokens)``."""
@@ -76,19 +76,19 @@ class Row:
 
     def ends(self) -> Tensor:
         """Where samples begin and end."""
-        made = [0, self.first, self.tokens]
-        return torch.tensor(made, device=self.device, dtype=torch.int32)
+        lengths = [0, self.first, self.tokens]
+        return torch.tensor(lengths, device=self.device, dtype=torch.int32)
 
     def mask(self, dtype: torch.dtype, causal: bool = True) -> Tensor:
         """A mask ``(1, 1, tokens, tokens)`` that hides the other sample, and what comes later."""
         samples = self.samples()
-        seen = (samples[:, :, None] == samples[:, None])[:, None]
-        seen = seen.tril() if causal else seen
-        hidden = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=self.device)
-        return hidden.masked_fill(seen, 0.0)
+        visible = (samples[:, :, None] == samples[:, None])[:, None]
+        visible = visible.tril() if causal else visible
+        hidden = torch.full(visible.shape, torch.finfo(dtype).min, dtype=dtype, device=self.device)
+        return hidden.masked_fill(visible, 0.0)
 
 
-def row_of(model: Any, given: Mapping[str, Any], rows: Tensor) -> Row:
+def row_of(model: Any, called_with: Mapping[str, Any], rows: Tensor) -> Row:
     """The row for a call with ``input_ids`` or ``inputs_embeds`` as ``rows``."""
     positions = getattr(text_config(model), "max_position_embeddings", None)
     tokens = min(TOKENS, positions) if isinstance(positions, int) and positions > 2 else TOKENS
@@ -99,7 +99,7 @@ def row_of(model: Any, given: Mapping[str, Any], rows: Tensor) -> Row:
         for name, value in vars(config).items()
         if isinstance(value, int) and name.endswith(("token_id", "token_index"))
     }
-    most = _vocabulary(model, given)
+    most = _vocabulary(model, called_with)
     text = tuple(i for i in range(min(most, 512)) if i not in special) or (0,)
     first = tokens // 2 + tokens // 8 + 1  # 41 of 64: at no border that a model may have
     return Row(tokens, min(first, tokens - 1), rows.device, text)
@@ -111,10 +111,12 @@ def text_config(model: Any) -> Any:
     return get() if callable(get) else None
 
 
-def _vocabulary(model: Any, given: Mapping[str, Any]) -> int:
+def _vocabulary(model: Any, called_with: Mapping[str, Any]) -> int:
     with contextlib.suppress(AttributeError, NotImplementedError):
         return len(model.get_input_embeddings().weight)
-    return int(given["input_ids"].max()) + 1 if given.get("input_ids") is not None else 1
+    return (
+        int(called_with["input_ids"].max()) + 1 if called_with.get("input_ids") is not None else 1
+    )
 
 
 # --- the arguments of a trial ---
@@ -123,36 +125,36 @@ TOKENS_OF = ("input_ids", "inputs_embeds")
 DROPPED = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "loss_kwargs")
 
 
-def arguments_of(given: Mapping[str, Any], row: Row, rows: Tensor) -> Arguments:
+def arguments_of(called_with: Mapping[str, Any], row: Row, rows: Tensor) -> Arguments:
     """The arguments of a call, for the row: tensors anew, numbers and texts, and no objects.
 
     A cache, or whatever else a model may write to, belongs to the caller.
     """
-    made: Arguments = {"return_dict": True}
-    for name, value in given.items():
+    arguments: Arguments = {"return_dict": True}
+    for name, value in called_with.items():
         if name in DROPPED or value is None:
             continue
         if name in _ANEW and isinstance(value, (Tensor, int)):
-            made[name] = _ANEW[name](row, value)
+            arguments[name] = _ANEW[name](row, value)
         elif is_plain(value):
-            made[name] = value
+            arguments[name] = value
         elif isinstance(value, Tensor) and value.shape[:2] == rows.shape[:2]:
-            made[name] = value.new_zeros(1, row.tokens, *value.shape[2:])
-    return {name: value for name, value in made.items() if name not in TOKENS_OF}
+            arguments[name] = value.new_zeros(1, row.tokens, *value.shape[2:])
+    return {name: value for name, value in arguments.items() if name not in TOKENS_OF}
 
 
-def left_out(given: Mapping[str, Any]) -> list[str]:
+def left_out(called_with: Mapping[str, Any]) -> list[str]:
     """Objects of a call that no trial touches, as nobody knows what a model would do to them."""
     return sorted(
         f"{name} ({type(value).__name__})"
-        for name, value in given.items()
+        for name, value in called_with.items()
         if name not in DROPPED and not isinstance(value, Tensor) and not is_plain(value)
     )
 
 
 def _positions(row: Row, value: Tensor) -> Tensor:
-    made = row.positions()
-    return made if value.ndim < 3 else made.expand(value.shape[0], -1, -1)
+    positions = row.positions()
+    return positions if value.ndim < 3 else positions.expand(value.shape[0], -1, -1)
 
 
 def _mask(row: Row, value: Tensor) -> Tensor:
@@ -173,34 +175,34 @@ _ANEW: dict[str, Callable[[Row, Any], Any]] = {
 # --- what to pass instead ---
 
 
-def _no_cache(given: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
-    return {**given, "use_cache": False}
+def _no_cache(arguments: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
+    return {**arguments, "use_cache": False}
 
 
-def _no_mask(given: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
-    return {name: value for name, value in given.items() if name != "attention_mask"}
+def _no_mask(arguments: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
+    return {name: value for name, value in arguments.items() if name != "attention_mask"}
 
 
-def _with_positions(given: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
-    return {**given, "position_ids": row.positions()}
+def _with_positions(arguments: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
+    return {**arguments, "position_ids": row.positions()}
 
 
-def _four_rows(given: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
-    return {**given, "position_ids": row.positions().expand(4, -1, -1)}
+def _four_rows(arguments: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
+    return {**arguments, "position_ids": row.positions().expand(4, -1, -1)}
 
 
-def _lengths(given: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
+def _lengths(arguments: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
     ends = {"cu_seq_lens_q": row.ends(), "cu_seq_lens_k": row.ends()}
     most = {"max_length_q": row.first, "max_length_k": row.first}
-    return {**given, **ends, **most, "seq_idx": row.samples().int()}
+    return {**arguments, **ends, **most, "seq_idx": row.samples().int()}
 
 
-def _block_mask(given: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
-    return {**given, "attention_mask": row.mask(dtype)}
+def _block_mask(arguments: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
+    return {**arguments, "attention_mask": row.mask(dtype)}
 
 
-def _open_mask(given: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
-    return {**given, "attention_mask": row.mask(dtype, causal=False)}
+def _open_mask(arguments: Arguments, row: Row, dtype: torch.dtype) -> Arguments:
+    return {**arguments, "attention_mask": row.mask(dtype, causal=False)}
 
 
 Remedy: TypeAlias = tuple[str, Callable[[Arguments, Row, torch.dtype], Arguments]]
@@ -245,18 +247,18 @@ class Verdict:
 
 
 def trial(
-    model: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any], rows: Tensor
+    model: nn.Module, forward: Callable[..., Any], called_with: Mapping[str, Any], rows: Tensor
 ) -> Verdict:
     """Try a model with the arguments of a call, and others if these do not keep samples apart.
 
     The model, its buffers and attributes, and the states of random numbers are afterwards what
     they were; hooks of users are not called.
     """
-    row = row_of(model, given, rows)
+    row = row_of(model, called_with, rows)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    arguments = arguments_of(given, row, rows)
+    arguments = arguments_of(called_with, row, rows)
     embeds = None
-    if given.get("input_ids") is None:  # as many as needed, over and over
+    if called_with.get("input_ids") is None:  # as many as needed, over and over
         embeds = rows[:1].detach()[:, torch.arange(row.tokens, device=rows.device) % rows.shape[1]]
     with undisturbed(model), _short_chunks(model):
         tried = Trial(forward, row, embeds, _coarse(model, rows.device))
@@ -271,7 +273,7 @@ def trial(
             return Verdict(untried=summary(error))
         if not change:
             return Verdict()
-        if objects := left_out(given):
+        if objects := left_out(called_with):
             return Verdict(untried=f"a trial hands over no objects, got {', '.join(objects)}")
         for chosen in _choices():
             other = arguments
@@ -317,17 +319,17 @@ class Trial:
         """How much a sample differs with its surroundings, relative to its size; 0: by rounding."""
         plain = self._run(arguments)
         parts = (slice(None, self.row.first), slice(self.row.first, None))
-        limit, found = COARSE if self.coarse else FINE, 0.0
+        limit, change = COARSE if self.coarse else FINE, 0.0
         for mine, theirs, moved in zip(parts, parts[::-1], ((0, SHIFT), (SHIFT, 0)), strict=True):
             other = self._run(arguments, *moved)
             changes = _relative(plain[mine], other[mine])
-            found = max(found, _above(float(changes.max()), limit))
+            change = max(change, _above(float(changes.max()), limit))
             for of_both, part, by in (
                 () if self.noisy else ((plain, mine, 0), (other, theirs, SHIFT))
             ):
                 changes = _relative(of_both[part], self._alone(arguments, part, by))
-                found = max(found, _above(self._most(changes), ALONE * limit))
-        return found
+                change = max(change, _above(self._most(changes), ALONE * limit))
+        return change
 
     def varies(self, arguments: Arguments, seed: int) -> bool:
         """Whether a second run of the same tokens gives something else, with random numbers so."""
@@ -346,12 +348,12 @@ class Trial:
 
     def _alone(self, arguments: Arguments, part: slice, by: int) -> Tensor:
         """The same for the tokens of one sample, which nothing stands beside."""
-        kept = {n: v for n, v in arguments.items() if n not in _ANEW} | self._rows(by, by)
-        given = {n: v[:, part] if _long(v, self.row) else v for n, v in kept.items()}
-        given["use_cache"] = False  # and the positions that the model makes itself
+        unchanged = {n: v for n, v in arguments.items() if n not in _ANEW} | self._rows(by, by)
+        kwargs = {n: v[:, part] if _long(v, self.row) else v for n, v in unchanged.items()}
+        kwargs["use_cache"] = False  # and the positions that the model makes itself
         torch.manual_seed(0)
         tokens = self.row.first if part.start is None else self.row.tokens - self.row.first
-        return _per_token(self.forward(**given), tokens)
+        return _per_token(self.forward(**kwargs), tokens)
 
     def _rows(self, first: int, second: int) -> Arguments:
         if self.embeds is None:
@@ -372,17 +374,17 @@ def _above(change: float, limit: float) -> float:
 
 def _per_token(output: Any, tokens: int) -> Tensor:
     for name in ("logits", "last_hidden_state"):
-        found = getattr(output, name, None)
-        if isinstance(found, Tensor) and found.shape[:2] == (1, tokens):
-            return found[0].detach().float().clone()
+        tensor = getattr(output, name, None)
+        if isinstance(tensor, Tensor) and tensor.shape[:2] == (1, tokens):
+            return tensor[0].detach().float().clone()
     raise ValueError("the model gives neither logits nor hidden states of every token")
 
 
 def _relative(plain: Tensor, other: Tensor) -> Tensor:
     """Changes of tokens, relative to the size of their numbers."""
     size = plain.norm(dim=-1).clamp_min(1e-30)
-    made: Tensor = (other - plain).norm(dim=-1) / size
-    return made
+    changes: Tensor = (other - plain).norm(dim=-1) / size
+    return changes
 
 
 # --- a model that is left as it was ---
@@ -465,15 +467,17 @@ _state_of_process = _StateOfProcess()
 
 @contextlib.contextmanager
 def _random_numbers() -> Iterator[None]:
-    kind = getattr(torch.accelerator, "current_accelerator", lambda: None)()
+    accelerator = getattr(torch.accelerator, "current_accelerator", lambda: None)()
     numpy = sys.modules.get("numpy")
     states = random.getstate(), numpy.random.get_state() if numpy else None
     forked = contextlib.ExitStack()
-    if kind is None:
+    if accelerator is None:
         forked.enter_context(torch.random.fork_rng(devices=[]))
     else:
         count = torch.accelerator.device_count()
-        forked.enter_context(torch.random.fork_rng(devices=range(count), device_type=kind.type))
+        forked.enter_context(
+            torch.random.fork_rng(devices=range(count), device_type=accelerator.type)
+        )
     with forked:
         try:
             yield
@@ -504,9 +508,9 @@ def _attributes(model: nn.Module) -> Iterator[None]:
     buffers = [(b, b.clone()) for b in model.buffers() if b.device.type != "meta"]
     tables = [(t, dict(t)) for m in modules for t in (vars(m), vars(m)["_buffers"])]
     hooks = [(vars(m), {k: vars(m)[k] for k in _HOOKS}) for m in modules]
-    for table, held in hooks:
-        for kind, every in held.items():
-            table[kind] = type(every)((k, h) for k, h in every.items() if _of_library(h))
+    for table, tables_by_name in hooks:
+        for hook_table, every in tables_by_name.items():
+            table[hook_table] = type(every)((k, h) for k, h in every.items() if _of_library(h))
     for module in modules:
         vars(module).update(dict.fromkeys(_dropout_rates(module), 0.0))
     memo: dict[int, Any] = {}

@@ -33,17 +33,7 @@ import pytest
 import torch
 from fuzz_logits_compare import SAVES_LOGITS, UNCOUNTED, Fuzzer, Verdict
 from fuzz_logits_run import MODELS, MODES, Program, code, inputs, models, names_of, statements
-from fuzz_logits_steps import (
-    CE,
-    CEP,
-    CONTEXTS,
-    EAGER_FORWARDS,
-    FAMILIES,
-    FORWARDS,
-    NLL,
-    PRELUDE,
-    V,
-)
+from fuzz_logits_steps import CE, CEP, CONTEXTS, EAGER_FORWARDS, FAMILIES, FORWARDS, NLL, PRELUDE, V
 from torch import Tensor
 
 from tests.models import FusedCalls
@@ -72,13 +62,13 @@ class Generator:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             while True:
-                made = self._drawn()
-                if made is not None:
-                    return made
+                program = self._drawn()
+                if program is not None:
+                    return program
 
     def _drawn(self) -> Program | None:
         eager = self.mode == "eager"
-        weights = [kind.weight if eager else kind.compiled for kind in MODELS.values()]
+        weights = [model.weight if eager else model.compiled for model in MODELS.values()]
         name = self.random.choices(list(MODELS), weights)[0]
         known, self.model = models(name), name
         known.reset(known.stock)
@@ -135,19 +125,19 @@ class Generator:
 
     def _filled(self, template: str) -> str | None:
         """A statement with names in the place of its placeholders; None where nothing fits."""
-        found: dict[str, str] = {}
+        fillings: dict[str, str] = {}
         for _, name, _, _ in string.Formatter().parse(template):
-            if name is not None and name not in found:
-                value = self._placeholder(name, found)
+            if name is not None and name not in fillings:
+                value = self._placeholder(name, fillings)
                 if value is None:
                     return None
-                found[name] = value
+                fillings[name] = value
         if "out" in re.findall(r"\bout\b(?!=)", template) and "out" not in self.env:
             return None
-        return template.format(**found)
+        return template.format(**fillings)
 
-    def _placeholder(self, name: str, found: dict[str, str]) -> str | None:
-        z = next((found[k] for k in ("z", "z2", "z3", "positive", "small") if k in found), "")
+    def _placeholder(self, name: str, fillings: dict[str, str]) -> str | None:
+        z = next((fillings[k] for k in ("z", "z2", "z3", "positive", "small") if k in fillings), "")
         if name == "new":
             self.fresh += 1
             return f"v{self.fresh}"
@@ -217,14 +207,14 @@ def programs(seed: int, count: int, mode: str = "eager", start: int = 0) -> Iter
         yield Generator(seed * 1_000_003 + i, mode).program()
 
 
-def shrink(program: Program, judge: Callable[[Program], Verdict], wanted: Verdict) -> Program:
+def shrink(program: Program, judge: Callable[[Program], Verdict], expected: Verdict) -> Program:
     """The fewest and shortest statements that still fail in the same way."""
 
-    worst = min(wanted.topic.split(", "), key=_gravity)
+    worst = min(expected.topic.split(", "), key=_gravity)
 
     def fails(other: Program) -> bool:
         verdict = judge(other)
-        return verdict.kind == "failed" and worst in verdict.topic.split(", ")
+        return verdict.outcome == "failed" and worst in verdict.topic.split(", ")
 
     current, changed = program, True
     while changed:
@@ -321,32 +311,34 @@ def main() -> int:
     parser.add_argument("--mode", choices=MODES, default="eager")
     parser.add_argument("--shrink", action="store_true", help="print short failing programs")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run the program in a file")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)  # those of OpenMP do not outlive a fork
     for name in LIMITS:
         setattr(torch._dynamo.config, name, 2000)
     fused = FusedCalls(pytest.MonkeyPatch())
-    if given.replay:
-        program = Program.parse(given.replay.read_text())
+    if options.replay:
+        program = Program.parse(options.replay.read_text())
         verdict = Fuzzer(fused).judge(program)
-        print(verdict.kind, f"fused {verdict.fused}", report(program, verdict), sep="\n")
-        return int(verdict.kind == "failed")
-    counts, seen, started = Counter[str](), Counter[str](), time.perf_counter()
-    with _progress(given.programs) as (advance, show):
-        for program, verdict in run(given.seed, given.programs, given.mode, given.start, fused):
-            counts[verdict.kind] += 1
+        print(verdict.outcome, f"fused {verdict.fused}", report(program, verdict), sep="\n")
+        return int(verdict.outcome == "failed")
+    counts, observed, started = Counter[str](), Counter[str](), time.perf_counter()
+    with _progress(options.programs) as (advance, show):
+        for program, verdict in run(
+            options.seed, options.programs, options.mode, options.start, fused
+        ):
+            counts[verdict.outcome] += 1
             counts["fused"] += bool(verdict.fused)
             counts["without finite gradients"] += not verdict.finite
-            if verdict.kind == "failed":
-                seen[verdict.topic] += 1
-                if given.shrink:
+            if verdict.outcome == "failed":
+                observed[verdict.topic] += 1
+                if options.shrink:
                     program = shrink(program, Fuzzer(fused).judge, verdict)
                     verdict = Fuzzer(fused).judge(program)
                 show(report(program, verdict))
             elif verdict.topic:
-                seen[f"{verdict.kind}: {verdict.topic}"] += 1
+                observed[f"{verdict.outcome}: {verdict.topic}"] += 1
             advance()
-    print(f"{time.perf_counter() - started:.0f} s", dict(counts), dict(seen), sep="\n")
+    print(f"{time.perf_counter() - started:.0f} s", dict(counts), dict(observed), sep="\n")
     return int(bool(counts["failed"]))
 
 

@@ -90,15 +90,15 @@ class Verdict:
     """What became of a program.
 
     Attributes:
-        kind: "equal", "refused" (by one of our own messages), "lenient" (equal where stock raises),
-            "compiler" (equal to compiled stock alone), or "failed".
+        outcome: "equal", "refused" (by one of our own messages), "lenient" (equal where stock
+            raises), "compiler" (equal to compiled stock alone), or "failed".
         why: What differs.
         topic: The same in few words, for counting.
         fused: Calls of the fused loss.
         finite: Whether gradients are finite numbers, and there are some.
     """
 
-    kind: str
+    outcome: str
     why: str = ""
     topic: str = ""
     fused: int = 0
@@ -167,8 +167,8 @@ class Comparison:
             else:
                 yield from self._of_tensors(path, a, b)
 
-    def _topic(self, path: str, kind: str) -> str:
-        return f"{kind} of gradient" if path.startswith("grad of") else kind
+    def _topic(self, path: str, difference: str) -> str:
+        return f"{difference} of gradient" if path.startswith("grad of") else difference
 
     def _of_tensors(self, path: str, a: Seen, b: Seen) -> Iterator[tuple[str, str]]:
         if isinstance(a.data, str) or isinstance(b.data, str):
@@ -177,18 +177,20 @@ class Comparison:
                 return
             yield "error on reading", f"{path}: stock {_short(a)}, ours {_short(b)}"
             return
-        if a.kind[0][0] == "error" and re.search(
-            LENIENT["view that autograd refuses"], a.kind[0][1]
+        if a.description[0][0] == "error" and re.search(
+            LENIENT["view that autograd refuses"], a.description[0][1]
         ):
             return
-        for (name, wanted), (_, got) in zip(a.kind, b.kind, strict=False):
-            if wanted != got:
-                yield self._topic(path, name), f"{path}: {name} {wanted} in stock, {got} in ours"
+        for (name, expected), (_, got) in zip(a.description, b.description, strict=False):
+            if expected != got:
+                yield self._topic(path, name), f"{path}: {name} {expected} in stock, {got} in ours"
                 if name == "shape":
                     return
         if a.read().shape != b.read().shape:
             yield "shape", f"{path}: values of shape {a.read().shape}, {b.read().shape} in ours"
-        elif a.kind[0][0] == b.kind[0][0] and not self._near(path, a.read(), b.read()):
+        elif a.description[0][0] == b.description[0][0] and not self._near(
+            path, a.read(), b.read()
+        ):
             off = (a.read().double() - b.read().double()).abs().nan_to_num(posinf=0)
             size = _size(a.data)
             yield (
@@ -217,10 +219,10 @@ class Comparison:
         return share <= max([2 * c for c in changes] + [0.3 if self.program.low else 0.0])
 
     def _others(self, path: str, like: Tensor) -> list[Tensor]:
-        found = [n.get(path) for n in self.nudged]
+        actual = [n.get(path) for n in self.nudged]
         return [
             n.data
-            for n in found
+            for n in actual
             if isinstance(n, Seen) and isinstance(n.data, Tensor) and n.data.shape == like.shape
         ]
 
@@ -264,7 +266,7 @@ def _size(values: Any) -> float:
 
 def _short(value: Any) -> str:
     if isinstance(value, Seen):
-        return value.data if isinstance(value.data, str) else f"a tensor {value.kind[0][1]}"
+        return value.data if isinstance(value.data, str) else f"a tensor {value.description[0][1]}"
     return repr(value)
 
 
@@ -293,29 +295,29 @@ class Fuzzer:
             warnings.simplefilter("ignore")
             stock = models(program.model).stock
             verdict = self._against(program, functools.partial(execute, model=stock))
-            if verdict.kind == "failed" and program.mode != "eager":
+            if verdict.outcome == "failed" and program.mode != "eager":
                 again = functools.partial(execute, model=stock, compiled=True)
-                if self._against(program, again).kind != "failed":
-                    return replace(verdict, kind="compiler")
+                if self._against(program, again).outcome != "failed":
+                    return replace(verdict, outcome="compiler")
         return verdict
 
     def _against(self, program: Program, reference: Callable[..., Run]) -> Verdict:
-        made = models(program.model)
+        model = models(program.model)
         calls = self.fused.count if self.fused else 0
-        kind, topic, same = "equal", "", contextlib.nullcontext
-        wanted = reference(program)
-        run = execute(program, made.ours, compiled=True, expected=wanted.errors)
-        at = _first_difference(wanted, run)
-        if at is not None and at in wanted.errors:
-            lenient = _leniency(program, at, wanted.errors[at])
+        outcome, topic, same = "equal", "", contextlib.nullcontext
+        expected = reference(program)
+        run = execute(program, model.ours, compiled=True, expected=expected.errors)
+        at = _first_difference(expected, run)
+        if at is not None and at in expected.errors:
+            lenient = _leniency(program, at, expected.errors[at])
             if lenient is not None:
-                kind, (topic, program, same) = "lenient", lenient
+                outcome, (topic, program, same) = "lenient", lenient
                 with same():
-                    wanted = reference(program)
-                run = execute(program, made.ours, compiled=True, expected=wanted.errors)
-                at = _first_difference(wanted, run)
-            if at is not None and at in wanted.errors:
-                why = f"stock raises {describe(wanted.errors[at])}, ours does not"
+                    expected = reference(program)
+                run = execute(program, model.ours, compiled=True, expected=expected.errors)
+                at = _first_difference(expected, run)
+            if at is not None and at in expected.errors:
+                why = f"stock raises {describe(expected.errors[at])}, ours does not"
                 return Verdict("failed", f"{program.steps[at]!r}: {why}", "stock raises")
         if at is not None:
             refused = refusal(str(run.errors[at]), program)
@@ -326,40 +328,42 @@ class Fuzzer:
                 return Verdict("refused", "", refused)
             # what was there until then is compared, without the first half of the statement
             program = replace(program, steps=program.steps[:at])
-            kind, topic = "refused", refused
-            run = execute(program, made.ours, compiled=True)
+            outcome, topic = "refused", refused
+            run = execute(program, model.ours, compiled=True)
         fused = self.fused.count - calls if self.fused else 0
-        seen = observe(run)
+        observed = observe(run)
 
-        if kind == "refused":
+        if outcome == "refused":
             with same():
-                wanted = reference(program)
+                expected = reference(program)
 
         def left(nudge: float) -> dict[str, Any]:
             with same():
-                return observe(reference(program, nudge=nudge) if nudge else wanted)
+                return observe(reference(program, nudge=nudge) if nudge else expected)
 
         def left_of_kept(nudge: float) -> dict[str, Any]:
             with same(), _kept():
                 return observe(reference(program, nudge=nudge))
 
-        exact = functools.cache(lambda: observe(execute(program, made.exact)))
+        exact = functools.cache(lambda: observe(execute(program, model.exact)))
         comparison = Comparison(program, left, exact)
-        found = []
-        for subject, why in comparison.differences(seen):
+        differences = []
+        for subject, why in comparison.differences(observed):
             if subject == "error on reading" and (known := refusal(why, program)):
-                kind, topic = "refused", known
+                outcome, topic = "refused", known
             else:
-                found.append((subject, why))
-        of_gradients = {subject for subject, _ in found} == {"values of gradient"}
-        if of_gradients and not list(Comparison(program, left_of_kept, exact).differences(seen)):
-            kind, topic, found = "lenient", "overwritten, and not noticed", []
-        if found:
-            topics = ", ".join(sorted({subject for subject, _ in found}))
-            return Verdict("failed", "\n".join(why for _, why in found[:8]), topics, fused)
+                differences.append((subject, why))
+        of_gradients = {subject for subject, _ in differences} == {"values of gradient"}
+        if of_gradients and not list(
+            Comparison(program, left_of_kept, exact).differences(observed)
+        ):
+            outcome, topic, differences = "lenient", "overwritten, and not noticed", []
+        if differences:
+            topics = ", ".join(sorted({subject for subject, _ in differences}))
+            return Verdict("failed", "\n".join(why for _, why in differences[:8]), topics, fused)
         sizes = [v.read() for k, v in comparison.stock.items() if _is_gradient(k, v)]
         finite = bool(sizes) and all(bool(s.isfinite().all()) for s in sizes)
-        return Verdict(kind, "", topic, fused, finite)
+        return Verdict(outcome, "", topic, fused, finite)
 
 
 def _first_difference(stock: Run, ours: Run) -> int | None:
@@ -422,10 +426,10 @@ def _isolated(judge: Callable[[], Verdict]) -> Verdict:
     _, status = os.waitpid(child, 0)
     if not sent:
         return Verdict("failed", f"the process ended with status {status}", "crash")
-    found = pickle.loads(sent)
-    if isinstance(found, RuntimeError):
-        raise found
-    return found  # type: ignore[no-any-return]
+    actual = pickle.loads(sent)
+    if isinstance(actual, RuntimeError):
+        raise actual
+    return actual  # type: ignore[no-any-return]
 
 
 def _unforkable() -> RuntimeError | None:

@@ -49,8 +49,10 @@ class Program:
     def parse(cls, text: str) -> Program:
         """The program of what ``str`` printed."""
         text = textwrap.dedent(text).strip()
-        found = dict(re.findall(r"(\w+)=(\w+)", text.splitlines()[0]))
-        return cls(found["model"], found["mode"], statements(text), int(found.get("graph", 0)))
+        options = dict(re.findall(r"(\w+)=(\w+)", text.splitlines()[0]))
+        return cls(
+            options["model"], options["mode"], statements(text), int(options.get("graph", 0))
+        )
 
     @property
     def low(self) -> bool:
@@ -240,12 +242,12 @@ def code(step: str) -> Any:
 def _compiled_part(program: Program, env: dict[str, Any], backend: str) -> None:
     """Run the first statements as one compiled function."""
     steps = program.steps[: program.graph]
-    made: list[str] = []
+    names: list[str] = []
     for step in steps:
         _, stored, deleted = names_of(step)
-        made += sorted(stored - set(made))
-        made = [name for name in made if name not in deleted]
-    body = [*steps, "return {" + ", ".join(f"{n!r}: {n}" for n in made) + "}"]
+        names += sorted(stored - set(names))
+        names = [name for name in names if name not in deleted]
+    body = [*steps, "return {" + ", ".join(f"{n!r}: {n}" for n in names) + "}"]
     arguments = ("model", *inputs())
     text = f"def program({', '.join(arguments)}):\n" + textwrap.indent("\n".join(body), "    ")
     space = dict(PRELUDE)
@@ -271,12 +273,12 @@ def execute(
         expected: Errors by statement; the run ends where there is one too many or too few.
         nudge: Relative error of the weights.
     """
-    made = models(program.model)
-    made.reset(model, nudge)
+    pair = models(program.model)
+    pair.reset(model, nudge)
     env = {**PRELUDE, **inputs(), "model": model}
     start, errors = 0, dict[int, BaseException]()
     if compiled and program.mode == "compiled":
-        env["model"] = made.compile(model)
+        env["model"] = pair.compile(model)
     run = Run(env, errors, model)
     torch.manual_seed(0)
     for at, step in enumerate(program.steps):
@@ -286,7 +288,7 @@ def execute(
             if compiled and at < program.graph:
                 start = program.graph
                 at = start - 1
-                _compiled_part(program, env, made.backend)
+                _compiled_part(program, env, pair.backend)
             else:
                 exec(code(step), env)
         except Exception as error:
@@ -300,7 +302,7 @@ def execute(
 class Seen:
     """A tensor as its user sees it; ``data`` in fp64, or integers."""
 
-    kind: tuple[tuple[str, Any], ...]
+    description: tuple[tuple[str, Any], ...]
     data: Tensor | str
 
     def read(self) -> Tensor:
@@ -346,20 +348,22 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def observe(run: Run) -> dict[str, Any]:
     """Everything that a user can read when a program has ended, by the expression that reads it."""
     start = {*PRELUDE, *inputs(), "model", "__builtins__", "_"}
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for name, value in run.env.items():
         if name not in start:
-            found.update(_flat(name, value))
+            actual.update(_flat(name, value))
     for name, parameter in run.model.named_parameters():
-        found[f"grad of {name}"] = parameter.grad
+        actual[f"grad of {name}"] = parameter.grad
     kinds: dict[str, Any] = {}
-    for path, value in found.items():
+    for path, value in actual.items():
         if _tensor_like(value):
             kinds[path] = _attempt(_described, value)
-    for path, kind in kinds.items():
-        data = _attempt(_values, found[path])
-        found[path] = Seen((("error", kind),) if isinstance(kind, str) else kind, data)
-    return found
+    for path, observation in kinds.items():
+        data = _attempt(_values, actual[path])
+        actual[path] = Seen(
+            (("error", observation),) if isinstance(observation, str) else observation, data
+        )
+    return actual
 
 
 def _values(value: Any) -> Tensor:

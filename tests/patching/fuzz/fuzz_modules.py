@@ -269,7 +269,7 @@ OF_NORMS = (
 class Case:
     """One module and what happens to it; everything but ``source`` may be left out."""
 
-    kind: str
+    block: str
     act: str
     form: str
     bias: bool
@@ -287,13 +287,13 @@ class Case:
         features = [(FEATURES[name], spot, own) for name, spot, own in self.features]
         init = [f.init.format(n=n) for f, _, n in features if f.init]
         body = [f.body.format(n=n) for f, _, n in features if f.body]
-        lines = {s: [] for s in SPOTS[self.kind]}
+        lines = {s: [] for s in SPOTS[self.block]}
         for feature, spot, own in features:
             lines[spot].append(feature.code.format(v=spot, n=own))
-        made, forward = globals()[f"_{self.kind}"](self, lines)
+        members, forward = globals()[f"_{self.block}"](self, lines)
         text = ["class Generated(nn.Module):", *(f"    {b}" for b in body)]
         text += ["    def own(self, x): return F.silu(x)", "    def __init__(self):"]
-        text += [f"        {line}" for line in ("super().__init__()", *made, *init)]
+        text += [f"        {line}" for line in ("super().__init__()", *members, *init)]
         text += [f"    {line}" for line in forward]
         return "\n".join(text)
 
@@ -308,10 +308,10 @@ def _mlp(case: Case, at: dict[str, list[str]]) -> tuple[list[str], list[str]]:
     gate, up, down = case.names
     packed = case.form in ("packed", "interleaved")
     wide = 32 if packed else 16
-    made = [f"self.{gate} = nn.Linear(12, {wide}, bias={case.bias})"]
+    members = [f"self.{gate} = nn.Linear(12, {wide}, bias={case.bias})"]
     if not packed:
-        made += [f"self.{up} = nn.Linear(12, 16, bias={case.bias})"]
-    made += [f"self.{down} = nn.Linear(16, 12, bias={case.bias})", f"self.act = {case.act}"]
+        members += [f"self.{up} = nn.Linear(12, 16, bias={case.bias})"]
+    members += [f"self.{down} = nn.Linear(16, 12, bias={case.bias})", f"self.act = {case.act}"]
     forward = ["def forward(self, x):", *(f"    {line}" for line in at["x"])]
     if case.form == "packed":
         forward += [f"    gate, up = self.{gate}(x).chunk(2, -1)"]
@@ -324,7 +324,7 @@ def _mlp(case: Case, at: dict[str, list[str]]) -> tuple[list[str], list[str]]:
     forward += [f"    {line}" for line in at["gate"]]
     forward += ["    h = self.act(gate) * up", *(f"    {line}" for line in at["h"])]
     forward += [f"    y = self.{down}(h)", *(f"    {line}" for line in at["y"]), "    return y"]
-    return made, forward
+    return members, forward
 
 
 _NORMS = {
@@ -336,13 +336,13 @@ _NORMS = {
 
 
 def _norm(case: Case, at: dict[str, list[str]]) -> tuple[list[str], list[str]]:
-    made = ["self.eps = 1e-6"]
+    members = ["self.eps = 1e-6"]
     if case.form != "bare":
-        made += ["self.weight = nn.Parameter(torch.rand(12) + 0.5)"]
+        members += ["self.weight = nn.Parameter(torch.rand(12) + 0.5)"]
     if case.bias and case.form == "layer":
-        made += ["self.bias = nn.Parameter(torch.rand(12))"]
+        members += ["self.bias = nn.Parameter(torch.rand(12))"]
     elif case.bias and case.form != "bare":
-        made += ["self.register_parameter('bias', None)"]
+        members += ["self.register_parameter('bias', None)"]
     forward = ["def forward(self, x):", *(f"    {line}" for line in at["x"])]
     if case.form == "layer":
         shift = "self.bias" if case.bias else "None"
@@ -352,15 +352,15 @@ def _norm(case: Case, at: dict[str, list[str]]) -> tuple[list[str], list[str]]:
         forward += [f"    y = {_NORMS[case.form]}"]
         if case.bias and case.form != "bare":
             forward += ["    if self.bias is not None: y = y + self.bias"]
-    return made, [*forward, *(f"    {line}" for line in at["y"]), "    return y"]
+    return members, [*forward, *(f"    {line}" for line in at["y"]), "    return y"]
 
 
 def _attention(case: Case, at: dict[str, list[str]]) -> tuple[list[str], list[str]]:
-    made = [f"self.{name} = nn.Linear(12, 12, bias={case.bias})" for name in case.names]
+    projection = [f"self.{name} = nn.Linear(12, 12, bias={case.bias})" for name in case.names]
     q, k, v = (f"self.{name}(x).unflatten(-1, (3, 4)).mT" for name in case.names)
     turn = "apply_rotary_pos_emb(q, k, cos, sin)"
     if case.form == "helper":
-        made += ["pass"]
+        projection += ["pass"]
     forward = ["def forward(self, x):"]
     if case.form == "helper":
         forward = ["def turn(self, q, k, cos, sin):", f"    return {turn}", *forward]
@@ -371,19 +371,19 @@ def _attention(case: Case, at: dict[str, list[str]]) -> tuple[list[str], list[st
         "    angles = torch.arange(x.shape[1] * 4.0).view(1, -1, 4)",
         "    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)",
         *(
-            f"    {name} = {made}.transpose(-1, -2).transpose(1, 2)"
-            for name, made in zip("qkv", (q, k, v), strict=True)
+            f"    {name} = {projection}.transpose(-1, -2).transpose(1, 2)"
+            for name, projection in zip("qkv", (q, k, v), strict=True)
         ),
         *(f"    {line}" for line in at["q"]),
         f"    q, k = {turn}",
         "    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)",
         "    y = y.transpose(1, 2).flatten(-2)",
     ]
-    return made, [*forward, *(f"    {line}" for line in at["y"]), "    return y"]
+    return projection, [*forward, *(f"    {line}" for line in at["y"]), "    return y"]
 
 
 def _experts(case: Case, at: dict[str, list[str]]) -> tuple[list[str], list[str]]:
-    made = [
+    members = [
         "self.gate_up_proj = nn.Parameter(torch.randn(3, 20, 12) * 0.3)",
         "self.down_proj = nn.Parameter(torch.randn(3, 12, 10) * 0.3)",
         f"self.act = {case.act}",
@@ -393,7 +393,7 @@ def _experts(case: Case, at: dict[str, list[str]]) -> tuple[list[str], list[str]
     gate += [f"    {line}" for line in at["gate"]]
     gate += ["    h = self.act(gate) * up", *(f"    {line}" for line in at["h"]), "    return h"]
     factor = " * self.factor" if case.form == "scaled" else ""
-    return made, [
+    return members, [
         *gate,
         "def forward(self, x, index, routing):",
         "    y = torch.zeros_like(x)",
@@ -424,22 +424,22 @@ DTYPES = ("float32",) * 4 + ("bfloat16",)
 def generate(seed: int) -> Case:
     """The case of a seed."""
     draw = random.Random(seed)
-    kind = draw.choices(list(FORMS), (6, 4, 2, 2))[0]
-    names = draw.choice(NAMES.get(kind, ((),)))
-    form = draw.choice(FORMS[kind])
+    block = draw.choices(list(FORMS), (6, 4, 2, 2))[0]
+    names = draw.choice(NAMES.get(block, ((),)))
+    form = draw.choice(FORMS[block])
     features, offered = [], []
     for at in range(draw.choices((0, 1, 2, 3), (3, 5, 2, 1))[0]):
-        usable = [n for n, f in FEATURES.items() if {*f.spots} & {*SPOTS[kind]}]
+        usable = [n for n, f in FEATURES.items() if {*f.spots} & {*SPOTS[block]}]
         name, own = draw.choice(usable), f"own_{at}"
-        spots = [s for s in SPOTS[kind] if s in FEATURES[name].spots or s == "q"]
+        spots = [s for s in SPOTS[block] if s in FEATURES[name].spots or s == "q"]
         features.append((name, draw.choice(spots), own))
         offered += [a.format(n=own) for a in FEATURES[name].actions] * 3
-    offered += [*COMMON, *([] if kind == "norm" else OF_NORMS[:0])]
-    if kind == "norm":
+    offered += [*COMMON, *([] if block == "norm" else OF_NORMS[:0])]
+    if block == "norm":
         offered += [*OF_NORMS] * 2
-    if kind in ("mlp", "experts"):
+    if block in ("mlp", "experts"):
         offered += OF_ACTIVATIONS
-    if kind == "experts":
+    if block == "experts":
         offered += ["m.factor = 0.5", "m.gate_up_proj.data.mul_(2)", "m.experts = 2"]
         offered += ["K._apply_gate = lambda self, x: x.chunk(2, -1)[0]"]
     if names:
@@ -450,10 +450,18 @@ def generate(seed: int) -> Case:
     if CAPTURED in actions:  # a forward that somebody holds does not follow its class
         actions = [a for a in actions if not a.startswith("K.forward")]
     return Case(
-        kind, draw.choice(ACTIVATIONS), form, draw.random() < 0.3, names, tuple(features),
+        block,
+        draw.choice(ACTIVATIONS),
+        form,
+        draw.random() < 0.3,
+        names,
+        tuple(features),
         tuple(actions),
-        draw.random() < 0.5, draw.random() < 0.1, draw.choice(DTYPES), seed,
-    )  # fmt: skip
+        draw.random() < 0.5,
+        draw.random() < 0.1,
+        draw.choice(DTYPES),
+        seed,
+    )
 
 
 class Holder(nn.Module):
@@ -524,7 +532,7 @@ class Twin:
         dtype = getattr(torch, self.case.dtype) if first is None else first.dtype
         leaf = torch.randn(*shape, 12, generator=generator).to(dtype).requires_grad_(grad)
         arguments = [leaf * 1.0]
-        if self.case.kind == "experts":
+        if self.case.block == "experts":
             arguments = [leaf.reshape(-1, 12) * 1.0]
             rows = arguments[0].shape[0]
             index = torch.rand(rows, 3, generator=generator).argsort(-1)[:, :2]
@@ -532,24 +540,24 @@ class Twin:
         torch.manual_seed(3)
         random.seed(3)
         self.module.zero_grad()
-        found: dict[str, Any] = {}
+        actual: dict[str, Any] = {}
         try:
             with torch.set_grad_enabled(grad), torch.autocast("cpu", enabled=autocast):
                 y = self.module(*arguments)
-            found["y"], found["of y"] = y.detach(), (y.dtype, y.requires_grad)
+            actual["y"], actual["of y"] = y.detach(), (y.dtype, y.requires_grad)
             if y.requires_grad:
                 y.backward(torch.randn(y.shape, generator=generator).to(y.dtype))
         except Exception as error:
             return {"raised": True, "error": f"{type(error).__name__}: {error}"}
-        found["x"], found["dx"] = arguments[0].detach(), leaf.grad
-        found |= {f"d{n}": p.grad for n, p in self.module.named_parameters()}
-        found["random"] = (torch.get_rng_state(), random.getstate())
-        found["kept"] = {
+        actual["x"], actual["dx"] = arguments[0].detach(), leaf.grad
+        actual |= {f"d{n}": p.grad for n, p in self.module.named_parameters()}
+        actual["random"] = (torch.get_rng_state(), random.getstate())
+        actual["kept"] = {
             n: v.detach() if isinstance(v, torch.Tensor) else v
             for n, v in vars(self.module).items()
             if n.startswith("own_") and isinstance(v, (int, float, torch.Tensor))
         }
-        return found
+        return actual
 
 
 def _every(module: nn.Module) -> None:
@@ -590,13 +598,13 @@ def difference(stock: dict[str, Any], ours: dict[str, Any], narrow: bool) -> str
     floats = [v for v in stock.values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
     narrow = narrow or any(v.dtype == torch.bfloat16 for v in floats)
     of_all = max([1e-3, *(float(v.abs().max()) for n, v in stock.items() if _is_gradient(n, v))])
-    for name, wanted in stock.items():
+    for name, expected in stock.items():
         size = 1.0
-        if isinstance(wanted, torch.Tensor) and wanted.numel():
+        if isinstance(expected, torch.Tensor) and expected.numel():
             size = max(
-                float(wanted.double().abs().max()), 0.1 * of_all * _is_gradient(name, wanted)
+                float(expected.double().abs().max()), 0.1 * of_all * _is_gradient(name, expected)
             )
-        if not _same(wanted, ours[name], size, 8e-2 if narrow else 1e-4):
+        if not _same(expected, ours[name], size, 8e-2 if narrow else 1e-4):
             return f"{name} differs"
     return ""
 
@@ -689,10 +697,10 @@ def _compared(case: Case, twins: list[Twin], outcome: Outcome) -> str:
             for twin in twins:
                 twin.module.train(training)
             outcome.runs += 1
-            found = difference(*(twin.run(shape, grad, autocast) for twin in twins), autocast)
-            if found:
+            actual = difference(*(twin.run(shape, grad, autocast) for twin in twins), autocast)
+            if actual:
                 how = f"{'train' if training else 'eval'}, {shape}, {grad=}, {autocast=}"
-                return f"after {action or 'patch'!r}: {found} ({how})"
+                return f"after {action or 'patch'!r}: {actual} ({how})"
         for twin in twins:
             twin.module.train(held)
     return ""
@@ -723,18 +731,18 @@ class Summary:
 
 def run(seed: int, modules: int) -> Summary:
     """Examine ``modules`` cases from ``seed`` on."""
-    found = Summary()
+    summary = Summary()
     for at in range(seed, seed + modules):
         case = generate(at)
         outcome = examine(case)
-        found.counts["modules"] += 1
-        found.counts["patched"] += outcome.patched
-        found.counts[f"patched {case.kind}"] += outcome.patched
-        found.counts["runs"] += outcome.runs
-        found.counts["served"] += outcome.calls
+        summary.counts["modules"] += 1
+        summary.counts["patched"] += outcome.patched
+        summary.counts[f"patched {case.block}"] += outcome.patched
+        summary.counts["runs"] += outcome.runs
+        summary.counts["served"] += outcome.calls
         if outcome.failure:
-            found.failures.append((case, outcome.failure))
-    return found
+            summary.failures.append((case, outcome.failure))
+    return summary
 
 
 def main() -> int:
@@ -743,13 +751,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first module")
     parser.add_argument("--modules", type=int, default=1, help="how many, each of the next seed")
     parser.add_argument("--shrink", action="store_true", help="drop what a failure does not need")
-    given = parser.parse_args()
+    options = parser.parse_args()
     started = time.monotonic()
-    summary = run(given.seed, given.modules)
-    if given.modules == 1:
-        print(generate(given.seed))
+    summary = run(options.seed, options.modules)
+    if options.modules == 1:
+        print(generate(options.seed))
     for case, failure in summary.failures:
-        case = shrunk(case) if given.shrink else case
+        case = shrunk(case) if options.shrink else case
         print(f"\n--- {examine(case).failure or failure}\n{case}")
     print(
         f"{len(summary.failures)} failures; {dict(summary.counts)}; "

@@ -56,14 +56,14 @@ def often():
         yield
 
 
-def judge_all(found):
+def judge_all(actual):
     """Fail with the shortest failing programs; return how often each verdict came."""
     verdicts, failed = Counter(), []
-    for program, verdict in found:
-        verdicts[verdict.kind] += 1
+    for program, verdict in actual:
+        verdicts[verdict.outcome] += 1
         verdicts["fused"] += bool(verdict.fused)
         verdicts["trained"] += verdict.finite
-        if verdict.kind == "failed":
+        if verdict.outcome == "failed":
             failed.append(report(program, verdict))
     failed.sort(key=len)
     assert not failed, f"{len(failed)} of {verdicts}\n" + "\n".join(failed[:3])
@@ -81,7 +81,7 @@ def test_eager(seed, fused):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_eager_where_lazy_logits_stay_what_they_are(seed, fused, monkeypatch):
+def test_eager_with_lazy_logits_unchanged(seed, fused, monkeypatch):
     """As they do before PyTorch 2.11."""
     monkeypatch.setattr(storage, "SWAPS", False)
     judge_all(run(seed, 200, fused=fused))
@@ -89,17 +89,17 @@ def test_eager_where_lazy_logits_stay_what_they_are(seed, fused, monkeypatch):
 
 @SOME_SEEDS
 def test_compiled_models(seeds, fused, often):
-    found = [pair for seed in seeds for pair in run(seed, COMPILED, "compiled", fused=fused)]
-    verdicts = judge_all(found)
+    actual = [pair for seed in seeds for pair in run(seed, COMPILED, "compiled", fused=fused)]
+    verdicts = judge_all(actual)
     # an autograd.Function takes no gradient of what is no tensor, so many programs end early
-    assert verdicts["equal"] >= len(found) // 4, verdicts
+    assert verdicts["equal"] >= len(actual) // 4, verdicts
 
 
 @SOME_SEEDS
 def test_programs_compiled_with_their_model(seeds, fused, often):
-    found = [pair for seed in seeds for pair in run(seed, WHOLE, "whole", fused=fused)]
-    verdicts = judge_all(found)
-    assert verdicts["equal"] >= len(found) // 4, verdicts
+    actual = [pair for seed in seeds for pair in run(seed, WHOLE, "whole", fused=fused)]
+    verdicts = judge_all(actual)
+    assert verdicts["equal"] >= len(actual) // 4, verdicts
 
 
 @pytest.mark.slow
@@ -173,9 +173,9 @@ def program(text, model="llama", mode="eager"):
 
 
 @pytest.mark.parametrize("text", FUSED.values(), ids=FUSED)
-def test_what_stays_lazy_is_fused(text, fused):
+def test_lazy_results_are_fused(text, fused):
     verdict = Fuzzer(fused).judge(program(text))
-    assert verdict.kind == "equal", verdict
+    assert verdict.outcome == "equal", verdict
     assert verdict.fused, "the loss took real logits"
 
 
@@ -220,7 +220,7 @@ def test_writes_reach_every_later_use(write, aliased):
     )
     # a list as an index has computed the others, which are real then
     refused = write in BELOW and not (aliased and SWAPS)
-    assert verdict.kind == ("refused" if refused else "equal"), verdict.why
+    assert verdict.outcome == ("refused" if refused else "equal"), verdict.why
 
 
 def test_writes_to_logits_of_compiled_models(often):
@@ -233,8 +233,8 @@ def test_writes_to_logits_of_compiled_models(often):
         for mode in ("compiled", *(["whole"] if write in WRITES[:3] else [])):
             graph = len(steps) - 1 if mode == "whole" else 0
             verdict = Fuzzer().judge(Program("small", mode, steps, graph))
-            if verdict.kind != ("refused" if write in REFUSED else "equal"):
-                failed[write, mode] = f"{verdict.kind} {verdict.why[:60]}"
+            if verdict.outcome != ("refused" if write in REFUSED else "equal"):
+                failed[write, mode] = f"{verdict.outcome} {verdict.why[:60]}"
     assert not failed, "\n".join(f"{key}: {why}" for key, why in failed.items())
 
 
@@ -338,10 +338,10 @@ USES = {
 
 
 @pytest.mark.parametrize("text", USES.values(), ids=USES)
-def test_uses_that_went_wrong(text):
+def test_past_failures(text):
     """Each was found by the fuzzer; our own messages may stand in the place of values."""
     verdict = Fuzzer().judge(program(text))
-    assert verdict.kind in ("equal", "refused"), verdict.why
+    assert verdict.outcome in ("equal", "refused"), verdict.why
 
 
 REAL = {
@@ -373,15 +373,15 @@ REAL = {
 def test_real_logits_with_our_loss(text, model):
     verdict = Fuzzer().judge(program(text, model))
     # that loss saves the logits and not a copy, as docs/logits.md says
-    kind = "refused" if text == REAL["write after the loss"] and model == "on_real" else "equal"
-    assert verdict.kind == kind, verdict.why
+    expected = "refused" if text == REAL["write after the loss"] and model == "on_real" else "equal"
+    assert verdict.outcome == expected, verdict.why
 
 
 def test_dtype_of_the_loss():
     """In bf16 the loss of logits in bf16 has their dtype, as stock's."""
     for text in (f"z = model(ids).logits\n{LOSS}", "out = model(ids, labels=labels)"):
         verdict = Fuzzer().judge(program(text, "bf16"))
-        assert verdict.kind == "equal", verdict.why
+        assert verdict.outcome == "equal", verdict.why
 
 
 # ---------------------------------------------------------------------- the fuzzer's own tests
@@ -391,14 +391,14 @@ def test_a_seed_determines_its_programs():
     one, again = (list(programs(5, 6)) for _ in range(2))
     assert one == again
     assert len({str(p) for p in one}) == 6
-    for made in (*one, Generator(1, "whole").program()):
-        assert Program.parse(str(made)) == made
+    for program in (*one, Generator(1, "whole").program()):
+        assert Program.parse(str(program)) == program
 
 
 def test_plain_logits_are_equal():
     """A patch that leaves the head alone: what the comparison finds is not of its own making."""
-    found = [replace(made, model="plain") for made in programs(4, 20)]
-    judge_all((made, Fuzzer().judge(made)) for made in found)
+    actual = [replace(program, model="plain") for program in programs(4, 20)]
+    judge_all((program, Fuzzer().judge(program)) for program in actual)
 
 
 class Scaled(nn.Linear):
@@ -487,20 +487,20 @@ def planted(head):
 
 @pytest.mark.parametrize(("head", "steps", "topic"), PLANTED.values(), ids=PLANTED)
 def test_planted_defects_are_found(head, steps, topic):
-    made = Program("small", "eager", tuple(steps))
-    assert Fuzzer().judge(Program("small", "eager", tuple(steps))).kind == "equal"
+    program = Program("small", "eager", tuple(steps))
+    assert Fuzzer().judge(Program("small", "eager", tuple(steps))).outcome == "equal"
     with planted(head):
-        verdict = Fuzzer().judge(made)
-    assert verdict.kind == "failed"
+        verdict = Fuzzer().judge(program)
+    assert verdict.outcome == "failed"
     assert topic in verdict.topic
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a process that began a device runs no forks")
 def test_a_crash_is_a_failure(monkeypatch):
-    made = Program("small", "eager", ("z = model(ids).logits", "v1 = z.sum()"))
+    program = Program("small", "eager", ("z = model(ids).logits", "v1 = z.sum()"))
     monkeypatch.setattr(fuzz_logits_compare, "observe", lambda run: os.abort())
-    verdict = Fuzzer().judge(made)
-    assert (verdict.kind, verdict.topic) == ("failed", "crash")
+    verdict = Fuzzer().judge(program)
+    assert (verdict.outcome, verdict.topic) == ("failed", "crash")
 
 
 def test_failing_programs_shrink(monkeypatch):
@@ -514,10 +514,10 @@ def test_failing_programs_shrink(monkeypatch):
         "total = 0.5 * v2 + 1.3 * z.mean()",
         "total.backward()",
     )
-    made = Program("small", "eager", steps)
+    program = Program("small", "eager", steps)
     with planted(Slacking):
         judge = Fuzzer()._judged
-        small = shrink(made, judge, judge(made))
+        small = shrink(program, judge, judge(program))
     assert small.steps == ("z = model(ids).logits", "z[..., :5] = 1.0")
 
 
@@ -532,7 +532,7 @@ def fuzz_modules():
     return fuzz_modules
 
 
-def found(fuzz_modules, seed, modules):
+def differences(fuzz_modules, seed, modules):
     summary = fuzz_modules.run(seed, modules)
     shown = [f"{failure}\n{fuzz_modules.shrunk(case)}" for case, failure in summary.failures[:3]]
     assert not summary.failures, "\n\n".join([f"{len(summary.failures)} failures", *shown])
@@ -540,7 +540,7 @@ def found(fuzz_modules, seed, modules):
 
 
 def test_fifty_modules(fuzz_modules):
-    counts = found(fuzz_modules, 0, 50)
+    counts = differences(fuzz_modules, 0, 50)
     assert counts["patched"] > 15
     assert counts["served"] > 100
 
@@ -548,9 +548,9 @@ def test_fifty_modules(fuzz_modules):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1000, 2000, 3000])
 def test_five_hundred_modules(fuzz_modules, seed):
-    counts = found(fuzz_modules, seed, 500)
-    for kind in fuzz_modules.FORMS:
-        assert counts[f"patched {kind}"] > 15
+    counts = differences(fuzz_modules, seed, 500)
+    for block in fuzz_modules.FORMS:
+        assert counts[f"patched {block}"] > 15
     assert counts["served"] > 1000
 
 
@@ -560,7 +560,7 @@ def test_a_case_is_drawn_again_from_its_seed(fuzz_modules):
 
 
 @pytest.mark.slow
-def test_a_fault_is_found_shrunk_and_printed(fuzz_modules, monkeypatch):
+def test_fault_is_detected_shrunk_and_printed(fuzz_modules, monkeypatch):
     """A fuzzer that cannot fail holds nothing: here nobody looks at the signature."""
     from liger_multi.patching.mlp import fused as mlp
 
@@ -568,7 +568,7 @@ def test_a_fault_is_found_shrunk_and_printed(fuzz_modules, monkeypatch):
     failures = fuzz_modules.run(0, 60).failures
     assert failures
     case = fuzz_modules.shrunk(failures[0][0])
-    assert case.kind == "mlp"
+    assert case.block == "mlp"
     assert len(case.actions) == 1
     assert case.actions[0] in str(case)
     assert "class Generated(nn.Module):" in str(case)

@@ -56,18 +56,18 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="RUN")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "trainers")
     parser.add_argument("--store", action="store_true", help=f"keep in {RESULTS.name}")
-    given = parser.parse_args()
-    unknown = sorted({*given.names} - {*table})
+    options = parser.parse_args()
+    unknown = sorted({*options.names} - {*table})
     if unknown:
         parser.error(f"no trainer {', '.join(unknown)}; there are {', '.join(table)}")
     head = provenance()
-    if given.store and head["commit"].endswith("+"):
+    if options.store and head["commit"].endswith("+"):
         parser.error(f"--store keeps the commit that ran; there are changes on {head['commit']}")
     failed = 0
-    for name in given.names or [n for n, trainer in table.items() if trainer.runs]:
-        kept, failures = ran(name, table[name], given.folder.resolve() / name, given.only, head)
+    for name in options.names or [n for n, trainer in table.items() if trainer.runs]:
+        kept, failures = ran(name, table[name], options.folder.resolve() / name, options.only, head)
         failed += failures
-        if given.store and not failures:
+        if options.store and not failures:
             store(name, table[name], kept)
     return int(bool(failed))
 

@@ -25,10 +25,16 @@ LOGGED = re.compile(r"^(loss|grad_norm|eval_loss)$")
 SECONDS = 900
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node")
 QUIET = {
-    "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_DISABLED": "true",
-    "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "USE_CPU": "1",
-}  # fmt: skip
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "WANDB_DISABLED": "true",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONWARNINGS": "ignore",
+    "USE_CPU": "1",
+}
 
 Curve = dict[tuple[int, str], float]
 
@@ -71,8 +77,8 @@ def versions(python: Path, trainer: Trainer) -> dict[str, str]:
     done = subprocess.run(
         [str(python), "-c", VERSIONS, *sorted(names)], check=True, capture_output=True, text=True
     )
-    found: dict[str, str] = json.loads(done.stdout)
-    return {"python": platform.python_version(), **found}
+    versions: dict[str, str] = json.loads(done.stdout)
+    return {"python": platform.python_version(), **versions}
 
 
 VERSIONS = """
@@ -101,26 +107,26 @@ KNOWN_PACKAGES = frozenset(
 def filled(options: Mapping[str, Any], places: Mapping[str, Path]) -> dict[str, Any]:
     """Options with the folders in them."""
 
-    def value(given: Any) -> Any:
-        if isinstance(given, str):
-            return given.format(**places)
-        if isinstance(given, list):
-            return [value(one) for one in given]
-        return {k: value(v) for k, v in given.items()} if isinstance(given, dict) else given
+    def value(option: Any) -> Any:
+        if isinstance(option, str):
+            return option.format(**places)
+        if isinstance(option, list):
+            return [value(one) for one in option]
+        return {k: value(v) for k, v in option.items()} if isinstance(option, dict) else option
 
-    return {name: value(given) for name, given in options.items()}
+    return {name: value(option) for name, option in options.items()}
 
 
 def flags(options: Mapping[str, Any]) -> Iterator[str]:
     """Options as ``--name value``."""
-    for name, given in options.items():
+    for name, value in options.items():
         yield f"--{name}"
-        yield from map(str, given) if isinstance(given, list) else [str(given)]
+        yield from map(str, value) if isinstance(value, list) else [str(value)]
 
 
 def assignments(options: Mapping[str, Any]) -> Iterator[str]:
     """Options as ``name=value``."""
-    yield from (f"{name}={given}" for name, given in options.items())
+    yield from (f"{name}={value}" for name, value in options.items())
 
 
 ON_COMMAND_LINE = {"flags": flags, "assignments": assignments}
@@ -139,9 +145,14 @@ class Bench:
         full = [str(self.python), "-m", *command]
         with log.open("w", encoding="utf-8") as out:
             done = subprocess.run(
-                full, cwd=self.folder, env=self.environment, stdout=out, stderr=subprocess.STDOUT,
-                timeout=SECONDS, check=False,
-            )  # fmt: skip
+                full,
+                cwd=self.folder,
+                env=self.environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=SECONDS,
+                check=False,
+            )
         if done.returncode:
             last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
             raise RunError("\n".join([f"{' '.join(command)} ({log}):", *last]))
@@ -163,8 +174,8 @@ class Bench:
         if run.processes > 1:
             command = [*TORCHRUN, str(run.processes), "-m", *command]
         self._started(command, out.with_suffix(".log"))
-        found = self.curve(name, switched)
-        return found, json.loads(calls.read_text(encoding="utf-8")) if switched else {}
+        row = self.curve(name, switched)
+        return row, json.loads(calls.read_text(encoding="utf-8")) if switched else {}
 
     def curve(self, name: str, switched: bool) -> Curve:
         """What a run logged."""
@@ -264,9 +275,12 @@ def compared(bench: Bench, name: str, run: Run) -> dict[str, Any]:
     missing = sorted({*run.calls} - {*calls})
     if missing:
         raise RunError(f"{', '.join(missing)} never called; called were {', '.join(sorted(calls))}")
-    losses = [value for (_, kind), value in sorted(stock.items()) if kind == "loss"]
+    losses = [value for (_, quantity), value in sorted(stock.items()) if quantity == "loss"]
     return {
-        "steps": max(step for step, _ in stock), "logged": sorted({kind for _, kind in stock}),
-        "first": losses[0], "last": losses[-1], "difference": difference(stock, ours),
+        "steps": max(step for step, _ in stock),
+        "logged": sorted({quantity for _, quantity in stock}),
+        "first": losses[0],
+        "last": losses[-1],
+        "difference": difference(stock, ours),
         "calls": dict(sorted(calls.items())),
-    }  # fmt: skip
+    }

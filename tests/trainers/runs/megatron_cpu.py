@@ -35,18 +35,33 @@ def model(fused: bool) -> Any:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     initialize_rng_tracker(inference_rng_tracker=True)  # no random numbers of CUDA
     config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2,
-        ffn_hidden_size=64, use_cpu_initialization=True, normalization="RMSNorm",
-        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
-        bias_activation_fusion=True, hidden_dropout=0.0, attention_dropout=0.0,
-        persist_layer_norm=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, cross_entropy_loss_fusion=fused,
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=64,
+        use_cpu_initialization=True,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        persist_layer_norm=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        cross_entropy_loss_fusion=fused,
         tensor_model_parallel_size=dist.get_world_size(),
-    )  # fmt: skip
+    )
     return GPTModel(
-        config, get_gpt_layer_local_spec(normalization="RMSNorm"), CLASSES, LENGTH,
-        position_embedding_type="rope", share_embeddings_and_output_weights=False,
-    )  # fmt: skip
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        CLASSES,
+        LENGTH,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
 
 
 def loss_of(gpt: Any, ids: Tensor, labels: Tensor, smoothing: float) -> Tensor:
@@ -74,21 +89,21 @@ def main() -> None:
     parser.add_argument("--fused-loss", action="store_true")
     parser.add_argument("--smoothing", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=4)
-    given = parser.parse_args()
+    options = parser.parse_args()
     for variable, alone in ALONE.items():
         os.environ.setdefault(variable, alone)
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     dist.init_process_group("gloo")
-    if given.parts:
+    if options.parts:
         from liger_kernel.megatron import apply_liger_kernel_to_megatron
 
-        apply_liger_kernel_to_megatron(**{part: part in given.parts for part in PARTS})
+        apply_liger_kernel_to_megatron(**{part: part in options.parts for part in PARTS})
     torch.manual_seed(3)
-    gpt = model(given.fused_loss)
+    gpt = model(options.fused_loss)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=0.01)
     tokens = torch.randint(CLASSES, (BATCH, LENGTH + 1))
-    for step in range(given.steps):
-        loss = loss_of(gpt, tokens[:, :-1], tokens[:, 1:].contiguous(), given.smoothing).mean()
+    for step in range(options.steps):
+        loss = loss_of(gpt, tokens[:, :-1], tokens[:, 1:].contiguous(), options.smoothing).mean()
         optimizer.zero_grad()
         loss.backward()
         squares = sum(p.grad.square().sum() for p in gpt.parameters())

@@ -22,11 +22,19 @@ TEMPLATE = (
     "<eos> {% endgeneration %}{% else %}{{ m['content'] }} {% endif %}{% endfor %}"
 )
 CONFIG = {
-    "vocab_size": len(SPECIAL) + len(WORDS), "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "max_position_embeddings": 128, "tie_word_embeddings": False, "pad_token_id": 0,
-    "eos_token_id": 1, "bos_token_id": 3,
-}  # fmt: skip
+    "vocab_size": len(SPECIAL) + len(WORDS),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 3,
+}
 
 Dialogue = dict[str, Any]
 
@@ -69,10 +77,14 @@ FORMATS: dict[str, Callable[[Dialogue], dict[str, Any]]] = {
     "prompts": lambda d: {"prompt": _asked(d)},
     "questions": lambda d: {"messages": _asked(d)},
     "pairs": lambda d: {
-        "prompt": _asked(d), "chosen": _answered(d, "answer"), "rejected": _answered(d, "other"),
+        "prompt": _asked(d),
+        "chosen": _answered(d, "answer"),
+        "rejected": _answered(d, "other"),
     },
     "labels": lambda d: {
-        "prompt": _asked(d), "completion": _answered(d, "answer"), "label": d["liked"],
+        "prompt": _asked(d),
+        "completion": _answered(d, "answer"),
+        "label": d["liked"],
     },
     "text": lambda d: {"text": f"{d['question']} {d['answer']}"},
     "alpaca": _alpaca,
@@ -82,28 +94,36 @@ FORMATS: dict[str, Callable[[Dialogue], dict[str, Any]]] = {
     "message_labels": lambda d: {"messages": _whole(d), "label": d["liked"]},
     "conversation_pairs": lambda d: {"chosen": _whole(d), "rejected": _whole(d, "other")},
     "plain_labels": lambda d: {
-        "prompt": d["question"], "completion": d["answer"], "label": d["liked"],
+        "prompt": d["question"],
+        "completion": d["answer"],
+        "label": d["liked"],
     },
     "dialogue_pairs": lambda d: {
-        "messages": _asked(d), "chosen": _said("assistant", d["answer"]),
+        "messages": _asked(d),
+        "chosen": _said("assistant", d["answer"]),
         "rejected": _said("assistant", d["other"]),
     },
-}  # fmt: skip
+}
 """Folder below ``data`` to what a row of its ``train.jsonl`` is."""
 
 _RANKING = {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"}
 CATALOGUE = {
     "alpaca": {"file_name": "alpaca/train.jsonl"},
     "alpaca_pairs": {
-        "file_name": "alpaca_pairs/train.jsonl", "ranking": True, "columns": _RANKING,
+        "file_name": "alpaca_pairs/train.jsonl",
+        "ranking": True,
+        "columns": _RANKING,
     },
     "alpaca_labels": {
         "file_name": "alpaca_labels/train.jsonl",
         "columns": {
-            "prompt": "instruction", "query": "input", "response": "output", "kto_tag": "kto_tag",
+            "prompt": "instruction",
+            "query": "input",
+            "response": "output",
+            "kto_tag": "kto_tag",
         },
     },
-}  # fmt: skip
+}
 """What LLaMA-Factory wants to know of its files."""
 
 
@@ -119,12 +139,17 @@ def tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     words = {word: i for i, word in enumerate((*SPECIAL, *WORDS))}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
-        bos_token="<bos>", chat_template=TEMPLATE, model_max_length=128,
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        bos_token="<bos>",
+        chat_template=TEMPLATE,
+        model_max_length=128,
+    )
 
 
 def model(seed: int) -> Any:
@@ -133,14 +158,14 @@ def model(seed: int) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    made = Qwen3ForCausalLM(Qwen3Config(**CONFIG))
+    model = Qwen3ForCausalLM(Qwen3Config(**CONFIG))
     with torch.no_grad():  # activations of a usual size, and norms whose weight matters
-        for name, parameter in made.named_parameters():
+        for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.mul_(3)
-    return made
+    return model
 
 
 def write(folder: Path) -> None:

@@ -49,16 +49,27 @@ class MaskedAttention(FlexAttention):  # type: ignore[misc]
         """Its configuration."""
 
     def forward(
-        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Any,
-        scale: float | None = None, enable_gqa: bool = False, **_: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Any,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **_: Any,
+    ) -> Tensor:
         """Attend within documents; the names of tensors are those of torchtitan's shardings."""
         q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         sizes = (q.shape[0], 1, q.shape[2], k.shape[2])
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=create_mask(attention_masks.mask_mod, *sizes, device="cpu"),
-            scale=scale, enable_gqa=enable_gqa,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            attn_mask=create_mask(attention_masks.mask_mod, *sizes, device="cpu"),
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
         return out.transpose(1, 2)
 
 

@@ -55,10 +55,14 @@ def sampled(step: int) -> dict[str, Tensor]:
     rewards = torch.zeros(rows, after)
     rewards[torch.arange(rows), said.squeeze(1) - 1] = (answers.sum(1) % 7).float()
     return {
-        "prompts": prompts, "responses": answers, "input_ids": torch.cat((prompts, answers), 1),
-        "attention_mask": attention, "position_ids": (attention.cumsum(1) - 1).clamp_min(0),
-        "response_mask": mask, "rewards": rewards,
-    }  # fmt: skip
+        "prompts": prompts,
+        "responses": answers,
+        "input_ids": torch.cat((prompts, answers), 1),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp_min(0),
+        "response_mask": mask,
+        "rewards": rewards,
+    }
 
 
 class PolicyTrainer(SFTTrainer):  # type: ignore[misc]
@@ -68,31 +72,44 @@ class PolicyTrainer(SFTTrainer):  # type: ignore[misc]
         super()._build_engine()
         self.advantage: str = self.config.policy.advantage
         self.actor_config = ActorConfig(
-            strategy="fsdp2", rollout_n=ANSWERS, ppo_mini_batch_size=MINI,
-            ppo_micro_batch_size_per_gpu=MICRO, entropy_coeff=0.01, calculate_entropy=True,
-            use_kl_loss=True, kl_loss_coef=0.05,
-        )  # fmt: skip
+            strategy="fsdp2",
+            rollout_n=ANSWERS,
+            ppo_mini_batch_size=MINI,
+            ppo_micro_batch_size_per_gpu=MICRO,
+            entropy_coeff=0.01,
+            calculate_entropy=True,
+            use_kl_loss=True,
+            kl_loss_coef=0.05,
+        )
         self.training_client.set_loss_fn(partial(ppo_loss, config=self.actor_config))
 
     def data(self, tensors: dict[str, Tensor], **more: Any) -> TensorDict:
         """A batch as verl's workers take it."""
-        made = tu.get_tensordict(tensor_dict={k: x.clone() for k, x in tensors.items()})
-        made = left_right_2_no_padding(made)
+        batch = tu.get_tensordict(tensor_dict={k: x.clone() for k, x in tensors.items()})
+        batch = left_right_2_no_padding(batch)
         tu.assign_non_tensor(
-            made, temperature=TEMPERATURE, pad_mode="no_padding", micro_batch_size_per_gpu=MICRO,
-            use_dynamic_bsz=False, pad_token_id=0, global_batch_size=MINI, **more,
-        )  # fmt: skip
-        return made
+            batch,
+            temperature=TEMPERATURE,
+            pad_mode="no_padding",
+            micro_batch_size_per_gpu=MICRO,
+            use_dynamic_bsz=False,
+            pad_token_id=0,
+            global_batch_size=MINI,
+            **more,
+        )
+        return batch
 
     def inferred(self, worker: Any, batch: dict[str, Tensor], *names: str) -> list[Tensor]:
         """What a worker says of every token of the answers."""
         lengths = NonTensorData(batch["attention_mask"].sum(1).tolist())
         data = self.data(
-            batch, calculate_entropy="entropy" in names, compute_loss=False,
+            batch,
+            calculate_entropy="entropy" in names,
+            compute_loss=False,
             global_token_num=lengths,
-        )  # fmt: skip
-        found = worker.infer_batch(data)
-        return [no_padding_2_padding(tu.get(found, name), data).float() for name in names]
+        )
+        output = worker.infer_batch(data)
+        return [no_padding_2_padding(tu.get(output, name), data).float() for name in names]
 
     def updated(self, worker: Any, batch: dict[str, Tensor], **more: Any) -> dict[str, float]:
         """The means of what a worker logged of an update."""
@@ -104,11 +121,11 @@ class PolicyTrainer(SFTTrainer):  # type: ignore[misc]
         """Of the tokens of the answers; without a critic every value is 0."""
         if self.advantage == "grpo":
             group = numpy.arange(PROMPTS).repeat(ANSWERS)
-            found, _ = compute_grpo_outcome_advantage(rewards, mask, group)
+            advantages, _ = compute_grpo_outcome_advantage(rewards, mask, group)
         else:
             values = torch.zeros_like(rewards)
-            found, _ = compute_gae_advantage_return(rewards, values, mask, 1.0, 0.95)
-        return found  # type: ignore[no-any-return]
+            advantages, _ = compute_gae_advantage_return(rewards, values, mask, 1.0, 0.95)
+        return advantages  # type: ignore[no-any-return]
 
     def fit(self) -> None:
         """Train, and print the numbers of every step."""
@@ -122,12 +139,16 @@ class PolicyTrainer(SFTTrainer):  # type: ignore[misc]
                 self.training_client, batch, calculate_entropy=True, compute_loss=True
             )
             mean = (entropy * mask).sum().item() / mask.sum().item()
-            print(f"step:{step} - policy/entropy:{mean} - train/loss:{logged['loss']} - "
-                  f"train/grad_norm:{logged['grad_norm']}", flush=True)  # fmt: skip
+            print(
+                f"step:{step} - policy/entropy:{mean} - train/loss:{logged['loss']} - "
+                f"train/grad_norm:{logged['grad_norm']}",
+                flush=True,
+            )
 
 
-@hydra.main(config_path="pkg://verl.trainer.config", config_name="sft_trainer_engine",
-            version_base=None)  # type: ignore[untyped-decorator]  # fmt: skip
+@hydra.main(
+    config_path="pkg://verl.trainer.config", config_name="sft_trainer_engine", version_base=None
+)  # type: ignore[untyped-decorator]
 def main(config: Any) -> None:
     """Train."""
     auto_set_device(config)

@@ -47,16 +47,16 @@ class _EagerGradients(torch.autograd.Function):
             leaves = [
                 None if x is None else x.detach().requires_grad_(x.requires_grad) for x in tensors
             ]
-            value, beside = loss(*leaves)  # type: ignore[arg-type]
+            value, metrics = loss(*leaves)  # type: ignore[arg-type]
         needed = [x for x in leaves if x is not None and x.requires_grad]
-        found: Iterator[Tensor | None] = iter(())
+        gradients: Iterator[Tensor | None] = iter(())
         if needed and value.requires_grad:
-            found = iter(torch.autograd.grad(value, needed, allow_unused=True))
-        wanted = [x is not None and x.requires_grad for x in leaves]
-        made = [next(found, None) if need else None for need in wanted]
-        ctx.save_for_backward(*made)
+            gradients = iter(torch.autograd.grad(value, needed, allow_unused=True))
+        requires_grad = [x is not None and x.requires_grad for x in leaves]
+        leaf_gradients = [next(gradients, None) if need else None for need in requires_grad]
+        ctx.save_for_backward(*leaf_gradients)
         ctx.tensors = tensors  # not saved: they may be written to, as gradients are made
-        return value.detach(), tuple(x.detach() for x in beside)
+        return value.detach(), tuple(x.detach() for x in metrics)
 
     @classmethod
     def backward(cls, ctx: Any, *grad_output: Any) -> tuple[Tensor | None, ...]:
@@ -64,9 +64,9 @@ class _EagerGradients(torch.autograd.Function):
         upstream: Any = grad_output[0]
         while isinstance(upstream, (tuple, list)):  # subclasses pass all of theirs as one argument
             upstream = upstream[0]
-        made = ctx.saved_tensors
-        scaled = [None if g is None else g * upstream for g in made]
-        origins = (upstream, *made, *ctx.tensors)
+        gradients = ctx.saved_tensors
+        scaled = [None if g is None else g * upstream for g in gradients]
+        origins = (upstream, *gradients, *ctx.tensors)
         hidden, weight, bias = not_differentiable(cls.__name__, scaled, origins)
         return hidden, weight, *[None] * cls.OPTIONAL, bias, *[None] * cls.AFTER
 
@@ -82,17 +82,17 @@ class _Total:
 
     def __init__(self) -> None:
         self.loss: Any = 0.0
-        self.beside: list[list[Tensor]] = []
+        self.metrics: list[list[Tensor]] = []
 
-    def add(self, made: Any) -> None:
+    def add(self, value: Any) -> None:
         """What the loss of a chunk returned: a number, or one with others after it."""
-        loss, *others = made if isinstance(made, (tuple, list)) else (made,)
+        loss, *others = value if isinstance(value, (tuple, list)) else (value,)
         self.loss = self.loss + loss
-        self.beside.append([torch.as_tensor(x) for x in others])
+        self.metrics.append([torch.as_tensor(x) for x in others])
 
     def aux(self) -> tuple[Tensor, ...]:
         """The numbers beside the loss."""
-        joined = zip(*self.beside, strict=True)
+        joined = zip(*self.metrics, strict=True)
         return tuple(torch.cat(x) if x[0].ndim else torch.stack(x).sum(0) for x in joined)
 
 
@@ -100,15 +100,19 @@ def _answers(
     head: losses.Head, target: Tensor, ignore_index: int, average: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of tokens and of sequences."""
-    found = losses.tokens(head, target, ignore_index=ignore_index).log_prob
-    assert found is not None
-    return found, sequences(found, target != ignore_index, None, average)
+    log_prob = losses.tokens(head, target, ignore_index=ignore_index).log_prob
+    assert log_prob is not None
+    return log_prob, sequences(log_prob, target != ignore_index, None, average)
 
 
 def reference_answers(
-    name: str, use: bool, tensors: tuple[Any, Any, Any], target: Tensor, ignore_index: int,
+    name: str,
+    use: bool,
+    tensors: tuple[Any, Any, Any],
+    target: Tensor,
+    ignore_index: int,
     average: bool,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Log-probabilities of sequences under the reference; None where it is not used."""
     if not use:
         return None
@@ -139,13 +143,26 @@ class LigerFusedLinearPreferenceBase(_EagerGradients):
 
     @staticmethod
     def forward(
-        cls: Any, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor,
-        bias: Tensor | None = None, chunk_size: int = 1, ignore_index: int = -100,
-        alpha: float = 1.0, beta: float = 0.1, compute_nll_loss: bool = True,
-        nll_target: Tensor | None = None, compiled: bool = True, use_ref_model: bool = False,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, average_log_prob: bool = True, **loss_kwargs: Any,
-    ) -> Made:  # fmt: skip
+        cls: Any,
+        ctx: Any,
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        chunk_size: int = 1,
+        ignore_index: int = -100,
+        alpha: float = 1.0,
+        beta: float = 0.1,
+        compute_nll_loss: bool = True,
+        nll_target: Tensor | None = None,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        average_log_prob: bool = True,
+        **loss_kwargs: Any,
+    ) -> Made:
         """Loss; log-probabilities, means of logits, NLL, and what the subclass returns beside."""
         if target.shape[0] % 2:
             raise ArgumentError(
@@ -154,9 +171,13 @@ class LigerFusedLinearPreferenceBase(_EagerGradients):
             )
         labels = chosen_labels(cls.__name__, nll_target, target)
         before = reference_answers(
-            cls.__name__, use_ref_model, (ref_input, ref_weight, ref_bias), target, ignore_index,
+            cls.__name__,
+            use_ref_model,
+            (ref_input, ref_weight, ref_bias),
+            target,
+            ignore_index,
             average_log_prob,
-        )  # fmt: skip
+        )
 
         def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
             head = losses.Head(hidden, weight, bias)
@@ -164,13 +185,15 @@ class LigerFusedLinearPreferenceBase(_EagerGradients):
             nll = nll if compute_nll_loss else torch.zeros_like(nll)
             (chosen, rejected), total = sums.chunk(2), _Total()
             for part in _chunks(len(chosen), chunk_size):
-                given = dict(loss_kwargs)
+                kwargs = dict(loss_kwargs)
                 if before is not None:
                     names = ("ref_chosen_logps", "ref_rejected_logps")
-                    given |= dict(zip(names, (b[part] for b in before.chunk(2)), strict=True))
-                total.add(cls.preference_loss_fn(
-                    chosen[part], rejected[part], target, beta=beta, **given
-                ))  # fmt: skip
+                    kwargs |= dict(zip(names, (b[part] for b in before.chunk(2)), strict=True))
+                total.add(
+                    cls.preference_loss_fn(
+                        chosen[part], rejected[part], target, beta=beta, **kwargs
+                    )
+                )
             means = [x.mean() for x in every_logit(head, target).chunk(2)]
             return alpha * nll + total.loss, (chosen, rejected, *means, nll, *total.aux())
 
@@ -186,9 +209,9 @@ def pair_tokens(
     """
 
     def log_prob(rest: Tensor) -> Tensor:
-        found = losses.tokens(head, rest, ignore_index=ignore_index).log_prob
-        assert found is not None
-        return found
+        log_prob = losses.tokens(head, rest, ignore_index=ignore_index).log_prob
+        assert log_prob is not None
+        return log_prob
 
     mask = target != ignore_index
     every = target if nll_target is None else with_nll_targets(target, nll_target, ignore_index)
@@ -226,27 +249,44 @@ class LigerFusedLinearUnpairedPreferenceBase(_EagerGradients):
 
     @staticmethod
     def forward(
-        cls: Any, ctx: Any, _input: Tensor, weight: Tensor, target: Tensor,
-        preference_labels: Tensor, bias: Tensor | None = None, chunk_size: int = 1,
-        ignore_index: int = -100, compiled: bool = True, use_ref_model: bool = False,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, average_log_prob: bool = False, **loss_kwargs: Any,
-    ) -> Made:  # fmt: skip
+        cls: Any,
+        ctx: Any,
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        preference_labels: Tensor,
+        bias: Tensor | None = None,
+        chunk_size: int = 1,
+        ignore_index: int = -100,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        average_log_prob: bool = False,
+        **loss_kwargs: Any,
+    ) -> Made:
         """Loss; sums of log-probabilities and logits over liked and other answers, and the rest."""
         before = reference_answers(
-            cls.__name__, use_ref_model, (ref_input, ref_weight, ref_bias), target, ignore_index,
+            cls.__name__,
+            use_ref_model,
+            (ref_input, ref_weight, ref_bias),
+            target,
+            ignore_index,
             average_log_prob,
-        )  # fmt: skip
+        )
         liked = preference_labels.bool()
 
         def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
             head, total = losses.Head(hidden, weight, bias), _Total()
             _, sums = _answers(head, target, ignore_index, average_log_prob)
             for part in _chunks(len(sums), chunk_size):
-                given = {} if before is None else {"ref_log_prob_chunk": before[part]}
-                total.add(cls.preference_loss_fn(
-                    sums[part], preference_labels[part], target, **given, **loss_kwargs
-                ))  # fmt: skip
+                kwargs = {} if before is None else {"ref_log_prob_chunk": before[part]}
+                total.add(
+                    cls.preference_loss_fn(
+                        sums[part], preference_labels[part], target, **kwargs, **loss_kwargs
+                    )
+                )
             logits = every_logit(head, target) * (target.shape[1] * weight.shape[0])
             return total.loss, (*by_side(liked, sums, logits), *total.aux())
 
@@ -277,33 +317,66 @@ class LigerFusedLinearPPOBase(_EagerGradients):
 
     @staticmethod
     def forward(
-        cls: Any, ctx: Any, _input: Tensor, weight: Tensor, selected_token_ids: Tensor,
-        attention_mask: Tensor, advantages: Tensor, bias: Tensor | None = None,
-        ref_per_token_logps: Tensor | None = None, old_per_token_logps: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, epsilon_low: float = 0.2, epsilon_high: float = 0.2,
-        beta: float = 0.04, loss_type: str = "dapo", max_completion_length: int | None = None,
-        importance_sampling_level: str = "token", temperature: float = 1.0, compiled: bool = True,
-        use_ref_model: bool = False, chunk_size: int = 1, sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None,
-        delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
+        cls: Any,
+        ctx: Any,
+        _input: Tensor,
+        weight: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        beta: float = 0.04,
+        loss_type: str = "dapo",
+        max_completion_length: int | None = None,
+        importance_sampling_level: str = "token",
+        temperature: float = 1.0,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        chunk_size: int = 1,
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        vllm_is_ratio: Tensor | None = None,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
         num_items_in_batch: Tensor | float | None = None,
-    ) -> Made:  # fmt: skip
+    ) -> Made:
         """Loss, and the metrics of the subclass."""
         options = {
-            "full_attention_mask": attention_mask, "epsilon_low": epsilon_low,
-            "epsilon_high": epsilon_high, "beta": beta, "loss_type": loss_type,
+            "full_attention_mask": attention_mask,
+            "epsilon_low": epsilon_low,
+            "epsilon_high": epsilon_high,
+            "beta": beta,
+            "loss_type": loss_type,
             "max_completion_length": max_completion_length,
             "importance_sampling_level": importance_sampling_level,
             "sapo_temperature_pos": sapo_temperature_pos,
-            "sapo_temperature_neg": sapo_temperature_neg, "delta": delta,
-            "use_bias_correction_kl": use_bias_correction_kl, "vespo_k_pos": vespo_k_pos,
-            "vespo_lambda_pos": vespo_lambda_pos, "vespo_k_neg": vespo_k_neg,
-            "vespo_lambda_neg": vespo_lambda_neg, "num_items_in_batch": num_items_in_batch,
-        }  # fmt: skip
-        check_policy(cls.__name__, loss_type, max_completion_length, use_ref_model,
-                     (ref_per_token_logps, ref_input))  # fmt: skip
+            "sapo_temperature_neg": sapo_temperature_neg,
+            "delta": delta,
+            "use_bias_correction_kl": use_bias_correction_kl,
+            "vespo_k_pos": vespo_k_pos,
+            "vespo_lambda_pos": vespo_lambda_pos,
+            "vespo_k_neg": vespo_k_neg,
+            "vespo_lambda_neg": vespo_lambda_neg,
+            "num_items_in_batch": num_items_in_batch,
+        }
+        check_policy(
+            cls.__name__,
+            loss_type,
+            max_completion_length,
+            use_ref_model,
+            (ref_per_token_logps, ref_input),
+        )
         ids = selected_token_ids
         if use_ref_model and ref_per_token_logps is None:
             assert ref_input is not None
@@ -312,18 +385,20 @@ class LigerFusedLinearPPOBase(_EagerGradients):
             with torch.no_grad():
                 ref_per_token_logps = losses.tokens(reference, ids).log_prob
         columns = {
-            "attention_mask": attention_mask, "advantages": advantages,
-            "ref_per_token_logps": ref_per_token_logps, "old_per_token_logps": old_per_token_logps,
+            "attention_mask": attention_mask,
+            "advantages": advantages,
+            "ref_per_token_logps": ref_per_token_logps,
+            "old_per_token_logps": old_per_token_logps,
             "vllm_is_ratio": sampler_ratios(cls.__name__, vllm_is_ratio, ids),
-        }  # fmt: skip
+        }
 
         def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
             head, total = losses.Head(hidden, weight, bias, temperature=temperature), _Total()
             own = losses.tokens(head, ids).log_prob
             assert own is not None
             for part in _chunks(len(own), chunk_size):
-                given = {k: None if x is None else x[part] for k, x in columns.items()}
-                value, metrics = cls.ppo_loss_fn(per_token_logps=own[part], **given, **options)
+                kwargs = {k: None if x is None else x[part] for k, x in columns.items()}
+                value, metrics = cls.ppo_loss_fn(per_token_logps=own[part], **kwargs, **options)
                 total.add((value, *metrics))
             return total.loss, total.aux()
 
@@ -340,8 +415,8 @@ def ranks() -> tuple[int, Any]:
 def check_policy(
     name: str, loss_type: str, length: int | None, use_reference: bool, reference: tuple[Any, Any]
 ) -> None:
-    """What a loss of a policy needs, is there."""
-    if use_reference and all(given is None for given in reference):
+    """Check that a policy loss has the inputs that it needs."""
+    if use_reference and all(columns is None for columns in reference):
         raise ArgumentError(
             f"{name}: If use_ref_model is True, ref_per_token_logps or ref_input must be provided"
         )
@@ -372,46 +447,74 @@ class LigerFusedLinearDistillationBase(_EagerGradients):
 
     @staticmethod
     def distillation_loss_fn(
-        student_logits: Tensor, teacher_logits: Tensor, target: Tensor | None = None,
-        ignore_index: int | None = None, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        target: Tensor | None = None,
+        ignore_index: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         """The sum of the losses of rows of logits, which the temperature has divided."""
         raise NotImplementedError("distillation_loss_fn: a subclass has to write it")
 
     @staticmethod
     def forward(
-        cls: Any, ctx: Any, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor,
-        teacher_weight: Tensor, target: Tensor, student_bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None, chunk_size: int = 1024, ignore_index: int = -100,
-        weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float | None = 0.5,
-        compute_ce_loss: bool = True, temperature: float = 1.0, compiled: bool = True,
-        return_soft_hard_loss: bool = False, **loss_kwargs: Any,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        cls: Any,
+        ctx: Any,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        target: Tensor,
+        student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+        chunk_size: int = 1024,
+        ignore_index: int = -100,
+        weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5,
+        beta: float | None = 0.5,
+        compute_ce_loss: bool = True,
+        temperature: float = 1.0,
+        compiled: bool = True,
+        return_soft_hard_loss: bool = False,
+        **loss_kwargs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """The loss, and where asked for its soft and its hard term."""
         if not temperature:
             raise ArgumentError(f"{cls.__name__}: Temperature cannot be 0.")
         labels = target.reshape(-1)
         count = (labels != ignore_index).sum().clamp(min=1)
-        given = {"ignore_index": ignore_index, "beta": beta, **loss_kwargs}
+        kwargs = {"ignore_index": ignore_index, "beta": beta, **loss_kwargs}
 
         def rows(student: Tensor, teacher: Any) -> Tensor:
             logits, ids = teacher
             classes = min(student.shape[-1], logits.shape[-1])
             total = cls.distillation_loss_fn(
-                student[..., :classes], logits[..., :classes], target=ids, **given
+                student[..., :classes], logits[..., :classes], target=ids, **kwargs
             )
             return F.pad(total.reshape(1), (0, len(ids) - 1))  # a sum over rows is a row's
 
         def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
             head = losses.Head(hidden.reshape(len(labels), -1), weight, bias)
-            teacher = losses.Head(teacher_input.reshape(len(labels), -1), teacher_weight,
-                                  teacher_bias, temperature=temperature)  # fmt: skip
+            teacher = losses.Head(
+                teacher_input.reshape(len(labels), -1),
+                teacher_weight,
+                teacher_bias,
+                temperature=temperature,
+            )
             soft = _soft(head, teacher, labels, rows) / count
             hard = torch.zeros_like(soft)
             if compute_ce_loss:
-                hard = ops.fused_linear_cross_entropy(
-                    head.hidden, weight, labels, bias, ignore_index=ignore_index, reduction="sum"
-                ) / count  # fmt: skip
+                hard = (
+                    ops.fused_linear_cross_entropy(
+                        head.hidden,
+                        weight,
+                        labels,
+                        bias,
+                        ignore_index=ignore_index,
+                        reduction="sum",
+                    )
+                    / count
+                )
             return weight_hard_loss * hard + weight_soft_loss * soft, (soft, hard)
 
         total, terms = cls.run(ctx, (student_input, student_weight, student_bias), loss)
@@ -430,7 +533,7 @@ def _soft(
         student.hidden, student.weight, student.bias, temperature=teacher.temperature
     )
 
-    def beside(i: Tensor) -> Any:
+    def teacher_rows(i: Tensor) -> Any:
         weight: Any = teacher.weight
         with torch.no_grad():
             raw = F.linear(teacher.hidden[i].to(weight.dtype), weight, teacher.bias)
@@ -439,4 +542,4 @@ def _soft(
     every = torch.zeros_like(labels)
     share = torch.ones(labels.shape, dtype=torch.float32, device=labels.device)
     tensors: Any = (student.hidden, student.weight, student.bias)
-    return tiled_sum(warm, tensors, beside, every, share, rows, -100)
+    return tiled_sum(warm, tensors, teacher_rows, every, share, rows, -100)

@@ -27,43 +27,55 @@ class _Distilled(Options):
         return 1.0
 
     def check(self) -> None:
-        """Options are known and go together."""
+        """Check that the options are known and consistent."""
         if not self.temperature:
             raise ArgumentError("Temperature cannot be 0.")
-        losses.DistillationOptions(**self.given)
+        losses.DistillationOptions(**self.loss_options)
 
     @property
-    def given(self) -> dict[str, Any]:
+    def loss_options(self) -> dict[str, Any]:
         """Options of :func:`liger_multi.losses.distillation_loss`."""
-        found = {"beta": self.beta} if self.divergence == "jsd" else {}
+        options = {"beta": self.beta} if self.divergence == "jsd" else {}
         return {
-            "divergence": self.divergence, "temperature": self.temperature,
+            "divergence": self.divergence,
+            "temperature": self.temperature,
             "soft_weight": self.factor * self.weight_soft_loss,
             "hard_weight": self.weight_hard_loss,
-            "vocabulary": "common", **found,
-        }  # fmt: skip
+            "vocabulary": "common",
+            **options,
+        }
 
     def forward(
-        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor,
-        teacher_weight: Tensor, true_labels: Tensor, student_bias: Tensor | None = None,
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        true_labels: Tensor,
+        student_bias: Tensor | None = None,
         teacher_bias: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """The loss, and where asked for its soft and its hard term."""
         labels = true_labels.reshape(student_input.shape[:-1])
         loss, metrics = losses.distillation_loss(
             losses.Head(student_input, student_weight, student_bias),
             losses.Head(teacher_input, teacher_weight, teacher_bias),
-            labels, ignore_index=self.ignore_index, **self.given,
-        )  # fmt: skip
+            labels,
+            ignore_index=self.ignore_index,
+            **self.loss_options,
+        )
         if not self.return_soft_hard_loss:
             return loss
         hard = metrics.hard
         if hard is None:  # its weight is 0, and it is asked for all the same
             with torch.no_grad():
                 hard = ops.fused_linear_cross_entropy(
-                    student_input, student_weight, labels, student_bias,
+                    student_input,
+                    student_weight,
+                    labels,
+                    student_bias,
                     ignore_index=self.ignore_index,
-                )  # fmt: skip
+                )
         return loss, self.factor * metrics.soft, hard
 
 

@@ -43,22 +43,27 @@ def _applied(loss: Any, names: str, **defaults: Any) -> Callable[..., Any]:
     call = inspect.signature(loss.forward).parameters
     renamed = {"weight": "lin_weight"} if "lin_weight" in call else {}
     order, of = tuple(names.split()), inspect.Parameter
-    usual = {n: loss.defaults[n] if n in loss.defaults else call[renamed.get(n, n)].default
-             for n in order} | defaults  # fmt: skip
+    usual = {
+        n: loss.defaults[n] if n in loss.defaults else call[renamed.get(n, n)].default
+        for n in order
+    } | defaults
     needed = max((i for i, n in enumerate(order) if usual[n] is of.empty), default=-1)
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         """The loss, and what the module returns beside it."""
         if len(args) > len(order) or not {*kwargs} <= {*order}:
             raise TypeError(f"apply takes {', '.join(order)}")
-        given = {**defaults, **dict(zip(order, args)), **kwargs}
-        module = loss(**{n: v for n, v in given.items() if n in loss.defaults})
-        return module(**{renamed.get(n, n): v for n, v in given.items() if n not in loss.defaults})
+        arguments = {**defaults, **dict(zip(order, args)), **kwargs}
+        module = loss(**{n: v for n, v in arguments.items() if n in loss.defaults})
+        return module(
+            **{renamed.get(n, n): v for n, v in arguments.items() if n not in loss.defaults}
+        )
 
-    apply.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
+    shown = [
         of(n, of.POSITIONAL_OR_KEYWORD, default=of.empty if i <= needed else usual[n])
         for i, n in enumerate(order)
-    ])  # fmt: skip
+    ]
+    apply.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     return apply
 
 

@@ -45,10 +45,15 @@ def clip_coef_fn(
 
 
 def get_gamma_weights(
-    advantages: Tensor, log_ratio_per_token: Tensor, mask: Tensor,
-    importance_sampling_ratio: Tensor | None = None, k_pos: float = 2.0, lambda_pos: float = 3.0,
-    k_neg: float = 3.0, lambda_neg: float = 2.0,
-) -> Tensor:  # fmt: skip
+    advantages: Tensor,
+    log_ratio_per_token: Tensor,
+    mask: Tensor,
+    importance_sampling_ratio: Tensor | None = None,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> Tensor:
     """The weight of every answer in VESPO, ``(B, 1)``, without a gradient.
 
     A ratio for every token is multiplied over the answer; one for the answer counts once.
@@ -102,7 +107,7 @@ class LigerFusedLinearGRPOLoss(Options):
     )
 
     def check(self) -> None:
-        """Options are known and go together."""
+        """Check that the options are known and consistent."""
         for name in self.positive:
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -110,43 +115,63 @@ class LigerFusedLinearGRPOLoss(Options):
         if self.loss_type in POLICY and (
             self.loss_type != "dr_grpo" or self.max_completion_length is not None
         ):
-            losses.PolicyOptions(**self.given)
+            losses.PolicyOptions(**self.loss_options)
 
     @property
-    def given(self) -> dict[str, Any]:
+    def loss_options(self) -> dict[str, Any]:
         """Options of the loss type; trainers pass those of all of them."""
         reads = POLICY[self.loss_type].reads if self.loss_type in POLICY else ()
-        found = {name: getattr(self, name, self.max_completion_length) for name in reads}
+        options = {name: getattr(self, name, self.max_completion_length) for name in reads}
         level = None if self.loss_type == "vespo" else self.importance_sampling_level
         correct = self.use_bias_correction_kl and self.beta != 0
-        return {"loss_type": self.loss_type, "level": level, "beta": self.beta,
-                "correct_kl": correct, "metrics": (), **found}  # fmt: skip
+        return {
+            "loss_type": self.loss_type,
+            "level": level,
+            "beta": self.beta,
+            "correct_kl": correct,
+            "metrics": (),
+            **options,
+        }
 
     def forward(
-        self, _input: Tensor, lin_weight: Tensor, selected_token_ids: Tensor,
-        attention_mask: Tensor, advantages: Tensor, bias: Tensor | None = None,
-        ref_per_token_logps: Tensor | None = None, old_per_token_logps: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, vllm_is_ratio: Tensor | None = None,
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss, and the mean divergence (with a beta) and the share of clipped tokens."""
         self.check_call(ref_per_token_logps, ref_input)
         ratios = sampler_ratios("LigerFusedLinearGRPOLoss", vllm_is_ratio, selected_token_ids)
         if ratios is not None and self.loss_type == "vespo":
             ratios = of_answers(ratios, attention_mask.bool())
         reference = self.reference(ref_per_token_logps, (ref_input, ref_weight, ref_bias))
-        given = self.given
+        options = self.loss_options
         if reference is None:  # the policy is its own reference: no divergence, and no gradient
-            given |= {"beta": 0.0, "correct_kl": False}
+            options |= {"beta": 0.0, "correct_kl": False}
         processes, group = ranks()
         loss, metrics = losses.policy_loss(
             losses.Head(_input, lin_weight, bias, temperature=self.temperature),
-            selected_token_ids, advantages.to(torch.promote_types(advantages.dtype, torch.float32)),
-            old=old_per_token_logps, reference=reference, ratios=ratios,
-            token_mask=attention_mask, num_items=num_items_in_batch,
-            processes=processes, group=group, **given,
-        )  # fmt: skip
+            selected_token_ids,
+            advantages.to(torch.promote_types(advantages.dtype, torch.float32)),
+            old=old_per_token_logps,
+            reference=reference,
+            ratios=ratios,
+            token_mask=attention_mask,
+            num_items=num_items_in_batch,
+            processes=processes,
+            group=group,
+            **options,
+        )
         zero = loss.detach().new_zeros(())
         shares = (metrics.clip_region, metrics.clip_high, zero)
         clipped = next(share for share in shares if share is not None)
@@ -156,8 +181,13 @@ class LigerFusedLinearGRPOLoss(Options):
 
     def check_call(self, logps: Tensor | None, ref_input: Tensor | None) -> None:
         """Loss type and level are known and go together, and what they need is there."""
-        check_policy("LigerFusedLinearGRPOLoss", self.loss_type, self.max_completion_length,
-                     self.use_ref_model and self.beta != 0, (logps, ref_input))  # fmt: skip
+        check_policy(
+            "LigerFusedLinearGRPOLoss",
+            self.loss_type,
+            self.max_completion_length,
+            self.use_ref_model and self.beta != 0,
+            (logps, ref_input),
+        )
         check_level(self.importance_sampling_level, self.loss_type)
         if self.loss_type not in POLICY:
             raise ArgumentError(f"Unknown loss type: {self.loss_type}")

@@ -42,9 +42,9 @@ class _Pairs(Options):
 def _dpo_types(loss_type: str | list[str], label_smoothing: float) -> tuple[str, ...]:
     """The loss types, checked with the messages of Liger-Kernel."""
     types = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
-    for kind in types:
-        if kind not in DPO:
-            raise ArgumentError(f"Unsupported loss_type: {kind}. Supported types are: {[*DPO]}")
+    for name in types:
+        if name not in DPO:
+            raise ArgumentError(f"Unsupported loss_type: {name}. Supported types are: {[*DPO]}")
     if "exo_pair" in types and label_smoothing <= 0:
         raise ArgumentError(
             "label_smoothing must be > 0 for loss_type='exo_pair'. The EXO paper recommends 1e-3."
@@ -72,32 +72,47 @@ class LigerFusedLinearDPOLoss(_Pairs):
     )
 
     def check(self) -> None:
-        """Options are known and go together."""
+        """Check that the options are known and consistent."""
         types = _dpo_types(self.loss_type, self.label_smoothing)
         # as in Liger-Kernel, the sigmoid by itself is not smoothed
-        smooth = types != ("sigmoid",) and any(DPO[kind].smooth for kind in types)
-        self.given: dict[str, Any] = {
-            "loss_type": types, "beta": self.beta, "length_normalized": self.average_log_prob,
+        smooth = types != ("sigmoid",) and any(DPO[loss_type].smooth for loss_type in types)
+        self.loss_options: dict[str, Any] = {
+            "loss_type": types,
+            "beta": self.beta,
+            "length_normalized": self.average_log_prob,
             "label_smoothing": self.label_smoothing if smooth else 0.0,
-        }  # fmt: skip
+        }
         if "discopop" in types:
-            self.given["discopop_tau"] = self.discopop_tau
-        losses.DPOOptions(**self.given)
+            self.loss_options["discopop_tau"] = self.discopop_tau
+        losses.DPOOptions(**self.loss_options)
         self.average = self.average_log_prob
 
     def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
+        self,
+        lin_weight: Tensor,
+        _input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
         ref_bias: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
+    ) -> tuple[Tensor, tuple[Any, ...]]:
         """Loss, and the chosen and rejected rewards after the rest."""
-        found = reference_answers(
-            "LigerFusedLinearDPOLoss", self.use_ref_model, (ref_input, ref_weight, ref_bias),
-            target, self.ignore_index, self.average,
-        )  # fmt: skip
-        before = torch.zeros(target.shape[0], device=target.device) if found is None else found
+        reference = reference_answers(
+            "LigerFusedLinearDPOLoss",
+            self.use_ref_model,
+            (ref_input, ref_weight, ref_bias),
+            target,
+            self.ignore_index,
+            self.average,
+        )
+        before = (
+            torch.zeros(target.shape[0], device=target.device) if reference is None else reference
+        )
         own, sums, nll, first = self.tokens(losses.Head(_input, lin_weight, bias), target, None)
-        loss, _ = losses.dpo_loss(own, target, before, ignore_index=self.ignore_index, **self.given)
+        loss, _ = losses.dpo_loss(
+            own, target, before, ignore_index=self.ignore_index, **self.loss_options
+        )
         if self.compute_nll_loss:
             loss = loss + self.alpha * nll
         rewards = self.beta * (sums - before).detach()
@@ -108,16 +123,20 @@ class _Margins(_Pairs):
     loss_type = "sigmoid"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def loss_options(self) -> dict[str, Any]:
         """Options of :func:`liger_multi.losses.cpo_loss`."""
         names = ("beta", "label_smoothing", "gamma")
-        found = {name: getattr(self, name) for name in names if name in self.defaults}
-        return {"loss_type": self.loss_type, "nll_weight": 0.0, **found}
+        options = {name: getattr(self, name) for name in names if name in self.defaults}
+        return {"loss_type": self.loss_type, "nll_weight": 0.0, **options}
 
     def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
+        self,
+        lin_weight: Tensor,
+        _input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
         nll_target: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
+    ) -> tuple[Tensor, tuple[Any, ...]]:
         """Loss, and the chosen and rejected rewards after the rest."""
         head = losses.Head(_input, lin_weight, bias)
         nll_target = chosen_labels(type(self).__name__, nll_target, target)
@@ -125,12 +144,14 @@ class _Margins(_Pairs):
         more: dict[str, Any] = {}
         if self.loss_type != "orpo":
             more["length_normalized"] = self.average
-        loss, _ = losses.cpo_loss(own, target, ignore_index=self.ignore_index, **self.given, **more)
+        loss, _ = losses.cpo_loss(
+            own, target, ignore_index=self.ignore_index, **self.loss_options, **more
+        )
         if self.compute_nll_loss:
             loss = loss + getattr(self, "alpha", 1.0) * nll
-        return loss, (*first, *self.beside(sums.detach()))
+        return loss, (*first, *self.more_metrics(sums.detach()))
 
-    def beside(self, sums: Tensor) -> tuple[Tensor, ...]:
+    def more_metrics(self, sums: Tensor) -> tuple[Tensor, ...]:
         """The rewards."""
         chosen, rejected = (self.beta * sums).chunk(2)
         return chosen, rejected
@@ -148,9 +169,9 @@ class LigerFusedLinearCPOLoss(_Margins):
     )
 
     def check(self) -> None:
-        """Options are known and go together."""
+        """Check that the options are known and consistent."""
         self.average = self.average_log_prob
-        losses.CPOOptions(**self.given)
+        losses.CPOOptions(**self.loss_options)
 
 
 class LigerFusedLinearSimPOLoss(_Margins):
@@ -166,8 +187,8 @@ class LigerFusedLinearSimPOLoss(_Margins):
     )
 
     def check(self) -> None:
-        """Options are known and go together."""
-        losses.CPOOptions(**self.given)
+        """Check that the options are known and consistent."""
+        losses.CPOOptions(**self.loss_options)
 
 
 class LigerFusedLinearORPOLoss(_Margins):
@@ -181,14 +202,14 @@ class LigerFusedLinearORPOLoss(_Margins):
     )
 
     def check(self) -> None:
-        """Options are known and go together."""
-        losses.CPOOptions(**self.given)
+        """Check that the options are known and consistent."""
+        losses.CPOOptions(**self.loss_options)
 
-    def beside(self, sums: Tensor) -> tuple[Tensor, ...]:
+    def more_metrics(self, sums: Tensor) -> tuple[Tensor, ...]:
         """The rewards, the mean of the log-odds ratio's log-sigmoid, and the mean log-odds."""
         chosen, rejected = _log_odds(sums).chunk(2)
         ratio = torch.nn.functional.logsigmoid(chosen - rejected)
-        return (*super().beside(sums), ratio.mean(), (chosen - rejected).mean())
+        return (*super().more_metrics(sums), ratio.mean(), (chosen - rejected).mean())
 
 
 class LigerFusedLinearKTOLoss(Options):
@@ -201,24 +222,36 @@ class LigerFusedLinearKTOLoss(Options):
     )
 
     def check(self) -> None:
-        """Options are known and go together."""
+        """Check that the options are known and consistent."""
         losses.KTOOptions(beta=self.beta)
 
     def forward(
-        self, _input: Tensor, lin_weight: Tensor, target: Tensor, bias: Tensor | None = None,
-        preference_labels: Tensor | None = None, ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        preference_labels: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
         kl: Tensor | float | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss, and sums over chosen and rejected answers: log-probabilities, logits, rewards."""
         if preference_labels is None:
             raise ArgumentError("LigerFusedLinearKTOLoss: needs preference_labels")
         average, ignored = self.average_log_prob, self.ignore_index
-        found = reference_answers(
-            "LigerFusedLinearKTOLoss", self.use_ref_model, (ref_input, ref_weight, ref_bias),
-            target, ignored, average,
-        )  # fmt: skip
-        before = torch.zeros(target.shape[0], device=target.device) if found is None else found
+        reference = reference_answers(
+            "LigerFusedLinearKTOLoss",
+            self.use_ref_model,
+            (ref_input, ref_weight, ref_bias),
+            target,
+            ignored,
+            average,
+        )
+        before = (
+            torch.zeros(target.shape[0], device=target.device) if reference is None else reference
+        )
         head = losses.Head(_input, lin_weight, bias)
         tokens = losses.tokens(head, target, ignore_index=ignored).log_prob
         own = sequences(tokens, target != ignored, None, average)

@@ -1,4 +1,4 @@
-"""Codes of trained weights that are kept until an optimizer has stepped.
+"""FP8 codes of trained weights, cached until an optimizer has stepped.
 
 They serve the micro-batches of a step and the recomputation of checkpointing, for as long as a
 weight is the same storage, shape and version. An optimizer may be written in C and count no
@@ -30,7 +30,7 @@ from liger_multi.errors import PatchError
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _CachedCodes:
     """Codes of a weight.
 
     Attributes:
@@ -48,22 +48,22 @@ class _Kept:
 
 @dataclass
 class _Weight:
-    """A weight that an optimizer has, which is held so that its ``id`` is no other's.
+    """A weight of an optimizer; the reference keeps its ``id`` from being reused.
 
     Attributes:
         weight: The tensor.
-        kept: Its codes, since the last step of any optimizer.
+        cached: Its codes, since the last step of any optimizer.
         uses: Sums of some rows, as they were and at a use, which were not compared yet.
     """
 
     weight: Tensor
-    kept: _Kept | None = None
+    cached: _CachedCodes | None = None
     uses: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 @dataclass
 class _Followed:
-    """Of an optimizer that has stepped, and an attribute of it, which goes with it.
+    """The weights of an optimizer that has stepped; an attribute of the optimizer holds it.
 
     Attributes:
         weights: By ``id``; nothing refers to them weakly, for PyTorch swaps no tensor then.
@@ -100,26 +100,28 @@ def _ordered(weight: Tensor) -> bool:
     return usual and not capturing(device)
 
 
-def kept_rows(weight: Tensor) -> Any:
+def cached_rows(weight: Tensor) -> Any:
     """Codes and scales of a weight, made at its first use after a step; None before the first."""
-    found = next((f for f in _followed() if id(weight) in f.weights), None)
-    if found is None or not _ordered(weight):
+    followed = next((f for f in _followed() if id(weight) in f.weights), None)
+    if followed is None or not _ordered(weight):
         return None
-    place, key = found.weights[id(weight)], _key(weight)
-    kept = place.kept
-    if kept is None or kept.key != key:
+    place, key = followed.weights[id(weight)], _key(weight)
+    cached = place.cached
+    if cached is None or cached.key != key:
         from liger_multi.ops.linear_float8 import rounded_rows
 
-        _read(found)
+        _read(followed)
         with torch.no_grad():
             sums = bit_sums(weight)
-            kept = place.kept = _Kept(key, rounded_rows(weight), sums, sums[::EVERY].sum())
+            cached = place.cached = _CachedCodes(
+                key, rounded_rows(weight), sums, sums[::EVERY].sum()
+            )
     else:
-        place.uses.append((kept.some, bit_sums(weight.detach()[::EVERY]).sum()))
+        place.uses.append((cached.some, bit_sums(weight.detach()[::EVERY]).sum()))
         if len(place.uses) == USES:
-            _read(found)
-            _compare(found, {weight.device: _compared(place)})
-    return kept.rows
+            _read(followed)
+            _compare(followed, {weight.device: _compared(place)})
+    return cached.rows
 
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -128,8 +130,8 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 def bit_sums(weight: Tensor) -> Tensor:
     """A number per row, of all of its bits."""
     rows, width = weight.detach().contiguous(), weight.shape[1] * weight.itemsize
-    kind = next(kind for kind in _WORDS if width % kind.itemsize == 0)
-    return rows.view(torch.uint8).view(kind).sum(1, dtype=torch.int64)
+    word = next(word for word in _WORDS if width % word.itemsize == 0)
+    return rows.view(torch.uint8).view(word).sum(1, dtype=torch.int64)
 
 
 # --- steps of optimizers ---
@@ -148,56 +150,56 @@ def follow_optimizers() -> None:
 
 
 def _followed() -> list[_Followed]:
-    return [getattr(found, _NAME) for one in list(_stepped) if (found := one()) is not None]
+    return [getattr(followed, _NAME) for one in list(_stepped) if (followed := one()) is not None]
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
-    """Sum again what codes were made of."""
-    found = getattr(optimizer, _NAME, None)
-    if found is None:
+    """Sum the weights again from which codes were computed."""
+    followed = getattr(optimizer, _NAME, None)
+    if followed is None:
         return
-    _read(found)
+    _read(followed)
     same: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
-        for place in found.weights.values():
-            made = same.setdefault(place.weight.device, [])
-            made += _compared(place)
-            kept = place.kept
-            if kept is not None and kept.key == _key(place.weight):
-                made.append((bit_sums(place.weight) == kept.sums).all())
-    _compare(found, same)
+        for place in followed.weights.values():
+            answers = same.setdefault(place.weight.device, [])
+            answers += _compared(place)
+            cached = place.cached
+            if cached is not None and cached.key == _key(place.weight):
+                answers.append((bit_sums(place.weight) == cached.sums).all())
+    _compare(followed, same)
 
 
 def _compared(place: _Weight) -> list[Tensor]:
     """Whether sums of some rows were at each use what they had been."""
-    made = [before == at_use for before, at_use in place.uses]
+    answers = [before == at_use for before, at_use in place.uses]
     place.uses.clear()
-    return made
+    return answers
 
 
-def _compare(found: _Followed, same: Mapping[torch.device, list[Tensor]]) -> None:
+def _compare(followed: _Followed, same: Mapping[torch.device, list[Tensor]]) -> None:
     """Ask whether sums agree, by device; a CPU knows at once."""
-    found.answers += [_on_host(torch.stack(s).all(), device) for device, s in same.items() if s]
-    if all(event is None for _, event in found.answers):
-        _read(found)
+    followed.answers += [_on_host(torch.stack(s).all(), device) for device, s in same.items() if s]
+    if all(event is None for _, event in followed.answers):
+        _read(followed)
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
     """Drop all codes: an optimizer may write where another has its weights."""
-    found = getattr(optimizer, _NAME, None)
-    if found is None:
-        found = _Followed()
-        setattr(optimizer, _NAME, found)
+    followed = getattr(optimizer, _NAME, None)
+    if followed is None:
+        followed = _Followed()
+        setattr(optimizer, _NAME, followed)
         _stepped.append(ref(optimizer, _stepped.remove))
     weights = [p for group in optimizer.param_groups for p in group["params"]]
-    found.weights = {id(p): _Weight(p) for p in weights}
+    followed.weights = {id(p): _Weight(p) for p in weights}
     for other in _followed():
         _drop(other)
 
 
-def _drop(found: _Followed) -> None:
-    for place in list(found.weights.values()):
-        place.kept = None
+def _drop(followed: _Followed) -> None:
+    for place in list(followed.weights.values()):
+        place.cached = None
 
 
 def _on_host(result: Tensor, device: torch.device) -> tuple[Tensor, Any]:
@@ -205,22 +207,22 @@ def _on_host(result: Tensor, device: torch.device) -> tuple[Tensor, Any]:
     if device.type == "cpu":
         return result, None
     module = torch.get_device_module(device)
-    made = torch.empty((), dtype=result.dtype, pin_memory=True)
-    made.copy_(result, non_blocking=True)
+    copied = torch.empty((), dtype=result.dtype, pin_memory=True)
+    copied.copy_(result, non_blocking=True)
     event = module.Event()
     event.record(module.current_stream(device))
-    return made, event
+    return copied, event
 
 
-def _read(found: _Followed) -> None:
-    for _, event in found.answers:
+def _read(followed: _Followed) -> None:
+    for _, event in followed.answers:
         if event is not None:
             event.synchronize()  # it was recorded a step ago, or some uses
-    agree = all(result.item() for result, _ in found.answers)
-    found.answers.clear()
+    agree = all(result.item() for result, _ in followed.answers)
+    followed.answers.clear()
     if not agree:
-        _drop(found)
-        for place in found.weights.values():
+        _drop(followed)
+        for place in followed.weights.values():
             place.uses.clear()  # one error for all of them
         raise PatchError(
             "a weight was written through .data, or by code that counts no version, after its "
