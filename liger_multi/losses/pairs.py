@@ -97,8 +97,8 @@ def policy_tokens(
 def with_nll_targets(target: Tensor, nll_target: Tensor, ignore_index: int) -> Tensor:
     """Targets of one pass: those of pairs, and of the chosen rows those of the NLL beside them."""
     chosen, rejected = target.chunk(2)
-    beside = (nll_target != ignore_index) & (chosen == ignore_index)
-    return torch.cat((torch.where(beside, nll_target, chosen), rejected))
+    prompt_only = (nll_target != ignore_index) & (chosen == ignore_index)
+    return torch.cat((torch.where(prompt_only, nll_target, chosen), rejected))
 
 
 def chosen_nll(
@@ -117,14 +117,14 @@ def chosen_nll(
         nll_target: Those of the NLL, of the chosen rows.
         ignore_index: Targets that cost nothing.
     """
-    chosen, wanted = target.chunk(2)[0], nll_target != ignore_index
-    found = log_prob.chunk(2)[0]
-    other = wanted & (chosen != ignore_index) & (nll_target != chosen)
+    chosen, requested = target.chunk(2)[0], nll_target != ignore_index
+    chosen_log_prob = log_prob.chunk(2)[0]
+    other = requested & (chosen != ignore_index) & (nll_target != chosen)
     if torch.compiler.is_compiling() or bool(other.any()):  # in most trainers they are the same
         rest = torch.full_like(target, ignore_index)
         rest[: len(chosen)] = torch.where(other, nll_target, ignore_index)
-        found = torch.where(other, again(rest).chunk(2)[0], found)
-    return -masked_mean(found, wanted)
+        chosen_log_prob = torch.where(other, again(rest).chunk(2)[0], chosen_log_prob)
+    return -masked_mean(chosen_log_prob, requested)
 
 
 def sequences(
@@ -152,11 +152,11 @@ def reference_sums(
     if isinstance(reference, Tensor) and reference.shape == mask.shape[:1]:
         return reference.detach()
     with torch.no_grad():
-        found = tokens(
+        statistics = tokens(
             reference, target, ignore_index=ignore_index, name=name, role="reference"
         ).log_prob
-        assert found is not None
-        return reduce(found)
+        assert statistics is not None
+        return reduce(statistics)
 
 
 def paired(

@@ -196,8 +196,8 @@ class DPOOptions(Options):
                 f"{checks.describe(self.loss_type)}"
             )
         types = self.types
-        for kind in types:
-            checks.one_of(name, "loss_type", kind, DPO)
+        for loss_type in types:
+            checks.one_of(name, "loss_type", loss_type, DPO)
         if self.loss_weights is not None and not isinstance(self.loss_weights, (tuple, list)):
             raise TypeError(
                 f"{name}: loss_weights must be a tuple of numbers, got "
@@ -217,7 +217,7 @@ class DPOOptions(Options):
         self.number("rpo_alpha", 0.0)
         checks.one_of(name, "divergence", self.divergence, SCORES)
         checks.names(name, self.metrics, EXTRA, "metrics")
-        chosen = [DPO[kind] for kind in types]
+        chosen = [DPO[loss_type] for loss_type in types]
         self.serves("label_smoothing", 0.0, any(f.smooth for f in chosen), f"{types}")
         self.serves("divergence", "reverse_kl", all(f.divergence for f in chosen), f"{types}")
         self.serves("weighting", False, all(f.paired for f in chosen), f"{types}, which sort pairs")
@@ -276,8 +276,8 @@ def dpo_loss(
         likely = sequences((own.log_prob - square).detach(), mask, None, True).exp()  # type: ignore[operator]
         factor = likely.chunk(2)[0] * likely.chunk(2)[1]
     loss: Any = 0.0
-    for kind, weight in zip(o.types, o.weights, strict=True):
-        loss = loss + weight * (DPO[kind].pairs(pairs, o) * factor).mean()
+    for loss_type, weight in zip(o.types, o.weights, strict=True):
+        loss = loss + weight * (DPO[loss_type].pairs(pairs, o) * factor).mean()
     if o.rpo_alpha:
         mean = sequences(own.log_prob, mask, None, True).chunk(2)[0]
         loss = loss - o.rpo_alpha * mean.mean()
@@ -297,7 +297,7 @@ def _reference(
         target,
         mask,
         ignore_index,
-        lambda found: sequences(found, mask, o.tail, o.length_normalized),
+        lambda log_prob_output: sequences(log_prob_output, mask, o.tail, o.length_normalized),
     )
 
 
@@ -440,9 +440,9 @@ def cpo_loss(
     assert own.log_prob is not None
 
     def again(rest: Tensor) -> Tensor:
-        found = policy_tokens("CPO", policy, rest, (), ignore_index).log_prob
-        assert found is not None
-        return found
+        log_prob = policy_tokens("CPO", policy, rest, (), ignore_index).log_prob
+        assert log_prob is not None
+        return log_prob
 
     if nll_target is None:
         nll = -masked_mean(own.log_prob.chunk(2)[0], mask.chunk(2)[0])
@@ -578,9 +578,9 @@ def kto_loss(
     with torch.no_grad():
         up, count = o.beta * ratio.detach(), good.sum()
         means = [
-            torch.where(kind, x, 0).sum() / kind.sum()
+            torch.where(group_mask, x, 0).sum() / group_mask.sum()
             for x in (up, sums.detach())
-            for kind in (good, ~good)
+            for group_mask in (good, ~good)
         ]
         hits = None if own.argmax is None else (own.argmax == target).float()
         metrics = KTOMetrics(

@@ -127,14 +127,14 @@ def sequence_loss(
         of_tokens("Sequence", "token_weight", token_weight, target)
     share = _shares(mask, token_weight, segments, o, (num_items, processes, group))
     needs = {"entropy": "entropy", "token_accuracy": "argmax", "z_loss": "lse"}
-    wanted = [needs[m] for m in o.metrics]
-    wanted += ["entropy"] * (o.entropy_weight != 0) + ["lse"] * (o.z_loss != 0)
+    requested = [needs[m] for m in o.metrics]
+    requested += ["entropy"] * (o.entropy_weight != 0) + ["lse"] * (o.z_loss != 0)
     loss, own = token_sum(
         policy,
         target,
         _formula(o),
         {"share": share},
-        tuple(dict.fromkeys(["log_prob", *wanted])),
+        tuple(dict.fromkeys(["log_prob", *requested])),
         passes=o.passes,
         ignore_index=ignore_index,
         name="Sequence",
@@ -187,15 +187,19 @@ def divisor_of_weights(weight: Tensor, group: Any) -> Tensor:
 def _formula(o: SequenceOptions) -> Callable[[LogProbOutput, Columns], Tensor]:
     factor = SEQUENCE[o.loss_type].factor
 
-    def formula(made: LogProbOutput, c: Columns) -> Tensor:
-        assert made.log_prob is not None
-        loss = -made.log_prob if factor is None else -factor(made.log_prob) * made.log_prob
+    def formula(log_prob_output: LogProbOutput, c: Columns) -> Tensor:
+        assert log_prob_output.log_prob is not None
+        loss = (
+            -log_prob_output.log_prob
+            if factor is None
+            else -factor(log_prob_output.log_prob) * log_prob_output.log_prob
+        )
         if o.z_loss:
-            assert made.lse is not None
-            loss = loss + o.z_loss * made.lse.square()
+            assert log_prob_output.lse is not None
+            loss = loss + o.z_loss * log_prob_output.lse.square()
         if o.entropy_weight:
-            assert made.entropy is not None
-            loss = loss - o.entropy_weight * made.entropy
+            assert log_prob_output.entropy is not None
+            loss = loss - o.entropy_weight * log_prob_output.entropy
         return loss * c["share"]
 
     return formula

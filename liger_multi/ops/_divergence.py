@@ -115,11 +115,11 @@ def run(
     overwrite = overwrite and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     overwrite = overwrite and may_overwrite(OPS[f"{name}_inplace"], student)
     if overwrite and not share_memory(student, teacher):  # rows of the teacher are read meanwhile
-        op, given = OPS[f"{name}_inplace"], writable_rows(name, "student's rows", student)
+        op, args = OPS[f"{name}_inplace"], writable_rows(name, "student's rows", student)
     else:
-        given = student.reshape(rows, student.shape[-1])
-    found: Tensor = op(
-        given,
+        args = student.reshape(rows, student.shape[-1])
+    output: Tensor = op(
+        args,
         teacher.reshape(rows, student.shape[-1]),
         None if target is None else target.reshape(-1).to(torch.int64),
         beta,
@@ -129,7 +129,7 @@ def run(
         checks.integer(name, "ignore_index", ignore_index),
         reduction,
     )
-    return found.view(lead) if reduction == "none" else found
+    return output.view(lead) if reduction == "none" else output
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
@@ -159,11 +159,11 @@ def pair(
     scale: float = 1.5,
 ) -> dict[str, T]:
     """Tensors of a sample; ``marked`` is the share of ignored rows."""
-    made = {
+    tensors = {
         "student": T((rows, classes), scale=scale, layout=layout),
         "teacher": T((rows, classes), scale=scale, layout=layout, grad=False),
     }
-    return made | ({} if marked is None else {"target": T((rows,), classes=9, ignored=marked)})
+    return tensors | ({} if marked is None else {"target": T((rows,), classes=9, ignored=marked)})
 
 
 def samples_of(**own: Any) -> tuple[Sample, ...]:

@@ -56,14 +56,14 @@ def declare(op: Op) -> None:
         from liger_multi.reference.divergences.fused_linear_divergence import student_budget
 
         kept, (rows, width) = reduction != "none", hidden.shape
-        kind = compute_dtype or hidden.dtype
-        like = hidden.new_empty(0, dtype=kind)
+        dtype = compute_dtype or hidden.dtype
+        like = hidden.new_empty(0, dtype=dtype)
         limit = student_budget(budget)
-        whole = is_whole(rows, width, weight.shape[0], kind.itemsize, chunk, limit)
-        total = weight_gradient_dtype(kind, weight.dtype, accumulate, whole)
+        whole = is_whole(rows, width, weight.shape[0], dtype.itemsize, chunk, limit)
+        total = weight_gradient_dtype(dtype, weight.dtype, accumulate, whole)
         return (
             statistics(like, () if kept else (rows,)),
-            hidden.new_empty(hidden.shape if kept and needs_hidden else (0,), dtype=kind),
+            hidden.new_empty(hidden.shape if kept and needs_hidden else (0,), dtype=dtype),
             weight.new_empty(weight.shape if kept and needs_weight else (0,), dtype=total),
             statistics(like, (weight.shape[0] if kept and needs_bias else 0,)),
             statistics(like, ()),
@@ -127,13 +127,13 @@ def run(
     checks.one_of(name, "reduction", reduction, REDUCTIONS)
     cool = checks.number(name, "temperature", temperature, 0.0, above=True)
     squared = checks.boolean(name, "square_temperature", square_temperature)
-    kind = head.compute_dtype(name, hidden, weight, bias)
+    dtype = head.compute_dtype(name, hidden, weight, bias)
     head.compute_dtype(f"{name}, of the teacher", teacher_hidden, teacher_weight, teacher_bias)
     classes = _classes(name, weight.shape[0], teacher_weight.shape[0], vocabulary)
     # a slice of all classes would cost a copy of the gradient
     if classes < weight.shape[0]:
         weight, bias = weight[:classes], None if bias is None else bias[:classes]
-    found: Tensor = op(
+    output: Tensor = op(
         hidden.reshape(lead.numel(), hidden.shape[-1]),
         weight,
         teacher_hidden.detach().reshape(lead.numel(), teacher_hidden.shape[-1]),
@@ -147,11 +147,11 @@ def run(
         reduction,
         *head.rows_and_budget(name, chunk),
         accumulate,
-        kind,
+        dtype,
         checks.boolean(name, "compact", compact),
     )
-    found = found.view(lead) if reduction == "none" else found
-    return found * cool**2 if squared else found
+    output = output.view(lead) if reduction == "none" else output
+    return output * cool**2 if squared else output
 
 
 def _classes(name: str, student: int, teacher: int, vocabulary: str) -> int:
@@ -186,7 +186,7 @@ def heads(
     def make(name: str, *shape: int, scale: float = 1.0) -> T:
         return T(shape, scale=scale, grad=name not in frozen and "teacher" not in name)
 
-    made = {
+    tensors = {
         "hidden": make("hidden", rows, width),
         "weight": make("weight", classes, width, scale=1.2 * spread / width**0.5),
         "teacher_hidden": make("teacher_hidden", rows, teacher_width),
@@ -194,13 +194,13 @@ def heads(
             "teacher_weight", other, teacher_width, scale=2 * spread / teacher_width**0.5
         ),
     }
-    made |= {} if marked is None else {"target": T((rows,), classes=classes, ignored=marked)}
+    tensors |= {} if marked is None else {"target": T((rows,), classes=classes, ignored=marked)}
     if bias:
-        made |= {
+        tensors |= {
             "bias": make("bias", classes, scale=0.3),
             "teacher_bias": make("teacher_bias", other, scale=0.3),
         }
-    return made
+    return tensors
 
 
 def _real(*sizes: int) -> dict[str, T]:

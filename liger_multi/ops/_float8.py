@@ -68,9 +68,9 @@ def _shapes(
 
     def fake(*args: Any, **named: Any) -> Any:
         """Shape rule."""
-        given = made.bind(*args, **named).arguments
-        keeps = given.pop("writes_y")
-        outs = plain(**given)
+        inputs = shape_signature.bind(*args, **named).arguments
+        keeps = inputs.pop("writes_y")
+        outs = plain(**inputs)
         y, *rest = (outs,) if isinstance(outs, Tensor) else outs
         codes = y.new_empty(y.shape, dtype=torch.uint8)
         scale = y.new_empty(y.shape[:-1], dtype=torch.float32)
@@ -78,32 +78,32 @@ def _shapes(
         return first, *rest[: visible - 1], codes, scale, *rest[visible - 1 :]
 
     last = inspect.Parameter("writes_y", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=bool)
-    made = inspect.Signature(
+    shape_signature = inspect.Signature(
         [*signature.parameters.values(), last],
         return_annotation=tuple[tuple(Tensor for _ in range(returns))],  # type: ignore[misc]
     )
-    fake.__signature__ = made  # type: ignore[attr-defined]
+    fake.__signature__ = shape_signature  # type: ignore[attr-defined]
     return fake
 
 
 def quantized(
-    op: Op, quantize: object, outputs: object, *given: Any
+    op: Op, quantize: object, outputs: object, *args: Any
 ) -> tuple[Tensor | None, list[Tensor], Float8Rows]:
     """Call an operator of :func:`with_codes`: y where it is wanted, what follows it, its codes."""
     name = op.name.removesuffix("_quantized")
     checks.one_of(name, "quantize", quantize, QUANTIZE)
-    wanted = checks.names(name, outputs, OUTPUTS).split(",")
-    if "quantized" not in wanted:
+    requested = checks.names(name, outputs, OUTPUTS).split(",")
+    if "quantized" not in requested:
         checks.refuse(name, "outputs must name 'quantized'", outputs)
-    keeps = "y" in wanted
-    needed = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
+    keeps = "y" in requested
+    needed = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
     if needed and not keeps and torch.is_grad_enabled():
         checks.refuse(
             name,
             "codes have no gradient: outputs must name 'y' too where an input requires one",
             f"{outputs!r} and {checks.describe(needed[0])} that requires a gradient",
         )
-    y, *rest, codes, scale = op(*given, keeps)
+    y, *rest, codes, scale = op(*args, keeps)
     return y if keeps else None, rest, typed(codes, scale)
 
 
@@ -114,7 +114,7 @@ def quantized_output(op: Op, quantize: object, outputs: object, *args: Any) -> Q
 
 
 def coded_samples(
-    given: Callable[..., dict[str, T]],
+    build: Callable[..., dict[str, T]],
     shapes: Mapping[str, Sequence[int]],
     sizes: str,
     options: Mapping[str, Mapping[str, Any]] = {},
@@ -124,17 +124,17 @@ def coded_samples(
     some = [
         Sample(
             name,
-            given(*shape, layout="sliced" if name == "sliced" else "contiguous"),
+            build(*shape, layout="sliced" if name == "sliced" else "contiguous"),
             {**options.get(name, {}), **quantize},
             path=name if name.startswith("wide") else "",
         )
         for name, shape in shapes.items()
     ]
-    tensors = given(3, 5, 48)
+    tensors = build(3, 5, 48)
     alone = Sample(
         "codes-alone", frozen(tensors, *tensors), {**quantize, "outputs": ("quantized",)}, "thin"
     )
-    return (*some, alone, *bench(given, sizes, quantize))
+    return (*some, alone, *bench(build, sizes, quantize))
 
 
 SHAPES = {

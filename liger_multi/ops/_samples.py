@@ -54,17 +54,17 @@ HALVES = {
 
 
 def usual(
-    given: Given,
+    build: Given,
     shapes: Mapping[str, tuple[int, ...]],
     options: Options = NONE,
     *,
     but: Mapping[str, Options] = NONE,
     without: str = "",
 ) -> list[Sample]:
-    """A sample of every shape, from ``given(*shape, layout=...)``.
+    """A sample of every shape, from ``build(*shape, layout=...)``.
 
     Args:
-        given: Makes the tensors.
+        build: Makes the tensors.
         shapes: Shapes by the name of the sample, which also says the strides.
         options: Of every sample.
         but: Options of single samples in their place.
@@ -73,7 +73,7 @@ def usual(
     return [
         Sample(
             name,
-            given(*shape, layout=LAYOUTS.get(name, "contiguous")),
+            build(*shape, layout=LAYOUTS.get(name, "contiguous")),
             but.get(name, options),
             "thin" if name.startswith("past-") else "small",
         )
@@ -92,10 +92,10 @@ def each_frozen(tensors: Mapping[str, T], names: str, options: Options = NONE) -
     return [Sample(f"frozen-{n}", frozen(tensors, n), options) for n in names.split()]
 
 
-def bench(given: Given, sizes: str, options: Options = NONE) -> list[Sample]:
+def bench(build: Given, sizes: str, options: Options = NONE) -> list[Sample]:
     """Samples of real sizes, such as ``8192x4096``."""
     shapes = [tuple(map(int, size.split("x"))) for size in sizes.split()]
     return [
-        Sample(name, given(*shape), options, "bench")
+        Sample(name, build(*shape), options, "bench")
         for name, shape in zip(sizes.split(), shapes, strict=True)
     ]

@@ -46,17 +46,17 @@ def forward(
     return y, q.new_empty(q.shape[:3], dtype=statistics)
 
 
-def gradients_of_heads(**given: Any) -> tuple[Tensor, ...]:
+def gradients_of_heads(**kwargs: Any) -> tuple[Tensor, ...]:
     """Gradients of queries, keys and values, in memory as a projection's output."""
-    made = [
-        _ordered(x, x.shape[1], x.shape[2], x.shape[3]) if given[f"needs_{n}"] else x.new_empty(0)
-        for n, x in ((n, given[n]) for n in "qkv")
+    outputs = [
+        _ordered(x, x.shape[1], x.shape[2], x.shape[3]) if kwargs[f"needs_{n}"] else x.new_empty(0)
+        for n, x in ((n, kwargs[n]) for n in "qkv")
     ]
-    if "sinks" in given:
-        sinks = given["sinks"]
-        wanted = sinks is not None and given["needs_sinks"]
-        made.append(sinks.new_empty(sinks.shape) if wanted else given["q"].new_empty(0))
-    return tuple(made)
+    if "sinks" in kwargs:
+        sinks = kwargs["sinks"]
+        requested = sinks is not None and kwargs["needs_sinks"]
+        outputs.append(sinks.new_empty(sinks.shape) if requested else kwargs["q"].new_empty(0))
+    return tuple(outputs)
 
 
 op.backward(
@@ -130,8 +130,8 @@ def key_ranges(
     if documents is None and left < 0 and (right < 0 or causal):
         return None
     offset = keys - queries
-    kind = torch.int32 if documents is None else torch.int64
-    position = torch.arange(offset, keys, device=device, dtype=kind)[None]
+    acc_dtype = torch.int32 if documents is None else torch.int64
+    position = torch.arange(offset, keys, device=device, dtype=acc_dtype)[None]
     first: Any = 0
     last: Any = keys
     if documents is not None:

@@ -43,23 +43,23 @@ class CrossEntropyOutput(NamedTuple):
 
 def shapes(like: Tensor, rows: int, reduction: str, outputs: str) -> tuple[Tensor, ...]:
     """Shape rule of the seven outputs named in ``RETURNS``."""
-    kind, wanted = (
+    acc_dtype, requested = (
         torch.float64 if like.dtype == torch.float64 else torch.float32,
         outputs.split(","),
     )
     each = (rows,) if reduction == "none" else ()
 
-    def empty(name: str, shape: tuple[int, ...], dtype: torch.dtype = kind) -> Tensor:
-        return like.new_empty(shape if name in wanted else (0,), dtype=dtype)
+    def empty(name: str, shape: tuple[int, ...], dtype: torch.dtype = acc_dtype) -> Tensor:
+        return like.new_empty(shape if name in requested else (0,), dtype=dtype)
 
     return (
-        like.new_empty(each, dtype=kind),
+        like.new_empty(each, dtype=acc_dtype),
         empty("z_loss", each),
         empty("token_accuracy", each),
         empty("predicted_tokens", (rows,), torch.int64),
         empty("log_prob", (rows,)),
         empty("entropy", (rows,)),
-        like.new_empty(rows, dtype=kind),
+        like.new_empty(rows, dtype=acc_dtype),
     )
 
 
@@ -75,13 +75,13 @@ def named(
     each = {"predicted_tokens", "log_prob", "entropy", "lse"} | (
         {"z_loss", "token_accuracy"} if reduction == "none" else set()
     )
-    wanted = outputs.split(",")
-    found = {
+    requested = outputs.split(",")
+    statistics = {
         n: x.view(shape) if n in each else x
         for n, x in zip(OUTPUTS, results[1:], strict=True)
-        if n in wanted
+        if n in requested
     }
-    return CrossEntropyOutput(loss_of(results, shape, reduction), **found)
+    return CrossEntropyOutput(loss_of(results, shape, reduction), **statistics)
 
 
 @op.forward(
@@ -101,8 +101,8 @@ def forward(
     outputs: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule."""
-    made = shapes(logits, logits.shape[0], reduction, outputs)
-    return (*made, torch.empty_like(made[-1]), made[0].new_empty(2))  # type: ignore[return-value]
+    empties = shapes(logits, logits.shape[0], reduction, outputs)
+    return (*empties, torch.empty_like(empties[-1]), empties[0].new_empty(2))  # type: ignore[return-value]
 
 
 op.backward(
@@ -359,11 +359,11 @@ def _case(
     scale: float = 2.0,
     layout: str = "contiguous",
 ) -> dict[str, T]:
-    made = {
+    tensors = {
         "logits": T((rows, classes), scale=scale, layout=layout),
         "target": T((rows,), classes=classes, ignored=ignored),
     }
-    return made | ({"weight": T((classes,), positive=True, grad=False)} if weighted else {})
+    return tensors | ({"weight": T((classes,), positive=True, grad=False)} if weighted else {})
 
 
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "outputs": OUTPUTS}

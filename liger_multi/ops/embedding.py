@@ -85,10 +85,10 @@ def embedding(
         padding %= classes
     factor = checks.number(name, "scale", scale)
     ids = index.reshape(-1).to(torch.int64)
-    found: Tensor = op(
+    output: Tensor = op(
         weight, ids, classes, padding, factor, checks.boolean(name, "validate", validate)
     )
-    return found.view(*lead, width)
+    return output.view(*lead, width)
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -68,20 +68,20 @@ def forward(
     from liger_multi.reference.common.chunking import is_whole, weight_gradient_dtype
     from liger_multi.reference.cross_entropy.float8 import logits_dtype
 
-    made = shapes(hidden, hidden.shape[0], reduction, outputs)
+    empties = shapes(hidden, hidden.shape[0], reduction, outputs)
     kept = reduction != "none"
-    kind = logits_dtype(compute_dtype, hidden.dtype)
+    dtype = logits_dtype(compute_dtype, hidden.dtype)
     rows, width = hidden.shape
-    whole = is_whole(rows, width, weight.shape[0], kind.itemsize, chunk, budget)
-    total = weight_gradient_dtype(kind, weight.dtype, accumulate, whole)
+    whole = is_whole(rows, width, weight.shape[0], dtype.itemsize, chunk, budget)
+    total = weight_gradient_dtype(dtype, weight.dtype, accumulate, whole)
     residuals = (
-        made[0].new_empty(0 if kept else rows),
-        hidden.new_empty(hidden.shape if kept and needs_hidden else (0,), dtype=kind),
+        empties[0].new_empty(0 if kept else rows),
+        hidden.new_empty(hidden.shape if kept and needs_hidden else (0,), dtype=dtype),
         weight.new_empty(weight.shape if kept and needs_weight else (0,), dtype=total),
-        made[0].new_empty(weight.shape[0] if kept and needs_bias else 0),
-        made[0].new_empty(2),
+        empties[0].new_empty(weight.shape[0] if kept and needs_bias else 0),
+        empties[0].new_empty(2),
     )
-    return (*made, *residuals)  # type: ignore[return-value]
+    return (*empties, *residuals)  # type: ignore[return-value]
 
 
 op.backward(

@@ -51,14 +51,14 @@ def forward(
     """Shape rule; ``lse`` and ``lse_low``, its second part, are kept for backward in any case."""
     from liger_multi.reference.cross_entropy.float8 import logits_dtype
 
-    kind = logits_dtype(compute_dtype, hidden.dtype)
-    wide = torch.float64 if kind == torch.float64 else torch.float32
-    rows, wanted = target.numel(), outputs.split(",")
+    dtype = logits_dtype(compute_dtype, hidden.dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    rows, requested = target.numel(), outputs.split(",")
     return (
-        hidden.new_empty(rows if "log_prob" in wanted else 0, dtype=wide),
-        hidden.new_empty(rows if "entropy" in wanted else 0, dtype=wide),
+        hidden.new_empty(rows if "log_prob" in requested else 0, dtype=wide),
+        hidden.new_empty(rows if "entropy" in requested else 0, dtype=wide),
         hidden.new_empty(rows, dtype=wide),
-        hidden.new_empty(rows if "argmax" in wanted else 0, dtype=torch.int64),
+        hidden.new_empty(rows if "argmax" in requested else 0, dtype=torch.int64),
         hidden.new_empty(rows, dtype=wide),
     )
 
@@ -180,8 +180,8 @@ def prepared(
     head.shapes_fit(name, hidden, weight)
     checks.targets(name, target, hidden.shape[:-1], hidden)
     checks.vector(name, "bias", bias, weight.shape[0], "number of classes")
-    wanted = checks.names(name, outputs, OUTPUTS)
-    if not wanted:
+    requested = checks.names(name, outputs, OUTPUTS)
+    if not requested:
         raise ValueError(f"{name}: outputs must name at least one of {', '.join(OUTPUTS)}, got ()")
     cool = checks.number(name, "temperature", temperature, 0.0, above=True)
     cap = None if softcap is None else checks.number(name, "softcap", softcap, 0.0, above=True)
@@ -200,7 +200,7 @@ def prepared(
         head.compute_dtype(name, hidden, weight, bias),
         checks.boolean(name, "compact", compact),
         checks.boolean(name, "validate", validate),
-        wanted,
+        requested,
     )
 
 

@@ -48,13 +48,13 @@ def forward(
     needs_down_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shape rule; without gradients no row of gate_up is kept."""
-    wanted = needs_x or needs_gate_up_weight or needs_down_weight
-    wanted = wanted or needs_routing or needs_gate_up_bias or needs_down_bias
+    requested = needs_x or needs_gate_up_weight or needs_down_weight
+    requested = requested or needs_routing or needs_gate_up_bias or needs_down_bias
     pairs = index.shape[0] * index.shape[1]
     wide = gate_up_weight.shape[2 if transposed else 1]
     return (
         x.new_empty(x.shape, dtype=y_dtype),
-        x.new_empty(pairs if wanted else 0, wide),
+        x.new_empty(pairs if requested else 0, wide),
         index.new_empty(pairs, dtype=torch.int32),
         index.new_empty(gate_up_weight.shape[0] + 1, dtype=torch.int32),
     )
@@ -65,18 +65,18 @@ def _unread(needs_x: bool, needs_gate_up_weight: bool) -> tuple[str, ...]:
     return weight if needs_gate_up_weight else (*weight, "x")
 
 
-def _gradients(**given: Any) -> tuple[Tensor, ...]:
-    down, dy, gate_up, routing = (given[n] for n in ("down_weight", "dy", "gate_up", "routing"))
+def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
+    down, dy, gate_up, routing = (kwargs[n] for n in ("down_weight", "dy", "gate_up", "routing"))
     experts, hidden, wide = down.shape[0], dy.shape[1], gate_up.shape[1]
     shapes = {
         "x": dy.shape,
-        "gate_up_weight": (experts, *((hidden, wide) if given["transposed"] else (wide, hidden))),
+        "gate_up_weight": (experts, *((hidden, wide) if kwargs["transposed"] else (wide, hidden))),
         "down_weight": down.shape,
         "routing": routing.shape,
         "gate_up_bias": (experts, wide),
         "down_bias": (experts, hidden),
     }
-    sizes = {n: shape if given[f"needs_{n}"] else (0,) for n, shape in shapes.items()}
+    sizes = {n: shape if kwargs[f"needs_{n}"] else (0,) for n, shape in shapes.items()}
     return tuple([(routing if n == "routing" else gate_up).new_empty(s) for n, s in sizes.items()])
 
 
@@ -159,8 +159,8 @@ def fused_moe(
     checks.boolean(name, "interleaved", interleaved)
     checks.boolean(name, "transposed", transposed)
     _shapes_fit(tensors, index, routing, transposed, activation)
-    given = checks.one_dtype(name, tensors)
-    rows, weights = given[0], (given[1], given[2])
+    cast = checks.one_dtype(name, tensors)
+    rows, weights = cast[0], (cast[1], cast[2])
     assert rows is not None
     pairs = index.shape[-1]
     result: Tensor = op(
@@ -168,7 +168,7 @@ def fused_moe(
         *weights,
         index.reshape(_count(index), pairs).to(torch.int64),
         routing.reshape(_count(routing), pairs),
-        *given[3:],
+        *cast[3:],
         activation,
         *by,
         interleaved,
@@ -216,12 +216,12 @@ def _shapes_fit(
     (experts, *gate_up), (_, *down) = first.shape, second.shape
     wide, hidden = gate_up[::-1] if transposed else gate_up
     parts = 1 if activation == UNGATED else 2
-    wanted = (experts, *((wide // parts, hidden) if transposed else (hidden, wide // parts)))
-    if wide % parts or (second.shape[0], *down) != wanted:
+    expected = (experts, *((wide // parts, hidden) if transposed else (hidden, wide // parts)))
+    if wide % parts or (second.shape[0], *down) != expected:
         columns = "columns of up" if parts == 1 else "an even number of columns of gate and up"
         checks.refuse(
             name,
-            f"down_weight must have shape {wanted} for {columns}, and "
+            f"down_weight must have shape {expected} for {columns}, and "
             f"gate_up_weight {tuple(first.shape)}",
             second,
         )
@@ -240,9 +240,9 @@ def _shapes_fit(
     checks.targets(name, index, (*x.shape[:-1], index.shape[-1]), x, "index")
     checks.same_shape(name, index=index, routing=routing)
     for bias, size in (("gate_up_bias", wide), ("down_bias", hidden)):
-        given = tensors[bias]
-        if given is not None and tuple(given.shape) != (experts, size):
-            checks.refuse(name, f"{bias} must have shape {(experts, size)}", given)
+        tensor = tensors[bias]
+        if tensor is not None and tuple(tensor.shape) != (experts, size):
+            checks.refuse(name, f"{bias} must have shape {(experts, size)}", tensor)
 
 
 def _case(
@@ -264,7 +264,7 @@ def _case(
     def turned(rows: int, cols: int) -> tuple[int, int, int]:
         return (experts, cols, rows) if transposed else (experts, rows, cols)
 
-    made = {
+    tensors = {
         "x": T((*rows, hidden)),
         "gate_up_weight": T(turned(parts * inner, hidden), scale=hidden**-0.5),
         "down_weight": T(turned(hidden, inner), scale=inner**-0.5),
@@ -272,9 +272,9 @@ def _case(
         "routing": T((*rows, top_k), positive=True),
     }
     if bias:
-        made["gate_up_bias"] = T((experts, parts * inner), scale=0.3)
-        made["down_bias"] = T((experts, hidden), scale=0.3)
-    return {n: replace(t, grad=False) if n in frozen else t for n, t in made.items()}
+        tensors["gate_up_bias"] = T((experts, parts * inner), scale=0.3)
+        tensors["down_bias"] = T((experts, hidden), scale=0.3)
+    return {n: replace(t, grad=False) if n in frozen else t for n, t in tensors.items()}
 
 
 _WEIGHTS = ("gate_up_weight", "down_weight")

@@ -100,8 +100,8 @@ def fused_scaled_add_rms_norm(
         checks.number(name, n, v)
         for n, v in (("x_scale", x_scale), ("residual_scale", residual_scale))
     ]
-    made = op(x, residual, weight, *numbers(name, eps, offset), casting, *by)
-    return FusedAddRMSNormOutput(*made)
+    output = op(x, residual, weight, *numbers(name, eps, offset), casting, *by)
+    return FusedAddRMSNormOutput(*output)
 
 
 # as that, with two gradients written

@@ -36,9 +36,9 @@ def forward(
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor]:
     """Shape rule."""
-    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     state = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
-    return v.new_empty(v.shape), v.new_empty(state if output_final_state else (0,), dtype=kind)
+    return v.new_empty(v.shape), v.new_empty(state if output_final_state else (0,), dtype=acc_dtype)
 
 
 op.backward(
@@ -216,14 +216,14 @@ def _shapes_fit(
             v,
         )
     batch, length, heads, value = v.shape
-    wanted = {
+    expected = {
         "initial_state": (batch, heads, k.shape[3], value),
         "g": (batch, length, heads, *gates),
     }
-    for name, given in others.items():
-        shape = wanted.get(name, (batch, length, heads))
-        if given is not None and given.shape != shape:
-            checks.refuse(op, f"{name} must have shape {shape}", given)
+    for name, tensor in others.items():
+        shape = expected.get(name, (batch, length, heads))
+        if tensor is not None and tensor.shape != shape:
+            checks.refuse(op, f"{name} must have shape {shape}", tensor)
 
 
 def _first(
@@ -263,7 +263,7 @@ def _case(
     batch, length, heads, size = shape
     many = heads * group
     each = (size,) if channels else ()
-    made = {
+    tensors = {
         "q": T(shape, layout=layout),
         "k": T(shape, layout=layout, scale=0.7 * size**-0.5),
         "v": T((batch, length, many, value or size), layout=layout),
@@ -271,10 +271,10 @@ def _case(
         "beta": T((batch, length, many), positive=True, layout=layout),
     }
     if state:
-        made["initial_state"] = T((batch, many, size, value or size), gates)
+        tensors["initial_state"] = T((batch, many, size, value or size), gates)
     if ids:
-        made["documents"] = T((batch, length), classes=ids, ignored=0.1, ignore_index=-1)
-    return made
+        tensors["documents"] = T((batch, length), classes=ids, ignored=0.1, ignore_index=-1)
+    return tensors
 
 
 L2, FINAL, LONG = {"qk_l2norm": True}, {"output_final_state": True}, (2, 8192, 16, 128)

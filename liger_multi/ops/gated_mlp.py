@@ -51,9 +51,9 @@ def unread(needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool) -> tup
     return weights if needs_gate_weight or needs_up_weight else (*weights, "x")
 
 
-def shapes_of(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Of gradients, of a width that is known from whichever tensor was kept, or is not needed."""
-    x, first, down, gate = (given[n] for n in ("x", "gate_weight", "down_weight", "gate"))
+    x, first, down, gate = (tensors[n] for n in ("x", "gate_weight", "down_weight", "gate"))
     inner, outer = gate.shape[-1], down.shape[0]
     width = x.shape[-1] if x is not None else 0 if first is None else first.shape[1]
     return {
@@ -67,9 +67,9 @@ def shapes_of(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _gradients(**given: Any) -> tuple[Tensor, ...]:
-    gate, shapes = given["gate"], shapes_of(given)
-    return tuple([gate.new_empty(s if given[f"needs_{n}"] else (0,)) for n, s in shapes.items()])
+def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
+    gate, shapes = kwargs["gate"], shapes_of(kwargs)
+    return tuple([gate.new_empty(s if kwargs[f"needs_{n}"] else (0,)) for n, s in shapes.items()])
 
 
 op.backward(

@@ -76,14 +76,14 @@ def forward(
     return y, x.new_empty(inner), x.new_empty(inner), kept[0], kept[1], kept[2]
 
 
-def _gradients(**given: Any) -> tuple[Tensor, ...]:
-    gate, shapes = given["gate"], shapes_of(given)
-    kinds = {n: given[f"{n}_weight_dtype"] for n in ("gate", "up")}
-    kinds["down"] = given["down_weight"].dtype
+def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
+    gate, shapes = kwargs["gate"], shapes_of(kwargs)
+    kinds = {n: kwargs[f"{n}_weight_dtype"] for n in ("gate", "up")}
+    kinds["down"] = kwargs["down_weight"].dtype
     return tuple(
         [
             gate.new_empty(
-                shape if given[f"needs_{n}"] else (0,),
+                shape if kwargs[f"needs_{n}"] else (0,),
                 dtype=kinds[n.removesuffix("_weight")] if n.endswith("_weight") else gate.dtype,
             )
             for n, shape in shapes.items()
@@ -162,14 +162,14 @@ def gated_mlp_float8(
     weights = dict(zip(_WIDE, (gate_weight, up_weight, down_weight), strict=True))
     biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
     own = (gate_weight_scale, up_weight_scale, down_weight_scale)
-    beside = (gate_weight_codes, up_weight_codes, down_weight_codes)
+    others = (gate_weight_codes, up_weight_codes, down_weight_codes)
     checks.floating(name, x=x, **weights, **biases, optional=tuple(biases))
     checks.one_of(name, "activation", activation, ACTIVATIONS)
     shapes_fit(name, x, gate_weight, up_weight, down_weight)
-    for bias, given in biases.items():
+    for bias, tensor in biases.items():
         rows = f"{bias.removesuffix('bias')}weight"
-        checks.vector(name, bias, given, weights[rows].shape[0], f"rows of {rows}")
-    weight_scales_fit(name, weights, own, beside)
+        checks.vector(name, bias, tensor, weights[rows].shape[0], f"rows of {rows}")
+    weight_scales_fit(name, weights, own, others)
     under = checks.autocast_dtype(x.device.type) is not None
     plain = {n: w for n, w in weights.items() if w.dtype not in CODES}
     tensors = {"x": x, **biases} if under else {"x": x, **plain, **biases}
@@ -177,11 +177,11 @@ def gated_mlp_float8(
     first = cast["x"]
     assert first is not None
     wide = (*weights.values(), *(cast[bias] for bias in biases))
-    every = (first, *wide, activation, *own, *fitting(name, x, quantized), *beside)
+    every = (first, *wide, activation, *own, *fitting(name, x, quantized), *others)
     if not checks.in_checkpoint():
         return op(*every)  # type: ignore[no-any-return]
     if checks.keeps_products.get():
-        return _in_layers(first, wide, own, beside, activation, quantized)
+        return _in_layers(first, wide, own, others, activation, quantized)
     return _early(*every)
 
 
@@ -209,21 +209,21 @@ def _first(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """Gate and up, the scales of all weights, and a result that is empty."""
     run, rest = linear_op.fwd.run, (False, False)
-    given = (gate_weight, gate_bias, gate_own, codes, codes_scale, gate_codes)
-    gate, *made, first = run(x, *given, *rest)
-    rows = made if codes is None else (codes, codes_scale)
+    args = (gate_weight, gate_bias, gate_own, codes, codes_scale, gate_codes)
+    gate, *output, first = run(x, *args, *rest)
+    rows = output if codes is None else (codes, codes_scale)
     up, _, _, second = run(x, up_weight, up_bias, up_own, *rows, up_codes, *rest)
     third = row_scales(down_weight) if down_own is None else first.new_empty(0)
     empty = empty_of(x, *x.shape[:-1], down_weight.shape[0])
     return (empty, gate, up, first, second, third), (gate, up)
 
 
-def _rest(handed: tuple[Tensor, Tensor], *given: Any) -> Tensor:
+def _rest(handed: tuple[Tensor, Tensor], *args: Any) -> Tensor:
     """The result, from gate and up; their product is only computed in FP8."""
-    weight, bias, activation, own, beside = (given[i] for i in (3, 6, 7, 10, 15))
+    weight, bias, activation, own, others = (args[i] for i in (3, 6, 7, 10, 15))
     _, rows = activated(*handed, activation, ("quantized",))
     inner = empty_of(handed[0], *handed[0].shape)  # nobody reads it beside its codes
-    y, *_ = linear_op(inner, weight, bias, own, rows.codes.view(torch.uint8), rows.scale, beside)
+    y, *_ = linear_op(inner, weight, bias, own, rows.codes.view(torch.uint8), rows.scale, others)
     return y  # type: ignore[no-any-return]
 
 
@@ -234,7 +234,7 @@ def _in_layers(
     x: Tensor,
     wide: tuple[Tensor | None, ...],
     own: tuple[Tensor | None, ...],
-    beside: tuple[Tensor | None, ...],
+    others: tuple[Tensor | None, ...],
     activation: str,
     rows: Float8Rows | None,
 ) -> Tensor:
@@ -248,7 +248,7 @@ def _in_layers(
             weight,
             wide[3 + i],
             weight_scale=own[i],
-            weight_codes=beside[i],
+            weight_codes=others[i],
             quantized=rows,
         )
 
@@ -302,12 +302,12 @@ def _case(
 
 def _coded(tensors: dict[str, T], *names: str) -> dict[str, T]:
     """The same, of which the weights of some layers are codes with scales."""
-    made = dict(tensors)
+    coded = dict(tensors)
     for name in (f"{layer}_weight" for layer in names):
-        rows, columns = made[name].shape
-        made[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
-        made[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
-    return made
+        rows, columns = coded[name].shape
+        coded[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
+        coded[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
+    return coded
 
 
 def _rounded(tensors: dict[str, T], *names: str) -> dict[str, T]:

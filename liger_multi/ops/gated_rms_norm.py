@@ -39,9 +39,9 @@ def forward(
     """Shape rule."""
     wide = weight is not None and casting == "llama" and (gate is None or not norm_first)
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and wide else x.dtype
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     groups = x.shape[-1] // group_size
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], groups), dtype=kind)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], groups), dtype=acc_dtype)
 
 
 op.backward(
@@ -122,8 +122,8 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def _case(*shape: int, dtype: torch.dtype | None = None, **both: Any) -> dict[str, T]:
-    made = T(shape, **both)
-    return {"x": made, "gate": made, "weight": T((shape[-1],), dtype=dtype)}
+    tensors = T(shape, **both)
+    return {"x": tensors, "gate": tensors, "weight": T((shape[-1],), dtype=dtype)}
 
 
 AFTER, GROUPED = {"norm_before_gate": False}, {"group_size": 16}

@@ -40,13 +40,13 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule."""
     lead, count = x.shape[:-2], x.shape[-2]
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return (
-        x.new_empty((*lead, count), dtype=kind),
-        x.new_empty((*lead, count), dtype=kind),
-        x.new_empty((*lead, count, count), dtype=kind),
-        x.new_empty((*lead, count * (count + 2)), dtype=kind),
-        x.new_empty(lead, dtype=kind),
+        x.new_empty((*lead, count), dtype=acc_dtype),
+        x.new_empty((*lead, count), dtype=acc_dtype),
+        x.new_empty((*lead, count, count), dtype=acc_dtype),
+        x.new_empty((*lead, count * (count + 2)), dtype=acc_dtype),
+        x.new_empty(lead, dtype=acc_dtype),
     )
 
 
@@ -131,11 +131,11 @@ def _case(
     count, cols = shape[-2:]
     outs = count * (count + 2)
     shapes = {"weight": (outs, count * cols), "bias": (outs,), "scale": (3,)}
-    made = {"x": T(shape, layout=layout, grad="x" not in frozen.split())}
+    tensors = {"x": T(shape, layout=layout, grad="x" not in frozen.split())}
     for name, size in shapes.items():
         spread = (count * cols) ** -0.5 if name == "weight" else 0.5
-        made[name] = T(size, dtype, spread, name not in frozen.split())
-    return made
+        tensors[name] = T(size, dtype, spread, name not in frozen.split())
+    return tensors
 
 
 SAMPLES = (

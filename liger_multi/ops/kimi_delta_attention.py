@@ -37,9 +37,9 @@ def forward(
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor]:
     """Shape rule."""
-    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     state = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
-    return v.new_empty(v.shape), v.new_empty(state if output_final_state else (0,), dtype=kind)
+    return v.new_empty(v.shape), v.new_empty(state if output_final_state else (0,), dtype=acc_dtype)
 
 
 op.backward(

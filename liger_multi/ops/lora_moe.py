@@ -62,12 +62,12 @@ def forward(
     needs_down_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shape rule; without gradients no row of gate_up is kept."""
-    wanted = needs_x or needs_routing or needs_gate_up_a or needs_gate_up_b
+    requested = needs_x or needs_routing or needs_gate_up_a or needs_gate_up_b
     pairs = index.shape[0] * index.shape[1]
     return (
         x.new_empty(x.shape, dtype=y_dtype),
         x.new_empty(
-            pairs if wanted or needs_down_a or needs_down_b else 0,
+            pairs if requested or needs_down_a or needs_down_b else 0,
             gate_up_weight.shape[2 if transposed else 1],
         ),
         index.new_empty(pairs, dtype=torch.int32),
@@ -80,15 +80,15 @@ def _unread(needs_x: bool, needs_gate_up_a: bool, needs_gate_up_b: bool) -> tupl
     return weight if needs_gate_up_a or needs_gate_up_b else (*weight, "x")
 
 
-def _gradients(**given: Any) -> tuple[Tensor, ...]:
-    dy, gate_up, routing = (given[n] for n in ("dy", "gate_up", "routing"))
+def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
+    dy, gate_up, routing = (kwargs[n] for n in ("dy", "gate_up", "routing"))
 
     def gradient(name: str, like: Optional[Tensor], shape: Any) -> Tensor:
         if like is None:
             return gate_up.new_empty(0)  # type: ignore[no-any-return]
-        return like.new_empty(shape if given[f"needs_{name}"] else (0,))
+        return like.new_empty(shape if kwargs[f"needs_{name}"] else (0,))
 
-    thin = [gradient(n, given[n], () if given[n] is None else given[n].shape) for n in _THIN]
+    thin = [gradient(n, kwargs[n], () if kwargs[n] is None else kwargs[n].shape) for n in _THIN]
     return (
         gradient("x", gate_up, dy.shape),
         gradient("routing", routing, routing.shape),
@@ -219,14 +219,14 @@ def _factors(
     """The factors in the dtype of their GEMMs; those of a layer fit it and stand together."""
     experts, *sizes = first.shape
     wide, hidden = sizes[::-1] if transposed else sizes
-    found: list[Tensor | None] = []
+    factors: list[Tensor | None] = []
     inner = wide if activation == UNGATED else wide // 2
     for layer, (out, into) in {"gate_up": (wide, hidden), "down": (hidden, inner)}.items():
         a, b = thin[f"{layer}_a"], thin[f"{layer}_b"]
         if (a is None) != (b is None):
-            given, missing = ("a", "b") if b is None else ("b", "a")
+            present, missing = ("a", "b") if b is None else ("b", "a")
             raise ValueError(
-                f"lora_moe: {layer}_{given} needs {layer}_{missing} beside it, got None"
+                f"lora_moe: {layer}_{present} needs {layer}_{missing} beside it, got None"
             )
         if a is not None and b is not None:
             if a.ndim != 3 or (a.shape[0], a.shape[2]) != (experts, into):
@@ -244,8 +244,8 @@ def _factors(
                     b,
                 )
             _, a, b = adapter_dtypes("lora_moe", {"x": x}, a, b, f"{layer}_")
-        found += [a, b]
-    return found
+        factors += [a, b]
+    return factors
 
 
 def _case(
@@ -264,7 +264,7 @@ def _case(
 ) -> dict[str, T]:
     """Tensors of a sample; adapters stand on ``layers``, names in ``frozen`` get no gradient."""
     base = ("gate_up_weight", "down_weight", *_BIASES)
-    made = experts_case(
+    tensors = experts_case(
         rows, top_k, experts, hidden, inner, frozen=(*base, *frozen), parts=parts, **more
     )
     sizes = {"gate_up": (parts * inner, hidden), "down": (hidden, inner)}
@@ -272,8 +272,8 @@ def _case(
         out, into = sizes[layer]
         for part, shape in (("a", (experts, rank, into)), ("b", (experts, out, rank))):
             key = f"{layer}_{part}"
-            made[key] = T(shape, dtype, shape[2] ** -0.5, grad=key not in frozen)
-    return made
+            tensors[key] = T(shape, dtype, shape[2] ** -0.5, grad=key not in frozen)
+    return tensors
 
 
 _SCALES = {"gate_up_scale": 2.0, "down_scale": 0.5}

@@ -65,22 +65,22 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shape rule."""
 
-    def made(weight: Optional[Tensor]) -> Tensor:
+    def build(weight: Optional[Tensor]) -> Tensor:
         return x.new_empty((0,) if weight is None else (*x.shape[:-1], weight.shape[0]))
 
     thin = [a for a in (q_a, k_a, v_a) if a is not None]
     low = (thin[0] if thin else x).new_empty((*x.shape[:-1], sum(a.shape[0] for a in thin)))
-    return made(q_weight), made(k_weight), made(v_weight), low
+    return build(q_weight), build(k_weight), build(v_weight), low
 
 
-def _gradients(**given: Any) -> tuple[Tensor, ...]:
+def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     """None of an adapter whose layer's output was not used."""
-    x, made = given["x"], []
+    x, outputs = kwargs["x"], []
     for name in [f"{layer}_{part}" for layer in LAYERS for part in "ab"]:
-        thin, used = given[name], given[f"needs_{name}"] and given[f"d{name[0]}"] is not None
+        thin, used = kwargs[name], kwargs[f"needs_{name}"] and kwargs[f"d{name[0]}"] is not None
         like = x if thin is None else thin
-        made.append(like.new_empty(thin.shape if thin is not None and used else (0,)))
-    return x.new_empty(x.shape if given["needs_x"] else (0,)), *made
+        outputs.append(like.new_empty(thin.shape if thin is not None and used else (0,)))
+    return x.new_empty(x.shape if kwargs["needs_x"] else (0,)), *outputs
 
 
 op.backward(
@@ -163,8 +163,10 @@ def lora_qkv(
             continue
         _whole(name, x, weight, bias)
         if (a is None) != (b is None):
-            given, missing = ("a", "b") if b is None else ("b", "a")
-            raise ValueError(f"lora_qkv: {name}_{given} needs {name}_{missing} beside it, got None")
+            present, missing = ("a", "b") if b is None else ("b", "a")
+            raise ValueError(
+                f"lora_qkv: {name}_{present} needs {name}_{missing} beside it, got None"
+            )
         if a is not None and b is not None:
             fit("lora_qkv", x, (*x.shape[:-1], weight.shape[0]), a, b, f"{name}_")
             _, a, b = adapter_dtypes("lora_qkv", {"x": x}, a, b, f"{name}_")
@@ -182,9 +184,9 @@ def lora_qkv(
         checks.number("lora_qkv", f"{layer}_scale", scale)
         for layer, scale in zip(LAYERS, (q_scale, k_scale, v_scale), strict=True)
     )
-    made = op(x, *wide[:3], *adapted.values(), *wide[3:], *scales, *own, *rows)
+    outputs = op(x, *wide[:3], *adapted.values(), *wide[3:], *scales, *own, *rows)
     there = [weight is not None for weight in weights.values()]
-    return LoraQKVOutput(*(y if kept else None for y, kept in zip(made, there, strict=True)))
+    return LoraQKVOutput(*(y if kept else None for y, kept in zip(outputs, there, strict=True)))
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
@@ -198,8 +200,8 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def _absent(name: str, parts: dict[str, Tensor | None]) -> None:
-    for part, given in parts.items():
-        if given is not None:
+    for part, tensor in parts.items():
+        if tensor is not None:
             raise ValueError(f"lora_qkv: {part} needs {name}_weight beside it, got None")
 
 
@@ -225,14 +227,14 @@ def _case(
     frozen: Sequence[str] = (),
 ) -> dict[str, T]:
     """Tensors of a sample; layers of rank 0 have no adapter, those ``frozen`` no gradient."""
-    made = {"x": T((*rows, width), grad="x" not in frozen)}
+    tensors = {"x": T((*rows, width), grad="x" not in frozen)}
     for name, rank in ranks.items():
-        made[f"{name}_weight"] = T((sizes[name], width), scale=width**-0.5, grad=False)
+        tensors[f"{name}_weight"] = T((sizes[name], width), scale=width**-0.5, grad=False)
         for part, shape in {"a": (rank, width), "b": (sizes[name], rank)}.items():
             if rank:
                 key, scale = f"{name}_{part}", shape[1] ** -0.5
-                made[key] = T(shape, dtype, scale, grad=key not in frozen)
-    return made
+                tensors[key] = T(shape, dtype, scale, grad=key not in frozen)
+    return tensors
 
 
 def _bias(*names: str) -> dict[str, T]:

@@ -134,13 +134,13 @@ def frozen(op: str, weights: dict[str, Tensor | None], instead: str) -> None:
 
 def case(rows: tuple[int, ...], width: int, out: int, rank: int, **specs: T) -> dict[str, T]:
     """Tensors of a sample; ``specs`` replace some."""
-    made = {
+    tensors = {
         "base": T((*rows, out)),
         "x": T((*rows, width)),
         "a": T((rank, width), scale=max(1, width) ** -0.5),
         "b": T((out, rank), scale=max(1, rank) ** -0.5),
     }
-    return made | specs
+    return tensors | specs
 
 
 def in_float8(tensors: dict[str, T], *names: str) -> dict[str, T]:
@@ -148,12 +148,12 @@ def in_float8(tensors: dict[str, T], *names: str) -> dict[str, T]:
 
     Inner rows are rounded to FP8: what 16 bits round before that is no small error of a result.
     """
-    made = {name: replace(t, dtype=torch.float32) for name, t in tensors.items()}
+    coded = {name: replace(t, dtype=torch.float32) for name, t in tensors.items()}
     for name in (f"{layer}_weight" for layer in names):
-        rows, columns = made[name].shape
-        made[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
-        made[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
-    return made
+        rows, columns = coded[name].shape
+        coded[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
+        coded[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
+    return coded
 
 
 SAMPLES = (

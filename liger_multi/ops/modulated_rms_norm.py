@@ -137,8 +137,8 @@ def _fits(x: torch.Size, scale: torch.Size) -> bool:
 def _case(
     shape: tuple[int, ...], by: tuple[int, ...], layout: str = "contiguous", weight: bool = True
 ) -> dict[str, T]:
-    made = {"x": T(shape, layout=layout), "scale": T(by, scale=0.5), "shift": T(by)}
-    return made | ({"weight": T(shape[-1:])} if weight else {})
+    tensors = {"x": T(shape, layout=layout), "scale": T(by, scale=0.5), "shift": T(by)}
+    return tensors | ({"weight": T(shape[-1:])} if weight else {})
 
 
 SAMPLES = (

@@ -125,13 +125,13 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
     """What a call reads and writes at least, and its operations."""
     *_, heads, rows, cols = shapes["scores"]
     scores = math.prod(shapes["scores"])
-    seen = scores * sum(min(row + 1, cols) for row in range(rows)) / (rows * cols)
+    flops = scores * sum(min(row + 1, cols) for row in range(rows)) / (rows * cols)
     wide = shapes["weight"][0] / heads  # what y has to scores, where the convolution keeps sizes
-    product = 2.0 * seen * wide * math.prod(shapes["weight"][1:])
+    product = 2.0 * flops * wide * math.prod(shapes["weight"][1:])
     # seen scores read, probabilities and y written with their zeros; what is seen of dy and the
     # probabilities read, dscores written; no product past the diagonal
-    forward = (seen + scores * (1 + wide)) * size
-    both = forward + (seen * (1 + wide) + scores) * size
+    forward = (flops + scores * (1 + wide)) * size
+    both = forward + (flops * (1 + wide) + scores) * size
     return Work(forward, both, product, 3 * product)
 
 

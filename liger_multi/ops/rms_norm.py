@@ -38,8 +38,8 @@ def forward(
     """Shape rule."""
     wide = weight is not None and casting == "llama"
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and wide else x.dtype
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=kind)
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=acc_dtype)
 
 
 BACKWARD: dict[str, Any] = {

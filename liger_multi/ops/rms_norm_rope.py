@@ -20,14 +20,14 @@ ROPE_CASTINGS = ("llama", "cohere")
 op = Op("rms_norm_rope", family="rope", bitwise=bitwise(PER_ROW, "x y rstd cos sin"))
 
 
-def gradients(**given: Any) -> tuple[Tensor, ...]:
+def gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     """Shape rule of backward; empty where a gradient is not needed."""
     from liger_multi.reference.rope.rope import dense
 
-    x, weight = given["x"], given["weight"]
+    x, weight = kwargs["x"], kwargs["weight"]
     return (
-        dense(x, given["x_order"], x.dtype) if given["needs_x"] else x.new_empty(0),
-        weight.new_empty(weight.shape) if given["needs_weight"] else weight.new_empty(0),
+        dense(x, kwargs["x_order"], x.dtype) if kwargs["needs_x"] else x.new_empty(0),
+        weight.new_empty(weight.shape) if kwargs["needs_weight"] else weight.new_empty(0),
     )
 
 
@@ -49,9 +49,9 @@ def forward(
     from liger_multi.reference.rope.rope import dense
 
     dtype = output_dtype(x, weight, cos, sin, casting, rope_casting)
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = statistics_shape(x, weight, head_axis)
-    return dense(x, x_order, dtype), x.new_empty(rows, dtype=kind)
+    return dense(x, x_order, dtype), x.new_empty(rows, dtype=acc_dtype)
 
 
 op.backward(
@@ -123,8 +123,8 @@ def rms_norm_rope(
     checks.constant(name, "cos", cos)
     checks.constant(name, "sin", sin)
     if weight.ndim != 1 or weight.shape[0] not in (width, x.shape[heads] * width):
-        wanted = f"({width},), or ({x.shape[heads] * width},) for a norm of all heads"
-        checks.refuse(name, f"weight must have shape {wanted}", weight)
+        expected = f"({width},), or ({x.shape[heads] * width},) for a norm of all heads"
+        checks.refuse(name, f"weight must have shape {expected}", weight)
     if x.ndim == 3:
         how: Any = {"offset": offset, "casting": casting, "rope_casting": rope_casting}
         return rms_norm_rope(x[None], weight, cos, sin, eps, unsqueeze_dim=2, **how)[0]
@@ -159,7 +159,7 @@ def _case(
     axis: int = 1,
     whole: bool = False,
     layout: str = "contiguous",
-    kind: Any = None,
+    dtype: Any = None,
     **weight: Any,
 ) -> dict[str, T]:
     shape: tuple[int, ...] = (batch, heads, tokens, width)
@@ -167,7 +167,7 @@ def _case(
         shape = (batch, tokens, heads, width)
     if not batch:
         shape = (tokens, heads, width)
-    angle = T((*angles, tokens, width), dtype=kind, grad=False)
+    angle = T((*angles, tokens, width), dtype=dtype, grad=False)
     return {
         "x": T(shape, layout=layout),
         "weight": T((heads * width if whole else width,), **weight),
@@ -188,8 +188,10 @@ SAMPLES = (
     Sample("olmo", _case(2, 3, 5, 40), {"casting": "olmo"}),
     Sample("llama-offset", _case(1, 2, 5, 12), {"offset": 1.0}),
     Sample("llama-fp32-weight", _case(2, 2, 7, 32, dtype=torch.float32), {"eps": 1e-5}),
-    Sample("fp32-angles", _case(2, 2, 3, 8, kind=torch.float32)),
-    Sample("fp32-angles-cohere", _case(2, 2, 3, 8, kind=torch.float32), {"rope_casting": "cohere"}),
+    Sample("fp32-angles", _case(2, 2, 3, 8, dtype=torch.float32)),
+    Sample(
+        "fp32-angles-cohere", _case(2, 2, 3, 8, dtype=torch.float32), {"rope_casting": "cohere"}
+    ),
     Sample("angles-of-a-batch", _case(3, 2, 4, 8, angles=(3,))),
     Sample("angles-of-two-axes", _case(2, 3, 4, 8, angles=())),
     Sample("odd-heads", _case(1, 7, 6, 40)),

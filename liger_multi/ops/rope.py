@@ -132,10 +132,10 @@ work = rope_work
 
 
 def _case(
-    *lead: Any, rotary: int = 0, angles: tuple[int, ...] = (1,), kind: Any = None, **more: Any
+    *lead: Any, rotary: int = 0, angles: tuple[int, ...] = (1,), dtype: Any = None, **more: Any
 ) -> dict[str, T]:
     _, _, tokens, width = lead
-    angle = T((*angles, tokens, rotary or width), dtype=kind, grad=False)
+    angle = T((*angles, tokens, rotary or width), dtype=dtype, grad=False)
     return {**queries_and_keys(*lead, **more), "cos": angle, "sin": angle}
 
 
@@ -165,8 +165,10 @@ SAMPLES = (
     Sample("transposed", _case(2, (2, 1), 4, 8, layout="transposed")),
     Sample("row-gaps", _case(2, (2, 1), 3, 16, layout="rows")),
     Sample("expanded", _case(3, (2, 1), 3, 8, layout="expanded")),
-    Sample("fp32-angles", _case(2, (2, 1), 3, 8, kind=torch.float32)),
-    Sample("fp32-angles-cohere", _case(2, (2, 1), 3, 8, kind=torch.float32), {"casting": "cohere"}),
+    Sample("fp32-angles", _case(2, (2, 1), 3, 8, dtype=torch.float32)),
+    Sample(
+        "fp32-angles-cohere", _case(2, (2, 1), 3, 8, dtype=torch.float32), {"casting": "cohere"}
+    ),
     *each_frozen(_case(2, (2, 1), 3, 8), "q k"),
     Sample("past-65535-rows", _case(1, (2, 1), 65537, 4), size="thin"),
     Sample("8x2048 32/8x128", _case(8, (32, 8), 2048, 128, layout="swapped"), size="bench"),

@@ -91,15 +91,15 @@ def rope_complex(
 work = rope_work
 
 
-def _case(angles: tuple[int, ...], *lead: Any, kind: Any = None, **more: Any) -> Any:
+def _case(angles: tuple[int, ...], *lead: Any, dtype: Any = None, **more: Any) -> Any:
     tensors = _rotary.queries_and_keys(*lead, **more)
-    return {**tensors, "freqs": T((*angles, 2), dtype=kind, grad=False)}
+    return {**tensors, "freqs": T((*angles, 2), dtype=dtype, grad=False)}
 
 
 INSIDE, OUTSIDE = {"axis": 2}, {"unsqueeze_dim": 1}
 SAMPLES = (
-    Sample("llama4", _case((2, 3, 4), 2, (4, 2), 3, 8, kind=torch.float32, **INSIDE)),
-    Sample("deepseek-v2", _case((2, 3, 4), 2, (4, 1), 3, 8, kind=torch.float32), OUTSIDE),
+    Sample("llama4", _case((2, 3, 4), 2, (4, 2), 3, 8, dtype=torch.float32, **INSIDE)),
+    Sample("deepseek-v2", _case((2, 3, 4), 2, (4, 1), 3, 8, dtype=torch.float32), OUTSIDE),
     Sample("one-for-all", _case((1, 3, 4), 2, (4, 2), 3, 8, **INSIDE)),
     Sample("without-batch", _case((3, 4), 2, (4, 2), 3, 8, **INSIDE)),
     Sample("three-axes", _case((5, 4), 0, (3, 3), 5, 8), OUTSIDE),
@@ -118,7 +118,7 @@ SAMPLES = (
     Sample("past-65535-rows", _case((65537, 2), 1, (2, 1), 65537, 4, **INSIDE), size="thin"),
     Sample(
         "4x2048 40/8x128",
-        _case((4, 2048, 64), 4, (40, 8), 2048, 128, kind=torch.float32, **INSIDE),
+        _case((4, 2048, 64), 4, (40, 8), 2048, 128, dtype=torch.float32, **INSIDE),
         size="bench",
     ),
 )

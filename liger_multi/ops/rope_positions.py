@@ -39,8 +39,8 @@ def forward(
     """Shape rule; ``position_ids`` has axes grids, batch (or 1) and tokens."""
     from liger_multi.reference.rope.rope import dense
 
-    kind = k.dtype if casting == "cohere" else torch.promote_types(k.dtype, q.dtype)
-    return dense(q, q_order, q.dtype), dense(k, k_order, kind)
+    acc_dtype = k.dtype if casting == "cohere" else torch.promote_types(k.dtype, q.dtype)
+    return dense(q, q_order, q.dtype), dense(k, k_order, acc_dtype)
 
 
 op.backward(
@@ -134,8 +134,8 @@ def _positions(name: str, q: Tensor, ids: Tensor, heads: int, count: int, grids:
     tokens, batch = _rotary.tokens_of(q, heads), q.shape[0] if q.ndim == 4 else 1
     shaped = ids if grids else ids.unsqueeze(0)
     shaped = shaped.unsqueeze(1) if shaped.ndim == 2 else shaped
-    wanted = (count, shaped.shape[1] if shaped.ndim == 3 else 0, tokens)
-    if tuple(shaped.shape) != wanted or shaped.shape[1] not in (1, batch):
+    expected = (count, shaped.shape[1] if shaped.ndim == 3 else 0, tokens)
+    if tuple(shaped.shape) != expected or shaped.shape[1] not in (1, batch):
         lead = f"{count}, " if grids else ""
         checks.refuse(
             name,
@@ -148,8 +148,8 @@ def _positions(name: str, q: Tensor, ids: Tensor, heads: int, count: int, grids:
 
 def _case(ids: tuple[int, ...], *lead: Any, pairs: int, wide: bool = False, **more: Any) -> Any:
     tensors = _rotary.queries_and_keys(*lead, **more)
-    made = T((pairs,), dtype=torch.float32 if wide else None, grad=False, positive=True)
-    return {**tensors, "position_ids": T(ids, classes=8, grad=False), "inv_freq": made}
+    cos_or_sin = T((pairs,), dtype=torch.float32 if wide else None, grad=False, positive=True)
+    return {**tensors, "position_ids": T(ids, classes=8, grad=False), "inv_freq": cos_or_sin}
 
 
 THREE: dict[str, Any] = {"sections": (1, 2, 1)}

@@ -22,12 +22,12 @@ def forward(
     logits: Tensor, index: Tensor, scale: float, ignore_index: int, validate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shape rule."""
-    kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     rows = index.shape[0]
     return (
-        logits.new_empty(index.shape, dtype=kind),
-        logits.new_empty(rows, dtype=kind),
-        logits.new_empty(rows, dtype=kind),
+        logits.new_empty(index.shape, dtype=acc_dtype),
+        logits.new_empty(rows, dtype=acc_dtype),
+        logits.new_empty(rows, dtype=acc_dtype),
     )
 
 
@@ -77,14 +77,14 @@ def selective_log_softmax(
     shape = (*lead, index.shape[-1]) if several else lead
     checks.targets(name, index, torch.Size(shape), logits, "index")
     rows = lead.numel()
-    found: Tensor = op(
+    output: Tensor = op(
         logits.reshape(rows, logits.shape[-1]),
         index.reshape(rows, index.shape[-1] if several else 1).to(torch.int64),
         1 / checks.number(name, "temperature", temperature, 0.0, above=True),
         checks.integer(name, "ignore_index", ignore_index),
         checks.boolean(name, "validate", validate),
     )
-    return found.view(index.shape)
+    return output.view(index.shape)
 
 
 # logits read; the gradient written, which one pass can do

@@ -41,9 +41,9 @@ def forward(
     """Shape rule."""
     from liger_multi.reference.linear_attention.selective_scan import kept_shape
 
-    kind = torch.float64 if u.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if u.dtype == torch.float64 else torch.float32
     state = (u.shape[0], *A.shape) if output_final_state else (0,)
-    final, kept = (u.new_empty(shape, dtype=kind) for shape in (state, kept_shape(u, A)))
+    final, kept = (u.new_empty(shape, dtype=acc_dtype) for shape in (state, kept_shape(u, A)))
     return u.new_empty(u.shape), final, kept
 
 
@@ -250,7 +250,7 @@ def _case(
 ) -> dict[str, T]:
     """Tensors of u (B, T, D), all of them but for those named by ``without``."""
     batch, length, width = shape
-    made = {
+    tensors = {
         "u": T(shape, layout=layout),
         "delta": T(shape, dtype, scale=0.5, layout=layout),
         "A": T((width, states), dtype, strength, negative=True),
@@ -262,8 +262,8 @@ def _case(
         "initial_state": T((batch, width, states), dtype),
     }
     if ids:
-        made["seq_idx"] = T((batch, length), classes=ids, grad=False)
-    return {n: t for n, t in made.items() if n not in without.split()}
+        tensors["seq_idx"] = T((batch, length), classes=ids, grad=False)
+    return {n: t for n, t in tensors.items() if n not in without.split()}
 
 
 SOFT: dict[str, Any] = {"delta_softplus": True}

@@ -31,8 +31,8 @@ def along(op: Op, x: Tensor, dim: int) -> Tensor:
     if x.shape[dim] == 0:
         raise ValueError(f"{name}: axis {dim} of x has no elements, got {checks.describe(x)}")
     last = dim in (-1, x.ndim - 1)
-    found: Tensor = op(x if last else x.movedim(dim, -1))
-    return found if last else found.movedim(-1, dim)
+    output: Tensor = op(x if last else x.movedim(dim, -1))
+    return output if last else output.movedim(-1, dim)
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:

@@ -49,22 +49,22 @@ def forward(
     output_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shape rule."""
-    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     y = _ordered(q, q.shape[1], q.shape[2], value_dim)
-    weights = q.new_empty(indices.shape if output_weights else (0,), dtype=kind)
-    return y, weights, q.new_empty(q.shape[:3], dtype=kind)
+    weights = q.new_empty(indices.shape if output_weights else (0,), dtype=acc_dtype)
+    return y, weights, q.new_empty(q.shape[:3], dtype=acc_dtype)
 
 
-def gradients(**given: Any) -> tuple[Tensor, ...]:
+def gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     """Gradients of queries, keys and values, in memory as a projection's output."""
-    made = []
+    outputs = []
     for name in "qkv":
-        x = given[name]
-        if x is None or not given[f"needs_{name}"]:
-            made.append(given["q"].new_empty(0))
+        x = kwargs[name]
+        if x is None or not kwargs[f"needs_{name}"]:
+            outputs.append(kwargs["q"].new_empty(0))
         else:
-            made.append(_ordered(x, x.shape[1], x.shape[2], x.shape[3]))
-    return tuple(made)
+            outputs.append(_ordered(x, x.shape[1], x.shape[2], x.shape[3]))
+    return tuple(outputs)
 
 
 op.backward(reads="dy q k v indices y lse value_dim scale", returns="dq dk dv", shapes=gradients)

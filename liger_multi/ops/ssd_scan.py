@@ -41,9 +41,9 @@ def forward(
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor]:
     """Shape rule."""
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     state = (x.shape[0], *x.shape[2:], B.shape[3])
-    return x.new_empty(x.shape), x.new_empty(state if output_final_state else (0,), dtype=kind)
+    return x.new_empty(x.shape), x.new_empty(state if output_final_state else (0,), dtype=acc_dtype)
 
 
 op.backward(
@@ -249,9 +249,9 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def _shapes_fit(x: Tensor, B: Tensor, C: Tensor) -> None:
-    for name, given in (("x", x), ("B", B), ("C", C)):
-        if given.ndim != 4:
-            checks.refuse(op.name, f"{name} must have four axes", given)
+    for name, tensor in (("x", x), ("B", B), ("C", C)):
+        if tensor.ndim != 4:
+            checks.refuse(op.name, f"{name} must have four axes", tensor)
     checks.same_shape(op.name, B=B, C=C)
     if (
         B.shape[:2] != x.shape[:2]
@@ -274,12 +274,12 @@ def _limits(limits: object) -> tuple[float, float]:
 
 
 def shapes_are(
-    name: str, given: dict[str, Tensor | None], wanted: dict[str, tuple[int, ...]]
+    name: str, tensors: dict[str, Tensor | None], expected: dict[str, tuple[int, ...]]
 ) -> None:
     """Tensors have the wanted shapes, where they are given."""
-    for argument, x in given.items():
-        if x is not None and tuple(x.shape) != wanted[argument]:
-            checks.refuse(name, f"{argument} must have shape {wanted[argument]}", x)
+    for argument, x in tensors.items():
+        if x is not None and tuple(x.shape) != expected[argument]:
+            checks.refuse(name, f"{argument} must have shape {expected[argument]}", x)
 
 
 def first_tokens(ids: Tensor | None) -> Tensor | None:
@@ -306,7 +306,7 @@ def _case(
 ) -> dict[str, T]:
     """Tensors of x (B, T, H, P), all of them but for those named by ``without``."""
     batch, length, heads, value = shape
-    made = {
+    tensors = {
         "x": T(shape, layout=layout),
         "dt": T((batch, length, heads), dtype, layout=layout, scale=0.5),
         "A": T((heads,), dtype, strength, negative=True),
@@ -318,8 +318,8 @@ def _case(
         "initial_state": T((batch, heads, value, states), dtype),
     }
     if ids:
-        made["seq_idx"] = T((batch, length), classes=ids, grad=False)
-    return {n: t for n, t in made.items() if n not in without.split()}
+        tensors["seq_idx"] = T((batch, length), classes=ids, grad=False)
+    return {n: t for n, t in tensors.items() if n not in without.split()}
 
 
 SOFT: dict[str, Any] = {"dt_softplus": True}

@@ -32,12 +32,12 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule; ``lse`` and ``lse_low``, its second part, are kept for backward in any case."""
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    rows, wanted = target.numel(), outputs.split(",")
+    rows, requested = target.numel(), outputs.split(",")
     return (
-        logits.new_empty(rows if "log_prob" in wanted else 0, dtype=wide),
-        logits.new_empty(rows if "entropy" in wanted else 0, dtype=wide),
+        logits.new_empty(rows if "log_prob" in requested else 0, dtype=wide),
+        logits.new_empty(rows if "entropy" in requested else 0, dtype=wide),
         logits.new_empty(rows, dtype=wide),
-        logits.new_empty(rows if "argmax" in wanted else 0, dtype=torch.int64),
+        logits.new_empty(rows if "argmax" in requested else 0, dtype=torch.int64),
         logits.new_empty(rows, dtype=wide),
     )
 
@@ -127,8 +127,8 @@ def prepared(
     if logits.ndim == 0:
         raise ValueError(f"{name}: logits must have shape (..., V), got {checks.describe(logits)}")
     checks.targets(name, target, logits.shape[:-1], logits)
-    wanted = checks.names(name, outputs, OUTPUTS)
-    if not wanted:
+    requested = checks.names(name, outputs, OUTPUTS)
+    if not requested:
         raise ValueError(f"{name}: outputs must name at least one of {', '.join(OUTPUTS)}, got ()")
     cool = checks.number(name, "temperature", temperature, 0.0, above=True)
     cap = None if softcap is None else checks.number(name, "softcap", softcap, 0.0, above=True)
@@ -140,7 +140,7 @@ def prepared(
         None if cap is None else cap / cool,
         scale / cool,
         checks.boolean(name, "validate", validate),
-        wanted,
+        requested,
     )
 
 
