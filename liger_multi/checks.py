@@ -1,4 +1,4 @@
-"""Checks of arguments that operators share; a message quotes what came and what was wanted."""
+"""Checks of arguments that operators share; a message names the requirement and the argument."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ def in_checkpoint() -> bool:
 Given = ParamSpec("Given")
 Checked = TypeVar("Checked")
 _VALUES = frozenset({bool, float, int, str, tuple, torch.dtype, type(None)})
-_MOST = 1024  # a program that draws options anew at every call does not fill the memory
+_MOST = 1024  # bounded, for programs that draw options anew at every call
 
 
 def remembered(check: Callable[Given, Checked]) -> Callable[Given, Checked]:
-    """Let a check of values, not of tensors, answer from a table what it was asked before.
+    """Cache the results of a check of values, not of tensors.
 
-    Types are a part of the question, because Python takes 1 for True and for 1.0. A refusal is not
-    remembered, nor is what a compiler asks: its integers may be symbols.
+    Types are part of the key, because Python takes 1 for True and for 1.0. Refusals are not cached,
+    nor are calls of a compiler: its integers may be symbols.
     """
     known: dict[Any, Any] = {}
 
     @functools.wraps(check)
     def run(*args: Given.args, **named: Given.kwargs) -> Checked:
-        kinds = tuple(map(type, args))
-        if named or torch.compiler.is_compiling() or not _VALUES.issuperset(kinds):
+        types = tuple(map(type, args))
+        if named or torch.compiler.is_compiling() or not _VALUES.issuperset(types):
             return check(*args, **named)
-        question = (args, kinds)
+        question = (args, types)
         try:
             answer = known.get(question)
         except TypeError:  # a tuple that holds a list
@@ -122,16 +122,16 @@ def integers(op: str, name: str, x: object) -> None:
 
 
 def one_dtype(op: str, tensors: Mapping[str, Tensor | None]) -> list[Tensor | None]:
-    """All tensors in the dtype of the products: autocast's, or the one that all have."""
+    """All tensors in the dtype of the GEMMs: autocast's, or the one that all have."""
     inputs = list(tensors.values())
     dtype = autocast_dtype(inputs[0].device.type)  # type: ignore[union-attr]
     if dtype is not None:
         return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in inputs]
     if len({t.dtype for t in inputs if t is not None}) > 1:
-        kinds = {
+        dtypes = {
             n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items() if t is not None
         }
-        shown = ", ".join(f"{n} {k}" for n, k in kinds.items())
+        shown = ", ".join(f"{n} {d}" for n, d in dtypes.items())
         raise TypeError(f"{op}: one dtype is needed outside of autocast, got {shown}")
     return inputs
 
@@ -158,7 +158,7 @@ def same_shape(op: str, **tensors: Tensor) -> None:
 def targets(
     op: str, target: Tensor, rows: tuple[int, ...], like: Tensor, name: str = "target"
 ) -> None:
-    """One class id a row: integers of the rows' shape, on the same device."""
+    """One class id per row: integers of the rows' shape, on the device of ``like``."""
     ids(op, name, target)
     if target.shape != rows:
         raise ValueError(
@@ -237,7 +237,7 @@ def integer(op: str, name: str, value: object) -> int:
 
 
 def constant(op: str, name: str, x: Tensor | None) -> None:
-    """A tensor that the loss has no gradient for does not ask for one."""
+    """Refuse a tensor that requires a gradient which the loss does not have."""
     if x is not None and x.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{op}: {name} has no gradient; pass {name}.detach()")
 

@@ -69,10 +69,10 @@ def yaml_of(text: str, name: str) -> Any:
     try:
         return _Builder(text).document()
     except yaml.MarkedYAMLError as error:
-        said = ", ".join(part for part in (error.problem, error.context) if part)
+        message = ", ".join(part for part in (error.problem, error.context) if part)
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        wrong = f"{place}{said}"
+        wrong = f"{place}{message}"
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         wrong = f"line {line}: it holds the character {chr(error.character)!a}"

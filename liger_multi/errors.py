@@ -1,10 +1,10 @@
-"""Every exception that liger_multi raises on purpose beside ``TypeError`` and ``ValueError``.
+"""Every exception that liger_multi raises on purpose besides ``TypeError`` and ``ValueError``.
 
 ::
 
     LigerMultiError
     ├── ConfigurationError (ValueError)         unknown operator, backend or key; no configuration
-    ├── BackendUnavailableError (RuntimeError)  a backend bound by name cannot run this call
+    ├── BackendUnavailableError (RuntimeError)  a backend pinned by name cannot run this call
     ├── ContractError (TypeError)               a function differs from its operator's schema
     ├── TransformError (RuntimeError)           functorch transforms over an operator
     ├── DoubleBackwardError (RuntimeError)      a gradient of an operator is differentiated
@@ -23,7 +23,7 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-MOST_NAMES = 10  # that a message lists; of more, only the nearest
+MOST_NAMES = 10  # names that a message lists; of more, only the nearest
 
 
 class LigerMultiError(Exception):
@@ -63,7 +63,7 @@ class PackingError(LigerMultiError, ValueError):
 
 
 class PlanError(LigerMultiError, RuntimeError):
-    """No way to train that was weighed fits into the memory given.
+    """No candidate fits into the memory.
 
     Attributes:
         nearest: The candidate with the lowest peak.
@@ -163,18 +163,18 @@ def unknown(noun: str, name: object, known: Iterable[str], every: str = "") -> s
 
     Args:
         noun: What the name names, such as "backend".
-        name: That is unknown.
-        known: Those that are not.
-        every: What lists them all.
+        name: The unknown name.
+        known: The known names.
+        every: The command that lists all of them.
     """
     names = sorted(known)
     text = name if isinstance(name, str) and len(name) < 200 else ""
-    said = repr(text) if text else shown(name)
+    quoted = repr(text) if text else shown(name)
     many = len(names) > MOST_NAMES
     close = difflib.get_close_matches(text, names, n=5 if many else 1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}? " if close else ""
     if many:
         listed = ", ".join(close) or "none has a similar name"
         where = f" ({every} lists them)" if every else ""
-        return f"unknown {noun} {said}; {hint}nearest of {len(names)} known{where}: {listed}"
-    return f"unknown {noun} {said}; {hint}known: {', '.join(names)}"
+        return f"unknown {noun} {quoted}; {hint}nearest of {len(names)} known{where}: {listed}"
+    return f"unknown {noun} {quoted}; {hint}known: {', '.join(names)}"

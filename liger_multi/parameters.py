@@ -19,16 +19,18 @@ def is_computed(module: nn.Module, name: str = "weight") -> bool:
     """Whether reading an attribute of a module runs code: a parametrization, or a property."""
     if hasattr(type(module), name):  # a property, which hides what the tables hold
         return True
-    held = module.__dict__
-    return not (name in held["_parameters"] or name in held["_buffers"] or name in held)
+    attributes = module.__dict__
+    return not (
+        name in attributes["_parameters"] or name in attributes["_buffers"] or name in attributes
+    )
 
 
 def stored(module: nn.Module, name: str = "weight") -> Tensor | None:
     """The tensor that a module holds under a name; None where a read would compute it."""
     if is_computed(module, name):
         return None
-    held: dict[str, Any] = module.__dict__
-    for table in (held["_parameters"], held["_buffers"], held):
+    attributes: dict[str, Any] = module.__dict__
+    for table in (attributes["_parameters"], attributes["_buffers"], attributes):
         value = table.get(name)
         if isinstance(value, Tensor):
             return value

@@ -1,6 +1,6 @@
 """What the benchmark runs: samples scaled to the device, their inputs, and the fp64 truth.
 
-Beside them stands the peak: the least work of every operator, and what the device reaches.
+They also give the peak: the least work of every operator, and what the device reaches.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CPU_BYTES, CPU_OPERATIONS = 16e6, 2e10
 JUMPS = ("fused_linear_tvd", "gated_mlp_float8")
 """Of these, a rounded logit may turn a sign and a rounded product may get the next code of FP8: no
 bound holds for every element, so that the relative error in the 2-norm decides."""
-JUMPED = 2**-4  # of that error: half a step of E4M3 codes
+JUMPED = 2**-4  # the relative error is half a step of E4M3 codes
 ORACLE_BYTES = 2**30  # of the widest tensor of one chunk of rows
 
 
@@ -71,7 +71,7 @@ class Case:
     Attributes:
         op: Operator's name.
         sample: What is run.
-        divisors: By what the rows and the vocabulary were divided; empty for the full shape.
+        divisors: What the rows and the vocabulary were divided by; empty for the full shape.
     """
 
     op: str
@@ -139,17 +139,17 @@ def scaled(op: str, sample: Sample, itemsize: int, limit_bytes: float, operation
         divisors = {**divisors, key: divisors.get(key, 1) * 2}
 
 
-def select(kind: str, pattern: str, known: Sequence[str]) -> list[str]:
+def select(noun: str, pattern: str, known: Sequence[str]) -> list[str]:
     """The names that a comma-joined list of globs means; ValueError names the nearest."""
-    found: list[str] = []
+    names: list[str] = []
     for part in filter(None, (p.strip() for p in pattern.split(","))):
         hits = [name for name in known if fnmatch.fnmatchcase(name, part)]
         if not hits:
-            raise ValueError(unknown(kind, part, known))
-        found += hits
-    if not found:
-        raise ValueError(f"no {kind} named by {pattern!r}: '*' means all {len(known)}")
-    return [name for name in known if name in found]
+            raise ValueError(unknown(noun, part, known))
+        names += hits
+    if not names:
+        raise ValueError(f"no {noun} named by {pattern!r}: '*' means all {len(known)}")
+    return [name for name in known if name in names]
 
 
 def cases(
@@ -161,12 +161,12 @@ def cases(
         for op in select("operator", ops, operators())
     }
     known = list(dict.fromkeys(s.name for each in bench.values() for s in each))
-    wanted = select("sample", names, known)
+    selected = select("sample", names, known)
     return [
         scaled(op, s, dtype.itemsize, *limits) if limits else Case(op, s, {})
         for op, each in bench.items()
         for s in each
-        if s.name in wanted
+        if s.name in selected
     ]
 
 
@@ -176,13 +176,13 @@ def cases(
 def draw(sample: Sample, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """The inputs, drawn on the device: a billion fp64 numbers on the host take minutes."""
     generator = torch.Generator(device).manual_seed(0)
-    made = {}
+    tensors = {}
     for name, spec in sample.tensors.items():
         if spec.classes:
             ids = torch.randint(spec.classes, spec.shape, generator=generator, device=device)
             order = torch.arange(ids.numel(), device=device).reshape(spec.shape)
             drop = order < round(spec.ignored * ids.numel())
-            made[name] = ids.masked_fill(drop, spec.ignore_index)
+            tensors[name] = ids.masked_fill(drop, spec.ignore_index)
             continue
         shape = (1, *spec.shape[1:]) if spec.layout == "expanded" else spec.shape
         options = {"generator": generator, "device": device, "dtype": torch.float32}
@@ -193,14 +193,16 @@ def draw(sample: Sample, device: torch.device, dtype: torch.dtype) -> dict[str, 
         )
         values = spec.formed(values).to(spec.dtype or dtype)
         laid = samples._LAYOUTS[spec.layout](values, spec.shape)
-        made[name] = laid.requires_grad_(spec.grad)
-    for name in {"cos", "sin"} & made.keys():
-        made[name] = of_pairs(made[name], next(iter(made.values())), sample.options.get("style"))
-    return made
+        tensors[name] = laid.requires_grad_(spec.grad)
+    for name in {"cos", "sin"} & tensors.keys():
+        tensors[name] = of_pairs(
+            tensors[name], next(iter(tensors.values())), sample.options.get("style")
+        )
+    return tensors
 
 
 def of_pairs(angles: Tensor, turned: Tensor, style: object) -> Tensor:
-    """Both channels of a pair have one angle, as in a model: peers read the half of them only."""
+    """Give both channels of a pair one angle, as in a model: peers read only one half of them."""
     half = angles.shape[-1] // 2
     if angles.shape[-1] < turned.shape[-1]:
         return angles  # one value a pair
@@ -232,19 +234,19 @@ Reference = Callable[["Case", Mapping[str, Tensor]], tuple[Tensor, ...]]
 
 
 def reference(case: Case, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """The operator's own reference, which in fp64 is the equations in order and nothing rounded."""
+    """The operator's own reference, which in fp64 follows the equations and rounds nothing."""
     name = public(case.op)
     options = {k: v for k, v in case.sample.options.items() if k != "inplace"}
     with use(**{name: REFERENCE}):
         return differentiable(getattr(ops, name)(**tensors, **options))
 
 
-def differentiable(found: Any) -> tuple[Tensor, ...]:
-    """What has gradients of that which a call returned: of a loss, nothing that stands beside."""
-    found = getattr(found, "loss", found)
-    if isinstance(found, Tensor):
-        return (found,)
-    return tuple(t for t in found if isinstance(t, Tensor) and t.is_floating_point())
+def differentiable(output: Any) -> tuple[Tensor, ...]:
+    """The outputs of a call that have gradients; of a loss with reports, the loss alone."""
+    output = getattr(output, "loss", output)
+    if isinstance(output, Tensor):
+        return (output,)
+    return tuple(t for t in output if isinstance(t, Tensor) and t.is_floating_point())
 
 
 @dataclass(frozen=True)
@@ -279,9 +281,9 @@ def truth(
         results = tuple(r if r.ndim else r * _share(case, tensors, part) for r in results)
         ups = [(up[part] if r.ndim else up).to(dtype) for r, up in zip(results, douts, strict=True)]
         pairs = [(r, up) for r, up in zip(results, ups, strict=True) if r.requires_grad]
-        smooth, given = ([pair[i] for pair in pairs] for i in (0, 1))
-        found = torch.autograd.grad(smooth, [wide[n] for n in grads], given)
-        for name, grad in zip(grads, found, strict=True):
+        smooth, args = ([pair[i] for pair in pairs] for i in (0, 1))
+        gradients = torch.autograd.grad(smooth, [wide[n] for n in grads], args)
+        for name, grad in zip(grads, gradients, strict=True):
             if name in rows or not grads[name]:
                 grads[name].append(grad)
             else:
@@ -296,14 +298,14 @@ def truth(
 
 
 def _widest(case: Case) -> int:
-    """The most columns that a formula has of a row."""
+    """The largest number of columns that a formula keeps for one row."""
     shapes = case.shapes
-    found = [shapes[n][-1] for n, t in case.sample.tensors.items() if not t.classes and shapes[n]]
-    found += [t.classes for t in case.sample.tensors.values()]
+    widths = [shapes[n][-1] for n, t in case.sample.tensors.items() if not t.classes and shapes[n]]
+    widths += [t.classes for t in case.sample.tensors.values()]
     experts = shapes.get("gate_up_weight", ())
     if len(experts) == 3:  # a token has a row for each of its experts
-        found.append(shapes["index"][-1] * max(shapes["x"][-1], experts[1]))
-    return max(1, *found)
+        widths.append(shapes["index"][-1] * max(shapes["x"][-1], experts[1]))
+    return max(1, *widths)
 
 
 def _widen(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -313,7 +315,7 @@ def _widen(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _share(case: Case, tensors: Mapping[str, Tensor], part: slice) -> float:
-    """What a chunk's mean weighs in the mean of all rows; 1 for a sum."""
+    """The weight of a chunk's mean in the mean of all rows; 1 for a sum."""
     if case.sample.options.get("reduction", "mean") != "mean":
         return 1.0
     target = next((n for n, t in case.sample.tensors.items() if t.classes), None)
@@ -328,7 +330,7 @@ def error(got: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]
     """Largest error in units of the tolerance (1 passes), and relative error in the 2-norm."""
     if got.shape != exact.shape:
         return math.inf, math.inf
-    kind = max(dtype, got.dtype, key=lambda d: torch.finfo(d).eps)
+    acc_dtype = max(dtype, got.dtype, key=lambda d: torch.finfo(d).eps)
     finite = torch.where(exact.isfinite(), exact.abs(), 0)
     largest = finite.max().reshape(1) if exact.numel() else exact.new_zeros(1)
     del finite
@@ -336,8 +338,8 @@ def error(got: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]
     for ours, right in _pieces(got, exact):
         # The tolerance refers to the largest value of the whole tensor: hand it to every piece.
         ours, right = torch.cat([ours.to(right), largest]), torch.cat([right, largest])
-        worst = max(worst, tolerance.excess(ours, right, kind))
-        wrong = torch.where(ours == right, 0, ours - right)  # of equal infinities, nothing
+        worst = max(worst, tolerance.excess(ours, right, acc_dtype))
+        wrong = torch.where(ours == right, 0, ours - right)  # equal infinities differ by nothing
         squares += float(wrong.double().square().sum())
         norms += float(right[:-1][right[:-1].isfinite()].double().square().sum())
     relative = math.sqrt(squares / norms) if norms else math.sqrt(squares)

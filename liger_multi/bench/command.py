@@ -60,12 +60,12 @@ def add_command(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(
-    given: argparse.Namespace, whom: str | None = None, dtype: str | None = None
+    options: argparse.Namespace, whom: str | None = None, dtype: str | None = None
 ) -> BenchConfig:
     """What a command line asks for.
 
     Args:
-        given: Parsed arguments of :func:`add_arguments`.
+        options: Parsed arguments of :func:`add_arguments`.
         whom: Providers where none are named; all that are known by default.
         dtype: The dtype where none is named; by default that of models on the device.
 
@@ -77,24 +77,24 @@ def plan(
     from liger_multi.bench.runner import BenchConfig
 
     try:
-        device = usable_device(None if given.device == "auto" else given.device)
+        device = usable_device(None if options.device == "auto" else options.device)
     except ConfigurationError as wrong:
-        raise ConfigurationError(f"--device {given.device}: {wrong}") from wrong
+        raise ConfigurationError(f"--device {options.device}: {wrong}") from wrong
     usual = dtype or ("fp32" if device.type == "cpu" else "bf16")
-    name = usual if given.dtype is None else given.dtype
+    name = usual if options.dtype is None else options.dtype
     if name not in DTYPES:
         raise ValueError(unknown("dtype", name, DTYPES))
-    if given.seconds is not None and not (given.seconds > 0 and math.isfinite(given.seconds)):
-        raise ValueError(f"--seconds must be positive, got {given.seconds:g}")
-    text = whom if given.providers is None else given.providers
+    if options.seconds is not None and not (options.seconds > 0 and math.isfinite(options.seconds)):
+        raise ValueError(f"--seconds must be positive, got {options.seconds:g}")
+    text = whom if options.providers is None else options.providers
     named = providers.default() if text is None else _names(text, providers.known())
-    shrink = QUICK_SHRINK if given.quick else 1
+    shrink = QUICK_SHRINK if options.quick else 1
     limits = (CPU_BYTES / shrink, CPU_OPERATIONS / shrink) if device.type == "cpu" else None
-    found = cases(given.ops, given.samples, DTYPES[name], limits)
-    if not found:
-        raise ValueError(f"no sample of {given.ops!r} is named {given.samples!r}")
-    seconds = given.seconds or (0.2 if given.quick else 5.0)
-    return BenchConfig(found, named, device, DTYPES[name], seconds, given.quick)
+    selected = cases(options.ops, options.samples, DTYPES[name], limits)
+    if not selected:
+        raise ValueError(f"no sample of {options.ops!r} is named {options.samples!r}")
+    seconds = options.seconds or (0.2 if options.quick else 5.0)
+    return BenchConfig(selected, named, device, DTYPES[name], seconds, options.quick)
 
 
 def _names(text: str, known: list[str]) -> list[str]:
@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     from liger_multi.bench.runner import run_plan
 
     try:
-        wanted = plan(arguments, PROVIDERS)
+        config = plan(arguments, PROVIDERS)
     except ValueError as wrong:
         raise LigerMultiError(str(wrong)) from wrong
     if arguments.output:
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(stderr=arguments.json)
     if not console.is_terminal:
         console = Console(width=150, stderr=arguments.json)
-    result = run_plan(wanted, console)
+    result = run_plan(config, console)
     if arguments.json:
         checking.write_json(result)
     else:

@@ -27,7 +27,7 @@ WARM_CALLS, WARM_SECONDS = 3, 0.2
 
 
 class Identity(torch.autograd.Function):
-    """Give a leaf a history at no cost: what is overwritten in place must come from somewhere."""
+    """Give a leaf a history at no cost: autograd lets no leaf be overwritten in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -100,8 +100,8 @@ class Runner:
         if any(d.dtype != r.dtype for d, r in zip(self.douts, results, strict=True)):
             # once, in a call that is not timed
             self.douts = tuple(d.to(r.dtype) for d, r in zip(self.douts, results, strict=True))
-        found = torch.autograd.grad(results, list(leaves.values()), self.douts)
-        return dict(zip(leaves, found, strict=True))
+        gradients = torch.autograd.grad(results, list(leaves.values()), self.douts)
+        return dict(zip(leaves, gradients, strict=True))
 
     def both(self) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """One call forward and backward."""
@@ -113,12 +113,12 @@ class Runner:
         """Largest error over results and gradients, in tolerances and in the 2-norm."""
         before = [_sum(t) for t in self.tensors.values()]
         results, grads = self.both()
-        # the gradient of an overwritten input may stand in the input itself
+        # the gradient of an overwritten input may be stored in the input itself
         if not self.provider.overwrites and before != [_sum(t) for t in self.tensors.values()]:
             raise AssertionError("overwrote its inputs")
-        found = [error(*pair, dtype) for pair in zip(results, right.results, strict=True)]
-        found += [error(grad, right.grads[name], dtype) for name, grad in grads.items()]
-        return max(e[0] for e in found), max(e[1] for e in found)
+        errors = [error(*pair, dtype) for pair in zip(results, right.results, strict=True)]
+        errors += [error(grad, right.grads[name], dtype) for name, grad in grads.items()]
+        return max(e[0] for e in errors), max(e[1] for e in errors)
 
 
 def _sum(tensor: Tensor) -> float:
@@ -194,7 +194,7 @@ def call_ms(runner: Runner, clock: Clock, flushes: int) -> tuple[float, float]:
 
 def host_us(runner: Runner, clock: Clock, calls: int) -> tuple[float, float]:
     """Microseconds the host needs to enqueue forward, and forward with backward."""
-    found = []
+    seconds = []
     for _ in range(calls):
         with runner.provider.scope():
             arguments = runner.prepare()
@@ -203,11 +203,11 @@ def host_us(runner: Runner, clock: Clock, calls: int) -> tuple[float, float]:
             result = runner.forward(arguments)
             middle = time.perf_counter()
             grads = runner.backward(result)
-            found.append((middle - start, time.perf_counter() - start))
+            seconds.append((middle - start, time.perf_counter() - start))
             del result, grads
     return (
-        statistics.median(f for f, _ in found) * 1e6,
-        statistics.median(b for _, b in found) * 1e6,
+        statistics.median(f for f, _ in seconds) * 1e6,
+        statistics.median(b for _, b in seconds) * 1e6,
     )
 
 
@@ -259,7 +259,7 @@ def interleave(
     runners: Mapping[str, tuple[Runner, int]], clock: Clock, seconds: float, least_rounds: int
 ) -> dict[str, Times]:
     """Rounds over all providers until the time is used up; every second round runs backwards."""
-    found = {name: Times() for name in runners}
+    times = {name: Times() for name in runners}
     end, rounds = time.perf_counter() + seconds, 0
     repeats = 1 if clock.cpu else REPEATS
     for runner, flushes in runners.values():
@@ -276,10 +276,10 @@ def interleave(
             with runner.provider.scope():
                 for _ in range(repeats):
                     forward, both = call_ms(runner, clock, flushes)
-                    found[name].forward_ms.append(forward)
-                    found[name].both_ms.append(both)
+                    times[name].forward_ms.append(forward)
+                    times[name].both_ms.append(both)
         rounds += 1
-    return found
+    return times
 
 
 # --- ceilings ---

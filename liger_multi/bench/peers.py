@@ -1,4 +1,4 @@
-"""Whom an operator is compared with by name: eager PyTorch, its fused kernels, and other packages.
+"""Peers of every operator by name: eager PyTorch, its fused kernels, and other packages.
 
 A peer takes the operator's tensors and those of its options that it supports, by name. Where a
 sample sets an option that a peer does not have, the provider is skipped with that reason.
@@ -73,8 +73,8 @@ def _token_log_prob(
 ) -> Any:
     """Trainers look for no ignored targets; the formula does."""
     log_p = torch.log_softmax(logits.float(), -1)
-    found = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-    return (found, -(log_p.exp() * log_p).sum(-1)) if "entropy" in outputs else found
+    log_prob = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return (log_prob, -(log_p.exp() * log_p).sum(-1)) if "entropy" in outputs else log_prob
 
 
 def _linear_log_prob(
@@ -87,8 +87,8 @@ def _linear_log_prob(
 ) -> Any:
     """The same."""
     log_p = torch.log_softmax((hidden @ weight.mT).float() / temperature, -1)
-    found = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-    return (found, -(log_p.exp() * log_p).sum(-1)) if "entropy" in outputs else found
+    log_prob = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return (log_prob, -(log_p.exp() * log_p).sum(-1)) if "entropy" in outputs else log_prob
 
 
 def _selective(logits: Tensor, index: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -109,12 +109,15 @@ def _sparsemax(x: Tensor) -> Tensor:
 
 
 def _of_heads(rows_of: Rows) -> Formula:
-    """Without the clamp of the count that gives 0 where every target is ignored."""
+    """PyTorch does not clamp the count of targets; the formula gives 0 where all are ignored."""
 
     def call(
-        hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
         target: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         rows = rows_of_heads(rows_of, hidden, weight, teacher_hidden, teacher_weight)
         valid = target != -100
         return torch.where(valid, rows, 0).sum() / valid.sum()
@@ -136,9 +139,16 @@ def _attention(
 ) -> Tensor:
     """All heads at once; the formula takes one at a time where scores are many."""
     return of_all_heads(
-        q, k, v, sinks, causal=causal, window=window, global_tokens=global_tokens,
-        softcap=softcap, scale=scale,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        sinks,
+        causal=causal,
+        window=window,
+        global_tokens=global_tokens,
+        softcap=softcap,
+        scale=scale,
+    )
 
 
 def _neighborhood(
@@ -147,8 +157,8 @@ def _neighborhood(
     """Masked scores of L x L; the formula gathers the few keys and keeps fp64 small."""
     place = torch.arange(q.shape[2], device=q.device)
     apart = place[:, None] - place
-    seen = (apart.abs() <= kernel_size // 2 * dilation) & (apart % dilation == 0)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    visible = (apart.abs() <= kernel_size // 2 * dilation) & (apart % dilation == 0)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
 
 def _grouped_moe(
@@ -170,10 +180,19 @@ def _grouped_moe(
 
 
 def _grouped_lora_moe(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
-    gate_up_a: Tensor, gate_up_b: Tensor, down_a: Tensor, down_b: Tensor, *,
-    gate_up_scale: float = 1.0, down_scale: float = 1.0,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_a: Tensor,
+    gate_up_b: Tensor,
+    down_a: Tensor,
+    down_b: Tensor,
+    *,
+    gate_up_scale: float = 1.0,
+    down_scale: float = 1.0,
+) -> Tensor:
     """As PEFT's ``target_parameters``: adapters added to all weights, then grouped GEMMs."""
     gate_up = gate_up_weight + (gate_up_scale * (gate_up_b @ gate_up_a)).to(gate_up_weight.dtype)
     down = down_weight + (down_scale * (down_b @ down_a)).to(down_weight.dtype)
@@ -242,7 +261,7 @@ def _block_mask(
 ) -> Any:
     left, right = _sides(window, causal)
 
-    def seen(b: Any, h: Any, i: Tensor, j: Tensor) -> Tensor:
+    def visible(b: Any, h: Any, i: Tensor, j: Tensor) -> Tensor:
         inside = (j >= i - left if left >= 0 else j >= 0) & (
             j <= i + right if right >= 0 else j >= 0
         )
@@ -251,7 +270,7 @@ def _block_mask(
         return inside & (j <= i) if causal else inside
 
     module = importlib.import_module("torch.nn.attention.flex_attention")
-    return module.create_block_mask(seen, None, None, queries, keys, device=device)
+    return module.create_block_mask(visible, None, None, queries, keys, device=device)
 
 
 def _flex(
@@ -279,10 +298,15 @@ def _flex(
     masked = causal or window is not None
     mask = _block_mask(q.shape[2], k.shape[2], q.device, causal, window, global_tokens)
     y, lse = _flex_attention()(
-        q, k, v, score_mod=None if softcap is None else capped,
-        block_mask=mask if masked else None, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
+        q,
+        k,
+        v,
+        score_mod=None if softcap is None else capped,
+        block_mask=mask if masked else None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
         return_lse=True,
-    )  # fmt: skip
+    )
     if sinks is None:
         return y  # type: ignore[no-any-return]
     share = torch.sigmoid(lse - sinks.float()[None, :, None])
@@ -361,8 +385,10 @@ def _linear_cross_entropy_aten(
 def _token_log_prob_aten(
     logits: Tensor, target: Tensor, *, outputs: tuple[str, ...] = ("log_prob",)
 ) -> Any:
-    found = -F.cross_entropy(logits, target, reduction="none")
-    return (found, torch.special.entr(logits.softmax(-1)).sum(-1)) if len(outputs) > 1 else found
+    log_prob = -F.cross_entropy(logits, target, reduction="none")
+    return (
+        (log_prob, torch.special.entr(logits.softmax(-1)).sum(-1)) if len(outputs) > 1 else log_prob
+    )
 
 
 def _linear_log_prob_aten(
@@ -374,8 +400,10 @@ def _linear_log_prob_aten(
     outputs: tuple[str, ...] = ("log_prob",),
 ) -> Any:
     z = hidden @ weight.mT / temperature
-    found = -F.cross_entropy(z, target, reduction="none")
-    return (found, torch.special.entr(z.softmax(-1)).sum(-1)) if "entropy" in outputs else found
+    log_prob = -F.cross_entropy(z, target, reduction="none")
+    return (
+        (log_prob, torch.special.entr(z.softmax(-1)).sum(-1)) if "entropy" in outputs else log_prob
+    )
 
 
 def _selective_aten(logits: Tensor, index: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -414,13 +442,13 @@ def _transformers_moe(by: str) -> Formula:
         experts, hidden, inner = down_weight.shape
         module = _experts_module(by, experts, hidden, inner)
         weights = {"gate_up_proj": gate_up_weight, "down_proj": down_weight}
-        found: Tensor = torch.func.functional_call(module, weights, (x, index, routing))
-        return found
+        output: Tensor = torch.func.functional_call(module, weights, (x, index, routing))
+        return output
 
     return call
 
 
-# Of recurrences: the chunks of transformers, where formulas go token by token.
+# Peers of recurrences: transformers computes in chunks, where formulas go token by token.
 
 
 def _modeling(model: str, name: str) -> Any:
@@ -448,30 +476,43 @@ def _transformers_delta_rule(op: str) -> Formula:
         many = v.shape[2] // q.shape[2]
         q, k = (x if many == 1 else x.repeat_interleave(many, 2) for x in (q, k))
         by = _modeling(*_SCANNED_BY[op])
-        found: Tensor = by(q, k, v, g, beta, use_qk_l2norm_in_kernel=qk_l2norm)[0]
-        return found
+        output: Tensor = by(q, k, v, g, beta, use_qk_l2norm_in_kernel=qk_l2norm)[0]
+        return output
 
     return call
 
 
 def _transformers_ssd_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor, dt_bias: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
     dt_softplus: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     by = _modeling(*_SCANNED_BY["ssd_scan"])
-    found: Tensor = by(x, dt, A, B, C, 256, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus)
-    return found
+    output: Tensor = by(x, dt, A, B, C, 256, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus)
+    return output
 
 
 def _transformers_selective_scan(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor, z: Tensor,
-    delta_bias: Tensor, delta_softplus: bool = False,
-) -> Tensor:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor,
+    z: Tensor,
+    delta_bias: Tensor,
+    delta_softplus: bool = False,
+) -> Tensor:
     by, rows = _modeling(*_SCANNED_BY["selective_scan"]), (u.mT, delta.mT, A, B.mT, C.mT)
-    found: Tensor = by(
-        *rows, D=D, z=z.mT, delta_bias=delta_bias, delta_softplus=delta_softplus
-    )  # fmt: skip
-    return found.mT
+    output: Tensor = by(*rows, D=D, z=z.mT, delta_bias=delta_bias, delta_softplus=delta_softplus)
+    return output.mT
 
 
 _SCANNED_BY = {
@@ -499,14 +540,14 @@ def _within(chunk: str) -> Formula:
 
 
 def _torch_fused(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    found: Tensor = F.linear_cross_entropy(hidden, weight, target)
-    return found
+    loss: Tensor = F.linear_cross_entropy(hidden, weight, target)
+    return loss
 
 
 def _cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     peer = importlib.import_module("cut_cross_entropy")
-    found: Tensor = peer.linear_cross_entropy(hidden, weight, target)
-    return found
+    loss: Tensor = peer.linear_cross_entropy(hidden, weight, target)
+    return loss
 
 
 def _quack(name: str) -> Any:
@@ -518,21 +559,21 @@ def _quack(name: str) -> Any:
 def _quack_rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0
 ) -> Tensor:
-    found: Tensor = _quack("rmsnorm:rmsnorm")(x, weight, eps=eps, weight_offset=offset)
-    return found
+    output: Tensor = _quack("rmsnorm:rmsnorm")(x, weight, eps=eps, weight_offset=offset)
+    return output
 
 
 def _quack_fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = _quack("rmsnorm:rmsnorm")(
+    outputs: tuple[Tensor, Tensor] = _quack("rmsnorm:rmsnorm")(
         x, weight, residual=residual, eps=eps, prenorm=True
     )
-    return found
+    return outputs
 
 
 class _QuackLayerNorm(torch.autograd.Function):
-    """Its kernels forward and backward, which it does not join; weights are cast to its fp32."""
+    """Join its separate forward and backward kernels; weights are cast to fp32, as they expect."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -554,13 +595,13 @@ class _QuackLayerNorm(torch.autograd.Function):
 
 def _quack_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
     apply: Any = _QuackLayerNorm.apply
-    found: Tensor = apply(x, weight, bias, eps)
-    return found
+    output: Tensor = apply(x, weight, bias, eps)
+    return output
 
 
 def _quack_softmax(x: Tensor) -> Tensor:
-    found: Tensor = _quack("softmax:softmax")(x)
-    return found
+    output: Tensor = _quack("softmax:softmax")(x)
+    return output
 
 
 def _quack_cross_entropy(inplace: bool) -> Formula:
@@ -577,8 +618,8 @@ def _quack_linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) 
     call = _quack("linear_cross_entropy:chunked_linear_cross_entropy")
     # 0.6.5 refuses GEMMs with as many rows as columns, which its 4096 rows make of 4096 channels
     rows = {"chunk_size": 8192} if hidden.shape[-1] == 4096 else {}
-    found: Tensor = call(hidden, weight, target, **rows)
-    return found
+    loss: Tensor = call(hidden, weight, target, **rows)
+    return loss
 
 
 # --- lower bounds: the GEMMs alone ---
@@ -603,8 +644,8 @@ class _Products(torch.autograd.Function):
 
 def _products(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     apply: Any = _Products.apply
-    found: Tensor = apply(hidden, weight)
-    return found
+    output: Tensor = apply(hidden, weight)
+    return output
 
 
 def _log_prob_products(
@@ -615,8 +656,8 @@ def _log_prob_products(
     temperature: float = 1.0,
     outputs: tuple[str, ...] = ("log_prob",),
 ) -> Any:
-    found = _products(hidden, weight, target).expand(target.shape)
-    return (found,) * len(outputs) if len(outputs) > 1 else found
+    log_prob = _products(hidden, weight, target).expand(target.shape)
+    return (log_prob,) * len(outputs) if len(outputs) > 1 else log_prob
 
 
 class _PairProducts(torch.autograd.Function):
@@ -641,8 +682,8 @@ def _pair_products(
     hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, target: Tensor
 ) -> Tensor:
     apply: Any = _PairProducts.apply
-    found: Tensor = apply(hidden, weight, teacher_hidden, teacher_weight)
-    return found
+    output: Tensor = apply(hidden, weight, teacher_hidden, teacher_weight)
+    return output
 
 
 EXPERTS = {

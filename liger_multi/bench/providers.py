@@ -1,4 +1,4 @@
-"""Whom the benchmark times, by name: our operator, its backends, plain formulas and peers."""
+"""Providers that the benchmark times: our operator, its backends, plain formulas and peers."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def _liger_log_prob(nll: Formula) -> Formula:
         temperature: float = 1.0,
         outputs: tuple[str, ...] = ("log_prob",),
     ) -> Any:
-        found = nll(hidden, weight, target, temperature, -100, 1, "entropy" in outputs)
-        return (-found[0], *found[1:]) if isinstance(found, tuple) else -found
+        output = nll(hidden, weight, target, temperature, -100, 1, "entropy" in outputs)
+        return (-output[0], *output[1:]) if isinstance(output, tuple) else -output
 
     return call
 
@@ -64,21 +64,21 @@ def _liger_moe(moe: Formula) -> Formula:
     def call(
         x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor
     ) -> Tensor:
-        found: Tensor = moe(x, gate_up_weight, down_weight, index.to(torch.int32), routing)
-        return found
+        output: Tensor = moe(x, gate_up_weight, down_weight, index.to(torch.int32), routing)
+        return output
 
     return call
 
 
-# Of log-probabilities; of tvd, of probabilities.
+# Losses of log-probabilities; tvd takes probabilities.
 
 
 def _given(loss: Formula, prepare: Formula) -> Formula:
     def call(
         student: Tensor, teacher: Tensor, *, form: str = "log_prob", teacher_form: str = "log_prob"
     ) -> Tensor:
-        found: Tensor = loss(prepare(student, form), prepare(teacher, teacher_form))
-        return found
+        output: Tensor = loss(prepare(student, form), prepare(teacher, teacher_form))
+        return output
 
     return call
 
@@ -340,9 +340,9 @@ def _liger(provider: str, case: Case, device: torch.device) -> Provider | str:
         return "has no such operator"
     if device.type == "cpu":
         return "runs on accelerators only"
-    wanted = LIGERS[provider]
-    if os.environ.get(CHOICE, "") != wanted:
-        return f"runs in processes with{f' {CHOICE}={wanted}' if wanted else f'out {CHOICE}'}"
+    required = LIGERS[provider]
+    if os.environ.get(CHOICE, "") != required:
+        return f"runs in processes with{f' {CHOICE}={required}' if required else f'out {CHOICE}'}"
     name, adapt = table[case.op]
     try:
         module, _, name = name.rpartition(":")

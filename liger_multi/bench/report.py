@@ -51,18 +51,18 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything whose numbers these are."""
-    found = {
+    """Versions of every package that was timed."""
+    installed = {
         "python": platform.python_version(),
         "liger_multi": __version__,
         "torch": torch.__version__,
     }
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
     for name, record in backends().items():
-        found |= record.describe() if unavailable(name) is None else {}
-    return found
+        installed |= record.describe() if unavailable(name) is None else {}
+    return installed
 
 
 # --- table ---
@@ -88,27 +88,27 @@ def base(rows: Sequence[Row]) -> Row | None:
 
 def table(op: str, rows: Sequence[Row]) -> Table:
     """All samples and providers of one operator."""
-    made = Table(title=op, title_justify="left", title_style="bold", header_style="bold")
-    made.add_column("sample", no_wrap=True)
-    made.add_column("provider", no_wrap=True)
+    page = Table(title=op, title_justify="left", title_style="bold", header_style="bold")
+    page.add_column("sample", no_wrap=True)
+    page.add_column("provider", no_wrap=True)
     for name in ("forward\n[ms]", "fwd+bwd\n[ms]", "time /\nours", "% of\nroof", "extra\nmemory"):
-        made.add_column(name, justify="right", no_wrap=True)
+        page.add_column(name, justify="right", no_wrap=True)
     for name in ("peak\nmemory", "relative\nerror", "error /\ntolerance", "host\n[us]"):
-        made.add_column(name, justify="right", no_wrap=True)
+        page.add_column(name, justify="right", no_wrap=True)
     for group in groups(rows):
         with_ratio = base(group)
         for row in group:
-            made.add_row(*_cells(row, with_ratio, first=row is group[0]))
-        made.add_section()
-    return made
+            page.add_row(*_cells(row, with_ratio, first=row is group[0]))
+        page.add_section()
+    return page
 
 
 def groups(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows of one sample each."""
-    found: dict[str, list[Row]] = {}
+    rows_by_sample: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row["sample"], []).append(row)
-    return list(found.values())
+        rows_by_sample.setdefault(row["sample"], []).append(row)
+    return list(rows_by_sample.values())
 
 
 def _cells(row: Row, compared: Row | None, first: bool) -> list[str]:
@@ -165,11 +165,11 @@ def line(rows: Sequence[Row]) -> str:
     """One finished sample in a line, for logs."""
     if not rows:
         return ""
-    found = [
+    entries = [
         f"{r['provider']} " + (significant(r["both_ms"]) if r["status"] == "ok" else r["status"])
         for r in rows
     ]
-    return f"{rows[0]['op']} {rows[0]['sample']}, fwd+bwd [ms]: {', '.join(found)}"
+    return f"{rows[0]['op']} {rows[0]['sample']}, fwd+bwd [ms]: {', '.join(entries)}"
 
 
 # --- files ---
@@ -230,11 +230,11 @@ def chart(title: str, rows: Sequence[Row], path: Path) -> None:
     """Bars of forward + backward time over ours, one panel a sample; shorter is faster."""
     panels = [(g, base(g)) for g in groups(rows)]
     heights = [len(g) + 1.2 for g, _ in panels]
-    with figure(path, 8.5, 0.9 + 0.3 * sum(heights)) as made:
-        axes = made.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    with figure(path, 8.5, 0.9 + 0.3 * sum(heights)) as canvas:
+        axes = canvas.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
         for axis, (group, compared) in zip(axes, panels, strict=True):
             _panel(axis, group, compared)
-        made.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
+        canvas.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
 
 
 def _panel(axis: Any, group: list[Row], compared: Row | None) -> None:

@@ -1,4 +1,4 @@
-"""Time, memory and error of every operator beside others: what a run of the benchmark does.
+"""Time, memory and error of every operator and of its peers: what a run of the benchmark does.
 
 Operator x sample x provider in one process. A provider whose result is outside of the tolerance of
 the tests gets no time. Rounds interleave the providers, medians are reported, and percent of the
@@ -73,7 +73,7 @@ class BenchConfig:
 
 
 class Bench:
-    """A run: what stays the same over all cases, and what was found."""
+    """A run: what stays the same over all cases, and the rows measured so far."""
 
     def __init__(self, plan: BenchConfig, progress: Progress) -> None:
         self.plan, self.progress = plan, progress
@@ -92,11 +92,11 @@ class Bench:
         # garbage is collected for every provider; what stays by now need not be looked through
         gc.collect()
         gc.freeze()
-        found = self._providers(case)
-        rows: dict[str, dict[str, Any]] = {p.name: self._row(case, p) for p in found}
+        available = self._providers(case)
+        rows: dict[str, dict[str, Any]] = {p.name: self._row(case, p) for p in available}
         self.rows += rows.values()
         try:
-            self._run(case, found, rows)
+            self._run(case, available, rows)
         except Exception as failure:
             # inputs, truth or interleaved calls did not fit: nobody keeps a half-measured row
             for row in rows.values():
@@ -108,18 +108,18 @@ class Bench:
             self.progress.console.print(report.line(list(rows.values())), markup=False)
 
     def _run(
-        self, case: Case, found: list[providers.Provider], rows: dict[str, dict[str, Any]]
+        self, case: Case, available: list[providers.Provider], rows: dict[str, dict[str, Any]]
     ) -> None:
         self.say(case, "inputs")
         tensors = draw(case.sample, self.plan.device, self.plan.dtype)
         douts = upstream(case, self.plan.device, self.plan.dtype, self.plan.fp64_reference)
-        self._check(case, found, rows, tensors, douts)
+        self._check(case, available, rows, tensors, douts)
         release(self.plan.device)
-        usable = [p for p in found if rows[p.name]["status"] == "ok"]
+        usable = [p for p in available if rows[p.name]["status"] == "ok"]
         self._measure(case, usable, rows, tensors, douts)
 
     def _providers(self, case: Case) -> list[providers.Provider]:
-        found = []
+        available = []
         for name in self.plan.providers:
             item = providers.find(name, case, self.plan.device, self.plan.dtype)
             if isinstance(item, str):
@@ -127,8 +127,8 @@ class Bench:
                 if entry not in self.skipped:
                     self.skipped.append(entry)
             else:
-                found.append(item)
-        return found
+                available.append(item)
+        return available
 
     def _row(self, case: Case, provider: providers.Provider) -> dict[str, Any]:
         shapes = {n: list(s) for n, s in case.shapes.items()}
@@ -155,13 +155,13 @@ class Bench:
     def _check(
         self,
         case: Case,
-        found: list[providers.Provider],
+        available: list[providers.Provider],
         rows: dict[str, dict[str, Any]],
         tensors: dict[str, Tensor],
         douts: tuple[Tensor, ...],
     ) -> None:
         right = self._truth(case, tensors, douts)
-        for provider in found:
+        for provider in available:
             row = rows[provider.name]
             row["reference"] = right.precision
             self.say(case, f"checking {provider.name}")
@@ -170,7 +170,7 @@ class Bench:
                 row.update(_checked(case, provider, tensors, douts, right, self.plan.dtype))
             except Exception as failure:
                 _failed(row, failure)
-            if row["status"] != "ok":  # whoever failed may have written into the inputs
+            if row["status"] != "ok":  # a provider that failed may have written into the inputs
                 again = draw(case.sample, self.plan.device, self.plan.dtype)
                 with torch.no_grad():
                     for name, tensor in tensors.items():
@@ -281,7 +281,7 @@ def run_plan(
 
 
 def _result(bench: Bench, date: str) -> dict[str, Any]:
-    """What a run found so far; its date is that of its begin, and stays."""
+    """The result of a run so far; its date is that of its start."""
     plan = bench.plan
     return {
         "schema": 1,

@@ -22,7 +22,7 @@ from liger_multi.errors import PlanError, need
 from liger_multi.memory import estimate
 from liger_multi.memory.breakdown import estimate_page
 from liger_multi.memory.planning import CARDS, Space, TrainingPlan, plan
-from liger_multi.memory.planning.host import UNKNOWN
+from liger_multi.memory.planning.cost import DEFAULT_HOST_MEMORY
 from liger_multi.memory.planning.result import NAMES, PRECISIONS, plan_page
 from liger_multi.memory.setup import DTYPES, OPTIMIZERS, TrainingSetup
 from liger_multi.memory.sizes import SIZES, Source, beyond, config_of, positions_of
@@ -125,7 +125,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-memory",
         metavar="SIZE",
         help="memory of the host for each device, such as 128GiB (default: what this machine has "
-        f"for each of its devices, or {UNKNOWN // 2**30}GiB where it has none)",
+        f"for each of its devices, or {DEFAULT_HOST_MEMORY // 2**30}GiB where it has none)",
     )
     parser.add_argument(
         "--batch",

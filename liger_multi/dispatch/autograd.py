@@ -30,7 +30,7 @@ Gradients = Callable[[Any, Tensors, Tensors, Configuration], Tensors]
 
 
 def unconnected_residual(op: Op, omits: bool, additive: Sequence[str]) -> tuple[str, ...]:
-    """The residual that autograd is told of, so that gradients have an edge to every input.
+    """The residual that autograd has to know, so that gradients have an edge to every input.
 
     A gradient is computed from what backward reads. Saved inputs and visible outputs bring their
     edges with them. A hidden residual has none, and may depend on inputs that are not saved; it is

@@ -176,10 +176,10 @@ def promised(name: str, prim: Primitive) -> Promise:
         because = {"rows": _TABLE, **result.because}
         always = result.always - {"rows"}
         result = replace(result, always=always, rows=under_rows, because=because)
-    apart = result.under("rows") & {"rows", "chunk"}
+    row_properties = result.under("rows") & {"rows", "chunk"}
     result = result.without(backends()[name].not_bitwise)
     if goes_row_by_row(name, prim) or (name == REFERENCE and stated.reference == "itself"):
-        result = replace(result, rows=result.rows | apart)
+        result = replace(result, rows=result.rows | row_properties)
     return result
 
 
@@ -236,7 +236,7 @@ def _fresh(x: Tensor) -> Tensor:
 def _is_aligned(x: Tensor) -> bool:
     """Whether every row starts at a multiple of 16 bytes, as far as rows side by side do.
 
-    Axes of one element count: the stride of a row alone is that which it had beside others.
+    Axes of size 1 count as well: a row that was sliced out keeps the stride of its tensor.
     """
     if x.data_ptr() % ALIGNED:
         return False

@@ -1,4 +1,4 @@
-"""Which backend an operator should use, said by people: scopes, calls, a YAML file, and ``auto``.
+"""Which backend an operator uses, as configured: scopes, calls, a YAML file, and ``auto``.
 
 Precedence: :func:`use` (scoped) over :func:`configure` over the file named by
 ``LIGER_MULTI_CONFIG`` over ``auto``. Each source is one :class:`Layer`; what a layer does not name
@@ -8,11 +8,10 @@ The form of a configuration, in YAML or as a mapping::
 
     default: auto
     chunk_bytes: 512MiB                 # byte budget of a chunk of logits
-    head_gemms: float8               # of heads with a loss, in FP8; float8_logits; exact
-    deterministic: true              # equal bits in every run; "rows": of a row in every batch
+    head_gemms: float8                  # GEMMs of heads with a loss; or float8_logits, exact
+    deterministic: true                 # equal bits in every run; "rows": for a row in any batch
     ops:
-      rms_norm: reference               # a name pins the operator: it runs or the call fails with
-      the reason
+      rms_norm: reference               # a name pins the operator: it runs, or the call fails
       cross_entropy: [npu, reference]   # a list is exactly that order
       "fused_linear_*": triton          # a glob
     devices:

@@ -65,7 +65,7 @@ def not_differentiable(
 def only_whole(
     name: str, direction: str, outs: Sequence[Tensor | None], origins: Iterable[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """What forward or backward returned to a caller of ``torch.ops``; it has no gradient.
+    """Mark what forward or backward returned to a caller of ``torch.ops``: it has no gradient.
 
     Args:
         name: The operator.

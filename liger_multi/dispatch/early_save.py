@@ -51,7 +51,7 @@ class EarlySave:
     """An operator with one visible output, in two functions.
 
     Args:
-        op: Of which backward is.
+        op: The operator whose backward is used.
         first: Takes the arguments of forward, and returns its outputs, the result as
             :func:`empty_of` gives it, and what the second function needs.
         rest: Takes the arguments of the call and what the first left; returns the result.

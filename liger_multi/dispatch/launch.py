@@ -1,4 +1,4 @@
-"""Launch numbers: a formula beside the kernel, measured numbers beside the vendor.
+"""Launch configurations: a formula in the kernel's file, measured numbers in the vendor's folder.
 
 A kernel file states its launch configuration as a frozen dataclass and computes a default from the
 device's limits; ``backends/<backend>/launch/<arch>.yaml`` replaces fields where a measured entry
@@ -59,14 +59,14 @@ def _device_info(device: torch.device) -> DeviceInfo:
 
 
 _found: dict[tuple[Any, ...], Any] = {}
-_MOST = 16384  # of as many different shapes, most do not come again
+_MOST = 16384  # most shapes of a program with that many do not come again
 
 
 def kept(question: tuple[Any, ...], make: Callable[[], Config]) -> Config:
-    """What follows from a question of hashable values, made once.
+    """Cache what follows from hashable values.
 
-    A question names the kernel and whatever decides: sizes, strides, dtypes, the device. Launch
-    configurations may be part of the answer.
+    The values name the kernel and all that decides: sizes, strides, dtypes, the device. Launch
+    configurations may be part of the result.
     """
     if _simulated:
         return make()

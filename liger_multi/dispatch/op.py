@@ -63,7 +63,7 @@ class Op:
 
     Args:
         name: The operator's name; backends implement it in a module of this name.
-        family: The room of its modules: ``backends/<backend>/<family>/``, ``reference/<family>/``.
+        family: Folder of its modules: ``backends/<backend>/<family>/``, ``reference/<family>/``.
         compile: ``opaque`` keeps the op one call under ``torch.compile``; ``trace`` lets the
             compiler see the reference, which pays for elementwise operators that Inductor fuses
             with their neighbors.

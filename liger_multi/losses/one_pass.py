@@ -231,7 +231,7 @@ def chunk_pass(
     chunks = Chunks(hidden, weight, target, bias, spec, ChunkSpec(chunk, budget, kind, compact))
     collected = Collected(chunks, spec, outputs, loss=False)
     into = Accumulator(chunks, hidden, weight, accumulate, needs)
-    total = target.new_zeros((), dtype=statistics_dtype(chunks.kind))
+    total = target.new_zeros((), dtype=statistics_dtype(chunks.dtype))
     for place, where, h, t, raw in chunks:
         made = kernels.statistics(raw, t, None, spec, outputs)
         collected.put(where, made)

@@ -251,7 +251,7 @@ class _Kept(torch.autograd.Function):
                 *grads[:3], entropies=entropy, target=target, vocabulary=weight.shape[0],
                 objective=chunks.spec,
             )  # fmt: skip
-            upstream, factor = within_range(arrived, chunks.spec, chunks.kind)
+            upstream, factor = within_range(arrived, chunks.spec, chunks.dtype)
             for place, where, h, t, raw in chunks.over(kept, ready):
                 ctx.kernels.log_prob_gradient_(
                     raw, t, normalizer.at(where), chunks.spec, upstream.at(where)

@@ -33,8 +33,8 @@ class Holder:
         category: What they are.
         kind: Class of the module that they belong to.
         module: Its path; numbers of layers are stars.
-        op: Operator that made them.
-        phase: Phase in which they were made.
+        op: Operator that allocated them.
+        phase: Phase in which they were allocated.
         bytes: Their sum.
         count: How many.
     """
@@ -55,7 +55,7 @@ class Profile:
     Attributes:
         title: What ran.
         device: Where.
-        method: How it was seen: ``"live tensors"``, ``"allocator history"`` or ``"shapes"``.
+        method: How it was recorded: ``"live tensors"``, ``"allocator history"`` or ``"shapes"``.
         peak_bytes: Largest number of bytes alive at once.
         peak_phase: When that was.
         peak_module: Module that was running then.
@@ -68,7 +68,7 @@ class Profile:
         phases: Place in the timeline and name of every phase.
         allocator: Of an accelerator: ``allocated``, ``reserved`` and ``fragmentation`` bytes (the
             part of the reserved memory that was in no block at the reserved peak), and ``hidden``
-            bytes at the peak, which no tensor was seen for.
+            bytes at the peak that belong to no recorded tensor.
     """
 
     title: str
@@ -147,7 +147,7 @@ class Profile:
 
 @dataclass
 class Comparison:
-    """Two profiles beside each other, as ``stock`` and ``patched``."""
+    """Two profiles in one table, as ``stock`` and ``patched``."""
 
     first: Profile
     second: Profile
@@ -217,8 +217,8 @@ def summarize(
     profile.peak_module, profile.peak_op = last.module, last.op
     alive = _alive(events, peak_at)
     profile.holders = _holders(blocks, alive, dict(zip(CATEGORIES, factors, strict=True)))
-    kept = {i: n for i, n in _alive(events, kept_at).items() if blocks[i].category == SAVED}
-    profile.saved = _holders(blocks, kept, {SAVED: 1.0})
+    saved = {i: n for i, n in _alive(events, kept_at).items() if blocks[i].category == SAVED}
+    profile.saved = _holders(blocks, saved, {SAVED: 1.0})
     # all that stood there before the first phase is one moment
     begin = max(0, phases[0][0] - 1) if phases else 0
     step = max(1, -(-(len(totals) - begin) // POINTS))
@@ -269,8 +269,8 @@ def _holders(
 ROWS = 10  # of a list of origins
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f} %" if whole else "-"
+def _share(part: int, total: int) -> str:
+    return f"{100 * part / total:.0f} %" if total else "-"
 
 
 def profile_page(profile: Profile) -> Page:
@@ -295,29 +295,29 @@ def profile_page(profile: Profile) -> Page:
 
 
 def _origins(page: Page, profile: Profile, peak: int) -> None:
-    held = list(profile.by("category", "kind", "op").items())
+    at_peak = list(profile.by("category", "kind", "op").items())
     page.add(
         "Held at the peak by",
         [
             (category, module_class or "-", op or "-", format_bytes(size), _share(size, peak))
-            for (category, module_class, op), size in held[:ROWS]
+            for (category, module_class, op), size in at_peak[:ROWS]
         ],
         ("category", "module", "operator", "bytes", "share"),
     )
-    kept = list(profile.by("kind", "op", saved=True).items())
-    total = sum(size for _, size in kept)
+    saved = list(profile.by("kind", "op", saved=True).items())
+    total = sum(size for _, size in saved)
     page.add(
         "Kept by forward for backward",
         [
             (module_class or "-", op or "-", format_bytes(size), _share(size, total))
-            for (module_class, op), size in kept[:ROWS]
+            for (module_class, op), size in saved[:ROWS]
         ],
         ("module", "operator", "bytes", "share"),
     )
 
 
 def comparison_page(both: Comparison) -> Page:
-    """Two steps beside each other."""
+    """Two steps in one table."""
     page = Page()
     a, b = both.first, both.second
 
@@ -329,8 +329,8 @@ def comparison_page(both: Comparison) -> Page:
     rows += [
         row(f"  {name}", a.at_peak.get(name, 0), b.at_peak.get(name, 0)) for name in CATEGORIES
     ]
-    kept = [sum(p.by("kind", saved=True).values()) for p in (a, b)]
-    rows.append(row("kept by forward", *kept))
+    saved = [sum(p.by("kind", saved=True).values()) for p in (a, b)]
+    rows.append(row("kept by forward", *saved))
     for key in dict.fromkeys(k for p in (a, b) for k in p.by("kind", saved=True)):
         sizes = [p.by("kind", saved=True).get(key, 0) for p in (a, b)]
         rows.append(row(f"  {key[0] or '-'}", *sizes))
@@ -375,13 +375,13 @@ def estimate_page(estimate: Estimate) -> Page:
 
 def _why_below(estimate: Estimate) -> Iterator[str]:
     """Why the peak is less than static and dynamic together, if it is."""
-    whole = (
+    sum_bytes = (
         estimate.static_bytes
         + estimate.dynamic_bytes
         + estimate.gathered_bytes
         + estimate.workspace_bytes
     )
-    if whole <= estimate.peak_bytes:
+    if sum_bytes <= estimate.peak_bytes:
         return
     at_peak = estimate.profile.at_peak
     absent = [
@@ -395,7 +395,7 @@ def _why_below(estimate: Estimate) -> Iterator[str]:
         absent.append(f"what is dynamic takes {sizes[0]} of {sizes[1]}")
     yield (
         f"Static and dynamic have their highest moments at different times: together they would be "
-        f"{format_bytes(whole)}, the peak is {format_bytes(estimate.peak_bytes)}. At the peak, "
+        f"{format_bytes(sum_bytes)}, the peak is {format_bytes(estimate.peak_bytes)}. At the peak, "
         f"{' and '.join(absent)}."
     )
 
@@ -406,7 +406,7 @@ UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def draw_timelines(profiles: Sequence[Profile], path: Path, plotted: str = "") -> None:
-    """Stacked bytes by category over a step, one panel a profile, all on one scale."""
+    """Stacked bytes by category over a step, one panel per profile, all on one scale."""
     top = max(max(map(sum, p.timeline), default=0) for p in profiles)
     unit, name = next(((u, n) for u, n in UNITS if top >= u), (1, "B"))
     with figure(path, 9.2, 1.0 + 3.1 * len(profiles), plotted) as canvas:

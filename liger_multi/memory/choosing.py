@@ -1,6 +1,6 @@
 """Choose recompute policies by a budget of bytes: once, or before each forward by live headroom.
 
-What a layer keeps and computes again under each policy is told from shapes alone.
+What a layer keeps and recomputes under each policy follows from shapes alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Cost:
 
     Attributes:
         kept_bytes: What it keeps from forward to backward, its input included.
-        seconds: Of what is computed again, by the peak of a device.
+        seconds: Time of what is recomputed, at a device's peak rates.
     """
 
     kept_bytes: int
@@ -57,7 +57,7 @@ class Stats:
     tokens: int
 
     def kept_bytes(self, policies: tuple[str, ...]) -> int:
-        """What all layers keep, and beside it the largest of them while it is computed again."""
+        """What all layers keep, and what the largest of them holds while it is recomputed."""
         pairs = list(zip(self.layers, policies, strict=True))
         again = (
             max(c.kept_bytes for c in layer.values()) - layer[p].kept_bytes
@@ -67,13 +67,13 @@ class Stats:
         return sum(layer[p].kept_bytes for layer, p in pairs) + max([0, *again])
 
     def seconds(self, policies: tuple[str, ...]) -> float:
-        """What computing again takes."""
+        """Time of the recomputation."""
         return sum(layer[p].seconds for layer, p in zip(self.layers, policies, strict=True))
 
 
 # --- one layer ---
 
-# Of one second on an H200 (torch 2.11, 2026-11): products of 16 bits, bytes read and written.
+# Of one second on an H200 (torch 2.11, 2026-11): 16-bit FLOPs, bytes read and written.
 FLOPS, BANDWIDTH = 6.9e14, 4.24e12
 
 
@@ -100,8 +100,8 @@ def layer_stats(
         patched: Whether the model is patched, or its options.
         attention: ``"sdpa"``, ``"flash_attention_2"`` or ``"eager"``.
         device: Type of the device that it stands for.
-        flops: Of products, a second.
-        bandwidth: Bytes read and written a second.
+        flops: Of GEMMs, per second.
+        bandwidth: Bytes read and written per second.
     """
     param_dtype, autocast, _ = DTYPES[known("dtype", dtype, DTYPES)]
     model = meta_model(model_or_config, param_dtype, attention, sequence)
@@ -116,16 +116,16 @@ def layer_stats(
     calls = _calls(model, layers, batch, sequence, device, autocast)
     costs: dict[Any, dict[str, Cost]] = {}
     for layer, (args, kwargs) in zip(layers, calls, strict=True):
-        key = _kind(layer)
+        key = _cost_key(layer)
         if key not in costs:
             costs[key] = {}
             for name in POLICIES:
                 one = _Count(device, None, layer, None, sequence, autocast)
                 costs[key][name] = one.cost(name, args, kwargs, flops, bandwidth)
-    return Stats(tuple(costs[_kind(layer)] for layer in layers), batch * sequence)
+    return Stats(tuple(costs[_cost_key(layer)] for layer in layers), batch * sequence)
 
 
-def _kind(layer: nn.Module) -> Any:
+def _cost_key(layer: nn.Module) -> Any:
     """What layers that cost the same have in common."""
     sizes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters())
     return type(layer), getattr(layer, "attention_type", None), sizes
@@ -154,12 +154,12 @@ def _calls(
 
 
 class _Count(Simulation):
-    """One layer, forwards and backwards, with the work of its second forward."""
+    """Simulates one layer's forward and backward; counts the work of its second forward."""
 
     _flops = _bytes = 0.0
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One operator; one of a second forward is work."""
+        """Run one operator; in a second forward, count its work."""
         inside = bool(self._ops)
         result = super().run(func, args, kwargs)
         if not inside and self._phase() == RECOMPUTE:
@@ -175,7 +175,7 @@ class _Count(Simulation):
         name = func.name()
         if "scaled_dot_product" in name or name.endswith("attention_forward"):
             query, key = args[0], args[1]
-            self._flops += 2 * query.numel() * key.shape[-2]  # causal: half of both products
+            self._flops += 2 * query.numel() * key.shape[-2]  # causal: half of both GEMMs
         elif outputs and any(word in name for word in ("::mm", "::addmm", "::bmm", "grouped_mm")):
             factors = [t for t in tensors_in(args[:3]) if t.ndim > 1]
             self._flops += 2 * outputs[0].numel() * factors[-2].shape[-1]
@@ -196,9 +196,9 @@ class _Count(Simulation):
             result = self.forward(lambda: layer(*args, **kwargs))
             output = result if isinstance(result, Tensor) else result[0]
             born = [b for b in self.blocks if b.phase == FORWARD and not b.died]
-            kept = sum(b.size for b in born) - output.nbytes + hidden.nbytes
+            kept_bytes = sum(b.size for b in born) - output.nbytes + hidden.nbytes
             backward(output)
-        return Cost(kept, self._flops / flops + self._bytes / bandwidth)
+        return Cost(kept_bytes, self._flops / flops + self._bytes / bandwidth)
 
 
 # --- the choice ---
@@ -229,7 +229,7 @@ class Choice:
 def choose(model_or_stats: Any, budget_bytes: int, **options: Any) -> Choice:
     """The cheapest policies whose layers together keep at most so many bytes.
 
-    Layer by layer, the policy that costs the least time for a byte comes first, from the first
+    Layer by layer, the policy that costs the least time per byte comes first, from the first
     layer on (what it keeps lives longest).
 
     Args:
@@ -256,12 +256,12 @@ def choose(model_or_stats: Any, budget_bytes: int, **options: Any) -> Choice:
         if cheaper and stats.kept_bytes(tuple(less)) <= budget_bytes:
             chosen = less
     policies = tuple(chosen)
-    kept = stats.kept_bytes(policies)
-    return Choice(policies, kept, stats.seconds(policies), kept <= budget_bytes)
+    kept_bytes = stats.kept_bytes(policies)
+    return Choice(policies, kept_bytes, stats.seconds(policies), kept_bytes <= budget_bytes)
 
 
 def _steps(stats: Stats) -> Iterator[tuple[float, int, str]]:
-    """Seconds for a byte, layer and policy of every step along each layer's lower convex hull."""
+    """Seconds per byte, layer and policy of every step along each layer's lower convex hull."""
     for place, layer in enumerate(stats.layers):
         at = layer["none"]
         while True:
@@ -298,8 +298,8 @@ class Adaptive(Recompute):
         if not torch.is_grad_enabled():
             return
         scale = _tokens(args, kwargs) / self._stats.tokens
-        room = max(0, self._probe() - self._reserve)
-        self.choice = choose(self._stats, int(room / max(scale, 1e-9)))
+        free_bytes = max(0, self._probe() - self._reserve)
+        self.choice = choose(self._stats, int(free_bytes / max(scale, 1e-9)))
         for one, name in zip(self._wrapped, self.choice.policies, strict=True):
             one.policy = POLICIES[name]
             self.policies[one.path] = name
@@ -325,7 +325,7 @@ def adapt(
     Args:
         model: As of ``apply_recompute``.
         stats: From :func:`layer_stats`, for any number of tokens.
-        reserve_bytes: Left for what is not in layers: gradients that are not there yet, loss.
+        reserve_bytes: Left for what layers do not hold: later gradients, and the loss.
         probe: Returns the free bytes; by default those of the model's device and of its allocator.
 
     Raises:

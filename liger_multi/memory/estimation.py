@@ -50,9 +50,9 @@ class Estimate:
     Attributes:
         title: What was asked.
         profile: A step over time, with this device's share of everything.
-        parts: Static bytes by kind on this device.
+        parts: Static bytes on this device, by category.
         host_bytes: Static bytes that stand in the host's memory instead (or on its disk).
-        gathered_bytes: Parameters and gradients of other devices' shards that are here for a while.
+        gathered_bytes: Parameters and gradients gathered from other devices' shards.
         workspace_bytes: What the matrix library takes from the allocator.
         trained: Parameters with gradients.
         total: Parameters.
@@ -235,7 +235,7 @@ def checkpoint(model: Any) -> None:
 
 
 def state_bytes(trained: list[Any], spec: Optimizer, copies: int) -> int:
-    """Bytes of an optimizer's states; ``copies``: of an element of its fp32 copy, or 0."""
+    """Bytes of an optimizer's states; ``copies``: bytes per element of its fp32 copy, or 0."""
     total = 0.0
     for parameter in trained:
         size = copies or parameter.element_size()
@@ -267,8 +267,8 @@ def gathered(model: Any, level: int) -> int:
 def gathered_bytes(blocks: list[list[Any]], root: list[Any], level: int) -> int:
     """The largest moment's parameters and gradients that belong to other devices.
 
-    With gradients in shards, one block's whole gradient waits for its reduction; with parameters in
-    shards, one block runs while the next is fetched, and what stands outside of blocks is whole.
+    With sharded gradients, one block's full gradient waits for its reduction. With sharded
+    parameters, one block runs while the next one is fetched, and those of no block are gathered.
 
     Args:
         blocks: Parameters of each.

@@ -55,7 +55,7 @@ class Storages:
         return key, before, size
 
     def forget(self) -> None:
-        """Stop watching; the storages outlive the region and are none of its business any more."""
+        """Stop watching: the storages outlive the region."""
         self._references.clear()
 
     def _gone(self, key: int) -> None:
@@ -92,7 +92,7 @@ class StorageMode(TorchDispatchMode):
                 return NotImplemented
         if func.namespace == "liger_multi":  # Python of ours, where function modes have a say
             return self._watch(func, args, kwargs)
-        # Function modes have had theirs. PyTorch's own Python (decompositions, shapes) would ask
+        # Function modes ran already. PyTorch's own Python (decompositions, shapes) would call
         # them at every attribute of a tensor.
         with DisableTorchFunction():
             return self._watch(func, args, kwargs)

@@ -1,4 +1,4 @@
-"""Activations that wait for backward in the host's memory, copied beside the computation.
+"""Activations that wait for backward in the host's memory, copied while the device computes.
 
 What autograd saves inside the stack of layers goes through hooks. On an accelerator a tensor is
 copied to pinned memory on a stream of its own and leaves the device once that is done; backward
@@ -44,7 +44,7 @@ class _View:
 
 
 class _Plain:
-    """Copies that are done when they return (a CPU)."""
+    """Synchronous copies (a CPU)."""
 
     asynchronous = False
 
@@ -58,11 +58,11 @@ class _Plain:
         return tensor
 
     def wait(self, parked: _Parked) -> None:
-        """Until the last copy of this stretch is done."""
+        """Wait until the last copy of this stretch is done."""
 
 
 class _Shapes(_Plain):
-    """The meta device: sizes only, as if copied beside the computation."""
+    """The meta device: sizes only, as of asynchronous copies."""
 
     asynchronous = True
 
@@ -77,7 +77,7 @@ class _Shapes(_Plain):
 
 
 class _Streams(_Plain):
-    """An accelerator: pinned memory and two streams, beside the one that computes."""
+    """An accelerator: pinned memory and two streams besides the one that computes."""
 
     asynchronous = True
 
@@ -86,7 +86,7 @@ class _Streams(_Plain):
         self._out, self._back = torch.Stream(device), torch.Stream(device)
 
     def out(self, parked: _Parked, source: Tensor) -> None:
-        """Begin to copy what the stream that computes has made."""
+        """Begin to copy a result of the stream that computes."""
         self._out.wait_stream(torch.accelerator.current_stream(self.device))
         with self._out:
             parked.host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
@@ -104,7 +104,7 @@ class _Streams(_Plain):
         return tensor
 
     def wait(self, parked: _Parked) -> None:
-        """The stream that computes goes on after the copy."""
+        """Let the stream that computes wait for the copy."""
         torch.accelerator.current_stream(self.device).wait_event(parked.ready)
 
 
@@ -112,9 +112,9 @@ class _Step:
     """What one forward parked, in order; the tensors that backward holds keep it alive.
 
     Args:
-        copies: How to the host and back.
+        copies: How tensors are copied to the host and back.
         min_bytes: Smaller tensors stay.
-        in_flight_bytes: Of the device for tensors that are leaving, and for those that come back.
+        in_flight_bytes: Device memory of tensors on their way out, and of those on their way back.
         parameters: Storages that stay.
     """
 
@@ -299,8 +299,8 @@ def offload_activations(
     """Copy what layers keep for backward to the host, and back in time.
 
     Loss and gradients are the same to the bit. On an accelerator copies run on streams of their
-    own, to and from pinned memory; the last tensors of forward, that are still leaving when
-    backward asks for them, never go.
+    own, to and from pinned memory. The last tensors of forward, whose copies are still running
+    when backward asks for them, stay on the device.
 
     Args:
         model: With its layers in a ``ModuleList``; the module that holds it is watched, so heads

@@ -1,9 +1,9 @@
 """Record a real step: where its memory went, over time.
 
-On an accelerator the history of the allocator is joined with what a recorder saw. The allocator
+On an accelerator the history of the allocator is joined with a recorder's blocks. The allocator
 knows every block, also those inside native kernels, and nothing about models; a recorder knows
 modules and operators. A storage belongs to the block that stood at its address when it was first
-seen.
+recorded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def profile(
     warm: int = 1,
     title: str = "a step",
 ) -> Profile:
-    """Run a training step and say what its memory was spent on, when, and by whom.
+    """Run a training step and report what its memory was spent on, when, and by which operators.
 
     On an accelerator whose PyTorch keeps a history of its allocator, every block is counted, also
     those inside native kernels; elsewhere all storages that operators touch. Operators cost some
@@ -74,7 +74,7 @@ def profile(
 
 
 def compare(first: Profile, second: Profile) -> Comparison:
-    """Two profiles beside each other, such as unpatched and patched."""
+    """Compare two profiles, such as unpatched and patched."""
     return Comparison(first, second)
 
 
@@ -126,7 +126,7 @@ OLDER, HIDDEN = "older than the step", "inside a kernel"
 
 @dataclass
 class Joined:
-    """Blocks, events and phases as :func:`liger_multi.memory.breakdown.summarize` wants them."""
+    """Blocks, events and phases as :func:`liger_multi.memory.breakdown.summarize` takes them."""
 
     blocks: list[Block] = field(default_factory=list)
     events: list[tuple[int, int]] = field(default_factory=list)
@@ -141,7 +141,7 @@ def join(
     allocated: int,
     reserved: int,
 ) -> Joined:
-    """Allocator events with the names that a recorder has for them.
+    """Allocator events with the modules and operators of a recorder.
 
     Args:
         entries: Of the device's trace in a snapshot: ``action``, ``addr``, ``size``, ``time_us``.
@@ -161,7 +161,7 @@ def join(
     live: dict[int, tuple[int, int]] = {}
     now, names = allocated, iter(phases)
     following = next(names, None)
-    best, kept = -1, reserved
+    best, highest_reserved = -1, reserved
     for place, entry in enumerate(entries):
         action, address, size = entry["action"], entry.get("addr", 0), entry.get("size", 0)
         while following is not None and entry.get("time_us", 0) >= following[0]:
@@ -180,14 +180,14 @@ def join(
             reserved += size
         elif action == "segment_free":
             reserved -= size
-        kept = max(kept, reserved)
+        highest_reserved = max(highest_reserved, reserved)
         if now > best:
             best = now
             joined.facts = {"allocated": now, "reserved": reserved, "fragmentation": reserved - now}
             joined.facts["hidden"] = sum(
                 size for i, size in live.values() if joined.blocks[i].op == HIDDEN
             )
-    joined.facts["largest reserved"] = kept
+    joined.facts["largest reserved"] = highest_reserved
     return joined
 
 
@@ -198,7 +198,7 @@ def _open(joined: Joined, block: Block, size: int) -> int:
 
 
 def _owners(entries: Sequence[Mapping[str, Any]], recorded: Sequence[Block]) -> dict[int, Block]:
-    """The recorder's block of an entry: the first one seen at its address until the next entry."""
+    """The recorder's block of an entry: the first one at its address before the next entry."""
     places: dict[int, list[int]] = {}
     for place, entry in enumerate(entries):
         if entry["action"] == "alloc":

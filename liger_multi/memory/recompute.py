@@ -1,9 +1,9 @@
 """Run decoder layers under a recompute policy, and take it back.
 
-A policy says which results of a layer are kept for backward, and which are computed again. It is
-told by names of operators: PyTorch's products and attention, and ours. What a policy keeps is the
-*result* of an operator; backward then runs the layer forwards once more, in which a kept result is
-looked up and everything else is computed, up to the last tensor that is needed.
+A policy says which results of a layer are kept for backward, and which are computed again. It names
+operators: PyTorch's GEMMs and attention, and ours. What a policy keeps is the *result* of an
+operator; backward then runs the layer's forward once more, in which a kept result is looked up and
+everything else is computed, up to the last tensor that is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from liger_multi.errors import unknown
 
 # --- policies ---
 
-# Products with weights. Batched ones without are attention spelled out: as large as its scores.
+# GEMMs with weights. Batched ones without weights are unfused attention: as large as its scores.
 PRODUCTS = (
     *("aten::mm", "aten::addmm", "aten::linear", "aten::_scaled_mm", "aten::_grouped_mm"),
     *("aten::convolution", "aten::mkldnn_linear*", "bitsandbytes::*"),
@@ -57,7 +57,7 @@ class Policy:
         description: In one line.
         keeps: Patterns of names of operators (``namespace::name``) whose results are kept; all
             others are computed again. None: nothing is.
-        widening: Whether products that make a row longer are kept too.
+        widening: Whether GEMMs whose output rows are longer than their input rows are kept too.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Policy:
 
         Args:
             op: ``namespace::name``.
-            width: Of a product: columns that go in and that come out.
+            width: Of a GEMM: columns of its input and of its output.
         """
         if self.keeps is None:
             return True
@@ -107,11 +107,11 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         )
     }
 )
-"""By name, from the fewest to the most that is computed again."""
+"""Policies by name, from the least to the most recomputation."""
 
 
 def policy_of(policy: str | Policy) -> Policy:
-    """A policy by its name, or as it is."""
+    """A policy by its name; a policy is returned as it is."""
     if isinstance(policy, Policy):
         return policy
     if policy not in POLICIES:
@@ -137,7 +137,7 @@ def _is_product(func: Any) -> bool:
 
 @functools.cache
 def _randomness(func: Any) -> int | None:
-    """Where the chance of dropout stands in an operator that may draw numbers; -1: it always does.
+    """Position of the dropout probability in an operator that may draw numbers; -1: it always does.
 
     None: it never does.
     """
@@ -160,9 +160,9 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _width(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
-    """Columns of the input and of the result of a product; its last two matrices are factors.
+    """Columns of the input and of the result of a GEMM, whose factors are its last two matrices.
 
-    The second factor of PyTorch's is (columns in, columns out), that of our layers the weight.
+    PyTorch's second factor is (columns in, columns out); that of our layers is the weight.
     """
     factors = [a for a in args[:3] if isinstance(a, torch.Tensor) and a.ndim > 1]
     out = 0 if _name(func).startswith("liger_multi::linear_float8") else -1
@@ -175,7 +175,7 @@ def keeps(policy: Policy, func: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     return _kept(policy, func, width) and not _draws(func, args, kwargs)
 
 
-# Backward of these reads nothing: what comes before them at the end of a layer is not needed.
+# Their backward reads nothing: what comes before them at the end of a layer is not needed.
 _UNREAD = (
     *("aten::add", "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::t", "aten::detach"),
     *("aten::transpose", "aten::permute", "aten::_reshape_alias", "aten::alias", "aten::expand"),
@@ -188,14 +188,14 @@ def _unread(func: Any) -> bool:
 
 
 class Counted:
-    """A policy within one run of a layer, which leaves out a last product that nobody reads.
+    """A policy within one run of a layer, which leaves out a last GEMM that nobody reads.
 
     Args:
         policy: Of the layer.
         skip: Number of the kept call that :attr:`last` was in an earlier run.
 
     Attributes:
-        last: Number of the kept call that is a product and is followed by nothing that keeps it.
+        last: Number of the last kept call, if it is a GEMM and nothing after it is saved.
     """
 
     def __init__(self, policy: Policy, skip: int | None) -> None:
@@ -204,7 +204,7 @@ class Counted:
         self.last: int | None = None
 
     def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """PyTorch's question about one operator."""
+        """PyTorch asks here what to do with the result of one operator."""
         from torch.utils.checkpoint import CheckpointPolicy
 
         again = int(context.is_recompute)
@@ -224,8 +224,8 @@ class Counted:
 def traced(policy: Policy) -> Callable[..., Any]:
     """A policy for a compiler, which asks while it traces and drops what nobody reads by itself.
 
-    A function is all that Dynamo sees: it would take an argument apart and build it again, and
-    what PyTorch 2.9 (of a dataclass) and 2.11 (of a named tuple) build is not what was given.
+    It is a function because Dynamo would take an argument apart and build it again. What PyTorch
+    2.9 (of a dataclass) and 2.11 (of a named tuple) build then differs from the argument.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -278,7 +278,7 @@ class _Recomputed:
         self._make_contexts()
 
     def _make_contexts(self) -> None:
-        # made before it is called, as a compiler takes it for a constant
+        # built before the call, as a compiler takes it for a constant
         self.contexts = functools.partial(create_selective_checkpoint_contexts, traced(self.policy))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -325,7 +325,7 @@ class _Recomputed:
         return result
 
     def _by_products(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer, with an operator for each GEMM; now and when it is computed again."""
+        """Run the layer with an operator for each GEMM, now and when it is recomputed."""
         token = checks.keeps_products.set(True)
         try:
             return self.original(*args, **kwargs)
@@ -407,9 +407,9 @@ def apply_recompute(
 ) -> Recompute:
     """Let decoder layers keep less for backward and compute the rest again.
 
-    Loss and gradients are the same to the bit, but to rounding with a patched gated MLP, which runs
-    in steps where it is recomputed. Works on Hugging Face models and others whose
-    layers stand in a ``ModuleList``, patched or not, in either order, and under ``torch.compile``.
+    Loss and gradients are the same to the bit, except for rounding in a patched gated MLP, which
+    runs in steps where it is recomputed. It works on Hugging Face models and others whose layers
+    stand in a ``ModuleList``, patched before or after, and under ``torch.compile``.
 
     Args:
         model: Its layers get another ``forward``; parameters and classes are left alone.

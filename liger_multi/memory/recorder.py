@@ -1,8 +1,8 @@
-"""Record every storage of a step from birth to death: what it is, whose it is, what made it.
+"""Record every storage of a step from birth to death: its category, module and operator.
 
 One dispatch mode serves every device: real tensors on a CPU or an accelerator, and meta tensors,
-whose storages have sizes and no memory. A module's part of the backward pass is found through
-autograd's sequence numbers: a node that was made while a module ran belongs to that module.
+whose storages have sizes and no memory. Autograd's sequence numbers tell a module's part of the
+backward pass: a node that was created while a module ran belongs to that module.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Block:
 
     Attributes:
         size: Bytes.
-        phase: Of the step in which it was made; empty for one older than the step.
+        phase: Phase of the step in which it was allocated; empty for one older than the step.
         module: Path of the module that it belongs to.
-        kind: Class of that module.
-        op: Operator that made it.
+        module_class: Class of that module.
+        op: Operator that allocated it.
         wide: Whether its last axis is the vocabulary.
         role: Parameters, gradients or optimizer states where that is known, else empty.
         died: Phase in which it was freed; empty while it lives.
@@ -88,7 +88,7 @@ class Recorder(StorageMode):
     Args:
         device_type: Of the tensors to record.
         model: Its parameters and modules get their names; None names modules by their class.
-        optimizer: Its states are told apart, and its steps.
+        optimizer: Its states and its steps are recorded as such.
         vocabulary: Tensors whose last axis has this length are logits.
 
     Attributes:
@@ -147,7 +147,7 @@ class Recorder(StorageMode):
                 stack.callback(handle.remove)
             stack.enter_context(self)
             yield self
-        self._know()  # gradients and states that nobody announced
+        self._know()  # gradients and states that no hook announced
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The record of a tensor's storage."""
@@ -220,7 +220,7 @@ class Recorder(StorageMode):
             self.live -= size
 
     def named(self, name: str, call: Callable[[], Any]) -> Any:
-        """``call()``, whose storages were made by the operator ``name``."""
+        """``call()``, whose storages belong to the operator ``name``."""
         self._ops.append(name)
         try:
             # results are seen before the name is dropped

@@ -21,8 +21,8 @@ class Optimizer:
     """Memory of an optimizer.
 
     Attributes:
-        states: Numbers kept for every trained one, in the dtype of the parameters.
-        state_bytes: Bytes kept for every trained number whatever its dtype.
+        states: Elements kept per trained element, in the dtype of the parameters.
+        state_bytes: Bytes kept per trained element, whatever its dtype.
         temporaries: What a step allocates: ``"none"``, ``"all"`` (as much as all parameters) or
             ``"largest"`` (twice the largest parameter).
     """

@@ -29,9 +29,8 @@ from liger_multi._torch_private import (
 from liger_multi.checks import meta_autocast
 from liger_multi.dispatch import registry
 from liger_multi.memory.measure import tensors_in
-from liger_multi.memory.meta_kernels import CHUNKED, around_kernels
+from liger_multi.memory.meta_kernels import CHUNKED, SCRATCH, around_kernels
 from liger_multi.memory.recorder import Block, Recorder
-from liger_multi.memory.scratch import SCRATCH
 
 # --- what stands in on the meta device ---
 
@@ -278,8 +277,8 @@ class Simulation(Recorder):
         """Let operators find out what products the meta device has, which is no part of a step."""
         from liger_multi.reference.common.chunking import has_out_dtype
 
-        kinds = {p.dtype for _, p in self._parameters()} | {self._autocast}
-        for dtype in kinds & {torch.float16, torch.bfloat16}:
+        dtypes = {p.dtype for _, p in self._parameters()} | {self._autocast}
+        for dtype in dtypes & {torch.float16, torch.bfloat16}:
             has_out_dtype("meta", dtype)
 
     def forward(self, call: Callable[[], Any]) -> Any:

@@ -127,9 +127,11 @@ def config_of(model: str | Path, sequence: int = 0) -> Any:
             f"are {shown(list(data))}"
         )
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
-        said = unknown(f"model_type in {shown_path(file)}", model_type, transformers.CONFIG_MAPPING)
+        message = unknown(
+            f"model_type in {shown_path(file)}", model_type, transformers.CONFIG_MAPPING
+        )
         own = "; the code of its own that it names (auto_map) is not run" * ("auto_map" in data)
-        raise ConfigurationError(f"{said} to transformers {transformers.__version__}{own}")
+        raise ConfigurationError(f"{message} to transformers {transformers.__version__}{own}")
     try:
         return transformers.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
     except Exception as error:  # classes of configurations check in their own ways

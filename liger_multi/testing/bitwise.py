@@ -70,14 +70,14 @@ class Call:
     def run(self, mode: str, args: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
         """Call it again under a setting of the switch; what it writes to is copied and returned."""
         args = self.args if args is None else args
-        given = [
+        call_args = [
             x.clone() if name in self.prim.mutates and isinstance(x, Tensor) else x
             for name, x in zip(self.prim.params, args, strict=True)
         ]
         with self._under(mode):
-            made = several(self.prim.call(*given))
-        written = [given[self.prim.params.index(name)] for name in self.prim.mutates]
-        return (*made, *written)
+            results = several(self.prim.call(*call_args))
+        written = [call_args[self.prim.params.index(name)] for name in self.prim.mutates]
+        return (*results, *written)
 
     def promise(self, mode: str) -> frozenset[str]:
         """The properties that its backend promises; empty where no backend takes the call."""
@@ -94,20 +94,20 @@ class Call:
 @contextlib.contextmanager
 def recorded() -> Iterator[list[tuple[Primitive, tuple[Any, ...], tuple[Any, ...]]]]:
     """Calls of forward and backward within a block: direction, copies of arguments, results."""
-    original, found = Primitive.call, []
+    original, calls = Primitive.call, []
 
     def call_and_keep(prim: Primitive, *args: Any) -> Any:
         kept = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
-        made = original(prim, *args)
-        found.append((prim, kept, tuple(_kept(t) for t in several(made))))
-        return made
+        result = original(prim, *args)
+        calls.append((prim, kept, tuple(_kept(t) for t in several(result))))
+        return result
 
     with mock.patch.object(Primitive, "call", call_and_keep):
-        yield found
+        yield calls
 
 
-def _kept(made: Tensor) -> Tensor:
-    return made.detach().clone()
+def _kept(output: Tensor) -> Tensor:
+    return output.detach().clone()
 
 
 def calls_of(
@@ -115,26 +115,26 @@ def calls_of(
 ) -> list[Call]:
     """The calls of forward and backward that a sample leads to."""
     tensors = sample.make(device, dtype)
-    with recorded() as found:
+    with recorded() as recorded_calls:
         result, _ = outputs(call(op, tensors, sample.options, **{op: order}))
         generator = torch.Generator().manual_seed(1)
         upstream: dict[str, Tensor | None] = {
             n: torch.randn(t.shape, generator=generator).to(t) for n, t in result.items()
         }
         grads(result, tensors, upstream)
-    return [Call(prim, args, order) for prim, args, _ in found if prim.op.name == op]
+    return [Call(prim, args, order) for prim, args, _ in recorded_calls if prim.op.name == op]
 
 
 # --- one property each ---
 
 
-def check_repeat(given: Call, mode: str) -> None:
+def check_repeat(op_call: Call, mode: str) -> None:
     """The same call twice, between other allocations."""
-    first = given.run(mode)
-    blocks = [torch.full((size,), float("nan"), device=_device(given)) for size in (100, 5000)]
-    second = given.run(mode)
+    first = op_call.run(mode)
+    blocks = [torch.full((size,), float("nan"), device=_device(op_call)) for size in (100, 5000)]
+    second = op_call.run(mode)
     del blocks
-    _require(given, mode, "repeat", first, second, "a second call")
+    _require(op_call, mode, "repeat", first, second, "a second call")
 
 
 def check_recompute(
@@ -145,33 +145,31 @@ def check_recompute(
     written = OPS[op].inplace if sample.options.get("inplace") else None
     names = [n for n in tensors if n != written]
 
-    def run(*given: Tensor) -> Any:
-        return call(
-            op, {**tensors, **dict(zip(names, given, strict=True))}, sample.options, **named
-        )
+    def run(*args: Tensor) -> Any:
+        return call(op, {**tensors, **dict(zip(names, args, strict=True))}, sample.options, **named)
 
     named: Any = {op: order, "deterministic": SETTINGS[mode]}
-    with recorded() as found:
-        made = checkpoint(run, *[tensors[n] for n in names], use_reentrant=False)
-        result, _ = outputs(made)
+    with recorded() as recorded_calls:
+        returned = checkpoint(run, *[tensors[n] for n in names], use_reentrant=False)
+        result, _ = outputs(returned)
         grads(result, tensors, {n: torch.ones_like(t) for n, t in result.items()})
-    forwards = [(prim, args, out) for prim, args, out in found if prim is OPS[op].fwd]
+    forwards = [(prim, args, out) for prim, args, out in recorded_calls if prim is OPS[op].fwd]
     if len(forwards) == 2:
         (prim, args, first), (_, _, second) = forwards
         _require(Call(prim, args, order), mode, "recompute", first, second, "the recomputation")
 
 
-def check_rows(given: Call, mode: str) -> None:
+def check_rows(op_call: Call, mode: str) -> None:
     """Rows in other orders, alone, in other numbers, and beside other rows.
 
     A mean divides by the number of rows: its gradients are not looked at.
     """
-    prim = given.prim
-    named = dict(zip(prim.params, given.args, strict=True))
+    prim = op_call.prim
+    named = dict(zip(prim.params, op_call.args, strict=True))
     rows, counted = RowAxes(prim.op.bitwise, named), named.get("reduction") == "mean"
     if not rows.count or (counted and prim.direction == "backward"):
         return
-    whole = given.run(mode, selected(rows, given, torch.arange(rows.count)))
+    whole = op_call.run(mode, selected(rows, op_call, torch.arange(rows.count)))
     last, generator = rows.count - 1, torch.Generator().manual_seed(2)
     some = torch.randint(
         rows.count, (67 if _row_size(rows, named) < 512 else 5,), generator=generator
@@ -179,16 +177,16 @@ def check_rows(given: Call, mode: str) -> None:
     backwards = list(range(last, -1, -1))
     for chosen in ([0], [last], [last, 0], [0, last, 0], backwards, some.tolist()):
         index = torch.tensor(chosen)
-        made = given.run(mode, selected(rows, given, index))
+        actual = op_call.run(mode, selected(rows, op_call, index))
         names = (*prim.returns, *prim.mutates)
-        for name, every, part in zip(names, whole, made, strict=True):
+        for name, every, part in zip(names, whole, actual, strict=True):
             axis = rows.axis(name, every)
             if axis is None or every.shape[axis] != rows.count:
                 continue
             if counted and name in prim.mutates:
                 continue
-            wanted = every.index_select(axis, index.to(every.device))
-            _require(given, mode, "rows", (wanted,), (part,), f"{name} of rows {chosen[:8]}")
+            expected = every.index_select(axis, index.to(every.device))
+            _require(op_call, mode, "rows", (expected,), (part,), f"{name} of rows {chosen[:8]}")
 
 
 def _row_size(rows: RowAxes, named: Mapping[str, Any]) -> int:
@@ -198,45 +196,49 @@ def _row_size(rows: RowAxes, named: Mapping[str, Any]) -> int:
     return every // rows.count
 
 
-def selected(rows: RowAxes, given: Call, index: Tensor) -> tuple[Any, ...]:
+def selected(rows: RowAxes, op_call: Call, index: Tensor) -> tuple[Any, ...]:
     """The arguments with these rows."""
     args = []
-    for name, value in zip(given.prim.params, given.args, strict=True):
+    for name, value in zip(op_call.prim.params, op_call.args, strict=True):
         flat, axis = rows.flat(name, value)
         args.append(value if flat is None else flat.index_select(axis, index.to(flat.device)))
     return tuple(args)
 
 
-def check_chunk(given: Call, mode: str) -> None:
+def check_chunk(op_call: Call, mode: str) -> None:
     """Chunks of other sizes, by the argument of that name."""
-    prim = given.prim
+    prim = op_call.prim
     place, spec = prim.params.index("chunk"), prim.op.bitwise
-    whole = given.run(mode)
+    whole = op_call.run(mode)
     for chunk in CHUNKS:
-        made = given.run(mode, (*given.args[:place], chunk, *given.args[place + 1 :]))
-        for name, wanted, got in zip(prim.returns, whole, made, strict=True):
-            if spec.axis(name) is not None and got.ndim:  # what is summed has other orders
-                _require(given, mode, "chunk", (wanted,), (got,), f"{name} by chunks of {chunk}")
+        actual = op_call.run(mode, (*op_call.args[:place], chunk, *op_call.args[place + 1 :]))
+        for name, expected, got in zip(prim.returns, whole, actual, strict=True):
+            if (
+                spec.axis(name) is not None and got.ndim
+            ):  # sums over chunks are added in other orders
+                _require(
+                    op_call, mode, "chunk", (expected,), (got,), f"{name} by chunks of {chunk}"
+                )
 
 
-def _device(given: Call) -> torch.device:
-    found: torch.device = given.args[given.prim.anchor].device
-    return found
+def _device(op_call: Call) -> torch.device:
+    device: torch.device = op_call.args[op_call.prim.anchor].device
+    return device
 
 
 def _require(
-    given: Call, mode: str, name: str, wanted: Sequence[Any], got: Sequence[Any], what: str
+    op_call: Call, mode: str, name: str, expected: Sequence[Any], got: Sequence[Any], what: str
 ) -> None:
-    if same_bits(wanted, got):
+    if same_bits(expected, got):
         return
     differ = [
         (a.double() - b.double()).abs().max().item()
-        for a, b in zip(wanted, got, strict=True)
+        for a, b in zip(expected, got, strict=True)
         if a.shape == b.shape and a.numel()
     ]
     raise AssertionError(
-        f"{given.name} by {given.order} under deterministic={SETTINGS[mode]!r} promises {name!r}, "
-        f"but {what} differs by {differ}"
+        f"{op_call.name} by {op_call.order} under deterministic={SETTINGS[mode]!r} promises "
+        f"{name!r}, but {what} differs by {differ}"
     )
 
 
@@ -259,14 +261,14 @@ def check_promises(
         AssertionError: A promise is broken; the message names it.
     """
     checked = set()
-    for given in calls_of(op, sample, dtype, device, order):
+    for op_call in calls_of(op, sample, dtype, device, order):
         for mode in MODES:
-            made = given.promise(mode)
-            for name in sorted(made & CHECKS.keys()):
-                if name == "chunk" and "chunk" not in given.prim.params:
+            promises = op_call.promise(mode)
+            for name in sorted(promises & CHECKS.keys()):
+                if name == "chunk" and "chunk" not in op_call.prim.params:
                     continue
-                CHECKS[name](given, mode)
-                checked.add((given.prim.direction, mode, name))
+                CHECKS[name](op_call, mode)
+                checked.add((op_call.prim.direction, mode, name))
     for mode in {mode for direction, mode, name in checked if direction == "forward"}:
         check_recompute(op, sample, dtype, device, order, mode)
         checked.add(("forward", mode, "recompute"))

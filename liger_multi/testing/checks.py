@@ -48,13 +48,13 @@ def device_of(backend: str) -> torch.device | None:
     """
     if backend == REFERENCE:
         return torch.device("cpu")
-    wanted = backends()[backend].device_type
-    if wanted is None:
+    device_type = backends()[backend].device_type
+    if device_type is None:
         return torch.device("cpu") if interpreted() else accelerator()
-    if wanted == "cpu":
-        return torch.device(wanted)
-    found = accelerator()
-    return torch.device(wanted) if found is not None and found.type == wanted else None
+    if device_type == "cpu":
+        return torch.device(device_type)
+    device = accelerator()
+    return torch.device(device_type) if device is not None and device.type == device_type else None
 
 
 def refusal(backend: str) -> str | None:
@@ -99,18 +99,20 @@ def grads(
     result: Named, tensors: Named, upstream: Mapping[str, Tensor | None], again: bool = False
 ) -> dict[str, Tensor | None]:
     """Gradients of the outputs for one upstream gradient each; None leaves an output unused."""
-    wanted = {n: t for n, t in tensors.items() if t.requires_grad}
-    given = {n: up for n, up in upstream.items() if up is not None and result[n].requires_grad}
-    if not wanted or not given:
+    leaves = {n: t for n, t in tensors.items() if t.requires_grad}
+    grad_outputs = {
+        n: up for n, up in upstream.items() if up is not None and result[n].requires_grad
+    }
+    if not leaves or not grad_outputs:
         return {}
-    found = torch.autograd.grad(
-        [result[n] for n in given],
-        list(wanted.values()),
-        [up.to(result[n]) for n, up in given.items()],
+    gradients = torch.autograd.grad(
+        [result[n] for n in grad_outputs],
+        list(leaves.values()),
+        [up.to(result[n]) for n, up in grad_outputs.items()],
         retain_graph=again,
         allow_unused=True,
     )
-    return dict(zip(wanted, found, strict=True))
+    return dict(zip(leaves, gradients, strict=True))
 
 
 @dataclass(frozen=True)
@@ -119,14 +121,14 @@ class Exact:
 
     Attributes:
         result: Outputs that have gradients.
-        beside: The other outputs.
+        others: The other outputs.
         upstream: The upstream gradient of every output in ``result``, drawn in the dtype of the
             test: an operator that rounds it again must round the same number.
         gradients: From the names of the outputs that are used to the gradients of the inputs.
     """
 
     result: Named
-    beside: Named
+    others: Named
     upstream: Named
     gradients: Callable[[tuple[str, ...]], Mapping[str, Tensor | None]]
 
@@ -150,7 +152,7 @@ def exact(op: str, name: str, dtype: torch.dtype, device: torch.device) -> Exact
         moved = t.detach().to(place)
         smooth = t.is_floating_point()
         wide[key] = moved.double().requires_grad_(t.requires_grad) if smooth else moved
-    result, beside = outputs(FORMULAS[op](**wide, **sample.options))
+    result, others = outputs(FORMULAS[op](**wide, **sample.options))
     generator = torch.Generator().manual_seed(1)
     upstream = {
         n: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(dtype).to(t)
@@ -158,19 +160,19 @@ def exact(op: str, name: str, dtype: torch.dtype, device: torch.device) -> Exact
     }
 
     def gradients(used: tuple[str, ...]) -> dict[str, Tensor | None]:
-        given = {n: up if n in used else None for n, up in upstream.items()}
-        return grads(result, wide, given, again=len(result) > 1)
+        used_upstream = {n: up if n in used else None for n, up in upstream.items()}
+        return grads(result, wide, used_upstream, again=len(result) > 1)
 
     if len(result) > 1:
-        return Exact(result, beside, upstream, functools.lru_cache(maxsize=4)(gradients))
+        return Exact(result, others, upstream, functools.lru_cache(maxsize=4)(gradients))
     right = gradients(tuple(result))  # frees the graph
     detached = {n: t.detach() for n, t in result.items()}
-    return Exact(detached, beside, upstream, lambda used: right)
+    return Exact(detached, others, upstream, lambda used: right)
 
 
 def _coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     """The dtype with fewer digits: a float32 weight of float64 rows has a float32 gradient."""
-    return max(a, b, key=lambda kind: torch.finfo(kind).eps)
+    return max(a, b, key=lambda d: torch.finfo(d).eps)
 
 
 def _require(holds: bool, text: str) -> None:
@@ -180,35 +182,35 @@ def _require(holds: bool, text: str) -> None:
 
 
 def _gradient_errors(
-    found: Mapping[str, Tensor | None],
+    gradients: Mapping[str, Tensor | None],
     right: Mapping[str, Tensor | None],
     tensors: Named,
     dtype: torch.dtype,
 ) -> dict[str, float]:
     errors = {}
-    for name, grad in found.items():
-        wanted = right.get(name)
+    for name, grad in gradients.items():
+        expected = right.get(name)
         if grad is None:
-            _require(wanted is None or not wanted.any(), f"no gradient of {name}")
+            _require(expected is None or not expected.any(), f"no gradient of {name}")
             continue
         _require(grad.dtype == tensors[name].dtype, f"the gradient of {name} is {grad.dtype}")
-        wanted = torch.zeros_like(grad) if wanted is None else wanted
-        errors[f"d{name}"] = excess(grad.to(wanted.device), wanted, _coarser(dtype, grad.dtype))
+        expected = torch.zeros_like(grad) if expected is None else expected
+        errors[f"d{name}"] = excess(grad.to(expected.device), expected, _coarser(dtype, grad.dtype))
     return errors
 
 
-def _code_errors(op: str, made: Any, tensors: Named, sample: Sample) -> dict[str, float]:
+def _code_errors(op: str, result: Any, tensors: Named, sample: Sample) -> dict[str, float]:
     """Bytes of codes and scales that are not those of the result rounded by itself."""
-    found = getattr(made, "quantized", None)
-    if found is None:
+    codes = getattr(result, "quantized", None)
+    if codes is None:
         return {}
-    y = made.y
+    y = result.y
     if y is None:
         y = call(op, tensors, {**sample.options, "outputs": ("y", "quantized")}).y
     y = y.detach()
     with use(linear_float8=REFERENCE):
         layer = ops.linear_float8(y, y.new_zeros(1, y.shape[-1]), return_quantized=True)
-    pairs = zip(found, layer.quantized, strict=True)
+    pairs = zip(codes, layer.quantized, strict=True)
     bits = ([t.reshape(-1).view(torch.uint8) for t in pair] for pair in pairs)
     return dict(zip(("codes", "scale"), (float((a != b).sum()) for a, b in bits), strict=True))
 
@@ -250,26 +252,26 @@ def compare(
     right = exact(op, sample.name, dtype, device)
     tensors = sample.make(device, dtype)
     before = {n: t.detach().clone() for n, t in tensors.items()}
-    made = call(op, tensors, sample.options, **{op: forward})
-    result, beside = outputs(made)
+    output = call(op, tensors, sample.options, **{op: forward})
+    result, others = outputs(output)
     named = f"outputs: {sorted(result)}, {sorted(right.result)}"
     _require(set(result) == set(right.result), named)
-    _require(set(right.beside) <= set(beside), f"beside them: {sorted(beside)}")
+    _require(set(right.others) <= set(others), f"beside them: {sorted(others)}")
     if backward is not None:
         _run_backward_by(op, backward, result)
-    errors = _code_errors(op, made, tensors, sample)
-    for name, wanted in right.result.items():
-        got = result[name].detach().to(wanted.device)
-        errors[name] = excess(got, wanted.detach(), _coarser(dtype, got.dtype))
-    for name, wanted in right.beside.items():
-        got = beside[name].to(wanted.device)
+    errors = _code_errors(op, output, tensors, sample)
+    for name, expected in right.result.items():
+        got = result[name].detach().to(expected.device)
+        errors[name] = excess(got, expected.detach(), _coarser(dtype, got.dtype))
+    for name, expected in right.others.items():
+        got = others[name].to(expected.device)
         _require(not got.requires_grad, f"{name} requires a gradient")
-        smooth = wanted.is_floating_point()
-        errors[name] = excess(got, wanted, dtype) if smooth else float((got != wanted).sum())
+        smooth = expected.is_floating_point()
+        errors[name] = excess(got, expected, dtype) if smooth else float((got != expected).sum())
     used = tuple(right.result) if used is None else used
-    given = {n: up if n in used else None for n, up in right.upstream.items()}
-    found = grads(result, tensors, given)
-    errors |= _gradient_errors(found, right.gradients(used), tensors, dtype)
+    used_upstream = {n: up if n in used else None for n, up in right.upstream.items()}
+    gradients = grads(result, tensors, used_upstream)
+    errors |= _gradient_errors(gradients, right.gradients(used), tensors, dtype)
     within = all(error <= 1 for error in errors.values())  # no NaN is
     _require(within, f"errors in units of the tolerance: {errors}")
     for name, tensor in tensors.items():
@@ -296,9 +298,9 @@ def has_several_outputs(op: str) -> bool:
 
 def implemented(backend: str, op: str) -> tuple[str, ...]:
     """Which of forward and backward a backend has, itself or from a parent."""
-    found = [module(name, op) for name in chain(backend)]
+    modules = [module(name, op) for name in chain(backend)]
     return tuple(
-        p.direction for p in OPS[op].primitives if any(hasattr(m, p.direction) for m in found)
+        p.direction for p in OPS[op].primitives if any(hasattr(m, p.direction) for m in modules)
     )
 
 

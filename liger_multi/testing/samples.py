@@ -120,11 +120,11 @@ class Sample:
     ) -> dict[str, torch.Tensor]:
         """The tensor arguments; leaves that require grad where the sample says so."""
         generator = torch.Generator().manual_seed(seed)
-        made = {}
+        tensors = {}
         for name, spec in self.tensors.items():
             tensor = spec.make(torch.device(device), dtype, generator)
-            made[name] = tensor.requires_grad_(spec.grad and tensor.is_floating_point())
-        return made
+            tensors[name] = tensor.requires_grad_(spec.grad and tensor.is_floating_point())
+        return tensors
 
     def empty(self, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """The same tensors without values."""

@@ -39,12 +39,12 @@ class Trained:
 
 def digest(tensors: Iterable[Tensor]) -> str:
     """SHA-256 of the bytes of tensors with their shapes and dtypes, shortened."""
-    made = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for tensor in tensors:
         plain = tensor.detach().cpu().contiguous()
-        made.update(f"{tuple(plain.shape)} {plain.dtype}".encode())
-        made.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return made.hexdigest()[:16]
+        sha256.update(f"{tuple(plain.shape)} {plain.dtype}".encode())
+        sha256.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()[:16]
 
 
 def batches(
@@ -63,31 +63,31 @@ def batches(
         yield {"input_ids": ids.to(device), "labels": labels.to(device)}
 
 
-def train(model: nn.Module, given: Iterable[Batch], lr: float = 1e-3) -> Trained:
+def train(model: nn.Module, batches: Iterable[Batch], lr: float = 1e-3) -> Trained:
     """Train a model that returns its loss with AdamW; on a device, no step waits for it."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     fused = parameters[0].device.type == "cuda"
     optimizer = torch.optim.AdamW(parameters, lr=lr, fused=fused)
     losses: list[Tensor] = []
-    for batch in given:
-        found: Any = model(**batch)
-        found.loss.backward()
+    for batch in batches:
+        output: Any = model(**batch)
+        output.loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(found.loss.detach().clone())
+        losses.append(output.loss.detach().clone())
     return Trained(losses[0].item(), losses[-1].item(), digest(losses), digest(parameters))
 
 
 def train_twice(
     make: Callable[[], nn.Module],
-    given: Callable[[], Iterable[Batch]],
+    batches: Callable[[], Iterable[Batch]],
     deterministic: bool | str = True,
 ) -> tuple[Trained, Trained]:
     """Two runs of equal models on equal batches under a setting of the switch.
 
     Args:
         make: Builds the model, with the same weights every time.
-        given: The batches of one run.
+        batches: The batches of one run.
         deterministic: As :func:`liger_multi.use` takes it.
     """
     runs = []
@@ -98,5 +98,5 @@ def train_twice(
             # the second run meets other addresses, and memory with other contents
             blocks = [torch.full((1000 * n,), float("nan"), device=device) for n in range(1, 9)]
             del blocks[::2]
-            runs.append(train(model, given()))
+            runs.append(train(model, batches()))
     return runs[0], runs[1]

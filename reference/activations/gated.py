@@ -41,9 +41,14 @@ def forward(gate: Tensor, up: Tensor, activation: str, by: tuple[float, float] =
 
 
 def backward(
-    dy: Tensor, gate: Tensor, up: Tensor, activation: str, needs_gate: bool, needs_up: bool,
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    needs_gate: bool,
+    needs_up: bool,
     by: tuple[float, float] = ONE,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Both gradients, block by block of rows; in one piece where a compiler fuses them."""
     if in_one_piece():
         dgate, dup = gradients(dy, gate, up, activation, by)
@@ -75,28 +80,33 @@ def gradients(
     dy: Tensor, gate: Tensor, up: Tensor, activation: str, by: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
     """``dgate = dy up act'(gate)`` and ``dup = dy act(gate)``."""
-    kind, aten = statistics_dtype(gate.dtype), torch.ops.aten
+    acc_dtype, aten = statistics_dtype(gate.dtype), torch.ops.aten
     gate = _times(gate, by[0])
-    g, d = gate.to(kind), _times(dy.to(kind), by[1])
+    g, d = gate.to(acc_dtype), _times(dy.to(acc_dtype), by[1])
     if activation == "silu":
-        dgate = aten.silu_backward(d * up.to(kind), g)
+        dgate = aten.silu_backward(d * up.to(acc_dtype), g)
     else:
         # from 100 on the slope is 0 or 1; where a square overflows, PyTorch's would be NaN
         form = APPROXIMATION[activation]
-        dgate = aten.gelu_backward(d * up.to(kind), g.clamp(-100, 100), approximate=form)
+        dgate = aten.gelu_backward(d * up.to(acc_dtype), g.clamp(-100, 100), approximate=form)
     return _times(dgate, by[0]).to(gate.dtype), (d * activate(gate, activation)).to(up.dtype)
 
 
 def gradients_into(
-    dgate: Tensor | None, dup: Tensor | None, dy: Tensor, gate: Tensor, up: Tensor,
-    activation: str, by: tuple[float, float],
-) -> None:  # fmt: skip
+    dgate: Tensor | None,
+    dup: Tensor | None,
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    by: tuple[float, float],
+) -> None:
     """Write the wanted gradients, block by block of rows."""
-    gates, ups, dys = as_rows(gate), as_rows(up), as_rows(dy)
-    row_bytes = 4 * gates.shape[1] * statistics_dtype(gate.dtype).itemsize
-    for block in row_blocks(gates.shape[0], row_bytes):
-        made = gradients(dys[block], gates[block], ups[block], activation, by)
-        for room, part in zip((dgate, dup), made, strict=True):
+    gate2d, up2d, dy2d = as_rows(gate), as_rows(up), as_rows(dy)
+    row_bytes = 4 * gate2d.shape[1] * statistics_dtype(gate.dtype).itemsize
+    for block in row_blocks(gate2d.shape[0], row_bytes):
+        grads = gradients(dy2d[block], gate2d[block], up2d[block], activation, by)
+        for room, part in zip((dgate, dup), grads, strict=True):
             if room is not None:
                 as_rows(room)[block] = part
 
@@ -114,9 +124,9 @@ def packed_backward(
     if in_one_piece():
         gate, up = gate_up.chunk(2, -1)
         return torch.cat(gradients(dy, gate, up, activation, by), -1)
-    rows = as_rows(gate_up)
-    packed = rows.new_empty(rows.shape)
-    gate, up = rows.chunk(2, -1)
+    gate_up2d = as_rows(gate_up)
+    packed = gate_up2d.new_empty(gate_up2d.shape)
+    gate, up = gate_up2d.chunk(2, -1)
     dgate, dup = packed.chunk(2, -1)
     gradients_into(dgate, dup, as_rows(dy), gate, up, activation, by)
     return packed.view(gate_up.shape)
@@ -146,10 +156,10 @@ def _clamped_gradients(
 ) -> tuple[Tensor, Tensor]:
     """``dgate = dy u (p + a g p (1 - p))`` and ``dup = dy act``, zero where a clamp holds."""
     limit, alpha, offset = numbers
-    kind, none = statistics_dtype(gate.dtype), dy.new_zeros(())
-    g, d = gate.to(kind).clamp(max=limit), dy.to(kind)
+    acc_dtype, none = statistics_dtype(gate.dtype), dy.new_zeros(())
+    g, d = gate.to(acc_dtype).clamp(max=limit), dy.to(acc_dtype)
     p = torch.sigmoid(g * alpha)
-    u = up.to(kind).clamp(-limit, limit) + offset
+    u = up.to(acc_dtype).clamp(-limit, limit) + offset
     dgate = torch.where(above(gate, limit), none, d * u * (p + alpha * g * p * (1 - p)))
     act = _clamped_activation(gate.clamp(max=limit), alpha)
     dup = torch.where(above(up, limit) | above(-up, limit), none, d * act)
@@ -174,8 +184,8 @@ def _clamped_gradients_into(
     dys, gates, ups = (as_rows(t) for t in (dy, gate, up))
     row_bytes = 6 * gates.shape[1] * statistics_dtype(gate.dtype).itemsize
     for block in row_blocks(gates.shape[0], row_bytes):
-        made = _clamped_gradients(dys[block], gates[block], ups[block], numbers)
-        for room, part in zip(rooms, made, strict=True):
+        grads = _clamped_gradients(dys[block], gates[block], ups[block], numbers)
+        for room, part in zip(rooms, grads, strict=True):
             room[block] = part
 
 
@@ -196,10 +206,10 @@ def packed_clamped_gradients(
 ) -> Tensor:
     """Both gradients, written to their places in one tensor."""
     if in_one_piece():
-        made = _clamped_gradients(dy, *_clamped_parts(gate_up, interleaved), numbers)
-        return torch.stack(made, -1).flatten(-2) if interleaved else torch.cat(made, -1)
-    rows = as_rows(gate_up)
-    room = rows.new_empty(rows.shape)
-    parts = _clamped_parts(rows, interleaved)
+        grads = _clamped_gradients(dy, *_clamped_parts(gate_up, interleaved), numbers)
+        return torch.stack(grads, -1).flatten(-2) if interleaved else torch.cat(grads, -1)
+    gate_up2d = as_rows(gate_up)
+    room = gate_up2d.new_empty(gate_up2d.shape)
+    parts = _clamped_parts(gate_up2d, interleaved)
     _clamped_gradients_into(*_clamped_parts(room, interleaved), as_rows(dy), *parts, numbers)
     return room.view(gate_up.shape)

@@ -55,14 +55,20 @@ class CodedActivation(Activation, Protocol):
     """The same for an MLP whose weights may be held in FP8."""
 
     def coded(
-        self, gate: Tensor, up: Tensor, activation: str, wanted: bool
+        self, gate: Tensor, up: Tensor, activation: str, needs_output: bool
     ) -> tuple[Tensor, Float8Rows]:
         """act(gate) * up where it is wanted, and its rows in FP8."""
 
     def coded_gradients(
-        self, dproduct: Tensor, gate: Tensor, up: Tensor, activation: str, columns: Columns,
-        wanted: tuple[bool, bool], product: bool,
-    ) -> CodedGradients:  # fmt: skip
+        self,
+        dproduct: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        columns: Columns,
+        needs_output: tuple[bool, bool],
+        product: bool,
+    ) -> CodedGradients:
         """The gradients where they are wanted, and codes of those with numbers per column.
 
         All are rows. The product, if it is wanted, may stand in ``dproduct``.
@@ -73,25 +79,32 @@ class ReferenceActivation:
     """The activation in plain PyTorch."""
 
     @staticmethod
-    def coded(gate: Tensor, up: Tensor, activation: str, wanted: bool) -> tuple[Tensor, Float8Rows]:
+    def coded(
+        gate: Tensor, up: Tensor, activation: str, needs_output: bool
+    ) -> tuple[Tensor, Float8Rows]:
         """act(gate) * up where it is wanted, and its rows in FP8."""
         y = gated.forward(gate, up, activation)
-        return y if wanted else y.new_empty(0), rows_of(y, None, PLAIN)
+        return y if needs_output else y.new_empty(0), rows_of(y, None, PLAIN)
 
     @staticmethod
     def coded_gradients(
-        dproduct: Tensor, gate: Tensor, up: Tensor, activation: str, columns: Columns,
-        wanted: tuple[bool, bool], product: bool,
-    ) -> CodedGradients:  # fmt: skip
+        dproduct: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        columns: Columns,
+        needs_output: tuple[bool, bool],
+        product: bool,
+    ) -> CodedGradients:
         """The gradients where they are wanted, and codes of those with numbers per column."""
         if product:
-            *made, dproduct = gated.gradients_and_product(dproduct, gate, up, activation)
+            *output, dproduct = gated.gradients_and_product(dproduct, gate, up, activation)
         else:
-            needs = [w or c is not None for w, c in zip(wanted, columns, strict=True)]
-            made = list(gated.backward(dproduct, gate, up, activation, needs[0], needs[1]))
-        pairs = zip(made, columns, strict=True)
+            needs = [w or c is not None for w, c in zip(needs_output, columns, strict=True)]
+            output = list(gated.backward(dproduct, gate, up, activation, needs[0], needs[1]))
+        pairs = zip(output, columns, strict=True)
         codes = [None if c is None else rows_of(grad, c, PLAIN) for grad, c in pairs]
-        kept = [g if w else g.new_empty(0) for g, w in zip(made, wanted, strict=True)]
+        kept = [g if w else g.new_empty(0) for g, w in zip(output, needs_output, strict=True)]
         return CodedGradients(kept[0], kept[1], dproduct, *codes)
 
     product = staticmethod(gated.forward)
@@ -102,23 +115,42 @@ def implement_gated_mlp(kernels: Activation) -> tuple[Callable[..., Any], Callab
     """Forward and backward of the contract over a backend's activation."""
 
     def forward(
-        x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-        gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
-        activation: str, needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        x: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        gate_bias: Optional[Tensor],
+        up_bias: Optional[Tensor],
+        down_bias: Optional[Tensor],
+        activation: str,
+        needs_x: bool,
+        needs_gate_weight: bool,
+        needs_up_weight: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         gate, up = linear(x, gate_weight, gate_bias), linear(x, up_weight, up_bias)
         y = linear(kernels.product(gate, up, activation), down_weight, down_bias)
         return dense(y), dense(gate), dense(up)
 
     def backward(
-        dy: Tensor, x: Optional[Tensor], gate_weight: Optional[Tensor],
-        up_weight: Optional[Tensor], down_weight: Tensor, gate: Tensor, up: Tensor,
-        activation: str, needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool,
-        needs_down_weight: bool, needs_gate_bias: bool, needs_up_bias: bool, needs_down_bias: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        upstream, inner = as_rows(dy), (as_rows(gate), as_rows(up))
-        dgate, dup, product = kernels.gradients(matmul(upstream, down_weight), *inner, activation)
-        ddown_weight = weight_gradient(upstream, product, needs_down_weight)
+        dy: Tensor,
+        x: Optional[Tensor],
+        gate_weight: Optional[Tensor],
+        up_weight: Optional[Tensor],
+        down_weight: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        needs_x: bool,
+        needs_gate_weight: bool,
+        needs_up_weight: bool,
+        needs_down_weight: bool,
+        needs_gate_bias: bool,
+        needs_up_bias: bool,
+        needs_down_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        dy2d, inner = as_rows(dy), (as_rows(gate), as_rows(up))
+        dgate, dup, product = kernels.gradients(matmul(dy2d, down_weight), *inner, activation)
+        ddown_weight = weight_gradient(dy2d, product, needs_down_weight)
         del product
         dgate_weight = weight_gradient(dgate, x, needs_gate_weight)
         dup_weight = weight_gradient(dup, x, needs_up_weight)
@@ -126,7 +158,7 @@ def implement_gated_mlp(kernels: Activation) -> tuple[Callable[..., Any], Callab
         if needs_x and gate_weight is not None and up_weight is not None:
             dx = matmul(dup, up_weight, matmul(dgate, gate_weight))
             dx = dx.view(*dy.shape[:-1], gate_weight.shape[1])
-        biases = ((dgate, needs_gate_bias), (dup, needs_up_bias), (upstream, needs_down_bias))
+        biases = ((dgate, needs_gate_bias), (dup, needs_up_bias), (dy2d, needs_down_bias))
         return dx, dgate_weight, dup_weight, ddown_weight, *[bias_gradient(*b) for b in biases]  # type: ignore[return-value]
 
     return forward, backward

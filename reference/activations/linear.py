@@ -33,11 +33,15 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Optional[Tensor], weight: Optional[Tensor], needs_x: bool,
-    needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Optional[Tensor],
+    weight: Optional[Tensor],
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias; one that nobody needs is an empty tensor."""
-    upstream, dx = as_rows(dy), dy.new_empty(0)
+    dy2d, dx = as_rows(dy), dy.new_empty(0)
     if needs_x and weight is not None:
-        dx = matmul(upstream, weight).view(*dy.shape[:-1], weight.shape[1])
-    return dx, weight_gradient(upstream, x, needs_weight), bias_gradient(upstream, needs_bias)
+        dx = matmul(dy2d, weight).view(*dy.shape[:-1], weight.shape[1])
+    return dx, weight_gradient(dy2d, x, needs_weight), bias_gradient(dy2d, needs_bias)

@@ -31,13 +31,13 @@ def pointwise(
 
     def backward(dy: Tensor, x: Tensor) -> Tensor:
         """Block by block of rows; in one piece where a compiler fuses it."""
-        kind = statistics_dtype(x.dtype)
+        acc_dtype = statistics_dtype(x.dtype)
         if in_one_piece():
-            return (slope(x.to(kind)) * dy.to(kind)).to(x.dtype).contiguous()
-        dx, xs, dys = x.new_empty(x.shape), as_rows(x), as_rows(dy)
-        rows = as_rows(dx)
-        for block in row_blocks(xs.shape[0], 2 * xs.shape[1] * kind.itemsize):
-            rows[block] = slope(xs[block].to(kind)) * dys[block].to(kind)
+            return (slope(x.to(acc_dtype)) * dy.to(acc_dtype)).to(x.dtype).contiguous()
+        dx, x2d, dy2d = x.new_empty(x.shape), as_rows(x), as_rows(dy)
+        dx2d = as_rows(dx)
+        for block in row_blocks(x2d.shape[0], 2 * x2d.shape[1] * acc_dtype.itemsize):
+            dx2d[block] = slope(x2d[block].to(acc_dtype)) * dy2d[block].to(acc_dtype)
         return dx
 
     return forward, backward

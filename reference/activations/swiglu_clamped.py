@@ -11,9 +11,15 @@ def forward(gate: Tensor, up: Tensor, limit: float, alpha: float, up_offset: flo
 
 
 def backward(
-    dy: Tensor, gate: Tensor, up: Tensor, limit: float, alpha: float, up_offset: float,
-    needs_gate: bool, needs_up: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    needs_gate: bool,
+    needs_up: bool,
+) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up."""
     dgate, dup = gated.clamped_gradients(dy, gate, up, (limit, alpha, up_offset))
     return (

@@ -23,26 +23,38 @@ from liger_multi.reference.float8.frozen import (
 from liger_multi.reference.float8.rows import Float8Rows
 
 
-def implement_lora_mlp(
-    kernels: CodedActivation, thin: LowRank
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward of the contract over a backend's activation and thin products."""
+def _forward_of(kernels: CodedActivation, thin: LowRank) -> Callable[..., Any]:
+    """The forward pass of the contract, as a function of tensors."""
 
     def forward(
-        x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-        gate_a: Optional[Tensor], gate_b: Optional[Tensor], up_a: Optional[Tensor],
-        up_b: Optional[Tensor], down_a: Optional[Tensor], down_b: Optional[Tensor],
-        gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
-        gate_scale: float, up_scale: float, down_scale: float, activation: str,
-        gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
-        down_weight_scale: Optional[Tensor], codes: Optional[Tensor],
+        x: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        gate_a: Optional[Tensor],
+        gate_b: Optional[Tensor],
+        up_a: Optional[Tensor],
+        up_b: Optional[Tensor],
+        down_a: Optional[Tensor],
+        down_b: Optional[Tensor],
+        gate_bias: Optional[Tensor],
+        up_bias: Optional[Tensor],
+        down_bias: Optional[Tensor],
+        gate_scale: float,
+        up_scale: float,
+        down_scale: float,
+        activation: str,
+        gate_weight_scale: Optional[Tensor],
+        up_weight_scale: Optional[Tensor],
+        down_weight_scale: Optional[Tensor],
+        codes: Optional[Tensor],
         codes_scale: Optional[Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        rows, lead = as_rows(x), x.shape[:-1]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x2d, lead = as_rows(x), x.shape[:-1]
         first, second = held(gate_weight, gate_weight_scale), held(up_weight, up_weight_scale)
         left = shared_rows(x, codes, codes_scale, thin.to, first, second)
-        gate = adapted_layer(thin, rows, first, gate_bias, gate_a, gate_b, gate_scale, left)
-        up = adapted_layer(thin, rows, second, up_bias, up_a, up_b, up_scale, left)
+        gate = adapted_layer(thin, x2d, first, gate_bias, gate_a, gate_b, gate_scale, left)
+        up = adapted_layer(thin, x2d, second, up_bias, up_a, up_b, up_scale, left)
         third, left = held(down_weight, down_weight_scale), None
         if isinstance(third, Float8Rows):
             inner, left = kernels.coded(gate, up, activation, down_a is not None)
@@ -51,51 +63,94 @@ def implement_lora_mlp(
         y = adapted_layer(thin, inner, third, down_bias, down_a, down_b, down_scale, left)
         return tuple(t.view(*lead, t.shape[-1]) for t in (y, gate, up))  # type: ignore[return-value]
 
+    return forward
+
+
+def _backward_of(kernels: CodedActivation, thin: LowRank) -> Callable[..., Any]:
+    """The backward pass of the contract, as a function of tensors."""
+
     def backward(
-        dy: Tensor, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-        gate_a: Optional[Tensor], gate_b: Optional[Tensor], up_a: Optional[Tensor],
-        up_b: Optional[Tensor], down_a: Optional[Tensor], down_b: Optional[Tensor],
-        gate: Tensor, up: Tensor, gate_scale: float, up_scale: float, down_scale: float,
-        activation: str, gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
-        down_weight_scale: Optional[Tensor], needs_x: bool, needs_gate_a: bool,
-        needs_gate_b: bool, needs_up_a: bool,
-        needs_up_b: bool, needs_down_a: bool, needs_down_b: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        rows, upstream = as_rows(x), as_rows(dy)
+        dy: Tensor,
+        x: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        gate_a: Optional[Tensor],
+        gate_b: Optional[Tensor],
+        up_a: Optional[Tensor],
+        up_b: Optional[Tensor],
+        down_a: Optional[Tensor],
+        down_b: Optional[Tensor],
+        gate: Tensor,
+        up: Tensor,
+        gate_scale: float,
+        up_scale: float,
+        down_scale: float,
+        activation: str,
+        gate_weight_scale: Optional[Tensor],
+        up_weight_scale: Optional[Tensor],
+        down_weight_scale: Optional[Tensor],
+        needs_x: bool,
+        needs_gate_a: bool,
+        needs_gate_b: bool,
+        needs_up_a: bool,
+        needs_up_b: bool,
+        needs_down_a: bool,
+        needs_down_b: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        x2d, dy2d = as_rows(x), as_rows(dy)
         wide = held(down_weight, down_weight_scale)
-        dinner, low = input_gradient(thin, upstream, wide, down_a, down_b, down_scale)
+        dinner, low = input_gradient(thin, dy2d, wide, down_a, down_b, down_scale)
         needs = (needs_down_a, needs_down_b)
         columns = (gate_weight_scale, up_weight_scale) if needs_x else (None, None)
-        wanted = [  # by adapters, and by a weight that is not in FP8
+        needs_output = [  # by adapters, and by a weight that is not in FP8
             b is not None or (needs_x and scale is None)
             for b, scale in ((gate_b, gate_weight_scale), (up_b, up_weight_scale))
         ]
-        made = kernels.coded_gradients(
-            dinner, as_rows(gate), as_rows(up), activation, columns, (wanted[0], wanted[1]),
+        grads = kernels.coded_gradients(
+            dinner,
+            as_rows(gate),
+            as_rows(up),
+            activation,
+            columns,
+            (needs_output[0], needs_output[1]),
             any(needs),
-        )  # fmt: skip
-        dgate, dup, inner, gate_rows, up_rows = made
-        ddown = adapter_gradients(thin, inner, upstream, low, down_a, down_b, down_scale, *needs)
-        del inner, dinner, made
+        )
+        dgate, dup, inner, gate_rows, up_rows = grads
+        ddown = adapter_gradients(thin, inner, dy2d, low, down_a, down_b, down_scale, *needs)
+        del inner, dinner, grads
         wide = held(gate_weight, gate_weight_scale)
         dx, low = input_gradient(
             thin, dgate, wide, gate_a, gate_b, gate_scale, None, needs_x, gate_rows
         )
         needs = (needs_gate_a, needs_gate_b)
-        dgates = adapter_gradients(thin, rows, dgate, low, gate_a, gate_b, gate_scale, *needs)
+        dgates = adapter_gradients(thin, x2d, dgate, low, gate_a, gate_b, gate_scale, *needs)
         del dgate, gate_rows
         wide = held(up_weight, up_weight_scale)
         dx, low = input_gradient(thin, dup, wide, up_a, up_b, up_scale, dx, needs_x, up_rows)
-        dups = adapter_gradients(thin, rows, dup, low, up_a, up_b, up_scale, needs_up_a, needs_up_b)
+        dups = adapter_gradients(thin, x2d, dup, low, up_a, up_b, up_scale, needs_up_a, needs_up_b)
         return (dx.view(x.shape) if needs_x else dx, *dgates, *dups, *ddown)
 
-    return forward, backward
+    return backward
+
+
+def implement_lora_mlp(
+    kernels: CodedActivation, thin: LowRank
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the contract over a backend's activation and thin products."""
+    return _forward_of(kernels, thin), _backward_of(kernels, thin)
 
 
 def adapted_layer(
-    thin: LowRank, rows: Tensor, weight: Weight, bias: Optional[Tensor], a: Optional[Tensor],
-    b: Optional[Tensor], scale: float, left: Optional[Float8Rows] = None,
-) -> Tensor:  # fmt: skip
+    thin: LowRank,
+    rows: Tensor,
+    weight: Weight,
+    bias: Optional[Tensor],
+    a: Optional[Tensor],
+    b: Optional[Tensor],
+    scale: float,
+    left: Optional[Float8Rows] = None,
+) -> Tensor:
     """A linear layer's output, with what its adapter adds; ``left`` are its rows in FP8."""
     y = frozen_linear(rows, weight, bias, left)
     if a is None or b is None:
@@ -104,10 +159,16 @@ def adapted_layer(
 
 
 def input_gradient(
-    thin: LowRank, dy: Tensor, weight: Weight, a: Optional[Tensor], b: Optional[Tensor],
-    scale: float, into: Tensor | None = None, needed: bool = True,
+    thin: LowRank,
+    dy: Tensor,
+    weight: Weight,
+    a: Optional[Tensor],
+    b: Optional[Tensor],
+    scale: float,
+    into: Tensor | None = None,
+    needed: bool = True,
     left: Optional[Float8Rows] = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """The gradient of a layer's input, added to ``into``, and ``dy @ b``; ``left``: dy in FP8."""
     low = dy.new_empty(0) if b is None else thin.narrow(dy, b)
     if not needed:
@@ -117,9 +178,16 @@ def input_gradient(
 
 
 def adapter_gradients(
-    thin: LowRank, rows: Tensor, dy: Tensor, low: Tensor, a: Optional[Tensor],
-    b: Optional[Tensor], scale: float, needs_a: bool, needs_b: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    thin: LowRank,
+    rows: Tensor,
+    dy: Tensor,
+    low: Tensor,
+    a: Optional[Tensor],
+    b: Optional[Tensor],
+    scale: float,
+    needs_a: bool,
+    needs_b: bool,
+) -> tuple[Tensor, Tensor]:
     """The gradients of a and b, empty where nobody needs them."""
     da, db = dy.new_empty(0), dy.new_empty(0)
     if a is not None and b is not None:

@@ -33,56 +33,104 @@ class Reached(NamedTuple):
     back: Tensor
 
 
-def implement_lora_qkv(thin: LowRank) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward of the contract."""
+def _forward_of(thin: LowRank) -> Callable[..., Any]:
+    """The forward pass of the contract, as a function of tensors."""
 
     def forward(
-        x: Tensor, q_weight: Optional[Tensor], k_weight: Optional[Tensor],
-        v_weight: Optional[Tensor], q_a: Optional[Tensor], q_b: Optional[Tensor],
-        k_a: Optional[Tensor], k_b: Optional[Tensor], v_a: Optional[Tensor], v_b: Optional[Tensor],
-        q_bias: Optional[Tensor], k_bias: Optional[Tensor], v_bias: Optional[Tensor],
-        q_scale: float, k_scale: float, v_scale: float, q_weight_scale: Optional[Tensor],
-        k_weight_scale: Optional[Tensor], v_weight_scale: Optional[Tensor],
-        codes: Optional[Tensor], codes_scale: Optional[Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        rows, lead, a = as_rows(x), x.shape[:-1], (q_a, k_a, v_a)
+        x: Tensor,
+        q_weight: Optional[Tensor],
+        k_weight: Optional[Tensor],
+        v_weight: Optional[Tensor],
+        q_a: Optional[Tensor],
+        q_b: Optional[Tensor],
+        k_a: Optional[Tensor],
+        k_b: Optional[Tensor],
+        v_a: Optional[Tensor],
+        v_b: Optional[Tensor],
+        q_bias: Optional[Tensor],
+        k_bias: Optional[Tensor],
+        v_bias: Optional[Tensor],
+        q_scale: float,
+        k_scale: float,
+        v_scale: float,
+        q_weight_scale: Optional[Tensor],
+        k_weight_scale: Optional[Tensor],
+        v_weight_scale: Optional[Tensor],
+        codes: Optional[Tensor],
+        codes_scale: Optional[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x2d, lead, a = as_rows(x), x.shape[:-1], (q_a, k_a, v_a)
         own = (q_weight_scale, k_weight_scale, v_weight_scale)
         wide = _held((q_weight, k_weight, v_weight), own)
         left = shared_rows(x, codes, codes_scale, thin.to, *wide)
-        given = [t for t in a if t is not None] or [rows.new_empty(0, rows.shape[1])]
-        low = thin.narrow(rows, torch.cat(given).t())
+        factors = [t for t in a if t is not None] or [x2d.new_empty(0, x2d.shape[1])]
+        low = thin.narrow(x2d, torch.cat(factors).t())
         layers = zip(
-            wide, (q_bias, k_bias, v_bias), (q_b, k_b, v_b),
-            _columns(low, a), (q_scale, k_scale, v_scale), strict=True,
-        )  # fmt: skip
-        made = []
+            wide,
+            (q_bias, k_bias, v_bias),
+            (q_b, k_b, v_b),
+            _columns(low, a),
+            (q_scale, k_scale, v_scale),
+            strict=True,
+        )
+        outputs = []
         for weight, bias, b, part, scale in layers:
-            y = rows.new_empty(0) if weight is None else frozen_linear(rows, weight, bias, left)
+            y = x2d.new_empty(0) if weight is None else frozen_linear(x2d, weight, bias, left)
             if b is not None:
                 thin.add_(y, part, b.t(), scale)
-            made.append(y if weight is None else y.view(*lead, y.shape[1]))
-        return (*made, low.view(*lead, low.shape[1]))  # type: ignore[return-value]
+            outputs.append(y if weight is None else y.view(*lead, y.shape[1]))
+        return (*outputs, low.view(*lead, low.shape[1]))  # type: ignore[return-value]
+
+    return forward
+
+
+def _backward_of(thin: LowRank) -> Callable[..., Any]:
+    """The backward pass of the contract, as a function of tensors."""
 
     def backward(
-        dq: Optional[Tensor], dk: Optional[Tensor], dv: Optional[Tensor], x: Tensor,
-        q_weight: Optional[Tensor], k_weight: Optional[Tensor], v_weight: Optional[Tensor],
-        q_a: Optional[Tensor], q_b: Optional[Tensor], k_a: Optional[Tensor], k_b: Optional[Tensor],
-        v_a: Optional[Tensor], v_b: Optional[Tensor], low: Tensor,
-        q_scale: float, k_scale: float, v_scale: float, q_weight_scale: Optional[Tensor],
-        k_weight_scale: Optional[Tensor], v_weight_scale: Optional[Tensor], needs_x: bool,
+        dq: Optional[Tensor],
+        dk: Optional[Tensor],
+        dv: Optional[Tensor],
+        x: Tensor,
+        q_weight: Optional[Tensor],
+        k_weight: Optional[Tensor],
+        v_weight: Optional[Tensor],
+        q_a: Optional[Tensor],
+        q_b: Optional[Tensor],
+        k_a: Optional[Tensor],
+        k_b: Optional[Tensor],
+        v_a: Optional[Tensor],
+        v_b: Optional[Tensor],
+        low: Tensor,
+        q_scale: float,
+        k_scale: float,
+        v_scale: float,
+        q_weight_scale: Optional[Tensor],
+        k_weight_scale: Optional[Tensor],
+        v_weight_scale: Optional[Tensor],
+        needs_x: bool,
         needs_q_a: bool,
-        needs_q_b: bool, needs_k_a: bool, needs_k_b: bool, needs_v_a: bool, needs_v_b: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        rows, a, b = as_rows(x), (q_a, k_a, v_a), (q_b, k_b, v_b)
+        needs_q_b: bool,
+        needs_k_a: bool,
+        needs_k_b: bool,
+        needs_v_a: bool,
+        needs_v_b: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        x2d, a, b = as_rows(x), (q_a, k_a, v_a), (q_b, k_b, v_b)
         upstream = [dy if dy is None else as_rows(dy) for dy in (dq, dk, dv)]
         needs_a, needs_b = (needs_q_a, needs_k_a, needs_v_a), (needs_q_b, needs_k_b, needs_v_b)
-        scales, lows, wanted = (q_scale, k_scale, v_scale), as_rows(low), needs_x or any(needs_a)
-        parts = zip(a, b, scales, _columns(lows, a), upstream, strict=True)
+        scales, low2d, needs_back = (
+            (q_scale, k_scale, v_scale),
+            as_rows(low),
+            needs_x or any(needs_a),
+        )
+        parts = zip(a, b, scales, _columns(low2d, a), upstream, strict=True)
         adapters = [
-            None if a is None or b is None or dy is None
-            else Reached(a, b, scale, own, dy, thin.narrow(dy, b) if wanted else own)
+            None
+            if a is None or b is None or dy is None
+            else Reached(a, b, scale, own, dy, thin.narrow(dy, b) if needs_back else own)
             for a, b, scale, own, dy in parts
-        ]  # fmt: skip
+        ]
         own = (q_weight_scale, k_weight_scale, v_weight_scale)
         dx, weights = x.new_empty(0), _held((q_weight, k_weight, v_weight), own)
         if needs_x:
@@ -90,25 +138,32 @@ def implement_lora_qkv(thin: LowRank) -> tuple[Callable[..., Any], Callable[...,
                 x.shape
             )
         das = _first_gradients(
-            thin, rows, [o for o, n in zip(adapters, needs_a, strict=True) if o and n]
+            thin, x2d, [o for o, n in zip(adapters, needs_a, strict=True) if o and n]
         )
-        found = [dx]
+        gradients = [dx]
         for at, one in enumerate(adapters):
             da, db = (x.new_empty(0) if t is None else t.new_empty(0) for t in (a[at], b[at]))
             if one and needs_a[at]:
                 da = das.pop(0)
             if one and needs_b[at]:
                 db = thin.gradient(one.dy, one.low, one.scale, one.b.dtype)
-            found += [da, db]
-        return tuple(found)  # type: ignore[return-value]
+            gradients += [da, db]
+        return tuple(gradients)  # type: ignore[return-value]
 
-    return forward, backward
+    return backward
+
+
+def implement_lora_qkv(thin: LowRank) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the contract."""
+    return _forward_of(thin), _backward_of(thin)
 
 
 def _common_input_gradient(
-    thin: LowRank, upstream: Sequence[Optional[Tensor]], weights: Sequence[Optional[Weight]],
+    thin: LowRank,
+    upstream: Sequence[Optional[Tensor]],
+    weights: Sequence[Optional[Weight]],
     adapters: Sequence[Reached],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The sum of all layers' gradients of x; adapters of one scale add to it together."""
     dx: Tensor | None = None
     for dy, weight in zip(upstream, weights, strict=True):
@@ -126,8 +181,8 @@ def _first_gradients(thin: LowRank, rows: Tensor, adapters: Sequence[Reached]) -
     """The gradients of the first factors, each in memory of its own."""
     if not adapters:
         return []
-    made = thin.sums(torch.cat([one.back for one in adapters], 1), rows, adapters[0].a.dtype)
-    own = made.split([one.a.shape[0] for one in adapters])
+    total = thin.sums(torch.cat([one.back for one in adapters], 1), rows, adapters[0].a.dtype)
+    own = total.split([one.a.shape[0] for one in adapters])
     return [part * one.scale for part, one in zip(own, adapters, strict=True)]
 
 

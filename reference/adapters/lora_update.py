@@ -21,19 +21,25 @@ def implement_lora_update(thin: LowRank) -> tuple[Callable[..., Any], Callable[.
         return thin.added(as_rows(base), low, b.t(), scale).view(base.shape)
 
     def backward(
-        dy: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float,
-        needs_x: bool, needs_a: bool, needs_b: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        rows, upstream = as_rows(x), as_rows(dy)
+        dy: Tensor,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        needs_x: bool,
+        needs_a: bool,
+        needs_b: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x2d, dy2d = as_rows(x), as_rows(dy)
         dx, da, db = x.new_empty(0), a.new_empty(0), b.new_empty(0)
         if needs_x or needs_a:
-            low = thin.narrow(upstream, b)
+            low = thin.narrow(dy2d, b)
             if needs_x:
                 dx = thin.widened(low, a, scale, x.dtype).view(x.shape)
             if needs_a:
-                da = thin.gradient(low, rows, scale, a.dtype)
+                da = thin.gradient(low, x2d, scale, a.dtype)
         if needs_b:
-            db = thin.gradient(upstream, thin.narrow(rows, a.t()), scale, b.dtype)
+            db = thin.gradient(dy2d, thin.narrow(x2d, a.t()), scale, b.dtype)
         return dx, da, db
 
     return forward, backward

@@ -24,11 +24,11 @@ PARTS = (0, 1, 2)
 
 def split(x: Tensor, order: Sequence[int], axis: int) -> Tensor:
     """Three in bf16 whose sum is ``x``, each the rounded rest of those before, in ``order``."""
-    found = []
+    parts = []
     for _ in PARTS:
-        found.append(x.to(torch.bfloat16))
-        x = x - found[-1]
-    return torch.cat([found[part] for part in order], axis)
+        parts.append(x.to(torch.bfloat16))
+        x = x - parts[-1]
+    return torch.cat([parts[part] for part in order], axis)
 
 
 class LowRank:
@@ -50,12 +50,12 @@ class LowRank:
             return matmul(wide, thin)
         if _splits(wide, thin):
             multiplied = product if apart() else _product
-            made = multiplied(wide, self._split(thin, PARTS, 1)).view(-1, 3, thin.shape[1])
-            return made[:, 0] + made[:, 1] + made[:, 2] if apart() else made.sum(1)
-        made = wide.new_empty(wide.shape[0], thin.shape[1], dtype=thin.dtype)
+            out = multiplied(wide, self._split(thin, PARTS, 1)).view(-1, 3, thin.shape[1])
+            return out[:, 0] + out[:, 1] + out[:, 2] if apart() else out.sum(1)
+        out = wide.new_empty(wide.shape[0], thin.shape[1], dtype=thin.dtype)
         for block in _blocks(wide, thin.dtype):
-            multiply(wide[block].to(thin.dtype), thin, None, made[block])
-        return made
+            multiply(wide[block].to(thin.dtype), thin, None, out[block])
+        return out
 
     def add_(self, rows: Tensor, low: Tensor, thin: Tensor, scale: float) -> Tensor:
         """``rows += scale low @ thin``, rounded once."""
@@ -79,14 +79,14 @@ class LowRank:
         """``scale low @ thin`` in a dtype of its own."""
         if dtype == low.dtype:
             return matmul(low, thin).mul_(scale)
-        made = low.new_empty(low.shape[0], thin.shape[1], dtype=dtype)
-        if _splits(made, low):
+        out = low.new_empty(low.shape[0], thin.shape[1], dtype=dtype)
+        if _splits(out, low):
             if apart():
-                return made.copy_(product(*self._terms(low, thin)).mul_(scale))
-            return made.addmm_(*self._terms(low, thin), beta=0, alpha=scale)
-        for block in _blocks(made, low.dtype):
-            made[block] = matmul(low[block], thin).mul_(scale)
-        return made
+                return out.copy_(product(*self._terms(low, thin)).mul_(scale))
+            return out.addmm_(*self._terms(low, thin), beta=0, alpha=scale)
+        for block in _blocks(out, low.dtype):
+            out[block] = matmul(low[block], thin).mul_(scale)
+        return out
 
     def gradient(self, left: Tensor, right: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
         """``scale left' @ right``, the gradient of a thin matrix, in its dtype."""
@@ -97,11 +97,11 @@ class LowRank:
         if left.dtype == right.dtype == dtype:
             return left.t() @ right
         if _splits(left, right):
-            made = _product(left.t(), self._split(right, PARTS, 1))
-            return made.view(-1, 3, right.shape[1]).sum(1)
+            parts = _product(left.t(), self._split(right, PARTS, 1))
+            return parts.view(-1, 3, right.shape[1]).sum(1)
         if _splits(right, left):
-            made = _product(self._split(left, PARTS, 1).t(), right)
-            return made.view(3, -1, right.shape[1]).sum(0)
+            parts = _product(self._split(left, PARTS, 1).t(), right)
+            return parts.view(3, -1, right.shape[1]).sum(0)
         total = left.new_zeros(left.shape[1], right.shape[1], dtype=dtype)
         wider = left if left.shape[1] > right.shape[1] else right
         for block in _blocks(wider, dtype):

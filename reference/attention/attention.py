@@ -59,9 +59,9 @@ def seen_keys(
         yield cols, torch.stack(inside).any(0)
 
 
-def grouped(x: Tensor, groups: int, rows: slice, kind: torch.dtype) -> Tensor:
+def grouped(x: Tensor, groups: int, rows: slice, dtype: torch.dtype) -> Tensor:
     """Some rows of ``(B, H, L, D)`` as (B, groups, H / groups * rows, D)."""
-    part = x[:, :, rows].to(kind)
+    part = x[:, :, rows].to(dtype)
     return part.reshape(part.shape[0], groups, -1, part.shape[3])
 
 
@@ -91,16 +91,22 @@ def queries_apart(
         bounds = [0, i + offset + 1 if causal else k.shape[2]]
         if ranges is not None:
             bounds = ranges[b if ranges.shape[0] > 1 else 0, i].tolist()
-        seen = torch.zeros(k.shape[2], dtype=torch.bool)
+        visible = torch.zeros(k.shape[2], dtype=torch.bool)
         for low, high in zip(bounds[::2], bounds[1::2], strict=True):
-            seen[max(0, low) : max(0, high)] = True
-        yield slice(b, b + 1), slice(i, i + 1), seen.nonzero().squeeze(1).to(k.device)
+            visible[max(0, low) : max(0, high)] = True
+        yield slice(b, b + 1), slice(i, i + 1), visible.nonzero().squeeze(1).to(k.device)
 
 
 def forward_apart(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ranges: Tensor | None, causal: bool,
-    scale: float, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    ranges: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
     """Forward of one query after the other."""
     y = ordered(q, q.dtype, q.shape[1], q.shape[2], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=statistics_dtype(q.dtype))
@@ -111,29 +117,48 @@ def forward_apart(
 
 
 def backward_apart(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ranges: Tensor | None,
-    y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, *needs: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    ranges: Tensor | None,
+    y: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    *needs: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Backward of one query after the other; keys and values add what their queries give them."""
-    kind = lse.dtype
+    acc_dtype = lse.dtype
     totals = [
-        ordered(x, kind, *x.shape[1:]) if n else x.new_empty(0)
+        ordered(x, acc_dtype, *x.shape[1:]) if n else x.new_empty(0)
         for x, n in zip((q, k, v), needs[:3], strict=True)
     ]
-    dsinks = q.new_zeros(q.shape[1] if sinks is not None and needs[3] else 0, dtype=kind)
-    wide = None if sinks is None else sinks.to(kind)
+    dsinks = q.new_zeros(q.shape[1] if sinks is not None and needs[3] else 0, dtype=acc_dtype)
+    wide = None if sinks is None else sinks.to(acc_dtype)
     for b, i, keys in queries_apart(q, k, ranges, causal):
-        made = backward_by_blocks(
-            dy[b, :, i].to(kind), q[b, :, i].to(kind), k[b][:, :, keys].to(kind),
-            v[b][:, :, keys].to(kind), wide, None, y[b, :, i].to(kind), lse[b, :, i], False,
-            scale, softcap, *needs,
-        )  # fmt: skip
+        gradients = backward_by_blocks(
+            dy[b, :, i].to(acc_dtype),
+            q[b, :, i].to(acc_dtype),
+            k[b][:, :, keys].to(acc_dtype),
+            v[b][:, :, keys].to(acc_dtype),
+            wide,
+            None,
+            y[b, :, i].to(acc_dtype),
+            lse[b, :, i],
+            False,
+            scale,
+            softcap,
+            *needs,
+        )
         if needs[0]:
-            totals[0][b, :, i] = made[0]
-        for total, part, needed in zip(totals[1:], made[1:3], needs[1:3], strict=True):
+            totals[0][b, :, i] = gradients[0]
+        for total, part, needed in zip(totals[1:], gradients[1:3], needs[1:3], strict=True):
             if needed:
                 total[b][:, :, keys] = total[b][:, :, keys] + part  # every key once
-        dsinks += made[3] if dsinks.numel() else 0
+        dsinks += gradients[3] if dsinks.numel() else 0
     rounded = [_rounded(t, x.dtype) for t, x in zip(totals, (q, k, v), strict=True)]
     return *rounded, dsinks if sinks is None else dsinks.to(sinks.dtype)  # type: ignore[return-value]
 
@@ -142,47 +167,74 @@ def backward_apart(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
-    causal: bool, scale: float, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    ranges: Optional[Tensor],
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
     """By blocks, or by queries where their results must not depend on each other."""
     chosen = forward_apart if by_rows() else forward_by_blocks
     return chosen(q, k, v, sinks, ranges, causal, scale, softcap)
 
 
 def forward_by_blocks(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ranges: Tensor | None, causal: bool,
-    scale: float, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    ranges: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
     """What is summed so far is rescaled where a block has a larger score; a sink comes first."""
-    kind, (batch, heads, length, _), groups = statistics_dtype(q.dtype), q.shape, k.shape[1]
+    acc_dtype, (batch, heads, length, _), groups = statistics_dtype(q.dtype), q.shape, k.shape[1]
     y = ordered(q, q.dtype, heads, length, v.shape[3])
-    lse, step = q.new_empty(q.shape[:3], dtype=kind), block_size(batch * heads, kind.itemsize)
+    lse, step = (
+        q.new_empty(q.shape[:3], dtype=acc_dtype),
+        block_size(batch * heads, acc_dtype.itemsize),
+    )
     for rows in blocks(length if batch else 0, step):
-        ours = grouped(q, groups, rows, kind)
+        ours = grouped(q, groups, rows, acc_dtype)
         lead = (batch, groups, heads // groups, rows.stop - rows.start)
         top = ours.new_full((*lead, 1), -torch.inf)
         if sinks is not None:
-            top = sinks.to(kind).view(1, groups, -1, 1, 1).expand_as(top)
+            top = sinks.to(acc_dtype).view(1, groups, -1, 1, 1).expand_as(top)
         total, acc = torch.full_like(top, sinks is not None), ours.new_zeros(*lead, v.shape[3])
-        for cols, seen in seen_keys(q, k, ranges, causal, rows, step):
-            s = scores(ours, k[:, :, cols].to(kind), scale, softcap, lead[2])
-            s = s if seen is None else s.masked_fill(~seen, -torch.inf)
+        for cols, visible in seen_keys(q, k, ranges, causal, rows, step):
+            s = scores(ours, k[:, :, cols].to(acc_dtype), scale, softcap, lead[2])
+            s = s if visible is None else s.masked_fill(~visible, -torch.inf)
             new = torch.maximum(top, s.amax(-1, keepdim=True))
             base = new.masked_fill(new == -torch.inf, 0)
             p, decay = torch.exp(s - base), torch.exp(top - base)
             total, top = total * decay + p.sum(-1, keepdim=True), new
-            acc = acc * decay + (p.flatten(2, 3) @ v[:, :, cols].to(kind)).view(acc.shape)
+            acc = acc * decay + (p.flatten(2, 3) @ v[:, :, cols].to(acc_dtype)).view(acc.shape)
         lse[:, :, rows] = (top + total.log()).view(batch, heads, -1)
         y[:, :, rows] = (acc / total.masked_fill(total == 0, 1)).flatten(1, 2).to(q.dtype)
     return y, lse
 
 
 def backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
-    y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, needs_q: bool,
-    needs_k: bool, needs_v: bool, needs_sinks: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    ranges: Optional[Tensor],
+    y: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+    needs_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """By blocks, or by queries where their results must not depend on each other."""
     chosen = backward_apart if by_rows() else backward_by_blocks
     needs = (needs_q, needs_k, needs_v, needs_sinks)
@@ -190,29 +242,48 @@ def backward(
 
 
 def backward_by_blocks(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ranges: Tensor | None,
-    y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, needs_q: bool,
-    needs_k: bool, needs_v: bool, needs_sinks: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    ranges: Tensor | None,
+    y: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+    needs_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``ds = p (dy v' - sum(dy y))``; lse counts the sink, whose probability has no value."""
-    kind, (batch, heads, length, _), groups = lse.dtype, q.shape, k.shape[1]
+    acc_dtype, (batch, heads, length, _), groups = lse.dtype, q.shape, k.shape[1]
     dq, dk, dv = (
         ordered(x, d, *x.shape[1:]) if needed else x.new_empty(0)
-        for x, d, needed in ((q, q.dtype, needs_q), (k, kind, needs_k), (v, kind, needs_v))
+        for x, d, needed in (
+            (q, q.dtype, needs_q),
+            (k, acc_dtype, needs_k),
+            (v, acc_dtype, needs_v),
+        )
     )
-    dsinks, step = lse.new_zeros(heads), block_size(batch * heads, kind.itemsize)
+    dsinks, step = lse.new_zeros(heads), block_size(batch * heads, acc_dtype.itemsize)
     for rows in blocks(length if batch else 0, step):
-        ours, up = grouped(q, groups, rows, kind), grouped(dy, groups, rows, kind)
-        inner, ends = (up * grouped(y, groups, rows, kind)).sum(-1, keepdim=True), lse[:, :, rows]
+        ours, up = grouped(q, groups, rows, acc_dtype), grouped(dy, groups, rows, acc_dtype)
+        inner, ends = (
+            (up * grouped(y, groups, rows, acc_dtype)).sum(-1, keepdim=True),
+            lse[:, :, rows],
+        )
         total, normal = torch.zeros_like(ours), ends.reshape(batch, groups, heads // groups, -1, 1)
         if sinks is not None:
-            share = torch.exp(sinks.to(kind)[:, None] - ends)
+            share = torch.exp(sinks.to(acc_dtype)[:, None] - ends)
             dsinks -= (share * inner.view(ends.shape)).sum((0, 2))
-        for cols, seen in seen_keys(q, k, ranges, causal, rows, step):
-            theirs, values = k[:, :, cols].to(kind), v[:, :, cols].to(kind)
+        for cols, visible in seen_keys(q, k, ranges, causal, rows, step):
+            theirs, values = k[:, :, cols].to(acc_dtype), v[:, :, cols].to(acc_dtype)
             s = scores(ours, theirs, scale, softcap, heads // groups)
             p = torch.exp(s - normal)
-            p = (p if seen is None else p.masked_fill(~seen, 0)).flatten(2, 3)
+            p = (p if visible is None else p.masked_fill(~visible, 0)).flatten(2, 3)
             if needs_v:
                 dv[:, :, cols] += p.mT @ up
             ds = p.mul_(up @ values.mT - inner)

@@ -11,55 +11,62 @@ from liger_multi.reference.attention.sparse_attention import SumsByKey, gathered
 from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
 
 
-def _blocks(q: Tensor, indices: Tensor, kind: torch.dtype) -> Iterator[slice]:
-    row = q.shape[0] * indices.shape[-1] * (2 * q.shape[3] + 3 * q.shape[2]) * kind.itemsize
+def _blocks(q: Tensor, indices: Tensor, acc_dtype: torch.dtype) -> Iterator[slice]:
+    row = q.shape[0] * indices.shape[-1] * (2 * q.shape[3] + 3 * q.shape[2]) * acc_dtype.itemsize
     yield from row_blocks(q.shape[1] if q.shape[0] else 0, row)
 
 
 def _products(
-    q: Tensor, k: Tensor, w: Tensor, indices: Tensor, rows: slice, kind: torch.dtype
+    q: Tensor, k: Tensor, w: Tensor, indices: Tensor, rows: slice, acc_dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     """Of a block: queries, keys, weights, products (B, rows, H, K), places, and which are keys."""
     places, inside = listed(indices[:, rows], k.shape[1])
-    ours, keys = q[:, rows].to(kind), gathered(k, places, kind)
-    return ours, keys, w[:, rows, :, None].to(kind), ours @ keys.mT, places, inside
+    ours, keys = q[:, rows].to(acc_dtype), gathered(k, places, acc_dtype)
+    return ours, keys, w[:, rows, :, None].to(acc_dtype), ours @ keys.mT, places, inside
 
 
 def forward(q: Tensor, k: Tensor, w: Tensor, indices: Tensor, scale: float) -> Tensor:
     """A block of queries at a time."""
-    kind = statistics_dtype(q.dtype)
-    scores = q.new_full(indices.shape, -torch.inf, dtype=kind)
+    acc_dtype = statistics_dtype(q.dtype)
+    scores = q.new_full(indices.shape, -torch.inf, dtype=acc_dtype)
     if not k.shape[1] or not indices.numel():
         listed(indices, k.shape[1])
         return scores
-    for rows in _blocks(q, indices, kind):
-        _, _, weights, products, _, inside = _products(q, k, w, indices, rows, kind)
-        found = (products.relu_() * weights).sum(2) * scale
-        found = found.masked_fill(~inside, -torch.inf)
-        scores[:, rows] = found.masked_fill(indices[:, rows] >= k.shape[1], torch.nan)
+    for rows in _blocks(q, indices, acc_dtype):
+        _, _, weights, products, _, inside = _products(q, k, w, indices, rows, acc_dtype)
+        block = (products.relu_() * weights).sum(2) * scale
+        block = block.masked_fill(~inside, -torch.inf)
+        scores[:, rows] = block.masked_fill(indices[:, rows] >= k.shape[1], torch.nan)
     return scores
 
 
 def backward(
-    dscores: Tensor, q: Tensor, k: Tensor, w: Tensor, indices: Tensor, scale: float, needs_q: bool,
-    needs_k: bool, needs_w: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dscores: Tensor,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    indices: Tensor,
+    scale: float,
+    needs_q: bool,
+    needs_k: bool,
+    needs_w: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of products are ``dscores w`` where the product is above 0."""
-    kind = statistics_dtype(q.dtype)
+    acc_dtype = statistics_dtype(q.dtype)
     dq, dw = (
         x.new_zeros(x.shape) if needed else x.new_empty(0)
         for x, needed in ((q, needs_q), (w, needs_w))
     )
-    like = k.new_empty(0, dtype=kind)
+    like = k.new_empty(0, dtype=acc_dtype)
     dk = SumsByKey(k.shape, like, indices.shape[-1], q.shape[1]) if needs_k else None
-    for rows in _blocks(q, indices, kind) if k.shape[1] and indices.numel() else ():
-        ours, keys, weights, products, places, inside = _products(q, k, w, indices, rows, kind)
-        up = (dscores[:, rows].to(kind) * scale).masked_fill(~inside, 0)[:, :, None]
+    for rows in _blocks(q, indices, acc_dtype) if k.shape[1] and indices.numel() else ():
+        ours, keys, weights, products, places, inside = _products(q, k, w, indices, rows, acc_dtype)
+        up = (dscores[:, rows].to(acc_dtype) * scale).masked_fill(~inside, 0)[:, :, None]
         if needs_w:
             dw[:, rows] = (products.relu() * up).sum(-1).to(w.dtype)
-        given = (up * weights).masked_fill(products <= 0, 0)
+        dproducts = (up * weights).masked_fill(products <= 0, 0)
         if needs_q:
-            dq[:, rows] = (given @ keys).to(q.dtype)
+            dq[:, rows] = (dproducts @ keys).to(q.dtype)
         if dk is not None:
-            dk.add(places, inside, given.mT @ ours)
+            dk.add(places, inside, dproducts.mT @ ours)
     return dq, (like if dk is None else dk.result()).to(k.dtype), dw

@@ -11,16 +11,16 @@ from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
 __all__ = ["backward", "forward", "selected"]
 
 
-def selected(scores: Tensor, seen: Tensor, count: int) -> Tensor:
+def selected(scores: Tensor, visible: Tensor, count: int) -> Tensor:
     """Places of the ``count`` highest scores of rows, in order, then -1; of equal ones the first.
 
     NaN is above all numbers, so that it cannot go unnoticed.
     """
     lowest = torch.finfo(scores.dtype).min
-    found = torch.where(scores.isnan(), torch.inf, scores.clamp(min=lowest))
-    found = found.masked_fill(~seen, -torch.inf)
-    least = found.topk(count, -1).values[..., -1:]
-    above, equal = found > least, (found == least) & seen
+    ranking = torch.where(scores.isnan(), torch.inf, scores.clamp(min=lowest))
+    ranking = ranking.masked_fill(~visible, -torch.inf)
+    least = ranking.topk(count, -1).values[..., -1:]
+    above, equal = ranking > least, (ranking == least) & visible
     rest = count - above.sum(-1, keepdim=True)
     chosen = above | (equal & (equal.cumsum(-1) <= rest))
     rank = torch.where(chosen, chosen.cumsum(-1) - 1, count)  # one more column takes the others
@@ -30,31 +30,36 @@ def selected(scores: Tensor, seen: Tensor, count: int) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, w: Tensor, ranges: Optional[Tensor], topk: int, causal: bool,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    ranges: Optional[Tensor],
+    topk: int,
+    causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Head after head, so that scores of one head and their sum are all that exists."""
-    kind, (batch, queries, heads, _), keys = statistics_dtype(q.dtype), q.shape, k.shape[1]
+    acc_dtype, (batch, queries, heads, _), keys = statistics_dtype(q.dtype), q.shape, k.shape[1]
     count = min(topk, keys)
     indices = q.new_full((batch, queries, count), -1, dtype=torch.int32)
-    scores = q.new_full(indices.shape, -torch.inf, dtype=kind)
+    scores = q.new_full(indices.shape, -torch.inf, dtype=acc_dtype)
     if not indices.numel():
         return indices, scores
-    place, theirs = torch.arange(keys, device=q.device), k.to(kind).mT
-    for rows in row_blocks(queries, 6 * batch * keys * kind.itemsize):
-        total = q.new_zeros(batch, rows.stop - rows.start, keys, dtype=kind)
+    place, theirs = torch.arange(keys, device=q.device), k.to(acc_dtype).mT
+    for rows in row_blocks(queries, 6 * batch * keys * acc_dtype.itemsize):
+        total = q.new_zeros(batch, rows.stop - rows.start, keys, dtype=acc_dtype)
         for head in range(heads):
-            product = (q[:, rows, head].to(kind) @ theirs).relu_()
-            total += product.mul_(w[:, rows, head, None].to(kind))
-        seen = torch.ones_like(total, dtype=torch.bool)
+            product = (q[:, rows, head].to(acc_dtype) @ theirs).relu_()
+            total += product.mul_(w[:, rows, head, None].to(acc_dtype))
+        visible = torch.ones_like(total, dtype=torch.bool)
         if ranges is not None:
-            seen = (place >= ranges[:, rows, :1]) & (place < ranges[:, rows, 1:])
-            seen = seen.expand_as(total)
+            visible = (place >= ranges[:, rows, :1]) & (place < ranges[:, rows, 1:])
+            visible = visible.expand_as(total)
         elif causal:
             last = torch.arange(rows.start, rows.stop, device=q.device) + (keys - queries)
-            seen = (place <= last[:, None]).expand_as(total)
-        found = selected(total.mul_(scale), seen, count)
-        indices[:, rows] = found
-        values = total.gather(-1, found.clamp(min=0).long())
-        scores[:, rows] = values.masked_fill(found < 0, -torch.inf)
+            visible = (place <= last[:, None]).expand_as(total)
+        chosen = selected(total.mul_(scale), visible, count)
+        indices[:, rows] = chosen
+        values = total.gather(-1, chosen.clamp(min=0).long())
+        scores[:, rows] = values.masked_fill(chosen < 0, -torch.inf)
     return indices, scores

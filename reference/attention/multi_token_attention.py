@@ -14,22 +14,28 @@ LOWEST = -1e30  # finite: sparsemax takes differences
 
 
 def _probabilities(scores: Tensor, sparse: bool) -> Tensor:
-    kind, (_, _, rows, cols) = statistics_dtype(scores.dtype), scores.shape
+    acc_dtype, (_, _, rows, cols) = statistics_dtype(scores.dtype), scores.shape
     p = scores.new_empty(scores.shape)
-    flat, made = scores.flatten(0, 1), p.flatten(0, 1)
+    flat, out = scores.flatten(0, 1), p.flatten(0, 1)
     place = torch.arange(cols, device=scores.device)
-    for part in row_blocks(rows, 4 * flat.shape[0] * cols * kind.itemsize):
+    for part in row_blocks(rows, 4 * flat.shape[0] * cols * acc_dtype.itemsize):
         row = torch.arange(part.start, part.stop, device=scores.device)[:, None]
-        s = flat[:, part].to(kind).masked_fill(place > row, LOWEST)
-        found = sparsemax.forward(s) if sparse else torch.softmax(s, -1)
-        made[:, part] = found.masked_fill_(place > row, 0).to(p.dtype)
+        s = flat[:, part].to(acc_dtype).masked_fill(place > row, LOWEST)
+        probs = sparsemax.forward(s) if sparse else torch.softmax(s, -1)
+        out[:, part] = probs.masked_fill_(place > row, 0).to(p.dtype)
     return p
 
 
 def forward(
-    scores: Tensor, weight: Tensor, bias: Optional[Tensor], stride: int, padding: int,
-    dilation: int, groups: int, sparse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scores: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    stride: int,
+    padding: int,
+    dilation: int,
+    groups: int,
+    sparse: bool,
+) -> tuple[Tensor, Tensor]:
     """Probabilities block by block of queries, then the convolution as a whole."""
     p = _probabilities(scores, sparse)
     with ordered_convolutions(p.device):
@@ -38,24 +44,41 @@ def forward(
 
 
 def backward(
-    dy: Tensor, weight: Tensor, bias: Optional[Tensor], p: Tensor, stride: int, padding: int,
-    dilation: int, groups: int, sparse: bool, needs_scores: bool, needs_weight: bool,
+    dy: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    p: Tensor,
+    stride: int,
+    padding: int,
+    dilation: int,
+    groups: int,
+    sparse: bool,
+    needs_scores: bool,
+    needs_weight: bool,
     needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """The convolution's gradients, then those of the rows' probabilities."""
     has_bias = bias is not None and needs_bias
     with ordered_convolutions(p.device):
-        found = torch.ops.aten.convolution_backward(
-            dy.tril(), p, weight, None if bias is None else list(bias.shape), [stride] * 2,
-            [padding] * 2, [dilation] * 2, False, [0, 0], groups,
+        gradients = torch.ops.aten.convolution_backward(
+            dy.tril(),
+            p,
+            weight,
+            None if bias is None else list(bias.shape),
+            [stride] * 2,
+            [padding] * 2,
+            [dilation] * 2,
+            False,
+            [0, 0],
+            groups,
             [needs_scores, needs_weight, has_bias],
-        )  # fmt: skip
-    dp, dweight, dbias = (weight.new_empty(0) if x is None else x.contiguous() for x in found)
+        )
+    dp, dweight, dbias = (weight.new_empty(0) if x is None else x.contiguous() for x in gradients)
     if needs_scores:
-        kind, cols = statistics_dtype(p.dtype), p.shape[-1]
+        acc_dtype, cols = statistics_dtype(p.dtype), p.shape[-1]
         flat, shares = dp.view(-1, cols), p.view(-1, cols)
-        for part in row_blocks(flat.shape[0], 4 * cols * kind.itemsize):
-            share, g = shares[part].to(kind), flat[part].to(kind)
+        for part in row_blocks(flat.shape[0], 4 * cols * acc_dtype.itemsize):
+            share, g = shares[part].to(acc_dtype), flat[part].to(acc_dtype)
             if sparse:
                 flat[part] = sparsemax.backward(g, share).to(p.dtype)
             else:

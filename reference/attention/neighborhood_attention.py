@@ -62,19 +62,29 @@ def implement_neighborhood_attention(kernels: Any) -> tuple[Callable[..., Any], 
         return _joined(y, dilation, q.shape[2]), flat.contiguous()
 
     def backward(
-        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, reach: int,
-        dilation: int, scale: float, needs_q: bool, needs_k: bool, needs_v: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        y: Tensor,
+        lse: Tensor,
+        reach: int,
+        dilation: int,
+        scale: float,
+        needs_q: bool,
+        needs_k: bool,
+        needs_v: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         a, b, c, up, out = (_lines(x, dilation) for x in (q, k, v, dy, y))
         ends = _lines(lse.unsqueeze(-1), dilation).squeeze(-1)
         ranges = _neighbors(a, q.shape[2], reach, dilation)
         needs = (needs_q, needs_k, needs_v)
-        found = kernels.backward(
+        gradients = kernels.backward(
             up, a, b, c, None, ranges, out, ends, False, scale, 0.0, *needs, False
         )
         grads = [
             _joined(x, dilation, q.shape[2]) if needed else x
-            for x, needed in zip(found, needs, strict=False)
+            for x, needed in zip(gradients, needs, strict=False)
         ]
         return grads[0], grads[1], grads[2]
 

@@ -29,10 +29,10 @@ def listed(indices: Tensor, keys: int) -> tuple[Tensor, Tensor]:
     return torch.where(inside, indices, 0).long(), inside
 
 
-def gathered(x: Tensor, places: Tensor, kind: torch.dtype) -> Tensor:
+def gathered(x: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of ``(N, S, D)`` by places (N, rows, K), as (N, rows, K, D)."""
     flat = places.flatten(1)[..., None].expand(-1, -1, x.shape[-1])
-    rows: Tensor = x.gather(1, flat).to(kind).unflatten(1, places.shape[1:])
+    rows: Tensor = x.gather(1, flat).to(dtype).unflatten(1, places.shape[1:])
     return rows
 
 
@@ -90,7 +90,7 @@ class _Lists:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, value_dim: int, scale: float
     ) -> None:
-        self.kind = statistics_dtype(q.dtype)
+        self.acc_dtype = statistics_dtype(q.dtype)
         self.batch, self.groups, self.keys, _ = k.shape
         self.heads, self.queries, self.value_dim = q.shape[1], q.shape[2], value_dim
         self.k = k.flatten(0, 1)
@@ -101,13 +101,13 @@ class _Lists:
     def blocks(self, limit_of: int) -> Iterator[slice]:
         """Blocks of queries."""
         each = self.k.shape[-1] + self.v.shape[-1] + 3 * self.heads // self.groups
-        row = self.batch * self.groups * self.indices.shape[-1] * each * self.kind.itemsize
+        row = self.batch * self.groups * self.indices.shape[-1] * each * self.acc_dtype.itemsize
         yield from row_blocks(self.queries if self.batch else 0, limit_of * row)
 
     def of_heads(self, x: Tensor, rows: slice) -> Tensor:
         """Rows of ``(B, H, L, ...)`` as (B G, rows, H / G, ...)."""
         part: Tensor = x[:, :, rows].unflatten(1, (self.groups, -1)).flatten(0, 1)
-        return part.transpose(1, 2).to(self.kind)
+        return part.transpose(1, 2).to(self.acc_dtype)
 
     def to_heads(self, x: Tensor) -> Tensor:
         """The reverse, as (B, H, rows, ...)."""
@@ -117,21 +117,26 @@ class _Lists:
     def scores(self, q: Tensor, rows: slice) -> tuple[Tensor, ...]:
         """Queries, keys and scores of a block, places, and which of them are keys."""
         places, inside = listed(self.indices[:, rows], self.keys)
-        ours, k = self.of_heads(q, rows), gathered(self.k, places, self.kind)
+        ours, k = self.of_heads(q, rows), gathered(self.k, places, self.acc_dtype)
         s = (ours @ k.mT).mul_(self.scale).masked_fill_(~inside[:, :, None], -torch.inf)
         wrong = self.indices[:, rows] >= self.keys
         return ours, k, s.masked_fill_(wrong[:, :, None], torch.nan), places, inside
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, value_dim: int, scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Optional[Tensor],
+    indices: Tensor,
+    value_dim: int,
+    scale: float,
     output_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """A block of queries at a time; without keys there is nothing to gather."""
     lists = _Lists(q, k, v, indices, value_dim, scale)
     y = ordered(q, q.dtype, q.shape[1], q.shape[2], value_dim)
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=lists.kind)
-    weights = q.new_zeros(indices.shape if output_weights else (0,), dtype=lists.kind)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=lists.acc_dtype)
+    weights = q.new_zeros(indices.shape if output_weights else (0,), dtype=lists.acc_dtype)
     if not lists.keys or not indices.shape[-1]:
         listed(indices, lists.keys)
         return y, weights, lse
@@ -142,7 +147,7 @@ def forward(
         total = p.sum(-1, keepdim=True)
         lse[:, :, rows] = lists.to_heads((top + total.log()).squeeze(-1))
         p /= total.masked_fill(total == 0, 1)
-        y[:, :, rows] = lists.to_heads(p @ gathered(lists.v, places, lists.kind)).to(q.dtype)
+        y[:, :, rows] = lists.to_heads(p @ gathered(lists.v, places, lists.acc_dtype)).to(q.dtype)
         if output_weights:
             mean = p.mean(2).unflatten(0, (lists.batch, -1))
             weights[:, :, rows] = mean if indices.shape[1] > 1 else mean.mean(1, keepdim=True)
@@ -150,14 +155,24 @@ def forward(
 
 
 def backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, y: Tensor, lse: Tensor,
-    value_dim: int, scale: float, needs_q: bool, needs_k: bool, needs_v: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Optional[Tensor],
+    indices: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    value_dim: int,
+    scale: float,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """``ds = p (dy v' - sum(dy y))``; what lists give to keys is added up in fp32."""
     lists = _Lists(q, k, v, indices, value_dim, scale)
     dq = ordered(q, q.dtype, *q.shape[1:]) if needs_q else q.new_empty(0)
     dk, dv = (
-        SumsByKey(x.shape, x.new_empty(0, dtype=lists.kind), indices.shape[-1], lists.queries)
+        SumsByKey(x.shape, x.new_empty(0, dtype=lists.acc_dtype), indices.shape[-1], lists.queries)
         if needed
         else None
         for x, needed in ((lists.k, needs_k), (lists.v, needs_v and v is not None))
@@ -167,7 +182,7 @@ def backward(
         up, ends = lists.of_heads(dy, rows), lists.of_heads(lse, rows)[..., None]
         inner = (up * lists.of_heads(y, rows)).sum(-1, keepdim=True)
         p = torch.exp(s - ends.masked_fill(ends == -torch.inf, 0))
-        ds = (p * (up @ gathered(lists.v, places, lists.kind).mT - inner)).mul_(scale)
+        ds = (p * (up @ gathered(lists.v, places, lists.acc_dtype).mT - inner)).mul_(scale)
         if needs_q:
             dq[:, :, rows] = lists.to_heads(ds @ keys).to(q.dtype)
         if dk is not None:
@@ -184,5 +199,5 @@ def _as_heads(sums: SumsByKey | None, x: Tensor) -> Tensor:
     if sums is None:
         return x.new_empty(0)
     total = sums.result()
-    made = x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
-    return made.copy_(total.view(x.shape))
+    out = x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+    return out.copy_(total.view(x.shape))

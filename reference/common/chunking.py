@@ -98,15 +98,15 @@ def is_whole(
 
 
 def weight_gradient_dtype(
-    kind: torch.dtype, weight: torch.dtype, accumulate: torch.dtype, whole: bool
+    dtype: torch.dtype, weight: torch.dtype, accumulate: torch.dtype, whole: bool
 ) -> torch.dtype:
     """The dtype of the unnormalized gradient of a weight.
 
     A single product in the dtype of the weight is rounded once as well; but not in float16, whose
     range a sum over rows leaves.
     """
-    once = whole and kind == weight and kind != torch.float16
-    return kind if once or kind == torch.float64 else accumulate
+    once = whole and dtype == weight and dtype != torch.float16
+    return dtype if once or dtype == torch.float64 else accumulate
 
 
 @functools.cache

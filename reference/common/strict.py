@@ -67,17 +67,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not apart():
         return torch.nn.functional.linear(x, weight, bias)
     rows = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
-    made = x.new_empty(rows.shape[0], weight.shape[0])
-    multiply(rows, weight.t(), bias, made)
-    return made.view(*x.shape[:-1], weight.shape[0])
+    out = x.new_empty(rows.shape[0], weight.shape[0])
+    multiply(rows, weight.t(), bias, out)
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def matmul(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
     """``a @ b``, added to ``onto`` in its buffer where that is given, as :func:`multiply`."""
     if not apart():
         return a @ b if onto is None else onto.addmm_(a, b)
-    made = multiply(a, b, None, a.new_empty(a.shape[0], b.shape[1]))
-    return made if onto is None else onto.add_(made)
+    out = multiply(a, b, None, a.new_empty(a.shape[0], b.shape[1]))
+    return out if onto is None else onto.add_(out)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -88,8 +88,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def addmm(base: Tensor, a: Tensor, b: Tensor, alpha: float, into: bool = False) -> Tensor:
     """``base + alpha a @ b``, rounded once, written over ``base`` on wish, as :func:`multiply`."""
     if not apart():
-        given = base.addmm_ if into else base.addmm
-        return given(a, b, alpha=alpha)
+        add = base.addmm_ if into else base.addmm
+        return add(a, b, alpha=alpha)
     total = torch.add(base, product(a, b), alpha=alpha)
     return base.copy_(total) if into else total.to(base.dtype)
 

@@ -23,9 +23,15 @@ class GivenRows(Protocol):
         """Statistics of every row; ``raw`` is left alone."""
 
     def gradient_into(
-        self, out: Tensor, raw: Tensor, target: Tensor, weight: Tensor | None, lse: LogSumExp,
-        objective: Objective, scales: tuple[Tensor, Tensor],
-    ) -> None:  # fmt: skip
+        self,
+        out: Tensor,
+        raw: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        lse: LogSumExp,
+        objective: Objective,
+        scales: tuple[Tensor, Tensor],
+    ) -> None:
         """Write the gradient of ``ce * scales[0] + zl * scales[1]``; ``out`` may be ``raw``."""
 
 
@@ -33,23 +39,37 @@ def implement_cross_entropy(kernels: GivenRows) -> tuple[Callable[..., Any], Cal
     """Forward and backward of the contract."""
 
     def forward(
-        logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
-        label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,
-        validate: bool, outputs: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        logits: Tensor,
+        target: Tensor,
+        weight: Optional[Tensor],
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss_weight: float,
+        softcap: Optional[float],
+        reduction: str,
+        validate: bool,
+        outputs: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         reduction_of.check_targets(target, logits.shape[1], ignore_index, validate)
         spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
         rows = kernels.statistics(logits, target, weight, spec, outputs)
         by = reduction_of.denominators(target, weight, ignore_index, reduction, logits.dtype)
-        return (
-            *reduction_of.reduced(rows, target, spec, reduction, by, outputs), rows.lse_low, by
-        )  # type: ignore[return-value]  # fmt: skip
+        return (*reduction_of.reduced(rows, target, spec, reduction, by, outputs), rows.lse_low, by)  # type: ignore[return-value]
 
     def backward(
-        dloss: Tensor, logits: Tensor, target: Tensor, weight: Optional[Tensor], lse: Tensor,
-        lse_low: Tensor, denominators: Tensor, ignore_index: int, label_smoothing: float,
-        z_loss_weight: float, softcap: Optional[float], reduction: str,
-    ) -> Tensor:  # fmt: skip
+        dloss: Tensor,
+        logits: Tensor,
+        target: Tensor,
+        weight: Optional[Tensor],
+        lse: Tensor,
+        lse_low: Tensor,
+        denominators: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss_weight: float,
+        softcap: Optional[float],
+        reduction: str,
+    ) -> Tensor:
         spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         scales = reduction_of.upstream(dloss, denominators, reduction)
@@ -64,10 +84,17 @@ def overwriting(kernels: GivenRows) -> Callable[..., Any]:
     """Forward of the contract in place; :func:`scale_` is its backward."""
 
     def forward(
-        logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
-        label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,
-        validate: bool, outputs: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        logits: Tensor,
+        target: Tensor,
+        weight: Optional[Tensor],
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss_weight: float,
+        softcap: Optional[float],
+        reduction: str,
+        validate: bool,
+        outputs: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         reduction_of.check_targets(target, logits.shape[1], ignore_index, validate)
         spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
         rows = kernels.statistics(logits, target, weight, spec, outputs)

@@ -54,8 +54,8 @@ class PlainRounding:
     @staticmethod
     def both_ways(x: Tensor, dtype: torch.dtype = FACTOR) -> tuple[Rounded, Rounded]:
         """Rounded factors, and the same laid out as ``x.t()``."""
-        made = PlainRounding.rounded(x, dtype)
-        return made, Rounded(made.data.t().contiguous(), made.scale)
+        rounded = PlainRounding.rounded(x, dtype)
+        return rounded, Rounded(rounded.data.t().contiguous(), rounded.scale)
 
 
 PLAIN = PlainRounding()
@@ -106,9 +106,14 @@ def _asked(device: torch.device) -> tuple[tuple[torch.dtype, torch.dtype], str |
 def _multiply(a: Rounded, b: Rounded, out: Tensor, fast: bool) -> None:
     """``out = a @ b.T``, both factors with contiguous rows."""
     scaled_mm(
-        a.data, b.data.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=out.dtype,
-        use_fast_accum=fast, out=out,
-    )  # fmt: skip
+        a.data,
+        b.data.t(),
+        scale_a=a.scale,
+        scale_b=b.scale,
+        out_dtype=out.dtype,
+        use_fast_accum=fast,
+        out=out,
+    )
 
 
 def multiply(a: Rounded, b: Rounded, out: Tensor, fast: bool = False) -> Tensor:
@@ -128,7 +133,7 @@ class Head:
     Args:
         weight: ``(V, H)``, in the dtype of logits.
         gradients: Whether the gradient of hidden states is such a product as well.
-        wanted: Whether anybody asks for that gradient.
+        needs_gradient: Whether anybody asks for that gradient.
         rounding: How to round.
 
     Raises:
@@ -136,14 +141,14 @@ class Head:
     """
 
     def __init__(
-        self, weight: Tensor, gradients: bool, wanted: bool, rounding: Rounding = PLAIN
+        self, weight: Tensor, gradients: bool, needs_gradient: bool, rounding: Rounding = PLAIN
     ) -> None:
         reason = unsupported(weight.device, weight)
         if reason is not None:
             raise RuntimeError(f"head_gemms in 8 bits: {reason}")
         self.gradients, self._rounding = gradients, rounding
         self._factor, self._gradient = formats(weight.device)
-        if gradients and wanted:
+        if gradients and needs_gradient:
             self._weight, self._across = rounding.both_ways(weight, self._factor)
         else:
             self._weight = rounding.rounded(weight, self._factor)
@@ -154,5 +159,5 @@ class Head:
         return out if bias is None else out.add_(bias)
 
     def hidden_gradient(self, dlogits: Tensor, out: Tensor) -> Tensor:
-        """``dlogits @ weight``, where it was ``wanted``."""
+        """``dlogits @ weight``; only after ``needs_gradient``."""
         return multiply(self._rounding.rounded(dlogits, self._gradient), self._across, out)

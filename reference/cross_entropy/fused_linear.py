@@ -134,25 +134,35 @@ class Chunks:
         like: An empty tensor of the device and dtype of the logits.
         ahead: Whether the logits of the first chunk do not wait for the number of rows.
 
-    ``rounding`` is how a head in 8 bits rounds, ``wanted`` whether it makes gradients of hidden.
+    ``rounding`` is how a head in 8 bits rounds; ``needs_gradient`` says whether it computes the
+    gradient of the hidden states too.
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-        objective: Objective, plan: ChunkSpec, rounding: Rounding = PLAIN, wanted: bool = False,
-    ) -> None:  # fmt: skip
-        kind = logits_dtype(plan.compute_dtype, hidden.dtype)
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        objective: Objective,
+        plan: ChunkSpec,
+        rounding: Rounding = PLAIN,
+        needs_gradient: bool = False,
+    ) -> None:
+        dtype = logits_dtype(plan.compute_dtype, hidden.dtype)
         self.hidden, self.target = hidden, target
-        self.weight, self.bias = weight.to(kind), None if bias is None else bias.to(kind)
-        self.kind, self.plan, self.ignore_index = kind, plan, objective.ignore_index
+        self.weight, self.bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        self.dtype, self.plan, self.ignore_index = dtype, plan, objective.ignore_index
         self.float8: Head | None = None
         if plan.compute_dtype is not None and plan.compute_dtype.itemsize == 1:
             if by_rows():
                 raise ValueError(SCALES)
-            self.float8 = Head(self.weight, plan.compute_dtype == GRADIENT, wanted, rounding)
+            self.float8 = Head(
+                self.weight, plan.compute_dtype == GRADIENT, needs_gradient, rounding
+            )
         self.drops = plan.compact and not (thin(target) or capturing(hidden.device))
         kept = target != objective.ignore_index if self.drops else None
-        self.like = hidden.new_empty(0, hidden.shape[1], dtype=kind)
+        self.like = hidden.new_empty(0, hidden.shape[1], dtype=dtype)
         # of all rows, dropped or not: nothing that only the run knows decides a dtype
         every, size = target.numel(), self.like.element_size()
         limits = (plan.chunk, plan.budget)
@@ -209,7 +219,7 @@ class Chunks:
     def _first(self) -> Tensor:
         """Hidden states of the first chunk; its logits are in the buffer."""
         assert self.places is not None
-        h = self.hidden[self.places.first(self.step)].to(self.kind)
+        h = self.hidden[self.places.first(self.step)].to(self.dtype)
         multiply(h, self.weight.t(), self.bias, self.buffer)
         return h
 
@@ -221,7 +231,7 @@ class Chunks:
         Its hidden states may be there, too.
         """
         where = place if self.index is None else self.index[place]
-        h = self.hidden[where].to(self.kind) if hidden is None else hidden
+        h = self.hidden[where].to(self.dtype) if hidden is None else hidden
         if ready:
             pass
         elif self.float8 is not None:
@@ -246,12 +256,12 @@ class Collected:
         count, like, ignored = self.chunks.target.numel(), self.chunks.like, self.chunks.drops
         return RowStats.empty(count, *self.options, like, ignored=ignored, loss=self.loss)
 
-    def put(self, where: Tensor | slice, made: RowStats) -> None:
+    def put(self, where: Tensor | slice, stats: RowStats) -> None:
         """Take those of one chunk."""
         if isinstance(where, slice) and where == slice(0, self.chunks.target.numel()):
-            self.rows = made
+            self.rows = stats
         else:
-            self.rows.put(where, made)
+            self.rows.put(where, stats)
 
 
 # --- gradients of a head ---
@@ -269,18 +279,22 @@ class Accumulator:
     """Collect the gradients of hidden states, weight and bias over chunks."""
 
     def __init__(
-        self, chunks: Chunks, hidden: Tensor, weight: Tensor, accumulate: torch.dtype,
+        self,
+        chunks: Chunks,
+        hidden: Tensor,
+        weight: Tensor,
+        accumulate: torch.dtype,
         needs: tuple[bool, ...],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.chunks, self.needs = chunks, needs
         make = torch.zeros if chunks.drops else torch.empty  # dropped rows stay zero
-        total = weight_gradient_dtype(chunks.kind, weight.dtype, accumulate, chunks.whole)
+        total = weight_gradient_dtype(chunks.dtype, weight.dtype, accumulate, chunks.whole)
         self.sums = Gradients(
-            make(hidden.shape if needs[0] else (0,), dtype=chunks.kind, device=hidden.device),
+            make(hidden.shape if needs[0] else (0,), dtype=chunks.dtype, device=hidden.device),
             torch.empty(weight.shape if needs[1] else (0,), dtype=total, device=weight.device),
             torch.zeros(
                 weight.shape[0] if needs[2] else 0,
-                dtype=statistics_dtype(chunks.kind),
+                dtype=statistics_dtype(chunks.dtype),
                 device=weight.device,
             ),
         )

@@ -38,9 +38,13 @@ class ReferenceRows:
 
     @staticmethod
     def statistics_and_gradient_(
-        raw: Tensor, target: Tensor, weight: Tensor | None, objective: Objective,
-        scales: Tensor | None, outputs: str,
-    ) -> RowStats:  # fmt: skip
+        raw: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        objective: Objective,
+        scales: Tensor | None,
+        outputs: str,
+    ) -> RowStats:
         """Statistics of a chunk; ``raw`` becomes its gradient."""
         rows = rows_of.statistics(raw, target, weight, objective, outputs)
         by = rows_of.pair(scales, rows.lse)
@@ -49,30 +53,59 @@ class ReferenceRows:
 
     @staticmethod
     def gradient_(
-        raw: Tensor, target: Tensor, weight: Tensor | None, lse: LogSumExp, objective: Objective,
+        raw: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        lse: LogSumExp,
+        objective: Objective,
         dloss: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``raw`` becomes its gradient for one upstream gradient a row."""
         rows_of.gradient_into(raw, raw, target, weight, lse, objective, (dloss, dloss))
 
 
-def implement_fused_linear_cross_entropy(
+def _forward_of(
     kernels: RowKernels,
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward of the contract over a backend's row kernels."""
+) -> Callable[..., Any]:
+    """The forward pass of the contract, as a function of tensors."""
 
     @retried
     def forward(
-        hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor],
-        class_weight: Optional[Tensor], ignore_index: int, label_smoothing: float,
-        z_loss_weight: float, softcap: Optional[float], reduction: str, logit_scale: float,
-        chunk: int, budget: int, accumulate: torch.dtype, compute_dtype: Optional[torch.dtype],
-        compact: bool, validate: bool, outputs: str, needs_hidden: bool, needs_weight: bool,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Optional[Tensor],
+        class_weight: Optional[Tensor],
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss_weight: float,
+        softcap: Optional[float],
+        reduction: str,
+        logit_scale: float,
+        chunk: int,
+        budget: int,
+        accumulate: torch.dtype,
+        compute_dtype: Optional[torch.dtype],
+        compact: bool,
+        validate: bool,
+        outputs: str,
+        needs_hidden: bool,
+        needs_weight: bool,
         needs_bias: bool,
     ) -> tuple[
-        Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
         Tensor,
-    ]:  # fmt: skip
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+    ]:
         reduction_of.check_targets(target, weight.shape[0], ignore_index, validate)
         spec = Objective(ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale)
         plan = ChunkSpec(chunk, budget, compute_dtype, compact)
@@ -83,34 +116,67 @@ def implement_fused_linear_cross_entropy(
         scales = None
         if class_weight is not None and reduction == "mean":  # to a mean of one
             by = reduction_of.denominators(
-                target, class_weight, ignore_index, reduction, chunks.kind
+                target, class_weight, ignore_index, reduction, chunks.dtype
             )
             scales = torch.stack((reduction_of.divide(by[1], by[0]), torch.ones_like(by[1])))
-        found = Collected(chunks, spec, outputs)
+        collected = Collected(chunks, spec, outputs)
         into = Accumulator(chunks, hidden, weight, accumulate, needs)
         for place, where, h, t, raw in chunks:
             if any(needs):
-                made = kernels.statistics_and_gradient_(raw, t, class_weight, spec, scales, outputs)
+                stats = kernels.statistics_and_gradient_(
+                    raw, t, class_weight, spec, scales, outputs
+                )
                 into.add(place, where, h, raw)
             else:
-                made = kernels.statistics(raw, t, class_weight, spec, outputs)
-            found.put(where, made)
-        *results, by = kernels.results(found.rows, target, class_weight, spec, reduction, outputs)
+                stats = kernels.statistics(raw, t, class_weight, spec, outputs)
+            collected.put(where, stats)
+        *results, by = kernels.results(
+            collected.rows, target, class_weight, spec, reduction, outputs
+        )
         # a scalar loss has its gradients already
-        low = found.rows.lse_low if reduction == "none" else by.new_empty(0)
+        low = collected.rows.lse_low if reduction == "none" else by.new_empty(0)
         return (*results, low, *into.gradients, by)  # type: ignore[return-value]
+
+    return forward
+
+
+def _backward_of(
+    kernels: RowKernels,
+) -> Callable[..., Any]:
+    """The backward pass of the contract, as a function of tensors."""
 
     @retried
     def backward(
-        dloss: Tensor, hidden: Optional[Tensor], weight: Optional[Tensor], target: Tensor,
-        bias: Optional[Tensor], class_weight: Optional[Tensor], lse: Tensor,
-        lse_low: Tensor, hidden_gradient: Tensor, weight_gradient: Tensor, bias_gradient: Tensor,
-        denominators: Tensor, ignore_index: int, label_smoothing: float, z_loss_weight: float,
-        softcap: Optional[float], reduction: str, logit_scale: float, chunk: int, budget: int,
-        accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool,
-        needs_hidden: bool, needs_weight: bool, needs_bias: bool, hidden_dtype: torch.dtype,
-        weight_dtype: torch.dtype, bias_dtype: Optional[torch.dtype],
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dloss: Tensor,
+        hidden: Optional[Tensor],
+        weight: Optional[Tensor],
+        target: Tensor,
+        bias: Optional[Tensor],
+        class_weight: Optional[Tensor],
+        lse: Tensor,
+        lse_low: Tensor,
+        hidden_gradient: Tensor,
+        weight_gradient: Tensor,
+        bias_gradient: Tensor,
+        denominators: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss_weight: float,
+        softcap: Optional[float],
+        reduction: str,
+        logit_scale: float,
+        chunk: int,
+        budget: int,
+        accumulate: torch.dtype,
+        compute_dtype: Optional[torch.dtype],
+        compact: bool,
+        needs_hidden: bool,
+        needs_weight: bool,
+        needs_bias: bool,
+        hidden_dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        bias_dtype: Optional[torch.dtype],
+    ) -> tuple[Tensor, Tensor, Tensor]:
         gradients = Gradients(hidden_gradient, weight_gradient, bias_gradient)
         factor: Tensor | None = None
         if hidden is not None and weight is not None:
@@ -130,11 +196,18 @@ def implement_fused_linear_cross_entropy(
             factor = dloss
         kinds = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)
         return tuple(
-            kernels.scale(g, factor, kind, denominators)
-            for g, kind in zip(gradients, kinds, strict=True)
+            kernels.scale(g, factor, dtype, denominators)
+            for g, dtype in zip(gradients, kinds, strict=True)
         )  # type: ignore[return-value]
 
-    return forward, backward
+    return backward
+
+
+def implement_fused_linear_cross_entropy(
+    kernels: RowKernels,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the contract over a backend's row kernels."""
+    return _forward_of(kernels), _backward_of(kernels)
 
 
 forward, backward = implement_fused_linear_cross_entropy(ReferenceRows)

@@ -44,9 +44,14 @@ class LogProbKernels(Protocol):
         """Statistics of every row; ``raw`` is left alone."""
 
     def log_prob_gradient_(
-        self, raw: Tensor, target: Tensor, lse: LogSumExp, objective: Objective, upstream: Upstream,
+        self,
+        raw: Tensor,
+        target: Tensor,
+        lse: LogSumExp,
+        objective: Objective,
+        upstream: Upstream,
         out: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write the gradient of ``raw``: over it where no ``out`` is given."""
 
     def scale(self, gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -62,9 +67,13 @@ class ReferenceRows:
 
     @staticmethod
     def log_prob_gradient_(
-        raw: Tensor, target: Tensor, lse: LogSumExp, objective: Objective, upstream: Upstream,
+        raw: Tensor,
+        target: Tensor,
+        lse: LogSumExp,
+        objective: Objective,
+        upstream: Upstream,
         out: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write the gradient of ``raw``: over it where no ``out`` is given."""
         gradient_(raw if out is None else out.copy_(raw), target, lse, objective, upstream)
 
@@ -76,40 +85,70 @@ def implement_fused_linear_log_prob(
 
     @retried
     def forward(
-        hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor], ignore_index: int,
-        softcap: Optional[float], logit_scale: float, chunk: int, budget: int,
-        accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool,
-        validate: bool, outputs: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Optional[Tensor],
+        ignore_index: int,
+        softcap: Optional[float],
+        logit_scale: float,
+        chunk: int,
+        budget: int,
+        accumulate: torch.dtype,
+        compute_dtype: Optional[torch.dtype],
+        compact: bool,
+        validate: bool,
+        outputs: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         check_targets(target, weight.shape[0], ignore_index, validate)
         spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         plan = ChunkSpec(chunk, budget, compute_dtype, compact)
         chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding)
-        found = Collected(chunks, spec, outputs, loss=False)
+        collected = Collected(chunks, spec, outputs, loss=False)
         for _, where, _, t, raw in chunks:
-            found.put(where, kernels.statistics(raw, t, None, spec, outputs))
-        rows = found.rows
+            collected.put(where, kernels.statistics(raw, t, None, spec, outputs))
+        rows = collected.rows
         return rows.log_prob, rows.entropy, rows.lse, rows.argmax, rows.lse_low
 
     @retried
     def backward(
-        dlog_prob: Optional[Tensor], dentropy: Optional[Tensor], dlse: Optional[Tensor],
-        hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor], entropy: Tensor,
-        lse: Tensor, lse_low: Tensor, ignore_index: int, softcap: Optional[float],
-        logit_scale: float, chunk: int, budget: int, accumulate: torch.dtype,
-        compute_dtype: Optional[torch.dtype], compact: bool, needs_hidden: bool,
-        needs_weight: bool, needs_bias: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dlog_prob: Optional[Tensor],
+        dentropy: Optional[Tensor],
+        dlse: Optional[Tensor],
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Optional[Tensor],
+        entropy: Tensor,
+        lse: Tensor,
+        lse_low: Tensor,
+        ignore_index: int,
+        softcap: Optional[float],
+        logit_scale: float,
+        chunk: int,
+        budget: int,
+        accumulate: torch.dtype,
+        compute_dtype: Optional[torch.dtype],
+        compact: bool,
+        needs_hidden: bool,
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         plan = ChunkSpec(chunk, budget, compute_dtype, compact)
         needs = (needs_hidden, needs_weight, needs_bias)
         chunks = Chunks(hidden, weight, target, bias, spec, plan, kernels.rounding, needs_hidden)
         into = Accumulator(chunks, hidden, weight, accumulate, needs)
         arrived = upstream_of(
-            dlog_prob, dentropy, dlse, entropies=entropy, target=target,
-            vocabulary=weight.shape[0], objective=spec,
-        )  # fmt: skip
-        upstream, factor = within_range(arrived, spec, chunks.kind)
+            dlog_prob,
+            dentropy,
+            dlse,
+            entropies=entropy,
+            target=target,
+            vocabulary=weight.shape[0],
+            objective=spec,
+        )
+        upstream, factor = within_range(arrived, spec, chunks.dtype)
         normalizer = LogSumExp(lse, lse_low)
         for place, where, h, t, raw in chunks:
             kernels.log_prob_gradient_(raw, t, normalizer.at(where), spec, upstream.at(where))

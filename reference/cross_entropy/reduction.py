@@ -30,15 +30,15 @@ def denominators(
     target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, dtype: torch.dtype
 ) -> Tensor:
     """Divisors of ``ce`` and ``zl``: sum of the class weights of valid targets and their count."""
-    kind = statistics_dtype(dtype)
+    acc_dtype = statistics_dtype(dtype)
     if reduction != "mean":
-        return torch.ones(2, dtype=kind, device=target.device)
+        return torch.ones(2, dtype=acc_dtype, device=target.device)
     valid = target != ignore_index
-    count = valid.sum(dtype=kind)
+    count = valid.sum(dtype=acc_dtype)
     if weight is None:
         return torch.stack((count, count))
     label = torch.where(valid & (target >= 0) & (target < weight.shape[0]), target, 0)
-    return torch.stack((torch.where(valid, weight.to(kind)[label], 0).sum(), count))
+    return torch.stack((torch.where(valid, weight.to(acc_dtype)[label], 0).sum(), count))
 
 
 def divide(value: Tensor, by: Tensor) -> Tensor:
@@ -52,12 +52,16 @@ def upstream(dloss: Tensor, by: Tensor, reduction: str) -> tuple[Tensor, Tensor]
 
 
 def results(
-    rows: RowStats, target: Tensor, weight: Tensor | None, objective: Objective, reduction: str,
+    rows: RowStats,
+    target: Tensor,
+    weight: Tensor | None,
+    objective: Objective,
+    reduction: str,
     outputs: str,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """The outputs of the contract, and the divisors behind them."""
-    ignored, kind = objective.ignore_index, rows.ce.dtype
-    by = denominators(target, weight, ignored, reduction, kind)
+    ignored, acc_dtype = objective.ignore_index, rows.ce.dtype
+    by = denominators(target, weight, ignored, reduction, acc_dtype)
     return (*reduced(rows, target, objective, reduction, by, outputs), by)
 
 
@@ -65,22 +69,22 @@ def reduced(
     rows: RowStats, target: Tensor, objective: Objective, reduction: str, by: Tensor, outputs: str
 ) -> tuple[Tensor, ...]:
     """Loss and the wanted outputs in the order of the contract."""
-    wanted = outputs.split(",")
+    requested = outputs.split(",")
     if reduction == "none":
         loss, z_loss = rows.ce + rows.zl if rows.zl.numel() else rows.ce, rows.zl
     else:
         z_loss = divide(rows.zl.sum(), by[1])
         loss = divide(rows.ce.sum(), by[0]) + z_loss
     accuracy = rows.ce.new_empty(0)
-    if "token_accuracy" in wanted:
+    if "token_accuracy" in requested:
         hits = ((rows.argmax == target) & (target != objective.ignore_index)).to(rows.ce.dtype)
         valid = (target != objective.ignore_index).sum(dtype=rows.ce.dtype)
         accuracy = hits if reduction == "none" else divide(hits.sum(), valid)
     return (
         loss,
-        z_loss if "z_loss" in wanted else rows.ce.new_empty(0),
+        z_loss if "z_loss" in requested else rows.ce.new_empty(0),
         accuracy,
-        rows.argmax if "predicted_tokens" in wanted else rows.argmax.new_empty(0),
+        rows.argmax if "predicted_tokens" in requested else rows.argmax.new_empty(0),
         rows.log_prob,
         rows.entropy,
         rows.lse,

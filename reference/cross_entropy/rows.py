@@ -90,20 +90,25 @@ class RowStats(NamedTuple):
 
     @staticmethod
     def empty(
-        rows: int, objective: Objective, outputs: str, like: Tensor, *, ignored: bool = False,
+        rows: int,
+        objective: Objective,
+        outputs: str,
+        like: Tensor,
+        *,
+        ignored: bool = False,
         loss: bool = True,
-    ) -> RowStats:  # fmt: skip
+    ) -> RowStats:
         """Room beside ``like`` for what the loss (if any) and ``outputs`` ask of ``rows`` rows."""
-        wanted, kind = outputs.split(","), statistics_dtype(like.dtype)
-        zl = "z_loss" in wanted or objective.z_loss_weight != 0
-        keep = (loss, zl, True, True, "log_prob" in wanted, "entropy" in wanted)
-        parts = [like.new_empty(rows if kept else 0, dtype=kind) for kept in keep]
+        requested, acc_dtype = outputs.split(","), statistics_dtype(like.dtype)
+        zl = "z_loss" in requested or objective.z_loss_weight != 0
+        keep = (loss, zl, True, True, "log_prob" in requested, "entropy" in requested)
+        parts = [like.new_empty(rows if kept else 0, dtype=acc_dtype) for kept in keep]
         places = rows if outputs and needs_argmax(outputs) else 0
-        made = RowStats._make((*parts, like.new_empty(places, dtype=torch.int64)))
+        stats = RowStats._make((*parts, like.new_empty(places, dtype=torch.int64)))
         if ignored:
-            for part in filter(Tensor.numel, made):
+            for part in filter(Tensor.numel, stats):
                 part.fill_(-1 if part.dtype == torch.int64 else 0)
-        return made
+        return stats
 
     @property
     def normalizer(self) -> LogSumExp:
@@ -229,11 +234,11 @@ def _block_statistics(
     zl = objective.z_loss_weight * lse.high.square()
     poison = torch.where(valid & ~inside, float("nan"), 0.0)  # a target that reaches no class
     rows = [torch.where(valid, x, 0) for x in (ce + poison, zl, *lse, log_prob + poison)]
-    wanted = outputs.split(",")
+    requested = outputs.split(",")
     entropy = argmax = z.new_empty(0)
     if needs_argmax(outputs):
         argmax = torch.where(valid, (z == z.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1), -1)
-    if "entropy" in wanted:
+    if "entropy" in requested:
         # -sum p log p of p = exp(below - log_sum), where terms of one sign are added
         weighted = torch.where(exponentials == 0, 0, below.mul_(exponentials)).sum(-1)
         entropy = torch.where(valid, log_sum - weighted / log_sum.exp(), 0)
@@ -320,9 +325,15 @@ def known_zero(gradient: Tensor) -> bool:
 
 
 def upstream_of(
-    log_prob: Tensor | None, entropy: Tensor | None, lse: Tensor | None, *, entropies: Tensor,
-    target: Tensor, vocabulary: int, objective: Objective,
-) -> Upstream:  # fmt: skip
+    log_prob: Tensor | None,
+    entropy: Tensor | None,
+    lse: Tensor | None,
+    *,
+    entropies: Tensor,
+    target: Tensor,
+    vocabulary: int,
+    objective: Objective,
+) -> Upstream:
     """From the gradients of the outputs; those of unused outputs are None or empty.
 
     A compiler hands in zeros for an output that nobody used. An entropy's are looked at where that

@@ -25,23 +25,28 @@ def forward(
     """Log-probabilities and the normalizer of every row, in two numbers."""
     count, classes = logits.shape
     check_targets(index, classes, ignore_index, validate, "index")
-    kind = statistics_dtype(logits.dtype)
-    found = logits.new_empty(index.shape, dtype=kind)
-    lse, lse_low = (logits.new_empty(count, dtype=kind) for _ in range(2))
+    acc_dtype = statistics_dtype(logits.dtype)
+    out = logits.new_empty(index.shape, dtype=acc_dtype)
+    lse, lse_low = (logits.new_empty(count, dtype=acc_dtype) for _ in range(2))
     for block in row_blocks(count, classes * 8):
-        z = logits[block].to(kind) * scale
+        z = logits[block].to(acc_dtype) * scale
         counted, valid, label = _labels(index[block], classes, ignore_index)
         normalizer = log_sum_exp(z)
         lse[block], lse_low[block] = normalizer
         own = torch.where(valid, normalizer.below(z.gather(1, label)), float("nan"))
-        found[block] = torch.where(counted, own, 0)
-    return found, lse, lse_low
+        out[block] = torch.where(counted, own, 0)
+    return out, lse, lse_low
 
 
 def backward(
-    dlog_prob: Tensor, logits: Tensor, index: Tensor, lse: Tensor, lse_low: Tensor,
-    scale: float, ignore_index: int,
-) -> Tensor:  # fmt: skip
+    dlog_prob: Tensor,
+    logits: Tensor,
+    index: Tensor,
+    lse: Tensor,
+    lse_low: Tensor,
+    scale: float,
+    ignore_index: int,
+) -> Tensor:
     """What arrives at the chosen classes, less the row's sum of it spread by probability."""
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     normalizer = LogSumExp(lse, lse_low)

@@ -12,11 +12,11 @@ from liger_multi.reference.common.chunking import as_rows, row_blocks, statistic
 
 def forward(x: Tensor) -> Tensor:
     """By sorting; relative to the maximum, so that no large numbers cancel."""
-    rows, y = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x2d, y = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out, cols = as_rows(y), x.shape[-1]
     count = torch.arange(1, cols + 1, dtype=statistics_dtype(x.dtype), device=x.device)
-    for block in row_blocks(rows.shape[0], cols * 32):
-        z = rows[block].to(count.dtype)
+    for block in row_blocks(x2d.shape[0], cols * 32):
+        z = x2d[block].to(count.dtype)
         z = z - z.amax(-1, keepdim=True)
         fallen = z.sort(-1, descending=True).values
         total = fallen.cumsum(-1) - 1
@@ -28,10 +28,10 @@ def forward(x: Tensor) -> Tensor:
 def backward(dy: Tensor, y: Tensor) -> Tensor:
     """On the support, less the mean over it."""
     dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
-    upstream, given, out = as_rows(dy), as_rows(y), as_rows(dx)
+    dy2d, y2d, out = as_rows(dy), as_rows(y), as_rows(dx)
     for block in row_blocks(out.shape[0], out.shape[1] * 16):
-        support = given[block] > 0
-        d = torch.where(support, upstream[block].to(statistics_dtype(dy.dtype)), 0)
+        support = y2d[block] > 0
+        d = torch.where(support, dy2d[block].to(statistics_dtype(dy.dtype)), 0)
         mean = d.sum(-1, keepdim=True) / support.sum(-1, keepdim=True)
         out[block] = torch.where(support, d - mean, 0).to(dx.dtype)
     return dx

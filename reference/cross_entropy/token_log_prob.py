@@ -17,27 +17,45 @@ def implement_token_log_prob(
     """Forward and backward of the contract over a backend's row kernels."""
 
     def forward(
-        logits: Tensor, target: Tensor, ignore_index: int, softcap: Optional[float],
-        logit_scale: float, validate: bool, outputs: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        logits: Tensor,
+        target: Tensor,
+        ignore_index: int,
+        softcap: Optional[float],
+        logit_scale: float,
+        validate: bool,
+        outputs: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         check_targets(target, logits.shape[1], ignore_index, validate)
         spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         wide = logits if logits.stride(1) == 1 else logits.contiguous()
         rows = kernels.statistics(wide, target, None, spec, outputs)
-        wanted, no = outputs.split(","), rows.lse.new_empty(0)
-        own = rows.log_prob if "log_prob" in wanted else no
+        requested, no = outputs.split(","), rows.lse.new_empty(0)
+        own = rows.log_prob if "log_prob" in requested else no
         return own, rows.entropy, rows.lse, rows.argmax, rows.lse_low
 
     def backward(
-        dlog_prob: Optional[Tensor], dentropy: Optional[Tensor], dlse: Optional[Tensor],
-        logits: Tensor, target: Tensor, entropy: Tensor, lse: Tensor, lse_low: Tensor,
-        ignore_index: int, softcap: Optional[float], logit_scale: float,
-    ) -> Tensor:  # fmt: skip
+        dlog_prob: Optional[Tensor],
+        dentropy: Optional[Tensor],
+        dlse: Optional[Tensor],
+        logits: Tensor,
+        target: Tensor,
+        entropy: Tensor,
+        lse: Tensor,
+        lse_low: Tensor,
+        ignore_index: int,
+        softcap: Optional[float],
+        logit_scale: float,
+    ) -> Tensor:
         spec = Objective(ignore_index, 0.0, 0.0, softcap, logit_scale)
         upstream = upstream_of(
-            dlog_prob, dentropy, dlse, entropies=entropy, target=target,
-            vocabulary=logits.shape[1], objective=spec,
-        )  # fmt: skip
+            dlog_prob,
+            dentropy,
+            dlse,
+            entropies=entropy,
+            target=target,
+            vocabulary=logits.shape[1],
+            objective=spec,
+        )
         raw = logits if logits.stride(1) == 1 else logits.contiguous()
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         kernels.log_prob_gradient_(

@@ -36,7 +36,7 @@ FORMS = ("logits", "log_prob", "prob")
 class DivergenceSpec:
     """Which divergence, of what: logits are multiplied by ``scale`` (1 / temperature)."""
 
-    kind: str
+    formula: str
     beta: float = 0.0
     form: str = "logits"
     teacher_form: str = "logits"
@@ -48,10 +48,10 @@ def spec_of(
     name: str, beta: float, form: str, teacher_form: str, scale: float, ignore_index: int
 ) -> DivergenceSpec:
     """The specification of an operator; JSD with beta 0 or 1 is a KL divergence."""
-    kind = {"kl_div": "forward", "tvd": "tvd", "jsd": "jensen"}[name]
-    if kind == "jensen":
-        kind = {0.0: "forward", 1.0: "reverse"}.get(beta, kind)
-    return DivergenceSpec(kind, beta, form, teacher_form, scale, ignore_index)
+    formula = {"kl_div": "forward", "tvd": "tvd", "jsd": "jensen"}[name]
+    if formula == "jensen":
+        formula = {0.0: "forward", 1.0: "reverse"}.get(beta, formula)
+    return DivergenceSpec(formula, beta, form, teacher_form, scale, ignore_index)
 
 
 class DivergenceStats(NamedTuple):
@@ -70,10 +70,10 @@ class DivergenceStats(NamedTuple):
     @staticmethod
     def empty(rows: int, spec: DivergenceSpec, like: Tensor) -> DivergenceStats:
         """Room beside ``like``; empty where the form is not logits."""
-        kind, student = statistics_dtype(like.dtype), spec.form == "logits"
+        acc_dtype, student = statistics_dtype(like.dtype), spec.form == "logits"
         keep = (True, *[student] * 2, *[spec.teacher_form == "logits"] * 2, student)
         return DivergenceStats._make(
-            like.new_empty(rows if kept else 0, dtype=kind) for kept in keep
+            like.new_empty(rows if kept else 0, dtype=acc_dtype) for kept in keep
         )
 
 
@@ -126,15 +126,15 @@ def _terms(
     spec: DivergenceSpec, log_q: Tensor, q: Tensor, log_p: Tensor, p: Tensor
 ) -> tuple[Tensor, ...]:
     """Loss, ``q r`` and ``r`` of every class, without the constant in r where it cancels."""
-    if spec.kind == "tvd":
+    if spec.formula == "tvd":
         # logarithms that differ may have equal exponentials, and the other way round
         a, b = (q, p) if spec.form == spec.teacher_form == "prob" else (log_q, log_p)
         r = ((a > b).to(q.dtype) - (a < b).to(q.dtype)) / 2
         return (q - p).abs() / 2, q * r, r
     gap = torch.where(q == p, 0, log_p - log_q)  # both may be 0
-    if spec.kind == "forward":
+    if spec.formula == "forward":
         return torch.where(p == 0, 0, p * gap), -p, -torch.where(p == 0, 0, p / q)
-    if spec.kind == "reverse":
+    if spec.formula == "reverse":
         r = (0.0 if spec.form == "logits" else 1.0) - gap
         return torch.where(q == 0, 0, -q * gap), torch.where(q == 0, 0, q * r), r
     gap = gap.clamp(-FAR, FAR)
@@ -149,16 +149,16 @@ def statistics(
     """Losses and residuals of rows, in blocks."""
     rows = DivergenceStats.empty(student.shape[0], spec, student)
     for block in row_blocks(student.shape[0], student.shape[1] * 8):
-        found, no = [], rows.loss.new_empty(0)
+        normalizers, no = [], rows.loss.new_empty(0)
         for raw, form in ((student, spec.form), (teacher, spec.teacher_form)):
             logits = form == "logits"
             z = raw[block].to(rows.loss.dtype) * spec.scale if logits else raw[block]
-            found.append(log_sum_exp(z) if logits else LogSumExp(no, no))
-        log_q, q = _distribution(student[block], spec.form, spec.scale, found[0])
-        log_p, p = _distribution(teacher[block], spec.teacher_form, spec.scale, found[1])
+            normalizers.append(log_sum_exp(z) if logits else LogSumExp(no, no))
+        log_q, q = _distribution(student[block], spec.form, spec.scale, normalizers[0])
+        log_p, p = _distribution(teacher[block], spec.teacher_form, spec.scale, normalizers[1])
         loss, weighted, _ = _terms(spec, log_q, q, log_p, p)
         valid = None if target is None else target[block] != spec.ignore_index
-        parts = (loss.sum(-1), *found[0], *found[1], weighted.sum(-1))
+        parts = (loss.sum(-1), *normalizers[0], *normalizers[1], weighted.sum(-1))
         for room, part in zip(rows, parts, strict=True):
             if room.numel():
                 room[block] = part if valid is None else torch.where(valid, part, 0)
@@ -230,19 +230,38 @@ def forward_and_backward(
     """Forward and backward of the contract ``name``."""
 
     def forward(
-        student: Tensor, teacher: Tensor, target: Optional[Tensor], beta: float, form: str,
-        teacher_form: str, scale: float, ignore_index: int, reduction: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        student: Tensor,
+        teacher: Tensor,
+        target: Optional[Tensor],
+        beta: float,
+        form: str,
+        teacher_form: str,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
         rows = kernels.statistics(student, teacher, target, spec)
         count = valid_rows(target, rows.loss, ignore_index)
         return reduced(rows.loss, count, reduction), *rows[1:]
 
     def backward(
-        dloss: Tensor, student: Tensor, teacher: Tensor, target: Optional[Tensor], lse: Tensor,
-        lse_low: Tensor, teacher_lse: Tensor, teacher_lse_low: Tensor, slope: Tensor, beta: float,
-        form: str, teacher_form: str, scale: float, ignore_index: int, reduction: str,
-    ) -> Tensor:  # fmt: skip
+        dloss: Tensor,
+        student: Tensor,
+        teacher: Tensor,
+        target: Optional[Tensor],
+        lse: Tensor,
+        lse_low: Tensor,
+        teacher_lse: Tensor,
+        teacher_lse_low: Tensor,
+        slope: Tensor,
+        beta: float,
+        form: str,
+        teacher_form: str,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+    ) -> Tensor:
         spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
         if reduction == "mean":
             loss = dloss.new_empty(student.shape[0])
@@ -260,9 +279,16 @@ def overwriting(name: str, kernels: DivergenceKernels) -> Callable[..., Tensor]:
     """Forward of the contract ``name`` in place; backward scales what stands in the student."""
 
     def forward(
-        student: Tensor, teacher: Tensor, target: Optional[Tensor], beta: float, form: str,
-        teacher_form: str, scale: float, ignore_index: int, reduction: str,
-    ) -> Tensor:  # fmt: skip
+        student: Tensor,
+        teacher: Tensor,
+        target: Optional[Tensor],
+        beta: float,
+        form: str,
+        teacher_form: str,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+    ) -> Tensor:
         spec = spec_of(name, beta, form, teacher_form, scale, ignore_index)
         count = valid_rows(
             target, DivergenceStats.empty(student.shape[0], spec, student).loss, ignore_index

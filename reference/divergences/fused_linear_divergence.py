@@ -47,9 +47,15 @@ class Pairs(Chunks):
     """Chunks of the student's rows, and the teacher's logits of their parts."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, target: Tensor | None, bias: Tensor | None,
-        teacher: tuple[Tensor, Tensor, Tensor | None], spec: DivergenceSpec, plan: ChunkSpec,
-    ) -> None:  # fmt: skip
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor | None,
+        bias: Tensor | None,
+        teacher: tuple[Tensor, Tensor, Tensor | None],
+        spec: DivergenceSpec,
+        plan: ChunkSpec,
+    ) -> None:
         every = hidden.new_zeros(hidden.shape[0], dtype=torch.int64) if target is None else target
         ignored = -1 if target is None else spec.ignore_index
         objective = Objective(ignored, 0.0, 0.0, None, spec.scale)
@@ -62,10 +68,10 @@ class Pairs(Chunks):
         )
         super().__init__(hidden, weight, every, bias, objective, plan)
         self.objective, self.marked = objective, target is not None
-        kind = plan.compute_dtype or teacher[0].dtype
+        dtype = plan.compute_dtype or teacher[0].dtype
         self.teacher_hidden = teacher[0]
-        self.teacher_weight = teacher[1].to(kind)
-        self.teacher_bias = None if teacher[2] is None else teacher[2].to(kind)
+        self.teacher_weight = teacher[1].to(dtype)
+        self.teacher_bias = None if teacher[2] is None else teacher[2].to(dtype)
         self.whole_budget = whole_budget
 
     @functools.cached_property
@@ -98,19 +104,33 @@ class Pairs(Chunks):
 FP16_GAIN = 16.0  # probabilities of a class are small for fp16
 
 
-def forward_and_backward(
-    name: str, kernels: DivergenceKernels, scaled: Callable[..., Tensor] = scale_to
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward of the contract ``name`` over a backend's row kernels."""
+def _forward_of(
+    name: str, kernels: DivergenceKernels, scaled: Callable[..., Tensor]
+) -> Callable[..., Any]:
+    """The forward pass of the contract, as a function of tensors."""
 
     @retried
     def forward(
-        hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
-        target: Optional[Tensor], bias: Optional[Tensor], teacher_bias: Optional[Tensor],
-        beta: float, scale: float, ignore_index: int, reduction: str, chunk: int, budget: int,
-        accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool,
-        needs_hidden: bool, needs_weight: bool, needs_bias: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        target: Optional[Tensor],
+        bias: Optional[Tensor],
+        teacher_bias: Optional[Tensor],
+        beta: float,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+        chunk: int,
+        budget: int,
+        accumulate: torch.dtype,
+        compute_dtype: Optional[torch.dtype],
+        compact: bool,
+        needs_hidden: bool,
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         spec = spec_of(name, beta, "logits", "logits", scale, ignore_index)
         plan, rowwise = ChunkSpec(chunk, budget, compute_dtype, compact), reduction == "none"
         needs = tuple(n and not rowwise for n in (needs_hidden, needs_weight, needs_bias))
@@ -118,33 +138,60 @@ def forward_and_backward(
         chunks = Pairs(hidden, weight, target, bias, teacher, spec, plan)
         loss = DivergenceStats.empty(hidden.shape[0], spec, chunks.like).loss.zero_()
         count = valid_rows(target, loss, ignore_index)
-        gain = torch.full_like(count, FP16_GAIN if chunks.kind == torch.float16 else 1.0)
+        gain = torch.full_like(count, FP16_GAIN if chunks.dtype == torch.float16 else 1.0)
         into = Accumulator(chunks, hidden, weight, accumulate, needs)
         for place, where, h, t, raw in chunks:
-            found = loss.new_empty(raw.shape[0])
+            chunk_loss = loss.new_empty(raw.shape[0])
             for part, student, other, marks in chunks.parts(where, t, raw):
                 if any(needs):
                     each = kernels.loss_and_gradient_(student, other, marks, spec, gain)
                 else:
                     each = kernels.statistics(student, other, marks, spec).loss
-                found[part] = each
-            loss[where] = found
+                chunk_loss[part] = each
+            loss[where] = chunk_loss
             if any(needs):
                 into.add(place, where, h, raw)
         by = count if reduction == "mean" else torch.ones_like(count)
         return reduced(loss, count, reduction), *into.gradients, by * gain
 
+    return forward
+
+
+def _backward_of(
+    name: str, kernels: DivergenceKernels, scaled: Callable[..., Tensor]
+) -> Callable[..., Any]:
+    """The backward pass of the contract, as a function of tensors."""
+
     @retried
     def backward(
-        dloss: Tensor, hidden: Optional[Tensor], weight: Optional[Tensor],
-        teacher_hidden: Optional[Tensor], teacher_weight: Optional[Tensor],
-        target: Optional[Tensor], bias: Optional[Tensor], teacher_bias: Optional[Tensor],
-        hidden_gradient: Tensor, weight_gradient: Tensor, bias_gradient: Tensor,
-        denominator: Tensor, beta: float, scale: float, ignore_index: int, reduction: str,
-        chunk: int, budget: int, accumulate: torch.dtype, compute_dtype: Optional[torch.dtype],
-        compact: bool, needs_hidden: bool, needs_weight: bool, needs_bias: bool,
-        hidden_dtype: torch.dtype, weight_dtype: torch.dtype, bias_dtype: Optional[torch.dtype],
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dloss: Tensor,
+        hidden: Optional[Tensor],
+        weight: Optional[Tensor],
+        teacher_hidden: Optional[Tensor],
+        teacher_weight: Optional[Tensor],
+        target: Optional[Tensor],
+        bias: Optional[Tensor],
+        teacher_bias: Optional[Tensor],
+        hidden_gradient: Tensor,
+        weight_gradient: Tensor,
+        bias_gradient: Tensor,
+        denominator: Tensor,
+        beta: float,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+        chunk: int,
+        budget: int,
+        accumulate: torch.dtype,
+        compute_dtype: Optional[torch.dtype],
+        compact: bool,
+        needs_hidden: bool,
+        needs_weight: bool,
+        needs_bias: bool,
+        hidden_dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        bias_dtype: Optional[torch.dtype],
+    ) -> tuple[Tensor, Tensor, Tensor]:
         gradients = Gradients(hidden_gradient, weight_gradient, bias_gradient)
         factor: Tensor | None = divide(dloss, denominator) if reduction != "none" else None
         if hidden is not None and weight is not None:
@@ -159,7 +206,7 @@ def forward_and_backward(
             # whatever arrives at an ignored row, NaN too, goes nowhere
             each = dloss if target is None else torch.where(target == ignore_index, 0, dloss)
             arrived = Upstream(each, each, None)
-            upstream, factor = within_range(arrived, chunks.objective, chunks.kind)
+            upstream, factor = within_range(arrived, chunks.objective, chunks.dtype)
             for place, where, h, t, raw in chunks:
                 ups = upstream.grad_target[where].contiguous()
                 for part, student, other, marks in chunks.parts(where, t, raw):
@@ -167,6 +214,13 @@ def forward_and_backward(
                 into.add(place, where, h, raw)
             gradients = into.gradients
         kinds = (hidden_dtype, weight_dtype, bias_dtype or weight_dtype)
-        return tuple(scaled(g, factor, kind) for g, kind in zip(gradients, kinds, strict=True))  # type: ignore[return-value]
+        return tuple(scaled(g, factor, dtype) for g, dtype in zip(gradients, kinds, strict=True))  # type: ignore[return-value]
 
-    return forward, backward
+    return backward
+
+
+def forward_and_backward(
+    name: str, kernels: DivergenceKernels, scaled: Callable[..., Tensor] = scale_to
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the contract ``name`` over a backend's row kernels."""
+    return _forward_of(name, kernels, scaled), _backward_of(name, kernels, scaled)

@@ -37,12 +37,12 @@ def forward(
 
 def backward(dy: Tensor, index: Tensor, classes: int, padding_idx: int, scale: float) -> Tensor:
     """Sums by id in the order of the index (``index_put_`` of several threads keeps none)."""
-    out, kind = dy.new_empty(classes, dy.shape[1]), statistics_dtype(dy.dtype)
+    out, acc_dtype = dy.new_empty(classes, dy.shape[1]), statistics_dtype(dy.dtype)
     keep = _inside(index, classes) & (index != padding_idx)
     label = torch.where(keep, index, classes)  # one more row takes what goes nowhere
-    for block in row_blocks(dy.shape[1], (classes + index.shape[0]) * kind.itemsize):
+    for block in row_blocks(dy.shape[1], (classes + index.shape[0]) * acc_dtype.itemsize):
         total = aten.embedding_dense_backward(
-            dy[:, block].to(kind), label, classes + 1, classes, scale_grad_by_freq=False
+            dy[:, block].to(acc_dtype), label, classes + 1, classes, scale_grad_by_freq=False
         )
         out[:, block] = (total[:classes] * rounded(scale, dy.dtype)).to(dy.dtype)
     return out

@@ -32,8 +32,8 @@ def bounds_of(offsets: Tensor, pairs: int) -> list[int]:
     if offsets.is_meta:
         experts = offsets.numel() - 1
         return [e * pairs // experts for e in range(experts + 1)]
-    found: list[int] = offsets.tolist()
-    return found
+    bounds: list[int] = offsets.tolist()
+    return bounds
 
 
 def product(gate_up: Tensor, how: Any) -> Tensor:
@@ -65,12 +65,12 @@ def sum_of_pairs(
     pairs: Tensor, tokens: int, routing: Optional[Tensor], dtype: torch.dtype
 ) -> Tensor:
     """The (weighted) sum over the pairs of every token, in fp32, rounded once."""
-    kind = statistics_dtype(pairs.dtype)
+    acc_dtype = statistics_dtype(pairs.dtype)
     out = pairs.new_empty(tokens, pairs.shape[1], dtype=dtype)
     pairs = pairs.view(tokens, pairs.shape[0] // max(tokens, 1), -1) if tokens else pairs
-    for block in row_blocks(tokens, max(1, pairs[0].numel() if tokens else 1) * kind.itemsize):
-        rows = pairs[block].to(kind)
-        rows = rows if routing is None else rows * routing[block].to(kind).unsqueeze(-1)
+    for block in row_blocks(tokens, max(1, pairs[0].numel() if tokens else 1) * acc_dtype.itemsize):
+        rows = pairs[block].to(acc_dtype)
+        rows = rows if routing is None else rows * routing[block].to(acc_dtype).unsqueeze(-1)
         out[block] = rows.sum(1).to(out.dtype)
     return out
 
@@ -79,12 +79,27 @@ def sum_of_pairs(
 
 
 def forward(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
-    gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor], activation: str, limit: float,
-    alpha: float, up_offset: float, interleaved: bool, transposed: bool, y_dtype: torch.dtype,
-    needs_x: bool, needs_gate_up_weight: bool, needs_down_weight: bool, needs_routing: bool,
-    needs_gate_up_bias: bool, needs_down_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    y_dtype: torch.dtype,
+    needs_x: bool,
+    needs_gate_up_weight: bool,
+    needs_down_weight: bool,
+    needs_routing: bool,
+    needs_gate_up_bias: bool,
+    needs_down_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Two products for every expert that has tokens."""
     first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
     keep = needs_x or needs_gate_up_weight or needs_down_weight or needs_routing
@@ -107,15 +122,32 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Optional[Tensor], gate_up_weight: Optional[Tensor], down_weight: Tensor,
-    index: Tensor, routing: Tensor, down_bias: Optional[Tensor], gate_up: Tensor, order: Tensor,
-    offsets: Tensor, activation: str, limit: float, alpha: float, up_offset: float,
-    interleaved: bool, transposed: bool, needs_x: bool, needs_gate_up_weight: bool,
-    needs_down_weight: bool, needs_routing: bool, needs_gate_up_bias: bool, needs_down_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Optional[Tensor],
+    gate_up_weight: Optional[Tensor],
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    down_bias: Optional[Tensor],
+    gate_up: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    needs_x: bool,
+    needs_gate_up_weight: bool,
+    needs_down_weight: bool,
+    needs_routing: bool,
+    needs_gate_up_bias: bool,
+    needs_down_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Four products for every expert; the activation's product is computed again."""
     dy = dy.to(gate_up.dtype)
-    how, kind = (activation, limit, alpha, up_offset, interleaved), statistics_dtype(dy.dtype)
+    how, acc_dtype = (activation, limit, alpha, up_offset, interleaved), statistics_dtype(dy.dtype)
     experts, top_k = down_weight.shape[0], index.shape[1]
     first, into = (experts, gate_up.shape[1], dy.shape[1]), down_weight.shape[2 - transposed]
     dfirst = dy.new_zeros(first if needs_gate_up_weight else 0)
@@ -130,23 +162,23 @@ def backward(
             continue
         place = order[start:stop].long()
         upstream, inner = dy[place // top_k], gate_up[start:stop]
-        weight = routing.reshape(-1)[place].to(kind).unsqueeze(1)
+        weight = routing.reshape(-1)[place].to(acc_dtype).unsqueeze(1)
         second = down_weight[e].mT if transposed else down_weight[e]
-        dproduct, made = (upstream @ second).to(kind), product(inner.to(kind), how)
+        dproduct, activated = (upstream @ second).to(acc_dtype), product(inner.to(acc_dtype), how)
         if needs_routing:
-            share = (dproduct * made).sum(1)
+            share = (dproduct * activated).sum(1)
             if down_bias is not None:
-                share = share + (upstream.to(kind) * down_bias[e].to(kind)).sum(1)
+                share = share + (upstream.to(acc_dtype) * down_bias[e].to(acc_dtype)).sum(1)
             drouting.view(-1)[place] = share.to(drouting.dtype)
         if needs_down_weight:
-            dsecond[e] = upstream.mT @ (made * weight).to(dy.dtype)
+            dsecond[e] = upstream.mT @ (activated * weight).to(dy.dtype)
         if needs_down_bias:
-            dother[e] = (upstream.to(kind) * weight).sum(0).to(dy.dtype)
+            dother[e] = (upstream.to(acc_dtype) * weight).sum(0).to(dy.dtype)
         dinner = gradients((dproduct * weight).to(dy.dtype), inner, how)
         if needs_gate_up_weight and x is not None:
             dfirst[e] = dinner.mT @ x[place // top_k]
         if needs_gate_up_bias:
-            dbias[e] = dinner.sum(0, dtype=kind).to(dy.dtype)
+            dbias[e] = dinner.sum(0, dtype=acc_dtype).to(dy.dtype)
         if needs_x and gate_up_weight is not None:
             pairs[place] = dinner @ (gate_up_weight[e].mT if transposed else gate_up_weight[e])
     dx = sum_of_pairs(pairs, dy.shape[0], None, dy.dtype) if needs_x else pairs.view(-1)

@@ -39,19 +39,38 @@ class Factors(NamedTuple):
         """Those of one expert, at least in fp32, so that what has rank r is not rounded."""
         if self.a is None or self.b is None:
             return None, None, self.scale
-        kind = statistics_dtype(self.a.dtype)
-        return self.a[e].to(kind), self.b[e].to(kind), self.scale
+        acc_dtype = statistics_dtype(self.a.dtype)
+        return self.a[e].to(acc_dtype), self.b[e].to(acc_dtype), self.scale
 
 
 def forward(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
-    gate_up_a: Optional[Tensor], gate_up_b: Optional[Tensor], down_a: Optional[Tensor],
-    down_b: Optional[Tensor], gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor],
-    gate_up_scale: float, down_scale: float, activation: str, limit: float, alpha: float,
-    up_offset: float, interleaved: bool, transposed: bool, y_dtype: torch.dtype, needs_x: bool,
-    needs_routing: bool, needs_gate_up_a: bool, needs_gate_up_b: bool, needs_down_a: bool,
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_a: Optional[Tensor],
+    gate_up_b: Optional[Tensor],
+    down_a: Optional[Tensor],
+    down_b: Optional[Tensor],
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    gate_up_scale: float,
+    down_scale: float,
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    y_dtype: torch.dtype,
+    needs_x: bool,
+    needs_routing: bool,
+    needs_gate_up_a: bool,
+    needs_gate_up_b: bool,
+    needs_down_a: bool,
     needs_down_b: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Two layers with adapters for every expert that has tokens."""
     weights = [w.mT if transposed else w for w in (gate_up_weight, down_weight)]
     thin = (Factors(gate_up_a, gate_up_b, gate_up_scale), Factors(down_a, down_b, down_scale))
@@ -70,29 +89,53 @@ def forward(
         inner = adapted_layer(THIN, rows, weights[0][e], bias, *thin[0].of(e))
         if keep:
             gate_up[start:stop] = inner
-        made = product(inner, how)
-        pairs[place] = adapted_layer(THIN, made, weights[1][e], other, *thin[1].of(e))
+        activated = product(inner, how)
+        pairs[place] = adapted_layer(THIN, activated, weights[1][e], other, *thin[1].of(e))
     return sum_of_pairs(pairs, x.shape[0], routing, y_dtype), gate_up, order, offsets
 
 
 def backward(
-    dy: Tensor, x: Optional[Tensor], gate_up_weight: Optional[Tensor], down_weight: Tensor,
-    index: Tensor, routing: Tensor, gate_up_a: Optional[Tensor], gate_up_b: Optional[Tensor],
-    down_a: Optional[Tensor], down_b: Optional[Tensor], down_bias: Optional[Tensor],
-    gate_up: Tensor, order: Tensor, offsets: Tensor, gate_up_scale: float, down_scale: float,
-    activation: str, limit: float, alpha: float, up_offset: float, interleaved: bool,
-    transposed: bool, needs_x: bool, needs_routing: bool, needs_gate_up_a: bool,
-    needs_gate_up_b: bool, needs_down_a: bool, needs_down_b: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Optional[Tensor],
+    gate_up_weight: Optional[Tensor],
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_a: Optional[Tensor],
+    gate_up_b: Optional[Tensor],
+    down_a: Optional[Tensor],
+    down_b: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    gate_up: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    gate_up_scale: float,
+    down_scale: float,
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    needs_x: bool,
+    needs_routing: bool,
+    needs_gate_up_a: bool,
+    needs_gate_up_b: bool,
+    needs_down_a: bool,
+    needs_down_b: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of two layers with adapters for every expert; no gradient of a weight."""
     dy = dy.to(gate_up.dtype)
-    how, kind = (activation, limit, alpha, up_offset, interleaved), statistics_dtype(dy.dtype)
+    how, acc_dtype = (activation, limit, alpha, up_offset, interleaved), statistics_dtype(dy.dtype)
     first, second = (
         Factors(gate_up_a, gate_up_b, gate_up_scale),
         Factors(down_a, down_b, down_scale),
     )
     needs = ((needs_gate_up_a, needs_gate_up_b), (needs_down_a, needs_down_b))
-    thin = [_zeros(dy, layer, wanted) for layer, wanted in zip((first, second), needs, strict=True)]
+    thin = [
+        _zeros(dy, layer, layer_needs)
+        for layer, layer_needs in zip((first, second), needs, strict=True)
+    ]
     drouting = routing.new_zeros(routing.shape if needs_routing else 0)
     pairs = dy.new_zeros(index.numel() if needs_x else 0, dy.shape[1])
     inner_wanted = needs_x or any(needs[0])
@@ -101,16 +144,16 @@ def backward(
             continue
         place = order[start:stop].long()
         upstream, inner = dy[place // index.shape[1]], gate_up[start:stop]
-        weight = routing.reshape(-1)[place].to(kind).unsqueeze(1)
+        weight = routing.reshape(-1)[place].to(acc_dtype).unsqueeze(1)
         down = down_weight[e].mT if transposed else down_weight[e]
         dproduct, low = input_gradient(THIN, upstream, down, *second.of(e))
-        dproduct, made = dproduct.to(kind), product(inner.to(kind), how)
+        dproduct, activated = dproduct.to(acc_dtype), product(inner.to(acc_dtype), how)
         if needs_routing:
-            share = (dproduct * made).sum(1)
+            share = (dproduct * activated).sum(1)
             if down_bias is not None:
-                share = share + (upstream.to(kind) * down_bias[e].to(kind)).sum(1)
+                share = share + (upstream.to(acc_dtype) * down_bias[e].to(acc_dtype)).sum(1)
             drouting.view(-1)[place] = share.to(drouting.dtype)
-        weighted = (made * weight).to(dy.dtype)
+        weighted = (activated * weight).to(dy.dtype)
         _put(thin[1], e, adapter_gradients(THIN, weighted, upstream, low, *second.of(e), *needs[1]))
         if not inner_wanted:
             continue
@@ -131,15 +174,15 @@ def _oriented(weight: Optional[Tensor], e: int, transposed: bool) -> Any:
     return None if weight is None else weight[e].mT if transposed else weight[e]
 
 
-def _zeros(dy: Tensor, layer: Factors, wanted: tuple[bool, bool]) -> list[Tensor]:
+def _zeros(dy: Tensor, layer: Factors, needs: tuple[bool, bool]) -> list[Tensor]:
     return [
         dy.new_zeros(0) if t is None else t.new_zeros(t.shape if wants else (0,))
-        for t, wants in zip((layer.a, layer.b), wanted, strict=True)
+        for t, wants in zip((layer.a, layer.b), needs, strict=True)
     ]
 
 
-def _put(thin: list[Tensor], e: int, found: tuple[Tensor, Tensor]) -> None:
+def _put(thin: list[Tensor], e: int, gradients: tuple[Tensor, Tensor]) -> None:
     """Write down the gradients of one expert's factors that somebody needs."""
-    for whole, mine in zip(thin, found, strict=True):
+    for whole, mine in zip(thin, gradients, strict=True):
         if mine.numel():
             whole[e] = mine

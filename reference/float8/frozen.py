@@ -78,9 +78,13 @@ def frozen_linear(
 
 
 def coded_gradient(
-    left: Float8Rows, weight: Tensor, scale: Optional[Tensor], to: Quantizer, dtype: torch.dtype,
+    left: Float8Rows,
+    weight: Tensor,
+    scale: Optional[Tensor],
+    to: Quantizer,
+    dtype: torch.dtype,
     onto: Optional[Tensor] = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``left @ codes(weight)``, added to ``onto`` in its buffer.
 
     Args:
@@ -95,14 +99,17 @@ def coded_gradient(
     if apart():
         return matmul(dequantized(left, dtype), across.t().to(dtype), onto)
     ones = left.scale.new_ones(across.shape[0])
-    made = product(left, Float8Rows(across, ones), dtype)
-    return made if onto is None else onto.add_(made)
+    y = product(left, Float8Rows(across, ones), dtype)
+    return y if onto is None else onto.add_(y)
 
 
 def frozen_gradient(
-    dy: Tensor, weight: Weight, to: Quantizer, onto: Optional[Tensor] = None,
+    dy: Tensor,
+    weight: Weight,
+    to: Quantizer,
+    onto: Optional[Tensor] = None,
     left: Optional[Float8Rows] = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``dy @ weight``, added to ``onto`` in its buffer; ``left`` are its rows in FP8, if known."""
     if isinstance(weight, Tensor):
         return matmul(dy, weight, onto)

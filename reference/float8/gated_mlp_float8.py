@@ -26,20 +26,30 @@ from liger_multi.reference.float8.layers import (
 from liger_multi.reference.float8.rows import PLAIN, Quantizer, rows_of
 
 
-def implement_gated_mlp_float8(
-    kernels: CodedActivation, to: Quantizer
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward of the contract over a backend's activation."""
+def _forward_of(kernels: CodedActivation, to: Quantizer) -> Callable[..., Any]:
+    """The forward pass of the contract, as a function of tensors."""
 
     def forward(
-        x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-        gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
-        activation: str, gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
-        down_weight_scale: Optional[Tensor], codes: Optional[Tensor],
-        codes_scale: Optional[Tensor], gate_weight_codes: Optional[Tensor],
-        up_weight_codes: Optional[Tensor], down_weight_codes: Optional[Tensor], needs_x: bool,
-        needs_gate_weight: bool, needs_up_weight: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        x: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        gate_bias: Optional[Tensor],
+        up_bias: Optional[Tensor],
+        down_bias: Optional[Tensor],
+        activation: str,
+        gate_weight_scale: Optional[Tensor],
+        up_weight_scale: Optional[Tensor],
+        down_weight_scale: Optional[Tensor],
+        codes: Optional[Tensor],
+        codes_scale: Optional[Tensor],
+        gate_weight_codes: Optional[Tensor],
+        up_weight_codes: Optional[Tensor],
+        down_weight_codes: Optional[Tensor],
+        needs_x: bool,
+        needs_gate_weight: bool,
+        needs_up_weight: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         gate_weight = read_weight(gate_weight, gate_weight_codes)
         up_weight = read_weight(up_weight, up_weight_codes)
         down_weight = read_weight(down_weight, down_weight_codes)
@@ -51,42 +61,70 @@ def implement_gated_mlp_float8(
         y, gate, up = [t.view(*lead, t.shape[1]) for t in (y, gate, up)]
         return y, gate, up, first, second, third
 
+    return forward
+
+
+def _backward_of(kernels: CodedActivation, to: Quantizer) -> Callable[..., Any]:
+    """The backward pass of the contract, as a function of tensors."""
+
     def backward(
-        dy: Tensor, x: Optional[Tensor], gate_weight: Optional[Tensor],
-        up_weight: Optional[Tensor], down_weight: Tensor, gate: Tensor, up: Tensor,
-        activation: str, gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
-        down_weight_scale: Optional[Tensor], gate_weight_codes: Optional[Tensor],
-        up_weight_codes: Optional[Tensor], down_weight_codes: Optional[Tensor],
-        gate_scale: Tensor, up_scale: Tensor, down_scale: Tensor,
-        gate_weight_dtype: torch.dtype, up_weight_dtype: torch.dtype, needs_x: bool,
-        needs_gate_weight: bool, needs_up_weight: bool, needs_down_weight: bool,
-        needs_gate_bias: bool, needs_up_bias: bool, needs_down_bias: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        upstream, kind, down_dtype = as_rows(dy), dy.dtype, down_weight.dtype
+        dy: Tensor,
+        x: Optional[Tensor],
+        gate_weight: Optional[Tensor],
+        up_weight: Optional[Tensor],
+        down_weight: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        gate_weight_scale: Optional[Tensor],
+        up_weight_scale: Optional[Tensor],
+        down_weight_scale: Optional[Tensor],
+        gate_weight_codes: Optional[Tensor],
+        up_weight_codes: Optional[Tensor],
+        down_weight_codes: Optional[Tensor],
+        gate_scale: Tensor,
+        up_scale: Tensor,
+        down_scale: Tensor,
+        gate_weight_dtype: torch.dtype,
+        up_weight_dtype: torch.dtype,
+        needs_x: bool,
+        needs_gate_weight: bool,
+        needs_up_weight: bool,
+        needs_down_weight: bool,
+        needs_gate_bias: bool,
+        needs_up_bias: bool,
+        needs_down_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        dy2d, dtype, down_dtype = as_rows(dy), dy.dtype, down_weight.dtype
         gate_weight = read_weight(gate_weight, gate_weight_codes)
         up_weight = read_weight(up_weight, up_weight_codes)
         down_weight = read_weight(down_weight, down_weight_codes)
         left = rows_of(dy, down_scale if down_weight_scale is None else down_weight_scale, to)
-        dproduct = input_gradient(left, down_weight, down_weight_scale, down_scale, to, kind)
+        dproduct = input_gradient(left, down_weight, down_weight_scale, down_scale, to, dtype)
         own = (
             gate_scale if gate_weight_scale is None else gate_weight_scale,
             up_scale if up_weight_scale is None else up_weight_scale,
         )
-        wanted = needs_gate_weight or needs_gate_bias, needs_up_weight or needs_up_bias
+        needs_output = needs_gate_weight or needs_gate_bias, needs_up_weight or needs_up_bias
         dgate, dup, product, gate_rows, up_rows = kernels.coded_gradients(
-            dproduct, as_rows(gate), as_rows(up), activation, own if needs_x else (None, None),
-            wanted, needs_down_weight,
-        )  # fmt: skip
+            dproduct,
+            as_rows(gate),
+            as_rows(up),
+            activation,
+            own if needs_x else (None, None),
+            needs_output,
+            needs_down_weight,
+        )
         del dproduct
-        ddown = weight_gradient(upstream, product, needs_down_weight, down_dtype)
+        ddown = weight_gradient(dy2d, product, needs_down_weight, down_dtype)
         del product
         dx = gate.new_empty(0)
         if gate_rows is not None and up_rows is not None:
             assert gate_weight is not None
             assert up_weight is not None
-            dx = input_gradient(gate_rows, gate_weight, gate_weight_scale, gate_scale, to, kind)
+            dx = input_gradient(gate_rows, gate_weight, gate_weight_scale, gate_scale, to, dtype)
             del gate_rows
-            dx = input_gradient(up_rows, up_weight, up_weight_scale, up_scale, to, kind, dx)
+            dx = input_gradient(up_rows, up_weight, up_weight_scale, up_scale, to, dtype, dx)
             dx = dx.view(*dy.shape[:-1], gate_weight.shape[1])
         return (
             dx,
@@ -95,10 +133,17 @@ def implement_gated_mlp_float8(
             ddown,
             bias_gradient(dgate, needs_gate_bias),
             bias_gradient(dup, needs_up_bias),
-            bias_gradient(upstream, needs_down_bias),
+            bias_gradient(dy2d, needs_down_bias),
         )
 
-    return forward, backward
+    return backward
+
+
+def implement_gated_mlp_float8(
+    kernels: CodedActivation, to: Quantizer
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of the contract over a backend's activation."""
+    return _forward_of(kernels, to), _backward_of(kernels, to)
 
 
 forward, backward = implement_gated_mlp_float8(ReferenceActivation(), PLAIN)

@@ -23,9 +23,13 @@ def read_weight(weight: Weight, codes: Optional[Tensor]) -> Weight:
 
 
 def layer(
-    left: Float8Rows, weight: Tensor, scale: Optional[Tensor], bias: Optional[Tensor],
-    dtype: torch.dtype, to: Quantizer,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    left: Float8Rows,
+    weight: Tensor,
+    scale: Optional[Tensor],
+    bias: Optional[Tensor],
+    dtype: torch.dtype,
+    to: Quantizer,
+) -> tuple[Tensor, Tensor]:
     """A layer's output, and the scales of its weight; empty where they were given."""
     right = coded_weight(weight, scale, left.codes.dtype, to)
     y = coded_linear(left, right, bias, dtype)
@@ -33,11 +37,16 @@ def layer(
 
 
 def input_gradient(
-    left: Float8Rows, weight: Tensor, given: Optional[Tensor], own: Tensor, to: Quantizer,
-    dtype: torch.dtype, onto: Optional[Tensor] = None,
-) -> Tensor:  # fmt: skip
+    left: Float8Rows,
+    weight: Tensor,
+    scale: Optional[Tensor],
+    own: Tensor,
+    to: Quantizer,
+    dtype: torch.dtype,
+    onto: Optional[Tensor] = None,
+) -> Tensor:
     """The gradient of a layer's input; a weight without given scales is rounded by its own."""
-    return coded_gradient(left, weight, own if given is None else None, to, dtype, onto)
+    return coded_gradient(left, weight, own if scale is None else None, to, dtype, onto)
 
 
 def weight_gradient(dy: Tensor, x: Optional[Tensor], needed: bool, dtype: torch.dtype) -> Tensor:

@@ -24,32 +24,45 @@ def implement_linear_float8(to: Quantizer) -> tuple[Callable[..., Any], Callable
     """Forward and backward of the contract."""
 
     def forward(
-        x: Tensor, weight: Tensor, bias: Optional[Tensor], weight_scale: Optional[Tensor],
-        codes: Optional[Tensor], codes_scale: Optional[Tensor], weight_codes: Optional[Tensor],
-        needs_x: bool, needs_weight: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        x: Tensor,
+        weight: Tensor,
+        bias: Optional[Tensor],
+        weight_scale: Optional[Tensor],
+        codes: Optional[Tensor],
+        codes_scale: Optional[Tensor],
+        weight_codes: Optional[Tensor],
+        needs_x: bool,
+        needs_weight: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         lead = x.shape[:-1]
         weight = read_weight(weight, weight_codes)
         left = given_rows(x, codes, codes_scale, to)
-        made = x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
+        coded = x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
         if codes is None:
-            made = left.codes.view(torch.uint8).view(x.shape), left.scale.view(lead)
+            coded = left.codes.view(torch.uint8).view(x.shape), left.scale.view(lead)
         y, kept = layer(left, weight, weight_scale, bias, x.dtype, to)
-        return y.view(*lead, weight.shape[0]), *made, kept
+        return y.view(*lead, weight.shape[0]), *coded, kept
 
     def backward(
-        dy: Tensor, x: Optional[Tensor], weight: Optional[Tensor], weight_scale: Optional[Tensor],
-        weight_codes: Optional[Tensor], scale: Tensor, weight_dtype: torch.dtype, needs_x: bool,
-        needs_weight: bool, needs_bias: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        upstream, dx = as_rows(dy), dy.new_empty(0)
+        dy: Tensor,
+        x: Optional[Tensor],
+        weight: Optional[Tensor],
+        weight_scale: Optional[Tensor],
+        weight_codes: Optional[Tensor],
+        scale: Tensor,
+        weight_dtype: torch.dtype,
+        needs_x: bool,
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dy2d, dx = as_rows(dy), dy.new_empty(0)
         weight = read_weight(weight, weight_codes)
         if weight is not None and needs_x:
             left = rows_of(dy, scale if weight_scale is None else weight_scale, to)
             dx = input_gradient(left, weight, weight_scale, scale, to, dy.dtype)
             dx = dx.view(*dy.shape[:-1], weight.shape[1])
-        dweight = weight_gradient(upstream, x, needs_weight, weight_dtype)
-        return dx, dweight, bias_gradient(upstream, needs_bias)
+        dweight = weight_gradient(dy2d, x, needs_weight, weight_dtype)
+        return dx, dweight, bias_gradient(dy2d, needs_bias)
 
     return forward, backward
 

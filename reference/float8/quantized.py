@@ -25,12 +25,12 @@ def with_codes(plain: Any, visible: int = 1) -> tuple[Callable[..., Any], Callab
         visible: The number of visible outputs of ``plain``, which codes and scales follow.
     """
     signature = inspect.signature(plain.forward, eval_str=True)
-    made = signature.return_annotation
-    count = 1 if made is Tensor else len(made.__args__)
+    results = signature.return_annotation
+    count = 1 if results is Tensor else len(results.__args__)
 
     def forward(*args: Any) -> tuple[Tensor, ...]:
-        *given, writes_y = args
-        outs = plain.forward(*given)
+        *inputs, writes_y = args
+        outs = plain.forward(*inputs)
         y, *rest = (outs,) if isinstance(outs, Tensor) else outs
         first, codes, scale = coded(y, writes_y)
         return first, *rest[: visible - 1], codes, scale, *rest[visible - 1 :]

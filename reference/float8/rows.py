@@ -77,13 +77,13 @@ class PlainQuantizer:
     @staticmethod
     def across(x: Tensor, scale: Optional[Tensor], format: torch.dtype) -> Tensor:
         """Codes of a matrix laid out as ``x.t()``: of ``x / scale`` by rows, or codes as given."""
-        made = torch.empty(x.shape[::-1], dtype=format, device=x.device)
+        out = torch.empty(x.shape[::-1], dtype=format, device=x.device)
         for block in row_blocks(x.shape[0], x.shape[1] * 8):
             part = x[block]
             if scale is not None:
                 part = (part.float() / scale[block, None]).to(format)
-            made[:, block] = part.t()
-        return made
+            out[:, block] = part.t()
+        return out
 
 
 PLAIN = PlainQuantizer()
@@ -110,22 +110,31 @@ def product(a: Float8Rows, b: Float8Rows, dtype: torch.dtype, fast: bool = False
     codes, right = a.codes, b.codes
     alike = codes.dtype == right.dtype and dtype.itemsize == 2  # may be of another device
     if alike and unsupported(codes.device, codes.dtype, *right.shape) is None:
-        kind = dtype if _writes(codes.device, codes.dtype, dtype) else torch.bfloat16
-        made = scaled_mm(
-            codes, right.t(), a.scale.unsqueeze(1), b.scale.unsqueeze(0), None, None, kind,
+        out_dtype = dtype if _writes(codes.device, codes.dtype, dtype) else torch.bfloat16
+        out = scaled_mm(
+            codes,
+            right.t(),
+            a.scale.unsqueeze(1),
+            b.scale.unsqueeze(0),
+            None,
+            None,
+            out_dtype,
             fast and dtype == torch.bfloat16,
-        )  # fmt: skip
-        return made if kind == dtype else made.to(dtype)
+        )
+        return out if out_dtype == dtype else out.to(dtype)
     return _dequantized_product(a, b, dtype)
 
 
 def _dequantized_product(a: Float8Rows, b: Float8Rows, dtype: torch.dtype) -> Tensor:
-    kind = dtype if dtype in (torch.bfloat16, torch.float64) else torch.float32
+    acc_dtype = dtype if dtype in (torch.bfloat16, torch.float64) else torch.float32
     if not len(b.scale):
         return a.scale.new_empty(len(a.scale), 0, dtype=dtype)
-    left, out = dequantized(a, kind), a.scale.new_empty(len(a.scale), len(b.scale), dtype=dtype)
-    for block in row_blocks(len(b.scale), b.codes.shape[1] * kind.itemsize):
-        right = dequantized(Float8Rows(b.codes[block], b.scale[block]), kind)
+    left, out = (
+        dequantized(a, acc_dtype),
+        a.scale.new_empty(len(a.scale), len(b.scale), dtype=dtype),
+    )
+    for block in row_blocks(len(b.scale), b.codes.shape[1] * acc_dtype.itemsize):
+        right = dequantized(Float8Rows(b.codes[block], b.scale[block]), acc_dtype)
         out[:, block] = (left @ right.t()).to(dtype)
     return out
 
@@ -159,8 +168,8 @@ def format_of(device: torch.device) -> torch.dtype:
     """The format of codes that a device multiplies; OCP's where it multiplies none."""
     if device.type in ("cpu", "meta"):
         return CODES[0]
-    found = (format for format, _ in FORMATS if _refused(device, format) is None)
-    return next(found, CODES[0])
+    formats = (format for format, _ in FORMATS if _refused(device, format) is None)
+    return next(formats, CODES[0])
 
 
 def _tried(device: torch.device, format: torch.dtype, dtype: torch.dtype) -> Tensor:

@@ -10,9 +10,13 @@ from liger_multi.reference.linear_attention.convolution import Sums, blocks_of, 
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], initial_state: Optional[Tensor],
-    segments: Optional[Tensor], activation: str,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    segments: Optional[Tensor],
+    activation: str,
+) -> Tensor:
     """Block by block of tokens."""
     by = filter_of(weight, bias, segments, statistics_dtype(x.dtype))
     y = x.new_empty(x.shape)
@@ -23,19 +27,27 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor],
-    initial_state: Optional[Tensor], segments: Optional[Tensor], activation: str,
-    needs_x: bool, needs_weight: bool, needs_bias: bool, needs_initial_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    segments: Optional[Tensor],
+    activation: str,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    needs_initial_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``dx[t] = sum of weight[:, W - 1 - j] du[t + j]``, also of the initial state."""
-    kind = statistics_dtype(x.dtype)
-    by = filter_of(weight, bias, segments, kind)
+    acc_dtype = statistics_dtype(x.dtype)
+    by = filter_of(weight, bias, segments, acc_dtype)
     dx, state = x.new_empty(x.shape if needs_x else 0), x.new_empty(0)
     if initial_state is not None:
         needed = initial_state.shape if needs_initial_state else (0,)
         state = initial_state.new_empty(needed)
     total = Sums(by, needs_weight, needs_bias)
-    pending, reach = x.new_zeros(x.shape[0], by.before, x.shape[2], dtype=kind), by.before
+    pending, reach = x.new_zeros(x.shape[0], by.before, x.shape[2], dtype=acc_dtype), by.before
 
     def write(rows: Tensor, first: int) -> None:
         early = min(max(0, -first), rows.shape[1])
@@ -46,7 +58,7 @@ def backward(
 
     for block in blocks_of(x):
         taps = by.taps(window_of(x, initial_state, block, reach), block)
-        du = dy[:, block].to(kind)
+        du = dy[:, block].to(acc_dtype)
         if activation == "silu":
             u = by.sums(taps)
             p = torch.sigmoid(u)

@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
     qk_l2norm: bool
 
     @property
-    def kind(self) -> torch.dtype:
+    def acc_dtype(self) -> torch.dtype:
         """The dtype of all that is computed."""
         return statistics_dtype(self.q.dtype)
 
@@ -80,9 +80,11 @@ class Inputs(NamedTuple):
         count = heads.key.stop - heads.key.start
         if state is None:
             shape = (v.shape[0], count, v.shape[2] // count, self.k.shape[3], v.shape[3])
-            return v.new_zeros(shape, dtype=self.kind)
-        made: Tensor = state[heads.batch, heads.value].to(self.kind).unflatten(1, (count, -1))
-        return made
+            return v.new_zeros(shape, dtype=self.acc_dtype)
+        initial: Tensor = (
+            state[heads.batch, heads.value].to(self.acc_dtype).unflatten(1, (count, -1))
+        )
+        return initial
 
 
 def head_blocks(
@@ -114,26 +116,26 @@ def token_spans(length: int, chunk: int, steps: int) -> list[slice]:
     return [slice(t, min(length, t + each)) for t in range(0, length, each)]
 
 
-def _blocks(given: Inputs, floats: int) -> tuple[list[Heads], list[slice]]:
+def _blocks(inputs: Inputs, floats: int) -> tuple[list[Heads], list[slice]]:
     """Blocks of heads, and spans of chunks.
 
     A span has as many chunks as fit for one head, and at least about as many as there are spans.
 
     Args:
-        given: The tensors.
+        inputs: The tensors.
         floats: What a chunk of a value head takes in memory, in numbers.
     """
-    batch, length, heads, _ = given.k.shape
-    group, chunk = given.v.shape[2] // heads, given.chunk
-    chunks, unit = max(1, -(-length // chunk)), given.kind.itemsize * group * floats
+    batch, length, heads, _ = inputs.k.shape
+    group, chunk = inputs.v.shape[2] // heads, inputs.chunk
+    chunks, unit = max(1, -(-length // chunk)), inputs.acc_dtype.itemsize * group * floats
     spans = token_spans(length, chunk, min(chunks, max(8, math.isqrt(chunks), BLOCK_BYTES // unit)))
     steps = max((-(-(span.stop - span.start) // chunk) for span in spans), default=1)
     return head_blocks(batch, heads, group, steps * unit, BLOCK_BYTES), spans
 
 
-def _chunked(x: Tensor, chunk: int, kind: torch.dtype) -> Tensor:
+def _chunked(x: Tensor, chunk: int, acc_dtype: torch.dtype) -> Tensor:
     """``(batch, tokens, heads, ...)`` as (batch, heads, chunks, chunk, ...), zeros at the end."""
-    wide = x.to(kind)
+    wide = x.to(acc_dtype)
     if more := -x.shape[1] % chunk:
         wide = F.pad(wide, (0, 0) * (x.ndim - 2) + (0, more))
     return wide.reshape(wide.shape[0], -1, chunk, *wide.shape[2:]).movedim(3, 1)
@@ -160,9 +162,7 @@ def heads_of(first: Tensor, heads: Heads) -> slice:
     return slice(None) if first.shape[0] == 1 else heads.batch
 
 
-def _starts(
-    first: Optional[Tensor], heads: Heads, part: slice, chunk: int
-) -> Optional[Tensor]:  # fmt: skip
+def _starts(first: Optional[Tensor], heads: Heads, part: slice, chunk: int) -> Optional[Tensor]:
     """In which row of its chunk the segment of each row begins, -1 if before the chunk.
 
     Of shape (batch or 1, 1, 1, chunks, chunk). The segment of the first token of all has the
@@ -183,7 +183,7 @@ class Sight:
     """Which rows of a chunk see which, and who belongs to the states around it.
 
     Attributes:
-        seen: Bool (..., i, j): row i sees row j, which is not after it and of its segment.
+        visible: Bool (..., i, j): row i sees row j, which is not after it and of its segment.
         below: The same without the diagonal.
         same: Rows of one segment.
         carried: Rows of the segment of the state before the chunk; None for all of them.
@@ -193,16 +193,16 @@ class Sight:
 
     def __init__(self, chunk: int, starts: Optional[Tensor], device: torch.device) -> None:
         place = torch.arange(chunk, device=device)
-        self.seen: Tensor = place.unsqueeze(-1) >= place
+        self.visible: Tensor = place.unsqueeze(-1) >= place
         self.carried: Optional[Tensor] = None
         self.last: Optional[Tensor] = None
         self.whole: Optional[Tensor] = None
         if starts is not None:
-            self.seen = self.seen & (starts.unsqueeze(-1) <= place)
+            self.visible = self.visible & (starts.unsqueeze(-1) <= place)
             self.carried, self.last = starts < 0, starts == starts[..., -1:]
             self.whole = starts[..., -1] < 0
-        self.below = self.seen.tril(-1)
-        self.same = self.seen | self.seen.mT
+        self.below = self.visible.tril(-1)
+        self.same = self.visible | self.visible.mT
 
     def of_state(self, rows: Tensor) -> Tensor:
         """Rows (..., chunk, columns) of the segment of the state before."""
@@ -241,8 +241,8 @@ class HeadDecays:
     """
 
     def __init__(self, g: Tensor, sight: Sight) -> None:
-        self.sight, self.sums = sight, sight.seen.to(g.dtype)  # from a segment's first token on
-        coarse, fine = (spread_vector(self.sums, x, sight.seen) for x in _split(g))
+        self.sight, self.sums = sight, sight.visible.to(g.dtype)  # from a segment's first token on
+        coarse, fine = (spread_vector(self.sums, x, sight.visible) for x in _split(g))
         self.coarse, self.fine = coarse, fine
         e = (coarse + fine).exp()
         rest = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine)
@@ -254,7 +254,7 @@ class HeadDecays:
     def pairs(self) -> Tensor:
         """From row j to a row i that is not before it, 0 between segments."""
         apart, rest = (x.unsqueeze(-1) - x.unsqueeze(-2) for x in (self.coarse, self.fine))
-        return apart.add_(rest).masked_fill_(~self.sight.seen, -math.inf).exp_()
+        return apart.add_(rest).masked_fill_(~self.sight.visible, -math.inf).exp_()
 
     def gradient(self, through: Tensor, de: Tensor, dr: Tensor, dz: Tensor) -> Tensor:
         """Gradients of the gates, each a sum of what decays by it: no sums are subtracted.
@@ -267,9 +267,9 @@ class HeadDecays:
             dr: The same of r.
             dz: The same of z.
         """
-        after, seen = self.sums.mT, self.sight.seen.mT
-        dg: Tensor = spread(after, through, seen).tril_(-1).sum(-1)
-        dg += spread_vector(after, de, seen) + dz.unsqueeze(-1)
+        after, visible = self.sums.mT, self.sight.visible.mT
+        dg: Tensor = spread(after, through, visible).tril_(-1).sum(-1)
+        dg += spread_vector(after, de, visible) + dz.unsqueeze(-1)
         return dg.add_(F.pad(dr[..., :-1], (1, 0)).cumsum(-1))
 
 
@@ -288,26 +288,26 @@ class Span:
     scores: Tensor
     inner: Tensor
 
-    def __init__(self, given: Inputs, heads: Heads, part: slice) -> None:
-        kind, chunk = given.kind, given.chunk
-        self.scale, self.normed = given.scale, given.qk_l2norm
+    def __init__(self, inputs: Inputs, heads: Heads, part: slice) -> None:
+        acc_dtype, chunk = inputs.acc_dtype, inputs.chunk
+        self.scale, self.normed = inputs.scale, inputs.qk_l2norm
         self.group = (heads.key.stop - heads.key.start, -1)
         (self.q, self.q_rstd), (self.k, self.k_rstd) = (
-            self._rows(_chunked(x[heads.batch, part, heads.key], chunk, kind).unsqueeze(2))
-            for x in (given.q, given.k)
+            self._rows(_chunked(x[heads.batch, part, heads.key], chunk, acc_dtype).unsqueeze(2))
+            for x in (inputs.q, inputs.k)
         )
-        self.rows, self.q = self.q, self.q * given.scale
+        self.rows, self.q = self.q, self.q * inputs.scale
         self.v, g, beta = (
-            _chunked(x[heads.batch, part, heads.value], chunk, kind).unflatten(1, self.group)
-            for x in (given.v, given.g, given.beta)
+            _chunked(x[heads.batch, part, heads.value], chunk, acc_dtype).unflatten(1, self.group)
+            for x in (inputs.v, inputs.g, inputs.beta)
         )
         self.beta = beta.unsqueeze(-1)
-        self.starts = _starts(given.first, heads, part, chunk)
+        self.starts = _starts(inputs.first, heads, part, chunk)
         self.sight = Sight(chunk, self.starts, self.v.device)
         self.decays(g)
-        self.inverse = self.invert(self.inner * self.beta, self.sight.seen)
+        self.inverse = self.invert(self.inner * self.beta, self.sight.visible)
         read = self.sight.of_state(self.beta * self.e * self.k)
-        self.w = self.sight.of_state(spread(self.inverse, read, self.sight.seen))
+        self.w = self.sight.of_state(spread(self.inverse, read, self.sight.visible))
         self.kept = self.sight.of_last(self.r * self.k)
 
     @staticmethod
@@ -316,14 +316,14 @@ class Span:
         raise NotImplementedError
 
     @classmethod
-    def blocks(cls, given: Inputs) -> tuple[list[Heads], list[slice]]:
+    def blocks(cls, inputs: Inputs) -> tuple[list[Heads], list[slice]]:
         """Blocks of heads, and spans of chunks."""
-        return _blocks(given, cls.floats(given.chunk, given.k.shape[3], given.v.shape[3]))
+        return _blocks(inputs, cls.floats(inputs.chunk, inputs.k.shape[3], inputs.v.shape[3]))
 
     @staticmethod
-    def invert(lower: Tensor, seen: Tensor) -> Tensor:
+    def invert(lower: Tensor, visible: Tensor) -> Tensor:
         """``(I + lower)^-1`` of what is 0 on and above the diagonal."""
-        return solved(lower, seen)
+        return solved(lower, visible)
 
     def decays(self, g: Tensor) -> None:
         """Set e, r and z, P as ``scores`` and B as ``inner``, from the gates."""
@@ -349,7 +349,7 @@ class Span:
 
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """States before every chunk, corrected values N, and the state after the last one."""
-        n = spread(self.inverse, self.beta * self.v, self.sight.seen)
+        n = spread(self.inverse, self.beta * self.v, self.sight.visible)
         values, w, rows, z, state = (x.flatten(0, 2) for x in (n, self.w, self.kept, self.z, state))
         states = n.new_empty(state.shape[0], n.shape[3], *state.shape[1:])
         for i, (carried, last, whole) in enumerate(self.sight.by_chunks(n.shape[:4])):
@@ -360,7 +360,7 @@ class Span:
 
     def outputs(self, states: Tensor, values: Tensor) -> Tensor:
         """Make y of all chunks."""
-        own = spread(self.scores, values, self.sight.seen)
+        own = spread(self.scores, values, self.sight.visible)
         return own.add_(self.sight.of_state((self.e * self.q) @ states))
 
     def to_state(self, dy: Tensor) -> Tensor:
@@ -374,7 +374,7 @@ class Span:
             dy: Gradient of y, by chunks.
             dstate: Gradient of the state after the span.
         """
-        before = self.sight.seen.mT
+        before = self.sight.visible.mT
         dn, own = spread(self.scores.mT, dy, before), self.to_state(dy)
         values, own, w, rows, z, dstate = (
             x.flatten(0, 2) for x in (dn, own, self.w, self.kept, self.z, dstate)
@@ -387,8 +387,8 @@ class Span:
             dstate = own[:, i] + kept(z[:, i] * dstate, whole)
             dstate.baddbmm_(w[:, i].mT, kept(mine, carried), alpha=-1)
         shape = dn.shape[:3]
-        found = spread(self.inverse.mT, dn, before)
-        return after.unflatten(0, shape), found, dstate.unflatten(0, shape)
+        corrections = spread(self.inverse.mT, dn, before)
+        return after.unflatten(0, shape), corrections, dstate.unflatten(0, shape)
 
     def gradients(
         self, dy: Tensor, states: Tensor, values: Tensor, after: Tensor, solved: Tensor
@@ -404,10 +404,12 @@ class Span:
         back *= self.beta
         dz = sight.over(self.z * states * after).sum(-1)
         more_q, more_k, dg = self.through(
-            (dy @ values.mT).masked_fill_(~sight.seen, 0),
+            (dy @ values.mT).masked_fill_(~sight.visible, 0),
             dlower.mul_(self.beta).masked_fill_(~sight.below, 0),
-            sight.of_state(self.q * dq - self.k * back), sight.of_last(self.k * dk), dz,
-        )  # fmt: skip
+            sight.of_state(self.q * dq - self.k * back),
+            sight.of_last(self.k * dk),
+            dz,
+        )
         dq, dk = dq.add_(more_q), dk.add_(more_k).sub_(back)
         dq, dk = dq.sum(2, keepdim=True) * self.scale, dk.sum(2, keepdim=True)
         if self.normed:
@@ -423,65 +425,77 @@ class Span:
 # --- an operator ---
 
 
-def run_forward(rule: type[Span], given: Inputs, output_final_state: bool) -> tuple[Tensor, Tensor]:
+def run_forward(
+    rule: type[Span], inputs: Inputs, output_final_state: bool
+) -> tuple[Tensor, Tensor]:
     """Some heads at a time, span after span."""
-    v, size = given.v, given.k.shape[3]
+    v, size = inputs.v, inputs.k.shape[3]
     y, (batch, _, heads, value) = v.new_empty(v.shape), v.shape
     shape = (batch, heads, size, value) if output_final_state else (0,)
-    final_state = v.new_empty(shape, dtype=given.kind)
-    blocks, spans = rule.blocks(given)
+    final_state = v.new_empty(shape, dtype=inputs.acc_dtype)
+    blocks, spans = rule.blocks(inputs)
     for block in blocks:
-        state = given.states(block)
+        state = inputs.states(block)
         for part in spans:
-            span = rule(given, block, part)
+            span = rule(inputs, block, part)
             states, values, state = span.forward(state)
-            made = span.outputs(states, values).flatten(1, 2)
-            y[block.batch, part, block.value] = _tokens(made, part.stop - part.start).to(y.dtype)
+            y_part = span.outputs(states, values).flatten(1, 2)
+            y[block.batch, part, block.value] = _tokens(y_part, part.stop - part.start).to(y.dtype)
         if output_final_state:
             final_state[block.batch, block.value] = state.flatten(1, 2)
     return y, final_state
 
 
 def run_backward(
-    rule: type[Span], given: Inputs, dy: Optional[Tensor], dfinal_state: Optional[Tensor],
+    rule: type[Span],
+    inputs: Inputs,
+    dy: Optional[Tensor],
+    dfinal_state: Optional[Tensor],
     needs: tuple[bool, ...],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Some heads at a time: forward over the spans for their states, then the spans in reverse.
 
     Args:
         rule: The spans of the operator.
-        given: The tensors.
+        inputs: The tensors.
         dy: Gradient of y.
         dfinal_state: Gradient of the final state.
         needs: Whether q, k, v, g, beta and the initial state need gradients.
     """
-    made = [x.new_empty(x.shape if n else 0) for x, n in zip(given[:5], needs[:5], strict=True)]
-    initial = given.initial_state
-    dinitial = given.q.new_empty(0)
+    gradients = [
+        x.new_empty(x.shape if n else 0) for x, n in zip(inputs[:5], needs[:5], strict=True)
+    ]
+    initial = inputs.initial_state
+    dinitial = inputs.q.new_empty(0)
     if initial is not None:
         dinitial = initial.new_empty(initial.shape if needs[5] else 0)
-    blocks, spans = rule.blocks(given)
+    blocks, spans = rule.blocks(inputs)
     for block in blocks:
-        before = [given.states(block)]
+        before = [inputs.states(block)]
         for part in spans[:-1]:
-            before.append(rule(given, block, part).forward(before[-1])[2])
+            before.append(rule(inputs, block, part).forward(before[-1])[2])
         dstate = torch.zeros_like(before[0])
         if dfinal_state is not None:
-            mine = dfinal_state[block.batch, block.value].to(given.kind)
+            mine = dfinal_state[block.batch, block.value].to(inputs.acc_dtype)
             dstate = mine.unflatten(1, (block.key.stop - block.key.start, -1))
         for part in reversed(spans):
-            span = rule(given, block, part)
-            dstate = _span_backward(span, block, part, before.pop(), dy, dstate, made)
+            span = rule(inputs, block, part)
+            dstate = _span_backward(span, block, part, before.pop(), dy, dstate, gradients)
         if initial is not None and needs[5]:
             dinitial[block.batch, block.value] = dstate.flatten(1, 2).to(dinitial.dtype)
-    return made[0], made[1], made[2], made[3], made[4], dinitial
+    return gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], dinitial
 
 
 def _span_backward(
-    span: Span, block: Heads, part: slice, state: Tensor, dy: Optional[Tensor], dstate: Tensor,
-    made: list[Tensor],
-) -> Tensor:  # fmt: skip
-    """Write the gradients of a span into ``made``; return that of the state before it."""
+    span: Span,
+    block: Heads,
+    part: slice,
+    state: Tensor,
+    dy: Optional[Tensor],
+    dstate: Tensor,
+    out: list[Tensor],
+) -> Tensor:
+    """Write the gradients of a span into ``out``; return that of the state before it."""
     length = part.stop - part.start
     states, values, _ = span.forward(state)
     up = torch.zeros_like(span.v)
@@ -489,8 +503,8 @@ def _span_backward(
         mine = _chunked(dy[block.batch, part, block.value], span.v.shape[4], span.v.dtype)
         up = mine.unflatten(1, span.group)
     after, solved, dstate = span.reverse(up, dstate)
-    found = span.gradients(up, states, values, after, solved)
-    for i, (gradient, room) in enumerate(zip(found, made, strict=True)):
+    parts = span.gradients(up, states, values, after, solved)
+    for i, (gradient, room) in enumerate(zip(parts, out, strict=True)):
         if room.numel():
             where = block.key if i < 2 else block.value
             whole = gradient if i < 2 else gradient.flatten(1, 2)
@@ -502,22 +516,43 @@ def implement(rule: type[Span]) -> tuple[Callable[..., Any], Callable[..., Any]]
     """Forward and backward of a delta rule."""
 
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Optional[Tensor],
-        first: Optional[Tensor], scale: float, qk_l2norm: bool, output_final_state: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Optional[Tensor],
+        first: Optional[Tensor],
+        scale: float,
+        qk_l2norm: bool,
+        output_final_state: bool,
+    ) -> tuple[Tensor, Tensor]:
         """Span after span."""
-        given = Inputs(q, k, v, g, beta, initial_state, first, scale, qk_l2norm)
-        return run_forward(rule, given, output_final_state)
+        inputs = Inputs(q, k, v, g, beta, initial_state, first, scale, qk_l2norm)
+        return run_forward(rule, inputs, output_final_state)
 
     def backward(
-        dy: Optional[Tensor], dfinal_state: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor,
-        g: Tensor, beta: Tensor, initial_state: Optional[Tensor], first: Optional[Tensor],
-        scale: float, qk_l2norm: bool, needs_q: bool, needs_k: bool, needs_v: bool, needs_g: bool,
-        needs_beta: bool, needs_initial_state: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        dy: Optional[Tensor],
+        dfinal_state: Optional[Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Optional[Tensor],
+        first: Optional[Tensor],
+        scale: float,
+        qk_l2norm: bool,
+        needs_q: bool,
+        needs_k: bool,
+        needs_v: bool,
+        needs_g: bool,
+        needs_beta: bool,
+        needs_initial_state: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The spans in reverse."""
-        given = Inputs(q, k, v, g, beta, initial_state, first, scale, qk_l2norm)
+        inputs = Inputs(q, k, v, g, beta, initial_state, first, scale, qk_l2norm)
         needs = (needs_q, needs_k, needs_v, needs_g, needs_beta, needs_initial_state)
-        return run_backward(rule, given, dy, dfinal_state, needs)
+        return run_backward(rule, inputs, dy, dfinal_state, needs)
 
     return forward, backward

@@ -28,10 +28,10 @@ class Filter(NamedTuple):
     def taps(self, window: Tensor, block: slice) -> list[Tensor]:
         """What each of the W weights meets: zeros where it is not of the token's sequence."""
         count = block.stop - block.start
-        found = [window[:, k : k + count] for k in range(self.before + 1)]
+        views = [window[:, k : k + count] for k in range(self.before + 1)]
         if self.near is None:
-            return found
-        pairs = zip(found, reversed(self.near), strict=True)
+            return views
+        pairs = zip(views, reversed(self.near), strict=True)
         return [x.masked_fill(~near[:, block], 0) for x, near in pairs]
 
     def sums(self, taps: list[Tensor]) -> Tensor:
@@ -53,7 +53,9 @@ class Filter(NamedTuple):
         return total[:, :count], total[:, count:]
 
 
-def filter_of(weight: Tensor, bias: Tensor | None, ids: Tensor | None, kind: torch.dtype) -> Filter:
+def filter_of(
+    weight: Tensor, bias: Tensor | None, ids: Tensor | None, acc_dtype: torch.dtype
+) -> Filter:
     """The filter of one call.
 
     Its ``near[j]`` (B, T, 1) says whether token t - j is of the sequence of t: no id changes in
@@ -68,17 +70,17 @@ def filter_of(weight: Tensor, bias: Tensor | None, ids: Tensor | None, kind: tor
         for j in range(1, width):
             near.append(near[-1] & same[:, width - j : width - j + length])
         near = [n.unsqueeze(-1) for n in near]
-    return Filter(weight.to(kind), None if bias is None else bias.to(kind), near)
+    return Filter(weight.to(acc_dtype), None if bias is None else bias.to(acc_dtype), near)
 
 
 def window_of(x: Tensor, before: Tensor | None, block: slice, reach: int) -> Tensor:
     """A block's tokens and those before it, the row's initial state or zeros where it has none."""
-    kind, start = statistics_dtype(x.dtype), block.start
+    acc_dtype, start = statistics_dtype(x.dtype), block.start
     if start >= reach:
-        return x[:, start - reach : block.stop].to(kind)
+        return x[:, start - reach : block.stop].to(acc_dtype)
     if before is None:
         before = x.new_zeros(x.shape[0], reach, x.shape[2])
-    return torch.cat([before[:, start:].to(kind), x[:, : block.stop].to(kind)], 1)
+    return torch.cat([before[:, start:].to(acc_dtype), x[:, : block.stop].to(acc_dtype)], 1)
 
 
 def blocks_of(x: Tensor) -> list[slice]:

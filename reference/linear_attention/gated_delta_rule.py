@@ -26,7 +26,7 @@ class HeadSpan(Span):
         self.gates, self.decay = gates, gates.pairs()
         self.e, self.r = gates.e.unsqueeze(-1), gates.r.unsqueeze(-1)
         self.z = gates.z[..., None, None]
-        self.scores = (self.q @ self.k.mT * self.decay).masked_fill_(~sight.seen, 0)
+        self.scores = (self.q @ self.k.mT * self.decay).masked_fill_(~sight.visible, 0)
         self.inner = (self.k @ self.k.mT * self.decay).masked_fill_(~sight.below, 0)
 
     def through(
@@ -36,9 +36,9 @@ class HeadSpan(Span):
         through = (dp * self.scores).tril_(-1).addcmul_(db, self.inner)
         dg = self.gates.gradient(through, de.sum(-1), dr.sum(-1), dz.sum(-1))
         dp, db = dp.mul_(self.decay), db.mul_(self.decay)
-        seen, same = self.sight.seen, self.sight.same
-        dk = spread(dp.mT, self.q, seen.mT) + spread(db + db.mT, self.k, same)
-        return spread(dp, self.k, seen), dk, dg
+        visible, same = self.sight.visible, self.sight.same
+        dk = spread(dp.mT, self.q, visible.mT) + spread(db + db.mT, self.k, same)
+        return spread(dp, self.k, visible), dk, dg
 
 
 forward, backward = implement(HeadSpan)

@@ -22,17 +22,23 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor],
-    segments: Optional[Tensor], needs_x: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    segments: Optional[Tensor],
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """With ``dz`` the gradient of ``z = b v``: ``db = dz v`` and ``dv = dz b``."""
-    kind = statistics_dtype(x.dtype)
-    by = filter_of(weight, bias, segments, kind)
+    acc_dtype = statistics_dtype(x.dtype)
+    by = filter_of(weight, bias, segments, acc_dtype)
     b, c, v = x.chunk(3, -1)
     dx, total = x.new_empty(x.shape if needs_x else 0), Sums(by, needs_weight, needs_bias)
     gradients = dx.chunk(3, -1) if needs_x else ()
     reach = by.before
-    pending = x.new_zeros(x.shape[0], reach, c.shape[2], dtype=kind)
+    pending = x.new_zeros(x.shape[0], reach, c.shape[2], dtype=acc_dtype)
 
     def write(dz: Tensor, first: int) -> None:
         last, early = first + dz.shape[1], max(0, -first)
@@ -42,7 +48,7 @@ def backward(
 
     for block in blocks_of(x):
         product = window_of(b, None, block, reach) * window_of(v, None, block, reach)
-        taps, upstream = by.taps(product, block), dy[:, block].to(kind)
+        taps, upstream = by.taps(product, block), dy[:, block].to(acc_dtype)
         du = upstream * c[:, block]
         total.add(du, taps)
         if needs_x:

@@ -25,11 +25,11 @@ ON_HOST = ("cpu", "meta")  # the meta device stands for a CPU here
 
 def sound(x: Tensor) -> bool:
     """Whether all is finite, where nobody waits for the answer: a CPU takes a pass over it."""
-    kind = x.device.type
-    return kind == "meta" or (kind == "cpu" and bool(x.sum().isfinite()))
+    device_type = x.device.type
+    return device_type == "meta" or (device_type == "cpu" and bool(x.sum().isfinite()))
 
 
-def spread(pairs: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
+def spread(pairs: Tensor, rows: Tensor, visible: Tensor) -> Tensor:
     """``pairs @ rows``, where row i has what is not finite of the rows that it sees.
 
     Column by column; on a device, which does this for every call, all columns of a row at once.
@@ -37,20 +37,20 @@ def spread(pairs: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
     Args:
         pairs: ``(..., i, j)``, 0 where i does not see j.
         rows: ``(..., j, columns)``.
-        seen: Bool, as pairs.
+        visible: Bool, as pairs.
     """
     if sound(rows):
         return pairs @ rows
     wrong = ~rows.isfinite()
-    made = pairs @ rows.masked_fill(wrong, 0)
+    product = pairs @ rows.masked_fill(wrong, 0)
     wrong = wrong if rows.device.type in ON_HOST else wrong.any(-1, keepdim=True)
-    hit = seen.to(rows.dtype) @ wrong.to(rows.dtype) > 0
-    return made.masked_fill_(hit, math.nan)
+    hit = visible.to(rows.dtype) @ wrong.to(rows.dtype) > 0
+    return product.masked_fill_(hit, math.nan)
 
 
-def spread_vector(pairs: Tensor, numbers: Tensor, seen: Tensor) -> Tensor:
+def spread_vector(pairs: Tensor, numbers: Tensor, visible: Tensor) -> Tensor:
     """As :func:`spread`, of one number a token."""
-    return spread(pairs, numbers.unsqueeze(-1), seen).squeeze(-1)
+    return spread(pairs, numbers.unsqueeze(-1), visible).squeeze(-1)
 
 
 def levels(chunk: int, device: torch.device) -> Tensor:
@@ -67,14 +67,14 @@ def levels(chunk: int, device: torch.device) -> Tensor:
 
 def _without(x: Tensor, wrong: Tensor) -> tuple[Tensor, Tensor]:
     """The rest of what is not finite, and rows that had it or were wrong before."""
-    found = ~x.isfinite()
-    return x.masked_fill(found, 0), wrong | found.any(-1)
+    nonfinite = ~x.isfinite()
+    return x.masked_fill(nonfinite, 0), wrong | nonfinite.any(-1)
 
 
-def _reached(inverse: Tensor, wrong: Tensor, seen: Tensor) -> Tensor:
+def _reached(inverse: Tensor, wrong: Tensor, visible: Tensor) -> Tensor:
     """An inverse with NaN in the rows that see a wrong one."""
-    hit = (seen.to(inverse.dtype) @ wrong.to(inverse.dtype).unsqueeze(-1)) > 0
-    return inverse.masked_fill(hit & seen, math.nan)
+    hit = (visible.to(inverse.dtype) @ wrong.to(inverse.dtype).unsqueeze(-1)) > 0
+    return inverse.masked_fill(hit & visible, math.nan)
 
 
 def _doubled(lower: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,32 +86,32 @@ def _doubled(lower: Tensor) -> tuple[Tensor, Tensor]:
     """
     chunk, shape = lower.shape[-1], lower.shape
     below, wrong = _without(lower.flatten(0, -3), lower.new_zeros((), dtype=torch.bool))
-    found = torch.eye(chunk, dtype=lower.dtype, device=lower.device).expand_as(below)
+    inverse = torch.eye(chunk, dtype=lower.dtype, device=lower.device).expand_as(below)
     for i, mask in enumerate(levels(chunk, lower.device).unbind(0)):
         part = below * mask
-        found = torch.baddbmm(found, found @ part, found, alpha=-1) if i else found - part
-        found, wrong = _without(found, wrong)
-    return found.reshape(shape), wrong.reshape(shape[:-1])
+        inverse = torch.baddbmm(inverse, inverse @ part, inverse, alpha=-1) if i else inverse - part
+        inverse, wrong = _without(inverse, wrong)
+    return inverse.reshape(shape), wrong.reshape(shape[:-1])
 
 
-def doubled(lower: Tensor, seen: Tensor) -> Tensor:
+def doubled(lower: Tensor, visible: Tensor) -> Tensor:
     """``(I + lower)^-1`` by matmuls alone, of what is 0 on and above the diagonal."""
-    return _reached(*_doubled(lower), seen)
+    return _reached(*_doubled(lower), visible)
 
 
-def solved(lower: Tensor, seen: Tensor) -> Tensor:
+def solved(lower: Tensor, visible: Tensor) -> Tensor:
     """``(I + lower)^-1`` by a triangular solve.
 
     On a CPU; elsewhere nobody waits to learn whether all is finite, and :func:`doubled` serves.
     """
     if lower.device.type not in ON_HOST:
-        return doubled(lower, seen)
+        return doubled(lower, visible)
     eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
-    found: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
-    if sound(found):
-        return found
+    inverse: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
+    if sound(inverse):
+        return inverse
     _, wrong = _doubled(lower)
-    found = torch.linalg.solve_triangular(
+    inverse = torch.linalg.solve_triangular(
         kept(lower, ~wrong.unsqueeze(-1)), eye, upper=False, unitriangular=True
     )
-    return _reached(found, wrong, seen)
+    return _reached(inverse, wrong, visible)

@@ -86,7 +86,7 @@ class ChannelSpan(Span):
 
     def _seen(self) -> Optional[Tensor]:
         """Pairs of one segment, where there are several."""
-        return None if self.starts is None else self.sight.seen.unsqueeze(-3)
+        return None if self.starts is None else self.sight.visible.unsqueeze(-3)
 
     def _meeting(self, chunk: int, size: int) -> tuple[Optional[Tensor], Optional[Tensor]]:
         """Rows of lower and of upper halves of the segment of the upper half's last row."""

@@ -61,27 +61,27 @@ class Inputs(NamedTuple):
     sizes: StepSizes
 
     @property
-    def kind(self) -> torch.dtype:
+    def acc_dtype(self) -> torch.dtype:
         """The dtype of all that is computed."""
         return statistics_dtype(self.u.dtype)
 
     def rows(self, x: Tensor, block: Block, part: slice) -> Tensor:
         """Tokens of a block of channels, ``(tokens, batch, channels)``."""
-        return x[block.batch, part, block.channels].to(self.kind).transpose(0, 1).contiguous()
+        return x[block.batch, part, block.channels].to(self.acc_dtype).transpose(0, 1).contiguous()
 
     def states(self, block: Block) -> Tensor:
         """The states before the first token, ``(batch, N, channels)``."""
         if self.initial_state is not None:
-            return self.initial_state[block].to(self.kind).mT
+            return self.initial_state[block].to(self.acc_dtype).mT
         batch, channels = (s.stop - s.start for s in block)
-        return self.u.new_zeros(batch, self.A.shape[1], channels, dtype=self.kind)
+        return self.u.new_zeros(batch, self.A.shape[1], channels, dtype=self.acc_dtype)
 
 
-def _blocks(given: Inputs) -> tuple[list[Block], list[slice]]:
+def _blocks(inputs: Inputs) -> tuple[list[Block], list[slice]]:
     """Blocks of channels, and spans of at least about as many tokens as there are spans."""
-    (batch, length, width), size = given.u.shape, given.A.shape[1]
-    states = BLOCK_BYTES // (5 * given.kind.itemsize)
-    on_cpu = given.u.device.type in ("cpu", "meta")  # the meta device stands for a CPU here
+    (batch, length, width), size = inputs.u.shape, inputs.A.shape[1]
+    states = BLOCK_BYTES // (5 * inputs.acc_dtype.itemsize)
+    on_cpu = inputs.u.device.type in ("cpu", "meta")  # the meta device stands for a CPU here
     states = min(states, CACHED) if on_cpu else states
     tokens = max(LEAST, math.isqrt(length))
     blocks = [
@@ -104,19 +104,24 @@ def _pass(own: Tensor, decay: Tensor, state: Tensor, breaks: Optional[Tensor]) -
 class Span:
     """The tensors of a span. Axes: tokens, batch, states, channels."""
 
-    def __init__(self, given: Inputs, block: Block, part: slice) -> None:
-        kind = given.kind
-        self.u, self.raw = given.rows(given.u, block, part), given.rows(given.delta, block, part)
-        if given.delta_bias is not None:
-            self.raw = self.raw + given.delta_bias[block.channels].to(kind)
-        self.delta = given.sizes.of(self.raw)
-        self.B, self.C = (x[block.batch, part].to(kind).transpose(0, 1) for x in (given.B, given.C))
-        self.A = given.A[block.channels].to(kind).mT.contiguous()
+    def __init__(self, inputs: Inputs, block: Block, part: slice) -> None:
+        acc_dtype = inputs.acc_dtype
+        self.u, self.raw = (
+            inputs.rows(inputs.u, block, part),
+            inputs.rows(inputs.delta, block, part),
+        )
+        if inputs.delta_bias is not None:
+            self.raw = self.raw + inputs.delta_bias[block.channels].to(acc_dtype)
+        self.delta = inputs.sizes.of(self.raw)
+        self.B, self.C = (
+            x[block.batch, part].to(acc_dtype).transpose(0, 1) for x in (inputs.B, inputs.C)
+        )
+        self.A = inputs.A[block.channels].to(acc_dtype).mT.contiguous()
         self.decays = (self.delta.unsqueeze(2) * self.A).exp_()
         self.within: Optional[Tensor] = None  # tokens at which no sequence begins
         self.breaks: list[Optional[Tensor]] = [None] * (part.stop - part.start)
-        if given.first is not None:
-            first = given.first[block.batch] if given.first.shape[0] > 1 else given.first
+        if inputs.first is not None:
+            first = inputs.first[block.batch] if inputs.first.shape[0] > 1 else inputs.first
             place = torch.arange(part.start, part.stop, device=first.device)
             begins = (first[:, part] == place.clamp(min=1)).mT[..., None, None]
             self.decays.masked_fill_(begins, 0)
@@ -151,12 +156,12 @@ class Span:
 
     def reverse(self, dy: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the states after every token, and of the state before the span."""
-        found = dy.unsqueeze(2) * self.C.unsqueeze(3)
-        after, decays = found.unbind(0), self.decays.unbind(0)
+        own = dy.unsqueeze(2) * self.C.unsqueeze(3)
+        after, decays = own.unbind(0), self.decays.unbind(0)
         after[-1].add_(dstate)
         for t in reversed(range(1, len(decays))):
             _pass(after[t - 1], decays[t], after[t], self.breaks[t])
-        return found, _pass(torch.zeros_like(dstate), decays[0], after[0], self.breaks[0])
+        return own, _pass(torch.zeros_like(dstate), decays[0], after[0], self.breaks[0])
 
 
 # --- the operator ---
@@ -171,32 +176,41 @@ def kept_shape(u: Tensor, A: Tensor) -> tuple[int, ...]:
     return (u.shape[0], spans, A.shape[1], A.shape[0]) if spans > 1 else (0,)
 
 
-def _before_gate(given: Inputs, span: Span, block: Block, states: Tensor) -> Tensor:
+def _before_gate(inputs: Inputs, span: Span, block: Block, states: Tensor) -> Tensor:
     y = span.outputs(states)
-    return y if given.D is None else y + given.D[block.channels].to(y.dtype) * span.u
+    return y if inputs.D is None else y + inputs.D[block.channels].to(y.dtype) * span.u
 
 
 def forward(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
-    z: Optional[Tensor], delta_bias: Optional[Tensor], initial_state: Optional[Tensor],
-    first: Optional[Tensor], delta_softplus: bool, output_final_state: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    delta_bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    delta_softplus: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Some channels at a time, span after span."""
     sizes = StepSizes(delta_softplus)
-    given = Inputs(u, delta, A, B, C, D, z, delta_bias, initial_state, first, sizes)
+    inputs = Inputs(u, delta, A, B, C, D, z, delta_bias, initial_state, first, sizes)
     y = u.new_empty(u.shape)
     shape = (u.shape[0], *A.shape) if output_final_state else (0,)
-    final_state = u.new_empty(shape, dtype=given.kind)
-    kept = u.new_empty(kept_shape(u, A), dtype=given.kind)
-    blocks, spans = _blocks(given)
+    final_state = u.new_empty(shape, dtype=inputs.acc_dtype)
+    kept = u.new_empty(kept_shape(u, A), dtype=inputs.acc_dtype)
+    blocks, spans = _blocks(inputs)
     for block in blocks:
-        state = given.states(block)
+        state = inputs.states(block)
         for part in spans:
-            span = Span(given, block, part)
+            span = Span(inputs, block, part)
             states = span.forward(state)
-            made = _before_gate(given, span, block, states)
-            made = gated(made, None if z is None else given.rows(z, block, part))
-            y[block.batch, part, block.channels] = made.transpose(0, 1).to(y.dtype)
+            y_part = _before_gate(inputs, span, block, states)
+            y_part = gated(y_part, None if z is None else inputs.rows(z, block, part))
+            y[block.batch, part, block.channels] = y_part.transpose(0, 1).to(y.dtype)
             for t in range(-(-part.start // SPAN) * SPAN, part.stop, SPAN) if kept.numel() else ():
                 kept[block.batch, t // SPAN, :, block.channels] = states[t - part.start]
             state = states[-1]
@@ -206,28 +220,32 @@ def forward(
 
 
 def _add_span(
-    total: Gradients, block: Block, part: slice, state: Tensor, dy: Optional[Tensor],
+    total: Gradients,
+    block: Block,
+    part: slice,
+    state: Tensor,
+    dy: Optional[Tensor],
     dstate: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Add the gradients of a span; return that of the state before it."""
-    given: Inputs = total.given
-    span, rows = Span(given, block, part), (block.batch, part, block.channels)
+    inputs: Inputs = total.inputs
+    span, rows = Span(inputs, block, part), (block.batch, part, block.channels)
     states = span.forward(state)
-    up = torch.zeros_like(span.u) if dy is None else given.rows(dy, block, part)
-    if given.z is not None:
-        z = given.rows(given.z, block, part)
+    up = torch.zeros_like(span.u) if dy is None else inputs.rows(dy, block, part)
+    if inputs.z is not None:
+        z = inputs.rows(inputs.z, block, part)
         if total.any("z"):
-            y = _before_gate(given, span, block, states)
+            y = _before_gate(inputs, span, block, states)
             total.put("z", rows, gate_gradient(up, y, z).transpose(0, 1))
         up = gated(up, z)
     after, dstate = span.reverse(up, dstate)
     for name, left, right in (("B", after, span.delta * span.u), ("C", states[1:], up)):
         if total.any(name):
-            found = (left @ right.unsqueeze(3)).squeeze(3)
-            total.add(name, (block.batch, part), found.transpose(0, 1))
+            product = (left @ right.unsqueeze(3)).squeeze(3)
+            total.add(name, (block.batch, part), product.transpose(0, 1))
     added = (span.B.unsqueeze(2) @ after).squeeze(2)  # gradient of delta u
     if total.any("u"):
-        skip = 0 if given.D is None else given.D[block.channels].to(up.dtype) * up
+        skip = 0 if inputs.D is None else inputs.D[block.channels].to(up.dtype) * up
         total.put("u", rows, (span.delta * added + skip).transpose(0, 1))
     if total.any("D"):
         total.add("D", block.channels, (up * span.u).sum((0, 1)))
@@ -235,7 +253,7 @@ def _add_span(
     through = kept(after.mul_(span.decays).mul_(states[:-1]), span.within)
     if total.any("delta", "delta_bias"):
         dsteps = torch.addcmul((through * span.A).sum(2), span.u, added)
-        raw = given.sizes.gradient(dsteps, span.raw)
+        raw = inputs.sizes.gradient(dsteps, span.raw)
         total.put("delta", rows, raw.transpose(0, 1))
         total.add("delta_bias", block.channels, raw.sum((0, 1)))
     if total.any("A"):
@@ -244,31 +262,56 @@ def _add_span(
 
 
 def backward(
-    dy: Optional[Tensor], dfinal_state: Optional[Tensor], u: Tensor, delta: Tensor, A: Tensor,
-    B: Tensor, C: Tensor, D: Optional[Tensor], z: Optional[Tensor], delta_bias: Optional[Tensor],
-    initial_state: Optional[Tensor], first: Optional[Tensor], states: Tensor, delta_softplus: bool,
-    needs_u: bool, needs_delta: bool, needs_A: bool, needs_B: bool, needs_C: bool, needs_D: bool,
-    needs_z: bool, needs_delta_bias: bool, needs_initial_state: bool,
-) -> Nine:  # fmt: skip
+    dy: Optional[Tensor],
+    dfinal_state: Optional[Tensor],
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    delta_bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    states: Tensor,
+    delta_softplus: bool,
+    needs_u: bool,
+    needs_delta: bool,
+    needs_A: bool,
+    needs_B: bool,
+    needs_C: bool,
+    needs_D: bool,
+    needs_z: bool,
+    needs_delta_bias: bool,
+    needs_initial_state: bool,
+) -> Nine:
     """Some channels at a time: forward for the states before spans, then the spans in reverse.
 
     Its spans are others than those whose ``states`` forward kept.
     """
     sizes = StepSizes(delta_softplus)
-    given = Inputs(u, delta, A, B, C, D, z, delta_bias, initial_state, first, sizes)
+    inputs = Inputs(u, delta, A, B, C, D, z, delta_bias, initial_state, first, sizes)
     needs = {
-        "u": needs_u, "delta": needs_delta, "A": needs_A, "B": needs_B, "C": needs_C, "D": needs_D,
-        "z": needs_z, "delta_bias": needs_delta_bias, "initial_state": needs_initial_state,
-    }  # fmt: skip
-    total = Gradients(given, needs, "u delta z initial_state")
-    blocks, spans = _blocks(given)
+        "u": needs_u,
+        "delta": needs_delta,
+        "A": needs_A,
+        "B": needs_B,
+        "C": needs_C,
+        "D": needs_D,
+        "z": needs_z,
+        "delta_bias": needs_delta_bias,
+        "initial_state": needs_initial_state,
+    }
+    total = Gradients(inputs, needs, "u delta z initial_state")
+    blocks, spans = _blocks(inputs)
     for block in blocks:
-        before = [given.states(block)]
+        before = [inputs.states(block)]
         for part in spans[:-1]:
-            before.append(Span(given, block, part).forward(before[-1])[-1].clone())
+            before.append(Span(inputs, block, part).forward(before[-1])[-1].clone())
         dstate = torch.zeros_like(before[0])
         if dfinal_state is not None:
-            dstate = dfinal_state[block].to(given.kind).mT
+            dstate = dfinal_state[block].to(inputs.acc_dtype).mT
         for part in reversed(spans):
             dstate = _add_span(total, block, part, before.pop(), dy, dstate)
         total.put("initial_state", block, dstate.mT)

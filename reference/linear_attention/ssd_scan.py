@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
     most: int
 
     @property
-    def kind(self) -> torch.dtype:
+    def acc_dtype(self) -> torch.dtype:
         """The dtype of all that is computed."""
         return statistics_dtype(self.x.dtype)
 
@@ -75,23 +75,23 @@ class Inputs(NamedTuple):
 
     def rows(self, x: Tensor, heads: Heads, part: slice) -> Tensor:
         """A block of a tensor with heads."""
-        return x[heads.batch, part, heads.value].to(self.kind)
+        return x[heads.batch, part, heads.value].to(self.acc_dtype)
 
     def of_heads(self, x: Tensor, heads: Heads) -> Tensor:
         """What heads have of a parameter, to be combined with rows ``(..., heads, P)``."""
-        mine = x[heads.value].to(self.kind)
+        mine = x[heads.value].to(self.acc_dtype)
         return mine.unsqueeze(-1) if mine.ndim == 1 else mine
 
     def raw(self, heads: Heads, part: slice) -> Tensor:
         """Step sizes with their bias, ``(batch, tokens, heads)``."""
         raw = self.rows(self.dt, heads, part)
-        return raw if self.dt_bias is None else raw + self.dt_bias[heads.value].to(self.kind)
+        return raw if self.dt_bias is None else raw + self.dt_bias[heads.value].to(self.acc_dtype)
 
     def side_by_side(self, state: Tensor, heads: Heads) -> Tensor:
         """States of a block ``(batch, heads, P, N)`` as (batch, groups, N, heads of one x P)."""
-        mine = state[heads.batch, heads.value].to(self.kind).transpose(-1, -2)
-        made: Tensor = mine.unflatten(1, (_groups(heads), -1)).transpose(2, 3).flatten(3)
-        return made
+        mine = state[heads.batch, heads.value].to(self.acc_dtype).transpose(-1, -2)
+        states: Tensor = mine.unflatten(1, (_groups(heads), -1)).transpose(2, 3).flatten(3)
+        return states
 
     def states(self, heads: Heads) -> Tensor:
         """The states before the first token, side by side."""
@@ -100,7 +100,7 @@ class Inputs(NamedTuple):
         many = (heads.value.stop - heads.value.start) // _groups(heads)
         batch = heads.batch.stop - heads.batch.start
         shape = (batch, _groups(heads), self.B.shape[3], many * self.x.shape[3])
-        return self.x.new_zeros(shape, dtype=self.kind)
+        return self.x.new_zeros(shape, dtype=self.acc_dtype)
 
     def apart(self, state: Tensor) -> Tensor:
         """States of a block as (batch, heads, P, N)."""
@@ -112,14 +112,14 @@ def _groups(heads: Heads) -> int:
     return int(heads.key.stop) - int(heads.key.start)
 
 
-def _blocks(given: Inputs) -> tuple[list[Heads], list[slice]]:
+def _blocks(inputs: Inputs) -> tuple[list[Heads], list[slice]]:
     """Blocks of heads, and spans of chunks.
 
     A block has whole groups, or some heads of a group that is too large. A span has as many chunks
     as fit, and at least about as many as there are spans.
     """
-    (batch, length, many, value), (groups, size) = given.x.shape, given.B.shape[2:]
-    group, chunk, itemsize = many // groups, given.chunk, given.kind.itemsize
+    (batch, length, many, value), (groups, size) = inputs.x.shape, inputs.B.shape[2:]
+    group, chunk, itemsize = many // groups, inputs.chunk, inputs.acc_dtype.itemsize
     head_bytes = itemsize * (chunk * (8 * value + 5 * chunk) + 4 * size * value)
     shared_bytes = itemsize * chunk * (4 * size + 3 * chunk)
     chunks = max(1, -(-length // chunk))
@@ -140,22 +140,25 @@ class Span:
     """The tensors of a span. Axes: batch, groups, heads of a group, chunks, rows."""
 
     @staticmethod
-    def blocks(given: Inputs) -> tuple[list[Heads], list[slice]]:
+    def blocks(inputs: Inputs) -> tuple[list[Heads], list[slice]]:
         """Blocks of heads, and spans of chunks."""
-        return _blocks(given)
+        return _blocks(inputs)
 
-    def __init__(self, given: Inputs, heads: Heads, part: slice) -> None:
-        kind, self.chunk = given.kind, given.chunk
+    def __init__(self, inputs: Inputs, heads: Heads, part: slice) -> None:
+        acc_dtype, self.chunk = inputs.acc_dtype, inputs.chunk
         self.length, self.groups = part.stop - part.start, _groups(heads)
         self.B, self.C = (
-            _chunked(x[heads.batch, part, heads.key], self.chunk, kind) for x in (given.B, given.C)
+            _chunked(x[heads.batch, part, heads.key], self.chunk, acc_dtype)
+            for x in (inputs.B, inputs.C)
         )
-        self.raw = given.raw(heads, part)
-        self.dt = self.chunked(given.sizes.of(self.raw))
-        self.x = self.chunked(given.rows(given.x, heads, part))
-        self.A = given.A[heads.value].to(kind).unflatten(0, (self.groups, -1))[..., None, None]
+        self.raw = inputs.raw(heads, part)
+        self.dt = self.chunked(inputs.sizes.of(self.raw))
+        self.x = self.chunked(inputs.rows(inputs.x, heads, part))
+        self.A = (
+            inputs.A[heads.value].to(acc_dtype).unflatten(0, (self.groups, -1))[..., None, None]
+        )
         self.values = (self.dt.unsqueeze(-1) * self.x).contiguous()
-        starts = _starts(given.first, heads, part, self.chunk)
+        starts = _starts(inputs.first, heads, part, self.chunk)
         self.sight = Sight(self.chunk, starts, self.x.device)
         self.gates = HeadDecays(self.dt * self.A, self.sight)
         self.e, self.r = self.gates.e.unsqueeze(-1), self.gates.r.unsqueeze(-1)
@@ -164,19 +167,19 @@ class Span:
 
     def chunked(self, rows: Tensor) -> Tensor:
         """``(batch, tokens, heads, ...)`` by groups and chunks."""
-        made: Tensor = _chunked(rows, self.chunk, rows.dtype).unflatten(1, (self.groups, -1))
-        return made
+        chunks: Tensor = _chunked(rows, self.chunk, rows.dtype).unflatten(1, (self.groups, -1))
+        return chunks
 
     def tokens(self, x: Tensor) -> Tensor:
         """Back to (batch, tokens, heads, ...)."""
         return _tokens(x.flatten(1, 2), self.length)
 
-    def beside(self, x: Tensor, by: Tensor) -> Tensor:
+    def side_by_side(self, x: Tensor, by: Tensor) -> Tensor:
         """Rows times decays, those of all heads of a group side by side."""
         batch, groups, heads, chunks, rows, size = x.shape
-        made = x.new_empty(batch, groups, chunks, rows, heads, size)
-        torch.mul(x, by, out=made.movedim(4, 2))
-        return made.flatten(-2)
+        out = x.new_empty(batch, groups, chunks, rows, heads, size)
+        torch.mul(x, by, out=out.movedim(4, 2))
+        return out.flatten(-2)
 
     def split(self, x: Tensor) -> Tensor:
         """Rows of heads side by side as a view with an axis of heads."""
@@ -185,8 +188,8 @@ class Span:
 
     def shared(self, x: Tensor, by: Callable[[Tensor], Tensor]) -> Tensor:
         """What a mask of heads, by which they do not differ, leaves of a group's rows."""
-        made: Tensor = by(x.unsqueeze(2)).squeeze(2)
-        return made
+        masked: Tensor = by(x.unsqueeze(2)).squeeze(2)
+        return masked
 
     def passing(self) -> list[tuple[Tensor, Tensor | None]]:
         """Of every chunk the decays of the states, and whether they pass."""
@@ -199,7 +202,7 @@ class Span:
     def added(self) -> Tensor:
         """What every chunk adds to its state."""
         values = self.sight.of_last(self.values)
-        return self.shared(self.B, self.sight.of_last).mT @ self.beside(values, self.r)
+        return self.shared(self.B, self.sight.of_last).mT @ self.side_by_side(values, self.r)
 
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """States before every chunk, and the state after the last one."""
@@ -212,8 +215,8 @@ class Span:
 
     def products(self, pairs: Tensor) -> Tensor:
         """Products of C and B of pairs that see each other, with their decay."""
-        made = (self.C @ self.B.mT).unsqueeze(2) * pairs
-        return made.masked_fill_(~self.sight.seen, 0)
+        products = (self.C @ self.B.mT).unsqueeze(2) * pairs
+        return products.masked_fill_(~self.sight.visible, 0)
 
     def read(self, states: Tensor) -> Tensor:
         """What y has of the states, without the decay."""
@@ -221,7 +224,7 @@ class Span:
 
     def outputs(self, states: Tensor) -> Tensor:
         """Make y of all chunks, without skip and gate."""
-        y = spread(self.products(self.gates.pairs()), self.values, self.sight.seen)
+        y = spread(self.products(self.gates.pairs()), self.values, self.sight.visible)
         return y.addcmul_(self.e, self.read(states))
 
     def reverse(self, own: Tensor, dstate: Tensor) -> Tensor:
@@ -250,17 +253,19 @@ class Span:
             dstate: Gradient of the state after the span.
         """
         pairs, sight, of_state = self.gates.pairs(), self.sight, self.sight.of_state
-        seen = sight.seen if sight.seen.ndim == 2 else sight.seen.squeeze(2)  # of a group
-        dvalues = spread(self.products(pairs).mT, dy, sight.seen.mT)
-        dproducts = (dy @ self.values.mT).mul_(pairs).masked_fill_(~sight.seen, 0)
+        visible = (
+            sight.visible if sight.visible.ndim == 2 else sight.visible.squeeze(2)
+        )  # of a group
+        dvalues = spread(self.products(pairs).mT, dy, sight.visible.mT)
+        dproducts = (dy @ self.values.mT).mul_(pairs).masked_fill_(~sight.visible, 0)
         shared = dproducts.sum(2)
         through = dproducts.mul_((self.C @ self.B.mT).unsqueeze(2)).masked_fill_(~sight.below, 0)
-        read = self.beside(of_state(dy), self.e)
+        read = self.side_by_side(of_state(dy), self.e)
         after = self.shared(self.C, of_state).mT @ read
         dstate = self.reverse(after, dstate)
-        dc = spread(shared, self.B, seen).add_(self.shared(read @ states.mT, of_state))
-        added = self.beside(self.values, self.r) @ after.mT
-        db = spread(shared.mT, self.C, seen.mT).add_(self.shared(added, sight.of_last))
+        dc = spread(shared, self.B, visible).add_(self.shared(read @ states.mT, of_state))
+        added = self.side_by_side(self.values, self.r) @ after.mT
+        db = spread(shared.mT, self.C, visible.mT).add_(self.shared(added, sight.of_last))
         kept_rows = sight.of_last(self.r * self.split(self.B @ after))
         dvalues += kept_rows
         de = of_state((dy * self.e).mul_(self.read(states))).sum(-1)
@@ -272,102 +277,123 @@ class Span:
         """Sums for every head of what decays by z, (batch, groups, heads, chunks)."""
         whole = self.sight.whole
         passes = None if whole is None else whole[:, 0][..., None, None]
-        made = kept(self.z * through, passes).sum(-2)
-        sums: Tensor = made.unflatten(-1, (self.x.shape[2], -1)).sum(-1).movedim(3, 2)
+        through_sums = kept(self.z * through, passes).sum(-2)
+        sums: Tensor = through_sums.unflatten(-1, (self.x.shape[2], -1)).sum(-1).movedim(3, 2)
         return sums
 
 
 # --- the operator ---
 
 
-def _given(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
-    z: Optional[Tensor], dt_bias: Optional[Tensor], initial_state: Optional[Tensor],
-    first: Optional[Tensor], dt_softplus: bool, dt_min: float, dt_max: float, chunk: int,
-) -> Inputs:  # fmt: skip
+def _inputs(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    dt_bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+    chunk: int,
+) -> Inputs:
     sizes = StepSizes(dt_softplus, dt_min, dt_max)
     return Inputs(x, dt, A, B, C, D, z, dt_bias, initial_state, first, sizes, chunk)
 
 
-def _before_gate(given: Inputs, span: Span, heads: Heads, part: slice, states: Tensor) -> Tensor:
+def _before_gate(inputs: Inputs, span: Span, heads: Heads, part: slice, states: Tensor) -> Tensor:
     y = span.tokens(span.outputs(states))
-    if given.D is not None:
-        y = y + given.of_heads(given.D, heads) * given.rows(given.x, heads, part)
+    if inputs.D is not None:
+        y = y + inputs.of_heads(inputs.D, heads) * inputs.rows(inputs.x, heads, part)
     return y
 
 
-def run_forward(rule: type[Span], given: Inputs, output_final_state: bool) -> tuple[Tensor, Tensor]:
+def run_forward(
+    rule: type[Span], inputs: Inputs, output_final_state: bool
+) -> tuple[Tensor, Tensor]:
     """Some heads at a time, span after span."""
-    x, z = given.x, given.z
+    x, z = inputs.x, inputs.z
     y, (batch, _, many, value) = x.new_empty(x.shape), x.shape
-    shape = (batch, many, value, given.B.shape[3]) if output_final_state else (0,)
-    final_state = x.new_empty(shape, dtype=given.kind)
-    blocks, spans = rule.blocks(given)
+    shape = (batch, many, value, inputs.B.shape[3]) if output_final_state else (0,)
+    final_state = x.new_empty(shape, dtype=inputs.acc_dtype)
+    blocks, spans = rule.blocks(inputs)
     for heads in blocks:
-        state = given.states(heads)
+        state = inputs.states(heads)
         for part in spans:
-            span = rule(given, heads, part)
+            span = rule(inputs, heads, part)
             states, state = span.forward(state)
-            made = _before_gate(given, span, heads, part, states)
-            gate = None if z is None else given.rows(z, heads, part)
-            y[heads.batch, part, heads.value] = gated(made, gate).to(y.dtype)
+            y_part = _before_gate(inputs, span, heads, part, states)
+            gate = None if z is None else inputs.rows(z, heads, part)
+            y[heads.batch, part, heads.value] = gated(y_part, gate).to(y.dtype)
         if output_final_state:
-            final_state[heads.batch, heads.value] = given.apart(state)
+            final_state[heads.batch, heads.value] = inputs.apart(state)
     return y, final_state
 
 
 def _add_span(
-    rule: type[Span], total: Gradients, heads: Heads, part: slice, state: Tensor,
-    dy: Optional[Tensor], dstate: Tensor,
-) -> Tensor:  # fmt: skip
+    rule: type[Span],
+    total: Gradients,
+    heads: Heads,
+    part: slice,
+    state: Tensor,
+    dy: Optional[Tensor],
+    dstate: Tensor,
+) -> Tensor:
     """Add the gradients of a span; return that of the state before it."""
-    given: Inputs = total.given
-    span, rows = rule(given, heads, part), (heads.batch, part, heads.value)
+    inputs: Inputs = total.inputs
+    span, rows = rule(inputs, heads, part), (heads.batch, part, heads.value)
     states, _ = span.forward(state)
-    x = given.rows(given.x, heads, part)
-    up = torch.zeros_like(x) if dy is None else given.rows(dy, heads, part)
-    if given.z is not None:
-        z = given.rows(given.z, heads, part)
+    x = inputs.rows(inputs.x, heads, part)
+    up = torch.zeros_like(x) if dy is None else inputs.rows(dy, heads, part)
+    if inputs.z is not None:
+        z = inputs.rows(inputs.z, heads, part)
         if total.any("z"):
-            y = _before_gate(given, span, heads, part, states)
+            y = _before_gate(inputs, span, heads, part, states)
             total.put("z", rows, gate_gradient(up, y, z))
         up = gated(up, z)
     dvalues, dg, db, dc, dstate = span.gradients(span.chunked(up).contiguous(), states, dstate)
-    for name, found in (("B", db), ("C", dc)):
-        total.add(name, (heads.batch, part, heads.key), _tokens(found, span.length))
+    for name, part_gradient in (("B", db), ("C", dc)):
+        total.add(name, (heads.batch, part, heads.key), _tokens(part_gradient, span.length))
     total.add("A", heads.value, (span.dt * dg).sum((0, 3, 4)).flatten())
     if total.any("dt", "dt_bias"):
         dsteps = span.tokens((span.x * dvalues).sum(-1) + span.A * dg)
-        raw = given.sizes.gradient(dsteps, span.raw)
+        raw = inputs.sizes.gradient(dsteps, span.raw)
         total.put("dt", rows, raw)
         total.add("dt_bias", heads.value, raw.sum((0, 1)))
     if total.any("x"):
         dx = span.tokens(dvalues.mul_(span.dt.unsqueeze(-1)))
-        skip = 0 if given.D is None else given.of_heads(given.D, heads) * up
+        skip = 0 if inputs.D is None else inputs.of_heads(inputs.D, heads) * up
         total.put("x", rows, dx + skip)
-    if given.D is not None and total.any("D"):
-        found = (up * x).sum((0, 1))
-        total.add("D", heads.value, found.sum(-1) if given.D.ndim == 1 else found)
+    if inputs.D is not None and total.any("D"):
+        part_gradient = (up * x).sum((0, 1))
+        total.add("D", heads.value, part_gradient.sum(-1) if inputs.D.ndim == 1 else part_gradient)
     return dstate
 
 
 def run_backward(
-    rule: type[Span], given: Inputs, dy: Optional[Tensor], dfinal_state: Optional[Tensor],
+    rule: type[Span],
+    inputs: Inputs,
+    dy: Optional[Tensor],
+    dfinal_state: Optional[Tensor],
     needs: dict[str, bool],
-) -> Nine:  # fmt: skip
+) -> Nine:
     """Some heads at a time: forward over the spans for their states, then the spans in reverse."""
-    total = Gradients(given, needs, "x dt z initial_state")
-    blocks, spans = rule.blocks(given)
+    total = Gradients(inputs, needs, "x dt z initial_state")
+    blocks, spans = rule.blocks(inputs)
     for heads in blocks:
-        before = [given.states(heads)]
+        before = [inputs.states(heads)]
         for part in spans[:-1]:
-            before.append(rule(given, heads, part).forward(before[-1])[1])
+            before.append(rule(inputs, heads, part).forward(before[-1])[1])
         dstate = torch.zeros_like(before[0])
         if dfinal_state is not None:
-            dstate = given.side_by_side(dfinal_state, heads)
+            dstate = inputs.side_by_side(dfinal_state, heads)
         for part in reversed(spans):
             dstate = _add_span(rule, total, heads, part, before.pop(), dy, dstate)
-        total.put("initial_state", (heads.batch, heads.value), given.apart(dstate))
+        total.put("initial_state", (heads.batch, heads.value), inputs.apart(dstate))
     grads: Nine = total.results()
     return grads
 
@@ -376,31 +402,71 @@ def implement(rule: type[Span]) -> tuple[Callable[..., Any], Callable[..., Any]]
     """Forward and backward of the operator, by the spans of a backend."""
 
     def forward(
-        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
-        z: Optional[Tensor], dt_bias: Optional[Tensor], initial_state: Optional[Tensor],
-        first: Optional[Tensor], dt_softplus: bool, dt_min: float, dt_max: float, chunk: int,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Optional[Tensor],
+        z: Optional[Tensor],
+        dt_bias: Optional[Tensor],
+        initial_state: Optional[Tensor],
+        first: Optional[Tensor],
+        dt_softplus: bool,
+        dt_min: float,
+        dt_max: float,
+        chunk: int,
         output_final_state: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Span after span."""
-        given = _given(x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min,
-                       dt_max, chunk)  # fmt: skip
-        return run_forward(rule, given, output_final_state)
+        inputs = _inputs(
+            x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min, dt_max, chunk
+        )
+        return run_forward(rule, inputs, output_final_state)
 
     def backward(
-        dy: Optional[Tensor], dfinal_state: Optional[Tensor], x: Tensor, dt: Tensor, A: Tensor,
-        B: Tensor, C: Tensor, D: Optional[Tensor], z: Optional[Tensor], dt_bias: Optional[Tensor],
-        initial_state: Optional[Tensor], first: Optional[Tensor], dt_softplus: bool, dt_min: float,
-        dt_max: float, chunk: int, needs_x: bool, needs_dt: bool, needs_A: bool, needs_B: bool,
-        needs_C: bool, needs_D: bool, needs_z: bool, needs_dt_bias: bool, needs_initial_state: bool,
-    ) -> Nine:  # fmt: skip
+        dy: Optional[Tensor],
+        dfinal_state: Optional[Tensor],
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Optional[Tensor],
+        z: Optional[Tensor],
+        dt_bias: Optional[Tensor],
+        initial_state: Optional[Tensor],
+        first: Optional[Tensor],
+        dt_softplus: bool,
+        dt_min: float,
+        dt_max: float,
+        chunk: int,
+        needs_x: bool,
+        needs_dt: bool,
+        needs_A: bool,
+        needs_B: bool,
+        needs_C: bool,
+        needs_D: bool,
+        needs_z: bool,
+        needs_dt_bias: bool,
+        needs_initial_state: bool,
+    ) -> Nine:
         """The spans in reverse."""
-        given = _given(x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min,
-                       dt_max, chunk)  # fmt: skip
+        inputs = _inputs(
+            x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min, dt_max, chunk
+        )
         needs = {
-            "x": needs_x, "dt": needs_dt, "A": needs_A, "B": needs_B, "C": needs_C, "D": needs_D,
-            "z": needs_z, "dt_bias": needs_dt_bias, "initial_state": needs_initial_state,
-        }  # fmt: skip
-        return run_backward(rule, given, dy, dfinal_state, needs)
+            "x": needs_x,
+            "dt": needs_dt,
+            "A": needs_A,
+            "B": needs_B,
+            "C": needs_C,
+            "D": needs_D,
+            "z": needs_z,
+            "dt_bias": needs_dt_bias,
+            "initial_state": needs_initial_state,
+        }
+        return run_backward(rule, inputs, dy, dfinal_state, needs)
 
     return forward, backward
 

@@ -51,42 +51,42 @@ class Gradients:
     """Gradients that are filled in parts, by the names of their tensors.
 
     Args:
-        given: The tensors of the call; the first is the one that is scanned.
+        inputs: The tensors of the call; the first is the one that is scanned.
         needs: Whether the tensors need gradients, in the order of the results.
         rows: Names of those whose parts are written once. The others are sums, in the wide dtype.
     """
 
-    def __init__(self, given: Any, needs: dict[str, bool], rows: str) -> None:
-        self.given, self.needs = given, needs
-        self.made: dict[str, Tensor] = {}
+    def __init__(self, inputs: Any, needs: dict[str, bool], rows: str) -> None:
+        self.inputs, self.needs = inputs, needs
+        self.buffers: dict[str, Tensor] = {}
         for name, needed in needs.items():
-            x = getattr(given, name)
+            x = getattr(inputs, name)
             if needed and x is not None:
-                self.made[name] = (
+                self.buffers[name] = (
                     x.new_empty(x.shape)
                     if name in rows.split()
-                    else x.new_zeros(x.shape, dtype=given.kind)
+                    else x.new_zeros(x.shape, dtype=inputs.acc_dtype)
                 )
 
     def put(self, name: str, where: Any, part: Tensor) -> None:
         """Write a part."""
-        if name in self.made:
-            self.made[name][where] = part.to(self.made[name].dtype)
+        if name in self.buffers:
+            self.buffers[name][where] = part.to(self.buffers[name].dtype)
 
     def add(self, name: str, where: Any, part: Tensor) -> None:
         """Add to a sum."""
-        if name in self.made:
-            self.made[name][where] += part
+        if name in self.buffers:
+            self.buffers[name][where] += part
 
     def any(self, *names: str) -> bool:
         """Whether one of them is needed."""
-        return not self.made.keys().isdisjoint(names)
+        return not self.buffers.keys().isdisjoint(names)
 
     def results(self) -> Any:
         """A tuple of all of them in the dtypes of their tensors, empty if not needed."""
-        found = []
+        results = []
         for name in self.needs:
-            x = getattr(self.given, name)
-            empty = (self.given[0] if x is None else x).new_empty(0)
-            found.append(self.made[name].to(x.dtype) if name in self.made else empty)
-        return tuple(found)
+            x = getattr(self.inputs, name)
+            empty = (self.inputs[0] if x is None else x).new_empty(0)
+            results.append(self.buffers[name].to(x.dtype) if name in self.buffers else empty)
+        return tuple(results)

@@ -9,9 +9,13 @@ from liger_multi.reference.norms import rms_norm
 
 
 def forward(
-    x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float,
+    x: Tensor,
+    residual: Tensor,
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
     casting: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """``s = x + residual``, rounded to its dtype; then the norm of what was rounded."""
     s = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     torch.add(x, residual, out=s)
@@ -20,10 +24,17 @@ def forward(
 
 
 def backward(
-    new_residual: Tensor, dy: Optional[Tensor], dnew_residual: Optional[Tensor],
-    weight: Optional[Tensor], rstd: Tensor, offset: float, casting: str, needs_x: bool,
-    needs_residual: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    new_residual: Tensor,
+    dy: Optional[Tensor],
+    dnew_residual: Optional[Tensor],
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    needs_x: bool,
+    needs_residual: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
     """``ds = d(norm) / ds + dnew_residual`` is the gradient of both terms."""
     s, needs_sum = new_residual, needs_x or needs_residual
     if dy is not None:

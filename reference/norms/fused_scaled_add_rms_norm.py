@@ -9,9 +9,15 @@ from liger_multi.reference.norms import fused_add_rms_norm
 
 
 def forward(
-    x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float,
-    casting: str, x_scale: float, residual_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
+    casting: str,
+    x_scale: float,
+    residual_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Scale what is not scaled by 1, then as the plain sum."""
     x = x if x_scale == 1.0 else x * x_scale
     residual = residual if residual_scale == 1.0 else residual * residual_scale
@@ -19,11 +25,21 @@ def forward(
 
 
 def backward(
-    new_residual: Tensor, dy: Optional[Tensor], dnew_residual: Optional[Tensor],
-    weight: Optional[Tensor], rstd: Tensor, offset: float, casting: str, x_scale: float,
-    residual_scale: float, x_dtype: torch.dtype, residual_dtype: torch.dtype, needs_x: bool,
-    needs_residual: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    new_residual: Tensor,
+    dy: Optional[Tensor],
+    dnew_residual: Optional[Tensor],
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    x_scale: float,
+    residual_scale: float,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+    needs_x: bool,
+    needs_residual: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the sum, scaled for each term."""
     needs = (needs_x, needs_residual, needs_weight)
     ds, dweight = fused_add_rms_norm.backward(

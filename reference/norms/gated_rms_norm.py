@@ -30,11 +30,18 @@ def _scaled(
 
 
 def forward(
-    x: Tensor, gate: Optional[Tensor], weight: Optional[Tensor], eps: float, offset: float,
-    casting: str, group_size: int, norm_first: bool, activation: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    gate: Optional[Tensor],
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
+    casting: str,
+    group_size: int,
+    norm_first: bool,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
     """Normalize block by block of rows; statistics and gate in fp32 (fp64 for fp64)."""
-    kind, rows, gates = (
+    acc_dtype, x2d, gates = (
         statistics_dtype(x.dtype),
         as_rows(x),
         None if gate is None else as_rows(gate),
@@ -43,11 +50,11 @@ def forward(
     if weight is not None and casting == "llama" and (gate is None or not norm_first):
         dtype = torch.promote_types(x.dtype, weight.dtype)
     result = x.new_empty(x.shape, dtype=dtype)
-    y = result.view(rows.shape)  # the result is no view, so that models may write to it
-    rstd = rows.new_empty((rows.shape[0], groups), dtype=kind)
-    for block in row_blocks(rows.shape[0], 5 * rows.shape[1] * kind.itemsize):
-        f = rows[block].to(kind)
-        act = None if gates is None else _activate(gates[block].to(kind), activation)
+    y = result.view(x2d.shape)  # the result is no view, so that models may write to it
+    rstd = x2d.new_empty((x2d.shape[0], groups), dtype=acc_dtype)
+    for block in row_blocks(x2d.shape[0], 5 * x2d.shape[1] * acc_dtype.itemsize):
+        f = x2d[block].to(acc_dtype)
+        act = None if gates is None else _activate(gates[block].to(acc_dtype), activation)
         if act is not None and not norm_first:
             f = f * act
         parts = f.unflatten(-1, (groups, group_size)) if f.numel() else f[..., None]
@@ -59,26 +66,36 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, gate: Optional[Tensor], weight: Optional[Tensor], rstd: Tensor,
-    offset: float, casting: str, group_size: int, norm_first: bool, activation: str,
-    needs_x: bool, needs_gate: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    gate: Optional[Tensor],
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    group_size: int,
+    norm_first: bool,
+    activation: str,
+    needs_x: bool,
+    needs_gate: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Through the gate; ``du = rstd * (g - n * mean(g * n))`` with ``g = d(w * n) * w``."""
-    kind, rows, dys, none = rstd.dtype, as_rows(x), as_rows(dy), x.new_empty(0)
-    rstds, gates = as_rows(rstd), none if gate is None else as_rows(gate)
-    groups, last = rstds.shape[1], gate is not None and norm_first
-    dx = rows.new_empty(rows.shape) if needs_x else none
+    acc_dtype, x2d, dy2d, none = rstd.dtype, as_rows(x), as_rows(dy), x.new_empty(0)
+    rstd2d, gates = as_rows(rstd), none if gate is None else as_rows(gate)
+    groups, last = rstd2d.shape[1], gate is not None and norm_first
+    dx = x2d.new_empty(x2d.shape) if needs_x else none
     dgate = gates.new_empty(gates.shape if needs_gate else (0,))
-    dw = None if weight is None or not needs_weight else torch.zeros_like(weight, dtype=kind)
-    w = None if weight is None else weight.to(kind) + offset
-    for block in row_blocks(rows.shape[0], 8 * rows.shape[1] * kind.itemsize):
-        f, g = rows[block].to(kind), dys[block].to(kind)
-        z = None if gate is None else gates[block].to(kind)
+    dw = None if weight is None or not needs_weight else torch.zeros_like(weight, dtype=acc_dtype)
+    w = None if weight is None else weight.to(acc_dtype) + offset
+    for block in row_blocks(x2d.shape[0], 8 * x2d.shape[1] * acc_dtype.itemsize):
+        f, g = x2d[block].to(acc_dtype), dy2d[block].to(acc_dtype)
+        z = None if gate is None else gates[block].to(acc_dtype)
         act = None if z is None else _activate(z, activation)
         u = f if act is None or last else f * act
-        r = rstds[block].repeat_interleave(group_size, -1)
+        r = rstd2d[block].repeat_interleave(group_size, -1)
         n = u * r
-        rounded = n.to(x.dtype).to(kind) if casting == "llama" and w is not None else n
+        rounded = n.to(x.dtype).to(acc_dtype) if casting == "llama" and w is not None else n
         if z is not None and last and needs_gate:
             dgate[block] = g * (rounded if w is None else rounded * w) * _slope(z, activation)
         g = g * act if act is not None and last else g

@@ -20,8 +20,8 @@ def _slabs(modulations: int, each: int, row_bytes: int) -> Iterator[tuple[slice,
 
 def _split(x: Tensor, modulations: int) -> Tensor:
     """(modulations, rows of each, H)."""
-    rows = as_rows(x)
-    parts: Tensor = rows.unflatten(0, (modulations, rows.shape[0] // max(modulations, 1)))
+    x2d = as_rows(x)
+    parts: Tensor = x2d.unflatten(0, (modulations, x2d.shape[0] // max(modulations, 1)))
     return parts
 
 
@@ -30,15 +30,20 @@ def _row_by_row(
 ) -> tuple[Tensor, Tensor]:
     """The norm of every row alone, on memory of its own, so that its bits show no other row."""
     alone = (row.clone(memory_format=torch.contiguous_format) for row in as_rows(x).split(1))
-    made = [rms_norm.forward(row, weight, eps, offset, casting) for row in alone]
-    n, rstd = (torch.cat(each) for each in zip(*made, strict=True))
+    outputs = [rms_norm.forward(row, weight, eps, offset, casting) for row in alone]
+    n, rstd = (torch.cat(each) for each in zip(*outputs, strict=True))
     return n.view(x.shape), rstd.view(x.shape[:-1])
 
 
 def forward(
-    x: Tensor, scale: Tensor, shift: Optional[Tensor], weight: Optional[Tensor], eps: float,
-    offset: float, casting: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    scale: Tensor,
+    shift: Optional[Tensor],
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
+    casting: str,
+) -> tuple[Tensor, Tensor]:
     """Norm, product and sum, each rounded where PyTorch rounds it."""
     norm = _row_by_row if by_rows() else rms_norm.forward
     n, rstd = norm(x, weight, eps, offset, casting)
@@ -51,42 +56,51 @@ def forward(
     parts, rooms = _split(n, scales.shape[0]), _split(y, scales.shape[0])
     factors, terms = 1 + scales, None if shift is None else as_rows(shift)
     for some, rows in _slabs(parts.shape[0], parts.shape[1], 2 * parts.shape[2] * dtype.itemsize):
-        made = parts[some, rows] * factors[some, None]
-        rooms[some, rows] = made if terms is None else made + terms[some, None]
+        row = parts[some, rows] * factors[some, None]
+        rooms[some, rows] = row if terms is None else row + terms[some, None]
     return y, rstd
 
 
 def backward(
-    dy: Tensor, x: Tensor, scale: Tensor, shift_dtype: Optional[torch.dtype],
-    weight: Optional[Tensor], rstd: Tensor, offset: float, casting: str, needs_x: bool,
-    needs_scale: bool, needs_shift: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    shift_dtype: Optional[torch.dtype],
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    needs_x: bool,
+    needs_scale: bool,
+    needs_shift: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``dscale`` sums ``dy * norm``, ``dshift`` sums ``dy``; then the gradients of the norm.
 
     Norm and product are rounded as PyTorch rounds them. Sums over many rows that nearly cancel
     show it: half an ulp of a term is 4 % of such a sum in bf16.
     """
-    kind, scales, none = rstd.dtype, as_rows(scale), x.new_empty(0)
-    kind = torch.promote_types(kind, statistics_dtype(scale.dtype))
+    acc_dtype, scale2d, none = rstd.dtype, as_rows(scale), x.new_empty(0)
+    acc_dtype = torch.promote_types(acc_dtype, statistics_dtype(scale.dtype))
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else none
-    ds = scales.new_zeros(scales.shape if needs_scale else (0,), dtype=kind)
-    db = scales.new_zeros(scales.shape if needs_shift else (0,), dtype=kind)
-    dw = None if weight is None or not needs_weight else torch.zeros_like(weight, dtype=kind)
-    w = None if weight is None else weight.to(kind) + offset
+    ds = scale2d.new_zeros(scale2d.shape if needs_scale else (0,), dtype=acc_dtype)
+    db = scale2d.new_zeros(scale2d.shape if needs_shift else (0,), dtype=acc_dtype)
+    dw = None if weight is None or not needs_weight else torch.zeros_like(weight, dtype=acc_dtype)
+    w = None if weight is None else weight.to(acc_dtype) + offset
     norm_dtype = rms_norm.output_dtype(x, weight, casting)
     product_dtype = torch.promote_types(norm_dtype, scale.dtype)
     if x.numel():
-        count = scales.shape[0]
+        count = scale2d.shape[0]
         xs, dys, rstds = (_split(t, count) for t in (x, dy, rstd.reshape(-1, 1)))
-        room, factors = _split(dx, count) if needs_x else none, 1 + scales.to(kind)
-        for some, rows in _slabs(xs.shape[0], xs.shape[1], 5 * xs.shape[2] * kind.itemsize):
-            n, g = xs[some, rows].to(kind) * rstds[some, rows], dys[some, rows].to(kind)
-            rounded = n.to(x.dtype).to(kind) if casting == "llama" else n
+        room, factors = _split(dx, count) if needs_x else none, 1 + scale2d.to(acc_dtype)
+        for some, rows in _slabs(xs.shape[0], xs.shape[1], 5 * xs.shape[2] * acc_dtype.itemsize):
+            n, g = xs[some, rows].to(acc_dtype) * rstds[some, rows], dys[some, rows].to(acc_dtype)
+            rounded = n.to(x.dtype).to(acc_dtype) if casting == "llama" else n
             if needs_shift:
                 db[some] += g.sum(1)
             if needs_scale:
                 norm = (rounded if w is None else rounded * w).to(norm_dtype)
-                ds[some] += (g * norm).to(product_dtype).to(kind).sum(1)
+                ds[some] += (g * norm).to(product_dtype).to(acc_dtype).sum(1)
             g = g * factors[some, None]
             if dw is not None:
                 dw += (g * rounded).sum((0, 1))

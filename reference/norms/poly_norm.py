@@ -12,15 +12,15 @@ POWERS = (3, 2, 1)  # in the order of the weights
 
 def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tuple[Tensor, Tensor]:
     """In fp32 (fp64 for fp64), block by block of rows, rounded once."""
-    kind, rows = statistics_dtype(x.dtype), as_rows(x)
+    acc_dtype, x2d = statistics_dtype(x.dtype), as_rows(x)
     dtype = x.dtype if bias is None else torch.promote_types(x.dtype, bias.dtype)
     y, rstd = (
-        rows.new_empty(rows.shape, dtype=dtype),
-        rows.new_empty(rows.shape[0], 3, dtype=kind),
+        x2d.new_empty(x2d.shape, dtype=dtype),
+        x2d.new_empty(x2d.shape[0], 3, dtype=acc_dtype),
     )
-    w, b = weight.to(kind), None if bias is None else bias.to(kind)
-    for block in row_blocks(rows.shape[0], 5 * rows.shape[1] * kind.itemsize):
-        f, total = rows[block].to(kind), None
+    w, b = weight.to(acc_dtype), None if bias is None else bias.to(acc_dtype)
+    for block in row_blocks(x2d.shape[0], 5 * x2d.shape[1] * acc_dtype.itemsize):
+        f, total = x2d[block].to(acc_dtype), None
         for i, power in enumerate(POWERS):
             u = f**power
             r = torch.rsqrt(u.pow(2).mean(-1, keepdim=True) + eps)
@@ -33,25 +33,31 @@ def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tu
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, bias_dtype: Optional[torch.dtype],
-    needs_x: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    bias_dtype: Optional[torch.dtype],
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of each power.
 
     ``du = w r (dy - n mean(dy n))``, ``dx = k x^(k-1) du``, ``dw = sum dy n``.
     """
-    kind, rows, dys, rstds = rstd.dtype, as_rows(x), as_rows(dy), as_rows(rstd)
-    dx = rows.new_empty(rows.shape) if needs_x else x.new_empty(0)
-    dw = weight.new_zeros(3, dtype=kind)
-    db = x.new_zeros(1, dtype=kind)
-    w = weight.to(kind)
-    for block in row_blocks(rows.shape[0], 6 * rows.shape[1] * kind.itemsize):
-        f, g = rows[block].to(kind), dys[block].to(kind)
+    acc_dtype, x2d, dy2d, rstd2d = rstd.dtype, as_rows(x), as_rows(dy), as_rows(rstd)
+    dx = x2d.new_empty(x2d.shape) if needs_x else x.new_empty(0)
+    dw = weight.new_zeros(3, dtype=acc_dtype)
+    db = x.new_zeros(1, dtype=acc_dtype)
+    w = weight.to(acc_dtype)
+    for block in row_blocks(x2d.shape[0], 6 * x2d.shape[1] * acc_dtype.itemsize):
+        f, g = x2d[block].to(acc_dtype), dy2d[block].to(acc_dtype)
         if needs_bias:
             db += g.sum()
         total = torch.zeros_like(f)
         for i, power in enumerate(POWERS):
-            r = rstds[block, i : i + 1]
+            r = rstd2d[block, i : i + 1]
             n = f**power * r
             products = g * n
             dw[i] += products.sum()

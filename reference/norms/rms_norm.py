@@ -30,14 +30,14 @@ def forward(
     x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
     """Normalize block by block of rows; statistics in fp32 (fp64 for fp64)."""
-    kind, rows = statistics_dtype(x.dtype), as_rows(x)
+    acc_dtype, x2d = statistics_dtype(x.dtype), as_rows(x)
     result = x.new_empty(x.shape, dtype=output_dtype(x, weight, casting))
-    y = result.view(rows.shape)  # the result is no view, so that models may write to it
-    rstd = rows.new_empty(rows.shape[0], dtype=kind)
-    for block in row_blocks(rows.shape[0], 3 * rows.shape[1] * kind.itemsize):
-        f = rows[block].to(kind)
+    y = result.view(x2d.shape)  # the result is no view, so that models may write to it
+    rstd = x2d.new_empty(x2d.shape[0], dtype=acc_dtype)
+    for block in row_blocks(x2d.shape[0], 3 * x2d.shape[1] * acc_dtype.itemsize):
+        f = x2d[block].to(acc_dtype)
         r = torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps)
-        n = rows[block] * r.to(x.dtype) if casting == "factor" else f * r
+        n = x2d[block] * r.to(x.dtype) if casting == "factor" else f * r
         y[block] = _scaled(n, weight, offset, casting, x.dtype)
         rstd[block] = r.squeeze(-1)
     return result, rstd.view(x.shape[:-1])
@@ -69,18 +69,16 @@ def gradients(
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """Those of :func:`backward`; ``ds``, from other uses of x, is added before dx is rounded."""
-    kind, rows, dys, rstds = rstd.dtype, as_rows(x), as_rows(dy), rstd.reshape(-1, 1)
+    acc_dtype, x2d, dy2d, rstds = rstd.dtype, as_rows(x), as_rows(dy), rstd.reshape(-1, 1)
     others = None if ds is None else as_rows(ds)
-    dx = (
-        torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_x else x.new_empty(0)
-    )
-    dw = None if weight is None or not needs_weight else torch.zeros_like(weight, dtype=kind)
-    for block in row_blocks(rows.shape[0], 4 * rows.shape[1] * kind.itemsize):
-        n, g = rows[block].to(kind) * rstds[block], dys[block].to(kind)
+    dx = torch.empty_like(x2d, memory_format=torch.contiguous_format) if needs_x else x.new_empty(0)
+    dw = None if weight is None or not needs_weight else torch.zeros_like(weight, dtype=acc_dtype)
+    for block in row_blocks(x2d.shape[0], 4 * x2d.shape[1] * acc_dtype.itemsize):
+        n, g = x2d[block].to(acc_dtype) * rstds[block], dy2d[block].to(acc_dtype)
         if dw is not None:
-            dw += (g * (n.to(x.dtype).to(kind) if casting == "llama" else n)).sum(0)
+            dw += (g * (n.to(x.dtype).to(acc_dtype) if casting == "llama" else n)).sum(0)
         if needs_x:
-            g = g if weight is None else g * (weight.to(kind) + offset)
+            g = g if weight is None else g * (weight.to(acc_dtype) + offset)
             total = (g - n * (g * n).mean(-1, keepdim=True)) * rstds[block]
             dx[block] = total if others is None else total + others[block]
     dweight = x.new_empty(0) if dw is None or weight is None else dw.to(weight.dtype)

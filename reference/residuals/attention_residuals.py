@@ -13,21 +13,21 @@ def _rows(blocks: Tensor) -> Tensor:
     return blocks.reshape(blocks.shape[0], blocks.shape[1:-1].numel(), blocks.shape[-1])
 
 
-def _direction(query: Tensor, weight: Tensor | None, kind: torch.dtype) -> Tensor:
-    return query.to(kind) if weight is None else query.to(kind) * weight.to(kind)
+def _direction(query: Tensor, weight: Tensor | None, acc_dtype: torch.dtype) -> Tensor:
+    return query.to(acc_dtype) if weight is None else query.to(acc_dtype) * weight.to(acc_dtype)
 
 
 def forward(
     blocks: Tensor, query: Tensor, weight: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Some rows of all blocks at a time."""
-    kind, rows = statistics_dtype(blocks.dtype), _rows(blocks)
+    acc_dtype, rows = statistics_dtype(blocks.dtype), _rows(blocks)
     count, many, size = rows.shape
     y = rows.new_empty(many, size)
-    p, rstd = (rows.new_empty(count, many, dtype=kind) for _ in range(2))
-    w = _direction(query, weight, kind)
-    for part in row_blocks(many, 3 * count * size * kind.itemsize):
-        v = rows[:, part].to(kind)
+    p, rstd = (rows.new_empty(count, many, dtype=acc_dtype) for _ in range(2))
+    w = _direction(query, weight, acc_dtype)
+    for part in row_blocks(many, 3 * count * size * acc_dtype.itemsize):
+        v = rows[:, part].to(acc_dtype)
         rstd[:, part] = torch.rsqrt(v.pow(2).mean(-1) + eps)
         p[:, part] = torch.softmax((v @ w) * rstd[:, part], 0)
         y[part] = (p[:, part].unsqueeze(-1) * v).sum(0).to(y.dtype)
@@ -36,27 +36,34 @@ def forward(
 
 
 def backward(
-    dy: Tensor, blocks: Tensor, query: Tensor, weight: Optional[Tensor], p: Tensor, rstd: Tensor,
-    needs_blocks: bool, needs_query: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    blocks: Tensor,
+    query: Tensor,
+    weight: Optional[Tensor],
+    p: Tensor,
+    rstd: Tensor,
+    needs_blocks: bool,
+    needs_query: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """``ds = p (dy v - sum p dy v)``; a score's slope by v is that of a normed row's product."""
-    kind, rows, upstream = p.dtype, _rows(blocks), dy.reshape(-1, dy.shape[-1])
+    acc_dtype, rows, upstream = p.dtype, _rows(blocks), dy.reshape(-1, dy.shape[-1])
     count, many, size = rows.shape
     shares, scales = p.reshape(count, many, 1), rstd.reshape(count, many, 1)
     dblocks = rows.new_empty(rows.shape) if needs_blocks else rows.new_empty(0)
-    w, dw = _direction(query, weight, kind), rows.new_zeros(size, dtype=kind)
-    for part in row_blocks(many, 5 * count * size * kind.itemsize):
-        v, g, share = rows[:, part].to(kind), upstream[part].to(kind), shares[:, part]
+    w, dw = _direction(query, weight, acc_dtype), rows.new_zeros(size, dtype=acc_dtype)
+    for part in row_blocks(many, 5 * count * size * acc_dtype.itemsize):
+        v, g, share = rows[:, part].to(acc_dtype), upstream[part].to(acc_dtype), shares[:, part]
         n, inner = v * scales[:, part], (v * g).sum(-1, keepdim=True)
         ds = share * (inner - (share * inner).sum(0))
         dw += (ds * n).sum((0, 1))
         if needs_blocks:
             slope = (w - n * ((n @ w) / size).unsqueeze(-1)) * scales[:, part]
             dblocks[:, part] = (share * g + ds * slope).to(blocks.dtype)
-    dquery = dw if weight is None else dw * weight.to(kind)
+    dquery = dw if weight is None else dw * weight.to(acc_dtype)
     dweight = query.new_empty(0)
     if weight is not None and needs_weight:
-        dweight = (dw * query.to(kind)).to(weight.dtype)
+        dweight = (dw * query.to(acc_dtype)).to(weight.dtype)
     return (
         dblocks.view(blocks.shape) if needs_blocks else dblocks,
         dquery.to(query.dtype) if needs_query else query.new_empty(0),

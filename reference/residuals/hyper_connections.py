@@ -15,14 +15,14 @@ from liger_multi.reference.common.chunking import row_blocks, statistics_dtype
 
 def mixes(rows: Tensor, weight: Tensor, rms_eps: float) -> tuple[Tensor, Tensor]:
     """``W v rstd`` and rstd of every row v of (rows, N C), in the dtype of statistics."""
-    kind = statistics_dtype(rows.dtype)
-    found, w = rows.new_empty(rows.shape[0], weight.shape[0], dtype=kind), weight.to(kind)
-    rstd = rows.new_empty(rows.shape[0], dtype=kind)
-    for block in row_blocks(rows.shape[0], 2 * rows.shape[1] * kind.itemsize):
-        v = rows[block].to(kind)
+    acc_dtype = statistics_dtype(rows.dtype)
+    out, w = rows.new_empty(rows.shape[0], weight.shape[0], dtype=acc_dtype), weight.to(acc_dtype)
+    rstd = rows.new_empty(rows.shape[0], dtype=acc_dtype)
+    for block in row_blocks(rows.shape[0], 2 * rows.shape[1] * acc_dtype.itemsize):
+        v = rows[block].to(acc_dtype)
         rstd[block] = torch.rsqrt(v.square().mean(-1) + rms_eps)
-        found[block] = (v @ w.mT) * rstd[block].unsqueeze(-1)
-    return found, rstd
+        out[block] = (v @ w.mT) * rstd[block].unsqueeze(-1)
+    return out, rstd
 
 
 def mixes_gradients(
@@ -32,11 +32,11 @@ def mixes_gradients(
 
     d (rows, outputs) is the gradient of W v, own (rows, 1) what the norm takes back.
     """
-    kind = d.dtype
-    w, dx = weight.to(kind), rows.new_empty(rows.shape if needs_x else 0)
+    acc_dtype = d.dtype
+    w, dx = weight.to(acc_dtype), rows.new_empty(rows.shape if needs_x else 0)
     dweight = torch.zeros_like(w) if needs_weight else w.new_empty(0)
-    for block in row_blocks(rows.shape[0], 3 * rows.shape[1] * kind.itemsize):
-        v = rows[block].to(kind)
+    for block in row_blocks(rows.shape[0], 3 * rows.shape[1] * acc_dtype.itemsize):
+        v = rows[block].to(acc_dtype)
         if needs_weight:
             dweight.addmm_(d[block].mT, v)
         if needs_x:
@@ -57,9 +57,14 @@ class Parts(Protocol):
         """See :func:`mixes`."""
 
     def mixes_gradients(
-        self, rows: Tensor, weight: Tensor, d: Tensor, own: Tensor, needs_x: bool,
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        d: Tensor,
+        own: Tensor,
+        needs_x: bool,
         needs_weight: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """See :func:`mixes_gradients`."""
 
     def values(
@@ -68,30 +73,37 @@ class Parts(Protocol):
         """Coefficients pre, post and mix, (rows, N), (rows, N) and (rows, N, N)."""
 
     def gradient(
-        self, m: Tensor, bias: Tensor, scale: Tensor, rstd: Tensor, length: int,
-        grads: tuple[Optional[Tensor], ...], how: How, needs: tuple[bool, bool],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        m: Tensor,
+        bias: Tensor,
+        scale: Tensor,
+        rstd: Tensor,
+        length: int,
+        grads: tuple[Optional[Tensor], ...],
+        how: How,
+        needs: tuple[bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What :meth:`mixes_gradients` wants, d and own, and gradients of bias and scale.
 
         ``length`` is the number of elements of a normalized row; ``needs``: of bias, of scale.
         """
 
 
-def _spread(scale: Tensor, count: int, kind: torch.dtype) -> Tensor:
+def _spread(scale: Tensor, count: int, acc_dtype: torch.dtype) -> Tensor:
     """The scale of every logit."""
     sizes = (count, count, count * count)
-    return torch.cat([s.expand(n) for s, n in zip(scale.to(kind), sizes, strict=True)])
+    return torch.cat([s.expand(n) for s, n in zip(scale.to(acc_dtype), sizes, strict=True)])
 
 
 def _sinkhorn(z: Tensor, steps: int, eps: float) -> list[tuple[Tensor, Tensor]]:
     """Every iterate, and the sums that it was divided by."""
     m = torch.softmax(z, -1) + eps
-    found = [(m, m)]
+    iterates = [(m, m)]
     for step in range(2 * steps - 1):
         total = m.sum(-2 if step % 2 == 0 else -1, keepdim=True) + eps
         m = m / total
-        found.append((m, total))
-    return found
+        iterates.append((m, total))
+    return iterates
 
 
 def _logits_gradient(z: Tensor, grads: tuple[Optional[Tensor], ...], how: How) -> Tensor:
@@ -131,9 +143,15 @@ class ReferenceParts:
 
     @staticmethod
     def gradient(
-        m: Tensor, bias: Tensor, scale: Tensor, rstd: Tensor, length: int,
-        grads: tuple[Optional[Tensor], ...], how: How, needs: tuple[bool, bool],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        m: Tensor,
+        bias: Tensor,
+        scale: Tensor,
+        rstd: Tensor,
+        length: int,
+        grads: tuple[Optional[Tensor], ...],
+        how: How,
+        needs: tuple[bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The norm takes back what of the gradient points along the row."""
         count, r = how[0], rstd.unsqueeze(-1)
         spread = _spread(scale, count, m.dtype)
@@ -156,32 +174,52 @@ def implement_hyper_connections(parts: Parts) -> tuple[Callable[..., Any], Calla
     """Forward and backward of the contract over a backend's parts."""
 
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, iterations: int, rms_eps: float,
-        eps: float, post_scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        scale: Tensor,
+        iterations: int,
+        rms_eps: float,
+        eps: float,
+        post_scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         count, lead = x.shape[-2], x.shape[:-2]
         rows = x.reshape(lead.numel(), count * x.shape[-1])
         mixes, rstd = parts.mixes(rows, weight, rms_eps)
         how = (count, iterations, eps, post_scale)
         pre, post, mix = parts.values(mixes, bias, scale, how)
         return (
-            pre.contiguous().view(*lead, count), post.contiguous().view(*lead, count),
-            mix.contiguous().view(*lead, count, count), mixes.view(*lead, weight.shape[0]),
+            pre.contiguous().view(*lead, count),
+            post.contiguous().view(*lead, count),
+            mix.contiguous().view(*lead, count, count),
+            mixes.view(*lead, weight.shape[0]),
             rstd.view(lead),
-        )  # fmt: skip
+        )
 
     def backward(
-        dpre: Optional[Tensor], dpost: Optional[Tensor], dmix: Optional[Tensor], x: Tensor,
-        weight: Tensor, bias: Tensor, scale: Tensor, mixes: Tensor, rstd: Tensor, iterations: int,
-        eps: float, post_scale: float, needs_x: bool, needs_weight: bool, needs_bias: bool,
+        dpre: Optional[Tensor],
+        dpost: Optional[Tensor],
+        dmix: Optional[Tensor],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        scale: Tensor,
+        mixes: Tensor,
+        rstd: Tensor,
+        iterations: int,
+        eps: float,
+        post_scale: float,
+        needs_x: bool,
+        needs_weight: bool,
+        needs_bias: bool,
         needs_scale: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        count, kind = x.shape[-2], mixes.dtype
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        count, acc_dtype = x.shape[-2], mixes.dtype
         rows = x.reshape(x.shape[:-2].numel(), count * x.shape[-1])
         m, r = mixes.reshape(rows.shape[0], weight.shape[0]), rstd.reshape(-1)
         shapes = ((rows.shape[0], count),) * 2 + ((rows.shape[0], count, count),)
-        given = zip((dpre, dpost, dmix), shapes, strict=True)
-        grads = tuple(None if g is None else g.reshape(s).to(kind) for g, s in given)
+        pairs = zip((dpre, dpost, dmix), shapes, strict=True)
+        grads = tuple(None if g is None else g.reshape(s).to(acc_dtype) for g, s in pairs)
         how = (count, iterations, eps, post_scale)
         d, own, dbias, dscale = parts.gradient(
             m, bias, scale, r, rows.shape[1], grads, how, (needs_bias, needs_scale)

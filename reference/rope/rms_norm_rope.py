@@ -47,14 +47,22 @@ def heads_of(rows: Tensor, like: Tensor, head_axis: int, whole: bool) -> Tensor:
     """The way back."""
     if not whole:
         return rows
-    made: Tensor = rows.unflatten(2, (like.shape[head_axis], like.shape[-1]))
-    return made.movedim(2, head_axis)
+    heads: Tensor = rows.unflatten(2, (like.shape[head_axis], like.shape[-1]))
+    return heads.movedim(2, head_axis)
 
 
 def forward(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float, casting: str,
-    rope_casting: str, head_axis: int, x_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float,
+    casting: str,
+    rope_casting: str,
+    head_axis: int,
+    x_order: str,
+) -> tuple[Tensor, Tensor]:
     """Normalize, then rotate."""
     whole = of_tokens(x, weight)
     u, rstd = rms_norm.forward(rows_of(x, head_axis, whole), weight, eps, offset, casting)
@@ -65,10 +73,20 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor, offset: float,
-    casting: str, rope_casting: str, head_axis: int, x_order: str, needs_x: bool,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    rope_casting: str,
+    head_axis: int,
+    x_order: str,
+    needs_x: bool,
     needs_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Rotate the gradient back, in fp32 at least, then differentiate the norm."""
     whole = of_tokens(x, weight)
     wide = dy.to(statistics_dtype(dy.dtype))

@@ -60,9 +60,17 @@ def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, added: Tensor) -> None:
 
 
 def rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, rotary_dim: int, casting: str,
-    order: str, dtype: torch.dtype, inverse: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    order: str,
+    dtype: torch.dtype,
+    inverse: bool = False,
+) -> Tensor:
     """All channels of x, tokens in blocks; in one piece where a compiler fuses it."""
     cos, sin = (
         _each_channel(t, style, rotary_dim).unsqueeze(head_axis - x.ndim) for t in (cos, sin)
@@ -94,9 +102,17 @@ def rotate(
 
 
 def forward(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, rotary_dim: int,
-    casting: str, q_order: str, k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+) -> tuple[Tensor, Tensor]:
     """Rotate q and k."""
     how = (cos, sin, style, head_axis, rotary_dim, casting)
     return (
@@ -106,10 +122,21 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor], dk_out: Optional[Tensor], cos: Tensor, sin: Tensor, style: str,
-    head_axis: int, rotary_dim: int, casting: str, q_order: str, k_order: str,
-    q_dtype: torch.dtype, k_dtype: torch.dtype, needs_q: bool, needs_k: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dq_out: Optional[Tensor],
+    dk_out: Optional[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    needs_q: bool,
+    needs_k: bool,
+) -> tuple[Tensor, Tensor]:
     """Rotate back: ``dx = dout * cos - rotate_half(dout * sin)``."""
     how = (cos, sin, style, head_axis, rotary_dim, casting)
     dq, dk = cos.new_empty(0, dtype=q_dtype), cos.new_empty(0, dtype=k_dtype)

@@ -16,26 +16,42 @@ def of_positions(
 
     Every product and every function in the dtype of the frequencies, fp32 at least.
     """
-    kind = torch.float64 if inv_freq.dtype == torch.float64 else torch.float32
-    turns = position_ids[..., None].to(kind) * inv_freq.to(kind)
+    acc_dtype = torch.float64 if inv_freq.dtype == torch.float64 else torch.float32
+    turns = position_ids[..., None].to(acc_dtype) * inv_freq.to(acc_dtype)
     turns = merged(turns, sections, chunked, "half") if sections else turns.squeeze(0)
     return turns.cos() * scaling, turns.sin() * scaling
 
 
 def _position_angles(
-    like: torch.dtype, position_ids: Tensor, inv_freq: Tensor, scaling: float, sections: str,
-    chunked: bool, casting: str, order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    like: torch.dtype,
+    position_ids: Tensor,
+    inv_freq: Tensor,
+    scaling: float,
+    sections: str,
+    chunked: bool,
+    casting: str,
+    order: str,
+) -> tuple[Tensor, Tensor]:
     """In the dtype of q, as the rotary modules make them; in fp32 where that is inside anyway."""
-    made = of_positions(position_ids, inv_freq, scaling, sections, chunked)
-    cos, sin = (t if casting == "cohere" else t.to(like) for t in made)
+    angles = of_positions(position_ids, inv_freq, scaling, sections, chunked)
+    cos, sin = (t if casting == "cohere" else t.to(like) for t in angles)
     return (cos, sin) if len(order) == 4 else (cos[0], sin[0])
 
 
 def forward(
-    q: Tensor, k: Tensor, position_ids: Tensor, inv_freq: Tensor, scaling: float, sections: str,
-    chunked: bool, style: str, head_axis: int, casting: str, q_order: str, k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    position_ids: Tensor,
+    inv_freq: Tensor,
+    scaling: float,
+    sections: str,
+    chunked: bool,
+    style: str,
+    head_axis: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+) -> tuple[Tensor, Tensor]:
     """Rotate q and k."""
     angles = (scaling, sections, chunked, casting, q_order)
     cos, sin = _position_angles(q.dtype, position_ids, inv_freq, *angles)
@@ -44,16 +60,30 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor], dk_out: Optional[Tensor], inv_freq: Tensor, position_ids: Tensor,
-    scaling: float, sections: str, chunked: bool, style: str, head_axis: int, casting: str,
-    q_order: str, k_order: str, q_dtype: torch.dtype, k_dtype: torch.dtype, needs_q: bool,
+    dq_out: Optional[Tensor],
+    dk_out: Optional[Tensor],
+    inv_freq: Tensor,
+    position_ids: Tensor,
+    scaling: float,
+    sections: str,
+    chunked: bool,
+    style: str,
+    head_axis: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    needs_q: bool,
     needs_k: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Rotate the gradients by the transposed matrix."""
     angles = (scaling, sections, chunked, casting, q_order)
     cos, sin = _position_angles(q_dtype, position_ids, inv_freq, *angles)
     how = (style, head_axis, 2 * inv_freq.numel(), casting, q_order, k_order, q_dtype, k_dtype)
-    made: tuple[Tensor, Tensor] = rope.backward(dq_out, dk_out, cos, sin, *how, needs_q, needs_k)
+    gradients: tuple[Tensor, Tensor] = rope.backward(
+        dq_out, dk_out, cos, sin, *how, needs_q, needs_k
+    )
     if dq_out is None and dk_out is None:
         return inv_freq.new_empty(0, dtype=q_dtype), inv_freq.new_empty(0, dtype=k_dtype)
-    return made
+    return gradients

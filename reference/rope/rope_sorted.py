@@ -21,24 +21,41 @@ def _pairs(x: Tensor, rotary_dim: int) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, head_axis: int, rotary_dim: int,
-    casting: str, q_order: str, k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+) -> tuple[Tensor, Tensor]:
     """Sort the channels, then rotate halves."""
     q, k = _halves(q, rotary_dim), _halves(k, rotary_dim)
     return rope.forward(q, k, cos, sin, "half", head_axis, rotary_dim, casting, q_order, k_order)
 
 
 def backward(
-    dq_out: Optional[Tensor], dk_out: Optional[Tensor], cos: Tensor, sin: Tensor,
-    head_axis: int, rotary_dim: int, casting: str, q_order: str, k_order: str,
-    q_dtype: torch.dtype, k_dtype: torch.dtype, needs_q: bool, needs_k: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dq_out: Optional[Tensor],
+    dk_out: Optional[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    needs_q: bool,
+    needs_k: bool,
+) -> tuple[Tensor, Tensor]:
     """Rotate halves back, then put the channels of each pair side by side."""
     how = ("half", head_axis, rotary_dim, casting, q_order, k_order, q_dtype, k_dtype)
-    made = rope.backward(dq_out, dk_out, cos, sin, *how, needs_q, needs_k)
+    gradients = rope.backward(dq_out, dk_out, cos, sin, *how, needs_q, needs_k)
     outs = []
-    for grad, order in zip(made, (q_order, k_order), strict=True):
+    for grad, order in zip(gradients, (q_order, k_order), strict=True):
         if grad.numel():
             room = rope.dense(grad, order, grad.dtype)
             outs.append(room.copy_(_pairs(grad, rotary_dim)))

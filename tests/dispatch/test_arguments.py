@@ -1,7 +1,7 @@
-"""Arguments of the wrong kind: every public function and class names them and says what it wants.
+"""Invalid arguments: every public function and class names them and says what it takes.
 
-A pass over all signatures puts values that cannot be right into one argument at a time. What
-comes out is a ``TypeError`` or ``ValueError`` with the names of the function and of the argument.
+A loop over all signatures puts invalid values into one argument at a time. The result is a
+``TypeError`` or ``ValueError`` with the names of the function and of the argument.
 """
 
 import inspect
@@ -29,7 +29,7 @@ TENSORS = (
     ("an array", lambda: numpy.ones((2, 3), dtype="float32")),
     ("an object", object),
 )
-"""What is no tensor."""
+"""Values that are no tensors."""
 OTHERS = (
     ("a tensor", lambda: torch.ones(())),
     ("an integer tensor", lambda: torch.ones((), dtype=torch.int64)),
@@ -39,8 +39,8 @@ OTHERS = (
     ("a mapping", dict),
     ("an object", object),
 )
-"""What no option is."""
-KINDS: dict[str, tuple[Any, ...]] = {
+"""Values that no option takes."""
+VALUES_BY_TYPE: dict[str, tuple[Any, ...]] = {
     "float": (True, "1.0", "", NAN, -INFINITY, INFINITY, 1j, HUGE, -HUGE),
     "bool": ("yes", 1, 0, 1.0, NAN),
     "int": (True, 1.5, "1", NAN, INFINITY, 2**64, HUGE),
@@ -82,11 +82,11 @@ MEANT = {
     ("freqs", "complex"),  # of rope_complex
     ("normalized_shape", "1"),  # one axis needs no sequence
 }
-"""What an argument may be, against the rule."""
+"""Values that an argument takes, as an exception from the rule."""
 
 
-def kind_of(parameter: inspect.Parameter) -> tuple[str, bool]:
-    """The kind of an argument, and whether it may be None."""
+def type_of(parameter: inspect.Parameter) -> tuple[str, bool]:
+    """The name of an argument's type, and whether it may be None."""
     annotation = parameter.annotation
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     optional = "None" in text or "Optional" in text
@@ -101,18 +101,18 @@ def kind_of(parameter: inspect.Parameter) -> tuple[str, bool]:
     }
     match = next((type_name for part, type_name in compound.items() if part in text), None)
     plain = text.removesuffix(" | None").rsplit(".", 1)[-1]
-    assert match or plain in KINDS, f"{parameter.name}: what kind is {text}?"
+    assert match or plain in VALUES_BY_TYPE, f"{parameter.name}: what type is {text}?"
     return match or plain, optional
 
 
 def values(parameter: inspect.Parameter) -> Iterator[tuple[str, Any]]:
     """Values that an argument cannot have, under a name."""
-    type_name, optional = kind_of(parameter)
+    type_name, optional = type_of(parameter)
     if type_name == "Tensor":
         yield from ((word, make()) for word, make in TENSORS)
     else:
         yield from ((word, make()) for word, make in OTHERS)
-        candidates = (*KINDS[type_name], *RANGES.get(parameter.name, ()))
+        candidates = (*VALUES_BY_TYPE[type_name], *RANGES.get(parameter.name, ()))
         words = (
             (f"{value!r:.40}" if value not in (HUGE, -HUGE) else "huge", value)
             for value in candidates
@@ -129,7 +129,7 @@ def small(op: str, name: str) -> samples.Sample:
 
 
 def refusals(call: Any, title: str, name: str, candidates: Iterator[tuple[str, Any]]) -> list[str]:
-    """What is wrong with how a function takes bad values of one argument."""
+    """Invalid values of one argument that a function takes, or refuses without the names."""
     wrong = []
     for word, value in candidates:
         try:
@@ -148,7 +148,7 @@ def refusals(call: Any, title: str, name: str, candidates: Iterator[tuple[str, A
 
 
 @pytest.mark.parametrize("op", OPERATORS)
-def test_operators_refuse_what_no_argument_is(op):
+def test_operators_refuse_invalid_arguments(op):
     function, wrong = OPERATORS[op], []
     for name, parameter in inspect.signature(function).parameters.items():
         sample = small(op, name)
@@ -178,7 +178,7 @@ def test_operators_refuse_other_dtypes_and_devices(op):
     function, wrong = OPERATORS[op], []
     for name, parameter in inspect.signature(function).parameters.items():
         sample = small(op, name)
-        if kind_of(parameter)[0] != "Tensor" or name not in sample.tensors:
+        if type_of(parameter)[0] != "Tensor" or name not in sample.tensors:
             continue
         tensors = sample.make("cpu", torch.float32)
 
@@ -211,11 +211,11 @@ def other_shapes(x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_operators_take_or_refuse_other_shapes(op):
-    """A shape that is no error gives results; others raise with the name of the operator."""
+    """A shape either gives results or raises with the name of the operator."""
     function, wrong = OPERATORS[op], []
     for name, parameter in inspect.signature(function).parameters.items():
         sample = small(op, name)
-        if kind_of(parameter)[0] != "Tensor" or name not in sample.tensors:
+        if type_of(parameter)[0] != "Tensor" or name not in sample.tensors:
             continue
         for word, value in other_shapes(sample.make("cpu", torch.float32)[name]):
             kwargs = {**sample.make("cpu", torch.float32), **sample.options, name: value}
@@ -262,7 +262,7 @@ FACTORY = ("device", "dtype")
 
 
 @pytest.mark.parametrize("name", nn.__all__)
-def test_modules_refuse_what_no_argument_is(name):
+def test_modules_refuse_invalid_arguments(name):
     module_class, wrong = getattr(nn, name), []
     kwargs = CONSTRUCTORS.get(name, {})
     module_class(**kwargs)
@@ -363,7 +363,7 @@ def of_loss(parameter: inspect.Parameter) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_refuse_what_no_argument_is(name):
+def test_losses_refuse_invalid_arguments(name):
     function, wrong = getattr(losses, name), []
     title, make = LOSSES[name]
     function(**make())
@@ -378,7 +378,7 @@ def test_losses_refuse_what_no_argument_is(name):
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_loss_is_asked():
+def test_every_loss_is_covered():
     known = {
         n for n in losses.__all__ if not n.endswith("Metrics") and n not in ("Source", "Teacher")
     }

@@ -1,7 +1,7 @@
-"""Whatever a user hands in is accepted with its documented meaning or refused in one clear error.
+"""Whatever a user passes is accepted with its documented meaning or refused in one clear error.
 
-Configuration values and files are drawn from seeded generators and judged by rules that are written
-down here once more; every option of every command meets values that nobody would mean.
+Configuration values and files are drawn from seeded generators and judged by rules that are
+implemented here a second time; every option of every command gets meaningless values.
 """
 
 import argparse
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextlib.contextmanager
 def at_most(seconds):
-    """What would block raises instead."""
+    """Reads that would block raise instead."""
 
     def late(*_):
         raise TimeoutError(f"still busy after {seconds} s")
@@ -245,7 +245,7 @@ def is_device(name, section):
 
 
 def drawn(rng, depth=0):
-    """A configuration with a few things wrong with it, most of the time."""
+    """A configuration that usually has a few invalid parts."""
     if rng.random() < 0.08:
         return rng.choice(VALUES)
     good = rng.random() < 0.5
@@ -273,18 +273,18 @@ def drawn(rng, depth=0):
 
 def outcome(function, *args, **options):
     """Whether it was accepted; any other exception than ours fails the test."""
-    said = ""
+    message = ""
     try:
         function(*args, **options)
     except ConfigurationError as error:
-        said = str(error)
-        said.encode("utf-8")
-    assert len(said) < 3000
-    return not said
+        message = str(error)
+        message.encode("utf-8")
+    assert len(message) < 3000
+    return not message
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_mapping_is_accepted_as_documented_or_refused(seed):
+def test_any_mapping_as_configuration(seed):
     rng = random.Random(seed)
     accepted = 0
     for _ in range(400):
@@ -310,7 +310,7 @@ def test_any_value_in_any_place(index):
     assert outcome(parse, {"ops": value}, "x") == empty
     assert outcome(parse, {"devices": value}, "x") == empty
     assert outcome(parse_bytes, value, "x") == is_bytes(value)
-    for _ in range(2):  # a scope is looked up by what it says: nothing may look like another
+    for _ in range(2):  # scopes are cached by their text: no two scopes may have the same one
         with contextlib.ExitStack() as stack:
             scope = lambda **choices: stack.enter_context(liger_multi.use(**choices))  # noqa: E731
             assert outcome(scope, rms_norm=["reference"])
@@ -340,7 +340,12 @@ def test_any_key_in_any_place(index):
     assert outcome(parse, {"devices": {key: None}}, "x") == there
 
 
-def test_byte_counts_are_exact():
+def test_byte_counts():
+    assert parse_bytes("1.5GiB", "x") == 3 * 2**29
+    assert parse_bytes(4096, "x") == 4096
+    for wrong in (0, -1, True, "1 TX", "1 TiBB", ""):
+        with pytest.raises(ConfigurationError, match="positive number"):
+            parse_bytes(wrong, "x")
     assert parse_bytes("9007199254740993", "x") == 2**53 + 1
     assert parse_bytes(numpy.int64(5), "x") == 5
     assert parse_bytes("0.3KiB", "x") == 307
@@ -355,10 +360,10 @@ def test_messages_are_short_and_never_fail():
         assert len(shown(value)) < 1000
         assert len(unknown("thing", value, ["one", "two"])) < 1000
     many = [f"name_{i}" for i in range(500)]
-    said = unknown("thing", "name_17", many)
-    assert "did you mean 'name_17'" in said
-    assert said.count("name_") <= 8
-    assert "500 known" in said
+    message = unknown("thing", "name_17", many)
+    assert "did you mean 'name_17'" in message
+    assert message.count("name_") <= 8
+    assert "500 known" in message
 
 
 # --- plans ---
@@ -366,7 +371,7 @@ def test_messages_are_short_and_never_fail():
 
 @pytest.fixture
 def built(monkeypatch):
-    """Forward or backward of which operators was resolved, in order."""
+    """The operators and directions that were resolved, in order."""
     resolved, original = [], planning.Dispatch.__init__
 
     def count(self, prim, *args):
@@ -382,7 +387,7 @@ def step():
     ops.rms_norm(x).sum().backward()
 
 
-def test_configure_within_a_scope_builds_plans_once(built):
+def test_configure_within_scope_resolves_once(built):
     with liger_multi.use(rms_norm=["reference"]):
         configure({"ops": {"swiglu": "reference"}})
         identities = {id(current()) for _ in range(3)}
@@ -394,7 +399,7 @@ def test_configure_within_a_scope_builds_plans_once(built):
     assert sorted(built) == ["rms_norm.backward", "rms_norm.forward"]
 
 
-def test_saying_the_same_again_builds_nothing(built, tmp_path):
+def test_equal_configuration_resolves_nothing(built, tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("ops: {rms_norm: reference}\n")
     for _ in range(3):
@@ -436,8 +441,8 @@ def test_a_fall_back_is_logged_once_for_each_configuration(monkeypatch, caplog):
                 configure({"ops": {"rms_norm": "reference"}})
                 ops.swiglu(x, x)
                 ops.swiglu(x, x)
-    said = [r.getMessage() for r in caplog.records if "is away today" in r.getMessage()]
-    assert len(said) == 1
+    messages = [r.getMessage() for r in caplog.records if "is away today" in r.getMessage()]
+    assert len(messages) == 1
 
 
 # --- files ---
@@ -469,6 +474,7 @@ REFUSED = {
     "a text of digits": (b"chunk_bytes: '" + b"9" * 400 + b"'", "positive number"),
     "brackets": (b"[" * 3000, "nested deeper than 32 levels"),
     "braces": (b"ops: " + b"{a: " * 3000, "nested deeper than 32 levels"),
+    "an open bracket": (b"ops: {rms_norm: [", "is not YAML"),
     "dashes": (b"- " * 3000, "nested deeper than 32 levels"),
     "a list of operators": (b"ops: []\n", "must be a mapping of operator names"),
     "a list of devices": (b"devices: []\n", "must be a mapping of device types"),
@@ -486,6 +492,7 @@ REFUSED = {
     "itself": (b"ops: &a {x: *a}\n", "the alias 'a' has no anchor before it"),
     "no anchor": (b"ops: *a\n", "the alias 'a' has no anchor"),
     "latin": ("default: réf\n".encode("latin-1"), "is not YAML: its text is not UTF-8, byte 10"),
+    "binary": (b"\xff\xfe\x00\x9f", "is not YAML"),
     "UTF-16": ("default: auto\n".encode("utf-16"), "is not YAML: its text is not UTF-8"),
     "a NUL": (b"default: a\0b\n", r"is not YAML: line 1: it holds the character '\\x00'"),
     "beyond Unicode": (b'default: "\\UFFFFFFFF"\n', "is not YAML"),
@@ -497,16 +504,16 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_file_that_is_refused(name, tmp_path, monkeypatch):
-    content, said = REFUSED[name]
+    content, message = REFUSED[name]
     path = tmp_path / "a.yaml"
     path.write_bytes(content)
-    with at_most(20), pytest.raises(ConfigurationError, match=said) as error:
+    with at_most(20), pytest.raises(ConfigurationError, match=message) as error:
         load(path)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 2500
     assert str(path) in str(error.value)
     monkeypatch.setenv("LIGER_MULTI_CONFIG", str(path))
-    with pytest.raises(ConfigurationError, match=rf"{said}.*\(named by LIGER_MULTI_CONFIG\)"):
+    with pytest.raises(ConfigurationError, match=rf"{message}.*\(named by LIGER_MULTI_CONFIG\)"):
         configure({"default": "auto"})
 
 
@@ -560,12 +567,12 @@ def test_places_that_are_no_file(tmp_path):
         True: "got bool True",
         1.5: "got float 1.5",
     }
-    for place, said in places.items():
-        with at_most(20), pytest.raises(ConfigurationError, match=said):
+    for place, message in places.items():
+        with at_most(20), pytest.raises(ConfigurationError, match=message):
             configure(place)
 
 
-def test_what_plans_write_is_read(tmp_path):
+def test_written_plans_load(tmp_path):
     """PyYAML writes YAML 1.1, from which nothing may change here."""
     content = {
         "a": True,
@@ -629,7 +636,7 @@ PIECES = (
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_text_is_a_configuration_or_refused(seed, tmp_path):
+def test_any_text_as_configuration(seed, tmp_path):
     rng, path = random.Random(seed), tmp_path / "a.yaml"
     valid = "ops:\n  rms_norm: reference\ndevices: {cuda: {default: auto}}\nchunk_bytes: 512MiB\n"
     accepted = 0
@@ -648,7 +655,7 @@ def test_any_text_is_a_configuration_or_refused(seed, tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_any_plan_is_one_or_refused(seed, tmp_path):
+def test_any_text_as_plan(seed, tmp_path):
     from liger_multi.memory.planning import Settings
     from liger_multi.memory.planning import load as load_plan
 
@@ -727,14 +734,14 @@ def called(argv, capsys):
         code = None
     except SystemExit as stop:
         code = stop.code
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
     if code == 2:
-        assert not said.out
-        line = said.err.splitlines()[-1]
-        assert re.match(r"liger-multi( [\w-]+)*: error: .", line), said.err
-        assert len(said.err) < 12_000
-    return code, said.err
+        assert not captured.out
+        line = captured.err.splitlines()[-1]
+        assert re.match(r"liger-multi( [\w-]+)*: error: .", line), captured.err
+        assert len(captured.err) < 12_000
+    return code, captured.err
 
 
 def commands():
@@ -760,7 +767,7 @@ def _shown(value):
 
 @pytest.mark.parametrize(("words", "option", "option_type"), commands(), ids=_shown)
 def test_any_value_of_any_option(words, option, option_type, tiny, idle, capsys):
-    """Refused with code 2 before any work, or taken; nothing is written."""
+    """A value is refused with code 2 before any work, or taken; nothing is written."""
     before = tree(idle.parent)
     for value in JUNK:
         needed = [part.format(model=tiny) for part in NEEDED.get(words, [])]
@@ -769,18 +776,18 @@ def test_any_value_of_any_option(words, option, option_type, tiny, idle, capsys)
             value_args = []
         else:
             value_args = [f"{option}={value}"] if option else [value]
-        code, said = called([*words, *needed, *value_args], capsys)
+        code, output = called([*words, *needed, *value_args], capsys)
         assert code in (None, 0, 1, 2)
         path = option_type is not None and option_type.__name__ == "path"
         if value in ("", "a\0b", "\ud800", "[]", "9" * 5000) and not path:
             assert code == 2, f"{words} {option} took {value!r}"
-            assert said
+            assert output
     assert tree(idle.parent) == before
 
 
 @pytest.mark.parametrize("command", ["bench", "demo", "memory-demo", "plan --write"])
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "message"),
     [
         ("absent/folder", "there is no folder 'absent'"),
         ("taken", "is not a folder"),
@@ -789,14 +796,14 @@ def test_any_value_of_any_option(words, option, option_type, tiny, idle, capsys)
         ("/proc/self", "cannot write into '/proc/self'"),
     ],
 )
-def test_a_folder_that_cannot_be_written(command, place, said, tiny, idle, capsys):
+def test_a_folder_that_cannot_be_written(command, place, message, tiny, idle, capsys):
     (idle / "taken").write_text("mine")
     before = tree(idle)
     words = {"plan --write": ["plan", str(tiny), "--gpu", "24GiB", "--write", place]}
     argv = words.get(command, [command, "--output", place])
     code, error = called(argv, capsys)
     assert code == 2
-    assert said in error
+    assert message in error
     assert argv[-2] in error
     assert tree(idle) == before
 
@@ -830,7 +837,7 @@ def test_what_exists_is_not_overwritten_unasked(argv, name, tiny, idle, capsys):
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "message"),
     [
         ("plan", "must end with .png"),
         ("plan.jpeg", "must end with .png"),
@@ -839,11 +846,11 @@ def test_what_exists_is_not_overwritten_unasked(argv, name, tiny, idle, capsys):
         ("/proc/plan.png", "cannot write into '/proc'"),
     ],
 )
-def test_a_picture_that_cannot_be_written(place, said, tiny, idle, capsys):
+def test_a_picture_that_cannot_be_written(place, message, tiny, idle, capsys):
     (idle / "folder.png").mkdir()
     code, error = called(["plan", str(tiny), "--gpu", "24GiB", "--picture", place], capsys)
     assert code == 2
-    assert said in error
+    assert message in error
 
 
 def test_a_benchmark_takes_names_that_are_free(tmp_path):
@@ -888,7 +895,7 @@ def test_devices_that_the_library_knows():
 # --- models of a file ---
 
 
-def test_the_file_that_is_named_is_the_one_that_is_read(tiny, capsys):
+def test_named_model_file_is_read(tiny, capsys):
     from liger_multi.memory.sizes import config_of
 
     other = json.loads((tiny / "config.json").read_text()) | {"num_hidden_layers": 5}
@@ -951,7 +958,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_file_that_is_no_model(command, name, tmp_path, capsys):
     pytest.importorskip("transformers")
-    content, said = BROKEN[name]
+    content, message = BROKEN[name]
     path = tmp_path / "other.json"
     path.write_text(content)
     argv = {
@@ -960,13 +967,13 @@ def test_a_file_that_is_no_model(command, name, tmp_path, capsys):
     }
     code, error = called(argv[command], capsys)
     assert code == 2
-    assert re.search(said, error)
+    assert re.search(message, error)
     assert len(error) < 1500, "hundreds of names help nobody"
 
 
 @pytest.mark.parametrize("command", ["estimate", "plan"])
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("place", "message"),
     [
         ("", "unknown model ''"),
         ("empty", "has no config.json"),
@@ -977,7 +984,7 @@ def test_a_file_that_is_no_model(command, name, tmp_path, capsys):
         ("latin.json", "is not JSON: its text is not UTF-8"),
     ],
 )
-def test_a_place_that_holds_no_model(command, place, said, tmp_path, monkeypatch, capsys):
+def test_a_place_that_holds_no_model(command, place, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "folder" / "config.json").mkdir(parents=True)
@@ -987,12 +994,12 @@ def test_a_place_that_holds_no_model(command, place, said, tmp_path, monkeypatch
         [command, place, *(["--gpu", "24GiB"] if command == "plan" else [])], capsys
     )
     assert code == 2
-    assert said in error
+    assert message in error
 
 
 @pytest.mark.parametrize("command", ["estimate", "plan"])
 @pytest.mark.parametrize("model_type", ["llama", "vit", "mine"])
-def test_code_beside_a_configuration_never_runs(command, model_type, tmp_path, monkeypatch, capsys):
+def test_code_of_configuration_never_runs(command, model_type, tmp_path, monkeypatch, capsys):
     from transformers import dynamic_module_utils
     from transformers.models.auto import auto_factory, configuration_auto
 
@@ -1058,10 +1065,10 @@ def test_a_broken_file_of_the_environment(tmp_path):
     done = program("explain", "rms_norm", environment=environment, stdout=subprocess.PIPE)
     assert done.returncode == 2
     assert done.stdout == b""
-    said = done.stderr.decode()
-    assert said.startswith("liger-multi: error: ")
-    assert said.count("\n") == 1
-    assert said.endswith("(named by LIGER_MULTI_CONFIG)\n")
+    output = done.stderr.decode()
+    assert output.startswith("liger-multi: error: ")
+    assert output.count("\n") == 1
+    assert output.endswith("(named by LIGER_MULTI_CONFIG)\n")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The switch ``deterministic``: where it is said, what it refuses, and whose bits it keeps."""
+"""The switch ``deterministic``: how it is set, what it refuses, and which bits it keeps."""
 
 import _thread
 import contextlib
@@ -37,7 +37,7 @@ def head(rows, seed=0, dtype=torch.bfloat16):
     return hidden, weight, torch.randint(97, (rows,), generator=generator)
 
 
-# --- where it is said ---
+# --- how it is set ---
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_backward_runs_under_the_setting_of_its_forward(monkeypatch):
 # --- what it refuses ---
 
 
-def test_what_cannot_be_promised_names_operator_reason_and_way_out(monkeypatch):
+def test_unpromised_property_error_message(monkeypatch):
     why = {"rows": "its sums are split by the batch"}
     weak = bitwise.bitwise(bitwise.promise("repeat recompute", because=why), "x y", 1)
     monkeypatch.setattr(OPS["softmax"], "bitwise", weak)
@@ -138,11 +138,11 @@ def test_an_unknown_property_is_refused(name):
         bitwise.bitwise(bitwise.PER_ROW, "x", reference=name)
 
 
-# --- whose bits it keeps ---
+# --- which bits it keeps ---
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7])
-def test_log_probs_of_a_packed_batch_are_those_of_its_sequences(chunk):
+def test_log_probs_of_packed_batch(chunk):
     hidden, weight, target = head(41)
     lengths = [1, 17, 2, 21]
     options = {} if chunk is None else {"chunk": chunk}
@@ -158,7 +158,7 @@ def test_log_probs_of_a_packed_batch_are_those_of_its_sequences(chunk):
 @pytest.mark.parametrize("by", [(67,), (2, 67), (2, 1, 67), (2, 9, 67)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_modulated_tokens_do_not_see_each_other(monkeypatch, by, dtype):
-    """The norm is called for every row on memory of its own; what modulates it is elementwise."""
+    """The norm runs for every row in its own memory; the modulation is elementwise."""
     original, alone = rms_norm.forward, []
 
     def watched(x, *rest):
@@ -172,33 +172,33 @@ def test_modulated_tokens_do_not_see_each_other(monkeypatch, by, dtype):
     )
     x = x.mT
     with liger_multi.use(deterministic="rows"):
-        whole = ops.modulated_rms_norm(x, scale, shift)
+        batch = ops.modulated_rms_norm(x, scale, shift)
         assert alone == 18 * [((1, 67), 0, (67, 1))]
         for token in (0, 7, 8):
             at = slice(token, token + 1)
             modulation = (t[:, at] if t.shape == x.shape else t for t in (scale, shift))
-            assert checks.same_bits(whole[:, at], ops.modulated_rms_norm(x[:, at], *modulation))
+            assert checks.same_bits(batch[:, at], ops.modulated_rms_norm(x[:, at], *modulation))
 
 
 def test_every_operator_runs_under_rows_on_a_cpu():
-    """Permissions to overwrite are not used there, and those forms have no independent rows."""
+    """Inputs are not overwritten there: in-place operators have no independent rows."""
     refused = [n for n in OPS if bitwise.refusal("reference", OPS[n].fwd, "rows")]
     assert all(OPS[name].inplace for name in refused)
 
 
-def test_every_operator_says_what_it_promises():
+def test_promises_of_every_operator():
     for name, op in OPS.items():
         for prim in op.primitives:
             promises = getattr(op.bitwise, prim.direction)
             assert {"repeat", "recompute"} <= promises.under("deterministic"), name
             missing = {"rows", "cards"} - promises.always
-            said = set(promises.because) | promises.rows | promises.deterministic
-            assert missing <= said, (name, missing)
+            stated = set(promises.because) | promises.rows | promises.deterministic
+            assert missing <= stated, (name, missing)
 
 
 @pytest.mark.parametrize("promise", ["repeat", "rows"])
-def test_a_broken_promise_is_named(monkeypatch, promise):
-    """The checks of the common suite fail where a call depends on what it must not."""
+def test_broken_promise_message(monkeypatch, promise):
+    """The checks of the common suite fail where a promise is broken."""
     sample = next(s for s in samples.of("softmax") if s.elements > 100)
     calls = checks.calls_of("softmax", sample, torch.float32, torch.device("cpu"), "reference")
     count = iter(range(1, 100))
@@ -216,7 +216,7 @@ def test_a_broken_promise_is_named(monkeypatch, promise):
         checks.CHECKS[promise](broken, "rows")
 
 
-def test_in_place_is_a_permission_that_rows_do_not_need():
+def test_inplace_loss_under_rows():
     logits = torch.randn(5, 11, requires_grad=True)
     target = torch.tensor([1, 2, -100, 4, 5])
     with liger_multi.use(deterministic="rows"):
@@ -227,7 +227,7 @@ def test_in_place_is_a_permission_that_rows_do_not_need():
     torch.testing.assert_close(result, expected)
 
 
-def test_attention_does_not_see_what_fills_or_packs_a_sequence():
+def test_attention_rows_with_padding_and_packing():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 23, 16, generator=generator) for _ in range(3))
     ends = torch.arange(1, 24, dtype=torch.int32)
@@ -254,7 +254,7 @@ def _switches():
 
 @pytest.mark.parametrize("held", [strict._attention, strict._convolutions])
 def test_threads_leave_the_process_as_it_was(held):
-    """The second to enter took the first one's setting for the caller's, and restored that."""
+    """The second thread took the first one's setting for the caller's, and restored that."""
     before, inside, leave = _switches(), threading.Event(), threading.Event()
 
     def stay():
@@ -305,8 +305,8 @@ PLACED = {  # rows of 64 and 67 elements, and whether they are copied
 
 
 @pytest.mark.parametrize("name", PLACED)
-def test_kernels_get_rows_that_start_at_multiples_of_16_bytes(monkeypatch, name):
-    """The order of a row's sum would follow its address, as what a thread loads at a time does."""
+def test_kernel_rows_are_16_byte_aligned(monkeypatch, name):
+    """The order of a row's sum would depend on its address, as the width of loads does."""
     x, is_copied = PLACED[name]
     weight, observed = BUFFER[1 : 1 + x.shape[1]], []
 
@@ -327,7 +327,7 @@ def test_kernels_get_rows_that_start_at_multiples_of_16_bytes(monkeypatch, name)
 
 @pytest.mark.parametrize("name", ["rms_norm", "swiglu", "geglu", "gated_rms_norm", "softmax"])
 def test_a_row_alone_has_its_bits_in_every_layout(name):
-    """Of one axis or more, with gaps between its elements or none, beside others or not."""
+    """A row of one axis or more, with gaps or without, alone or in a batch."""
     x = torch.randn(257, 9, generator=torch.Generator().manual_seed(0))
     weight = x[:, 0].contiguous()
     run = {
@@ -345,7 +345,7 @@ def test_a_row_alone_has_its_bits_in_every_layout(name):
                 assert checks.same_bits(run(layout).reshape(-1, 257)[-1], every[i])
 
 
-def test_what_is_written_to_is_written_in_its_place():
+def test_inplace_kernel_with_unaligned_rows():
     logits = torch.arange(1.0, 51.0)[1:].view(7, 7)
     original = logits.clone()
 
@@ -363,7 +363,7 @@ def test_what_is_written_to_is_written_in_its_place():
 
 
 def _counted():
-    """A backend of the compiler that runs graphs as they are, and the graphs that it was given."""
+    """A compiler backend that runs graphs as they are, and the list of its graphs."""
     graphs = []
 
     def backend(graph, inputs):
@@ -384,9 +384,9 @@ SWIGLU = torch.ops.liger_multi.swiglu.default
 WEIGHTS = [torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
 
-@pytest.mark.parametrize("said", ["use", "configure", "file"])
+@pytest.mark.parametrize("settings", ["use", "configure", "file"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_graph_of_another_setting_is_compiled_again(monkeypatch, tmp_path, name, said):
+def test_a_graph_of_another_setting_is_compiled_again(monkeypatch, tmp_path, name, settings):
     """Compiled before, called under "rows": the rows of a batch have the bits of each alone."""
     torch.compiler.reset()
     graphs, backend = _counted()
@@ -395,14 +395,14 @@ def test_a_graph_of_another_setting_is_compiled_again(monkeypatch, tmp_path, nam
     torch._dynamo.mark_dynamic(x, 0)
     compiled(x)
     before = len(graphs)
-    with _rows_said(said, monkeypatch, tmp_path):
-        whole = compiled(x)
+    with _rows_said(settings, monkeypatch, tmp_path):
+        batch = compiled(x)
         alone = torch.cat([compiled(x[i : i + 1]) for i in range(len(x))])
         for _ in range(3):
             compiled(x)
         during = len(graphs)
-        assert checks.same_bits(whole, CALLS[name](x))
-        assert checks.same_bits(whole, alone)
+        assert checks.same_bits(batch, CALLS[name](x))
+        assert checks.same_bits(batch, alone)
     compiled(x)
     assert len(graphs) == during  # the first graph serves again
     if name != "rms_norm":  # which is opaque: its function is chosen at every call
@@ -430,7 +430,7 @@ def _rows_said(how, monkeypatch, tmp_path):
 
 
 def test_the_setting_of_another_thread_recompiles_nothing():
-    """Guards look at the thread that calls."""
+    """Guards read the setting of the calling thread."""
     torch.compiler.reset()
     graphs, backend = _counted()
     compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)
@@ -451,8 +451,8 @@ def test_the_setting_of_another_thread_recompiles_nothing():
     assert len(graphs) == 1
 
 
-def test_threads_of_autograd_take_the_graph_of_the_block_that_waits_for_them():
-    """A device's threads compute again what is checkpointed; Python did not start them."""
+def test_autograd_threads_take_callers_graph():
+    """Autograd recomputes checkpointed layers in threads that Python did not start."""
     torch.compiler.reset()
     graphs, backend = _counted()
     compiled = torch.compile(CALLS["swiglu"], backend=backend, fullgraph=True)

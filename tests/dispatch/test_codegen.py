@@ -1,4 +1,4 @@
-"""The generated call path of every operator has the results of the slow path that it stands for."""
+"""The generated call path of every operator has the results of the slow path."""
 
 import contextlib
 
@@ -32,7 +32,7 @@ def owners(op):
 
 
 def forget(parts):
-    """Generated code is written again at the next call."""
+    """Drop generated code; the next call writes it again."""
     for part in parts:
         for name in GENERATED:
             vars(part).pop(name, None)
@@ -47,7 +47,7 @@ def run(op, sample, tensors):
 
 
 def results(op, sample, device, **choice):
-    """Every output and gradient; forward runs under a choice of backends, backward without it."""
+    """Every output and gradient; ``choice`` configures forward, but not backward."""
     tensors = sample.make(device, torch.float32)
     with liger_multi.use(**choice) if choice else contextlib.nullcontext():
         smooth, other = run(op, sample, tensors)

@@ -1,4 +1,4 @@
-"""Configuration, the choice of a backend, and what the machinery promises around autograd."""
+"""Configuration, the choice of a backend, autograd, and DTensors."""
 
 import ast
 import concurrent.futures
@@ -22,7 +22,7 @@ import liger_multi
 from liger_multi import errors, ops
 from liger_multi.dispatch import codegen, registry
 from liger_multi.dispatch.backend import Backend
-from liger_multi.dispatch.config import configure, current, forget, parse_bytes
+from liger_multi.dispatch.config import configure, current, forget
 from liger_multi.dispatch.op import OPS, Op, inline_ops
 from liger_multi.dispatch.resolve import plan_for
 from liger_multi.testing.samples import of
@@ -85,35 +85,12 @@ def test_globs_devices_and_defaults():
         ({"chunk_bytes": "many"}, "got 'many'"),
     ],
 )
-def test_wrong_configurations_name_what_is_wrong_and_change_nothing(content, message):
+def test_invalid_configurations(content, message):
     configure({"ops": {"rms_norm": "reference"}})
     before = current()
     with pytest.raises(errors.ConfigurationError, match=message):
         configure(content)
     assert current() is before
-
-
-def test_files_that_are_no_configuration(tmp_path):
-    broken = tmp_path / "broken.yaml"
-    broken.write_text("ops: {rms_norm: [")
-    with pytest.raises(errors.ConfigurationError, match=r"broken\.yaml' is not YAML"):
-        configure(broken)
-    with pytest.raises(errors.ConfigurationError, match="cannot read the configuration"):
-        configure(tmp_path / "absent.yaml")
-    (tmp_path / "list.yaml").write_text("- rms_norm\n")
-    with pytest.raises(errors.ConfigurationError, match="must be a mapping with the keys"):
-        configure(tmp_path / "list.yaml")
-    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x9f")
-    with pytest.raises(errors.ConfigurationError, match="is not YAML"):
-        configure(tmp_path / "binary.yaml")
-
-
-def test_byte_counts():
-    assert parse_bytes("1.5GiB", "x") == 3 * 2**29
-    assert parse_bytes(4096, "x") == 4096
-    for wrong in (0, -1, True, "1 TX", "1 TiBB", ""):
-        with pytest.raises(errors.ConfigurationError, match="positive number"):
-            parse_bytes(wrong, "x")
 
 
 def test_unknown_operator_to_explain():
@@ -124,7 +101,7 @@ def test_unknown_operator_to_explain():
 # --- choice ---
 
 
-def test_a_bound_backend_that_cannot_run_says_why():
+def test_pinned_backend_error_message():
     x = torch.randn(3, 8)
     with (
         liger_multi.use(rms_norm="npu"),
@@ -230,7 +207,7 @@ def plugin(monkeypatch):
     forget()
 
 
-def test_an_entry_point_adds_a_backend_that_may_implement_one_direction(plugin, caplog):
+def test_entry_point_backend_with_one_direction(plugin, caplog):
     x = torch.randn(3, 8, requires_grad=True)
     ops.rms_norm(x).sum().backward()
     assert plugin == ["forward"]
@@ -239,10 +216,10 @@ def test_an_entry_point_adds_a_backend_that_may_implement_one_direction(plugin, 
         ops.rms_norm(wide)
         ops.rms_norm(wide)
     assert plugin == ["forward"]
-    said = [
+    messages = [
         r.getMessage() for r in caplog.records if "takes rows up to 16, got 32" in r.getMessage()
     ]
-    assert len(said) == 1, "a fall to the reference is said once"
+    assert len(messages) == 1, "a fall to the reference is said once"
     with (
         liger_multi.use(rms_norm="toy"),
         pytest.raises(errors.BackendUnavailableError, match="got 32"),
@@ -261,8 +238,8 @@ def test_a_wrong_signature_is_refused_when_loaded(plugin):
         ops.rms_norm(torch.randn(3, 8))
 
 
-def test_a_condition_on_what_no_call_has_is_refused(plugin):
-    """It would never be asked, and the backend would run what it does not support."""
+def test_supports_with_unknown_argument(plugin):
+    """It would never be called, and the backend would run what it does not support."""
 
     def supports(half: str) -> str | None:
         return "never"
@@ -292,8 +269,8 @@ def test_a_condition_on_what_no_call_has_is_refused(plugin):
         ),
     ],
 )
-def test_where_a_backend_may_have_an_operator(op, files, module_name, tmp_path, monkeypatch):
-    """In a family, beside them, as a file or as a folder; others' modules stay unloaded."""
+def test_module_paths_of_operators(op, files, module_name, tmp_path, monkeypatch):
+    """In a family or without one, as a file or as a folder; other modules stay unloaded."""
     for name, text in {"__init__.py": "", **files}.items():
         file = tmp_path / "placed_backend" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -370,7 +347,7 @@ class Nested(torch.autograd.Function):
 
 
 def sources_in_threads():
-    """Whether a backward ran in this thread, and what it found, in a scope and outside."""
+    """Whether a backward ran in this thread, and its configuration, in a scope and outside."""
     observed, x = [], torch.ones(1, requires_grad=True)
     y = Nested.apply(x, 100, observed)
     with liger_multi.use(rms_norm="reference"):
@@ -379,7 +356,7 @@ def sources_in_threads():
     return [(thread == threading.get_ident(), source) for thread, source in observed]
 
 
-def test_autograds_own_threads_see_the_scope_around_backward():
+def test_scope_in_autograd_threads():
     """As the backward of a compiled forward does on a device.
 
     In another process: where autograd has started a thread, no later fork can differentiate.
@@ -390,7 +367,7 @@ def test_autograds_own_threads_see_the_scope_around_backward():
     assert sources == [(False, "use()"), (False, "default")]
 
 
-def test_a_yaml_change_reaches_a_compiled_model():
+def test_configuration_change_recompiles():
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: ops.rms_norm(x), backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 8)
@@ -406,7 +383,7 @@ LINEAR = {"embedding", *(op for op in OPS if op.startswith("rope"))}
 @pytest.mark.parametrize("op", sorted(OPS))
 @pytest.mark.parametrize("use", [torch.square, torch.clone], ids=["squares", "as they are"])
 def test_double_backward_raises(op, use):
-    """Of the sum of the outputs as they are, the upstream gradient is a constant."""
+    """The upstream gradient of a plain sum of the outputs is a constant."""
     from liger_multi.testing.checks import call, outputs
 
     sample = next(s for s in of(op) if s.size == "small")
@@ -416,7 +393,7 @@ def test_double_backward_raises(op, use):
     total = sum(use(t).sum() for t in result.values())
     (grad, *_) = torch.autograd.grad(total, leaves, create_graph=True)
     if use is torch.clone and op in LINEAR:
-        assert not grad.requires_grad  # a constant, of which nobody can take the derivative
+        assert not grad.requires_grad  # a constant, which has no derivative
         return
     with pytest.raises(errors.DoubleBackwardError, match=f"liger_multi.{op} has first"):
         grad.pow(2).sum().backward()
@@ -436,7 +413,7 @@ def test_a_second_backward_is_right_or_raises():
         torch.autograd.grad(loss * 2, (x, w))
 
 
-def test_inplace_makes_somebody_elses_saved_logits_raise():
+def test_inplace_invalidates_saved_logits():
     x = torch.randn(6, 16, requires_grad=True)
     p = torch.softmax(x * 1, -1)  # keeps its output, which the loss then overwrites
     loss = ops.cross_entropy(p, torch.randint(16, (6,)), inplace=True)
@@ -448,8 +425,8 @@ def test_softmax_then_cross_entropy_keeps_its_gradient():
     """Nothing a caller owns is written, so an upstream softmax sees its own output."""
     x, t = torch.randn(6, 16, requires_grad=True), torch.randint(16, (6,))
     ours = torch.autograd.grad(ops.cross_entropy(torch.softmax(x, -1), t), x)[0]
-    right = torch.autograd.grad(torch.nn.functional.cross_entropy(torch.softmax(x, -1), t), x)[0]
-    torch.testing.assert_close(ours, right)
+    expected = torch.autograd.grad(torch.nn.functional.cross_entropy(torch.softmax(x, -1), t), x)[0]
+    torch.testing.assert_close(ours, expected)
 
 
 def test_inplace_refuses_leaves_and_strides():
@@ -461,7 +438,7 @@ def test_inplace_refuses_leaves_and_strides():
         ops.cross_entropy(wide.transpose(0, 1), torch.randint(8, (3, 2)), inplace=True)
 
 
-def test_functorch_transforms_raise_a_message_of_ours():
+def test_functorch_transform_error():
     with pytest.raises(errors.TransformError, match="does not support functorch transforms"):
         torch.func.grad(lambda x: ops.rms_norm(x).sum())(torch.randn(3, 8))
     with pytest.raises(errors.TransformError, match="vmap"):
@@ -470,7 +447,7 @@ def test_functorch_transforms_raise_a_message_of_ours():
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_tangent_is_not_lost(trained):
-    """Kernels have no derivative forwards: their results would have none, which reads as zero."""
+    """Kernels have no forward-mode derivative; a missing tangent would read as zero."""
     x = torch.randn(3, 8).requires_grad_(trained)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, torch.ones(3, 8))
@@ -482,7 +459,7 @@ def test_a_tangent_is_not_lost(trained):
 
 
 @pytest.mark.parametrize("profiled", [False, True])
-def test_backends_get_numbers_and_no_sign_beside_them(monkeypatch, profiled):
+def test_backends_get_resolved_negations(monkeypatch, profiled):
     """Kernels read memory. The imaginary part of a conjugate is a view with a bit for the sign."""
     x = torch.view_as_complex(torch.randn(3, 8, 2)).conj().imag.requires_grad_()
     op, observed = OPS["rms_norm"], []
@@ -522,7 +499,7 @@ def test_no_function_where_nothing_needs_a_gradient(monkeypatch):
     assert ops.rms_norm(x.detach()).grad_fn is None
 
 
-def test_the_code_that_is_shown_is_the_code_that_runs():
+def test_generated_source_in_docstring():
     _, _, shown = codegen.__doc__.partition("is::")
     runs = inspect.getsource(OPS["rms_norm"].run)
     parts = [ast.dump(ast.parse(textwrap.dedent(code))) for code in (shown, runs)]
@@ -530,7 +507,7 @@ def test_the_code_that_is_shown_is_the_code_that_runs():
 
 
 def test_frozen_weights_allocate_no_gradient():
-    """The only tensors as large as the weight are the weight and what it needs."""
+    """No tensor as large as a frozen weight is allocated."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
@@ -558,7 +535,7 @@ def test_frozen_weights_allocate_no_gradient():
         assert (mode.count == 0) == frozen
 
 
-def test_hidden_states_without_gradient_do_not_stop_the_weight():
+def test_weight_gradient_with_frozen_hidden_states():
     w = torch.randn(11, 16, requires_grad=True)
     ops.fused_linear_cross_entropy(torch.randn(6, 16), w, torch.randint(11, (6,))).backward()
     assert w.grad.abs().sum() > 0
@@ -568,17 +545,17 @@ def test_gradient_checkpointing_and_saved_tensor_hooks():
     from torch.utils.checkpoint import checkpoint
 
     x, w = torch.randn(5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
-    right = torch.autograd.grad(ops.rms_norm(x, w).pow(2).sum(), (x, w))
+    expected = torch.autograd.grad(ops.rms_norm(x, w).pow(2).sum(), (x, w))
     for reentrant in (True, False):
         y = checkpoint(lambda a: ops.rms_norm(a, w), x, use_reentrant=reentrant)
         again = (
             torch.autograd.grad(y.pow(2).sum(), (x, w)) if not reentrant else _reentrant(y, x, w)
         )
-        for a, b in zip(right, again, strict=True):
+        for a, b in zip(expected, again, strict=True):
             assert torch.equal(a, b)
     with torch.autograd.graph.save_on_cpu():
         y = ops.rms_norm(x, w)
-    for a, b in zip(right, torch.autograd.grad(y.pow(2).sum(), (x, w)), strict=True):
+    for a, b in zip(expected, torch.autograd.grad(y.pow(2).sum(), (x, w)), strict=True):
         assert torch.equal(a, b)
 
 
@@ -587,22 +564,22 @@ def test_gradient_checkpointing_and_saved_tensor_hooks():
     reason="this PyTorch cannot be asked whether it checkpoints (liger_multi.checks.in_checkpoint)",
 )
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_checkpointing_does_not_compute_the_last_product_again(activation):
-    """It stops when it has the input of ``down``, which one operator for all would hide."""
+def test_checkpointing_skips_last_gemm(activation):
+    """It stops once it has the input of ``down``, which a single operator would hide."""
     from torch.utils.checkpoint import checkpoint
     from torch.utils.flop_counter import FlopCounterMode
 
     x, *weights = torch.randn(3, 4, 8), torch.randn(6, 8), torch.randn(6, 8), torch.randn(5, 6)
     weights = [w.requires_grad_() for w in (x, *weights)]
     mlp = lambda *w: ops.gated_mlp(*w, activation=activation)  # noqa: E731
-    right = torch.autograd.grad(mlp(*weights).pow(2).sum(), weights)
+    expected = torch.autograd.grad(mlp(*weights).pow(2).sum(), weights)
     counter = FlopCounterMode(display=False)
     with counter:
         output = checkpoint(mlp, *weights, use_reentrant=False)
         gradients = torch.autograd.grad(output.pow(2).sum(), weights)
     product, last = 2 * 12 * 8 * 6, 2 * 12 * 6 * 5
     assert counter.get_total_flops() == (2 + 2 + 4) * product + (1 + 2) * last
-    for a, b in zip(right, gradients, strict=True):
+    for a, b in zip(expected, gradients, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -612,7 +589,7 @@ def _reentrant(y, x, w):
     return x.grad, w.grad
 
 
-def test_selective_checkpointing_sees_the_operator_by_name():
+def test_selective_checkpointing_operator_names():
     from torch.utils.checkpoint import (
         CheckpointPolicy,
         checkpoint,
@@ -644,7 +621,7 @@ def test_profilers_see_named_operators():
     assert any("liger_multi::rms_norm_forward" in e.key for e in profile.key_averages())
 
 
-def test_autocast_reaches_the_fused_linear_loss_and_leaves_norms_alone():
+def test_autocast_of_fused_linear_loss_and_norms():
     x, w = torch.randn(6, 16, requires_grad=True), torch.randn(11, 16, requires_grad=True)
     t = torch.randint(11, (6,))
     with torch.autocast("cpu", torch.bfloat16):
@@ -705,3 +682,25 @@ def test_resolution_is_cached(monkeypatch):
         resolve.resolve(OPS["rms_norm"].fwd, (x, None, 1e-6, 0.0, "llama")).__module__
         == "liger_multi.reference.norms.rms_norm"
     )
+
+
+# --- DTensors ---
+
+
+@pytest.fixture
+def mesh(one_process):
+    """A mesh of this process alone."""
+    return torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+
+
+@pytest.mark.parametrize("op", ["hyper_connections", "hyper_connections_pre", "layer_norm"])
+def test_outputs_with_rows_are_sharded(mesh, op):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    sample = next(s for s in of(op) if s.size == "small")
+    tensors = sample.make(torch.device("cpu"), torch.float32)
+    placements = {n: Shard(0) if n in OPS[op].bitwise.batched else Replicate() for n in tensors}
+    sharded = {n: distribute_tensor(t, mesh, [placements[n]]) for n, t in tensors.items()}
+    result = getattr(ops, op)(**sharded, **sample.options)
+    outputs = result if isinstance(result, tuple) else (result,)
+    assert [y.placements for y in outputs] == [(Shard(0),)] * len(outputs)

@@ -39,7 +39,7 @@ def inputs(grad=True):
 
 
 def counted(monkeypatch):
-    """How often each half of an operator ran."""
+    """How often each of the two functions of an operator ran."""
     counts = {"first": 0, "rest": 0}
     call = EarlySave.__call__
 
@@ -66,17 +66,17 @@ AFTER = {"nothing": lambda y: y, "what adds": lambda y: y + 1, "what reads": tor
 @every_call
 @pytest.mark.parametrize("after", AFTER)
 @pytest.mark.parametrize("grad", [True, False], ids=["x", "weights alone"])
-def test_gradients_are_those_without_checkpointing(name, after, grad, monkeypatch):
-    """The rest runs again where somebody reads its result, and only there."""
+def test_early_save_gradients_under_checkpointing(name, after, grad, monkeypatch):
+    """The rest runs again only where its result is read."""
     call, weights = CALLS[name]
     run = lambda x: AFTER[after](call(x))  # noqa: E731
     x = inputs(grad)
     leaves = [x, *weights] if grad else weights
-    right = run(x)
-    exact = torch.autograd.grad(right.square().sum(), leaves)
+    expected = run(x)
+    exact = torch.autograd.grad(expected.square().sum(), leaves)
     counts = counted(monkeypatch)
     y = checkpoint(run, x, use_reentrant=False)
-    assert torch.equal(y, right)
+    assert torch.equal(y, expected)
     gradients = torch.autograd.grad(y.square().sum(), leaves)
     assert all(torch.equal(a, b) for a, b in zip(gradients, exact, strict=True))
     assert counts == {"first": 2, "rest": 2 if after == "what reads" else 1}
@@ -112,22 +112,22 @@ def test_nobody_asks_for_gradients(name):
     call, _ = CALLS[name]
     x = inputs(False)
     with torch.no_grad():
-        right = call(x)
-        assert torch.equal(checkpoint(call, x, use_reentrant=False), right)
+        expected = call(x)
+        assert torch.equal(checkpoint(call, x, use_reentrant=False), expected)
 
 
 @every_call
-def test_threads_do_not_share_what_is_handed_over(name):
+def test_early_save_handover_per_thread(name):
     call, weights = CALLS[name]
     xs = [torch.randn(3 + i, 32) for i in range(4)]
     exact = [torch.autograd.grad(call(x).sum(), weights) for x in xs]
     wrong = []
 
-    def run(x, right):
+    def run(x, expected):
         for _ in range(5):
             y = checkpoint(call, x, use_reentrant=False)
             gradients = torch.autograd.grad(y.sum(), weights)
-            if not all(torch.equal(a, b) for a, b in zip(gradients, right, strict=True)):
+            if not all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True)):
                 wrong.append(x.shape)
 
     threads = [threading.Thread(target=run, args=pair) for pair in zip(xs, exact, strict=True)]

@@ -141,7 +141,7 @@ def test_importing_loads_nothing_optional_and_touches_no_driver():
     assert python(code) == "False MainThread"
 
 
-def test_modules_are_loaded_when_they_are_asked_for_and_load_nothing_optional():
+def test_lazy_modules_load_nothing_optional():
     use = """
 import liger_multi
 print("liger_multi.nn" in sys.modules)
@@ -150,8 +150,8 @@ loss = liger_multi.nn.CrossEntropyLoss()(y, torch.tensor([0, 1]))
 from liger_multi import nn
 print(nn is liger_multi.nn is sys.modules["liger_multi.nn"], round(loss.item(), 3))
 """
-    said = python(BEFORE + use + ADDED, **NO_DEVICES)
-    assert said.splitlines() == ["False", "True 1.386"]
+    output = python(BEFORE + use + ADDED, **NO_DEVICES)
+    assert output.splitlines() == ["False", "True 1.386"]
 
 
 def test_the_first_calls_without_a_device_load_nothing_optional():
@@ -166,9 +166,9 @@ try:
 except liger_multi.errors.BackendUnavailableError as error:
     print(error)
 """
-    said = python(HIDE.format(names=OPTIONAL) + TRAIN + bound)
-    assert "needs Triton, which is not installed" in said
-    assert "rms_norm" in said
+    output = python(HIDE.format(names=OPTIONAL) + TRAIN + bound)
+    assert "needs Triton, which is not installed" in output
+    assert "rms_norm" in output
 
 
 @pytest.mark.parametrize("what", ["operators", "patched model"])
@@ -227,14 +227,14 @@ for name in ({folder!r}, {module!r}):
     except ImportError as error:
         print(error)
 """
-    said = python(code).splitlines()
-    assert len(said) == 2
-    for line in said:
+    lines = python(code).splitlines()
+    assert len(lines) == 2
+    for line in lines:
         assert f"liger_multi.{folder}" in line
         assert repr(folder) in line
 
 
-def test_public_names_load_on_first_use_and_dir_shows_them_alone():
+def test_public_names_and_dir():
     code = """
 import sys, liger_multi
 print(" ".join(dir(liger_multi)))
@@ -247,6 +247,6 @@ print(*[getattr(liger_multi, n).__name__ for n in ("losses", "memory", "nn")])
     assert after == "liger_multi.losses liger_multi.memory liger_multi.nn"
 
 
-def test_an_attribute_that_is_absent_says_so():
+def test_absent_attribute_message():
     with pytest.raises(AttributeError, match="'liger_multi' has no attribute 'pach'"):
         importlib.import_module("liger_multi").pach  # noqa: B018

@@ -70,7 +70,7 @@ def kernel(monkeypatch):
     return Kernel()
 
 
-def test_the_second_launch_of_a_kind_goes_past_the_binder(kernel):
+def test_second_launch_skips_binder(kernel):
     x = torch.zeros(32)
     for rows in (48, 64):  # both divisible by 16
         launching.launch(kernel, 5, (x, None, rows, 1e-6), (True, 128), 4)
@@ -81,7 +81,7 @@ def test_the_second_launch_of_a_kind_goes_past_the_binder(kernel):
     assert kernel.direct == [(5, 1, 1, 99, 7, 8, None, None, None, x, None, 64, 1e-6, True, 128)]
 
 
-def test_whatever_triton_specializes_on_compiles_again(kernel):
+def test_specialized_arguments_recompile(kernel):
     wide = torch.zeros(64)
     calls = [
         ((wide, 48), (1,), 4),
@@ -106,7 +106,7 @@ def test_whatever_triton_specializes_on_compiles_again(kernel):
     assert not kernel.direct
 
 
-def test_a_profiler_that_listens_gets_every_launch(kernel, monkeypatch):
+def test_profiler_hooks_get_every_launch(kernel, monkeypatch):
     x = torch.zeros(32)
     launching.launch(kernel, 1, (x,), (), 4)
     hooks = types.SimpleNamespace(launch_enter_hook=print, launch_exit_hook=None)
@@ -176,7 +176,7 @@ INTEGERS = (
 
 @functools.cache
 def reserved(size):
-    """Bytes that nobody writes, and that take no memory."""
+    """A storage of many bytes that takes no memory, as nothing is written."""
     return torch.zeros(0, dtype=torch.uint8).set_(torch.UntypedStorage(size))
 
 
@@ -187,10 +187,10 @@ def every_tensor():
         for offset in (*range(17), 24, 32, 48):
             yield storage[offset : offset + 16]
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64):
-            whole = storage[: size // 16 * 16].view(dtype)
-            yield from (whole, whole[1:], whole[8:9], whole[16:])
+            aligned = storage[: size // 16 * 16].view(dtype)
+            yield from (aligned, aligned[1:], aligned[8:9], aligned[16:])
             if dtype.is_floating_point:
-                yield torch.nn.Parameter(whole)
+                yield torch.nn.Parameter(aligned)
 
 
 def every_other():
@@ -201,8 +201,8 @@ def every_other():
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-def test_no_kernel_runs_that_was_compiled_for_other_arguments(monkeypatch, target):
-    """What the look-up forgets, of all that Triton specializes on for a target, fails here."""
+def test_cached_launch_matches_arguments(monkeypatch, target):
+    """The cache key covers everything that Triton specializes on for a target."""
     use_target(monkeypatch, target)
     kernel, x = Checked(), torch.zeros(16)
     values = [*every_tensor(), *every_other()]
@@ -220,7 +220,7 @@ def test_no_kernel_runs_that_was_compiled_for_other_arguments(monkeypatch, targe
 
 
 @pytest.mark.parametrize("target", [TARGETS["hip"]], ids=["hip"])
-def test_a_storage_of_2_gib_gets_a_kernel_of_its_own_on_amd(monkeypatch, target):
+def test_amd_kernel_for_2_gib_storage(monkeypatch, target):
     monkeypatch.setattr(triton.knobs.amd, "use_buffer_ops", True)  # the default from 3.6 on
     use_target(monkeypatch, target)
     kernel = Kernel()
@@ -231,7 +231,7 @@ def test_a_storage_of_2_gib_gets_a_kernel_of_its_own_on_amd(monkeypatch, target)
 
 @pytest.mark.parametrize("first", [False, True])
 def test_switches_of_the_compiler_may_change_between_launches(monkeypatch, first):
-    """An answer of Triton that was remembered under one switch decides nothing under another."""
+    """A result of Triton that was cached under one switch is not used under another."""
     use_target(monkeypatch, TARGETS["hip"])
     small, large = reserved(64), reserved(LIMIT)
     monkeypatch.setattr(triton.knobs.amd, "use_buffer_ops", first)
@@ -245,8 +245,8 @@ def test_switches_of_the_compiler_may_change_between_launches(monkeypatch, first
 
 
 @pytest.mark.parametrize("reads", [lambda x: x.shape, lambda x: x.stride(0), lambda x: type(x)])
-def test_a_triton_that_looks_at_more_of_a_tensor_is_asked_each_time(reads):
-    """Facts are not a list of ours: what Triton reads decides what is remembered."""
+def test_unknown_triton_specialization_is_not_cached(reads):
+    """The attributes of a tensor that Triton reads decide the cache key."""
     asked = []
 
     def specialize(argument):
@@ -271,8 +271,8 @@ def test_remembered_arguments_are_bounded(monkeypatch):
     assert max(map(len, (classes.integers, classes.scalars, classes.tensors))) <= 8
 
 
-def test_a_kernel_that_compiles_nothing_is_launched_by_triton(monkeypatch):
-    """Interpreted kernels, and those of a machine that has no device to specialize for."""
+def test_interpreted_kernel_launch(monkeypatch):
+    """Kernels that are interpreted, or that have no device to specialize for."""
     monkeypatch.setattr(launching, "_classes", None)
     calls = []
 
@@ -312,8 +312,8 @@ def test_grids_of_the_tuner():
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_the_tuner_finds_calls_of_an_operator_that_has_run(direction):
-    """What was called before is called by code that is written out and looks nothing up."""
+def test_tuner_call_arguments(direction):
+    """Repeated calls run generated code without look-ups."""
     sample = next(s for s in samples.of("softmax") if s.size == "small")
     for _ in range(2):
         arguments = tune.call_arguments("softmax", direction, sample, torch.device("cpu"))
@@ -321,7 +321,7 @@ def test_the_tuner_finds_calls_of_an_operator_that_has_run(direction):
     assert Primitive.call is torch_ops._CALL
 
 
-def test_forced_numbers_hold_for_the_block_only():
+def test_forced_config_scope():
     from dataclasses import dataclass
 
     @dataclass(frozen=True)
@@ -415,27 +415,29 @@ def test_models_are_measured_in_turns(monkeypatch):
     assert compiled.turn(0)["seconds"] == []
     torch.manual_seed(0)
     fresh = bench_models.build(run, compiled.device)
-    for kept, eager in zip(compiled.model.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(kept, eager), "compiling trains nothing"
+    for compiled_weight, eager_weight in zip(
+        compiled.model.parameters(), fresh.parameters(), strict=True
+    ):
+        assert torch.equal(compiled_weight, eager_weight), "compiling trains nothing"
     monkeypatch.setitem(bench_models.VARIANTS, "liger", lambda model: 1 / 0)
     assert "division by zero" in bench_models.Training(run, "liger", None).turn(1)["failure"]
 
 
-def test_those_that_compile_do_so_together_and_then_take_turns():
-    said = []
+def test_compiling_models_measured_in_turns():
+    messages = []
 
     class Worker:
         def __init__(self, variant):
             self.variant = variant
 
         def ask(self, steps):
-            said.append(f"ask {self.variant} {steps}")
+            messages.append(f"ask {self.variant} {steps}")
 
         def answer(self):
-            said.append(f"answer {self.variant}")
+            messages.append(f"answer {self.variant}")
 
         def turn(self, steps):
-            said.append(f"{self.variant} {steps}")
+            messages.append(f"{self.variant} {steps}")
 
     workers = [Worker(name) for name in ("ours", "ours+compile", "stock+compile")]
     rounds = bench_models.in_turns(workers, 2, 3)
@@ -443,6 +445,6 @@ def test_those_that_compile_do_so_together_and_then_take_turns():
     together = ["ask ours+compile 0", "ask stock+compile 0"]
     together += ["answer ours+compile", "answer stock+compile"]
     once = ["ours 3", "ours+compile 3", "stock+compile 3"]
-    assert said == together + once
+    assert messages == together + once
     assert list(rounds) == [1]
-    assert said == together + once + once[::-1]
+    assert messages == together + once + once[::-1]

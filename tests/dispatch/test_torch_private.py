@@ -55,23 +55,23 @@ def test_a_model_trains_without_a_symbol(without, path):
     assert not error, error
 
 
-def test_what_is_switched_off_is_said_once(without):
+def test_missing_symbol_logged_once(without):
     lost = {symbol.paths[0]: symbol.lost for symbol in _torch_private.SYMBOLS}
     for path in ("torch._C._len_torch_dispatch_stack", "torch.Tensor._make_wrapper_subclass"):
         _, log = without(path)
         assert sum(path in line and lost[path] in line for line in log) == 1
-    assert without("torch._C._is_any_autocast_enabled")[1] == []  # done by public means
+    assert without("torch._C._is_any_autocast_enabled")[1] == []  # replaced by public means
 
 
-def test_every_row_says_what_it_serves():
+def test_symbol_rows_are_complete():
     for symbol in _torch_private.SYMBOLS:
         assert symbol.serves
         assert re.fullmatch(r"2\.\d+ to 2\.\d+", symbol.versions)
         assert re.search(r"\._|^torch\._C\.", symbol.paths[0])
 
 
-def test_this_pytorch_has_what_the_table_says():
-    """Of a release within the versions of a row, nothing is missing."""
+def test_symbols_of_this_pytorch():
+    """A release within the versions of a row has its symbol."""
     import torch
 
     release = tuple(map(int, torch.__version__.split(".")[:2]))

@@ -34,16 +34,16 @@ def product(a, b, bias=None, out=None):
     return out
 
 
-def near(made, a, b, bias=None):
+def near(actual, a, b, bias=None):
     """Sums of K terms in fp32, in another order than PyTorch's, and one rounding."""
     right = a.double() @ b.double()
     terms = a.double().abs() @ b.double().abs()
     if bias is not None:
         right, terms = right + bias.double(), terms + bias.double().abs()
-    ulp = torch.finfo(made.dtype).eps
+    ulp = torch.finfo(actual.dtype).eps
     allowed = ulp * right.abs() + a.shape[1] * torch.finfo(torch.float32).eps * terms + 1e-7
-    assert made.isfinite().all()
-    assert ((made.double() - right).abs() <= allowed).all()
+    assert actual.isfinite().all()
+    assert ((actual.double() - right).abs() <= allowed).all()
 
 
 @by_dtype
@@ -66,8 +66,8 @@ def test_a_row_is_the_same_in_every_batch(dtype):
         for size in (1, 2, 17, 64, 65, 257):
             for start in range(0, 300, size if size > 2 else 53):
                 part = a[start : start + size]
-                for given in (part, part.clone()):
-                    assert torch.equal(product(given, b, bias), whole[start : start + size])
+                for inputs in (part, part.clone()):
+                    assert torch.equal(product(inputs, b, bias), whole[start : start + size])
         order = torch.randperm(300, generator=torch.Generator().manual_seed(3)).to(DEVICE)
         assert torch.equal(product(a[order], b, bias), whole[order])
 
@@ -79,9 +79,9 @@ def test_what_is_not_finite_stays_in_its_row(dtype):
     whole = product(a, b)
     a[3], a[69] = float("nan"), float("inf")
     others = [row for row in range(70) if row not in (3, 69)]
-    made = product(a, b)
-    assert torch.equal(made[others], whole[others])
-    assert made[3].isnan().all()
+    output = product(a, b)
+    assert torch.equal(output[others], whole[others])
+    assert output[3].isnan().all()
 
 
 STRIDED = {
@@ -98,8 +98,8 @@ STRIDED = {
 @by_dtype
 @pytest.mark.parametrize("form", STRIDED)
 def test_strides(dtype, form):
-    given = random(67, 40, dtype=dtype), random(40, 70, dtype=dtype, seed=1)
-    a, b = STRIDED[form](*given)
+    inputs = random(67, 40, dtype=dtype), random(40, 70, dtype=dtype, seed=1)
+    a, b = STRIDED[form](*inputs)
     assert torch.equal(product(a, b), product(a.contiguous(), b.contiguous()))
     near(product(a, b), a, b)
 
@@ -158,13 +158,17 @@ def test_other_dtypes_are_refused(dtypes):
 def test_tiles_end_within_2_gib(monkeypatch):
     """What lies too far apart is copied; the bound is made small here."""
     a, b = random(5, 20), random(20, 6, seed=1)
-    right, seen = product(a, b), []
+    right, observed = product(a, b), []
     near = gemm._near
-    small = lambda x, rows, cols, most: seen.append(near(x, rows, cols, 64 * 20)) or seen[-1]  # noqa: E731
+
+    def small(x, rows, cols, most):
+        observed.append(near(x, rows, cols, 64 * 20))
+        return observed[-1]
+
     monkeypatch.setattr(gemm, "_near", small)
     far = random(5, 50)[:, ::2][:, :20].copy_(a)
     assert torch.equal(product(far, b), right)
-    assert seen[0].is_contiguous()
+    assert observed[0].is_contiguous()
     assert not far.is_contiguous()
     wide = torch.empty(1, device=DEVICE).expand(1, 2**25)
     with pytest.raises(ValueError, match="no K or N as long as"):

@@ -48,8 +48,10 @@ compiled = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in th
 # --- 16 bits, of which the shares of the common suite take few samples ---
 
 WITH_SEGMENTS = {
-    "gated_delta_rule": "documents", "kimi_delta_attention": "documents", "ssd_scan": "packed",
-}  # fmt: skip
+    "gated_delta_rule": "documents",
+    "kimi_delta_attention": "documents",
+    "ssd_scan": "packed",
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -70,10 +72,10 @@ def test_every_call_has_a_probe_and_a_reference():
 @pytest.mark.parametrize("name", levels.CALLS)
 def test_calls_fit_the_live_schema(name):
     args, shapes = levels.CALLS[name]
-    found = getattr(torch.ops.npu, name)(*args, **levels.OPTIONS.get(name, {}))
-    found = [found] if isinstance(found, torch.Tensor) else list(found)
-    assert [tuple(t.shape) for t in found] == shapes
-    assert all(t.is_meta for t in found)
+    results = getattr(torch.ops.npu, name)(*args, **levels.OPTIONS.get(name, {}))
+    results = [results] if isinstance(results, torch.Tensor) else list(results)
+    assert [tuple(t.shape) for t in results] == shapes
+    assert all(t.is_meta for t in results)
 
 
 @pytest.mark.parametrize("name", ["npu_gemma_rms_norm", "npu_gelu_mul", "npu_clipped_swiglu"])
@@ -88,15 +90,16 @@ def test_operators_that_lose_gradients_are_not_used(name):
 def test_every_parameter_gets_its_gradient(op):
     small = [s for s in samples.of(op) if s.size == "small" and not s.options.get("inplace")]
     for sample in small[:4]:
-        made = sample.make("cpu", torch.float32)
+        tensors = sample.make("cpu", torch.float32)
         with FakeTensorMode() as mode:
             fake = {
-                n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=NPU)
-                .requires_grad_(t.requires_grad)
-                for n, t in made.items()
-            }  # fmt: skip
-            found = getattr(ops, samples.public(op))(**fake, **sample.options)
-            parts = [found] if isinstance(found, torch.Tensor) else list(found)
+                n: torch.empty_strided(
+                    t.shape, t.stride(), dtype=t.dtype, device=NPU
+                ).requires_grad_(t.requires_grad)
+                for n, t in tensors.items()
+            }
+            actual = getattr(ops, samples.public(op))(**fake, **sample.options)
+            parts = [actual] if isinstance(actual, torch.Tensor) else list(actual)
             outs = [p for p in parts if isinstance(p, torch.Tensor) and p.requires_grad]
             assert outs, sample.name
             assert all(p.device.type == "npu" for p in outs)
@@ -115,8 +118,11 @@ def test_every_parameter_gets_its_gradient(op):
 def test_the_device_is_known():
     info = device_info(NPU)
     assert (info.arch, info.cores, info.shared_bytes, info.table) == (
-        "Ascend910B3", 40, 196608, "a2",
-    )  # fmt: skip
+        "Ascend910B3",
+        40,
+        196608,
+        "a2",
+    )
 
 
 def test_the_device_is_known_to_the_first_thread():
@@ -193,16 +199,16 @@ def test_limits_of_the_fused_rotation(simulated, style, width, rotary, angles, p
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 def test_rotations_of_more_heads_than_a_tile_holds(style):
     torch.manual_seed(0)
-    made = [torch.randn(2, heads, 3, 260) for heads in (19, 2)]
-    made += [torch.randn(1, 3, 256) for _ in "cs"]
-    found = []
+    tensors = [torch.randn(2, heads, 3, 260) for heads in (19, 2)]
+    tensors += [torch.randn(1, 3, 256) for _ in "cs"]
+    actual = []
     for device, dtype in ((NPU, torch.float32), ("cpu", torch.float64)):
-        q, k, cos, sin = (t.to(device, dtype) for t in made)
+        q, k, cos, sin = (t.to(device, dtype) for t in tensors)
         q.requires_grad_()
         out, _ = ops.rope(q, k, cos, sin, style=style)
         (out * out.detach().cos()).sum().backward()
-        found.append([out.detach().cpu().double(), q.grad.cpu().double()])
-    torch.testing.assert_close(*found, rtol=1.3e-6, atol=1e-5)
+        actual.append([out.detach().cpu().double(), q.grad.cpu().double()])
+    torch.testing.assert_close(*actual, rtol=1.3e-6, atol=1e-5)
 
 
 @compiled
@@ -221,14 +227,14 @@ def test_a_patched_model_trains_as_on_the_cpu(simulated, name, ran):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
         torch.manual_seed(1)
         inputs = {n: t.to(device) for n, t in batch(device=torch.device("cpu")).items()}
-        found = []
+        actual = []
         for _ in range(3):
             loss = model(**inputs).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(float(loss.detach()))
-        losses[device] = found
+            actual.append(float(loss.detach()))
+        losses[device] = actual
     assert losses["npu"][-1] < losses["npu"][0]
     torch.testing.assert_close(losses["npu"], losses["cpu"], rtol=2e-4, atol=0)
     assert (simulated.calls - before)[f"npu::npu_{ran}"]
@@ -243,19 +249,21 @@ def listed(chip):
     """What ci/npu/forms has of a chip: for every form its kernel, type, block and verdict."""
     lines = (blocks.HERE / "forms" / f"{chip}.txt").read_text().splitlines()
     rows = [line.split(maxsplit=4) for line in lines if line[0] != "#"]
-    return {key: (name, kind, int(block), said) for name, kind, block, key, said in rows}
+    return {
+        key: (name, dtype_name, int(block), said) for name, dtype_name, block, key, said in rows
+    }
 
 
 @compiled
 def test_every_form_is_listed_as_todays_sources_have_it():
-    for chip, kind in itertools.product(CHIPS, DTYPES):
-        assert_listed(chip, kind, listed(chip))
+    for chip, dtype_name in itertools.product(CHIPS, DTYPES):
+        assert_listed(chip, dtype_name, listed(chip))
 
 
-def assert_listed(chip, kind, known):
-    found = blocks.launches_of(CHIPS[chip], DTYPES[kind])
-    assert set(blocks.grouped(found.values())) == set(blocks.NAMES)
-    for launch in found.values():
+def assert_listed(chip, dtype_name, known):
+    launches = blocks.launches_of(CHIPS[chip], DTYPES[dtype_name])
+    assert set(blocks.grouped(launches.values())) == set(blocks.NAMES)
+    for launch in launches.values():
         said = known.get(launch.key[:16])
         assert said, f"{launch}: run python -m ci.npu.blocks {chip}"
         size = lowering.KINDS[blocks.TYPES[blocks.size_of(launch)]]
@@ -278,9 +286,11 @@ def test_every_block_is_from_a_finished_search(chip):
             assert entry["source"].startswith("finished search, "), entry
             assert chip in entry["source"]
             # one more step was refused, or there is none
-            kind = lowering.KINDS[blocks.TYPES[size]]
+            dtype_name = lowering.KINDS[blocks.TYPES[size]]
             more = [
-                s for n, k, b, s in listed(chip).values() if (n, k, b) == (name, kind, 2 * block)
+                s
+                for n, k, b, s in listed(chip).values()
+                if (n, k, b) == (name, dtype_name, 2 * block)
             ]
             refused = [s for s in more if not re.match(r"\d+ of \d+ bytes  ", s)]
             assert refused or block == max(blocks.SIZES), (name, entry, more)
@@ -288,12 +298,12 @@ def test_every_block_is_from_a_finished_search(chip):
 
 @compiled
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("kind", DTYPES)
-def test_kernels_compile_as_listed(request, chip, kind):
+@pytest.mark.parametrize("dtype_name", DTYPES)
+def test_kernels_compile_as_listed(request, chip, dtype_name):
     """The form of every kernel that takes the most room; ``--slow-npu``: every form."""
     known, grouped = (
         listed(chip),
-        blocks.grouped(blocks.launches_of(CHIPS[chip], DTYPES[kind]).values()),
+        blocks.grouped(blocks.launches_of(CHIPS[chip], DTYPES[dtype_name]).values()),
     )
     every = request.config.getoption("--slow-npu")
     for launch in [x for same in grouped.values() for x in (same if every else same[:1])]:
@@ -305,8 +315,8 @@ def test_kernels_compile_as_listed(request, chip, kind):
 @compiled
 def test_a_block_that_is_too_large_is_refused():
     chip = CHIPS["Ascend910B3"]
-    found = blocks.launches_of(chip, torch.float32, dict.fromkeys(blocks.NAMES, 32768))
-    launch = next(x for x in found.values() if x.name == "_pair_sums_kernel")
+    launches = blocks.launches_of(chip, torch.float32, dict.fromkeys(blocks.NAMES, 32768))
+    launch = next(x for x in launches.values() if x.name == "_pair_sums_kernel")
     assert "overflow" in lowering.compile_by_vendor(launch, chip).error
 
 
@@ -341,9 +351,9 @@ def run_moe(simulated, tensors, options):
     """What ran in both directions, the result and the gradients."""
     before = simulated.calls.copy()
     y = ops.fused_moe(**tensors, **options)
-    wanted = [t for t in tensors.values() if t.requires_grad]
-    found = torch.autograd.grad(y, wanted, torch.ones_like(y))
-    return simulated.calls - before, y, found
+    leaves = [t for t in tensors.values() if t.requires_grad]
+    gradients = torch.autograd.grad(y, leaves, torch.ones_like(y))
+    return simulated.calls - before, y, gradients
 
 
 @pytest.mark.parametrize("name", ["rows", "gpt-oss", "transposed", "sentinels", "fp32-routing"])
@@ -362,109 +372,112 @@ def test_reads_are_counted(simulated):
 
 @pytest.mark.parametrize("name", ["rows", "gpt-oss", "transposed", "sentinels", "fp32-routing"])
 def test_experts_fit_the_meta_functions_one_after_another(name):
-    made, options = moe(name, torch.bfloat16, "cpu")
-    given = {"gate_up_bias": None, "down_bias": None, "activation": "silu", "limit": 7.0}
-    given |= {"alpha": 1.702, "up_offset": 1.0, "interleaved": False, "transposed": False}
+    actual, options = moe(name, torch.bfloat16, "cpu")
+    inputs = {"gate_up_bias": None, "down_bias": None, "activation": "silu", "limit": 7.0}
+    inputs |= {"alpha": 1.702, "up_offset": 1.0, "interleaved": False, "transposed": False}
     needs = ("x", "gate_up_weight", "down_weight", "routing", "gate_up_bias", "down_bias")
-    needs = {f"needs_{n}": n in made for n in needs}
+    needs = {f"needs_{n}": n in actual for n in needs}
     with FakeTensorMode():
         fake = {
             n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=NPU)
-            for n, t in made.items()
+            for n, t in actual.items()
         }
-        given |= fake | options
-        y, *kept = ours.forward(**given, y_dtype=torch.bfloat16, **needs)
-        del given["gate_up_bias"]
+        inputs |= fake | options
+        y, *kept = ours.forward(**inputs, y_dtype=torch.bfloat16, **needs)
+        del inputs["gate_up_bias"]
         gradients = ours.backward(
-            y, **given, **dict(zip(("gate_up", "order", "offsets"), kept, strict=True)), **needs
+            y, **inputs, **dict(zip(("gate_up", "order", "offsets"), kept, strict=True)), **needs
         )
-        values = {"dy": y, **given, **needs}
+        values = {"dy": y, **inputs, **needs}
         values |= zip(("gate_up", "order", "offsets"), kept, strict=True)
         right = contract.op.bwd.fake(*[values[name] for name in contract.op.bwd.params])
-    assert y.shape == made["x"].shape
-    for made, wanted in zip(gradients, right, strict=True):
-        assert (made.shape, made.dtype) == (wanted.shape, wanted.dtype)
+    assert y.shape == actual["x"].shape
+    for actual, expected in zip(gradients, right, strict=True):
+        assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
 
 
 @pytest.mark.parametrize("case", ["many experts", "many of a token", "strided", "a5"])
 def test_experts_beyond_the_limits_are_by_the_reference(simulated, case):
     count, per = 1025 if case == "many experts" else 3, 513 if case == "many of a token" else 2
     torch.manual_seed(0)
-    made = {"x": torch.randn(3, 4), "gate_up_weight": torch.randn(count, 4, 4)}
-    made |= {"routing": torch.rand(3, per), "index": torch.randint(count, (3, per))}
+    tensors = {"x": torch.randn(3, 4), "gate_up_weight": torch.randn(count, 4, 4)}
+    tensors |= {"routing": torch.rand(3, per), "index": torch.randint(count, (3, per))}
     down, step = torch.randn(count, 4, 4), 2 if case == "strided" else 1
     chip = replace(device_info(NPU), table="a5" if case == "a5" else "a2")
-    found = {}
+    actual = {}
     for device in ("cpu", NPU):
-        given = {n: t.to(device) for n, t in made.items()}
-        given["down_weight"] = down.to(device)[..., : 2 * step : step]
+        inputs = {n: t.to(device) for n, t in tensors.items()}
+        inputs["down_weight"] = down.to(device)[..., : 2 * step : step]
         if case != "strided":
-            given["down_weight"] = given["down_weight"].contiguous()
-        for t in given.values():
+            inputs["down_weight"] = inputs["down_weight"].contiguous()
+        for t in inputs.values():
             t.requires_grad_(t.is_floating_point())
         with launch_config.simulate(chip):
-            ran, *found[device] = run_moe(simulated, given, {})
+            ran, *actual[device] = run_moe(simulated, inputs, {})
         assert not any(ran[n] for n in (SORTED, UNSORTED, GROUPED, ADDED))
-    torch.testing.assert_close([found[NPU][0].cpu()], [found["cpu"][0]])
-    for a, b in zip(found[NPU][1], found["cpu"][1], strict=True):
+    torch.testing.assert_close([actual[NPU][0].cpu()], [actual["cpu"][0]])
+    for a, b in zip(actual[NPU][1], actual["cpu"][1], strict=True):
         torch.testing.assert_close(a.cpu(), b)
 
 
-def test_rows_of_no_expert_say_nothing_whatever_the_product_makes_of_them(simulated):
+def test_rows_of_no_expert_change_no_result(simulated):
     """The last expert's product of them leaves the range of fp16, both ways."""
     torch.manual_seed(0)
     index = torch.tensor([[0, -1], [1, 5], [0, 1]], device=NPU)
-    given = {"x": torch.full((3, 8), 100.0), "gate_up_weight": torch.randn(3, 8, 8) * 1e-2}
-    given |= {"down_weight": torch.randn(3, 8, 4), "routing": torch.rand(3, 2)}
-    given["gate_up_weight"][2], given["down_weight"][2] = 6e4, 6e4
-    given = {n: t.to(NPU, torch.float16).requires_grad_() for n, t in given.items()}
-    ran, y, found = run_moe(simulated, given | {"index": index}, {})
+    inputs = {"x": torch.full((3, 8), 100.0), "gate_up_weight": torch.randn(3, 8, 8) * 1e-2}
+    inputs |= {"down_weight": torch.randn(3, 8, 4), "routing": torch.rand(3, 2)}
+    inputs["gate_up_weight"][2], inputs["down_weight"][2] = 6e4, 6e4
+    inputs = {n: t.to(NPU, torch.float16).requires_grad_() for n, t in inputs.items()}
+    ran, y, actual = run_moe(simulated, inputs | {"index": index}, {})
     assert ran[GROUPED] == 4
     assert y.isfinite().all()
-    assert all(t.isfinite().all() for t in found)
-    names = dict(zip(given, found, strict=True))
+    assert all(t.isfinite().all() for t in actual)
+    names = dict(zip(inputs, actual, strict=True))
     assert names["routing"][0, 1] == names["routing"][1, 1] == 0
     assert not names["gate_up_weight"][2].any()
     assert not names["down_weight"][2].any()
 
 
 def test_routing_in_fp32_weighs_rows_of_bf16_in_fp32(simulated):
-    """Two experts that say the opposite leave the difference of their weights, 2 ** -9."""
+    """Two experts of opposite outputs leave the difference of their weights, 2 ** -9."""
     torch.manual_seed(0)
     first, down = torch.randn(1, 8, 4).repeat(2, 1, 1), torch.randn(1, 4, 4)
-    given = {
+    inputs = {
         "gate_up_weight": first,
         "down_weight": torch.cat([down, -down]),
         "x": torch.ones(1, 4),
     }
-    given = {n: t.to(NPU, torch.bfloat16).requires_grad_() for n, t in given.items()}
+    inputs = {n: t.to(NPU, torch.bfloat16).requires_grad_() for n, t in inputs.items()}
     index = torch.tensor([[0, 1]], device=NPU)
     ran, y, _ = run_moe(
-        simulated, given | {"index": index, "routing": torch.tensor([[1 + 2**-9, 1.0]]).to(NPU)}, {}
+        simulated,
+        inputs | {"index": index, "routing": torch.tensor([[1 + 2**-9, 1.0]]).to(NPU)},
+        {},
     )
-    wanted = ops.fused_moe(**given, index=index, routing=torch.tensor([[1.0, 0.0]]).to(NPU))
+    expected = ops.fused_moe(**inputs, index=index, routing=torch.tensor([[1.0, 0.0]]).to(NPU))
     assert ran[UNSORTED] == 2
-    assert torch.equal(y, wanted * 2**-9)
+    assert torch.equal(y, expected * 2**-9)
 
 
 def test_a_backward_follows_any_forward_of_experts():
     """Token-expert pairs of an expert come in any order, which forward leaves for backward."""
-    made, _ = moe("sentinels", torch.float32)
-    made = {n: t.detach() for n, t in made.items()}
+    output, _ = moe("sentinels", torch.float32)
+    output = {n: t.detach() for n, t in output.items()}
     how = ("silu", 7.0, 1.702, 1.0, False, False)
-    inputs = [made[n] for n in ("x", "gate_up_weight", "down_weight", "index", "routing")]
+    inputs = [output[n] for n in ("x", "gate_up_weight", "down_weight", "index", "routing")]
     both = (ours, theirs)
     kept = [
         m.forward(
-            *inputs, made["gate_up_bias"], made["down_bias"], *how, torch.float32, *[True] * 6
+            *inputs, output["gate_up_bias"], output["down_bias"], *how, torch.float32, *[True] * 6
         )
         for m in both
     ]
     assert not torch.equal(kept[0][2], kept[1][2])
     gradients = [
-        m.backward(made["x"], *inputs, made["down_bias"], *k[1:], *how, *[True] * 6)
-        for m in both for k in kept
-    ]  # fmt: skip
+        m.backward(output["x"], *inputs, output["down_bias"], *k[1:], *how, *[True] * 6)
+        for m in both
+        for k in kept
+    ]
     for other in gradients[1:]:
         torch.testing.assert_close(other, gradients[0])
 
@@ -484,25 +497,25 @@ def hybrid(op, length, batch=2):
 
     ids = torch.arange(length).square() // 4000  # segments that become shorter
     if op == "ssd_scan":
-        made = {n: drawn(*shape) for n, shape in VALUES.items()}
-        made |= {"dt": drawn(4), "A": -drawn(4)[0, 0].abs(), "D": drawn(4)[0, 0]}
-        made |= {"initial_state": drawn(4, 6, 8)[:, 0]}
-        return made, {"seq_idx": ids.expand(batch, -1), "dt_softplus": True}
+        tensors = {n: drawn(*shape) for n, shape in VALUES.items()}
+        tensors |= {"dt": drawn(4), "A": -drawn(4)[0, 0].abs(), "D": drawn(4)[0, 0]}
+        tensors |= {"initial_state": drawn(4, 6, 8)[:, 0]}
+        return tensors, {"seq_idx": ids.expand(batch, -1), "dt_softplus": True}
     kimi = op == "kimi_delta_attention"
-    made = {n: drawn(2 if n in "qk" and not kimi else 4, size) for n, size in KEYS.items()}
+    tensors = {n: drawn(2 if n in "qk" and not kimi else 4, size) for n, size in KEYS.items()}
     gates = (4, 4) if kimi else (4,)
-    made |= {"g": -drawn(*gates).abs() * 3, "beta": drawn(4).sigmoid() * 2}
-    made |= {"initial_state": drawn(4, 4, 6)[:, 0]}
-    return made, {"documents": ids.expand(batch, -1), "qk_l2norm": True}
+    tensors |= {"g": -drawn(*gates).abs() * 3, "beta": drawn(4).sigmoid() * 2}
+    tensors |= {"initial_state": drawn(4, 4, 6)[:, 0]}
+    return tensors, {"documents": ids.expand(batch, -1), "qk_l2norm": True}
 
 
 def both_ways(op, device, dtype, tensors, options):
     """Results and gradients."""
-    given = {n: t.to(device, dtype).requires_grad_() for n, t in tensors.items()}
+    inputs = {n: t.to(device, dtype).requires_grad_() for n, t in tensors.items()}
     more = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in options.items()}
-    made = getattr(ops, op)(**given, **more, output_final_state=True)
-    torch.autograd.backward(made, [torch.ones_like(t) / 8 for t in made])
-    return [t.detach().cpu().double() for t in (*made, *(t.grad for t in given.values()))]
+    outputs = getattr(ops, op)(**inputs, **more, output_final_state=True)
+    torch.autograd.backward(outputs, [torch.ones_like(t) / 8 for t in outputs])
+    return [t.detach().cpu().double() for t in (*outputs, *(t.grad for t in inputs.values()))]
 
 
 @pytest.mark.parametrize("budget", [1, 2**17, 2**30])
@@ -511,9 +524,9 @@ def test_blocks_and_spans_change_no_result(monkeypatch, op, budget):
     monkeypatch.setattr(chunks, "BUDGET", budget)
     tensors, options = hybrid(op, 330)
     with liger_multi.use(**{op: "npu"}):
-        found = both_ways(op, NPU, torch.float32, tensors, options)
-    for got, wanted in zip(found, both_ways(op, "cpu", torch.float64, tensors, options)):
-        assert (got - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+        actual = both_ways(op, NPU, torch.float32, tensors, options)
+    for got, expected in zip(actual, both_ways(op, "cpu", torch.float64, tensors, options)):
+        assert (got - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
 def test_memory_of_blocks_and_spans():
@@ -535,14 +548,14 @@ def test_inverses_by_doubling(case):
         lower = torch.full_like(lower, 2.0).tril(-1)
     if case == "strong":
         lower = lower * torch.logspace(0, -30, 64, dtype=torch.float64)
-    wanted = torch.linalg.inv(lower + torch.eye(64, dtype=torch.float64))
-    seen = torch.ones(64, 64, dtype=torch.bool, device=NPU).tril()
-    found = chunks.Batched.invert(lower.float().to(NPU), seen).cpu().double()
-    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    expected = torch.linalg.inv(lower + torch.eye(64, dtype=torch.float64))
+    triangle = torch.ones(64, 64, dtype=torch.bool, device=NPU).tril()
+    actual = chunks.Batched.invert(lower.float().to(NPU), triangle).cpu().double()
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("op", launches.CASES)
-def test_hybrids_start_what_torch_npu_has_and_share_it_among_heads(op):
+def test_launches_of_hybrids_by_torch_npu(op):
     """No operator falls back to the CPU, and launches do not depend on the batch."""
     small, large = (launches.run(op, "npu", 128, batch) for batch in (2, 3))
     for way, count in small.items():
@@ -577,14 +590,14 @@ def test_convolutions_are_one_kernel_in_each_direction(op, counts):
     ],
 )
 def test_what_kernels_of_hybrids_refuse_runs_by_the_reference(op, tensors):
-    given = {n: torch.randn(shape, device=NPU) for n, shape in tensors.items()}
+    inputs = {n: torch.randn(shape, device=NPU) for n, shape in tensors.items()}
     with pytest.raises(BackendUnavailableError, match="takes"), liger_multi.use(**{op: "npu"}):
-        getattr(ops, op)(**given)
-    found = getattr(ops, op)(**given).cpu()
-    torch.testing.assert_close(found, getattr(ops, op)(**{n: t.cpu() for n, t in given.items()}))
+        getattr(ops, op)(**inputs)
+    actual = getattr(ops, op)(**inputs).cpu()
+    torch.testing.assert_close(actual, getattr(ops, op)(**{n: t.cpu() for n, t in inputs.items()}))
 
 
-def test_convolutions_of_sequences_that_32_bits_do_not_count_are_refused():
+def test_convolutions_past_32_bits_are_refused():
     rows = torch.empty(1, 2**18, 8192, device="meta")
     weight = torch.empty(8192, 4, device="meta")
     for op in (causal_conv1d, gated_short_conv):

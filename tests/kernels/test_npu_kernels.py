@@ -82,16 +82,16 @@ def kernels(call):
 @pytest.fixture
 def started(monkeypatch):
     """What was launched, by the kernel's name."""
-    found = Counter()
+    starts = Counter()
     for module in MODULES:
         original = module.start
 
         def start(kernel, pieces, *args, original=original, **constants):
-            found[kernel.__name__] += 1
+            starts[kernel.__name__] += 1
             original(kernel, pieces, *args, **constants)
 
         monkeypatch.setattr(module, "start", start)
-    return found
+    return starts
 
 
 def test_every_kernel_has_a_call():
@@ -102,23 +102,24 @@ def test_every_kernel_has_a_call():
 @pytest.mark.parametrize("call", CALLS)
 def test_results_of_a_kernel(started, call):
     op, tensors, options, _ = CALLS[call]
-    made = Sample("kernel", tensors, options).make("cpu", torch.float32)
-    found = []
+    drawn = Sample("kernel", tensors, options).make("cpu", torch.float32)
+    actual = []
     few = dict.fromkeys(blocks.NAMES, BLOCK)
     for device, wide in ((NPU, torch.float32), (torch.device("cpu"), torch.float64)):
-        given = {
-            n: (t.detach().to(device, wide) if t.is_floating_point() else t.to(device))
-            .requires_grad_(t.requires_grad)
-            for n, t in made.items()
-        }  # fmt: skip
+        inputs = {
+            n: (
+                t.detach().to(device, wide) if t.is_floating_point() else t.to(device)
+            ).requires_grad_(t.requires_grad)
+            for n, t in drawn.items()
+        }
         with blocks.blocks(few):
-            result = getattr(ops, op)(**given, **options)
+            result = getattr(ops, op)(**inputs, **options)
             parts = [result] if isinstance(result, torch.Tensor) else list(result)
             outs = [p for p in parts if p is not None and p.requires_grad]
             torch.autograd.backward(outs, [p.detach().cos() for p in outs])
-        found.append([t.detach().cpu() for t in outs])
-        found[-1] += [t.grad.cpu() for t in given.values() if t.requires_grad]
-    errors = [excess(got, right, torch.float32) for got, right in zip(*found, strict=True)]
+        actual.append([t.detach().cpu() for t in outs])
+        actual[-1] += [t.grad.cpu() for t in inputs.values() if t.requires_grad]
+    errors = [excess(got, right, torch.float32) for got, right in zip(*actual, strict=True)]
     assert max(errors) <= 1, errors
     assert all(started[name] for name in kernels(call)), started
 
@@ -128,14 +129,14 @@ def test_states_that_a_scan_keeps(monkeypatch):
     from liger_multi.reference.linear_attention import selective_scan as reference
 
     monkeypatch.setattr(reference, "SPAN", 8)
-    made = Sample("kernel", SCAN, STEPS).make("cpu", torch.float32)
-    made = {n: t.detach() for n, t in made.items()} | {"seq_idx": None}
-    given = {n: made.get(n) for n in inspect.signature(reference.forward).parameters} | STEPS
-    exact = reference.forward(**given)[2]
-    wide = {n: t.to(NPU) if isinstance(t, torch.Tensor) else t for n, t in given.items()}
-    found = registry.module("npu", "selective_scan").forward(**wide)[2].cpu()
-    assert found.shape == exact.shape == (2, 5, 3, COLS)
-    assert excess(found, exact, torch.float32) <= 1
+    tensors = Sample("kernel", SCAN, STEPS).make("cpu", torch.float32)
+    tensors = {n: t.detach() for n, t in tensors.items()} | {"seq_idx": None}
+    inputs = {n: tensors.get(n) for n in inspect.signature(reference.forward).parameters} | STEPS
+    exact = reference.forward(**inputs)[2]
+    wide = {n: t.to(NPU) if isinstance(t, torch.Tensor) else t for n, t in inputs.items()}
+    actual = registry.module("npu", "selective_scan").forward(**wide)[2].cpu()
+    assert actual.shape == exact.shape == (2, 5, 3, COLS)
+    assert excess(actual, exact, torch.float32) <= 1
 
 
 # --- planted bugs ---
@@ -149,10 +150,12 @@ BUGS = {
     "eps": ("/ cols + eps)", "/ cols)"),
     "last column": ("mask = col < cols", "mask = col < cols - 1"),
     "row overrun": ("rows, tl.num_programs(0))", "rows + 1, tl.num_programs(0))"),
-    "no mask": ("mask=mask, other=0.0).to(tl.float32)\n            if residual",
-                "mask=col < 256, other=0.0).to(tl.float32)\n            if residual"),
+    "no mask": (
+        "mask=mask, other=0.0).to(tl.float32)\n            if residual",
+        "mask=col < 256, other=0.0).to(tl.float32)\n            if residual",
+    ),
     "lost step": ("total += s * s", "total = s * s"),
-}  # fmt: skip
+}
 
 
 def planted(folder, bug):
@@ -180,13 +183,28 @@ def run(kernel):
     y, rstd = torch.full((FEW + 2, NARROW), GUARD), torch.full((FEW + 2,), GUARD)
     x, weight, y, rstd = (t.to("npu") for t in (x, weight, y, rstd))
     start(
-        kernel, FEW, x, None, weight, y, None, rstd, WIDE, 0, FEW, NARROW, 1e-6, 0.0,
-        EXACT=True, ROUND=False, BLOCK=128,
-    )  # fmt: skip
+        kernel,
+        FEW,
+        x,
+        None,
+        weight,
+        y,
+        None,
+        rstd,
+        WIDE,
+        0,
+        FEW,
+        NARROW,
+        1e-6,
+        0.0,
+        EXACT=True,
+        ROUND=False,
+        BLOCK=128,
+    )
     x, y, weight = x.cpu().double(), y.cpu().double(), weight.cpu().double()
     part = x[:FEW, :NARROW]
-    wanted = part / torch.sqrt((part * part).mean(-1, True) + 1e-6) * weight[:NARROW]
-    close = torch.allclose(y[:FEW], wanted, rtol=1e-5, atol=1e-6)
+    expected = part / torch.sqrt((part * part).mean(-1, True) + 1e-6) * weight[:NARROW]
+    close = torch.allclose(y[:FEW], expected, rtol=1e-5, atol=1e-6)
     return close and bool((y[FEW:] == GUARD).all()) and bool((rstd.cpu()[FEW:] == GUARD).all())
 
 

@@ -1,4 +1,4 @@
-"""Kernels of sparse attention beside the common suite, on a GPU or interpreted.
+"""Kernels of sparse attention beyond the common suite, on a GPU or interpreted.
 
 Queries in several parts, lists that name wrong keys, the selection among equal and strange scores.
 """
@@ -54,14 +54,14 @@ def test_queries_in_several_parts_have_the_same_gradients(monkeypatch):
     q, k, v = normal(2, 4, 7, 16), normal(2, 2, 9, 16), normal(2, 2, 9, 8)
     where = lists(2, 7, 5, keys=9)
     i, j, w = normal(2, 7, 3, 16), normal(2, 9, 16), normal(2, 7, 3)
-    found = []
+    actual = []
     for size in (1, 3 * 5 * (4 * 2 * 24 + 2 * 4 * 4), 2**30):
         monkeypatch.setattr(pairs_of_lists, "PARTS_BYTES", size)
-        made = all_gradients((q, k, v), ops.sparse_attention(q, k, v, where))
+        gradients = all_gradients((q, k, v), ops.sparse_attention(q, k, v, where))
         scores = ops.indexer_scores(i, j, w, where).masked_fill(where < 0, 0)
-        found.append((*made, *all_gradients((i, j, w), scores)))
-    for other in found[:2]:
-        for a, b in zip(other, found[2], strict=True):
+        actual.append((*gradients, *all_gradients((i, j, w), scores)))
+    for other in actual[:2]:
+        for a, b in zip(other, actual[2], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -131,13 +131,16 @@ def test_the_selection(change, count):
     high = torch.tensor([300, 1, 300, 255, 300, 260, 5, 300, 300])
     ranges = torch.stack([low, high], -1).to(DEVICE, torch.int32)
     indices = torch.empty(9, count, dtype=torch.int32, device=DEVICE)
-    found = torch.empty(9, count, device=DEVICE)
+    actual = torch.empty(9, count, device=DEVICE)
     launch(
-        indexer_kernels._indexer_select_kernel, 9,
-        (padded, ranges, indices, found, 384, 0, 9, 300, count), (False, 128), 4,
-    )  # fmt: skip
+        indexer_kernels._indexer_select_kernel,
+        9,
+        (padded, ranges, indices, actual, 384, 0, 9, 300, count),
+        (False, 128),
+        4,
+    )
     place = torch.arange(300, device=DEVICE)
-    seen = (place >= ranges[:, :1]) & (place < ranges[:, 1:])
-    assert torch.equal(indices, selected(scores, seen, count))
+    visible = (place >= ranges[:, :1]) & (place < ranges[:, 1:])
+    assert torch.equal(indices, selected(scores, visible, count))
     values = scores.gather(1, indices.clamp(min=0).long()).masked_fill(indices < 0, -torch.inf)
-    torch.testing.assert_close(found, values, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(actual, values, rtol=0, atol=0, equal_nan=True)

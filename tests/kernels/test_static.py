@@ -54,9 +54,10 @@ ARCHS = [arch for arch in TARGETS if missing(TARGETS[arch]) is None]
 
 
 @pytest.fixture(
-    scope="module", params=["turn", pytest.param("suite", marks=pytest.mark.slow)],
+    scope="module",
+    params=["turn", pytest.param("suite", marks=pytest.mark.slow)],
     ids=["by turns", "everywhere"],
-)  # fmt: skip
+)
 def rows(request):
     """What the tests compile; cached by the source of each kernel."""
     return rows_of(ARCHS, request.param)
@@ -83,7 +84,7 @@ def test_every_kernel_has_a_case():
 
 
 def test_every_kernel_has_its_rows():
-    """The committed table is made of today's kernels and launches."""
+    """The committed table has the rows of today's kernels and launches."""
     stale = static_table.stale()
     said = "\n".join(f"{name}: {why}" for name, why in stale.items())
     assert not stale, f"run `make static ARGS=--write`:\n{said}"
@@ -94,11 +95,11 @@ def test_the_committed_table_has_every_target_and_variant():
         blocks = static_table.blocks_of(arch)
         assert set(blocks) == set(kernels())
         for name in kernels():
-            wanted = {(c.identity, v) for c, v in suite(arch) if c.name == name}
+            expected = {(c.identity, v) for c, v in suite(arch) if c.name == name}
             lines = blocks[name][1:]
-            assert len(lines) == len({identity for identity, _ in wanted}), f"{name} on {arch}"
+            assert len(lines) == len({identity for identity, _ in expected}), f"{name} on {arch}"
             assert all(re.match(r"  \S.* +\d+ threads ", line) for line in lines), name
-            assert sum(line.count(";") for line in lines) == len(wanted) - len(lines)
+            assert sum(line.count(";") for line in lines) == len(expected) - len(lines)
 
 
 def test_the_suite_has_every_kernel_on_every_target():
@@ -120,8 +121,8 @@ def test_every_exception_is_of_a_kernel():
 
 def test_what_gathers_may_load_but_not_store_by_64_bits():
     case = next(c for c in launches("gfx942") if c.name == "_moe_up_kernel")
-    for kind, wrong in (("loads", 0), ("stores", 1)):
-        code = dataclasses.replace(GOOD, **{f"unbounded_{kind}": 3})
+    for access, wrong in (("loads", 0), ("stores", 1)):
+        code = dataclasses.replace(GOOD, **{f"unbounded_{access}": 3})
         assert len(failures(Row(case, "gfx942", Variant(large=True), code))) == wrong
 
 
@@ -135,8 +136,8 @@ def test_rows_are_kept_as_they_come(tmp_path, monkeypatch):
     static_table._store("gfx942", "two", facts)
     static_table._known.cache_clear()
     assert set(static_table.known("gfx942")) == {"one", "two"}
-    found = static_table._to_code(json.loads(json.dumps(static_table.known("gfx942")["two"])))
-    assert found == GOOD
+    code = static_table._to_code(json.loads(json.dumps(static_table.known("gfx942")["two"])))
+    assert code == GOOD
 
 
 def test_parts_are_the_whole():
@@ -166,10 +167,16 @@ def test_cases_are_real_launches():
     # logits that begin anywhere: vectors of 16 bytes are not demanded of them
     narrow = {case.name for case in large if not case.streams}
     assert narrow == {
-        "_sum_partials_kernel", "_group_norm_means_kernel", "_group_norm_statistics_kernel",
-        "_indexer_scores_kernel", "_indexer_all_scores_kernel", "_indexer_backward_kernel",
-        "_cross_entropy_forward_kernel", "_divergence_forward_kernel", "_log_prob_gradient_kernel",
-    }  # fmt: skip
+        "_sum_partials_kernel",
+        "_group_norm_means_kernel",
+        "_group_norm_statistics_kernel",
+        "_indexer_scores_kernel",
+        "_indexer_all_scores_kernel",
+        "_indexer_backward_kernel",
+        "_cross_entropy_forward_kernel",
+        "_divergence_forward_kernel",
+        "_log_prob_gradient_kernel",
+    }
     assert all(case.options["enable_fp_fusion"] is True for case in large)
 
 
@@ -198,9 +205,9 @@ CASE = StaticCase("a call", calls, {}, {}, (), (), {}, True)
     ],
 )
 def test_what_a_row_must_not_have(change, variant, said):
-    found = failures(Row(CASE, "gfx942", variant, dataclasses.replace(GOOD, **change)))
-    assert len(found) == bool(said)
-    assert said in "".join(found)
+    problems = failures(Row(CASE, "gfx942", variant, dataclasses.replace(GOOD, **change)))
+    assert len(problems) == bool(said)
+    assert said in "".join(problems)
 
 
 LOOP = """
@@ -284,7 +291,7 @@ def test_the_compiler_of_amd_counts_the_same_waves(tmp_path):
     from ci.static import build
     from ci.static.code import read
 
-    seen = set()
+    visited = set()
     for arch in ("gfx942", "gfx1100"):
         info = TARGETS[arch].info
         for name in ("_rms_norm_backward_kernel", "_gated_forward_kernel"):
@@ -294,8 +301,8 @@ def test_the_compiler_of_amd_counts_the_same_waves(tmp_path):
             code = read(compiled, arch, info.warp_size)
             alone = resident(CORES[arch], info.warp_size, info.warp_size, code.registers, 0)
             assert alone // info.warp_size // CORES[arch].slots == waves
-            seen.add(waves)
-    assert len(seen) > 1
+            visited.add(waves)
+    assert len(visited) > 1
 
 
 def test_a_page_says_what_differs():
@@ -309,7 +316,7 @@ def test_a_page_says_what_differs():
     assert text.splitlines()[1:] == ["", named, f"{first}  {rest}"]
 
 
-def test_a_part_of_a_baseline_is_written_by_the_triton_of_the_rest(tmp_path, monkeypatch):
+def test_part_of_a_baseline_needs_the_same_triton(tmp_path, monkeypatch):
     monkeypatch.setattr(static_table, "BASELINE", tmp_path)
     monkeypatch.setattr(static_table, "ROOT", tmp_path)
     names = sorted(kernels())[:2]
@@ -369,9 +376,12 @@ def test_the_model_wants_more_threads_and_no_less_of_anything():
     more = dataclasses.replace(GOOD, resident=1024)
     assert static_launch.better(mine, more)
     for worse in (
-        {"resident": 640}, {"spills": 4}, {"loads": {8: 16}}, {"loads": {16: 1}},
+        {"resident": 640},
+        {"spills": 4},
+        {"loads": {8: 16}},
+        {"loads": {16: 1}},
         {"stores": {8: 4}},
-    ):  # fmt: skip
+    ):
         assert not static_launch.better(mine, dataclasses.replace(more, **worse)), worse
 
 
@@ -395,15 +405,15 @@ def test_measured_entries_stay(tmp_path, monkeypatch):
     info = TARGETS["gfx942"].info
     path = static_launch.write(info, {"x.forward": [model]})
     assert yaml.safe_load(path.read_text())["entries"] == {"x.forward": [model]}
-    static_launch.write(info, {"x.forward": [measured]})  # found on a card for the same shapes
+    static_launch.write(info, {"x.forward": [measured]})  # measured on a card for the same shapes
     assert yaml.safe_load(path.read_text())["entries"] == {"x.forward": [measured]}
     other = {**model, "when": {"cols": [9, 16]}}
     static_launch.write(info, {"x.forward": [other]})
-    found = yaml.safe_load(path.read_text())
-    assert found["entries"] == {"x.forward": [measured, other]}
+    entries = yaml.safe_load(path.read_text())
+    assert entries["entries"] == {"x.forward": [measured, other]}
     static_launch.write(info, {})  # the model has nothing to say any more
     assert yaml.safe_load(path.read_text())["entries"] == {"x.forward": [measured]}
-    assert found["device"] == {"warp_size": 64, "shared_bytes": 65536}
+    assert entries["device"] == {"warp_size": 64, "shared_bytes": 65536}
 
 
 REDUCES = re.compile(
@@ -437,13 +447,20 @@ def test_tiles_of_promised_rows_do_not_follow_their_number(op):
                     for a in selected(axes, Call(prim, args, "triton"), index)
                 ]
                 cases = static_cases(TARGETS["sm90"].info, {sample.name: partial(run, *chosen)})
-                launched.append({
-                    str((c.name, {n: v for n, v in c.constants.items() if str(n).isupper()},
-                         c.options))
-                    for c in cases
-                    if REDUCES.search(text_of(c.kernel))
-                    and not c.name.startswith(tuple(FREE_TILES))
-                })  # fmt: skip
+                launched.append(
+                    {
+                        str(
+                            (
+                                c.name,
+                                {n: v for n, v in c.constants.items() if str(n).isupper()},
+                                c.options,
+                            )
+                        )
+                        for c in cases
+                        if REDUCES.search(text_of(c.kernel))
+                        and not c.name.startswith(tuple(FREE_TILES))
+                    }
+                )
             assert launched[0] == launched[1], (sample.name, prim.direction)
 
 
@@ -451,17 +468,17 @@ def test_tiles_of_promised_rows_do_not_follow_their_number(op):
 @pytest.mark.parametrize("op", [op for op in operators() if module("triton", op) is not None])
 def test_every_sample_compiles(op):
     """Up to Triton's own form. An interpreter lets a name have two types, and None be a pointer."""
-    served, seen = module("triton", op), set()
+    served, visited = module("triton", op), set()
     for sample in (s for s in samples.of(op) if s.size == "small"):
         for prim, args in recorded(op, sample, torch.device("cpu")):
             run = getattr(served, prim.direction, None)
             if run is None:
                 continue
-            given = [a.detach().to("meta") if isinstance(a, torch.Tensor) else a for a in args]
-            launches = static_cases(TARGETS["sm90"].info, {sample.name: partial(run, *given)})
+            inputs = [a.detach().to("meta") if isinstance(a, torch.Tensor) else a for a in args]
+            launches = static_cases(TARGETS["sm90"].info, {sample.name: partial(run, *inputs)})
             for case in launches:
                 key = (case.kernel, str(case.signature), str(case.constants))
-                if key not in seen:
+                if key not in visited:
                     lower(case, TARGETS["sm90"])
-                seen.add(key)
-    assert seen or op in ("linear", "lora_update")  # these run by the library's GEMMs
+                visited.add(key)
+    assert visited or op in ("linear", "lora_update")  # these run by the library's GEMMs

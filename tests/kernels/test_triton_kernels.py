@@ -1,4 +1,4 @@
-"""Kernels beside the common suite, on a GPU or interpreted.
+"""Kernels beyond the common suite, on a GPU or interpreted.
 
 multi_token_attention: tiles, strides, what is not read. Grouped GEMM: PyTorch's and ours say the
 same, over groups of several tiles and of none. Rounding to 8 bits: bit by bit what PyTorch's casts
@@ -59,7 +59,7 @@ def shape(stride=1, padding=1, dilation=1, sparse=False):
     return stride, padding, dilation, 1, sparse
 
 
-def made(sizes, seed=0, out=2, size=3):
+def pair_inputs(sizes, seed=0, out=2, size=3):
     generator = torch.Generator().manual_seed(seed)
     scores = 3.0 * torch.randn(sizes, generator=generator)
     weight = torch.randn(out, sizes[1], size, size, generator=generator)
@@ -75,12 +75,12 @@ def compare(scores, weight, options):
     assert not y.triu(1).any()
     assert not p.triu(1).any()
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    given = dy.clone()
-    found = kernels.backward(dy, weight, None, p, *options, *NEEDS)
+    inputs = dy.clone()
+    actual = kernels.backward(dy, weight, None, p, *options, *NEEDS)
     right = multi_token_attention.backward(dy, weight, None, p, *options, *NEEDS)
-    assert torch.equal(dy, given)
-    assert not found[0].triu(1).any()
-    for got, exact in zip(found, right, strict=True):
+    assert torch.equal(dy, inputs)
+    assert not actual[0].triu(1).any()
+    for got, exact in zip(actual, right, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
 
 
@@ -106,12 +106,12 @@ def tiles(request, monkeypatch):
 @pytest.mark.parametrize("sizes", SHAPES)
 @pytest.mark.parametrize("sparse", [False, True])
 def test_equals_the_reference(tiles, sizes, sparse):
-    compare(*made(sizes), shape(sparse=sparse))
+    compare(*pair_inputs(sizes), shape(sparse=sparse))
 
 
 @pytest.mark.usefixtures("same_convolutions")
 def test_heads_that_are_no_power_of_two(tiles):
-    compare(*made((2, 3, 18, 21), out=5), shape())
+    compare(*pair_inputs((2, 3, 18, 21), out=5), shape())
 
 
 @pytest.mark.usefixtures("same_convolutions")
@@ -119,18 +119,18 @@ def test_heads_that_are_no_power_of_two(tiles):
 def test_heads_far_apart_are_turned_another_way(tiles, monkeypatch):
     monkeypatch.setattr(kernels, "FAR", 64)
     monkeypatch.delattr(kernels, "_multi_token_turn_kernel")
-    compare(*made((2, 3, 18, 21), out=5), shape())
+    compare(*pair_inputs((2, 3, 18, 21), out=5), shape())
 
 
 @pytest.mark.usefixtures("same_convolutions")
 def test_the_triangle_is_of_what_the_convolution_makes(tiles):
     for options in (shape(2, 0), shape(1, 2, 2), shape(3, 3)):
-        compare(*made((1, 1, 23, 30)), options)
+        compare(*pair_inputs((1, 1, 23, 30)), options)
 
 
 @pytest.mark.usefixtures("same_convolutions")
 def test_scores_of_any_strides(tiles):
-    scores, weight = made((2, 2, 4, 33))
+    scores, weight = pair_inputs((2, 2, 4, 33))
     wide = torch.full((2, 4, 2, 48), torch.nan, device=DEVICE)
     by_heads = wide.transpose(1, 2)[..., 3:36].copy_(scores)
     by_columns = scores.mT.contiguous().mT
@@ -141,26 +141,26 @@ def test_scores_of_any_strides(tiles):
 
 @pytest.mark.usefixtures("same_convolutions")
 def test_nothing_past_the_diagonal_is_used(tiles):
-    scores, weight = made((1, 1, 19, 19))
+    scores, weight = pair_inputs((1, 1, 19, 19))
     past = torch.ones(19, 19, dtype=torch.bool, device=DEVICE).triu(1)
     filled = scores.masked_fill(past, torch.nan)
     y, p = kernels.forward(scores, weight, None, *shape())
     again, _ = kernels.forward(filled, weight, None, *shape())
     assert torch.equal(y, again)
     dy = torch.randn_like(y)
-    found = kernels.backward(dy, weight, None, p, *shape(), *NEEDS)
+    actual = kernels.backward(dy, weight, None, p, *shape(), *NEEDS)
     others = kernels.backward(dy.masked_fill(past, torch.nan), weight, None, p, *shape(), *NEEDS)
-    assert all(torch.equal(a, b) for a, b in zip(found, others, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, others, strict=True))
 
 
 @pytest.mark.usefixtures("same_convolutions")
 def test_an_upstream_gradient_that_is_one_number(tiles):
-    scores, weight = made((1, 2, 18, 18))
+    scores, weight = pair_inputs((1, 2, 18, 18))
     y, p = kernels.forward(scores, weight, None, *shape())
     ones = torch.ones((), device=DEVICE).expand(y.shape)
-    found = kernels.backward(ones, weight, None, p, *shape(), *NEEDS)
+    actual = kernels.backward(ones, weight, None, p, *shape(), *NEEDS)
     right = multi_token_attention.backward(ones, weight, None, p, *shape(), *NEEDS)
-    for got, exact in zip(found, right, strict=True):
+    for got, exact in zip(actual, right, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
 
 
@@ -168,14 +168,14 @@ def test_an_upstream_gradient_that_is_one_number(tiles):
 @pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.float32).min])
 def test_rows_that_see_only_hidden_scores_have_no_probabilities(tiles, hidden):
     """As those before the first token of a sequence that is padded on the left."""
-    scores, weight = made((1, 2, 20, 20))
+    scores, weight = pair_inputs((1, 2, 20, 20))
     scores[..., :7] = hidden
     compare(scores, weight, shape())
 
 
 @pytest.mark.usefixtures("same_convolutions")
 def test_not_a_number_stays_in_its_row(tiles):
-    scores, weight = made((1, 1, 20, 20))
+    scores, weight = pair_inputs((1, 1, 20, 20))
     scores[0, 0, 9, 4] = torch.nan
     _, p = kernels.forward(scores, weight, None, *shape())
     assert p.isnan().nonzero().tolist() == [[0, 0, 9, col] for col in range(10)]
@@ -194,22 +194,22 @@ def test_doubles_are_refused():
 def test_an_indexer_keeps_what_is_no_number(bad):
     """Scores and gradients are NaN where the reference has them: a maximum with 0 would drop it."""
     shapes = {"q": (1, 9, 4, 6), "k": (1, 9, 6), "w": (1, 9, 4)}
-    given = {n: torch.randn(shape, device=DEVICE) for n, shape in shapes.items()}
-    given[bad][0, 5] = torch.nan
+    inputs = {n: torch.randn(shape, device=DEVICE) for n, shape in shapes.items()}
+    inputs[bad][0, 5] = torch.nan
     indices = torch.arange(9, dtype=torch.int32, device=DEVICE).expand(1, 9, 9)
 
-    def made(name):
-        leaves = {n: t.clone().requires_grad_() for n, t in given.items()}
+    def run(name):
+        leaves = {n: t.clone().requires_grad_() for n, t in inputs.items()}
         with liger_multi.use(indexer_scores=name, indexer_topk=name):
             scores = ops.indexer_scores(**leaves, indices=indices)
-            chosen = ops.indexer_topk(**given, topk=3, causal=False)
+            chosen = ops.indexer_topk(**inputs, topk=3, causal=False)
         scores.backward(torch.ones_like(scores))
         return scores, chosen.scores, *(t.grad for t in leaves.values())
 
-    right = made("reference")
+    right = run("reference")
     assert all(scores.isnan().any() for scores in right[:2])
-    for found, wanted in zip(made("triton"), right, strict=True):
-        torch.testing.assert_close(found, wanted, equal_nan=True)
+    for actual, expected in zip(run("triton"), right, strict=True):
+        torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
 # --- grouped GEMM ---
@@ -253,14 +253,14 @@ def test_products_of_uneven_groups(library, gather):
     weight, other = draw(5, 40, 24), draw(groups.rows, 40)
     written = x[groups.order.long() // 2] if gather else x
     with grouped.products_by(library):
-        made = grouped.product("test", RowOperand(x, gather), weight, groups)
+        output = grouped.product("test", RowOperand(x, gather), weight, groups)
         sides = (RowOperand(other), RowOperand(x, gather))
         gradient = grouped.weight_gradient("test", *sides, groups, False)
         turned = grouped.weight_gradient("test", *sides, groups, True)
     for e, (start, stop) in enumerate(((0, 37), (37, 37), (37, 38), (38, 54), (54, 54))):
         rows = written[start:stop].double()
         right = rows @ weight[e].double().T
-        assert excess(made[start:stop], right, torch.bfloat16) <= 1
+        assert excess(output[start:stop], right, torch.bfloat16) <= 1
         right = other[start:stop].double().T @ rows
         assert excess(gradient[e], right, torch.bfloat16) <= 1
         assert torch.equal(turned[e], gradient[e].T)
@@ -276,20 +276,22 @@ def test_the_library_s_products_serve_the_operator(name):
         for n, t in tensors.items()
     }
     floats = [n for n, t in tensors.items() if t.is_floating_point()]
-    seen = []
+    products = []
     stock = grouped.grouped_mm
     with pytest.MonkeyPatch.context() as patch, grouped.products_by(True):
-        patch.setattr(grouped, "grouped_mm", lambda *a, **k: (seen.append(1), stock(*a, **k))[1])
+        patch.setattr(
+            grouped, "grouped_mm", lambda *a, **k: (products.append(1), stock(*a, **k))[1]
+        )
         with liger_multi.use(fused_moe="triton"):
             y = ops.fused_moe(**tensors, **sample.options)
-            found = torch.autograd.grad(y, [tensors[n] for n in floats], torch.ones_like(y))
+            actual = torch.autograd.grad(y, [tensors[n] for n in floats], torch.ones_like(y))
     right = FORMULAS["fused_moe"](**exact, **sample.options)
-    wanted = torch.autograd.grad(right, [exact[n] for n in floats], torch.ones_like(right))
-    assert seen, "the library was not asked"
+    expected = torch.autograd.grad(right, [exact[n] for n in floats], torch.ones_like(right))
+    assert products, "the library was not asked"
     assert excess(y.detach(), right.detach(), torch.bfloat16) <= 1
     errors = {
         n: excess(got, exact_one, torch.bfloat16)
-        for n, got, exact_one in zip(floats, found, wanted, strict=True)
+        for n, got, exact_one in zip(floats, actual, expected, strict=True)
     }
     assert max(errors.values()) <= 1, errors
 
@@ -303,13 +305,13 @@ def test_fp32_adapters_on_16_bit_experts(name, dtype):
     thin = [n for n in tensors if n.endswith(("_a", "_b"))]
     for n in thin:
         tensors[n] = tensors[n].detach().float().requires_grad_()
-    found = {}
+    actual = {}
     for backend in ("triton", "reference"):
         with liger_multi.use(lora_moe=backend):
             y = ops.lora_moe(**tensors, **sample.options)
             leaves = [tensors["x"], tensors["routing"], *(tensors[n] for n in thin)]
-            found[backend] = [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
-    for got, right in zip(found["triton"], found["reference"], strict=True):
+            actual[backend] = [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+    for got, right in zip(actual["triton"], actual["reference"], strict=True):
         assert got.dtype == right.dtype
         assert excess(got.detach(), right.detach(), dtype) <= 1
 
@@ -339,38 +341,40 @@ def test_an_update_of_uneven_groups(parts):
 ROUNDING = TritonRounding()
 
 
-def same_codes(found, wanted):
-    codes = [made.data.view(torch.uint8).cpu() for made in (found, wanted)]
-    return torch.equal(*codes) and torch.equal(found.scale.cpu(), wanted.scale.cpu())
+def same_codes(actual, expected):
+    codes = [rounded.data.view(torch.uint8).cpu() for rounded in (actual, expected)]
+    return torch.equal(*codes) and torch.equal(actual.scale.cpu(), expected.scale.cpu())
 
 
-KINDS = [kind for pair in FORMATS for kind in pair]
+KINDS = [code_dtype for pair in FORMATS for code_dtype in pair]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_every_value_of_16_bits(kind):
+@pytest.mark.parametrize("code_dtype", KINDS, ids=str)
+def test_every_value_of_16_bits(code_dtype):
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
         x = every.view(dtype)
         limit = torch.finfo(torch.float16).max  # and what is scaled to nothing by 2**127
         x = x[x.isfinite() & (x.float().abs() <= limit)]
         x = x[: x.numel() // 32 * 32].reshape(-1, 32).to(DEVICE)
-        assert same_codes(ROUNDING.rounded(x, kind), PLAIN.rounded(x, kind))
-    near = x[x.float().abs() <= torch.finfo(kind).max].float().reshape(1, -1)
-    assert same_codes(ROUNDING.rounded(near, kind), PLAIN.rounded(near, kind)), "nearly no scale"
+        assert same_codes(ROUNDING.rounded(x, code_dtype), PLAIN.rounded(x, code_dtype))
+    near = x[x.float().abs() <= torch.finfo(code_dtype).max].float().reshape(1, -1)
+    assert same_codes(ROUNDING.rounded(near, code_dtype), PLAIN.rounded(near, code_dtype)), (
+        "nearly no scale"
+    )
 
 
-@pytest.mark.parametrize("kind", [pair[0] for pair in FORMATS], ids=str)
+@pytest.mark.parametrize("dtype", [pair[0] for pair in FORMATS], ids=str)
 @pytest.mark.parametrize("shape", [(70, 48), (1, 3000), (200, 16), (64, 128)])
-def test_both_layouts(shape, kind):
+def test_both_layouts(shape, dtype):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator).bfloat16().to(DEVICE)
-    for given in (x, x.t()):
-        for found, wanted in zip(
-            ROUNDING.both_ways(given, kind), PLAIN.both_ways(given, kind), strict=True
+    for operand in (x, x.t()):
+        for actual, expected in zip(
+            ROUNDING.both_ways(operand, dtype), PLAIN.both_ways(operand, dtype), strict=True
         ):
-            assert found.data.is_contiguous()
-            assert same_codes(found, wanted)
+            assert actual.data.is_contiguous()
+            assert same_codes(actual, expected)
 
 
 def test_nothing_zeros_and_what_is_no_number():
@@ -380,9 +384,9 @@ def test_nothing_zeros_and_what_is_no_number():
         assert same_codes(ROUNDING.both_ways(x)[1], PLAIN.both_ways(x)[1])
     x = torch.ones(4, 16)
     x[1, 2] = float("nan")
-    for kind in KINDS:
-        made = ROUNDING.rounded(x.to(DEVICE), kind)
-        assert made.data.float().isnan().nonzero().tolist() == [[1, 2]]
+    for dtype in KINDS:
+        output = ROUNDING.rounded(x.to(DEVICE), dtype)
+        assert output.data.float().isnan().nonzero().tolist() == [[1, 2]]
 
 
 # --- cards: sums over rows, of weights' gradients, on parts of a card ---
@@ -399,21 +403,28 @@ CARDS = {
     "dyt": {"x": TALL[0], "alpha": T((1,)), "weight": TALL[1], "bias": TALL[1]},
     "attention_residuals": {"blocks": T((2, 40, 512)), "query": TALL[1]},
     "hyper_connections": {
-        "x": T((300, 4, 256), torch.bfloat16), "bias": T((24,)), "scale": T((3,)),
+        "x": T((300, 4, 256), torch.bfloat16),
+        "bias": T((24,)),
+        "scale": T((3,)),
         "weight": T((24, 1024), torch.bfloat16, 0.03),
     },
     "causal_conv1d": {"x": T((2, 64, 16)), "weight": T((16, 4)), "bias": T((16,))},
     "gated_short_conv": {"x": T((2, 64, 48)), "weight": T((16, 3)), "bias": T((16,))},
-}  # fmt: skip
+}
 FEW = {"hyper_connections": {"iterations": 1}}
 
 
 def card(monkeypatch, vendor, cores):
-    """What launch formulas are told of a card of which so many cores are there."""
+    """What launch formulas read of a card with this number of cores."""
     facts = types.SimpleNamespace(
-        major=9, minor=0, gcnArchName="gfx942", warp_size=64, multi_processor_count=cores,
-        shared_memory_per_block=65536, shared_memory_per_block_optin=232448,
-    )  # fmt: skip
+        major=9,
+        minor=0,
+        gcnArchName="gfx942",
+        warp_size=64,
+        multi_processor_count=cores,
+        shared_memory_per_block=65536,
+        shared_memory_per_block_optin=232448,
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     return backends()[vendor].device_info(torch.device("cuda", 0))
 
@@ -436,17 +447,17 @@ def test_parts_of_a_card_give_its_bits(monkeypatch, op, vendor):
     With as many programs as cores the bits would differ, so that the check can fail.
     """
     whole = card(monkeypatch, vendor, 304)
-    wanted = bits(op, whole)
-    assert same_bits(bits(op, card(monkeypatch, vendor, 2)), wanted)
-    assert not same_bits(bits(op, replace(whole, cores=2)), wanted)
+    expected = bits(op, whole)
+    assert same_bits(bits(op, card(monkeypatch, vendor, 2)), expected)
+    assert not same_bits(bits(op, replace(whole, cores=2)), expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (1, 3), (1024, 5), (1025, 1), (2500, 40)])
 def test_sums_over_rows_of_any_number(shape):
     """Whole numbers have exact sums, whatever the order; strides are any."""
     x = torch.arange(shape[0] * shape[1], dtype=torch.float32).remainder(13).view(shape[::-1])
-    made = sum_rows(x.to(DEVICE).t(), torch.float32)
-    assert torch.equal(made, x.sum(1).to(DEVICE))
+    output = sum_rows(x.to(DEVICE).t(), torch.float32)
+    assert torch.equal(output, x.sum(1).to(DEVICE))
 
 
 # --- ssd_scan ---
@@ -463,21 +474,31 @@ def test_heads_in_pieces(monkeypatch, by_column):
     rows, pairs, state = (2, 19, 3, 8), (2, 19, 1, 8), (2, 3, 8, 8)
     skips = normal(3, 8) if by_column else normal(3)
     first = torch.where(torch.arange(19) < 5, 0, 5).int().expand(2, -1).to(DEVICE)
-    given = (normal(*rows), normal(*rows[:3]).bfloat16(), -normal(3).exp(), normal(*pairs),
-             normal(*pairs), skips, normal(*rows), normal(3), normal(*state), first)  # fmt: skip
+    inputs = (
+        normal(*rows),
+        normal(*rows[:3]).bfloat16(),
+        -normal(3).exp(),
+        normal(*pairs),
+        normal(*pairs),
+        skips,
+        normal(*rows),
+        normal(3),
+        normal(*state),
+        first,
+    )
     options = (True, 0.0, float("inf"), 16)
     upstream = normal(*rows), normal(*state)
 
     def run():
-        results = ssd_scan.forward(*given, *options, True)
-        return *results, *ssd_scan.backward(*upstream, *given, *options, *[True] * 9)
+        results = ssd_scan.forward(*inputs, *options, True)
+        return *results, *ssd_scan.backward(*upstream, *inputs, *options, *[True] * 9)
 
     whole = run()
     monkeypatch.setattr(ssd_scan, "MOST", 16)
-    for got, wanted in zip(run(), whole, strict=True):
-        assert got.dtype == wanted.dtype
+    for got, expected in zip(run(), whole, strict=True):
+        assert got.dtype == expected.dtype
         rtol = 1e-2 if got.dtype == torch.bfloat16 else 1e-4
-        torch.testing.assert_close(got, wanted, rtol=rtol, atol=1e-5)
+        torch.testing.assert_close(got, expected, rtol=rtol, atol=1e-5)
 
 
 # --- selective_scan ---
@@ -486,7 +507,7 @@ def test_heads_in_pieces(monkeypatch, by_column):
 def scanned(length, states, upstream=True, state=True, packed=True, cols=37):
     """All results of forward and backward, of the kernels and of the reference in fp64.
 
-    Of 37 channels, there are some blocks, the last one short.
+    37 channels are several blocks, of which the last one is short.
     """
     generator = torch.Generator().manual_seed(length)
 
@@ -496,20 +517,20 @@ def scanned(length, states, upstream=True, state=True, packed=True, cols=37):
     rows, pairs = (normal(2, length, cols) for _ in range(3)), (2, length, states)
     u, delta, z = rows
     A, before = -normal(cols, states).exp(), normal(2, cols, states)
-    given = (u, delta, A, normal(*pairs), normal(*pairs), normal(cols), z, normal(cols), before)
-    given = given if state else (*given[:-1], None)
+    inputs = (u, delta, A, normal(*pairs), normal(*pairs), normal(cols), z, normal(cols), before)
+    inputs = inputs if state else (*inputs[:-1], None)
     place = torch.arange(length, dtype=torch.int32)
     first = torch.stack([place // 8 * 8, torch.where(place < 5, 0, 5).int()]).to(DEVICE)
     first = first if packed else None
     dy = normal(2, length, cols) if upstream else None
     dstate = normal(2, cols, states)
 
-    def run(module, kind):
-        wide = [None if t is None else t.to(kind) for t in given]
+    def run(module, dtype):
+        wide = [None if t is None else t.to(dtype) for t in inputs]
         y, last, states = module.forward(*wide, first, True, True)
-        grads = (None if dy is None else dy.to(kind), dstate.to(kind))
-        made = module.backward(*grads, *wide, first, states, True, *[True] * 9)
-        return y, last, states, *made
+        grads = (None if dy is None else dy.to(dtype), dstate.to(dtype))
+        gradients = module.backward(*grads, *wide, first, states, True, *[True] * 9)
+        return y, last, states, *gradients
 
     kernels_twice = [run(selective_scan, torch.float32) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*kernels_twice, strict=True))
@@ -527,7 +548,7 @@ def test_scans_of_several_blocks_and_chunks(length, states, upstream):
 
 
 @pytest.mark.parametrize(
-    ("length", "states", "given"),
+    ("length", "states", "kwargs"),
     [
         (20, 16, {}),
         (13, 3, {"state": False, "packed": False}),
@@ -535,15 +556,15 @@ def test_scans_of_several_blocks_and_chunks(length, states, upstream):
         (72, 4, {"cols": 64}),
     ],
 )
-def test_scans_whose_tokens_several_programs_share(monkeypatch, length, states, given):
+def test_scans_whose_tokens_several_programs_share(monkeypatch, length, states, kwargs):
     """Sequences begin within spans, at their first tokens, and nowhere.
 
-    Spans and blocks that nothing is past the last of are kernels of their own.
+    Where the sequence fills its last span and block, the kernels are others.
     """
 
     monkeypatch.setattr(scan_reference, "SPAN", 8)
     monkeypatch.setattr(selective_scan, "PROGRAMS", 0)  # backward has a sequence at a time
-    for got, exact in zip(*scanned(length, states, **given), strict=True):
+    for got, exact in zip(*scanned(length, states, **kwargs), strict=True):
         scale = float(exact.abs().max()) if exact.numel() else 0.0
         torch.testing.assert_close(got.double(), exact.double(), rtol=1e-5, atol=2e-5 * scale)
 
@@ -552,10 +573,10 @@ def test_scans_by_the_launches_of_hopper(monkeypatch):
     """Four tokens a step in one part, rows by caches alone."""
 
     def tabled(name, formula, device, **shape):
-        made = launch.launch_config(name, formula, device, **shape)
+        config = launch.launch_config(name, formula, device, **shape)
         steps = {"step": 4, "ahead": 3}
         fields = {"forward": steps, "backward": {**steps, "parts": 1}}
-        return replace(made, **fields.get(name.split(".")[1], {}))
+        return replace(config, **fields.get(name.split(".")[1], {}))
 
     monkeypatch.setattr(scan_reference, "SPAN", 8)
     monkeypatch.setattr(selective_scan, "launch_config", tabled)
@@ -568,25 +589,25 @@ def by_teams(monkeypatch, **fields):
     """Forward of the scan by teams of some shape; spans of 8 tokens."""
 
     def tabled(name, formula, device, **shape):
-        made = launch.launch_config(name, formula, device, **shape)
-        return replace(made, **fields) if name.endswith("team") else made
+        config = launch.launch_config(name, formula, device, **shape)
+        return replace(config, **fields) if name.endswith("team") else config
 
     monkeypatch.setattr(scan_reference, "SPAN", 8)
     monkeypatch.setattr(selective_scan, "launch_config", tabled)
 
 
 @pytest.mark.parametrize(
-    ("length", "states", "team", "given"),
+    ("length", "states", "team", "kwargs"),
     [
         (19, 16, {"team": 4, "block": 8, "count": 2}, {}),
         (7, 12, {"team": 8, "block": 4, "count": 1}, {"state": False, "packed": False}),
         (24, 8, {"team": 2, "block": 16, "count": 1}, {"cols": 32}),
     ],
 )
-def test_scans_of_whole_sequences_by_teams(monkeypatch, length, states, team, given):
+def test_scans_of_whole_sequences_by_teams(monkeypatch, length, states, team, kwargs):
     """With short steps and blocks, and with none; one span, and several."""
     by_teams(monkeypatch, **team)
-    for got, exact in zip(*scanned(length, states, **given), strict=True):
+    for got, exact in zip(*scanned(length, states, **kwargs), strict=True):
         assert got.shape == exact.shape
         scale = float(exact.abs().max()) if exact.numel() else 0.0
         torch.testing.assert_close(got.double(), exact.double(), rtol=1e-5, atol=2e-5 * scale)
@@ -604,11 +625,11 @@ def test_teams_keep_what_is_not_finite_within_its_sequence(monkeypatch, tensor):
     def run(u, delta, B, C, state):
         return selective_scan.forward(u, delta, A, B, C, None, None, None, state, first, True, True)
 
-    given = [*rows, *pairs, state]
-    usual = run(*given)
-    given[tensor] = given[tensor].clone()
-    given[tensor][0, 7 if tensor < 4 else 0, 0] = float("nan")
-    y, final, before = run(*given)
+    inputs = [*rows, *pairs, state]
+    usual = run(*inputs)
+    inputs[tensor] = inputs[tensor].clone()
+    inputs[tensor][0, 7 if tensor < 4 else 0, 0] = float("nan")
+    y, final, before = run(*inputs)
     changed = slice(6, 12) if tensor < 4 else slice(0, 6)
     apart = (y != usual[0]).flatten(2).any(2)[0]
     assert apart[changed].any()
@@ -629,11 +650,11 @@ def test_teams_are_for_sequences_that_fill_a_card():
     with launch.simulate(DeviceInfo("cuda", "sm90", 32, 1024, 232448, 132)):
         assert [team(2, 8192), team(4, 4096), team(3, 8192)] == [4, 4, 4]
         assert [team(1, 8192), team(5, 4096), team(2, 8192, 256), team(2, 8192, 256, 8)] == [0] * 4
-        told = launch.any_rows.set(True)
+        token = launch.any_rows.set(True)
         try:
             assert team(2, 8192) == 0
         finally:
-            launch.any_rows.reset(told)
+            launch.any_rows.reset(token)
 
 
 def test_scans_whose_steps_do_not_divide_a_span_raise(monkeypatch):
@@ -654,10 +675,10 @@ def test_results_of_scans_share_no_memory(op):
     sample = next(s for s in samples.of(op) if s.name == "everything")
     tensors = sample.make(DEVICE, torch.float32)
     result, _ = outputs(call(op, tensors, sample.options, **{op: "triton"}))
-    made = grads(result, tensors, {n: torch.ones_like(t) for n, t in result.items()})
-    found = [*result.values(), *made.values()]
-    assert len({t.untyped_storage().data_ptr() for t in found}) == len(found)
-    assert all(t.is_contiguous() for t in found)
+    gradients = grads(result, tensors, {n: torch.ones_like(t) for n, t in result.items()})
+    every = [*result.values(), *gradients.values()]
+    assert len({t.untyped_storage().data_ptr() for t in every}) == len(every)
+    assert all(t.is_contiguous() for t in every)
 
 
 def test_scans_of_too_many_states_are_refused():
@@ -675,9 +696,9 @@ def test_columns_that_are_kept_change_no_result(monkeypatch, kept, cols):
     """Also where the anchor is no good, and for a scale that turns the order of the classes."""
 
     def with_kept(name, formula, device, **shape):
-        found = launch.launch_config(name, formula, device, **shape)
+        config = launch.launch_config(name, formula, device, **shape)
         return (
-            replace(found, block=128, kept=4 * kept) if name == "cross_entropy.forward" else found
+            replace(config, block=128, kept=4 * kept) if name == "cross_entropy.forward" else config
         )
 
     monkeypatch.setattr(row_kernels, "launch_config", with_kept)
@@ -696,7 +717,7 @@ def test_columns_that_are_kept_change_no_result(monkeypatch, kept, cols):
 
 
 @pytest.mark.parametrize("mode", [None, True, "rows"])
-def test_equal_bits_ask_for_one_launch_with_and_without_gradient(monkeypatch, mode):
+def test_launches_with_and_without_gradient_are_equal(monkeypatch, mode):
     """A log-probability that no gradient was asked of is that of a training step."""
     asked = []
 
@@ -732,7 +753,7 @@ def gated_case(rows, cols, dtype, by=NONE):
     return dy, gate, up, tuple(columns), right
 
 
-def coded_backward(dy, gate, up, columns, wanted, product, format, by=NONE):
+def coded_backward(dy, gate, up, columns, needs, product, format, by=NONE):
     """Gradients, codes of those with columns, and what stands in dy."""
 
     def code_room(x):
@@ -742,13 +763,13 @@ def coded_backward(dy, gate, up, columns, wanted, product, format, by=NONE):
 
     dy = dy.clone()
     rooms = tuple(None if c is None else code_room(gate) for c in columns)
-    made = gated_rows.backward("swiglu", "silu", dy, gate, up, by, rooms, columns, wanted, product)
-    return made, [None if r is None else r.rows_of(format) for r in rooms], dy
+    output = gated_rows.backward("swiglu", "silu", dy, gate, up, by, rooms, columns, needs, product)
+    return output, [None if r is None else r.rows_of(format) for r in rooms], dy
 
 
-def same_rows(found, right):
-    return torch.equal(found.scale, right.scale) and torch.equal(
-        found.codes.view(torch.uint8), right.codes.view(torch.uint8)
+def same_rows(actual, right):
+    return torch.equal(actual.scale, right.scale) and torch.equal(
+        actual.codes.view(torch.uint8), right.codes.view(torch.uint8)
     )
 
 
@@ -756,14 +777,14 @@ def same_rows(found, right):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rows", "cols"), [(3, 37), (2, 2500)])
 def test_codes_of_gradients_are_those_of_the_rounded_gradients(rows, cols, dtype, format):
-    """Of rows in one step and in two; beside gradients and a product, or in their place."""
+    """Rows take one step or two; codes come with gradients and a product, or in their place."""
     dy, gate, up, columns, right = gated_case(rows, cols, dtype)
     for by in (NONE, (0.5, 2.0)) if cols == 37 else (NONE,):
         dy, gate, up, columns, right = gated_case(rows, cols, dtype, by)
         both, codes, product = coded_backward(dy, gate, up, columns, (True, True), True, format, by)
         assert all(torch.equal(a, b) for a, b in zip(both, right, strict=True))
-        for found, grad, column in zip(codes, both, columns, strict=True):
-            assert same_rows(found, float8_rows.PLAIN.rows(grad, column, format))
+        for coded, grad, column in zip(codes, both, columns, strict=True):
+            assert same_rows(coded, float8_rows.PLAIN.rows(grad, column, format))
         if by == NONE:
             with liger_multi.use(swiglu="triton"):
                 assert torch.equal(product, ops.swiglu(gate, up))
@@ -777,11 +798,11 @@ def test_codes_of_gradients_are_those_of_the_rounded_gradients(rows, cols, dtype
 def test_codes_of_one_gradient_and_the_other_itself(first):
     dy, gate, up, columns, right = gated_case(4, 48, torch.bfloat16)
     some = (columns[0], None) if first else (None, columns[1])
-    wanted = (not first, first)
-    made, codes, _ = coded_backward(dy, gate, up, some, wanted, False, CODES[0])
+    needs = (not first, first)
+    output, codes, _ = coded_backward(dy, gate, up, some, needs, False, CODES[0])
     at = 0 if first else 1
-    assert torch.equal(made[1 - at], right[1 - at])
-    assert made[at].numel() == 0
+    assert torch.equal(output[1 - at], right[1 - at])
+    assert output[at].numel() == 0
     assert codes[1 - at] is None
     assert same_rows(codes[at], float8_rows.PLAIN.rows(right[at], columns[at], CODES[0]))
 
@@ -791,41 +812,44 @@ def test_a_gradient_that_is_not_finite_makes_its_row_nan_alone(bad):
     dy, gate, up, columns, _ = gated_case(4, 2100, torch.bfloat16)
     dy[1, 2077] = bad
     _, codes, _ = coded_backward(dy, gate, up, columns, (False, False), False, CODES[0])
-    for found in codes:
-        assert found.scale.isnan().tolist() == [False, True, False, False]
-        assert found.codes.float().isnan().all(1).tolist() == [False, True, False, False]
+    for coded in codes:
+        assert coded.scale.isnan().tolist() == [False, True, False, False]
+        assert coded.codes.float().isnan().all(1).tolist() == [False, True, False, False]
 
 
 def test_gradients_of_no_rows_and_of_zeros():
     dy, gate, up, columns, _ = gated_case(0, 48, torch.bfloat16)
     _, codes, _ = coded_backward(dy, gate, up, columns, (True, True), True, CODES[0])
-    assert all(found.codes.shape == (0, 48) for found in codes)
+    assert all(coded.codes.shape == (0, 48) for coded in codes)
     dy, gate, up, columns, _ = gated_case(2, 48, torch.bfloat16)
     _, codes, _ = coded_backward(0 * dy, gate, up, columns, (False, False), False, CODES[0])
-    for found in codes:
-        assert not found.codes.float().any()
-        assert torch.isfinite(1 / found.scale).all()
+    for coded in codes:
+        assert not coded.codes.float().any()
+        assert torch.isfinite(1 / coded.scale).all()
 
 
 # --- launches that are looked up ---
 
 
-def test_a_rotation_of_equal_sizes_is_launched_by_its_own_strides_and_options():
-    """What is kept of one call must not be another one's."""
+def test_rope_launches_follow_strides_and_options():
+    """A launch that is cached for one call must not serve another."""
     near = torch.randn(2, 4, 4, 16, device=DEVICE)
     far = torch.randn(2, 4, 4, 32, device=DEVICE)[..., ::2]
     angle = torch.randn(2, 1, 4, 16, device=DEVICE)
     tables = {"row": angle[:1, 0], "sequence": angle[:, 0], "far": angle.mT.contiguous().mT[:, 0]}
-    for q, cos, axis, style, kind in itertools.product(
-        (near, far, near.transpose(1, 2)), tables.values(), (1, 2), ("half", "interleaved"),
+    for q, cos, axis, style, dtype in itertools.product(
+        (near, far, near.transpose(1, 2)),
+        tables.values(),
+        (1, 2),
+        ("half", "interleaved"),
         (torch.float32, torch.bfloat16),
-    ):  # fmt: skip
+    ):
         both = [x.detach().requires_grad_() for x in (q, q[:, :, :2] if axis == 2 else q)]
-        given = (*both, cos.to(kind), cos.to(kind).flip(0))
-        found = []
+        inputs = (*both, cos.to(dtype), cos.to(dtype).flip(0))
+        launches = []
         for backend in ("triton", "reference"):
             with liger_multi.use(rope=backend):
-                made = ops.rope(*given, unsqueeze_dim=axis, style=style)
-                found.append((*made, *torch.autograd.grad([y.sum() for y in made], both)))
-        for own, right in zip(*found, strict=True):
+                output = ops.rope(*inputs, unsqueeze_dim=axis, style=style)
+                launches.append((*output, *torch.autograd.grad([y.sum() for y in output], both)))
+        for own, right in zip(*launches, strict=True):
             torch.testing.assert_close(own, right)

@@ -1,7 +1,7 @@
 """What runs in chunks: fused losses over rows, and TiledMLP over tokens.
 
 Fused losses hold one buffer of logits, survive running out of memory, and follow free memory.
-TiledMLP gives the same numbers as the whole MLP, one gradient a parameter, and takes little memory.
+TiledMLP has the results of the whole MLP and one gradient per parameter, and takes little memory.
 """
 
 import copy
@@ -33,7 +33,7 @@ def inputs(rows=ROWS, dtype=torch.float32):
 
 
 class Full(TorchFunctionMode):
-    """A device on which tensors of more than some rows of logits do not fit, some times."""
+    """A device that refuses tensors of more than some rows of logits, a number of times."""
 
     def __init__(self, rows, times=1000):
         super().__init__()
@@ -67,7 +67,7 @@ def call(name, hidden, weight, target):
 
 @pytest.mark.usefixtures("unsaid")
 @pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "none", "fused_linear_log_prob"])
-def test_out_of_memory_is_tried_again_with_a_quarter(name):
+def test_out_of_memory_retries_with_quarter_chunk(name):
     plain_args = inputs()
     plain = call(name, *plain_args)
     plain.backward()
@@ -88,7 +88,7 @@ def test_out_of_memory_is_tried_again_with_a_quarter(name):
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_it_says_so_once():
+def test_out_of_memory_warns_once():
     with warnings.catch_warnings(record=True) as caught, Full(10) as full:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -98,7 +98,7 @@ def test_it_says_so_once():
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_a_second_failure_is_the_callers():
+def test_second_out_of_memory_propagates():
     args = inputs()
     before = [t.detach().clone() for t in args]
     with (
@@ -114,7 +114,7 @@ def test_a_second_failure_is_the_callers():
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_a_single_chunk_is_not_tried_again():
+def test_single_chunk_is_not_retried():
     hidden, weight, target = inputs(rows=4)
     with Full(2) as full, pytest.raises(torch.OutOfMemoryError):
         ops.fused_linear_cross_entropy(hidden, weight, target)
@@ -122,7 +122,7 @@ def test_a_single_chunk_is_not_tried_again():
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_the_buffers_of_the_first_attempt_are_gone_in_the_second():
+def test_retry_frees_buffers_of_first_attempt():
     hidden, weight, target = inputs()
     peaks = []
     for rows in (10, 1000):
@@ -133,12 +133,12 @@ def test_the_buffers_of_the_first_attempt_are_gone_in_the_second():
                 call("fused_linear_cross_entropy", hidden, weight, target)
         peaks.append(peak.peak_bytes)
     logits = VOCABULARY * 4
-    # its own ten rows, and what the reference makes of them, stand alone
+    # ten rows, and the reference's temporaries of them, are alive alone
     assert peaks[0] < peaks[1] - 20 * logits
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_no_growth_over_chunks_and_steps():
+def test_memory_over_chunks_and_steps():
     hidden, weight, target = inputs()
     peaks, ends = [], []
     for _ in range(4):
@@ -164,7 +164,7 @@ def test_chunks_share_one_buffer():
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_the_budget_follows_free_memory_and_no_result_does(monkeypatch):
+def test_results_independent_of_chunk_budget(monkeypatch):
     monkeypatch.setattr(chunking, "MIN_ROWS", 1)
     results, widths = [], []
     for rows in (1, 5, 16, 1000):
@@ -213,21 +213,21 @@ def run(module, x, upstream):
 @pytest.mark.parametrize("shape", [(13, WIDTH), (2, 13, WIDTH), (2, 2, 5, WIDTH)])
 @pytest.mark.parametrize("tiles", [2, 3, 5, 13, 100])
 @pytest.mark.parametrize("needs_x", [True, False])
-def test_tiles_change_nothing(tiles, needs_x, shape):
-    """Without a gradient of x too: parameters got none there (surface of today's libraries)."""
-    whole = mlp()
+def test_tiled_mlp_results(tiles, needs_x, shape):
+    """Also without a gradient of x, where parameters got none in other libraries."""
+    full = mlp()
     x, upstream = torch.randn(shape).requires_grad_(needs_x), torch.randn(shape)
-    expected = run(whole, x, upstream)
-    actual = run(nn.TiledMLP(whole, tiles), x, upstream)
-    for got, right in zip(actual, expected, strict=True):
-        assert (got is None) == (right is None)
-        if right is not None:
-            assert excess(got, right.double(), torch.float32) <= 1
+    expected = run(full, x, upstream)
+    actual = run(nn.TiledMLP(full, tiles), x, upstream)
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            assert excess(a, b.double(), torch.float32) <= 1
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 7])
 def test_hooks_of_parameters_fire_once_a_step(tiles):
-    """They fired once a piece, and a reducer of DDP or FSDP counts them."""
+    """They used to fire once per tile, and a reducer of DDP or FSDP counts them."""
     module, fired = nn.TiledMLP(mlp(), tiles), []
     for name, parameter in module.named_parameters():
         parameter.register_hook(lambda grad, name=name: fired.append(name))
@@ -237,19 +237,19 @@ def test_hooks_of_parameters_fire_once_a_step(tiles):
     assert sorted(fired) == sorted(names * 2)
 
 
-def test_no_gradient_depends_on_the_number_of_tiles_in_low_precision():
-    """Sums over pieces are in fp32: in bf16, 256 terms of about the same size stop growing."""
+def test_tiled_mlp_gradients_in_low_precision():
+    """Sums over tiles are in fp32: in bf16, a sum of 256 equal terms stops growing."""
     module = mlp(torch.bfloat16)
     x = torch.randn(512, WIDTH).abs().to(torch.bfloat16)
     exact = run(copy.deepcopy(module).double(), x.double(), torch.ones_like(x.double()))
     for tiles in (2, 512):
         actual = run(nn.TiledMLP(module, tiles), x, torch.ones_like(x))
-        for got, right in zip(actual[1:4], exact[1:4], strict=True):
-            assert excess(got, right, torch.bfloat16) <= 1, tiles
+        for a, b in zip(actual[1:4], exact[1:4], strict=True):
+            assert excess(a, b, torch.bfloat16) <= 1, tiles
 
 
-def test_the_module_is_reached_through_its_own_call():
-    """Hooks that gather weights, and adapters, stand there."""
+def test_tiled_mlp_calls_the_module():
+    """Hooks that gather weights, and adapters, depend on that call."""
     module, lengths = mlp(), []
     module.register_forward_pre_hook(lambda m, args: lengths.append(args[0].shape[-2]))
     x = torch.randn(2, 7, WIDTH, requires_grad=True)
@@ -257,18 +257,18 @@ def test_the_module_is_reached_through_its_own_call():
     assert lengths == [3, 3, 1] * 2
 
 
-def test_inner_tensors_are_those_of_a_piece():
+def test_tiled_mlp_inner_tensor_sizes():
     sizes, x = [], torch.randn(64, WIDTH, requires_grad=True)
     module = mlp()
     module[1].register_forward_hook(lambda m, args, out: sizes.append(out.shape[0]))
-    kept = []
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.append(t.untyped_storage().nbytes()) or t, lambda t: t
+        lambda t: saved.append(t.untyped_storage().nbytes()) or t, lambda t: t
     ):
         y = nn.TiledMLP(module, 8)(x)
         y.sum().backward()
     assert set(sizes) == {8}
-    assert max(kept) <= 64 * WIDTH * 4, "nothing as wide as the inner layer of all tokens"
+    assert max(saved) <= 64 * WIDTH * 4, "nothing as wide as the inner layer of all tokens"
 
 
 def test_dropout_draws_the_same_numbers_twice():
@@ -287,17 +287,19 @@ def test_dropout_draws_the_same_numbers_twice():
 
 
 def test_autocast_of_forward_holds_in_backward():
-    module, kinds = mlp(), []
-    module[1].register_forward_hook(lambda m, args, out: kinds.append(out.dtype))
+    module, dtypes = mlp(), []
+    module[1].register_forward_hook(lambda m, args, out: dtypes.append(out.dtype))
     x = torch.randn(12, WIDTH, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected, y = module(x), nn.TiledMLP(module, 3)(x)
     assert y.dtype == expected.dtype == torch.bfloat16
-    right = torch.autograd.grad(expected, [x, *module.parameters()], torch.ones_like(expected))
+    expected_gradients = torch.autograd.grad(
+        expected, [x, *module.parameters()], torch.ones_like(expected)
+    )
     gradients = torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
-    assert kinds == [torch.bfloat16] * 7, "once whole, and three pieces twice"
-    for got, exact in zip(gradients, right, strict=True):
-        assert excess(got, exact.double(), torch.bfloat16) <= 1
+    assert dtypes == [torch.bfloat16] * 7, "once whole, and three pieces twice"
+    for a, b in zip(gradients, expected_gradients, strict=True):
+        assert excess(a, b.double(), torch.bfloat16) <= 1
 
 
 def test_frozen_and_unused_parameters_have_no_gradient():
@@ -317,7 +319,7 @@ def test_without_gradients_nothing_is_kept():
     torch.testing.assert_close(y, module.mlp(x))
 
 
-def test_a_changed_weight_is_noticed():
+def test_weight_changed_between_forward_and_backward():
     module = nn.TiledMLP(mlp(), 3)
     loss = module(torch.randn(7, WIDTH)).sum()
     with torch.no_grad():

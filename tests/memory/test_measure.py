@@ -1,7 +1,7 @@
 """Memory measured around a block and through a step.
 
-Peaks against allocations whose sizes are known; profiles of steps whose memory is known, of a small
-model, and of an allocator's history.
+Peaks are compared with allocations of known sizes, and profiles with steps of known memory, with a
+small model, and with an allocator's history.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def test_views_share_one_storage_and_keep_it_alive():
     del view, b
 
 
-def test_older_tensors_count_for_the_whole_region_once_touched():
+def test_older_tensors_count_once_touched():
     old, untouched = kib(100), kib(999)
     with measure("cpu") as peak:
         b = kib(60)
@@ -76,7 +76,7 @@ def test_known_tensors_count_untouched():
     assert (peak.start_bytes, peak.peak_bytes) == (100 * KIB, 100 * KIB)
 
 
-def test_an_older_tensor_that_dies_leaves():
+def test_older_tensor_freed_in_region():
     old = kib(100)
     with measure("cpu") as peak:
         old.add_(1)
@@ -109,7 +109,7 @@ def test_temporaries_of_a_backward_are_seen():
     x = torch.ones(4 * KIB, requires_grad=True)
     with measure("cpu") as peak:
         WithTemporaries.apply(x).sum().backward()
-    # x stands beside the scratch, and so do two scalars; the product is gone by then
+    # x and two scalars are alive besides the scratch; the product is freed by then
     assert 516 * KIB <= peak.peak_bytes <= 516 * KIB + 16
 
 
@@ -121,7 +121,7 @@ def test_foreach_operators():
     del result
 
 
-def test_a_region_that_raises_still_reports():
+def test_region_that_raises():
     def region():
         a = kib(10)
         raise RuntimeError(f"half way, {a.nbytes} bytes")
@@ -132,7 +132,7 @@ def test_a_region_that_raises_still_reports():
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_the_region_ends():
+def test_region_end():
     with measure("cpu") as peak:
         a = kib(10)
     b = kib(100)
@@ -163,7 +163,7 @@ def test_widest_without_a_match_and_unasked():
     assert peak.widest_bytes is None
 
 
-def test_operators_of_ours_do_not_hide_their_temporaries():
+def test_temporaries_of_our_operators():
     hidden = torch.randn(64, 4, requires_grad=True)
     weight = torch.randn(512, 4, requires_grad=True)
     target = torch.randint(0, 512, (64,))
@@ -283,7 +283,7 @@ def step_profile():
     return profile(step, model=net, optimizer=optimizer, title="net")
 
 
-def test_categories_of_a_step_that_can_be_counted(step_profile):
+def test_profile_categories_of_known_step(step_profile):
     one = 256 * KIB
     assert step_profile.largest["parameters"] == one
     assert step_profile.largest["gradients"] == one
@@ -295,7 +295,7 @@ def test_categories_of_a_step_that_can_be_counted(step_profile):
     assert step_profile.largest["temporaries"] >= 2 * one
 
 
-def test_the_peak_is_that_of_the_meter(step_profile):
+def test_profile_peak_equals_measured_peak(step_profile):
     net, optimizer, step = net_step()
     step()
     known = [net.weight, *(s["momentum_buffer"] for s in optimizer.state.values())]
@@ -306,19 +306,19 @@ def test_the_peak_is_that_of_the_meter(step_profile):
     assert max(map(sum, step_profile.timeline)) == step_profile.peak_bytes
 
 
-def test_phases_come_in_order(step_profile):
+def test_profile_phases(step_profile):
     assert [name for _, name in step_profile.phases] == [FORWARD, BACKWARD, OPTIMIZER]
     places = [place for place, _ in step_profile.phases]
     assert places == sorted(places)
     assert places[-1] < len(step_profile.timeline)
 
 
-def test_saved_activations_have_a_module_and_an_operator(step_profile):
-    (kept,) = [h for h in step_profile.saved if h.bytes >= 256 * KIB]
-    assert (kept.module, kept.kind, kept.op) == ("inner", "Exp", "aten::exp")
+def test_saved_activation_origins(step_profile):
+    (holder,) = [h for h in step_profile.saved if h.bytes >= 256 * KIB]
+    assert (holder.module, holder.kind, holder.op) == ("inner", "Exp", "aten::exp")
 
 
-def test_backward_belongs_to_the_module_of_its_forward():
+def test_backward_block_origins():
     net, optimizer, step = net_step()
     recorder = Recorder("cpu", net, optimizer)
     with recorder.recording():
@@ -428,7 +428,7 @@ def test_pictures(step_profile, tmp_path):
     assert heights[1] > 1.5 * heights[0], "one panel a profile"
 
 
-def test_a_patched_model_is_seen_with_its_operators():
+def test_profile_of_patched_model():
     pytest.importorskip("transformers")
     case = Case("dense", 2, 64, "float32")
 
@@ -446,18 +446,18 @@ def test_a_patched_model_is_seen_with_its_operators():
         assert abs(profiles[-1].peak_bytes - peak.peak_bytes) <= 4, "hooks changed what ran"
     stock, ours = profiles
     assert ours.peak_bytes < stock.peak_bytes
-    kept = ours.by("kind", "op", saved=True)
-    assert kept["LlamaMLP", "gated_mlp.forward"] == 3 * 2 * 2 * 64 * 256 * 4, "gate and up"
-    assert kept["LlamaRMSNorm", "rms_norm.forward"] < stock.by("kind", saved=True)["LlamaRMSNorm",]
-    held = [h for h in ours.holders if h.op == "fused_linear_cross_entropy.forward"]
-    assert {h.category for h in held} == {"logits and loss"}
+    saved = ours.by("kind", "op", saved=True)
+    assert saved["LlamaMLP", "gated_mlp.forward"] == 3 * 2 * 2 * 64 * 256 * 4, "gate and up"
+    assert saved["LlamaRMSNorm", "rms_norm.forward"] < stock.by("kind", saved=True)["LlamaRMSNorm",]
+    holders = [h for h in ours.holders if h.op == "fused_linear_cross_entropy.forward"]
+    assert {h.category for h in holders} == {"logits and loss"}
     assert any("layers.*" in h.module for h in ours.saved)
     parameters = [h for h in stock.holders if h.category == "parameters" and h.module == "lm_head"]
     assert parameters[0].bytes == 1999 * 96 * 4
 
 
 def trace():
-    """A history of an allocator, and what a recorder saw of it: addresses are used again."""
+    """A history of an allocator that reuses addresses, and what a recorder saw of it."""
 
     def entry(action, addr, size, time_us):
         return {"action": action, "addr": addr, "size": size, "time_us": time_us}
@@ -465,7 +465,7 @@ def trace():
     entries = [
         entry("segment_alloc", 1000, 4096, 9),
         entry("alloc", 100, 512, 10),  # kept for backward
-        entry("alloc", 200, 1024, 12),  # scratch of a kernel, seen by nobody
+        entry("alloc", 200, 1024, 12),  # scratch of a kernel, which no recorder sees
         entry("free_requested", 200, 1024, 13),
         entry("free_completed", 200, 1024, 13),
         entry("alloc", 200, 2048, 20),  # a gradient at the same address
@@ -485,7 +485,7 @@ def trace():
     return join(entries, recorded, phases, allocated=1512, reserved=2048)
 
 
-def test_history_is_joined_with_what_was_seen():
+def test_allocator_history_join():
     joined = trace()
     summary = summarize(
         Profile("t", "cuda", "history"), joined.blocks, joined.events, joined.phases
@@ -508,7 +508,7 @@ def test_history_is_joined_with_what_was_seen():
     assert sum(change for _, change in joined.events) == 1512 + 2048 - 256 + 128
 
 
-def test_hidden_blocks_are_named():
+def test_allocator_history_hidden_blocks():
     joined = trace()
     (hidden,) = [b for b in joined.blocks if b.op == HIDDEN]
     assert (hidden.phase, hidden.category, hidden.size) == (FORWARD, "temporaries", 1024)

@@ -1,4 +1,4 @@
-"""Estimates against steps that are measured, against figures of a card, and by their arithmetic."""
+"""Estimates are compared with measured steps, with figures of a card, and with arithmetic."""
 
 import inspect
 import itertools
@@ -31,17 +31,19 @@ def model_of(model_name="dense", **options):
     return Case(model_name, 4, 128, "float32", **options).build("cpu")
 
 
-HALF_LORA = Case("dense", 4, 128, "bfloat16", lora=True)  # of which peft keeps adapters in fp32
+HALF_LORA = Case(
+    "dense", 4, 128, "bfloat16", lora=True
+)  # of such models peft keeps adapters in fp32
 
 
 def _slow(case):
-    """Unpatched, models of state spaces pass over their tokens one by one."""
+    """Unpatched state space models loop over their tokens."""
     looping = case.model in ("delta", "scan", "heads_scan") and not case.patched
     return pytest.param(case, marks=pytest.mark.slow) if looping else case
 
 
 @pytest.mark.parametrize("case", [*map(_slow, CPU), HALF_LORA], ids=str)
-def test_within_ten_percent_of_a_measured_step(case):
+def test_estimate_near_measured_step(case):
     if case.lora:
         pytest.importorskip("peft")
     model = case.build("cpu")
@@ -68,8 +70,8 @@ FLOAT8 = {
 
 
 @pytest.mark.parametrize("name", FLOAT8)
-def test_layers_in_float8_within_ten_percent_of_a_measured_step(name):
-    """A base that is held in codes costs a byte per weight, and four per row."""
+def test_float8_estimate_near_measured_step(name):
+    """An FP8 base costs a byte per weight, and four bytes per row for its scale."""
     lora, options = FLOAT8[name]
     if lora:
         pytest.importorskip("peft")
@@ -90,13 +92,13 @@ def test_layers_in_float8_within_ten_percent_of_a_measured_step(name):
     if again:
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
     optimizer, step = case.step(model)
-    for _ in range(2):  # norms hand out codes from the second step on
+    for _ in range(2):  # from the second step on, norms return FP8 codes
         step()
-    held = [t for p in model.parameters() for t in stored(p)]
+    tensors = [t for p in model.parameters() for t in stored(p)]
     states = [t for s in optimizer.state.values() for t in s.values()]
-    with measure("cpu", known=[*held, *model.buffers(), *states]) as peak:
+    with measure("cpu", known=[*tensors, *model.buffers(), *states]) as peak:
         step()
-    assert estimated.parts["parameters"] == sum(t.nbytes for t in held)
+    assert estimated.parts["parameters"] == sum(t.nbytes for t in tensors)
     assert estimated.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.1)
     if lora:
         coded = [p for p in model.parameters() if len(stored(p)) == 2]
@@ -106,8 +108,8 @@ def test_layers_in_float8_within_ten_percent_of_a_measured_step(name):
         assert estimated.parts["parameters"] == sum(p.nbytes for p in plain) - saved
 
 
-def test_what_layers_in_float8_keep_on_a_card():
-    """Scales of weights until backward, and the codes of the last input that was rounded."""
+def test_float8_layers_saved_bytes():
+    """Scales of weights until backward, and the FP8 codes of the last rounded input."""
     model = model_of()
     layers = [m for n, m in model.named_modules() if "layers" in n and hasattr(m, "in_features")]
     estimates = []
@@ -117,18 +119,18 @@ def test_what_layers_in_float8_keep_on_a_card():
         estimates.append(estimate(model, 4, 128, **options))
     plain, eight = estimates
     assert eight.static_bytes == plain.static_bytes
-    kept = sum(4 * m.out_features for m in layers) + 4 * 128 * (layers[-1].in_features + 4)
-    assert eight.peak_bytes - plain.peak_bytes == kept
+    saved_bytes = sum(4 * m.out_features for m in layers) + 4 * 128 * (layers[-1].in_features + 4)
+    assert eight.peak_bytes - plain.peak_bytes == saved_bytes
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_codes_of_a_card_live_during_a_gemm(held):
-    """Of x and a weight beside the output; of the gradient and the weight beside that of x."""
+@pytest.mark.parametrize("is_coded", [False, True])
+def test_float8_codes_live_during_gemm(is_coded):
+    """Those of x and the weight besides the output; those of dy and the weight besides dx."""
     op, (rows, width, out) = OPS["linear_float8"], (64, 32, 48)
     x = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
-    dtype = torch.float8_e4m3fn if held else torch.bfloat16
+    dtype = torch.float8_e4m3fn if is_coded else torch.bfloat16
     weight = torch.empty(out, width, dtype=dtype, device="meta")
-    scale = torch.empty(out, device="meta") if held else None
+    scale = torch.empty(out, device="meta") if is_coded else None
     recorder = Simulation("cuda", None, torch.nn.Module(), None, 1)
     with recorder.surroundings():
         for t in (x, weight, scale):
@@ -142,14 +144,14 @@ def test_codes_of_a_card_live_during_a_gemm(held):
         before = len(recorder.events)
         recorder.ours(op.bwd, (dy, None, weight, scale, None, own, x.dtype, True, False, False))
     gradient = max(itertools.accumulate(size for _, size in recorder.events[before:]))
-    codes = 0 if held else (width + 4) * out  # of the weight, with their scales
+    codes = 0 if is_coded else (width + 4) * out  # of the weight, with their scales
     assert forward == rows * (width + 4) + codes + 2 * rows * out
-    # codes of dy with their scales, those of the weight across, a scale for each of its columns
+    # codes and scales of dy, transposed codes of the weight, a scale per column
     assert gradient == rows * (out + 4) + (out + 4) * width + 2 * rows * width
 
 
 @pytest.mark.parametrize("model_name", ["dense", "tied", "gqa"])
-def test_a_configuration_gives_what_its_model_gives(model_name):
+def test_estimate_of_configuration_equals_model(model_name):
     options = {"dtype": "float32", "device": "cpu", "checkpointing": True, "patched": True}
     estimates = [
         estimate(source, 4, 128, **options) for source in (model_of(model_name), small(model_name))
@@ -169,7 +171,7 @@ def committed():
 
 
 @pytest.mark.parametrize(("device", "row"), list(committed()))
-def test_within_ten_percent_of_a_device(device, row):
+def test_estimate_near_device_measurement(device, row):
     case = Case(**row["case"])
     estimated = case.estimated("cuda").peak_bytes
     if "failure" in row:
@@ -179,7 +181,7 @@ def test_within_ten_percent_of_a_device(device, row):
         assert estimated == pytest.approx(row["estimated_bytes"], rel=0.01), "what the page says"
 
 
-def test_the_page_quotes_what_is_estimated():
+def test_page_numbers_equal_estimates():
     rows = [row for _, row in store.rows("memory-estimates")]
     assert [(r["model"], r["batch"], r["sequence"]) for r in rows] == [s[:3] for s in STORIES]
     row = rows[0]
@@ -236,15 +238,15 @@ def test_offload_moves_states_to_the_host():
     assert estimated.profile.at_peak["parameters"] == 0
 
 
-def test_peaks_with_shards_hold_what_is_gathered():
-    whole = static(world=4)
+def test_sharded_peak_includes_gathered():
+    replicated = static(world=4)
     sharded = static(world=4, fsdp=True)
     model = model_of("dense")
     block = sum(p.numel() * 2 for p in model.model.layers[0].parameters())
     outside = sum(p.numel() * 2 for p in model.parameters()) - 3 * block
-    assert whole.gathered_bytes == 0
+    assert replicated.gathered_bytes == 0
     assert sharded.gathered_bytes == 2 * block + outside + max(block, outside)
-    assert sharded.peak_bytes < whole.peak_bytes
+    assert sharded.peak_bytes < replicated.peak_bytes
 
 
 def test_frozen_parameters_cost_their_weights_only():
@@ -254,7 +256,7 @@ def test_frozen_parameters_cost_their_weights_only():
     assert estimated.static_bytes == 4 * estimated.total + 12 * estimated.trained
 
 
-def test_dynamic_bytes_grow_with_tokens_and_checkpointing_lowers_them():
+def test_dynamic_bytes_with_tokens_and_checkpointing():
     def dynamic(sequence, **options):
         return estimate(small("dense"), 2, sequence, device="cpu", **options).dynamic_bytes
 
@@ -264,20 +266,20 @@ def test_dynamic_bytes_grow_with_tokens_and_checkpointing_lowers_them():
     assert dynamic(128, attention="flash_attention_2") == dynamic(128)
 
 
-def test_groups_of_heads_have_no_fused_attention_in_fp32_on_a_gpu():
-    """PyTorch spells it out, and keeps rows x columns of every head."""
+def test_grouped_heads_unfused_attention_in_fp32():
+    """PyTorch computes unfused attention, and keeps rows x columns of every head."""
 
-    def kept(model_name, dtype="float32"):
+    def attention_bytes(model_name, dtype="float32"):
         estimated = estimate(small(model_name), 2, 128, dtype=dtype, device="cuda")
         saved = estimated.profile.by("kind", "op", saved=True)
         return sum(size for (module_class, _), size in saved.items() if "Attention" in module_class)
 
     square = 3 * 2 * 6 * 128 * 128 * 4  # layers x batch x heads
-    assert kept("gqa") > square > kept("dense")
-    assert kept("gqa", "bfloat16") < kept("dense", "bfloat16")
+    assert attention_bytes("gqa") > square > attention_bytes("dense")
+    assert attention_bytes("gqa", "bfloat16") < attention_bytes("dense", "bfloat16")
 
 
-def test_heads_that_share_nothing_have_fused_attention_whatever_is_allowed():
+def test_ungrouped_heads_fused_attention():
     recorder = Recorder("meta")
     q = torch.empty(1, 4, 512, 16, device="meta", requires_grad=True)
     with recorder.recording(), MetaImplementations(recorder, "cuda"):
@@ -285,8 +287,8 @@ def test_heads_that_share_nothing_have_fused_attention_whatever_is_allowed():
     assert max(size for _, size in recorder.events) < 4 * 512 * 512
 
 
-def test_heads_that_share_keys_first_have_a_gradient_of_keys_each():
-    """16 512 bytes a token of Llama-3.2-1B beside operands and results, seen on an H200."""
+def test_grouped_heads_key_gradient_per_head():
+    """16 512 bytes per token of Llama-3.2-1B besides operands and results (measured on an H200)."""
     tokens, heads, size = 4096, 32, 64
     recorder = Recorder("meta")
 
@@ -309,13 +311,13 @@ def test_heads_that_share_keys_first_have_a_gradient_of_keys_each():
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_saved_bytes_of_a_layer(dtype, size):
-    def kept(whole):
+    def saved(whole):
         options = {"patched": {"swiglu": {"whole": whole}}, "dtype": dtype, "device": "cuda"}
         return estimate(small("dense"), 2, 64, **options).profile.by("kind", "op", saved=True)
 
     inner = 3 * (2 * 64) * 256 * size
-    assert kept(True)["LlamaMLP", "gated_mlp.forward"] == 2 * inner
-    steps = kept(False)
+    assert saved(True)["LlamaMLP", "gated_mlp.forward"] == 2 * inner
+    steps = saved(False)
     assert steps["LlamaMLP", "swiglu.forward"] == inner, "the product, kept for the last layer"
 
 
@@ -328,7 +330,7 @@ def test_autocast_keeps_copies_of_weights():
     assert autocast.static_bytes == plain.static_bytes
     saved = autocast.profile.by("kind", "op", saved=True)
     assert saved["LlamaMLP", "gated_mlp.forward"] == 3 * 2 * (2 * 64) * 256 * 2
-    # each layer's weights once in 16 bits
+    # a 16-bit copy of each layer's weights
     copies = [
         n
         for (_, op), n in stock.profile.by("kind", "op", saved=True).items()
@@ -358,7 +360,7 @@ def test_chunks_follow_the_capacity():
     assert small_card.profile.largest["logits and loss"] < large.profile.largest["logits and loss"]
 
 
-def test_heads_in_8_bits_keep_their_weight_in_each_layout():
+def test_float8_head_weight_layouts():
     wide, head_bytes = small(), []
     wide.vocab_size = 50_000
     for products in ("exact", "float8_logits", "float8"):
@@ -385,7 +387,7 @@ def test_text_and_data():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"dtype": "bf17"}, r"unknown dtype 'bf17'.*known"),
         ({"optimizer": "adam"}, "did you mean 'adamw'"),
@@ -397,8 +399,8 @@ def test_text_and_data():
         ({"attention": "linear"}, "'sdpa', 'flash_attention_2' or 'eager', got 'linear'"),
     ],
 )
-def test_wrong_options(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
         static(**options)
 
 
@@ -453,16 +455,16 @@ def test_the_command(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["nowhere"], "unknown model 'nowhere'"),
         (["llama-3-8b", "--batch", "0"], "batch must be a positive integer, got 0"),
         (["llama-3-8b", "--capacity", "much"], "a byte count in --capacity"),
     ],
 )
-def test_wrong_commands(argv, said, capsys):
+def test_wrong_commands(argv, message, capsys):
     assert main(["estimate", *argv]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_optimizers_are_complete():
@@ -491,7 +493,7 @@ def test_the_memory_demo(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_setup_stands_in_place_of_keywords():
+def test_estimate_with_setup():
     """Alone, and with keywords that change it."""
     sharded = TrainingSetup(dtype="bfloat16-mixed", zero_stage=3, world=8)
     by_name = estimate(small(), 2, 16, dtype="bfloat16-mixed", zero_stage=3, world=8)
@@ -501,7 +503,7 @@ def test_a_setup_stands_in_place_of_keywords():
     assert sharded.world == 8
 
 
-def test_a_wrong_setup_is_refused_when_it_is_made():
+def test_invalid_setup():
     with pytest.raises(ValueError, match="must be 0, 1, 2 or 3, got 4"):
         TrainingSetup(zero_stage=4)
     with pytest.raises(TypeError, match="setup must be a TrainingSetup, got"):
@@ -578,13 +580,13 @@ KERNELS = {
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_scratch_is_that_of_launchers_on_a_card(name, direction):
-    """Within 5 %, beside results: sizes that follow the number of cores are left out."""
+def test_scratch_of_launchers(name, direction):
+    """Within 5 %, besides results: sizes that depend on the number of cores are left out."""
     pytest.importorskip("triton")
     from ci.static import TARGETS, recorded
     from liger_multi.dispatch import registry
     from liger_multi.dispatch.launch import simulate
-    from liger_multi.memory.scratch import SCRATCH
+    from liger_multi.memory.meta_kernels import SCRATCH
 
     tensors = KERNELS[name]
     launcher = getattr(registry.module("triton", name), direction)
@@ -594,10 +596,10 @@ def test_scratch_is_that_of_launchers_on_a_card(name, direction):
         like = next(tensors[n] for n in ("v", "x", "u") if n in tensors)
         like = like[..., : len(tensors["weight"])] if "weight" in tensors else like
         arguments |= {"dy": torch.empty_like(like)}
-    held = [t for t in arguments.values() if isinstance(t, torch.Tensor)]
-    with simulate(TARGETS["sm90"].info), recorded("", []), measure("meta", known=held) as peak:
+    inputs = [t for t in arguments.values() if isinstance(t, torch.Tensor)]
+    with simulate(TARGETS["sm90"].info), recorded("", []), measure("meta", known=inputs) as peak:
         results = launcher(**arguments)
-    with measure("meta", known=[*held, *results]) as guess:
+    with measure("meta", known=[*inputs, *results]) as guess:
         kept = SCRATCH[name](arguments)
     assert guess.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.05)
     scratch = [sum(t.nbytes for t in kept), peak.peak_bytes - sum(t.nbytes for t in results)]

@@ -1,6 +1,6 @@
-"""Plans against steps that are tracked on a CPU, against whole simulations, and by their files.
+"""Plans are compared with measured steps on a CPU and with full simulations; their files load.
 
-What executes plans on an accelerator runs on a CPU, and with processes that only pretend.
+The execution of plans on an accelerator is tested on a CPU, and with substitute processes.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def predictor():
 
 
 def measured(settings, model):
-    """The peak of a real step, by tracking storages."""
+    """The peak of a real step, from its live storages."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=False)
     ids = torch.randint(1999, (settings.micro_batch, LENGTH))
@@ -119,27 +119,27 @@ WAYS = {
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_within_ten_percent_of_a_tracked_step(predictor, name):
+def test_prediction_near_measured_step(predictor, name):
     settings = replace(BASE, **WAYS[name])
     predicted = predictor.predict(settings).peak_bytes
     assert predicted == pytest.approx(measured(settings, model_of()), rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["patched", "stock", "full", "tiles"])
-def test_a_few_layers_tell_what_all_of_them_do(predictor, name):
-    """The extrapolation is no approximation: memory and work are those of all layers."""
+def test_prediction_from_few_layers(predictor, name):
+    """The extrapolation is exact: memory and work are those of all layers."""
     settings = replace(BASE, **WAYS[name])
     short = predictor.predict(settings)
-    whole = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu")
-    whole.shapes.facts.uniform = False
-    expected = whole.predict(settings)
+    full = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu")
+    full.shapes.facts.uniform = False
+    expected = full.predict(settings)
     assert (short.peak_bytes, short.parts) == (expected.peak_bytes, expected.parts)
     assert short.seconds == pytest.approx(expected.seconds, rel=1e-9)
     assert len(predictor.traces(settings)[0].body.layers) < LAYERS
 
 
 @pytest.mark.parametrize("precision", ["bf16", "amp"])
-def test_the_same_peak_as_an_estimate(precision):
+def test_prediction_equals_estimate(precision):
     config = config_of(layers=6)
     settings = replace(BASE, precision=precision, optimizer="adamw", chunk=BATCH * LENGTH)
     predicted = Predictor(Shapes(config, LENGTH), CARDS["h200"]).predict(settings)
@@ -157,8 +157,8 @@ def test_shards_and_states_elsewhere(predictor):
     count = sum(p.numel() for p in model_of().parameters())
     assert predictions["ddp"].parts["other"] >= 4 * count, "buckets"
     assert predictions["zero1"].parts["optimizer states"] == 3 * count
-    whole, share = (predictions[n].parts["parameters"] for n in ("zero2", "zero3"))
-    assert share == pytest.approx(whole / 4, rel=0.01)
+    full, share = (predictions[n].parts["parameters"] for n in ("zero2", "zero3"))
+    assert share == pytest.approx(full / 4, rel=0.01)
     assert predictions["zero3"].parts["gathered and workspace"] > 0
     away = predictor.predict(replace(base, spread="zero2", offload_states="cpu"))
     assert away.peak_bytes < predictions["zero2"].peak_bytes
@@ -220,7 +220,7 @@ def test_text_data_and_picture(small_plan, tmp_path):
 
 
 def test_fewest_layers_recompute():
-    """Just too little memory for no recomputation gets a few layers of it, not all."""
+    """With slightly too little memory, a few layers are recomputed, not all."""
     predictor = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"], "cpu")
     settings = replace(BASE, micro_batch=8, chunk=1024)
     peak = predictor.predict(settings).peak_bytes
@@ -259,23 +259,23 @@ def test_refuses_with_the_nearest():
     [{}, {"patched": False, "chunk": None}, {"recompute": "full", "layers": 3}, {"tiles": 4}],
     ids=str,
 )
-def test_two_numbers_of_sequences_tell_about_others(changes):
+def test_prediction_from_two_batch_sizes(changes):
     settings = replace(BASE, **{"chunk": 16 * LENGTH, "precision": "amp", **changes})
     short = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
-    for n in (6, 8):  # of few tokens, a head counts no rows
+    for n in (6, 8):  # with few tokens a head does not count rows
         short.predict(replace(settings, micro_batch=n))
     before = short.simulations
     actual = short.predict(replace(settings, micro_batch=16))
     assert short.simulations == before
-    whole = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
-    expected = whole.predict(replace(settings, micro_batch=16))
+    full = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
+    expected = full.predict(replace(settings, micro_batch=16))
     assert actual.peak_bytes == expected.peak_bytes
     assert actual.parts == expected.parts
     assert actual.seconds == pytest.approx(expected.seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("changes", [{"chunk": LENGTH}, {"offload_activations": True}], ids=str)
-def test_what_does_not_grow_in_proportion_is_simulated(changes):
+def test_nonlinear_sizes_are_simulated(changes):
     settings = replace(BASE, **changes)
     some = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
     counts = []
@@ -285,7 +285,7 @@ def test_what_does_not_grow_in_proportion_is_simulated(changes):
     assert counts[0] < counts[1] < counts[2]
 
 
-def test_results_of_operators_are_made_again_as_they_were(monkeypatch):
+def test_cached_operator_results(monkeypatch):
     settings = replace(BASE, precision="amp")
     monkeypatch.setattr(simulation, "_ANSWERS", {})
     first, again = (
@@ -299,7 +299,7 @@ def test_results_of_operators_are_made_again_as_they_were(monkeypatch):
     assert first == again == asked
 
 
-def test_an_operator_that_returns_its_argument_is_asked_again(monkeypatch):
+def test_simulated_results_of_views_and_scalars(monkeypatch):
     monkeypatch.setattr(simulation, "_ANSWERS", {})
     x = torch.empty(4, 6, device="meta")
     view = torch.ops.aten.view.default
@@ -307,9 +307,9 @@ def test_an_operator_that_returns_its_argument_is_asked_again(monkeypatch):
         result = simulation.answered(view, (x, [6, 4]), {})
         assert result.untyped_storage()._cdata == x.untyped_storage()._cdata
     add = torch.ops.aten.add.Tensor
-    kinds = [simulation.answered(add, (x, n), {}).dtype for n in (1, 1.0, True)]
+    dtypes = [simulation.answered(add, (x, n), {}).dtype for n in (1, 1.0, True)]
     ints = torch.empty(2, device="meta", dtype=torch.int64)
-    assert kinds == [torch.float32] * 3
+    assert dtypes == [torch.float32] * 3
     assert simulation.answered(add, (ints, 1), {}).dtype == torch.int64
     assert simulation.answered(add, (ints, 1.0), {}).dtype == torch.float32, "1 == 1.0"
 
@@ -330,7 +330,7 @@ def test_positions_cap_the_longest_sequence():
     assert training_plan.best.settings.sequence == 1100
 
 
-def test_equal_times_go_to_weights_that_lose_no_updates():
+def test_rank_of_equal_times():
     def one(precision, relative, fits=True):
         settings = replace(BASE, precision=precision)
         return Candidate(settings, 100, {}, relative, relative, fits=fits)
@@ -368,7 +368,7 @@ SPREADS = [
 
 
 @pytest.mark.parametrize("changes", SPREADS, ids=lambda c: "-".join(map(str, c.values())))
-def test_files_load_with_what_they_are_for(tmp_path, changes):
+def test_written_files_load(tmp_path, changes):
     files, settings = written(tmp_path, **changes)
     assert load(files["plan.yaml"]) == settings
     from liger_multi.dispatch.config import load as configuration
@@ -388,8 +388,15 @@ def test_files_load_with_what_they_are_for(tmp_path, changes):
     assert arguments.per_device_train_batch_size == settings.micro_batch
     accelerate_config = load_config_from_file(str(files["accelerate.yaml"]))
     assert accelerate_config.num_processes == settings.data * settings.tensor
-    kinds = {"fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "ddp": "MULTI_GPU"}
-    assert str(accelerate_config.distributed_type.value) == kinds.get(settings.spread, "NO")
+    distributed_types = {
+        "fsdp2": "FSDP",
+        "zero2": "DEEPSPEED",
+        "zero3": "DEEPSPEED",
+        "ddp": "MULTI_GPU",
+    }
+    assert str(accelerate_config.distributed_type.value) == distributed_types.get(
+        settings.spread, "NO"
+    )
     if settings.spread == "fsdp2":
         assert accelerate_config.fsdp_config["fsdp_version"] == 2
         assert accelerate_config.fsdp_config["fsdp_offload_params"] == bool(settings.offload_states)
@@ -416,7 +423,7 @@ def test_compression_is_offered_by_name():
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("settings: {layer: 3}\nversion: 1", "did you mean 'layers'"),
         ("settings: {layers: many}\nversion: 1", "layers in .* must be int, got 'many'"),
@@ -427,10 +434,10 @@ def test_compression_is_offered_by_name():
         ("a: [", "is not YAML"),
     ],
 )
-def test_wrong_files(tmp_path, content, said):
+def test_wrong_files(tmp_path, content, message):
     path = tmp_path / "plan.yaml"
     path.write_text(content)
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=message):
         load(path)
 
 
@@ -459,7 +466,7 @@ def test_applied_and_taken_back():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_a_plan_that_cannot_be_applied_changes_nothing():
+def test_failed_apply_restores_model():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="no list of layers"):
         apply(replace(BASE, patched=False, tiles=2), model)
@@ -468,7 +475,7 @@ def test_a_plan_that_cannot_be_applied_changes_nothing():
 
 
 class _Coded(nn.Module):
-    """A frozen linear layer of 8 bits, dequantized for every product."""
+    """A frozen linear layer of 8 bits, dequantized for every GEMM."""
 
     def __init__(self, layer):
         super().__init__()
@@ -500,8 +507,8 @@ def test_frozen_heads_of_few_bits():
     predicted = Predictor(shapes, CARDS["h200"], "cpu").predict(
         replace(BASE, patched=False, chunk=None)
     )
-    got = measured(replace(BASE, patched=False, chunk=None), model)
-    assert predicted.peak_bytes == pytest.approx(got, rel=0.1)
+    measured_bytes = measured(replace(BASE, patched=False, chunk=None), model)
+    assert predicted.peak_bytes == pytest.approx(measured_bytes, rel=0.1)
     assert type(model.lm_head) is _Coded, "left alone"
 
 
@@ -533,7 +540,7 @@ def test_times_grow_with_what_is_done():
 
 
 def test_limits_are_searched_with_few_chunks():
-    """65 536 short sequences in chunks that fit two of them were a search without an end."""
+    """A search over 65 536 short sequences, with chunks that fit two of them, did not end."""
     short = Settings(sequence=8, micro_batch=2, chunk=16)
     assert search._coarser(short) == short
     for long in (replace(short, micro_batch=65536), replace(short, sequence=10**6)):
@@ -543,7 +550,7 @@ def test_limits_are_searched_with_few_chunks():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"devices": 0}, "devices must be a positive integer, got 0"),
         (
@@ -558,8 +565,8 @@ def test_limits_are_searched_with_few_chunks():
         ({"headroom": 1}, "share from 0 to below 1, got 1"),
     ],
 )
-def test_wrong_options(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
         plan(config_of(), **{"memory": "24GiB", "sequence": 8, **options})
 
 
@@ -597,7 +604,7 @@ def ways(training_plan):
 
 
 def test_fp8_is_planned_and_estimated():
-    """GEMMs at the rate of FP8 pay for the bytes that rounding moves; the peak is estimate's."""
+    """GEMMs at the FP8 rate outweigh the bytes that rounding moves; the peak equals estimate's."""
     training_plan = plan(wide_config(), "h200", batch=2, sequence=4096, space=WIDE, limits=False)
     by_precision = ways(training_plan)
     assert training_plan.best.settings.precision == "fp8"
@@ -606,8 +613,10 @@ def test_fp8_is_planned_and_estimated():
         "linear_float8": True,
         "fused_linear_cross_entropy": {"chunk": by_precision["fp8"].settings.chunk},
     }
-    right = estimate(wide_config(), 2, 4096, dtype="bfloat16", optimizer="adamw", patched=patched)
-    assert by_precision["fp8"].peak_bytes == right.peak_bytes
+    estimated = estimate(
+        wide_config(), 2, 4096, dtype="bfloat16", optimizer="adamw", patched=patched
+    )
+    assert by_precision["fp8"].peak_bytes == estimated.peak_bytes
     assert any("FP8" in note for note in training_plan.notes)
     assert "patched, fp8" in str(training_plan)
 
@@ -627,9 +636,9 @@ def test_fp8_keeps_a_frozen_base_in_half_of_the_memory():
     assert parts["fp8"] < 0.56 * parts["bf16"]
     # what the plan applies, and what that holds
     with apply(by_precision["fp8"], model):
-        held = sum(t.nbytes for p in model.parameters() for t in stored(p))
+        parameter_bytes = sum(t.nbytes for p in model.parameters() for t in stored(p))
     standing = sum(b.nbytes for b in model.buffers())
-    assert held <= parts["fp8"] <= held + standing
+    assert parameter_bytes <= parts["fp8"] <= parameter_bytes + standing
     assert not any(hasattr(p, "codes") for p in model.parameters())
 
 
@@ -670,17 +679,17 @@ def test_the_command(tmp_path, capsys):
     ]
     out = tmp_path / "files"
     assert main([*argv, "--write", str(out), "--picture", str(tmp_path / "plan.png")]) == 0
-    said = capsys.readouterr()
-    assert "Ways, the fastest that fits first" in said.out
-    assert "plan.yaml" in said.err
+    captured = capsys.readouterr()
+    assert "Ways, the fastest that fits first" in captured.out
+    assert "plan.yaml" in captured.err
     assert load(out / "plan.yaml").sequence == 64
     configure(out / "liger_multi.yaml")
     configure(None)
     argv[3] = "1MiB"
     assert main([*argv, "--json"]) == 1
-    said = capsys.readouterr()
-    assert "nothing fits" in said.err
-    assert not json.loads(said.out)["candidates"][0]["fits"]
+    captured = capsys.readouterr()
+    assert "nothing fits" in captured.err
+    assert not json.loads(captured.out)["candidates"][0]["fits"]
     assert main(["plan", "llama-3-8b", "--gpu", "h20"]) == 2
 
 
@@ -698,7 +707,7 @@ def pretending(code):
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("raise MemoryError('of the host')", "MemoryError: of the host"),
         ("sys.exit('torch.OutOfMemoryError: tried to allocate 2 GiB')", "out of memory"),
@@ -707,12 +716,12 @@ def pretending(code):
         ("pass", "no output"),
     ],
 )
-def test_a_failing_process_is_a_row(code, said):
+def test_failing_process_row(code, message):
     limit = 2 if "sleep" in code else 30
-    assert pretending(code).run(CASE, SETTINGS, 1, limit)["failure"] == said
+    assert pretending(code).run(CASE, SETTINGS, 1, limit)["failure"] == message
 
 
-def test_a_process_gets_its_candidate():
+def test_process_candidate():
     code = "print(json.dumps({'got': json.loads(line)}))"
     result = pretending(code).run(CASE, SETTINGS, 3, 30)
     assert result["got"] == [vars(CASE), SETTINGS.as_data(), 3]
@@ -734,8 +743,8 @@ def two_plans():
     return [{**data, "candidates": candidates}, {**data, "candidates": candidates[:1]}]
 
 
-def test_rows_are_written_after_every_candidate():
-    """In rounds over the cases; what failed has no order and stops nothing."""
+def test_rows_written_after_every_candidate():
+    """In rounds over the cases; a failed candidate has no rank and does not stop the others."""
     written = []
     codes = iter([f"print({json.dumps(json.dumps(MEASURED))})"] * 2 + ["raise ValueError('x')"] * 2)
     rows = plans.execute(
@@ -751,7 +760,7 @@ def test_rows_are_written_after_every_candidate():
     assert "candidates" not in rows[0]
 
 
-def test_nothing_starts_when_the_time_is_over(capsys):
+def test_no_candidate_starts_after_deadline(capsys):
     late = options_of(until=time.monotonic() + 10, limit=30)
     rows = plans.execute(two_plans(), lambda: pretending("pass"), late, lambda rows: None)
     assert [row["runs"] for row in rows] == [[], []]
@@ -776,7 +785,7 @@ def test_the_order_of_speeds():
 
 
 def test_a_candidate_trains_on_a_cpu(tmp_path):
-    """The half that executes, whole: peak as told, and nothing of the settings left out."""
+    """Execution reaches the predicted peak, and applies all settings."""
     config = Small("dense", 2, 64).config()
     config.num_hidden_layers = 4
     config.save_pretrained(tmp_path)

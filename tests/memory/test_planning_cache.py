@@ -1,4 +1,4 @@
-"""What plans keep between processes: where, for how long, and when it does not count."""
+"""The cache of simulations between processes: its folder, its lifetime, and when it is ignored."""
 
 import json
 import os
@@ -60,10 +60,10 @@ def only(cache):
     return file
 
 
-# --- found again ---
+# --- hits ---
 
 
-def test_a_plan_that_was_made_needs_no_simulation(cache):
+def test_repeated_plan_needs_no_simulation(cache):
     first = cached_plan()
     assert first.simulations > 5
     again = cached_plan()
@@ -72,7 +72,7 @@ def test_a_plan_that_was_made_needs_no_simulation(cache):
     assert plan(config_of(), "80MiB", sequence=LENGTH, space=SMALL).simulations, "by default"
 
 
-def test_simulations_serve_other_questions(cache):
+def test_simulations_shared_between_plans(cache):
     most = cached_plan().simulations
     assert cached_plan(memory="2GiB", limits=False).simulations < most / 2
     assert cached_plan(memory="80MiB", limits=False, optimizer="sgd").simulations == 0
@@ -81,27 +81,27 @@ def test_simulations_serve_other_questions(cache):
     assert len(list(cache.iterdir())) == 2
 
 
-def test_a_plan_of_what_does_not_fit_is_kept(cache):
+def test_plan_that_does_not_fit_is_cached(cache):
     for _ in range(2):
         with pytest.raises(PlanError) as raised:
             cached_plan(memory="1MiB")
     assert raised.value.plan.simulations == 0
 
 
-def test_no_model_is_built_for_what_is_known(cache, model, monkeypatch):
+def test_cached_plan_builds_no_model(cache, model, monkeypatch):
     source = Source(model)
     first = cached_plan(source)
     monkeypatch.setattr(Source, "__call__", lambda self: pytest.fail("asked for"))
     assert cached_plan(source) == replace(first, simulations=0)
 
 
-def test_a_published_size_is_told_apart():
+def test_published_size_identity():
     identities = [json.dumps(Source(name).identity) for name in SIZES]
     assert len(set(identities)) == len(SIZES)
 
 
-def test_models_are_not_kept(cache):
-    """Their code and their adapters are their own."""
+def test_plans_of_models_are_not_cached(cache):
+    """A model may have code and adapters of its own."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config_of())
@@ -110,7 +110,7 @@ def test_models_are_not_kept(cache):
     assert not cache.exists()
 
 
-# --- what does not count ---
+# --- misses ---
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ def test_sources_and_configuration_have_names(tmp_path, monkeypatch):
     assert store.environment() == plain
 
 
-def test_entries_of_another_form_are_simulated_again(cache):
-    """The checksum is right: an older form that was not told apart."""
+def test_entries_of_old_format_are_replaced(cache):
+    """The checksum is right, but the entries have an older format."""
     first = cached_plan()
     file = only(cache)
     text = file.read_text()
@@ -193,7 +193,7 @@ def test_entries_of_another_form_are_simulated_again(cache):
 # --- the file ---
 
 
-def test_two_processes_keep_what_both_found(tmp_path):
+def test_concurrent_stores_merge(tmp_path):
     path = tmp_path / "some.json"
     one, two = Store(path, {"a": 1}), Store(path, {"a": 1})
     one.write("section", "x", [1])
@@ -233,7 +233,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
         ("", "", "~/.cache/liger_multi"),
     ],
 )
-def test_where_it_is(monkeypatch, named, home, expected):
+def test_cache_folder(monkeypatch, named, home, expected):
     monkeypatch.setenv(store.VARIABLE, named)
     monkeypatch.setenv("XDG_CACHE_HOME", home)
     assert str(store.folder()) == os.path.expanduser(expected)
@@ -257,8 +257,8 @@ def test_the_command_keeps_simulations(cache, model, capsys):
     assert plans[0] == plans[1] == plans[2] == plans[3]
 
 
-def test_a_known_plan_does_not_wait_for_transformers(cache, model):
-    """Its import lasts longer than everything else."""
+def test_cached_plan_imports_no_transformers(cache, model):
+    """Its import takes longer than everything else."""
     assert main(["plan", str(model), *ARGV]) == 0
     code = (
         "import sys; from liger_multi.cli.main import main; code = main(sys.argv[1:]); "
@@ -277,7 +277,7 @@ BROAD = Space(precisions=("bf16", "fp32"), policies=("none", "full"), layouts=((
 
 @pytest.fixture
 def two(monkeypatch):
-    """Copies of this process may be made, whatever its threads."""
+    """This process may be forked, whatever its threads."""
     if sys.platform != "linux":
         pytest.skip("copies processes")
     monkeypatch.setattr(search, "can_fork", lambda: True)
@@ -288,20 +288,20 @@ def planned(**options):
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_plan_of_one(two, monkeypatch, tmp_path):
-    """Each simulates some; the first one alone tells what it does."""
+def test_plan_with_two_processes(two, monkeypatch, tmp_path):
+    """Each process simulates a part; only the first one reports progress."""
     alone, simulated, messages = planned(), Passes._simulated, []
 
     def watched(self, *rest):
         (tmp_path / f"{os.getpid()} {self.simulations}").touch()
         return simulated(self, *rest)
 
-    def said(text):
+    def report(text):
         messages.append(text)
         (tmp_path / f"said by {os.getpid()}").touch()
 
     monkeypatch.setattr(Passes, "_simulated", watched)
-    both = planned(processes=2, said=said)
+    both = planned(processes=2, said=report)
     assert both == replace(alone, simulations=both.simulations)
     files = [file.name for file in tmp_path.iterdir()]
     assert [name for name in files if "said" in name] == [f"said by {os.getpid()}"]
@@ -310,7 +310,7 @@ def test_two_processes_make_the_plan_of_one(two, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_is_done_without(two, monkeypatch):
+def test_plan_when_second_process_fails(two, monkeypatch):
     main, simulated = os.getpid(), Passes._simulated
 
     def only_here(self, *rest):
@@ -323,13 +323,13 @@ def test_a_process_that_fails_is_done_without(two, monkeypatch):
     assert planned(processes=2) == alone
 
 
-def test_what_is_known_needs_no_process(two, monkeypatch, cache):
+def test_cached_plan_starts_no_process(two, monkeypatch, cache):
     cached_plan()
     monkeypatch.setattr(search, "forked", lambda work: pytest.fail("a process was started"))
     assert cached_plan(processes=2).simulations == 0
 
 
-def test_no_copy_of_a_process_with_threads(monkeypatch):
+def test_no_fork_with_threads(monkeypatch):
     monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
     monkeypatch.setattr(forked.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(forked.sys, "platform", "linux")

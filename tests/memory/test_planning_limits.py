@@ -1,4 +1,4 @@
-"""Limits and order of a plan: sizes as people write them, the host's memory, what ranks first."""
+"""Limits and rank of candidates: sizes with units, the host's memory, order."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from liger_multi.cli.main import main
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.errors import ConfigurationError, PlanError
 from liger_multi.memory import Settings, Space, TrainingPlan, plan
-from liger_multi.memory.planning import Candidate, host
+from liger_multi.memory.planning import Candidate, cost
 from liger_multi.memory.planning.cost import card_of
 from liger_multi.memory.planning.result import plan_page
 
@@ -81,18 +81,18 @@ def test_an_estimate_refuses_a_capacity_without_its_unit(capsys):
 
 def test_the_memory_of_this_host(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert host.host_memory(None) == 128 * 2**30
+    assert cost.host_bytes(None) == 128 * 2**30
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    monkeypatch.setattr(host, "LIMIT", tmp_path / "memory.max")
-    whole = host.host_memory(None)
+    monkeypatch.setattr(cost, "CONTAINER_LIMIT", tmp_path / "memory.max")
+    machine_bytes = cost.host_bytes(None)
     (tmp_path / "memory.max").write_text("max\n")
-    assert host.host_memory(None) == whole
+    assert cost.host_bytes(None) == machine_bytes
     (tmp_path / "memory.max").write_text(f"{2**30}\n")
-    assert host.host_memory(None) == 2**28
-    assert host.host_memory("64GB") == 64 * 10**9
+    assert cost.host_bytes(None) == 2**28
+    assert cost.host_bytes("64GB") == 64 * 10**9
     with pytest.raises(ConfigurationError, match="'64GiB' or '64GB'"):
-        host.host_memory("64")
+        cost.host_bytes("64")
 
 
 SPACE = Space(
@@ -102,14 +102,14 @@ SPACE = Space(
 
 @pytest.fixture(scope="module")
 def simulations(tmp_path_factory):
-    """Those of one plan serve the next, from a folder of this file's."""
+    """A cache folder for this file: simulations of one plan serve the next."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGER_MULTI_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
 def test_the_host_limits_what_is_offloaded():
-    """Every way that fits keeps within both memories, whatever else it saves."""
+    """Every candidate that fits stays within the memory of the device and of the host."""
     config = config_of(num_hidden_layers=2)
     wide = plan(config, "1GiB", 1, 32, 512, space=SPACE, limits=False)
     most = max(c.host_bytes for c in wide.fitting)
@@ -121,7 +121,7 @@ def test_the_host_limits_what_is_offloaded():
     assert narrow.nearest.host_bytes <= narrow.host_memory_bytes
 
 
-def test_what_needs_more_than_the_host_has_does_not_fit():
+def test_host_memory_limits_fit():
     space = replace(SPACE, offload=False, offload_states=("cpu",))
     training_plan = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False)
     assert training_plan.best.host_bytes > 2**21
@@ -154,10 +154,10 @@ def test_the_table_shows_the_hosts_memory(capsys, tmp_path, simulations):
         "bf16",
     ]
     assert main([*argv, "--host-memory", "64MB", "--headroom", "0"]) == 0
-    said = capsys.readouterr().out
-    header = next(line for line in said.splitlines() if line.strip().startswith("way"))
+    output = capsys.readouterr().out
+    header = next(line for line in output.splitlines() if line.strip().startswith("way"))
     assert "on the host" in header
-    assert "may be used of the host, each  61.0 MiB" in said
+    assert "may be used of the host, each  61.0 MiB" in output
     assert main([*argv, "--host-memory", "64MB", "--headroom", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["host_memory_bytes"] == 64 * 10**6
 
@@ -174,9 +174,7 @@ def test_the_table_shows_the_hosts_memory(capsys, tmp_path, simulations):
         (("amp", "bf16"), 4, "sgd"),
     ],
 )
-def test_offloaded_states_rank_below_the_same_way_without(
-    simulations, precisions, devices, optimizer
-):
+def test_offloaded_states_rank_lower(simulations, precisions, devices, optimizer):
     space = replace(SPACE, precisions=precisions, policies=("none", "full"))
     training_plan = plan(
         config_of(),
@@ -216,14 +214,14 @@ def test_a_large_model_is_sharded():
     assert {c.settings.spread for c in training_plan.fitting} >= {"zero1", "zero3"}
 
 
-def test_a_page_without_offloading_has_no_size_of_it():
+def test_page_without_offloading():
     space = replace(SPACE, offload=False, offload_states=(None,))
     training_plan = plan(config_of(), "1GiB", 1, 4, 512, space=space, limits=False)
     assert {row[4] for row in plan_page(training_plan).sections[1].rows} == {"-"}
 
 
-def test_the_picture_cuts_no_word(tmp_path, monkeypatch):
-    """Labels of the longest ways and of the axis lie within the picture."""
+def test_picture_labels_fit(tmp_path, monkeypatch):
+    """Labels of the longest candidates and of the axis lie within the picture."""
     pictures = pytest.importorskip("liger_multi.pictures")
     pytest.importorskip("matplotlib")
     labels = []

@@ -1,4 +1,4 @@
-"""Few simulations tell about all candidates, and what they tell is what a simulation would."""
+"""Passes of all candidates are derived from few simulations, and equal simulated ones."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def same(actual, expected):
 
 @pytest.fixture
 def simulate_all(monkeypatch):
-    """Nothing is derived, and every head runs with the layers that it is told with."""
+    """Nothing is derived, and every head is simulated with its own layers."""
 
     def start(predictor):
         simulated = predictor.passes
@@ -55,7 +55,7 @@ def simulate_all(monkeypatch):
     return start
 
 
-# --- layers and heads apart ---
+# --- layers and heads ---
 
 WAYS = {
     "plain": {},
@@ -71,8 +71,8 @@ WAYS = {
 
 @pytest.mark.parametrize("model_name", ["dense", "moe", "tied"])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_derived_is_what_would_be_simulated(simulate_all, model_name, way):
-    """Other numbers of sequences and other chunks, of layers that were simulated before."""
+def test_derived_passes_equal_simulated(simulate_all, model_name, way):
+    """Other numbers of sequences and other chunks, derived from simulated layers."""
     if model_name == "moe" and way == "tiles":
         pytest.skip("experts do not run in tiles")
     settings = replace(BASE, **WAYS[way])
@@ -107,8 +107,8 @@ def test_tensor_parallelism_between_two_degrees(simulate_all, changes):
     assert some.simulations == before
 
 
-def test_tensor_parallelism_that_does_something_else_is_simulated(simulate_all):
-    """One head of keys is left to a device, where PyTorch's fp32 attention needs no copies."""
+def test_unlike_tensor_parallel_passes_are_simulated(simulate_all):
+    """With one key head per device, PyTorch's fp32 attention needs no copies."""
     config = config_of(num_attention_heads=16, num_key_value_heads=8, head_dim=8)
     settings = replace(BASE, micro_batch=2, precision="fp32")
     some, every = predictor_of(config), simulate_all(predictor_of(config))
@@ -120,17 +120,17 @@ def test_tensor_parallelism_that_does_something_else_is_simulated(simulate_all):
 
 
 @pytest.mark.parametrize("policy", ["full", "norms_and_mlp", "keep_attention"])
-def test_casts_of_all_layers_leave_when_forward_is_over(policy):
-    """Those of the few simulated layers did, and the others stayed for backward."""
+def test_casts_freed_after_forward(policy):
+    """Only those of the simulated layers were freed; the others stayed until backward."""
     settings = replace(BASE, micro_batch=2, precision="amp", recompute=policy, layers=12)
-    short, whole = (predictor_of(config_of(layers=12)) for _ in range(2))
-    whole.shapes.facts.uniform = False
-    same(short.predict(settings), whole.predict(settings))
+    short, full = (predictor_of(config_of(layers=12)) for _ in range(2))
+    full.shapes.facts.uniform = False
+    same(short.predict(settings), full.predict(settings))
     assert len(short.traces(settings)[0].body.layers) == 3
 
 
-def test_sums_of_a_layer_that_is_computed_again():
-    """They were taken for sums of gradients: GPT-2 under autocast ended in a CheckpointError."""
+def test_recomputed_layer_work():
+    """Its sums were taken for sums of gradients: GPT-2 under autocast raised a CheckpointError."""
     from transformers import GPT2Config
 
     sizes = {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 1000}
@@ -142,7 +142,7 @@ def test_sums_of_a_layer_that_is_computed_again():
         assert predictor.predict(settings).peak_bytes < plain.peak_bytes
 
 
-# --- how many there are ---
+# --- number of simulations ---
 
 
 @pytest.mark.parametrize(
@@ -159,6 +159,6 @@ def test_sums_of_a_layer_that_is_computed_again():
     ],
 )
 def test_a_plan_needs_few_simulations(layers, options, most):
-    """There were 125, 67 and 114 before layers and heads were told apart."""
+    """There were 125, 67 and 114 before layers and heads were simulated separately."""
     config = config_of(layers=layers, num_attention_heads=8, num_key_value_heads=8, head_dim=12)
     assert plan(config, **options).simulations <= most

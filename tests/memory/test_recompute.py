@@ -40,7 +40,7 @@ def case(model_name="dense", patched=False, batch=2, sequence=32):
 
 
 class Short(Case):
-    """Of two layers, where each step is looked at closely."""
+    """A model of two layers, for tests that look at every operator."""
 
     def config(self):
         config = super().config()
@@ -69,7 +69,7 @@ def equal(first, second):
 
 @pytest.mark.parametrize("policy", RECOMPUTING)
 @pytest.mark.parametrize("model_name", ["gqa", "tied"])
-def test_equal_to_the_bit_and_undone(model_name, policy):
+def test_recomputed_results_bitwise_and_removed(model_name, policy):
     model = case(model_name).build("cpu")
     stock, forwards = trained(model), [m.__dict__.copy() for m in model.modules()]
     with apply_recompute(model, policy) as handle:
@@ -85,11 +85,11 @@ def test_patched_as_under_the_models_own_checkpointing(policy):
     model = case("gqa", patched=True).build("cpu")
     loss = trained(model)[0]
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    whole = trained(model)
+    expected = trained(model)
     model.gradient_checkpointing_disable()
     with apply_recompute(model, policy):
-        assert equal(trained(model), whole)
-    assert torch.equal(loss, whole[0])
+        assert equal(trained(model), expected)
+    assert torch.equal(loss, expected[0])
 
 
 @pytest.mark.parametrize("policy", ["norms_and_mlp", "keep_attention", "full"])
@@ -180,7 +180,7 @@ def test_compiles_to_one_graph():
 
 
 def products(model, policy):
-    """Matrix products of a step's backward."""
+    """GEMMs of a step's backward."""
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -202,13 +202,13 @@ def test_what_is_computed_again():
     assert plain == 2 * forward
     layers = len(model.model.layers)
     for policy, again in (("norms_and_mlp", 0), ("narrow", 2), ("keep_attention", 6), ("full", 6)):
-        # of a layer's seven products the last one has no reader
+        # nothing reads the last of a layer's seven GEMMs
         assert products(model, policy) == [forward, plain + again * layers], policy
 
 
 @pytest.mark.parametrize("patched", [False, True])
-def test_each_policy_keeps_less_and_is_foretold(patched):
-    kept = {}
+def test_saved_bytes_by_policy(patched):
+    saved = {}
     for policy in ("none", "norms", "norms_and_mlp", "full") if patched else POLICIES:
         one = Short("gqa", 4, 64, "float32", patched)
         model = one.build("cpu")
@@ -218,17 +218,17 @@ def test_each_policy_keeps_less_and_is_foretold(patched):
         measured = profile(step, model=model, optimizer=optimizer)
         estimated = estimate(model, 4, 64, dtype="float32", optimizer="adamw_loop", device="cpu")
         assert estimated.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.002)
-        kept[policy] = measured.largest[SAVED]
-        assert estimated.profile.largest[SAVED] == kept[policy]
-    order = list(kept.values())
+        saved[policy] = measured.largest[SAVED]
+        assert estimated.profile.largest[SAVED] == saved[policy]
+    order = list(saved.values())
     if patched:  # its gated MLP is computed again as it is
-        assert kept["norms"] == kept["norms_and_mlp"]
-        order.remove(kept["norms"])
-    assert all(a > b for a, b in itertools.pairwise(order)), kept
+        assert saved["norms"] == saved["norms_and_mlp"]
+        order.remove(saved["norms"])
+    assert all(a > b for a, b in itertools.pairwise(order)), saved
 
 
-def test_a_last_product_is_kept_where_a_norm_reads_it():
-    """Of the first layer all is kept, then it is known; Gemma 2 has a norm behind its MLP."""
+def test_last_gemm_kept_for_norm():
+    """The first layer keeps all, as nothing is known yet; Gemma 2 has a norm after its MLP."""
     import transformers
 
     sizes = {**case().config().to_dict(), "num_hidden_layers": 2, "head_dim": 16}
@@ -285,7 +285,7 @@ def test_a_saved_model_keeps_its_policy():
     assert products(other, None) == products(model, None) != products(case().build("cpu"), None)
 
 
-def test_no_gradients_no_recomputation_and_a_cache():
+def test_no_recomputation_without_gradients():
     model = case().build("cpu").eval()
     ids = ids_of(model)
     expected = model.generate(ids, max_new_tokens=3, do_sample=False)
@@ -296,7 +296,7 @@ def test_no_gradients_no_recomputation_and_a_cache():
             trained(model, use_cache=True)
 
 
-def test_never_twice():
+def test_recompute_refuses_second_recomputation():
     model = case().build("cpu")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(ValueError, match="checkpointed by its model already"):
@@ -349,8 +349,8 @@ LAYER = {"none": (100, 0.0), "norms": (70, 1.0), "keep_attention": (20, 3.0), "f
 
 
 @pytest.mark.parametrize("budget", [1000, 400, 330, 250, 200, 180, 120, 100, 60])
-def test_the_choice_is_near_the_best(budget):
-    slow = {name: (kept, 3 * seconds) for name, (kept, seconds) in LAYER.items()}
+def test_choice_near_optimum(budget):
+    slow = {name: (kept_bytes, 3 * seconds) for name, (kept_bytes, seconds) in LAYER.items()}
     stats = stats_of(LAYER, LAYER, slow, LAYER)
     choice = choose(stats, budget)
     assert choice.kept_bytes == stats.kept_bytes(choice.policies)
@@ -358,7 +358,7 @@ def test_the_choice_is_near_the_best(budget):
     assert choice.fits == bool(every)
     if every:
         best = min(map(stats.seconds, every))
-        step = 9.0 if budget < 400 else 0.0  # of the slow layer's dearest policy
+        step = 9.0 if budget < 400 else 0.0  # of the slow layer's most expensive policy
         assert best <= choice.seconds <= best + step
     else:
         assert set(choice.policies) == {"full"}
@@ -369,9 +369,9 @@ def test_statistics_of_a_model():
     stats = layer_stats(model, 4, 64, dtype="float32", device="cpu")
     assert stats.tokens == 256
     assert len(stats.layers) == 3
-    kept = [stats.layers[0][name].kept_bytes for name in POLICIES]
-    assert sorted(kept, reverse=True) == kept
-    assert kept[-1] == 256 * 96 * 4, "the layer's input"
+    kept_bytes = [stats.layers[0][name].kept_bytes for name in POLICIES]
+    assert sorted(kept_bytes, reverse=True) == kept_bytes
+    assert kept_bytes[-1] == 256 * 96 * 4, "the layer's input"
     seconds = [stats.layers[0][name].seconds for name in POLICIES]
     assert sorted(seconds) == seconds
     assert seconds[0] == 0
@@ -382,7 +382,7 @@ def test_statistics_of_a_model():
         choose(stats, 1, batch=1)
 
 
-def test_adapts_to_what_is_free():
+def test_adapt_to_free_memory():
     model = case().build("cpu")
     stats = layer_stats(model, 2, 32, dtype="float32", device="cpu")
     stock = trained(model)
@@ -433,7 +433,7 @@ def test_offloaded_to_the_bit(patched, policy):
 
 
 def test_what_is_offloaded():
-    """Each stretch of memory once, no parameters, nothing small, nothing with gaps."""
+    """Each piece of memory once; no parameters, small tensors or tensors with gaps."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -487,18 +487,18 @@ def test_changed_in_place_between_two_uses():
     torch.testing.assert_close(x.grad, 2 * x.detach() + 1)
 
 
-def test_offloading_is_foretold():
-    """On an accelerator what is in flight stays; all else leaves."""
+def test_offload_estimate():
+    """On an accelerator tensors in flight stay; all others leave."""
     peaks = {}
-    for room in (None, 10**9, 0):
+    for in_flight_bytes in (None, 10**9, 0):
         model = Short("gqa", 4, 64, "float32").build("meta")
         handle = (
             None
-            if room is None
-            else offload_activations(model, min_bytes=1024, in_flight_bytes=room)
+            if in_flight_bytes is None
+            else offload_activations(model, min_bytes=1024, in_flight_bytes=in_flight_bytes)
         )
         estimated = estimate(model, 4, 64, dtype="float32", optimizer="none")
-        peaks[room] = estimated.profile.largest[SAVED]
+        peaks[in_flight_bytes] = estimated.profile.largest[SAVED]
         assert handle is None or handle.offloaded_bytes == 0, "of the copy"
     assert peaks[0] < 0.4 * peaks[10**9]
     assert peaks[10**9] <= peaks[None] * 1.01
@@ -540,13 +540,13 @@ FP8_LAYERS = [("norms_and_mlp", True, True), ("narrow", False, True), ("full", F
 
 
 @pytest.mark.parametrize(("policy", "widening", "narrowing"), FP8_LAYERS)
-def test_layers_in_float8_are_products(policy, widening, narrowing):
-    """Of a weight, unlike of a factor of PyTorch's, the first axis is what comes out."""
+def test_float8_layers_count_as_gemms(policy, widening, narrowing):
+    """The first axis of a weight is that of the output, unlike in PyTorch's GEMMs."""
     op = torch.ops.liger_multi.linear_float8_forward.default
     x = torch.empty(4, 32, device="meta")
-    for out, kept in ((64, widening), (16, narrowing)):
+    for out, is_kept in ((64, widening), (16, narrowing)):
         args = (x, torch.empty(out, 32, device="meta"), None)
-        assert keeps(POLICIES[policy], op, args, {}) == kept
+        assert keeps(POLICIES[policy], op, args, {}) == is_kept
 
 
 @pytest.mark.parametrize("policy", ["norms_and_mlp", "narrow", "full"])
@@ -558,7 +558,7 @@ def test_a_model_in_float8_computes_the_same_again(policy):
         if again is not None:
             apply_recompute(model, again)
         ids = torch.arange(32).view(2, 16)
-        for _ in range(2):  # norms hand out codes from the second step on
+        for _ in range(2):  # from the second step on, norms return FP8 codes
             model.zero_grad()
             model(input_ids=ids, labels=ids).loss.backward()
         gradients.append([p.grad for p in model.parameters()])

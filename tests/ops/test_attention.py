@@ -1,4 +1,4 @@
-"""Attention beside what the common suite asks: masks, sizes of memory, PyTorch's own kernels.
+"""Attention beyond the common suite: masks, sizes of memory, PyTorch's own kernels.
 
 The last part is about the kernels of attention over depth.
 """
@@ -72,14 +72,14 @@ def test_spans_hold_the_blocks_that_see_a_tile(queries, keys, sets):
     ranges = torch.randint(-2, keys + 3, shape, generator=generator, dtype=torch.int32)
     ranges[1:] = torch.tensor([0, keys] * sets)  # all see all
     ranges[2, 20:21] = 0  # but for one
-    found, place = tile_bounds(ranges.to(device), keys, 16, 32).cpu(), torch.arange(keys)
+    bounds, place = tile_bounds(ranges.to(device), keys, 16, 32).cpu(), torch.arange(keys)
     for which in range(sets):
         low, high = ranges[..., 2 * which : 2 * which + 2, None].unbind(2)
-        seen = (place >= low) & (place < high)
-        assert seen.any()
-        for batch, tile in itertools.product(range(3), range(len(found[0, 0, 0]))):
-            here = [part[:, tile * 32 :][:, :32] for part in seen[batch].split(16)]
-            first, last, whole, end = found[batch, which, :, tile].tolist()
+        visible = (place >= low) & (place < high)
+        assert visible.any()
+        for batch, tile in itertools.product(range(3), range(len(bounds[0, 0, 0]))):
+            here = [part[:, tile * 32 :][:, :32] for part in visible[batch].split(16)]
+            first, last, whole, end = bounds[batch, which, :, tile].tolist()
             some = [i for i, part in enumerate(here) if part.any()]
             assert not some or first <= some[0] < some[-1] + 1 <= last
             assert all(part.all() for part in here[whole:end])
@@ -95,8 +95,8 @@ def test_programs_share_a_long_walk(parts, monkeypatch):
 
     if (device := harness.device_of("triton")) is None:
         pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
-    made = AttentionConfig(16, 16, 1, 4, parts)
-    monkeypatch.setattr(kernels, "launch_config", lambda *_, **__: made)
+    config = AttentionConfig(16, 16, 1, 4, parts)
+    monkeypatch.setattr(kernels, "launch_config", lambda *_, **__: config)
     launched, real = [], kernels.launch
     monkeypatch.setattr(
         kernels, "launch", lambda kernel, *args: (launched.append(kernel), real(kernel, *args))
@@ -109,9 +109,9 @@ def test_programs_share_a_long_walk(parts, monkeypatch):
     masks = (None, ranges, False, 0.3, 0.0)
     y, lse = reference.forward(q, k, v, *masks)
     right = reference.backward(dy, q, k, v, *masks[:2], y, lse, *masks[2:], *[True] * 4)
-    found = kernels.backward(dy, q, k, v, *masks[:2], y, lse, *masks[2:], *[True] * 4)
+    actual = kernels.backward(dy, q, k, v, *masks[:2], y, lse, *masks[2:], *[True] * 4)
     assert (kernels._attention_parts_kernel in launched) == (parts > 1)
-    for got, exact in zip(found[:3], right[:3], strict=True):
+    for got, exact in zip(actual[:3], right[:3], strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-6)
 
 
@@ -119,13 +119,13 @@ def test_blocks_do_not_change_the_result(monkeypatch):
     q, k, v = (x.requires_grad_() for x in heads(50))
     sinks = torch.randn(2, requires_grad=True)
     options = {"causal": True, "window": 17, "softcap": 3.0, "sinks": sinks}
-    found = []
+    actual = []
     for step in (16, 1024):
         monkeypatch.setattr(reference, "block_size", lambda *_, step=step: step)
         y = ops.attention(q, k, v, **options)
         up = torch.linspace(-1, 1, y.numel()).view(y.shape)
-        found.append((y, *torch.autograd.grad(y, (q, k, v, sinks), up)))
-    for a, b in zip(*found, strict=True):
+        actual.append((y, *torch.autograd.grad(y, (q, k, v, sinks), up)))
+    for a, b in zip(*actual, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -134,9 +134,9 @@ def test_no_array_is_of_length_squared(monkeypatch):
     real = reference.scores
 
     def spy(*args):
-        made = real(*args)
-        largest.append(made.numel())
-        return made
+        output = real(*args)
+        largest.append(output.numel())
+        return output
 
     monkeypatch.setattr(reference, "scores", spy)
     q, k, v = (x.requires_grad_() for x in heads(4096, count=1, size=4))
@@ -148,7 +148,7 @@ def test_no_array_is_of_length_squared(monkeypatch):
 
 
 def test_pytorchs_backward_from_a_sum_with_sinks_is_exact():
-    """What routes to cuDNN and Flash rest on, with PyTorch's kernel for CPUs in their place."""
+    """The property that routes to cuDNN and Flash rest on, shown with PyTorch's kernel for CPUs."""
     from liger_multi.backends.cuda.attention import _with_sinks
 
     q, k, v = heads(23)
@@ -159,11 +159,11 @@ def test_pytorchs_backward_from_a_sum_with_sinks_is_exact():
     torch.testing.assert_close(y, right_y)
     torch.testing.assert_close(lse, right_lse)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    found = backward(dy, q, k, v, y, lse, 0.0, True)
+    actual = backward(dy, q, k, v, y, lse, 0.0, True)
     right = reference.backward(
         dy, q, k, v, sinks, None, y, lse, True, 8**-0.5, 0.0, True, True, True, True
     )
-    for got, exact in zip(found, right, strict=False):
+    for got, exact in zip(actual, right, strict=False):
         assert excess(got, exact, torch.float32) <= 1
 
 
@@ -288,18 +288,18 @@ DEPTH_KINDS = [(1, 9, 40), (40, 5, 600), (5, 6, 8200)]
 def depth_given(shape, device, seed=0):
     generator = torch.Generator().manual_seed(seed)
     size = shape[-1]
-    made = [torch.randn(s, generator=generator) for s in (shape, size, size, shape[1:])]
-    made[1] /= size**0.5
-    return [x.to(device) for x in made]
+    inputs = [torch.randn(s, generator=generator) for s in (shape, size, size, shape[1:])]
+    inputs[1] /= size**0.5
+    return [x.to(device) for x in inputs]
 
 
 def kernels():
     pytest.importorskip("triton")
-    from liger_multi.backends.triton.residuals import attention_residuals as found
+    from liger_multi.backends.triton.residuals import attention_residuals as attn_res
 
     if (device := harness.device_of("triton")) is None:
         pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
-    return found, device
+    return attn_res, device
 
 
 def few_cores(device):
@@ -310,27 +310,27 @@ def few_cores(device):
 def depth_exact(blocks, query, weight, dy=None, needs=(True, True, True)):
     """What forward gives in fp64, or backward."""
     blocks, query, weight = (None if x is None else x.double() for x in (blocks, query, weight))
-    made = depth_reference.forward(blocks, query, weight, 1e-6)
+    output = depth_reference.forward(blocks, query, weight, 1e-6)
     if dy is not None:
-        made = depth_reference.backward(dy.double(), blocks, query, weight, *made[1:], *needs)
-    return [x.float() for x in made]
+        output = depth_reference.backward(dy.double(), blocks, query, weight, *output[1:], *needs)
+    return [x.float() for x in output]
 
 
-def depth_near(found, right):
-    for got, wanted in zip(found, right, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+def depth_near(actual, right):
+    for got, expected in zip(actual, right, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", DEPTH_KINDS)
 @pytest.mark.parametrize("groups", [1, 8])
 def test_programs_have_several_tokens(shape, groups, monkeypatch):
-    found, device = kernels()
-    monkeypatch.setattr(found, "_near", lambda group, v: min(group, groups))
+    attn_res, device = kernels()
+    monkeypatch.setattr(attn_res, "_near", lambda group, v: min(group, groups))
     tensors = depth_given(shape, device)
     with few_cores(device):
-        y, *kept = found.forward(*tensors[:3], 1e-6)
+        y, *kept = attn_res.forward(*tensors[:3], 1e-6)
         args = (tensors[3], *tensors[:3], *kept, True, True, True)
-        once, again = found.backward(*args), found.backward(*args)
+        once, again = attn_res.backward(*args), attn_res.backward(*args)
     depth_near((y, *kept), depth_exact(*tensors[:3]))
     depth_near(once, depth_exact(*tensors))
     assert all(torch.equal(*pair) for pair in zip(once, again, strict=True))
@@ -341,10 +341,10 @@ def test_programs_have_several_tokens(shape, groups, monkeypatch):
     "needs", [(True, False, False), (False, True, False), (False, False, True)]
 )
 def test_what_nobody_needs_is_empty(shape, needs):
-    found, device = kernels()
+    attn_res, device = kernels()
     *given_, dy = depth_given(shape, device)
-    _, *kept = found.forward(*given_, 1e-6)
-    got = found.backward(dy, *given_, *kept, *needs)
+    _, *kept = attn_res.forward(*given_, 1e-6)
+    got = attn_res.backward(dy, *given_, *kept, *needs)
     assert [x.numel() > 0 for x in got] == list(needs)
     depth_near(got, depth_exact(*given_, dy, needs))
 
@@ -352,11 +352,11 @@ def test_what_nobody_needs_is_empty(shape, needs):
 @pytest.mark.parametrize("first", range(5))
 def test_scores_far_apart(first):
     """Where the largest score comes first, last or between; exponentials stay in fp32."""
-    found, device = kernels()
+    attn_res, device = kernels()
     blocks, query, _, _ = depth_given((5, 3, 64), device)
     blocks[first] = 100 * query
     query *= 200  # that block's score is 200 |query| sqrt(64)
-    y, p, rstd = found.forward(blocks, query, None, 1e-6)
+    y, p, rstd = attn_res.forward(blocks, query, None, 1e-6)
     depth_near((y, p, rstd), depth_exact(blocks, query, None))
     assert (p[first] == 1).all()
 

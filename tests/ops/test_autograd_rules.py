@@ -40,23 +40,23 @@ main_forms = pytest.mark.parametrize(("op", "sample"), list(forms_of(False)))
 
 def wide(sample):
     """Arguments in fp64, those that samples fix at fp32 included, but not codes and scales."""
-    given = sample.make("cpu", WIDE)
+    inputs = sample.make("cpu", WIDE)
     return {
         n: t.detach().to(WIDE).requires_grad_(t.requires_grad)
         if t.is_floating_point() and t.itemsize > 1 and not n.endswith("_scale")
         else t
-        for n, t in given.items()
+        for n, t in inputs.items()
     }
 
 
 def made_of(op, sample, function, *, leaves):
     """The sum of all outputs, and the tensors that need gradients as the function gets them."""
-    given = wide(sample)
+    inputs = wide(sample)
     if not leaves:  # what autograd finds through the function of another operation only
-        given = {n: t * 1 if t.requires_grad else t for n, t in given.items()}
-    result, _ = outputs(function(**given, **sample.options))
+        inputs = {n: t * 1 if t.requires_grad else t for n, t in inputs.items()}
+    result, _ = outputs(function(**inputs, **sample.options))
     total = sum(t.sum() for t in result.values() if t.requires_grad)
-    return total, {n: t for n, t in given.items() if t.requires_grad}
+    return total, {n: t for n, t in inputs.items() if t.requires_grad}
 
 
 def penalty_on(total, x):
@@ -66,8 +66,8 @@ def penalty_on(total, x):
 
 
 def derivative(value, x):
-    (found,) = torch.autograd.grad(value, x, allow_unused=True, retain_graph=True)
-    return torch.zeros_like(x) if found is None else found
+    (actual,) = torch.autograd.grad(value, x, allow_unused=True, retain_graph=True)
+    return torch.zeros_like(x) if actual is None else actual
 
 
 @every_form
@@ -76,60 +76,60 @@ def derivative(value, x):
     [pytest.param(True, id="leaves", marks=pytest.mark.slow), pytest.param(False, id="results")],
 )
 def test_a_second_derivative_raises_or_is_right(op, sample, leaves):
-    """By any input and however the upstream gradient was made: no number is silently wrong."""
-    total, wanted = made_of(op, sample, getattr(ops, samples.public(op)), leaves=leaves)
-    if not wanted or not isinstance(total, torch.Tensor):
+    """By any input and whatever the upstream gradient comes from, no number is silently wrong."""
+    total, leaves_of = made_of(op, sample, getattr(ops, samples.public(op)), leaves=leaves)
+    if not leaves_of or not isinstance(total, torch.Tensor):
         pytest.skip("nothing is differentiable")
     exact, right = made_of(op, sample, FORMULAS[op], leaves=leaves)
-    for of in wanted:
-        penalized = penalty_on(total, wanted[of])
-        for by in wanted:
+    for of in leaves_of:
+        penalized = penalty_on(total, leaves_of[of])
+        for by in leaves_of:
             try:
-                found = derivative(penalized, wanted[by])
+                actual = derivative(penalized, leaves_of[by])
             except errors.DoubleBackwardError:
                 continue
             # the gradient does not depend on this input
             want = derivative(penalty_on(exact, right[of]), right[by])
-            torch.testing.assert_close(found, want)
+            torch.testing.assert_close(actual, want)
 
 
 @main_forms
 def test_a_gradient_raises_by_its_upstream_gradient(op, sample):
     """``once_differentiable`` of PyTorch is silent where the tensors are named."""
-    given = sample.make("cpu", WIDE)
-    result, _ = outputs(getattr(ops, samples.public(op))(**given, **sample.options))
+    inputs = sample.make("cpu", WIDE)
+    result, _ = outputs(getattr(ops, samples.public(op))(**inputs, **sample.options))
     smooth = [t for t in result.values() if t.requires_grad]
-    wanted = [t for t in given.values() if t.requires_grad]
-    if not smooth or not wanted:
+    leaves = [t for t in inputs.values() if t.requires_grad]
+    if not smooth or not leaves:
         pytest.skip("nothing is differentiable")
     ups = [torch.ones_like(t, requires_grad=True) for t in smooth]
-    found = torch.autograd.grad(smooth, wanted, ups, create_graph=True, allow_unused=True)
-    total = sum(g.sum() for g in found if g is not None)
+    gradients = torch.autograd.grad(smooth, leaves, ups, create_graph=True, allow_unused=True)
+    total = sum(g.sum() for g in gradients if g is not None)
     for up in ups:
         with pytest.raises(errors.DoubleBackwardError, match=op):
             torch.autograd.grad(total, up, retain_graph=True, allow_unused=True)
 
 
 @main_forms
-def test_create_graph_alone_changes_nothing(op, sample):
-    found = []
-    for create in (False, True):
-        total, wanted = made_of(op, sample, getattr(ops, samples.public(op)), leaves=True)
-        if not wanted or not isinstance(total, torch.Tensor):
-            pytest.skip("nothing is differentiable")
-        found.append(
-            torch.autograd.grad(total, wanted.values(), create_graph=create, allow_unused=True)
-        )
-    for plain, graph in zip(*found, strict=True):
+def test_a_second_backward(op, sample):
+    """The graph may be kept, and ``create_graph`` alone changes no bit."""
+    total, inputs = made_of(op, sample, getattr(ops, samples.public(op)), leaves=True)
+    if not inputs or not isinstance(total, torch.Tensor):
+        pytest.skip("nothing is differentiable")
+    actual = [
+        torch.autograd.grad(total * 2.5, inputs.values(), allow_unused=True, **graph)
+        for graph in ({"retain_graph": True}, {"create_graph": True})
+    ]
+    for plain, graph in zip(*actual, strict=True):
         assert (plain is None) == (graph is None)
         if plain is not None:
             assert torch.equal(plain, graph)
-    for gradient in found[1]:
+    for gradient in actual[1]:
         if gradient is not None and 0 not in gradient.stride():
             gradient.mul_(2)  # not a view that nobody may write to
 
 
-# --- functions beside the operators ---
+# --- functions that call operators ---
 
 
 def head_loss(run):
@@ -189,7 +189,7 @@ def test_penalties_on_patched_models_raise_or_are_right(use):
     stock = models.build("llama", num_hidden_layers=1, attn_implementation="eager")
     ours = copy.deepcopy(stock)
     liger_multi.patch(ours, rms_norm=False, swiglu=False, rope=False)
-    found = []
+    actual = []
     for model in (stock, ours):
         embedded = model.model.embed_tokens(models.batch()["input_ids"]).detach().requires_grad_()
         labels = models.batch()["labels"]
@@ -199,8 +199,8 @@ def test_penalties_on_patched_models_raise_or_are_right(use):
             (value + gradient.pow(2).sum()).backward()
         except errors.DoubleBackwardError:
             return
-        found.append(model.lm_head.weight.grad)
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+        actual.append(model.lm_head.weight.grad)
+    torch.testing.assert_close(*actual, rtol=1e-4, atol=1e-6)
 
 
 def test_sums_over_processes_raise(tmp_path):
@@ -220,7 +220,7 @@ def test_sums_over_processes_raise(tmp_path):
 
 
 def test_no_function_of_autograd_is_left_out():
-    """Who writes another ``autograd.Function`` decides what its second derivative is."""
+    """Every new ``autograd.Function`` has to decide what its second derivative is."""
     package = Path(liger_multi.__file__).parent
     left = set()
     for path in sorted(package.rglob("*.py")):
@@ -231,13 +231,15 @@ def test_no_function_of_autograd_is_left_out():
                 if "@first_derivatives_only(" not in text:
                     left.add(f"{path.relative_to(package).as_posix()}:{node.name}")
     inert = {  # nothing is computed in them, or nobody trains with them
-        "bench/peers.py:_PairProducts", "bench/peers.py:_QuackLayerNorm",
+        "bench/peers.py:_PairProducts",
+        "bench/peers.py:_QuackLayerNorm",
         "bench/peers.py:_Products",
         "bench/measure.py:Identity",
         "compat/liger_kernel/chunked/functions.py:_Sealed",
-        "memory/planning/shapes.py:_Product", "memory/simulation.py:_Attention",
+        "memory/planning/shapes.py:_Product",
+        "memory/simulation.py:_Attention",
         "testing/formulas/mlp.py:_LinearFloat8",
-    }  # fmt: skip
+    }
     # these mark their gradients themselves, or return those that they get
     differentiable = {
         "compat/liger_kernel/chunked/bases.py:_EagerGradients",
@@ -256,39 +258,39 @@ REPORTED = ("attention", "fused_add_rms_norm", "gated_mlp", "gated_rms_norm", "r
 
 def tied_results(op, sample, a, b, run):
     """Outputs and gradients where one tensor is both arguments."""
-    given = wide(sample)
-    given[b] = given[a]
-    result, _ = outputs(run(**given, **sample.options))
+    inputs = wide(sample)
+    inputs[b] = inputs[a]
+    result, _ = outputs(run(**inputs, **sample.options))
     total = sum((t * torch.linspace(0.5, 1.5, t.numel()).view_as(t)).sum() for t in result.values())
-    leaves = {id(t): t for t in given.values() if t.requires_grad}
+    leaves = {id(t): t for t in inputs.values() if t.requires_grad}
     return [*result.values(), *torch.autograd.grad(total, leaves.values(), allow_unused=True)]
 
 
 def tied_arguments(op):
     """Pairs of arguments that may be one tensor, each with the results of the operator."""
-    seen = set()
+    visited = set()
     for sample in samples.of(op):
         if sample.size != "small" or sample.options.get("inplace"):
             continue
         smooth = [(n, t) for n, t in sample.tensors.items() if t.grad and not t.classes]
         for (a, x), (b, y) in itertools.combinations(smooth, 2):
-            if (a, b) in seen or len(x.shape) != len(y.shape):
+            if (a, b) in visited or len(x.shape) != len(y.shape):
                 continue
             try:
-                found = tied_results(op, sample, a, b, getattr(ops, op))
+                actual = tied_results(op, sample, a, b, getattr(ops, op))
             except (IndexError, TypeError, ValueError):  # of other sizes than this argument needs
                 continue
-            seen.add((a, b))
-            yield sample, a, b, found
+            visited.add((a, b))
+            yield sample, a, b, actual
 
 
 @pytest.mark.parametrize("op", [n for n in operators() if n == samples.public(n)])
 def test_one_tensor_in_two_arguments(op):
     pairs = list(tied_arguments(op))
     assert pairs or op not in REPORTED
-    for sample, a, b, found in pairs:
+    for sample, a, b, results in pairs:
         right = tied_results(op, sample, a, b, FORMULAS[op])
-        for got, want in zip(found, right, strict=True):
+        for got, want in zip(results, right, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
 
 
@@ -343,13 +345,13 @@ def test_a_view_of_a_parameter_is_not_overwritten(loss, view):
 
 @in_place
 def test_a_view_made_without_grad_is_not_overwritten(loss):
-    for made in (torch.randn(32, requires_grad=True), torch.randn(32, requires_grad=True) * 1):
-        before = made.detach().clone()
+    for x in (torch.randn(32, requires_grad=True), torch.randn(32, requires_grad=True) * 1):
+        before = x.detach().clone()
         with torch.no_grad():
-            view = made.view(4, 8)
+            view = x.view(4, 8)
         with pytest.raises(ValueError, match="got a leaf"):
             loss(view.requires_grad_())
-        assert torch.equal(made, before)
+        assert torch.equal(x, before)
 
 
 @in_place
@@ -375,13 +377,13 @@ def test_elements_that_share_memory_are_refused(loss, shared):
 )
 def test_elements_that_stand_apart_are_overwritten(loss, part):
     h = torch.randn(4, 16, requires_grad=True)
-    found = []
+    actual = []
     for copied in (True, False):
         torch.manual_seed(0)
         x = part(h * 1)
         (gradient,) = torch.autograd.grad(loss(x.clone() if copied else x), h)
-        found.append(gradient)
-    torch.testing.assert_close(*found)
+        actual.append(gradient)
+    torch.testing.assert_close(*actual)
 
 
 @in_place
@@ -411,7 +413,7 @@ def test_tensors_of_inference_mode_are_not_overwritten(loss):
 
 
 @pytest.mark.parametrize("op", ["kl_div", "jsd", "tvd"])
-def test_a_teacher_in_the_memory_of_the_student_is_not_overwritten(op):
+def test_teacher_in_memory_of_student_is_not_overwritten(op):
     """The permission is not used: kernels read rows of the teacher while others are written."""
     both = torch.randn(7, 40, requires_grad=True) * 1
     before = both.detach().clone()
@@ -425,7 +427,7 @@ def test_a_teacher_in_the_memory_of_the_student_is_not_overwritten(op):
     assert torch.equal(apart[6:], before[6:])
 
 
-def test_an_empty_input_has_a_gradient_where_one_output_is_unused():
+def test_gradient_of_empty_input_with_unused_output():
     """None stands for an input that no upstream gradient reaches, and not for one without rows."""
     x, residual = (torch.randn(0, 3, 8, requires_grad=True) for _ in range(2))
     weight = torch.randn(8, requires_grad=True)

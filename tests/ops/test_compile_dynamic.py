@@ -65,9 +65,9 @@ def lengths(op, sample):
     first = next(iter(sample.tensors.values()))
     every = list(sample.tensors)
     for names, size in itertools.product((every, every[:1]), first.shape[:-1] or first.shape):
-        made = [longer(sample, names, size, more) for more in (23, 30)]
-        if size > 1 and all(accepted(op, s) for s in made):
-            return made
+        samples = [longer(sample, names, size, more) for more in (23, 30)]
+        if size > 1 and all(accepted(op, s) for s in samples):
+            return samples
     return None
 
 
@@ -81,8 +81,8 @@ def trained(op, sample, run):
 @different_axes
 def same_in_every_length(op, sample):
     """Whether there is more than one; a single graph serves all."""
-    made = lengths(op, sample)
-    if made is None:
+    cases = lengths(op, sample)
+    if cases is None:
         return False
 
     def run(**tensors):
@@ -92,7 +92,7 @@ def same_in_every_length(op, sample):
     graphs = Counted()
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=graphs)
     counts = []
-    for length in made:
+    for length in cases:
         eager, graph = (trained(op, length, f) for f in (run, compiled))
         for want, got in zip(eager, graph, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
@@ -106,10 +106,20 @@ def forms_of(op):
 
 
 OFTEN = (
-    "attention", "cross_entropy", "embedding", "fused_linear_cross_entropy", "fused_moe",
-    "gated_mlp", "hyper_connections", "layer_norm", "lora_update", "rms_norm", "rope_multimodal",
-    "softmax", "swiglu",
-)  # fmt: skip
+    "attention",
+    "cross_entropy",
+    "embedding",
+    "fused_linear_cross_entropy",
+    "fused_moe",
+    "gated_mlp",
+    "hyper_connections",
+    "layer_norm",
+    "lora_update",
+    "rms_norm",
+    "rope_multimodal",
+    "softmax",
+    "swiglu",
+)
 
 
 @pytest.mark.parametrize("op", OFTEN)
@@ -162,7 +172,7 @@ def test_backward_does_not_depend_on_how_forward_ran():
         return ops.gated_mlp(ops.rms_norm(ops.swiglu(x, x)), *weights).sum()
 
     weights = [torch.randn(8, 8) for _ in range(3)]
-    found = []
+    actual = []
     for forward in (
         run,
         torch.compile(run, backend="aot_eager"),
@@ -176,9 +186,9 @@ def test_backward_does_not_depend_on_how_forward_ran():
                     loss.backward()
             else:
                 loss.backward()
-            found.append(x.grad)
-    for gradient in found[1:]:
-        torch.testing.assert_close(gradient, found[0])
+            actual.append(x.grad)
+    for gradient in actual[1:]:
+        torch.testing.assert_close(gradient, actual[0])
 
 
 def test_a_backward_inside_of_a_compiled_function():
@@ -191,11 +201,11 @@ def test_a_backward_inside_of_a_compiled_function():
         loss.backward()
         return loss
 
-    found = []
+    actual = []
     for function in (run, torch.compile(run, backend="aot_eager")):
         x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
-        found.append((function(x).detach(), x.grad))
-    torch.testing.assert_close(found[1], found[0])
+        actual.append((function(x).detach(), x.grad))
+    torch.testing.assert_close(actual[1], actual[0])
 
 
 def second_derivative(loss, leaves):
@@ -241,16 +251,16 @@ def test_transforms_in_graphs_raise():
 
 def test_graphs_carry_a_hash_of_what_expands_operators():
     """PyTorch keeps graphs on disk by the names of operators, over versions of this library."""
-    seen = []
+    observed = []
 
     def keep(graph, example_inputs):
-        seen.extend(n for n in graph.graph.nodes if "liger_multi" in str(n.target))
+        observed.extend(n for n in graph.graph.nodes if "liger_multi" in str(n.target))
         return graph.forward
 
     torch.compile(ops.rms_norm, backend=keep, fullgraph=True)(torch.randn(3, 8).requires_grad_())
     from liger_multi.dispatch.torch_ops import source_hash
 
-    (node,) = seen
+    (node,) = observed
     assert node.args[-1] == source_hash()
     assert len(source_hash()) == 16
 
@@ -260,26 +270,26 @@ def test_graphs_carry_a_hash_of_what_expands_operators():
 
 def dynamic_models():
     models = pytest.importorskip("tests.models")
-    for kind in models.KINDS:
-        slow = kind != "llama"
-        yield pytest.param(kind, marks=[pytest.mark.slow] if slow else [])
+    for model_type in models.KINDS:
+        slow = model_type != "llama"
+        yield pytest.param(model_type, marks=[pytest.mark.slow] if slow else [])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", list(dynamic_models()))
-def test_models_with_sizes_that_vary(kind):
+@pytest.mark.parametrize("model_type", list(dynamic_models()))
+def test_models_with_sizes_that_vary(model_type):
     """Two layers: a second MLP met the sizes that the first one had left behind."""
     from packaging import version
 
     from tests import models
 
     config = {}
-    known = models.ARCHITECTURES[kind]
+    known = models.ARCHITECTURES[model_type]
     if version.parse(models.transformers.__version__) < version.parse("5.18") and (
         "output_router_logits" in known.config
     ):
         config["experts_implementation"] = "batched_mm"
-    stock, ours = models.pair(kind, **config)
+    stock, ours = models.pair(model_type, **config)
     liger_multi.patch(ours, strict=True)
     ours(**models.graph_batch())  # transformers hooks routers at the first call
     graphs, counts = Counted(), []

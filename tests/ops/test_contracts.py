@@ -36,11 +36,11 @@ every_form = pytest.mark.parametrize(
 
 def recorded(op, sample, device):
     """Arguments of forward and backward as a real call makes them."""
-    seen, original = [], Primitive.call
+    calls, original = [], Primitive.call
 
     def spy(self, *args):
         if self in OPS[op].primitives:
-            seen.append((self, args))
+            calls.append((self, args))
         return original(self, *args)
 
     # of the class, at which written-out calls look
@@ -48,8 +48,8 @@ def recorded(op, sample, device):
         tensors = sample.make(device, torch.float32)
         result, _ = outputs(call(op, tensors, sample.options))
         grads(result, tensors, {n: torch.ones_like(t) for n, t in result.items()})
-    assert seen
-    return seen
+    assert calls
+    return calls
 
 
 @every_form
@@ -74,8 +74,8 @@ def test_outputs_may_be_written_to(device, op):
     sample = next(s for s in samples.of(op) if s.size == "small")
     result, _ = outputs(call(op, sample.make(device, torch.float32), sample.options))
     for y in result.values():
-        wanted = y.detach() * 2
-        assert torch.equal(y.mul_(2).detach(), wanted)
+        expected = y.detach() * 2
+        assert torch.equal(y.mul_(2).detach(), expected)
 
 
 @every_small_sample
@@ -115,7 +115,7 @@ def test_gradcheck_of_the_reference(op, fast):
         if fixed or not floats or not 0 < sum(t.numel() for t in floats.values()) < 700:
             continue
         if sample.options.get("inplace") or any(0 in t.stride() for t in floats.values()):
-            continue  # numeric differentiation wants to write to inputs of its own
+            continue  # numeric differentiation writes to its own copies of the inputs
 
         def run(*values, floats=floats, tensors=tensors, sample=sample):
             result = call(op, {**tensors, **dict(zip(floats, values, strict=True))}, sample.options)
@@ -131,12 +131,12 @@ ALL_OPTIONS = ("cross_entropy", "fused_linear_cross_entropy")
 
 def compiled():
     """The first sample of every operator is not slow; of losses, the first of every option."""
-    seen = set()
+    visited = set()
     for op, sample in IDS:
-        new = harness.adds_to_a_graph(op, sample) if op in ALL_OPTIONS else op not in seen
+        new = harness.adds_to_a_graph(op, sample) if op in ALL_OPTIONS else op not in visited
         marks = [] if new else [pytest.mark.slow]
         yield pytest.param(op, sample, marks=marks, id=f"{op}-{sample.name}")
-        seen.add(op)
+        visited.add(op)
 
 
 @pytest.mark.parametrize(("op", "sample"), list(compiled()))
@@ -198,8 +198,8 @@ def test_fake_tensors_see_named_operators(op, sample):
     tensors = {n: mode.from_tensor(t) for n, t in sample.make("cpu", torch.bfloat16).items()}
     with mode, liger_multi.use(**{op: "reference"}):
         result, _ = outputs(call(op, tensors, sample.options))
-        found = grads(result, tensors, {n: torch.ones_like(t) for n, t in result.items()})
-    for name, grad in found.items():
+        actual = grads(result, tensors, {n: torch.ones_like(t) for n, t in result.items()})
+    for name, grad in actual.items():
         assert grad.shape == tensors[name].shape
         assert grad.dtype == tensors[name].dtype
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import liger_multi
-from liger_multi import errors, ops
+from liger_multi import ops
 from liger_multi.testing import samples
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as Drawn
@@ -43,8 +43,8 @@ def lengths():
 
 def drawn(device, *shapes, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    made = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
-    return [t.to(device, dtype).requires_grad_() for t in made]
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    return [t.to(device, dtype).requires_grad_() for t in tensors]
 
 
 def boundaries(counts, device, dtype=torch.int32):
@@ -53,8 +53,8 @@ def boundaries(counts, device, dtype=torch.int32):
 
 def seq_idx(counts, device, ids=None):
     ids = range(len(counts)) if ids is None else ids
-    found = [n for n, count in zip(ids, counts, strict=True) for _ in range(count)]
-    return torch.tensor([found], dtype=torch.int32, device=device)
+    indices = [n for n, count in zip(ids, counts, strict=True) for _ in range(count)]
+    return torch.tensor([indices], dtype=torch.int32, device=device)
 
 
 # --- packed rows ---
@@ -71,14 +71,14 @@ def test_packed_equals_separate(device, run, parts, width, dtype):
     )
     upstream = drawn(device, (1, sum(counts), channels), dtype=dtype, seed=1)[0].detach()
     y = run(x, weight, bias, cu_seqlens=boundaries(counts, device))
-    found = torch.autograd.grad(y, (x, weight, bias), upstream)
+    actual = torch.autograd.grad(y, (x, weight, bias), upstream)
     separate = [run(part, weight, bias) for part in x.split(counts, 1)]
     right = torch.cat(separate, 1)
-    wanted = torch.autograd.grad(right, (x, weight, bias), upstream)
+    expected = torch.autograd.grad(right, (x, weight, bias), upstream)
     near = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
     torch.testing.assert_close(y, right, **near)
-    torch.testing.assert_close(found[0], wanted[0], **near)
-    for got, sums in zip(found[1:], wanted[1:], strict=True):  # long sums, many roundings
+    torch.testing.assert_close(actual[0], expected[0], **near)
+    for got, sums in zip(actual[1:], expected[1:], strict=True):  # long sums, many roundings
         assert (got - sums).norm() <= near["rtol"] * sums.norm()
 
 
@@ -104,39 +104,10 @@ def test_what_stands_past_the_last_boundary_is_a_sequence(device, run, parts):
 
 
 @both
-def test_sequences_do_not_see_each_other(device, run, parts):
-    """A NaN of one stays there, outputs and gradients of the others are the same bits."""
-    counts = (5, 1, 20, 3)
-    ids = seq_idx(counts, device).repeat(2, 1)
-    x, weight, bias = drawn(device, (2, 29, 4 * parts), (4, 4), (4,))
-    upstream = drawn(device, (2, 29, 4), seed=1)[0].detach()
-    spoiled, bad = x.detach().clone(), upstream.clone()
-    spoiled[:, 6:26] = bad[:, 6:26] = float("nan")
-    results = []
-    for tokens, dy in ((x, upstream), (spoiled.requires_grad_(), bad)):
-        y = run(tokens, weight, bias, seq_idx=ids)
-        results.append((y, *torch.autograd.grad(y, tokens, dy)))
-    for whole, part in zip(*results, strict=True):
-        assert part[:, 6:26].isnan().all()
-        for others in (slice(0, 6), slice(26, 29)):
-            assert torch.equal(whole[:, others], part[:, others])
-
-
-@both
 def test_later_tokens_change_nothing_before_them(device, run, parts):
     x, weight, bias = drawn(device, (1, 70, 4 * parts), (4, 4), (4,))
     y = run(x, weight, bias)
     assert torch.equal(run(x[:, :37], weight, bias), y[:, :37])
-
-
-@both
-def test_the_same_bits_every_time(device, run, parts):
-    x, weight, bias = drawn(device, (2, 90, 20 * parts), (20, 4), (20,))
-    seen = [
-        (y, *torch.autograd.grad(y.square().sum(), (x, weight, bias)))
-        for y in (run(x, weight, bias) for _ in range(3))
-    ]
-    assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True))
 
 
 # --- the initial state, layouts ---
@@ -154,19 +125,19 @@ def test_a_row_in_two_calls_is_one_call(device, width, first):
     right = convolve(x, weight, bias)
     torch.testing.assert_close(torch.cat(parts, 1), right)
     upstream = torch.linspace(-1, 1, right.numel(), device=device).view_as(right)
-    found = torch.autograd.grad(torch.cat(parts, 1), (x, weight, bias), upstream)
-    wanted = torch.autograd.grad(right, (x, weight, bias), upstream)
-    for got, want in zip(found, wanted, strict=True):
+    actual = torch.autograd.grad(torch.cat(parts, 1), (x, weight, bias), upstream)
+    expected = torch.autograd.grad(right, (x, weight, bias), upstream)
+    for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_only_the_initial_state_may_need_a_gradient(device):
     x, weight, state = drawn(device, (2, 9, 4), (4, 4), (2, 3, 4))
     y = ops.causal_conv1d(x.detach(), weight.detach(), initial_state=state)
-    (found,) = torch.autograd.grad(y.sum(), state)
+    (actual,) = torch.autograd.grad(y.sum(), state)
     w = weight.detach().flip(1)  # by distance
-    wanted = torch.stack([w[:, 3], w[:, 2:].sum(1), w[:, 1:].sum(1)])
-    torch.testing.assert_close(found, wanted.expand(2, 3, 4))
+    expected = torch.stack([w[:, 3], w[:, 2:].sum(1), w[:, 1:].sum(1)])
+    torch.testing.assert_close(actual, expected.expand(2, 3, 4))
 
 
 def test_the_initial_state_is_of_the_first_sequence(device):
@@ -235,8 +206,9 @@ def test_equals_lfm2(device, bias):
     lfm2 = pytest.importorskip("transformers.models.lfm2.modeling_lfm2")
     from transformers import Lfm2Config
 
-    config = Lfm2Config(hidden_size=8, conv_bias=bias, conv_L_cache=3, layer_types=["conv"],
-                        num_hidden_layers=1)  # fmt: skip
+    config = Lfm2Config(
+        hidden_size=8, conv_bias=bias, conv_L_cache=3, layer_types=["conv"], num_hidden_layers=1
+    )
     torch.manual_seed(0)
     layer = lfm2.Lfm2ShortConv(config, 0).to(device)
     x = torch.randn(2, 13, 8, device=device)
@@ -280,14 +252,6 @@ def test_compiled_with_lengths_that_vary(device, run, parts):
             torch.testing.assert_close(graph, eager, rtol=1e-5, atol=1e-6)
 
 
-@both
-def test_a_second_derivative_raises(device, run, parts):
-    x, weight, bias = drawn(device, (1, 9, 4 * parts), (4, 3), (4,))
-    (first,) = torch.autograd.grad(run(x, weight, bias).sum(), weight, create_graph=True)
-    with pytest.raises(errors.DoubleBackwardError):
-        torch.autograd.grad(first.sum(), x)
-
-
 @pytest.mark.parametrize("op", ["causal_conv1d", "gated_short_conv"])
 def test_of_both_directions_only_what_is_needed_is_kept(device, op):
     """Backward reads x and computes the convolution again."""
@@ -310,22 +274,25 @@ WRONG = (
     (lambda: ops.causal_conv1d(X, W, initial_state=X), ValueError, r"must have shape \(2, 3, 3\)"),
     (
         lambda: ops.causal_conv1d(X, W, seq_idx=torch.zeros(5, dtype=torch.int32)),
-        ValueError, r"seq_idx must have shape \(2, 5\)",
+        ValueError,
+        r"seq_idx must have shape \(2, 5\)",
     ),
     (
         lambda: ops.causal_conv1d(X, W, seq_idx=torch.zeros(2, 5)),
-        TypeError, "seq_idx must be a tensor of int64 or int32",
+        TypeError,
+        "seq_idx must be a tensor of int64 or int32",
     ),
     (
         lambda: ops.causal_conv1d(X, W, cu_seqlens=torch.tensor([0, 5])),
-        ValueError, "for a batch of one row",
+        ValueError,
+        "for a batch of one row",
     ),
     (lambda: ops.gated_short_conv(torch.ones(2, 5, 8), W), ValueError, r"shape \(B, T, 3 C\)"),
     (lambda: ops.gated_short_conv(torch.ones(2, 5, 12), W), ValueError, r"have shape \(4, W\)"),
-)  # fmt: skip
+)
 
 
-@pytest.mark.parametrize(("call", "kind", "text"), WRONG)
-def test_wrong_arguments(call, kind, text):
-    with pytest.raises(kind, match=text):
+@pytest.mark.parametrize(("call", "error", "text"), WRONG)
+def test_wrong_arguments(call, error, text):
+    with pytest.raises(error, match=text):
         call()

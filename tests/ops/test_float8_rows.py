@@ -45,21 +45,21 @@ def test_the_formula_rounds_no_scale_down():
 def test_codes_are_the_nearest_numbers(format, dtype):
     x = torch.randn(64, 96, dtype=torch.float64).to(dtype) * torch.logspace(-4, 3, 64)[:, None]
     x = x.to(dtype)
-    made = rows(x, None, format)
-    assert (torch.frexp(made.scale).mantissa == 0.5).all()
-    exact, got = x.double(), dequantized(made, torch.float64)
-    place = 2.0 ** torch.floor(torch.log2((exact / made.scale[:, None]).abs().clamp_min(2.0**-6)))
-    assert ((got - exact).abs() <= place * made.scale[:, None] * 2.0**-4).all()
-    assert (got.abs().amax(1) <= MOST[format] * made.scale).all()
+    output = rows(x, None, format)
+    assert (torch.frexp(output.scale).mantissa == 0.5).all()
+    exact, got = x.double(), dequantized(output, torch.float64)
+    place = 2.0 ** torch.floor(torch.log2((exact / output.scale[:, None]).abs().clamp_min(2.0**-6)))
+    assert ((got - exact).abs() <= place * output.scale[:, None] * 2.0**-4).all()
+    assert (got.abs().amax(1) <= MOST[format] * output.scale).all()
 
 
 def test_rows_of_zeros_and_tiny_rows_have_an_inverse():
     x = torch.tensor([[0.0, -0.0], [1e-38, 0.0], [2.0**-100, 0.0]])
-    made = rows(x)
-    assert made.scale.isfinite().all()
-    assert (made.scale > 0).all()
-    assert not dequantized(made, torch.float32)[0].any()
-    assert dequantized(made, torch.float32)[2, 0] == 2.0**-100
+    output = rows(x)
+    assert output.scale.isfinite().all()
+    assert (output.scale > 0).all()
+    assert not dequantized(output, torch.float32)[0].any()
+    assert dequantized(output, torch.float32)[2, 0] == 2.0**-100
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -151,40 +151,47 @@ def test_a_product_of_two_formats_is_dequantized():
 
 
 def test_float16_does_not_overflow_by_its_scales():
-    made = rows(torch.full((2, 16), 2.0**-90), None)
-    assert made.scale.max() < 2.0**-90
-    got = dequantized(Float8Rows(made.codes, made.scale), torch.float16)
+    output = rows(torch.full((2, 16), 2.0**-90), None)
+    assert output.scale.max() < 2.0**-90
+    got = dequantized(Float8Rows(output.codes, output.scale), torch.float16)
     assert got.isfinite().all()
 
 
 BAD = {
     "codes without scales": (
-        lambda x, w: ops.linear_float8(x, rows(w).codes), TypeError, "weight_scale beside codes"
+        lambda x, w: ops.linear_float8(x, rows(w).codes),
+        TypeError,
+        "weight_scale beside codes",
     ),
     "scales without codes": (
-        lambda x, w: ops.linear_float8(x, w, weight_scale=rows(w).scale), TypeError, "codes"
+        lambda x, w: ops.linear_float8(x, w, weight_scale=rows(w).scale),
+        TypeError,
+        "codes",
     ),
     "scales of another dtype": (
         lambda x, w: ops.linear_float8(x, rows(w).codes, weight_scale=rows(w).scale.double()),
-        TypeError, "must be float32, got a tensor of shape",
+        TypeError,
+        "must be float32, got a tensor of shape",
     ),
     "scales that require gradients": (
         lambda x, w: ops.linear_float8(
             x, rows(w).codes, weight_scale=rows(w).scale.requires_grad_()
         ),
-        ValueError, "frozen",
+        ValueError,
+        "frozen",
     ),
     "codes of another shape": (
-        lambda x, w: ops.linear_float8(x, w, quantized=ops.Float8Rows(*rows(x[:2]))), ValueError,
+        lambda x, w: ops.linear_float8(x, w, quantized=ops.Float8Rows(*rows(x[:2]))),
+        ValueError,
         "quantized must",
     ),
     "codes that are a pair": (
-        lambda x, w: ops.linear_float8(x, w, quantized=tuple(rows(x))), TypeError, "Float8Rows"
+        lambda x, w: ops.linear_float8(x, w, quantized=tuple(rows(x))),
+        TypeError,
+        "Float8Rows",
     ),
-    "another width": (
-        lambda x, w: ops.linear_float8(x[:, :5], w), ValueError, "must be K = 32"
-    ),
-}  # fmt: skip
+    "another width": (lambda x, w: ops.linear_float8(x[:, :5], w), ValueError, "must be K = 32"),
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -229,11 +236,11 @@ def mlp_case(dtype=torch.float32, trained=("x", "gate", "up", "down"), rows=(3, 
     """x, the three weights and biases; those of ``trained`` have gradients."""
     shapes = {"gate": (96, 64), "up": (96, 64), "down": (48, 96)}
     x = torch.randn(*rows, 64, dtype=dtype).requires_grad_("x" in trained)
-    made = [
+    outputs = [
         torch.randn(*shape, dtype=dtype).mul_(shape[-1] ** -0.5).requires_grad_(name in trained)
         for name, shape in (*shapes.items(), *((n, s[:1]) for n, s in shapes.items()))
     ]
-    return x, made[:3], made[3:]
+    return x, outputs[:3], outputs[3:]
 
 
 def mlp(x, weights, biases, activation="silu", **how):
@@ -250,32 +257,32 @@ def mlp_in_layers(x, weights, biases, activation="silu"):
 @pytest.mark.parametrize("activation", ACTS)
 def test_a_gated_mlp_has_the_bits_of_its_layers(activation, dtype):
     x, weights, biases = mlp_case(dtype)
-    given = [x, *weights, *biases]
+    inputs = [x, *weights, *biases]
     one, other = mlp(x, weights, biases, activation), mlp_in_layers(x, weights, biases, activation)
     dy = torch.randn_like(one)
     assert torch.equal(one, other)
-    found, right = (torch.autograd.grad(y, given, dy) for y in (one, other))
-    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+    actual, right = (torch.autograd.grad(y, inputs, dy) for y in (one, other))
+    assert all(torch.equal(a, b) for a, b in zip(actual, right, strict=True))
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["trained", "codes"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "codes"])
 @pytest.mark.parametrize("activation", ACTS)
-def test_checkpointing_of_a_gated_mlp_gives_its_bits(activation, given):
+def test_checkpointing_of_a_gated_mlp_gives_its_bits(activation, frozen):
     x, weights, biases = mlp_case(torch.bfloat16)
-    wanted, how = [x, *weights, *biases], {}
-    if given:
+    expected, how = [x, *weights, *biases], {}
+    if frozen:
         names = [f"{n}_weight_scale" for n in ("gate", "up", "down")]
         weights, scales = zip(*(rows(w.detach()) for w in weights), strict=True)
-        wanted, how = [x, *biases], dict(zip(names, scales, strict=True))
+        expected, how = [x, *biases], dict(zip(names, scales, strict=True))
     right = mlp(x, weights, biases, activation, **how)
     dy = torch.randn_like(right)
 
     def run(x):
         return mlp(x, weights, biases, activation, **how)
 
-    found = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
-    found += 0  # the result may be written to
-    one, other = ([y, *torch.autograd.grad(y, wanted, dy)] for y in (found, right))
+    actual = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+    actual += 0  # the result may be written to
+    one, other = ([y, *torch.autograd.grad(y, expected, dy)] for y in (actual, right))
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -290,9 +297,9 @@ def test_scales_of_a_weight_are_those_of_its_rows(dtype):
 @pytest.mark.parametrize("trained", [("x",), ("gate",), ("down",), ("up", "x"), ("x", "down")])
 def test_a_gated_mlp_computes_the_gradients_that_are_wanted(trained):
     x, weights, biases = mlp_case(trained=trained)
-    given = [t for t in (x, *weights, *biases) if t.requires_grad]
-    found = [run(x, weights, biases) for run in (mlp, mlp_in_layers)]
-    one, other = (torch.autograd.grad(y, given, torch.ones_like(y)) for y in found)
+    inputs = [t for t in (x, *weights, *biases) if t.requires_grad]
+    actual = [run(x, weights, biases) for run in (mlp, mlp_in_layers)]
+    one, other = (torch.autograd.grad(y, inputs, torch.ones_like(y)) for y in actual)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -311,12 +318,12 @@ def test_codes_of_the_weights_and_the_input_of_a_gated_mlp():
 def test_a_gated_mlp_under_autocast_rounds_weights_as_they_are():
     """Of x, both layers' gradients are added before they are cast; else no bit differs."""
     x, weights, biases = mlp_case()
-    given = [x, *weights, *biases]
+    inputs = [x, *weights, *biases]
     with torch.autocast("cpu", torch.bfloat16):
-        found = mlp(x, weights, biases), mlp_in_layers(x, weights, biases)
-    assert found[0].dtype == torch.bfloat16
-    assert torch.equal(*found)
-    one, other = (torch.autograd.grad(y, given, torch.ones_like(y)) for y in found)
+        actual = mlp(x, weights, biases), mlp_in_layers(x, weights, biases)
+    assert actual[0].dtype == torch.bfloat16
+    assert torch.equal(*actual)
+    one, other = (torch.autograd.grad(y, inputs, torch.ones_like(y)) for y in actual)
     assert all(g.dtype == torch.float32 for g in one)
     assert all(torch.equal(a, b) for a, b in zip(one[1:], other[1:], strict=True))
     torch.testing.assert_close(one[0], other[0], rtol=2**-7, atol=2**-7)
@@ -325,23 +332,31 @@ def test_a_gated_mlp_under_autocast_rounds_weights_as_they_are():
 BAD_MLP = {
     "an activation": (lambda x, w, b: mlp(x, w, b, "relu"), ValueError, "relu"),
     "codes without scales": (
-        lambda x, w, b: mlp(x, [rows(w[0]).codes, *w[1:]], b), TypeError,
+        lambda x, w, b: mlp(x, [rows(w[0]).codes, *w[1:]], b),
+        TypeError,
         "gate_weight_scale beside codes",
     ),
     "two dtypes": (
-        lambda x, w, b: mlp(x, [w[0].double(), *w[1:]], b), TypeError, "gate_weight float64"
+        lambda x, w, b: mlp(x, [w[0].double(), *w[1:]], b),
+        TypeError,
+        "gate_weight float64",
     ),
     "widths": (
-        lambda x, w, b: mlp(x, [*w[:2], w[2][:, :5]], b), ValueError, "down_weight must have shape"
+        lambda x, w, b: mlp(x, [*w[:2], w[2][:, :5]], b),
+        ValueError,
+        "down_weight must have shape",
     ),
     "a bias of another layer": (
-        lambda x, w, b: mlp(x, w, [b[2], *b[1:]]), ValueError, r"gate_bias must have shape \(96,\)"
+        lambda x, w, b: mlp(x, w, [b[2], *b[1:]]),
+        ValueError,
+        r"gate_bias must have shape \(96,\)",
     ),
     "rows of another input": (
-        lambda x, w, b: mlp(x, w, b, quantized=ops.Float8Rows(*rows(x[0]))), ValueError,
+        lambda x, w, b: mlp(x, w, b, quantized=ops.Float8Rows(*rows(x[0]))),
+        ValueError,
         "quantized must hold",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_MLP)
@@ -355,9 +370,9 @@ def test_an_mlp_without_rows_has_empty_and_zero_gradients():
     x, weights, biases = mlp_case(rows=(0,))
     y = mlp(x, weights, biases)
     assert y.shape == (0, 48)
-    found = torch.autograd.grad(y, [x, *weights, *biases], torch.ones_like(y))
-    assert found[0].shape == x.shape
-    assert not any(g.any() for g in found)
+    gradients = torch.autograd.grad(y, [x, *weights, *biases], torch.ones_like(y))
+    assert gradients[0].shape == x.shape
+    assert not any(g.any() for g in gradients)
 
 
 # --- codes of norms and gated activations ---
@@ -380,8 +395,8 @@ def format(request, monkeypatch):
     """Either format as that of the device."""
     names = ["reference.float8.rows"] + ["backends.triton.float8.rows"] * harness.interpreted()
     for name in names:
-        found = importlib.import_module(f"liger_multi.{name}")
-        monkeypatch.setattr(found, "format_of", lambda device: request.param)
+        module = importlib.import_module(f"liger_multi.{name}")
+        monkeypatch.setattr(module, "format_of", lambda device: request.param)
     return request.param
 
 
@@ -398,16 +413,16 @@ def test_codes_are_those_of_the_rounded_result(name, dtype, format):
     x = torch.randn(7, 32) * torch.tensor([1, 0, 1e-4, 30, 1, 1, 1])[:, None]
     x[3, 5], x[4, 1], x[5, 2] = 900.0, math.inf, math.nan
     with kernels():
-        made = CODED[name](x.to(dtype), **KIND)
+        output = CODED[name](x.to(dtype), **KIND)
         plain = CODED[name](x.to(dtype))
     y = getattr(plain, "y", plain)
-    assert torch.equal(made.y.view(torch.uint8), y.view(torch.uint8))
+    assert torch.equal(output.y.view(torch.uint8), y.view(torch.uint8))
     right = rows(y, None, format)
-    assert made.quantized.codes.dtype == format
-    assert torch.equal(made.quantized.codes.view(torch.uint8), right.codes.view(torch.uint8))
-    assert torch.equal(made.quantized.scale.nan_to_num(-1), right.scale.nan_to_num(-1))
-    assert not made.quantized.codes.requires_grad
-    assert made.quantized.scale.isnan().tolist()[4:6] == [True, True]
+    assert output.quantized.codes.dtype == format
+    assert torch.equal(output.quantized.codes.view(torch.uint8), right.codes.view(torch.uint8))
+    assert torch.equal(output.quantized.scale.nan_to_num(-1), right.scale.nan_to_num(-1))
+    assert not output.quantized.codes.requires_grad
+    assert output.quantized.scale.isnan().tolist()[4:6] == [True, True]
 
 
 @every_coded
@@ -426,18 +441,18 @@ def test_codes_alone_are_the_same_codes(name):
 @every_coded
 def test_gradients_are_those_of_the_plain_call(name):
     x = torch.randn(3, 32, requires_grad=True)
-    found = []
+    actual = []
     for how in ({}, KIND):
-        made = CODED[name](x, **how)
-        y = getattr(made, "y", made)
-        found.append(torch.autograd.grad(y, x, torch.ones_like(y))[0])
-    assert torch.equal(*found)
+        output = CODED[name](x, **how)
+        y = getattr(output, "y", output)
+        actual.append(torch.autograd.grad(y, x, torch.ones_like(y))[0])
+    assert torch.equal(*actual)
 
 
 def test_a_layer_takes_the_codes_of_a_norm():
     x, w = torch.randn(5, 32, dtype=torch.bfloat16), torch.randn(16, 32, dtype=torch.bfloat16)
-    made = ops.rms_norm(x, **KIND)
-    layer = ops.linear_float8(made.y, w, quantized=made.quantized)
+    output = ops.rms_norm(x, **KIND)
+    layer = ops.linear_float8(output.y, w, quantized=output.quantized)
     assert torch.equal(layer, ops.linear_float8(ops.rms_norm(x), w))
 
 

@@ -1,4 +1,4 @@
-"""Heads whose products are made in another way than by one matrix product of one process.
+"""Heads whose logits are not one matrix product of one process.
 
 In 8 bits: the maths that a CPU emulates, and where it is asked for. With a vocabulary split over
 processes: the losses and gradients of one process. By PyTorch's own linear_cross_entropy, where a
@@ -49,12 +49,15 @@ def head(rows=48, width=64, classes=400, dtype=torch.bfloat16):
 @pytest.mark.parametrize("size", [1.0, 1e-6, 3e4])
 def test_rounded_to_the_nearest_value(dtype, size):
     x = torch.randn(40, 32, generator=torch.Generator().manual_seed(1)) * size
-    made = PLAIN.rounded(x, dtype)
-    value = made.data.float() * made.scale
-    info, eps = torch.finfo(dtype), 2.0 ** (-3 if "e4m3" in str(dtype) else -2)  # torch's is wrong
-    assert made.scale.log2() == made.scale.log2().round()
-    assert x.abs().max() / made.scale <= info.max < 2 * x.abs().max() / made.scale
-    room = (x.abs() * eps / 2).clamp_min(info.smallest_normal * eps / 2 * made.scale)
+    output = PLAIN.rounded(x, dtype)
+    value = output.data.float() * output.scale
+    info, eps = (
+        torch.finfo(dtype),
+        2.0 ** (-3 if "e4m3" in str(dtype) else -2),
+    )  # torch's rounding is wrong
+    assert output.scale.log2() == output.scale.log2().round()
+    assert x.abs().max() / output.scale <= info.max < 2 * x.abs().max() / output.scale
+    room = (x.abs() * eps / 2).clamp_min(info.smallest_normal * eps / 2 * output.scale)
     assert ((value - x).abs() <= room * 1.0001).all()
     assert not PLAIN.rounded(torch.zeros(2, 3)).data.float().any()
 
@@ -86,36 +89,36 @@ def test_the_maths_of_the_emulation(in_8_bits):
 
 def test_logits_alone():
     """The loss is that of 8 bits; the gradient of hidden states is one of exact products of it."""
-    found = {}
+    errors = {}
     for products in ("exact", "float8", "float8_logits"):
         liger_multi.configure({"head_gemms": products})
         hidden, weight, target = head()
         loss = fused_linear_cross_entropy(hidden, weight, target, chunk=16)
         loss.backward()
-        found[products] = [loss.detach(), hidden.grad.float(), weight.grad.float()]
+        errors[products] = [loss.detach(), hidden.grad.float(), weight.grad.float()]
     liger_multi.configure(None)
-    both, logits, exact = found["float8"], found["float8_logits"], found["exact"]
+    both, logits, exact = errors["float8"], errors["float8_logits"], errors["exact"]
     assert torch.equal(logits[0], both[0])
     assert torch.equal(logits[2], both[2])
     assert not torch.equal(logits[0], exact[0])
-    far, near = ((made[1] - exact[1]).norm() / exact[1].norm() for made in (both, logits))
+    far, near = ((output[1] - exact[1]).norm() / exact[1].norm() for output in (both, logits))
     assert 0.001 < near < 0.75 * far, "less is rounded"
 
 
 def test_the_error_and_that_chunks_do_not_change_it(in_8_bits):
-    found = []
+    actual = []
     for chunk in (48, 16, 7):
         hidden, weight, target = head()
         fused_linear_cross_entropy(hidden, weight, target, chunk=chunk).backward()
-        found.append((hidden.grad.float(), weight.grad.float()))
+        actual.append((hidden.grad.float(), weight.grad.float()))
     liger_multi.configure(None)
     hidden, weight, target = head()
     fused_linear_cross_entropy(hidden, weight, target).backward()
-    for mine, exact in zip(found[0], (hidden.grad.float(), weight.grad.float()), strict=True):
+    for mine, exact in zip(actual[0], (hidden.grad.float(), weight.grad.float()), strict=True):
         off = (mine - exact).norm() / exact.norm()
         assert 0.001 < off < 0.06, "rounded, and not by more than three bits of mantissa allow"
-    for other in found[1:]:
-        for a, b in zip(other, found[0], strict=True):
+    for other in actual[1:]:
+        for a, b in zip(other, actual[0], strict=True):
             assert (a - b).norm() <= 0.005 * b.norm()
 
 
@@ -131,11 +134,11 @@ def test_every_kind_of_head(in_8_bits, reduction):
     torch.testing.assert_close(loss, exact, rtol=0.05, atol=0.2)
     assert all(t.grad.dtype == torch.float32 and t.grad.isfinite().all() for t in (hidden, weight))
     assert not hidden.grad[::3].any()
-    made = fused_linear_log_prob(hidden, weight, target, outputs=("log_prob",)).log_prob
-    made.sum().backward()
+    output = fused_linear_log_prob(hidden, weight, target, outputs=("log_prob",)).log_prob
+    output.sum().backward()
     rows = torch.log_softmax((hidden @ weight.t()).detach(), -1)
     taken = rows.gather(1, target.clamp_min(0)[:, None])[:, 0]
-    torch.testing.assert_close(made[target >= 0], taken[target >= 0], rtol=0.05, atol=0.2)
+    torch.testing.assert_close(output[target >= 0], taken[target >= 0], rtol=0.05, atol=0.2)
 
 
 def test_what_does_not_offer_it_is_exact(in_8_bits):
@@ -147,7 +150,7 @@ def test_what_does_not_offer_it_is_exact(in_8_bits):
 
 
 class Watched:
-    """A rounding that notes what it is asked for."""
+    """A rounding that records the formats it is asked for."""
 
     def __init__(self):
         self.asked = []
@@ -162,18 +165,18 @@ class Watched:
 
 
 @pytest.mark.parametrize(
-    ("gradients", "wanted", "first"),
+    ("gradients", "needs_grad", "first"),
     [(True, True, "both"), (True, False, float8.FACTOR), (False, True, float8.FACTOR)],
 )
-def test_each_factor_is_rounded_once(gradients, wanted, first):
-    """The second layout of the weight is made only where it is multiplied, and with the first."""
-    seen, weight = Watched(), torch.randn(32, 16)
-    made = float8.Head(weight, gradients, wanted, seen)
-    out = made.logits(torch.randn(8, 16), None, torch.empty(8, 32))
-    if gradients and wanted:
-        made.hidden_gradient(out, torch.empty(8, 16))
-    rest = [((8, 32), GRADIENT)] * (gradients and wanted)
-    assert seen.asked == [((32, 16), first), ((8, 16), float8.FACTOR), *rest]
+def test_each_factor_is_rounded_once(gradients, needs_grad, first):
+    """The second layout of the weight is rounded with the first, only where it is multiplied."""
+    watched, weight = Watched(), torch.randn(32, 16)
+    head = float8.Head(weight, gradients, needs_grad, watched)
+    out = head.logits(torch.randn(8, 16), None, torch.empty(8, 32))
+    if gradients and needs_grad:
+        head.hidden_gradient(out, torch.empty(8, 16))
+    rest = [((8, 32), GRADIENT)] * (gradients and needs_grad)
+    assert watched.asked == [((32, 16), first), ((8, 16), float8.FACTOR), *rest]
 
 
 @pytest.mark.parametrize("known", [*float8.FORMATS, ()], ids=["OCP", "fnuz", "none"])
@@ -192,10 +195,10 @@ def test_a_device_is_asked_for_its_formats(known, monkeypatch):
         assert asked[0] == float8.FORMATS[0]
         assert "float8_e4m3fn is not supported" in asked[1]
     monkeypatch.setattr(float8, "formats", lambda device: known or float8.FORMATS[0])
-    made = float8.Head(torch.randn(32, 16), True, True)
+    head = float8.Head(torch.randn(32, 16), True, True)
     factor, gradient = known or float8.FORMATS[0]
-    assert {made._weight.data.dtype, made._across.data.dtype} == {factor}
-    assert made._gradient == gradient
+    assert {head._weight.data.dtype, head._across.data.dtype} == {factor}
+    assert head._gradient == gradient
 
 
 def test_a_device_that_cannot_says_why(monkeypatch):
@@ -236,10 +239,10 @@ torch.manual_seed(0)
 ROWS, H = 7, 6
 
 
-def whole_loss(z, target, smoothing, kind, reduction, cap):
+def whole_loss(z, target, smoothing, style, reduction, cap):
     V = z.shape[1]
     z = z if cap is None else cap * torch.tanh(z / cap)
-    share = smoothing * V / (V - 1) if kind == "megatron" else smoothing
+    share = smoothing * V / (V - 1) if style == "megatron" else smoothing
     return F.cross_entropy(z, target, label_smoothing=share, reduction=reduction)
 
 
@@ -278,13 +281,13 @@ OPTIONS = [
 for V, dtype in ((4, torch.float32), (11, torch.float64), (12, torch.float32)):
     hidden, weight, bias, target, part = inputs(V, dtype)
     logits = hidden @ weight.T + bias
-    for smoothing, kind, reduction, cap in OPTIONS:
+    for smoothing, style, reduction, cap in OPTIONS:
         whole = logits.double().clone().requires_grad_()
-        right = whole_loss(whole, target, smoothing, kind, reduction, cap)
+        right = whole_loss(whole, target, smoothing, style, reduction, cap)
         up = torch.randn(right.shape, dtype=torch.float64)
         right.backward(up)
         mine = logits[:, part].clone().requires_grad_()
-        options = {"label_smoothing": smoothing, "smoothing": kind, "reduction": reduction}
+        options = {"label_smoothing": smoothing, "smoothing": style, "reduction": reduction}
         loss = vocab_parallel_cross_entropy(mine, target, vocabulary=V, softcap=cap, **options)
         loss.backward(up.to(loss))
         same_everywhere(loss.detach())
@@ -294,7 +297,7 @@ for V, dtype in ((4, torch.float32), (11, torch.float64), (12, torch.float32)):
         if smoothing and cap is not None:
             continue
         wide = [x.double().clone().requires_grad_() for x in (hidden, weight, bias)]
-        right = whole_loss(wide[0] @ wide[1].T + wide[2], target, smoothing, kind, reduction, cap)
+        right = whole_loss(wide[0] @ wide[1].T + wide[2], target, smoothing, style, reduction, cap)
         right.backward(up)
         ours = [x.clone().requires_grad_() for x in (hidden, weight[part], bias[part])]
         loss = vocab_parallel_fused_linear_cross_entropy(
@@ -318,14 +321,14 @@ for V, dtype in ((4, torch.float32), (11, torch.float64), (12, torch.float32)):
         ups = {n: torch.randn(ROWS, dtype=torch.float64) for n in outputs}
         sum((each[n] * valid * ups[n]).sum() for n in outputs).backward()
         ours = [x.clone().requires_grad_() for x in (hidden, weight[part])]
-        found = vocab_parallel_fused_linear_log_prob(
+        output = vocab_parallel_fused_linear_log_prob(
             *ours, target, vocabulary=V, temperature=0.7, outputs=outputs
         )
-        sum((getattr(found, n) * ups[n].to(dtype)).sum() for n in outputs).backward()
+        sum((getattr(output, n) * ups[n].to(dtype)).sum() for n in outputs).backward()
         for n in outputs:
-            near(getattr(found, n), each[n] * valid, dtype)
-            same_everywhere(getattr(found, n).detach())
-        assert all((getattr(found, n) is None) == (n not in outputs) for n in each)
+            near(getattr(output, n), each[n] * valid, dtype)
+            same_everywhere(getattr(output, n).detach())
+        assert all((getattr(output, n) is None) == (n not in outputs) for n in each)
         near(ours[0].grad, wide[0].grad, dtype)
         near_part(ours[1].grad, wide[1].grad, part, dtype)
 
@@ -356,10 +359,10 @@ for offset in (0.0, 1e6, -1e6):
     rest = below.exp().scatter(1, t[:, None], 0).sum(-1, keepdim=True)
     right = (below.exp() / (1 + rest)).scatter(1, t[:, None], -rest / (1 + rest))
     for run in ("logits", "smoothed", "head"):
-        mine, found = z[:, part].clone().requires_grad_(), None
+        mine, output = z[:, part].clone().requires_grad_(), None
         if run == "head":
-            found = vocab_parallel_fused_linear_log_prob(torch.eye(8), mine.T, t, vocabulary=12)
-            loss = -found.log_prob
+            output = vocab_parallel_fused_linear_log_prob(torch.eye(8), mine.T, t, vocabulary=12)
+            loss = -output.log_prob
         else:
             loss = vocab_parallel_cross_entropy(
                 mine, t, vocabulary=12, reduction="none", label_smoothing=0.1 * (run == "smoothed")
@@ -373,10 +376,10 @@ for offset in (0.0, 1e6, -1e6):
         loss.sum().backward()
         scale = grads.abs().amax(-1, keepdim=True)
         assert ((mine.grad - grads[:, part]).abs() <= 3e-6 * scale).all(), (offset, run)
-        if found is not None:
+        if output is not None:
             log_p = below - rest.log1p()
             torch.testing.assert_close(
-                found.entropy.detach().double(), -(log_p.exp() * log_p).sum(-1), **near_each
+                output.entropy.detach().double(), -(log_p.exp() * log_p).sum(-1), **near_each
             )
 
 # another split, every row ignored, wrong targets
@@ -410,9 +413,9 @@ print("done")
 @pytest.mark.parametrize("count", [2, 3])
 def test_losses_and_gradients_equal_one_process(tmp_path, count, request):
     """Also where the classes do not divide, and where a process has none (4 classes, 3 of them)."""
-    kind = harness.kind_of_ranks(request.config, count)
-    body = CASES.replace("COUNT", str(count)).replace("KIND", repr(kind))
-    harness.in_processes(tmp_path, body, count, kind)
+    device_type = harness.kind_of_ranks(request.config, count)
+    body = CASES.replace("COUNT", str(count)).replace("KIND", repr(device_type))
+    harness.in_processes(tmp_path, body, count, device_type)
 
 
 @pytest.fixture
@@ -491,8 +494,8 @@ def test_equals_the_reference(options, ignored, monkeypatch):
     monkeypatch.setattr(
         F, "linear_cross_entropy", lambda *a, **k: called.append(1) or theirs(*a, **k)
     )
-    for got, wanted in zip(run("pytorch", tensors, target, **options), right, strict=True):
-        torch.testing.assert_close(got, wanted)
+    for got, expected in zip(run("pytorch", tensors, target, **options), right, strict=True):
+        torch.testing.assert_close(got, expected)
     assert called
 
 
@@ -505,8 +508,8 @@ def test_gradients_in_16_bits_are_summed_in_32():
     got = run("pytorch", tensors, target)
     assert [t.dtype for t in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
     assert (got[0].double() - right[0]).abs() < 2**-8 * right[0]
-    for gradient, wanted in zip(got[1:], right[1:], strict=True):
-        assert (gradient.double() - wanted).norm() < 2**-8 * wanted.norm()
+    for gradient, expected in zip(got[1:], right[1:], strict=True):
+        assert (gradient.double() - expected).norm() < 2**-8 * expected.norm()
 
 
 REFUSED = [
@@ -543,22 +546,22 @@ def test_no_device_chooses_it():
 
 def calls_of(run):
     """Names of PyTorch's operators in order."""
-    seen = []
+    observed = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func.overloadpacket.__name__)
+            observed.append(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
 
     with inline_ops(), Watch():
         run()
-    return seen
+    return observed
 
 
 @pytest.mark.parametrize("op", ["cross_entropy", "log_prob", "jsd"])
 @pytest.mark.parametrize("chunk", [16, "auto"])
-def test_a_device_waits_for_no_more_than_a_product_after_the_count_is_read(op, chunk):
-    """Launches that stand between would each leave it idle, as the host has waited for it."""
+def test_device_is_not_idle_after_the_count_is_read(op, chunk):
+    """Once the host has the count, each launch before the product leaves the device idle."""
     hidden, weight, target = head(dtype=torch.float32)
     target[::3] = -100
     run = {
@@ -568,9 +571,9 @@ def test_a_device_waits_for_no_more_than_a_product_after_the_count_is_read(op, c
             hidden, weight, hidden.detach(), weight.detach(), target, chunk=chunk
         ),
     }[op]
-    seen = calls_of(run)
-    assert seen.count("nonzero") == 1
-    after = seen[seen.index("nonzero") + 1 :]
+    calls = calls_of(run)
+    assert calls.count("nonzero") == 1
+    after = calls[calls.index("nonzero") + 1 :]
     between = after[: next(i for i, n in enumerate(after) if n in ("mm", "addmm"))]
     launches = [n for n in between if n not in ("squeeze", "new_empty", "empty", "slice", "t")]
     poison = launches[:1] == ["fill_"]  # the suite's, of the empty buffer
@@ -600,12 +603,12 @@ class Behind:
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_places_of_a_device_are_those_of_nonzero(share, monkeypatch):
     device = Behind(busy=True)
-    monkeypatch.setattr(fused_linear, "has_static_nonzero", lambda kind: True)
+    monkeypatch.setattr(fused_linear, "has_static_nonzero", lambda device_type: True)
     monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
     kept = torch.rand(97, generator=torch.Generator().manual_seed(0)) < share
-    seen = calls_of(lambda: device.log.append(fused_linear.Places(kept)))
-    assert "nonzero_static" in seen
-    assert not {"nonzero", "_local_scalar_dense"}.intersection(seen)
+    calls = calls_of(lambda: device.log.append(fused_linear.Places(kept)))
+    assert "nonzero_static" in calls
+    assert not {"nonzero", "_local_scalar_dense"}.intersection(calls)
     places = device.log.pop()
     assert device.log == ["recorded"]
     assert torch.equal(places.get(), kept.nonzero().squeeze(1))
@@ -615,11 +618,11 @@ def test_places_of_a_device_are_those_of_nonzero(share, monkeypatch):
 def test_an_idle_device_is_asked_at_once(monkeypatch):
     """Its host is late already, and a count behind an event takes more calls."""
     device = Behind(busy=False)
-    monkeypatch.setattr(fused_linear, "has_static_nonzero", lambda kind: True)
+    monkeypatch.setattr(fused_linear, "has_static_nonzero", lambda device_type: True)
     monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
     kept = torch.tensor([True, False, True])
-    seen = calls_of(lambda: device.log.append(fused_linear.Places(kept).get()))
-    assert not {"nonzero_static", "sum"}.intersection(seen)
+    calls = calls_of(lambda: device.log.append(fused_linear.Places(kept).get()))
+    assert not {"nonzero_static", "sum"}.intersection(calls)
     assert torch.equal(device.log.pop(), torch.tensor([0, 2]))
     assert not device.log
 
@@ -667,8 +670,8 @@ def test_few_rows_of_a_device_are_not_counted(op, monkeypatch):
     for module in (reduction, loop):
         monkeypatch.setattr(module, "check_targets", lambda *_: None)  # a CPU looks at once
     with torch.autograd.set_multithreading_enabled(False):
-        seen = calls_of(lambda: right and run())
-    assert not {"nonzero", "_local_scalar_dense", "index_copy_"}.intersection(seen)
+        calls = calls_of(lambda: right and run())
+    assert not {"nonzero", "_local_scalar_dense", "index_copy_"}.intersection(calls)
     for own, other in zip(run(), right, strict=True):
         torch.testing.assert_close(own, other)
 
@@ -715,21 +718,21 @@ def test_a_remembered_option_is_no_excuse_for_an_equal_one(right, wrong, error):
 
 def test_what_a_configuration_says_is_not_remembered(monkeypatch):
     hidden, weight, target = head()
-    seen = []
+    observed = []
     record = fused_linear.ChunkSpec.__init__
 
     def noted(self, chunk, budget, compute_dtype, compact):
-        seen.append((budget, compute_dtype))
+        observed.append((budget, compute_dtype))
         record(self, chunk, budget, compute_dtype, compact)
 
     monkeypatch.setattr(fused_linear.ChunkSpec, "__init__", noted)
     try:
-        for given in (None, {"chunk_bytes": 4096}, {"head_gemms": "float8"}, None):
-            liger_multi.configure(given)
+        for config in (None, {"chunk_bytes": 4096}, {"head_gemms": "float8"}, None):
+            liger_multi.configure(config)
             fused_linear_cross_entropy(hidden, weight, target)
     finally:
         liger_multi.configure(None)
-    assert seen == [(0, None), (4096, None), (0, GRADIENT), (0, None)]
+    assert observed == [(0, None), (4096, None), (0, GRADIENT), (0, None)]
 
 
 def test_the_table_of_options_does_not_grow(monkeypatch):
@@ -768,11 +771,11 @@ def test_the_first_of_many_chunks_does_not_wait_for_the_count(op, ignored, monke
         device.log.append("multiplied")
         return multiply(*args)
 
-    monkeypatch.setattr(fused_linear, "has_static_nonzero", lambda kind: True)
+    monkeypatch.setattr(fused_linear, "has_static_nonzero", lambda device_type: True)
     monkeypatch.setattr(fused_linear, "multiply", noted)
     monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
     with torch.autograd.set_multithreading_enabled(False):
-        found = run()
+        actual = run()
     assert device.log[:3] == ["recorded", "multiplied", "waited"]
-    for own, other in zip(found, right, strict=True):
+    for own, other in zip(actual, right, strict=True):
         torch.testing.assert_close(own, other)

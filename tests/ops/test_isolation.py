@@ -33,9 +33,9 @@ def normal(*shape):
 
 
 def delta(*gates):
-    made = {"q": normal(1, SIZE), "k": 0.3 * normal(1, SIZE), "v": normal(2, SIZE)}
-    made |= {"g": -0.3 * normal(2, *gates).abs(), "beta": normal(2).sigmoid()}
-    return {**made, "initial_state": torch.randn(1, 2, SIZE, SIZE)}
+    tensors = {"q": normal(1, SIZE), "k": 0.3 * normal(1, SIZE), "v": normal(2, SIZE)}
+    tensors |= {"g": -0.3 * normal(2, *gates).abs(), "beta": normal(2).sigmoid()}
+    return {**tensors, "initial_state": torch.randn(1, 2, SIZE, SIZE)}
 
 
 def heads():
@@ -48,8 +48,8 @@ def heads():
 def channels():
     rows = {"u": normal(SIZE), "delta": normal(SIZE), "B": normal(4), "C": normal(4)}
     vectors = {"D": torch.randn(SIZE), "delta_bias": torch.randn(SIZE)}
-    made = {**rows, **vectors, "A": -torch.rand(SIZE, 4), "z": normal(SIZE)}
-    return {**made, "initial_state": torch.randn(1, SIZE, 4)}
+    tensors = {**rows, **vectors, "A": -torch.rand(SIZE, 4), "z": normal(SIZE)}
+    return {**tensors, "initial_state": torch.randn(1, SIZE, 4)}
 
 
 MULTIPLYING = ("gated_delta_rule", "kimi_delta_attention", "ssd_scan")
@@ -62,13 +62,16 @@ CASES = {
     "ssd_scan": ("ssd_scan", heads, {"dt_softplus": True}),
     "selective_scan": ("selective_scan", channels, {"delta_softplus": True}),
     "causal_conv1d": (
-        "causal_conv1d", lambda: {"x": normal(SIZE), "weight": torch.randn(SIZE, 4)},
+        "causal_conv1d",
+        lambda: {"x": normal(SIZE), "weight": torch.randn(SIZE, 4)},
         {"activation": "silu"},
     ),
     "gated_short_conv": (
-        "gated_short_conv", lambda: {"x": normal(3 * SIZE), "weight": torch.randn(SIZE, 3)}, {},
+        "gated_short_conv",
+        lambda: {"x": normal(3 * SIZE), "weight": torch.randn(SIZE, 3)},
+        {},
     ),
-}  # fmt: skip
+}
 
 
 def tensors_of(name):
@@ -83,35 +86,36 @@ def with_tokens(tensors):
 def pytest_generate_tests(metafunc):
     if "backend" not in metafunc.fixturenames:
         return
-    given = []
+    params = []
     for name, (op, *_) in CASES.items():
         for backend in test_ops.backends_of(metafunc.config):
             if module(backend, op) is None:
                 continue
             for tensor in (*with_tokens(tensors_of(name)), "dy"):
                 for number in NUMBERS:
-                    case, told = (name, backend, tensor), f"{name}-{backend}-{tensor}-{number}"
-                    given.append(pytest.param(*case, NUMBERS[number], id=told))
-    metafunc.parametrize(["name", "backend", "tensor", "number"], given)
+                    case, label = (name, backend, tensor), f"{name}-{backend}-{tensor}-{number}"
+                    params.append(pytest.param(*case, NUMBERS[number], id=label))
+    metafunc.parametrize(["name", "backend", "tensor", "number"], params)
 
 
 def ran(name, backend, device, tensors, dy, packed=True):
     """The result and the last state, and gradients of what has tokens and of the first state."""
     op, _, options = CASES[name]
     leaves = {n: x.to(device).requires_grad_() for n, x in tensors.items()}
-    told = {}
+    extra = {}
     if packed:
-        ids = torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor(LENGTHS))[None]
-        told["documents" if "delta" in op else "seq_idx"] = ids.to(device)
+        ids = torch.tensor([3, 7, 3], dtype=torch.int32)  # equal ids apart are two documents
+        ids = ids.repeat_interleave(torch.tensor(LENGTHS))[None]
+        extra["documents" if "delta" in op else "seq_idx"] = ids.to(device)
     names = [n for n in tensors if n in (*with_tokens(tensors), "initial_state")]
     if "initial_state" in tensors:
-        told["output_final_state"] = True
+        extra["output_final_state"] = True
     with use(**{op: test_ops.bound(op, backend)}):
-        made = getattr(ops, op)(**leaves, **options, **told)
-        y, *last = made if isinstance(made, tuple) else (made,)
+        output = getattr(ops, op)(**leaves, **options, **extra)
+        y, *last = output if isinstance(output, tuple) else (output,)
         ups = [dy.to(y), *(torch.ones_like(state) for state in last)]
-        found = torch.autograd.grad([y, *last], [leaves[n] for n in names], ups)
-    results = {"y": y.detach(), **dict(zip(names, found, strict=True))}
+        gradients = torch.autograd.grad([y, *last], [leaves[n] for n in names], ups)
+    results = {"y": y.detach(), **dict(zip(names, gradients, strict=True))}
     return results | dict(zip(["last"], [state.detach() for state in last], strict=False))
 
 
@@ -139,13 +143,13 @@ def test_other_documents_and_earlier_tokens_keep_their_bits(
     device = test_ops.place(request, backend)
     tensors, dy, usual = usual_of(name, backend, device)
     if tensor == "dy":
-        found = ran(name, backend, device, tensors, changed(dy, number))
+        actual = ran(name, backend, device, tensors, changed(dy, number))
     else:
         other = {**tensors, tensor: changed(tensors[tensor], number)}
-        found = ran(name, backend, device, other, dy)
+        actual = ran(name, backend, device, other, dy)
         if math.isnan(number):
-            assert not found["y"][:, ~OTHERS].isfinite().all(), "it is gone"
-        pairs = [(usual["y"], found["y"])]
+            assert not actual["y"][:, ~OTHERS].isfinite().all(), "it is gone"
+        pairs = [(usual["y"], actual["y"])]
         if backend != "triton" or CASES[name][0] not in MULTIPLYING:
             alone = [ran(name, backend, device, x, dy, packed=False) for x in (tensors, other)]
             pairs.append((alone[0]["y"], alone[1]["y"]))
@@ -153,7 +157,9 @@ def test_other_documents_and_earlier_tokens_keep_their_bits(
             assert torch.equal(a[:, :WHERE], b[:, :WHERE]), "tokens before it see it"
     whole = {"initial_state": slice(None), "last": slice(None)}  # of the first and last document
     kept = {n: whole.get(n, OTHERS) for n in usual}
-    apart = [n for n, part in kept.items() if not torch.equal(usual[n][:, part], found[n][:, part])]
+    apart = [
+        n for n, part in kept.items() if not torch.equal(usual[n][:, part], actual[n][:, part])
+    ]
     assert not apart
 
 
@@ -161,16 +167,16 @@ def test_other_documents_and_earlier_tokens_keep_their_bits(
 @pytest.mark.parametrize("name", ["gated_delta_rule", "kimi_delta_attention", "ssd_scan"])
 def test_kernels_run_again_for_heads_with_something_not_finite(monkeypatch, name):
     tensors, dy, _ = usual_of(name, "triton", torch.device("cpu"))
-    made = []
+    runs = []
     rule = "ssd_scan" if name == "ssd_scan" else "gated_delta_rule"
     there = importlib.import_module(f"liger_multi.backends.triton.linear_attention.{rule}")
     real = there.flags_of
-    monkeypatch.setattr(there, "flags_of", lambda x: made.append(real(x)) or made[-1])
+    monkeypatch.setattr(there, "flags_of", lambda x: runs.append(real(x)) or runs[-1])
     ran(name, "triton", torch.device("cpu"), tensors, dy)
-    assert [flags.tolist() for flags in made] == [[0, 0], [0, 0]]
-    del made[:]
+    assert [flags.tolist() for flags in runs] == [[0, 0], [0, 0]]
+    del runs[:]
     tensor = "x" if name == "ssd_scan" else "v"
     rows = tensors[tensor].clone()
     rows[0, WHERE, 1] = math.nan
     ran(name, "triton", torch.device("cpu"), {**tensors, tensor: rows}, dy)
-    assert made[0].tolist() == [0, 1]
+    assert runs[0].tolist() == [0, 1]

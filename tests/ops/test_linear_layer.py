@@ -21,26 +21,26 @@ def layer(shape, dtype, bias):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_it_equals_pytorch_to_the_bit(dtype, shape, bias):
-    given = layer(shape, dtype, bias)
-    right, made = F.linear(*given), ops.linear(*given)
-    assert torch.equal(made, right)
+    inputs = layer(shape, dtype, bias)
+    right, actual = F.linear(*inputs), ops.linear(*inputs)
+    assert torch.equal(actual, right)
     dy = torch.randn(right.shape).to(dtype)
     for a, b in zip(
-        torch.autograd.grad(made, given, dy), torch.autograd.grad(right, given, dy), strict=True
+        torch.autograd.grad(actual, inputs, dy), torch.autograd.grad(right, inputs, dy), strict=True
     ):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inputs", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mode", [False, "rows"])
-def test_autocast_has_the_dtype_of_pytorch(given, mode):
-    x, weight, bias = layer((4, 64), given, True)
+def test_autocast_has_the_dtype_of_pytorch(inputs, mode):
+    x, weight, bias = layer((4, 64), inputs, True)
     with torch.autocast("cpu", torch.bfloat16), liger_multi.use(deterministic=mode):
-        right, made = F.linear(x, weight, bias), ops.linear(x, weight, bias)
-    assert made.dtype == right.dtype
-    torch.testing.assert_close(made, right)
-    grads = torch.autograd.grad(made.sum(), (x, weight, bias))
-    assert [g.dtype for g in grads] == [given] * 3
+        right, actual = F.linear(x, weight, bias), ops.linear(x, weight, bias)
+    assert actual.dtype == right.dtype
+    torch.testing.assert_close(actual, right)
+    grads = torch.autograd.grad(actual.sum(), (x, weight, bias))
+    assert [g.dtype for g in grads] == [inputs] * 3
 
 
 def test_two_dtypes_raise_as_they_do_in_pytorch():
@@ -64,16 +64,16 @@ def test_two_dtypes_raise_as_they_do_in_pytorch():
     ],
 )
 def test_wrong_arguments(wrong, error, text):
-    given = {"x": torch.ones(2, 3), "weight": torch.ones(5, 3), "bias": torch.ones(5)}
+    inputs = {"x": torch.ones(2, 3), "weight": torch.ones(5, 3), "bias": torch.ones(5)}
     with pytest.raises(error, match=text):
-        ops.linear(**{**given, **wrong})
+        ops.linear(**{**inputs, **wrong})
 
 
 def test_only_what_a_gradient_needs_is_kept():
     kept = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
     x, weight, bias = layer((4, 64), torch.float32, True)
-    for given in (
+    for inputs in (
         (x, weight, bias),
         (x.detach(), weight, bias),
         (x, weight.detach(), bias),
@@ -81,12 +81,12 @@ def test_only_what_a_gradient_needs_is_kept():
     ):
         kept.clear()
         with hooks:
-            y = ops.linear(*given)
+            y = ops.linear(*inputs)
         shapes = sorted(tuple(t.shape) for t in kept if t.numel())
-        wanted = [tuple(x.shape)] * given[1].requires_grad
-        wanted += [tuple(weight.shape)] * given[0].requires_grad
-        assert shapes == sorted(wanted)
-        assert len(torch.autograd.grad(y.sum(), [t for t in given if t.requires_grad])) > 0
+        expected = [tuple(x.shape)] * inputs[1].requires_grad
+        expected += [tuple(weight.shape)] * inputs[0].requires_grad
+        assert shapes == sorted(expected)
+        assert len(torch.autograd.grad(y.sum(), [t for t in inputs if t.requires_grad])) > 0
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
@@ -99,9 +99,9 @@ def test_rows_are_independent_on_request(dtype):
         (dx,) = torch.autograd.grad(y, x, dy)
         for part in (slice(0, 1), slice(1, 3), slice(3, 4)):
             alone = x[part].detach().requires_grad_()
-            made = ops.linear(alone, weight, bias)
-            assert torch.equal(made, y[part])
-            assert torch.equal(torch.autograd.grad(made, alone, dy[part])[0], dx[part])
+            output = ops.linear(alone, weight, bias)
+            assert torch.equal(output, y[part])
+            assert torch.equal(torch.autograd.grad(output, alone, dy[part])[0], dx[part])
         assert torch.equal(ops.linear(x.flatten(0, 1), weight, bias), y.flatten(0, 1))
         assert torch.equal(ops.linear(x[2, 3], weight, bias), y[2, 3])
 
@@ -112,19 +112,21 @@ def test_a_compiled_layer_is_pytorchs_gemm():
 
     def graph(mode):
         torch._dynamo.reset()
-        found = []
+        graphs = []
 
         def backend(module, _):
-            found.append(str(module.graph))
+            graphs.append(str(module.graph))
             return module
 
         from torch._dynamo.backends.common import aot_autograd
 
-        made = torch.compile(ops.linear, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+        compiled = torch.compile(
+            ops.linear, backend=aot_autograd(fw_compiler=backend), fullgraph=True
+        )
         with liger_multi.use(deterministic=mode):
-            y = made(x, weight, bias)
+            y = compiled(x, weight, bias)
         torch.testing.assert_close(y, F.linear(x, weight, bias))
-        return found[0]
+        return graphs[0]
 
     assert "liger_multi" not in graph(False)
     assert "addmm" in graph(False)

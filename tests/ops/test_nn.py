@@ -20,9 +20,9 @@ HALF, WIDE = torch.bfloat16, torch.float32
 
 
 def config(**changes):
-    """What the MLPs read of a model's configuration."""
-    made = {"hidden_size": 16, "intermediate_size": 40, "mlp_bias": False, "hidden_act": "silu"}
-    return types.SimpleNamespace(**{**made, **changes})
+    """The fields of a model's configuration that MLPs read."""
+    fields = {"hidden_size": 16, "intermediate_size": 40, "mlp_bias": False, "hidden_act": "silu"}
+    return types.SimpleNamespace(**{**fields, **changes})
 
 
 GELU = config(hidden_act="gelu_pytorch_tanh")
@@ -34,8 +34,8 @@ def leaf(*shape, dtype=WIDE):
 
 
 def ids(rows):
-    made = torch.arange(5 * rows).view(rows, 5) % 11
-    return made.masked_fill(made == 4, -100)
+    tokens = torch.arange(5 * rows).view(rows, 5) % 11
+    return tokens.masked_fill(tokens == 4, -100)
 
 
 def answers(rows):
@@ -241,7 +241,7 @@ with_parameters = pytest.mark.parametrize(
 )
 
 
-def made(name, **factory):
+def build(name, **factory):
     """A module with random parameters, and inputs for it."""
     module, inputs = MODULES[name][0](**factory), MODULES[name][1]()
     for parameter in module.parameters():
@@ -360,14 +360,15 @@ def test_cross_entropy_loss_is_that_of_torch(shape, options):
     logits, rows = leaf(*shape), (*shape[:1], *shape[2:]) if len(shape) > 1 else ()
     ids, weight = torch.randint(11, rows), torch.rand(11) + 0.5
     ours, theirs = (
-        kind(weight, **options) for kind in (nn.CrossEntropyLoss, torch.nn.CrossEntropyLoss)
+        module_class(weight, **options)
+        for module_class in (nn.CrossEntropyLoss, torch.nn.CrossEntropyLoss)
     )
     ours.load_state_dict(theirs.state_dict())
     for left, right in zip(run(ours, (logits, ids)), run(theirs, (logits, ids)), strict=True):
         torch.testing.assert_close(left, right)
 
 
-def test_deprecated_arguments_of_torch_still_choose_the_reduction():
+def test_deprecated_reduction_arguments_of_torch():
     with pytest.warns(UserWarning, match="reduction='sum'"):
         assert nn.CrossEntropyLoss(size_average=False).reduction == "sum"
 
@@ -392,12 +393,12 @@ def test_every_module_is_here():
 @every_module
 def test_a_module_calls_its_operator_with_all_its_options(name, monkeypatch):
     """Options at other values than their defaults reach the operator under their names."""
-    module, inputs = made(name)
-    seen = {}
+    module, inputs = build(name)
+    observed = {}
     real = getattr(ops, MODULES[name][2])
 
     def spy(*args, **options):
-        seen.update(inspect.signature(real).bind(*args, **options).arguments)
+        observed.update(inspect.signature(real).bind(*args, **options).arguments)
         return real(*args, **options)
 
     monkeypatch.setattr(ops, MODULES[name][2], spy)
@@ -405,15 +406,25 @@ def test_a_module_calls_its_operator_with_all_its_options(name, monkeypatch):
     for option in inspect.signature(type(module)).parameters:
         if hasattr(module, option) and option in inspect.signature(real).parameters:
             value = getattr(module, option)
-            assert seen[option] is value or seen[option] == value, option
-    assert seen, "the operator was not called"
+            assert observed[option] is value or observed[option] == value, option
+    assert observed, "the operator was not called"
 
 
 LOSS_OPTIONS = {
-    "reduction": "sum", "label_smoothing": 0.1, "ignore_index": 3, "z_loss": 0.01, "softcap": 3.0,
-    "inplace": True, "validate": True, "outputs": ("lse",), "logit_scale": 0.5, "chunk": 2,
-    "accumulate": torch.float64, "compact": False, "temperature": 0.5,
-}  # fmt: skip
+    "reduction": "sum",
+    "label_smoothing": 0.1,
+    "ignore_index": 3,
+    "z_loss": 0.01,
+    "softcap": 3.0,
+    "inplace": True,
+    "validate": True,
+    "outputs": ("lse",),
+    "logit_scale": 0.5,
+    "chunk": 2,
+    "accumulate": torch.float64,
+    "compact": False,
+    "temperature": 0.5,
+}
 
 
 @pytest.mark.parametrize(
@@ -426,21 +437,22 @@ LOSS_OPTIONS = {
 )
 def test_losses_have_and_hand_on_every_option_of_the_operator(module, op, monkeypatch):
     options = [
-        n for n, p in inspect.signature(getattr(ops, op)).parameters.items()
+        n
+        for n, p in inspect.signature(getattr(ops, op)).parameters.items()
         if p.kind is p.KEYWORD_ONLY and n != "class_weight"
-    ]  # fmt: skip
-    given = {n: LOSS_OPTIONS[n] for n in options}
-    seen = {}
-    monkeypatch.setattr(ops, op, lambda *args, **kwargs: seen.update(kwargs))
-    loss = module(**given)
+    ]
+    inputs = {n: LOSS_OPTIONS[n] for n in options}
+    observed = {}
+    monkeypatch.setattr(ops, op, lambda *args, **kwargs: observed.update(kwargs))
+    loss = module(**inputs)
     loss(*([leaf(6, 11), target] if op == "cross_entropy" else [*head(), target]))
-    assert {n: seen[n] for n in options} == given
-    assert set(given) <= set(vars(loss)), "attributes have the names of arguments"
+    assert {n: observed[n] for n in options} == inputs
+    assert set(inputs) <= set(vars(loss)), "attributes have the names of arguments"
 
 
 @every_module
 def test_copies_and_pickles_compute_the_same(name):
-    module, inputs = made(name)
+    module, inputs = build(name)
     right = run(module, inputs)
     same(run(copy.deepcopy(module), inputs), right)
     same(run(pickle.loads(pickle.dumps(module)), inputs), right)
@@ -455,11 +467,11 @@ def test_copies_and_pickles_compute_the_same(name):
 @every_module
 def test_one_graph_under_the_compiler(name):
     torch._dynamo.reset()
-    module, inputs = made(name)
+    module, inputs = build(name)
     right = run(module, inputs)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for got, wanted in zip(run(compiled, inputs), right, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+    for got, expected in zip(run(compiled, inputs), right, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @with_parameters
@@ -478,7 +490,7 @@ CONDITIONED = ("GatedRMSNorm", "ModulatedRMSNorm", "GroupNorm", "PolyNorm")
     "name", [n for n in MODULES if "Norm" in n and n.partition("-")[0] not in CONDITIONED]
 )
 def test_reset_makes_a_norm_that_only_normalizes(name):
-    module, inputs = made(name)
+    module, inputs = build(name)
     module.reset_parameters()
     fresh = MODULES[name][0]()
     same(module.state_dict().values(), fresh.state_dict().values())
@@ -522,14 +534,14 @@ def test_gemmas_name_of_eps_is_the_same_number():
 
 
 def test_class_weights_follow_the_module():
-    for kind, name in (
+    for module_class, name in (
         (nn.CrossEntropyLoss, "weight"),
         (nn.FusedLinearCrossEntropyLoss, "class_weight"),
     ):
-        loss = kind(torch.ones(11)).to(torch.float64)
+        loss = module_class(torch.ones(11)).to(torch.float64)
         assert getattr(loss, name).dtype == torch.float64
         assert set(loss.state_dict()) == {name}
-        assert set(kind().state_dict()) == set()
+        assert set(module_class().state_dict()) == set()
 
 
 def test_statistics_beside_the_loss():
@@ -552,8 +564,8 @@ def test_a_residual_block_of_modules_is_that_of_transformers():
     middle = x + mlp(stock[0](x))
     right = middle + mlp(stock[1](middle))
     assert torch.equal(ours, right)
-    (dx,), (wanted,) = (torch.autograd.grad(out.square().sum(), x) for out in (ours, right))
-    torch.testing.assert_close(dx, wanted, rtol=1e-4, atol=1e-4)
+    (dx,), (expected,) = (torch.autograd.grad(out.square().sum(), x) for out in (ours, right))
+    torch.testing.assert_close(dx, expected, rtol=1e-4, atol=1e-4)
 
 
 # --- bad arguments ---
@@ -606,9 +618,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("run", "kind", "message"), BAD, ids=range(len(BAD)))
-def test_bad_arguments_are_named(run, kind, message):
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize(("run", "error", "message"), BAD, ids=range(len(BAD)))
+def test_bad_arguments_are_named(run, error, message):
+    with pytest.raises(error, match=message):
         run()
 
 
@@ -629,8 +641,9 @@ def test_the_stub_is_what_the_generated_modules_are():
         assert path.read_text(encoding="utf-8") == make(), "run `python -m ci.stubs`"
     listed = {m.__name__ for m in stubs.modules()}
     assert listed == {n for n in nn.__all__ if n.endswith(("DivLoss", "JSDLoss", "TVDLoss"))} | {
-        "FusedLinearCrossEntropyLoss", "FusedLinearLogProb",
-    }  # fmt: skip
+        "FusedLinearCrossEntropyLoss",
+        "FusedLinearLogProb",
+    }
 
 
 def test_a_generated_method_has_a_source():

@@ -1,4 +1,4 @@
-"""Norms and activations of every kind beside what the common suite asks.
+"""Norms and activations of every sort, beyond the common suite.
 
 The classes they stand for, statistics, sums, what is kept, bad input.
 """
@@ -40,17 +40,17 @@ def place(request):
 @pytest.mark.parametrize(
     "dtypes", [(HALF, HALF, HALF), (HALF, HALF, WIDE), (HALF, WIDE, HALF), (WIDE, WIDE, WIDE)]
 )
-@pytest.mark.parametrize("kind", ["llama", "olmo2", "gemma"])
-def test_the_norm_of_a_sum_is_bit_exact_to_transformers(kind, dtypes):
-    module = pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}")
-    stock = {"llama": "LlamaRMSNorm", "olmo2": "Olmo2RMSNorm", "gemma": "GemmaRMSNorm"}[kind]
+@pytest.mark.parametrize("model_type", ["llama", "olmo2", "gemma"])
+def test_the_norm_of_a_sum_is_bit_exact_to_transformers(model_type, dtypes):
+    module = pytest.importorskip(f"transformers.models.{model_type}.modeling_{model_type}")
+    stock = {"llama": "LlamaRMSNorm", "olmo2": "Olmo2RMSNorm", "gemma": "GemmaRMSNorm"}[model_type]
     norm = getattr(module, stock)(96, eps=1e-5).to(dtypes[2])
     torch.nn.init.normal_(norm.weight)
     options = {
         "llama": {},
         "olmo2": {"casting": "olmo"},
         "gemma": {"casting": "gemma", "offset": 1.0},
-    }[kind]
+    }[model_type]
     x, residual = (torch.randn(7, 5, 96).to(d) for d in dtypes[:2])
     ours = ops.fused_add_rms_norm(x, residual, norm.weight, 1e-5, **options)
     total = x + residual
@@ -88,14 +88,14 @@ def against_fp64(op, tensors, options=None):
     wide = {n: t.detach().double().requires_grad_() for n, t in leaves.items()}
     right = FORMULAS[op](**wide, **options)
     up = torch.randn(result.shape, dtype=torch.float64).to(result)
-    found = torch.autograd.grad(result, list(leaves.values()), up)
+    gradients = torch.autograd.grad(result, list(leaves.values()), up)
     exact = torch.autograd.grad(right, list(wide.values()), up.double())
-    pairs = zip((result.detach(), *found), (right.detach(), *exact), strict=True)
+    pairs = zip((result.detach(), *gradients), (right.detach(), *exact), strict=True)
     return [excess(got, true, dtype) for got, true in pairs]
 
 
 def test_statistics_of_bf16_rows_are_fp32(place):
-    """A mean of 100 in bf16 is off by a quarter, and dweight by as much of every dy."""
+    """A mean of 100 in bf16 is off by a quarter, and so is every term of dweight."""
     x = (torch.randn(64, 48) + 100).to(place, HALF)
     weight, bias = (torch.randn(48).to(place, HALF) for _ in range(2))
     assert max(against_fp64("layer_norm", {"x": x, "weight": weight, "bias": bias})) <= 1
@@ -188,7 +188,7 @@ def test_frozen_parameters_have_no_partial_sums(monkeypatch, frozen):
     assert sets == ([] if frozen == "both" else [1])
 
 
-def test_rows_far_apart_are_copied_where_a_tile_of_them_would_span_2_gib():
+def test_rows_of_a_tile_past_2_gib_are_copied():
     """Kernels tell the compiler that it does not: see assume_rows."""
     from liger_multi.backends.triton.common.rows import as_rows
 
@@ -265,9 +265,15 @@ BAD = [
 
 
 KINDS = (
-    "gated_rms_norm", "group_norm", "poly_norm", "modulated_rms_norm", "dyt", "relu_squared",
-    "swiglu_clamped", "swiglu_clamped_packed",
-)  # fmt: skip
+    "gated_rms_norm",
+    "group_norm",
+    "poly_norm",
+    "modulated_rms_norm",
+    "dyt",
+    "relu_squared",
+    "swiglu_clamped",
+    "swiglu_clamped_packed",
+)
 DTYPES = pytest.mark.parametrize("dtypes", [(HALF, HALF), (HALF, WIDE), (WIDE, WIDE)])
 
 
@@ -287,10 +293,10 @@ def stock(family, name, *arguments, **options):
         pytest.skip(f"this transformers has no {name}")
     if not set(options) <= set(inspect.signature(getattr(module, name)).parameters):
         pytest.skip(f"{name} of this transformers takes no {', '.join(options)}")
-    made = getattr(module, name)(*arguments, **options)
-    for parameter in made.parameters():
+    layer = getattr(module, name)(*arguments, **options)
+    for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    return made
+    return layer
 
 
 def equal(got, right):
@@ -318,15 +324,15 @@ GATED = {
         ("falcon_h1", "FalconH1RMSNormGated", 24, 1e-6, 3, False),
         AFTER | {"casting": "olmo", "group_size": 8},
     ),
-}  # fmt: skip
+}
 
 
 @DTYPES
-@pytest.mark.parametrize("kind", GATED)
-def test_gated_norms_are_bit_exact_to_transformers(kind, dtypes):
-    named, options = GATED[kind]
-    # FalconH1's is told the number of groups
-    size = {n: v for n, v in options.items() if n == "group_size" and "falcon" not in kind}
+@pytest.mark.parametrize("model_type", GATED)
+def test_gated_norms_are_bit_exact_to_transformers(model_type, dtypes):
+    named, options = GATED[model_type]
+    # FalconH1's norm takes the number of groups
+    size = {n: v for n, v in options.items() if n == "group_size" and "falcon" not in model_type}
     norm = stock(*named, **size).to(dtypes[1])
     x, gate = (torch.randn(2, 5, 24).to(dtypes[0]) for _ in range(2))
     equal(ops.gated_rms_norm(x, gate, norm.weight, 1e-6, **options), norm(x, gate))
@@ -430,8 +436,8 @@ def test_the_clamped_activation_is_that_of_gpt_oss(dtype):
     equal(ours, right)
     equal(ops.swiglu_clamped(x[..., ::2], x[..., 1::2]), right)
     upstream = torch.randn_like(right)
-    (got,), (wanted,) = (torch.autograd.grad(y, x, upstream) for y in (ours, right))
-    assert excess(got, wanted.double(), dtype) <= 1
+    (got,), (expected,) = (torch.autograd.grad(y, x, upstream) for y in (ours, right))
+    assert excess(got, expected.double(), dtype) <= 1
 
 
 # --- statistics and sums ---
@@ -447,7 +453,7 @@ def test_a_large_mean_leaves_the_variance_of_a_group_alone(home, shape):
 
 
 def test_statistics_of_bf16_groups_are_fp32(home):
-    """A mean of 100 in bf16 is off by a quarter, and dweight by as much of every dy."""
+    """A mean of 100 in bf16 is off by a quarter, and so is every term of dweight."""
     x = (torch.randn(16, 6, 40) + 100).to(home, HALF)
     weight, bias = (torch.randn(6).to(home, HALF) for _ in range(2))
     tensors = {"x": x, "weight": weight, "bias": bias}
@@ -495,7 +501,7 @@ def test_gradients_of_parameters_are_the_same_every_time(home, op):
 
 
 @pytest.mark.parametrize("limit", [1.0, 7.0])
-def test_a_clamp_that_holds_passes_nothing_and_its_edge_passes_all(home, limit):
+def test_gradient_of_a_clamp_and_at_its_edge(home, limit):
     gate = torch.tensor([-20.0, limit - 0.5, limit, limit + 0.5, 30.0]).to(home).requires_grad_()
     up = torch.tensor([-30.0, -limit, 0.5, limit, 30.0]).to(home).requires_grad_()
     y = ops.swiglu_clamped(gate, up, limit=limit, alpha=0.1, up_offset=2.5)
@@ -596,9 +602,9 @@ BAD += [
 ]
 
 
-@pytest.mark.parametrize(("run", "kind", "message"), BAD, ids=range(len(BAD)))
-def test_bad_input_is_named(run, kind, message):
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize(("run", "error", "message"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_named(run, error, message):
+    with pytest.raises(error, match=message):
         run()
 
 

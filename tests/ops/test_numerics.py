@@ -147,17 +147,17 @@ def test_first_maximum_wins(device):
     "dtypes",
     [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32,) * 2],
 )
-@pytest.mark.parametrize("kind", ["llama", "olmo2", "gemma"])
-def test_reference_norms_are_bit_exact_to_transformers(kind, dtypes):
-    module = pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}")
-    stock = {"llama": "LlamaRMSNorm", "olmo2": "Olmo2RMSNorm", "gemma": "GemmaRMSNorm"}[kind]
+@pytest.mark.parametrize("model_type", ["llama", "olmo2", "gemma"])
+def test_reference_norms_are_bit_exact_to_transformers(model_type, dtypes):
+    module = pytest.importorskip(f"transformers.models.{model_type}.modeling_{model_type}")
+    stock = {"llama": "LlamaRMSNorm", "olmo2": "Olmo2RMSNorm", "gemma": "GemmaRMSNorm"}[model_type]
     norm = getattr(module, stock)(96, eps=1e-5).to(dtypes[1])
     torch.nn.init.normal_(norm.weight)
     options = {
         "llama": {},
         "olmo2": {"casting": "olmo"},
         "gemma": {"casting": "gemma", "offset": 1.0},
-    }[kind]
+    }[model_type]
     x = torch.randn(7, 5, 96, dtype=dtypes[0])
     ours, right = ops.rms_norm(x, norm.weight, 1e-5, **options), norm(x)
     assert ours.dtype == right.dtype
@@ -243,10 +243,12 @@ def test_the_chunk_comes_from_a_budget():
 def test_budget_by_argument_and_configuration(monkeypatch):
     from liger_multi.reference.cross_entropy import fused_linear
 
-    seen = []
+    observed = []
     original = fused_linear.chunk_rows
     monkeypatch.setattr(
-        fused_linear, "chunk_rows", lambda *a, **k: seen.append(original(*a, **k)) or seen[-1]
+        fused_linear,
+        "chunk_rows",
+        lambda *a, **k: observed.append(original(*a, **k)) or observed[-1],
     )
     x, w, t = head(300, 32, 101)
     t = t.clamp(min=0)
@@ -254,7 +256,7 @@ def test_budget_by_argument_and_configuration(monkeypatch):
     liger_multi.configure({"chunk_bytes": 101 * 4 * 11})
     ops.fused_linear_cross_entropy(x, w, t)
     ops.fused_linear_cross_entropy(x, w, t, chunk=5)
-    assert seen == [50, 11, 5]
+    assert observed == [50, 11, 5]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -287,12 +289,12 @@ def test_operators_run_on_the_device_of_their_tensors(monkeypatch):
 
     module = types.SimpleNamespace(current_device=lambda: 0, device=Guard, device_count=lambda: 2)
     monkeypatch.setattr(torch_ops, "_module_of_several", torch_ops._module_of_several.__wrapped__)
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    monkeypatch.setattr(torch, "get_device_module", lambda device_type: module)
     monkeypatch.setattr(torch_ops, "resolve", lambda prim, args: lambda *a: None)
     prim = OPS["rms_norm"].fwd
     for place in ("cuda:1", "npu:1", "xpu:0", "cpu"):
-        kind, _, index = place.partition(":")
-        device = types.SimpleNamespace(type=kind, index=int(index) if index else None)
+        device_type, _, index = place.partition(":")
+        device = types.SimpleNamespace(type=device_type, index=int(index) if index else None)
         prim.call(types.SimpleNamespace(device=device), None, 1e-6, 0.0, "llama")
     assert entered == [1, 1]
 
@@ -475,14 +477,18 @@ def test_targets_out_of_range_on_a_device(device):
 
 def mixture(**change):
     """Three experts of 8 and 4, each with adapters of rank 2, and what a case changes."""
-    given = {
-        "x": torch.randn(4, 8), "gate_up_weight": torch.randn(3, 8, 8),
-        "down_weight": torch.randn(3, 8, 4), "index": torch.zeros(4, 2, dtype=torch.int64),
-        "routing": torch.ones(4, 2), "gate_up_a": torch.randn(3, 2, 8),
-        "gate_up_b": torch.randn(3, 8, 2), "down_a": torch.randn(3, 2, 4),
+    inputs = {
+        "x": torch.randn(4, 8),
+        "gate_up_weight": torch.randn(3, 8, 8),
+        "down_weight": torch.randn(3, 8, 4),
+        "index": torch.zeros(4, 2, dtype=torch.int64),
+        "routing": torch.ones(4, 2),
+        "gate_up_a": torch.randn(3, 2, 8),
+        "gate_up_b": torch.randn(3, 8, 2),
+        "down_a": torch.randn(3, 2, 4),
         "down_b": torch.randn(3, 8, 2),
-    }  # fmt: skip
-    return lora_moe(**given | change)
+    }
+    return lora_moe(**inputs | change)
 
 
 base = torch.randn(4, 6)
@@ -580,18 +586,18 @@ BAD += [
 ]
 
 
-@pytest.mark.parametrize(("run", "kind", "message"), BAD, ids=range(len(BAD)))
-def test_bad_input_is_named(run, kind, message):
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize(("run", "error", "message"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_named(run, error, message):
+    with pytest.raises(error, match=message):
         run()
 
 
-def test_trained_layers_are_taken_where_nobody_asks_for_gradients():
+def test_trained_layers_without_gradients():
     with torch.no_grad():
-        found = lora_qkv(x, trained, None, narrow)
-    assert torch.equal(found.q, x @ trained.detach().T)
-    assert found.k is None
-    assert torch.equal(found.v, x @ narrow.T)
+        actual = lora_qkv(x, trained, None, narrow)
+    assert torch.equal(actual.q, x @ trained.detach().T)
+    assert actual.k is None
+    assert torch.equal(actual.v, x @ narrow.T)
 
 
 def test_layers_that_autocast_meets():
@@ -600,13 +606,13 @@ def test_layers_that_autocast_meets():
         t.detach().clone().requires_grad_() for t in (x, low_a.to(half), low_b.double().float())
     ]
     with torch.autocast("cpu", half):
-        found = lora_qkv(kinds[0], narrow.to(half), None, narrow, kinds[1], kinds[2], q_scale=2.0)
-    assert (found.q.dtype, found.v.dtype) == (half, half)
-    wanted = torch.nn.functional.linear(x.to(half), narrow.to(half))
+        actual = lora_qkv(kinds[0], narrow.to(half), None, narrow, kinds[1], kinds[2], q_scale=2.0)
+    assert (actual.q.dtype, actual.v.dtype) == (half, half)
+    expected = torch.nn.functional.linear(x.to(half), narrow.to(half))
     low = x.to(half) @ low_a.to(half).T
-    assert torch.equal(found.v, wanted)
-    assert torch.equal(found.q, wanted.addmm(low, low_b.to(half).T, alpha=2.0))
-    (found.q.sum() + found.v.sum()).backward()
+    assert torch.equal(actual.v, expected)
+    assert torch.equal(actual.q, expected.addmm(low, low_b.to(half).T, alpha=2.0))
+    (actual.q.sum() + actual.v.sum()).backward()
     assert [t.grad.dtype for t in kinds] == [t.dtype for t in kinds]
 
 
@@ -638,8 +644,8 @@ def test_parts_are_those_of_the_reference(split, device, order, axis, layout, sh
         "gaps": wide[::2, ::2],
         "part": wide[: shape[0], shape[1] :],
     }[layout]
-    made = split(x, order, axis)
-    assert torch.equal(made, low_rank_reference.split(x, order, axis))
-    parts = made.chunk(len(order), axis)
+    joined = split(x, order, axis)
+    assert torch.equal(joined, low_rank_reference.split(x, order, axis))
+    parts = joined.chunk(len(order), axis)
     if order == low_rank_reference.PARTS:
         assert torch.equal(sum(part.double() for part in parts), x.double())

@@ -15,25 +15,34 @@ INTERPRETED_IN_MINUTES = {
 }
 # kernels that round to float16, or take as many terms of a sum as it needs
 HALF_BY_ITSELF = (
-    "hyper_connections", "rope_complex", "rope_multimodal", "rope_positions", "rope_sorted",
-)  # fmt: skip
+    "hyper_connections",
+    "rope_complex",
+    "rope_multimodal",
+    "rope_positions",
+    "rope_sorted",
+)
 # kernels with a flag that two options set together
 BY_TWO_OPTIONS = ("cross_entropy", "cross_entropy_inplace")
 # promises run a call some twenty times: these are checked by `make test`, the others are slow
 BITS_INTERPRETED = ("rms_norm", "swiglu", "softmax", "token_log_prob")
 TILES_OF_ROWS = (
-    "rms_norm", "fused_add_rms_norm", "layer_norm", "swiglu", "geglu", "attention_residuals",
-)  # fmt: skip
+    "rms_norm",
+    "fused_add_rms_norm",
+    "layer_norm",
+    "swiglu",
+    "geglu",
+    "attention_residuals",
+)
 
 
 def backends_of(config):
     """Backends with kernels of their own among those under test; vendors share Triton's."""
-    found = [
+    names = [
         n for n in harness.selected_backends(config) if n == "reference" or not harness.refusal(n)
     ]
-    shared = ["triton"] * any(n in ("cuda", "rocm") for n in found)
-    found = [n for n in found if n not in ("cuda", "rocm")] + shared
-    return [n for n in dict.fromkeys(found) if not (harness.interpreted() and n == "reference")]
+    shared = ["triton"] * any(n in ("cuda", "rocm") for n in names)
+    names = [n for n in names if n not in ("cuda", "rocm")] + shared
+    return [n for n in dict.fromkeys(names) if not (harness.interpreted() and n == "reference")]
 
 
 def pytest_generate_tests(metafunc):
@@ -42,7 +51,7 @@ def pytest_generate_tests(metafunc):
     keep = [n for n in ("op", "backend", "sample", "dtype") if n in metafunc.fixturenames]
     once = metafunc.function is test_forward_and_backward
     bits = metafunc.function is test_promised_bits
-    given = []
+    params = []
     for op in operators():
         for backend in backends_of(metafunc.config):
             for sample in samples.of(op):
@@ -56,8 +65,8 @@ def pytest_generate_tests(metafunc):
                     )
                     slow = seldom(op, backend, sample, dtype, once, bits)
                     case = (op, backend, sample, dtype)[: len(keep)]
-                    given.append(pytest.param(*case, id=name, marks=[pytest.mark.slow] * slow))
-    metafunc.parametrize(keep, given)
+                    params.append(pytest.param(*case, id=name, marks=[pytest.mark.slow] * slow))
+    metafunc.parametrize(keep, params)
 
 
 def seldom(op, backend, sample, dtype, once, bits):

@@ -86,9 +86,9 @@ def test_padding_gets_no_gradient(device, padding):
     weight, dy = torch.randn(5, 8, device=device), torch.randn(200, 8, device=device)
     wide = weight.double().requires_grad_()
     right = torch.autograd.grad(F.embedding(index, wide, padding), wide, dy.double())[0]
-    found = gradient(index, weight, dy, padding_idx=padding)
-    assert (found[padding] == 0).all()
-    assert excess(found, right, torch.float32) <= 1
+    actual = gradient(index, weight, dy, padding_idx=padding)
+    assert (actual[padding] == 0).all()
+    assert excess(actual, right, torch.float32) <= 1
     assert torch.equal(ops.embedding(index, weight, padding), weight[index])
 
 
@@ -114,8 +114,8 @@ def test_ids_that_reach_no_row(device, monkeypatch):
         monkeypatch.setattr(embedding, "check_targets", lambda *_: None)
     y = ops.embedding(index, weight)
     assert y.isnan().all(-1).tolist() == [False, True, True, False, True]
-    found = gradient(index, weight, torch.ones(5, 8, device=device))
-    assert found[:, 0].tolist() == [1.0, 0.0, 0.0, 0.0, 1.0]
+    actual = gradient(index, weight, torch.ones(5, 8, device=device))
+    assert actual[:, 0].tolist() == [1.0, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_the_modules_refuse_what_the_operator_has_not():
@@ -153,13 +153,13 @@ def test_rows_past_two_to_the_31_elements(device, name):
     rows, classes = 2**31 // 128000 + 8, 128000
     x = torch.randn(rows, classes, device=device, dtype=torch.bfloat16).requires_grad_()
     last, index = x.detach()[-3:].clone().requires_grad_(), torch.arange(rows, device=device)
-    beside = ((index,), (index[-3:],)) if name == "selective_log_softmax" else ((), ())
-    y, right = (getattr(ops, name)(z, *more) for z, more in zip((x, last), beside, strict=True))
+    indices = ((index,), (index[-3:],)) if name == "selective_log_softmax" else ((), ())
+    y, right = (getattr(ops, name)(z, *more) for z, more in zip((x, last), indices, strict=True))
     assert torch.equal(y[-3:], right)
     up = torch.zeros_like(y)
     up[-3:] = torch.randn_like(right)
-    found = torch.autograd.grad(y, x, up)[0][-3:]
-    assert torch.equal(found, torch.autograd.grad(right, last, up[-3:])[0])
+    actual = torch.autograd.grad(y, x, up)[0][-3:]
+    assert torch.equal(actual, torch.autograd.grad(right, last, up[-3:])[0])
 
 
 # --- probabilities of rows ---
@@ -237,11 +237,11 @@ def test_selective_log_softmax_of_ids_that_reach_no_class(device, monkeypatch):
             from liger_multi.backends.triton.cross_entropy import selective_log_softmax
 
             monkeypatch.setattr(selective_log_softmax, "check_targets", lambda *_: None)
-    found = ops.selective_log_softmax(logits, index)
-    assert found.isnan().tolist() == [[False, True], [False, False], [True, True]]
-    assert found[1, 0] == 0
+    actual = ops.selective_log_softmax(logits, index)
+    assert actual.isnan().tolist() == [[False, True], [False, False], [True, True]]
+    assert actual[1, 0] == 0
     up = torch.tensor([[1.0, float("nan")], [float("inf"), 1.0], [1.0, 1.0]], device=device)
-    (grad,) = torch.autograd.grad(found, logits, up)
+    (grad,) = torch.autograd.grad(actual, logits, up)
     assert (grad[2] == 0).all()
     wide = logits.detach().double().requires_grad_()
     log_p = torch.log_softmax(wide, -1)
@@ -270,7 +270,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("run", "kind", "message"), BAD, ids=range(len(BAD)))
-def test_bad_input_is_named(run, kind, message):
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize(("run", "error", "message"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_named(run, error, message):
+    with pytest.raises(error, match=message):
         run()

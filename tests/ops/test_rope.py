@@ -1,7 +1,7 @@
-"""Rotary embedding beside the functions that it stands for, its layouts, and bad input.
+"""Rotary embedding against the functions that it replaces, its layouts, and bad input.
 
-The other operators of the family stand beside the functions and modules of Hugging Face, at long
-positions too.
+The other operators of the family are compared with the functions and modules of Hugging Face,
+at long positions too.
 """
 
 import itertools
@@ -38,13 +38,13 @@ def angles(rotary, dtype, batch=1, interleaved=False):
 
 
 def queries_and_keys(dtype, heads_axis=1, layout="swapped"):
-    made = []
+    tensors = []
     for heads in HEADS:
         shape = (BATCH, heads, TOKENS, WIDTH) if heads_axis == 1 else (BATCH, TOKENS, heads, WIDTH)
         x = torch.randn(shape).to(dtype)
         x = x.transpose(1, 2).contiguous().transpose(1, 2) if layout == "swapped" else x
-        made.append(x.requires_grad_())
-    return made
+        tensors.append(x.requires_grad_())
+    return tensors
 
 
 def compare(function, right, inputs, exact=True):
@@ -70,11 +70,11 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", KINDS)
 @pytest.mark.parametrize("axis", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reference_is_bit_exact_to_transformers(family, axis, kind):
-    (dtype, angle), (rotary, options) = KINDS[kind], FAMILIES[family]
+def test_reference_is_bit_exact_to_transformers(family, axis, precision):
+    (dtype, angle), (rotary, options) = KINDS[precision], FAMILIES[family]
     cos, sin = angles(rotary, angle, BATCH, interleaved=family == "cohere")
     function = stock(family)
     compare(
@@ -85,9 +85,9 @@ def test_reference_is_bit_exact_to_transformers(family, axis, kind):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_glm4_has_one_value_a_pair_on_half_of_the_channels(kind):
-    dtype, angle = KINDS[kind]
+@pytest.mark.parametrize("precision", KINDS)
+def test_glm4_has_one_value_a_pair_on_half_of_the_channels(precision):
+    dtype, angle = KINDS[precision]
     cos, sin = angles(WIDTH // 2, angle)
     function, half = stock("glm4"), WIDTH // 4
     compare(
@@ -100,9 +100,9 @@ def test_glm4_has_one_value_a_pair_on_half_of_the_channels(kind):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gpt_oss_has_one_value_a_pair(kind):
-    dtype, angle = KINDS[kind]
+@pytest.mark.parametrize("precision", KINDS)
+def test_gpt_oss_has_one_value_a_pair(precision):
+    dtype, angle = KINDS[precision]
     cos, sin = (x[..., : WIDTH // 2] for x in angles(WIDTH, angle, BATCH))
     function = stock("gpt_oss")
     compare(
@@ -113,9 +113,9 @@ def test_gpt_oss_has_one_value_a_pair(kind):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_vision_has_no_batch(kind):
-    dtype, angle = KINDS[kind]
+@pytest.mark.parametrize("precision", KINDS)
+def test_vision_has_no_batch(precision):
+    dtype, angle = KINDS[precision]
     cos, sin = (x[0] for x in angles(WIDTH, angle))
     function = stock("qwen2_vl", "apply_rotary_pos_emb_vision")
     compare(
@@ -148,8 +148,8 @@ def test_angles_without_a_batch_serve_every_sequence(device):
     q, k = (x.to(device) for x in queries_and_keys(torch.float32))
     with bound():
         right = ops.rope(q, k, cos.expand(BATCH, -1, -1), sin.expand(BATCH, -1, -1))
-        for given in ((cos, sin), (cos[0], sin[0]), (cos[0], sin[0].mT.contiguous().mT)):
-            for got, want in zip(ops.rope(q, k, *given), right, strict=True):
+        for pair in ((cos, sin), (cos[0], sin[0]), (cos[0], sin[0].mT.contiguous().mT)):
+            for got, want in zip(ops.rope(q, k, *pair), right, strict=True):
                 assert torch.equal(got, want)
 
 
@@ -202,10 +202,10 @@ def test_channels_far_apart(device):
     q, k = (x.detach().to(device) for x in queries_and_keys(torch.float32))
     with bound():
         right = ops.rope(q, k, cos, sin)
-        found = ops.rope(
+        actual = ops.rope(
             *(x.permute(3, 0, 1, 2).clone().permute(1, 2, 3, 0) for x in (q, k)), cos, sin
         )
-    for got, want in zip(found, right, strict=True):
+    for got, want in zip(actual, right, strict=True):
         assert torch.equal(got, want)
         assert got.stride(-1) == 1
 
@@ -234,11 +234,11 @@ def test_an_output_nobody_uses_has_no_gradient(device):
 def test_one_fp64_tensor_makes_the_call_fp64(device, wide, casting):
     cos, sin = angles(WIDTH, torch.float32)
     q, k = (x.detach() for x in queries_and_keys(torch.float32))
-    given = {"q": q, "k": k, "cos": cos, "sin": sin}
-    given = {n: (x.double() if n == wide else x).to(device) for n, x in given.items()}
-    leaves = [given[n].requires_grad_() for n in "qk"]
-    exact = {n: x.detach().double().requires_grad_(n in "qk") for n, x in given.items()}
-    outs, right = ops.rope(**given, casting=casting), ops.rope(**exact)
+    inputs = {"q": q, "k": k, "cos": cos, "sin": sin}
+    inputs = {n: (x.double() if n == wide else x).to(device) for n, x in inputs.items()}
+    leaves = [inputs[n].requires_grad_() for n in "qk"]
+    exact = {n: x.detach().double().requires_grad_(n in "qk") for n, x in inputs.items()}
+    outs, right = ops.rope(**inputs, casting=casting), ops.rope(**exact)
     grads = torch.autograd.grad(outs, leaves, [torch.ones_like(x) for x in outs])
     exact_grads = torch.autograd.grad(
         right, [exact["q"], exact["k"]], [torch.ones_like(x) for x in right]
@@ -383,7 +383,7 @@ def place(request):
         yield harness.device_of(request.param)
 
 
-def made(dtype, inside=False):
+def queries(dtype, inside=False):
     """q and k as a projection makes them: heads inside in memory."""
     shapes = [(BATCH, TOKENS, heads, WIDTH) for heads in HEADS]
     tensors = [torch.randn(shape).to(dtype) for shape in shapes]
@@ -402,16 +402,16 @@ def inv_freq():
 def rotary(family, name, **parameters):
     """A rotary module of Hugging Face with our frequencies."""
     module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
-    kind = getattr(module, name, None)
-    if kind is None or not hasattr(kind, "recomposition_frequencies"):
+    module_class = getattr(module, name, None)
+    if module_class is None or not hasattr(module_class, "recomposition_frequencies"):
         pytest.skip("this transformers merges sections elsewhere")
-    found = kind.__new__(kind)
-    torch.nn.Module.__init__(found)
-    found.inv_freq, found.attention_scaling, found.rope_type = inv_freq(), 1.0, "default"
-    found.config = types.SimpleNamespace(rope_parameters={"rope_type": "default"})
+    layer = module_class.__new__(module_class)
+    torch.nn.Module.__init__(layer)
+    layer.inv_freq, layer.attention_scaling, layer.rope_type = inv_freq(), 1.0, "default"
+    layer.config = types.SimpleNamespace(rope_parameters={"rope_type": "default"})
     for key, value in parameters.items():
-        setattr(found, key, value)
-    return found
+        setattr(layer, key, value)
+    return layer
 
 
 # --- the functions and modules that they stand for ---
@@ -436,12 +436,12 @@ def test_multimodal_is_what_the_module_and_the_function_compute(family, dtype):
     compare(
         lambda q, k: ops.rope_multimodal(q, k, *each, SECTIONS, **options),
         lambda q, k: function(q, k, cos, sin),
-        made(dtype),
+        queries(dtype),
     )
     compare(
         lambda q, k: ops.rope_positions(q, k, ids, inv_freq(), sections=SECTIONS, **options),
         lambda q, k: function(q, k, cos, sin),
-        made(dtype),
+        queries(dtype),
     )
 
 
@@ -457,7 +457,7 @@ def test_multimodal_is_the_function_that_took_sections(dtype):
         ]
         return stock("llama")(q, k, *parts)
 
-    compare(lambda q, k: ops.rope_multimodal(q, k, cos, sin, SECTIONS), right, made(dtype))
+    compare(lambda q, k: ops.rope_multimodal(q, k, cos, sin, SECTIONS), right, queries(dtype))
 
 
 @DTYPES
@@ -470,25 +470,25 @@ def test_complex_is_what_llama4_computes(dtype, batch):
     compare(
         lambda q, k: ops.rope_complex(q, k, freqs),
         lambda q, k: function(q, k, freqs),
-        made(dtype, inside=True),
+        queries(dtype, inside=True),
     )
 
 
 @DTYPES
-def test_complex_is_what_deepseek_v2_and_the_vision_of_llama4_compute(dtype):
+def test_complex_is_deepseek_v2_and_llama4_vision(dtype):
     angle = torch.rand(1, TOKENS, PAIRS) * 6
     freqs = torch.polar(torch.ones_like(angle), angle)
     function = stock("deepseek_v2", "apply_rotary_emb")
     compare(
         lambda q, k: ops.rope_complex(q, k, freqs, unsqueeze_dim=1),
         lambda q, k: function(q, k, freqs),
-        made(dtype),
+        queries(dtype),
     )
     vision = stock("llama4", "vision_apply_rotary_emb")
     compare(
         lambda q, k: ops.rope_complex(q, k, freqs[0]),
         lambda q, k: vision(q, k, freqs),
-        [x.detach()[:, :, :2].requires_grad_() for x in made(dtype, inside=True)],
+        [x.detach()[:, :, :2].requires_grad_() for x in queries(dtype, inside=True)],
     )
 
 
@@ -500,12 +500,12 @@ def test_sorted_is_what_deepseek_v3_computes(dtype):
     compare(
         lambda q, k: ops.rope_sorted(q, k, *few, rotary_dim=WIDTH),
         lambda q, k: function(q, k, cos, sin),
-        made(dtype),
+        queries(dtype),
     )
     compare(
         lambda q, k: ops.rope_sorted(q, k, cos, sin),
         lambda q, k: function(q, k, cos, sin),
-        made(dtype),
+        queries(dtype),
     )
 
 
@@ -514,17 +514,17 @@ def test_sorted_is_what_deepseek_v3_computes(dtype):
 def test_positions_are_what_the_module_of_llama_makes_of_them(dtype, backwards):
     """And of nanochat, which turns the other way."""
     module = pytest.importorskip("transformers.models.llama.modeling_llama")
-    found = module.LlamaRotaryEmbedding.__new__(module.LlamaRotaryEmbedding)
-    torch.nn.Module.__init__(found)
-    found.inv_freq, found.attention_scaling, found.rope_type = inv_freq(), 1.25, "default"
+    layer = module.LlamaRotaryEmbedding.__new__(module.LlamaRotaryEmbedding)
+    torch.nn.Module.__init__(layer)
+    layer.inv_freq, layer.attention_scaling, layer.rope_type = inv_freq(), 1.25, "default"
     ids = torch.randint(5000, (BATCH, TOKENS))
-    cos, sin = found(torch.empty(0, dtype=dtype), ids)
+    cos, sin = layer(torch.empty(0, dtype=dtype), ids)
     function = stock("nanochat" if backwards else "llama")
     sign = -1 if backwards else 1
     compare(
         lambda q, k: ops.rope_positions(q, k, ids, sign * inv_freq(), scaling=1.25),
         lambda q, k: function(q, k, cos, sin),
-        made(dtype),
+        queries(dtype),
     )
 
 
@@ -542,7 +542,7 @@ def test_positions_of_an_image(dtype):
             q, k, ids, torch.cat((few, few)), sections=(PAIRS // 2,) * 2, casting="cohere"
         ),
         lambda q, k: function(q, k, both.cos(), both.sin()),
-        [x[0].transpose(0, 1).detach().requires_grad_() for x in made(dtype)],
+        [x[0].transpose(0, 1).detach().requires_grad_() for x in queries(dtype)],
     )
 
 
@@ -554,7 +554,7 @@ def test_two_axes_of_sam_are_interleaved_pairs_in_fp32(dtype):
     compare(
         lambda q, k: ops.rope(q, k, cos, sin, style="interleaved", casting="cohere"),
         lambda q, k: function(q, k, cos, sin),
-        made(dtype),
+        queries(dtype),
     )
 
 
@@ -574,13 +574,13 @@ def test_long_positions_keep_their_angles(place):
     torch.testing.assert_close(out[0, 0].double(), right, rtol=0, atol=3e-7)
 
 
-@pytest.mark.parametrize("kind", ["int32", "strided"])
-def test_positions_of_any_integers(place, kind):
+@pytest.mark.parametrize("layout", ["int32", "strided"])
+def test_positions_of_any_integers(place, layout):
     q = torch.randn(2, 2, 5, 8).to(place)
     ids, freq = torch.randint(9, (2, 5)), torch.rand(4).to(place)
     right = ops.rope_positions(q, q, ids.to(place), freq)
-    given = ids.int() if kind == "int32" else ids.repeat_interleave(3, 1)[:, ::3]
-    for got, want in zip(ops.rope_positions(q, q, given.to(place), freq), right, strict=True):
+    positions = ids.int() if layout == "int32" else ids.repeat_interleave(3, 1)[:, ::3]
+    for got, want in zip(ops.rope_positions(q, q, positions.to(place), freq), right, strict=True):
         assert torch.equal(got, want)
 
 
@@ -675,7 +675,7 @@ BAD_KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "message"), BAD_KINDS, ids=range(len(BAD_KINDS)))
-def test_bad_input_of_kinds_is_named(call, kind, message):
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize(("call", "error", "message"), BAD_KINDS, ids=range(len(BAD_KINDS)))
+def test_bad_input_of_kinds_is_named(call, error, message):
+    with pytest.raises(error, match=message):
         call()

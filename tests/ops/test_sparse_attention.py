@@ -1,4 +1,4 @@
-"""Attention over lists of keys, and indexers, beside what the common suite asks.
+"""Attention over lists of keys, and indexers, beyond the common suite.
 
 Extremes, packing, lists that name wrong keys, the loss of an indexer, and dense attention.
 """
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from liger_multi import ops
-from liger_multi.errors import DoubleBackwardError
 from liger_multi.reference.attention.sparse_attention import SumsByKey, add_rows_
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
@@ -25,16 +24,16 @@ def gradients(run, leaves, **options):
     leaves = {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in leaves.items()}
     y = run(**leaves, **options)
     up = normal(1)(*y.shape).to(y.dtype)
-    wanted = [t for t in leaves.values() if t.requires_grad]
-    return y, *torch.autograd.grad(y, wanted, up)
+    inputs = [t for t in leaves.values() if t.requires_grad]
+    return y, *torch.autograd.grad(y, inputs, up)
 
 
-def near(found, right, dtype=torch.float64):
+def near(actual, right, dtype=torch.float64):
     bound = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    for got, wanted in zip(found, right, strict=True):
-        assert got.shape == wanted.shape
-        error = (got.double() - wanted).abs().max() if wanted.numel() else torch.zeros(())
-        scale = wanted.abs().max().clamp(min=1.0) if wanted.numel() else 1.0
+    for got, expected in zip(actual, right, strict=True):
+        assert got.shape == expected.shape
+        error = (got.double() - expected).abs().max() if expected.numel() else torch.zeros(())
+        scale = expected.abs().max().clamp(min=1.0) if expected.numel() else 1.0
         assert error <= bound * scale
 
 
@@ -72,97 +71,87 @@ def test_sums_of_a_key_that_every_query_lists(device, keys, together):
     assert excess(sums.result().cpu(), exact, torch.float32) < 0.2
 
 
-@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_duplicates_count_and_absent_ones_do_not(dtype, kind):
-    given = latents()
-    given["indices"] = torch.tensor([3, 3, -1, 0, -1, 3, 9]).expand(1, 20, 7)
-    narrow = {n: t.to(dtype) for n, t in given.items()} | {"indices": given["indices"].to(kind)}
-    wide = {n: t.to(dtype).double() for n, t in given.items()} | {"indices": given["indices"]}
+def test_duplicates_count_and_absent_ones_do_not(dtype, index_dtype):
+    inputs = latents()
+    inputs["indices"] = torch.tensor([3, 3, -1, 0, -1, 3, 9]).expand(1, 20, 7)
+    narrow = {n: t.to(dtype) for n, t in inputs.items()} | {
+        "indices": inputs["indices"].to(index_dtype)
+    }
+    wide = {n: t.to(dtype).double() for n, t in inputs.items()} | {"indices": inputs["indices"]}
     right = gradients(FORMULAS["sparse_attention"], wide, **LATENT)
     near(gradients(ops.sparse_attention, narrow, **LATENT), right, dtype)
-    once = {**given, "indices": torch.tensor([3, 0, 9]).expand(1, 20, 3)}
+    once = {**inputs, "indices": torch.tensor([3, 0, 9]).expand(1, 20, 3)}
     y = ops.sparse_attention(**once, **LATENT)
     assert not torch.allclose(y, right[0], atol=1e-3)
 
 
 def test_the_order_of_a_list_does_not_matter():
-    given = latents()
-    turned = {**given, "indices": given["indices"].flip(-1)}
-    near(*(gradients(ops.sparse_attention, x, **LATENT) for x in (given, turned)))
+    inputs = latents()
+    turned = {**inputs, "indices": inputs["indices"].flip(-1)}
+    near(*(gradients(ops.sparse_attention, x, **LATENT) for x in (inputs, turned)))
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 65])
 @pytest.mark.parametrize("listed", [1, 16, 33])
 def test_lengths(length, listed):
-    given = latents(length, listed)
-    right = gradients(FORMULAS["sparse_attention"], given, **LATENT)
-    near(gradients(ops.sparse_attention, given, **LATENT), right)
+    inputs = latents(length, listed)
+    right = gradients(FORMULAS["sparse_attention"], inputs, **LATENT)
+    near(gradients(ops.sparse_attention, inputs, **LATENT), right)
 
 
 def test_all_keys_listed_is_dense_attention():
     """The causal list of every query, against the dense operator, with values of their own."""
     draw, length = normal(), 33
-    given = {"q": draw(2, 4, length, 6), "k": draw(2, 2, length, 6), "v": draw(2, 2, length, 5)}
+    inputs = {"q": draw(2, 4, length, 6), "k": draw(2, 2, length, 6), "v": draw(2, 2, length, 5)}
     place = torch.arange(length)
     lists = torch.where(place[:, None] >= place, place, -1).expand(2, -1, -1)
-    found = gradients(ops.sparse_attention, {**given, "indices": lists})
-    near(found, gradients(ops.attention, given, causal=True))
+    actual = gradients(ops.sparse_attention, {**inputs, "indices": lists})
+    near(actual, gradients(ops.attention, inputs, causal=True))
 
 
 def test_large_scores_do_not_overflow():
-    given = latents()
-    given["q"] *= 300
-    given["indices"][:, :5] = -1
-    narrow = {n: t.float() if t.is_floating_point() else t for n, t in given.items()}
+    inputs = latents()
+    inputs["q"] *= 300
+    inputs["indices"][:, :5] = -1
+    narrow = {n: t.float() if t.is_floating_point() else t for n, t in inputs.items()}
     wide = {n: t.double() if t.is_floating_point() else t for n, t in narrow.items()}
-    found = gradients(ops.sparse_attention, narrow, **LATENT)
-    assert all(x.isfinite().all() for x in found)
-    assert not found[0][:, :, :5].any()
+    actual = gradients(ops.sparse_attention, narrow, **LATENT)
+    assert all(x.isfinite().all() for x in actual)
+    assert not actual[0][:, :, :5].any()
     right = FORMULAS["sparse_attention"](**wide, **LATENT)
-    near(found[:1], (right,), torch.float32)
+    near(actual[:1], (right,), torch.float32)
 
 
 def test_weights_are_the_probabilities_of_listed_keys():
-    given = latents()
-    given["indices"][0, :3, 0] = -1
-    y, weights = ops.sparse_attention(**given, **LATENT, output_weights=True)
-    assert torch.equal(y, ops.sparse_attention(**given, **LATENT))
-    assert weights.shape == given["indices"].shape
+    inputs = latents()
+    inputs["indices"][0, :3, 0] = -1
+    y, weights = ops.sparse_attention(**inputs, **LATENT, output_weights=True)
+    assert torch.equal(y, ops.sparse_attention(**inputs, **LATENT))
+    assert weights.shape == inputs["indices"].shape
     assert not weights.requires_grad
-    assert not weights[given["indices"] < 0].any()
-    listed = (given["indices"] >= 0).any(-1)
+    assert not weights[inputs["indices"] < 0].any()
+    listed = (inputs["indices"] >= 0).any(-1)
     torch.testing.assert_close(weights.sum(-1), listed.double())
 
 
 def test_wrong_indices_are_named():
-    given = latents()
-    given["indices"][0, 3, 2] = 20
+    inputs = latents()
+    inputs["indices"][0, 3, 2] = 20
     with pytest.raises(ValueError, match="below the number of keys, 20, or -1, got 20"):
-        ops.sparse_attention(**given, **LATENT)
-    scores = (normal()(1, 20, 2, 4), normal()(1, 20, 4), normal()(1, 20, 2), given["indices"])
+        ops.sparse_attention(**inputs, **LATENT)
+    scores = (normal()(1, 20, 2, 4), normal()(1, 20, 4), normal()(1, 20, 2), inputs["indices"])
     with pytest.raises(ValueError, match="below the number of keys, 20, or -1, got 20"):
         ops.indexer_scores(*scores)
-
-
-def test_a_second_backward():
-    """The graph may be kept; second derivatives raise."""
-    given = latents()
-    q = given["q"].requires_grad_()
-    y = ops.sparse_attention(**given, **LATENT)
-    once = torch.autograd.grad(y.sum(), q, retain_graph=True)
-    again = torch.autograd.grad(y.sum(), q, create_graph=True)
-    assert torch.equal(once[0], again[0])
-    with pytest.raises(DoubleBackwardError):
-        torch.autograd.grad(again[0].sum(), q)
 
 
 def test_blocks_of_one_query_change_nothing(monkeypatch):
     from liger_multi.reference.attention import indexer_scores, indexer_topk, sparse_attention
 
-    given, index = latents(), indexed(30)
+    inputs, index = latents(), indexed(30)
     run = [
-        lambda: gradients(ops.sparse_attention, given, **LATENT),
+        lambda: gradients(ops.sparse_attention, inputs, **LATENT),
         lambda: gradients(best_scores, index, topk=5),
     ]
     whole = [f() for f in run]
@@ -181,8 +170,10 @@ def test_blocks_of_one_query_change_nothing(monkeypatch):
 def indexed(length=20, keys=0, heads=4, seed=0):
     draw = normal(seed)
     return {
-        "q": draw(1, length, heads, 6), "k": draw(1, keys or length, 6), "w": draw(1, length, heads)
-    }  # fmt: skip
+        "q": draw(1, length, heads, 6),
+        "k": draw(1, keys or length, 6),
+        "w": draw(1, length, heads),
+    }
 
 
 def best_scores(q, k, w, topk, **options):
@@ -195,79 +186,79 @@ def best_scores(q, k, w, topk, **options):
     "lengths", [(1, 2, 13, 1, 4), (1, 1, 1), (0, 5, 0, 0, 9, 0), (16, 16), (40,)]
 )
 def test_packed_equals_separate(lengths):
-    given, ends = indexed(sum(lengths)), [0, *itertools.accumulate(lengths)]
+    inputs, ends = indexed(sum(lengths)), [0, *itertools.accumulate(lengths)]
     table = torch.tensor(ends, dtype=torch.int32)
-    found = ops.indexer_topk(**given, topk=4, cu_seqlens=table)
+    actual = ops.indexer_topk(**inputs, topk=4, cu_seqlens=table)
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-    assert torch.equal(found.indices, ops.indexer_topk(**given, topk=4, documents=documents)[0])
+    assert torch.equal(actual.indices, ops.indexer_topk(**inputs, topk=4, documents=documents)[0])
     for start, end in itertools.pairwise(ends):
         if start == end:
             continue
-        part = {n: t[:, start:end] for n, t in given.items()}
+        part = {n: t[:, start:end] for n, t in inputs.items()}
         indices, scores = ops.indexer_topk(**part, topk=4)
-        wide = found.indices[:, start:end]
+        wide = actual.indices[:, start:end]
         assert torch.equal(
             wide[..., : indices.shape[-1]], torch.where(indices < 0, -1, indices + start)
         )
         assert (wide[..., indices.shape[-1] :] == -1).all()
-        torch.testing.assert_close(found.scores[:, start:end, : indices.shape[-1]], scores)
+        torch.testing.assert_close(actual.scores[:, start:end, : indices.shape[-1]], scores)
 
 
 def test_equal_scores_select_the_first_keys():
-    given = indexed(12)
-    given["w"] = torch.zeros_like(given["w"])
-    indices, scores = ops.indexer_topk(**given, topk=3, causal=False)
+    inputs = indexed(12)
+    inputs["w"] = torch.zeros_like(inputs["w"])
+    indices, scores = ops.indexer_topk(**inputs, topk=3, causal=False)
     assert torch.equal(indices, torch.arange(3, dtype=torch.int32).expand(1, 12, 3))
     assert not scores.any()
 
 
 def test_ranges_and_other_masks_agree():
-    given, place = indexed(15), torch.arange(15, dtype=torch.int32)
+    inputs, place = indexed(15), torch.arange(15, dtype=torch.int32)
     ranges = torch.stack([place * 0, place + 1], -1)[None]
-    causal = ops.indexer_topk(**given, topk=4)
-    found = ops.indexer_topk(**given, topk=4, ranges=ranges)
-    assert all(torch.equal(a, b) for a, b in zip(causal, found, strict=True))
-    none = ops.indexer_topk(**given, topk=4, ranges=ranges * 0)
+    causal = ops.indexer_topk(**inputs, topk=4)
+    actual = ops.indexer_topk(**inputs, topk=4, ranges=ranges)
+    assert all(torch.equal(a, b) for a, b in zip(causal, actual, strict=True))
+    none = ops.indexer_topk(**inputs, topk=4, ranges=ranges * 0)
     assert (none.indices == -1).all()
     assert (none.scores == -torch.inf).all()
 
 
 def test_nan_is_selected_and_not_lost():
-    given = indexed(9)
-    given["k"][0, 5] = torch.nan
-    indices, scores = ops.indexer_topk(**given, topk=2, causal=False)
+    inputs = indexed(9)
+    inputs["k"][0, 5] = torch.nan
+    indices, scores = ops.indexer_topk(**inputs, topk=2, causal=False)
     assert (indices == 5).any(-1).all()
     assert scores.isnan().any(-1).all()
 
 
 def test_scores_of_the_selection_are_those_of_its_indices():
-    given = indexed(40)
-    right = gradients(best_scores, given, topk=6)
-    indices = ops.indexer_topk(**given, topk=6).indices
+    inputs = indexed(40)
+    right = gradients(best_scores, inputs, topk=6)
+    indices = ops.indexer_topk(**inputs, topk=6).indices
 
     def listed(**leaves):
         scores = ops.indexer_scores(**leaves, indices=indices)
         return scores.masked_fill(indices < 0, 0)
 
-    near(gradients(listed, given), right)
+    near(gradients(listed, inputs), right)
 
 
 def test_the_loss_of_an_indexer():
     """kl_div of scores and weights, against the dense formula, with gradients of the indexer."""
-    given, index = latents(24), indexed(24)
+    inputs, index = latents(24), indexed(24)
 
     def loss(**leaves):
         indices, scores = ops.indexer_topk(**leaves, topk=5)
         weights = ops.sparse_attention(
-            given["q"], given["k"], None, indices, value_dim=8, output_weights=True
+            inputs["q"], inputs["k"], None, indices, value_dim=8, output_weights=True
         ).weights
         return ops.kl_div(scores, weights, form="logits", reduction="none")
 
     def dense(q, k, w):
         indices, scores = FORMULAS["indexer_topk"](q, k, w, 5)
-        s = (given["q"] @ given["k"].mT) * 12**-0.5
-        seen = torch.zeros(1, 24, 25, dtype=torch.bool).scatter(-1, indices.long() % 25, True)
-        p = torch.softmax(s.masked_fill(~seen[:, None, :, :24], -torch.inf), -1).mean(1)
+        s = (inputs["q"] @ inputs["k"].mT) * 12**-0.5
+        listed = torch.zeros(1, 24, 25, dtype=torch.bool).scatter(-1, indices.long() % 25, True)
+        p = torch.softmax(s.masked_fill(~listed[:, None, :, :24], -torch.inf), -1).mean(1)
         p = torch.cat([p, p.new_zeros(1, 24, 1)], -1).gather(-1, indices.long() % 25)
         logs = torch.log_softmax(scores, -1)
         return torch.where(p > 0, p * (p.clamp(min=1e-300).log() - logs), 0).sum(-1)
@@ -292,7 +283,7 @@ WRONG = {
     "dtypes": ((Q, K, V.double(), LISTS), {}, TypeError, "q is torch.float32, got v"),
     "flag": ((Q, K, V, LISTS), {"output_weights": 1}, TypeError, "output_weights must be True"),
     "scale": ((Q, K, V, LISTS), {"scale": "1"}, TypeError, "scale must be a number"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -318,7 +309,7 @@ WRONG_INDEXERS = {
     "both": ((HEADS, KEYS, W, 2), {"ranges": RANGES, "documents": IDS}, ValueError, "got both"),
     "documents": ((HEADS, KEYS, W, 2), {"documents": IDS}, ValueError, "documents must have"),
     "lengths": ((HEADS, KEYS, W, 2), {"cu_seqlens": RANGES}, ValueError, "cu_seqlens has one axis"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG_INDEXERS)

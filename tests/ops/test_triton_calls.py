@@ -22,23 +22,23 @@ from tests import harness
 # --- samples ---
 
 
-def launches(op, sample, dtype, seen):
+def launches(op, sample, dtype, launched):
     """Kernels with one of their flags each, as a call and its backward launch them."""
-    seen.clear()
+    launched.clear()
     tensors = sample.make("cpu", dtype)
     result, _ = outputs(call(op, tensors, sample.options, **{op: test_ops.bound(op, "triton")}))
     grads(result, tensors, {n: torch.ones_like(t) for n, t in result.items()})
-    kind = "half" if dtype.itemsize == 2 else "single"  # bfloat16 stands for float16
+    precision = "half" if dtype.itemsize == 2 else "single"  # bfloat16 stands for float16
     # without a tensor a kernel is the same in every dtype
-    return {launch if launch[-1] is None else (*launch, kind) for launch in seen}
+    return {launch if launch[-1] is None else (*launch, precision) for launch in launched}
 
 
 @pytest.fixture
-def seen(monkeypatch):
-    """What is launched, without running it."""
+def launched(monkeypatch):
+    """The launches of kernels, recorded instead of run."""
     from triton.runtime import interpreter
 
-    found = []
+    calls = []
 
     def note(grid, *args, **kwargs):
         name = grid.fn.__name__
@@ -47,26 +47,26 @@ def seen(monkeypatch):
             for n, v in zip(grid.arg_names, args, strict=False)
             if v is None or isinstance(v, (bool, str))
         ]
-        found.extend([(name,), *((name, *flag) for flag in flags)])
+        calls.extend([(name,), *((name, *flag) for flag in flags)])
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", note)
-    return found
+    return calls
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not harness.interpreted(), reason="counts interpreted launches")
 @pytest.mark.parametrize("op", operators())
-def test_first_samples_of_a_form_reach_every_kernel_flag_and_dtype(op, seen):
+def test_first_samples_reach_every_kernel_flag_and_dtype(op, launched):
     if module("triton", op) is None:
         pytest.skip("no kernels")
     every, kept = set(), set()
     for sample in samples.of(op):
         if sample.size == "small":
             for dtype in DTYPES:
-                found = launches(op, sample, dtype, seen)
-                every |= found
+                reached = launches(op, sample, dtype, launched)
+                every |= reached
                 if not test_ops.seldom(op, sample, dtype, once=True):
-                    kept |= found
+                    kept |= reached
     assert every == kept, "give the sample that launches it a Sample.path"
 
 
@@ -75,8 +75,8 @@ def test_first_samples_of_a_form_reach_every_kernel_flag_and_dtype(op, seen):
 
 def implementing(config):
     """Backends under test that overwrite logits themselves."""
-    found = [b for b in harness.selected_backends(config) if module(b, "cross_entropy_inplace")]
-    return [b for b in found if not (harness.interpreted() and b == "reference")] or ["triton"]
+    backends = [b for b in harness.selected_backends(config) if module(b, "cross_entropy_inplace")]
+    return [b for b in backends if not (harness.interpreted() and b == "reference")] or ["triton"]
 
 
 def loss_of(backend, logits, target):
@@ -126,8 +126,13 @@ def test_models_are_equal_to_stock_through_the_kernels():
     from tests.sweep.run import sweep
 
     with use(default="triton"):
-        found = list(sweep([Pair(*names) for names in PAIRS]))
-    assert [(o.status, o.why) for o in found] == [("equal", "")] * len(PAIRS)
-    assert found[0].calls.keys() >= {"rms_norm", "gated_mlp", "rope", "fused_linear_cross_entropy"}
-    assert "layer_norm" in found[1].calls
-    assert all(o.served == o.modules for o in found)
+        reports = list(sweep([Pair(*names) for names in PAIRS]))
+    assert [(o.status, o.why) for o in reports] == [("equal", "")] * len(PAIRS)
+    assert reports[0].calls.keys() >= {
+        "rms_norm",
+        "gated_mlp",
+        "rope",
+        "fused_linear_cross_entropy",
+    }
+    assert "layer_norm" in reports[1].calls
+    assert all(o.served == o.modules for o in reports)

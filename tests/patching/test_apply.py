@@ -22,12 +22,7 @@ from transformers.models.llama.modeling_llama import (
 
 import liger_multi
 from liger_multi.errors import ConfigurationError, PatchError
-from liger_multi.patching import (
-    PatchReport,
-    patch,
-    patched,
-    unpatch,
-)
+from liger_multi.patching import PatchReport, patch, patched, unpatch
 from tests.models import ARCHITECTURES, KINDS, assert_same_training, batch, build
 
 
@@ -162,7 +157,7 @@ def test_bad_backend_and_model():
         pass
 
 
-def test_model_type_patches_what_is_built_later(tmp_path):
+def test_model_type_patches_later_instances(tmp_path):
     post_init = transformers.PreTrainedModel.post_init
     build("llama").save_pretrained(tmp_path)
     report = patch("llama", rms_norm=False)
@@ -231,7 +226,7 @@ def test_strict_model_types_raise_in_the_constructor(monkeypatch):
         transformers.LlamaModel(build("llama").config)  # a model that has no head, by design
 
 
-def test_strict_asks_for_what_was_named():
+def test_strict_requires_named_operators():
     """A default finds what there is; a name that finds nothing is a mistake."""
     report = patch(build("mixtral"), strict=True)
     assert {s.op for s in report.skipped} == {"swiglu", "geglu"}

@@ -37,7 +37,7 @@ def test_a_repeated_run_has_equal_bits(model_type, checkpointing):
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_an_operator_that_does_not_repeat_is_found(model_type, monkeypatch):
+def test_nondeterministic_operator_is_reported(model_type, monkeypatch):
     """The last bit of some elements of a norm, at random in every call."""
     maker(model_type, False)()  # recognizes the norms, which probes of such a norm would not
     original, generator = Primitive.call, torch.Generator()

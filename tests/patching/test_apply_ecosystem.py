@@ -89,7 +89,7 @@ def test_a_loss_object_of_the_caller_in_the_graph():
     assert_same_training(stock, ours, lambda m: (compiled if m is ours else step)(m))
 
 
-def test_a_loss_object_keeps_what_the_patch_adds():
+def test_loss_object_keeps_patch_options():
     """A z-loss belongs to our loss, which the compiler's own call would silently replace."""
     ours = bert()[1]
     patch(ours, fused_linear_cross_entropy={"z_loss": 0.1})
@@ -506,7 +506,7 @@ def assert_same(actual, expected, grad):
         ("own loss", True, False),
     ],
 )
-def test_an_exported_program_is_that_of_stock(what, grad, strict):
+def test_exported_program_equals_unpatched(what, grad, strict):
     """Outputs and gradients, for other sizes; the program holds the operators."""
     stock, ours = both(what)
     with torch.set_grad_enabled(grad):
@@ -588,7 +588,7 @@ def test_traced_models_of_other_types(model_type):
 
 @TRACED
 @GRAD
-def test_a_trace_holds_operators_and_not_what_a_backend_does(grad):
+def test_trace_has_operators_not_backend_calls(grad):
     """A kernel is invisible to the tracer, which would record the buffer that it fills."""
 
     def function(x, weight):

@@ -303,7 +303,7 @@ def test_situation(model_type, situation, device, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_report_names_what_runs(model_type):
+def test_report_names_running_operators(model_type):
     known = ARCHITECTURES[model_type]
     report = patch(copy.deepcopy(built(model_type)), strict=True)
     by = {entry.op: entry.replaced_by for entry in report.entries}
@@ -383,7 +383,7 @@ def test_hyper_connections_are_those_of_deepseek(dtype):
         ({"routing": None}, TypeError, "routing must be"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, error, said):
+def test_unfit_arguments_are_refused(change, error, said):
     inputs = {
         "x": torch.zeros(4, 8),
         "gate_up_weight": torch.zeros(3, 8, 8),
@@ -408,7 +408,7 @@ def test_what_does_not_fit_is_refused(change, error, said):
         ("hyper_connections_post", {"out": torch.zeros(3, 5)}, ValueError, "out must have shape"),
     ],
 )
-def test_streams_that_do_not_fit_are_refused(op, change, error, said):
+def test_unfit_streams_are_refused(op, change, error, said):
     inputs = {
         "hyper_connections": {
             "weight": torch.zeros(8, 8),

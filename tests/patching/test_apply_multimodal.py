@@ -108,7 +108,7 @@ def run(batch):
 
 
 @every
-def test_a_step_that_reaches_all_parameters(model_type):
+def test_step_reaches_all_parameters(model_type):
     """The others compare what is too large here to be rounding."""
     stock, ours, batch = models(model_type)
     assert TOWERS[model_type][1] in modalities(batch)

@@ -67,7 +67,7 @@ def pair(model_type, dtype=torch.float32, **config):
 
 
 def padded(mask):
-    """A batch whose labels want nothing of padding, which sees nothing here and all in eager."""
+    """A padded batch: labels ignore padding, whose queries see no key here and all in eager."""
     before = torch.cat([mask[:, :1], mask[:, :-1]], 1)
     labels = IDS.masked_fill((mask == 0) | (before == 0), -100)
     return {"input_ids": IDS, "attention_mask": mask, "labels": labels}
@@ -245,7 +245,7 @@ def test_a_patched_model_too():
 
 
 @pytest.mark.slow
-def test_a_graph_finds_out_once_a_pass_that_a_mask_is_causal(monkeypatch):
+def test_graph_checks_causal_mask_once_per_pass(monkeypatch):
     """Else it could not take the kernels of plain causal masks that an eager model takes."""
     from liger_multi.reference.attention import attention as kernels
 

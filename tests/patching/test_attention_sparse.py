@@ -59,7 +59,7 @@ def batch(model, rows=2):
 
 
 def step(model, inputs):
-    """All gradients after one step, and the loss beside them."""
+    """All gradients after one step, and the loss."""
     model.zero_grad()
     torch.manual_seed(0)
     loss = model(**inputs).loss
@@ -218,8 +218,8 @@ def test_of_a_long_sequence_some_queries_are_absorbed_at_a_time(reentrant, equal
     torch.testing.assert_close(actual, stock.eval()(**inputs).loss)
 
 
-def test_adapters_on_the_matrix_that_expands_latents(equal):
-    """It runs by itself then: its weight alone says no more what it computes."""
+def test_adapters_on_latent_expansion(equal):
+    """It runs by itself then: its weight alone no longer says what it computes."""
     peft = pytest.importorskip("peft")
     stock = built()
     config = peft.LoraConfig(target_modules=["kv_b_proj", "o_proj"], init_lora_weights=False)
@@ -343,7 +343,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_classes_are_known_by_what_they_compute(name):
+def test_classes_are_recognized_by_numbers(name):
     change, reason = CHANGES[name]
     model = built()
     for layer in model.model.layers:
@@ -362,7 +362,7 @@ def test_classes_are_known_by_what_they_compute(name):
 # --- what stands for masks and scores of a forward ---
 
 
-def test_recorders_refuse_what_they_do_not_know():
+def test_recorders_refuse_unknown_operations():
     keys = sparse.IndexKeys(torch.ones(1, 5, 4), lambda *args: None)
     queries = torch.ones(1, 3, 2, 4)
     with pytest.raises(ConfigurationError, match="matmul of keys after nothing"):

@@ -85,7 +85,7 @@ def verdict(model_type, cls):
 
 
 @pytest.mark.parametrize("model_type", SERVED)
-def test_models_that_call_the_interface_equal_eager(model_type):
+def test_interface_models_equal_eager(model_type):
     actual = verdict(model_type, SERVED[model_type])
     assert actual.status in (("served",) if LATEST else ("served", "refused")), actual.why
     assert not LATEST or actual.causal == (actual.kind != "masked")
@@ -130,7 +130,7 @@ def test_all_model_types_equal_eager_or_are_refused(tmp_path):
         ),
     ],
 )
-def test_layers_that_the_sweep_has_no_attention_in(cls, options):
+def test_layers_outside_the_sweep(cls, options):
     config = getattr(transformers, f"{cls}Config")(**{**TINY, "num_hidden_layers": 3, **options})
     eager = getattr(transformers, f"{cls}ForCausalLM")._from_config(
         config, attn_implementation="eager"
@@ -176,7 +176,7 @@ def test_a_prompt_in_pieces_through_a_cache_equals_eager(case, padding):
         ("Git", "GitForCausalLM: it picks attention classes from a table of its own, GIT_SELF_ATT"),
     ],
 )
-def test_the_refusal_names_the_class_and_what_is_missing(cls, reason):
+def test_refusal_names_class_and_missing_part(cls, reason):
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2} if cls == "Git" else {"n_layer": 1}
     config = getattr(transformers, f"{cls}Config")(hidden_size=32, n_head=2, **sizes)
     config._attn_implementation = OURS
@@ -282,7 +282,7 @@ class ReluModel(PreTrainedModel):
         self.attention = ReluAttention()
 
 
-def test_an_eager_attention_that_is_not_softmax_is_refused():
+def test_eager_attention_without_softmax_is_refused():
     config = transformers.LlamaConfig(**TINY)
     ReluModel._from_config(config, attn_implementation="sdpa")
     with pytest.raises(ValueError, match="ReluModel: its eager_attention_forward computes some"):
@@ -291,7 +291,7 @@ def test_an_eager_attention_that_is_not_softmax_is_refused():
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_check_holds_while_a_model_is_loaded(device):
-    """That is on the meta device and in the dtype of the checkpoint."""
+    """Models are loaded on the meta device and in the dtype of the checkpoint."""
     attention_support._other_than_softmax.cache_clear()
     config = transformers.LlamaConfig(**TINY)
     with torch.device(device), torch.autocast("cpu"):
@@ -389,7 +389,7 @@ def test_a_mask_is_complete(case):
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("reader", ["add", "item", "where", "dtype", "sdpa"])
-def test_a_compiled_model_that_reads_the_mask_raises(reader, fullgraph):
+def test_compiled_model_reading_the_mask_raises(reader, fullgraph):
     class Reader(nn.Module):
         def forward(self, scores):
             return READERS[reader](key_mask()), scores
@@ -400,7 +400,7 @@ def test_a_compiled_model_that_reads_the_mask_raises(reader, fullgraph):
 
 
 @pytest.mark.slow
-def test_a_compiled_step_takes_a_mask_that_was_made_before():
+def test_compiled_step_takes_earlier_mask():
     from torch._dynamo.testing import CompileCounter
 
     eager = build("llama").eval()
@@ -472,7 +472,7 @@ Q, SHORT = torch.randn(2, 2, 5, 4), torch.randn(2, 2, 3, 4)
         ),
     ],
 )
-def test_what_could_be_misunderstood_is_refused(arguments, message):
+def test_ambiguous_masks_are_refused(arguments, message):
     usual = {"module": Causal(), "query": Q, "key": Q, "value": Q, "attention_mask": None}
     attention.forward(**usual)
     with pytest.raises(ValueError, match=message) as error:
@@ -493,7 +493,7 @@ def test_dense_masks_of_others_are_taken(form):
 
 
 @pytest.mark.parametrize("name", [*attention.HARMLESS, "token_type_ids"])
-def test_keywords_that_eager_does_not_read_change_nothing(name):
+def test_keywords_unread_by_eager_change_nothing(name):
     inputs = {name: 2 if name == "sliding_window" else True}
     if name.startswith("cu_seq_lens"):
         inputs[name] = torch.tensor([0, 5])

@@ -13,14 +13,7 @@ from liger_multi.patching import patch
 from liger_multi.patching.evidence import branches
 from liger_multi.patching.evidence.branches import Outcomes
 from tests.models import build
-from tests.patching.test_evidence_reached import (
-    Mlp,
-    Norm,
-    is_served,
-    of,
-    reasons,
-    report_of,
-)
+from tests.patching.test_evidence_reached import Mlp, Norm, is_served, of, reasons, report_of
 
 # --- other inputs ---
 
@@ -82,7 +75,7 @@ def by_length(y):
 @pytest.mark.parametrize(
     "make", [Long, Narrow, OnDevice, OnOtherDevice, Overflowing, lambda: of(by_length)]
 )
-def test_branches_that_no_probe_took(make):
+def test_untaken_branches(make):
     report = report_of(make())
     assert not is_served(report)
     assert "a branch that depends on its input" in reasons(report)
@@ -133,13 +126,13 @@ class NamingDevice(Norm):
 
 
 @pytest.mark.parametrize("make", [Checking, Optional, Mlp, Norm, NamingDevice, OnAnApple])
-def test_branches_that_decide_nothing(make, monkeypatch):
+def test_branches_without_effect(make, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     branches._jumps.cache_clear()
     assert is_served(report_of(make()))
 
 
-def test_a_branch_of_a_device_that_is_there(monkeypatch):
+def test_branch_on_an_available_device(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     branches._jumps.cache_clear()
     report = report_of(OnThisDevice())
@@ -157,7 +150,7 @@ def test_a_branch_of_a_device_that_is_there(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("base", [Mlp, Norm])
-def test_bounds_that_are_far_away(change, base):
+def test_distant_bounds(change, base):
     report = report_of(of(change, base))
     if base is Norm and change is not torch.nan_to_num:
         return  # what a norm returns is never that large
@@ -227,7 +220,7 @@ def _of_a_choice(self, x):
         (_of_a_choice, [1], True),
     ],
 )
-def test_conditions_that_had_one_outcome(function, inputs, one_sided):
+def test_one_sided_conditions(function, inputs, one_sided):
     outcomes = Outcomes([function])
     with outcomes.watched():
         for x in inputs:

@@ -13,21 +13,13 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 
-from liger_multi.patching import (
-    patch,
-    rotary,
-)
+from liger_multi.patching import patch, rotary
 from liger_multi.patching.evidence.probe import probe_context
 from liger_multi.patching.experts import find as find_experts
 from liger_multi.patching.mlp import find as find_mlps
 from liger_multi.patching.norms import find as find_norms
 from tests.models import build
-from tests.patching.test_evidence_signature import (
-    Mlp,
-    Norm,
-    in_both_modes,
-    patched_pair,
-)
+from tests.patching.test_evidence_signature import Mlp, Norm, in_both_modes, patched_pair
 
 # --- what a forward does in another mode, and besides ---
 
@@ -186,7 +178,7 @@ class Overwriting(Mlp):
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_mlps_that_do_more_are_left_alone(module_class, reason, training):
+def test_mlps_with_extra_behavior_are_left_alone(module_class, reason, training):
     module = module_class().train(training)
     stock, ours, entries, reasons = patched_pair(module)
     assert entries == []
@@ -221,7 +213,7 @@ class NormGradientScaled(Norm):
     "module_class", [NormDropped, NormOfTraining, NormKeeping, NormGradientScaled]
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_norms_that_do_more_are_left_alone(module_class, training):
+def test_norms_with_extra_behavior_are_left_alone(module_class, training):
     stock, ours, entries, reasons = patched_pair(module_class().train(training))
     assert entries == []
     assert len(reasons) == 1
@@ -298,8 +290,8 @@ SURROUNDINGS = {
 
 @pytest.mark.parametrize("module_class", ["llama", "mixtral"])
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
-def test_what_holds_at_the_patch_does_not_show(surroundings, module_class):
-    """Under fp64 by default the first patch of a process left every MLP alone, and all later."""
+def test_global_state_does_not_change_the_report(surroundings, module_class):
+    """Under a default dtype of fp64, the first patch of a process left every MLP alone."""
     models = [build(module_class) for _ in range(3)]
     probes_forgotten()
     expected = str(patch(models[0]))

@@ -113,7 +113,7 @@ def test_a_patch_and_a_trial_leave_a_model_alone(model_type):
 
 @pytest.mark.parametrize("form", ["keyword", "positional", "wrapped", "unknown", "legacy"])
 def test_a_cache_is_never_tried_with(form):
-    """By what it is: under any name, in any place, and an object of no known kind."""
+    """Caches are recognized under any name and in any place; unknown objects are not tried with."""
     model = build("llama").eval()
     liger_multi.patch(model)
     inputs = rows()
@@ -234,7 +234,7 @@ def test_recomputed_layers_and_estimates_write_no_cache():
 
 
 @pytest.mark.parametrize("rows_of_a_batch", [1, 2])
-def test_generation_is_that_of_the_unpatched_model(rows_of_a_batch):
+def test_generation_equals_unpatched(rows_of_a_batch):
     unpatched = build("llama").eval()
     model = copy.deepcopy(unpatched)
     liger_multi.patch(model)

@@ -208,7 +208,7 @@ def double(head: nn.Linear) -> None:
     head.__class__ = Doubled
 
 
-def test_weight_that_is_a_property() -> None:
+def test_weight_as_property() -> None:
     stock, inputs = build(tied=False), batch()
     double(stock.lm_head)
     ours = copy.deepcopy(stock)

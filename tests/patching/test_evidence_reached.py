@@ -151,7 +151,7 @@ def _pairs():
 
 @pytest.mark.parametrize("base", [Mlp, Norm])
 @pytest.mark.parametrize("where", _pairs())
-def test_values_that_change_after_the_patch(where, base):
+def test_values_changed_after_the_patch(where, base):
     scale, change = _pairs()[where]
     module = of(scale, base)
     stock, x = copy.deepcopy(module), torch.randn(2, 5, 12)
@@ -173,7 +173,7 @@ def test_values_that_change_after_the_patch(where, base):
         change(1.0)
 
 
-def test_a_factor_that_is_one_is_recognized():
+def test_factor_of_one_is_recognized():
     assert is_served(report_of(of(lambda y: y * FACTOR)))
 
 
@@ -194,7 +194,7 @@ def test_a_compiled_graph_does_not_keep_values(where):
         torch._dynamo.reset()
 
 
-def test_what_a_class_kept_is_not_taken_for_another_value():
+def test_cached_class_value_is_not_confused():
     """The probe of a class is kept, but not over a change of what its code reads."""
     module = of(lambda y: y * FACTOR)
     again = type(module)()
@@ -265,7 +265,7 @@ def _of_a_tensor():
         (lambda y: torch.distributed.get_world_size() * y, "of torch.distributed"),
     ],
 )
-def test_code_that_does_more_is_left_alone(scale, reason, base):
+def test_code_with_extra_behavior_is_left_alone(scale, reason, base):
     module = of(scale, base)
     report = report_of(module)
     assert not is_served(report)
@@ -425,7 +425,7 @@ torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), [("= 1.0", "= 2.0"), ("act_fn(", "act_fn(0.5 * ")])
-def test_a_module_that_is_loaded_where_its_code_is_another(old, new, tmp_path):
+def test_module_unpickled_with_other_code(old, new, tmp_path):
     """A probe says nothing of code that was edited since the model was saved."""
     file = tmp_path / "code_of_somebody.py"
     file.write_text(FILE)
@@ -454,7 +454,7 @@ torch.save(model, "model.pt")
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "qwen3_moe", "phi3"])
-def test_transforms_of_torch_func_run_what_is_unpatched(case):
+def test_torch_func_transforms_run_unpatched(case):
     """Gradients of each sample, and a derivative forwards."""
     stock, model = pair(case, attn_implementation="eager")
     patch(model)
@@ -482,7 +482,7 @@ def test_transforms_of_torch_func_run_what_is_unpatched(case):
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "phi3"])
-def test_derivatives_forwards_run_what_is_unpatched(case):
+def test_forward_derivatives_run_unpatched(case):
     """Dual tensors, without a transform of ``torch.func`` around them."""
     stock, model = pair(case, attn_implementation="eager")
     patch(model)
@@ -528,7 +528,7 @@ def test_a_trace_of_the_thread_comes_back():
         sys.settrace(before)
 
 
-def test_threads_that_patch_at_once():
+def test_concurrent_patches():
     results, start = [], threading.Barrier(8)
 
     def run():

@@ -17,9 +17,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.llama import modeling_llama
 
 from liger_multi import ops
-from liger_multi.patching import (
-    patch,
-)
+from liger_multi.patching import patch
 from liger_multi.patching.mlp import fused as mlp
 from tests.models import Calls, assert_same_training, batch, build, pair
 
@@ -290,7 +288,7 @@ HOOKS = {
 
 @pytest.mark.parametrize("layer", ["act_fn", "gate_proj", "up_proj", "down_proj"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_on_what_an_mlp_calls(hook, layer):
+def test_hooks_on_callees_of_an_mlp(hook, layer):
     stock, ours, _, _ = patched_pair(Mlp())
     handles = [HOOKS[hook](getattr(m, layer)) for m in (stock, ours)]
     in_both_modes(stock, ours)
@@ -344,7 +342,7 @@ GLOBAL_HOOKS = {
 @pytest.mark.filterwarnings("ignore:.*backward hook.*:UserWarning")
 @pytest.mark.parametrize("module_class", ["llama", "mixtral"])
 @pytest.mark.parametrize("hook", GLOBAL_HOOKS)
-def test_hooks_on_all_modules_see_what_stock_calls(module_class, hook):
+def test_global_hooks_see_unpatched_calls(module_class, hook):
     stock, ours = pair(module_class)
     patch(ours, **ALONE)
     observed = []

@@ -12,21 +12,11 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 
-from liger_multi.patching import (
-    patch,
-    register_experts,
-    unpatch,
-    unregister_experts,
-)
+from liger_multi.patching import patch, register_experts, unpatch, unregister_experts
 from tests.comparing import assert_same_gradients
 from tests.models import assert_same_training, batch, pair
 from tests.patching.test_apply import HEADLESS
-from tests.patching.test_evidence_signature import (
-    ALONE,
-    HOOKS,
-    Holder,
-    patched_pair,
-)
+from tests.patching.test_evidence_signature import ALONE, HOOKS, Holder, patched_pair
 from tests.patching.test_mlp import Odd
 from tests.patching.test_norms_find import (
     OneModule,
@@ -56,7 +46,7 @@ def shared_experts(**config):
     return weighted(modeling("inkling").InklingSharedExperts(config))
 
 
-def test_experts_that_all_tokens_go_to():
+def test_shared_experts():
     pytest.importorskip("transformers.models.inkling")
     module = shared_experts()
     stock = copy.deepcopy(module)
@@ -86,8 +76,8 @@ def muse_spark_experts():
     return weighted(modeling("muse_spark").MuseSparkExperts(config))
 
 
-def test_experts_that_end_in_a_norm():
-    """Of every expert's output, so before it is weighted and summed."""
+def test_experts_with_final_norm():
+    """The norm acts on every expert's output, before that is weighted and summed."""
     pytest.importorskip("transformers.models.muse_spark")
     module, index = muse_spark_experts(), torch.randint(4, (10, 2))
     stock = copy.deepcopy(module)
@@ -173,7 +163,7 @@ def test_experts_of_equal_blocks_of_rows():
         assert len(calls) == 1
 
 
-def test_experts_that_are_the_identity():
+def test_identity_experts():
     config = transformers.LongcatFlashConfig(
         hidden_size=16, expert_ffn_hidden_size=12, n_routed_experts=4, zero_expert_num=2
     )

@@ -16,11 +16,7 @@ from liger_multi.errors import ConfigurationError
 from liger_multi.patching import patch, register_experts, unpatch, unregister_experts
 from liger_multi.patching.experts.find import experts_kind
 from tests.comparing import assert_same_gradients
-from tests.models import (
-    assert_same_training,
-    batch,
-    build,
-)
+from tests.models import assert_same_training, batch, build
 from tests.patching.test_apply_models import experts_of
 
 # --- experts ---
@@ -184,7 +180,7 @@ def test_a_gate_of_another_kind_stays_stock(monkeypatch):
         unregister_experts()
 
 
-def test_what_the_gate_of_gpt_oss_is():
+def test_gate_of_gpt_oss():
     actual = experts_kind(experts_of(build("gpt_oss"))[0])
     assert (actual.activation, actual.interleaved, actual.transposed, actual.bias) == (
         "swiglu_clamped",
@@ -195,7 +191,7 @@ def test_what_the_gate_of_gpt_oss_is():
     assert dict(actual.clamps) == {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 
 
-def test_a_transformers_that_takes_no_names_is_refused(monkeypatch):
+def test_transformers_without_names_is_refused(monkeypatch):
     """5.0 raised when a model asked for the name, with a list of its own."""
     monkeypatch.setattr("transformers.__version__", "5.6.2")  # whatever module stands for it now
     with pytest.raises(ConfigurationError, match=r"needs transformers >= 5\.7, this is 5\.6\.2"):
@@ -203,7 +199,7 @@ def test_a_transformers_that_takes_no_names_is_refused(monkeypatch):
     assert "liger_multi" not in moe.ExpertsInterface._global_mapping
 
 
-def test_a_name_that_is_taken_is_refused():
+def test_taken_name_is_refused():
     needs_names()
     moe.ExpertsInterface.register("taken", print)
     try:

@@ -381,7 +381,7 @@ def watched(ours):
 @pytest.mark.parametrize(
     ("change", "reason"), [(trained, "are trained as well"), (watched, "something stands around")]
 )
-def test_what_is_more_runs_peft_s_forward(change, reason, calls):
+def test_other_adapters_run_peft_forward(change, reason, calls):
     """Before a patch, with the reason in its report, and after it."""
     for when in ("before", "after"):
         stock, ours = pair()
@@ -409,7 +409,7 @@ def test_another_layout_is_left_to_peft():
     assert "failed on a small copy" in expert_lora._measured(nn.Linear, False)
 
 
-def test_experts_that_peft_reads_the_other_way_round_are_left():
+def test_transposed_experts_of_peft_are_left():
     """Llama 4 keeps inputs before outputs, and has no flag that says so."""
     settings = transformers.Llama4TextConfig(
         vocab_size=223,

@@ -155,7 +155,7 @@ def groups(monkeypatch):
 @pytest.mark.parametrize("adapters", [True, False])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
-def test_a_step_is_that_of_the_dequantized_weights(model_type, nested, adapters, quantize, groups):
+def test_step_equals_dequantized_weights(model_type, nested, adapters, quantize, groups):
     stock, ours = pair(model_type, quantize, nested, adapters)
     report = patch(ours, strict=True)
     assert report.count("fused_moe") == 2
@@ -214,7 +214,7 @@ def test_backward_runs_under_the_autocast_of_forward(quantize, monkeypatch, impl
         assert (results[1][name] - expected).norm() < 0.05 * expected.norm(), name
 
 
-def test_what_is_kept_for_backward(quantize):
+def test_tensors_saved_for_backward(quantize):
     """Inputs and factors, nothing of a group."""
     _, ours = pair("mixtral", quantize)
     patch(ours, strict=True)

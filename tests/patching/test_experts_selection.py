@@ -88,7 +88,7 @@ def test_each_call_looks(registered, monkeypatch):
     assert_equal_training(model, unpatched)
 
 
-def test_a_name_that_nobody_registered_raises_as_unpatched():
+def test_unregistered_name_raises_as_unpatched():
     unpatched, model = pair()
     liger_multi.patch(model)
     for one in (unpatched, model):
@@ -112,7 +112,7 @@ def test_a_compiled_model_follows(registered):
 
 
 @pytest.mark.parametrize("name", ["grouped_mm", "batched_mm", "eager"])
-def test_autocast_of_fp32_stacks_is_that_of_the_implementation(name):
+def test_autocast_of_fp32_stacks(name):
     """grouped_mm takes the dtype of the weights; the others have matmuls, which autocast knows."""
     unpatched, model = pair()
     liger_multi.patch(model)

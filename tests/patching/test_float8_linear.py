@@ -86,7 +86,7 @@ def test_layers_multiply_in_float8_and_unpatch_is_exact():
     assert equal(step(llama), before)
 
 
-def test_every_layer_gives_what_the_operator_gives():
+def test_layers_equal_the_operator():
     layer = nn.Linear(32, 48)
     holder = nn.Sequential(layer)
     x = torch.randn(3, 5, 32, requires_grad=True)
@@ -114,7 +114,7 @@ def test_small_layers_and_heads_stay_and_the_report_says_why():
     patch(model(), strict=True, linear_float8=True)  # being small is no failure
 
 
-def test_layers_that_compute_something_else_stay():
+def test_other_layers_stay():
     class Doubled(nn.Linear):
         def forward(self, x):
             return super().forward(x) * 2
@@ -189,7 +189,7 @@ def weights_rounded():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("case", [torch.optim.SGD, torch.optim.AdamW])
-def test_codes_that_are_kept_are_those_of_each_use(case, checkpointing):
+def test_cached_codes_equal_fresh_ones(case, checkpointing):
     """Once per step of the optimizer, whatever the number of micro-batches; and the same bits."""
     llama, other = model(), model()
     patch(llama, linear_float8=CACHED)
@@ -209,7 +209,7 @@ def test_codes_that_are_kept_are_those_of_each_use(case, checkpointing):
             optimizer.step()
 
 
-def test_kept_codes_follow_every_write_that_counts():
+def test_cached_codes_follow_counted_writes():
     llama, other = model(), model()
     patch(llama, linear_float8=CACHED)
     patch(other, linear_float8=ALL)
@@ -231,7 +231,7 @@ def test_kept_codes_follow_every_write_that_counts():
     optimizer.step()
 
 
-def test_weights_whose_codes_are_kept_can_be_swapped():
+def test_weights_with_cached_codes_can_be_swapped():
     """``Module.to`` swaps DTensors, such as those of FSDP2, and refuses weak references."""
     llama, other = model(), model().double()
     patch(llama, linear_float8=CACHED)
@@ -247,7 +247,7 @@ def test_weights_whose_codes_are_kept_can_be_swapped():
     optimizer.step()
 
 
-def test_a_step_of_an_optimizer_that_counts_no_version():
+def test_optimizer_step_without_version_count():
     """As those in C: the hooks of its class tell."""
 
     class Uncounted(torch.optim.SGD):
@@ -277,7 +277,7 @@ def test_codes_are_not_kept_where_no_optimizer_steps():
             p.data.add_(p.grad, alpha=-0.05)
 
 
-def test_a_loop_of_ones_own_that_follows_an_optimizer():
+def test_manual_loop_after_an_optimizer():
     """The optimizer is still there, and does not step any more: uses are counted too."""
     from liger_multi.patching.float8 import code_cache
 
@@ -381,7 +381,7 @@ def test_kept_codes_go_with_the_step_and_with_the_model():
     assert alive() is None
 
 
-def test_an_input_that_was_written_to_is_rounded_again():
+def test_written_input_is_rounded_again():
     first, second = nn.Linear(32, 48), nn.Linear(32, 48)
     pair = nn.ModuleList([first, second])
     patch(pair, linear_float8=ALL)
@@ -443,7 +443,7 @@ def test_compiled_equals_eager():
     assert dx.shape == (6, 32)
 
 
-def test_hooks_run_and_see_what_goes_in_and_out():
+def test_hooks_see_inputs_and_outputs():
     holder = nn.Sequential(nn.Linear(32, 48))
     patch(holder, linear_float8=ALL)
     observed = []

@@ -32,7 +32,7 @@ IN_LAYERS = {"swiglu": {"whole": False}}
 
 
 @pytest.mark.parametrize("options", [ALL, FROZEN], ids=["trained", "frozen"])
-def test_norms_and_activations_round_for_the_layers_that_follow(options):
+def test_norms_and_activations_write_codes(options):
     """From the second step on; of the layers of a block only o_proj rounds, and no bit differs."""
     llama = model(torch.bfloat16, frozen=options is FROZEN)
     patch(llama, linear_float8=options, **IN_LAYERS)
@@ -226,7 +226,7 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("what", BETWEEN)
-def test_a_result_that_is_not_the_one_is_rounded(what):
+def test_other_result_is_rounded(what):
     block = learned(Block(nn.RMSNorm(32, eps=1e-5), BETWEEN[what]), torch.randn(4, 32))
     x = torch.randn(4, 32)
     with torch.no_grad(), recorded("rms_norm_quantized", "linear_float8") as calls:
@@ -239,8 +239,8 @@ def test_a_result_that_is_not_the_one_is_rounded(what):
 
 
 @pytest.mark.parametrize("where", ["norm", "layer", "all modules"])
-def test_hooks_that_write_past_the_version_counter(where):
-    """What a hook does through ``.data`` no version tells, so codes do not pass by one."""
+def test_hooks_writing_past_the_version_counter(where):
+    """No version counts what a hook writes through ``.data``, so codes are not handed past it."""
     block, x = learned(Block(nn.RMSNorm(32, eps=1e-5)), torch.randn(4, 32)), torch.randn(4, 32)
 
     def after(module, args, y):
@@ -302,7 +302,7 @@ def test_dispatch_modes_see_the_calls_of_the_first_step():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_of_a_model_that_has_learned(reentrant):
+def test_checkpointing_after_codes_are_handed_out(reentrant):
     """Also where forward has plain norms and the recomputation has codes."""
     llama = model()
     patch(llama, linear_float8=ALL)
@@ -318,7 +318,7 @@ def test_checkpointing_of_a_model_that_has_learned(reentrant):
     assert equal(step(other), expected)
 
 
-def test_threads_that_share_a_model_do_not_share_codes():
+def test_threads_do_not_share_codes():
     llama = model()
     patch(llama, linear_float8=ALL)
     every = [ids(2, 5 + i) for i in range(4)]
@@ -342,7 +342,7 @@ def test_threads_that_share_a_model_do_not_share_codes():
     assert not wrong
 
 
-def test_compiled_blocks_equal_those_that_have_learned():
+def test_compiled_blocks_equal_handed_out_codes():
     block, x = learned(Block(nn.RMSNorm(32, eps=1e-5)), torch.randn(4, 32)), torch.randn(4, 32)
     eager = block(x)
     torch._dynamo.reset()

@@ -82,7 +82,7 @@ def test_checkpoints_hold_the_original_weights_and_load():
     assert all(torch.equal(t, 1.5 * state[n]) for n, t in llama.state_dict().items())
 
 
-def test_without_originals_what_was_kept_comes_back():
+def test_unpatch_without_originals():
     llama = model(torch.bfloat16, frozen=True)
     expected = [rounded(m.weight) for m in linears(llama)]
     patch(llama, linear_float8={**FROZEN, "originals": False})
@@ -151,7 +151,7 @@ def test_inference_mode_and_generation(frozen):
     assert llama.generate(ids()[:, :4], max_new_tokens=3, pad_token_id=0).shape == (2, 7)
 
 
-def test_layers_that_share_a_weight_keep_sharing_it():
+def test_shared_weights_stay_shared():
     pair = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
     pair[1].weight = pair[0].weight
     pair.requires_grad_(False)
@@ -163,7 +163,7 @@ def test_layers_that_share_a_weight_keep_sharing_it():
     assert pair[0].weight is pair[1].weight
 
 
-def test_a_weight_that_was_replaced_is_kept_in_float8_again():
+def test_replaced_weight_is_quantized_again():
     llama = model(frozen=True)
     patch(llama, linear_float8=FROZEN)
     llama.load_state_dict(model(frozen=True).state_dict(), assign=True)
@@ -181,7 +181,7 @@ def test_codes_cannot_be_trained():
         step(llama)
 
 
-def test_weights_that_are_trained_are_left_with_a_reason():
+def test_trained_weights_are_skipped():
     llama = model(frozen=True)
     linears(llama)[0].weight.requires_grad_(True)
     report = patch(llama, linear_float8=FROZEN)

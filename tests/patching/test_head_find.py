@@ -12,15 +12,12 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 
-from liger_multi.patching import (
-    patch,
-    unpatch,
-)
+from liger_multi.patching import patch, unpatch
 from tests.models import assert_same_training, batch, build, pair
 
 
 @pytest.mark.parametrize("reason", ["hooked", "replaced", "embedding", "adapter"])
-def test_heads_that_stay(reason):
+def test_unfit_heads_stay(reason):
     model = build()
     head = model.lm_head
     if reason == "hooked":
@@ -69,7 +66,7 @@ def test_output_embeddings_of_inner_models_are_named():
     assert "fused_linear_cross_entropy" not in {s.op for s in patch(model).skipped}
 
 
-def test_embeddings_that_share_the_head_are_not_named():
+def test_tied_embeddings_are_not_reported():
     inner = Talker()
     model = Talker(inner)
     inner.lm_head = model.lm_head

@@ -214,7 +214,7 @@ IN_CHUNKS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [*ONE_CALL, *IN_CHUNKS])
-def test_what_losses_of_tokens_ask_is_one_fused_call(name, dtype, monkeypatch):
+def test_token_losses_use_one_fused_call(name, dtype, monkeypatch):
     """And no more than that is; the values and gradients are PyTorch's either way."""
     calls, own = [], ops.fused_linear_log_prob
     monkeypatch.setattr(
@@ -255,7 +255,7 @@ def test_several_losses_of_the_same_logits(models):
 
 
 @pytest.mark.parametrize("second", ["graph", "cooler", "other rows", "checkpointed"])
-def test_what_is_not_known_is_computed(models, second):
+def test_unknown_results_are_computed(models, second):
     """The first call found it without a graph, at another temperature, or of other rows."""
     results = []
     for model in models:
@@ -303,7 +303,7 @@ def _zeroed(output):
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_who_writes_to_a_result_changes_no_other(models, name):
+def test_writing_to_a_result_changes_no_other(models, name):
     actual = []
     for i, model in enumerate(models):
         logits = model(input_ids=IDS).logits
@@ -316,7 +316,7 @@ def test_who_writes_to_a_result_changes_no_other(models, name):
     assert_same_gradients(gradients(models[1]), gradients(models[0]))
 
 
-def test_what_is_known_goes_with_the_weights(models):
+def test_cached_statistics_follow_the_weights(models):
     logits = lazy(models[1])
     logits.logsumexp(-1)
     with torch.no_grad():

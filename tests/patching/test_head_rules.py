@@ -175,7 +175,7 @@ SAME = {
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", SAME)
-def test_an_operation_that_changes_nothing_returns_its_input(models, name, compiled):
+def test_no_op_returns_its_input(models, name, compiled):
     """With its history, under ``no_grad`` as well."""
     inner = torch.compile(models[1], backend="eager") if compiled else models[1]
 
@@ -245,7 +245,7 @@ def _without_a_class(forward):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("around", [_of_half_the_input, _without_a_class])
-def test_a_forward_that_somebody_puts_around_the_heads(models, around, compiled):
+def test_wrapped_forward_of_the_head(models, around, compiled):
     """After the patch; what is computed later does not pass by it a second time."""
     for model in models:
         model.lm_head.forward = around(model.lm_head.forward)
@@ -259,7 +259,7 @@ def test_a_forward_that_somebody_puts_around_the_heads(models, around, compiled)
     assert_same_training(*models, lambda m: loss_of(logits_of(inner if m is models[1] else m)))
 
 
-def test_a_hook_of_accelerate_that_changes_what_goes_in_and_out(models):
+def test_accelerate_hook_changes_inputs_and_outputs(models):
     """It stands around the forward, and has acted once when the loss is computed."""
     hooks = pytest.importorskip("accelerate.hooks")
 
@@ -288,7 +288,7 @@ class OwnProduct(torch.Tensor):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_weight_that_multiplies_in_its_own_way(models, grad):
+def test_weight_with_custom_matmul(models, grad):
     """It came after the patch: torchao quantizes a layer by another weight."""
     for model in models:
         weight = model.lm_head.weight.detach().as_subclass(OwnProduct)
@@ -338,7 +338,7 @@ def swept(name, dtype=torch.float32):
 
 
 @pytest.mark.slow
-def test_a_compiled_model_that_masks_its_own_logits():
+def test_compiled_model_masking_its_logits():
     """Chameleon writes to the logits of image tokens in its forward."""
     stock, ours, inputs = swept("chameleon/ChameleonForConditionalGeneration")
     losses = [m(**inputs).loss for m in (stock, ours, torch.compile(ours, backend="eager"))]
@@ -354,7 +354,7 @@ def test_a_compiled_model_that_masks_its_own_logits():
         "whisper/WhisperForCausalLM",
     ],
 )
-def test_logits_that_are_not_widened_have_the_unpatched_loss(name):
+def test_loss_of_logits_without_upcast(name):
     """Its dtype is that of the model."""
     stock, ours, inputs = swept(name, torch.bfloat16)
     expected, got = stock(**inputs).loss, ours(**inputs).loss
@@ -633,7 +633,7 @@ def test_inference_mode_reads_logits_of_outside(models):
     assert_same_training(*models, lambda m: loss_of(logits_of(m)))
 
 
-def test_which_reshape_is_a_view_agrees_with_pytorch():
+def test_reshape_views_agree_with_pytorch():
     draw = torch.Generator().manual_seed(0)
 
     def integer(low, high):
@@ -674,7 +674,7 @@ def test_products_in_a_graph_keep_the_order_of_factors(models):
         torch.testing.assert_close(whole(), one(logits_of(stock)))
 
 
-def test_a_gradient_by_logits_that_the_loss_bypassed_raises(models):
+def test_gradient_by_bypassed_logits_raises(models):
     compiled = torch.compile(models[1], backend="eager")
     z = compiled(input_ids=IDS).logits
     loss = F.cross_entropy(z.view(-1, VOCABULARY), IDS.view(-1))
@@ -697,7 +697,7 @@ def test_a_view_without_gradients_requires_grad_by_its_base(compiled, models):
     assert not z.detach().requires_grad
 
 
-def test_what_a_function_returned_keeps_its_history(models):
+def test_function_result_keeps_its_history(models):
     class Doubled(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):

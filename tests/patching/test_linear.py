@@ -113,7 +113,7 @@ def test_short_sequences_and_gradient_checkpointing(library):
         assert all(alone_as_in_a_batch(ours, tokens, True))
 
 
-def test_logits_that_are_read_after_the_block(library):
+def test_logits_read_after_the_block(library):
     """Lazy logits are computed as the forward pass was."""
     ours, tokens = model(), ids()
     with rows():
@@ -339,7 +339,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("case", LEFT)
-def test_layers_that_are_left(case):
+def test_unfit_layers_are_left(case):
     make, reason = LEFT[case]
     layer = make()
     before = [type(m) for m in layer.modules()]
@@ -385,7 +385,7 @@ def test_transposed_layers_of_transformers(monkeypatch):
         torch.testing.assert_close(container(X), expected)
 
 
-def test_a_layer_that_is_parametrized_after_the_patch(library):
+def test_layer_parametrized_after_the_patch(library):
     container, _ = one()
     module_class = type(container.layer)
     parametrizations.weight_norm(container.layer)

@@ -288,7 +288,7 @@ def kept(layer, x):
     return sum(held.values())
 
 
-def test_what_is_kept_for_backward():
+def test_tensors_saved_for_backward():
     """bf16 layers and fp32 adapters: the MLP keeps gate and up, attention's layers nothing."""
     model = build("llama", num_hidden_layers=1).bfloat16()
     stock = lora(model)

@@ -217,7 +217,7 @@ CHANGES += [_scaled, _combined]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_adapters_that_change_after_the_patch(change):
+def test_adapters_changed_after_the_patch(change):
     stock, ours = two_adapters()
     for model in (stock, ours):
         change(model)
@@ -232,7 +232,7 @@ def test_adapters_that_change_after_the_patch(change):
 
 
 @pytest.mark.parametrize("end", ["merge_and_unload", "unload"])
-def test_adapters_that_leave_a_patched_model(end):
+def test_adapters_removed_from_a_patched_model(end):
     stock, ours = (getattr(m, end)().requires_grad_() for m in two_adapters())
     assert_equal(stock, ours, grad=True)
     patch(ours)
@@ -328,7 +328,7 @@ def test_keyword_of_a_plain_head():
     torch.testing.assert_close(ours.lm_head(input=hidden) + 0.0, stock.lm_head(input=hidden))
 
 
-def test_a_scale_that_is_no_number_is_pefts():
+def test_non_numeric_scale_is_left_to_peft():
     stock, ours = two_adapters()
     for model in (stock, ours):
         for module in model.modules():
@@ -462,7 +462,7 @@ MODULES = (Attention, KeysOfAHalf, NoKeys, Twice, Elsewhere)
 
 
 @pytest.mark.parametrize("module_class", MODULES, ids=lambda module_class: module_class.__name__)
-def test_what_a_module_does_with_its_layers(module_class, calls):
+def test_modules_using_their_layers(module_class, calls):
     stock, ours = adapted(module_class)
     for _ in range(2):
         assert_same(stock, ours, *inputs())
@@ -470,7 +470,7 @@ def test_what_a_module_does_with_its_layers(module_class, calls):
     assert together.get() is None
 
 
-def test_an_input_that_changes_between_two_calls(calls):
+def test_input_changed_between_calls(calls):
     stock, ours = adapted(Changed)
     with torch.no_grad():
         expected, got = (m(inputs()[0]) for m in (stock, ours))
@@ -525,7 +525,7 @@ def test_forms_of_adapters(form, calls):
     assert calls == [layers]
 
 
-def test_layers_that_are_more_than_their_adapter(calls):
+def test_layers_with_more_than_an_adapter(calls):
     stock, ours = adapted(Attention)
     observed = []
     for module in (stock, ours):
@@ -636,7 +636,7 @@ def test_nothing_outlives_the_call(module_class, monkeypatch):
         del y
 
 
-def test_what_is_kept_for_backward():
+def test_tensors_saved_for_backward():
     """The input once and 3 r numbers a row, where PEFT keeps three copies of it."""
     stock, ours = adapted(Attention, dtype=torch.bfloat16)
     rows, width, rank = 7, 16, 4

@@ -61,7 +61,7 @@ NO_NAME = object()
 KEPT = version.parse("5.23")  # from here on, all types of SERVED hand ids to their mixers
 
 
-def test_sizes_that_no_kernel_takes_are_in_the_report(monkeypatch):
+def test_unsupported_sizes_are_reported(monkeypatch):
     """The operator is patched all the same. On a device without kernels there is nothing to say."""
     from liger_multi.dispatch import explain
     from liger_multi.dispatch.resolve import Candidate
@@ -191,7 +191,7 @@ def test_a_convolution_between_gates_is_one_operator(model_type, padded, monkeyp
         assert run == {op}
 
 
-def test_a_gated_convolution_that_does_more_keeps_its_parts(monkeypatch):
+def test_extended_gated_convolution_keeps_its_parts(monkeypatch):
     """Another function of a class that looks alike, and a key that is off."""
     stock, _ = built("lfm3")
     mixers_of = [m for m in stock.modules() if hasattr(m, "conv_kernel_size")]
@@ -233,7 +233,7 @@ def test_text_is_generated_as_unpatched(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["bamba", "falcon_h1", "nemotron_h", "lfm3"])
-def test_gradients_of_a_part_that_goes_on_from_a_cache(model_type):
+def test_gradients_of_a_part_after_a_cache(model_type):
     """The cache is written over before backward. Types of delta rules raise there unpatched too."""
     stock, model = built(model_type)
     ids = torch.randint(10, 60, (2, 29))
@@ -338,7 +338,7 @@ def test_threads_with_other_samples():
 
 
 @pytest.mark.parametrize("model_type", REFUSING)
-def test_what_would_mix_samples_raises(model_type, monkeypatch):
+def test_mixed_samples_raise(model_type, monkeypatch):
     stock, model = built_of_functions(model_type)
     _, row, hints = packed()
     for form in hints:
@@ -360,14 +360,14 @@ def test_what_would_mix_samples_raises(model_type, monkeypatch):
         ("granitemoehybrid", "the attention of GraniteMoeHybridModel"),
     ],
 )
-def test_the_message_says_what_mixes_samples(model_type, reason):
+def test_message_names_the_mixing_function(model_type, reason):
     _, model = built_of_functions(model_type)
     _, row, hints = packed()
     with pytest.raises(ValueError, match=reason):
         model(input_ids=row, use_cache=False, **hints["position_ids"])
 
 
-def test_a_backbone_that_is_called_alone_keeps_samples_apart():
+def test_backbone_alone_keeps_samples_apart():
     """Mamba2ForCausalLM hands it nothing by itself."""
     stock, _ = built_of_functions("mamba2")
     model = stock.backbone
@@ -378,8 +378,8 @@ def test_a_backbone_that_is_called_alone_keeps_samples_apart():
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
 
 
-def test_a_head_that_hands_nothing_on_is_given_ids_to_hand():
-    """A call of threads, compiled, and of a forward that does more than read its module."""
+def test_head_without_keywords_passes_ids():
+    """In threads, compiled, and where a forward does more than read its module."""
     stock, model = built_of_functions("mamba2")
     assert any(isinstance(m, hybrids.TellingModel) for m in model.modules())
     samples, row, hints = packed()
@@ -423,7 +423,7 @@ def test_adapters(model_type):
     assert_same_gradients(actual, gradients(stock), rtol=1e-4)
 
 
-def test_packages_that_transformers_would_call_are_not(monkeypatch):
+def test_optional_packages_are_not_called(monkeypatch):
     """With mamba-ssm installed, a mixer would run by one function of it, which mixes samples."""
     modeling = pytest.importorskip("transformers.models.bamba.modeling_bamba")
     names = [n for n in SERVED_BY if hasattr(modeling, n)]
@@ -460,7 +460,7 @@ def test_packages_that_transformers_would_call_are_not(monkeypatch):
         ("mamba", "mamba_selective_scan"),
     ],
 )
-def test_a_function_that_stops_a_gradient_is_left(model_type, name):
+def test_function_without_gradient_is_left(model_type, name):
     """What comes out is the same, so outputs alone do not tell it."""
     stock, _ = built_of_functions(model_type)
     own = getattr(sys.modules[type(stock).__module__], name)
@@ -474,7 +474,7 @@ def test_a_function_that_stops_a_gradient_is_left(model_type, name):
     assert differs(name, stopped) == f"{name} computes something else than {SERVED_BY[name]}"
 
 
-def test_a_helper_that_is_replaced_after_the_patch(monkeypatch):
+def test_helper_replaced_after_the_patch(monkeypatch):
     """The delta rule of this file is decorated, and normalizes by a function of its file."""
     stock, model = built("qwen3_next")
     file = sys.modules[type(stock).__module__]
@@ -497,7 +497,7 @@ def test_padding_is_no_sample():
 
 
 @pytest.mark.parametrize("off", ["causal_conv1d", "gated_delta_rule"])
-def test_a_mixer_that_is_served_in_part_raises(off):
+def test_partly_served_mixer_raises(off):
     stock, model = built_of_functions("qwen3_next")
     liger_multi.patch(model, **{off: False})
     _, row, hints = packed()
@@ -522,7 +522,7 @@ def test_unpatched_again_and_off():
                 assert vars(mine).keys() == vars(theirs).keys()
 
 
-def test_the_report_says_what_a_mixer_runs():
+def test_report_of_a_mixer():
     _, model = built_of_functions("qwen3_next")
     report = str(liger_multi.patch(model))
     assert "causal_conv1d + gated_delta_rule" in report
@@ -584,11 +584,11 @@ def mixes(x, **kwargs):
         ("absent", False),
     ],
 )
-def test_who_gets_keyword_arguments_is_read_from_the_source(name, hands_on):
+def test_keyword_arguments_are_read_from_source(name, hands_on):
     assert hybrids._hands_on(Layer.forward, name) is hands_on
 
 
-def test_a_function_that_computes_something_else_is_left_alone():
+def test_other_function_is_left_alone():
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
         return hidden_states
 
@@ -596,8 +596,8 @@ def test_a_function_that_computes_something_else_is_left_alone():
     assert "cannot be probed" in differs("torch_chunk_gated_delta_rule", lambda x: x)
 
 
-def test_a_rule_whose_callers_repeat_the_keys_is_recognized():
-    """So it is in transformers 5.17."""
+def test_rule_with_repeated_keys_is_recognized():
+    """transformers 5.17 has such a rule."""
 
     def rule(query, key, value, g, beta, **options):
         if key.shape[2] != value.shape[2]:
@@ -608,7 +608,7 @@ def test_a_rule_whose_callers_repeat_the_keys_is_recognized():
     assert differs("torch_chunk_gated_delta_rule", rule) is None
 
 
-def test_a_gated_convolution_that_reads_more_runs_its_own(monkeypatch):
+def test_gated_convolution_reading_more_runs_unpatched(monkeypatch):
     """A helper of the modeling file that is replaced after the patch takes effect at once."""
     lfm2 = pytest.importorskip("transformers.models.lfm2.modeling_lfm2")
     unpatched, model = built("lfm2")

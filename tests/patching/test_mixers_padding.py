@@ -186,7 +186,7 @@ def test_generate(model_type, way):
 
 @each
 @pytest.mark.parametrize("form", ["visible", pytest.param("none", marks=pytest.mark.slow)])
-def test_turns_that_go_on_from_a_cache(model_type, form):
+def test_later_turns_with_a_cache(model_type, form):
     """Padding in every turn: a mask is longer than the tokens of a later one."""
     unpatched, patched = pair(model_type)
 
@@ -263,12 +263,12 @@ MASKS = {
 
 
 @pytest.mark.parametrize("form", MASKS)
-def test_tokens_that_a_mask_hides(form):
+def test_hidden_tokens_of_a_mask(form):
     assert torch.equal(visible_tokens(MASKS[form], 6), HIDDEN.bool())
 
 
 @pytest.mark.parametrize("before", [0, 3])
-def test_tokens_that_other_masks_hide(before):
+def test_hidden_tokens_of_other_masks(before):
     """Of our attention, which has ranges, and of flex attention, which has a function."""
     from liger_multi.patching.attention.interface import KeyMask, one_range
 

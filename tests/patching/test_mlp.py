@@ -11,14 +11,9 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from liger_multi.patching import (
-    patch,
-)
+from liger_multi.patching import patch
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import assert_same_training, batch, build
 from tests.patching.test_norms_find import (
@@ -146,7 +141,7 @@ def test_the_same_function_in_more_roundings_is_recognized():
     assert_same_training(stock, mlp, lambda m: m(x).square().sum(), rtol=1e-5)
 
 
-def test_a_class_whose_forward_was_replaced_is_probed_again(monkeypatch):
+def test_replaced_forward_is_probed_again(monkeypatch):
     assert patch(build()).count("swiglu") == 2
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.gate_proj(x)))
     monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: self.weight * x)
@@ -155,7 +150,7 @@ def test_a_class_whose_forward_was_replaced_is_probed_again(monkeypatch):
     assert {s.op for s in report.skipped} == {"swiglu", "rms_norm"}
 
 
-def test_activations_that_differ_in_a_function_are_told_apart():
+def test_activations_of_different_functions():
     """The probe's memory knew an activation by its class and plain attributes."""
 
     class Call(nn.Module):
@@ -330,7 +325,7 @@ def test_dropouts_stay_where_they_are():
     equal(stock.eval(), module.eval(), x)
 
 
-def test_three_layers_that_are_no_mlp_are_left_without_a_word():
+def test_three_layers_without_mlp_are_not_reported():
     class Three(nn.Module):
         def __init__(self):
             super().__init__()

@@ -12,16 +12,11 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import (
-    LlamaRMSNorm,
-)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from liger_multi import ops
 from liger_multi.errors import PatchError
-from liger_multi.patching import (
-    patch,
-    unpatch,
-)
+from liger_multi.patching import patch, unpatch
 from tests.comparing import assert_same_gradients, gradients
 from tests.patching.test_apply import HEADLESS
 
@@ -116,7 +111,7 @@ def test_other_norms_are_left_alone(case):
     )
 
 
-def test_the_probe_is_asked_for_every_instance_that_differs():
+def test_probe_runs_for_each_distinct_instance():
     class OptionalNorm(LlamaRMSNorm):
         def __init__(self, weighted):
             super().__init__(16)
@@ -228,7 +223,7 @@ OF_ONE_TYPE = {
 
 
 @pytest.mark.parametrize("name", OF_ONE_TYPE)
-def test_norms_that_round_elsewhere_agree_bit_for_bit(name):
+def test_other_rounding_agrees_bit_for_bit(name):
     make, case = OF_ONE_TYPE[name]
     module = weighted(make())
     stock = copy.deepcopy(module)
@@ -246,7 +241,7 @@ ROUNDED_FIRST = {
 
 
 @pytest.mark.parametrize("name", ROUNDED_FIRST)
-def test_layer_norms_that_round_before_their_weight(name):
+def test_layer_norms_rounding_before_the_weight(name):
     make, shape = ROUNDED_FIRST[name]
     module = weighted(make())
     stock = copy.deepcopy(module)
@@ -259,7 +254,7 @@ def test_layer_norms_that_round_before_their_weight(name):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_layer_norms_of_heads_that_they_join(bias):
+def test_layer_norms_joining_heads(bias):
     norm = getattr(modeling("xlstm"), "xLSTMMultiHeadLayerNorm", None)
     if norm is None:
         pytest.skip("this transformers has it from a library of its own")
@@ -352,7 +347,7 @@ def test_layer_norm_keeps_torchs_dtypes():
     assert module(x).dtype == stock(x).dtype  # weights in fp32
 
 
-def test_what_norms_return_may_be_written_to():
+def test_norm_output_may_be_written():
     module, x = nn.LayerNorm(48), torch.randn(2, 5, 48)
     stock = copy.deepcopy(module)
     patched_module(module)
@@ -418,6 +413,6 @@ def test_parameters_called_alpha_make_no_dyt(case):
     assert type(module) is case
 
 
-def test_a_dyt_that_was_asked_for_and_is_not_there_is_named():
+def test_missing_dyt_is_reported():
     with pytest.raises(PatchError, match=r"dyt .*the model has no module of this kind"):
         patch(OneModule(Snake()), strict=True, dyt=True, **HEADLESS)

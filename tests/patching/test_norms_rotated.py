@@ -46,7 +46,7 @@ def attentions(model):
 
 
 @every
-def test_a_step_is_that_of_the_unpatched_model(model_type):
+def test_step_equals_unpatched(model_type):
     stock, ours, report = pair(model_type)
     layers = len(attentions(ours))
     assert report.count(KEY) == layers > 0
@@ -135,7 +135,7 @@ def test_compiled(model_type):
 
 
 @pytest.mark.parametrize("first", ["patch", "adapters"])
-def test_beside_adapters_on_the_projections(first):
+def test_adapters_on_the_projections(first):
     """Queries and keys come from one call for both projections, and go into this operator."""
     peft = pytest.importorskip("peft")
 
@@ -276,7 +276,7 @@ def test_a_changed_norm_is_called_where_the_model_calls_it(change):
     assert not record.calls[KEY]
 
 
-def test_a_rotary_function_that_is_replaced_later(monkeypatch):
+def test_rotary_function_replaced_later(monkeypatch):
     from transformers.models.qwen3 import modeling_qwen3
 
     stock, ours, _ = pair()
@@ -286,7 +286,7 @@ def test_a_rotary_function_that_is_replaced_later(monkeypatch):
     assert not record.calls[KEY]
 
 
-def test_a_helper_of_the_rotary_function_that_is_replaced_later(monkeypatch):
+def test_rotary_helper_replaced_later(monkeypatch):
     from transformers.models.qwen3 import modeling_qwen3
 
     stock, ours, _ = pair()
@@ -376,7 +376,7 @@ def test_angles_of_a_part_of_the_channels():
     assert not report.count(KEY)
 
 
-def test_what_stands_between_norm_and_rotation_is_seen():
+def test_code_between_norm_and_rotation():
     """The forward of a replica is compared, so scaled queries are no form of the operator."""
     from transformers.models.qwen3 import modeling_qwen3
 
@@ -402,7 +402,7 @@ def test_what_stands_between_norm_and_rotation_is_seen():
 # --- by default ---
 
 
-def test_a_default_that_finds_nothing_says_nothing():
+def test_default_without_match_is_silent():
     """Both operators run apart there, which is what a model without the key has."""
     other = build("qwen3")
     other.config.rope_parameters["partial_rotary_factor"] = 0.5
@@ -435,7 +435,7 @@ def test_a_backend_named_for_the_key_serves_it():
             loss_of(unnamed)
 
 
-def test_norms_that_no_kernel_keeps_are_apart():
+def test_norms_too_wide_for_the_kernel():
     """A norm of all heads is one row."""
     for heads, together in ((64, True), (80, False)):
         config = transformers.Olmo2Config(
@@ -451,7 +451,7 @@ def test_norms_that_no_kernel_keeps_are_apart():
         assert patch(model).count(KEY) == together
 
 
-def test_layers_that_are_alike_are_tried_once(monkeypatch):
+def test_equal_layers_are_tried_once(monkeypatch):
     """Their numbers differ, which no forward reads before it has a cache."""
     tried = []
     measured = rotated._refusal

@@ -52,7 +52,7 @@ def outcome(norm: nn.Module, inputs: list[Tensor]) -> list[Tensor] | None:
 
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_the_unpatched_norm_allows(name: str, dtype: torch.dtype) -> None:
+def test_writes_allowed_as_unpatched(name: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     for trains_x, trains_weight in ((True, True), (True, False), (False, True)):
         stock = NORMS[name]().to(dtype)
@@ -99,7 +99,7 @@ def test_norms_in_a_model(architecture: str, written: str) -> None:
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-5)
 
 
-def test_weights_are_read_for_gradients_that_need_them() -> None:
+def test_weights_are_read_only_for_needed_gradients() -> None:
     x = torch.randn(4, SIZE)
     calls: dict[str, Callable[[Tensor], Tensor]] = {
         "rms_norm": lambda w: ops.rms_norm(x, w),

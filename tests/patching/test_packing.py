@@ -79,7 +79,7 @@ MASK = {"attention_mask": torch.ones(1, TOKENS, dtype=torch.long)}
     ],
     ids=["default", "cache", "mask", "both"],
 )
-def test_leaks_raise_with_what_keeps_samples_apart(arguments, remedy):
+def test_leaks_raise_with_remedy(arguments, remedy):
     model, ids = patched(), tokens()
     with pytest.raises(PackingError, match=re.escape(f"With {remedy} they are kept apart")):
         model(input_ids=ids, position_ids=positions(), labels=ids, **arguments)
@@ -90,7 +90,7 @@ def test_leaks_raise_with_what_keeps_samples_apart(arguments, remedy):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3", "qwen3_moe"])
-def test_what_is_let_through_equals_the_samples(model_type):
+def test_accepted_rows_equal_their_samples(model_type):
     model, ids = patched(model_type), tokens()
     parts = torch.split(ids, LENGTHS, 1)
     apart = torch.cat([model(input_ids=part, **APART).logits for part in parts], 1)
@@ -104,7 +104,7 @@ def test_what_is_let_through_equals_the_samples(model_type):
     assert_same_gradients(gradients(model), expected, rtol=1e-4)
 
 
-def test_routers_that_add_noise_in_training():
+def test_routers_with_noise_in_training():
     """The noise of a row is not that of its samples by themselves, which is no leak."""
     model, ids = patched("mixtral", router_jitter_noise=0.2).train(), tokens()
     assert model(input_ids=ids, position_ids=positions(), labels=ids, **APART).loss > 0
@@ -132,7 +132,7 @@ def test_a_model_with_a_state_of_its_own_cannot_be_tried(recwarn):
     assert "another one in a second run" in str(recwarn.list[-1].message)
 
 
-def test_masks_that_know_no_positions():
+def test_masks_without_positions():
     layers = {"layer_types": ["full_attention"] * 2, "output_router_logits": False}
     model, ids = patched("gpt_oss", **layers), tokens()
     with pytest.raises(PackingError, match=re.escape("an attention_mask of shape (B, 1, T, T)")):
@@ -142,7 +142,7 @@ def test_masks_that_know_no_positions():
     assert model(input_ids=ids, attention_mask=mask, position_ids=positions(), **APART).logits.any()
 
 
-def test_a_model_that_cannot():
+def test_model_without_remedy():
     """A mask of one's own has no windows, so that it does not help either."""
     model, ids = patched("gpt_oss", sliding_window=4, output_router_logits=False), tokens()
     with pytest.raises(PackingError, match="Nothing that was tried keeps them apart"):
@@ -217,7 +217,7 @@ def test_axes_of_positions():
 NUMBERED = torch.repeat_interleave(torch.tensor([1, 2, 0]), torch.tensor([9, TOKENS - 13, 4]))[None]
 
 
-def test_masks_that_number_samples(counted):
+def test_masks_numbering_samples(counted):
     """Every number but 0 is 1 to transformers; patches of FlashAttention alone read them."""
     model, ids = patched(), tokens()
     with pytest.warns(UserWarning, match="an attention_mask that numbers samples"):
@@ -228,7 +228,7 @@ def test_masks_that_number_samples(counted):
     assert model(input_ids=ids, position_ids=positions(), **APART).logits.any()
 
 
-def test_a_model_that_reads_the_numbers_of_a_mask(monkeypatch):
+def test_model_reading_mask_numbers(monkeypatch):
     """As patches of FlashAttention do: the mask of a trial has numbers, too."""
 
     def read(*args, attention_mask, **kwargs):
@@ -250,7 +250,7 @@ def test_a_model_that_reads_the_numbers_of_a_mask(monkeypatch):
     [torch.ones(2, TOKENS), torch.ones(2, TOKENS).long(), torch.tensor([[2] + [1] * (TOKENS - 1)])],
     ids=["fp32", "ones", "global attention"],
 )
-def test_masks_that_number_nothing(mask, counted):
+def test_masks_without_numbers(mask, counted):
     model, ids = patched(), tokens(len(mask))
     assert model(input_ids=ids, attention_mask=mask, **APART).logits.any()
     assert not counted
@@ -340,7 +340,7 @@ def test_a_short_row_first():
         model(input_ids=tokens(), position_ids=positions())
 
 
-def test_what_turns_the_cache_off_and_on_again():
+def test_cache_switched_off_and_on():
     model, batch = patched(), {"input_ids": tokens(), "position_ids": positions()}
     model.config.use_cache = True
     model.gradient_checkpointing_enable()  # training without a cache
@@ -350,7 +350,7 @@ def test_what_turns_the_cache_off_and_on_again():
         model(**batch)
 
 
-def test_a_patch_forgets_what_was_tried(counted):
+def test_patch_forgets_trials(counted):
     model = patched()
     for _ in range(2):
         model(input_ids=tokens(), position_ids=positions(), **APART)
@@ -359,7 +359,7 @@ def test_a_patch_forgets_what_was_tried(counted):
     assert len(counted) == 2
 
 
-def test_a_forward_that_is_replaced_on_the_class_later(monkeypatch):
+def test_forward_replaced_on_the_class(monkeypatch):
     model = patched()
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", lambda self, **inputs: "theirs")
     assert model(input_ids=tokens()) == "theirs"
@@ -415,7 +415,7 @@ def test_trials_of_two_threads_leave_the_process_as_it_was():
     assert (random.getstate(), list(warnings.filters)) == states[1:]
 
 
-def test_threads_that_share_a_model_try_it_once(counted):
+def test_threads_try_a_model_once(counted):
     model, together = patched(), threading.Barrier(3)
 
     def run():
@@ -465,7 +465,7 @@ def test_nothing_changes_but_the_verdict():
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_step_is_that_without_a_check(dropout):
+def test_step_equals_unchecked(dropout):
     stock = build(attention_dropout=dropout)
     models = copy.deepcopy(stock), copy.deepcopy(stock)
     losses = []
@@ -485,7 +485,7 @@ def test_a_step_is_that_without_a_check(dropout):
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_what_cannot_be_tried_is_said_once(recwarn):
+def test_untried_call_warns_once(recwarn):
     model = patched()
 
     def refuses(module, arguments, keywords):

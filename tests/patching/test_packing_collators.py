@@ -153,7 +153,7 @@ def test_the_collator_of_transformers(name, form):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_samples_that_see_each_other_are_not_taken_for_equal(name):
+def test_leaking_samples_are_detected(name):
     batch = flattened(return_position_ids=False, return_seq_idx=True)
     batch.pop("attention_mask", None)
     with pytest.raises(AssertionError):
@@ -161,7 +161,7 @@ def test_samples_that_see_each_other_are_not_taken_for_equal(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_loop_of_ones_own_that_forgets_the_cache(name):
+def test_manual_loop_with_cache(name):
     remedies = trained(patched(name), name, flattened(return_position_ids=True))
     assert remedies == ["use_cache=False"]
 

@@ -16,14 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from liger_multi import patching
 from liger_multi.errors import PatchError
-from liger_multi.patching import (
-    MlpNames,
-    NormKind,
-    Replacement,
-    patch,
-    register,
-    unregister,
-)
+from liger_multi.patching import MlpNames, NormKind, Replacement, patch, register, unregister
 from tests.patching.test_norms_find import equal, patched_module
 
 # --- what users add ---
@@ -127,7 +120,7 @@ def test_the_example_of_the_page_runs():
         exec(compile(block, "recognition.md", "exec"), namespace)
 
 
-def test_registrations_that_cannot_be():
+def test_invalid_registrations():
     for item, name in ((probe, None), (probe, "rms_norm"), (3, "three")):
         with pytest.raises(PatchError):
             register(item, name)

@@ -110,7 +110,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("function", KNOWN, ids=lambda f: f.__name__)
-def test_kinds_are_told_apart(function):
+def test_kinds_are_recognized(function):
     actual = rotary.recognized(function)
     assert isinstance(actual, rotary.Rotary), actual
     assert actual.spec.name == KNOWN[function]
@@ -140,7 +140,7 @@ SHARED = {  # positions of two axes, for all rows of a batch: q, unsqueeze_dim
 
 @pytest.mark.parametrize("tower", SHARED)
 @pytest.mark.parametrize("batch", [1, 2])
-def test_positions_that_all_rows_share(tower, batch, calls):
+def test_positions_shared_by_rows(tower, batch, calls):
     function, shape, named = SHARED[tower]
     served = served_function(f"shared_{tower}", function, Options())
     q, k = (torch.randn(batch, *shape[1:], requires_grad=True) for _ in range(2))
@@ -253,7 +253,7 @@ def calls_half(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
     return half(q, k, cos, sin, unsqueeze_dim)
 
 
-def test_calls_that_were_not_probed_are_left_to_the_function(calls, monkeypatch):
+def test_unprobed_calls_run_the_function(calls, monkeypatch):
     observed, own = [], half
 
     def counted(q, *args, **kwargs):
@@ -354,7 +354,7 @@ def test_blocks_nest_and_models_do_not_mix(calls):
     assert (of(first), of(second)) == (0, 0)
 
 
-def test_a_backend_is_that_of_an_instance(monkeypatch):
+def test_backend_per_instance(monkeypatch):
     from liger_multi import ops
     from liger_multi.dispatch import config
 
@@ -539,7 +539,7 @@ def test_methods_are_redirected(module_class, calls):
     assert type(module) is module_class
 
 
-def test_a_copy_of_a_method_says_what_the_method_says():
+def test_method_copy_keeps_metadata():
     import inspect
 
     copied = redirect.redirected(Plain.forward, {"apply_rotary_pos_emb": half})
@@ -555,7 +555,7 @@ def test_a_copy_of_a_method_says_what_the_method_says():
     assert inspect.getsource(copied) == inspect.getsource(Plain.forward)
 
 
-def test_a_name_that_is_used_otherwise_is_refused():
+def test_name_used_otherwise_is_refused():
     class Both(Base):
         apply_rotary_pos_emb = None
 

@@ -64,7 +64,7 @@ def leave(block):
 # --- model types ---
 
 
-def test_blocks_of_a_type_that_end_in_another_order():
+def test_type_blocks_end_in_any_order():
     first = enter("llama")
     second = enter("llama", fused_linear_cross_entropy=False)
     other = enter("qwen3")
@@ -108,7 +108,7 @@ def test_patch_and_unpatch_of_a_type_within_blocks():
     assert clean()
 
 
-def test_a_block_whose_arguments_are_refused_requests_nothing():
+def test_refused_block_requests_nothing():
     for options, message in (({"nosuch": True}, "nosuch"), ({"strict": 1}, "strict must be")):
         with pytest.raises(PatchError, match=message), patched("llama", **options):
             pass
@@ -171,7 +171,7 @@ def test_models_of_every_thread_are_built_by_the_newest_request():
 # --- models ---
 
 
-def test_blocks_of_a_model_that_end_in_another_order():
+def test_model_blocks_end_in_any_order():
     model = small()
     before = state(model)
     first = enter(model)
@@ -206,7 +206,7 @@ def test_any_order_of_blocks_patches_and_parts(seed):
     assert state(model) == before
 
 
-def test_modules_that_come_and_go_within_blocks():
+def test_modules_added_and_removed_in_blocks():
     model = small()
     first = enter(model)
     stayed, model.model.norm = model.model.norm, type(small().model.norm)(32)
@@ -221,7 +221,7 @@ def test_modules_that_come_and_go_within_blocks():
     assert not any(map(is_patched, (model, late, came)))
 
 
-def test_a_block_with_an_exception_and_one_that_nobody_ends():
+def test_blocks_with_exception_or_without_end():
     model = small()
     before = state(model)
     with pytest.raises(PatchError), patched(model, nosuch=True):
@@ -236,7 +236,7 @@ def test_a_block_with_an_exception_and_one_that_nobody_ends():
     assert state(model) == before
 
 
-def test_a_callback_that_releases_in_another_order():
+def test_callback_releases_in_another_order():
     model = small()
     before = state(model)
     block = enter(model, rms_norm=False)
@@ -283,7 +283,7 @@ def test_models_in_threads(shared):
 
 @pytest.mark.parametrize("chunk", ["512MiB", "2KiB", "4096", "auto", 1])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_chunks_that_the_operator_takes_are_taken_by_a_patch(chunk, adapted):
+def test_patch_takes_chunks_of_the_operator(chunk, adapted):
     stock, ours = small(), small()
     if adapted:
         peft = pytest.importorskip("peft")
@@ -314,7 +314,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("option", BAD)
-def test_values_that_no_option_has(option):
+def test_invalid_option_values(option):
     for value in BAD[option]:
         for target in (small(), "llama"):
             with pytest.raises(PatchError, match=f"fused_linear_cross_entropy: {option} must be"):

@@ -66,7 +66,7 @@ def test_all_models_are_equal_to_stock(tmp_path):
     assert len(check(swept(tmp_path))) > 0.85 * len(PAIRS)
 
 
-def test_what_the_kept_result_promises():
+def test_stored_result():
     pairs = KEPT["pairs"]
     assert sum(o["status"] == "equal" for o in pairs) >= 330
     assert not [o["cls"] for o in pairs if o["status"] == "different"]
@@ -110,7 +110,7 @@ def executed_in(model, *inputs, **options):
     return counts(report, model, actual, {})
 
 
-def test_a_module_whose_forward_did_not_run_is_not_counted():
+def test_idle_module_is_not_counted():
     actual = executed_in(Norms(LlamaRMSNorm), torch.randn(3, 16))
     assert (actual["modules"], actual["ran"], actual["served"]) == tuple(
         {"rms_norm": n} for n in (2, 1, 1)
@@ -122,7 +122,7 @@ def test_a_module_whose_forward_did_not_run_is_not_counted():
     assert actual["idle"] == []
 
 
-def test_a_module_that_fell_back_to_stock_is_not_counted():
+def test_fallback_is_not_counted():
     """LayerNorm of two dtypes is left to PyTorch."""
     actual = executed_in(Norms(nn.LayerNorm), torch.randn(3, 16, dtype=torch.bfloat16), both=True)
     assert (actual["modules"], actual["ran"]) == ({"layer_norm": 2}, {"layer_norm": 2})
@@ -130,7 +130,7 @@ def test_a_module_that_fell_back_to_stock_is_not_counted():
     assert actual["stock"] == [["layer_norm", name, "LayerNorm", 1] for name in ("used", "unused")]
 
 
-def test_an_operator_counts_for_the_module_that_called_it():
+def test_operator_counts_for_its_caller():
     """Attention without positions calls no rotary function; its layers' norms do call theirs."""
     model = Norms(LlamaRMSNorm)
     model.used = nn.Sequential(model.used)
@@ -197,7 +197,7 @@ def test_results_of_before_claim_nothing():
     ],
 )
 def test_towers_with_inputs_run_and_learn(tmp_path, name, modalities, dead):
-    """The dead: norms behind the last layer that is read, and fixed positions of a tower."""
+    """Without gradient: norms behind the last layer that is read, and fixed positions."""
     (outcome,) = swept(tmp_path, name)
     assert (outcome.status, outcome.text_only, outcome.idle) == ("equal", False, [])
     assert [modality for modality in outcome.inputs if modality != "text"] == modalities
@@ -209,7 +209,7 @@ def test_towers_with_inputs_run_and_learn(tmp_path, name, modalities, dead):
     )
 
 
-def test_matrices_that_are_born_zero_get_numbers():
+def test_zero_initialized_matrices_get_numbers():
     """What is in front of one would have no gradient to compare."""
     model = nn.Linear(8, 8)
     nn.init.zeros_(model.weight)
@@ -266,7 +266,7 @@ def test_differences_are_relative_to_each_gradient():
     assert difference(expected, {**expected, "a": torch.full((3,), torch.nan)})
 
 
-def test_what_other_generations_promise():
+def test_results_of_other_generations():
     rows = json.loads(coverage.ELSEWHERE.read_text(encoding="utf-8"))["generations"]
     assert {r["transformers"] for r in rows} == {"5.0.0", "5.17.0"}
     assert all(r["different"] == 0 for r in rows)
@@ -278,7 +278,7 @@ def test_what_other_generations_promise():
         assert actual["apart"] >= 90
 
 
-def test_the_page_is_made_of_the_kept_result():
+def test_page_equals_stored_result():
     page = coverage.page()
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     for pair in KEPT["pairs"]:
@@ -345,7 +345,7 @@ def test_packed_rows_are_apart_or_refused():
     assert sum(one["status"] == "apart" for one in kept) >= 190
 
 
-def test_a_leak_that_is_let_through_is_found(monkeypatch):
+def test_accepted_leak_is_detected(monkeypatch):
     from liger_multi.patching.packing import checked as checked_packing
     from tests.sweep import packing
 

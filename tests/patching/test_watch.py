@@ -27,7 +27,7 @@ def watched():
     return model, patch(model)
 
 
-def test_a_step_in_which_all_modules_call_their_operator(watched):
+def test_step_with_all_operators(watched):
     model, report = watched
     with report.watch(model) as observed:
         model(**batch()).loss.backward()
@@ -37,7 +37,7 @@ def test_a_step_in_which_all_modules_call_their_operator(watched):
     assert row.split() == ["swiglu", "model.layers.*.mlp", "2", "2", "0", "0"]
 
 
-def test_a_loss_that_is_a_module_serves_its_head():
+def test_loss_module_serves_its_head():
     config = transformers.DistilBertConfig(
         vocab_size=64, dim=16, hidden_dim=32, n_layers=1, n_heads=2
     )
@@ -48,7 +48,7 @@ def test_a_loss_that_is_a_module_serves_its_head():
     assert "vocab_projector" in paths(watched.served)
 
 
-def test_modules_that_run_without_and_that_do_not_run(watched):
+def test_unserved_and_idle_modules(watched):
     """A hook on an activation leaves its MLP to transformers; logits that are read need no loss."""
     model, report = watched
     model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *args: None)
@@ -63,7 +63,7 @@ def test_modules_that_run_without_and_that_do_not_run(watched):
     assert not {path for path in paths(observed.idle) if path.startswith("model.layers.0")}
 
 
-def test_a_loss_that_is_computed_after_the_model(watched):
+def test_loss_computed_after_the_model(watched):
     model, report = watched
     inputs = batch()
     with report.watch(model) as observed:
@@ -72,7 +72,7 @@ def test_a_loss_that_is_computed_after_the_model(watched):
     assert observed.stock == observed.idle == []
 
 
-def test_adapters_that_are_computed_together():
+def test_adapters_computed_together():
     """Layers of an MLP do not run; k and v were computed when q was called."""
     peft = pytest.importorskip("peft")
     names = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
@@ -118,7 +118,7 @@ def test_blocks_may_overlap_and_leave_nothing_behind(watched):
     assert (nn.Module._call_impl, Op.__call__) == before
 
 
-def test_compiled_models_are_not_seen_and_stay_whole(watched):
+def test_compiled_models_are_not_recorded(watched):
     model, report = watched
     graphs = Graphs()
     with report.watch(model) as observed:
@@ -131,7 +131,7 @@ def test_compiled_models_are_not_seen_and_stay_whole(watched):
     assert observed.served == []
 
 
-def test_models_that_a_report_is_not_of(watched):
+def test_model_of_another_report(watched):
     model, report = watched
     with pytest.raises(ValueError, match=r"LlamaForCausalLM .* got a Linear without 'lm_head'"):
         report.watch(nn.Linear(2, 2)).__enter__()

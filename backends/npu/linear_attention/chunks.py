@@ -71,7 +71,7 @@ class Batched(Span):
         )
         group = given.v.shape[2] // heads
         floats = cls.floats(chunk, size, value) + 3 * size * (size + value)
-        each = given.kind.itemsize * group * floats
+        each = given.acc_dtype.itemsize * group * floats
         many, parts = spans(length, chunk, batch * heads, each)
         return head_blocks(batch, heads, group, 1, many), parts
 
@@ -93,7 +93,7 @@ class Batched(Span):
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """States before every chunk, corrected values N, and the state after the last one."""
         sight, rows, first = self.sight, self.kept.mT, state.flatten(0, 2)
-        n = spread(self.inverse, self.beta * self.v, sight.seen)
+        n = spread(self.inverse, self.beta * self.v, sight.visible)
         eye = torch.eye(rows.shape[-2], dtype=n.dtype, device=n.device)
         self.move = self._by_chunks(sight.over(self.z * eye - rows @ sight.of_last(self.w)))
         after, last = self._by_chunks(rows @ sight.of_last(n)), first
@@ -117,7 +117,7 @@ class Batched(Span):
             dy: Gradient of y, by chunks.
             dstate: Gradient of the state after the span.
         """
-        sight, before = self.sight, self.sight.seen.mT
+        sight, before = self.sight, self.sight.visible.mT
         dn, last = spread(self.scores.mT, dy, before), dstate.flatten(0, 2)
         own = self._by_chunks(self.to_state(dy) - self.w.mT @ sight.of_state(dn))
         first = last

@@ -54,7 +54,7 @@ class BatchedChannelSpan(Batched, ChannelSpan):
         self.sums, meeting = self.ranges.to(g.dtype), None
         self.pairs = levels(chunk, g.device).unsqueeze(-3)
         if self.starts is not None:
-            self.pairs = self.pairs & self.sight.seen[..., None, None, :, :]
+            self.pairs = self.pairs & self.sight.visible[..., None, None, :, :]
             meeting = (self.pairs.any(-1) | self.pairs.any(-2)).unsqueeze(-1)
         gates = spread(self.sums, g.clamp(min=GONE[g.dtype]), self.ranges)
         factors = gates.exp_().unflatten(-2, (-1, chunk))

@@ -32,7 +32,7 @@ class BatchedSpan(Span):
         group, chunk = many // groups, given.chunk
         head = chunk * (8 * value + 5 * chunk) + 4 * size * value
         shared = chunk * (4 * size + 3 * chunk)
-        each = given.kind.itemsize * (group * head + shared)
+        each = given.acc_dtype.itemsize * (group * head + shared)
         rows, parts = spans(length, chunk, batch * groups, each)
         return head_blocks(batch, groups, group, 1, rows), parts
 

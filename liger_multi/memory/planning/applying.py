@@ -105,14 +105,14 @@ class Applied:
 
 
 def apply(plan: Any, model: nn.Module) -> Applied:
-    """Do with a model what a plan says and this process can do.
+    """Apply to a model what a plan decides and this process can do.
 
     Patching, the chunk of the loss, layers in FP8, recompute policies, tiled MLPs, offloaded
     activations and the attention implementation are applied. Shards, other precisions, accumulation
-    and the optimizer are the training loop's: the files of :meth:`Plan.write` are for it.
+    and the optimizer are the training loop's: the files of :meth:`TrainingPlan.write` are for it.
 
     Args:
-        plan: A :class:`Plan`, :class:`Candidate` or :class:`Settings`.
+        plan: A :class:`TrainingPlan`, :class:`Candidate` or :class:`Settings`.
         model: A Hugging Face model; its parameters, buffers and names are left alone.
 
     Returns:
@@ -120,7 +120,7 @@ def apply(plan: Any, model: nn.Module) -> Applied:
 
     Raises:
         TypeError: ``plan`` is none of these.
-        ValueError: The model cannot be treated so; it is as it was then.
+        ValueError: The plan does not fit the model, which is left unchanged.
     """
     chosen = getattr(plan, "best", plan)
     settings = getattr(chosen, "settings", chosen)
@@ -172,7 +172,7 @@ def _patch(applied: Applied, model: Any, settings: Settings, simulated: bool) ->
 def float8_of(model: nn.Module) -> dict[str, Any] | bool:
     """The option ``linear_float8`` of a patch: frozen bases are kept in FP8.
 
-    A model has a frozen base where no weight of its layers is trained that is wide enough.
+    A model has a frozen base if no wide weight of its layers is trained.
     """
     _, layers = layers_of(model)
     wide = [p for p in layers.parameters() if p.ndim == 2 and p.numel() >= SMALLEST]
@@ -227,7 +227,7 @@ def _recompute(applied: Applied, model: nn.Module, settings: Settings, simulated
         handle = apply_recompute(model, settings.recompute, layers=settings.layers)
         applied.add(f"recompute {handle}", handle.remove)
     if settings.offload_activations:
-        # what is on its way is counted apart: it does not grow with the layers
+        # copies in flight are counted separately: they do not grow with the layers
         options = {"in_flight_bytes": 0} if simulated else {}
         applied.offload = offload_activations(model, **options)
         applied.add("activations on the host", applied.offload.remove)

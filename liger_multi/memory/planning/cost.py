@@ -1,18 +1,23 @@
-"""How long a step takes, told simply, from published figures of cards.
+"""A simple model of how long a step takes, from published figures of cards.
 
-Time of a device: products at a share of the card's rate, and the bytes that everything else moves
-at a share of its bandwidth, one after the other; at least what a host needs to launch it all, which
-rules steps of few tokens. Gradients and shards travel while products run, so the longer of both
-counts; sums within layers of tensor parallelism do not, nor do pipelines that fill. Offloaded
-activations cross to the host and back while products run. Only ratios of these times mean
-something.
+The time of a device is that of its GEMMs, at a share of the card's rate, plus that of the bytes
+that everything else moves, at a share of its bandwidth. It is at least what the host needs to
+launch it all, which dominates steps of few tokens. Gradients and shards travel while GEMMs run, so
+the longer of both counts; the device waits for all-reduces of tensor parallelism and for pipelines
+that fill. Offloaded activations cross to the host and back while GEMMs run. Only ratios of these
+times mean something.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from liger_multi.dispatch.config import parse_memory
 from liger_multi.errors import unknown
@@ -27,18 +32,18 @@ GB, TERA, GIGA = 10**9, 1e12, 1e9
 
 @dataclass(frozen=True)
 class Card:
-    """What a vendor publishes of one device.
+    """What a vendor publishes about one device.
 
     Attributes:
         name: As it is sold.
         memory: Bytes.
-        products16: Floating point operations a second of dense 16-bit products with fp32 sums.
-        products32: The same of fp32 products without reduced precision.
-        products8: The same of FP8 products; 0 where there are none.
-        bandwidth: Bytes a second of its memory.
-        link: Bytes a second to the other cards of its host, in one direction.
-        host: Bytes a second to the host, in one direction.
-        bf16: Whether bfloat16 products run at that speed; else float16 does.
+        products16: FLOP/s of dense 16-bit GEMMs with fp32 sums.
+        products32: FLOP/s of fp32 GEMMs without reduced precision.
+        products8: FLOP/s of FP8 GEMMs; 0 where there are none.
+        bandwidth: Bytes per second of its memory.
+        link: Bytes per second to the other cards of its host, in one direction.
+        host: Bytes per second to the host, in one direction.
+        bf16: Whether bfloat16 GEMMs run at the 16-bit rate; otherwise float16 does.
         source: The document.
         guessed: Whether the rates are another card's.
     """
@@ -134,6 +139,36 @@ def card_of(spec: str | int | Card) -> tuple[Card, int]:
     return Card(near.name, size, *values, *rest), size
 
 
+# --- the host ---
+
+DEFAULT_HOST_MEMORY = 128 * 2**30  # bytes for a device, where this machine has no devices
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def host_bytes(value: str | int | None) -> int:
+    """Bytes of the host's memory for each device.
+
+    Args:
+        value: A size such as ``"128GiB"``. None: the share of each device of this machine, or
+            128 GiB where it has none.
+
+    Raises:
+        ConfigurationError: It is no size.
+    """
+    if value is not None:
+        return parse_memory(value, "host memory")
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return _machine_memory() // devices if devices else DEFAULT_HOST_MEMORY
+
+
+def _machine_memory() -> int:
+    """Bytes of this machine, or of the container that it runs in."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
+        sizes.append(int(CONTAINER_LIMIT.read_text(encoding="ascii")))
+    return min(sizes)
+
+
 # --- time ---
 
 PRODUCTS, STREAM, LINK = 0.65, 0.8, 0.7  # reached shares of published rates
@@ -141,12 +176,12 @@ PRODUCTS8 = 0.59  # FP8 GEMMs of a Llama-3-8B layer took 0.56 of the time of bf1
 # Seconds of a host for an operator, Python's and autograd's parts included: unpatched steps of few
 # tokens took 25 to 39 us (H200 machine, torch 2.11, 2026-11-22).
 LAUNCH = 30e-6
-# Operators that a half of one of ours is told as, and a tensor that goes to the host and back:
-# patched steps of few tokens last as long as with these.
+# Launches that one direction of our operators counts as, and a tensor that goes to the host and
+# back: with these, predicted times of patched steps of few tokens are those measured.
 OWN, PARKED = 8, 5
-# GEMMs of backward in those of forward, by operator: without those of frozen weights for adapters.
+# GEMMs of backward per GEMM of forward, by operator; adapters need none for frozen weights.
 EXPERTS = {"fused_moe": 3, "lora_moe": 2}
-HOST_MEMORY = 50e9  # bytes a second of an optimizer that runs on the host
+HOST_MEMORY = 50e9  # bytes per second of an optimizer that runs on the host
 
 
 @dataclass(frozen=True)
@@ -169,7 +204,7 @@ class Traffic:
 
 
 def compute_seconds(work: Work, card: Card) -> float:
-    """Of one pass over ``work``."""
+    """Time of one pass over ``work``."""
     rates = {1: PRODUCTS8 * card.products8, 2: PRODUCTS * card.products16}
     wide = PRODUCTS * card.products32
     products = sum(count / (rates.get(size) or wide) for size, count in work.flops.items())
@@ -184,11 +219,11 @@ def step_seconds(
     accumulation: int = 1,
     stages: int = 1,
 ) -> float:
-    """Of one optimizer step on one device.
+    """Time of one optimizer step on one device.
 
     Args:
         work: Of one micro-batch on one stage.
-        optimizer_bytes: That the optimizer reads and writes on the device.
+        optimizer_bytes: Bytes that the optimizer reads and writes on the device.
         traffic: Of the whole step.
         card: Where it runs.
         accumulation: Micro-batches.

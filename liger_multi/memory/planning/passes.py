@@ -1,9 +1,9 @@
 """Simulated passes of one architecture: each kind of layer and head a few times, the rest derived.
 
-A pass is what layers do and what the head does. Layers do not depend on the chunks of the loss, and
-the head not on what layers keep. Layers, and a loss in one piece, follow the number of sequences in
-proportion; layers also the share that tensor parallelism leaves to a device. What two simulated
-numbers tell, no third one is simulated for, unless something else happened at the second one.
+A pass is what layers do and what the head does. Layers do not depend on the chunks of the loss, nor
+the head on what layers keep. Layers, and a loss in one piece, are linear in the number of
+sequences; layers are also linear in the share that tensor parallelism leaves to a device. So any
+number of sequences is derived from two simulated ones, unless these two ran different operators.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Prepared:
 
 
 class Passes:
-    """Simulates a pass where nothing that is known tells about it.
+    """Passes of an architecture: derived from known ones where possible, otherwise simulated.
 
     Args:
         shapes: The model's.
@@ -54,9 +54,9 @@ class Passes:
         said: Called with a few words before every simulation.
 
     Attributes:
-        said: As it was given.
+        said: The argument ``said``.
         simulations: How many there were.
-        tensors: Fewest and most devices that layers will be divided over.
+        tensors: The least and the greatest tensor parallelism that will be asked for.
     """
 
     def __init__(self, shapes: Shapes, device: str, said: Callable[[str], None]) -> None:
@@ -107,7 +107,7 @@ class Passes:
         if micro in known:
             return known[micro]
         if (key, micro) not in self._derived_bodies and self.device != "cpu":
-            # of offloaded activations small ones stay: what is small grows between two numbers
+            # small activations are not offloaded, and which ones are small depends on the sequences
             derived = _along(known, micro, settings.offload_activations)
             derived = derived or self._across(settings, recompute)
             if derived is not None:
@@ -115,7 +115,7 @@ class Passes:
         return self._derived_bodies.get((key, micro))
 
     def _across(self, settings: Settings, recompute: str) -> Body | None:
-        """From the fewest and the most devices: every size has one factor that is divided."""
+        """Derive it from the fewest and the most devices: one factor of every size is divided."""
         low, high = self.tensors
         if not low < settings.tensor < high:
             return None
@@ -132,7 +132,7 @@ class Passes:
         known = self._known(self._heads, "heads", key, Head)
         if micro in known:
             return known[micro]
-        # of several chunks, what is moved grows with their number as well
+        # with several chunks, the bytes moved grow with their number as well
         if (key, micro) not in self._derived_heads and self.device != "cpu" and not key.chunk:
             derived = _along(known, micro)
             if derived is not None:
@@ -161,7 +161,7 @@ class Passes:
     # --- simulation ---
 
     def _simulate(self, settings: Settings, recompute: str, depth: int | None) -> tuple[Body, Head]:
-        """The pass of a model with so many layers; what it tells is kept."""
+        """Simulate a model with so many layers, and keep what follows from it."""
         micro = settings.micro_batch
         if not self.shapes.facts.checked:
             depth = self.shapes.depth
@@ -219,8 +219,8 @@ class Passes:
         simulation.step(settings.micro_batch, settings.sequence, 0)
         model.zero_grad()
         body, head = simulation.recorded()
-        held = sum(t.nbytes for p in model.parameters() for t in stored(p))
-        body.buffers = simulation.standing() - held
+        parameter_bytes = sum(t.nbytes for p in model.parameters() for t in stored(p))
+        body.buffers = simulation.standing() - parameter_bytes
         offload = prepared.around.offload
         if offload is not None:
             body.offloaded = offload.offloaded_bytes / len(layers)
@@ -230,10 +230,10 @@ class Passes:
 
 
 def _body_key(settings: Settings, recompute: str) -> Settings:
-    """What layers depend on, beside the number of sequences."""
+    """What layers depend on, besides the number of sequences."""
     return Settings(
         sequence=settings.sequence,
-        precision=_kinds(settings),
+        precision=_precision_key(settings),
         patched=settings.patched,
         recompute=recompute,
         tiles=settings.tiles,
@@ -253,7 +253,7 @@ def _head_key(settings: Settings) -> Settings:
         chunk = 0
     return Settings(
         sequence=settings.sequence,
-        precision=_kinds(settings),
+        precision=_precision_key(settings),
         patched=settings.patched,
         chunk=chunk,
         attention=settings.attention,
@@ -261,21 +261,21 @@ def _head_key(settings: Settings) -> Settings:
     )
 
 
-def _kinds(settings: Settings) -> str:
-    """What a simulation depends on of a precision."""
+def _precision_key(settings: Settings) -> str:
+    """The part of a precision that a simulation depends on."""
     dtype, autocast, _ = DTYPES[settings.dtype]
     return f"{dtype} {autocast}{' fp8' * (settings.precision == 'fp8')}"
 
 
 def _name(key: Settings, device: str) -> str:
-    """Of an entry in the store, without the number of sequences."""
+    """The name of an entry in the store, without the number of sequences."""
     plain = Settings().as_data()
     changed = {name: value for name, value in key.as_data().items() if value != plain[name]}
     return f"{device} {sorted(changed.items())}"
 
 
 def _along(known: Mapping[int, Piece], micro: int, between: bool = False) -> Piece | None:
-    """What two numbers of sequences tell about a third one, if the same happens at both."""
+    """Derive a number of sequences from two others, if the same operators ran at both."""
     for low, high in combinations(sorted(known), 2):
         if between and not low < micro < high:
             continue

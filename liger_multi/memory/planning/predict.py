@@ -32,7 +32,7 @@ from liger_multi.memory.recorder import (
 )
 from liger_multi.memory.setup import DTYPES, OPTIMIZERS, Optimizer
 
-IN_FLIGHT = 2**30  # bytes of offloaded activations that may be on their way
+IN_FLIGHT = 2**30  # bytes of offloaded activations that may be in flight
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Static:
 
     @classmethod
     def of(cls, parameters: Iterable[Any], spec: Optimizer, copies: int) -> Static:
-        """Count them."""
+        """Sums over some parameters."""
         every = list(parameters)
         trained = [p for p in every if p.requires_grad]
         return cls(
@@ -87,7 +87,7 @@ class Held:
 class Predictor:
     """Puts steps together from simulated layers and heads.
 
-    The optimizer's bytes follow from the parameters, and what devices share from both.
+    The optimizer's bytes follow from the parameters, and the bytes of shards from both.
 
     Args:
         shapes: The model's.
@@ -143,14 +143,14 @@ class Predictor:
         return Candidate(settings, worst[0], worst[1], seconds, 0.0, host, fits)
 
     def shared_bytes(self, settings: Settings) -> int:
-        """What ways to share can divide: parameters, gradients and states of one whole model."""
+        """What sharding can divide: parameters, gradients and states of one whole model."""
         static = self._of_stage(settings, 0, self.shapes.count)
         return static.parameters + static.gradients + static.states
 
     def growing(self, settings: Settings) -> int:
         """Highest moment of what grows with the tokens: activations, logits, temporaries."""
-        kept = {PARAMETERS, GRADIENTS, STATES}
-        factors = vector({name: float(name not in kept) for name in CATEGORIES})
+        static = {PARAMETERS, GRADIENTS, STATES}
+        factors = vector({name: float(name not in static) for name in CATEGORIES})
         forward, backward = sequence_of(self.traces(settings))
         return round(peak_of(forward + backward, NOTHING, factors, False)[0])
 
@@ -174,7 +174,7 @@ class Predictor:
         share = _shares(settings)
         away = _away(settings)
         factors = vector({n: 0.0 if n in away else share.get(n, 1.0) for n in CATEGORIES})
-        # a pass after the first, or after the last step's gradients, finds some already there
+        # gradients of an earlier pass, or of the last step, are there already
         accumulating = settings.accumulation > 1 or stages > 1
         dtype, autocast, _ = DTYPES[settings.dtype]
         tokens = settings.micro_batch * settings.sequence
@@ -211,7 +211,7 @@ class Predictor:
         return round(peak) + extra, named, host, seconds
 
     def _of_stage(self, settings: Settings, begin: int, end: int) -> Static:
-        """Of some layers; what is outside of layers stands at the first and the last one."""
+        """Static bytes of some layers; the outer stages hold what is outside of layers."""
         key = settings.precision, settings.dtype, settings.optimizer, settings.tensor, begin, end
         if key not in self._static:
             held, spec = self.held(settings), OPTIMIZERS[settings.optimizer]
@@ -233,11 +233,12 @@ class Predictor:
         passes, level, data = settings.accumulation, settings.level, settings.data
         ring = 2 * (data - 1) / data
         once = ring * static.gradients
-        if level == 3:  # weights twice and gradients once a pass, each half of a sum over all
+        if level == 3:
+            # each pass gathers weights twice and reduces gradients once: half an all-reduce each
             once = passes * (ring * static.parameters + ring * static.gradients / 2)
         elif level == 2:
             once = ring / 2 * (passes * static.gradients + static.parameters)
-        if settings.tensor > 1:  # two sums a layer forwards and two backwards
+        if settings.tensor > 1:  # two all-reduces per layer in forward and two in backward
             ring = 2 * (settings.tensor - 1) / settings.tensor
             waited = passes * layers * 4 * ring * hidden
         else:
@@ -272,7 +273,7 @@ def _away(settings: Settings) -> tuple[str, ...]:
 
 
 def _kept(forward: list[Part]) -> Bytes:
-    """What stays from the end of forward until backward of one micro-batch."""
+    """Bytes that one micro-batch keeps from the end of forward until backward."""
     total = NOTHING
     for segment, times in forward:
         total = plus(total, segment.left(False), times)

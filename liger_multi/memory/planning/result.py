@@ -1,4 +1,4 @@
-"""A plan: what it decides and predicts, what is best, and how it is shown, kept and written out.
+"""A plan: its candidates, the best of them, and how it is shown, saved and written out.
 
 Ready files are for Trainer, accelerate, DeepSpeed and this library.
 """
@@ -48,13 +48,13 @@ class Settings:
         accumulation: Passes before the optimizer's step.
         precision: ``"bf16"``: everything in bfloat16; ``"fp8"``: the same with the GEMMs of wide
             linear layers in FP8, whose frozen weights are kept in it; ``"amp"``: fp32 weights and
-            states with products in bfloat16 (autocast, or 16-bit copies where an engine shards);
+            states with GEMMs in bfloat16 (autocast, or 16-bit copies where an engine shards);
             ``"fp16"``: the same in float16 with loss scaling; ``"fp32"``.
         optimizer: As of :func:`liger_multi.memory.estimate`.
         patched: Whether the model runs this library's operators.
-        chunk: Rows of logits that exist at a time, where patched.
+        chunk: Rows of logits that are computed at a time, where patched.
         recompute: Policy of :data:`liger_multi.memory.POLICIES`.
-        layers: Layers that follow it, from the first one on.
+        layers: Number of layers that follow the policy, from the first one on.
         tiles: Pieces of the sequence that an MLP runs in.
         attention: Implementation: ``"sdpa"``, ``"eager"`` or ``"flash_attention_2"``.
         offload_activations: Whether what layers keep waits in the host's memory.
@@ -97,12 +97,12 @@ class Settings:
 
     @property
     def level(self) -> int:
-        """Of ZeRO: how much is shared out."""
+        """The ZeRO stage that shards the same: 0 to 3."""
         return LEVELS[self.spread]
 
     @property
     def sequences(self) -> int:
-        """Of all devices in one optimizer step."""
+        """Sequences of all devices in one optimizer step."""
         return self.micro_batch * self.accumulation * self.data
 
     def as_data(self) -> dict[str, Any]:
@@ -121,8 +121,8 @@ class Settings:
             if name not in known:
                 raise ConfigurationError(unknown(f"field of {source}", name, known))
             optional = name in ("chunk", "offload_states") and value is None
-            kinds: dict[str, type] = {"chunk": int, "offload_states": str}
-            value_class = kinds.get(name, type(known[name]))
+            types: dict[str, type] = {"chunk": int, "offload_states": str}
+            value_class = types.get(name, type(known[name]))
             if not optional and type(value) is not value_class:
                 raise ConfigurationError(
                     f"{name} in {source} must be {value_class.__name__}, got {shown(value)}"
@@ -163,7 +163,7 @@ class Candidate:
         peak_bytes: Highest moment of a step on one device.
         parts: What is there at that moment, by category.
         seconds: Of one optimizer step, by the model of :mod:`liger_multi.memory.planning.cost`.
-        relative: Time a token, where 1 is the fastest candidate that fits.
+        relative: Time per token, where 1 is the fastest candidate that fits.
         host_bytes: What stands in the host's memory, for one device.
         fits: Whether the peak is within the budget, and what stands on the host within its memory.
     """
@@ -178,7 +178,7 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices; its ratio to another candidate's is what it is for."""
+        """Of all devices; only its ratio to that of another candidate means something."""
         return self.settings.sequences * self.settings.sequence / max(self.seconds, 1e-12)
 
     def as_data(self) -> dict[str, Any]:
@@ -196,17 +196,17 @@ class Candidate:
 
 @dataclass
 class TrainingPlan:
-    """What was found for a model, a memory and a number of devices.
+    """The candidates for a model, a memory and a number of devices.
 
     Attributes:
         model: Its type.
         layers: How many it has.
-        card: Whose rates the times are told with.
+        card: The card whose rates predict the times.
         memory_bytes: Of one device.
         budget_bytes: What of it a peak may take.
         devices: How many.
         batch: Sequences of one optimizer step that were asked for.
-        candidates: The best of each kind: those that fit, the fastest a token first, then the
+        candidates: The best of each group: those that fit, the fastest per token first, then the
             others, the lowest peak first.
         largest_batch: Largest micro-batch with the settings of the best candidate.
         longest_sequence: Longest sequence with them, one at a time.
@@ -293,8 +293,8 @@ NAMES = (
     "accelerate.yaml",
     "deepspeed.json",
 )
-# Told peaks are of tensors. Without it blocks of other sizes lay beside them: 10.8 GiB of tensors,
-# in uneven tiles, were out of memory in 15 GiB (H200, torch 2.11).
+# Predicted peaks count tensors. Without this option fragments add to them: 10.8 GiB of tensors, in
+# uneven tiles, were out of memory in 15 GiB (H200, torch 2.11).
 ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 TRAINER_OPTIMIZERS = {
     "adamw": "adamw_torch_fused",
@@ -374,7 +374,7 @@ def load(path: str | Path) -> Settings:
 def training_arguments(settings: Settings) -> dict[str, Any]:
     """Keyword arguments of transformers' ``TrainingArguments``.
 
-    Checkpointing stays off: :func:`apply` recomputes, and two at once would do so twice.
+    Checkpointing stays off: :func:`apply` recomputes, and both together would do so twice.
     """
     arguments: dict[str, Any] = {
         "output_dir": "output",
@@ -492,7 +492,7 @@ ROWS = 16
 
 
 def row_of(candidate: Candidate) -> tuple[str, ...]:
-    """A candidate's line: what, how much at once, peak, time."""
+    """A candidate's row: what it does, its micro-batch, peak and time."""
     s = candidate.settings
     passes = f"{s.micro_batch} x {s.accumulation}" + (f" x {s.data}" if s.data > 1 else "")
     speed = f"{candidate.relative:.2f}" if candidate.fits else "-"
@@ -541,7 +541,7 @@ LABEL_WIDTH = 52  # characters of a line
 
 
 def draw_candidates(plan: TrainingPlan, path: Path, plotted: str = "", most: int = 12) -> None:
-    """One bar a candidate: what is there at its peak, the budget as a line."""
+    """One bar per candidate: its peak by category, with the budget as a line."""
     chosen = plan.candidates[:most]
     parts = list(dict.fromkeys(name for one in chosen for name in one.parts))
     parts = [name for name in parts if any(one.parts.get(name) for one in chosen)]

@@ -1,8 +1,8 @@
 """Models of shapes alone, with all of their layers or with a few, and what is known without them.
 
-The :class:`Facts` of an architecture say all that a plan asks of it beside simulations; they are
-plain data, so that a plan whose simulations are known builds no model. Frozen weights of few bits
-are counted at their stored size, and dequantized for each product.
+The :class:`Facts` of an architecture are all that a plan needs besides simulations. They are plain
+data, so that a plan whose simulations are known builds no model. Quantized frozen weights are
+counted at their stored size, and dequantized for each GEMM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from liger_multi.memory.sizes import positions_of
 
 
 class _Product(torch.autograd.Function):
-    """What a product with a stored weight allocates, in both directions."""
+    """What a GEMM with a quantized weight allocates, in both directions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: int) -> Tensor:
@@ -42,7 +42,7 @@ class _Product(torch.autograd.Function):
 
 
 class Stored(nn.Module):
-    """Stands in for a linear layer whose weight has few bits.
+    """Stands in for a linear layer whose weight is quantized.
 
     Args:
         layer: What it stands for; its stored tensors are kept as they are.
@@ -62,18 +62,18 @@ class Stored(nn.Module):
 
 
 def stored_bits(module: Any) -> bool:
-    """Whether a module is a linear layer whose weight stands in fewer than 16 bits."""
+    """Whether a module is a linear layer whose weight has fewer than 16 bits per element."""
     if not all(isinstance(getattr(module, n, None), int) for n in ("in_features", "out_features")):
         return False
     weight = parameters.stored(module)
     if weight is None or weight.requires_grad:
         return False
-    whole: int = module.in_features * module.out_features
-    return weight.element_size() < 2 or weight.numel() < whole
+    elements: int = module.in_features * module.out_features
+    return weight.element_size() < 2 or weight.numel() < elements
 
 
 def stand_in(model: nn.Module) -> int:
-    """Put substitutes where weights are stored in few bits; the bytes of them all."""
+    """Replace layers with quantized weights by :class:`Stored`; returns the bytes of those."""
     total = 0
     for path, module in list(model.named_modules()):
         if stored_bits(module):
@@ -134,8 +134,8 @@ class Forms:
     Attributes:
         layers: Of every layer; of one where all are equal.
         outside: Of everything else.
-        blocks: Of every kind of block that shards are made of.
-        root: Those of no such block, which shards keep with the model itself.
+        blocks: Of every distinct block that is sharded as one unit.
+        root: Those of no block, which are sharded with the model itself.
     """
 
     layers: list[list[Form]]
@@ -162,11 +162,11 @@ class Forms:
         every = list(layers)
         blocks = blocks_of(model)
         each = [forms(layer.parameters()) for layer in every]
-        kinds = [forms(block.parameters()) for block in blocks]
+        block_forms = [forms(block.parameters()) for block in blocks]
         return cls(
             each[:1] if all(one == each[0] for one in each) else each,
             outside(every),
-            [one for i, one in enumerate(kinds) if one not in kinds[:i]],
+            [one for i, one in enumerate(block_forms) if one not in block_forms[:i]],
             outside(blocks),
         )
 
@@ -181,19 +181,19 @@ def weights(forms: Iterable[Form], dtype: torch.dtype) -> list[Weight]:
 
 @dataclass
 class Facts:
-    """What a plan has to know of an architecture.
+    """What a plan has to know about an architecture.
 
     Attributes:
         model_type: Of the configuration.
         count: Layers.
         layer_class: Class of a layer.
         uniform: Whether all layers have equal parameters and behave alike.
-        checked: Whether a simulation was asked if they do.
+        checked: Whether a simulation has confirmed that.
         has_mlps: Whether layers have MLPs that can run in tiles.
-        quantized: Bytes of frozen weights that are stored in few bits.
+        quantized: Bytes of quantized frozen weights.
         positions: The longest sequence that its configuration allows, if it names one.
         vocabulary: Entries of its vocabulary, or 0.
-        hidden: Numbers of a token between layers.
+        hidden: The hidden size.
         divided: Fields of the configuration that tensor parallelism divides.
         adapted: Whether it is a model with frozen parameters, whose adapters cannot be divided.
         forms: Parameters, by the number of devices that they are divided over.
@@ -249,7 +249,7 @@ class Shapes:
         config_or_model: A Hugging Face configuration or model, of which nothing is changed; or a
             function that returns one, which is called when the first model is built.
         sequence: Tokens that are planned for.
-        store: What was found out about the architecture before.
+        store: Where earlier results about the architecture are kept.
 
     Attributes:
         facts: What is known without a model.
@@ -366,14 +366,14 @@ class Shapes:
         return full
 
     def _divided(self, parts: int) -> Any:
-        whole = self._part(1)
-        config = copy.deepcopy(whole.config)
+        full = self._part(1)
+        config = copy.deepcopy(full.config)
         text = config.get_text_config()
         if getattr(text, "head_dim", None) is None:
             text.head_dim = text.hidden_size // text.num_attention_heads
         for name in divided(text):
             setattr(text, name, max(1, getattr(text, name) // parts))
-        return meta_model(config, main_dtype(whole), "sdpa", self._sequence)
+        return meta_model(config, main_dtype(full), "sdpa", self._sequence)
 
     def divisible(self, parts: int) -> bool:
         """Whether tensor parallelism over ``parts`` devices cuts this model evenly."""

@@ -1,9 +1,9 @@
-"""What simulations of an architecture found out, kept in a file between plans.
+"""Results of simulations of an architecture, kept in a file between plans.
 
 One JSON file per architecture, in the folder that ``LIGER_MULTI_CACHE`` names, else in the user's
 cache folder. A file counts only for the very sources, packages and configuration that it was
-written with, and only if its checksum is right; else it is as good as absent. It is replaced in one
-piece, so that a reader never meets half of one.
+written with, and only if its checksum is right; otherwise it is ignored. It is replaced as a whole,
+so that a reader never sees half of one.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def folder() -> Path:
 
 
 def digest(data: Any) -> str:
-    """A name for plain data."""
+    """A digest of plain data."""
     text = json.dumps(data, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# --- what a simulation depends on, beside the architecture ---
+# --- what a simulation depends on, besides the architecture ---
 
 
 def environment() -> dict[str, str]:
@@ -70,21 +70,21 @@ def _packages() -> Iterator[str]:
 @functools.cache
 def sources(package: Path) -> str:
     """A name for the code and launch tables in a folder, and in those that it links to."""
-    digest = hashlib.sha256()
+    hasher = hashlib.sha256()
     for place, inside, names in os.walk(package, followlinks=True):
         inside.sort()
         for name in sorted(names):
             if name.endswith((".py", ".yaml")):
-                digest.update(name.encode())
-                digest.update(Path(place, name).read_bytes())
-    return digest.hexdigest()
+                hasher.update(name.encode())
+                hasher.update(Path(place, name).read_bytes())
+    return hasher.hexdigest()
 
 
 # --- a file ---
 
 
 class Store:
-    """Entries by kind and name; with a path, those of earlier processes are among them.
+    """Entries by section and name; with a path, those of earlier processes are among them.
 
     Args:
         path: Of the file; None keeps nothing.
@@ -120,7 +120,7 @@ class Store:
         return entry
 
     def names(self, section: str) -> list[str]:
-        """Of all entries of a kind."""
+        """The names of all entries of a section."""
         return list(self._entries.get(section, ()))
 
     def write(self, section: str, name: str, data: Any) -> None:
@@ -130,7 +130,7 @@ class Store:
         entries[name] = self._used.setdefault(section, {})[name] = data
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        """All entries by kind and name, plain data."""
+        """All entries by section and name, as plain data."""
         return self._entries
 
     def add(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
@@ -143,7 +143,7 @@ class Store:
         """Write the file if there is anything new; nothing happens where that is not allowed."""
         if self._path is None or not self._changed:
             return
-        every = self._load()  # what another process found meanwhile
+        every = self._load()  # with what another process wrote meanwhile
         for section, entries in self._entries.items():
             every.setdefault(section, {}).update(entries)
         text = json.dumps(every)

@@ -2,8 +2,8 @@
 
 Forward of layer 0, 1, ..., the head, backward of ..., 1, 0: middle layers repeat the same births
 and deaths, hence the memory at any moment is linear in the number of layers before it, and its
-highest moment is in the first or the last repetition. Work is counted beside: products, bytes
-that other operators move, and launches.
+highest moment is in the first or the last repetition. Work is counted as well: FLOPs of GEMMs,
+bytes that other operators move, and launches.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ NOTHING: Bytes = (0.0,) * len(CATEGORIES)
 
 @dataclass
 class Work:
-    """What has to be done.
+    """Work of a device.
 
     Attributes:
-        flops: Floating point operations of products, by the bytes of a number.
+        flops: FLOPs of GEMMs, by the bytes of an element.
         moved: Bytes that everything else reads and writes.
         launches: Operators that a host starts, weighed by how long that takes.
     """
@@ -72,7 +72,7 @@ class Work:
     launches: float = 0.0
 
     def product(self, size: int, count: float) -> None:
-        """Count operations of a product."""
+        """Count FLOPs of a GEMM."""
         self.flops[size] = self.flops.get(size, 0.0) + count
 
     def add(self, other: Work, times: float = 1.0) -> None:
@@ -93,14 +93,14 @@ class Segment:
     """A part of a step.
 
     Attributes:
-        kinds: Category of every event: a birth or a death.
+        categories: Category of every event: a birth or a death.
         sizes: Bytes of every event.
-        added: Bytes that an event finds fewer, by its number, where gradients are added to those
+        added: Bytes by number of event that are not allocated where gradients are added to those
             of an earlier micro-batch.
         work: What it does.
     """
 
-    kinds: list[int] = field(default_factory=list)
+    categories: list[int] = field(default_factory=list)
     sizes: list[float] = field(default_factory=list)
     added: dict[int, float] = field(default_factory=dict)
     work: Work = field(default_factory=Work)
@@ -117,7 +117,7 @@ class Segment:
         if key not in self._known:
             best, place, total = -math.inf, 0, 0.0
             added = self.added if accumulating else {}
-            for at, (category, size) in enumerate(zip(self.kinds, self.sizes, strict=True)):
+            for at, (category, size) in enumerate(zip(self.categories, self.sizes, strict=True)):
                 total += size * factors[category]
                 if at in added:
                     total -= added[at] * factors[GRADIENT]
@@ -127,24 +127,24 @@ class Segment:
         return self._known[key]
 
     def left(self, accumulating: bool) -> Bytes:
-        """What is there at its end beside what was there at its begin."""
+        """Bytes by category at its end, less those at its begin."""
         return self._after(len(self.sizes) - 1, self.added if accumulating else {})
 
     def _after(self, place: int, added: Mapping[int, float]) -> Bytes:
         live = list(NOTHING)
-        for category, size in zip(self.kinds[: place + 1], self.sizes, strict=False):
+        for category, size in zip(self.categories[: place + 1], self.sizes, strict=False):
             live[category] += size
         live[GRADIENT] -= sum(size for at, size in added.items() if at <= place)
         return tuple(live)
 
     def same(self, other: Segment) -> bool:
-        """Whether memory goes the same way."""
-        return self.kinds == other.kinds and self.sizes == other.sizes
+        """Whether all events are equal."""
+        return self.categories == other.categories and self.sizes == other.sizes
 
     def alike(self, other: Segment) -> bool:
-        """Whether the same happens in the same order, at whatever size."""
+        """Whether the same events happen in the same order, of any size."""
         return (
-            self.kinds == other.kinds
+            self.categories == other.categories
             and self.added.keys() == other.added.keys()
             and self.work.launches == other.work.launches
             and self.work.flops.keys() == other.work.flops.keys()
@@ -154,22 +154,22 @@ class Segment:
         """A point on the line from this one (0) through another that is :meth:`alike` (1)."""
         sizes = [between(a, b, share) for a, b in zip(self.sizes, other.sizes, strict=True)]
         added = {at: between(size, other.added[at], share) for at, size in self.added.items()}
-        return Segment(self.kinds, sizes, added, self.work.toward(other.work, share))
+        return Segment(self.categories, sizes, added, self.work.toward(other.work, share))
 
     def as_data(self) -> list[Any]:
         """Plain data."""
         work = self.work
         flops = list(work.flops.items())
         added = list(self.added.items())
-        return [self.kinds, self.sizes, added, flops, work.moved, work.launches]
+        return [self.categories, self.sizes, added, flops, work.moved, work.launches]
 
     @classmethod
     def from_data(cls, data: Sequence[Any]) -> Segment:
         """From :meth:`as_data`."""
-        kinds, sizes, added, flops, moved, launches = data
-        if len(kinds) != len(sizes):
-            raise ValueError(f"{len(kinds)} categories of {len(sizes)} events")
-        return cls(kinds, sizes, dict(added), Work(dict(flops), moved, launches))
+        categories, sizes, added, flops, moved, launches = data
+        if len(categories) != len(sizes):
+            raise ValueError(f"{len(categories)} categories of {len(sizes)} events")
+        return cls(categories, sizes, dict(added), Work(dict(flops), moved, launches))
 
 
 def between(a: float, b: float, share: float) -> float:
@@ -180,7 +180,7 @@ def between(a: float, b: float, share: float) -> float:
 # --- what layers do, and what the head does ---
 
 Ends = tuple[tuple[int, float], ...]
-"""Category and bytes of what a head leaves, and less than none of what it frees of others."""
+"""Category and bytes of what a head leaves; negative for what it frees of others."""
 
 
 def _ends_alike(mine: Ends, theirs: Ends) -> bool:
@@ -264,7 +264,7 @@ class Body:
         casts: As of :class:`Layer`, of what stands in none.
         after: From the gradient of the first layer's input on.
         ends: What the head that ran with it took over and left.
-        buffers: Bytes that are there before the step beside parameters.
+        buffers: Bytes that are there before the step, besides parameters.
         offloaded: Bytes that a layer's forward sends to the host.
     """
 
@@ -544,7 +544,7 @@ class Cutting(Simulation):
             a, b = (args[i] for i in _PRODUCTS[name])
             size = a.element_size()
             if self._ops and "fused_linear" in self._ops[0]:
-                size = min(size, self._narrow)  # fp32 sums of products of 16 bits
+                size = min(size, self._narrow)  # fp32 sums of 16-bit GEMMs
             columns = b.shape[0] if name == "aten::linear" else b.shape[-1]
             work.product(size, times * 2.0 * a.numel() * columns)
             work.launches += times
@@ -556,7 +556,7 @@ class Cutting(Simulation):
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
-        """Where a model can run; of the chunks of a loss only those that differ."""
+        """A block in which the model runs; of the chunks of a loss, only distinct ones run."""
         with self._few_chunks(), super().surroundings():
             yield
 
@@ -582,8 +582,8 @@ class Cutting(Simulation):
 
     @functools.cached_property
     def _narrow(self) -> int:
-        kinds = {self._autocast} if self._autocast else {p.dtype for _, p in self._parameters()}
-        return min((k.itemsize for k in kinds if k and k.is_floating_point), default=4)
+        dtypes = {self._autocast} if self._autocast else {p.dtype for _, p in self._parameters()}
+        return min((d.itemsize for d in dtypes if d and d.is_floating_point), default=4)
 
     def _count_ours(self, name: str, args: Any, result: Any) -> None:
         work, times = self.works[-1], self._times
@@ -601,13 +601,13 @@ class Cutting(Simulation):
             )
 
     def _count_attention(self, half: str, output: Tensor) -> None:
-        """Half of all pairs of positions; backward has five products where forward has two."""
+        """Half of all pairs of positions; backward has five GEMMs, forward two."""
         count = 2.0 * output.numel() * self._sequence * (2.5 if half == "backward" else 1.0)
         self.works[-1].product(output.element_size(), count)
         self.works[-1].launches += 1
 
     def named(self, name: str, call: Any) -> Any:
-        """Attention is told by its name; everything else is counted where it runs."""
+        """Attention is recognized by its name; everything else is counted where it runs."""
         result = super().named(name, call)
         if name.startswith("scaled_dot_product_attention"):
             half = "backward" if name.endswith("backward") else "forward"
@@ -664,27 +664,27 @@ class Cutting(Simulation):
         ]
 
     def _segment(self, events: Sequence[int], work: Work) -> Segment:
-        """What happened in some events."""
-        kinds = [self._kinds[self.events[at][0]] for at in events]
+        """The segment of some events."""
+        categories = [self._categories[self.events[at][0]] for at in events]
         sizes = [float(self.events[at][1]) for at in events]
         added: dict[int, float] = {}
         last = len(self.events) - 1
         places = {at: number for number, at in enumerate(events)}
         for at, size in self.accumulated:
-            # what leaves when a gradient has been added is seen from the next event on
+            # what is freed when a gradient has been added shows in the next event
             number = places.get(min(at, last))
             if number is not None:
                 added[number] = added.get(number, 0.0) + size
-        return Segment(kinds, sizes, added, work)
+        return Segment(categories, sizes, added, work)
 
     @functools.cached_property
-    def _kinds(self) -> list[int]:
+    def _categories(self) -> list[int]:
         """The category of every block."""
         places = {name: i for i, name in enumerate(CATEGORIES)}
         return [places[block.category] for block in self.blocks]
 
     def _released(self, parts: Any) -> dict[int | None, Segment]:
-        """What leaves between forward and backward, by the layer that it was made in."""
+        """What is freed between forward and backward, by the layer that allocated it."""
         layer_of: dict[int, int] = {}
         rows: dict[int | None, list[int]] = {}
         for (name, layer), start, end, _ in parts:
@@ -697,12 +697,12 @@ class Cutting(Simulation):
         return {layer: self._segment(some, Work()) for layer, some in rows.items()}
 
     def _ends(self, events: Iterable[range]) -> Ends:
-        """What was born or freed in these events, and not both."""
+        """What was allocated or freed in these events, but not both."""
         changes: dict[int, int] = {}
         for at in chain.from_iterable(events):
             index, change = self.events[at]
             changes[index] = changes.get(index, 0) + change
-        return tuple((self._kinds[i], float(n)) for i, n in sorted(changes.items()) if n)
+        return tuple((self._categories[i], float(n)) for i, n in sorted(changes.items()) if n)
 
 
 def _bytes(tensor: Tensor) -> int:

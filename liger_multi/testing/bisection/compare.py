@@ -91,11 +91,11 @@ def bisect(
         if not isinstance(model, nn.Module):
             raise ConfigurationError(f"{name} must be a torch.nn.Module, got {shown(model)}")
     sides = side_of("a", a or {}), side_of("b", b or {})
-    given = batch_of(batch)
-    split = any(0 < side.split < given.rows for side in sides)
+    full_batch = batch_of(batch)
+    split = any(0 < side.split < full_batch.rows for side in sides)
     said = said or (lambda text: None)
     one, other = (
-        Running(side, model, given, loss, backward, split, said)
+        Running(side, model, full_batch, loss, backward, split, said)
         for side, model in zip(sides, (model_a, model_b), strict=True)
     )
     return _Comparison(one, other).result()
@@ -132,9 +132,13 @@ class _Comparison:
     def result(self) -> Bisection:
         """The rows and the first of them that differs."""
         first = next((row for row in self.rows if self._is_finding(row)), None)
-        found = None if first is None else self._difference(first)
+        difference = None if first is None else self._difference(first)
         return Bisection(
-            str(self.one.side), str(self.other.side), tuple(self.rows), found, tuple(self._notes())
+            str(self.one.side),
+            str(self.other.side),
+            tuple(self.rows),
+            difference,
+            tuple(self._notes()),
         )
 
     def _is_finding(self, row: Row) -> bool:
@@ -216,8 +220,9 @@ class _Comparison:
             broken, promise = (), ""
         arguments = [
             f"{n}={v} in a, {y[0].arguments[n]} in b"
-            for n, v in x[0].arguments.items() if y[0].arguments.get(n, v) != v
-        ]  # fmt: skip
+            for n, v in x[0].arguments.items()
+            if y[0].arguments.get(n, v) != v
+        ]
         if arguments:
             reason += f"; other arguments: {', '.join(arguments)}"
         return Difference(row, cause, reason, distances, repeatable, promise, broken)
@@ -251,8 +256,11 @@ class _Comparison:
         earlier = self.rows[: row.index]
         last = next((r for r in reversed(earlier) if r.state == EQUAL), None)
         between = earlier[last.index + 1 :] if last is not None else earlier
-        lone = [f"{r.name} {r.direction} ({r.state})" for r in between
-                if r.kind == recording.OPERATOR and r.state in (ONLY_A, ONLY_B)]  # fmt: skip
+        lone = [
+            f"{r.name} {r.direction} ({r.state})"
+            for r in between
+            if r.kind == recording.OPERATOR and r.state in (ONLY_A, ONLY_B)
+        ]
         text = f" after {last}" if last is not None else ""
         return text + (f"; there ran {', '.join(dict.fromkeys(lone))}" if lone else "")
 
@@ -270,7 +278,7 @@ class _Comparison:
             _same_bits(before, now, x[0].key)
             for before, now in zip(self.recorded, again, strict=True)
         )
-        found = []
+        distances = []
         for name in dict.fromkeys(row.differing):
             for what in ("inputs", "outputs"):
                 one, other = (_joined(side, (what, name), x[0]) for side in again)
@@ -278,8 +286,8 @@ class _Comparison:
                     continue
                 if one.shape == other.shape and one.dtype == other.dtype:
                     apart = distance(name, one, other)
-                    found += [apart] if apart.elements else []
-        return tuple(found), states and bool(found)
+                    distances += [apart] if apart.elements else []
+        return tuple(distances), states and bool(distances)
 
     def _promise(
         self, x: Record, y: Record, row: Row, differ: set[str]
@@ -303,14 +311,14 @@ class _Comparison:
             )
             if differs
         ] or ["repeat"]
-        made = promised(x.backend, x.prim)
+        promises = promised(x.backend, x.prim)
         called = f"{row.name} {x.prim.direction} of {x.backend}"
         setting = f"deterministic={x.mode!r}" if x.mode else "the default setting"
         for name in asked:
-            if name not in made.under(x.mode):
-                since = made.since(name)
+            if name not in promises.under(x.mode):
+                since = promises.since(name)
                 later = "" if since is None else f"; deterministic={_SETTING[since]} adds it"
-                reason = made.because.get(name)
+                reason = promises.because.get(name)
                 why = f" ({reason})" if reason else ""
                 return (), f"none: {called} does not promise {name!r} under {setting}{why}{later}"
         per_row = {"rows", "chunk"} & {*asked}
@@ -348,13 +356,13 @@ assert set(_SETTING) == set(MODES)
 
 def _by_key(recorded: Recorded) -> Several:
     """The records of a side, of all runs together, in the order of the first run."""
-    found: Several = {}
+    records: Several = {}
     for recorder in recorded.recorders:
         for record in recorder.records:
-            found.setdefault(record.key, []).append(record)
+            records.setdefault(record.key, []).append(record)
     runs = len(recorded.runs)
     inside = {r.key for r in recorded.runs[0].records}
-    return {k: v for k, v in found.items() if k not in inside or len(v) == runs}
+    return {k: v for k, v in records.items() if k not in inside or len(v) == runs}
 
 
 def _without_recompute(records: Several) -> Several:
@@ -362,10 +370,10 @@ def _without_recompute(records: Several) -> Several:
 
 
 def _counts(records: Several) -> dict[tuple[str, str, str], int]:
-    found: dict[tuple[str, str, str], int] = {}
+    counts: dict[tuple[str, str, str], int] = {}
     for key in records:
-        found[key[:3]] = found.get(key[:3], 0) + 1
-    return found
+        counts[key[:3]] = counts.get(key[:3], 0) + 1
+    return counts
 
 
 def _aligned(x: Several, y: Several) -> Iterator[tuple[list[Record], list[Record]]]:
@@ -463,12 +471,12 @@ def _described(row: Row, taken: Taken | None) -> Row:
 def _statistic(
     x: list[Record], y: list[Record], name: str, of: Callable[[Digest], float]
 ) -> tuple[float, ...]:
-    found = []
+    largest = []
     for records in (x, y):
         taken = [r.outputs.get(name) for r in records]
         known = [of(t.whole) for t in taken if t is not None and t.whole is not None]
-        found += [max(known)] if known else []
-    return tuple(found)
+        largest += [max(known)] if known else []
+    return tuple(largest)
 
 
 def _hashes(records: list[Record], name: str) -> str:
@@ -481,10 +489,14 @@ def _same_bits(before: Recorded, now: Recorded, key: Key) -> bool:
     sides = []
     for recorded in (before, now):
         records = [r for each in recorded.recorders for r in each.records if r.key == key]
-        sides.append([
-            (name, None if t.whole is None else t.whole.hash)
-            for r in records for what in (r.inputs, r.outputs) for name, t in what.items()
-        ])  # fmt: skip
+        sides.append(
+            [
+                (name, None if t.whole is None else t.whole.hash)
+                for r in records
+                for what in (r.inputs, r.outputs)
+                for name, t in what.items()
+            ]
+        )
     return sides[0] == sides[1]
 
 

@@ -107,11 +107,11 @@ def _weights(device: torch.device) -> Pair:
     """Odd weights of the places in a block, and those of blocks."""
     with torch.inference_mode(False):
         bits = torch.arange(1, BLOCK + 1, device=device) * _signed(_GOLDEN)
-        made = []
+        factors = []
         for factor in (_FIRST, _SECOND):  # after SplitMix64 (Steele, Lea, Flood, 2014)
             bits = (bits ^ (bits >> 30)) * _signed(factor)
-            made.append((bits ^ (bits >> 31)) | 1)
-        return made[1], made[0]
+            factors.append((bits ^ (bits >> 31)) | 1)
+        return factors[1], factors[0]
 
 
 @functools.lru_cache(maxsize=16)
@@ -164,8 +164,10 @@ def digest(tensor: Tensor) -> Pair:
             parts = x.view(count, SUMS, -1).sum(2, dtype=wide)
             sums = sums + (parts * block_signs[blocks, None]).sum(0)
             first += count
-    norms = [torch.linalg.vector_norm(values, order, dtype=_norm_dtype(values.dtype))
-             for order in (math.inf, 2)]  # fmt: skip
+    norms = [
+        torch.linalg.vector_norm(values, order, dtype=_norm_dtype(values.dtype))
+        for order in (math.inf, 2)
+    ]
     return total, torch.cat([torch.stack(norms).to(wide), sums])
 
 
@@ -181,13 +183,13 @@ def on_host(pairs: Iterable[Pair]) -> dict[int, Digest]:
     by_device: dict[torch.device, list[Pair]] = {}
     for pair in pairs:
         by_device.setdefault(pair[0].device, []).append(pair)
-    found = {}
+    digests = {}
     for several in by_device.values():
         hashes = torch.stack([pair[0] for pair in several]).tolist()
         rows = torch.stack([pair[1] for pair in several]).tolist()
         for pair, bits, row in zip(several, hashes, rows, strict=True):
-            found[id(pair)] = Digest(bits % _MODULUS, row[0], row[1], tuple(row[2:]))
-    return found
+            digests[id(pair)] = Digest(bits % _MODULUS, row[0], row[1], tuple(row[2:]))
+    return digests
 
 
 def relative(ones: Sequence[Digest], others: Sequence[Digest]) -> float:
@@ -249,9 +251,9 @@ def distance(name: str, one: Tensor, other: Tensor) -> Distance:
     one, other = one.detach().cpu(), other.detach().cpu()
     shape = one.shape
     (bits, values), (bits2, values2) = _flat(one), _flat(other)
-    kind = values.dtype if values is not bits else torch.int64
+    dtype = values.dtype if values is not bits else torch.int64
     differs = bits != bits2
-    (plus, size), (plus2, size2) = (_ordered(b.to(torch.int64), kind) for b in (bits, bits2))
+    (plus, size), (plus2, size2) = (_ordered(b.to(torch.int64), dtype) for b in (bits, bits2))
     ulps = torch.where(plus == plus2, (size - size2).abs().double(), size.double() + size2.double())
     x, y = values.double(), values2.double()
     ulps = ulps.masked_fill(differs & (x.isnan() | y.isnan()), math.inf)

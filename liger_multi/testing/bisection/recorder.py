@@ -1,7 +1,7 @@
 """Record what operators, modules and gradients compute while a model runs.
 
-Operators are seen in :meth:`~liger_multi.dispatch.torch_ops.Primitive.call`, which every eager call
-and every opaque operator of a compiled graph passes. Modules are seen in ``nn.Module._call_impl``:
+Operators are recorded in :meth:`~liger_multi.dispatch.torch_ops.Primitive.call`, which every eager
+call and every opaque operator of a compiled graph passes, and modules in ``nn.Module._call_impl``:
 a forward hook would change what is recorded, since patched modules call their layers one by one
 where somebody watches them. Both are replaced only within :meth:`Recorder.recording`.
 """
@@ -106,10 +106,10 @@ def tensors_in(value: Any, name: str = "") -> dict[str, Tensor]:
         items = [(str(i), each) for i, each in enumerate(value)]
     else:
         return {}
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key, each in items:
-        found |= tensors_in(each, f"{name}.{key}" if name else key)
-    return found
+        tensors |= tensors_in(each, f"{name}.{key}" if name else key)
+    return tensors
 
 
 _one_at_a_time = threading.Lock()
@@ -143,38 +143,43 @@ class Recorder:
 
     # --- records ---
 
-    def begin(self, kind: str, name: str, direction: str) -> Record:
+    def begin(self, record_type: str, name: str, direction: str) -> Record:
         """A record that is not among the others yet."""
-        named = (kind, name, direction)
+        named = (record_type, name, direction)
         self._numbers[named] += 1
-        where = self._stack[-1] if self._stack and kind == OPERATOR else ""
+        where = self._stack[-1] if self._stack and record_type == OPERATOR else ""
         return Record(Key(*named, self._numbers[named]), where)
 
     def add(
-        self, kind: str, name: str, direction: str, tensors: Mapping[str, Tensor], where: str = ""
+        self,
+        record_type: str,
+        name: str,
+        direction: str,
+        tensors: Mapping[str, Tensor],
+        where: str = "",
     ) -> None:
-        """Record tensors that nothing recorded has made."""
-        record = self.begin(kind, name, direction)
+        """Record tensors that are the output of no recorded call."""
+        record = self.begin(record_type, name, direction)
         record.where = where
         record.outputs = self.take(record, "outputs", tensors)
         self.records.append(record)
 
     def take(self, record: Record, side: str, tensors: Mapping[str, Tensor]) -> dict[str, Taken]:
         """Digests of tensors, and copies where the record is the one to keep."""
-        found = {}
+        records = {}
         with torch.no_grad(), _without_autocast():
             for name, tensor in tensors.items():
                 axis = 0
                 if record.prim is not None:
                     axis = record.prim.op.bitwise.axis(name) or 0
-                found[name] = taken = Taken(tuple(tensor.shape), tensor.dtype, axis)
+                records[name] = taken = Taken(tuple(tensor.shape), tensor.dtype, axis)
                 plain = readable(tensor)
                 if plain is None:
                     continue
                 taken.pairs = [digest(plain), *self._parts(plain, axis)]
                 if record.key == self.keep:
                     self.kept[side, name] = plain.clone()
-        return found
+        return records
 
     def _parts(self, tensor: Tensor, axis: int) -> list[Pair]:
         if not self.rows or tensor.ndim <= axis or tensor.shape[axis] % self.rows:
@@ -231,15 +236,15 @@ class Recorder:
         record = self.begin(OPERATOR, prim.op.name, direction)
         record.prim, record.mode = prim, mode_of(current())
         record.backend = backend_of(prim, args)
-        given = dict(zip(prim.params, args, strict=False))
-        record.inputs = self.take(record, "inputs", tensors_in(given))
+        inputs = dict(zip(prim.params, args, strict=False))
+        record.inputs = self.take(record, "inputs", tensors_in(inputs))
         record.arguments = {
-            name: str(value) for name, value in given.items() if not tensors_in(value)
+            name: str(value) for name, value in inputs.items() if not tensors_in(value)
         }
         result = call(prim, *args)
-        made = (result,) if isinstance(result, Tensor) else result or ()
-        outputs = tensors_in(dict(zip(prim.returns, made, strict=False)))
-        outputs |= {f"{name} (written)": given[name] for name in prim.mutates}
+        results = (result,) if isinstance(result, Tensor) else result or ()
+        outputs = tensors_in(dict(zip(prim.returns, results, strict=False)))
+        outputs |= {f"{name} (written)": inputs[name] for name in prim.mutates}
         record.outputs = self.take(record, "outputs", outputs)
         self.records.append(record)
         return result
@@ -280,9 +285,9 @@ class Recorder:
             for side in (record.inputs, record.outputs)
             for taken in side.values()
         ]
-        found = on_host(pair for taken in every for pair in taken.pairs)
+        digest_by_pair = on_host(pair for taken in every for pair in taken.pairs)
         for taken in every:
-            digests = [found[id(pair)] for pair in taken.pairs]
+            digests = [digest_by_pair[id(pair)] for pair in taken.pairs]
             if digests:
                 taken.whole, taken.parts = digests[0], digests[1:]
         for taken in every:

@@ -139,19 +139,22 @@ class Bisection:
     def page(self) -> Page:
         """The first difference, the rows around it, and counts."""
         page = Page()
-        told = [("a", self.a), ("b", self.b)]
+        entries = [("a", self.a), ("b", self.b)]
         if self.first is None:
-            page.add("Result", [*told, ("", "every record that was compared has equal bits")])
+            page.add("Result", [*entries, ("", "every record that was compared has equal bits")])
         else:
-            page.add("Result", [*told, *_told(self.first)])
+            page.add("Result", [*entries, *_told(self.first)])
             at = self.first.row.index
             near = self.rows[max(0, at - AROUND) : at + AROUND + 1]
             page.add("Calls around it", [_cells(row, row.index == at) for row in near], HEADER)
         counts = Counter((row.kind, row.state) for row in self.rows)
-        states = [s for s in (EQUAL, DIFFERS, SHAPE, UNREAD, ONLY_A, ONLY_B)
-                  if any(state == s for _, state in counts)]  # fmt: skip
+        states = [
+            s
+            for s in (EQUAL, DIFFERS, SHAPE, UNREAD, ONLY_A, ONLY_B)
+            if any(state == s for _, state in counts)
+        ]
         kinds = list(dict.fromkeys(row.kind for row in self.rows))
-        cells = [[kind, *(str(counts[kind, state]) for state in states)] for kind in kinds]
+        cells = [[name, *(str(counts[name, state]) for state in states)] for name in kinds]
         page.add("Records", cells, ("kind", *states))
         page.add("Notes", [(f"{i}.", note) for i, note in enumerate(self.notes, 1)])
         return page
@@ -159,16 +162,28 @@ class Bisection:
     def as_data(self) -> dict[str, Any]:
         """The same facts for JSON; numbers that JSON lacks are text."""
         first = self.first
-        told = None if first is None else {
-            **asdict(first), "row": first.row.index, "name": first.name, "kind": first.kind,
-            "direction": first.direction, "ulps": first.ulps,
-        }  # fmt: skip
+        difference = (
+            None
+            if first is None
+            else {
+                **asdict(first),
+                "row": first.row.index,
+                "name": first.name,
+                "kind": first.kind,
+                "direction": first.direction,
+                "ulps": first.ulps,
+            }
+        )
         data = {
-            "equal": self.equal, "a": self.a, "b": self.b, "first": told,
-            "rows": [asdict(row) for row in self.rows], "notes": list(self.notes),
-        }  # fmt: skip
-        made: dict[str, Any] = _finite(data)
-        return made
+            "equal": self.equal,
+            "a": self.a,
+            "b": self.b,
+            "first": difference,
+            "rows": [asdict(row) for row in self.rows],
+            "notes": list(self.notes),
+        }
+        document: dict[str, Any] = _finite(data)
+        return document
 
     def to_json(self) -> str:
         """:meth:`as_data` as text."""
@@ -212,10 +227,16 @@ def _cells(row: Row, first: bool) -> list[str]:
     largest = " ".join(dict.fromkeys(f"{value:.4g}" for value in row.largest))
     state = row.state if row.state != EQUAL or row.inputs in ("", EQUAL) else f"inputs {row.inputs}"
     return [
-        str(row.index), row.kind, row.name, row.direction,
-        "x".join(map(str, row.shape)), row.dtype, largest,
-        f"{row.difference:.1e}" if row.difference else "", f"{state} <- first" if first else state,
-    ]  # fmt: skip
+        str(row.index),
+        row.kind,
+        row.name,
+        row.direction,
+        "x".join(map(str, row.shape)),
+        row.dtype,
+        largest,
+        f"{row.difference:.1e}" if row.difference else "",
+        f"{state} <- first" if first else state,
+    ]
 
 
 def _finite(value: Any) -> Any:
@@ -230,15 +251,24 @@ def _finite(value: Any) -> Any:
 
 # --- the picture ---
 
-SHOWN = (recording.OPERATOR, recording.MODULE, recording.GRADIENT, recording.OUTPUT,
-         recording.LOSS, recording.PARAMETER)  # fmt: skip
-_SIDES = {recording.FORWARD: (OURS, "o"), recording.RECOMPUTE: (STOCK, "D"),
-          recording.BACKWARD: (LIGER, "s")}  # fmt: skip
+SHOWN = (
+    recording.OPERATOR,
+    recording.MODULE,
+    recording.GRADIENT,
+    recording.OUTPUT,
+    recording.LOSS,
+    recording.PARAMETER,
+)
+_SIDES = {
+    recording.FORWARD: (OURS, "o"),
+    recording.RECOMPUTE: (STOCK, "D"),
+    recording.BACKWARD: (LIGER, "s"),
+}
 
 
-def draw(found: Bisection, path: Path) -> None:
+def draw(bisection: Bisection, path: Path) -> None:
     """One mark a record: operators large, others small; equal ones on the line below."""
-    rows = [r for r in found.rows if r.kind in SHOWN and r.state in (EQUAL, DIFFERS, SHAPE)]
+    rows = [r for r in bisection.rows if r.kind in SHOWN and r.state in (EQUAL, DIFFERS, SHAPE)]
     known = [r.difference for r in rows if 0 < r.difference < math.inf]
     low = 10 ** (math.floor(math.log10(min(known))) - 1) if known else 1e-9
     high = 10 ** (math.ceil(math.log10(max(known))) + 1) if known else 1.0
@@ -247,52 +277,67 @@ def draw(found: Bisection, path: Path) -> None:
     def height(row: Row) -> float:
         return floor if row.difference <= 0 else min(row.difference, high)
 
-    with figure(path, 9.2, 4.6) as made:
-        axis = made.subplots()
+    with figure(path, 9.2, 4.6) as canvas:
+        axis = canvas.subplots()
         axis.set_yscale("log")
         for direction, (color, marker) in _SIDES.items():
             for own in (True, False):
                 some = [r for r in rows if r.direction == direction and own == _is_operator(r)]
                 if some:
-                    kind = "operators" if own else "modules and tensors"
+                    group = "operators" if own else "modules and tensors"
                     axis.scatter(
-                        [r.index for r in some], [height(r) for r in some],
-                        s=34 if own else 9, color=color, marker=marker,
-                        label=f"{direction}: {kind}", clip_on=False, zorder=3,
-                    )  # fmt: skip
+                        [r.index for r in some],
+                        [height(r) for r in some],
+                        s=34 if own else 9,
+                        color=color,
+                        marker=marker,
+                        label=f"{direction}: {group}",
+                        clip_on=False,
+                        zorder=3,
+                    )
         axis.axhline(low / 2, color=SOFT, lw=0.8, ls=(0, (3, 3)))
         axis.set_ylim(low / 8, high)
         axis.annotate(
-            "equal bits below", (0, low / 2), xycoords=("axes fraction", "data"),
-            xytext=(4, 3), textcoords="offset points", fontsize=8, color=SOFT,
-        )  # fmt: skip
-        _mark_first(axis, found, height)
+            "equal bits below",
+            (0, low / 2),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 3),
+            textcoords="offset points",
+            fontsize=8,
+            color=SOFT,
+        )
+        _mark_first(axis, bisection, height)
         axis.set_xlabel("records in order")
         axis.set_ylabel("relative difference (estimated)")
-        axis.set_title(f"a: {_short(found.a)}\nb: {_short(found.b)}")
-        made.legend(loc="outside lower center", ncols=3, fontsize=9)
+        axis.set_title(f"a: {_short(bisection.a)}\nb: {_short(bisection.b)}")
+        canvas.legend(loc="outside lower center", ncols=3, fontsize=9)
 
 
 def _is_operator(row: Row) -> bool:
     return row.kind == recording.OPERATOR
 
 
-def _mark_first(axis: Any, found: Bisection, height: Any) -> None:
+def _mark_first(axis: Any, bisection: Bisection, height: Any) -> None:
     """A ring around the first difference, with its name."""
-    if found.first is None:
+    if bisection.first is None:
         return
-    row = found.first.row
+    row = bisection.first.row
     place = (row.index, height(row))
     axis.scatter(*place, s=150, facecolors="none", edgecolors=ALARM, linewidths=2, zorder=4)
     axis.axvline(row.index, color=ALARM, lw=0.9)
-    right = row.index < len(found.rows) * 0.6
-    ulps = f"\n{number_of(found.first.ulps)} ulp" if found.first.distances else ""
+    right = row.index < len(bisection.rows) * 0.6
+    ulps = f"\n{number_of(bisection.first.ulps)} ulp" if bisection.first.distances else ""
     axis.annotate(
-        f"first: {_short(row.name, 40)}\n{row.direction}{ulps}", (row.index, 0.98),
-        xycoords=("data", "axes fraction"), xytext=(6 if right else -6, 0),
-        textcoords="offset points", ha="left" if right else "right", va="top", color=INK,
+        f"first: {_short(row.name, 40)}\n{row.direction}{ulps}",
+        (row.index, 0.98),
+        xycoords=("data", "axes fraction"),
+        xytext=(6 if right else -6, 0),
+        textcoords="offset points",
+        ha="left" if right else "right",
+        va="top",
+        color=INK,
         fontsize=9,
-    )  # fmt: skip
+    )
 
 
 def _short(text: str, most: int = 90) -> str:

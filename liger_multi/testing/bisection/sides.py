@@ -37,7 +37,7 @@ class Side:
 
     Attributes:
         name: ``a`` or ``b``.
-        given: As it was given.
+        config: The configuration as the caller wrote it.
         choices: For :func:`liger_multi.use`.
         process: For :func:`liger_multi.configure`.
         split: Rows of the batch per run; 0 for all in one.
@@ -48,7 +48,7 @@ class Side:
     """
 
     name: str
-    given: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
     choices: Mapping[str, Any] = field(default_factory=dict)
     process: Mapping[str, Any] = field(default_factory=dict)
     split: int = 0
@@ -58,58 +58,63 @@ class Side:
     seed: int = 0
 
     def __str__(self) -> str:
-        said = ", ".join(f"{name}={value}" for name, value in self.given.items())
+        said = ", ".join(f"{name}={value}" for name, value in self.config.items())
         return said or "no settings"
 
 
-def side_of(name: str, given: Mapping[str, Any]) -> Side:
+def side_of(name: str, config: Mapping[str, Any]) -> Side:
     """Check a configuration.
 
     Raises:
         ConfigurationError: An unknown key, operator or backend, or a value of the wrong form.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(config, Mapping):
         raise ConfigurationError(
             f"configuration {name} must be a mapping such as {{'rms_norm': 'reference'}}, "
-            f"got {shown(given)}"
+            f"got {shown(config)}"
         )
     known = (*SCOPED, *PROCESS, *RUN, *operators())
-    for key in given:
+    for key in config:
         if key not in known and not (isinstance(key, str) and set(key) & set("*?[")):
             every = "liger-multi explain lists operators"
-            kind = f"key of configuration {name}"
-            raise ConfigurationError(f"{unknown(kind, key, known)} ({every})")
-    choices = {k: v for k, v in given.items() if k not in (*PROCESS, *RUN)}
-    process = {k: v for k, v in given.items() if k in PROCESS}
+            noun = f"key of configuration {name}"
+            raise ConfigurationError(f"{unknown(noun, key, known)} ({every})")
+    choices = {k: v for k, v in config.items() if k not in (*PROCESS, *RUN)}
+    process = {k: v for k, v in config.items() if k in PROCESS}
     ops = {k: v for k, v in choices.items() if k not in SCOPED}
-    parse({**{k: given[k] for k in SCOPED if k in given}, **process, "ops": ops},
-          f"configuration {name}")  # fmt: skip
-    compiler = given.get("compile", False)
+    parse(
+        {**{k: config[k] for k in SCOPED if k in config}, **process, "ops": ops},
+        f"configuration {name}",
+    )
+    compiler = config.get("compile", False)
     if not isinstance(compiler, bool | str):
         raise _wrong(name, "compile", "true, false or a backend of torch.compile", compiler)
     return Side(
-        name, dict(given), choices, process,
-        split=_integer(name, given, "split", 1) if "split" in given else 0,
+        name,
+        dict(config),
+        choices,
+        process,
+        split=_integer(name, config, "split", 1) if "split" in config else 0,
         compile="inductor" if compiler is True else compiler or "",
-        checkpoint=_flag(name, given, "checkpoint"),
-        patch=_flag(name, given, "patch"),
-        seed=_integer(name, given, "seed", 0) if "seed" in given else 0,
-    )  # fmt: skip
+        checkpoint=_flag(name, config, "checkpoint"),
+        patch=_flag(name, config, "patch"),
+        seed=_integer(name, config, "seed", 0) if "seed" in config else 0,
+    )
 
 
-def _wrong(side: str, key: str, wanted: str, got: object) -> ConfigurationError:
-    return ConfigurationError(f"{key} of configuration {side} must be {wanted}, got {shown(got)}")
+def _wrong(side: str, key: str, expected: str, got: object) -> ConfigurationError:
+    return ConfigurationError(f"{key} of configuration {side} must be {expected}, got {shown(got)}")
 
 
-def _integer(side: str, given: Mapping[str, Any], key: str, least: int) -> int:
-    value = given[key]
+def _integer(side: str, config: Mapping[str, Any], key: str, least: int) -> int:
+    value = config[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise _wrong(side, key, f"an integer of at least {least}", value)
     return value
 
 
-def _flag(side: str, given: Mapping[str, Any], key: str) -> bool:
-    value = given.get(key, False)
+def _flag(side: str, config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key, False)
     if not isinstance(value, bool):
         raise _wrong(side, key, "true or false", value)
     return value
@@ -161,14 +166,14 @@ def batch_of(value: Any) -> Batch:
         ConfigurationError: It holds no tensor.
     """
     if isinstance(value, Mapping):
-        made = Batch((), {str(k): v for k, v in value.items()})
+        batch = Batch((), {str(k): v for k, v in value.items()})
     else:
-        made = Batch(tuple(value) if isinstance(value, list | tuple) else (value,), {})
-    if not tensors_in([*made.args, dict(made.kwargs)]):
+        batch = Batch(tuple(value) if isinstance(value, list | tuple) else (value,), {})
+    if not tensors_in([*batch.args, dict(batch.kwargs)]):
         raise ConfigurationError(
             f"batch must be a tensor, or a tuple or mapping with tensors, got {shown(value)}"
         )
-    return made
+    return batch
 
 
 # --- a run that leaves no trace ---
@@ -185,15 +190,15 @@ def undisturbed(model: nn.Module, seed: int) -> Iterator[None]:
     state = random.getstate()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        for kind in accelerators:
-            several = list(range(torch.get_device_module(kind).device_count()))
-            stack.enter_context(torch.random.fork_rng(devices=several, device_type=kind))
+        for device_type in accelerators:
+            several = list(range(torch.get_device_module(device_type).device_count()))
+            stack.enter_context(torch.random.fork_rng(devices=several, device_type=device_type))
         try:
             for p, _ in grads:
                 p.grad = None
             torch.default_generator.manual_seed(seed)
-            for kind in accelerators:
-                torch.get_device_module(kind).manual_seed_all(seed)
+            for device_type in accelerators:
+                torch.get_device_module(device_type).manual_seed_all(seed)
             random.seed(seed)
             yield
         finally:
@@ -285,16 +290,23 @@ class Running:
     """
 
     def __init__(
-        self, side: Side, model: nn.Module, batch: Batch, loss: Loss | None, backward: bool,
-        per_sequence: bool, said: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self,
+        side: Side,
+        model: nn.Module,
+        batch: Batch,
+        loss: Loss | None,
+        backward: bool,
+        per_sequence: bool,
+        said: Callable[[str], None],
+    ) -> None:
         self.side, self.model, self.batch, self.loss = side, model, batch, loss
         self.backward, self.per_sequence, self.said = backward, per_sequence, said
         self._compiled: Any = None
         hooked = [
-            name for name, p in model.named_parameters()
+            name
+            for name, p in model.named_parameters()
             if getattr(p, "_post_accumulate_grad_hooks", None)
-        ]  # fmt: skip
+        ]
         if hooked and backward:
             raise ConfigurationError(
                 f"parameter {hooked[0]} of model {side.name} has a hook that runs when its "
@@ -320,11 +332,15 @@ class Running:
                 stack.enter_context(patcher().patched(self.model))
             if self.side.checkpoint:
                 stack.enter_context(checkpointed(self.model))
-            names = {} if self.compiles else {
-                id(m): path_of(name) for name, m in self.model.named_modules() if path_of(name)
-            }  # fmt: skip
-            made = Recorded(Recorder(keep=keep), [], Recorder(keep=keep), [])
-            self._before(made.before)
+            names = (
+                {}
+                if self.compiles
+                else {
+                    id(m): path_of(name) for name, m in self.model.named_modules() if path_of(name)
+                }
+            )
+            recorded = Recorded(Recorder(keep=keep), [], Recorder(keep=keep), [])
+            self._before(recorded.before)
             losses = []
             for number, start in enumerate(starts, 1):
                 stop = min(start + step, self.batch.rows)
@@ -332,12 +348,12 @@ class Running:
                 rows = stop - start if self.per_sequence else 0
                 recorder = Recorder(rows, keep, names)
                 losses.append(self._run(recorder, self.batch.piece(start, stop)))
-                made.runs.append(recorder)
-                made.rows.append(stop - start)
-            self._after(made.after, losses)
-            for recorder in made.recorders:
+                recorded.runs.append(recorder)
+                recorded.rows.append(stop - start)
+            self._after(recorded.after, losses)
+            for recorder in recorded.recorders:
                 recorder.fetch()
-        return made
+        return recorded
 
     def _before(self, recorder: Recorder) -> None:
         everything = tensors_in([*self.batch.args]) | tensors_in(dict(self.batch.kwargs))
@@ -410,9 +426,9 @@ class Running:
         if self.loss is not None:
             return self.loss(outputs, piece.kwargs or piece.args), False
         named = _as_mapping(outputs)
-        given = named.get("loss")
-        if isinstance(given, Tensor):
-            return given, True
+        loss = named.get("loss")
+        if isinstance(loss, Tensor):
+            return loss, True
         floating = [t for t in tensors_in(named).values() if t.is_floating_point()]
         if not floating or not self.backward:
             return None, False

@@ -38,11 +38,11 @@ def _visible(
         run = torch.cat([torch.zeros_like(edges[:, :1]), edges], -1)
         begin = (run[:, None] < run[:, :, None]).sum(-1)[:, -q.shape[2] :, None]
         same = (run[:, -q.shape[2] :, None] == run[:, None]) & (documents >= 0)[:, None]
-    seen = ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
+    visible = ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
     if window is not None:
-        seen = seen | (j < begin + global_tokens) | (i < begin + global_tokens)
-    seen = seen & (j <= i) if causal else seen
-    return seen if same is None else (seen & same)[:, None]
+        visible = visible | (j < begin + global_tokens) | (i < begin + global_tokens)
+    visible = visible & (j <= i) if causal else visible
+    return visible if same is None else (visible & same)[:, None]
 
 
 def _documents(cu_seqlens: Tensor, length: int) -> Tensor:
@@ -69,14 +69,14 @@ def of_all_heads(
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     s = s if softcap is None else torch.tanh(s / softcap) * softcap
-    seen = _visible(q, k, causal, window, global_tokens, documents)
-    s = s.masked_fill(~seen, torch.finfo(s.dtype).min)
+    visible = _visible(q, k, causal, window, global_tokens, documents)
+    s = s.masked_fill(~visible, torch.finfo(s.dtype).min)
     if sinks is not None:
         s = torch.cat([s, sinks[None, :, None, None].expand(*s.shape[:3], 1)], -1)
     p = torch.softmax(s, -1, dtype=statistics_dtype(s))
     p = p[..., : k.shape[2]].to(v.dtype)
     if documents is not None or q.shape[2] > k.shape[2]:  # queries that see nothing
-        p = p.masked_fill(~seen, 0)
+        p = p.masked_fill(~visible, 0)
     return p @ v
 
 
@@ -105,9 +105,14 @@ def attention(
     if cu_seqlens is not None:
         documents = _documents(cu_seqlens, k.shape[2])
     run = functools.partial(
-        of_all_heads, causal=causal, window=window, global_tokens=global_tokens,
-        documents=documents, softcap=softcap, scale=scale,
-    )  # fmt: skip
+        of_all_heads,
+        causal=causal,
+        window=window,
+        global_tokens=global_tokens,
+        documents=documents,
+        softcap=softcap,
+        scale=scale,
+    )
     if q.is_meta or q.shape[:3].numel() * k.shape[2] <= MOST_SCORES:
         return run(q, k, v, sinks)
     shared = q.shape[1] // k.shape[1]
@@ -211,8 +216,8 @@ def kimi_delta_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The recurrence of one state for every value head, token by token, with a gate per channel."""
     (batch, length, heads, size), value = q.shape, v.shape[3]
-    kind = statistics_dtype(q)
-    q, k, wide_v, g, beta = (x.to(kind) for x in (q, k, v, g, beta))
+    acc_dtype = statistics_dtype(q)
+    q, k, wide_v, g, beta = (x.to(acc_dtype) for x in (q, k, v, g, beta))
     if qk_l2norm:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[2] // heads, 2) for x in (q, k))
@@ -224,14 +229,14 @@ def kimi_delta_attention(
     if documents is not None:
         begins[:, 1:] = (documents[:, 1:] != documents[:, :-1]) | (documents[:, 1:] < 0)
     state = q.new_zeros(batch, v.shape[2], size, value)
-    state = state if initial_state is None else state + initial_state.to(kind)
+    state = state if initial_state is None else state + initial_state.to(acc_dtype)
     outs = [wide_v[:, :0]]
     for t in range(0, length, TOKENS_AT_ONCE):
         part = [x[:, t : t + TOKENS_AT_ONCE] for x in (q, k, wide_v, g, beta, begins)]
         y, state = checkpoint(_delta_steps, *part, state, use_reentrant=False)
         outs.append(y)
-    made = torch.cat(outs, 1).to(v.dtype)
-    return (made, state) if output_final_state else made
+    output = torch.cat(outs, 1).to(v.dtype)
+    return (output, state) if output_final_state else output
 
 
 def gated_delta_rule(
@@ -250,10 +255,18 @@ def gated_delta_rule(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The recurrence with gates that all channels share."""
     return kimi_delta_attention(
-        q, k, v, g.unsqueeze(-1), beta, scale=scale, initial_state=initial_state,
-        output_final_state=output_final_state, qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens,
+        q,
+        k,
+        v,
+        g.unsqueeze(-1),
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        qk_l2norm=qk_l2norm,
+        cu_seqlens=cu_seqlens,
         documents=documents,
-    )  # fmt: skip
+    )
 
 
 # --- rotary position embeddings ---

@@ -13,8 +13,8 @@ from liger_multi.ops._float8 import QuantizedOutput
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes as numbers, and the power-of-two scale of every row."""
     padded = F.pad(x.detach().abs(), (0, 1))  # a row of no columns has a largest element, 0
-    kind = torch.promote_types(x.dtype, torch.float32)
-    largest = padded.amax(-1, keepdim=True).to(kind).clamp_min(2.0**-100)
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
+    largest = padded.amax(-1, keepdim=True).to(acc_dtype).clamp_min(2.0**-100)
     # a logarithm in 16 bits would round down, and a code above 448 is NaN
     scale = torch.exp2(torch.ceil(torch.log2(largest / 448.0))).to(x.dtype)
     return (x / scale).to(torch.float8_e4m3fn).to(x.dtype), scale

@@ -108,28 +108,28 @@ def ssd_scan(
     chunk: int = 256,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The recurrence of one state for every head; A may have a number for each entry of it."""
-    kind, (batch, length, heads, value) = statistics_dtype(x), x.shape
-    dt = dt.to(kind) if dt_bias is None else dt.to(kind) + dt_bias.to(kind)
+    acc_dtype, (batch, length, heads, value) = statistics_dtype(x), x.shape
+    dt = dt.to(acc_dtype) if dt_bias is None else dt.to(acc_dtype) + dt_bias.to(acc_dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    b, c = (t.to(kind).repeat_interleave(heads // t.shape[2], 2) for t in (B, C))
-    a = A.to(kind) if A.ndim == 3 else A.to(kind)[:, None, None]
+    b, c = (t.to(acc_dtype).repeat_interleave(heads // t.shape[2], 2) for t in (B, C))
+    a = A.to(acc_dtype) if A.ndim == 3 else A.to(acc_dtype)[:, None, None]
     begins = torch.zeros(batch, length, dtype=torch.bool, device=x.device)
     runs = _runs(seq_idx, cu_seqlens, length)
     if runs is not None:
         begins[:, 1:] = runs[:, 1:] != runs[:, :-1]
-    rows, wide = dt.unsqueeze(-1) * x.to(kind), x.to(kind)
+    rows, wide = dt.unsqueeze(-1) * x.to(acc_dtype), x.to(acc_dtype)
     state = rows.new_zeros(batch, heads, value, b.shape[3])
-    state = state if initial_state is None else state + initial_state.to(kind)
+    state = state if initial_state is None else state + initial_state.to(acc_dtype)
     outs = [wide[:, :0]]
     for t in range(0, length, TOKENS_AT_ONCE):
         part = slice(t, t + TOKENS_AT_ONCE)
-        given = (dt[:, part], a, *(v[:, part] for v in (rows, b, c, begins)), state)
-        y, state = checkpoint(_tokens, *given, use_reentrant=False)
+        args = (dt[:, part], a, *(v[:, part] for v in (rows, b, c, begins)), state)
+        y, state = checkpoint(_tokens, *args, use_reentrant=False)
         outs.append(y)
     y = torch.cat(outs, 1)
     if D is not None:
-        y = y + (D if D.ndim == 2 else D.unsqueeze(-1)).to(kind) * wide
-    y = y if z is None else y * F.silu(z.to(kind))
+        y = y + (D if D.ndim == 2 else D.unsqueeze(-1)).to(acc_dtype) * wide
+    y = y if z is None else y * F.silu(z.to(acc_dtype))
     return (y.to(x.dtype), state) if output_final_state else y.to(x.dtype)
 
 
@@ -150,12 +150,21 @@ def selective_scan(
     seq_idx: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The recurrence of heads with one channel, whose decays differ over the state."""
-    made = ssd_scan(
-        u.unsqueeze(-1), delta, A.unsqueeze(1), B.unsqueeze(2), C.unsqueeze(2), D=D,
-        z=None if z is None else z.unsqueeze(-1), dt_bias=delta_bias, dt_softplus=delta_softplus,
+    outputs = ssd_scan(
+        u.unsqueeze(-1),
+        delta,
+        A.unsqueeze(1),
+        B.unsqueeze(2),
+        C.unsqueeze(2),
+        D=D,
+        z=None if z is None else z.unsqueeze(-1),
+        dt_bias=delta_bias,
+        dt_softplus=delta_softplus,
         dt_limit=(-torch.inf, torch.inf),
         initial_state=None if initial_state is None else initial_state.unsqueeze(2),
-        output_final_state=True, cu_seqlens=cu_seqlens, seq_idx=seq_idx,
-    )  # fmt: skip
-    y, state = made[0].squeeze(-1), made[1].squeeze(2)
+        output_final_state=True,
+        cu_seqlens=cu_seqlens,
+        seq_idx=seq_idx,
+    )
+    y, state = outputs[0].squeeze(-1), outputs[1].squeeze(2)
     return (y, state) if output_final_state else y

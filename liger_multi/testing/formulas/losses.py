@@ -61,7 +61,7 @@ def cross_entropy(
         return loss
     label, log_p = target.clamp(min=0, max=max(z.shape[-1] - 1, 0)), torch.log_softmax(z, -1)
     hit = torch.where(valid, (z.argmax(-1) == target).to(z.dtype), 0)
-    made = {
+    reports = {
         "z_loss": z_out,
         "token_accuracy": hit.view(shape) if reduction == "none" else hit.sum() / count,
         "predicted_tokens": torch.where(valid, z.argmax(-1), -1).view(shape),
@@ -69,7 +69,7 @@ def cross_entropy(
         "entropy": torch.where(valid, -(log_p.exp() * log_p).sum(-1), 0).view(shape),
         "lse": torch.where(valid, lse, 0).view(shape),
     }
-    return CrossEntropyOutput(loss, **{name: made[name].detach() for name in outputs})
+    return CrossEntropyOutput(loss, **{name: reports[name].detach() for name in outputs})
 
 
 def fused_linear_cross_entropy(
@@ -120,14 +120,14 @@ def token_log_prob(
     z = logits * logit_scale
     z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
     valid, log_p = target != ignore_index, torch.log_softmax(z, -1)
-    made = {
+    reports = {
         "log_prob": log_p.gather(-1, torch.where(valid, target, 0).unsqueeze(-1)).squeeze(-1),
         "entropy": torch.special.entr(log_p.exp()).sum(-1),
         "lse": torch.logsumexp(z, -1),
     }
-    made = {name: torch.where(valid, x, 0) for name, x in made.items()}
-    made["argmax"] = torch.where(valid, z.argmax(-1), -1)
-    return LogProbOutput(**{name: made[name] for name in outputs})
+    reports = {name: torch.where(valid, x, 0) for name, x in reports.items()}
+    reports["argmax"] = torch.where(valid, z.argmax(-1), -1)
+    return LogProbOutput(**{name: reports[name] for name in outputs})
 
 
 def fused_linear_log_prob(
@@ -171,8 +171,8 @@ def selective_log_softmax(
     several = index.ndim == logits.ndim
     places = index if several else index.unsqueeze(-1)
     valid = places != ignore_index
-    found = torch.where(valid, log_p.gather(-1, torch.where(valid, places, 0)), 0)
-    return found if several else found.squeeze(-1)
+    log_prob = torch.where(valid, log_p.gather(-1, torch.where(valid, places, 0)), 0)
+    return log_prob if several else log_prob.squeeze(-1)
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:

@@ -23,9 +23,14 @@ APPROXIMATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def swiglu(
-    gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
-    quantize: str | None = None, outputs: tuple[str, ...] = OUTPUTS,
-) -> Tensor | QuantizedOutput:  # fmt: skip
+    gate: Tensor,
+    up: Tensor,
+    *,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+    quantize: str | None = None,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> Tensor | QuantizedOutput:
     """``silu(gate_multiplier * gate) * up * down_multiplier``."""
     return either(_swiglu(gate, up, gate_multiplier, down_multiplier), quantize, outputs)
 
@@ -66,9 +71,13 @@ def swiglu_clamped_packed(
 
 
 def geglu(
-    gate: Tensor, up: Tensor, approximate: str = "tanh", *, quantize: str | None = None,
+    gate: Tensor,
+    up: Tensor,
+    approximate: str = "tanh",
+    *,
+    quantize: str | None = None,
     outputs: tuple[str, ...] = OUTPUTS,
-) -> Tensor | QuantizedOutput:  # fmt: skip
+) -> Tensor | QuantizedOutput:
     """``gelu(gate) * up``."""
     return either(F.gelu(gate, approximate=approximate) * up, quantize, outputs)
 
@@ -120,9 +129,9 @@ class _LinearFloat8(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, given: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, given_weight: Tensor | None
     ) -> Tensor:
-        held = weight if given is None else given
+        held = weight if given_weight is None else given_weight
         codes, own = rounded(weight) if scale is None else (held.to(x.dtype), scale[:, None])
         ctx.save_for_backward(x, codes, own)
         rows, rows_scale = rounded(x)
@@ -137,26 +146,42 @@ class _LinearFloat8(torch.autograd.Function):
 
 
 def linear_float8(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, weight_scale: Tensor | None = None,
-    weight_codes: Tensor | None = None, quantized: Any = None, return_quantized: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    weight_scale: Tensor | None = None,
+    weight_codes: Tensor | None = None,
+    quantized: Any = None,
+    return_quantized: bool = False,
+) -> Tensor:
     """``q(x) @ q(weight).T + bias``, and the input gradient from the same codes of weight."""
     y: Tensor = _LinearFloat8.apply(x, weight, weight_scale, weight_codes)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 
 
 def gated_mlp_float8(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, *,
-    gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    activation: str = "silu", gate_weight_scale: Tensor | None = None,
-    up_weight_scale: Tensor | None = None, down_weight_scale: Tensor | None = None,
-    gate_weight_codes: Tensor | None = None, up_weight_codes: Tensor | None = None,
-    down_weight_codes: Tensor | None = None, quantized: Any = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    gate_weight_scale: Tensor | None = None,
+    up_weight_scale: Tensor | None = None,
+    down_weight_scale: Tensor | None = None,
+    gate_weight_codes: Tensor | None = None,
+    up_weight_codes: Tensor | None = None,
+    down_weight_codes: Tensor | None = None,
+    quantized: Any = None,
+) -> Tensor:
     """A gated MLP of such layers."""
 
-    def layer(x: Tensor, *given: Any) -> Tensor:
-        weight, bias, scale, codes = given
+    def layer(x: Tensor, *parameters: Any) -> Tensor:
+        weight, bias, scale, codes = parameters
         return linear_float8(x, weight, bias, weight_scale=scale, weight_codes=codes)
 
     gate = layer(x, gate_weight, gate_bias, gate_weight_scale, gate_weight_codes)
@@ -175,9 +200,14 @@ def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float =
 
 
 def _layer(
-    x: Tensor, weight: Tensor, a: Tensor | None, b: Tensor | None, bias: Tensor | None,
-    scale: float, weight_scale: Tensor | None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    weight_scale: Tensor | None,
+) -> Tensor:
     if weight_scale is None:
         base = F.linear(x, weight, bias)
     else:

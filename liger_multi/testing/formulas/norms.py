@@ -102,9 +102,14 @@ def fused_scaled_add_rms_norm(
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
-    quantize: str | None = None, outputs: tuple[str, ...] = OUTPUTS,
-) -> Tensor | QuantizedOutput:  # fmt: skip
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    quantize: str | None = None,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> Tensor | QuantizedOutput:
     """``(x - mean) / sqrt(variance + eps) * weight + bias``."""
     centered = wide(x) - wide(x).mean(-1, keepdim=True)
     y = rms_normalized(centered, eps)

@@ -16,10 +16,10 @@ from liger_multi.testing.formulas.attention import MOST_SCORES, _documents
 from liger_multi.testing.formulas.norms import statistics_dtype
 
 
-def _counts(indices: Tensor, keys: int, kind: torch.dtype) -> Tensor:
+def _counts(indices: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
     """How often every key is listed: ``(..., K)`` to (..., S)."""
-    inside = (indices >= 0).to(kind)
-    counts = torch.zeros(*indices.shape[:-1], keys + 1, dtype=kind, device=indices.device)
+    inside = (indices >= 0).to(dtype)
+    counts = torch.zeros(*indices.shape[:-1], keys + 1, dtype=dtype, device=indices.device)
     return counts.scatter_add(-1, indices.long() % (keys + 1), inside)[..., :keys]
 
 
@@ -127,13 +127,13 @@ def indexer_topk(
     scores, (queries, keys) = _scores(q, k, w, scale), (q.shape[1], k.shape[1])
     place = torch.arange(keys, device=q.device)
     own = torch.arange(queries, device=q.device)[:, None] + (keys - queries)
-    seen = ((place <= own) if causal else place >= 0 * own)[None]
+    visible = ((place <= own) if causal else place >= 0 * own)[None]
     if documents is not None:
         change = torch.nn.functional.pad((documents[:, 1:] != documents[:, :-1]).cumsum(1), (1, 0))
         same = change[:, keys - queries :, None] == change[:, None]
-        seen = seen & same & (documents >= 0)[:, None]
-    masked = scores.detach().masked_fill(~seen, -torch.inf)
+        visible = visible & same & (documents >= 0)[:, None]
+    masked = scores.detach().masked_fill(~visible, -torch.inf)
     best = masked.sort(stable=True, dim=-1, descending=True).indices[..., : min(topk, keys)]
-    found = torch.where(masked.gather(-1, best).isfinite(), best, keys).sort(-1).values
-    found = torch.where(found < keys, found, -1).to(torch.int32)
-    return IndexerTopkOutput(found, _of_listed(scores, found, -torch.inf))
+    selected = torch.where(masked.gather(-1, best).isfinite(), best, keys).sort(-1).values
+    selected = torch.where(selected < keys, selected, -1).to(torch.int32)
+    return IndexerTopkOutput(selected, _of_listed(scores, selected, -torch.inf))

@@ -48,12 +48,12 @@ def poison_value(dtype: torch.dtype) -> float | int | bool | None:
 
 def _poisoned(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made = original(*args, **kwargs)
-        value = poison_value(made.dtype)
-        if value is not None and made.numel():
+        tensor = original(*args, **kwargs)
+        value = poison_value(tensor.dtype)
+        if value is not None and tensor.numel():
             with torch.no_grad():
-                made.fill_(value)
-        return made
+                tensor.fill_(value)
+        return tensor
 
     empty.__name__ = original.__name__
     empty.__wrapped__ = original  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ def read_expected(file: Path) -> list[Expected]:
     Raises:
         pytest.UsageError: The file cannot be read, or a line gives no reason.
     """
-    found = []
+    failures = []
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -108,8 +108,8 @@ def read_expected(file: Path) -> list[Expected]:
                 f"'test id  # reason'; got {line!r}"
             )
         if test:
-            found.append(Expected(test, reason))
-    return found
+            failures.append(Expected(test, reason))
+    return failures
 
 
 def mark_expected(items: Sequence[pytest.Item], entries: Iterable[Expected]) -> list[Expected]:
@@ -152,13 +152,13 @@ def place(config: pytest.Config) -> torch.device:
         raise pytest.UsageError(f"--backend NAME is needed, one of {', '.join(sorted(backends()))}")
     if backend not in backends():
         raise pytest.UsageError("--backend: " + unknown("backend", backend, backends()))
-    given = config.getoption("--device")
-    if given is not None:
-        return torch.device(given)
-    reason, found = refusal(backend), device_of(backend)
-    if reason is not None or found is None:
+    requested = config.getoption("--device")
+    if requested is not None:
+        return torch.device(requested)
+    reason, device = refusal(backend), device_of(backend)
+    if reason is not None or device is None:
         raise pytest.UsageError(f"--backend {backend}: cannot run on this machine: {reason}")
-    return found
+    return device
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -23,14 +23,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     keep = [n for n in ("op", "backend", "sample", "dtype") if n in metafunc.fixturenames]
     several = metafunc.function is test_one_output_at_a_time
     once = metafunc.function is test_forward_and_backward
-    given = []
+    params = []
     for op, sample in _samples(backend):
         if (several and not checks.has_several_outputs(op)) or not (once or sample.size == "small"):
             continue
         for dtype in checks.dtypes_of(sample, backend) if once else checks.DTYPES[:1]:
             name = f"{op}-{backend}-{sample.name}" + f"-{str(dtype)[6:]}" * once
-            given.append(pytest.param(*(op, backend, sample, dtype)[: len(keep)], id=name))
-    metafunc.parametrize(keep, given)
+            params.append(pytest.param(*(op, backend, sample, dtype)[: len(keep)], id=name))
+    metafunc.parametrize(keep, params)
 
 
 def _samples(backend: str) -> Iterator[tuple[str, Sample]]:

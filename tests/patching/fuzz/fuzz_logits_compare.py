@@ -90,8 +90,8 @@ class Verdict:
     """What became of a program.
 
     Attributes:
-        kind: "equal", "refused" (by one of our own messages), "lenient" (equal where stock raises),
-            "compiler" (equal to compiled stock alone), or "failed".
+        outcome: "equal", "refused" (by one of our own messages), "lenient" (equal where stock
+            raises), "compiler" (equal to compiled stock alone), or "failed".
         why: What differs.
         topic: The same in few words, for counting.
         fused: Calls of the fused loss.

@@ -81,7 +81,7 @@ def test_eager(seed, fused):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_eager_where_lazy_logits_stay_what_they_are(seed, fused, monkeypatch):
+def test_eager_with_lazy_logits_unchanged(seed, fused, monkeypatch):
     """As they do before PyTorch 2.11."""
     monkeypatch.setattr(storage, "SWAPS", False)
     judge_all(run(seed, 200, fused=fused))
@@ -173,7 +173,7 @@ def program(text, model="llama", mode="eager"):
 
 
 @pytest.mark.parametrize("text", FUSED.values(), ids=FUSED)
-def test_what_stays_lazy_is_fused(text, fused):
+def test_lazy_results_are_fused(text, fused):
     verdict = Fuzzer(fused).judge(program(text))
     assert verdict.outcome == "equal", verdict
     assert verdict.fused, "the loss took real logits"
@@ -338,7 +338,7 @@ USES = {
 
 
 @pytest.mark.parametrize("text", USES.values(), ids=USES)
-def test_uses_that_went_wrong(text):
+def test_past_failures(text):
     """Each was found by the fuzzer; our own messages may stand in the place of values."""
     verdict = Fuzzer().judge(program(text))
     assert verdict.outcome in ("equal", "refused"), verdict.why
@@ -560,7 +560,7 @@ def test_a_case_is_drawn_again_from_its_seed(fuzz_modules):
 
 
 @pytest.mark.slow
-def test_a_fault_is_found_shrunk_and_printed(fuzz_modules, monkeypatch):
+def test_fault_is_detected_shrunk_and_printed(fuzz_modules, monkeypatch):
     """A fuzzer that cannot fail holds nothing: here nobody looks at the signature."""
     from liger_multi.patching.mlp import fused as mlp
 
