@@ -33,10 +33,11 @@ BITWISE = bitwise(
     promise("repeat recompute", because={"rows": _ORDERS, "cards": _ORDERS}),
     "q k v ranges y lse",
     backward=promise(
-        "recompute", deterministic="repeat",
+        "recompute",
+        deterministic="repeat",
         because={"repeat": _CUDNN, "rows": _ORDERS, "cards": _ORDERS},
     ),
-)  # fmt: skip
+)
 
 # (major compute capability, widest head): kernels in order; the first that takes the call is used
 ROUTES: dict[tuple[int, int], tuple[str, ...]] = {
@@ -57,9 +58,14 @@ _forced: list[str] = []  # by benchmarks of one route
 
 
 def route(
-    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor | None, causal: bool, softcap: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor | None,
+    causal: bool,
+    softcap: float,
     backward: bool = False,
-) -> str:  # fmt: skip
+) -> str:
     """Which implementation runs a call: cudnn, flash or triton."""
     if _forced:
         return _forced[-1]
@@ -107,9 +113,15 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
-    causal: bool, scale: float, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    ranges: Optional[Tensor],
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
     """Output and lse of FlashAttention or cuDNN, corrected for sinks; or those of Triton."""
     by = route(q, k, v, ranges, causal, softcap)
     ranges, causal = unless_causal(ranges, causal)
@@ -125,18 +137,43 @@ def forward(
 
 
 def backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
-    y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, needs_q: bool,
-    needs_k: bool, needs_v: bool, needs_sinks: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    ranges: Optional[Tensor],
+    y: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+    needs_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Backward of FlashAttention or cuDNN, from the lse that includes the sinks; or Triton's."""
     by = route(q, k, v, ranges, causal, softcap, backward=True)
     ranges, causal = unless_causal(ranges, causal)
     if by == "triton":
         return kernels.backward(
-            dy, q, k, v, sinks, ranges, y, lse, causal, scale, softcap, needs_q, needs_k, needs_v,
+            dy,
+            q,
+            k,
+            v,
+            sinks,
+            ranges,
+            y,
+            lse,
+            causal,
+            scale,
+            softcap,
+            needs_q,
+            needs_k,
+            needs_v,
             needs_sinks,
-        )  # fmt: skip
+        )
     given = (_dense(dy), _dense(q), _dense(k), _dense(v), _dense(y), lse.contiguous())
     found = _cudnn(*given, causal, scale) if by == "cudnn" else _flash(*given, causal, scale)
     grads = [
@@ -153,22 +190,49 @@ def backward(
 
 def _cudnn(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool, scale: float
-) -> Any:  # fmt: skip
+) -> Any:
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # of no dropout: never read
     none: Any = None
     return cudnn_attention_backward(
-        dy, q, k, v, y, lse.unsqueeze(-1), seed, seed, none, none, none, q.shape[2], k.shape[2],
-        0.0, causal, scale=scale,
-    )  # fmt: skip
+        dy,
+        q,
+        k,
+        v,
+        y,
+        lse.unsqueeze(-1),
+        seed,
+        seed,
+        none,
+        none,
+        none,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        scale=scale,
+    )
 
 
 def _flash(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool, scale: float
-) -> Any:  # fmt: skip
+) -> Any:
     state = torch.empty(2, dtype=torch.uint64, device=q.device)
     none: Any = None
     with ordered_attention():
         return flash_attention_backward(
-            dy, q, k, v, y, lse, none, none, q.shape[2], k.shape[2], 0.0, causal, state, state[:0],
+            dy,
+            q,
+            k,
+            v,
+            y,
+            lse,
+            none,
+            none,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            causal,
+            state,
+            state[:0],
             scale=scale,
-        )  # fmt: skip
+        )

@@ -60,7 +60,12 @@ def _describe() -> dict[str, str]:
 
 
 BACKEND = Backend(
-    "npu", device_type="npu", probe=_probe, supports=_supports, device_info=_device_info,
-    describe=_describe, not_bitwise={"rows": _UNSEEN, "cards": _UNSEEN},
+    "npu",
+    device_type="npu",
+    probe=_probe,
+    supports=_supports,
+    device_info=_device_info,
+    describe=_describe,
+    not_bitwise={"rows": _UNSEEN, "cards": _UNSEEN},
     aliases=("ascend",),
-)  # fmt: skip
+)

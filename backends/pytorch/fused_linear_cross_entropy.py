@@ -21,9 +21,14 @@ __all__ = ["backward", "forward", "supports"]
 
 
 def supports(
-    label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,
-    logit_scale: float, compute_dtype: Optional[torch.dtype], outputs: str = "",
-) -> str | None:  # fmt: skip
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: Optional[float],
+    reduction: str,
+    logit_scale: float,
+    compute_dtype: Optional[torch.dtype],
+    outputs: str = "",
+) -> str | None:
     """Why a call is refused, or None."""
     if not hasattr(F, "linear_cross_entropy"):
         return f"PyTorch {torch.__version__} has no torch.nn.functional.linear_cross_entropy"
@@ -41,15 +46,30 @@ def supports(
 
 
 def forward(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor],
-    class_weight: Optional[Tensor], ignore_index: int, label_smoothing: float,
-    z_loss_weight: float, softcap: Optional[float], reduction: str, logit_scale: float,
-    chunk: int, budget: int, accumulate: torch.dtype, compute_dtype: Optional[torch.dtype],
-    compact: bool, validate: bool, outputs: str, needs_hidden: bool, needs_weight: bool,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Optional[Tensor],
+    class_weight: Optional[Tensor],
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: Optional[float],
+    reduction: str,
+    logit_scale: float,
+    chunk: int,
+    budget: int,
+    accumulate: torch.dtype,
+    compute_dtype: Optional[torch.dtype],
+    compact: bool,
+    validate: bool,
+    outputs: str,
+    needs_hidden: bool,
+    needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:  # fmt: skip
+]:
     """The loss, and its gradients; zeros where every row is ignored, as the contract states."""
     reduction_of.check_targets(target, weight.shape[0], ignore_index, validate)
     kind = statistics_dtype(hidden.dtype)
@@ -63,10 +83,15 @@ def forward(
             for t, needed in zip((hidden, weight, bias), needs, strict=True)
         ]
         total = native.linear_cross_entropy(
-            leaves[0], leaves[1], target, linear_bias=leaves[2], weight=class_weight,
-            reduction=reduction, ignore_index=ignore_index,
+            leaves[0],
+            leaves[1],
+            target,
+            linear_bias=leaves[2],
+            weight=class_weight,
+            reduction=reduction,
+            ignore_index=ignore_index,
             options=made.LinearCrossEntropyOptions(batch_chunk_size=chunk or None, acc_dtype=sums),
-        )  # fmt: skip
+        )
     asked = [t for t in leaves if t is not None and t.requires_grad]
     found = list(torch.autograd.grad(total, asked)) if asked else []
     (rows, width), vocabulary = hidden.shape, weight.shape[0]

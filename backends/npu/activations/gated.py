@@ -35,9 +35,20 @@ def _share(x, ACTIVATION: tl.constexpr):
 
 @jitted
 def _gated_forward_kernel(
-    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, rows, cols, steps, gate_by, y_by,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    gate_stride,
+    up_stride,
+    y_stride,
+    rows,
+    cols,
+    steps,
+    gate_by,
+    y_by,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gated activation, piece by piece.
 
     Program: every num_programs-th piece of BLOCK columns of one row; reads gate and up, writes y.
@@ -58,9 +69,24 @@ def _gated_forward_kernel(
 
 @jitted
 def _gated_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_stride, gate_stride, up_stride, dgate_stride,
-    dup_stride, rows, cols, steps, gate_by, y_by, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    dgate_stride,
+    dup_stride,
+    rows,
+    cols,
+    steps,
+    gate_by,
+    y_by,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradients of gate and up, piece by piece.
 
     Program: every num_programs-th piece of BLOCK columns of one row; reads dy, gate and up, writes
@@ -91,23 +117,52 @@ def _forward_rows(
     block = block_of("gated_forward", y, cols)
     steps = -(-cols // block)
     start(
-        _gated_forward_kernel, rows * steps, gate, up, y, gate.stride(0), up.stride(0),
-        y.stride(0), rows, cols, steps, *by, ACTIVATION=ACTIVATIONS[activation], BLOCK=block,
-    )  # fmt: skip
+        _gated_forward_kernel,
+        rows * steps,
+        gate,
+        up,
+        y,
+        gate.stride(0),
+        up.stride(0),
+        y.stride(0),
+        rows,
+        cols,
+        steps,
+        *by,
+        ACTIVATION=ACTIVATIONS[activation],
+        BLOCK=block,
+    )
 
 
 def _backward_rows(
-    activation: str, by: tuple[float, float], dy: Tensor, gate: Tensor, up: Tensor,
-    dgate: Optional[Tensor], dup: Optional[Tensor],
-) -> None:  # fmt: skip
+    activation: str,
+    by: tuple[float, float],
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    dgate: Optional[Tensor],
+    dup: Optional[Tensor],
+) -> None:
     rows, cols = dy.shape
     block = block_of("gated_backward", dy, cols)
     steps = -(-cols // block)
     strides = [0 if t is None else t.stride(0) for t in (dy, gate, up, dgate, dup)]
     start(
-        _gated_backward_kernel, rows * steps, dy, gate, up, dgate, dup, *strides, rows, cols,
-        steps, *by, ACTIVATION=ACTIVATIONS[activation], BLOCK=block,
-    )  # fmt: skip
+        _gated_backward_kernel,
+        rows * steps,
+        dy,
+        gate,
+        up,
+        dgate,
+        dup,
+        *strides,
+        rows,
+        cols,
+        steps,
+        *by,
+        ACTIVATION=ACTIVATIONS[activation],
+        BLOCK=block,
+    )
 
 
 def gated(
@@ -121,9 +176,14 @@ def gated(
 
 
 def gated_gradients(
-    activation: str, dy: Tensor, gate: Tensor, up: Tensor, needs_gate: bool, needs_up: bool,
+    activation: str,
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    needs_gate: bool,
+    needs_up: bool,
     by: tuple[float, float] = (1.0, 1.0),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up; one that nobody needs is an empty tensor."""
     dgate = gate.new_empty(gate.shape if needs_gate else 0)
     dup = up.new_empty(up.shape if needs_up else 0)

@@ -30,9 +30,15 @@ def _tokens(*given: Tensor) -> list[Tensor]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
-    causal: bool, scale: float, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    ranges: Optional[Tensor],
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
     """The result, and the lse from the operator's two statistics."""
     if fused_attention(q, k, v, sinks, ranges, causal, softcap) is not None:
         return reference.forward(q, k, v, sinks, ranges, causal, scale, softcap)
@@ -43,22 +49,56 @@ def forward(
 
 
 def backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
-    y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, needs_q: bool,
-    needs_k: bool, needs_v: bool, needs_sinks: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    ranges: Optional[Tensor],
+    y: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+    needs_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The operator makes all three gradients; one that nobody needs is an empty tensor."""
     if fused_attention(q, k, v, sinks, ranges, causal, softcap) is not None or dy.dtype != q.dtype:
         return reference.backward(
-            dy, q, k, v, sinks, ranges, y, lse, causal, scale, softcap, needs_q, needs_k, needs_v,
+            dy,
+            q,
+            k,
+            v,
+            sinks,
+            ranges,
+            y,
+            lse,
+            causal,
+            scale,
+            softcap,
+            needs_q,
+            needs_k,
+            needs_v,
             needs_sinks,
-        )  # fmt: skip
+        )
     top = lse.unsqueeze(-1).expand(*lse.shape, COPIES).contiguous()
     ours, theirs, values, up, out = _tokens(q, k, v, dy, y)
     made = torch.ops.npu.npu_fusion_attention_grad_v3(
-        ours, theirs, values, up, q.shape[1], "BSND", softmax_max=top,
-        softmax_sum=torch.ones_like(top), attention_in=out, scale_value=scale, **_how(q, causal),
-    )  # fmt: skip
+        ours,
+        theirs,
+        values,
+        up,
+        q.shape[1],
+        "BSND",
+        softmax_max=top,
+        softmax_sum=torch.ones_like(top),
+        attention_in=out,
+        scale_value=scale,
+        **_how(q, causal),
+    )
     dq, dk, dv = (
         x.transpose(1, 2) if needed else x.new_empty(0)
         for x, needed in zip(made[:3], (needs_q, needs_k, needs_v), strict=True)

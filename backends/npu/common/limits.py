@@ -50,9 +50,14 @@ def rotation(
 
 
 def fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
-    causal: bool, softcap: float,
-) -> Optional[str]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    ranges: Optional[Tensor],
+    causal: bool,
+    softcap: float,
+) -> Optional[str]:
     """Limits of npu_fusion_attention_v3 and its gradient."""
     if sinks is not None or ranges is not None or softcap != 0.0:
         return "takes no sinks, no softcap, and of masks the causal one"

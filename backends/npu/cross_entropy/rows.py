@@ -94,10 +94,24 @@ def _one_minus_exp(x):
 
 @jitted
 def _row_statistics_kernel(
-    raw_ptr, target_ptr, weight_ptr, lse_ptr, lse_low_ptr, log_prob_ptr, spread_ptr, entropy_ptr,
-    argmax_ptr, raw_stride, target_stride, rows, cols, scale, cap, CAPPED: tl.constexpr,
+    raw_ptr,
+    target_ptr,
+    weight_ptr,
+    lse_ptr,
+    lse_low_ptr,
+    log_prob_ptr,
+    spread_ptr,
+    entropy_ptr,
+    argmax_ptr,
+    raw_stride,
+    target_stride,
+    rows,
+    cols,
+    scale,
+    cap,
+    CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Statistics of rows of logits, in one pass.
 
     Program: every num_programs-th row, in steps of BLOCK columns. Each lane keeps a running
@@ -167,11 +181,26 @@ def _row_statistics_kernel(
 
 @jitted
 def _row_gradient_kernel(
-    raw_ptr, target_ptr, weight_ptr, lse_ptr, lse_low_ptr, grad_target_ptr, grad_lse_ptr,
-    entropy_ptr, smooth_ptr, out_ptr, raw_stride, target_stride, out_stride, rows, cols, scale, cap,
+    raw_ptr,
+    target_ptr,
+    weight_ptr,
+    lse_ptr,
+    lse_low_ptr,
+    grad_target_ptr,
+    grad_lse_ptr,
+    entropy_ptr,
+    smooth_ptr,
+    out_ptr,
+    raw_stride,
+    target_stride,
+    out_stride,
+    rows,
+    cols,
+    scale,
+    cap,
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Gradient of rows of logits from four numbers of each.
 
     Program: every num_programs-th row, in steps of BLOCK columns; reads the target's
@@ -244,10 +273,25 @@ def normalizers(raw: Tensor, scale: float) -> LogSumExp:
     lse = LogSumExp._make(raw.new_empty(raw.shape[0], dtype=torch.float32) for _ in range(2))
     count, cols = rows.shape
     start(
-        _row_statistics_kernel, count, rows, None, None, *lse, None, None, None, None,
-        rows.stride(0), 0, count, cols, scale, 1.0, CAPPED=False,
+        _row_statistics_kernel,
+        count,
+        rows,
+        None,
+        None,
+        *lse,
+        None,
+        None,
+        None,
+        None,
+        rows.stride(0),
+        0,
+        count,
+        cols,
+        scale,
+        1.0,
+        CAPPED=False,
         BLOCK=block_of("row_statistics", rows, cols),
-    )  # fmt: skip
+    )
     return lse
 
 
@@ -263,18 +307,38 @@ def statistics(
         spread = torch.empty_like(rows.lse)
     scale, cap, capped = _curve(spec)
     start(
-        _row_statistics_kernel, count, raw, target, None if weight is None else weight.contiguous(),
-        *rows.normalizer, log_prob, spread, _filled(rows.entropy), _filled(argmax), raw.stride(0),
-        target.stride(0), count, cols, scale, cap, CAPPED=capped,
+        _row_statistics_kernel,
+        count,
+        raw,
+        target,
+        None if weight is None else weight.contiguous(),
+        *rows.normalizer,
+        log_prob,
+        spread,
+        _filled(rows.entropy),
+        _filled(argmax),
+        raw.stride(0),
+        target.stride(0),
+        count,
+        cols,
+        scale,
+        cap,
+        CAPPED=capped,
         BLOCK=block_of("row_statistics", raw, cols),
-    )  # fmt: skip
+    )
     return _finished(rows, target, weight, spec, log_prob, spread, argmax, cols)
 
 
 def _finished(
-    rows: RowStats, target: Tensor, weight: Optional[Tensor], spec: Objective, log_prob: Tensor,
-    spread: Optional[Tensor], argmax: Tensor, cols: int,
-) -> RowStats:  # fmt: skip
+    rows: RowStats,
+    target: Tensor,
+    weight: Optional[Tensor],
+    spec: Objective,
+    log_prob: Tensor,
+    spread: Optional[Tensor],
+    argmax: Tensor,
+    cols: int,
+) -> RowStats:
     """Statistics of rows from what the kernel wrote; those of ignored rows are 0."""
     valid = target != spec.ignore_index
     inside = (target >= 0) & (target < cols)
@@ -293,9 +357,14 @@ def _finished(
 
 
 def coefficients(
-    target: Tensor, weight: Optional[Tensor], lse: LogSumExp, spec: Objective, cols: int,
-    ce: Tensor, zl: Tensor,
-) -> Coefficients:  # fmt: skip
+    target: Tensor,
+    weight: Optional[Tensor],
+    lse: LogSumExp,
+    spec: Objective,
+    cols: int,
+    ce: Tensor,
+    zl: Tensor,
+) -> Coefficients:
     """Coefficients of the gradient of ``ce`` cross entropies plus ``zl`` z-losses."""
     valid = (target != spec.ignore_index) & (target >= 0) & (target < cols)
     eps = spec.label_smoothing
@@ -314,20 +383,37 @@ def coefficients(
 
 
 def gradient_into(
-    out: Tensor, raw: Tensor, target: Tensor, weight: Optional[Tensor], lse: LogSumExp,
-    spec: Objective, numbers: Coefficients,
-) -> None:  # fmt: skip
+    out: Tensor,
+    raw: Tensor,
+    target: Tensor,
+    weight: Optional[Tensor],
+    lse: LogSumExp,
+    spec: Objective,
+    numbers: Coefficients,
+) -> None:
     """Write the gradient of raw logits; ``out`` may be ``raw``, if its columns are adjacent."""
     given, (count, cols) = as_rows(raw), raw.shape
     scale, cap, capped = _curve(spec)
     lse = lse.at(slice(None))
     start(
-        _row_gradient_kernel, count, given, target,
-        None if weight is None else weight.contiguous(), *lse,
-        *(None if p is None else p.contiguous() for p in numbers), out, given.stride(0),
-        target.stride(0), out.stride(0), count, cols, scale, cap, CAPPED=capped,
+        _row_gradient_kernel,
+        count,
+        given,
+        target,
+        None if weight is None else weight.contiguous(),
+        *lse,
+        *(None if p is None else p.contiguous() for p in numbers),
+        out,
+        given.stride(0),
+        target.stride(0),
+        out.stride(0),
+        count,
+        cols,
+        scale,
+        cap,
+        CAPPED=capped,
         BLOCK=block_of("row_gradient", given, cols),
-    )  # fmt: skip
+    )
 
 
 class AscendRows:
@@ -340,9 +426,14 @@ class AscendRows:
 
     @staticmethod
     def gradient_into(
-        out: Tensor, raw: Tensor, target: Tensor, weight: Optional[Tensor], lse: LogSumExp,
-        objective: Objective, scales: tuple[Tensor, Tensor],
-    ) -> None:  # fmt: skip
+        out: Tensor,
+        raw: Tensor,
+        target: Tensor,
+        weight: Optional[Tensor],
+        lse: LogSumExp,
+        objective: Objective,
+        scales: tuple[Tensor, Tensor],
+    ) -> None:
         """Write the gradient of ``scales``' cross entropies and z-losses; ``out`` may be raw."""
         cols = raw.shape[1]
         numbers = coefficients(target, weight, lse, objective, cols, *scales)
@@ -354,9 +445,13 @@ class AscendRows:
 
     @staticmethod
     def statistics_and_gradient_(
-        raw: Tensor, target: Tensor, weight: Optional[Tensor], objective: Objective,
-        scales: Optional[Tensor], outputs: str,
-    ) -> RowStats:  # fmt: skip
+        raw: Tensor,
+        target: Tensor,
+        weight: Optional[Tensor],
+        objective: Objective,
+        scales: Optional[Tensor],
+        outputs: str,
+    ) -> RowStats:
         """Statistics of a chunk; ``raw`` becomes its gradient."""
         rows = statistics(raw, target, weight, objective, outputs)
         by = pair(scales, rows.lse)
@@ -365,17 +460,25 @@ class AscendRows:
 
     @staticmethod
     def gradient_(
-        raw: Tensor, target: Tensor, weight: Optional[Tensor], lse: LogSumExp, objective: Objective,
+        raw: Tensor,
+        target: Tensor,
+        weight: Optional[Tensor],
+        lse: LogSumExp,
+        objective: Objective,
         dloss: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``raw`` becomes its gradient for one upstream gradient a row."""
         AscendRows.gradient_into(raw, raw, target, weight, lse, objective, (dloss, dloss))
 
     @staticmethod
     def log_prob_gradient_(
-        raw: Tensor, target: Tensor, lse: LogSumExp, objective: Objective, upstream: Upstream,
+        raw: Tensor,
+        target: Tensor,
+        lse: LogSumExp,
+        objective: Objective,
+        upstream: Upstream,
         out: Optional[Tensor] = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The gradient of ``raw`` by log-probability, entropy and lse; over it without ``out``."""
         parts = (None if p is None else p.float() for p in upstream)
         numbers = Coefficients._make((*parts, None))

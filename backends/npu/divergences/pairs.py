@@ -39,9 +39,19 @@ def _distribution(ptr, mask, scale, shift, low, FORM: tl.constexpr):
 
 @triton.jit
 def _terms(
-    student_ptr, teacher_ptr, mask, scale, s_shift, s_low, t_shift, t_low, beta,
-    KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr,
-):  # fmt: skip
+    student_ptr,
+    teacher_ptr,
+    mask,
+    scale,
+    s_shift,
+    s_low,
+    t_shift,
+    t_low,
+    beta,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+    TEACHER_FORM: tl.constexpr,
+):
     """Terms of the loss, q r and r of each class, and q.
 
     ``slope`` is the sum of q r over the row. The forward KL returns -p for q r, which is finite at
@@ -70,10 +80,25 @@ def _terms(
 
 @jitted
 def _pair_sums_kernel(
-    student_ptr, teacher_ptr, lse_ptr, lse_low_ptr, teacher_lse_ptr, teacher_lse_low_ptr, loss_ptr,
-    slope_ptr, student_stride, teacher_stride, rows, cols, scale, beta, KIND: tl.constexpr,
-    FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    student_ptr,
+    teacher_ptr,
+    lse_ptr,
+    lse_low_ptr,
+    teacher_lse_ptr,
+    teacher_lse_low_ptr,
+    loss_ptr,
+    slope_ptr,
+    student_stride,
+    teacher_stride,
+    rows,
+    cols,
+    scale,
+    beta,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+    TEACHER_FORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Loss and slope of rows.
 
     Program: every num_programs-th row, in steps of BLOCK columns; reads both distributions once.
@@ -95,9 +120,19 @@ def _pair_sums_kernel(
             col = at + lane
             mask = col < cols
             part, weighted, _, _ = _terms(
-                students + col, other + col, mask, scale, s_shift, s_low, t_shift, t_low, beta,
-                KIND, FORM, TEACHER_FORM,
-            )  # fmt: skip
+                students + col,
+                other + col,
+                mask,
+                scale,
+                s_shift,
+                s_low,
+                t_shift,
+                t_low,
+                beta,
+                KIND,
+                FORM,
+                TEACHER_FORM,
+            )
             loss += tl.where(mask, part, 0.0)
             slope += tl.where(mask, weighted, 0.0)
         tl.store(loss_ptr + row, summed(loss, BLOCK))
@@ -107,10 +142,27 @@ def _pair_sums_kernel(
 
 @jitted
 def _pair_gradient_kernel(
-    student_ptr, teacher_ptr, lse_ptr, lse_low_ptr, teacher_lse_ptr, teacher_lse_low_ptr, slope_ptr,
-    factor_ptr, out_ptr, student_stride, teacher_stride, out_stride, rows, cols, scale, beta,
-    KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    student_ptr,
+    teacher_ptr,
+    lse_ptr,
+    lse_low_ptr,
+    teacher_lse_ptr,
+    teacher_lse_low_ptr,
+    slope_ptr,
+    factor_ptr,
+    out_ptr,
+    student_stride,
+    teacher_stride,
+    out_stride,
+    rows,
+    cols,
+    scale,
+    beta,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+    TEACHER_FORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradient of the student, times the row's factor.
 
     Program: every num_programs-th row, in steps of BLOCK columns; reads both distributions once,
@@ -131,9 +183,19 @@ def _pair_gradient_kernel(
             col = at + lane
             mask = col < cols
             _, weighted, r, q = _terms(
-                students + col, other + col, mask, scale, s_shift, s_low, t_shift, t_low, beta,
-                KIND, FORM, TEACHER_FORM,
-            )  # fmt: skip
+                students + col,
+                other + col,
+                mask,
+                scale,
+                s_shift,
+                s_low,
+                t_shift,
+                t_low,
+                beta,
+                KIND,
+                FORM,
+                TEACHER_FORM,
+            )
             dz = r if FORM == 2 else weighted
             if FORM == 0:
                 dz = (weighted - q * slope) * scale
@@ -177,10 +239,21 @@ class AscendPairs:
             high, low = normalizers(teacher, spec.scale)
             rows = rows._replace(teacher_lse=high, teacher_lse_low=low)
         start(
-            _pair_sums_kernel, count, student, teacher, *rows[1:5], rows.loss,
-            rows.slope, student.stride(0), teacher.stride(0), count, cols, spec.scale, spec.beta,
+            _pair_sums_kernel,
+            count,
+            student,
+            teacher,
+            *rows[1:5],
+            rows.loss,
+            rows.slope,
+            student.stride(0),
+            teacher.stride(0),
+            count,
+            cols,
+            spec.scale,
+            spec.beta,
             **_constants(spec, "pair_sums", student),
-        )  # fmt: skip
+        )
         if target is None:
             return rows
         valid = target != spec.ignore_index
@@ -201,19 +274,34 @@ class AscendPairs:
         count, cols = given.shape
         room = given if out is student else out
         start(
-            _pair_gradient_kernel, count, given, teacher, *rows[1:],
-            _factors(factor, target, count, spec, given), room, given.stride(0),
-            teacher.stride(0), room.stride(0), count, cols, spec.scale, spec.beta,
+            _pair_gradient_kernel,
+            count,
+            given,
+            teacher,
+            *rows[1:],
+            _factors(factor, target, count, spec, given),
+            room,
+            given.stride(0),
+            teacher.stride(0),
+            room.stride(0),
+            count,
+            cols,
+            spec.scale,
+            spec.beta,
             **_constants(spec, "pair_gradient", given),
-        )  # fmt: skip
+        )
         if out is student and room is not out:
             out.copy_(room)
 
     @classmethod
     def loss_and_gradient_(
-        cls, student: Tensor, teacher: Tensor, target: Optional[Tensor], spec: DivergenceSpec,
+        cls,
+        student: Tensor,
+        teacher: Tensor,
+        target: Optional[Tensor],
+        spec: DivergenceSpec,
         factor: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Losses of rows; the student becomes its gradient."""
         rows = cls.statistics(student, teacher, target, spec)
         cls.gradient_into(student, student, teacher, target, rows, spec, factor)

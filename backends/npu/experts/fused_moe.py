@@ -124,25 +124,53 @@ def supports(activation: str) -> Optional[str]:
 
 
 def forward(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
-    gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor], activation: str, limit: float,
-    alpha: float, up_offset: float, interleaved: bool, transposed: bool, y_dtype: torch.dtype,
-    needs_x: bool, needs_gate_up_weight: bool, needs_down_weight: bool, needs_routing: bool,
-    needs_gate_up_bias: bool, needs_down_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    y_dtype: torch.dtype,
+    needs_x: bool,
+    needs_gate_up_weight: bool,
+    needs_down_weight: bool,
+    needs_routing: bool,
+    needs_gate_up_bias: bool,
+    needs_down_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Permute, two grouped GEMMs, permute back with weights."""
     first, second = (w if transposed else w.mT for w in (gate_up_weight, down_weight))
     experts, _, wide = first.shape
     how = (activation, limit, alpha, up_offset, interleaved)
     needs = (
-        needs_x, needs_gate_up_weight, needs_down_weight, needs_routing, needs_gate_up_bias,
+        needs_x,
+        needs_gate_up_weight,
+        needs_down_weight,
+        needs_routing,
+        needs_gate_up_bias,
         needs_down_bias,
-    )  # fmt: skip
+    )
     if _refusal(x, index, gate_up_weight, down_weight, wide) is not None:
         return reference.forward(
-            x, gate_up_weight, down_weight, index, routing, gate_up_bias, down_bias, *how,
-            transposed, y_dtype, *needs,
-        )  # fmt: skip
+            x,
+            gate_up_weight,
+            down_weight,
+            index,
+            routing,
+            gate_up_bias,
+            down_bias,
+            *how,
+            transposed,
+            y_dtype,
+            *needs,
+        )
     ids = torch.where((index < 0) | (index >= experts), experts, index)
     rows, place = torch.ops.npu.npu_moe_token_permute(x.contiguous(), ids.contiguous())
     order = _inverse(place)
@@ -183,21 +211,53 @@ def _through_activation(
 
 
 def backward(
-    dy: Tensor, x: Optional[Tensor], gate_up_weight: Optional[Tensor], down_weight: Tensor,
-    index: Tensor, routing: Tensor, down_bias: Optional[Tensor], gate_up: Tensor, order: Tensor,
-    offsets: Tensor, activation: str, limit: float, alpha: float, up_offset: float,
-    interleaved: bool, transposed: bool, needs_x: bool, needs_gate_up_weight: bool,
-    needs_down_weight: bool, needs_routing: bool, needs_gate_up_bias: bool, needs_down_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Optional[Tensor],
+    gate_up_weight: Optional[Tensor],
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    down_bias: Optional[Tensor],
+    gate_up: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    needs_x: bool,
+    needs_gate_up_weight: bool,
+    needs_down_weight: bool,
+    needs_routing: bool,
+    needs_gate_up_bias: bool,
+    needs_down_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Four grouped GEMMs; rows are read in the order that forward saved."""
     dy = dy.to(gate_up.dtype)
     how, wide = (activation, limit, alpha, up_offset, interleaved), gate_up.shape[1]
     if _refusal(dy, index, gate_up_weight, down_weight, wide) is not None:
         return reference.backward(
-            dy, x, gate_up_weight, down_weight, index, routing, down_bias, gate_up, order,
-            offsets, *how, transposed, needs_x, needs_gate_up_weight, needs_down_weight,
-            needs_routing, needs_gate_up_bias, needs_down_bias,
-        )  # fmt: skip
+            dy,
+            x,
+            gate_up_weight,
+            down_weight,
+            index,
+            routing,
+            down_bias,
+            gate_up,
+            order,
+            offsets,
+            *how,
+            transposed,
+            needs_x,
+            needs_gate_up_weight,
+            needs_down_weight,
+            needs_routing,
+            needs_gate_up_bias,
+            needs_down_bias,
+        )
     experts, at = down_weight.shape[0], order.long()
     token, ids = at // index.shape[1], index.reshape(-1).index_select(0, at)
     ids = torch.where((ids < 0) | (ids >= experts), experts, ids)

@@ -17,19 +17,31 @@ supports = supports
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], initial_state: Optional[Tensor],
-    segments: Optional[Tensor], activation: str,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    segments: Optional[Tensor],
+    activation: str,
+) -> Tensor:
     """One launch, and with sequences a few on their ids."""
     given = arguments(weight, bias, initial_state, segments)
     return convolve(x, given, activation == "silu", False)
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor],
-    initial_state: Optional[Tensor], segments: Optional[Tensor], activation: str,
-    needs_x: bool, needs_weight: bool, needs_bias: bool, needs_initial_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    segments: Optional[Tensor],
+    activation: str,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    needs_initial_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One launch, and sums of what it leaves of weight and bias."""
     needs = (needs_x, needs_weight, needs_bias, needs_initial_state)
     silu = activation == "silu"

@@ -46,9 +46,16 @@ def _read(x_ptr, t, low, high, stride, cols, col, GATED: tl.constexpr):
 
 @triton.jit
 def _before(
-    x_ptr, state_ptr, first, stride, cols, col, LAG: tl.constexpr, WIDTH: tl.constexpr,
+    x_ptr,
+    state_ptr,
+    first,
+    stride,
+    cols,
+    col,
+    LAG: tl.constexpr,
+    WIDTH: tl.constexpr,
     GATED: tl.constexpr,
-):  # fmt: skip
+):
     """Input of the LAG-th token before the first one; before the row the initial state or zeros."""
     t = first - LAG
     x = tl.zeros(col.shape, tl.float32)
@@ -104,10 +111,26 @@ def _store(ptr, value, at, mask):
 
 @jitted
 def _conv_forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, state_ptr, reach_ptr, y_ptr, x_batch, x_stride, length, cols,
-    each, chunks, steps, pieces, WIDTH: tl.constexpr, SILU: tl.constexpr, GATED: tl.constexpr,
-    UNROLL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    state_ptr,
+    reach_ptr,
+    y_ptr,
+    x_batch,
+    x_stride,
+    length,
+    cols,
+    each,
+    chunks,
+    steps,
+    pieces,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    GATED: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Convolution of ``each`` tokens at a time.
 
     Program: every num_programs-th piece, which is BLOCK channels of a chunk of tokens. Reads the
@@ -154,9 +177,19 @@ def _conv_forward_kernel(
 
 @triton.jit
 def _write(
-    dz, x_ptr, dx_ptr, dstate_ptr, t, low, high, stride, cols, col, WIDTH: tl.constexpr,
+    dz,
+    x_ptr,
+    dx_ptr,
+    dstate_ptr,
+    t,
+    low,
+    high,
+    stride,
+    cols,
+    col,
+    WIDTH: tl.constexpr,
     GATED: tl.constexpr,
-):  # fmt: skip
+):
     """Write the gradient dz of the input of token t, if that is in [low, high) or before the row.
 
     With gates, the input is b v: db = dz v and dv = dz b, which are read again.
@@ -198,10 +231,31 @@ def _partial(out_ptr, value, part, cols, col, LAG: tl.constexpr, WIDTH: tl.const
 
 @jitted
 def _conv_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, bias_ptr, state_ptr, reach_ptr, dx_ptr, dstate_ptr, dweight_ptr,
-    dbias_ptr, dy_batch, dy_stride, x_batch, x_stride, length, cols, each, chunks, steps, pieces,
-    WIDTH: tl.constexpr, SILU: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    state_ptr,
+    reach_ptr,
+    dx_ptr,
+    dstate_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    dy_batch,
+    dy_stride,
+    x_batch,
+    x_stride,
+    length,
+    cols,
+    each,
+    chunks,
+    steps,
+    pieces,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradients of ``each`` tokens at a time, and of what stands before a row.
 
     Program: every num_programs-th piece, BLOCK channels of a chunk of tokens. Goes through its
@@ -261,8 +315,20 @@ def _conv_backward_kernel(
             p2, d2, done = _lag(done, w2, x2, p2, d2, du, mine, reach, reach_ptr, 2, WIDTH)
             p3, d3, done = _lag(done, w3, x3, p3, d3, du, mine, reach, reach_ptr, 3, WIDTH)
             x3, x2, x1 = x2, x1, x0
-            _write(done, row_ptr, out_ptr, early_ptr, t - (WIDTH - 1), first, last, x_stride,
-                   cols, col, WIDTH, GATED)  # fmt: skip
+            _write(
+                done,
+                row_ptr,
+                out_ptr,
+                early_ptr,
+                t - (WIDTH - 1),
+                first,
+                last,
+                x_stride,
+                cols,
+                col,
+                WIDTH,
+                GATED,
+            )
         _partial(dweight_ptr, d0, part, cols, col, 0, WIDTH)
         _partial(dweight_ptr, d1, part, cols, col, 1, WIDTH)
         _partial(dweight_ptr, d2, part, cols, col, 2, WIDTH)
@@ -346,17 +412,36 @@ def convolve(x: Tensor, given: Arguments, silu: bool, gated: bool) -> Tensor:
         block = block_of("conv_forward", x, cols)
         work = pieces(batch, length, cols, block, device_info(x.device).cores)
         start(
-            _conv_forward_kernel, work.pieces, x, *given, y, x.stride(0), x.stride(1),
-            length, cols, *work, WIDTH=given.width, SILU=silu, GATED=gated, UNROLL=UNROLL,
+            _conv_forward_kernel,
+            work.pieces,
+            x,
+            *given,
+            y,
+            x.stride(0),
+            x.stride(1),
+            length,
+            cols,
+            *work,
+            WIDTH=given.width,
+            SILU=silu,
+            GATED=gated,
+            UNROLL=UNROLL,
             BLOCK=block,
-        )  # fmt: skip
+        )
     return y
 
 
 def _gradients(
-    dy: Tensor, x: Tensor, given: Arguments, dx: Optional[Tensor], dstate: Optional[Tensor],
-    silu: bool, gated: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    given: Arguments,
+    dx: Optional[Tensor],
+    dstate: Optional[Tensor],
+    silu: bool,
+    gated: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
     """Write dx and dstate; return the gradients of weight (W, C) and bias in fp32, if wanted."""
     dy, x, (batch, length, cols) = _adjacent(dy), _adjacent(x), dy.shape
     block = block_of("conv_backward", x, cols)
@@ -368,10 +453,26 @@ def _gradients(
         for shape, needed in zip(shapes, (needs_weight, needs_bias), strict=True)
     ]
     start(
-        _conv_backward_kernel, work.pieces, dy, x, *given, dx, dstate, *sums, dy.stride(0),
-        dy.stride(1), x.stride(0), x.stride(1), length, cols, *work, WIDTH=given.width, SILU=silu,
-        GATED=gated, BLOCK=block,
-    )  # fmt: skip
+        _conv_backward_kernel,
+        work.pieces,
+        dy,
+        x,
+        *given,
+        dx,
+        dstate,
+        *sums,
+        dy.stride(0),
+        dy.stride(1),
+        x.stride(0),
+        x.stride(1),
+        length,
+        cols,
+        *work,
+        WIDTH=given.width,
+        SILU=silu,
+        GATED=gated,
+        BLOCK=block,
+    )
     dweight, dbias = (None if s is None else s.sum(0) for s in sums)
     return dweight, dbias
 
@@ -390,9 +491,16 @@ def _filled(t: Tensor) -> Optional[Tensor]:
 
 
 def gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor], state: Optional[Tensor],
-    ids: Optional[Tensor], silu: bool, gated: bool, needs: tuple[bool, bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    state: Optional[Tensor],
+    ids: Optional[Tensor],
+    silu: bool,
+    gated: bool,
+    needs: tuple[bool, bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias and state; one that nobody needs is an empty tensor."""
     needs_x, needs_weight, needs_bias, needs_state = needs
     needs_bias = needs_bias and bias is not None

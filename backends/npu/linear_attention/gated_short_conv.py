@@ -24,9 +24,15 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor],
-    segments: Optional[Tensor], needs_x: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    segments: Optional[Tensor],
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """One launch, and sums of what it leaves of weight and bias."""
     needs = (needs_x, needs_weight, needs_bias, False)
     return gradients(dy, x, weight, bias, None, segments, False, True, needs)[:3]

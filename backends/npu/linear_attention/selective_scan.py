@@ -68,11 +68,38 @@ def _begins(first_ptr, at, t):
 
 @jitted
 def _scan_forward_kernel(
-    u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, first_ptr, initial_ptr, y_ptr,
-    states_ptr, final_ptr, u_batch, u_stride, delta_batch, delta_stride, z_batch, z_stride,
-    first_batch, length, low, high, each, cols, size, steps, pieces, SOFT: tl.constexpr,
-    STATES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    u_ptr,
+    delta_ptr,
+    A_ptr,
+    B_ptr,
+    C_ptr,
+    D_ptr,
+    z_ptr,
+    bias_ptr,
+    first_ptr,
+    initial_ptr,
+    y_ptr,
+    states_ptr,
+    final_ptr,
+    u_batch,
+    u_stride,
+    delta_batch,
+    delta_stride,
+    z_batch,
+    z_stride,
+    first_batch,
+    length,
+    low,
+    high,
+    each,
+    cols,
+    size,
+    steps,
+    pieces,
+    SOFT: tl.constexpr,
+    STATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The recurrence over the tokens [low, high).
 
     Program: every num_programs-th piece, BLOCK / STATES channels of a sequence, with the state
@@ -139,12 +166,46 @@ def _sum(ptr, value, at, mask):
 
 @jitted
 def _scan_reverse_kernel(
-    dy_ptr, u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, first_ptr, states_ptr,
-    dstate_ptr, du_ptr, ddelta_ptr, dz_ptr, dA_ptr, dB_ptr, dC_ptr, dD_ptr, dbias_ptr, dy_batch,
-    dy_stride, u_batch, u_stride, delta_batch, delta_stride, z_batch, z_stride, first_batch, length,
-    low, high, cols, size, steps, pieces, SOFT: tl.constexpr, STATES: tl.constexpr,
+    dy_ptr,
+    u_ptr,
+    delta_ptr,
+    A_ptr,
+    B_ptr,
+    C_ptr,
+    D_ptr,
+    z_ptr,
+    bias_ptr,
+    first_ptr,
+    states_ptr,
+    dstate_ptr,
+    du_ptr,
+    ddelta_ptr,
+    dz_ptr,
+    dA_ptr,
+    dB_ptr,
+    dC_ptr,
+    dD_ptr,
+    dbias_ptr,
+    dy_batch,
+    dy_stride,
+    u_batch,
+    u_stride,
+    delta_batch,
+    delta_stride,
+    z_batch,
+    z_stride,
+    first_batch,
+    length,
+    low,
+    high,
+    cols,
+    size,
+    steps,
+    pieces,
+    SOFT: tl.constexpr,
+    STATES: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Gradients of the tokens [low, high), from the last to the first.
 
     Program: as forward. Reads the states before these tokens, (batch, high - low, size, cols).
@@ -286,32 +347,77 @@ def shape_of(name: str, u: Tensor, size: int) -> tuple[int, int, int]:
 
 
 def _given(
-    name: str, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
-    z: Optional[Tensor], bias: Optional[Tensor], first: Optional[Tensor], soft: bool,
-) -> Inputs:  # fmt: skip
+    name: str,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    bias: Optional[Tensor],
+    first: Optional[Tensor],
+    soft: bool,
+) -> Inputs:
     skip, bias = (None if x is None else x.contiguous() for x in (D, bias))
     return Inputs(
-        _adjacent(u), _adjacent(delta), A.float().t().contiguous(), B.contiguous(), C.contiguous(),
-        skip, None if z is None else _adjacent(z), bias,
-        None if first is None else first.contiguous(), soft, *shape_of(name, u, A.shape[1]),
-    )  # fmt: skip
+        _adjacent(u),
+        _adjacent(delta),
+        A.float().t().contiguous(),
+        B.contiguous(),
+        C.contiguous(),
+        skip,
+        None if z is None else _adjacent(z),
+        bias,
+        None if first is None else first.contiguous(),
+        soft,
+        *shape_of(name, u, A.shape[1]),
+    )
 
 
 def _run(
-    given: Inputs, part: slice, each: int, initial: Optional[Tensor], y: Optional[Tensor],
-    states: Optional[Tensor], final: Optional[Tensor],
-) -> None:  # fmt: skip
+    given: Inputs,
+    part: slice,
+    each: int,
+    initial: Optional[Tensor],
+    y: Optional[Tensor],
+    states: Optional[Tensor],
+    final: Optional[Tensor],
+) -> None:
     """One launch over some tokens."""
     batch, size, cols = given.sizes
     # what only y has belongs to no recurrence
     skip, z = (given.D, given.z) if y is not None else (None, None)
     pieces = batch * given.steps
     start(
-        _scan_forward_kernel, pieces, given.u, given.delta, given.A, given.B,
-        given.C, skip, z, given.bias, given.first, initial, y, states, final, *given.strides,
-        given.u.shape[1], part.start, part.stop, each, cols, size, given.steps, pieces,
-        SOFT=given.soft, STATES=given.states, BLOCK=given.block,
-    )  # fmt: skip
+        _scan_forward_kernel,
+        pieces,
+        given.u,
+        given.delta,
+        given.A,
+        given.B,
+        given.C,
+        skip,
+        z,
+        given.bias,
+        given.first,
+        initial,
+        y,
+        states,
+        final,
+        *given.strides,
+        given.u.shape[1],
+        part.start,
+        part.stop,
+        each,
+        cols,
+        size,
+        given.steps,
+        pieces,
+        SOFT=given.soft,
+        STATES=given.states,
+        BLOCK=given.block,
+    )
 
 
 def _across(state: Tensor) -> Tensor:
@@ -327,10 +433,19 @@ def supports(A: Tensor) -> Optional[str]:
 
 
 def forward(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
-    z: Optional[Tensor], delta_bias: Optional[Tensor], initial_state: Optional[Tensor],
-    first: Optional[Tensor], delta_softplus: bool, output_final_state: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    delta_bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    delta_softplus: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """One launch."""
     y = u.new_empty(u.shape)
     shape = (u.shape[0], *A.shape) if output_final_state else (0,)
@@ -382,12 +497,41 @@ def _reverse(
         None if x is None else x.new_empty(shape, dtype=torch.float32) for x in (rows.B, rows.C)
     )
     start(
-        _scan_reverse_kernel, pieces, dy, given.u, given.delta, given.A, given.B, given.C, given.D,
-        given.z, given.bias, given.first, states, dstate, rows.u, rows.delta, rows.z, sums.A, by_b,
-        by_c, sums.D, sums.bias, *_strides(dy), *given.strides, given.u.shape[1], part.start,
-        part.stop, cols, size, given.steps, pieces, SOFT=given.soft, STATES=given.states,
+        _scan_reverse_kernel,
+        pieces,
+        dy,
+        given.u,
+        given.delta,
+        given.A,
+        given.B,
+        given.C,
+        given.D,
+        given.z,
+        given.bias,
+        given.first,
+        states,
+        dstate,
+        rows.u,
+        rows.delta,
+        rows.z,
+        sums.A,
+        by_b,
+        by_c,
+        sums.D,
+        sums.bias,
+        *_strides(dy),
+        *given.strides,
+        given.u.shape[1],
+        part.start,
+        part.stop,
+        cols,
+        size,
+        given.steps,
+        pieces,
+        SOFT=given.soft,
+        STATES=given.states,
         BLOCK=given.block,
-    )  # fmt: skip
+    )
     for made, parts in ((rows.B, by_b), (rows.C, by_c)):
         if made is not None and parts is not None:
             made[:, part] = parts.sum(2).to(made.dtype)
@@ -422,26 +566,53 @@ def _summed(total: Optional[Tensor], like: Optional[Tensor], u: Tensor) -> Tenso
 
 
 def backward(
-    dy: Optional[Tensor], dfinal_state: Optional[Tensor], u: Tensor, delta: Tensor, A: Tensor,
-    B: Tensor, C: Tensor, D: Optional[Tensor], z: Optional[Tensor], delta_bias: Optional[Tensor],
-    initial_state: Optional[Tensor], first: Optional[Tensor], states: Tensor, delta_softplus: bool,
-    needs_u: bool, needs_delta: bool, needs_A: bool, needs_B: bool, needs_C: bool, needs_D: bool,
-    needs_z: bool, needs_delta_bias: bool, needs_initial_state: bool,
-) -> Nine:  # fmt: skip
+    dy: Optional[Tensor],
+    dfinal_state: Optional[Tensor],
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    delta_bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    states: Tensor,
+    delta_softplus: bool,
+    needs_u: bool,
+    needs_delta: bool,
+    needs_A: bool,
+    needs_B: bool,
+    needs_C: bool,
+    needs_D: bool,
+    needs_z: bool,
+    needs_delta_bias: bool,
+    needs_initial_state: bool,
+) -> Nine:
     """Two launches for every span of tokens."""
     given = _given("scan_reverse", u, delta, A, B, C, D, z, delta_bias, first, delta_softplus)
     (batch, size, cols), wide = given.sizes, torch.float32
-    rows = TokenGradients(*(
-        x.new_empty(x.shape) if needed and x is not None else None
-        for x, needed in ((u, needs_u), (delta, needs_delta), (z, needs_z), (B, needs_B),
-                          (C, needs_C))
-    ))  # fmt: skip
+    rows = TokenGradients(
+        *(
+            x.new_empty(x.shape) if needed and x is not None else None
+            for x, needed in (
+                (u, needs_u),
+                (delta, needs_delta),
+                (z, needs_z),
+                (B, needs_B),
+                (C, needs_C),
+            )
+        )
+    )
     shapes = ((batch, size, cols), (batch, cols), (batch, cols))
     wanted = (needs_A, needs_D and D is not None, needs_delta_bias and delta_bias is not None)
-    sums = Sums(*(
-        u.new_zeros(shape, dtype=wide) if needed else None
-        for shape, needed in zip(shapes, wanted, strict=True)
-    ))  # fmt: skip
+    sums = Sums(
+        *(
+            u.new_zeros(shape, dtype=wide) if needed else None
+            for shape, needed in zip(shapes, wanted, strict=True)
+        )
+    )
     dstate = u.new_zeros((batch, size, cols), dtype=wide)
     if dfinal_state is not None:
         dstate = _across(dfinal_state)

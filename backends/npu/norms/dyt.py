@@ -38,9 +38,17 @@ def _tanh(x):
 
 @jitted
 def _dyt_forward_kernel(
-    x_ptr, alpha_ptr, weight_ptr, bias_ptr, y_ptr, x_stride, rows, cols, steps,
+    x_ptr,
+    alpha_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    x_stride,
+    rows,
+    cols,
+    steps,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Dynamic tanh, piece by piece.
 
     Program: every num_programs-th piece of BLOCK columns of one row. Reads x, weight and bias,
@@ -62,9 +70,22 @@ def _dyt_forward_kernel(
 
 @jitted
 def _dyt_backward_kernel(
-    dy_ptr, x_ptr, alpha_ptr, weight_ptr, dx_ptr, dalpha_ptr, dweight_ptr, dbias_ptr, dy_stride,
-    x_stride, rows, cols, steps, groups, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    alpha_ptr,
+    weight_ptr,
+    dx_ptr,
+    dalpha_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    dy_stride,
+    x_stride,
+    rows,
+    cols,
+    steps,
+    groups,
+    BLOCK: tl.constexpr,
+):
     """Gradient of x, and partial sums of the gradients of alpha, weight and bias.
 
     Program: every num_programs-th piece of BLOCK columns of every ``groups``-th row.
@@ -115,9 +136,19 @@ def run_forward(
     block = block_of("dyt_forward", x, cols)
     steps = -(-cols // block)
     start(
-        _dyt_forward_kernel, rows * steps, x, alpha, _held(weight), _held(bias), y, x.stride(0),
-        rows, cols, steps, BLOCK=block,
-    )  # fmt: skip
+        _dyt_forward_kernel,
+        rows * steps,
+        x,
+        alpha,
+        _held(weight),
+        _held(bias),
+        y,
+        x.stride(0),
+        rows,
+        cols,
+        steps,
+        BLOCK=block,
+    )
 
 
 def _held(t: Optional[Tensor]) -> Optional[Tensor]:
@@ -125,9 +156,13 @@ def _held(t: Optional[Tensor]) -> Optional[Tensor]:
 
 
 def run_backward(
-    dy: Tensor, x: Tensor, alpha: Tensor, weight: Optional[Tensor], dx: Optional[Tensor],
+    dy: Tensor,
+    x: Tensor,
+    alpha: Tensor,
+    weight: Optional[Tensor],
+    dx: Optional[Tensor],
     sums: tuple[bool, bool, bool],
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Write dx, contiguous; return the wanted sums over rows for alpha, weight and bias."""
     dy, x = as_rows(dy), as_rows(x)
     rows, cols = x.shape
@@ -138,9 +173,22 @@ def run_backward(
         x.new_empty((groups, cols), dtype=torch.float32) if wanted else None for wanted in sums
     ]
     start(
-        _dyt_backward_kernel, steps * groups, dy, x, alpha, _held(weight), dx, *parts,
-        dy.stride(0), x.stride(0), rows, cols, steps, groups, BLOCK=block,
-    )  # fmt: skip
+        _dyt_backward_kernel,
+        steps * groups,
+        dy,
+        x,
+        alpha,
+        _held(weight),
+        dx,
+        *parts,
+        dy.stride(0),
+        x.stride(0),
+        rows,
+        cols,
+        steps,
+        groups,
+        BLOCK=block,
+    )
     return [x.new_empty(0) if p is None else p.sum(0) for p in parts]
 
 
@@ -159,10 +207,16 @@ def forward(x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[T
 
 
 def backward(
-    dy: Tensor, x: Tensor, alpha: Tensor, weight: Optional[Tensor],
-    bias_dtype: Optional[torch.dtype], needs_x: bool, needs_alpha: bool, needs_weight: bool,
+    dy: Tensor,
+    x: Tensor,
+    alpha: Tensor,
+    weight: Optional[Tensor],
+    bias_dtype: Optional[torch.dtype],
+    needs_x: bool,
+    needs_alpha: bool,
+    needs_weight: bool,
     needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients; one that nobody needs is an empty tensor."""
     dx = x.new_empty(x.shape if needs_x else 0)
     wanted, cols = (needs_alpha, needs_weight, needs_bias), x.shape[-1]

@@ -17,9 +17,13 @@ from liger_multi.reference.norms import fused_add_rms_norm as reference
 
 
 def forward(
-    x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float,
+    x: Tensor,
+    residual: Tensor,
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
     casting: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """The norm of x + residual, the sum as it was rounded, and rstd (fp32)."""
     if weight is None or x.dtype != residual.dtype or norm(x, weight, offset) is not None:
         return normalize(x, residual, weight, eps, offset, casting)
@@ -29,17 +33,39 @@ def forward(
 
 
 def backward(
-    new_residual: Tensor, dy: Optional[Tensor], dnew_residual: Optional[Tensor],
-    weight: Optional[Tensor], rstd: Tensor, offset: float, casting: str, needs_x: bool,
-    needs_residual: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    new_residual: Tensor,
+    dy: Optional[Tensor],
+    dnew_residual: Optional[Tensor],
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    needs_x: bool,
+    needs_residual: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
     """The gradient of both terms, and that of weight."""
     if dy is None:  # nobody used the norm
         return reference.backward(
-            new_residual, dy, dnew_residual, weight, rstd, offset, casting, needs_x,
-            needs_residual, needs_weight,
-        )  # fmt: skip
+            new_residual,
+            dy,
+            dnew_residual,
+            weight,
+            rstd,
+            offset,
+            casting,
+            needs_x,
+            needs_residual,
+            needs_weight,
+        )
     return gradients(
-        dy, dnew_residual, new_residual, weight, rstd, offset, casting,
-        needs_x or needs_residual, needs_weight,
-    )  # fmt: skip
+        dy,
+        dnew_residual,
+        new_residual,
+        weight,
+        rstd,
+        offset,
+        casting,
+        needs_x or needs_residual,
+        needs_weight,
+    )

@@ -33,8 +33,14 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Optional[Tensor], rstd: Tensor, offset: float, casting: str,
-    needs_x: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight; one that nobody needs is an empty tensor."""
     return gradients(dy, None, x, weight, rstd, offset, casting, needs_x, needs_weight)

@@ -33,9 +33,22 @@ def _weight(weight_ptr, col, mask, offset, ROUND: tl.constexpr):
 
 @jitted
 def _norm_forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, rstd_ptr, x_stride, residual_stride, rows, cols,
-    eps, offset, EXACT: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    s_ptr,
+    rstd_ptr,
+    x_stride,
+    residual_stride,
+    rows,
+    cols,
+    eps,
+    offset,
+    EXACT: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """RMSNorm of x or of x + residual, with two passes over each row.
 
     Program: every num_programs-th row, in steps of BLOCK columns. The first pass sums squares, and
@@ -77,9 +90,21 @@ def _norm_forward_kernel(
 
 @jitted
 def _norm_backward_kernel(
-    dy_ptr, ds_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dy_stride, ds_stride, x_stride, rows,
-    cols, offset, EXACT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    ds_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dy_stride,
+    ds_stride,
+    x_stride,
+    rows,
+    cols,
+    offset,
+    EXACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradient of s, with two passes over each row.
 
     Program: every num_programs-th row, in steps of BLOCK columns. The first pass sums g * n, the
@@ -115,9 +140,19 @@ def _norm_backward_kernel(
 
 @jitted
 def _norm_weight_kernel(
-    dy_ptr, x_ptr, rstd_ptr, partial_ptr, dy_stride, x_stride, rows, cols, steps, groups,
-    ROUND: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    rstd_ptr,
+    partial_ptr,
+    dy_stride,
+    x_stride,
+    rows,
+    cols,
+    steps,
+    groups,
+    ROUND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Partial sums of the weight's gradient.
 
     Program: every num_programs-th piece of BLOCK columns of every ``groups``-th row; writes one
@@ -141,9 +176,13 @@ def _norm_weight_kernel(
 
 
 def normalize(
-    x: Tensor, residual: Optional[Tensor], weight: Optional[Tensor], eps: float, offset: float,
+    x: Tensor,
+    residual: Optional[Tensor],
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
     casting: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """y, what it is the norm of, and rstd (fp32)."""
     kind = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     wide = weight is not None and casting == "llama"
@@ -156,19 +195,38 @@ def normalize(
     rows_of, others = as_rows(x), None if residual is None else as_rows(residual)
     rows, cols = rows_of.shape
     start(
-        _norm_forward_kernel, rows, rows_of, others,
-        None if weight is None else weight.contiguous(), y, s, rstd, rows_of.stride(0),
-        0 if others is None else others.stride(0), rows, cols, eps, offset,
-        EXACT=casting == "gemma" or offset == 0.0, ROUND=casting == "llama",
+        _norm_forward_kernel,
+        rows,
+        rows_of,
+        others,
+        None if weight is None else weight.contiguous(),
+        y,
+        s,
+        rstd,
+        rows_of.stride(0),
+        0 if others is None else others.stride(0),
+        rows,
+        cols,
+        eps,
+        offset,
+        EXACT=casting == "gemma" or offset == 0.0,
+        ROUND=casting == "llama",
         BLOCK=block_of("norm_forward", y, cols),
-    )  # fmt: skip
+    )
     return y, x if s is None else s, rstd
 
 
 def kernel_gradients(
-    dy: Tensor, ds: Optional[Tensor], x: Tensor, weight: Optional[Tensor], rstd: Tensor,
-    offset: float, casting: str, needs_x: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    ds: Optional[Tensor],
+    x: Tensor,
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
     """Gradients of what was normalized and of weight; ``ds``, from other uses of x, is added."""
     dx = x.new_empty(x.shape if needs_x else 0)
     needs_weight = needs_weight and weight is not None
@@ -180,12 +238,23 @@ def kernel_gradients(
     if needs_x:
         ds = None if ds is None else as_rows(ds)
         start(
-            _norm_backward_kernel, rows, dy, ds, x,
-            None if weight is None else weight.contiguous(), rstd, dx, dy.stride(0),
-            0 if ds is None else ds.stride(0), x.stride(0), rows, cols, offset,
+            _norm_backward_kernel,
+            rows,
+            dy,
+            ds,
+            x,
+            None if weight is None else weight.contiguous(),
+            rstd,
+            dx,
+            dy.stride(0),
+            0 if ds is None else ds.stride(0),
+            x.stride(0),
+            rows,
+            cols,
+            offset,
             EXACT=casting == "gemma" or offset == 0.0,
             BLOCK=block_of("norm_backward", dx, cols),
-        )  # fmt: skip
+        )
     if weight is None or not needs_weight:
         return dx, x.new_empty(0)
     return dx, _weight_gradient(dy, x, rstd, casting == "llama").to(weight.dtype)
@@ -198,16 +267,35 @@ def _weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, rounds: bool) -> Tenso
     groups = max(1, min(rows, device_info(x.device).cores // steps))
     partial = x.new_empty((groups, cols), dtype=torch.float32)
     start(
-        _norm_weight_kernel, steps * groups, dy, x, rstd, partial, dy.stride(0), x.stride(0),
-        rows, cols, steps, groups, ROUND=rounds, BLOCK=block,
-    )  # fmt: skip
+        _norm_weight_kernel,
+        steps * groups,
+        dy,
+        x,
+        rstd,
+        partial,
+        dy.stride(0),
+        x.stride(0),
+        rows,
+        cols,
+        steps,
+        groups,
+        ROUND=rounds,
+        BLOCK=block,
+    )
     return partial.sum(0)
 
 
 def gradients(
-    dy: Tensor, ds: Optional[Tensor], x: Tensor, weight: Optional[Tensor], rstd: Tensor,
-    offset: float, casting: str, needs_x: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    ds: Optional[Tensor],
+    x: Tensor,
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
     """The same; ``ds``, from other uses of x, is added before dx is rounded.
 
     So is not what npu_rms_norm_backward returns: with ``ds``, it serves fp32 alone.

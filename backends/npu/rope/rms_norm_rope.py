@@ -35,9 +35,17 @@ def _orders(x_order: str) -> tuple[list[int], list[int]]:
 
 
 def forward(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float, casting: str,
-    rope_casting: str, head_axis: int, x_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float,
+    casting: str,
+    rope_casting: str,
+    head_axis: int,
+    x_order: str,
+) -> tuple[Tensor, Tensor]:
     """Normalize, then rotate."""
     if of_tokens(x, weight):
         rows, rstd = rms_norm.forward(rows_of(x, head_axis, True), weight, eps, offset, casting)
@@ -52,10 +60,20 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor, offset: float,
-    casting: str, rope_casting: str, head_axis: int, x_order: str, needs_x: bool,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    rope_casting: str,
+    head_axis: int,
+    x_order: str,
+    needs_x: bool,
     needs_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Rotate the gradient back, then differentiate the norm."""
     whole, (there, back) = of_tokens(x, weight), _orders(x_order)
     how = ("half", head_axis, x.shape[-1], rope_casting, x_order, torch.float32, True)

@@ -41,11 +41,31 @@ def _angles_of(angle_ptr, far, pair, some, EVERY: tl.constexpr):
 
 @jitted
 def _rope_kernel(
-    x_ptr, cos_ptr, sin_ptr, y_ptr, x_batch, x_token, x_head, y_batch, y_token, y_head, cos_batch,
-    cos_token, sin_batch, sin_token, angle_far, count, tokens, heads, pairs,
-    HALF: tl.constexpr, EVERY: tl.constexpr, BACK: tl.constexpr, PAIRS: tl.constexpr,
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    x_batch,
+    x_token,
+    x_head,
+    y_batch,
+    y_token,
+    y_head,
+    cos_batch,
+    cos_token,
+    sin_batch,
+    sin_token,
+    angle_far,
+    count,
+    tokens,
+    heads,
+    pairs,
+    HALF: tl.constexpr,
+    EVERY: tl.constexpr,
+    BACK: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Rotate heads, piece by piece.
 
     Program: every num_programs-th piece, BLOCK / PAIRS heads of one token; reads its angles and
@@ -115,9 +135,17 @@ def _tile(x: Tensor, y: Tensor, heads: int, pairs: int) -> int:
 
 
 def rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, rotary_dim: int, casting: str,
-    order: str, dtype: torch.dtype, back: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    order: str,
+    dtype: torch.dtype,
+    back: bool,
+) -> Tensor:
     """A rotation, or back, of the first channels of every head."""
     pairs, half, wide = rotary_dim // 2, style == "half", cos.shape[-1] == rotary_dim
     row = max(LEAST, triton.next_power_of_2(pairs))
@@ -135,10 +163,27 @@ def rotate(
     block = _tile(rows, room, heads, row)
     steps, far = -(-heads // (block // row)), pairs if half else 1
     start(
-        _rope_kernel, count * tokens * steps, rows, cos, sin, room, *rows.stride()[:3],
-        *room.stride()[:3], *cos_by, *sin_by, far if wide else 0, count, tokens, heads, pairs,
-        HALF=half, EVERY=2 if wide and not half else 1, BACK=back, PAIRS=row, BLOCK=block,
-    )  # fmt: skip
+        _rope_kernel,
+        count * tokens * steps,
+        rows,
+        cos,
+        sin,
+        room,
+        *rows.stride()[:3],
+        *room.stride()[:3],
+        *cos_by,
+        *sin_by,
+        far if wide else 0,
+        count,
+        tokens,
+        heads,
+        pairs,
+        HALF=half,
+        EVERY=2 if wide and not half else 1,
+        BACK=back,
+        PAIRS=row,
+        BLOCK=block,
+    )
     return out
 
 
@@ -155,9 +200,17 @@ def _exchanged(sin: Tensor, style: str) -> Tensor:
 
 
 def rotate_within_limits(
-    x: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, rotary_dim: int, casting: str,
-    order: str, dtype: torch.dtype, inverse: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    order: str,
+    dtype: torch.dtype,
+    inverse: bool,
+) -> Tensor:
     """A rotation, or its inverse, by npu_rotary_mul where that takes it."""
     fits = dtype == x.dtype and rotation(x, _batched(cos), sin, style, rotary_dim, order) is None
     if not fits:
@@ -175,9 +228,17 @@ def _batched(angle: Tensor) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, rotary_dim: int,
-    casting: str, q_order: str, k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+) -> tuple[Tensor, Tensor]:
     """Rotate q and k."""
     how = (cos, sin, style, head_axis, rotary_dim, casting)
     dtypes = [reference.output_dtype(x, cos, sin, casting) for x in (q, k)]
@@ -188,10 +249,21 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor], dk_out: Optional[Tensor], cos: Tensor, sin: Tensor, style: str,
-    head_axis: int, rotary_dim: int, casting: str, q_order: str, k_order: str,
-    q_dtype: torch.dtype, k_dtype: torch.dtype, needs_q: bool, needs_k: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dq_out: Optional[Tensor],
+    dk_out: Optional[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    needs_q: bool,
+    needs_k: bool,
+) -> tuple[Tensor, Tensor]:
     """Rotate the gradients back."""
     how = (cos, sin, style, head_axis, rotary_dim, casting)
     dq, dk = cos.new_empty(0, dtype=q_dtype), cos.new_empty(0, dtype=k_dtype)

@@ -131,9 +131,19 @@ def gated_gradients(
 
 @triton.jit
 def _gated_forward_kernel(
-    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, cols, tiles, gate_multiplier,
-    down_multiplier, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    gate_stride,
+    up_stride,
+    y_stride,
+    cols,
+    tiles,
+    gate_multiplier,
+    down_multiplier,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gated activation of one piece of a row.
 
     Program: BLOCK columns of one row; reads gate and up, writes y.
@@ -152,10 +162,23 @@ def _gated_forward_kernel(
 
 @triton.jit
 def _gated_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_stride, gate_stride, up_stride, out_stride,
-    cols, tiles, gate_multiplier, down_multiplier, ACTIVATION: tl.constexpr,
-    PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    out_stride,
+    cols,
+    tiles,
+    gate_multiplier,
+    down_multiplier,
+    ACTIVATION: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradients of gate and up of one piece of a row; PRODUCT: act(gate) * up overwrites dy.
 
     Program: BLOCK columns of one row; reads dy, gate and, for dgate, up; writes dup and dgate where
@@ -225,15 +248,23 @@ def _launch_forward(op: str, activation: str, by: Multipliers, given: Rows) -> N
     k = launch_config(f"{op}.forward", tile_config, tensors[0].device, rows=rows, cols=cols)
     tiles = cdiv(cols, k.block)
     launch(
-        _gated_forward_kernel, rows * tiles, (*tensors, *strides, cols, tiles, *by),
-        (activation, k.block), k.num_warps,
-    )  # fmt: skip
+        _gated_forward_kernel,
+        rows * tiles,
+        (*tensors, *strides, cols, tiles, *by),
+        (activation, k.block),
+        k.num_warps,
+    )
 
 
 def _launch_backward(
-    op: str, activation: str, by: Multipliers, given: Rows, needs_gate: bool = True,
-    needs_up: bool = True, product: bool = False,
-) -> None:  # fmt: skip
+    op: str,
+    activation: str,
+    by: Multipliers,
+    given: Rows,
+    needs_gate: bool = True,
+    needs_up: bool = True,
+    product: bool = False,
+) -> None:
     """Write dgate and dup, the last of the tensors after dy, gate and up.
 
     They have one row stride, and one that nobody needs may be the other. With ``product``, which
@@ -244,10 +275,12 @@ def _launch_backward(
     tiles = cdiv(cols, k.block)
     rooms = (dgate if needs_gate else None, dup if needs_up else None)
     launch(
-        _gated_backward_kernel, rows * tiles,
+        _gated_backward_kernel,
+        rows * tiles,
         (dy, gate, up, *rooms, *strides[:4], cols, tiles, *by),
-        (activation, product, k.block), k.num_warps,
-    )  # fmt: skip
+        (activation, product, k.block),
+        k.num_warps,
+    )
 
 
 def forward(op: str, activation: str, gate: Tensor, up: Tensor, by: Multipliers = NONE) -> Tensor:
@@ -259,9 +292,16 @@ def forward(op: str, activation: str, gate: Tensor, up: Tensor, by: Multipliers 
 
 
 def backward(
-    op: str, activation: str, dy: Tensor, gate: Tensor, up: Tensor, needs_gate: bool,
-    needs_up: bool, by: Multipliers = NONE, product: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    op: str,
+    activation: str,
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    needs_gate: bool,
+    needs_up: bool,
+    by: Multipliers = NONE,
+    product: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up; one that nobody needs is an empty tensor.
 
     With ``product``, which takes both, act(gate) * up is written over dy.
@@ -305,9 +345,7 @@ Numbers = tuple[float, float, float]  # limit, alpha, offset
 
 
 @triton.jit
-def _load_both(
-    gate_ptr, up_ptr, start, cols, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _load_both(gate_ptr, up_ptr, start, cols, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
     """Gate and up of BLOCK columns of a row, in fp32.
 
     INTERLEAVED: they alternate behind ``gate_ptr``; one contiguous load is split in registers.
@@ -327,9 +365,20 @@ def _load_both(
 
 @triton.jit
 def _clamped_forward_kernel(
-    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, cols, tiles, limit, alpha, offset,
-    INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    gate_stride,
+    up_stride,
+    y_stride,
+    cols,
+    tiles,
+    limit,
+    alpha,
+    offset,
+    INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Clamped SwiGLU of one piece of a row.
 
     Program: BLOCK columns of one row; reads gate and up, writes y. The activation is rounded to the
@@ -352,9 +401,24 @@ def _clamped_forward_kernel(
 
 @triton.jit
 def _clamped_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_stride, gate_stride, up_stride, dgate_stride,
-    dup_stride, cols, tiles, limit, alpha, offset, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    dgate_stride,
+    dup_stride,
+    cols,
+    tiles,
+    limit,
+    alpha,
+    offset,
+    INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradients of gate and up of one piece of a row.
 
     Program: BLOCK columns of one row; reads dy, gate and up, writes dgate and dup where they are
@@ -392,9 +456,13 @@ def _clamped_backward_kernel(
 
 
 def _launch_clamped(
-    name: str, kernel: object, tensors: tuple[Optional[Tensor], ...], shape: tuple[int, ...],
-    numbers: Numbers, interleaved: bool,
-) -> None:  # fmt: skip
+    name: str,
+    kernel: object,
+    tensors: tuple[Optional[Tensor], ...],
+    shape: tuple[int, ...],
+    numbers: Numbers,
+    interleaved: bool,
+) -> None:
     """All tensors are rows with adjacent columns; interleaved ones have twice the columns."""
     some = next(t for t in tensors if t is not None)
     rows, cols = shape
@@ -403,9 +471,12 @@ def _launch_clamped(
     tiles = cdiv(cols, k.block)
     strides = [0 if t is None else t.stride(0) for t in tensors]
     launch(
-        kernel, rows * tiles, (*tensors, *strides, cols, tiles, *numbers),
-        (interleaved, k.block), k.num_warps,
-    )  # fmt: skip
+        kernel,
+        rows * tiles,
+        (*tensors, *strides, cols, tiles, *numbers),
+        (interleaved, k.block),
+        k.num_warps,
+    )
 
 
 def clamped_forward(gate: Tensor, up: Tensor, numbers: Numbers) -> Tensor:

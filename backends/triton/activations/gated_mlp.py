@@ -40,16 +40,29 @@ class TritonActivation:
 
     @staticmethod
     def coded_gradients(
-        dproduct: Tensor, gate: Tensor, up: Tensor, activation: str, columns: Columns,
-        wanted: tuple[bool, bool], product: bool,
-    ) -> CodedGradients:  # fmt: skip
+        dproduct: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        columns: Columns,
+        wanted: tuple[bool, bool],
+        product: bool,
+    ) -> CodedGradients:
         """The gradients, and codes of each times a number per column; the product on wish."""
         pairs = zip((gate, up), columns, strict=True)
         first, second = rooms = [None if c is None else code_room(x, False) for x, c in pairs]
         made = gated_rows.backward(
-            "gated_mlp", activation, dproduct, gate, up, gated.NONE, (first, second), columns,
-            wanted, product,
-        )  # fmt: skip
+            "gated_mlp",
+            activation,
+            dproduct,
+            gate,
+            up,
+            gated.NONE,
+            (first, second),
+            columns,
+            wanted,
+            product,
+        )
         codes = [None if room is None else room.rows_of(format_of(gate.device)) for room in rooms]
         return CodedGradients(*made, dproduct, *codes)
 

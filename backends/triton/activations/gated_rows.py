@@ -44,10 +44,23 @@ from liger_multi.reference.activations.gated_mlp import Columns
 
 @triton.jit
 def _gated_rows_forward_kernel(
-    gate_ptr, up_ptr, y_ptr, codes_ptr, scale_ptr, gate_stride, up_stride, rows, cols,
-    gate_multiplier, down_multiplier, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
-    WRITES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    codes_ptr,
+    scale_ptr,
+    gate_stride,
+    up_stride,
+    rows,
+    cols,
+    gate_multiplier,
+    down_multiplier,
+    ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
+    WRITES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gated activation of rows that fit into registers, and its codes.
 
     Program: ROWS whole rows; reads gate and up, writes codes and scales of y as it is rounded, and
@@ -79,9 +92,18 @@ def _gated_rows_forward_kernel(
 
 @triton.jit
 def _coded_gradients_at(
-    dy_ptr, gate_ptr, up_ptr, gate_columns_ptr, up_columns_ptr, col, mask, gate_multiplier,
-    down_multiplier, ACTIVATION: tl.constexpr, POLICY: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    gate_columns_ptr,
+    up_columns_ptr,
+    col,
+    mask,
+    gate_multiplier,
+    down_multiplier,
+    ACTIVATION: tl.constexpr,
+    POLICY: tl.constexpr,
+):
     """Gradients of gate and up as they are stored, both times numbers per column, and the product.
 
     Pointers are those of a row. A gradient is rounded to its dtype before it is multiplied, as a
@@ -102,11 +124,28 @@ def _coded_gradients_at(
 
 @triton.jit
 def _gated_rows_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dgate_codes_ptr, dup_codes_ptr, dgate_scale_ptr,
-    dup_scale_ptr, gate_columns_ptr, up_columns_ptr, dy_stride, gate_stride, up_stride, cols,
-    gate_multiplier, down_multiplier, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
-    PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    dgate_codes_ptr,
+    dup_codes_ptr,
+    dgate_scale_ptr,
+    dup_scale_ptr,
+    gate_columns_ptr,
+    up_columns_ptr,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    cols,
+    gate_multiplier,
+    down_multiplier,
+    ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradients of gate and up, and their codes, in two passes of BLOCK columns a step.
 
     Program: one row. The first pass reads dy, gate and up, and finds the largest element of each
@@ -131,9 +170,18 @@ def _gated_rows_backward_kernel(
         col = start + tl.arange(0, BLOCK)
         mask = col < cols
         dgate, dup, gate_times, up_times, product = _coded_gradients_at(
-            dy_ptr, gate_ptr, up_ptr, gate_columns_ptr, up_columns_ptr, col, mask,
-            gate_multiplier, down_multiplier, ACTIVATION, "evict_first" if BOTH else "evict_last",
-        )  # fmt: skip
+            dy_ptr,
+            gate_ptr,
+            up_ptr,
+            gate_columns_ptr,
+            up_columns_ptr,
+            col,
+            mask,
+            gate_multiplier,
+            down_multiplier,
+            ACTIVATION,
+            "evict_first" if BOTH else "evict_last",
+        )
         most_gate = tl.maximum(most_gate, gate_times.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         most_up = tl.maximum(most_up, up_times.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         if BOTH:
@@ -156,9 +204,18 @@ def _gated_rows_backward_kernel(
             up_times *= load_or(up_columns_ptr, col, mask, 1.0)
         else:
             dgate, dup, gate_times, up_times, product = _coded_gradients_at(
-                dy_ptr, gate_ptr, up_ptr, gate_columns_ptr, up_columns_ptr, col, mask,
-                gate_multiplier, down_multiplier, ACTIVATION, "evict_first",
-            )  # fmt: skip
+                dy_ptr,
+                gate_ptr,
+                up_ptr,
+                gate_columns_ptr,
+                up_columns_ptr,
+                col,
+                mask,
+                gate_multiplier,
+                down_multiplier,
+                ACTIVATION,
+                "evict_first",
+            )
             if PRODUCT:
                 tl.store(dy_ptr + col, round_to(product, dy_ptr.dtype.element_ty), mask=mask)
             if dgate_ptr is not None:
@@ -192,10 +249,12 @@ def forward(
     y = empty_contiguous(gate, dtype) if room.writes else gate.new_empty(0, dtype=dtype)
     (gate, gate_stride), (up, up_stride) = with_stride(gate), with_stride(up)
     launch(
-        _gated_rows_forward_kernel, cdiv(rows, k.rows),
+        _gated_rows_forward_kernel,
+        cdiv(rows, k.rows),
         (gate, up, y, room.codes, room.scale, gate_stride, up_stride, rows, cols, *by),
-        (activation, room.bias, room.writes, k.rows, k.block), k.num_warps,
-    )  # fmt: skip
+        (activation, room.bias, room.writes, k.rows, k.block),
+        k.num_warps,
+    )
     return room.made(y)
 
 
@@ -209,9 +268,17 @@ Rooms = tuple[Optional[CodeRoom], Optional[CodeRoom]]
 
 
 def backward(
-    op: str, activation: str, dy: Tensor, gate: Tensor, up: Tensor, by: Multipliers, rooms: Rooms,
-    columns: Columns, wanted: tuple[bool, bool], product: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    op: str,
+    activation: str,
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    by: Multipliers,
+    rooms: Rooms,
+    columns: Columns,
+    wanted: tuple[bool, bool],
+    product: bool,
+) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up, empty where they are not wanted; codes go into rooms.
 
     Args:
@@ -244,10 +311,25 @@ def backward(
         name = f"{op}_quantized.backward"
         k = launch_config(name, backward_config, gate.device, rows=rows, cols=cols)
         launch(
-            _gated_rows_backward_kernel, rows,
-            (dy, gate, up, dgate if wanted[0] else None, dup if wanted[1] else None, *codes,
-             *scales, *columns, dy_stride, gate_stride, up_stride, cols, *by),
-            (activation, some.bias, product, k.block), k.num_warps,
-        )  # fmt: skip
+            _gated_rows_backward_kernel,
+            rows,
+            (
+                dy,
+                gate,
+                up,
+                dgate if wanted[0] else None,
+                dup if wanted[1] else None,
+                *codes,
+                *scales,
+                *columns,
+                dy_stride,
+                gate_stride,
+                up_stride,
+                cols,
+                *by,
+            ),
+            (activation, some.bias, product, k.block),
+            k.num_warps,
+        )
     dgate, dup = [grad if w else grad.new_empty(0) for grad, w in zip(made, wanted, strict=True)]
     return dgate, dup

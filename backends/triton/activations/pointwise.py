@@ -36,9 +36,17 @@ def _pointwise_forward_kernel(
 
 @triton.jit
 def _pointwise_backward_kernel(
-    dy_ptr, x_ptr, dx_ptr, dy_stride, x_stride, dx_stride, cols, tiles, SLOPE: tl.constexpr,
+    dy_ptr,
+    x_ptr,
+    dx_ptr,
+    dy_stride,
+    x_stride,
+    dx_stride,
+    cols,
+    tiles,
+    SLOPE: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Read BLOCK columns of one row of dy and x, and write SLOPE(x) * dy to dx."""
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = (tl.program_id(0) % tiles) * BLOCK

@@ -15,9 +15,14 @@ def forward(gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: f
 
 
 def backward(
-    dy: Tensor, gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float,
-    needs_gate: bool, needs_up: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_multiplier: float,
+    down_multiplier: float,
+    needs_gate: bool,
+    needs_up: bool,
+) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up; one that nobody needs is an empty tensor."""
     by = multipliers(gate_multiplier, down_multiplier)
     return gated.backward("swiglu", "silu", dy, gate, up, needs_gate, needs_up, by)

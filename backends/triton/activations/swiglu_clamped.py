@@ -13,8 +13,14 @@ def forward(gate: Tensor, up: Tensor, limit: float, alpha: float, up_offset: flo
 
 
 def backward(
-    dy: Tensor, gate: Tensor, up: Tensor, limit: float, alpha: float, up_offset: float,
-    needs_gate: bool, needs_up: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    needs_gate: bool,
+    needs_up: bool,
+) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up; one that nobody needs is an empty tensor."""
     return gated.clamped_backward(dy, gate, up, (limit, alpha, up_offset), needs_gate, needs_up)

@@ -47,9 +47,19 @@ def split_config(info: DeviceInfo, cols: int) -> SplitConfig:
 
 @triton.jit
 def _split_kernel(
-    x_ptr, out_ptr, rows, cols, col_steps, x_stride, out_stride, step, ORDER: tl.constexpr,
-    COUNT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    out_ptr,
+    rows,
+    cols,
+    col_steps,
+    x_stride,
+    out_stride,
+    step,
+    ORDER: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     """Split an fp32 matrix into bf16 parts and write them in the given order.
 
     Program: a tile of ROWS by COLS; reads it once and writes it COUNT times, ``step`` elements

@@ -38,9 +38,15 @@ PART_BLOCKS, PART_TILES, CHUNK = (
 
 @triton.jit
 def _attention_blocks_kernel(
-    ranges_ptr, blocks_ptr, queries, keys, blocks,
-    RANGES: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
+    ranges_ptr,
+    blocks_ptr,
+    queries,
+    keys,
+    blocks,
+    RANGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
+):
     """Per block of queries, the keys that any of its queries sees and those that all of them see.
 
     Program: COUNT blocks of BLOCK queries, of one range of one element of the batch.
@@ -67,9 +73,15 @@ def _attention_blocks_kernel(
 
 @triton.jit
 def _attention_bounds_kernel(
-    blocks_ptr, tile_bounds_ptr, keys, blocks, tiles,
-    BLOCK_N: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    blocks_ptr,
+    tile_bounds_ptr,
+    keys,
+    blocks,
+    tiles,
+    BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Per tile of keys, the blocks of queries that see any of it and those that see all of it.
 
     Program: TILES tiles of BLOCK_N keys, of one range of one element of the batch. It passes over
@@ -122,14 +134,20 @@ def tile_bounds(ranges: Tensor, keys: int, block_m: int, block_n: int) -> Tensor
     blocks, tiles, sets = cdiv(queries, block_m), cdiv(keys, block_n), batch * width // 2
     bounds = ranges.new_empty(sets, 4, blocks)
     launch(
-        _attention_blocks_kernel, sets * cdiv(blocks, PART_BLOCKS),
-        (ranges, bounds, queries, keys, blocks), (width, block_m, PART_BLOCKS), 4,
-    )  # fmt: skip
+        _attention_blocks_kernel,
+        sets * cdiv(blocks, PART_BLOCKS),
+        (ranges, bounds, queries, keys, blocks),
+        (width, block_m, PART_BLOCKS),
+        4,
+    )
     found = torch.empty((batch, width // 2, 4, tiles), dtype=torch.int32, device=ranges.device)
     launch(
-        _attention_bounds_kernel, sets * cdiv(tiles, PART_TILES),
-        (bounds, found, keys, blocks, tiles), (block_n, PART_TILES, CHUNK), 4,
-    )  # fmt: skip
+        _attention_bounds_kernel,
+        sets * cdiv(tiles, PART_TILES),
+        (bounds, found, keys, blocks, tiles),
+        (block_n, PART_TILES, CHUNK),
+        4,
+    )
     return found
 
 
@@ -199,9 +217,13 @@ def _sizes(dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def _tile(
-    info: DeviceInfo, which: int, dim: int, value_dim: int, rows: tuple[int, int],
+    info: DeviceInfo,
+    which: int,
+    dim: int,
+    value_dim: int,
+    rows: tuple[int, int],
     on_chip: Callable[[int, int, int], int],
-) -> AttentionConfig:  # fmt: skip
+) -> AttentionConfig:
     """The kind's tile, or a smaller one where on-chip memory or the sequences want it."""
     kind = kind_of(info)
     small = () if kind == "little memory" else (SMALL,)
@@ -214,9 +236,15 @@ def _tile(
 
 
 def forward_config(
-    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int,
+    info: DeviceInfo,
+    queries: int,
+    keys: int,
+    dim: int,
+    value_dim: int,
+    item: int,
+    extra: int,
     ranges: int,
-) -> AttentionConfig:  # fmt: skip
+) -> AttentionConfig:
     """Queries, and the blocks of keys and values in flight, fit on chip."""
     both = sum(_sizes(dim, value_dim))
 
@@ -227,9 +255,15 @@ def forward_config(
 
 
 def backward_config(
-    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int,
+    info: DeviceInfo,
+    queries: int,
+    keys: int,
+    dim: int,
+    value_dim: int,
+    item: int,
+    extra: int,
     ranges: int,
-) -> AttentionConfig:  # fmt: skip
+) -> AttentionConfig:
     """As forward, with the upstream gradient beside the queries."""
     both = sum(_sizes(dim, value_dim))
 
@@ -240,9 +274,15 @@ def backward_config(
 
 
 def backward_keys_config(
-    info: DeviceInfo, queries: int, keys: int, dim: int, value_dim: int, item: int, extra: int,
+    info: DeviceInfo,
+    queries: int,
+    keys: int,
+    dim: int,
+    value_dim: int,
+    item: int,
+    extra: int,
     ranges: int,
-) -> AttentionConfig:  # fmt: skip
+) -> AttentionConfig:
     """Keys and values stay; two gradients of their size are summed in registers."""
     both = sum(_sizes(dim, value_dim))
 
@@ -271,9 +311,14 @@ def _shape(
     extra = 2 if width > 2 else int(softcap != 0.0)
     queries, keys = (MANY, MANY) if by_rows() else (q.shape[2], k.shape[2])  # padding changes them
     return {
-        "queries": queries, "keys": keys, "dim": q.shape[3], "value_dim": v.shape[3],
-        "item": q.element_size(), "extra": extra, "ranges": width,
-    }  # fmt: skip
+        "queries": queries,
+        "keys": keys,
+        "dim": q.shape[3],
+        "value_dim": v.shape[3],
+        "item": q.element_size(),
+        "extra": extra,
+        "ranges": width,
+    }
 
 
 def _constants(
@@ -281,9 +326,14 @@ def _constants(
 ) -> tuple[Any, ...]:
     size, value = _sizes(q.shape[3], v.shape[3])
     return (
-        0 if ranges is None else ranges.shape[2], causal, softcap != 0.0,
-        (q.shape[3], size, v.shape[3], value), k.block_m, k.block_n, k.stages,
-    )  # fmt: skip
+        0 if ranges is None else ranges.shape[2],
+        causal,
+        softcap != 0.0,
+        (q.shape[3], size, v.shape[3], value),
+        k.block_m,
+        k.block_n,
+        k.stages,
+    )
 
 
 def _batch_step(ranges: Tensor | None) -> int:
@@ -296,9 +346,15 @@ def _ordered(like: Tensor, dtype: torch.dtype, size: int) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
-    causal: bool, scale: float, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    ranges: Optional[Tensor],
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
     """One program per tile of queries."""
     y, lse = _ordered(q, q.dtype, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     if not y.numel():
@@ -310,11 +366,18 @@ def forward(
     )
     blocks = cdiv(q.shape[2], numbers.block_m)
     args = (
-        q, k, v, sinks if sinks is None else sinks.contiguous(), ranges, y, lse,
+        q,
+        k,
+        v,
+        sinks if sinks is None else sinks.contiguous(),
+        ranges,
+        y,
+        lse,
         (*_steps(q), *_steps(k), *_steps(v)),
-        (_batch_step(ranges), blocks, q.shape[1], k.shape[1], q.shape[2], k.shape[2]), scale,
+        (_batch_step(ranges), blocks, q.shape[1], k.shape[1], q.shape[2], k.shape[2]),
+        scale,
         softcap,
-    )  # fmt: skip
+    )
     constants = _constants(q, v, ranges, causal, softcap, numbers)
     count = blocks * q.shape[0] * q.shape[1]
     launch(_attention_forward_kernel, count, args, constants, numbers.num_warps)
@@ -322,10 +385,22 @@ def forward(
 
 
 def backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
-    y: Tensor, lse: Tensor, causal: bool, scale: float, softcap: float, needs_q: bool,
-    needs_k: bool, needs_v: bool, needs_sinks: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    ranges: Optional[Tensor],
+    y: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+    needs_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries first: that kernel writes the sums of ``dy y`` that keys and sinks need."""
     made = [
         _ordered(x, x.dtype, x.shape[3]) if needed else x.new_empty(0)
@@ -349,28 +424,57 @@ def backward(
 
 
 def _backward_queries(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, inner: Tensor,
-    dq: Tensor | None, ranges: Tensor | None, causal: bool, scale: float, softcap: float,
-) -> None:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    inner: Tensor,
+    dq: Tensor | None,
+    ranges: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> None:
     numbers = launch_config(
         "attention.backward", backward_config, q.device, **_shape(q, k, v, ranges, softcap)
     )
     blocks = cdiv(q.shape[2], numbers.block_m)
     args = (
-        q, k, v, dy, y, lse, ranges, dq, inner,
+        q,
+        k,
+        v,
+        dy,
+        y,
+        lse,
+        ranges,
+        dq,
+        inner,
         (*_steps(q), *_steps(k), *_steps(v), *_steps(dy), *_steps(y)),
-        (_batch_step(ranges), blocks, q.shape[1], k.shape[1], q.shape[2], k.shape[2]), scale,
+        (_batch_step(ranges), blocks, q.shape[1], k.shape[1], q.shape[2], k.shape[2]),
+        scale,
         softcap,
-    )  # fmt: skip
+    )
     constants = _constants(q, v, ranges, causal, softcap, numbers)
     count = blocks * q.shape[0] * q.shape[1]
     launch(_attention_backward_kernel, count, args, constants, numbers.num_warps)
 
 
 def _backward_keys(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, inner: Tensor, dk: Tensor | None,
-    dv: Tensor | None, ranges: Tensor | None, causal: bool, scale: float, softcap: float,
-) -> None:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    inner: Tensor,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    ranges: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> None:
     if not k.numel():
         return
     numbers = launch_config(
@@ -389,16 +493,31 @@ def _backward_keys(
         size = numbers.block_n * sum(_sizes(q.shape[3], v.shape[3]))
         partial = torch.empty(extra * batch * groups, size, dtype=torch.float32, device=q.device)
     args = (
-        q, k, v, dy, lse, inner, ranges, limits, partial, dk, dv,
+        q,
+        k,
+        v,
+        dy,
+        lse,
+        inner,
+        ranges,
+        limits,
+        partial,
+        dk,
+        dv,
         (*_steps(q), *_steps(k), *_steps(v), *_steps(dy)),
-        (_batch_step(ranges), tiles, q.shape[1], groups, queries, keys), scale, softcap,
-    )  # fmt: skip
+        (_batch_step(ranges), tiles, q.shape[1], groups, queries, keys),
+        scale,
+        softcap,
+    )
     constants = (*_constants(q, v, ranges, causal, softcap, numbers), SHARED, parts)
     count = (tiles + extra) * batch * groups
     launch(_attention_backward_keys_kernel, count, args, constants, numbers.num_warps)
     if extra:
         rest = (dk, dv, _batch_step(ranges), tiles, groups, queries, keys, scale)
         launch(
-            _attention_parts_kernel, SHARED * batch * groups, (partial, limits, *rest),
-            (*constants[3], *constants[4:6], SHARED, parts), numbers.num_warps,
-        )  # fmt: skip
+            _attention_parts_kernel,
+            SHARED * batch * groups,
+            (partial, limits, *rest),
+            (*constants[3], *constants[4:6], SHARED, parts),
+            numbers.num_warps,
+        )

@@ -63,9 +63,15 @@ def score(s, scale, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    ptr, start, stride, count, CHECKED: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
+    ptr,
+    start,
+    stride,
+    count,
+    CHECKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+):
     """Load a tile of ROWS rows of DIM columns, padded with zeros to SIZE columns.
 
     CHECKED: rows from ``count`` on are zeros as well. Otherwise every row of the tile must exist.
@@ -99,9 +105,15 @@ def store_rows(
 
 @triton.jit
 def load_bounds(
-    ranges_ptr, start, queries, keys, second,
-    RANGES: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    ranges_ptr,
+    start,
+    queries,
+    keys,
+    second,
+    RANGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """The range of keys ``[low, high)`` that each query of a tile sees.
 
     The range comes from ``ranges_ptr`` (number ``second`` of each query), or is that of all keys,
@@ -147,9 +159,17 @@ def loop_over(steps, begin, RANGES: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def place_of(
-    step, steps, begin, first, last, begin2, first2, last2,
-    RANGES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    step,
+    steps,
+    begin,
+    first,
+    last,
+    begin2,
+    first2,
+    last2,
+    RANGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Where a step begins, whether it needs a mask, and which range it belongs to.
 
     With two ranges, one loop runs over the blocks of both, by number. With one range, the loop
@@ -167,9 +187,19 @@ def place_of(
 
 @triton.jit
 def seen_by(
-    start, second, low, high, own, ranges_ptr, queries, keys,
-    RANGES: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    start,
+    second,
+    low,
+    high,
+    own,
+    ranges_ptr,
+    queries,
+    keys,
+    RANGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Which keys of a block the queries of a tile see.
 
     With two ranges, the bounds are loaded again in each masked step, so that they occupy no
@@ -183,9 +213,15 @@ def seen_by(
 
 @triton.jit
 def loop_of(
-    ranges_ptr, own, queries, keys, RANGES: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    ranges_ptr,
+    own,
+    queries,
+    keys,
+    RANGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The loop over the blocks of keys that a tile of queries sees, of one range or of two.
 
     Returns the bounds of the first range, what :func:`place_of` needs of both ranges, and the
@@ -203,11 +239,30 @@ def loop_of(
 
 @triton.jit
 def forward_loop(
-    q, acc, top, total, own, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys, scale,
-    softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    q,
+    acc,
+    top,
+    total,
+    own,
+    ranges_ptr,
+    k_ptr,
+    v_ptr,
+    k_stride,
+    v_stride,
+    queries,
+    keys,
+    scale,
+    softcap,
+    RANGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """Tile loop of forward: add the keys that a tile of queries sees to its running softmax.
 
     Each step loads a block of K, computes and masks scores, rescales ``acc`` and ``total`` to the
@@ -225,9 +280,19 @@ def forward_loop(
         s, _ = score(product(q, tl.trans(k)), scale, softcap, CAPPED)
         if masked:
             seen = seen_by(
-                start, second, low, high, own, ranges_ptr, queries, keys, RANGES, CAUSAL,
-                q.shape[0], BLOCK,
-            )  # fmt: skip
+                start,
+                second,
+                low,
+                high,
+                own,
+                ranges_ptr,
+                queries,
+                keys,
+                RANGES,
+                CAUSAL,
+                q.shape[0],
+                BLOCK,
+            )
             s = tl.where(seen, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, axis=1))
         base = tl.where(new == float("-inf"), 0.0, new)
@@ -242,11 +307,31 @@ def forward_loop(
 
 @triton.jit
 def query_loop(
-    q, dy, dq, lse, inner, own, ranges_ptr, k_ptr, v_ptr, k_stride, v_stride, queries, keys,
-    scale, softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_SIZE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    q,
+    dy,
+    dq,
+    lse,
+    inner,
+    own,
+    ranges_ptr,
+    k_ptr,
+    v_ptr,
+    k_stride,
+    v_stride,
+    queries,
+    keys,
+    scale,
+    softcap,
+    RANGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Tile loop of backward: add the keys that a tile of queries sees to the queries' gradient.
 
     Each step loads a block of K and V and computes p from ``lse`` (in powers of two), ds = p (dy v'
@@ -266,9 +351,19 @@ def query_loop(
         p = tl.exp2(s - lse[:, None])
         if masked:
             seen = seen_by(
-                start, second, low, high, own, ranges_ptr, queries, keys, RANGES, CAUSAL,
-                q.shape[0], BLOCK,
-            )  # fmt: skip
+                start,
+                second,
+                low,
+                high,
+                own,
+                ranges_ptr,
+                queries,
+                keys,
+                RANGES,
+                CAUSAL,
+                q.shape[0],
+                BLOCK,
+            )
             p = tl.where(seen, p, 0.0)
         ds = p * (dp - inner[:, None])
         if CAPPED:
@@ -297,10 +392,25 @@ def _place(blocks, heads, RANGES: tl.constexpr):
 
 @triton.jit
 def _attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, ranges_ptr, y_ptr, lse_ptr, strides, sizes, scale, softcap,
-    RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr, DIMS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    sinks_ptr,
+    ranges_ptr,
+    y_ptr,
+    lse_ptr,
+    strides,
+    sizes,
+    scale,
+    softcap,
+    RANGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Attention forward of one tile of queries, with a running softmax over the keys.
 
     Program: BLOCK_M queries of one head. Several heads may share one head of K and V (a group).
@@ -334,10 +444,30 @@ def _attention_forward_kernel(
         top = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E + total
         total += 1.0
     acc, top, total = forward_loop(
-        q, acc, top, total, start, ranges_ptr, k_ptr, v_ptr, k_strides[2], v_strides[2], queries,
-        keys, scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_N, DIM, SIZE, VALUE_DIM, VALUE_SIZE,
+        q,
+        acc,
+        top,
+        total,
+        start,
+        ranges_ptr,
+        k_ptr,
+        v_ptr,
+        k_strides[2],
+        v_strides[2],
+        queries,
+        keys,
+        scale,
+        softcap,
+        RANGES,
+        CAUSAL,
+        CAPPED,
+        BLOCK_N,
+        DIM,
+        SIZE,
+        VALUE_DIM,
+        VALUE_SIZE,
         STAGES,
-    )  # fmt: skip
+    )
     some = total > 0.0
     total = tl.where(some, total, 1.0)
     lse = tl.where(some, (top + tl.log2(total)) * LN2, float("-inf"))
@@ -349,10 +479,27 @@ def _attention_forward_kernel(
 
 @triton.jit
 def _attention_backward_kernel(
-    q_ptr, k_ptr, v_ptr, dy_ptr, y_ptr, lse_ptr, ranges_ptr, dq_ptr, inner_ptr, strides, sizes,
-    scale, softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
-    DIMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dy_ptr,
+    y_ptr,
+    lse_ptr,
+    ranges_ptr,
+    dq_ptr,
+    inner_ptr,
+    strides,
+    sizes,
+    scale,
+    softcap,
+    RANGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Gradient of one tile of queries, and the sums of dy * y that other gradients need.
 
     Program: BLOCK_M queries of one head. Strides as in forward.
@@ -392,10 +539,31 @@ def _attention_backward_kernel(
             ranges_ptr += batch * ranges_batch
         dq = tl.zeros([BLOCK_M, SIZE], tl.float32)
         dq = query_loop(
-            q, dy, dq, lse, inner, start, ranges_ptr, k_ptr, v_ptr, k_strides[2], v_strides[2],
-            queries, keys, scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK_N, DIM, SIZE, VALUE_DIM,
-            VALUE_SIZE, STAGES,
-        )  # fmt: skip
+            q,
+            dy,
+            dq,
+            lse,
+            inner,
+            start,
+            ranges_ptr,
+            k_ptr,
+            v_ptr,
+            k_strides[2],
+            v_strides[2],
+            queries,
+            keys,
+            scale,
+            softcap,
+            RANGES,
+            CAUSAL,
+            CAPPED,
+            BLOCK_N,
+            DIM,
+            SIZE,
+            VALUE_DIM,
+            VALUE_SIZE,
+            STAGES,
+        )
         dq_ptr += (batch * queries * heads + head) * DIM
         store_rows(dq_ptr, dq * scale, start, heads * DIM, queries, BLOCK_M, DIM, SIZE)
 
@@ -409,10 +577,30 @@ SHARED = 2  # first tiles of keys whose queries several programs may share
 
 @triton.jit
 def _key_steps(
-    k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, strides, lengths, now, end,
-    bounds, scale, softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr, DIMS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    k,
+    v,
+    dk,
+    dv,
+    place,
+    q_ptr,
+    dy_ptr,
+    lse_ptr,
+    inner_ptr,
+    ranges_ptr,
+    strides,
+    lengths,
+    now,
+    end,
+    bounds,
+    scale,
+    softcap,
+    RANGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIMS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Add the queries of the loop steps ``[now, end)`` to the gradients of a tile of keys.
 
     Scores are transposed, keys by queries. Each step loads q, dy, lse and inner of a block of
@@ -454,10 +642,30 @@ def _key_steps(
 
 @triton.jit
 def _key_loop(
-    k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, strides, lengths, now, end,
-    bounds, scale, softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr, DIMS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    k,
+    v,
+    dk,
+    dv,
+    place,
+    q_ptr,
+    dy_ptr,
+    lse_ptr,
+    inner_ptr,
+    ranges_ptr,
+    strides,
+    lengths,
+    now,
+    end,
+    bounds,
+    scale,
+    softcap,
+    RANGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIMS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Add the queries of the loop steps ``[now, end)``, in segments where the dtype is fp32.
 
     Queries past the last have lse = inf, so that they add nothing. In fp32, every SEGMENT steps
@@ -468,17 +676,58 @@ def _key_loop(
         LONG: tl.constexpr = SEGMENT if RANGES == 4 else SEGMENT * BLOCK
         for part in range(now, end, LONG):
             dk_part, dv_part = _key_steps(
-                k, v, tl.zeros_like(dk), tl.zeros_like(dv), place, q_ptr, dy_ptr, lse_ptr,
-                inner_ptr, ranges_ptr, strides, lengths, part, tl.minimum(part + LONG, end),
-                bounds, scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK, DIMS, STAGES,
-            )  # fmt: skip
+                k,
+                v,
+                tl.zeros_like(dk),
+                tl.zeros_like(dv),
+                place,
+                q_ptr,
+                dy_ptr,
+                lse_ptr,
+                inner_ptr,
+                ranges_ptr,
+                strides,
+                lengths,
+                part,
+                tl.minimum(part + LONG, end),
+                bounds,
+                scale,
+                softcap,
+                RANGES,
+                CAUSAL,
+                CAPPED,
+                BLOCK,
+                DIMS,
+                STAGES,
+            )
             dk += dk_part
             dv += dv_part
     else:
         dk, dv = _key_steps(
-            k, v, dk, dv, place, q_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, strides, lengths,
-            now, end, bounds, scale, softcap, RANGES, CAUSAL, CAPPED, BLOCK, DIMS, STAGES,
-        )  # fmt: skip
+            k,
+            v,
+            dk,
+            dv,
+            place,
+            q_ptr,
+            dy_ptr,
+            lse_ptr,
+            inner_ptr,
+            ranges_ptr,
+            strides,
+            lengths,
+            now,
+            end,
+            bounds,
+            scale,
+            softcap,
+            RANGES,
+            CAUSAL,
+            CAPPED,
+            BLOCK,
+            DIMS,
+            STAGES,
+        )
     return dk, dv
 
 
@@ -506,11 +755,31 @@ def _is_shared(tile_bounds_ptr, tile, tiles, queries, BLOCK: tl.constexpr, SHARE
 
 @triton.jit
 def _attention_backward_keys_kernel(
-    q_ptr, k_ptr, v_ptr, dy_ptr, lse_ptr, inner_ptr, ranges_ptr, tile_bounds_ptr, parts_ptr, dk_ptr,
-    dv_ptr, strides, sizes, scale, softcap, RANGES: tl.constexpr, CAUSAL: tl.constexpr,
-    CAPPED: tl.constexpr, DIMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dy_ptr,
+    lse_ptr,
+    inner_ptr,
+    ranges_ptr,
+    tile_bounds_ptr,
+    parts_ptr,
+    dk_ptr,
+    dv_ptr,
+    strides,
+    sizes,
+    scale,
+    softcap,
+    RANGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    SHARED: tl.constexpr,
+    PARTS: tl.constexpr,
+):
     """Gradients of one tile of keys and values, summed over the queries that see it.
 
     Program: BLOCK_N keys of one head of K and V, or one of PARTS shares of such a tile's queries.
@@ -598,9 +867,22 @@ def _attention_backward_keys_kernel(
 
 @triton.jit
 def _store(
-    dk, dv, dk_ptr, dv_ptr, scale, start, batch, group, groups, keys, BLOCK_N: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    dk_ptr,
+    dv_ptr,
+    scale,
+    start,
+    batch,
+    group,
+    groups,
+    keys,
+    BLOCK_N: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+):
     """Write dk, times the scale of the scores, and dv of a tile of keys; each where it is wanted.
 
     The order in memory is (batch, key, head).
@@ -615,11 +897,25 @@ def _store(
 
 @triton.jit
 def _attention_parts_kernel(
-    parts_ptr, tile_bounds_ptr, dk_ptr, dv_ptr, ranges_batch, tiles, groups, queries, keys, scale,
-    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
+    parts_ptr,
+    tile_bounds_ptr,
+    dk_ptr,
+    dv_ptr,
+    ranges_batch,
+    tiles,
+    groups,
+    queries,
+    keys,
+    scale,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHARED: tl.constexpr,
     PARTS: tl.constexpr,
-):  # fmt: skip
+):
     """Sum the partial gradients that the programs of a shared tile left, in order.
 
     Program: one of the first SHARED tiles of keys of one head of K and V; it returns where the tile
@@ -640,5 +936,20 @@ def _attention_parts_kernel(
         dv += load_rows(
             parts_ptr + at, 0, VALUE_SIZE, BLOCK_N, False, BLOCK_N, VALUE_SIZE, VALUE_SIZE
         )
-    _store(dk, dv, dk_ptr, dv_ptr, scale, tile * BLOCK_N, batch, group, groups, keys, BLOCK_N,
-           DIM, SIZE, VALUE_DIM, VALUE_SIZE)  # fmt: skip
+    _store(
+        dk,
+        dv,
+        dk_ptr,
+        dv_ptr,
+        scale,
+        tile * BLOCK_N,
+        batch,
+        group,
+        groups,
+        keys,
+        BLOCK_N,
+        DIM,
+        SIZE,
+        VALUE_DIM,
+        VALUE_SIZE,
+    )

@@ -32,10 +32,25 @@ def _relu(s):
 
 @triton.jit
 def _indexer_scores_kernel(
-    q_ptr, k_ptr, w_ptr, indices_ptr, scores_ptr, q_strides, k_strides, w_strides, queries, keys,
-    heads, count, scale, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    w_ptr,
+    indices_ptr,
+    scores_ptr,
+    q_strides,
+    k_strides,
+    w_strides,
+    queries,
+    keys,
+    heads,
+    count,
+    scale,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Scores of the keys that one query lists.
 
     Program: one query. BLOCK_H is at least the number of heads. Strides of q go from one element of
@@ -65,10 +80,29 @@ def _indexer_scores_kernel(
 
 @triton.jit
 def _indexer_backward_kernel(
-    q_ptr, k_ptr, w_ptr, indices_ptr, dscores_ptr, dq_ptr, dw_ptr, parts_ptr, q_strides, k_strides,
-    w_strides, begin, queries, keys, heads, count, scale, DIM: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    w_ptr,
+    indices_ptr,
+    dscores_ptr,
+    dq_ptr,
+    dw_ptr,
+    parts_ptr,
+    q_strides,
+    k_strides,
+    w_strides,
+    begin,
+    queries,
+    keys,
+    heads,
+    count,
+    scale,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Gradients of one query and its weights, and what it gives to the keys that it lists.
 
     Program: one query of one element of the batch to which q, k, w, lists and results point
@@ -122,10 +156,26 @@ def _seen(ranges_ptr, query, queries, keys, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _indexer_all_scores_kernel(
-    q_ptr, k_ptr, w_ptr, ranges_ptr, scores_ptr, q_strides, k_strides, w_strides, scores_stride,
-    begin, queries, keys, heads, scale, CAUSAL: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    w_ptr,
+    ranges_ptr,
+    scores_ptr,
+    q_strides,
+    k_strides,
+    w_strides,
+    scores_stride,
+    begin,
+    queries,
+    keys,
+    heads,
+    scale,
+    CAUSAL: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Scores of a tile of queries and a tile of keys.
 
     Program: BLOCK_M queries by BLOCK_N keys of one element of the batch to which all pointers point
@@ -207,9 +257,18 @@ def _count_digits(scores_ptr, low, high, prefix, SHIFT: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _indexer_select_kernel(
-    scores_ptr, ranges_ptr, indices_ptr, found_ptr, scores_stride, begin, queries, keys, count,
-    CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    scores_ptr,
+    ranges_ptr,
+    indices_ptr,
+    found_ptr,
+    scores_stride,
+    begin,
+    queries,
+    keys,
+    count,
+    CAUSAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The highest scores of one query, by their digits of eight bits.
 
     Program: one query of one element of the batch to which all pointers point already; the first

@@ -87,39 +87,79 @@ def forward(q: Tensor, k: Tensor, w: Tensor, indices: Tensor, scale: float) -> T
     q, k, indices = _near(q), _near(k), indices.contiguous()
     (batch, queries, heads, dim), keys = q.shape, k.shape[1]
     n = launch_config(
-        "indexer_scores.forward", scores_config, q.device, heads=heads, dim=dim,
+        "indexer_scores.forward",
+        scores_config,
+        q.device,
+        heads=heads,
+        dim=dim,
         item=q.element_size(),
-    )  # fmt: skip
+    )
     args = (
-        q, k, w, indices, scores, _steps(q), _steps(k), _steps(w), queries, keys, heads,
-        indices.shape[2], scale,
-    )  # fmt: skip
+        q,
+        k,
+        w,
+        indices,
+        scores,
+        _steps(q),
+        _steps(k),
+        _steps(w),
+        queries,
+        keys,
+        heads,
+        indices.shape[2],
+        scale,
+    )
     constants = (dim, _padded(dim), _padded(heads), n.block_n, n.stages)
     launch(_indexer_scores_kernel, batch * queries, args, constants, n.num_warps)
     return scores
 
 
 def backward(
-    dscores: Tensor, q: Tensor, k: Tensor, w: Tensor, indices: Tensor, scale: float, needs_q: bool,
-    needs_k: bool, needs_w: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dscores: Tensor,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    indices: Tensor,
+    scale: float,
+    needs_q: bool,
+    needs_k: bool,
+    needs_w: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """One program per query writes all of its gradients; then those of keys are added up."""
     (batch, queries, heads, dim), keys, slots = q.shape, k.shape[1], indices.shape[2]
     dq, dw = q.new_empty(q.shape), w.new_empty(w.shape)
     dscores, indices = dscores.contiguous(), indices.contiguous()
     near_q, near_k = _near(q), _near(k)
     n = launch_config(
-        "indexer_scores.backward", backward_config, q.device, heads=heads, dim=dim,
+        "indexer_scores.backward",
+        backward_config,
+        q.device,
+        heads=heads,
+        dim=dim,
         item=q.element_size(),
-    )  # fmt: skip
+    )
     constants = (dim, _padded(dim), _padded(heads), n.block_n, n.stages)
 
     def write(parts: Tensor | None, b: int, rows: slice) -> None:
         args = (
-            near_q[b], near_k[b], w[b], indices[b], dscores[b], dq[b], dw[b], parts,
-            _steps(near_q), _steps(near_k), _steps(w), rows.start, queries, keys, heads, slots,
+            near_q[b],
+            near_k[b],
+            w[b],
+            indices[b],
+            dscores[b],
+            dq[b],
+            dw[b],
+            parts,
+            _steps(near_q),
+            _steps(near_k),
+            _steps(w),
+            rows.start,
+            queries,
+            keys,
+            heads,
+            slots,
             scale,
-        )  # fmt: skip
+        )
         launch(_indexer_backward_kernel, rows.stop - rows.start, args, constants, n.num_warps)
 
     if needs_k:

@@ -80,9 +80,14 @@ def _queries(q: Tensor) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, w: Tensor, ranges: Optional[Tensor], topk: int, causal: bool,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    ranges: Optional[Tensor],
+    topk: int,
+    causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Some queries of one element of the batch at a time: all scores, then the selection."""
     (batch, queries, heads, dim), keys = q.shape, k.shape[1]
     count = min(topk, keys)
@@ -102,9 +107,21 @@ def forward(
         for begin in range(0, queries, rows):
             some = min(rows, queries - begin)
             args = (
-                q[b], k[b], w[b], seen, scores, _steps(q), _steps(k), _steps(w), width, begin,
-                queries, keys, heads, scale,
-            )  # fmt: skip
+                q[b],
+                k[b],
+                w[b],
+                seen,
+                scores,
+                _steps(q),
+                _steps(k),
+                _steps(w),
+                width,
+                begin,
+                queries,
+                keys,
+                heads,
+                scale,
+            )
             constants = (causal, dim, _padded(dim), tile.block_m, tile.block_n)
             programs = cdiv(some, tile.block_m) * cdiv(keys, tile.block_n)
             launch(_indexer_all_scores_kernel, programs, args, constants, tile.num_warps)

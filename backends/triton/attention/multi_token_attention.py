@@ -88,9 +88,17 @@ def _store_zeros(row_ptr, first, cols, BLOCK: tl.constexpr):
 
 @triton.jit
 def _multi_token_forward_kernel(
-    x_ptr, p_ptr, batch_stride, head_stride, row_stride, heads, rows, cols,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    p_ptr,
+    batch_stride,
+    head_stride,
+    row_stride,
+    heads,
+    rows,
+    cols,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Causal softmax of rows that fit into registers.
 
     Program: ROWS rows of one image; reads the scores up to the diagonal, writes whole rows, with
@@ -230,9 +238,18 @@ def _multi_token_backward_wide_kernel(
 
 @triton.jit
 def _multi_token_lower_kernel(
-    x_ptr, y_ptr, batch_stride, head_stride, row_stride, heads, rows, cols,
-    LOWEST_PAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    batch_stride,
+    head_stride,
+    row_stride,
+    heads,
+    rows,
+    cols,
+    LOWEST_PAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Copy of an image that is -inf (LOWEST_PAST) or 0 past the diagonal.
 
     Program: ROWS rows of one image, in steps of BLOCK columns; reads any strides up to the
@@ -284,9 +301,19 @@ def _multi_token_zero_kernel(y_ptr, rows, cols, ROWS: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _multi_token_turn_kernel(
-    x_ptr, y_ptr, batch_stride, head_stride, row_stride, rows, cols, pieces,
-    TO_LAST: tl.constexpr, HEADS: tl.constexpr, TALL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    batch_stride,
+    head_stride,
+    row_stride,
+    rows,
+    cols,
+    pieces,
+    TO_LAST: tl.constexpr,
+    HEADS: tl.constexpr,
+    TALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Transpose heads to the last axis (B, R, S, C), or back: up to the diagonal, 0 past it.
 
     Program: BLOCK columns of one row of one element of the batch, of all HEADS heads (padded to
@@ -384,15 +411,21 @@ def _softmax(scores: Tensor) -> Tensor:
     )
     if k.block < cols:
         launch(
-            _multi_token_forward_wide_kernel, images * rows, (x, p, *_places(x)), (k.block,),
+            _multi_token_forward_wide_kernel,
+            images * rows,
+            (x, p, *_places(x)),
+            (k.block,),
             k.num_warps,
-        )  # fmt: skip
+        )
         return p
     tall = tile_rows(k.rows, x.stride(2), cols)
     launch(
-        _multi_token_forward_kernel, images * cdiv(rows, tall), (x, p, *_places(x)),
-        (tall, k.block), k.num_warps,
-    )  # fmt: skip
+        _multi_token_forward_kernel,
+        images * cdiv(rows, tall),
+        (x, p, *_places(x)),
+        (tall, k.block),
+        k.num_warps,
+    )
     return p
 
 
@@ -406,15 +439,21 @@ def _softmax_backward_(p: Tensor, dp: Tensor, sparse: bool) -> None:
     )
     if k.block < cols:
         launch(
-            _multi_token_backward_wide_kernel, images * rows, (p, dp, rows, cols),
-            (sparse, k.block), k.num_warps,
-        )  # fmt: skip
+            _multi_token_backward_wide_kernel,
+            images * rows,
+            (p, dp, rows, cols),
+            (sparse, k.block),
+            k.num_warps,
+        )
         return
     tall = tile_rows(k.rows, cols)
     launch(
-        _multi_token_backward_kernel, images * cdiv(rows, tall), (p, dp, rows, cols),
-        (sparse, tall, k.block), k.num_warps,
-    )  # fmt: skip
+        _multi_token_backward_kernel,
+        images * cdiv(rows, tall),
+        (p, dp, rows, cols),
+        (sparse, tall, k.block),
+        k.num_warps,
+    )
 
 
 def _lower(x: Tensor, lowest: bool) -> Tensor:
@@ -428,9 +467,12 @@ def _lower(x: Tensor, lowest: bool) -> Tensor:
     )
     tall = tile_rows(k.rows, x.stride(2), cols)
     launch(
-        _multi_token_lower_kernel, images * cdiv(rows, tall), (x, made, *_places(x)),
-        (lowest, tall, k.block), k.num_warps,
-    )  # fmt: skip
+        _multi_token_lower_kernel,
+        images * cdiv(rows, tall),
+        (x, made, *_places(x)),
+        (lowest, tall, k.block),
+        k.num_warps,
+    )
     return made
 
 
@@ -442,9 +484,12 @@ def _zero_(y: Tensor) -> Tensor:
     k = launch_config("multi_token_attention.zero", zero_config, y.device, rows=rows, cols=cols)
     tall = tile_rows(GROUP.value, checked_cols(cols))
     launch(
-        _multi_token_zero_kernel, images * cdiv(rows, tall), (y, rows, cols), (tall, k.block),
+        _multi_token_zero_kernel,
+        images * cdiv(rows, tall),
+        (y, rows, cols),
+        (tall, k.block),
         k.num_warps,
-    )  # fmt: skip
+    )
     return y
 
 
@@ -462,10 +507,12 @@ def _transpose(x: Tensor, k: TransposeConfig, to_last: bool) -> Tensor:
     strides = (x if to_last else made).stride()[:3]
     if made.numel():
         launch(
-            _multi_token_turn_kernel, batch * rows * pieces,
+            _multi_token_turn_kernel,
+            batch * rows * pieces,
             (x, made, *strides, rows, cols, pieces),
-            (to_last, heads, power_of_2(heads), k.block), k.num_warps,
-        )  # fmt: skip
+            (to_last, heads, power_of_2(heads), k.block),
+            k.num_warps,
+        )
     return made
 
 
@@ -478,9 +525,15 @@ def _transposing(weight: Tensor, p: Tensor, unit: int) -> TransposeConfig:
 
 
 def forward(
-    scores: Tensor, weight: Tensor, bias: Optional[Tensor], stride: int, padding: int,
-    dilation: int, groups: int, sparse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scores: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    stride: int,
+    padding: int,
+    dilation: int,
+    groups: int,
+    sparse: bool,
+) -> tuple[Tensor, Tensor]:
     """Probabilities, their convolution, and zeros past its diagonal."""
     p = sparsemax.forward(_lower(scores, True)) if sparse else _softmax(scores)
     how, k = (stride, padding, dilation, groups), _transposing(weight, p, 16)
@@ -490,19 +543,35 @@ def forward(
 
 
 def backward(
-    dy: Tensor, weight: Tensor, bias: Optional[Tensor], p: Tensor, stride: int, padding: int,
-    dilation: int, groups: int, sparse: bool, needs_scores: bool, needs_weight: bool,
+    dy: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    p: Tensor,
+    stride: int,
+    padding: int,
+    dilation: int,
+    groups: int,
+    sparse: bool,
+    needs_scores: bool,
+    needs_weight: bool,
     needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """The convolution's gradients; that of the probabilities becomes the one of the scores."""
     k = _transposing(weight, p, 8)
     sides = (_transpose(dy, k, True), _transpose(p, k, True)) if k.block else (_lower(dy, False), p)
     with ordered_convolutions(p.device):
         found = torch.ops.aten.convolution_backward(
-            *sides, weight, None if bias is None else list(bias.shape), [stride] * 2,
-            [padding] * 2, [dilation] * 2, False, [0, 0], groups,
+            *sides,
+            weight,
+            None if bias is None else list(bias.shape),
+            [stride] * 2,
+            [padding] * 2,
+            [dilation] * 2,
+            False,
+            [0, 0],
+            groups,
             [needs_scores, needs_weight, bias is not None and needs_bias],
-        )  # fmt: skip
+        )
     dp, dweight, dbias = (weight.new_empty(0) if x is None else x for x in found)
     if needs_scores:
         dp = _transpose(dp, k, False) if k.block else dp.contiguous()

@@ -46,9 +46,15 @@ def pairs_config(info: DeviceInfo, keys: int, width: int) -> PairsConfig:
 
 @triton.jit
 def _pairs_of_lists_kernel(
-    parts_ptr, order_ptr, bounds_ptr, total_ptr, width, steps, BLOCK: tl.constexpr,
+    parts_ptr,
+    order_ptr,
+    bounds_ptr,
+    total_ptr,
+    width,
+    steps,
+    BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """Add the parts of one key to its sum.
 
     Program: one key by BLOCK columns; ``bounds_ptr`` says where its run of sorted pairs begins and
@@ -104,15 +110,22 @@ def add_up(total: Tensor, parts: Tensor, lists: Tensor, keys: int) -> None:
     k = launch_config("pairs_of_lists", pairs_config, total.device, keys=rows, width=width)
     steps = cdiv(width, k.block)
     launch(
-        _pairs_of_lists_kernel, rows * steps, (parts, order, bounds, total, width, steps),
-        (k.block, k.stages), k.num_warps,
-    )  # fmt: skip
+        _pairs_of_lists_kernel,
+        rows * steps,
+        (parts, order, bounds, total, width, steps),
+        (k.block, k.stages),
+        k.num_warps,
+    )
 
 
 def summed(
-    lists: Tensor, groups: int, keys: int, width: int,
-    write: Callable[[Tensor, int, slice], None], beside: int = 0,
-) -> Tensor:  # fmt: skip
+    lists: Tensor,
+    groups: int,
+    keys: int,
+    width: int,
+    write: Callable[[Tensor, int, slice], None],
+    beside: int = 0,
+) -> Tensor:
     """Sums of what pairs give to keys, ``(B, groups, keys, width)`` fp32.
 
     Args:

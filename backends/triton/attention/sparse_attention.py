@@ -236,10 +236,16 @@ class Call(NamedTuple):
         """Numbers of a launch."""
         c = self.channels
         return launch_config(
-            f"sparse_attention.{name}", formula, self.q.device,
-            heads=self.q.shape[1] // self.k.shape[1], lead=c.lead, rest=c.rest, value=c.value,
-            shared=int(c.shared), item=self.q.element_size(),
-        )  # fmt: skip
+            f"sparse_attention.{name}",
+            formula,
+            self.q.device,
+            heads=self.q.shape[1] // self.k.shape[1],
+            lead=c.lead,
+            rest=c.rest,
+            value=c.value,
+            shared=int(c.shared),
+            item=self.q.element_size(),
+        )
 
     def programs(self, block_h: int, queries: int) -> int:
         """Programs of blocks of heads of some queries."""
@@ -259,9 +265,14 @@ def _ordered(like: Tensor, size: int) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, value_dim: int, scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Optional[Tensor],
+    indices: Tensor,
+    value_dim: int,
+    scale: float,
     output_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """One program per query and block of heads; weights by another pass over the lists."""
     y, lse = _ordered(q, value_dim), q.new_empty(q.shape[:3], dtype=torch.float32)
     weights = lse.new_empty(indices.shape if output_weights else (0,))
@@ -269,8 +280,16 @@ def forward(
     if lse.numel():
         n = c.config("forward", forward_config)
         args = (
-            c.q, c.k, c.v, c.lists, y, lse, c.steps, c.sizes, c.scale,
-        )  # fmt: skip
+            c.q,
+            c.k,
+            c.v,
+            c.lists,
+            y,
+            lse,
+            c.steps,
+            c.sizes,
+            c.scale,
+        )
         count = c.programs(n.block_h, q.shape[0] * q.shape[2])
         launch(_sparse_attention_forward_kernel, count, args, c.constants(n), n.num_warps)
     if weights.numel():
@@ -283,18 +302,39 @@ def _weights(c: Call, lse: Tensor, weights: Tensor) -> None:
     heads, groups, *sizes = c.sizes
     batch, lists, queries, slots = weights.shape
     args = (
-        c.q, c.k, c.lists, lse, weights, _steps(c.q), _steps(c.k), c.list_steps, heads, groups,
-        lists, *sizes, c.scale,
-    )  # fmt: skip
+        c.q,
+        c.k,
+        c.lists,
+        lse,
+        weights,
+        _steps(c.q),
+        _steps(c.k),
+        c.list_steps,
+        heads,
+        groups,
+        lists,
+        *sizes,
+        c.scale,
+    )
     count = batch * lists * queries * cdiv(slots, n.block_n)
     constants = (*c.channels.constants, n.block_h, n.block_n)
     launch(_sparse_attention_weights_kernel, count, args, constants, n.num_warps)
 
 
 def backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, y: Tensor, lse: Tensor,
-    value_dim: int, scale: float, needs_q: bool, needs_k: bool, needs_v: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Optional[Tensor],
+    indices: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    value_dim: int,
+    scale: float,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries alone, or with what keys are given by some queries at a time."""
     c = Call.of(q, k, v, indices, value_dim, scale)
     up = Upstream(_near(dy), _near(y), lse.contiguous())
@@ -326,19 +366,41 @@ def _of_queries(
     n = c.config("backward", backward_config)
     p, ds = (None, None) if pairs is None else pairs.unbind()
     args = (
-        c.q, c.k, c.v, c.lists, up.dy, up.y, up.lse, dq, p, ds,
-        (*c.steps, *_steps(up.dy), *_steps(up.y)), (begin, *c.sizes), c.scale,
-    )  # fmt: skip
-    launch(_sparse_attention_backward_kernel, c.programs(n.block_h, queries), args, c.constants(n),
-           n.num_warps)  # fmt: skip
+        c.q,
+        c.k,
+        c.v,
+        c.lists,
+        up.dy,
+        up.y,
+        up.lse,
+        dq,
+        p,
+        ds,
+        (*c.steps, *_steps(up.dy), *_steps(up.y)),
+        (begin, *c.sizes),
+        c.scale,
+    )
+    launch(
+        _sparse_attention_backward_kernel,
+        c.programs(n.block_h, queries),
+        args,
+        c.constants(n),
+        n.num_warps,
+    )
 
 
 def _of_keys(c: Call, up: Upstream, dq: Tensor | None) -> Tensor:
     """Gradients of keys and values beside each other, (B, G, S, width) fp32; dq is written."""
     heads, groups, _, keys, slots = c.sizes
     channels, dim = c.channels, c.q.shape[3]
-    n = launch_config("sparse_attention.keys", keys_config, c.q.device, heads=heads // groups,
-                      width=channels.width, item=c.q.element_size())  # fmt: skip
+    n = launch_config(
+        "sparse_attention.keys",
+        keys_config,
+        c.q.device,
+        heads=heads // groups,
+        width=channels.width,
+        item=c.q.element_size(),
+    )
     tiles = groups * cdiv(slots, n.block_n) * cdiv(channels.width, n.block_c)
     pairs = c.q.new_empty(0)
 
@@ -351,11 +413,29 @@ def _of_keys(c: Call, up: Upstream, dq: Tensor | None) -> Tensor:
         here = Upstream(up.dy[b, None], up.y[b, None], up.lse[b, None])
         _of_queries(one, here, None if dq is None else dq[b, None], some, rows.start, pairs)
         args = (
-            *pairs.unbind(), one.q, here.dy, one.lists, parts, _steps(one.q), _steps(here.dy),
-            one.list_steps, rows.start, groups, heads // groups, slots, c.scale,
-        )  # fmt: skip
-        constants = (channels.shared, dim, channels.value, n.block_n, n.block_c, n.block_h,
-                     n.stages)  # fmt: skip
+            *pairs.unbind(),
+            one.q,
+            here.dy,
+            one.lists,
+            parts,
+            _steps(one.q),
+            _steps(here.dy),
+            one.list_steps,
+            rows.start,
+            groups,
+            heads // groups,
+            slots,
+            c.scale,
+        )
+        constants = (
+            channels.shared,
+            dim,
+            channels.value,
+            n.block_n,
+            n.block_c,
+            n.block_h,
+            n.stages,
+        )
         launch(_sparse_attention_keys_kernel, some * tiles, args, constants, n.num_warps)
 
     beside = 2 * heads * c.q.element_size()

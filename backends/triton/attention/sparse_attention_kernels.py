@@ -40,9 +40,15 @@ def load_places(ptr, place, inside, stride, DIM: tl.constexpr, SIZE: tl.constexp
 
 @triton.jit
 def load_two(
-    ptr, place, inside, stride, LEAD: tl.constexpr, LEAD_SIZE: tl.constexpr, REST: tl.constexpr,
+    ptr,
+    place,
+    inside,
+    stride,
+    LEAD: tl.constexpr,
+    LEAD_SIZE: tl.constexpr,
+    REST: tl.constexpr,
     REST_SIZE: tl.constexpr,
-):  # fmt: skip
+):
     """Both parts of the channels of some rows; the second one is the first where REST is 0."""
     lead = load_places(ptr, place, inside, stride, LEAD, LEAD_SIZE)
     if REST > 0:
@@ -98,11 +104,26 @@ def _place_of_query(heads, groups, queries, BLOCK_H: tl.constexpr):
 
 @triton.jit
 def _sparse_attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, indices_ptr, y_ptr, lse_ptr, strides, sizes, scale, LEAD: tl.constexpr,
-    LEAD_SIZE: tl.constexpr, REST: tl.constexpr, REST_SIZE: tl.constexpr, VALUE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    indices_ptr,
+    y_ptr,
+    lse_ptr,
+    strides,
+    sizes,
+    scale,
+    LEAD: tl.constexpr,
+    LEAD_SIZE: tl.constexpr,
+    REST: tl.constexpr,
+    REST_SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
     LIST: tl.constexpr,
-):  # fmt: skip
+):
     """Attention forward of one query over its list.
 
     Program: BLOCK_H heads of one query, of one head of keys. Strides go from one element of the
@@ -159,11 +180,30 @@ def _sparse_attention_forward_kernel(
 
 @triton.jit
 def _sparse_attention_backward_kernel(
-    q_ptr, k_ptr, v_ptr, indices_ptr, dy_ptr, y_ptr, lse_ptr, dq_ptr, p_ptr, ds_ptr, strides, sizes,
-    scale, LEAD: tl.constexpr, LEAD_SIZE: tl.constexpr, REST: tl.constexpr, REST_SIZE: tl.constexpr,
-    VALUE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, LIST: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    indices_ptr,
+    dy_ptr,
+    y_ptr,
+    lse_ptr,
+    dq_ptr,
+    p_ptr,
+    ds_ptr,
+    strides,
+    sizes,
+    scale,
+    LEAD: tl.constexpr,
+    LEAD_SIZE: tl.constexpr,
+    REST: tl.constexpr,
+    REST_SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    LIST: tl.constexpr,
+):
     """Gradient of the heads of one query, and what gradients of keys are made of.
 
     Program: as in forward; the first query is ``begin``.
@@ -240,9 +280,18 @@ def _place_of_tile(pid, groups, count, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _add_heads(
-    total, pairs_ptr, x_ptr, x_stride, slot, col, count, shared, COLS: tl.constexpr,
-    BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    total,
+    pairs_ptr,
+    x_ptr,
+    x_stride,
+    slot,
+    col,
+    count,
+    shared,
+    COLS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """``total + pairs @ x`` of pairs (slot, head) and rows of heads, of which some columns."""
     for first in tl.range(0, shared, BLOCK_H, num_stages=STAGES):
         head = first + tl.arange(0, BLOCK_H)
@@ -257,11 +306,28 @@ def _add_heads(
 
 @triton.jit
 def _sparse_attention_keys_kernel(
-    p_ptr, ds_ptr, q_ptr, dy_ptr, indices_ptr, parts_ptr, q_strides, dy_strides, list_strides,
-    begin, groups, shared, count, scale, SHARED: tl.constexpr, DIM: tl.constexpr,
-    VALUE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+    p_ptr,
+    ds_ptr,
+    q_ptr,
+    dy_ptr,
+    indices_ptr,
+    parts_ptr,
+    q_strides,
+    dy_strides,
+    list_strides,
+    begin,
+    groups,
+    shared,
+    count,
+    scale,
+    SHARED: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """What queries give to the gradients of the keys and values that they list.
 
     Program: BLOCK_N slots by BLOCK_C columns of one query, of one head of keys, of one element of
@@ -286,14 +352,36 @@ def _sparse_attention_keys_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     if (pid % COLUMNS) * BLOCK_C < DIM:
         q_ptr += query * q_strides[2] + first * q_strides[1]
-        total = _add_heads(total, ds_ptr + pair, q_ptr, q_strides[1], slot, col, count, shared, DIM,
-                           BLOCK_H, STAGES)  # fmt: skip
+        total = _add_heads(
+            total,
+            ds_ptr + pair,
+            q_ptr,
+            q_strides[1],
+            slot,
+            col,
+            count,
+            shared,
+            DIM,
+            BLOCK_H,
+            STAGES,
+        )
         total *= scale
     value = col if SHARED else col - DIM
     if (tl.max(value, 0) >= 0) & (tl.min(value, 0) < VALUE):
         dy_ptr += query * dy_strides[2] + first * dy_strides[1]
-        total = _add_heads(total, p_ptr + pair, dy_ptr, dy_strides[1], slot, value, count, shared,
-                           VALUE, BLOCK_H, STAGES)  # fmt: skip
+        total = _add_heads(
+            total,
+            p_ptr + pair,
+            dy_ptr,
+            dy_strides[1],
+            slot,
+            value,
+            count,
+            shared,
+            VALUE,
+            BLOCK_H,
+            STAGES,
+        )
     parts_ptr += ((row * groups + group) * count + start) * WIDTH
     at = parts_ptr + (tl.arange(0, BLOCK_N)[:, None] * WIDTH + col[None, :])
     tl.store(at, total, mask=(slot < count)[:, None] & (col < WIDTH)[None, :])
@@ -301,10 +389,28 @@ def _sparse_attention_keys_kernel(
 
 @triton.jit
 def _sparse_attention_weights_kernel(
-    q_ptr, k_ptr, indices_ptr, lse_ptr, weights_ptr, q_strides, k_strides, list_strides, heads,
-    groups, lists, queries, keys, count, scale, LEAD: tl.constexpr, LEAD_SIZE: tl.constexpr,
-    REST: tl.constexpr, REST_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    indices_ptr,
+    lse_ptr,
+    weights_ptr,
+    q_strides,
+    k_strides,
+    list_strides,
+    heads,
+    groups,
+    lists,
+    queries,
+    keys,
+    count,
+    scale,
+    LEAD: tl.constexpr,
+    LEAD_SIZE: tl.constexpr,
+    REST: tl.constexpr,
+    REST_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """The mean over heads of the probabilities of listed keys.
 
     Program: BLOCK_N listed keys of one query; its heads are all that share the list, which may be
@@ -322,9 +428,15 @@ def _sparse_attention_weights_kernel(
     each = groups // lists
     for group in range(which * each, (which + 1) * each):
         k, k_rest = load_two(
-            k_ptr + tl.cast(group, tl.int64) * k_strides[1], place, inside, k_strides[2], LEAD,
-            LEAD_SIZE, REST, REST_SIZE,
-        )  # fmt: skip
+            k_ptr + tl.cast(group, tl.int64) * k_strides[1],
+            place,
+            inside,
+            k_strides[2],
+            LEAD,
+            LEAD_SIZE,
+            REST,
+            REST_SIZE,
+        )
         for first in range(0, shared, BLOCK_H):
             lane = first + tl.arange(0, BLOCK_H)
             own, head = lane < shared, group * shared + lane

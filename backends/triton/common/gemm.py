@@ -53,10 +53,25 @@ def gemm_config(
 
 @triton.jit(do_not_specialize=["rows"])
 def _gemm_by_rows_kernel(
-    a_ptr, b_ptr, bias_ptr, out_ptr, a_stride, a_k_stride, b_stride, b_k_stride, out_stride, rows,
-    cols, inner, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    out_ptr,
+    a_stride,
+    a_k_stride,
+    b_stride,
+    b_k_stride,
+    out_stride,
+    rows,
+    cols,
+    inner,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """GEMM: out[m, n] = sum over k of a[m, k] b[k, n], and bias[n].
 
     Program: BLOCK_M rows by BLOCK_N columns; BAND tiles of rows by all columns follow each other,
@@ -138,17 +153,23 @@ def gemm_by_rows(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None
     size = a.element_size()
     narrow = int(inner * size % 16 > 0 or cols * size % 16 > 0)
     k = launch_config(
-        "gemm_by_rows", gemm_config, a.device, cols=cols, element_bytes=size, narrow=narrow,
+        "gemm_by_rows",
+        gemm_config,
+        a.device,
+        cols=cols,
+        element_bytes=size,
+        narrow=narrow,
         turned=int(b.stride(0) == 1),
-    )  # fmt: skip
+    )
     bias = None if bias is None else bias.contiguous()
     most = 2**30 // size
     if max(inner, cols) * max(k.block_m, k.block_n) >= most:
         raise ValueError(f"the GEMM of independent rows takes no K or N as long as {(inner, cols)}")
     a, b = _near(a, k.block_m, k.block_k, most), _near(b, k.block_k, k.block_n, most)
     launch(
-        _gemm_by_rows_kernel, cdiv(rows, k.block_m) * cdiv(cols, k.block_n),
+        _gemm_by_rows_kernel,
+        cdiv(rows, k.block_m) * cdiv(cols, k.block_n),
         (a, b, bias, out, *a.stride(), b.stride(1), b.stride(0), out.stride(0), rows, cols, inner),
         (k.block_m, k.block_n, k.block_k, cols % k.block_n == 0, inner % k.block_k == 0, k.stages),
         k.num_warps,
-    )  # fmt: skip
+    )

@@ -37,9 +37,13 @@ _RUNTIME = _runtime()
 
 
 def launch(
-    kernel: Any, programs: int, args: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int,
+    kernel: Any,
+    programs: int,
+    args: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    num_warps: int,
     sets: int = 1,
-) -> None:  # fmt: skip
+) -> None:
     """Run ``programs`` programs of a jitted kernel on the current stream of the current device.
 
     Args:
@@ -97,9 +101,13 @@ def launch(
 
 
 def _launch_by_triton(
-    kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: tuple[Any, ...],
-    num_warps: int, is_new: bool = True,
-) -> None:  # fmt: skip
+    kernel: Any,
+    grid: tuple[int, int],
+    args: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    num_warps: int,
+    is_new: bool = True,
+) -> None:
     """Launch through Triton, and remember what it compiled; an interpreter compiles nothing."""
     global _classes
     output = kernel[grid](*args, *constants, num_warps=num_warps, enable_fp_fusion=True)

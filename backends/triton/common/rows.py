@@ -147,9 +147,13 @@ def of_thread(zero):
     """
     if _nvidia():
         return tl.inline_asm_elementwise(
-            "{ .reg .u32 t; mov.u32 t, %laneid; mul.lo.u32 $0, t, $1; }", "=r,r", [zero],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+            "{ .reg .u32 t; mov.u32 t, %laneid; mul.lo.u32 $0, t, $1; }",
+            "=r,r",
+            [zero],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
     else:
         return 0
 
@@ -159,9 +163,13 @@ def fetch(ptr):
     """Ask for the cache lines of pointers before they are loaded, on NVIDIA."""
     if _nvidia():
         tl.inline_asm_elementwise(
-            "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [ptr], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+            "prefetch.global.L1 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [ptr],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -311,10 +319,13 @@ def sum_all_partials(partial: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, ...
     outs = tuple([partial.new_empty(cols, dtype=d) for d in dtypes])
     k = launch_config("sum_partials", reduce_config, partial.device, rows=count, cols=cols)
     launch(
-        _sum_partials_kernel, cdiv(cols, k.block),
+        _sum_partials_kernel,
+        cdiv(cols, k.block),
         (partial, outs[0], outs[1] if len(outs) > 1 else None, count, checked_cols(cols)),
-        (tile_rows(k.block_rows, cols), k.block), k.num_warps, len(outs),
-    )  # fmt: skip
+        (tile_rows(k.block_rows, cols), k.block),
+        k.num_warps,
+        len(outs),
+    )
     return outs
 
 

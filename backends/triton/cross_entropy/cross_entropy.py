@@ -70,10 +70,19 @@ def logit(raw, scale, softcap):
 
 @triton.jit
 def row_pass(
-    row_ptr, weight_ptr, cols, anchor, without, scale, softcap,
-    SMOOTH: tl.constexpr, ENTROPY: tl.constexpr, ARGMAX: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
+    row_ptr,
+    weight_ptr,
+    cols,
+    anchor,
+    without,
+    scale,
+    softcap,
+    SMOOTH: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
     """One pass over a row: sums of exp(d), exp(d) d and w d with d = z - anchor, and the argmax.
 
     Each lane keeps sums and a maximum of its own, so that no step waits for a reduction. Of equal
@@ -159,9 +168,20 @@ def fill_zero(row_ptr, cols, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gradient_of(
-    raw, col, mask, target, lse, log2_low, at_target, p_scale, part, weight_ptr, scale, softcap,
+    raw,
+    col,
+    mask,
+    target,
+    lse,
+    log2_low,
+    at_target,
+    p_scale,
+    part,
+    weight_ptr,
+    scale,
+    softcap,
     SMOOTHING: tl.constexpr,
-):  # fmt: skip
+):
     """The gradient of a tile of raw logits; see :func:`write_gradient`."""
     z = logit(raw, scale, softcap)
     dz = tl.exp2((z - lse) * LOG2E - log2_low) * p_scale
@@ -181,10 +201,27 @@ def _gradient_of(
 
 @triton.jit
 def write_gradient(
-    row_ptr, out_ptr, weight_ptr, weight_sum_ptr, target, cols, lse, lse_low, nll,
-    ce_scale, zl_scale, z_weight, scale, softcap, kept, kept_after,
-    SMOOTHING: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, KEPT: tl.constexpr,
-):  # fmt: skip
+    row_ptr,
+    out_ptr,
+    weight_ptr,
+    weight_sum_ptr,
+    target,
+    cols,
+    lse,
+    lse_low,
+    nll,
+    ce_scale,
+    zl_scale,
+    z_weight,
+    scale,
+    softcap,
+    kept,
+    kept_after,
+    SMOOTHING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    KEPT: tl.constexpr,
+):
     """Write ce_scale * d ce + zl_scale * d zl of one row, p = exp((z - lse) - lse_low).
 
     ``nll`` is -log p of the target, whose gradient is computed before the pass.
@@ -212,13 +249,26 @@ def write_gradient(
         for after in tl.static_range(2):
             end = read + after * (KEPT // 2) + tl.arange(0, KEPT // 2)
             last_dz = _gradient_of(
-                kept_after if after else kept, end, end < cols, target, lse, log2_low, at_target,
-                p_scale, part, weight_ptr, scale, softcap, SMOOTHING,
-            )  # fmt: skip
+                kept_after if after else kept,
+                end,
+                end < cols,
+                target,
+                lse,
+                log2_low,
+                at_target,
+                p_scale,
+                part,
+                weight_ptr,
+                scale,
+                softcap,
+                SMOOTHING,
+            )
             tl.store(
-                out_ptr + end, round_to(last_dz, out_ptr.dtype.element_ty), mask=end < cols,
+                out_ptr + end,
+                round_to(last_dz, out_ptr.dtype.element_ty),
+                mask=end < cols,
                 eviction_policy="evict_first",
-            )  # fmt: skip
+            )
     last = (tl.cdiv(read, BLOCK) - 1) * BLOCK
     for start in tl.range(0, read, BLOCK, loop_unroll_factor=UNROLL):
         first = last - start
@@ -227,13 +277,26 @@ def write_gradient(
         mask = col < cols
         raw = tl.load(row_ptr + col, mask=mask, other=0.0, eviction_policy="evict_first")
         dz = _gradient_of(
-            raw, col, mask, target, lse, log2_low, at_target, p_scale, part, weight_ptr, scale,
-            softcap, SMOOTHING,
-        )  # fmt: skip
+            raw,
+            col,
+            mask,
+            target,
+            lse,
+            log2_low,
+            at_target,
+            p_scale,
+            part,
+            weight_ptr,
+            scale,
+            softcap,
+            SMOOTHING,
+        )
         tl.store(
-            out_ptr + col, round_to(dz, out_ptr.dtype.element_ty), mask=mask,
+            out_ptr + col,
+            round_to(dz, out_ptr.dtype.element_ty),
+            mask=mask,
             eviction_policy="evict_first",
-        )  # fmt: skip
+        )
 
 
 @triton.jit
@@ -280,10 +343,22 @@ def reduce_config(info: DeviceInfo, rows: int) -> ReduceConfig:
 
 @triton.jit
 def _cross_entropy_reduce_kernel(
-    target_ptr, weight_ptr, ce_ptr, zl_ptr, argmax_ptr, loss_ptr, z_loss_ptr, accuracy_ptr,
-    denominators_ptr, target_stride, rows, cols, ignore_index, MEAN: tl.constexpr,
+    target_ptr,
+    weight_ptr,
+    ce_ptr,
+    zl_ptr,
+    argmax_ptr,
+    loss_ptr,
+    z_loss_ptr,
+    accuracy_ptr,
+    denominators_ptr,
+    target_stride,
+    rows,
+    cols,
+    ignore_index,
+    MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Denominators of the mean and, where asked for, the reduced losses and the accuracy.
 
     Program: the only one, so that sums have one order. It passes over the rows, BLOCK at a time.
@@ -359,18 +434,33 @@ def reduce_rows(
     count = target.shape[0]
     k = launch_config("cross_entropy.reduce", reduce_config, target.device, rows=count)
     launch(
-        _cross_entropy_reduce_kernel, 1,
-        (target, weight, *filled(ce, zl, argmax, loss, z_loss, accuracy), by, target.stride(0),
-         count, cols, ignore_index),
-        (reduction == "mean", k.block), k.num_warps,
-    )  # fmt: skip
+        _cross_entropy_reduce_kernel,
+        1,
+        (
+            target,
+            weight,
+            *filled(ce, zl, argmax, loss, z_loss, accuracy),
+            by,
+            target.stride(0),
+            count,
+            cols,
+            ignore_index,
+        ),
+        (reduction == "mean", k.block),
+        k.num_warps,
+    )
     return loss, z_loss, accuracy, by
 
 
 def finish(
-    rows: RowStats, target: Tensor, weight: Optional[Tensor], cols: int, ignore_index: int,
-    reduction: str, outputs: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows: RowStats,
+    target: Tensor,
+    weight: Optional[Tensor],
+    cols: int,
+    ignore_index: int,
+    reduction: str,
+    outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The outputs of the contract and the denominators; ``ce`` holds ``zl`` too for none."""
     wanted = outputs.split(",")
     kept = "predicted_tokens" in wanted or not rows.argmax.numel()
@@ -417,9 +507,22 @@ def row_config(info: DeviceInfo, rows: int, cols: int, sums: int, gradient: int 
 
 @triton.jit
 def _store_rows(
-    ce_ptr, zl_ptr, lse_ptr, lse_low_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, row,
-    ce, zl, lse, lse_low, log_prob, entropy, argmax,
-):  # fmt: skip
+    ce_ptr,
+    zl_ptr,
+    lse_ptr,
+    lse_low_ptr,
+    log_prob_ptr,
+    entropy_ptr,
+    argmax_ptr,
+    row,
+    ce,
+    zl,
+    lse,
+    lse_low,
+    log_prob,
+    entropy,
+    argmax,
+):
     """Write what a row gives: its loss, and the statistics that were asked for."""
     tl.store(ce_ptr + row, ce)
     if zl_ptr is not None:
@@ -438,11 +541,31 @@ def _store_rows(
 
 @triton.jit
 def _cross_entropy_forward_kernel(
-    logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, scales_ptr, ce_ptr, zl_ptr, lse_ptr,
-    lse_low_ptr, log_prob_ptr, entropy_ptr, argmax_ptr, strides, cols, ignore_index, z_weight,
-    scale, softcap, SMOOTHING: tl.constexpr, ADD_ZL: tl.constexpr, GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr, KEPT: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    target_ptr,
+    weight_ptr,
+    weight_sum_ptr,
+    scales_ptr,
+    ce_ptr,
+    zl_ptr,
+    lse_ptr,
+    lse_low_ptr,
+    log_prob_ptr,
+    entropy_ptr,
+    argmax_ptr,
+    strides,
+    cols,
+    ignore_index,
+    z_weight,
+    scale,
+    softcap,
+    SMOOTHING: tl.constexpr,
+    ADD_ZL: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    KEPT: tl.constexpr,
+):
     """Loss and statistics of one row of logits; with GRADIENT, its gradient overwrites them.
 
     Program: one row.
@@ -536,11 +659,28 @@ def _cross_entropy_forward_kernel(
 
 @triton.jit
 def _cross_entropy_backward_kernel(
-    dloss_ptr, logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, lse_ptr, lse_low_ptr,
-    denominators_ptr, out_ptr, dloss_stride, row_stride, target_stride, out_stride, cols,
-    ignore_index, z_weight, scale, softcap, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
+    dloss_ptr,
+    logits_ptr,
+    target_ptr,
+    weight_ptr,
+    weight_sum_ptr,
+    lse_ptr,
+    lse_low_ptr,
+    denominators_ptr,
+    out_ptr,
+    dloss_stride,
+    row_stride,
+    target_stride,
+    out_stride,
+    cols,
+    ignore_index,
+    z_weight,
+    scale,
+    softcap,
+    SMOOTHING: tl.constexpr,
+    BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
-):  # fmt: skip
+):
     """Gradient of one row of logits from its saved lse.
 
     Program: one row; reads its target and the target's logit, upstream gradient, both parts of lse,
@@ -564,9 +704,27 @@ def _cross_entropy_backward_kernel(
     row_ptr = logits_ptr + row * row_stride
     nll = target_nll(row_ptr, target, lse, lse_low, scale, softcap)
     write_gradient(
-        row_ptr, out_ptr, weight_ptr, weight_sum_ptr, target.to(tl.int32), cols, lse, lse_low, nll,
-        ce_scale, zl_scale, z_weight, scale, softcap, 0.0, 0.0, SMOOTHING, BLOCK, UNROLL, 0,
-    )  # fmt: skip
+        row_ptr,
+        out_ptr,
+        weight_ptr,
+        weight_sum_ptr,
+        target.to(tl.int32),
+        cols,
+        lse,
+        lse_low,
+        nll,
+        ce_scale,
+        zl_scale,
+        z_weight,
+        scale,
+        softcap,
+        0.0,
+        0.0,
+        SMOOTHING,
+        BLOCK,
+        UNROLL,
+        0,
+    )
 
 
 def _columns(logits: Tensor) -> Tensor:
@@ -608,18 +766,40 @@ def _launch_rows(
     # each of these keeps one or two more fp32 values a column through the pass
     sums = _sums(options) + (rows.entropy.numel() > 0) + 2 * (rows.argmax.numel() > 0)
     k = launch_config(
-        "cross_entropy.forward", row_config, logits.device, rows=count, cols=cols, sums=sums,
+        "cross_entropy.forward",
+        row_config,
+        logits.device,
+        rows=count,
+        cols=cols,
+        sums=sums,
         gradient=int(gradient and not strict()),  # equal bits: the same launch for statistics alone
-    )  # fmt: skip
+    )
     launch(
-        _cross_entropy_forward_kernel, count,
-        (logits, target, weight, total, scales, *filled(*rows),
-         (logits.stride(0), target.stride(0)), cols, options.ignore_index,
-         options.z_loss_weight, *curve(options)),
-        (options.label_smoothing, add_zl, (-1 if inverse else 1) if gradient else 0, k.block,
-         k.unroll, k.kept // logits.element_size()),
+        _cross_entropy_forward_kernel,
+        count,
+        (
+            logits,
+            target,
+            weight,
+            total,
+            scales,
+            *filled(*rows),
+            (logits.stride(0), target.stride(0)),
+            cols,
+            options.ignore_index,
+            options.z_loss_weight,
+            *curve(options),
+        ),
+        (
+            options.label_smoothing,
+            add_zl,
+            (-1 if inverse else 1) if gradient else 0,
+            k.block,
+            k.unroll,
+            k.kept // logits.element_size(),
+        ),
         k.num_warps,
-    )  # fmt: skip
+    )
 
 
 def statistics(
@@ -631,9 +811,16 @@ def statistics(
 
 
 def loss_and_gradient_(
-    logits: Tensor, target: Tensor, weight: Optional[Tensor], options: Objective, rows: RowStats,
-    scales: Optional[Tensor], *, add_zl: bool = False, inverse: bool = False,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    target: Tensor,
+    weight: Optional[Tensor],
+    options: Objective,
+    rows: RowStats,
+    scales: Optional[Tensor],
+    *,
+    add_zl: bool = False,
+    inverse: bool = False,
+) -> None:
     """Fill ``rows``, then overwrite raw logits with the gradient, in one launch.
 
     Args:
@@ -654,9 +841,15 @@ def loss_and_gradient_(
 
 
 def gradient_into(
-    out: Tensor, dloss: Tensor, logits: Tensor, target: Tensor, weight: Optional[Tensor],
-    lse: LogSumExp, denominators: Tensor, options: Objective,
-) -> None:  # fmt: skip
+    out: Tensor,
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Optional[Tensor],
+    lse: LogSumExp,
+    denominators: Tensor,
+    options: Objective,
+) -> None:
     """Write the gradient of raw logits, perhaps over them; ``dloss`` is a scalar or (rows,)."""
     count, cols = logits.shape
     if not logits.numel():
@@ -666,12 +859,29 @@ def gradient_into(
         "cross_entropy.backward", row_config, logits.device, rows=count, cols=cols, sums=sums
     )
     launch(
-        _cross_entropy_backward_kernel, count,
-        (dloss, logits, target, weight, weight_sum(weight, options), *lse, denominators, out,
-         dloss.stride(0) if dloss.dim() else 0, logits.stride(0), target.stride(0), out.stride(0),
-         cols, options.ignore_index, options.z_loss_weight, *curve(options)),
-        (options.label_smoothing, k.block, k.unroll), k.num_warps,
-    )  # fmt: skip
+        _cross_entropy_backward_kernel,
+        count,
+        (
+            dloss,
+            logits,
+            target,
+            weight,
+            weight_sum(weight, options),
+            *lse,
+            denominators,
+            out,
+            dloss.stride(0) if dloss.dim() else 0,
+            logits.stride(0),
+            target.stride(0),
+            out.stride(0),
+            cols,
+            options.ignore_index,
+            options.z_loss_weight,
+            *curve(options),
+        ),
+        (options.label_smoothing, k.block, k.unroll),
+        k.num_warps,
+    )
 
 
 def forward(
@@ -718,7 +928,13 @@ def backward(
     dlogits = logits.new_empty(logits.shape)
     weight = None if weight is None else weight.contiguous()
     gradient_into(
-        dlogits, dloss, _columns(logits), target, weight,
-        LogSumExp(lse.contiguous(), lse_low.contiguous()), denominators, options,
-    )  # fmt: skip
+        dlogits,
+        dloss,
+        _columns(logits),
+        target,
+        weight,
+        LogSumExp(lse.contiguous(), lse_low.contiguous()),
+        denominators,
+        options,
+    )
     return dlogits

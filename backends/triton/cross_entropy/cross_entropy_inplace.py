@@ -35,9 +35,15 @@ def scale_config(info: DeviceInfo, rows: int, cols: int) -> ScaleConfig:
 
 @triton.jit
 def _cross_entropy_inplace_backward_kernel(
-    dloss_ptr, logits_ptr, dloss_stride, row_stride, col_stride, cols, ADJACENT: tl.constexpr,
+    dloss_ptr,
+    logits_ptr,
+    dloss_stride,
+    row_stride,
+    col_stride,
+    cols,
+    ADJACENT: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Multiply one row of the gradient, which has overwritten the logits, by the upstream one.
 
     Program: one row; returns at once where the upstream gradient is 1. ADJACENT: columns are
@@ -60,10 +66,17 @@ def _cross_entropy_inplace_backward_kernel(
 
 
 def forward(
-    logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
-    label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,
-    validate: bool, outputs: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    logits: Tensor,
+    target: Tensor,
+    weight: Optional[Tensor],
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: Optional[float],
+    reduction: str,
+    validate: bool,
+    outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss and wanted outputs; ``logits`` holds the gradient of the loss, or of every row's."""
     check_targets(target, logits.shape[1], ignore_index, validate)
     options = Objective(ignore_index, label_smoothing, z_loss_weight, softcap)
@@ -89,6 +102,9 @@ def backward(dloss: Tensor, logits: Tensor) -> None:
     )
     strides = (dloss.stride(0) if dloss.ndim else 0, logits.stride(0), logits.stride(1))
     launch(
-        _cross_entropy_inplace_backward_kernel, rows, (dloss, logits, *strides, cols),
-        (logits.stride(1) == 1, k.block), k.num_warps,
-    )  # fmt: skip
+        _cross_entropy_inplace_backward_kernel,
+        rows,
+        (dloss, logits, *strides, cols),
+        (logits.stride(1) == 1, k.block),
+        k.num_warps,
+    )

@@ -65,9 +65,14 @@ def _largest_kernel(x_ptr, out_ptr, size, steps, BLOCK: tl.constexpr):
 
 @triton.jit
 def _round_8_bits_kernel(
-    x_ptr, scale_ptr, out_ptr, size, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    x_ptr,
+    scale_ptr,
+    out_ptr,
+    size,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Round a contiguous tensor to FP8.
 
     Program: BLOCK elements; reads them and the scale, and writes the codes of x times 1 / scale.
@@ -82,9 +87,17 @@ def _round_8_bits_kernel(
 
 @triton.jit
 def _round_both_ways_kernel(
-    x_ptr, scale_ptr, out_ptr, across_ptr, rows, cols, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    scale_ptr,
+    out_ptr,
+    across_ptr,
+    rows,
+    cols,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     """Round a matrix to FP8 in two layouts, as it is and transposed; it is read once.
 
     Program: a tile of ROWS by COLS; writes its codes to ``out_ptr`` and, transposed, to
@@ -144,7 +157,10 @@ class TritonRounding:
         data = torch.empty(rows, cols, dtype=torch.uint8, device=x.device)
         across = torch.empty(cols, rows, dtype=torch.uint8, device=x.device)
         launch(
-            _round_both_ways_kernel, cdiv(rows, k.rows) * cdiv(cols, k.cols),
-            (x, scale, data, across, rows, cols), (*FORMATS[dtype], k.rows, k.cols), k.num_warps,
-        )  # fmt: skip
+            _round_both_ways_kernel,
+            cdiv(rows, k.rows) * cdiv(cols, k.cols),
+            (x, scale, data, across, rows, cols),
+            (*FORMATS[dtype], k.rows, k.cols),
+            k.num_warps,
+        )
         return Rounded(data.view(dtype), scale), Rounded(across.view(dtype), scale)

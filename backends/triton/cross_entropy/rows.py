@@ -90,9 +90,12 @@ def scale(
     k = launch_config("scale", flat_config, gradient.device)
     size = gradient.numel()
     launch(
-        _scale_kernel, cdiv(size, k.block), (gradient, factor, by, out, size), (k.block,),
+        _scale_kernel,
+        cdiv(size, k.block),
+        (gradient, factor, by, out, size),
+        (k.block,),
         k.num_warps,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -134,9 +137,13 @@ class TritonRows:
 
     @staticmethod
     def results(
-        rows: RowStats, target: Tensor, weight: Tensor | None, objective: Objective,
-        reduction: str, outputs: str,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        rows: RowStats,
+        target: Tensor,
+        weight: Tensor | None,
+        objective: Objective,
+        reduction: str,
+        outputs: str,
+    ) -> tuple[Tensor, ...]:
         """The outputs of the contract and the divisors, in one launch."""
         if reduction == "none":
             return reduction_of.results(rows, target, weight, objective, reduction, outputs)
@@ -163,10 +170,23 @@ class TritonRows:
 
 @triton.jit
 def _log_prob_gradient_kernel(
-    raw_ptr, target_ptr, lse_ptr, lse_low_ptr, grad_target_ptr, grad_lse_ptr, entropy_ptr,
-    out_ptr, row_stride, target_stride, out_stride, cols, scale, softcap, BLOCK: tl.constexpr,
+    raw_ptr,
+    target_ptr,
+    lse_ptr,
+    lse_low_ptr,
+    grad_target_ptr,
+    grad_lse_ptr,
+    entropy_ptr,
+    out_ptr,
+    row_stride,
+    target_stride,
+    out_stride,
+    cols,
+    scale,
+    softcap,
+    BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
-):  # fmt: skip
+):
     """Write the gradient of one row of logits, perhaps over it.
 
     Program: one row; reads grad_target, grad_lse and entropy of the row. Where all are 0 it writes
@@ -218,9 +238,13 @@ class TritonLogProbRows(TritonRows):
 
     @staticmethod
     def log_prob_gradient_(
-        raw: Tensor, target: Tensor, lse: LogSumExp, objective: Objective, upstream: Upstream,
+        raw: Tensor,
+        target: Tensor,
+        lse: LogSumExp,
+        objective: Objective,
+        upstream: Upstream,
         out: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The gradient of ``raw``, whose columns are adjacent; over it without ``out``."""
         out, (count, cols) = raw if out is None else out, raw.shape
         if not raw.numel():
@@ -231,7 +255,9 @@ class TritonLogProbRows(TritonRows):
         k = launch_config(name, row_config, raw.device, rows=count, cols=cols, sums=sums)
         strides = (raw.stride(0), target.stride(0), out.stride(0))
         launch(
-            _log_prob_gradient_kernel, count,
+            _log_prob_gradient_kernel,
+            count,
             (raw, target, *lse, *upstream, out, *strides, cols, *curve(objective)),
-            (k.block, k.unroll), k.num_warps,
-        )  # fmt: skip
+            (k.block, k.unroll),
+            k.num_warps,
+        )

@@ -55,9 +55,19 @@ def _chosen(row_ptr, index_ptr, first, choices, cols, scale):
 
 @triton.jit
 def _selective_log_softmax_forward_kernel(
-    logits_ptr, index_ptr, log_prob_ptr, lse_ptr, lse_low_ptr, row_stride, choices, cols,
-    ignore_index, scale, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    index_ptr,
+    log_prob_ptr,
+    lse_ptr,
+    lse_low_ptr,
+    row_stride,
+    choices,
+    cols,
+    ignore_index,
+    scale,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
     """Log-probabilities of the chosen classes of one row.
 
     Program: one row. Reads the logits of the ``choices`` classes, then the row for its lse, then
@@ -136,9 +146,20 @@ def _certain(d_ptr, row_ptr, index_ptr, lse, lse_low, choices, cols, ignore_inde
 
 @triton.jit
 def _selective_log_softmax_backward_kernel(
-    d_ptr, logits_ptr, index_ptr, lse_ptr, lse_low_ptr, out_ptr, row_stride, choices, cols,
-    ignore_index, scale, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
+    d_ptr,
+    logits_ptr,
+    index_ptr,
+    lse_ptr,
+    lse_low_ptr,
+    out_ptr,
+    row_stride,
+    choices,
+    cols,
+    ignore_index,
+    scale,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
     """Gradient of one row of logits.
 
     Program: one row. Reads the choices' gradients for their sum; where all are 0, it writes zeros
@@ -200,17 +221,24 @@ def forward(
         k = launch_config(name, row_config, logits.device, rows=count, cols=cols, sums=1)
         args = (logits, index.contiguous(), found, lse, lse_low, logits.stride(0))
         launch(
-            _selective_log_softmax_forward_kernel, count,
+            _selective_log_softmax_forward_kernel,
+            count,
             (*args, choices, cols, ignore_index, None if scale == 1.0 else scale),
-            (k.block, k.unroll), k.num_warps,
-        )  # fmt: skip
+            (k.block, k.unroll),
+            k.num_warps,
+        )
     return found, lse, lse_low
 
 
 def backward(
-    dlog_prob: Tensor, logits: Tensor, index: Tensor, lse: Tensor, lse_low: Tensor, scale: float,
+    dlog_prob: Tensor,
+    logits: Tensor,
+    index: Tensor,
+    lse: Tensor,
+    lse_low: Tensor,
+    scale: float,
     ignore_index: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Gradient of logits, from ``lse``."""
     (count, cols), choices = logits.shape, index.shape[1]
     out, logits = logits.new_empty(logits.shape), _columns(logits)
@@ -221,8 +249,10 @@ def backward(
         saved = (lse.contiguous(), lse_low.contiguous())
         args = (dlog_prob.contiguous(), logits, index.contiguous(), *saved, out)
         launch(
-            _selective_log_softmax_backward_kernel, count,
+            _selective_log_softmax_backward_kernel,
+            count,
             (*args, logits.stride(0), choices, cols, ignore_index, None if scale == 1.0 else scale),
-            (k.block, k.unroll), k.num_warps,
-        )  # fmt: skip
+            (k.block, k.unroll),
+            k.num_warps,
+        )
     return out

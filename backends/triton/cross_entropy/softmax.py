@@ -116,9 +116,17 @@ def _weight(y, SPARSE: tl.constexpr):
 
 @triton.jit
 def _softmax_backward_kernel(
-    dy_ptr, y_ptr, dx_ptr, dy_stride, y_stride, rows, cols, SPARSE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    y_ptr,
+    dx_ptr,
+    dy_stride,
+    y_stride,
+    rows,
+    cols,
+    SPARSE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradient of x for rows that fit into registers.
 
     Program: ROWS whole rows; reads dy and y once, writes dx. Where the weight is 0, dy is not used,
@@ -197,9 +205,12 @@ def forward(x: Tensor) -> Tensor:
         launch(_softmax_forward_wide_kernel, count, args, (k.block,), k.num_warps)
         return y
     launch(
-        _softmax_forward_kernel, cdiv(count, k.rows), (rows, y, rows.stride(0), count, cols),
-        (k.rows, k.block), k.num_warps,
-    )  # fmt: skip
+        _softmax_forward_kernel,
+        cdiv(count, k.rows),
+        (rows, y, rows.stride(0), count, cols),
+        (k.rows, k.block),
+        k.num_warps,
+    )
     return y
 
 
@@ -213,14 +224,20 @@ def backward_of(dy: Tensor, y: Tensor, sparse: bool) -> Tensor:
     strides = (upstream.stride(0), given.stride(0))
     if k.block < cols:
         launch(
-            _softmax_backward_wide_kernel, count, (upstream, given, dx, *strides, cols),
-            (sparse, k.block), k.num_warps,
-        )  # fmt: skip
+            _softmax_backward_wide_kernel,
+            count,
+            (upstream, given, dx, *strides, cols),
+            (sparse, k.block),
+            k.num_warps,
+        )
         return dx
     launch(
-        _softmax_backward_kernel, cdiv(count, k.rows),
-        (upstream, given, dx, *strides, count, cols), (sparse, k.rows, k.block), k.num_warps,
-    )  # fmt: skip
+        _softmax_backward_kernel,
+        cdiv(count, k.rows),
+        (upstream, given, dx, *strides, count, cols),
+        (sparse, k.rows, k.block),
+        k.num_warps,
+    )
     return dx
 
 

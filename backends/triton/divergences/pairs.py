@@ -104,9 +104,17 @@ def _slopes(s, q, t, p, a, b, teachers, students, KIND: tl.constexpr, CONSTANT: 
 
 @triton.jit
 def _both(
-    student_ptr, teacher_ptr, mask, scale, s_shift, s_low, t_shift, t_low, FORM: tl.constexpr,
+    student_ptr,
+    teacher_ptr,
+    mask,
+    scale,
+    s_shift,
+    s_low,
+    t_shift,
+    t_low,
+    FORM: tl.constexpr,
     TEACHER_FORM: tl.constexpr,
-):  # fmt: skip
+):
     """Both distributions of a step: s, q, t, p, and the numbers by which TVD compares q with p.
 
     Different forms have no number in common that orders them exactly, so probabilities are
@@ -166,9 +174,17 @@ def _folded(x, BLOCK: tl.constexpr):
 
 @triton.jit
 def _totals(
-    student_ptr, teacher_ptr, cols, scale, s_anchor, t_anchor, KIND: tl.constexpr,
-    FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    student_ptr,
+    teacher_ptr,
+    cols,
+    scale,
+    s_anchor,
+    t_anchor,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+    TEACHER_FORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One pass: sums of exp over the anchors and, for logits on both sides, of KL's terms."""
     lane = tl.arange(0, BLOCK)
     s_total = tl.zeros([BLOCK // 4], tl.float32)
@@ -195,9 +211,15 @@ def _totals(
 
 @triton.jit
 def normalize(
-    student_ptr, teacher_ptr, cols, scale, KIND: tl.constexpr, FORM: tl.constexpr,
-    TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    student_ptr,
+    teacher_ptr,
+    cols,
+    scale,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+    TEACHER_FORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Both parts of the lse of logits (0 of other forms) and, for logits on both sides, KL.
 
     The anchor is the maximum of the row's first step. Where it turns out to be too low, or -inf, a
@@ -221,9 +243,17 @@ def normalize(
         if TEACHER_FORM == LOGITS:
             t_anchor = maximum(teacher_ptr, cols, scale, BLOCK)
         s_total, t_total, cross = _totals(
-            student_ptr, teacher_ptr, cols, scale, s_anchor, t_anchor, KIND, FORM, TEACHER_FORM,
+            student_ptr,
+            teacher_ptr,
+            cols,
+            scale,
+            s_anchor,
+            t_anchor,
+            KIND,
+            FORM,
+            TEACHER_FORM,
             BLOCK,
-        )  # fmt: skip
+        )
     # the logarithm of a quotient near 1 has more digits than a difference of logarithms
     loss = cross / t_total + tl.log2(s_total / t_total)
     if KIND == REVERSE:
@@ -241,9 +271,20 @@ def normalize(
 
 @triton.jit
 def sums(
-    student_ptr, teacher_ptr, cols, scale, s_shift, s_low, t_shift, t_low, beta,
-    KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    student_ptr,
+    teacher_ptr,
+    cols,
+    scale,
+    s_shift,
+    s_low,
+    t_shift,
+    t_low,
+    beta,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+    TEACHER_FORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Loss and slope of a row, in a pass from its end, to reuse what the last one left in cache."""
     LOGS: tl.constexpr = KIND == JENSEN and (FORM != PROB and TEACHER_FORM != PROB)
     teachers, students = _weights(beta)
@@ -264,9 +305,17 @@ def sums(
             slope += _folded(of_student, BLOCK)
         else:
             s, q, t, p, a, b = _both(
-                student_ptr + col, teacher_ptr + col, mask, scale, s_shift, s_low, t_shift, t_low,
-                FORM, TEACHER_FORM,
-            )  # fmt: skip
+                student_ptr + col,
+                teacher_ptr + col,
+                mask,
+                scale,
+                s_shift,
+                s_low,
+                t_shift,
+                t_low,
+                FORM,
+                TEACHER_FORM,
+            )
             each, r = _slopes(s, q, t, p, a, b, teachers, students, KIND, 0.0)
             loss += _folded(each, BLOCK)
             if FORM == LOGITS:
@@ -286,10 +335,24 @@ def sums(
 
 @triton.jit
 def write_gradient(
-    student_ptr, teacher_ptr, out_ptr, cols, scale, s_shift, s_low, t_shift, t_low, slope, factor,
-    beta, KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, SUM: tl.constexpr,
+    student_ptr,
+    teacher_ptr,
+    out_ptr,
+    cols,
+    scale,
+    s_shift,
+    s_low,
+    t_shift,
+    t_low,
+    slope,
+    factor,
+    beta,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+    TEACHER_FORM: tl.constexpr,
+    SUM: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Write the student's gradient times ``factor``; with SUM, return the loss from the same pass.
 
     For logits the gradient is q (r - slope), where ``slope`` is the sum of q r over the row.
@@ -315,9 +378,17 @@ def write_gradient(
                 dz = tl.exp2(s * LOG2E) * (log_m * by_log - slope * factor)
         else:
             s, q, t, p, a, b = _both(
-                student_ptr + col, teacher_ptr + col, mask, scale, s_shift, s_low, t_shift, t_low,
-                FORM, TEACHER_FORM,
-            )  # fmt: skip
+                student_ptr + col,
+                teacher_ptr + col,
+                mask,
+                scale,
+                s_shift,
+                s_low,
+                t_shift,
+                t_low,
+                FORM,
+                TEACHER_FORM,
+            )
             each, r = _slopes(
                 s, q, t, p, a, b, teachers, students, KIND, 0.0 if FORM == LOGITS else 1.0
             )
@@ -372,9 +443,20 @@ def gradient_config(info: DeviceInfo, rows: int, cols: int, logits: int) -> Pair
 
 @triton.jit
 def _store_row(
-    loss_ptr, lse_ptr, lse_low_ptr, teacher_lse_ptr, teacher_lse_low_ptr, slope_ptr, row,
-    loss, lse, lse_low, teacher_lse, teacher_lse_low, slope,
-):  # fmt: skip
+    loss_ptr,
+    lse_ptr,
+    lse_low_ptr,
+    teacher_lse_ptr,
+    teacher_lse_low_ptr,
+    slope_ptr,
+    row,
+    loss,
+    lse,
+    lse_low,
+    teacher_lse,
+    teacher_lse_low,
+    slope,
+):
     """Write the loss of a row and, where they have a pointer, its normalizers and slope."""
     tl.store(loss_ptr + row, loss)
     if lse_ptr is not None:
@@ -389,11 +471,29 @@ def _store_row(
 
 @triton.jit
 def _divergence_forward_kernel(
-    student_ptr, teacher_ptr, target_ptr, factor_ptr, loss_ptr, lse_ptr, lse_low_ptr,
-    teacher_lse_ptr, teacher_lse_low_ptr, slope_ptr, student_stride, teacher_stride, target_stride,
-    factor_stride, cols, ignore_index, scale, beta,
-    KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    student_ptr,
+    teacher_ptr,
+    target_ptr,
+    factor_ptr,
+    loss_ptr,
+    lse_ptr,
+    lse_low_ptr,
+    teacher_lse_ptr,
+    teacher_lse_low_ptr,
+    slope_ptr,
+    student_stride,
+    teacher_stride,
+    target_stride,
+    factor_stride,
+    cols,
+    ignore_index,
+    scale,
+    beta,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+    TEACHER_FORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Loss of one row; with ``factor_ptr``, the student's gradient in the place of the student.
 
     Program: one row; an ignored one gives zeros.
@@ -439,25 +539,69 @@ def _divergence_forward_kernel(
         if FORM == LOGITS:
             factor *= scale
         found = write_gradient(
-            student_ptr, teacher_ptr, student_ptr, cols, scale, s_shift, s_low, t_shift, t_low,
-            slope, factor, beta, KIND, FORM, TEACHER_FORM, LATER, BLOCK,
-        )  # fmt: skip
+            student_ptr,
+            teacher_ptr,
+            student_ptr,
+            cols,
+            scale,
+            s_shift,
+            s_low,
+            t_shift,
+            t_low,
+            slope,
+            factor,
+            beta,
+            KIND,
+            FORM,
+            TEACHER_FORM,
+            LATER,
+            BLOCK,
+        )
         if LATER:
             loss = found
     _store_row(
-        loss_ptr, lse_ptr, lse_low_ptr, teacher_lse_ptr, teacher_lse_low_ptr, slope_ptr, row,
-        loss, s_shift, s_low, t_shift, t_low, slope,
-    )  # fmt: skip
+        loss_ptr,
+        lse_ptr,
+        lse_low_ptr,
+        teacher_lse_ptr,
+        teacher_lse_low_ptr,
+        slope_ptr,
+        row,
+        loss,
+        s_shift,
+        s_low,
+        t_shift,
+        t_low,
+        slope,
+    )
 
 
 @triton.jit
 def _divergence_backward_kernel(
-    student_ptr, teacher_ptr, target_ptr, factor_ptr, lse_ptr, lse_low_ptr, teacher_lse_ptr,
-    teacher_lse_low_ptr, slope_ptr, out_ptr, student_stride, teacher_stride, target_stride,
-    factor_stride, out_stride, cols, ignore_index,
-    scale, beta, KIND: tl.constexpr, FORM: tl.constexpr, TEACHER_FORM: tl.constexpr,
+    student_ptr,
+    teacher_ptr,
+    target_ptr,
+    factor_ptr,
+    lse_ptr,
+    lse_low_ptr,
+    teacher_lse_ptr,
+    teacher_lse_low_ptr,
+    slope_ptr,
+    out_ptr,
+    student_stride,
+    teacher_stride,
+    target_stride,
+    factor_stride,
+    out_stride,
+    cols,
+    ignore_index,
+    scale,
+    beta,
+    KIND: tl.constexpr,
+    FORM: tl.constexpr,
+    TEACHER_FORM: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Gradient of the student's row, from the normalizers and the slope of forward.
 
     Program: one row; reads both distributions once and writes the gradient; zeros for an ignored
@@ -485,10 +629,24 @@ def _divergence_backward_kernel(
         t_shift = tl.load(teacher_lse_ptr + row)
         t_low = tl.load(teacher_lse_low_ptr + row)
     write_gradient(
-        student_ptr + row * student_stride, teacher_ptr + row * teacher_stride, out_ptr, cols,
-        scale, s_shift, s_low, t_shift, t_low, slope, factor, beta, KIND, FORM, TEACHER_FORM,
-        False, BLOCK,
-    )  # fmt: skip
+        student_ptr + row * student_stride,
+        teacher_ptr + row * teacher_stride,
+        out_ptr,
+        cols,
+        scale,
+        s_shift,
+        s_low,
+        t_shift,
+        t_low,
+        slope,
+        factor,
+        beta,
+        KIND,
+        FORM,
+        TEACHER_FORM,
+        False,
+        BLOCK,
+    )
 
 
 def _columns(x: Tensor) -> Tensor:
@@ -509,9 +667,13 @@ def _constants(spec: DivergenceSpec, block: int) -> tuple[int, ...]:
 
 
 def _rows(
-    name: str, student: Tensor, teacher: Tensor, target: Tensor | None, spec: DivergenceSpec,
+    name: str,
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None,
+    spec: DivergenceSpec,
     factor: Tensor | None,
-) -> DivergenceStats:  # fmt: skip
+) -> DivergenceStats:
     rows, (count, cols) = DivergenceStats.empty(student.shape[0], spec, student), student.shape
     if not count:
         return rows
@@ -520,12 +682,26 @@ def _rows(
     shape["element_bytes"] = student.element_size() + teacher.element_size()
     k = launch_config(f"{name}.forward", sum_config, student.device, **shape)
     launch(
-        _divergence_forward_kernel, count,
-        (student, teacher, target, factor, *filled(*kept), student.stride(0),
-         teacher.stride(0), _step(target), _step(factor), cols, spec.ignore_index, spec.scale,
-         _beta(spec)),
-        _constants(spec, k.block), k.num_warps,
-    )  # fmt: skip
+        _divergence_forward_kernel,
+        count,
+        (
+            student,
+            teacher,
+            target,
+            factor,
+            *filled(*kept),
+            student.stride(0),
+            teacher.stride(0),
+            _step(target),
+            _step(factor),
+            cols,
+            spec.ignore_index,
+            spec.scale,
+            _beta(spec),
+        ),
+        _constants(spec, k.block),
+        k.num_warps,
+    )
     return rows
 
 
@@ -563,12 +739,28 @@ class TritonPairs:
         shape = {"rows": count, "cols": cols, "logits": int(spec.form == "logits")}
         k = launch_config(f"{self.name}.backward", gradient_config, student.device, **shape)
         launch(
-            _divergence_backward_kernel, count,
-            (student, teacher, target, factor, *filled(*rows[1:]), out,
-             student.stride(0), teacher.stride(0), _step(target), _step(factor), out.stride(0),
-             cols, spec.ignore_index, spec.scale, _beta(spec)),
-            _constants(spec, k.block), k.num_warps,
-        )  # fmt: skip
+            _divergence_backward_kernel,
+            count,
+            (
+                student,
+                teacher,
+                target,
+                factor,
+                *filled(*rows[1:]),
+                out,
+                student.stride(0),
+                teacher.stride(0),
+                _step(target),
+                _step(factor),
+                out.stride(0),
+                cols,
+                spec.ignore_index,
+                spec.scale,
+                _beta(spec),
+            ),
+            _constants(spec, k.block),
+            k.num_warps,
+        )
 
     def loss_and_gradient_(
         self,

@@ -50,9 +50,18 @@ def gather_config(info: DeviceInfo, rows: int, cols: int) -> GatherConfig:
 
 @triton.jit
 def _embedding_forward_kernel(
-    weight_ptr, index_ptr, y_ptr, weight_stride, rows, classes, cols, steps, scale,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    weight_ptr,
+    index_ptr,
+    y_ptr,
+    weight_stride,
+    rows,
+    classes,
+    cols,
+    steps,
+    scale,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gather rows of the table, times ``scale`` where there is one.
 
     Program: ROWS ids by BLOCK columns; reads the ids and their rows, writes y. An id that is no
@@ -98,17 +107,27 @@ def _sum_rows(dy_ptr, order_ptr, dy_stride, start, stop, col, col_mask, total, R
             place = tl.load(order_ptr + at + row, mask=row_mask, other=0)
             dy = tl.load(
                 dy_ptr + place[:, None] * dy_stride + col[None, :],
-                mask=row_mask[:, None] & col_mask[None, :], other=0.0,
-            )  # fmt: skip
+                mask=row_mask[:, None] & col_mask[None, :],
+                other=0.0,
+            )
         total += dy.to(tl.float32)
     return total
 
 
 @triton.jit
 def _embedding_windows_kernel(
-    dy_ptr, ids_ptr, order_ptr, partial_ptr, dy_stride, count, cols, steps, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    ids_ptr,
+    order_ptr,
+    partial_ptr,
+    dy_stride,
+    count,
+    cols,
+    steps,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Sum the rows of dy over a window of sorted ids that are all equal.
 
     Program: one window of WINDOW positions by BLOCK columns. It returns where the window is cut off
@@ -135,9 +154,20 @@ def _embedding_windows_kernel(
 
 @triton.jit
 def _embedding_backward_kernel(
-    dy_ptr, order_ptr, bounds_ptr, partial_ptr, out_ptr, dy_stride, cols, steps, padding_idx, scale,
-    WINDOW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    order_ptr,
+    bounds_ptr,
+    partial_ptr,
+    out_ptr,
+    dy_stride,
+    cols,
+    steps,
+    padding_idx,
+    scale,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradient of one row of the table.
 
     Program: one class by BLOCK columns; ``bounds_ptr`` says where its run of sorted positions
@@ -198,11 +228,22 @@ def forward(
     k = launch_config("embedding.forward", gather_config, weight.device, rows=count, cols=cols)
     steps, factor = cdiv(cols, k.block), rounded(scale, weight.dtype)
     launch(
-        _embedding_forward_kernel, cdiv(count, k.rows) * steps,
-        (weight, index.contiguous(), y, weight.stride(0), count, classes, cols, steps,
-         None if factor == 1.0 else factor),
-        (k.rows, k.block), k.num_warps,
-    )  # fmt: skip
+        _embedding_forward_kernel,
+        cdiv(count, k.rows) * steps,
+        (
+            weight,
+            index.contiguous(),
+            y,
+            weight.stride(0),
+            count,
+            classes,
+            cols,
+            steps,
+            None if factor == 1.0 else factor,
+        ),
+        (k.rows, k.block),
+        k.num_warps,
+    )
     return y
 
 
@@ -222,13 +263,28 @@ def backward(dy: Tensor, index: Tensor, classes: int, padding_idx: int, scale: f
     tile = (window, k.rows, k.block)
     if partial.shape[0]:
         launch(
-            _embedding_windows_kernel, partial.shape[0] * steps,
-            (dy, ids, order, partial, dy.stride(0), count, cols, steps), tile, k.num_warps,
-        )  # fmt: skip
+            _embedding_windows_kernel,
+            partial.shape[0] * steps,
+            (dy, ids, order, partial, dy.stride(0), count, cols, steps),
+            tile,
+            k.num_warps,
+        )
     launch(
-        _embedding_backward_kernel, classes * steps,
-        (dy, order, bounds, partial, out, dy.stride(0), cols, steps, padding_idx,
-         rounded(scale, dy.dtype)),
-        tile, k.num_warps,
-    )  # fmt: skip
+        _embedding_backward_kernel,
+        classes * steps,
+        (
+            dy,
+            order,
+            bounds,
+            partial,
+            out,
+            dy.stride(0),
+            cols,
+            steps,
+            padding_idx,
+            rounded(scale, dy.dtype),
+        ),
+        tile,
+        k.num_warps,
+    )
     return out

@@ -138,11 +138,30 @@ def _store_pair(ptr, gate, up, start, cols, LAYOUT: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _moe_up_kernel(
-    x_ptr, w_ptr, bias_ptr, kept_ptr, out_ptr, tiles_ptr, offsets_ptr, order_ptr, strides, cols,
-    inner, per, steps, limit, alpha, offset, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    kept_ptr,
+    out_ptr,
+    tiles_ptr,
+    offsets_ptr,
+    order_ptr,
+    strides,
+    cols,
+    inner,
+    per,
+    steps,
+    limit,
+    alpha,
+    offset,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """First grouped GEMM with the activation in its epilogue: act(gate) * up of gathered rows.
 
     Program: BLOCK_M sorted rows of one expert by BLOCK_N columns. The table of tiles names the
@@ -203,9 +222,22 @@ def _moe_up_kernel(
 
 @triton.jit
 def _moe_activation_kernel(
-    gate_up_ptr, bias_ptr, out_ptr, index_ptr, order_ptr, offsets_ptr, groups, cols, tiles, limit,
-    alpha, offset, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    gate_up_ptr,
+    bias_ptr,
+    out_ptr,
+    index_ptr,
+    order_ptr,
+    offsets_ptr,
+    groups,
+    cols,
+    tiles,
+    limit,
+    alpha,
+    offset,
+    ACTIVATION: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Activation after a library's GEMM; the bias is added to gate and up in place.
 
     Program: BLOCK columns of one sorted row. Rows past the last expert's are not touched.
@@ -232,10 +264,23 @@ def _moe_activation_kernel(
 
 @triton.jit
 def _moe_activation_backward_kernel(
-    d_ptr, gate_up_ptr, dgate_up_ptr, routing_ptr, drouting_ptr, order_ptr, offsets_ptr, groups,
-    cols, limit, alpha, offset, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    d_ptr,
+    gate_up_ptr,
+    dgate_up_ptr,
+    routing_ptr,
+    drouting_ptr,
+    order_ptr,
+    offsets_ptr,
+    groups,
+    cols,
+    limit,
+    alpha,
+    offset,
+    ACTIVATION: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Gradients of gate, up and routing; routing act(gate) up takes the place of d.
 
     Program: one sorted row, in steps of BLOCK columns; the sum for drouting stays in registers.
@@ -275,9 +320,19 @@ def _moe_activation_backward_kernel(
 
 @triton.jit
 def _moe_combine_kernel(
-    rows_ptr, inverse_ptr, routing_ptr, bias_ptr, index_ptr, offsets_ptr, y_ptr, groups, cols,
-    tiles, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    rows_ptr,
+    inverse_ptr,
+    routing_ptr,
+    bias_ptr,
+    index_ptr,
+    offsets_ptr,
+    y_ptr,
+    groups,
+    cols,
+    tiles,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Sum over a token's pairs k of routing[t, k] (rows[inverse[t, k]] + bias[index[t, k]]).
 
     Program: BLOCK columns of one token. Pairs are added in their order. A pair of no expert adds
@@ -307,7 +362,7 @@ def _moe_combine_kernel(
 @triton.jit
 def _moe_bias_share_kernel(
     dy_ptr, bias_ptr, index_ptr, drouting_ptr, dy_stride, groups, cols, top_k, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     """Add the bias to the gradient of routing: drouting[pair] += dy[token] . bias[expert].
 
     Program: one pair, in steps of BLOCK columns; returns where the pair has no expert.
@@ -329,9 +384,18 @@ def _moe_bias_share_kernel(
 
 @triton.jit
 def _moe_bias_gradient_kernel(
-    rows_ptr, routing_ptr, order_ptr, offsets_ptr, out_ptr, row_stride, per, cols, tiles,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    rows_ptr,
+    routing_ptr,
+    order_ptr,
+    offsets_ptr,
+    out_ptr,
+    row_stride,
+    per,
+    cols,
+    tiles,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Sum the rows of every group, which is the gradient of its bias.
 
     Program: BLOCK columns of one group; passes over the rows of the group, ROWS at a time.
@@ -419,13 +483,35 @@ def activated(
     gate_up = source.new_empty(groups.rows if keep else 0, wide)
     tiles, steps = groups.tiles(k.block_m), cdiv(cols, k.block_n)
     launch(
-        _moe_up_kernel, tiles.shape[0] * steps,
-        (source, weight, bias, gate_up if keep else None, made, tiles, groups.offsets,
-         groups.order if x.gather else None, (source.stride(0), *weight.stride()), cols, inner,
-         groups.per, steps, *numbers),
-        (activation, k.block_m, k.block_n, k.block_k, cols % k.block_n == 0,
-         inner % k.block_k == 0, k.stages), k.num_warps,
-    )  # fmt: skip
+        _moe_up_kernel,
+        tiles.shape[0] * steps,
+        (
+            source,
+            weight,
+            bias,
+            gate_up if keep else None,
+            made,
+            tiles,
+            groups.offsets,
+            groups.order if x.gather else None,
+            (source.stride(0), *weight.stride()),
+            cols,
+            inner,
+            groups.per,
+            steps,
+            *numbers,
+        ),
+        (
+            activation,
+            k.block_m,
+            k.block_n,
+            k.block_k,
+            cols % k.block_n == 0,
+            inner % k.block_k == 0,
+            k.stages,
+        ),
+        k.num_warps,
+    )
     return made, gate_up
 
 
@@ -444,29 +530,46 @@ def activation_of(
     k = piece("activation", gate_up, cols)
     pieces = cdiv(cols, k.block)
     launch(
-        _moe_activation_kernel, groups.rows * pieces,
-        (gate_up, bias, made, index, groups.order, groups.offsets, groups.count, cols, pieces,
-         *numbers),
-        (activation, layout, k.block), k.num_warps,
-    )  # fmt: skip
+        _moe_activation_kernel,
+        groups.rows * pieces,
+        (
+            gate_up,
+            bias,
+            made,
+            index,
+            groups.order,
+            groups.offsets,
+            groups.count,
+            cols,
+            pieces,
+            *numbers,
+        ),
+        (activation, layout, k.block),
+        k.num_warps,
+    )
     return made
 
 
 def combined(
-    rows: Tensor, groups: Groups, routing: Optional[Tensor], bias: Optional[Tensor], index: Tensor,
+    rows: Tensor,
+    groups: Groups,
+    routing: Optional[Tensor],
+    bias: Optional[Tensor],
+    index: Tensor,
     dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The sum over the pairs of every token."""
     cols = rows.shape[1]
     y = rows.new_empty(groups.rows // groups.per, cols, dtype=dtype)
     k = piece("combine", rows, cols)
     tiles = cdiv(cols, k.block)
     launch(
-        _moe_combine_kernel, y.shape[0] * tiles,
-        (rows, groups.inverse, routing, bias, index, groups.offsets, y, groups.count, cols,
-         tiles),
-        (groups.per, k.block), k.num_warps,
-    )  # fmt: skip
+        _moe_combine_kernel,
+        y.shape[0] * tiles,
+        (rows, groups.inverse, routing, bias, index, groups.offsets, y, groups.count, cols, tiles),
+        (groups.per, k.block),
+        k.num_warps,
+    )
     return y
 
 
@@ -477,11 +580,12 @@ def _bias_gradient(rows: Tensor, groups: Groups, routing: Optional[Tensor]) -> T
     block = max(16, min(128, power_of_2(cols)))
     tiles = cdiv(cols, block)
     launch(
-        _moe_bias_gradient_kernel, groups.count * tiles,
-        (rows, routing, groups.order, groups.offsets, out, rows.stride(0), groups.per, cols,
-         tiles),
-        (tall, block), 8,
-    )  # fmt: skip
+        _moe_bias_gradient_kernel,
+        groups.count * tiles,
+        (rows, routing, groups.order, groups.offsets, out, rows.stride(0), groups.per, cols, tiles),
+        (tall, block),
+        8,
+    )
     return out
 
 
@@ -491,12 +595,27 @@ def dense(x: Optional[Tensor]) -> Optional[Tensor]:
 
 
 def forward(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
-    gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor], activation: str, limit: float,
-    alpha: float, up_offset: float, interleaved: bool, transposed: bool, y_dtype: torch.dtype,
-    needs_x: bool, needs_gate_up_weight: bool, needs_down_weight: bool, needs_routing: bool,
-    needs_gate_up_bias: bool, needs_down_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    y_dtype: torch.dtype,
+    needs_x: bool,
+    needs_gate_up_weight: bool,
+    needs_down_weight: bool,
+    needs_routing: bool,
+    needs_gate_up_bias: bool,
+    needs_down_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sort, two GEMMs, a weighted sum."""
     first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
     keep = needs_x or needs_gate_up_weight or needs_down_weight or needs_routing
@@ -518,9 +637,14 @@ def forward(
 
 
 def inner_gradients(
-    dproduct: Tensor, gate_up: Tensor, routing: Tensor, groups: Groups, how: Any,
-    needs_routing: bool, needs_inner: bool,
-) -> tuple[Optional[Tensor], Tensor]:  # fmt: skip
+    dproduct: Tensor,
+    gate_up: Tensor,
+    routing: Tensor,
+    groups: Groups,
+    how: Any,
+    needs_routing: bool,
+    needs_inner: bool,
+) -> tuple[Optional[Tensor], Tensor]:
     """Gradients of gate and up, and of routing; act(gate) * up, weighted, overwrites dproduct."""
     activation, numbers, interleaved = how
     cols = dproduct.shape[1]
@@ -528,21 +652,50 @@ def inner_gradients(
     drouting = routing.new_empty(routing.shape if needs_routing else 0)
     k = piece("activation_backward", dproduct, cols)
     launch(
-        _moe_activation_backward_kernel, groups.rows,
-        (dproduct, gate_up, made, routing, drouting if needs_routing else None, groups.order,
-         groups.offsets, groups.count, cols, *numbers),
-        (activation, layout_of(activation, interleaved), k.block, k.stages), k.num_warps,
-    )  # fmt: skip
+        _moe_activation_backward_kernel,
+        groups.rows,
+        (
+            dproduct,
+            gate_up,
+            made,
+            routing,
+            drouting if needs_routing else None,
+            groups.order,
+            groups.offsets,
+            groups.count,
+            cols,
+            *numbers,
+        ),
+        (activation, layout_of(activation, interleaved), k.block, k.stages),
+        k.num_warps,
+    )
     return made, drouting
 
 
 def backward(
-    dy: Tensor, x: Optional[Tensor], gate_up_weight: Optional[Tensor], down_weight: Tensor,
-    index: Tensor, routing: Tensor, down_bias: Optional[Tensor], gate_up: Tensor, order: Tensor,
-    offsets: Tensor, activation: str, limit: float, alpha: float, up_offset: float,
-    interleaved: bool, transposed: bool, needs_x: bool, needs_gate_up_weight: bool,
-    needs_down_weight: bool, needs_routing: bool, needs_gate_up_bias: bool, needs_down_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Optional[Tensor],
+    gate_up_weight: Optional[Tensor],
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    down_bias: Optional[Tensor],
+    gate_up: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    needs_x: bool,
+    needs_gate_up_weight: bool,
+    needs_down_weight: bool,
+    needs_routing: bool,
+    needs_gate_up_bias: bool,
+    needs_down_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Four GEMMs, and one pass over the activation."""
     dy = dy.to(gate_up.dtype)
     if not order.numel() or not dy.numel():
@@ -585,9 +738,13 @@ def backward(
 
 
 def _zeros(
-    dy: Tensor, routing: Tensor, down_weight: Tensor, gate_up: Tensor, transposed: bool,
+    dy: Tensor,
+    routing: Tensor,
+    down_weight: Tensor,
+    gate_up: Tensor,
+    transposed: bool,
     needs: tuple[bool, ...],
-) -> Any:  # fmt: skip
+) -> Any:
     """Gradients where there are no rows."""
     wide, hidden = (down_weight.shape[0], gate_up.shape[1]), dy.shape[1]
     first = (wide[0], hidden, wide[1]) if transposed else (*wide, hidden)

@@ -58,9 +58,14 @@ class ProductConfig:
 
 
 def product_config(
-    info: DeviceInfo, rows: int, groups: int, cols: int, inner: int, element_bytes: int,
+    info: DeviceInfo,
+    rows: int,
+    groups: int,
+    cols: int,
+    inner: int,
+    element_bytes: int,
     factors: int = 1,
-) -> ProductConfig:  # fmt: skip
+) -> ProductConfig:
     """Tiles that most groups fit in, with stages that half of the on-chip memory holds.
 
     Groups are uneven: a tile as large as their average reads the weights of every other one twice.
@@ -146,10 +151,27 @@ def load_factor(ptrs, k_mask, n_mask, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr
 
 @triton.jit
 def _grouped_product_kernel(
-    a_ptr, w_ptr, out_ptr, tiles_ptr, offsets_ptr, order_ptr, a_stride, w_stride, n_stride,
-    k_stride, cols, inner, per, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    w_ptr,
+    out_ptr,
+    tiles_ptr,
+    offsets_ptr,
+    order_ptr,
+    a_stride,
+    w_stride,
+    n_stride,
+    k_stride,
+    cols,
+    inner,
+    per,
+    steps,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Grouped GEMM: out[s, n] = sum over k of a[source(s), k] w[group(s), n, k].
 
     Program: BLOCK_M sorted rows of one group by BLOCK_N columns. The table of tiles names the group
@@ -234,12 +256,25 @@ def product(
     out, tiles = x.new_empty(groups.rows, cols, dtype=dtype), groups.tiles(k.block_m)
     steps = cdiv(cols, k.block_n)
     launch(
-        _grouped_product_kernel, tiles.shape[0] * steps,
-        (x, weight, out, tiles, groups.offsets, groups.order if a.gather else None, x.stride(0),
-         *weight.stride(), cols, inner, groups.per, steps),
-        (k.block_m, k.block_n, k.block_k, cols % k.block_n == 0, inner % k.block_k == 0,
-         k.stages), k.num_warps,
-    )  # fmt: skip
+        _grouped_product_kernel,
+        tiles.shape[0] * steps,
+        (
+            x,
+            weight,
+            out,
+            tiles,
+            groups.offsets,
+            groups.order if a.gather else None,
+            x.stride(0),
+            *weight.stride(),
+            cols,
+            inner,
+            groups.per,
+            steps,
+        ),
+        (k.block_m, k.block_n, k.block_k, cols % k.block_n == 0, inner % k.block_k == 0, k.stages),
+        k.num_warps,
+    )
     return out
 
 
@@ -255,9 +290,15 @@ def choice(
     checked_cols(2 * MOST_ROWS * max(cols, inner))  # a tile of either stays below 2 GiB
     rows = groups.count * MOST_ROWS if by_rows() else power_of_2(groups.rows)
     found: ProductConfig = launch_config(
-        name, formula, a.device, rows=rows, groups=groups.count, cols=cols,
-        inner=inner, element_bytes=a.element_size(),
-    )  # fmt: skip
+        name,
+        formula,
+        a.device,
+        rows=rows,
+        groups=groups.count,
+        cols=cols,
+        inner=inner,
+        element_bytes=a.element_size(),
+    )
     return found
 
 
@@ -274,10 +315,24 @@ def weight_config(
 
 @triton.jit
 def _grouped_weight_kernel(
-    p_ptr, q_ptr, out_ptr, offsets_ptr, p_order_ptr, q_order_ptr, p_stride, q_stride, m_size,
-    n_size, per, m_steps, n_steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    p_ptr,
+    q_ptr,
+    out_ptr,
+    offsets_ptr,
+    p_order_ptr,
+    q_order_ptr,
+    p_stride,
+    q_stride,
+    m_size,
+    n_size,
+    per,
+    m_steps,
+    n_steps,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Gradient of a weight: out[e, m, n] = sum over rows s of e of p[source(s), m] q[source(s), n].
 
     Program: a tile of BLOCK_M by BLOCK_N of one group; passes over the group's rows, BLOCK_K at a
@@ -323,9 +378,13 @@ def _zero_groups_kernel(out_ptr, offsets_ptr, size, steps, BLOCK: tl.constexpr):
 
 
 def weight_gradient(
-    name: str, left: RowOperand, right: RowOperand, groups: Groups, turned: bool,
+    name: str,
+    left: RowOperand,
+    right: RowOperand,
+    groups: Groups,
+    turned: bool,
     dtype: Optional[torch.dtype] = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Left' right for every group, (E, M, N); or its transpose, (E, N, M), when ``turned``.
 
     The result has the dtype of the left rows, if no other one is given.
@@ -345,9 +404,23 @@ def weight_gradient(
     m_steps, n_steps = cdiv(m, k.block_m), cdiv(n, k.block_n)
     orders = [groups.order if side.gather else None for side in (left, right)]
     launch(
-        _grouped_weight_kernel, groups.count * m_steps * n_steps,
-        (p, q, out, groups.offsets, *orders, p.stride(0), q.stride(0), m, n, groups.per, m_steps,
-         n_steps),
-        (k.block_m, k.block_n, k.block_k, k.stages), k.num_warps,
-    )  # fmt: skip
+        _grouped_weight_kernel,
+        groups.count * m_steps * n_steps,
+        (
+            p,
+            q,
+            out,
+            groups.offsets,
+            *orders,
+            p.stride(0),
+            q.stride(0),
+            m,
+            n,
+            groups.per,
+            m_steps,
+            n_steps,
+        ),
+        (k.block_m, k.block_n, k.block_k, k.stages),
+        k.num_warps,
+    )
     return out

@@ -74,10 +74,24 @@ def _thin_dot(low, w, total, PARTS: tl.constexpr):
 
 @triton.jit
 def _grouped_update_kernel(
-    rows_ptr, low_ptr, w_ptr, bias_ptr, tiles_ptr, offsets_ptr, w_stride, n_stride, r_stride, cols,
-    rank, steps, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    rows_ptr,
+    low_ptr,
+    w_ptr,
+    bias_ptr,
+    tiles_ptr,
+    offsets_ptr,
+    w_stride,
+    n_stride,
+    r_stride,
+    cols,
+    rank,
+    steps,
+    scale,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     PARTS: tl.constexpr,
-):  # fmt: skip
+):
     """Add a thin GEMM in place: rows[s, n] += scale sum over r of low[s, r] w[group(s), n, r].
 
     With ``bias_ptr``, the bias of the group is added as well.
@@ -125,24 +139,31 @@ def update_config(
     block_m = max(16, min(64, power_of_2(cdiv(5 * rows, 4 * groups))))
     block_n = max(16, min(128 if element_bytes == 2 else 64, power_of_2(cols)))
     threads = max(info.warp_size, min(128, block_m * block_n // 32))
-    return ProductConfig(block_m, block_n, max(16, min(32, power_of_2(inner))), 1,
-                         threads // info.warp_size)  # fmt: skip
+    return ProductConfig(
+        block_m, block_n, max(16, min(32, power_of_2(inner))), 1, threads // info.warp_size
+    )
 
 
 def add_(
-    rows: Tensor, low: Tensor, w: Tensor, scale: float, groups: Groups,
+    rows: Tensor,
+    low: Tensor,
+    w: Tensor,
+    scale: float,
+    groups: Groups,
     bias: Optional[Tensor] = None,
-) -> None:  # fmt: skip
+) -> None:
     """``rows += scale low @ w' + bias`` with the matrices (E, N, r) of their groups."""
     cols, rank = rows.shape[1], low.shape[1]
     k = choice("lora_moe.update", update_config, rows, groups, cols, rank)
     tiles, steps = groups.tiles(k.block_m), cdiv(cols, k.block_n)
     parts = rows.dtype == torch.bfloat16 and w.dtype == torch.float32
     launch(
-        _grouped_update_kernel, tiles.shape[0] * steps,
+        _grouped_update_kernel,
+        tiles.shape[0] * steps,
         (rows, low, w, bias, tiles, groups.offsets, *w.stride(), cols, rank, steps, float(scale)),
-        (k.block_m, k.block_n, k.block_k, parts), k.num_warps,
-    )  # fmt: skip
+        (k.block_m, k.block_n, k.block_k, parts),
+        k.num_warps,
+    )
 
 
 @dataclass
@@ -186,14 +207,33 @@ def _adapter(a: Optional[Tensor], b: Optional[Tensor], scale: float) -> Optional
 
 
 def forward(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
-    gate_up_a: Optional[Tensor], gate_up_b: Optional[Tensor], down_a: Optional[Tensor],
-    down_b: Optional[Tensor], gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor],
-    gate_up_scale: float, down_scale: float, activation: str, limit: float, alpha: float,
-    up_offset: float, interleaved: bool, transposed: bool, y_dtype: torch.dtype, needs_x: bool,
-    needs_routing: bool, needs_gate_up_a: bool, needs_gate_up_b: bool, needs_down_a: bool,
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_a: Optional[Tensor],
+    gate_up_b: Optional[Tensor],
+    down_a: Optional[Tensor],
+    down_b: Optional[Tensor],
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    gate_up_scale: float,
+    down_scale: float,
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    y_dtype: torch.dtype,
+    needs_x: bool,
+    needs_routing: bool,
+    needs_gate_up_a: bool,
+    needs_gate_up_b: bool,
+    needs_down_a: bool,
     needs_down_b: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sort, two GEMMs and what adapters add to them, a weighted sum."""
     first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
     up, down = _adapter(gate_up_a, gate_up_b, gate_up_scale), _adapter(down_a, down_b, down_scale)
@@ -223,14 +263,35 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Optional[Tensor], gate_up_weight: Optional[Tensor], down_weight: Tensor,
-    index: Tensor, routing: Tensor, gate_up_a: Optional[Tensor], gate_up_b: Optional[Tensor],
-    down_a: Optional[Tensor], down_b: Optional[Tensor], down_bias: Optional[Tensor],
-    gate_up: Tensor, order: Tensor, offsets: Tensor, gate_up_scale: float, down_scale: float,
-    activation: str, limit: float, alpha: float, up_offset: float, interleaved: bool,
-    transposed: bool, needs_x: bool, needs_routing: bool, needs_gate_up_a: bool,
-    needs_gate_up_b: bool, needs_down_a: bool, needs_down_b: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Optional[Tensor],
+    gate_up_weight: Optional[Tensor],
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_a: Optional[Tensor],
+    gate_up_b: Optional[Tensor],
+    down_a: Optional[Tensor],
+    down_b: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    gate_up: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    gate_up_scale: float,
+    down_scale: float,
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    needs_x: bool,
+    needs_routing: bool,
+    needs_gate_up_a: bool,
+    needs_gate_up_b: bool,
+    needs_down_a: bool,
+    needs_down_b: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Two wide GEMMs, thin ones for the adapters, and one pass over the activation."""
     dy = dy.to(gate_up.dtype)
     needs_up, needs_down = (needs_gate_up_a, needs_gate_up_b), (needs_down_a, needs_down_b)

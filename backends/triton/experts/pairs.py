@@ -66,7 +66,7 @@ def piece(name: str, some: Tensor, cols: int) -> PieceConfig:
 @triton.jit
 def _pairs_count_kernel(
     index_ptr, experts_ptr, counts_ptr, pairs, experts, BLOCK: tl.constexpr, WIDE: tl.constexpr
-):  # fmt: skip
+):
     """First launch: the expert of every pair, and how many pairs of each expert a chunk has.
 
     Program: one chunk of BLOCK pairs. Writes the experts, ``experts`` for a pair of none and
@@ -85,7 +85,7 @@ def _pairs_count_kernel(
 @triton.jit
 def _pairs_sum_kernel(
     counts_ptr, totals_ptr, chunks, WIDE: tl.constexpr, TALL: tl.constexpr, NARROW: tl.constexpr
-):  # fmt: skip
+):
     """Second launch: the pairs of each expert in the chunks before each chunk, and in total.
 
     Program: NARROW experts; passes over the chunks, TALL at a time, and overwrites the counts.
@@ -106,9 +106,17 @@ def _pairs_sum_kernel(
 
 @triton.jit
 def _pairs_place_kernel(
-    experts_ptr, counts_ptr, totals_ptr, order_ptr, inverse_ptr, offsets_ptr, pairs, experts,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    experts_ptr,
+    counts_ptr,
+    totals_ptr,
+    order_ptr,
+    inverse_ptr,
+    offsets_ptr,
+    pairs,
+    experts,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Third launch: the sorted row of every pair, and where each expert's rows begin.
 
     Program: one chunk of BLOCK pairs. It adds the start of each expert to the chunk's row of counts
@@ -147,9 +155,17 @@ def _pairs_inverse_kernel(order_ptr, inverse_ptr, rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def _pairs_rows_kernel(
-    x_ptr, inverse_ptr, offsets_ptr, out_ptr, x_stride, groups, cols, pieces, TOP_K: tl.constexpr,
+    x_ptr,
+    inverse_ptr,
+    offsets_ptr,
+    out_ptr,
+    x_stride,
+    groups,
+    cols,
+    pieces,
+    TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Copy a token's row to the sorted row of each of its pairs.
 
     Program: BLOCK columns of one token, read once. A pair of no expert gets no row.
@@ -179,9 +195,12 @@ def sorted_pairs(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     threads, tile = warps(2 * CHUNK, device_info(index.device).warp_size), (CHUNK, wide)
     launch(_pairs_count_kernel, chunks, (index, ids, counts, pairs, experts), tile, threads)
     launch(
-        _pairs_sum_kernel, cdiv(wide, NARROW), (counts, sums, chunks), (wide, TALL, NARROW),
+        _pairs_sum_kernel,
+        cdiv(wide, NARROW),
+        (counts, sums, chunks),
+        (wide, TALL, NARROW),
         threads,
-    )  # fmt: skip
+    )
     args = (ids, counts, sums, order, inverse, offsets, pairs, experts)
     launch(_pairs_place_kernel, chunks, args, tile, threads)
     return order, inverse, offsets
@@ -202,10 +221,12 @@ def rows_of_pairs(x: Tensor, inverse: Tensor, offsets: Tensor, per: int) -> Tens
     k = piece("rows", x, cols)
     pieces = cdiv(cols, k.block)
     launch(
-        _pairs_rows_kernel, x.shape[0] * pieces,
+        _pairs_rows_kernel,
+        x.shape[0] * pieces,
         (x, inverse, offsets, out, x.stride(0), offsets.shape[0] - 1, cols, pieces),
-        (per, k.block), k.num_warps,
-    )  # fmt: skip
+        (per, k.block),
+        k.num_warps,
+    )
     return out
 
 
@@ -214,9 +235,14 @@ def rows_of_pairs(x: Tensor, inverse: Tensor, offsets: Tensor, per: int) -> Tens
 
 @triton.jit
 def _group_tiles_kernel(
-    offsets_ptr, tiles_ptr, groups, most, HEIGHT: tl.constexpr, GROUPS: tl.constexpr,
+    offsets_ptr,
+    tiles_ptr,
+    groups,
+    most,
+    HEIGHT: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """The table of tiles: the group of every tile of HEIGHT rows, and its first row.
 
     Program: BLOCK tiles. It reads the offsets of all groups, since the number of a tile follows
@@ -277,10 +303,12 @@ class Groups:
             groups = power_of_2(self.count)
             step = max(16, min(128, 8192 // groups))
             launch(
-                _group_tiles_kernel, cdiv(most, step),
+                _group_tiles_kernel,
+                cdiv(most, step),
                 (self.offsets, found, self.count, most),
-                (block, groups, step), 4,
-            )  # fmt: skip
+                (block, groups, step),
+                4,
+            )
         return found
 
 

@@ -58,10 +58,21 @@ def constants_of(format: torch.dtype) -> tuple[int, int, int, int]:
 
 @triton.jit
 def _quantize_rows_kernel(
-    x_ptr, columns_ptr, codes_ptr, scale_ptr, x_stride, rows, cols, MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    columns_ptr,
+    codes_ptr,
+    scale_ptr,
+    x_stride,
+    rows,
+    cols,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+):
     """Codes and scales of rows that fit into registers.
 
     Program: STEPS tiles of ROWS rows; reads them once, times a number per column where there are
@@ -88,9 +99,18 @@ def _quantize_rows_kernel(
 
 @triton.jit
 def _quantize_wide_rows_kernel(
-    x_ptr, columns_ptr, codes_ptr, scale_ptr, x_stride, cols, MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    columns_ptr,
+    codes_ptr,
+    scale_ptr,
+    x_stride,
+    cols,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The same for wider rows, in two passes of BLOCK columns a step.
 
     Program: one row. The first pass finds the largest element, the second reads again, from the
@@ -119,9 +139,17 @@ def _quantize_wide_rows_kernel(
 
 @triton.jit
 def _across_kernel(
-    x_ptr, scale_ptr, out_ptr, x_stride, rows, cols, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    scale_ptr,
+    out_ptr,
+    x_stride,
+    rows,
+    cols,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     """Codes of a matrix, transposed: of numbers divided by the scale of their row, or as given.
 
     Program: a tile of ROWS by COLS of x; reads it once and writes its transpose.
@@ -156,14 +184,20 @@ def _quantize_into(
     if k.block >= cols:
         steps = 1 if columns is None else STEPS
         launch(
-            _quantize_rows_kernel, cdiv(rows, k.rows * steps), (*tensors, rows, cols),
-            (*constants_of(format), k.rows, k.block, steps), k.num_warps,
-        )  # fmt: skip
+            _quantize_rows_kernel,
+            cdiv(rows, k.rows * steps),
+            (*tensors, rows, cols),
+            (*constants_of(format), k.rows, k.block, steps),
+            k.num_warps,
+        )
     else:
         launch(
-            _quantize_wide_rows_kernel, rows, (*tensors, cols),
-            (*constants_of(format), k.block), k.num_warps,
-        )  # fmt: skip
+            _quantize_wide_rows_kernel,
+            rows,
+            (*tensors, cols),
+            (*constants_of(format), k.block),
+            k.num_warps,
+        )
 
 
 class CodeRoom(NamedTuple):
@@ -247,7 +281,10 @@ class TritonQuantizer:
         tile = tile_rows(k.rows, stride), tile_rows(k.cols, rows)
         made = torch.empty(cols, rows, dtype=torch.uint8, device=x.device)
         launch(
-            _across_kernel, cdiv(rows, tile[0]) * cdiv(cols, tile[1]),
-            (x, scale, made, stride, rows, cols), (*FORMATS[format], *tile), k.num_warps,
-        )  # fmt: skip
+            _across_kernel,
+            cdiv(rows, tile[0]) * cdiv(cols, tile[1]),
+            (x, scale, made, stride, rows, cols),
+            (*FORMATS[format], *tile),
+            k.num_warps,
+        )
         return made.view(format)

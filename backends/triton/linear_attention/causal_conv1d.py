@@ -25,9 +25,14 @@ from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 
 def backward_config(
-    info: DeviceInfo, rows: int, length: int, cols: int, width: int, element_bytes: int,
+    info: DeviceInfo,
+    rows: int,
+    length: int,
+    cols: int,
+    width: int,
+    element_bytes: int,
     packed: bool,
-) -> ConvolutionConfig:  # fmt: skip
+) -> ConvolutionConfig:
     """8 bytes a thread, whose sums need registers; long chunks, each of which leaves a partial."""
     each = max(1, (8 if width <= 4 else 4) // element_bytes)
     return convolution_config(info, (rows, length, cols), each, 256, (256, 2 if packed else 4, 3))
@@ -37,19 +42,31 @@ supports = supports
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], initial_state: Optional[Tensor],
-    segments: Optional[Tensor], activation: str,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    segments: Optional[Tensor],
+    activation: str,
+) -> Tensor:
     """One launch."""
     given = arguments(weight, bias, initial_state, segments)
     return convolve(x, given, activation == "silu", False)
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor],
-    initial_state: Optional[Tensor], segments: Optional[Tensor], activation: str,
-    needs_x: bool, needs_weight: bool, needs_bias: bool, needs_initial_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    segments: Optional[Tensor],
+    activation: str,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    needs_initial_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One launch, and one for every sum of partials."""
     (batch, length, cols), width = x.shape, weight.shape[1]
     dx, dstate = x.new_empty(x.shape if needs_x else 0), x.new_empty(0)
@@ -62,10 +79,16 @@ def backward(
         dy, x = adjacent(dy), adjacent(x)
         given = arguments(weight, bias, initial_state, segments)
         k = launch_config(
-            "causal_conv1d.backward", backward_config, x.device, rows=batch * length,
-            length=length, cols=cols, width=width, element_bytes=x.element_size(),
+            "causal_conv1d.backward",
+            backward_config,
+            x.device,
+            rows=batch * length,
+            length=length,
+            cols=cols,
+            width=width,
+            element_bytes=x.element_size(),
             packed=given.ids is not None,
-        )  # fmt: skip
+        )
         chunks = cdiv(length, k.rows)
         outs = (dx if dx.numel() else None, dstate if dstate.numel() else None)
         strides = (dy.stride(0), dy.stride(1), x.stride(0), x.stride(1))
@@ -73,6 +96,7 @@ def backward(
             _convolution_backward_kernel,
             programs(batch * chunks, cols, width, k),
             (dy, x, *given, *outs, *total.make(batch * chunks), *strides, length, cols, chunks),
-            (width, activation == "silu", k.rows, k.step, k.block, k.stages), k.num_warps,
-        )  # fmt: skip
+            (width, activation == "silu", k.rows, k.step, k.block, k.stages),
+            k.num_warps,
+        )
     return dx, *total.gradients(), dstate

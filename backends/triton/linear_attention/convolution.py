@@ -55,9 +55,14 @@ def convolution_config(
 
 
 def forward_config(
-    info: DeviceInfo, rows: int, length: int, cols: int, width: int, element_bytes: int,
+    info: DeviceInfo,
+    rows: int,
+    length: int,
+    cols: int,
+    width: int,
+    element_bytes: int,
     packed: bool,
-) -> ConvolutionConfig:  # fmt: skip
+) -> ConvolutionConfig:
     """16 bytes a thread and token, 8 where many taps need registers; loads two steps ahead.
 
     Args:
@@ -74,9 +79,14 @@ def forward_config(
 
 
 def gated_forward_config(
-    info: DeviceInfo, rows: int, length: int, cols: int, width: int, element_bytes: int,
+    info: DeviceInfo,
+    rows: int,
+    length: int,
+    cols: int,
+    width: int,
+    element_bytes: int,
     packed: bool,
-) -> ConvolutionConfig:  # fmt: skip
+) -> ConvolutionConfig:
     """Three inputs: 8 bytes of each a thread, and short chunks."""
     return convolution_config(
         info, (rows, length, cols), max(1, 8 // element_bytes), 128, (16, 8, 1)
@@ -126,16 +136,24 @@ def convolve(x: Tensor, given: Arguments, silu: bool, gated: bool) -> Tensor:
         x = adjacent(x)
         name = "gated_short_conv.forward" if gated else "causal_conv1d.forward"
         k = launch_config(
-            name, gated_forward_config if gated else forward_config, x.device, rows=batch * length,
-            length=length, cols=cols, width=width, element_bytes=x.element_size(),
+            name,
+            gated_forward_config if gated else forward_config,
+            x.device,
+            rows=batch * length,
+            length=length,
+            cols=cols,
+            width=width,
+            element_bytes=x.element_size(),
             packed=given.ids is not None,
-        )  # fmt: skip
+        )
         chunks = cdiv(length, k.rows)
         launch(
-            _convolution_forward_kernel, programs(batch * chunks, cols, width, k),
+            _convolution_forward_kernel,
+            programs(batch * chunks, cols, width, k),
             (x, *given, y, x.stride(0), x.stride(1), length, cols, chunks),
-            (width, silu, gated, k.rows, k.step, k.block, k.stages), k.num_warps,
-        )  # fmt: skip
+            (width, silu, gated, k.rows, k.step, k.block, k.stages),
+            k.num_warps,
+        )
     return y
 
 
@@ -143,9 +161,13 @@ class Partials:
     """fp32 sums of every program's tokens for the gradients of weight and bias."""
 
     def __init__(
-        self, like: Tensor, weight: Tensor, bias: Tensor | None, needs_weight: bool,
+        self,
+        like: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs_weight: bool,
         needs_bias: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.like, self.of_weight, self.of_bias = like, weight, bias
         self.needs = (needs_weight, needs_bias and bias is not None)
         self.weight: Optional[Tensor] = None
@@ -155,9 +177,10 @@ class Partials:
         """Memory for so many programs of every channel."""
         made = [
             self.like.new_empty((programs, size), dtype=torch.float32) if needed else None
-            for needed, size in zip(self.needs, (self.of_weight.numel(), len(self.of_weight)),
-                                    strict=True)
-        ]  # fmt: skip
+            for needed, size in zip(
+                self.needs, (self.of_weight.numel(), len(self.of_weight)), strict=True
+            )
+        ]
         self.weight, self.bias = made
         return self.weight, self.bias
 
@@ -167,13 +190,17 @@ class Partials:
         dweight, dbias = self.of_weight.new_empty(0), like.new_empty(0)
         if self.needs[0]:
             shape = self.of_weight.shape
-            dweight = self.of_weight.new_zeros(shape) if self.weight is None else (
-                sum_partials(self.weight, self.of_weight.dtype).view(shape)
-            )  # fmt: skip
+            dweight = (
+                self.of_weight.new_zeros(shape)
+                if self.weight is None
+                else (sum_partials(self.weight, self.of_weight.dtype).view(shape))
+            )
         if self.needs[1]:
-            dbias = like.new_zeros(like.shape) if self.bias is None else (
-                sum_partials(self.bias, like.dtype)
-            )  # fmt: skip
+            dbias = (
+                like.new_zeros(like.shape)
+                if self.bias is None
+                else (sum_partials(self.bias, like.dtype))
+            )
         return dweight, dbias
 
 

@@ -87,9 +87,18 @@ def _of_sequence(window, same, COUNT: tl.constexpr):
 
 @triton.jit
 def _load_before(
-    x_ptr, gate_ptr, state_ptr, ids_ptr, first, stride, lane, length, cols, left,
+    x_ptr,
+    gate_ptr,
+    state_ptr,
+    ids_ptr,
+    first,
+    stride,
+    lane,
+    length,
+    cols,
+    left,
     WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """The WIDTH - 1 tokens before ``first``, and how many of them its predecessor's sequence has.
 
     Those before the row come from the initial state, or are zeros. Returns the window of inputs of
@@ -178,10 +187,25 @@ def _store_sums(
 
 @triton.jit
 def _convolution_forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, state_ptr, ids_ptr, y_ptr, x_batch, x_stride, length, cols, chunks,
-    WIDTH: tl.constexpr, SILU: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr,
-    STEP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    state_ptr,
+    ids_ptr,
+    y_ptr,
+    x_batch,
+    x_stride,
+    length,
+    cols,
+    chunks,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    GATED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Convolution of a chunk of tokens, with silu or between two gates.
 
     Program: CHUNK tokens by BLOCK channels; those that share tokens have neighboring ids. Reads the
@@ -236,11 +260,30 @@ def _convolution_forward_kernel(
 
 @triton.jit
 def _convolution_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, bias_ptr, state_ptr, ids_ptr, dx_ptr, dstate_ptr, dweight_ptr,
-    dbias_ptr, dy_batch, dy_stride, x_batch, x_stride, length, cols, chunks, WIDTH: tl.constexpr,
-    SILU: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    state_ptr,
+    ids_ptr,
+    dx_ptr,
+    dstate_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    dy_batch,
+    dy_stride,
+    x_batch,
+    x_stride,
+    length,
+    cols,
+    chunks,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """Gradients of x and the initial state, and partial sums of those of weight and bias.
 
     Program: as forward's. Goes through the CHUNK tokens of its own and the WIDTH - 1 after it,
@@ -298,21 +341,49 @@ def _convolution_backward_kernel(
             dy_after = _load_token(dy_ptr, t, dy_stride, lane, length, left)
             same = _same_sequence(ids_ptr, t, length)
             window, age, du = _upstream(
-                window, age, same, x_after, dy_after, weights, bias, ids_ptr is not None, SILU,
+                window,
+                age,
+                same,
+                x_after,
+                dy_after,
+                weights,
+                bias,
+                ids_ptr is not None,
+                SILU,
                 WIDTH,
-            )  # fmt: skip
+            )
             window = window[1:]
             pending = _write_complete(
-                pending, du, weights, age, ids_ptr, dx_ptr, None, t, first, length, cols, lane,
-                left, WIDTH,
-            )  # fmt: skip
+                pending,
+                du,
+                weights,
+                age,
+                ids_ptr,
+                dx_ptr,
+                None,
+                t,
+                first,
+                length,
+                cols,
+                lane,
+                left,
+                WIDTH,
+            )
 
 
 @triton.jit
 def _upstream(
-    window, age, same, x, dy, weights, bias, PACKED: tl.constexpr, SILU: tl.constexpr,
+    window,
+    age,
+    same,
+    x,
+    dy,
+    weights,
+    bias,
+    PACKED: tl.constexpr,
+    SILU: tl.constexpr,
     WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """The window with the token x, its age in its sequence, and the gradient of u."""
     if PACKED:
         window = _of_sequence(window, same, WIDTH - 1)
@@ -328,9 +399,21 @@ def _upstream(
 
 @triton.jit
 def _write_complete(
-    pending, du, weights, age, ids_ptr, dx_ptr, dstate_ptr, t, first, length, cols, lane,
-    left, WIDTH: tl.constexpr,
-):  # fmt: skip
+    pending,
+    du,
+    weights,
+    age,
+    ids_ptr,
+    dx_ptr,
+    dstate_ptr,
+    t,
+    first,
+    length,
+    cols,
+    lane,
+    left,
+    WIDTH: tl.constexpr,
+):
     """Add token t's terms, and write the gradient of the token that has all of its terms.
 
     It is one of the chunk, one of the initial state, or one that the chunk before writes. Returns
@@ -347,10 +430,27 @@ def _write_complete(
 
 @triton.jit
 def _gated_convolution_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, bias_ptr, ids_ptr, dx_ptr, dweight_ptr, dbias_ptr, dy_batch,
-    dy_stride, x_batch, x_stride, length, cols, chunks, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-    STEP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    ids_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    dy_batch,
+    dy_stride,
+    x_batch,
+    x_stride,
+    length,
+    cols,
+    chunks,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Gradients of b, c and v side by side, and partial sums of those of weight and bias.
 
     Program and order: as :func:`_convolution_backward_kernel`. At token t it writes dc of t, and

@@ -197,15 +197,27 @@ class Call(NamedTuple):
 
 def _config(name: str, formula: Callable[..., Numbers], k: Tensor, v: Tensor) -> Numbers:
     return launch_config(
-        name, formula, k.device, tokens=k.shape[1], dim=k.shape[3], value=v.shape[3],
+        name,
+        formula,
+        k.device,
+        tokens=k.shape[1],
+        dim=k.shape[3],
+        value=v.shape[3],
         item=k.element_size(),
-    )  # fmt: skip
+    )
 
 
 def call(
-    rule: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None,
-    scale: float, normed: bool,
-) -> Call:  # fmt: skip
+    rule: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    first: Tensor | None,
+    scale: float,
+    normed: bool,
+) -> Call:
     """A call of a delta rule; ``rule`` is what launch tables name its kernels by."""
     chunk = _config(f"{rule}.chunk", chunk_config, k, v).block
     first = None if first is None else first.contiguous()
@@ -223,9 +235,13 @@ def flags_of(v: Tensor) -> Tensor:
 
 
 def launch_isolated(
-    flags: Tensor | None, kernel: Any, programs: int, args: tuple[Any, ...],
-    constants: tuple[Any, ...], num_warps: int,
-) -> None:  # fmt: skip
+    flags: Tensor | None,
+    kernel: Any,
+    programs: int,
+    args: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    num_warps: int,
+) -> None:
     """Run a kernel, and again for heads that are flagged, with their documents kept apart."""
     for isolated in (False,) if flags is None else (False, True):
         launch(kernel, programs, args, (*constants, isolated), num_warps)
@@ -248,9 +264,23 @@ def _prepare(c: Call) -> Prepared:
     heads = c.q.shape[0] * c.q.shape[2]
     rstd = c.q.new_empty(2, heads, padded, dtype=torch.float32) if c.normed else None
     args = (
-        c.q, c.k, c.g, c.beta, c.first, inverse, scores, gates, rstd, c.flags,
-        _steps(c.k), c.g.stride(), c.beta.stride(), c.first_step, c.sizes(), c.scale,
-    )  # fmt: skip
+        c.q,
+        c.k,
+        c.g,
+        c.beta,
+        c.first,
+        inverse,
+        scores,
+        gates,
+        rstd,
+        c.flags,
+        _steps(c.k),
+        c.g.stride(),
+        c.beta.stride(),
+        c.first_step,
+        c.sizes(),
+        c.scale,
+    )
     warps = c.config("chunk", chunk_config).num_warps
     count = c.streams * c.chunks
     constants = (*c.keys(), c.chunk)
@@ -270,20 +300,41 @@ class States(NamedTuple):
 def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None:
     k = c.config("forward" if room.y is not None else "states", states_config)
     args = (
-        c.q, c.k, c.v, c.beta, c.first, made.inverse, made.scores, made.gates, made.rstd, c.flags,
-        None if initial is None else initial.contiguous(), *room,
-        (*_steps(c.k), *_steps(c.v), *c.beta.stride()), c.document_step, c.pass_sizes(), c.chunks,
+        c.q,
+        c.k,
+        c.v,
+        c.beta,
+        c.first,
+        made.inverse,
+        made.scores,
+        made.gates,
+        made.rstd,
+        c.flags,
+        None if initial is None else initial.contiguous(),
+        *room,
+        (*_steps(c.k), *_steps(c.v), *c.beta.stride()),
+        c.document_step,
+        c.pass_sizes(),
+        c.chunks,
         c.scale,
-    )  # fmt: skip
+    )
     constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
     count = c.streams * cdiv(c.v.shape[3], constants[0][4])
     launch_isolated(c.flags, _delta_rule_forward_kernel, count, args, constants, k.num_warps)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Optional[Tensor],
-    first: Optional[Tensor], scale: float, qk_l2norm: bool, output_final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    scale: float,
+    qk_l2norm: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:
     """One launch for all chunks, one that passes over them."""
     if not v.numel():
         return reference.forward(
@@ -298,17 +349,45 @@ def forward(
 
 
 def backward(
-    dy: Optional[Tensor], dfinal_state: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor,
-    g: Tensor, beta: Tensor, initial_state: Optional[Tensor], first: Optional[Tensor],
-    scale: float, qk_l2norm: bool, needs_q: bool, needs_k: bool, needs_v: bool, needs_g: bool,
-    needs_beta: bool, needs_initial_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Optional[Tensor],
+    dfinal_state: Optional[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    scale: float,
+    qk_l2norm: bool,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+    needs_g: bool,
+    needs_beta: bool,
+    needs_initial_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The states again, their gradients in reverse, and the rest for all chunks at once."""
     if not v.numel():
         return reference.backward(
-            dy, dfinal_state, q, k, v, g, beta, initial_state, first, scale, qk_l2norm, needs_q,
-            needs_k, needs_v, needs_g, needs_beta, needs_initial_state,
-        )  # fmt: skip
+            dy,
+            dfinal_state,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state,
+            first,
+            scale,
+            qk_l2norm,
+            needs_q,
+            needs_k,
+            needs_v,
+            needs_g,
+            needs_beta,
+            needs_initial_state,
+        )
     c = call(RULE, q, k, v, g, beta, first, scale, qk_l2norm)
     dy = torch.zeros_like(v) if dy is None else _rows(dy)
     made = _prepare(c)
@@ -333,16 +412,36 @@ def _given(x: Tensor | None) -> Tensor | None:
 
 
 def _reverse(
-    c: Call, made: Prepared, dy: Tensor, dfinal: Tensor | None, solved: Tensor, dstates: Tensor,
+    c: Call,
+    made: Prepared,
+    dy: Tensor,
+    dfinal: Tensor | None,
+    solved: Tensor,
+    dstates: Tensor,
     dinitial: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     k = c.config("reverse", states_config)
     args = (
-        dy, c.q, c.k, c.beta, c.first, made.inverse, made.scores, made.gates, made.rstd, c.flags,
-        None if dfinal is None else dfinal.contiguous(), solved, dstates, _given(dinitial),
-        (*_steps(dy), *_steps(c.k), *c.beta.stride()), c.document_step, c.pass_sizes(), c.chunks,
+        dy,
+        c.q,
+        c.k,
+        c.beta,
+        c.first,
+        made.inverse,
+        made.scores,
+        made.gates,
+        made.rstd,
+        c.flags,
+        None if dfinal is None else dfinal.contiguous(),
+        solved,
+        dstates,
+        _given(dinitial),
+        (*_steps(dy), *_steps(c.k), *c.beta.stride()),
+        c.document_step,
+        c.pass_sizes(),
+        c.chunks,
         c.scale,
-    )  # fmt: skip
+    )
     constants = c.columns(replace(k, stages=max(FEWEST_STAGES, k.stages)))
     count = c.streams * cdiv(c.v.shape[3], constants[0][4])
     launch_isolated(c.flags, _delta_rule_reverse_kernel, count, args, constants, k.num_warps)
@@ -357,24 +456,67 @@ def _gradients(
     sums = torch.empty_like(made.gates[:2])
     k = c.config("pairs", pairs_config)
     args: tuple[Any, ...] = (
-        dy, c.q, c.k, c.v, c.beta, c.first, values, solved, made.gates, made.rstd, made.scores,
-        made.inverse, sums, _steps(dy), _steps(c.k), _steps(c.v), c.beta.stride(),
-        c.first_step, c.sizes(), c.scale,
-    )  # fmt: skip
+        dy,
+        c.q,
+        c.k,
+        c.v,
+        c.beta,
+        c.first,
+        values,
+        solved,
+        made.gates,
+        made.rstd,
+        made.scores,
+        made.inverse,
+        sums,
+        _steps(dy),
+        _steps(c.k),
+        _steps(c.v),
+        c.beta.stride(),
+        c.first_step,
+        c.sizes(),
+        c.scale,
+    )
     count = c.streams * c.chunks
     launch(_delta_rule_pairs_kernel, count, args, c.columns(k), k.num_warps)
     k = c.config("queries", queries_config)
     args = (
-        dy, c.q, c.k, states, made.gates, made.rstd, made.scores, sums, dq, _steps(dy),
-        _steps(c.k), c.sizes(), c.scale,
-    )  # fmt: skip
+        dy,
+        c.q,
+        c.k,
+        states,
+        made.gates,
+        made.rstd,
+        made.scores,
+        sums,
+        dq,
+        _steps(dy),
+        _steps(c.k),
+        c.sizes(),
+        c.scale,
+    )
     constants = (*c.columns(k), c.first is not None)
     launch(_delta_rule_queries_kernel, count // c.group, args, constants, k.num_warps)
     k = c.config("keys", keys_config)
     args = (
-        c.q, c.k, c.beta, states, dstates, values, solved, made.gates, made.rstd, made.scores,
-        made.inverse, sums, dk, _steps(c.k), c.beta.stride(), c.sizes(), c.scale,
-    )  # fmt: skip
+        c.q,
+        c.k,
+        c.beta,
+        states,
+        dstates,
+        values,
+        solved,
+        made.gates,
+        made.rstd,
+        made.scores,
+        made.inverse,
+        sums,
+        dk,
+        _steps(c.k),
+        c.beta.stride(),
+        c.sizes(),
+        c.scale,
+    )
     constants = (*c.columns(k), c.first is not None)
     launch(_delta_rule_keys_kernel, count // c.group, args, constants, k.num_warps)
     many, plane = c.v.shape[2], c.streams * c.chunks * c.chunk

@@ -68,9 +68,16 @@ def _tile(
 
 @triton.jit
 def _store_tile(
-    ptr, value, start, stride, rows, column, ROWS: tl.constexpr, COLS: tl.constexpr,
+    ptr,
+    value,
+    start,
+    stride,
+    rows,
+    column,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Store what :func:`_tile` would load."""
     row, col = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     assume_rows(ptr, stride, ROWS)
@@ -358,10 +365,28 @@ def _spoiled(square, rows, begins, CHUNK: tl.constexpr):
 
 @triton.jit
 def _delta_rule_chunks_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, first_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr,
-    flags_ptr, k_steps, g_steps, beta_steps, first_step, sizes, scale, GROUP: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, ISOLATED: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    g_ptr,
+    beta_ptr,
+    first_ptr,
+    inverse_ptr,
+    scores_ptr,
+    gates_ptr,
+    rstd_ptr,
+    flags_ptr,
+    k_steps,
+    g_steps,
+    beta_steps,
+    first_step,
+    sizes,
+    scale,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ISOLATED: tl.constexpr,
+):
     """A, P, the gates and norms of every chunk.
 
     Program: a chunk of one value head; those of a key head are neighbors.
@@ -383,8 +408,16 @@ def _delta_rule_chunks_kernel(
     row = tl.arange(0, CHUNK)
     q = _tile(q_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
               CHUNK, DIM, SIZE)  # fmt: skip
-    k = _tile(k_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
-              CHUNK, DIM, SIZE)  # fmt: skip
+    k = _tile(
+        k_ptr + batch * k_steps[0] + head * k_steps[2],
+        start,
+        k_steps[1],
+        tokens,
+        0,
+        CHUNK,
+        DIM,
+        SIZE,
+    )
     q_scale = tl.zeros([CHUNK], tl.float32) + scale
     k_scale = tl.zeros([CHUNK], tl.float32) + 1.0
     if NORMED:
@@ -397,10 +430,16 @@ def _delta_rule_chunks_kernel(
             tl.store(at + rstd_plane, k_rstd)
         q_scale *= q_rstd
         k_scale *= k_rstd
-    g = _numbers(g_ptr + batch * g_steps[0] + value_head * g_steps[2], start, g_steps[1], tokens,
-                 CHUNK)  # fmt: skip
-    beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
-                    beta_steps[1], tokens, CHUNK)  # fmt: skip
+    g = _numbers(
+        g_ptr + batch * g_steps[0] + value_head * g_steps[2], start, g_steps[1], tokens, CHUNK
+    )
+    beta = _numbers(
+        beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2],
+        start,
+        beta_steps[1],
+        tokens,
+        CHUNK,
+    )
     if first_ptr is not None:
         first_ptr += batch * first_step
     seen, begins = _seen(first_ptr, start, tokens, CHUNK)
@@ -498,10 +537,30 @@ def _columns_of(heads, SHAPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _delta_rule_forward_kernel(
-    q_ptr, k_ptr, v_ptr, beta_ptr, first_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr,
-    flags_ptr, initial_ptr, y_ptr, final_ptr, states_ptr, values_ptr, strides, first_step, sizes,
-    chunks, scale, SHAPE: tl.constexpr, STAGES: tl.constexpr, ISOLATED: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    beta_ptr,
+    first_ptr,
+    inverse_ptr,
+    scores_ptr,
+    gates_ptr,
+    rstd_ptr,
+    flags_ptr,
+    initial_ptr,
+    y_ptr,
+    final_ptr,
+    states_ptr,
+    values_ptr,
+    strides,
+    first_step,
+    sizes,
+    chunks,
+    scale,
+    SHAPE: tl.constexpr,
+    STAGES: tl.constexpr,
+    ISOLATED: tl.constexpr,
+):
     """Pass over the chunks with the state in registers.
 
     Program: BLOCK columns of v of one value head, chunk after chunk.
@@ -592,10 +651,29 @@ def _delta_rule_forward_kernel(
 
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _delta_rule_reverse_kernel(
-    dy_ptr, q_ptr, k_ptr, beta_ptr, first_ptr, inverse_ptr, scores_ptr, gates_ptr, rstd_ptr,
-    flags_ptr, dfinal_ptr, solved_ptr, dstates_ptr, dinitial_ptr, strides, first_step, sizes,
-    chunks, scale, SHAPE: tl.constexpr, STAGES: tl.constexpr, ISOLATED: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    q_ptr,
+    k_ptr,
+    beta_ptr,
+    first_ptr,
+    inverse_ptr,
+    scores_ptr,
+    gates_ptr,
+    rstd_ptr,
+    flags_ptr,
+    dfinal_ptr,
+    solved_ptr,
+    dstates_ptr,
+    dinitial_ptr,
+    strides,
+    first_step,
+    sizes,
+    chunks,
+    scale,
+    SHAPE: tl.constexpr,
+    STAGES: tl.constexpr,
+    ISOLATED: tl.constexpr,
+):
     """Pass over the chunks in reverse with the gradient of the state in registers.
 
     Program: BLOCK columns of v of one value head, from the last chunk to the first.
@@ -689,10 +767,29 @@ def _delta_rule_reverse_kernel(
 
 @triton.jit
 def _delta_rule_pairs_kernel(
-    dy_ptr, q_ptr, k_ptr, v_ptr, beta_ptr, first_ptr, values_ptr, solved_ptr, gates_ptr, rstd_ptr,
-    scores_ptr, inverse_ptr, sums_ptr, dy_steps, k_steps, v_steps, beta_steps, first_step, sizes,
-    scale, SHAPE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    beta_ptr,
+    first_ptr,
+    values_ptr,
+    solved_ptr,
+    gates_ptr,
+    rstd_ptr,
+    scores_ptr,
+    inverse_ptr,
+    sums_ptr,
+    dy_steps,
+    k_steps,
+    v_steps,
+    beta_steps,
+    first_step,
+    sizes,
+    scale,
+    SHAPE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Gradients of pairs of tokens.
 
     Program: a chunk of one value head. It sums dP and Y N' over blocks of value columns.
@@ -738,8 +835,13 @@ def _delta_rule_pairs_kernel(
         rstd_ptr += key_head * chunks * CHUNK
     by = _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK)
     q_by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
-    beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
-                    beta_steps[1], tokens, CHUNK)  # fmt: skip
+    beta = _numbers(
+        beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2],
+        start,
+        beta_steps[1],
+        tokens,
+        CHUNK,
+    )
     if first_ptr is not None:
         first_ptr += batch * first_step
     seen, _ = _seen(first_ptr, start, tokens, CHUNK)
@@ -776,9 +878,18 @@ def _delta_rule_pairs_kernel(
 
 @triton.jit
 def _times_states(
-    ptr, states, start, stride, tokens, DIM: tl.constexpr, SIZE: tl.constexpr,
-    VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    ptr,
+    states,
+    start,
+    stride,
+    tokens,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """The product of a chunk's rows of VALUE columns with a state: x S', (CHUNK, SIZE)."""
     found = tl.zeros([CHUNK, SIZE], tl.float32)
     for column in tl.range(0, VALUE, BLOCK, num_stages=STAGES):
@@ -797,9 +908,23 @@ def _norm_gradient(dx, x, rstd):
 
 @triton.jit
 def _delta_rule_queries_kernel(
-    dy_ptr, q_ptr, k_ptr, states_ptr, gates_ptr, rstd_ptr, scores_ptr, sums_ptr, dq_ptr, dy_steps,
-    k_steps, sizes, scale, SHAPE: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    q_ptr,
+    k_ptr,
+    states_ptr,
+    gates_ptr,
+    rstd_ptr,
+    scores_ptr,
+    sums_ptr,
+    dq_ptr,
+    dy_steps,
+    k_steps,
+    sizes,
+    scale,
+    SHAPE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     """Gradients of q.
 
     Program: a chunk of one key head, with the value heads of its group one after another.
@@ -831,9 +956,17 @@ def _delta_rule_queries_kernel(
         whole = (batch * many + value_head) * chunks + chunk
         found = _times_states(
             dy_ptr + batch * dy_steps[0] + value_head * dy_steps[2],
-            states_ptr + whole * DIM * VALUE, start, dy_steps[1], tokens, DIM, SIZE, VALUE, BLOCK,
-            CHUNK, STAGES,
-        )  # fmt: skip
+            states_ptr + whole * DIM * VALUE,
+            start,
+            dy_steps[1],
+            tokens,
+            DIM,
+            SIZE,
+            VALUE,
+            BLOCK,
+            CHUNK,
+            STAGES,
+        )
         q = _tile(q_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE).to(tl.float32)
         e = tl.load(gates_ptr + whole * CHUNK + row)
         by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
@@ -857,9 +990,13 @@ def _delta_rule_queries_kernel(
 
 @triton.jit
 def _products_of_states(
-    states, dstates, DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr,
+    states,
+    dstates,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """The sum of S dS' over all elements."""
     kept = tl.zeros([SIZE], tl.float32)
     for column in tl.range(0, VALUE, BLOCK):
@@ -871,10 +1008,22 @@ def _products_of_states(
 
 @triton.jit
 def _times_pairs(
-    q_ptr, k_ptr, rstd_ptr, pairs_ptr, mixed_ptr, start, step, tokens, plane, scale,
-    NORMED: tl.constexpr, PACKED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    rstd_ptr,
+    pairs_ptr,
+    mixed_ptr,
+    start,
+    step,
+    tokens,
+    plane,
+    scale,
+    NORMED: tl.constexpr,
+    PACKED: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
-):  # fmt: skip
+):
     """``E' Q + (M + M') K`` of a chunk, half of its rows at a time.
 
     A loop for each: Triton gives the first of two GEMMs with one sum to fewer warps.
@@ -903,10 +1052,27 @@ def _times_pairs(
 
 @triton.jit
 def _delta_rule_keys_kernel(
-    q_ptr, k_ptr, beta_ptr, states_ptr, dstates_ptr, values_ptr, solved_ptr, gates_ptr, rstd_ptr,
-    scores_ptr, inverse_ptr, sums_ptr, dk_ptr, k_steps, beta_steps, sizes, scale,
-    SHAPE: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    beta_ptr,
+    states_ptr,
+    dstates_ptr,
+    values_ptr,
+    solved_ptr,
+    gates_ptr,
+    rstd_ptr,
+    scores_ptr,
+    inverse_ptr,
+    sums_ptr,
+    dk_ptr,
+    k_steps,
+    beta_steps,
+    sizes,
+    scale,
+    SHAPE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     """Gradients of k and v.
 
     Program: a chunk of one key head, with the value heads of its group one after another.
@@ -944,8 +1110,9 @@ def _delta_rule_keys_kernel(
         at = gates_ptr + whole * CHUNK
         e, r, z = tl.load(at + row), tl.load(at + plane + row), tl.load(at + CHUNK - 1)
         room = solved_ptr + (batch * tokens * many + value_head) * VALUE
-        found = _times_states(room, states, start, many * VALUE, tokens, DIM, SIZE, VALUE, BLOCK,
-                              CHUNK, STAGES)  # fmt: skip
+        found = _times_states(
+            room, states, start, many * VALUE, tokens, DIM, SIZE, VALUE, BLOCK, CHUNK, STAGES
+        )
         if PACKED:
             found = _not_gone(found, e[:, None])
         k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
@@ -971,8 +1138,17 @@ def _delta_rule_keys_kernel(
         tl.store(at + plane, tl.load(at + plane) - read)
         for column in tl.range(0, VALUE, BLOCK):
             y = _tile(room, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
-            _store_tile(room, y.to(tl.float32) * beta[:, None], start, many * VALUE, tokens,
-                        column, CHUNK, VALUE, BLOCK)  # fmt: skip
+            _store_tile(
+                room,
+                y.to(tl.float32) * beta[:, None],
+                start,
+                many * VALUE,
+                tokens,
+                column,
+                CHUNK,
+                VALUE,
+                BLOCK,
+            )
         dk += _times_pairs(
             q_ptr, k_ptr, rstd_ptr, scores_ptr + whole * CHUNK * CHUNK,
             inverse_ptr + whole * CHUNK * CHUNK, start, k_steps[1], tokens, rstd_plane,
@@ -987,9 +1163,17 @@ def _delta_rule_keys_kernel(
 
 @triton.jit
 def _delta_rule_gates_kernel(
-    sums_ptr, first_ptr, dg_ptr, dbeta_ptr, first_step, tokens, chunks, many, plane,
+    sums_ptr,
+    first_ptr,
+    dg_ptr,
+    dbeta_ptr,
+    first_step,
+    tokens,
+    chunks,
+    many,
+    plane,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Gradients of gates and beta.
 
     Program: a chunk of one value head.

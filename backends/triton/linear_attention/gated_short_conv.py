@@ -25,9 +25,14 @@ from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 
 def gated_backward_config(
-    info: DeviceInfo, rows: int, length: int, cols: int, width: int, element_bytes: int,
+    info: DeviceInfo,
+    rows: int,
+    length: int,
+    cols: int,
+    width: int,
+    element_bytes: int,
     packed: bool,
-) -> ConvolutionConfig:  # fmt: skip
+) -> ConvolutionConfig:
     """Four inputs, and gates that wait as long as their gradients."""
     each = max(1, (8 if width <= 4 else 4) // element_bytes)
     return convolution_config(info, (rows, length, cols), each, 256, (128, 1 if packed else 2, 1))
@@ -44,9 +49,15 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Optional[Tensor],
-    segments: Optional[Tensor], needs_x: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    segments: Optional[Tensor],
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """One launch, and one for every sum of partials."""
     (batch, length, cols), width = dy.shape, weight.shape[1]
     dx = x.new_empty(x.shape if needs_x else 0)
@@ -55,17 +66,35 @@ def backward(
         dy, x = adjacent(dy), adjacent(x)
         given = arguments(weight, bias, None, segments)
         k = launch_config(
-            "gated_short_conv.backward", gated_backward_config, x.device, rows=batch * length,
-            length=length, cols=cols, width=width, element_bytes=x.element_size(),
+            "gated_short_conv.backward",
+            gated_backward_config,
+            x.device,
+            rows=batch * length,
+            length=length,
+            cols=cols,
+            width=width,
+            element_bytes=x.element_size(),
             packed=given.ids is not None,
-        )  # fmt: skip
+        )
         chunks = cdiv(length, k.rows)
         strides = (dy.stride(0), dy.stride(1), x.stride(0), x.stride(1))
         launch(
             _gated_convolution_backward_kernel,
             programs(batch * chunks, cols, width, k),
-            (dy, x, given.weight, given.bias, given.ids, dx if needs_x else None,
-             *total.make(batch * chunks), *strides, length, cols, chunks),
-            (width, k.rows, k.step, k.block, k.stages), k.num_warps,
-        )  # fmt: skip
+            (
+                dy,
+                x,
+                given.weight,
+                given.bias,
+                given.ids,
+                dx if needs_x else None,
+                *total.make(batch * chunks),
+                *strides,
+                length,
+                cols,
+                chunks,
+            ),
+            (width, k.rows, k.step, k.block, k.stages),
+            k.num_warps,
+        )
     return dx, *total.gradients()

@@ -63,9 +63,7 @@ def tiles_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int)
     return DeltaConfig(chunk, 1, warps)
 
 
-def scores_config(
-    info: DeviceInfo, tokens: int, dim: int, value: int, item: int
-) -> ChannelConfig:  # fmt: skip
+def scores_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> ChannelConfig:
     """As many warps as hold the tiles of keys, and squares of a chunk, 16 numbers a thread each."""
     made = tiles_config(info, tokens, dim, value, item)
     squares = min(8, made.block**2 // (16 * info.warp_size))
@@ -74,7 +72,7 @@ def scores_config(
 
 def gradients_config(
     info: DeviceInfo, tokens: int, dim: int, value: int, item: int
-) -> ChannelConfig:  # fmt: skip
+) -> ChannelConfig:
     """Five tiles of rows by channels are in registers, of few numbers a thread."""
     chunk = chunk_config(info, tokens, dim, value, item).block
     channels = min(64, _padded(dim))
@@ -132,15 +130,35 @@ def _prepare(c: Call, backward: bool) -> Prepared:
     count = c.streams * c.chunks
     warps = c.config("gates", tiles_config).num_warps
     args: tuple[Any, ...] = (
-        c.q, c.k, c.g, c.first, *made[:6], c.flags, _steps(c.k), _steps(c.g), c.first_step,
-        c.sizes(), c.scale,
-    )  # fmt: skip
+        c.q,
+        c.k,
+        c.g,
+        c.first,
+        *made[:6],
+        c.flags,
+        _steps(c.k),
+        _steps(c.g),
+        c.first_step,
+        c.sizes(),
+        c.scale,
+    )
     launch(_kimi_delta_gates_kernel, count, args, (*c.keys(), c.chunk), warps)
     k = c.config("scores", scores_config)
     args = (
-        c.q, c.k, c.beta, c.first, sums, rstd, *made[6:], c.flags, _steps(c.k),
-        c.beta.stride(), c.first_step, c.sizes(), c.scale,
-    )  # fmt: skip
+        c.q,
+        c.k,
+        c.beta,
+        c.first,
+        sums,
+        rstd,
+        *made[6:],
+        c.flags,
+        _steps(c.k),
+        c.beta.stride(),
+        c.first_step,
+        c.sizes(),
+        c.scale,
+    )
     constants = (*c.keys(), c.chunk, min(k.channels, size), _levels(c))
     launch_isolated(c.flags, _kimi_delta_scores_kernel, count, args, constants, k.num_warps)
     return made
@@ -149,19 +167,36 @@ def _prepare(c: Call, backward: bool) -> Prepared:
 def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None:
     k = c.config("forward" if room.y is not None else "states", passes_config)
     args = (
-        c.v, c.beta, c.first, *made[1:5], made.scores, made.solve, c.flags,
-        None if initial is None else initial.contiguous(), *room,
-        _steps(c.v), c.beta.stride(), c.document_step, c.pass_sizes(), c.chunks,
-    )  # fmt: skip
+        c.v,
+        c.beta,
+        c.first,
+        *made[1:5],
+        made.scores,
+        made.solve,
+        c.flags,
+        None if initial is None else initial.contiguous(),
+        *room,
+        _steps(c.v),
+        c.beta.stride(),
+        c.document_step,
+        c.pass_sizes(),
+        c.chunks,
+    )
     constants = c.columns(_staged(c, k))
     count = c.streams * cdiv(c.v.shape[3], constants[0][4])
     launch_isolated(c.flags, _kimi_delta_forward_kernel, count, args, constants, k.num_warps)
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None, scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    first: Tensor | None,
+    scale: float,
     normed: bool,
-) -> Call:  # fmt: skip
+) -> Call:
     return call(RULE, q, k, v, _rows(g), beta, first, scale, normed)
 
 
@@ -182,9 +217,17 @@ def supports(k: Tensor, v: Tensor) -> str | None:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Optional[Tensor],
-    first: Optional[Tensor], scale: float, qk_l2norm: bool, output_final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    scale: float,
+    qk_l2norm: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:
     """Two launches for all chunks, one that passes over them."""
     if not v.numel():
         return reference.forward(
@@ -200,17 +243,45 @@ def forward(
 
 
 def backward(
-    dy: Optional[Tensor], dfinal_state: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor,
-    g: Tensor, beta: Tensor, initial_state: Optional[Tensor], first: Optional[Tensor],
-    scale: float, qk_l2norm: bool, needs_q: bool, needs_k: bool, needs_v: bool, needs_g: bool,
-    needs_beta: bool, needs_initial_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Optional[Tensor],
+    dfinal_state: Optional[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    scale: float,
+    qk_l2norm: bool,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
+    needs_g: bool,
+    needs_beta: bool,
+    needs_initial_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The states again, their gradients in reverse, and the rest for all chunks at once."""
     if not v.numel():
         return reference.backward(
-            dy, dfinal_state, q, k, v, g, beta, initial_state, first, scale, qk_l2norm, needs_q,
-            needs_k, needs_v, needs_g, needs_beta, needs_initial_state,
-        )  # fmt: skip
+            dy,
+            dfinal_state,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state,
+            first,
+            scale,
+            qk_l2norm,
+            needs_q,
+            needs_k,
+            needs_v,
+            needs_g,
+            needs_beta,
+            needs_initial_state,
+        )
     c = _call(q, k, v, g, beta, first, scale, qk_l2norm)
     dy = torch.zeros_like(v) if dy is None else _rows(dy)
     made = _prepare(c, True)
@@ -230,19 +301,40 @@ def backward(
 
 
 def _reverse(
-    c: Call, made: Prepared, dy: Tensor, dfinal: Tensor | None, values: Tensor, dv: Tensor,
-    dstates: Tensor, dinitial: Tensor,
-) -> Tensor:  # fmt: skip
+    c: Call,
+    made: Prepared,
+    dy: Tensor,
+    dfinal: Tensor | None,
+    values: Tensor,
+    dv: Tensor,
+    dstates: Tensor,
+    dinitial: Tensor,
+) -> Tensor:
     """Write dv and gradients of states; return the parts of dbeta."""
     k = c.config("reverse", passes_config)
     constants = c.columns(_staged(c, k))
     blocks = cdiv(c.v.shape[3], constants[0][4])
     partial = made.sums.new_empty(blocks, c.streams, c.chunks * c.chunk)
     args = (
-        dy, c.beta, c.first, *made[1:5], made.scores, made.adjoint, values, c.flags,
-        None if dfinal is None else dfinal.contiguous(), dv, dstates, partial, _given(dinitial),
-        _steps(dy), c.beta.stride(), c.document_step, c.pass_sizes(), c.chunks,
-    )  # fmt: skip
+        dy,
+        c.beta,
+        c.first,
+        *made[1:5],
+        made.scores,
+        made.adjoint,
+        values,
+        c.flags,
+        None if dfinal is None else dfinal.contiguous(),
+        dv,
+        dstates,
+        partial,
+        _given(dinitial),
+        _steps(dy),
+        c.beta.stride(),
+        c.document_step,
+        c.pass_sizes(),
+        c.chunks,
+    )
     count = c.streams * blocks
     launch_isolated(c.flags, _kimi_delta_reverse_kernel, count, args, constants, k.num_warps)
     return partial
@@ -255,9 +347,21 @@ def _pairs(
     dbeta = c.beta.new_empty(c.beta.shape)
     k = c.config("pairs", pairs_config)
     args = (
-        dy, c.beta, c.first, values, dv, made.scores, made.adjoint, partial, dbeta, len(partial),
-        _steps(dy), c.beta.stride(), c.first_step, c.sizes(),
-    )  # fmt: skip
+        dy,
+        c.beta,
+        c.first,
+        values,
+        dv,
+        made.scores,
+        made.adjoint,
+        partial,
+        dbeta,
+        len(partial),
+        _steps(dy),
+        c.beta.stride(),
+        c.first_step,
+        c.sizes(),
+    )
     count = c.streams * c.chunks
     launch(_kimi_delta_pairs_kernel, count, args, c.columns(k), k.num_warps)
     return dbeta
@@ -275,19 +379,51 @@ def _gradients(
     width = min(k.channels, size)
     count = c.streams * c.chunks * (size // width)
     args: tuple[Any, ...] = (
-        dy, c.q, c.k, c.first, states, made.sums, made.queries, made.rstd, made.scores, *rows,
-        c.flags, _steps(dy), _steps(c.k), c.first_step, c.sizes(), c.scale,
-    )  # fmt: skip
+        dy,
+        c.q,
+        c.k,
+        c.first,
+        states,
+        made.sums,
+        made.queries,
+        made.rstd,
+        made.scores,
+        *rows,
+        c.flags,
+        _steps(dy),
+        _steps(c.k),
+        c.first_step,
+        c.sizes(),
+        c.scale,
+    )
     constants = (*c.columns(k), width, _levels(c))
     launch_isolated(c.flags, _kimi_delta_queries_kernel, count, args, constants, k.num_warps)
     k = c.config("keys", gradients_config)
     width = min(k.channels, size)
     count = c.streams * c.chunks * (size // width)
     args = (
-        c.q, c.k, c.beta, c.first, states, dstates, values, dv, made.sums, made.keys, made.kept,
-        made.last, made.rstd, made.scores, made.adjoint, rows[1], dg, c.flags,
-        (*_steps(c.k), *c.beta.stride(), c.first_step), c.sizes(), c.scale,
-    )  # fmt: skip
+        c.q,
+        c.k,
+        c.beta,
+        c.first,
+        states,
+        dstates,
+        values,
+        dv,
+        made.sums,
+        made.keys,
+        made.kept,
+        made.last,
+        made.rstd,
+        made.scores,
+        made.adjoint,
+        rows[1],
+        dg,
+        c.flags,
+        (*_steps(c.k), *c.beta.stride(), c.first_step),
+        c.sizes(),
+        c.scale,
+    )
     shape, stages = c.columns(k)
     constants = (shape, (stages, width, _levels(c)))
     launch_isolated(c.flags, _kimi_delta_keys_kernel, count, args, constants, k.num_warps)

@@ -136,7 +136,7 @@ def _total(sums_ptr, plane, row, EXACT: tl.constexpr, SIZE: tl.constexpr, WIDTH:
 @triton.jit
 def _apart(
     sums_ptr, plane, later, earlier, EXACT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
+):
     """Gates between rows: two vectors of rows, of which each has its counterpart."""
     coarse, fine = _total(sums_ptr, plane, later, EXACT, SIZE, WIDTH)
     other, rest = _total(sums_ptr, plane, earlier, EXACT, SIZE, WIDTH)
@@ -145,9 +145,14 @@ def _apart(
 
 @triton.jit
 def _decay(
-    sums_ptr, plane, level, EXACT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    sums_ptr,
+    plane,
+    level,
+    EXACT: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
-):  # fmt: skip
+):
     """D of a level: the decay between each row and the middle of its block."""
     row = tl.arange(0, CHUNK)
     middle = ((row >> (level + 1)) << (level + 1)) + (1 << level) - 1
@@ -169,9 +174,18 @@ def _meet(level, CHUNK: tl.constexpr):
 
 @triton.jit
 def _scaled(
-    ptr, rstd_ptr, start, step, tokens, channel, factor, NORMED: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    ptr,
+    rstd_ptr,
+    start,
+    step,
+    tokens,
+    channel,
+    factor,
+    NORMED: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Rows of q or k in fp32, over their norm where NORMED, times a factor."""
     x = _tile(ptr, start, step, tokens, channel, CHUNK, DIM, WIDTH).to(tl.float32)
     return x * _rstds(rstd_ptr, start, factor, NORMED, CHUNK)[:, None]
@@ -182,10 +196,27 @@ def _scaled(
 
 @triton.jit
 def _kimi_delta_gates_kernel(
-    q_ptr, k_ptr, g_ptr, first_ptr, sums_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, rstd_ptr,
-    flags_ptr, k_steps, g_steps, first_step, sizes, scale, GROUP: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    g_ptr,
+    first_ptr,
+    sums_ptr,
+    queries_ptr,
+    keys_ptr,
+    kept_ptr,
+    z_ptr,
+    rstd_ptr,
+    flags_ptr,
+    k_steps,
+    g_steps,
+    first_step,
+    sizes,
+    scale,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Gates of every chunk, and q and k with them.
 
     Program: a chunk of one value head; those of a key head are neighbors.
@@ -241,8 +272,16 @@ def _kimi_delta_gates_kernel(
         q = tl.where(begun[:, None], q, 0.0)
     _store_tile(room, q, 0, DIM, CHUNK, 0, CHUNK, DIM, SIZE)
     tl.debug_barrier()
-    k = _tile(k_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
-              CHUNK, DIM, SIZE).to(tl.float32)  # fmt: skip
+    k = _tile(
+        k_ptr + batch * k_steps[0] + head * k_steps[2],
+        start,
+        k_steps[1],
+        tokens,
+        0,
+        CHUNK,
+        DIM,
+        SIZE,
+    ).to(tl.float32)
     if NORMED:
         rstd = tl.rsqrt(tl.sum(k * k, 1) + NORM_EPS)
         if member == 0:
@@ -263,11 +302,29 @@ def _kimi_delta_gates_kernel(
 
 @triton.jit
 def _kimi_delta_scores_kernel(
-    q_ptr, k_ptr, beta_ptr, first_ptr, sums_ptr, rstd_ptr, scores_ptr, solve_ptr, adjoint_ptr,
-    flags_ptr, k_steps, beta_steps, first_step, sizes, scale, GROUP: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
-    LEVELS: tl.constexpr, ISOLATED: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    beta_ptr,
+    first_ptr,
+    sums_ptr,
+    rstd_ptr,
+    scores_ptr,
+    solve_ptr,
+    adjoint_ptr,
+    flags_ptr,
+    k_steps,
+    beta_steps,
+    first_step,
+    sizes,
+    scale,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ISOLATED: tl.constexpr,
+):
     """P and C of every chunk.
 
     Program: a chunk of one value head, WIDTH channels at a time; those of a key head are neighbors.
@@ -301,8 +358,19 @@ def _kimi_delta_scores_kernel(
     for channel in tl.range(0, SIZE, WIDTH, num_stages=1):
         q = _scaled(q_ptr + at, rstd_ptr, start, k_steps[1], tokens, channel, scale, NORMED, DIM,
                     WIDTH, CHUNK)  # fmt: skip
-        k = _scaled(k_ptr + at, k_rstd_ptr, start, k_steps[1], tokens, channel, 1.0, NORMED, DIM,
-                    WIDTH, CHUNK)  # fmt: skip
+        k = _scaled(
+            k_ptr + at,
+            k_rstd_ptr,
+            start,
+            k_steps[1],
+            tokens,
+            channel,
+            1.0,
+            NORMED,
+            DIM,
+            WIDTH,
+            CHUNK,
+        )
         p += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
         for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
             decay = _decay(sums_ptr + channel, rest, level, kind == tl.float32, SIZE, WIDTH, CHUNK)
@@ -316,8 +384,13 @@ def _kimi_delta_scores_kernel(
         seen, _ = _seen(first_ptr, start, tokens, CHUNK)
         p, b = tl.where(seen, p, 0.0), tl.where(seen, b, 0.0)
     tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(p, kind))
-    beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
-                    beta_steps[1], tokens, CHUNK)  # fmt: skip
+    beta = _numbers(
+        beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2],
+        start,
+        beta_steps[1],
+        tokens,
+        CHUNK,
+    )
     if ISOLATED:
         begins = _begins(first_ptr, start, tokens, CHUNK)
         a, spoiled = _isolated_inverse(b * beta[:, None], begins, kind == tl.float32, CHUNK)
@@ -343,10 +416,30 @@ def _kimi_delta_scores_kernel(
 
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _kimi_delta_forward_kernel(
-    v_ptr, beta_ptr, first_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, scores_ptr, solve_ptr,
-    flags_ptr, initial_ptr, y_ptr, final_ptr, states_ptr, values_ptr, v_steps, beta_steps,
-    first_step, sizes, chunks, SHAPE: tl.constexpr, STAGES: tl.constexpr, ISOLATED: tl.constexpr,
-):  # fmt: skip
+    v_ptr,
+    beta_ptr,
+    first_ptr,
+    queries_ptr,
+    keys_ptr,
+    kept_ptr,
+    z_ptr,
+    scores_ptr,
+    solve_ptr,
+    flags_ptr,
+    initial_ptr,
+    y_ptr,
+    final_ptr,
+    states_ptr,
+    values_ptr,
+    v_steps,
+    beta_steps,
+    first_step,
+    sizes,
+    chunks,
+    SHAPE: tl.constexpr,
+    STAGES: tl.constexpr,
+    ISOLATED: tl.constexpr,
+):
     """Pass over the chunks with the state in registers.
 
     Program: BLOCK columns of v of one value head, chunk after chunk.
@@ -431,17 +524,38 @@ def _kimi_delta_forward_kernel(
     if flags_ptr is not None:
         _flag(flags_ptr + stream, state, lost)
     if final_ptr is not None:
-        _store_tile(final_ptr + stream * DIM * VALUE, state, 0, VALUE, DIM, column, SIZE, VALUE,
-                    BLOCK)  # fmt: skip
+        _store_tile(
+            final_ptr + stream * DIM * VALUE, state, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK
+        )
 
 
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _kimi_delta_reverse_kernel(
-    dy_ptr, beta_ptr, first_ptr, queries_ptr, keys_ptr, kept_ptr, z_ptr, scores_ptr, adjoint_ptr,
-    values_ptr, flags_ptr, dfinal_ptr, dv_ptr, dstates_ptr, dbeta_ptr, dinitial_ptr, dy_steps,
-    beta_steps, first_step, sizes, chunks, SHAPE: tl.constexpr, STAGES: tl.constexpr,
+    dy_ptr,
+    beta_ptr,
+    first_ptr,
+    queries_ptr,
+    keys_ptr,
+    kept_ptr,
+    z_ptr,
+    scores_ptr,
+    adjoint_ptr,
+    values_ptr,
+    flags_ptr,
+    dfinal_ptr,
+    dv_ptr,
+    dstates_ptr,
+    dbeta_ptr,
+    dinitial_ptr,
+    dy_steps,
+    beta_steps,
+    first_step,
+    sizes,
+    chunks,
+    SHAPE: tl.constexpr,
+    STAGES: tl.constexpr,
     ISOLATED: tl.constexpr,
-):  # fmt: skip
+):
     """Pass over the chunks in reverse with the gradient of the state in registers.
 
     Program: BLOCK columns of v of one value head, from the last chunk to the first.
@@ -482,8 +596,9 @@ def _kimi_delta_reverse_kernel(
     padded = chunks * CHUNK
     dstate = tl.zeros([SIZE, BLOCK], tl.float32)
     if dfinal_ptr is not None:
-        dstate += _tile(dfinal_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE,
-                        BLOCK).to(tl.float32)  # fmt: skip
+        dstate += _tile(
+            dfinal_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK
+        ).to(tl.float32)
     dstates_ptr += tl.cast(chunks - 1, tl.int64) * DIM * VALUE
     _store_tile(dstates_ptr, dstate, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK)
     for step in tl.range(0, chunks, num_stages=STAGES, disable_licm=True):
@@ -522,8 +637,9 @@ def _kimi_delta_reverse_kernel(
     if flags_ptr is not None:
         _flag(flags_ptr + stream, dstate)
     if dinitial_ptr is not None:
-        _store_tile(dinitial_ptr + stream * DIM * VALUE, dstate, 0, VALUE, DIM, column, SIZE,
-                    VALUE, BLOCK)  # fmt: skip
+        _store_tile(
+            dinitial_ptr + stream * DIM * VALUE, dstate, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK
+        )
 
 
 # --- gradients, all chunks at once ---
@@ -531,9 +647,23 @@ def _kimi_delta_reverse_kernel(
 
 @triton.jit
 def _kimi_delta_pairs_kernel(
-    dy_ptr, beta_ptr, first_ptr, values_ptr, dv_ptr, pairs_ptr, mixed_ptr, partial_ptr, dbeta_ptr,
-    parts, dy_steps, beta_steps, first_step, sizes, SHAPE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    beta_ptr,
+    first_ptr,
+    values_ptr,
+    dv_ptr,
+    pairs_ptr,
+    mixed_ptr,
+    partial_ptr,
+    dbeta_ptr,
+    parts,
+    dy_steps,
+    beta_steps,
+    first_step,
+    sizes,
+    SHAPE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Gradients of pairs of tokens, and of beta.
 
     Program: a chunk of one value head. It sums dy N' and dV N' over blocks of value columns.
@@ -565,8 +695,13 @@ def _kimi_delta_pairs_kernel(
     if first_ptr is not None:
         first_ptr += batch * first_step
     seen, _ = _seen(first_ptr, start, tokens, CHUNK)
-    beta = _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
-                    beta_steps[1], tokens, CHUNK)  # fmt: skip
+    beta = _numbers(
+        beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2],
+        start,
+        beta_steps[1],
+        tokens,
+        CHUNK,
+    )
     whole = (stream * chunks + chunk) * CHUNK
     kind = pairs_ptr.dtype.element_ty
     dp = tl.where(seen, dp * beta[None, :], 0.0)
@@ -594,10 +729,25 @@ def _of_level(ptr, level, ACROSS: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _level_rows(
-    q_ptr, k_ptr, rstd_ptr, sums_ptr, start, step, tokens, channel, plane, rstd_plane, scale,
-    level, ISOLATED: tl.constexpr, NORMED: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    rstd_ptr,
+    sums_ptr,
+    start,
+    step,
+    tokens,
+    channel,
+    plane,
+    rstd_plane,
+    scale,
+    level,
+    ISOLATED: tl.constexpr,
+    NORMED: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """X, Y and D of a level; finite where documents are ISOLATED."""
     kind = q_ptr.dtype.element_ty
     k_rstd_ptr = rstd_ptr + rstd_plane if NORMED else rstd_ptr
@@ -612,9 +762,19 @@ def _level_rows(
 
 @triton.jit
 def _diagonal(
-    pairs_ptr, ptr, rstd_ptr, start, step, tokens, channel, factor, NORMED: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    pairs_ptr,
+    ptr,
+    rstd_ptr,
+    start,
+    step,
+    tokens,
+    channel,
+    factor,
+    NORMED: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Rows of q or k times the diagonal of dP."""
     own = tl.load(pairs_ptr + tl.arange(0, CHUNK) * (CHUNK + 1)).to(tl.float32)
     x = _scaled(ptr, rstd_ptr, start, step, tokens, channel, factor, NORMED, DIM, WIDTH, CHUNK)
@@ -634,9 +794,19 @@ def _gathered(pairs, x, kind: tl.constexpr):
 
 @triton.jit
 def _times_states(
-    ptr, states, start, stride, tokens, channel, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    ptr,
+    states,
+    start,
+    stride,
+    tokens,
+    channel,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Rows of VALUE columns of a chunk times channels of a state: x S'."""
     found = tl.zeros([CHUNK, WIDTH], tl.float32)
     for column in tl.range(0, VALUE, BLOCK, num_stages=STAGES):
@@ -648,10 +818,21 @@ def _times_states(
 
 @triton.jit
 def _from_states(
-    dv_ptr, values_ptr, states_ptr, dstates_ptr, start, dv_step, tokens, channel,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dv_ptr,
+    values_ptr,
+    states_ptr,
+    dstates_ptr,
+    start,
+    dv_step,
+    tokens,
+    channel,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Rows of a chunk times channels of the states, dV S' and N dS'', and the sums of S dS'."""
     from_v = tl.zeros([CHUNK, WIDTH], tl.float32)
     from_n = tl.zeros([CHUNK, WIDTH], tl.float32)
@@ -669,9 +850,16 @@ def _from_states(
 
 @triton.jit
 def _to_start(
-    sums_ptr, first_ptr, start, tokens, plane, EXACT: tl.constexpr, SIZE: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    sums_ptr,
+    first_ptr,
+    start,
+    tokens,
+    plane,
+    EXACT: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """The decays e."""
     coarse, fine = _total(sums_ptr, plane, tl.arange(0, CHUNK), EXACT, SIZE, WIDTH)
     e = tl.exp2(coarse + fine)
@@ -683,9 +871,16 @@ def _to_start(
 
 @triton.jit
 def _to_end(
-    sums_ptr, first_ptr, start, tokens, plane, EXACT: tl.constexpr, SIZE: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    sums_ptr,
+    first_ptr,
+    start,
+    tokens,
+    plane,
+    EXACT: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """The decays r."""
     coarse, fine = _total(sums_ptr, plane, tl.arange(0, CHUNK), EXACT, SIZE, WIDTH)
     at = sums_ptr + (CHUNK - 1) * SIZE + tl.arange(0, WIDTH)
@@ -715,10 +910,29 @@ def _to_later(dsums, first_ptr, start, tokens, kind: tl.constexpr, CHUNK: tl.con
 
 @triton.jit
 def _kimi_delta_queries_kernel(
-    dy_ptr, q_ptr, k_ptr, first_ptr, states_ptr, sums_ptr, queries_ptr, rstd_ptr, pairs_ptr, dq_ptr,
-    dsums_ptr, flags_ptr, dy_steps, k_steps, first_step, sizes, scale, SHAPE: tl.constexpr,
-    STAGES: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr, ISOLATED: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    q_ptr,
+    k_ptr,
+    first_ptr,
+    states_ptr,
+    sums_ptr,
+    queries_ptr,
+    rstd_ptr,
+    pairs_ptr,
+    dq_ptr,
+    dsums_ptr,
+    flags_ptr,
+    dy_steps,
+    k_steps,
+    first_step,
+    sizes,
+    scale,
+    SHAPE: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ISOLATED: tl.constexpr,
+):
     """Gradients of Q, and what they give to dG.
 
     Program: WIDTH channels of a chunk of one value head; those of a chunk are neighbors.
@@ -771,9 +985,25 @@ def _kimi_delta_queries_kernel(
                     DIM, WIDTH, CHUNK)  # fmt: skip
     for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
         x, y, decay = _level_rows(
-            q_ptr, k_ptr, rstd_ptr, sums_ptr, start, k_steps[1], tokens, channel, rest, rstd_plane,
-            scale, level, ISOLATED, NORMED, DIM, SIZE, WIDTH, CHUNK,
-        )  # fmt: skip
+            q_ptr,
+            k_ptr,
+            rstd_ptr,
+            sums_ptr,
+            start,
+            k_steps[1],
+            tokens,
+            channel,
+            rest,
+            rstd_plane,
+            scale,
+            level,
+            ISOLATED,
+            NORMED,
+            DIM,
+            SIZE,
+            WIDTH,
+            CHUNK,
+        )
         found = product(_of_level(pairs_ptr, level, False, CHUNK), y)
         dq += found * decay
         dsums += found * x.to(tl.float32)
@@ -784,10 +1014,31 @@ def _kimi_delta_queries_kernel(
 
 @triton.jit
 def _kimi_delta_keys_kernel(
-    q_ptr, k_ptr, beta_ptr, first_ptr, states_ptr, dstates_ptr, values_ptr, dv_ptr, sums_ptr,
-    keys_ptr, kept_ptr, z_ptr, rstd_ptr, pairs_ptr, mixed_ptr, dk_ptr, dg_ptr, flags_ptr, strides,
-    sizes, scale, SHAPE: tl.constexpr, TILE: tl.constexpr, ISOLATED: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    beta_ptr,
+    first_ptr,
+    states_ptr,
+    dstates_ptr,
+    values_ptr,
+    dv_ptr,
+    sums_ptr,
+    keys_ptr,
+    kept_ptr,
+    z_ptr,
+    rstd_ptr,
+    pairs_ptr,
+    mixed_ptr,
+    dk_ptr,
+    dg_ptr,
+    flags_ptr,
+    strides,
+    sizes,
+    scale,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    ISOLATED: tl.constexpr,
+):
     """Gradients of K and g.
 
     Program: WIDTH channels of a chunk of one value head; those of a chunk are neighbors.
@@ -878,9 +1129,21 @@ def _kimi_delta_keys_kernel(
 
 @triton.jit
 def _kimi_delta_norms_kernel(
-    q_ptr, k_ptr, rstd_ptr, from_q_ptr, from_k_ptr, dq_ptr, dk_ptr, k_steps, sizes, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    rstd_ptr,
+    from_q_ptr,
+    from_k_ptr,
+    dq_ptr,
+    dk_ptr,
+    k_steps,
+    sizes,
+    scale,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Gradients of q and k.
 
     Program: a chunk of one key head.

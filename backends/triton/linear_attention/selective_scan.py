@@ -105,9 +105,7 @@ def forward_config(info: DeviceInfo, length: int, cols: int, states: int) -> Sca
     return ScanConfig(block, 4, count, 1)
 
 
-def team_config(
-    info: DeviceInfo, rows: int, length: int, channels: int, states: int
-) -> TeamConfig:  # fmt: skip
+def team_config(info: DeviceInfo, rows: int, length: int, channels: int, states: int) -> TeamConfig:
     """Spans of tokens. Launch tables say which sequences are work for a whole card without them.
 
     Args:
@@ -165,9 +163,16 @@ class Call(NamedTuple):
         u, delta, z = self.u, self.delta, self.u if self.z is None else self.z
         up = (0, 0) if dy is None else (dy.stride(0), dy.stride(1))
         return (
-            u.stride(0), delta.stride(0), up[0], z.stride(0), self.first_step,
-            u.stride(1), delta.stride(1), up[1], z.stride(1),
-        )  # fmt: skip
+            u.stride(0),
+            delta.stride(0),
+            up[0],
+            z.stride(0),
+            self.first_step,
+            u.stride(1),
+            delta.stride(1),
+            up[1],
+            z.stride(1),
+        )
 
     def by_state(self) -> Call:
         """A and the first states with channels last, where neighboring threads have them."""
@@ -218,8 +223,10 @@ class Call(NamedTuple):
 
 
 FORMULAS: dict[str, Callable[..., Any]] = {
-    "forward": forward_config, "backward": backward_config, "team": team_config,
-}  # fmt: skip
+    "forward": forward_config,
+    "backward": backward_config,
+    "team": team_config,
+}
 
 
 def _exchanges(c: Call, k: BackwardConfig) -> int:
@@ -268,13 +275,31 @@ def _by_state(x: Tensor | None) -> Tensor | None:
 
 
 def _call(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    bias: Tensor | None, initial: Tensor | None, first: Tensor | None, softplus: bool,
-) -> Call:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    bias: Tensor | None,
+    initial: Tensor | None,
+    first: Tensor | None,
+    softplus: bool,
+) -> Call:
     return Call(
-        _adjacent(u), _adjacent(delta), A.contiguous(), B, C, _dense(D),
-        None if z is None else _adjacent(z), _dense(bias), _dense(initial), _dense(first), softplus,
-    )  # fmt: skip
+        _adjacent(u),
+        _adjacent(delta),
+        A.contiguous(),
+        B,
+        C,
+        _dense(D),
+        None if z is None else _adjacent(z),
+        _dense(bias),
+        _dense(initial),
+        _dense(first),
+        softplus,
+    )
 
 
 class Passed(NamedTuple):
@@ -287,16 +312,33 @@ class Passed(NamedTuple):
 
 
 def _first_pass(
-    c: Call, k: ScanConfig, parts: Spans, pairs: Tensor, out: Passed, dy: Tensor | None = None,
+    c: Call,
+    k: ScanConfig,
+    parts: Spans,
+    pairs: Tensor,
+    out: Passed,
+    dy: Tensor | None = None,
     before: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Over the tokens of all spans; of all but the last, after which nothing comes, for ends."""
     active = parts.spans - (out.ends is not None)
     batch, length, cols = c.u.shape
     args = (
-        c.u, c.delta, c.A, pairs, dy, c.z, c.bias, before, c.first, *out,
-        c.strides(dy), (length, cols, parts.spans, active), parts.chunks, 0,
-    )  # fmt: skip
+        c.u,
+        c.delta,
+        c.A,
+        pairs,
+        dy,
+        c.z,
+        c.bias,
+        before,
+        c.first,
+        *out,
+        c.strides(dy),
+        (length, cols, parts.spans, active),
+        parts.chunks,
+        0,
+    )
     even, count = c.even(parts.tokens, k.block), cdiv(cols, k.block)
     constants = c.constants(k.block, (parts.parts, parts.step), k.ahead, even)
     launch(_selective_scan_states_kernel, batch * active * count, args, constants, k.num_warps)
@@ -309,10 +351,12 @@ def _join(
     batch, length, cols = c.u.shape
     states = c.B.shape[2]
     launch(
-        _selective_scan_join_kernel, batch * cdiv(states * cols, JOINED),
+        _selective_scan_join_kernel,
+        batch * cdiv(states * cols, JOINED),
         (ends, sums, c.A, given, c.first, c.first_step, length, cols, parts.spans, parts.tokens),
-        (states, JOINED, reverse), 4,
-    )  # fmt: skip
+        (states, JOINED, reverse),
+        4,
+    )
     return ends
 
 
@@ -324,9 +368,14 @@ def _states_before(c: Call, k: ScanConfig, parts: Spans, pairs: Tensor) -> Tenso
 
 
 def _known(
-    c: Call, k: ScanConfig, parts: Spans, pairs: Tensor, dy: Tensor, dfinal: Tensor | None,
+    c: Call,
+    k: ScanConfig,
+    parts: Spans,
+    pairs: Tensor,
+    dy: Tensor,
+    dfinal: Tensor | None,
     states: Tensor,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor | None, Tensor | None]:
     """What the reverse pass starts from: gradients after spans, and states before chunks."""
     at_chunks = c.tiles(k.block, parts.spans, parts.chunks)
     if parts.spans == 1:
@@ -347,9 +396,22 @@ def _by_spans(c: Call, y: Tensor, final_wanted: bool) -> tuple[Tensor | None, Te
     before = _states_before(c, k, parts, pairs) if split else c.initial
     final = c.numbers(c.B.shape[2]) if final_wanted else None
     args = (
-        c.u, c.delta, c.A, pairs, c.D, c.z, c.bias, before, c.first, y, final, c.strides(),
-        (length, cols, parts.spans), parts.chunks, 0,
-    )  # fmt: skip
+        c.u,
+        c.delta,
+        c.A,
+        pairs,
+        c.D,
+        c.z,
+        c.bias,
+        before,
+        c.first,
+        y,
+        final,
+        c.strides(),
+        (length, cols, parts.spans),
+        parts.chunks,
+        0,
+    )
     programs = batch * parts.spans * cdiv(cols, k.block)
     constants = c.constants(k.step, k.block, k.ahead, c.even(parts.tokens, k.block))
     launch(_selective_scan_forward_kernel, programs, args, constants, k.num_warps)
@@ -368,9 +430,23 @@ def _by_teams(
     final = y.new_empty(batch, *c.A.shape, dtype=torch.float32) if final_wanted else None
     before = c.states(spans) if spans > 1 else None
     args = (
-        c.u, c.delta, c.A, c.pairs((steps + 1) * tokens), c.D, c.z, c.bias, c.initial, c.first, y,
-        final, before, c.strides(), (length, cols, spans), steps, 0,
-    )  # fmt: skip
+        c.u,
+        c.delta,
+        c.A,
+        c.pairs((steps + 1) * tokens),
+        c.D,
+        c.z,
+        c.bias,
+        c.initial,
+        c.first,
+        y,
+        final,
+        before,
+        c.strides(),
+        (length, cols, spans),
+        steps,
+        0,
+    )
     levels, even = k.team.bit_length() - 1, c.even(tokens, k.block)
     constants = c.constants(k.block, (k.team, levels, k.count, reference.SPAN), even)
     programs = batch * cdiv(cols, k.block)
@@ -379,22 +455,42 @@ def _by_teams(
 
 
 def forward(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
-    z: Optional[Tensor], delta_bias: Optional[Tensor], initial_state: Optional[Tensor],
-    first: Optional[Tensor], delta_softplus: bool, output_final_state: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    delta_bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    delta_softplus: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """One launch, or three where spans of tokens share the work of a channel's thread."""
     if not u.numel():
         return reference.forward(
-            u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus,
+            u,
+            delta,
+            A,
+            B,
+            C,
+            D,
+            z,
+            delta_bias,
+            initial_state,
+            first,
+            delta_softplus,
             output_final_state,
-        )  # fmt: skip
+        )
     c = _call(u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus)
     y, k = u.new_empty(u.shape), c.config("team")
     final, before = (
-        _by_teams(c, k, y, output_final_state) if k.team
+        _by_teams(c, k, y, output_final_state)
+        if k.team
         else _by_spans(c.by_state(), y, output_final_state)
-    )  # fmt: skip
+    )
     final, before = (
         u.new_empty(0, dtype=torch.float32) if x is None else x for x in (final, before)
     )
@@ -442,11 +538,15 @@ def _room(c: Call, spans: int, needs: dict[str, bool]) -> Gradients:
         return c.u.new_empty(shape, dtype=kind) if needs[name] else None
 
     return Gradients(
-        new("u", c.u, *c.u.shape), new("delta", c.delta, *c.u.shape), new("z", c.z, *c.u.shape),
-        new("A", None, batch, spans, states, cols), None, new("D", None, batch, spans, cols),
+        new("u", c.u, *c.u.shape),
+        new("delta", c.delta, *c.u.shape),
+        new("z", c.z, *c.u.shape),
+        new("A", None, batch, spans, states, cols),
+        None,
+        new("D", None, batch, spans, cols),
         new("delta_bias", None, batch, spans, cols),
         new("initial_state", None, batch, states, cols),
-    )  # fmt: skip
+    )
 
 
 def _part(given: Any, some: slice) -> Any:
@@ -454,10 +554,13 @@ def _part(given: Any, some: slice) -> Any:
     whole = ("A", "D", "bias") if isinstance(given, Call) else ()
     one = isinstance(given, Call) and given.first_step == 0
     kept = (*whole, "first") if one else whole
-    return given._replace(**{
-        name: x[some] for name, x in given._asdict().items()
-        if isinstance(x, Tensor) and name not in kept
-    })  # fmt: skip
+    return given._replace(
+        **{
+            name: x[some]
+            for name, x in given._asdict().items()
+            if isinstance(x, Tensor) and name not in kept
+        }
+    )
 
 
 def _groups(c: Call, parts: Spans, block: int) -> list[slice]:
@@ -469,19 +572,39 @@ def _groups(c: Call, parts: Spans, block: int) -> list[slice]:
 
 
 def _reverse(
-    c: Call, k: BackwardConfig, parts: Spans, pairs: Tensor, dy: Tensor, dfinal: Tensor | None,
-    states: Tensor, out: Gradients, summed: bool,
-) -> Tensor | None:  # fmt: skip
+    c: Call,
+    k: BackwardConfig,
+    parts: Spans,
+    pairs: Tensor,
+    dy: Tensor,
+    dfinal: Tensor | None,
+    states: Tensor,
+    out: Gradients,
+    summed: bool,
+) -> Tensor | None:
     """Write the gradients of some sequences; return those of B and C, side by side."""
     batch, length, cols = c.u.shape
     after, at_chunks = _known(c, k, parts, pairs, dy, dfinal, states)
     blocks = cdiv(cols, k.block)
     sums = pairs.new_empty(blocks, *pairs.shape) if summed else None
     args = (
-        c.u, dy, c.delta, c.A, pairs, c.D, c.z, c.bias, c.first, at_chunks, after,
-        *out._replace(pairs=sums), c.strides(dy), (length, cols, parts.spans, batch),
-        parts.chunks, 0,
-    )  # fmt: skip
+        c.u,
+        dy,
+        c.delta,
+        c.A,
+        pairs,
+        c.D,
+        c.z,
+        c.bias,
+        c.first,
+        at_chunks,
+        after,
+        *out._replace(pairs=sums),
+        c.strides(dy),
+        (length, cols, parts.spans, batch),
+        parts.chunks,
+        0,
+    )
     even = c.even(parts.tokens, k.block)
     shape = c.constants(k.block, k.parts, k.step, _exchanges(c, k), k.ahead, even)
     programs = batch * parts.spans * blocks
@@ -500,27 +623,79 @@ def _numbers(total: Tensor | None, i: int, like: Tensor) -> Tensor:
 
 
 def backward(
-    dy: Optional[Tensor], dfinal_state: Optional[Tensor], u: Tensor, delta: Tensor, A: Tensor,
-    B: Tensor, C: Tensor, D: Optional[Tensor], z: Optional[Tensor], delta_bias: Optional[Tensor],
-    initial_state: Optional[Tensor], first: Optional[Tensor], states: Tensor, delta_softplus: bool,
-    needs_u: bool, needs_delta: bool, needs_A: bool, needs_B: bool, needs_C: bool, needs_D: bool,
-    needs_z: bool, needs_delta_bias: bool, needs_initial_state: bool,
-) -> Nine:  # fmt: skip
+    dy: Optional[Tensor],
+    dfinal_state: Optional[Tensor],
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    delta_bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    states: Tensor,
+    delta_softplus: bool,
+    needs_u: bool,
+    needs_delta: bool,
+    needs_A: bool,
+    needs_B: bool,
+    needs_C: bool,
+    needs_D: bool,
+    needs_z: bool,
+    needs_delta_bias: bool,
+    needs_initial_state: bool,
+) -> Nine:
     """The first pass, the reverse pass, and a launch for every sum of parts."""
     given = {
-        "u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias,
+        "u": u,
+        "delta": delta,
+        "A": A,
+        "B": B,
+        "C": C,
+        "D": D,
+        "z": z,
+        "delta_bias": delta_bias,
         "initial_state": initial_state,
-    }  # fmt: skip
+    }
     if not u.numel():
         return reference.backward(
-            dy, dfinal_state, u, delta, A, B, C, D, z, delta_bias, initial_state, first, states,
-            delta_softplus, needs_u, needs_delta, needs_A, needs_B, needs_C, needs_D, needs_z,
-            needs_delta_bias, needs_initial_state,
-        )  # fmt: skip
+            dy,
+            dfinal_state,
+            u,
+            delta,
+            A,
+            B,
+            C,
+            D,
+            z,
+            delta_bias,
+            initial_state,
+            first,
+            states,
+            delta_softplus,
+            needs_u,
+            needs_delta,
+            needs_A,
+            needs_B,
+            needs_C,
+            needs_D,
+            needs_z,
+            needs_delta_bias,
+            needs_initial_state,
+        )
     needs = (
-        needs_u, needs_delta, needs_A, needs_B, needs_C, needs_D, needs_z, needs_delta_bias,
+        needs_u,
+        needs_delta,
+        needs_A,
+        needs_B,
+        needs_C,
+        needs_D,
+        needs_z,
+        needs_delta_bias,
         needs_initial_state,
-    )  # fmt: skip
+    )
     wanted = {n: need and given[n] is not None for n, need in zip(given, needs, strict=True)}
     c = _call(u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus).by_state()
     k = c.config("backward")
@@ -530,15 +705,23 @@ def backward(
     summed, totals = wanted["B"] or wanted["C"], []
     for some in _groups(c, parts, k.block):
         made = _reverse(
-            _part(c, some), k, parts, pairs[some], dy[some],
-            None if dfinal is None else dfinal[some], states[some], _part(out, some), summed,
-        )  # fmt: skip
+            _part(c, some),
+            k,
+            parts,
+            pairs[some],
+            dy[some],
+            None if dfinal is None else dfinal[some],
+            states[some],
+            _part(out, some),
+            summed,
+        )
         totals += [] if made is None else [made]
     total = torch.cat(totals) if totals else None
     numbers = {"B": (0, B), "C": (1, C)}
     found = [
-        _numbers(total if wanted[n] else None, *numbers[n]) if n in numbers
+        _numbers(total if wanted[n] else None, *numbers[n])
+        if n in numbers
         else out.of(n, u if x is None else x)
         for n, x in given.items()
-    ]  # fmt: skip
+    ]
     return tuple(found)  # type: ignore[return-value]

@@ -97,9 +97,18 @@ def _at_token(ptr, t, stride):
 
 @triton.jit
 def _put_tokens(
-    ptr, at, rows, first, stride, lane, length, left, BACK: tl.constexpr, COUNT: tl.constexpr,
+    ptr,
+    at,
+    rows,
+    first,
+    stride,
+    lane,
+    length,
+    left,
+    BACK: tl.constexpr,
+    COUNT: tl.constexpr,
     EVEN: tl.constexpr,
-):  # fmt: skip
+):
     """Write rows of COUNT tokens from ``first`` on, if there is a tensor; BACK: in reverse.
 
     ``at`` is where it has the first of them.
@@ -118,7 +127,7 @@ def _put_tokens(
 @triton.jit
 def _load_tokens(
     ptr, at, stride, first, lane, length, left, COUNT: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
+):
     """Rows of COUNT tokens from ``first`` on, zeros past the last; none where there is no tensor.
 
     They are loaded before anything waits for one of them. ``at`` tokens on from ``ptr``, it has the
@@ -140,9 +149,19 @@ def _load_tokens(
 
 @triton.jit
 def _load_step(
-    u_ptr, delta_ptr, dy_ptr, z_ptr, at, steps, first, lane, length, left, COUNT: tl.constexpr,
+    u_ptr,
+    delta_ptr,
+    dy_ptr,
+    z_ptr,
+    at,
+    steps,
+    first,
+    lane,
+    length,
+    left,
+    COUNT: tl.constexpr,
     EVEN: tl.constexpr,
-):  # fmt: skip
+):
     """Rows of u, delta, dy and z of COUNT tokens; ``steps`` are their strides."""
     u = _load_tokens(u_ptr, at, steps[0], first, lane, length, left, COUNT, EVEN)
     raw = _load_tokens(delta_ptr, at, steps[1], first, lane, length, left, COUNT, EVEN)
@@ -181,7 +200,7 @@ def _fetch_rows(ptr, first, stride, BLOCK: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def _fetch_all_rows(
     u_ptr, delta_ptr, dy_ptr, z_ptr, first, strides, BLOCK: tl.constexpr, COUNT: tl.constexpr
-):  # fmt: skip
+):
     """The same of u, delta, dy and z."""
     _fetch_rows(u_ptr, first, strides[0], BLOCK, COUNT)
     _fetch_rows(delta_ptr, first, strides[1], BLOCK, COUNT)
@@ -284,11 +303,31 @@ TOGETHER = tl.constexpr(8)  # spans whose ends are loaded at a time
 
 @triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
 def _selective_scan_states_kernel(
-    u_ptr, delta_ptr, a_ptr, pairs_ptr, dy_ptr, z_ptr, bias_ptr, before_ptr, first_ptr, ends_ptr,
-    sums_ptr, states_ptr, dends_ptr, row_strides, extents, chunks, zero, DIM: tl.constexpr,
-    SIZE: tl.constexpr, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    AHEAD: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    u_ptr,
+    delta_ptr,
+    a_ptr,
+    pairs_ptr,
+    dy_ptr,
+    z_ptr,
+    bias_ptr,
+    before_ptr,
+    first_ptr,
+    ends_ptr,
+    sums_ptr,
+    states_ptr,
+    dends_ptr,
+    row_strides,
+    extents,
+    chunks,
+    zero,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """What spans leave, and the states before their chunks.
 
     Program: BLOCK channels of one of the first ``active`` spans of a sequence, ``chunks`` chunks of
@@ -383,9 +422,20 @@ def _selective_scan_states_kernel(
 
 @triton.jit
 def _selective_scan_join_kernel(
-    ends_ptr, sums_ptr, a_ptr, given_ptr, first_ptr, first_step, length, cols, spans, tokens,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    ends_ptr,
+    sums_ptr,
+    a_ptr,
+    given_ptr,
+    first_ptr,
+    first_step,
+    length,
+    cols,
+    spans,
+    tokens,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """From what spans leave to what is before them; with REVERSE, gradients after them.
 
     Program: BLOCK numbers of the states (DIM, channels) of one sequence, span after span of
@@ -428,11 +478,29 @@ def _selective_scan_join_kernel(
 
 @triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
 def _selective_scan_forward_kernel(
-    u_ptr, delta_ptr, a_ptr, pairs_ptr, skip_ptr, z_ptr, bias_ptr, before_ptr, first_ptr, y_ptr,
-    final_ptr, row_strides, extents, chunks, zero, DIM: tl.constexpr, SIZE: tl.constexpr,
-    SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    u_ptr,
+    delta_ptr,
+    a_ptr,
+    pairs_ptr,
+    skip_ptr,
+    z_ptr,
+    bias_ptr,
+    before_ptr,
+    first_ptr,
+    y_ptr,
+    final_ptr,
+    row_strides,
+    extents,
+    chunks,
+    zero,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
     EVEN: tl.constexpr,
-):  # fmt: skip
+):
     """Results of all tokens.
 
     Program: BLOCK channels of a span of one sequence, ``chunks`` chunks of tokens.
@@ -503,9 +571,22 @@ def _selective_scan_forward_kernel(
 
 @triton.jit
 def _states_of(
-    state, u, raw, bias, a, begins, pairs_ptr, first, length, n, SIZE: tl.constexpr,
-    SOFTPLUS: tl.constexpr, PACKED: tl.constexpr, COUNT: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    state,
+    u,
+    raw,
+    bias,
+    a,
+    begins,
+    pairs_ptr,
+    first,
+    length,
+    n,
+    SIZE: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    PACKED: tl.constexpr,
+    COUNT: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """The states before COUNT tokens from ``first`` on and after the last, sizes and slopes.
 
     And the decays of the last token.
@@ -537,9 +618,7 @@ def _exchanged(x, factor, lane, ROWS: tl.constexpr, BLOCK: tl.constexpr, FAR: tl
 
 
 @triton.jit
-def _channel_sums(
-    x, factor, lane, SIZE: tl.constexpr, BLOCK: tl.constexpr, EXCHANGE: tl.constexpr
-):  # fmt: skip
+def _channel_sums(x, factor, lane, SIZE: tl.constexpr, BLOCK: tl.constexpr, EXCHANGE: tl.constexpr):
     """Sums over the channels of a tile (states, channels) times factors, a column after the other.
 
     By tl.sum, all threads would get each of the sums, from five exchanges a state (of 32 threads).
@@ -565,9 +644,7 @@ def _put_sums(ptr, sums, SIZE: tl.constexpr, EXCHANGE: tl.constexpr):
 
 
 @triton.jit
-def _put_all_sums(
-    ptr, at, db, dc, SIZE: tl.constexpr, EXCHANGE: tl.constexpr, COUNT: tl.constexpr
-):  # fmt: skip
+def _put_all_sums(ptr, at, db, dc, SIZE: tl.constexpr, EXCHANGE: tl.constexpr, COUNT: tl.constexpr):
     """Write sums for dB and dC of COUNT tokens, the last of which is first."""
     if ptr is not None:
         ptr += at
@@ -578,19 +655,48 @@ def _put_all_sums(
 
 @triton.jit
 def _states_again(
-    state, u_ptr, delta_ptr, first_ptr, pairs_ptr, u_step, delta_step, first, part, bias, a, lane,
-    n, length, left, SIZE: tl.constexpr, SOFTPLUS: tl.constexpr, COUNT: tl.constexpr,
+    state,
+    u_ptr,
+    delta_ptr,
+    first_ptr,
+    pairs_ptr,
+    u_step,
+    delta_step,
+    first,
+    part,
+    bias,
+    a,
+    lane,
+    n,
+    length,
+    left,
+    SIZE: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    COUNT: tl.constexpr,
     EVEN: tl.constexpr,
-):  # fmt: skip
+):
     """The state before a part of a chunk: ``part`` times COUNT tokens on from ``first``."""
     for _ in tl.range(0, part):
         u = _load_tokens(u_ptr, first, u_step, first, lane, length, left, COUNT, EVEN)
         raw = _load_tokens(delta_ptr, first, delta_step, first, lane, length, left, COUNT, EVEN)
         begins = _load_begins(first_ptr, first, length, COUNT)
         h, _, _, _ = _states_of(
-            state, u, raw, bias, a, begins, pairs_ptr, first, length, n, SIZE, SOFTPLUS,
-            first_ptr is not None, COUNT, EVEN,
-        )  # fmt: skip
+            state,
+            u,
+            raw,
+            bias,
+            a,
+            begins,
+            pairs_ptr,
+            first,
+            length,
+            n,
+            SIZE,
+            SOFTPLUS,
+            first_ptr is not None,
+            COUNT,
+            EVEN,
+        )
         state = h[COUNT]
         first += COUNT
         pairs_ptr += COUNT * 2 * SIZE
@@ -608,11 +714,31 @@ def _through_gate(dy, z, h, c, skip, u):
 
 @triton.jit
 def _back(
-    carry, sums, states, u, dy, z, begins, pairs_ptr, a, skip, lane, n, first, length, zero,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    SUMMED: tl.constexpr, EXCHANGE: tl.constexpr, EVEN: tl.constexpr, FROM: tl.constexpr,
+    carry,
+    sums,
+    states,
+    u,
+    dy,
+    z,
+    begins,
+    pairs_ptr,
+    a,
+    skip,
+    lane,
+    n,
+    first,
+    length,
+    zero,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+    PACKED: tl.constexpr,
+    SUMMED: tl.constexpr,
+    EXCHANGE: tl.constexpr,
+    EVEN: tl.constexpr,
+    FROM: tl.constexpr,
     TO: tl.constexpr,
-):  # fmt: skip
+):
     """Back through the tokens FROM down to TO of a part.
 
     ``carry`` is what reaches a token's state from later ones, ``sums`` those over tokens for dA, dD
@@ -649,10 +775,22 @@ def _back(
 
 @triton.jit
 def _fetch_earlier(
-    states_ptr, tile, pairs_ptr, index, u_ptr, delta_ptr, dy_ptr, z_ptr, strides, origin,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr,
+    states_ptr,
+    tile,
+    pairs_ptr,
+    index,
+    u_ptr,
+    delta_ptr,
+    dy_ptr,
+    z_ptr,
+    strides,
+    origin,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    KEPT: tl.constexpr,
     AHEAD: tl.constexpr,
-):  # fmt: skip
+):
     """Ask for what steps after that of part ``index`` load.
 
     The tile of states of the next step; by AHEAD, also B and C of a chunk of tokens before the
@@ -671,9 +809,19 @@ def _fetch_earlier(
 
 @triton.jit
 def _put_all(
-    du_ptr, ddelta_ptr, dz_ptr, rows, made, t, cols, lane, length, left, COUNT: tl.constexpr,
+    du_ptr,
+    ddelta_ptr,
+    dz_ptr,
+    rows,
+    made,
+    t,
+    cols,
+    lane,
+    length,
+    left,
+    COUNT: tl.constexpr,
     EVEN: tl.constexpr,
-):  # fmt: skip
+):
     """Write du, ddelta and dz of COUNT tokens from t on; ``rows`` is the first of the sequence."""
     at = rows + tl.cast(t, tl.int64) * cols
     _put_tokens(du_ptr, at, made[0], t, cols, lane, length, left, True, COUNT, EVEN)
@@ -683,9 +831,20 @@ def _put_all(
 
 @triton.jit
 def _put_span_sums(
-    da_ptr, dskip_ptr, dbias_ptr, sums, place, start, cols, lane, left, later, DIM: tl.constexpr,
-    SIZE: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    da_ptr,
+    dskip_ptr,
+    dbias_ptr,
+    sums,
+    place,
+    start,
+    cols,
+    lane,
+    left,
+    later,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """Write a span's sums over tokens: dA, and the gradients of D and of the bias."""
     at = place * cols + start
     _put_tokens(dskip_ptr, at, (sums[1],), 0, cols, lane, 1, left, False, 1, EVEN)
@@ -703,10 +862,31 @@ def _skip_and_bias(skip_ptr, bias_ptr, channel, mask):
 
 @triton.jit(do_not_specialize=["chunks", "zero"])  # a loop that is always a loop
 def _selective_scan_backward_kernel(
-    u_ptr, dy_ptr, delta_ptr, a_ptr, pairs_ptr, skip_ptr, z_ptr, bias_ptr, first_ptr, states_ptr,
-    after_ptr, du_ptr, ddelta_ptr, dz_ptr, da_ptr, dpairs_ptr, dskip_ptr, dbias_ptr, dinitial_ptr,
-    row_strides, extents, chunks, zero, SHAPE: tl.constexpr,
-):  # fmt: skip
+    u_ptr,
+    dy_ptr,
+    delta_ptr,
+    a_ptr,
+    pairs_ptr,
+    skip_ptr,
+    z_ptr,
+    bias_ptr,
+    first_ptr,
+    states_ptr,
+    after_ptr,
+    du_ptr,
+    ddelta_ptr,
+    dz_ptr,
+    da_ptr,
+    dpairs_ptr,
+    dskip_ptr,
+    dbias_ptr,
+    dinitial_ptr,
+    row_strides,
+    extents,
+    chunks,
+    zero,
+    SHAPE: tl.constexpr,
+):
     """All gradients.
 
     Program: BLOCK channels of a span of one sequence, from its last chunk to the first.

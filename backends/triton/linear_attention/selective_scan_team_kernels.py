@@ -122,10 +122,29 @@ def _team_sums(parts, token, TEAM: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl
 
 @triton.jit(do_not_specialize=["steps", "zero"])  # a loop that is always a loop
 def _selective_scan_team_kernel(
-    u_ptr, delta_ptr, a_ptr, pairs_ptr, skip_ptr, z_ptr, bias_ptr, initial_ptr, first_ptr, y_ptr,
-    final_ptr, before_ptr, row_strides, extents, steps, zero, DIM: tl.constexpr, SIZE: tl.constexpr,
-    SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr, TEAMS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+    u_ptr,
+    delta_ptr,
+    a_ptr,
+    pairs_ptr,
+    skip_ptr,
+    z_ptr,
+    bias_ptr,
+    initial_ptr,
+    first_ptr,
+    y_ptr,
+    final_ptr,
+    before_ptr,
+    row_strides,
+    extents,
+    steps,
+    zero,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TEAMS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """Results of all tokens, and the states before spans of SPAN tokens.
 
     Program: BLOCK channels of one sequence, TEAM threads each; TEAM times COUNT tokens a step.

@@ -188,9 +188,14 @@ class Call(NamedTuple):
     def tokens(self) -> tuple[Any, ...]:
         """Numbers that the kernels of step sizes take."""
         return (
-            self.first_step, self.x.shape[1], self.chunks, self.x.shape[2], self.plane,
-            self.options.low, self.options.high,
-        )  # fmt: skip
+            self.first_step,
+            self.x.shape[1],
+            self.chunks,
+            self.x.shape[2],
+            self.plane,
+            self.options.low,
+            self.options.high,
+        )
 
     def sizes(self) -> tuple[Any, ...]:
         """Numbers that the other kernels take last."""
@@ -215,26 +220,47 @@ class Call(NamedTuple):
 
 def _config(name: str, formula: Callable[..., DeltaConfig], x: Tensor, B: Tensor) -> DeltaConfig:
     return launch_config(
-        f"ssd_scan.{name}", formula, x.device, tokens=x.shape[1], dim=B.shape[3],
-        value=x.shape[3], item=x.element_size(),
-    )  # fmt: skip
+        f"ssd_scan.{name}",
+        formula,
+        x.device,
+        tokens=x.shape[1],
+        dim=B.shape[3],
+        value=x.shape[3],
+        item=x.element_size(),
+    )
 
 
 def _call(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
-    dt_bias: Tensor | None, first: Tensor | None, options: StepOptions, most: int,
-) -> Call:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    first: Tensor | None,
+    options: StepOptions,
+    most: int,
+) -> Call:
     """Chunks have at most ``most`` tokens, but 16 or more."""
     chunk = min(_config("chunk", chunk_config, x, B).block, max(16, power_of_2(most + 1) // 2))
     skip = D
     if D is not None:
         skip = (D if D.ndim == 2 else D[:, None]).float().expand(x.shape[2:]).contiguous()
     return Call(
-        _rows(x), dt, A.contiguous(), _rows(B), _rows(C), skip,
+        _rows(x),
+        dt,
+        A.contiguous(),
+        _rows(B),
+        _rows(C),
+        skip,
         None if dt_bias is None else dt_bias.contiguous(),
-        None if first is None else first.contiguous(), options, chunk, cdiv(x.shape[1], chunk),
+        None if first is None else first.contiguous(),
+        options,
+        chunk,
+        cdiv(x.shape[1], chunk),
         None if first is None else flags_of(x),
-    )  # fmt: skip
+    )
 
 
 def _gates(c: Call) -> Tensor:
@@ -245,14 +271,22 @@ def _gates(c: Call) -> Tensor:
     return gates
 
 
-def _states(
-    c: Call, gates: Tensor, initial: Tensor | None, final: Tensor | None
-) -> Tensor:  # fmt: skip
+def _states(c: Call, gates: Tensor, initial: Tensor | None, final: Tensor | None) -> Tensor:
     states = c.empty_states()
     args = (
-        c.x, c.B, c.first, gates, initial, states, final, c.flags, _steps(c.x), _steps(c.B),
-        c.document_step, *c.sizes(),
-    )  # fmt: skip
+        c.x,
+        c.B,
+        c.first,
+        gates,
+        initial,
+        states,
+        final,
+        c.flags,
+        _steps(c.x),
+        _steps(c.B),
+        c.document_step,
+        *c.sizes(),
+    )
     constants, warps = c.config("states", states_config)
     count = c.streams * cdiv(c.x.shape[3], constants[4])
     launch_isolated(c.flags, _ssd_states_kernel, count, args, constants, warps)
@@ -262,9 +296,21 @@ def _states(
 def _outputs(c: Call, gates: Tensor, states: Tensor) -> Tensor:
     y = c.x.new_empty(c.x.shape)
     args = (
-        c.x, c.B, c.C, c.skip, c.first, gates, states, y, _steps(c.x), _steps(c.B), _steps(c.C),
-        c.first_step, *c.sizes(), c.group,
-    )  # fmt: skip
+        c.x,
+        c.B,
+        c.C,
+        c.skip,
+        c.first,
+        gates,
+        states,
+        y,
+        _steps(c.x),
+        _steps(c.B),
+        _steps(c.C),
+        c.first_step,
+        *c.sizes(),
+        c.group,
+    )
     constants, warps = c.config("outputs", outputs_config)
     launch(_ssd_outputs_kernel, c.x.shape[0] * c.groups * c.chunks, args, constants, warps)
     return y
@@ -308,10 +354,16 @@ class Pieces:
     def call(self, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call."""
         how = {
-            "x": self.rows, "z": self.rows, "dy": self.rows, "dt": self.heads, "A": self.heads,
-            "dt_bias": self.heads, "D": self.skips, "initial_state": self.states,
+            "x": self.rows,
+            "z": self.rows,
+            "dy": self.rows,
+            "dt": self.heads,
+            "A": self.heads,
+            "dt_bias": self.heads,
+            "D": self.skips,
+            "initial_state": self.states,
             "dfinal_state": self.states,
-        }  # fmt: skip
+        }
         return {name: how[name](x) if name in how else x for name, x in given.items()}
 
     def joined(self, found: Tensor, like: Optional[Tensor], shared: bool) -> Tensor:
@@ -349,23 +401,59 @@ def _transposed(state: Tensor | None) -> Tensor | None:
 
 
 def forward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
-    z: Optional[Tensor], dt_bias: Optional[Tensor], initial_state: Optional[Tensor],
-    first: Optional[Tensor], dt_softplus: bool, dt_min: float, dt_max: float, chunk: int,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    dt_bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+    chunk: int,
     output_final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Step sizes, the pass over states, and y for all chunks at once."""
     if not x.numel():
         return reference.forward(
-            x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, dt_min, dt_max,
-            chunk, output_final_state,
-        )  # fmt: skip
+            x,
+            dt,
+            A,
+            B,
+            C,
+            D,
+            z,
+            dt_bias,
+            initial_state,
+            first,
+            dt_softplus,
+            dt_min,
+            dt_max,
+            chunk,
+            output_final_state,
+        )
     if _pieces(x.shape[3], B.shape[3]) > 1:
         return _forward_in_pieces(
-            x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=initial_state,
-            first=first, dt_softplus=dt_softplus, dt_min=dt_min, dt_max=dt_max, chunk=chunk,
+            x=x,
+            dt=dt,
+            A=A,
+            B=B,
+            C=C,
+            D=D,
+            z=z,
+            dt_bias=dt_bias,
+            initial_state=initial_state,
+            first=first,
+            dt_softplus=dt_softplus,
+            dt_min=dt_min,
+            dt_max=dt_max,
+            chunk=chunk,
             output_final_state=output_final_state,
-        )  # fmt: skip
+        )
     options = StepOptions(dt_softplus, dt_min, dt_max)
     c = _call(x, dt, A, B, C, D, dt_bias, first, options, chunk)
     final = None
@@ -380,12 +468,32 @@ def forward(
 
 
 def backward(
-    dy: Optional[Tensor], dfinal_state: Optional[Tensor], x: Tensor, dt: Tensor, A: Tensor,
-    B: Tensor, C: Tensor, D: Optional[Tensor], z: Optional[Tensor], dt_bias: Optional[Tensor],
-    initial_state: Optional[Tensor], first: Optional[Tensor], dt_softplus: bool, dt_min: float,
-    dt_max: float, chunk: int, needs_x: bool, needs_dt: bool, needs_A: bool, needs_B: bool,
-    needs_C: bool, needs_D: bool, needs_z: bool, needs_dt_bias: bool, needs_initial_state: bool,
-) -> Nine:  # fmt: skip
+    dy: Optional[Tensor],
+    dfinal_state: Optional[Tensor],
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    dt_bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+    chunk: int,
+    needs_x: bool,
+    needs_dt: bool,
+    needs_A: bool,
+    needs_B: bool,
+    needs_C: bool,
+    needs_D: bool,
+    needs_z: bool,
+    needs_dt_bias: bool,
+    needs_initial_state: bool,
+) -> Nine:
     """The states again, their gradients in reverse, and the rest for all chunks at once."""
     if not x.numel():
         return reference.backward(
@@ -395,20 +503,43 @@ def backward(
         )  # fmt: skip
     if _pieces(x.shape[3], B.shape[3]) > 1:
         return _backward_in_pieces(
-            dy=dy, dfinal_state=dfinal_state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias,
-            initial_state=initial_state, first=first, dt_softplus=dt_softplus, dt_min=dt_min,
-            dt_max=dt_max, chunk=chunk, needs_x=needs_x, needs_dt=needs_dt, needs_A=needs_A,
-            needs_B=needs_B, needs_C=needs_C, needs_D=needs_D, needs_z=needs_z,
-            needs_dt_bias=needs_dt_bias, needs_initial_state=needs_initial_state,
-        )  # fmt: skip
+            dy=dy,
+            dfinal_state=dfinal_state,
+            x=x,
+            dt=dt,
+            A=A,
+            B=B,
+            C=C,
+            D=D,
+            z=z,
+            dt_bias=dt_bias,
+            initial_state=initial_state,
+            first=first,
+            dt_softplus=dt_softplus,
+            dt_min=dt_min,
+            dt_max=dt_max,
+            chunk=chunk,
+            needs_x=needs_x,
+            needs_dt=needs_dt,
+            needs_A=needs_A,
+            needs_B=needs_B,
+            needs_C=needs_C,
+            needs_D=needs_D,
+            needs_z=needs_z,
+            needs_dt_bias=needs_dt_bias,
+            needs_initial_state=needs_initial_state,
+        )
     options = StepOptions(dt_softplus, dt_min, dt_max)
     c = _call(x, dt, A, B, C, D, dt_bias, first, options, chunk)
     gates = _gates(c)
     states = _states(c, gates, _transposed(initial_state), None)
     dy, dz = _through_gate(c, gates, states, dy, z)
     needs_state = needs_initial_state and initial_state is not None
-    dinitial = x.new_empty(x.shape[0], x.shape[2], B.shape[3], x.shape[3],
-                           dtype=torch.float32) if needs_state else None  # fmt: skip
+    dinitial = (
+        x.new_empty(x.shape[0], x.shape[2], B.shape[3], x.shape[3], dtype=torch.float32)
+        if needs_state
+        else None
+    )
     dstates = _reverse(c, gates, dy, _transposed(dfinal_state), dinitial)
     found = _gradients(c, gates, dy, states, dstates)
     found |= {"z": dz, "initial_state": None if dinitial is None else dinitial.mT}
@@ -424,11 +555,16 @@ def backward(
         return found[name].to(like.dtype).contiguous()
 
     return (
-        given("x", x, needs_x), given("dt", dt, needs_dt), given("A", A, needs_A),
-        given("B", B, needs_B), given("C", C, needs_C), given("D", D, needs_D),
-        given("z", z, needs_z), given("dt_bias", dt_bias, needs_dt_bias),
+        given("x", x, needs_x),
+        given("dt", dt, needs_dt),
+        given("A", A, needs_A),
+        given("B", B, needs_B),
+        given("C", C, needs_C),
+        given("D", D, needs_D),
+        given("z", z, needs_z),
+        given("dt_bias", dt_bias, needs_dt_bias),
         given("initial_state", initial_state, needs_initial_state),
-    )  # fmt: skip
+    )
 
 
 def _through_gate(
@@ -448,9 +584,19 @@ def _reverse(
 ) -> Tensor:
     dstates = c.empty_states()
     args = (
-        dy, c.C, c.first, gates, dfinal, dstates, dinitial, c.flags, _steps(dy), _steps(c.C),
-        c.document_step, *c.sizes(),
-    )  # fmt: skip
+        dy,
+        c.C,
+        c.first,
+        gates,
+        dfinal,
+        dstates,
+        dinitial,
+        c.flags,
+        _steps(dy),
+        _steps(c.C),
+        c.document_step,
+        *c.sizes(),
+    )
     constants, warps = c.config("reverse", states_config)
     count = c.streams * cdiv(c.x.shape[3], constants[4])
     launch_isolated(c.flags, _ssd_reverse_kernel, count, args, constants, warps)
@@ -468,21 +614,56 @@ def _gradients(
     sums = gates.new_empty(2 + c.parts, c.plane)
     count = batch * c.groups * c.chunks
     args: tuple[Any, ...] = (
-        dy, x, c.B, c.C, c.skip, c.first, gates, dstates, dx, pairs, sums, dskips, c.flags,
-        (*_steps(dy), *_steps(x), *_steps(c.B), *_steps(c.C), c.first_step), c.sizes(), c.group,
-    )  # fmt: skip
+        dy,
+        x,
+        c.B,
+        c.C,
+        c.skip,
+        c.first,
+        gates,
+        dstates,
+        dx,
+        pairs,
+        sums,
+        dskips,
+        c.flags,
+        (*_steps(dy), *_steps(x), *_steps(c.B), *_steps(c.C), c.first_step),
+        c.sizes(),
+        c.group,
+    )
     launch_isolated(c.flags, _ssd_pairs_kernel, count, args, *c.config("pairs", pairs_config))
     args = (
-        dy, x, c.B, c.C, gates, states, dstates, pairs, sums, db, dc,
-        (*_steps(dy), *_steps(x), *_steps(c.B), *_steps(c.C)), c.sizes(), c.group,
-    )  # fmt: skip
+        dy,
+        x,
+        c.B,
+        c.C,
+        gates,
+        states,
+        dstates,
+        pairs,
+        sums,
+        db,
+        dc,
+        (*_steps(dy), *_steps(x), *_steps(c.B), *_steps(c.C)),
+        c.sizes(),
+        c.group,
+    )
     constants, warps = c.config("groups", groups_config, ROWS_OF_STATES)
     constants = (*constants, c.first is not None)
     launch(_ssd_groups_kernel, count * c.parts, args, constants, warps)
     of_heads = gates.new_empty(2, batch, many, c.chunks)
     args = (
-        c.dt, c.A, c.bias, c.first, gates, sums, ddt, of_heads, c.dt.stride(), *c.tokens(),
-    )  # fmt: skip
+        c.dt,
+        c.A,
+        c.bias,
+        c.first,
+        gates,
+        sums,
+        ddt,
+        of_heads,
+        c.dt.stride(),
+        *c.tokens(),
+    )
     flags = (c.parts, c.options.softplus, c.chunk)
     launch(_ssd_steps_kernel, c.streams * c.chunks, args, flags, 4)
     by_chunk = of_heads.permute(1, 3, 0, 2).reshape(-1, 2 * many)

@@ -74,9 +74,22 @@ def _raw_steps(dt_ptr, bias_ptr, start, stride, tokens, head, CHUNK: tl.constexp
 
 @triton.jit
 def _ssd_gates_kernel(
-    dt_ptr, a_ptr, bias_ptr, first_ptr, gates_ptr, dt_steps, first_step, tokens, chunks, many,
-    plane, low, high, SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dt_ptr,
+    a_ptr,
+    bias_ptr,
+    first_ptr,
+    gates_ptr,
+    dt_steps,
+    first_step,
+    tokens,
+    chunks,
+    many,
+    plane,
+    low,
+    high,
+    SOFTPLUS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Step sizes and decays.
 
     Program: a chunk of one head.
@@ -91,8 +104,15 @@ def _ssd_gates_kernel(
     if first_ptr is not None:
         first_ptr += batch * first_step
     seen, begins = _seen(first_ptr, start, tokens, BLOCK)
-    raw = _raw_steps(dt_ptr + batch * dt_steps[0] + head * dt_steps[2], bias_ptr, start,
-                     dt_steps[1], tokens, head, BLOCK)  # fmt: skip
+    raw = _raw_steps(
+        dt_ptr + batch * dt_steps[0] + head * dt_steps[2],
+        bias_ptr,
+        start,
+        dt_steps[1],
+        tokens,
+        head,
+        BLOCK,
+    )
     steps = _softplus(raw) if SOFTPLUS else raw
     steps = tl.where(steps < low, low, tl.where(steps > high, high, steps))  # NaN stays NaN
     steps = tl.where(start + row < tokens, steps, 0.0)
@@ -108,10 +128,26 @@ def _ssd_gates_kernel(
 
 @triton.jit
 def _ssd_steps_kernel(
-    dt_ptr, a_ptr, bias_ptr, first_ptr, gates_ptr, sums_ptr, ddt_ptr, of_heads_ptr, dt_steps,
-    first_step, tokens, chunks, many, plane, low, high, PARTS: tl.constexpr,
-    SOFTPLUS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dt_ptr,
+    a_ptr,
+    bias_ptr,
+    first_ptr,
+    gates_ptr,
+    sums_ptr,
+    ddt_ptr,
+    of_heads_ptr,
+    dt_steps,
+    first_step,
+    tokens,
+    chunks,
+    many,
+    plane,
+    low,
+    high,
+    PARTS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradients of raw step sizes, of A and of the bias.
 
     Program: a chunk of one head.
@@ -133,8 +169,15 @@ def _ssd_steps_kernel(
         dsums += tl.load(at + part * plane)
     dg = tl.sum(tl.where(seen, dsums[:, None], 0.0), 0)
     dsteps += dg * tl.load(a_ptr + head).to(tl.float32)
-    raw = _raw_steps(dt_ptr + batch * dt_steps[0] + head * dt_steps[2], bias_ptr, start,
-                     dt_steps[1], tokens, head, BLOCK)  # fmt: skip
+    raw = _raw_steps(
+        dt_ptr + batch * dt_steps[0] + head * dt_steps[2],
+        bias_ptr,
+        start,
+        dt_steps[1],
+        tokens,
+        head,
+        BLOCK,
+    )
     free = _softplus(raw) if SOFTPLUS else raw
     held = above(free, high) | above(-free, -low)
     dsteps = tl.where((start + row < tokens) & ~held, dsteps, 0.0)
@@ -164,11 +207,30 @@ def _columns_of_head(chunks, groups, GROUP: tl.constexpr, VALUE: tl.constexpr, B
 
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _ssd_states_kernel(
-    x_ptr, b_ptr, first_ptr, gates_ptr, initial_ptr, states_ptr, final_ptr, flags_ptr, x_steps,
-    b_steps, first_step, tokens, chunks, groups, plane, GROUP: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, ISOLATED: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    b_ptr,
+    first_ptr,
+    gates_ptr,
+    initial_ptr,
+    states_ptr,
+    final_ptr,
+    flags_ptr,
+    x_steps,
+    b_steps,
+    first_step,
+    tokens,
+    chunks,
+    groups,
+    plane,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    ISOLATED: tl.constexpr,
+):
     """Pass over the chunks with the state in registers.
 
     Program: BLOCK columns of the state of one head, chunk after chunk.
@@ -187,16 +249,26 @@ def _ssd_states_kernel(
         first_ptr += batch * first_step
     state = tl.zeros([SIZE, BLOCK], tl.float32)
     if initial_ptr is not None:
-        state += _tile(initial_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE,
-                       BLOCK).to(tl.float32)  # fmt: skip
+        state += _tile(
+            initial_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK
+        ).to(tl.float32)
     for chunk in tl.range(0, chunks, num_stages=STAGES, disable_licm=True):
         start = chunk * CHUNK
         b = _tile(b_ptr, start, b_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         x = _tile(x_ptr, start, x_steps[1], tokens, column, CHUNK, VALUE, BLOCK)
         r, z = tl.load(gates_ptr + plane + start + row), tl.load(gates_ptr + start + CHUNK - 1)
         steps = tl.load(gates_ptr + 4 * plane + start + row)
-        _store_tile(states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE, state, 0, VALUE, DIM,
-                    column, SIZE, VALUE, BLOCK)  # fmt: skip
+        _store_tile(
+            states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE,
+            state,
+            0,
+            VALUE,
+            DIM,
+            column,
+            SIZE,
+            VALUE,
+            BLOCK,
+        )
         rows = x.to(tl.float32) * (r * steps)[:, None]
         if ISOLATED:
             begins = _begins(first_ptr, start, tokens, CHUNK)
@@ -206,17 +278,37 @@ def _ssd_states_kernel(
     if flags_ptr is not None:
         _flag(flags_ptr + stream, state)
     if final_ptr is not None:
-        _store_tile(final_ptr + stream * DIM * VALUE, state, 0, VALUE, DIM, column, SIZE, VALUE,
-                    BLOCK)  # fmt: skip
+        _store_tile(
+            final_ptr + stream * DIM * VALUE, state, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK
+        )
 
 
 @triton.jit(do_not_specialize=["chunks"])  # a loop that is always a loop
 def _ssd_reverse_kernel(
-    dy_ptr, c_ptr, first_ptr, gates_ptr, dfinal_ptr, dstates_ptr, dinitial_ptr, flags_ptr, dy_steps,
-    c_steps, first_step, tokens, chunks, groups, plane, GROUP: tl.constexpr, DIM: tl.constexpr,
-    SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, ISOLATED: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    c_ptr,
+    first_ptr,
+    gates_ptr,
+    dfinal_ptr,
+    dstates_ptr,
+    dinitial_ptr,
+    flags_ptr,
+    dy_steps,
+    c_steps,
+    first_step,
+    tokens,
+    chunks,
+    groups,
+    plane,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    ISOLATED: tl.constexpr,
+):
     """Pass over the chunks in reverse with the gradient of the state in registers.
 
     Program: BLOCK columns of the state of one head, from the last chunk to the first.
@@ -235,16 +327,26 @@ def _ssd_reverse_kernel(
         first_ptr += batch * first_step
     dstate = tl.zeros([SIZE, BLOCK], tl.float32)
     if dfinal_ptr is not None:
-        dstate += _tile(dfinal_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE,
-                        BLOCK).to(tl.float32)  # fmt: skip
+        dstate += _tile(
+            dfinal_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK
+        ).to(tl.float32)
     for step in tl.range(0, chunks, num_stages=STAGES, disable_licm=True):
         chunk = chunks - 1 - step
         start = chunk * CHUNK
         c = _tile(c_ptr, start, c_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         dy = _tile(dy_ptr, start, dy_steps[1], tokens, column, CHUNK, VALUE, BLOCK)
         e, z = tl.load(gates_ptr + start + row), tl.load(gates_ptr + start + CHUNK - 1)
-        _store_tile(dstates_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE, dstate, 0, VALUE, DIM,
-                    column, SIZE, VALUE, BLOCK)  # fmt: skip
+        _store_tile(
+            dstates_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE,
+            dstate,
+            0,
+            VALUE,
+            DIM,
+            column,
+            SIZE,
+            VALUE,
+            BLOCK,
+        )
         own = dy.to(tl.float32) * e[:, None]
         if ISOLATED:
             begins = _begins(first_ptr, start, tokens, CHUNK)
@@ -254,8 +356,9 @@ def _ssd_reverse_kernel(
     if flags_ptr is not None:
         _flag(flags_ptr + stream, dstate)
     if dinitial_ptr is not None:
-        _store_tile(dinitial_ptr + stream * DIM * VALUE, dstate, 0, VALUE, DIM, column, SIZE,
-                    VALUE, BLOCK)  # fmt: skip
+        _store_tile(
+            dinitial_ptr + stream * DIM * VALUE, dstate, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK
+        )
 
 
 # --- all chunks at once ---
@@ -283,11 +386,31 @@ def _skipped(skip_ptr, head, column, VALUE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["members"])  # a loop that is always a loop
 def _ssd_outputs_kernel(
-    x_ptr, b_ptr, c_ptr, skip_ptr, first_ptr, gates_ptr, states_ptr, y_ptr, x_steps, b_steps,
-    c_steps, first_step, tokens, chunks, groups, plane, members, GROUP: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    b_ptr,
+    c_ptr,
+    skip_ptr,
+    first_ptr,
+    gates_ptr,
+    states_ptr,
+    y_ptr,
+    x_steps,
+    b_steps,
+    c_steps,
+    first_step,
+    tokens,
+    chunks,
+    groups,
+    plane,
+    members,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Results of all tokens.
 
     Program: a chunk of one group, its heads one after another.
@@ -302,10 +425,26 @@ def _ssd_outputs_kernel(
     row = tl.arange(0, CHUNK)
     if first_ptr is not None:
         first_ptr += batch * first_step
-    b = _tile(b_ptr + batch * b_steps[0] + group * b_steps[2], start, b_steps[1], tokens, 0,
-              CHUNK, DIM, SIZE)  # fmt: skip
-    c = _tile(c_ptr + batch * c_steps[0] + group * c_steps[2], start, c_steps[1], tokens, 0,
-              CHUNK, DIM, SIZE)  # fmt: skip
+    b = _tile(
+        b_ptr + batch * b_steps[0] + group * b_steps[2],
+        start,
+        b_steps[1],
+        tokens,
+        0,
+        CHUNK,
+        DIM,
+        SIZE,
+    )
+    c = _tile(
+        c_ptr + batch * c_steps[0] + group * c_steps[2],
+        start,
+        c_steps[1],
+        tokens,
+        0,
+        CHUNK,
+        DIM,
+        SIZE,
+    )
     scores = product(c, tl.trans(b))
     for member in tl.range(0, members, num_stages=STAGES, disable_licm=True):
         head = group * GROUP + member
@@ -320,8 +459,16 @@ def _ssd_outputs_kernel(
             begins = _begins(first_ptr, start, tokens, CHUNK)
         p = round_to(p, c.dtype)
         for column in tl.static_range(0, VALUE, BLOCK):
-            x = _tile(x_ptr + batch * x_steps[0] + head * x_steps[2], start, x_steps[1], tokens,
-                      column, CHUNK, VALUE, BLOCK).to(tl.float32)  # fmt: skip
+            x = _tile(
+                x_ptr + batch * x_steps[0] + head * x_steps[2],
+                start,
+                x_steps[1],
+                tokens,
+                column,
+                CHUNK,
+                VALUE,
+                BLOCK,
+            ).to(tl.float32)
             s = _tile(states_ptr + whole * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK)
             y = product(c, s) * e[:, None]
             if first_ptr is not None:
@@ -335,17 +482,46 @@ def _ssd_outputs_kernel(
                 y = _plus(y, p, round_to(x * steps[:, None], c.dtype))
             if skip_ptr is not None:
                 y += x * _skipped(skip_ptr, head, column, VALUE, BLOCK)
-            _store_tile(y_ptr + (batch * tokens * many + head) * VALUE, y, start, many * VALUE,
-                        tokens, column, CHUNK, VALUE, BLOCK)  # fmt: skip
+            _store_tile(
+                y_ptr + (batch * tokens * many + head) * VALUE,
+                y,
+                start,
+                many * VALUE,
+                tokens,
+                column,
+                CHUNK,
+                VALUE,
+                BLOCK,
+            )
 
 
 @triton.jit(do_not_specialize=["members"])  # a loop that is always a loop
 def _ssd_pairs_kernel(
-    dy_ptr, x_ptr, b_ptr, c_ptr, skip_ptr, first_ptr, gates_ptr, dstates_ptr, dx_ptr, pairs_ptr,
-    sums_ptr, dskips_ptr, flags_ptr, strides, sizes, members, GROUP: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, STAGES: tl.constexpr, ISOLATED: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    b_ptr,
+    c_ptr,
+    skip_ptr,
+    first_ptr,
+    gates_ptr,
+    dstates_ptr,
+    dx_ptr,
+    pairs_ptr,
+    sums_ptr,
+    dskips_ptr,
+    flags_ptr,
+    strides,
+    sizes,
+    members,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    ISOLATED: tl.constexpr,
+):
     """Gradients of x, and of pairs of tokens.
 
     Program: a chunk of one group, its heads one after another.
@@ -444,11 +620,29 @@ def _part_of_states(sums_ptr, plane, DIM: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["members"])  # a loop that is always a loop
 def _ssd_groups_kernel(
-    dy_ptr, x_ptr, b_ptr, c_ptr, gates_ptr, states_ptr, dstates_ptr, pairs_ptr, sums_ptr, db_ptr,
-    dc_ptr, strides, sizes, members, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    VALUE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    dy_ptr,
+    x_ptr,
+    b_ptr,
+    c_ptr,
+    gates_ptr,
+    states_ptr,
+    dstates_ptr,
+    pairs_ptr,
+    sums_ptr,
+    db_ptr,
+    dc_ptr,
+    strides,
+    sizes,
+    members,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
     PACKED: tl.constexpr,
-):  # fmt: skip
+):
     """Gradients of B and C.
 
     Program: SIZE rows of states of a chunk of one group, its heads one after another.
@@ -476,15 +670,33 @@ def _ssd_groups_kernel(
         read, kept = tl.zeros([CHUNK, SIZE], tl.float32), tl.zeros([CHUNK, SIZE], tl.float32)
         passed = tl.zeros([SIZE], tl.float32)
         for column in tl.static_range(0, VALUE, BLOCK):
-            dy = _tile(dy_ptr + batch * dy_steps[0] + head * dy_steps[2], start, dy_steps[1],
-                       tokens, column, CHUNK, VALUE, BLOCK)  # fmt: skip
-            s = _tile(states_ptr + whole * DIM * VALUE, first, VALUE, DIM, column, SIZE, VALUE,
-                      BLOCK)  # fmt: skip
+            dy = _tile(
+                dy_ptr + batch * dy_steps[0] + head * dy_steps[2],
+                start,
+                dy_steps[1],
+                tokens,
+                column,
+                CHUNK,
+                VALUE,
+                BLOCK,
+            )
+            s = _tile(
+                states_ptr + whole * DIM * VALUE, first, VALUE, DIM, column, SIZE, VALUE, BLOCK
+            )
             read = _plus(read, dy, tl.trans(s))
-            x = _tile(x_ptr + batch * x_steps[0] + head * x_steps[2], start, x_steps[1], tokens,
-                      column, CHUNK, VALUE, BLOCK).to(tl.float32)  # fmt: skip
-            ds = _tile(dstates_ptr + whole * DIM * VALUE, first, VALUE, DIM, column, SIZE, VALUE,
-                       BLOCK)  # fmt: skip
+            x = _tile(
+                x_ptr + batch * x_steps[0] + head * x_steps[2],
+                start,
+                x_steps[1],
+                tokens,
+                column,
+                CHUNK,
+                VALUE,
+                BLOCK,
+            ).to(tl.float32)
+            ds = _tile(
+                dstates_ptr + whole * DIM * VALUE, first, VALUE, DIM, column, SIZE, VALUE, BLOCK
+            )
             kept = _plus(kept, round_to(x * steps[:, None], ds.dtype), tl.trans(ds))
             passed += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
         if PACKED:

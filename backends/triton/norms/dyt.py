@@ -63,9 +63,18 @@ def dyt_config(info: DeviceInfo, rows: int, cols: int, element_bytes: int) -> Dy
 
 @triton.jit
 def _dyt_forward_kernel(
-    x_ptr, alpha_ptr, weight_ptr, bias_ptr, y_ptr, x_stride, rows, cols, tiles,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    alpha_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    x_stride,
+    rows,
+    cols,
+    tiles,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Dynamic tanh of one tile.
 
     Program: ROWS rows by BLOCK columns; reads x, alpha, and weight and bias of its columns; writes
@@ -93,9 +102,23 @@ def _dyt_forward_kernel(
 
 @triton.jit
 def _dyt_backward_kernel(
-    dy_ptr, x_ptr, alpha_ptr, weight_ptr, dx_ptr, dalpha_ptr, dweight_ptr, dbias_ptr, dy_stride,
-    x_stride, rows, cols, groups, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    alpha_ptr,
+    weight_ptr,
+    dx_ptr,
+    dalpha_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    dy_stride,
+    x_stride,
+    rows,
+    cols,
+    groups,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Gradient of x, and partial sums of the gradients of alpha, weight and bias.
 
     Program: BLOCK columns and every ``groups``-th tile of ROWS rows.
@@ -162,18 +185,26 @@ def forward(x: Tensor, alpha: Tensor, weight: Optional[Tensor], bias: Optional[T
         )
         tiles, each = cdiv(cols, k.block), tile_rows(k.rows, x.stride(0), cols)
         launch(
-            _dyt_forward_kernel, cdiv(rows, each) * tiles,
-            (x, alpha, weight, bias, y, x.stride(0), rows, cols, tiles), (each, k.block),
+            _dyt_forward_kernel,
+            cdiv(rows, each) * tiles,
+            (x, alpha, weight, bias, y, x.stride(0), rows, cols, tiles),
+            (each, k.block),
             k.num_warps,
-        )  # fmt: skip
+        )
     return y
 
 
 def backward(
-    dy: Tensor, x: Tensor, alpha: Tensor, weight: Optional[Tensor],
-    bias_dtype: Optional[torch.dtype], needs_x: bool, needs_alpha: bool, needs_weight: bool,
+    dy: Tensor,
+    x: Tensor,
+    alpha: Tensor,
+    weight: Optional[Tensor],
+    bias_dtype: Optional[torch.dtype],
+    needs_x: bool,
+    needs_alpha: bool,
+    needs_weight: bool,
     needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x and the parameters; one that nobody needs is an empty tensor."""
     weight_dtype = x.dtype if weight is None else weight.dtype
     wanted = [d for d, n in ((weight_dtype, needs_weight), (bias_dtype, needs_bias)) if n and d]
@@ -193,9 +224,15 @@ def backward(
 
 
 def _gradients(
-    dy: Tensor, x: Tensor, alpha: Tensor, weight: Optional[Tensor], dx: Optional[Tensor],
-    needs_alpha: bool, needs_weight: bool, wanted: list[torch.dtype],
-) -> tuple[list[Tensor], Optional[Tensor]]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    alpha: Tensor,
+    weight: Optional[Tensor],
+    dx: Optional[Tensor],
+    needs_alpha: bool,
+    needs_weight: bool,
+    wanted: list[torch.dtype],
+) -> tuple[list[Tensor], Optional[Tensor]]:
     """Fill dx; sum the gradients of weight and bias in the dtypes wanted, and that of alpha."""
     dy, x, weight = as_rows(dy), as_rows(x), None if weight is None else weight.contiguous()
     rows, cols = x.shape
@@ -209,9 +246,11 @@ def _gradients(
     da = x.new_empty((programs, 1), dtype=torch.float32) if needs_alpha else None
     strides = (dy.stride(0), x.stride(0))
     launch(
-        _dyt_backward_kernel, programs,
+        _dyt_backward_kernel,
+        programs,
         (dy, x, alpha, weight, dx, da, dw, db, *strides, rows, cols, k.groups),
-        (tile_rows(k.rows, *strides, cols), k.block, k.stages), k.num_warps,
-    )  # fmt: skip
+        (tile_rows(k.rows, *strides, cols), k.block, k.stages),
+        k.num_warps,
+    )
     sums = list(sum_all_partials(partial, *wanted)) if wanted else []
     return sums, None if da is None else sum_partials(da, alpha.dtype)

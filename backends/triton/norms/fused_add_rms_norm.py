@@ -15,27 +15,47 @@ from liger_multi.backends.triton.norms.rms_norm import gradients, normalize
 
 
 def forward(
-    x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float,
+    x: Tensor,
+    residual: Tensor,
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
     casting: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """The norm of x + residual, the sum as it was rounded, and rstd (fp32)."""
     return normalize("fused_add_rms_norm", x, residual, weight, eps, offset, casting)
 
 
 def backward(
-    new_residual: Tensor, dy: Optional[Tensor], dnew_residual: Optional[Tensor],
-    weight: Optional[Tensor], rstd: Tensor, offset: float, casting: str, needs_x: bool,
-    needs_residual: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    new_residual: Tensor,
+    dy: Optional[Tensor],
+    dnew_residual: Optional[Tensor],
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    needs_x: bool,
+    needs_residual: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
     """The gradient of both terms, and that of weight."""
     needs_sum = needs_x or needs_residual
     if dy is not None:
         return gradients(
-            "fused_add_rms_norm", dy, dnew_residual, new_residual, weight, rstd, offset,
-            casting, needs_sum, needs_weight,
-        )  # fmt: skip
-    dx = torch.empty(new_residual.shape if needs_sum else 0, dtype=new_residual.dtype,
-                     device=new_residual.device)  # fmt: skip
+            "fused_add_rms_norm",
+            dy,
+            dnew_residual,
+            new_residual,
+            weight,
+            rstd,
+            offset,
+            casting,
+            needs_sum,
+            needs_weight,
+        )
+    dx = torch.empty(
+        new_residual.shape if needs_sum else 0, dtype=new_residual.dtype, device=new_residual.device
+    )
     if needs_sum and dnew_residual is not None:
         dx.copy_(dnew_residual)  # nobody used the norm; a result may not be one of the inputs
     if weight is None or not needs_weight:

@@ -12,9 +12,14 @@ from liger_multi.backends.triton.norms.rms_norm import normalize
 
 
 def forward(
-    x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float,
-    casting: str, writes_y: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
+    casting: str,
+    writes_y: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Y where it is wanted, the sum, codes and scales of y, and rstd (fp32)."""
     room = code_room(x, writes_y)
     name = "fused_add_rms_norm"

@@ -42,10 +42,25 @@ def _load_scaled(ptr, at, mask, scale):
 
 @triton.jit
 def _scaled_add_rms_norm_forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, rstd_ptr, x_stride, residual_stride, rows, cols,
-    eps, x_scale, residual_scale, OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    s_ptr,
+    rstd_ptr,
+    x_stride,
+    residual_stride,
+    rows,
+    cols,
+    eps,
+    x_scale,
+    residual_scale,
+    OFFSET: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROUND: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Scaled sum and RMSNorm of rows that fit into registers.
 
     Program: ROWS whole rows; reads x, residual and weight, writes s, rstd and y. The norm is that
@@ -76,10 +91,23 @@ def _scaled_add_rms_norm_forward_kernel(
 
 @triton.jit
 def _scaled_add_rms_norm_forward_wide_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, rstd_ptr, x_stride, residual_stride, cols, eps,
-    x_scale, residual_scale, OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    s_ptr,
+    rstd_ptr,
+    x_stride,
+    residual_stride,
+    cols,
+    eps,
+    x_scale,
+    residual_scale,
+    OFFSET: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROUND: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """The same for wider rows, in two passes of BLOCK columns a step.
 
     Program: one row. The first pass sums squares, the second adds the terms again and writes s and
@@ -113,9 +141,15 @@ def _scaled_add_rms_norm_forward_wide_kernel(
 
 
 def forward(
-    x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float,
-    casting: str, x_scale: float, residual_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
+    casting: str,
+    x_scale: float,
+    residual_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The norm of the sum, the sum as it was rounded, and rstd (fp32)."""
     kind = torch.promote_types(x.dtype, residual.dtype)
     rounds = casting == "llama" and weight is not None
@@ -138,28 +172,52 @@ def forward(
     tensors = (x, residual, weight, y, s, rstd, x.stride(0), residual.stride(0))
     if k.block >= cols:
         launch(
-            _scaled_add_rms_norm_forward_kernel, cdiv(rows, k.rows),
-            (*tensors, rows, cols, eps, *by), (*how, k.rows, k.block), k.num_warps,
-        )  # fmt: skip
+            _scaled_add_rms_norm_forward_kernel,
+            cdiv(rows, k.rows),
+            (*tensors, rows, cols, eps, *by),
+            (*how, k.rows, k.block),
+            k.num_warps,
+        )
     else:
         launch(
-            _scaled_add_rms_norm_forward_wide_kernel, rows, (*tensors, cols, eps, *by),
-            (*how, k.block), k.num_warps,
-        )  # fmt: skip
+            _scaled_add_rms_norm_forward_wide_kernel,
+            rows,
+            (*tensors, cols, eps, *by),
+            (*how, k.block),
+            k.num_warps,
+        )
     return y, s, rstd
 
 
 def backward(
-    new_residual: Tensor, dy: Optional[Tensor], dnew_residual: Optional[Tensor],
-    weight: Optional[Tensor], rstd: Tensor, offset: float, casting: str, x_scale: float,
-    residual_scale: float, x_dtype: torch.dtype, residual_dtype: torch.dtype, needs_x: bool,
-    needs_residual: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    new_residual: Tensor,
+    dy: Optional[Tensor],
+    dnew_residual: Optional[Tensor],
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    x_scale: float,
+    residual_scale: float,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+    needs_x: bool,
+    needs_residual: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the sum, scaled for each term, and that of weight."""
     ds, dweight = fused_add_rms_norm.backward(
-        new_residual, dy, dnew_residual, weight, rstd, offset, casting, needs_x, needs_residual,
+        new_residual,
+        dy,
+        dnew_residual,
+        weight,
+        rstd,
+        offset,
+        casting,
+        needs_x,
+        needs_residual,
         needs_weight,
-    )  # fmt: skip
+    )
     dx = (ds * x_scale).to(x_dtype) if needs_x else ds.new_empty(0, dtype=x_dtype)
     if not needs_residual:
         return dx, ds.new_empty(0, dtype=residual_dtype), dweight

@@ -69,10 +69,25 @@ def _scaled(n, weight, x_ptr, weight_ptr, ROUND: tl.constexpr):
 
 @triton.jit
 def _gated_rms_norm_forward_kernel(
-    x_ptr, gate_ptr, weight_ptr, y_ptr, rstd_ptr, x_stride, gate_stride, rows, size, groups, eps,
-    OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, FIRST: tl.constexpr,
-    SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    gate_ptr,
+    weight_ptr,
+    y_ptr,
+    rstd_ptr,
+    x_stride,
+    gate_stride,
+    rows,
+    size,
+    groups,
+    eps,
+    OFFSET: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROUND: tl.constexpr,
+    FIRST: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gated RMSNorm of groups that fit into registers.
 
     Program: one group of columns of ROWS rows; reads x, gate and weight, writes rstd and y. FIRST:
@@ -111,10 +126,23 @@ def _gated_rms_norm_forward_kernel(
 
 @triton.jit
 def _gated_rms_norm_forward_wide_kernel(
-    x_ptr, gate_ptr, weight_ptr, y_ptr, rstd_ptr, x_stride, gate_stride, size, groups, eps,
-    OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, FIRST: tl.constexpr,
-    SILU: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    gate_ptr,
+    weight_ptr,
+    y_ptr,
+    rstd_ptr,
+    x_stride,
+    gate_stride,
+    size,
+    groups,
+    eps,
+    OFFSET: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROUND: tl.constexpr,
+    FIRST: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The same for wider groups, in two passes of BLOCK columns a step.
 
     Program: one group of one row. The first pass sums squares, the second reads again and writes y.
@@ -156,11 +184,29 @@ def _gated_rms_norm_forward_wide_kernel(
 
 @triton.jit
 def _gated_rms_norm_backward_kernel(
-    dy_ptr, x_ptr, gate_ptr, weight_ptr, rstd_ptr, dx_ptr, dgate_ptr, partial_ptr, dy_stride,
-    x_stride, gate_stride, rows, size, groups, OFFSET: tl.constexpr, EXACT: tl.constexpr,
-    ROUND: tl.constexpr, FIRST: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    gate_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dgate_ptr,
+    partial_ptr,
+    dy_stride,
+    x_stride,
+    gate_stride,
+    rows,
+    size,
+    groups,
+    OFFSET: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROUND: tl.constexpr,
+    FIRST: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Gradients of x and gate, and partial sums of the weight's; groups fit into registers.
 
     Program: persistent; one group of columns, and every ``row_programs``-th tile of ROWS rows.
@@ -229,10 +275,25 @@ def _gated_rms_norm_backward_kernel(
 
 @triton.jit
 def _gated_rms_norm_backward_wide_kernel(
-    dy_ptr, x_ptr, gate_ptr, weight_ptr, rstd_ptr, dx_ptr, dgate_ptr, dy_stride, x_stride,
-    gate_stride, size, groups, OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr,
-    FIRST: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    gate_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dgate_ptr,
+    dy_stride,
+    x_stride,
+    gate_stride,
+    size,
+    groups,
+    OFFSET: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROUND: tl.constexpr,
+    FIRST: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradients of x and gate for wider groups, in two passes of BLOCK columns a step.
 
     Program: one group of one row. The first pass sums g * n over the group, the second reads again
@@ -289,10 +350,24 @@ def _gated_rms_norm_backward_wide_kernel(
 
 @triton.jit
 def _gated_rms_norm_backward_wide_weight_kernel(
-    dy_ptr, x_ptr, gate_ptr, rstd_ptr, partial_ptr, dy_stride, x_stride, gate_stride, rows, size,
-    groups, row_programs, ROUND: tl.constexpr, FIRST: tl.constexpr, SILU: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    gate_ptr,
+    rstd_ptr,
+    partial_ptr,
+    dy_stride,
+    x_stride,
+    gate_stride,
+    rows,
+    size,
+    groups,
+    row_programs,
+    ROUND: tl.constexpr,
+    FIRST: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Partial sums of the weight's gradient for wider groups.
 
     Program: BLOCK columns of one group and every ``row_programs``-th row; writes one fp32 partial.
@@ -343,9 +418,13 @@ def gated_backward_config(
 
 
 def _how(
-    weight: Optional[Tensor], gate: Optional[Tensor], offset: float, casting: str,
-    norm_first: bool, activation: str,
-) -> tuple[object, ...]:  # fmt: skip
+    weight: Optional[Tensor],
+    gate: Optional[Tensor],
+    offset: float,
+    casting: str,
+    norm_first: bool,
+    activation: str,
+) -> tuple[object, ...]:
     """OFFSET, EXACT, ROUND, FIRST and SILU."""
     rounds = casting == "llama" and weight is not None
     first = gate is not None and not norm_first
@@ -353,9 +432,16 @@ def _how(
 
 
 def forward(
-    x: Tensor, gate: Optional[Tensor], weight: Optional[Tensor], eps: float, offset: float,
-    casting: str, group_size: int, norm_first: bool, activation: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    gate: Optional[Tensor],
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
+    casting: str,
+    group_size: int,
+    norm_first: bool,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
     """y, and rstd (fp32) of every group."""
     how = _how(weight, gate, offset, casting, norm_first, activation)
     wide = weight is not None and casting == "llama" and (gate is None or not norm_first)
@@ -376,23 +462,38 @@ def forward(
     if k.block >= group_size:
         each = tile_rows(k.rows, *strides, group_size * groups)
         launch(
-            _gated_rms_norm_forward_kernel, cdiv(rows, each) * groups,
-            (*tensors, *strides, rows, group_size, groups, eps), (*how, each, k.block),
+            _gated_rms_norm_forward_kernel,
+            cdiv(rows, each) * groups,
+            (*tensors, *strides, rows, group_size, groups, eps),
+            (*how, each, k.block),
             k.num_warps,
-        )  # fmt: skip
+        )
     else:
         launch(
-            _gated_rms_norm_forward_wide_kernel, rows * groups,
-            (*tensors, *strides, group_size, groups, eps), (*how, k.block), k.num_warps,
-        )  # fmt: skip
+            _gated_rms_norm_forward_wide_kernel,
+            rows * groups,
+            (*tensors, *strides, group_size, groups, eps),
+            (*how, k.block),
+            k.num_warps,
+        )
     return y, rstd
 
 
 def backward(
-    dy: Tensor, x: Tensor, gate: Optional[Tensor], weight: Optional[Tensor], rstd: Tensor,
-    offset: float, casting: str, group_size: int, norm_first: bool, activation: str,
-    needs_x: bool, needs_gate: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    gate: Optional[Tensor],
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    group_size: int,
+    norm_first: bool,
+    activation: str,
+    needs_x: bool,
+    needs_gate: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, gate and weight; one that nobody needs is an empty tensor."""
     how = _how(weight, gate, offset, casting, norm_first, activation)
     needs_gate, needs_weight = needs_gate and gate is not None, needs_weight and weight is not None
@@ -413,38 +514,53 @@ def backward(
 
 
 def _launch(
-    dy: Tensor, x: Tensor, gate: Optional[Tensor], weight: Optional[Tensor], rstd: Tensor,
-    made: tuple[Optional[Tensor], Optional[Tensor]], size: int, how: tuple[object, ...],
+    dy: Tensor,
+    x: Tensor,
+    gate: Optional[Tensor],
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    made: tuple[Optional[Tensor], Optional[Tensor]],
+    size: int,
+    how: tuple[object, ...],
     needs_weight: bool,
-) -> Optional[Tensor]:  # fmt: skip
+) -> Optional[Tensor]:
     """Fill dx and dgate where they have elements; return partials of the weight's gradient."""
     (rows, cols), groups = x.shape, x.shape[1] // size
     read = dy.element_size() + x.element_size() + (0 if gate is None else gate.element_size())
     k = launch_config(
-        "gated_rms_norm.backward", gated_backward_config, x.device, rows=rows * groups, cols=size,
+        "gated_rms_norm.backward",
+        gated_backward_config,
+        x.device,
+        rows=rows * groups,
+        cols=size,
         element_bytes=read,
-    )  # fmt: skip
+    )
     row_programs = max(1, min(cdiv(k.programs, groups), cdiv(rows, k.rows)))
     partial = x.new_empty((row_programs, cols), dtype=torch.float32) if needs_weight else None
     strides = (dy.stride(0), x.stride(0), 0 if gate is None else gate.stride(0))
     if k.block >= size:
         launch(
-            _gated_rms_norm_backward_kernel, row_programs * groups,
+            _gated_rms_norm_backward_kernel,
+            row_programs * groups,
             (dy, x, gate, weight, rstd, *made, partial, *strides, rows, size, groups),
-            (*how, tile_rows(k.rows, *strides, cols), k.block, k.stages), k.num_warps,
-        )  # fmt: skip
+            (*how, tile_rows(k.rows, *strides, cols), k.block, k.stages),
+            k.num_warps,
+        )
         return partial
     if made != (None, None):
         launch(
-            _gated_rms_norm_backward_wide_kernel, rows * groups,
-            (dy, x, gate, weight, rstd, *made, *strides, size, groups), (*how, k.block),
+            _gated_rms_norm_backward_wide_kernel,
+            rows * groups,
+            (dy, x, gate, weight, rstd, *made, *strides, size, groups),
+            (*how, k.block),
             k.num_warps,
-        )  # fmt: skip
+        )
     if partial is not None:
         launch(
             _gated_rms_norm_backward_wide_weight_kernel,
             row_programs * groups * cdiv(size, k.block),
             (dy, x, gate, rstd, partial, *strides, rows, size, groups, row_programs),
-            (*how[2:], k.block, k.stages), k.num_warps,
-        )  # fmt: skip
+            (*how[2:], k.block, k.stages),
+            k.num_warps,
+        )
     return partial

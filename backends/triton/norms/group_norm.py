@@ -42,9 +42,20 @@ from liger_multi.dispatch.launch import DeviceInfo, launch_config
 
 @triton.jit
 def _group_norm_forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, groups, each, cols, per_value, eps,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    groups,
+    each,
+    cols,
+    per_value,
+    eps,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Group norm of a group that fits into registers.
 
     Program: one group of one sample, as a tile of channels by positions; reads x, and weight and
@@ -138,9 +149,20 @@ def _group_norm_statistics_kernel(
 
 @triton.jit
 def _group_norm_apply_kernel(
-    x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, y_ptr, rows, cols, channels, each, tiles,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    mean_ptr,
+    rstd_ptr,
+    y_ptr,
+    rows,
+    cols,
+    channels,
+    each,
+    tiles,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Normalize a tile of a larger group.
 
     Program: ROWS channels by BLOCK positions; reads x, mean and rstd of each channel's group, and
@@ -165,9 +187,21 @@ def _group_norm_apply_kernel(
 
 @triton.jit
 def _group_norm_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, sums_ptr, rows, groups, each, cols,
-    per_value, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    sums_ptr,
+    rows,
+    groups,
+    each,
+    cols,
+    per_value,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradients of a group that fits into registers.
 
     Program: one group of one sample, as in forward; reads dy and x once.
@@ -201,9 +235,17 @@ def _group_norm_backward_kernel(
 
 @triton.jit
 def _group_norm_sums_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, sums_ptr, rows, cols, each, ROWS: tl.constexpr,
+    dy_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    sums_ptr,
+    rows,
+    cols,
+    each,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Sums of dy * n and of dy of every channel, for larger groups.
 
     Program: ROWS channels, in steps of BLOCK positions; each lane adds its own positions. Writes as
@@ -256,9 +298,21 @@ def _group_norm_means_kernel(
 
 @triton.jit
 def _group_norm_backward_apply_kernel(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, means_ptr, dx_ptr, rows, cols, channels, each,
-    tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    means_ptr,
+    dx_ptr,
+    rows,
+    cols,
+    channels,
+    each,
+    tiles,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradient of x of a tile of a larger group.
 
     Program: ROWS channels by BLOCK positions; reads dy, x, and mean, rstd, c1 and c2 of each
@@ -341,33 +395,51 @@ def forward(
     scale = 1.0 / (each * cols)
     if k.whole:
         launch(
-            _group_norm_forward_kernel, rows // each,
+            _group_norm_forward_kernel,
+            rows // each,
             (x, weight, bias, y, mean, rstd, num_groups, each, cols, scale, eps),
-            (k.rows, k.block), k.num_warps,
-        )  # fmt: skip
+            (k.rows, k.block),
+            k.num_warps,
+        )
         return y, mean, rstd
     moments = x.new_empty((2, rows), dtype=torch.float32)
     launch(
-        _group_norm_moments_kernel, cdiv(rows, k.rows), (x, moments, rows, cols, 1.0 / cols),
-        (k.rows, k.block), k.num_warps,
-    )  # fmt: skip
+        _group_norm_moments_kernel,
+        cdiv(rows, k.rows),
+        (x, moments, rows, cols, 1.0 / cols),
+        (k.rows, k.block),
+        k.num_warps,
+    )
     launch(
-        _group_norm_statistics_kernel, rows // each,
-        (moments, mean, rstd, rows, each, cols, scale, eps), (JOIN_BLOCK,), 4,
-    )  # fmt: skip
+        _group_norm_statistics_kernel,
+        rows // each,
+        (moments, mean, rstd, rows, each, cols, scale, eps),
+        (JOIN_BLOCK,),
+        4,
+    )
     tiles = cdiv(cols, k.block)
     launch(
-        _group_norm_apply_kernel, cdiv(rows, k.rows) * tiles,
-        (x, weight, bias, mean, rstd, y, rows, cols, channels, each, tiles), (k.rows, k.block),
+        _group_norm_apply_kernel,
+        cdiv(rows, k.rows) * tiles,
+        (x, weight, bias, mean, rstd, y, rows, cols, channels, each, tiles),
+        (k.rows, k.block),
         k.num_warps,
-    )  # fmt: skip
+    )
     return y, mean, rstd
 
 
 def backward(
-    dy: Tensor, x: Tensor, num_groups: int, weight: Optional[Tensor], mean: Tensor, rstd: Tensor,
-    bias_dtype: Optional[torch.dtype], needs_x: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    num_groups: int,
+    weight: Optional[Tensor],
+    mean: Tensor,
+    rstd: Tensor,
+    bias_dtype: Optional[torch.dtype],
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias; one that nobody needs is an empty tensor."""
     kinds = (x.dtype if weight is None else weight.dtype, bias_dtype or x.dtype)
     dx = x.new_empty(x.shape if needs_x else 0)
@@ -387,9 +459,14 @@ def backward(
 
 
 def _launch(
-    dy: Tensor, x: Tensor, num_groups: int, weight: Optional[Tensor], mean: Tensor, rstd: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    num_groups: int,
+    weight: Optional[Tensor],
+    mean: Tensor,
+    rstd: Tensor,
     dx: Optional[Tensor],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Fill dx; the sums of dy * n and of dy of every sample and channel."""
     rows, channels, each, cols = _sizes(x, num_groups)
     sums = x.new_empty((2, x.shape[0], channels), dtype=torch.float32)
@@ -397,24 +474,34 @@ def _launch(
     scale, tile = 1.0 / (each * cols), (k.rows, k.block)
     if k.whole:
         launch(
-            _group_norm_backward_kernel, rows // each,
-            (dy, x, weight, mean, rstd, dx, sums, rows, num_groups, each, cols, scale), tile,
+            _group_norm_backward_kernel,
+            rows // each,
+            (dy, x, weight, mean, rstd, dx, sums, rows, num_groups, each, cols, scale),
+            tile,
             k.num_warps,
-        )  # fmt: skip
+        )
         return sums
     launch(
-        _group_norm_sums_kernel, cdiv(rows, k.rows), (dy, x, mean, rstd, sums, rows, cols, each),
-        tile, k.num_warps,
-    )  # fmt: skip
+        _group_norm_sums_kernel,
+        cdiv(rows, k.rows),
+        (dy, x, mean, rstd, sums, rows, cols, each),
+        tile,
+        k.num_warps,
+    )
     if dx is not None:
         means, tiles = x.new_empty(2 * rows // each, dtype=torch.float32), cdiv(cols, k.block)
         launch(
-            _group_norm_means_kernel, rows // each,
-            (sums, weight, means, rows, num_groups, each, scale), (JOIN_BLOCK,), 4,
-        )  # fmt: skip
+            _group_norm_means_kernel,
+            rows // each,
+            (sums, weight, means, rows, num_groups, each, scale),
+            (JOIN_BLOCK,),
+            4,
+        )
         launch(
-            _group_norm_backward_apply_kernel, cdiv(rows, k.rows) * tiles,
-            (dy, x, weight, mean, rstd, means, dx, rows, cols, channels, each, tiles), tile,
+            _group_norm_backward_apply_kernel,
+            cdiv(rows, k.rows) * tiles,
+            (dy, x, weight, mean, rstd, means, dx, rows, cols, channels, each, tiles),
+            tile,
             k.num_warps,
-        )  # fmt: skip
+        )
     return sums

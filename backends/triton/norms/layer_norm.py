@@ -44,10 +44,24 @@ from liger_multi.dispatch.launch import launch_config
 
 @triton.jit
 def _layer_norm_forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, codes_ptr, scale_ptr, x_stride, rows,
-    cols, per_col, eps, BIAS: tl.constexpr, WRITES: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    codes_ptr,
+    scale_ptr,
+    x_stride,
+    rows,
+    cols,
+    per_col,
+    eps,
+    BIAS: tl.constexpr,
+    WRITES: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Layer norm of rows that fit into registers.
 
     Program: ROWS whole rows; reads x, weight and bias, writes mean, rstd, and y where WRITES. The
@@ -84,9 +98,18 @@ def _layer_norm_forward_kernel(
 
 @triton.jit
 def _layer_norm_forward_wide_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, x_stride, cols, per_col,
-    eps, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    x_stride,
+    cols,
+    per_col,
+    eps,
+    BLOCK: tl.constexpr,
+):
     """The same for wider rows, in two passes of BLOCK columns a step.
 
     Program: one row. The first pass updates each lane's mean and sum of squares (Welford); the
@@ -126,9 +149,23 @@ def _layer_norm_forward_wide_kernel(
 
 @triton.jit
 def _layer_norm_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, dy_stride, x_stride,
-    rows, cols, per_col, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dw_ptr,
+    db_ptr,
+    dy_stride,
+    x_stride,
+    rows,
+    cols,
+    per_col,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Gradient of x, and partial sums of those of weight and bias; rows fit into registers.
 
     Program: persistent; every num_programs-th tile of ROWS rows.
@@ -175,9 +212,18 @@ def _layer_norm_backward_kernel(
 
 @triton.jit
 def _layer_norm_backward_wide_kernel(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dy_stride, x_stride, cols,
-    per_col, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dy_stride,
+    x_stride,
+    cols,
+    per_col,
+    BLOCK: tl.constexpr,
+):
     """Gradient of x for wider rows, in two passes of BLOCK columns a step.
 
     Program: one row. The first pass sums g and g * n over the row, the second reads again and
@@ -214,9 +260,20 @@ def _layer_norm_backward_wide_kernel(
 
 @triton.jit
 def _layer_norm_backward_wide_parameters_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, dy_stride, x_stride, rows, cols, groups,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dw_ptr,
+    db_ptr,
+    dy_stride,
+    x_stride,
+    rows,
+    cols,
+    groups,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Partial sums of the gradients of weight and bias for wider rows.
 
     Program: BLOCK columns and every ``groups``-th row; writes one fp32 partial of each.
@@ -269,15 +326,20 @@ def normalize(
     tensors = (x, weight, bias, y, mean, rstd)
     if k.block >= cols:
         launch(
-            _layer_norm_forward_kernel, cdiv(rows, k.rows),
+            _layer_norm_forward_kernel,
+            cdiv(rows, k.rows),
             (*tensors, inside.codes, inside.scale, stride, rows, cols, 1.0 / cols, eps),
-            (inside.bias, inside.writes, k.rows, k.block), k.num_warps,
-        )  # fmt: skip
+            (inside.bias, inside.writes, k.rows, k.block),
+            k.num_warps,
+        )
     else:
         launch(
-            _layer_norm_forward_wide_kernel, rows, (*tensors, stride, cols, 1.0 / cols, eps),
-            (k.block,), k.num_warps,
-        )  # fmt: skip
+            _layer_norm_forward_wide_kernel,
+            rows,
+            (*tensors, stride, cols, 1.0 / cols, eps),
+            (k.block,),
+            k.num_warps,
+        )
     if inside is not room:
         room.fill(y)
         y = room.wanted(y)
@@ -285,9 +347,16 @@ def normalize(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Optional[Tensor], mean: Tensor, rstd: Tensor,
-    bias_dtype: Optional[torch.dtype], needs_x: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Optional[Tensor],
+    mean: Tensor,
+    rstd: Tensor,
+    bias_dtype: Optional[torch.dtype],
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias; one that nobody needs is an empty tensor."""
     weight_dtype = None if weight is None else weight.dtype
     dx = empty_contiguous(x) if needs_x else x.new_empty(0)
@@ -302,9 +371,15 @@ def backward(
 
 
 def _gradients(
-    dy: Tensor, x: Tensor, weight: Optional[Tensor], mean: Tensor, rstd: Tensor, dx: Tensor,
-    needs_weight: bool, wanted: list[torch.dtype],
-) -> list[Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Optional[Tensor],
+    mean: Tensor,
+    rstd: Tensor,
+    dx: Tensor,
+    needs_weight: bool,
+    wanted: list[torch.dtype],
+) -> list[Tensor]:
     """Fill dx, if it has elements; sum the gradients of weight and bias in the dtypes wanted."""
     (dy, dy_stride), (x, x_stride) = with_stride(dy), with_stride(x)
     mean, rstd = mean.contiguous(), rstd.contiguous()
@@ -312,9 +387,14 @@ def _gradients(
     cols, size = x.shape[-1], dy.element_size() + x.element_size()
     rows = x.numel() // cols
     k = launch_config(
-        "layer_norm.backward", backward_config, x.device, rows=rows, cols=cols,
-        element_bytes=size, sums=2,
-    )  # fmt: skip
+        "layer_norm.backward",
+        backward_config,
+        x.device,
+        rows=rows,
+        cols=cols,
+        element_bytes=size,
+        sums=2,
+    )
     partial = x.new_empty(len(wanted), k.programs, cols, dtype=torch.float32)
     dw, db = ([*partial, None, None] if needs_weight else [None, *partial, None])[:2]
     target, strides = dx if dx.numel() else None, (dy_stride, x_stride)
@@ -322,27 +402,42 @@ def _gradients(
         _wide(dy, x, weight, mean, rstd, target, dw, db, strides, rows, k)
     else:
         launch(
-            _layer_norm_backward_kernel, k.programs,
+            _layer_norm_backward_kernel,
+            k.programs,
             (dy, x, weight, mean, rstd, target, dw, db, *strides, rows, cols, 1.0 / cols),
-            (k.rows, k.block, k.stages), k.num_warps,
-        )  # fmt: skip
+            (k.rows, k.block, k.stages),
+            k.num_warps,
+        )
     return list(sum_all_partials(partial, *wanted)) if wanted else []
 
 
 def _wide(
-    dy: Tensor, x: Tensor, weight: Optional[Tensor], mean: Tensor, rstd: Tensor,
-    dx: Optional[Tensor], dw: Optional[Tensor], db: Optional[Tensor], strides: tuple[int, int],
-    rows: int, k: BackwardConfig,
-) -> None:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Optional[Tensor],
+    mean: Tensor,
+    rstd: Tensor,
+    dx: Optional[Tensor],
+    dw: Optional[Tensor],
+    db: Optional[Tensor],
+    strides: tuple[int, int],
+    rows: int,
+    k: BackwardConfig,
+) -> None:
     cols = x.shape[-1]
     if dx is not None:
         launch(
-            _layer_norm_backward_wide_kernel, rows,
-            (dy, x, weight, mean, rstd, dx, *strides, cols, 1.0 / cols), (k.block,), k.num_warps,
-        )  # fmt: skip
+            _layer_norm_backward_wide_kernel,
+            rows,
+            (dy, x, weight, mean, rstd, dx, *strides, cols, 1.0 / cols),
+            (k.block,),
+            k.num_warps,
+        )
     if dw is not None or db is not None:
         launch(
-            _layer_norm_backward_wide_parameters_kernel, k.programs * cdiv(cols, k.block),
+            _layer_norm_backward_wide_parameters_kernel,
+            k.programs * cdiv(cols, k.block),
             (dy, x, mean, rstd, dw, db, *strides, rows, cols, k.programs),
-            (k.block, k.stages), k.num_warps,
-        )  # fmt: skip
+            (k.block, k.stages),
+            k.num_warps,
+        )

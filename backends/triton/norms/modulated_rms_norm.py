@@ -78,10 +78,24 @@ def _of_scale(g, norm, DTYPE: tl.constexpr, SCALE: tl.constexpr, NARROW: tl.cons
 
 @triton.jit
 def _modulated_rms_norm_forward_kernel(
-    x_ptr, scale_ptr, shift_ptr, weight_ptr, y_ptr, rstd_ptr, x_stride, rows, cols, each, eps,
-    OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, NARROW: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    scale_ptr,
+    shift_ptr,
+    weight_ptr,
+    y_ptr,
+    rstd_ptr,
+    x_stride,
+    rows,
+    cols,
+    each,
+    eps,
+    OFFSET: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROUND: tl.constexpr,
+    NARROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Modulated RMSNorm of rows that fit into registers.
 
     Program: ROWS whole rows, which may have several modulations; reads x, scale, shift and weight,
@@ -112,10 +126,22 @@ def _modulated_rms_norm_forward_kernel(
 
 @triton.jit
 def _modulated_rms_norm_forward_wide_kernel(
-    x_ptr, scale_ptr, shift_ptr, weight_ptr, y_ptr, rstd_ptr, x_stride, cols, each, eps,
-    OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, NARROW: tl.constexpr,
+    x_ptr,
+    scale_ptr,
+    shift_ptr,
+    weight_ptr,
+    y_ptr,
+    rstd_ptr,
+    x_stride,
+    cols,
+    each,
+    eps,
+    OFFSET: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROUND: tl.constexpr,
+    NARROW: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """The same for wider rows, in two passes of BLOCK columns a step.
 
     Program: one row. The first pass sums squares, the second reads x again and writes y.
@@ -146,11 +172,29 @@ def _modulated_rms_norm_forward_wide_kernel(
 
 @triton.jit
 def _modulated_rms_norm_backward_kernel(
-    dy_ptr, x_ptr, scale_ptr, weight_ptr, rstd_ptr, dx_ptr, dscale_ptr, dshift_ptr, dweight_ptr,
-    dy_stride, x_stride, cols, each, modulations, splits, OFFSET: tl.constexpr,
-    EXACT: tl.constexpr, ROUND: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    scale_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dscale_ptr,
+    dshift_ptr,
+    dweight_ptr,
+    dy_stride,
+    x_stride,
+    cols,
+    each,
+    modulations,
+    splits,
+    OFFSET: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROUND: tl.constexpr,
+    NARROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Gradient of x, and sums of those of scale, shift and weight; rows fit into registers.
 
     Program: persistent; every so many modulations, and of their rows every ``splits``-th tile of
@@ -217,9 +261,20 @@ def _modulated_rms_norm_backward_kernel(
 
 @triton.jit
 def _modulated_rms_norm_backward_wide_kernel(
-    dy_ptr, x_ptr, scale_ptr, weight_ptr, rstd_ptr, dx_ptr, dy_stride, x_stride, cols, each,
-    OFFSET: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    scale_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dy_stride,
+    x_stride,
+    cols,
+    each,
+    OFFSET: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradient of x for wider rows, in two passes of BLOCK columns a step.
 
     Program: one row. The first pass sums g * n over the row, the second reads again and writes dx.
@@ -252,10 +307,28 @@ def _modulated_rms_norm_backward_wide_kernel(
 
 @triton.jit
 def _modulated_rms_norm_backward_wide_sums_kernel(
-    dy_ptr, x_ptr, scale_ptr, weight_ptr, rstd_ptr, dscale_ptr, dshift_ptr, dweight_ptr, dy_stride,
-    x_stride, cols, each, modulations, splits, programs, OFFSET: tl.constexpr, EXACT: tl.constexpr,
-    ROUND: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    scale_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dscale_ptr,
+    dshift_ptr,
+    dweight_ptr,
+    dy_stride,
+    x_stride,
+    cols,
+    each,
+    modulations,
+    splits,
+    programs,
+    OFFSET: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROUND: tl.constexpr,
+    NARROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Sums of the gradients of scale, shift and weight for wider rows.
 
     Program: BLOCK columns, and the modulations and rows that the kernel above gives to one of
@@ -323,16 +396,21 @@ def modulated_backward_config(
 
 def _how(
     x: Tensor, weight: Optional[Tensor], offset: float, casting: str
-) -> tuple[float, bool, bool, bool]:  # fmt: skip
+) -> tuple[float, bool, bool, bool]:
     """OFFSET, EXACT, ROUND and NARROW of the kernels."""
     is_narrow = output_dtype(x, weight, casting) == x.dtype
     return offset, casting == "gemma", casting == "llama" and weight is not None, is_narrow
 
 
 def forward(
-    x: Tensor, scale: Tensor, shift: Optional[Tensor], weight: Optional[Tensor], eps: float,
-    offset: float, casting: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    scale: Tensor,
+    shift: Optional[Tensor],
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
+    casting: str,
+) -> tuple[Tensor, Tensor]:
     """Y and rstd (fp32)."""
     dtype = output_dtype(x, weight, casting)
     for t in (scale, shift):
@@ -352,22 +430,37 @@ def forward(
     tensors = (x, scale, shift, weight, y, rstd, x.stride(0))
     if k.block >= cols:
         launch(
-            _modulated_rms_norm_forward_kernel, cdiv(rows, k.rows),
-            (*tensors, rows, cols, each, eps), (*how, k.rows, k.block), k.num_warps,
-        )  # fmt: skip
+            _modulated_rms_norm_forward_kernel,
+            cdiv(rows, k.rows),
+            (*tensors, rows, cols, each, eps),
+            (*how, k.rows, k.block),
+            k.num_warps,
+        )
     else:
         launch(
-            _modulated_rms_norm_forward_wide_kernel, rows, (*tensors, cols, each, eps),
-            (*how, k.block), k.num_warps,
-        )  # fmt: skip
+            _modulated_rms_norm_forward_wide_kernel,
+            rows,
+            (*tensors, cols, each, eps),
+            (*how, k.block),
+            k.num_warps,
+        )
     return y, rstd
 
 
 def backward(
-    dy: Tensor, x: Tensor, scale: Tensor, shift_dtype: Optional[torch.dtype],
-    weight: Optional[Tensor], rstd: Tensor, offset: float, casting: str, needs_x: bool,
-    needs_scale: bool, needs_shift: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    shift_dtype: Optional[torch.dtype],
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    needs_x: bool,
+    needs_scale: bool,
+    needs_shift: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, scale, shift and weight; one that nobody needs is an empty tensor."""
     like = x if weight is None else weight
     dx = x.new_empty(x.shape if needs_x else 0)
@@ -387,19 +480,31 @@ def backward(
 
 
 def _launch(
-    dy: Tensor, x: Tensor, scale: Tensor, weight: Optional[Tensor], rstd: Tensor,
-    dx: Optional[Tensor], wanted: list[torch.dtype], needs_scale: bool, needs_weight: bool,
+    dy: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    dx: Optional[Tensor],
+    wanted: list[torch.dtype],
+    needs_scale: bool,
+    needs_weight: bool,
     how: tuple[object, ...],
-) -> tuple[list[Tensor], Optional[Tensor]]:  # fmt: skip
+) -> tuple[list[Tensor], Optional[Tensor]]:
     """Fill dx; the sums of scale and shift in the dtypes wanted; partial sums of the weight's."""
     dy, x, rstd, scale = as_rows(dy), as_rows(x), rstd.contiguous(), scale.contiguous()
     weight = None if weight is None else weight.contiguous()
     (rows, cols), count = x.shape, scale.numel() // x.shape[1]
     size = dy.element_size() + x.element_size()
     k = launch_config(
-        "modulated_rms_norm.backward", modulated_backward_config, x.device, rows=rows, cols=cols,
-        modulations=count, element_bytes=size,
-    )  # fmt: skip
+        "modulated_rms_norm.backward",
+        modulated_backward_config,
+        x.device,
+        rows=rows,
+        cols=cols,
+        modulations=count,
+        element_bytes=size,
+    )
     partial = x.new_empty((len(wanted), k.splits, count * cols), dtype=torch.float32)
     sums = list(partial) if k.splits > 1 else [x.new_empty(count * cols, dtype=d) for d in wanted]
     ds, db = ([*sums, None, None] if needs_scale else [None, *sums, None])[:2]
@@ -408,21 +513,28 @@ def _launch(
     sizes = (cols, rows // count)
     if k.block >= cols:
         launch(
-            _modulated_rms_norm_backward_kernel, k.programs,
+            _modulated_rms_norm_backward_kernel,
+            k.programs,
             (*inputs, dx, ds, db, dw, *strides, *sizes, count, k.splits),
-            (*how, k.rows, k.block, k.stages), k.num_warps,
-        )  # fmt: skip
+            (*how, k.rows, k.block, k.stages),
+            k.num_warps,
+        )
     elif dx is not None:
         launch(
-            _modulated_rms_norm_backward_wide_kernel, rows, (*inputs, dx, *strides, *sizes),
-            (*how[:2], k.block), k.num_warps,
-        )  # fmt: skip
+            _modulated_rms_norm_backward_wide_kernel,
+            rows,
+            (*inputs, dx, *strides, *sizes),
+            (*how[:2], k.block),
+            k.num_warps,
+        )
     if k.block < cols and (wanted or dw is not None):
         launch(
-            _modulated_rms_norm_backward_wide_sums_kernel, k.programs * cdiv(cols, k.block),
+            _modulated_rms_norm_backward_wide_sums_kernel,
+            k.programs * cdiv(cols, k.block),
             (*inputs, ds, db, dw, *strides, *sizes, count, k.splits, k.programs),
-            (*how, k.block, k.stages), k.num_warps,
-        )  # fmt: skip
+            (*how, k.block, k.stages),
+            k.num_warps,
+        )
     if k.splits > 1 and wanted:
         sums = list(sum_all_partials(partial, *wanted))
     return sums, dw

@@ -63,9 +63,18 @@ def _load_weights(weight_ptr):
 
 @triton.jit
 def _poly_norm_forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, rstd_ptr, x_stride, rows, cols, eps, ROWS: tl.constexpr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    rstd_ptr,
+    x_stride,
+    rows,
+    cols,
+    eps,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """PolyNorm of rows that fit into registers.
 
     Program: ROWS whole rows; reads x once, writes the three r_k of each row (third power first) and
@@ -142,9 +151,20 @@ def _slope(dy, x, f3, f2, f1, s3, s2, s1):
 
 @triton.jit
 def _poly_norm_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, rows, cols,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    partial_ptr,
+    dy_stride,
+    x_stride,
+    rows,
+    cols,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Gradient of x, and partial sums of those of weights and bias; rows fit into registers.
 
     Program: persistent; every num_programs-th tile of ROWS rows; reads dy, x and r_k, writes dx.
@@ -184,9 +204,15 @@ def _poly_norm_backward_kernel(
         sum0 += tl.sum(dy, axis=1)
         if dx_ptr is not None:
             dx = _slope(
-                dy, x, (w3 * r3)[:, None], (w2 * r2)[:, None], (w1 * r1)[:, None],
-                (r3 * s3 / cols)[:, None], (r2 * s2 / cols)[:, None], (r1 * s1 / cols)[:, None],
-            )  # fmt: skip
+                dy,
+                x,
+                (w3 * r3)[:, None],
+                (w2 * r2)[:, None],
+                (w1 * r1)[:, None],
+                (r3 * s3 / cols)[:, None],
+                (r2 * s2 / cols)[:, None],
+                (r1 * s1 / cols)[:, None],
+            )
             dx = round_to(dx, dx_ptr.dtype.element_ty)
             tl.store(dx_ptr + first * cols + dx_offset, dx, mask=mask)
     partial_ptr += tl.program_id(0) * PLACES
@@ -198,9 +224,18 @@ def _poly_norm_backward_kernel(
 
 @triton.jit
 def _poly_norm_backward_wide_kernel(
-    dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, rows, cols,
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    partial_ptr,
+    dy_stride,
+    x_stride,
+    rows,
+    cols,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """The same for wider rows, one at a time, in two passes of BLOCK columns a step.
 
     Program: persistent; every num_programs-th row. The first pass sums dy x^k over the row, the
@@ -268,18 +303,27 @@ def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tu
     tensors = (x, weight, bias, y, rstd, x.stride(0))
     if k.block >= cols:
         launch(
-            _poly_norm_forward_kernel, cdiv(rows, k.rows), (*tensors, rows, cols, eps),
-            (k.rows, k.block), k.num_warps,
-        )  # fmt: skip
+            _poly_norm_forward_kernel,
+            cdiv(rows, k.rows),
+            (*tensors, rows, cols, eps),
+            (k.rows, k.block),
+            k.num_warps,
+        )
     else:
         launch(_poly_norm_forward_wide_kernel, rows, (*tensors, cols, eps), (k.block,), k.num_warps)
     return y, rstd
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, bias_dtype: Optional[torch.dtype],
-    needs_x: bool, needs_weight: bool, needs_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    bias_dtype: Optional[torch.dtype],
+    needs_x: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias; one that nobody needs is an empty tensor."""
     dx, kinds = x.new_empty(x.shape if needs_x else 0), (weight.dtype, bias_dtype or x.dtype)
     if x.numel() == 0:
@@ -289,9 +333,13 @@ def backward(
         rows, cols = x.shape
         size = dy.element_size() + x.element_size()
         k = launch_config(
-            "poly_norm.backward", poly_backward_config, x.device, rows=rows, cols=cols,
+            "poly_norm.backward",
+            poly_backward_config,
+            x.device,
+            rows=rows,
+            cols=cols,
             element_bytes=size,
-        )  # fmt: skip
+        )
         # the second set has the bias in its first place
         partial = x.new_zeros((2, k.programs, PLACES.value), dtype=torch.float32)
         tensors = (dy, x, weight, rstd, dx if needs_x else None, partial[0])
@@ -303,9 +351,12 @@ def backward(
             )
         else:
             launch(
-                _poly_norm_backward_wide_kernel, k.programs, (*tensors, *sizes), (k.block,),
+                _poly_norm_backward_wide_kernel,
+                k.programs,
+                (*tensors, *sizes),
+                (k.block,),
                 k.num_warps,
-            )  # fmt: skip
+            )
         sums = sum_all_partials(partial, *kinds) if needs_weight or needs_bias else (dx, dx)
     dweight = sums[0][:3] if needs_weight else weight.new_empty(0)
     return dx, dweight, sums[1][:1].clone() if needs_bias else x.new_empty(0, dtype=kinds[1])

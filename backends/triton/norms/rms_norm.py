@@ -87,11 +87,27 @@ def _normalized(x, rstd, DTYPE: tl.constexpr, ROUND: tl.constexpr):
 
 @triton.jit
 def _rms_norm_forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, rstd_ptr, codes_ptr, scale_ptr, x_stride,
-    residual_stride, rows, cols, eps, OFFSET: tl.constexpr, EXACT: tl.constexpr,
-    ROUND: tl.constexpr, BIAS: tl.constexpr, WRITES: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    s_ptr,
+    rstd_ptr,
+    codes_ptr,
+    scale_ptr,
+    x_stride,
+    residual_stride,
+    rows,
+    cols,
+    eps,
+    OFFSET: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROUND: tl.constexpr,
+    BIAS: tl.constexpr,
+    WRITES: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """RMSNorm of rows that fit into registers, of x or of x + residual.
 
     Program: ROWS whole rows; reads x, residual and weight, writes s (the sum, where there is one),
@@ -130,9 +146,21 @@ def _rms_norm_forward_kernel(
 
 @triton.jit
 def _rms_norm_forward_wide_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, s_ptr, rstd_ptr, x_stride, residual_stride, cols, eps,
-    OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    s_ptr,
+    rstd_ptr,
+    x_stride,
+    residual_stride,
+    cols,
+    eps,
+    OFFSET: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The same for wider rows, in two passes of BLOCK columns a step.
 
     Program: one row. The first pass sums squares. The second adds x and residual again, from the
@@ -168,10 +196,24 @@ def _rms_norm_forward_wide_kernel(
 
 @triton.jit
 def _rms_norm_backward_kernel(
-    dy_ptr, ds_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, ds_stride,
-    x_stride, rows, cols, OFFSET: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    ds_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    partial_ptr,
+    dy_stride,
+    ds_stride,
+    x_stride,
+    rows,
+    cols,
+    OFFSET: tl.constexpr,
+    ROUND: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Gradient of s, and partial sums of the weight's, for rows that fit into registers.
 
     Program: persistent; every num_programs-th tile of ROWS rows.
@@ -217,9 +259,19 @@ def _rms_norm_backward_kernel(
 
 @triton.jit
 def _rms_norm_backward_wide_kernel(
-    dy_ptr, ds_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dy_stride, ds_stride, x_stride, cols,
-    OFFSET: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    ds_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dy_stride,
+    ds_stride,
+    x_stride,
+    cols,
+    OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradient of s for wider rows, in two passes of BLOCK columns a step.
 
     Program: one row. The first pass sums g * n over the row, the second reads again and writes dx.
@@ -254,9 +306,19 @@ def _rms_norm_backward_wide_kernel(
 
 @triton.jit
 def _rms_norm_backward_wide_weight_kernel(
-    dy_ptr, x_ptr, rstd_ptr, partial_ptr, dy_stride, x_stride, rows, cols, groups,
-    ROUND: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    rstd_ptr,
+    partial_ptr,
+    dy_stride,
+    x_stride,
+    rows,
+    cols,
+    groups,
+    ROUND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Partial sums of the weight's gradient for wider rows.
 
     Program: BLOCK columns and every ``groups``-th row; writes one fp32 partial.
@@ -287,9 +349,15 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Optional[Tensor], rstd: Tensor, offset: float, casting: str,
-    needs_x: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight; one that nobody needs is an empty tensor."""
     return gradients("rms_norm", dy, None, x, weight, rstd, offset, casting, needs_x, needs_weight)
 
@@ -300,9 +368,15 @@ def _rounds(casting: str, weight: Optional[Tensor]) -> int:
 
 
 def normalize(
-    name: str, x: Tensor, residual: Optional[Tensor], weight: Optional[Tensor], eps: float,
-    offset: float, casting: str, room: CodeRoom = NO_CODES,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    name: str,
+    x: Tensor,
+    residual: Optional[Tensor],
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
+    casting: str,
+    room: CodeRoom = NO_CODES,
+) -> tuple[Tensor, Tensor, Tensor]:
     """y, what it is the norm of (x, or the new sum x + residual), and rstd (fp32).
 
     With room for codes, those of y are written too; y is empty where it is not wanted.
@@ -329,15 +403,20 @@ def normalize(
     tensors = (x, residual, weight, y, s, rstd)
     if k.block >= cols:
         launch(
-            _rms_norm_forward_kernel, cdiv(rows, k.rows),
+            _rms_norm_forward_kernel,
+            cdiv(rows, k.rows),
             (*tensors, inside.codes, inside.scale, *strides, rows, cols, eps),
-            (*constants, inside.bias, inside.writes, k.rows, k.block), k.num_warps,
-        )  # fmt: skip
+            (*constants, inside.bias, inside.writes, k.rows, k.block),
+            k.num_warps,
+        )
     else:
         launch(
-            _rms_norm_forward_wide_kernel, rows, (*tensors, *strides, cols, eps),
-            (*constants, k.block), k.num_warps,
-        )  # fmt: skip
+            _rms_norm_forward_wide_kernel,
+            rows,
+            (*tensors, *strides, cols, eps),
+            (*constants, k.block),
+            k.num_warps,
+        )
     if inside is not room:
         room.fill(y)
         y = room.wanted(y)
@@ -345,9 +424,17 @@ def normalize(
 
 
 def gradients(
-    name: str, dy: Tensor, ds: Optional[Tensor], x: Tensor, weight: Optional[Tensor], rstd: Tensor,
-    offset: float, casting: str, needs_x: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    name: str,
+    dy: Tensor,
+    ds: Optional[Tensor],
+    x: Tensor,
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor]:
     """Gradients of what was normalized and of weight; ``ds``, from other uses of x, is added."""
     needs_weight = needs_weight and weight is not None
     dx = empty_contiguous(x) if needs_x else x.new_empty(0)
@@ -370,30 +457,46 @@ def gradients(
         _wide(dy, ds, x, weight, rstd, target, partial, strides, rows, offset, casting, k)
     else:
         launch(
-            _rms_norm_backward_kernel, k.programs,
+            _rms_norm_backward_kernel,
+            k.programs,
             (dy, ds, x, weight, rstd, target, partial, *strides, rows, cols),
-            (offset, _rounds(casting, weight), k.rows, k.block, k.stages), k.num_warps,
-        )  # fmt: skip
+            (offset, _rounds(casting, weight), k.rows, k.block, k.stages),
+            k.num_warps,
+        )
     if partial is None or weight is None:
         return dx, x.new_empty(0)
     return dx, sum_partials(partial, weight.dtype)
 
 
 def _wide(
-    dy: Tensor, ds: Optional[Tensor], x: Tensor, weight: Optional[Tensor], rstd: Tensor,
-    dx: Optional[Tensor], partial: Optional[Tensor], strides: tuple[int, int, int], rows: int,
-    offset: float, casting: str, k: BackwardConfig,
-) -> None:  # fmt: skip
+    dy: Tensor,
+    ds: Optional[Tensor],
+    x: Tensor,
+    weight: Optional[Tensor],
+    rstd: Tensor,
+    dx: Optional[Tensor],
+    partial: Optional[Tensor],
+    strides: tuple[int, int, int],
+    rows: int,
+    offset: float,
+    casting: str,
+    k: BackwardConfig,
+) -> None:
     cols = x.shape[-1]
     if dx is not None:
         launch(
-            _rms_norm_backward_wide_kernel, rows, (dy, ds, x, weight, rstd, dx, *strides, cols),
-            (offset, k.block), k.num_warps,
-        )  # fmt: skip
+            _rms_norm_backward_wide_kernel,
+            rows,
+            (dy, ds, x, weight, rstd, dx, *strides, cols),
+            (offset, k.block),
+            k.num_warps,
+        )
     if partial is not None:
         groups = partial.shape[0]
         launch(
-            _rms_norm_backward_wide_weight_kernel, groups * cdiv(cols, k.block),
+            _rms_norm_backward_wide_weight_kernel,
+            groups * cdiv(cols, k.block),
             (dy, x, rstd, partial, strides[0], strides[2], rows, cols, groups),
-            (_rounds(casting, weight), k.block, k.stages), k.num_warps,
-        )  # fmt: skip
+            (_rounds(casting, weight), k.block, k.stages),
+            k.num_warps,
+        )

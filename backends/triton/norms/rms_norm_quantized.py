@@ -12,9 +12,13 @@ from liger_multi.backends.triton.norms.rms_norm import normalize
 
 
 def forward(
-    x: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str,
+    x: Tensor,
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
+    casting: str,
     writes_y: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Y where it is wanted, its codes and scales, and rstd (fp32)."""
     room = code_room(x, writes_y)
     y, _, rstd = normalize("rms_norm", x, None, weight, eps, offset, casting, room)

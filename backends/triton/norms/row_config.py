@@ -50,9 +50,13 @@ def forward_config(info: DeviceInfo, rows: int, cols: int, sums: int = 1) -> Row
 
 
 def backward_config(
-    info: DeviceInfo, rows: int, cols: int, element_bytes: int, sums: int = 1,
+    info: DeviceInfo,
+    rows: int,
+    cols: int,
+    element_bytes: int,
+    sums: int = 1,
     widest: int = WIDEST_BACKWARD,
-) -> BackwardConfig:  # fmt: skip
+) -> BackwardConfig:
     """Persistent tiles and the stages of their loads.
 
     Args:

@@ -92,10 +92,24 @@ def _store_shares(p_ptr, top, total, blocks, rows, row, row_mask, LANES: tl.cons
 
 @triton.jit
 def _attention_residuals_forward_kernel(
-    v_ptr, query_ptr, weight_ptr, y_ptr, p_ptr, rstd_ptr, block_stride, row_stride, blocks, rows,
-    cols, eps, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    v_ptr,
+    query_ptr,
+    weight_ptr,
+    y_ptr,
+    p_ptr,
+    rstd_ptr,
+    block_stride,
+    row_stride,
+    blocks,
+    rows,
+    cols,
+    eps,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """Attention over depth for rows that fit into registers; every block is read once.
 
     Program: ROWS tokens. It passes over the blocks, GROUP at a time, with a running softmax, and
@@ -145,10 +159,23 @@ def _attention_residuals_forward_kernel(
 
 @triton.jit
 def _attention_residuals_forward_wide_kernel(
-    v_ptr, query_ptr, weight_ptr, y_ptr, p_ptr, rstd_ptr, block_stride, row_stride, blocks, rows,
-    cols, eps, GROUP: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    v_ptr,
+    query_ptr,
+    weight_ptr,
+    y_ptr,
+    p_ptr,
+    rstd_ptr,
+    block_stride,
+    row_stride,
+    blocks,
+    rows,
+    cols,
+    eps,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """The same for rows too wide for registers; every block is read twice.
 
     Program: one token. The first pass reads all columns of a group of blocks, and writes rstd and
@@ -221,10 +248,26 @@ def _factors(inner_ptr, p_ptr, rstd_ptr, delta, inner_at, pair_at, cols, size, m
 
 @triton.jit
 def _attention_residuals_backward_kernel(
-    dy_ptr, v_ptr, query_ptr, weight_ptr, p_ptr, rstd_ptr, dv_ptr, partial_ptr, inner_ptr,
-    dy_stride, block_stride, row_stride, blocks, rows, cols, ROWS: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    v_ptr,
+    query_ptr,
+    weight_ptr,
+    p_ptr,
+    rstd_ptr,
+    dv_ptr,
+    partial_ptr,
+    inner_ptr,
+    dy_stride,
+    block_stride,
+    row_stride,
+    blocks,
+    rows,
+    cols,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Gradients of the blocks and of the direction w, for rows that fit into registers.
 
     Program: persistent; every num_programs-th tile of ROWS tokens. For each tile, it passes over
@@ -280,9 +323,16 @@ def _attention_residuals_backward_kernel(
             place = v_ptr + first * row_stride + at * block_stride + v_at
             v = tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
             p, a, own = _factors(
-                inner_ptr + at, p_ptr + first + at * rows, rstd_ptr + first + at * rows,
-                delta[:, None], inner_at, pair_at, cols, size, pair,
-            )  # fmt: skip
+                inner_ptr + at,
+                p_ptr + first + at * rows,
+                rstd_ptr + first + at * rows,
+                delta[:, None],
+                inner_at,
+                pair_at,
+                cols,
+                size,
+                pair,
+            )
             if partial_ptr is not None:
                 dw += tl.sum(a[:, :, None] * v, axis=1)[:, None, :]
             if dv_ptr is not None:
@@ -298,10 +348,25 @@ def _attention_residuals_backward_kernel(
 
 @triton.jit
 def _attention_residuals_backward_wide_kernel(
-    dy_ptr, v_ptr, query_ptr, weight_ptr, p_ptr, rstd_ptr, dv_ptr, partial_ptr, inner_ptr,
-    dy_stride, block_stride, row_stride, blocks, rows, cols, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    v_ptr,
+    query_ptr,
+    weight_ptr,
+    p_ptr,
+    rstd_ptr,
+    dv_ptr,
+    partial_ptr,
+    inner_ptr,
+    dy_stride,
+    block_stride,
+    row_stride,
+    blocks,
+    rows,
+    cols,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """The same for rows too wide for registers, one token at a time, in steps of BLOCK columns.
 
     Program: persistent; every num_programs-th token. The first pass reads all columns of a group of
@@ -353,9 +418,16 @@ def _attention_residuals_backward_wide_kernel(
                 place = v_ptr + first * row_stride + at * block_stride + v_at
                 v = tl.load(place, mask=mask, other=0.0).to(tl.float32)
                 p, a, own = _factors(
-                    inner_ptr + at, p_ptr + first + at * rows, rstd_ptr + first + at * rows,
-                    delta, group, group * rows, cols, blocks, i < blocks,
-                )  # fmt: skip
+                    inner_ptr + at,
+                    p_ptr + first + at * rows,
+                    rstd_ptr + first + at * rows,
+                    delta,
+                    group,
+                    group * rows,
+                    cols,
+                    blocks,
+                    i < blocks,
+                )
                 if partial_ptr is not None:
                     dw += tl.sum(a[:, None] * v, axis=0)
                 if dv_ptr is not None:
@@ -366,8 +438,9 @@ def _attention_residuals_backward_wide_kernel(
             if partial_ptr is not None:  # zeros at first, and this program's alone
                 tl.store(
                     partial_ptr + col,
-                    tl.load(partial_ptr + col, mask=col_mask, other=0.0) + dw, mask=col_mask,
-                )  # fmt: skip
+                    tl.load(partial_ptr + col, mask=col_mask, other=0.0) + dw,
+                    mask=col_mask,
+                )
         tl.debug_barrier()
 
 
@@ -425,9 +498,13 @@ def forward_config(info: DeviceInfo, rows: int, cols: int, size: int) -> Residua
 
 def _config(direction: str, formula: Callable[..., ResidualConfig], v: Tensor) -> ResidualConfig:
     return launch_config(
-        f"attention_residuals.{direction}", formula, v.device, rows=v.shape[1], cols=v.shape[2],
+        f"attention_residuals.{direction}",
+        formula,
+        v.device,
+        rows=v.shape[1],
+        cols=v.shape[2],
         size=v.element_size(),
-    )  # fmt: skip
+    )
 
 
 def _view(blocks: Tensor) -> Tensor:
@@ -462,21 +539,34 @@ def forward(
     lanes = tile_rows(max(1, min(64, 512 // tile)), rows)
     if k.block >= cols:
         launch(
-            _attention_residuals_forward_kernel, cdiv(rows, tile), (*tensors, *numbers),
-            (tile, group, k.block, lanes, k.stages), k.num_warps,
-        )  # fmt: skip
+            _attention_residuals_forward_kernel,
+            cdiv(rows, tile),
+            (*tensors, *numbers),
+            (tile, group, k.block, lanes, k.stages),
+            k.num_warps,
+        )
     else:
         launch(
-            _attention_residuals_forward_wide_kernel, rows, (*tensors, *numbers),
-            (group, k.block, lanes, k.stages), k.num_warps,
-        )  # fmt: skip
+            _attention_residuals_forward_wide_kernel,
+            rows,
+            (*tensors, *numbers),
+            (group, k.block, lanes, k.stages),
+            k.num_warps,
+        )
     return y, p, rstd
 
 
 def backward(
-    dy: Tensor, blocks: Tensor, query: Tensor, weight: Optional[Tensor], p: Tensor, rstd: Tensor,
-    needs_blocks: bool, needs_query: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    blocks: Tensor,
+    query: Tensor,
+    weight: Optional[Tensor],
+    p: Tensor,
+    rstd: Tensor,
+    needs_blocks: bool,
+    needs_query: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of blocks, query and weight; one that nobody needs is an empty tensor."""
     needs_weight = needs_weight and weight is not None
     needs_direction = needs_query or needs_weight
@@ -502,9 +592,12 @@ def backward(
     if wide:
         kernel = _attention_residuals_backward_wide_kernel
     launch(
-        kernel, k.programs, (*tensors, *numbers), constants if wide else (tile, *constants),
+        kernel,
+        k.programs,
+        (*tensors, *numbers),
+        constants if wide else (tile, *constants),
         k.num_warps,
-    )  # fmt: skip
+    )
     dquery = dweight = query.new_empty(0)
     if partial is not None:
         dw = sum_partials(partial, torch.float32)

@@ -138,10 +138,23 @@ def _exact_dot(a, b, total, A: tl.constexpr, B: tl.constexpr, DEPTH: tl.constexp
 
 @triton.jit
 def _mixes_kernel(
-    x_ptr, w_ptr, partial_ptr, squares_ptr, x_stride, rows, cols, outputs, per, row_tiles,
-    X: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    partial_ptr,
+    squares_ptr,
+    x_stride,
+    rows,
+    cols,
+    outputs,
+    per,
+    row_tiles,
+    X: tl.constexpr,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Partial sums of x w' and of squares of x, over a chunk of columns of some rows.
 
     Program: ROWS rows and ``per`` columns, BLOCK at a time; reads x once for both sums. Writes one
@@ -178,9 +191,17 @@ def _mixes_kernel(
 
 @triton.jit
 def _mixes_sum_kernel(
-    partial_ptr, squares_ptr, mixes_ptr, rstd_ptr, rows, cols, outputs, chunks, eps,
+    partial_ptr,
+    squares_ptr,
+    mixes_ptr,
+    rstd_ptr,
+    rows,
+    cols,
+    outputs,
+    chunks,
+    eps,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Add the chunks in order and apply the norm.
 
     Program: BLOCK elements of (rows, outputs), taken as one long row; writes them times rstd. The
@@ -202,10 +223,26 @@ def _mixes_sum_kernel(
 
 @triton.jit
 def _mixes_backward_kernel(
-    x_ptr, w_ptr, d_ptr, own_ptr, dx_ptr, partial_ptr, x_stride, rows, cols, outputs, per,
-    col_steps, X: tl.constexpr, W: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    d_ptr,
+    own_ptr,
+    dx_ptr,
+    partial_ptr,
+    x_stride,
+    rows,
+    cols,
+    outputs,
+    per,
+    col_steps,
+    X: tl.constexpr,
+    W: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Gradient of x, and partial sums of the weight's, for a chunk of rows and a block of columns.
 
     Program: ``per`` rows, ROWS at a time, by BLOCK columns; the weight's block stays in registers.
@@ -350,9 +387,20 @@ def _logits(m, bias_ptr, scale_ptr, at, mask, PART: tl.constexpr):
 
 @triton.jit
 def _sinkhorn_kernel(
-    m_ptr, bias_ptr, scale_ptr, pre_ptr, post_ptr, mix_ptr, rows, steps, eps, post_scale,
-    N: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    m_ptr,
+    bias_ptr,
+    scale_ptr,
+    pre_ptr,
+    post_ptr,
+    mix_ptr,
+    rows,
+    steps,
+    eps,
+    post_scale,
+    N: tl.constexpr,
+    TALL: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Coefficients pre, post and mix of some rows.
 
     Program: ROWS rows of N (N + 2) numbers, the matrix padded from N to TALL.
@@ -397,10 +445,27 @@ def _undivide(d, m, total, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _sinkhorn_backward_kernel(
-    m_ptr, bias_ptr, scale_ptr, rstd_ptr, dpre_ptr, dpost_ptr, dmix_ptr, d_ptr, own_ptr, sums_ptr,
-    kept_ptr, rows, steps, eps, post_scale, length, wide_sums, N: tl.constexpr, TALL: tl.constexpr,
+    m_ptr,
+    bias_ptr,
+    scale_ptr,
+    rstd_ptr,
+    dpre_ptr,
+    dpost_ptr,
+    dmix_ptr,
+    d_ptr,
+    own_ptr,
+    sums_ptr,
+    kept_ptr,
+    rows,
+    steps,
+    eps,
+    post_scale,
+    length,
+    wide_sums,
+    N: tl.constexpr,
+    TALL: tl.constexpr,
     ROWS: tl.constexpr,
-):  # fmt: skip
+):
     """Gradients of m, times rstd; the norm's own term; and partial sums for bias and scale.
 
     Program: ROWS rows. First pre and post, whose sigmoids are elementwise. Then mix: Sinkhorn's
@@ -506,9 +571,15 @@ class TritonParts:
 
     @staticmethod
     def gradient(
-        m: Tensor, bias: Tensor, scale: Tensor, rstd: Tensor, length: int,
-        grads: tuple[Optional[Tensor], ...], how: How, needs: tuple[bool, bool],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        m: Tensor,
+        bias: Tensor,
+        scale: Tensor,
+        rstd: Tensor,
+        length: int,
+        grads: tuple[Optional[Tensor], ...],
+        how: How,
+        needs: tuple[bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One launch, and one that adds what programs leave of the parameters' gradients."""
         (rows, outputs), (count, steps, *_) = m.shape, how
         d, own = m.new_empty(m.shape), m.new_empty(rows, 1)

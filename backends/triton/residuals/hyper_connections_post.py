@@ -32,9 +32,20 @@ def _partly(x, TALL: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _streams_post_kernel(
-    x_ptr, out_ptr, post_ptr, mix_ptr, y_ptr, x_stride, stream_stride, out_stride, cols, pieces,
-    N: tl.constexpr, TALL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    out_ptr,
+    post_ptr,
+    mix_ptr,
+    y_ptr,
+    x_stride,
+    stream_stride,
+    out_stride,
+    cols,
+    pieces,
+    N: tl.constexpr,
+    TALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Streams after a block: y[i] = post[i] out + sum over j of mix[i, j] x[j].
 
     Program: BLOCK columns of one row. All outputs i stay in registers while the streams j are
@@ -61,10 +72,26 @@ def _streams_post_kernel(
 
 @triton.jit
 def _streams_post_backward_kernel(
-    dy_ptr, x_ptr, out_ptr, post_ptr, mix_ptr, dx_ptr, dout_ptr, dpost_ptr, dmix_ptr, dy_stride,
-    dy_stream_stride, x_stride, stream_stride, out_stride, cols, N: tl.constexpr,
-    TALL: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    out_ptr,
+    post_ptr,
+    mix_ptr,
+    dx_ptr,
+    dout_ptr,
+    dpost_ptr,
+    dmix_ptr,
+    dy_stride,
+    dy_stream_stride,
+    x_stride,
+    stream_stride,
+    out_stride,
+    cols,
+    N: tl.constexpr,
+    TALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Gradients of the streams, of the block's output, and of post and mix.
 
     Program: one row, in steps of BLOCK columns. Each step reads dy of all streams, out, and x of
@@ -132,9 +159,16 @@ def forward(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) -> Tensor:
 
 
 def backward(
-    dy: Tensor, x: Tensor, out: Tensor, post: Tensor, mix: Tensor, needs_x: bool,
-    needs_out: bool, needs_post: bool, needs_mix: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    out: Tensor,
+    post: Tensor,
+    mix: Tensor,
+    needs_x: bool,
+    needs_out: bool,
+    needs_post: bool,
+    needs_mix: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All four gradients."""
     pairs = ((x, needs_x), (out, needs_out), (post, needs_post), (mix, needs_mix))
     dx, dout, dpost, dmix = (t.new_empty(t.shape if needed else 0) for t, needed in pairs)

@@ -18,9 +18,17 @@ from liger_multi.backends.triton.residuals.streams import as_outs, as_tiles, til
 
 @triton.jit
 def _streams_pre_kernel(
-    x_ptr, pre_ptr, y_ptr, x_stride, stream_stride, cols, pieces, N: tl.constexpr,
-    TALL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    pre_ptr,
+    y_ptr,
+    x_stride,
+    stream_stride,
+    cols,
+    pieces,
+    N: tl.constexpr,
+    TALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Weighted sum of the streams before a block: y = sum over i of pre[i] x[i].
 
     Program: BLOCK columns of one row, of all N streams (padded to TALL); reads x, writes y.
@@ -40,9 +48,19 @@ def _streams_pre_kernel(
 
 @triton.jit
 def _streams_pre_backward_kernel(
-    dy_ptr, x_ptr, pre_ptr, dx_ptr, dpre_ptr, dy_stride, x_stride, stream_stride, cols,
-    N: tl.constexpr, TALL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    pre_ptr,
+    dx_ptr,
+    dpre_ptr,
+    dy_stride,
+    x_stride,
+    stream_stride,
+    cols,
+    N: tl.constexpr,
+    TALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Gradients of the weighted sum: dx[i] = pre[i] dy, dpre[i] = sum over columns of x[i] dy.
 
     Program: one row, in steps of BLOCK columns of all streams; reads dy, and x if dpre is wanted.
@@ -101,9 +119,16 @@ def backward(
     if dy.numel() and (needs_x or needs_pre):
         rows, up = as_tiles(x), as_outs(dy)
         args = (
-            up, rows, pre.contiguous(), dx if needs_x else None, dpre if needs_pre else None,
-            up.stride(0), rows.stride(0), rows.stride(1), rows.shape[2],
-        )  # fmt: skip
+            up,
+            rows,
+            pre.contiguous(),
+            dx if needs_x else None,
+            dpre if needs_pre else None,
+            up.stride(0),
+            rows.stride(0),
+            rows.stride(1),
+            rows.shape[2],
+        )
         constants, threads, _ = tile("hyper_connections_pre.backward", rows)
         launch(_streams_pre_backward_kernel, rows.shape[0], args, constants, threads)
     return dx, dpre

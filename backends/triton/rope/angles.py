@@ -86,9 +86,17 @@ def _grid(pair, GRIDS: tl.constexpr, CHUNKED: tl.constexpr, ONE: tl.constexpr, T
 
 @triton.jit
 def _load_angles(
-    cos_ptr, sin_ptr, token, mask, scaling, ANGLES: tl.constexpr,
-    BESIDE: tl.constexpr, ROUND: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+    cos_ptr,
+    sin_ptr,
+    token,
+    mask,
+    scaling,
+    ANGLES: tl.constexpr,
+    BESIDE: tl.constexpr,
+    ROUND: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF: tl.constexpr,
+):
     """Cos and sin of both channels of every pair; ``token`` has the offsets of rows.
 
     "positions": ``cos_ptr`` holds positions and ``sin_ptr`` frequencies; the result is rounded to
@@ -130,11 +138,31 @@ def _load_angles(
 
 @triton.jit(do_not_specialize=["seq", "tiles", "groups", "share"])
 def _rope_kinds_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, strides, q_heads, k_heads, seq, tiles,
-    groups, share, scaling, WIDTH: tl.constexpr, ROTARY: tl.constexpr, ANGLES: tl.constexpr,
-    BESIDE: tl.constexpr, BESIDE_IN: tl.constexpr, BESIDE_OUT: tl.constexpr, ROUND: tl.constexpr,
-    SECTIONS: tl.constexpr, INVERSE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    strides,
+    q_heads,
+    k_heads,
+    seq,
+    tiles,
+    groups,
+    share,
+    scaling,
+    WIDTH: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ANGLES: tl.constexpr,
+    BESIDE: tl.constexpr,
+    BESIDE_IN: tl.constexpr,
+    BESIDE_OUT: tl.constexpr,
+    ROUND: tl.constexpr,
+    SECTIONS: tl.constexpr,
+    INVERSE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Rotate the heads of q and k of some tokens, with angles of any kind.
 
     Program: TOKENS tokens of one sequence, and ``share`` blocks of HEADS heads, q's before k's, as
@@ -171,10 +199,31 @@ def _rope_kinds_kernel(
     if INVERSE:
         sin_a, sin_b = -sin_b, -sin_a
     rotate_both(
-        q_ptr, k_ptr, q_out_ptr, k_out_ptr, strides, q_heads, k_heads, groups, share, batch, start,
-        mask, cos_a, cos_b, sin_a, sin_b, WIDTH, ROTARY, HALF, TOKENS, HEADS, PASS, BESIDE_IN,
+        q_ptr,
+        k_ptr,
+        q_out_ptr,
+        k_out_ptr,
+        strides,
+        q_heads,
+        k_heads,
+        groups,
+        share,
+        batch,
+        start,
+        mask,
+        cos_a,
+        cos_b,
+        sin_a,
+        sin_b,
+        WIDTH,
+        ROTARY,
+        HALF,
+        TOKENS,
+        HEADS,
+        PASS,
+        BESIDE_IN,
         BESIDE_OUT,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -257,10 +306,15 @@ def _step(x: Tensor, axis: int) -> int:
 
 
 def rotate(
-    op: str, given: tuple[Optional[Tensor], Optional[Tensor]], orders: tuple[str, str],
-    dtypes: tuple[torch.dtype, torch.dtype], head_axis: int, turning: Angles,
-    beside: tuple[bool, bool], inverse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    op: str,
+    given: tuple[Optional[Tensor], Optional[Tensor]],
+    orders: tuple[str, str],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    head_axis: int,
+    turning: Angles,
+    beside: tuple[bool, bool],
+    inverse: bool,
+) -> tuple[Tensor, Tensor]:
     """Rotate q and k, either of which may be absent; ``beside``: how pairs come and go."""
     made = [
         turning.second.new_empty(0, dtype=dtype) if x is None else dense(x, order, dtype)
@@ -275,9 +329,15 @@ def rotate(
     (q, q_out), (k, k_out) = pairs
     tokens, width = some.numel() // max(some.shape[head_axis] * some.shape[-1], 1), some.shape[-1]
     n = launch_config(
-        f"{op}.{'backward' if inverse else 'forward'}", kind_config, some.device, rows=tokens,
-        cols=width, q_heads=heads[0], k_heads=heads[1], element_bytes=some.element_size(),
-    )  # fmt: skip
+        f"{op}.{'backward' if inverse else 'forward'}",
+        kind_config,
+        some.device,
+        rows=tokens,
+        cols=width,
+        q_heads=heads[0],
+        k_heads=heads[1],
+        element_bytes=some.element_size(),
+    )
     steps = [strides(x, head_axis) for x in (q, k, q_out, k_out)]
     n = near_tile(n, steps, (q, k, q_out, k_out))
     groups = cdiv(sum(cdiv(h, n.heads) for h in heads), n.share)
@@ -285,13 +345,42 @@ def rotate(
     tiles = cdiv(first.shape[2], n.tokens)
     passed = power_of_2(width - rotary) if width > rotary else 0
     launch(
-        _rope_kinds_kernel, tokens // first.shape[2] * tiles * groups,
-        (q, k, first, turning.second, q_out, k_out,
-         (*steps[0], *steps[1], *steps[2][:3], *steps[3][:3], _step(first, 0), _step(first, 1),
-          first.stride(2)), *heads,
-         first.shape[2], tiles, groups, n.share, turning.scaling),
-        (width, rotary, turning.kind, turning.beside, *beside, turning.round,
-         turning.constants(), inverse, (n.tokens, n.heads, power_of_2(rotary // 2), passed)),
+        _rope_kinds_kernel,
+        tokens // first.shape[2] * tiles * groups,
+        (
+            q,
+            k,
+            first,
+            turning.second,
+            q_out,
+            k_out,
+            (
+                *steps[0],
+                *steps[1],
+                *steps[2][:3],
+                *steps[3][:3],
+                _step(first, 0),
+                _step(first, 1),
+                first.stride(2),
+            ),
+            *heads,
+            first.shape[2],
+            tiles,
+            groups,
+            n.share,
+            turning.scaling,
+        ),
+        (
+            width,
+            rotary,
+            turning.kind,
+            turning.beside,
+            *beside,
+            turning.round,
+            turning.constants(),
+            inverse,
+            (n.tokens, n.heads, power_of_2(rotary // 2), passed),
+        ),
         n.num_warps,
-    )  # fmt: skip
+    )
     return made[0], made[1]

@@ -74,9 +74,15 @@ def backward_config(info: DeviceInfo, seq: int, heads: int, width: int, whole: b
 
 
 def _tiles(
-    info: DeviceInfo, seq: int, heads: int, width: int, whole: bool, elements: int, each: int,
+    info: DeviceInfo,
+    seq: int,
+    heads: int,
+    width: int,
+    whole: bool,
+    elements: int,
+    each: int,
     per_core: int,
-) -> TileConfig:  # fmt: skip
+) -> TileConfig:
     # A tile stays within one sequence. How many sequences there are decides nothing about it:
     # other tiles lie differently in the threads, which add up a head's channels in another order.
     row = power_of_2(width)
@@ -94,9 +100,15 @@ def _tiles(
 
 @triton.jit
 def _weights(
-    weight_ptr, local, heads, OFFSET: tl.constexpr, EXACT: tl.constexpr, WHOLE: tl.constexpr,
-    WIDTH: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+    weight_ptr,
+    local,
+    heads,
+    OFFSET: tl.constexpr,
+    EXACT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+):
     """Weight plus OFFSET of both channels of every pair, of a head or (WHOLE) of every head."""
     pair = tl.arange(0, HALF)[None, None, :]
     mask = pair < WIDTH // 2
@@ -130,11 +142,29 @@ def _scaled(x, rstd, weight, DTYPE: tl.constexpr, ROUND: tl.constexpr, NARROW: t
 
 @triton.jit(do_not_specialize=["seq", "tiles", "groups"])
 def _rms_norm_rope_forward_kernel(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, y_ptr, rstd_ptr, strides, heads, seq, tiles, groups, cols,
-    eps, OFFSET: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr, NARROW: tl.constexpr,
-    WHOLE: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
+    x_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    rstd_ptr,
+    strides,
+    heads,
+    seq,
+    tiles,
+    groups,
+    cols,
+    eps,
+    OFFSET: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROUND: tl.constexpr,
+    NARROW: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
-):  # fmt: skip
+):
     """Normalize and rotate HEADS heads of TOKENS tokens.
 
     Program: a tile of tokens of one sequence, and one of ``groups`` blocks of heads (all of them
@@ -185,10 +215,29 @@ def _rms_norm_rope_forward_kernel(
 
 @triton.jit(do_not_specialize=["seq", "tiles", "all_tiles", "groups"])
 def _rms_norm_rope_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, rstd_ptr, dx_ptr, partial_ptr, strides, heads, seq,
-    tiles, all_tiles, groups, cols, OFFSET: tl.constexpr, ROUND: tl.constexpr, WHOLE: tl.constexpr,
-    WIDTH: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    rstd_ptr,
+    dx_ptr,
+    partial_ptr,
+    strides,
+    heads,
+    seq,
+    tiles,
+    all_tiles,
+    groups,
+    cols,
+    OFFSET: tl.constexpr,
+    ROUND: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
     """Gradient of x, and partial sums of the weight's.
 
     Program: persistent; one of ``groups`` blocks of HEADS heads (all where WHOLE), and every
@@ -294,9 +343,17 @@ def _statistics_steps(rstd: Tensor, head_axis: int) -> tuple[int, int, int]:
 
 
 def forward(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float, casting: str,
-    rope_casting: str, head_axis: int, x_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float,
+    casting: str,
+    rope_casting: str,
+    head_axis: int,
+    x_order: str,
+) -> tuple[Tensor, Tensor]:
     """Normalize and rotate; return y and rstd (fp32)."""
     y = dense(x, x_order, output_dtype(x, weight, cos, sin, casting, rope_casting))
     rstd = x.new_empty(statistics_shape(x, weight, head_axis), dtype=torch.float32)
@@ -306,29 +363,67 @@ def forward(
     heads, seq, width = x.shape[head_axis], x.shape[3 - head_axis], x.shape[-1]
     cos, sin, angle = _angles(cos, sin)
     k = launch_config(
-        "rms_norm_rope.forward", forward_config, x.device, seq=seq, heads=heads,
-        width=width, whole=whole,
-    )  # fmt: skip
+        "rms_norm_rope.forward",
+        forward_config,
+        x.device,
+        seq=seq,
+        heads=heads,
+        width=width,
+        whole=whole,
+    )
     steps = [strides(t, head_axis) for t in (x, y)]
     k = k if whole else near_tile(k, steps, (x, y))
     groups, tiles = 1 if whole else cdiv(heads, k.heads), cdiv(seq, k.tokens)
     rounds, narrow = casting == "llama", norm_dtype(x, weight, casting) == x.dtype
     launch(
-        _rms_norm_rope_forward_kernel, x.shape[0] * tiles * groups,
-        (x, weight.contiguous(), cos, sin, y, rstd,
-         (*steps[0], *steps[1][:3], *_statistics_steps(rstd, head_axis), *angle), heads,
-         seq, tiles, groups, heads * width if whole else width, eps),
-        (offset, casting == "gemma", rounds, narrow, whole, width, power_of_2(width // 2),
-         k.tokens, k.heads), k.num_warps,
-    )  # fmt: skip
+        _rms_norm_rope_forward_kernel,
+        x.shape[0] * tiles * groups,
+        (
+            x,
+            weight.contiguous(),
+            cos,
+            sin,
+            y,
+            rstd,
+            (*steps[0], *steps[1][:3], *_statistics_steps(rstd, head_axis), *angle),
+            heads,
+            seq,
+            tiles,
+            groups,
+            heads * width if whole else width,
+            eps,
+        ),
+        (
+            offset,
+            casting == "gemma",
+            rounds,
+            narrow,
+            whole,
+            width,
+            power_of_2(width // 2),
+            k.tokens,
+            k.heads,
+        ),
+        k.num_warps,
+    )
     return y, rstd
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor, offset: float,
-    casting: str, rope_casting: str, head_axis: int, x_order: str, needs_x: bool,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rstd: Tensor,
+    offset: float,
+    casting: str,
+    rope_casting: str,
+    head_axis: int,
+    x_order: str,
+    needs_x: bool,
     needs_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight; one that nobody needs is an empty tensor."""
     dx = dense(x, x_order, x.dtype) if needs_x else x.new_empty(0)
     if x.numel() == 0 or not (needs_x or needs_weight):
@@ -337,9 +432,14 @@ def backward(
     heads, seq, width = x.shape[head_axis], x.shape[3 - head_axis], x.shape[-1]
     cos, sin, angle = _angles(cos, sin)
     k = launch_config(
-        "rms_norm_rope.backward", backward_config, x.device, seq=seq, heads=heads,
-        width=width, whole=whole,
-    )  # fmt: skip
+        "rms_norm_rope.backward",
+        backward_config,
+        x.device,
+        seq=seq,
+        heads=heads,
+        width=width,
+        whole=whole,
+    )
     target = dx if needs_x else x
     steps = [strides(t, head_axis) for t in (dy, x, target)]
     k = k if whole else near_tile(k, steps, (dy, x, target))
@@ -349,14 +449,28 @@ def backward(
     programs = min(k.programs, every) * groups
     partial = x.new_empty(programs, cols, dtype=torch.float32) if needs_weight else None
     launch(
-        _rms_norm_rope_backward_kernel, programs,
-        (dy, x, weight.contiguous(), cos, sin, rstd, dx if needs_x else None, partial,
-         (*steps[0], *steps[1], *steps[2][:3], *_statistics_steps(rstd, head_axis), *angle), heads,
-         seq, tiles,
-         every, groups, cols),
+        _rms_norm_rope_backward_kernel,
+        programs,
+        (
+            dy,
+            x,
+            weight.contiguous(),
+            cos,
+            sin,
+            rstd,
+            dx if needs_x else None,
+            partial,
+            (*steps[0], *steps[1], *steps[2][:3], *_statistics_steps(rstd, head_axis), *angle),
+            heads,
+            seq,
+            tiles,
+            every,
+            groups,
+            cols,
+        ),
         (offset, casting == "llama", whole, width, power_of_2(width // 2), k.tokens, k.heads),
         k.num_warps,
-    )  # fmt: skip
+    )
     if partial is None:
         return dx, weight.new_empty(0)
     return dx, sum_partials(partial, weight.dtype)

@@ -44,8 +44,15 @@ HEADS_APART, APART = 2**30, 2**29
 
 
 @triton.jit
-def assume_tile(ptr, head_stride, token_stride, stride, HEADS: tl.constexpr, TOKENS: tl.constexpr,
-                WIDTH: tl.constexpr):  # fmt: skip
+def assume_tile(
+    ptr,
+    head_stride,
+    token_stride,
+    stride,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Tell the compiler what :func:`near_tile` makes true: a tile of heads spans under 2 GiB."""
     assume_rows(ptr, head_stride, 2 * HEADS if HEADS > 1 else 1)
     assume_rows(ptr, token_stride, 4 * TOKENS if TOKENS > 1 else 1)
@@ -118,11 +125,29 @@ def store_pairs(
 
 @triton.jit
 def _rotate_heads(
-    x_ptr, out_ptr, strides, out_strides, first, last, heads, batch, start, mask, cos_a, cos_b,
-    sin_a, sin_b, WIDTH: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, PASS: tl.constexpr, BESIDE_IN: tl.constexpr,
+    x_ptr,
+    out_ptr,
+    strides,
+    out_strides,
+    first,
+    last,
+    heads,
+    batch,
+    start,
+    mask,
+    cos_a,
+    cos_b,
+    sin_a,
+    sin_b,
+    WIDTH: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PASS: tl.constexpr,
+    BESIDE_IN: tl.constexpr,
     BESIDE_OUT: tl.constexpr,
-):  # fmt: skip
+):
     """Rotate the blocks of heads from ``first`` to ``last``, of the tokens from ``start``.
 
     One step loads HEADS heads of TOKENS tokens, rotates the pairs by angles that stay in registers,
@@ -158,11 +183,31 @@ def _rotate_heads(
 
 @triton.jit
 def rotate_both(
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, strides, q_heads, k_heads, groups, share, batch, start,
-    mask, cos_a, cos_b, sin_a, sin_b, WIDTH: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, PASS: tl.constexpr, BESIDE_IN: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    strides,
+    q_heads,
+    k_heads,
+    groups,
+    share,
+    batch,
+    start,
+    mask,
+    cos_a,
+    cos_b,
+    sin_a,
+    sin_b,
+    WIDTH: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PASS: tl.constexpr,
+    BESIDE_IN: tl.constexpr,
     BESIDE_OUT: tl.constexpr,
-):  # fmt: skip
+):
     """Rotate this program's ``share`` of the blocks of heads: those of q, then those of k.
 
     Blocks are numbered through both tensors; the first number follows from the program's place
@@ -176,15 +221,53 @@ def rotate_both(
     first = (tl.program_id(0) % groups) * share
     last = tl.minimum(first + share, blocks + tl.cdiv(k_heads, HEADS))
     _rotate_heads(
-        q_ptr, q_out_ptr, q_strides, q_out_strides, first, tl.minimum(last, blocks), q_heads,
-        batch, start, mask, cos_a, cos_b, sin_a, sin_b, WIDTH, ROTARY, HALF, TOKENS,
-        HEADS, PASS, BESIDE_IN, BESIDE_OUT,
-    )  # fmt: skip
+        q_ptr,
+        q_out_ptr,
+        q_strides,
+        q_out_strides,
+        first,
+        tl.minimum(last, blocks),
+        q_heads,
+        batch,
+        start,
+        mask,
+        cos_a,
+        cos_b,
+        sin_a,
+        sin_b,
+        WIDTH,
+        ROTARY,
+        HALF,
+        TOKENS,
+        HEADS,
+        PASS,
+        BESIDE_IN,
+        BESIDE_OUT,
+    )
     _rotate_heads(
-        k_ptr, k_out_ptr, k_strides, k_out_strides, tl.maximum(first, blocks) - blocks,
-        last - blocks, k_heads, batch, start, mask, cos_a,
-        cos_b, sin_a, sin_b, WIDTH, ROTARY, HALF, TOKENS, HEADS, PASS, BESIDE_IN, BESIDE_OUT,
-    )  # fmt: skip
+        k_ptr,
+        k_out_ptr,
+        k_strides,
+        k_out_strides,
+        tl.maximum(first, blocks) - blocks,
+        last - blocks,
+        k_heads,
+        batch,
+        start,
+        mask,
+        cos_a,
+        cos_b,
+        sin_a,
+        sin_b,
+        WIDTH,
+        ROTARY,
+        HALF,
+        TOKENS,
+        HEADS,
+        PASS,
+        BESIDE_IN,
+        BESIDE_OUT,
+    )
 
 
 def strides(x: Tensor, head_axis: int) -> tuple[int, int, int, int]:
@@ -264,9 +347,14 @@ def rope_config(
 
 @triton.jit
 def _load_angles(
-    ptr, at, mask, ROTARY: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ptr,
+    at,
+    mask,
+    ROTARY: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     PAIRS: tl.constexpr,
-):  # fmt: skip
+):
     """Angles (cos or sin) of both channels of every pair; PAIRS: one number is stored for both."""
     if PAIRS:
         pair = tl.arange(0, HALF)[None, None, :]
@@ -278,11 +366,29 @@ def _load_angles(
 
 @triton.jit(do_not_specialize=["seq", "tiles", "groups", "share"])
 def _rope_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, strides, q_heads, k_heads, seq, tiles,
-    groups, share, WIDTH: tl.constexpr, ROTARY: tl.constexpr, PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, PASS: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    strides,
+    q_heads,
+    k_heads,
+    seq,
+    tiles,
+    groups,
+    share,
+    WIDTH: tl.constexpr,
+    ROTARY: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PASS: tl.constexpr,
+):
     """Rotate the heads of q and k of some tokens.
 
     Program: TOKENS tokens of one sequence, and ``share`` blocks of HEADS heads, q's before k's;
@@ -302,10 +408,31 @@ def _rope_kernel(
     if INVERSE:
         sin_a, sin_b = -sin_b, -sin_a
     rotate_both(
-        q_ptr, k_ptr, q_out_ptr, k_out_ptr, strides, q_heads, k_heads, groups, share, batch, start,
-        mask, cos_a, cos_b, sin_a, sin_b, WIDTH, ROTARY, HALF, TOKENS, HEADS, PASS, INTERLEAVED,
+        q_ptr,
+        k_ptr,
+        q_out_ptr,
+        k_out_ptr,
+        strides,
+        q_heads,
+        k_heads,
+        groups,
+        share,
+        batch,
+        start,
+        mask,
+        cos_a,
+        cos_b,
+        sin_a,
+        sin_b,
+        WIDTH,
+        ROTARY,
+        HALF,
+        TOKENS,
+        HEADS,
+        PASS,
         INTERLEAVED,
-    )  # fmt: skip
+        INTERLEAVED,
+    )
 
 
 class Geometry(NamedTuple):
@@ -327,9 +454,13 @@ class Geometry(NamedTuple):
 
 
 def _geometry(
-    tensors: tuple[Tensor, ...], heads: tuple[int, int], style: str, head_axis: int,
-    rotary_dim: int, inverse: bool,
-) -> Geometry:  # fmt: skip
+    tensors: tuple[Tensor, ...],
+    heads: tuple[int, int],
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    inverse: bool,
+) -> Geometry:
     """How to rotate q and k by cos and sin; q, k, cos, sin, and the results of q and k."""
     whole = [*map(near_channels, tensors[:2]), *map(near_angles, tensors[2:4])]
     copied = tuple(a is not b for a, b in zip(whole, tensors, strict=False))
@@ -340,28 +471,62 @@ def _geometry(
     if sum(heads) == 0 or tokens == 0:
         return Geometry(copied, 0, (), (), 1)
     n = launch_config(
-        "rope.backward" if inverse else "rope.forward", rope_config, q.device, rows=tokens,
-        cols=width, q_heads=heads[0], k_heads=heads[1],
+        "rope.backward" if inverse else "rope.forward",
+        rope_config,
+        q.device,
+        rows=tokens,
+        cols=width,
+        q_heads=heads[0],
+        k_heads=heads[1],
         plain=style == "half" and cos.shape[-1] == width,
-    )  # fmt: skip
+    )
     steps = [strides(x, head_axis) for x in (q, k, q_out, k_out)]
     n = near_tile(n, steps, (q, k, q_out, k_out))
     groups = cdiv(cdiv(heads[0], n.heads) + cdiv(heads[1], n.heads), n.share)
     passed = power_of_2(width - rotary_dim) if width > rotary_dim else 0
     return Geometry(
-        copied, tokens // seq * cdiv(seq, n.tokens) * groups,
-        ((*steps[0], *steps[1], *steps[2][:3], *steps[3][:3],
-          angle[0] if len(angle) == 3 and cos.shape[0] > 1 else 0, angle[-2]), *heads, seq,
-         cdiv(seq, n.tokens), groups, n.share),
-        (width, rotary_dim, cos.shape[-1] != rotary_dim, style == "interleaved", inverse,
-         n.tokens, n.heads, power_of_2(rotary_dim // 2), passed), n.num_warps,
-    )  # fmt: skip
+        copied,
+        tokens // seq * cdiv(seq, n.tokens) * groups,
+        (
+            (
+                *steps[0],
+                *steps[1],
+                *steps[2][:3],
+                *steps[3][:3],
+                angle[0] if len(angle) == 3 and cos.shape[0] > 1 else 0,
+                angle[-2],
+            ),
+            *heads,
+            seq,
+            cdiv(seq, n.tokens),
+            groups,
+            n.share,
+        ),
+        (
+            width,
+            rotary_dim,
+            cos.shape[-1] != rotary_dim,
+            style == "interleaved",
+            inverse,
+            n.tokens,
+            n.heads,
+            power_of_2(rotary_dim // 2),
+            passed,
+        ),
+        n.num_warps,
+    )
 
 
 def _launch(
-    given: tuple[Tensor | None, Tensor | None], made: tuple[Tensor, Tensor], cos: Tensor,
-    sin: Tensor, style: str, head_axis: int, rotary_dim: int, inverse: bool,
-) -> None:  # fmt: skip
+    given: tuple[Tensor | None, Tensor | None],
+    made: tuple[Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    inverse: bool,
+) -> None:
     """Rotate q and k into ``made``; one of them may be absent."""
     some = given[1] if given[0] is None else given[0]
     assert some is not None
@@ -389,9 +554,17 @@ def _launch(
 
 
 def forward(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, rotary_dim: int,
-    casting: str, q_order: str, k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+) -> tuple[Tensor, Tensor]:
     """Rotate q and k in fp32, rounded once."""
     made = (
         dense(q, q_order, output_dtype(q, cos, sin, casting)),
@@ -402,10 +575,21 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor], dk_out: Optional[Tensor], cos: Tensor, sin: Tensor, style: str,
-    head_axis: int, rotary_dim: int, casting: str, q_order: str, k_order: str,
-    q_dtype: torch.dtype, k_dtype: torch.dtype, needs_q: bool, needs_k: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dq_out: Optional[Tensor],
+    dk_out: Optional[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    needs_q: bool,
+    needs_k: bool,
+) -> tuple[Tensor, Tensor]:
     """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
     dq_out, dk_out = dq_out if needs_q else None, dk_out if needs_k else None
     made = (

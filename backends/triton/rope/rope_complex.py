@@ -17,9 +17,14 @@ def _complex_angles(freqs: Tensor, rotary_dim: int) -> Angles:
 
 
 def forward(
-    q: Tensor, k: Tensor, freqs: Tensor, head_axis: int, rotary_dim: int, q_order: str,
+    q: Tensor,
+    k: Tensor,
+    freqs: Tensor,
+    head_axis: int,
+    rotary_dim: int,
+    q_order: str,
     k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Rotate q and k; products and sums in fp32, rounded once."""
     orders, dtypes, turning = (
         (q_order, k_order),
@@ -30,10 +35,18 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor], dk_out: Optional[Tensor], freqs: Tensor, head_axis: int,
-    rotary_dim: int, q_order: str, k_order: str, q_dtype: torch.dtype, k_dtype: torch.dtype,
-    needs_q: bool, needs_k: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dq_out: Optional[Tensor],
+    dk_out: Optional[Tensor],
+    freqs: Tensor,
+    head_axis: int,
+    rotary_dim: int,
+    q_order: str,
+    k_order: str,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    needs_q: bool,
+    needs_k: bool,
+) -> tuple[Tensor, Tensor]:
     """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
     given = (dq_out if needs_q else None, dk_out if needs_k else None)
     orders, dtypes, turning = (

@@ -15,9 +15,19 @@ from liger_multi.reference.rope.rope import output_dtype
 
 
 def forward(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sections: str, chunked: bool, style: str,
-    head_axis: int, rotary_dim: int, casting: str, q_order: str, k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sections: str,
+    chunked: bool,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+) -> tuple[Tensor, Tensor]:
     """Rotate q and k; products and sums in fp32, rounded once."""
     beside = style == "interleaved"
     dtypes = (output_dtype(q, cos, sin, casting), output_dtype(k, cos, sin, casting))
@@ -29,15 +39,34 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor], dk_out: Optional[Tensor], cos: Tensor, sin: Tensor, sections: str,
-    chunked: bool, style: str, head_axis: int, rotary_dim: int, casting: str, q_order: str,
-    k_order: str, q_dtype: torch.dtype, k_dtype: torch.dtype, needs_q: bool, needs_k: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dq_out: Optional[Tensor],
+    dk_out: Optional[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    sections: str,
+    chunked: bool,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    needs_q: bool,
+    needs_k: bool,
+) -> tuple[Tensor, Tensor]:
     """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
     beside = style == "interleaved"
     given = (dq_out if needs_q else None, dk_out if needs_k else None)
     turning = angles("", cos, sin, rotary_dim, beside=beside, sections=sections, chunked=chunked)
     return rotate(
-        "rope_multimodal", given, (q_order, k_order), (q_dtype, k_dtype), head_axis, turning,
-        (beside, beside), True,
-    )  # fmt: skip
+        "rope_multimodal",
+        given,
+        (q_order, k_order),
+        (q_dtype, k_dtype),
+        head_axis,
+        turning,
+        (beside, beside),
+        True,
+    )

@@ -13,20 +13,41 @@ ROUNDED = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _position_angles(
-    like: torch.dtype, position_ids: Tensor, inv_freq: Tensor, scaling: float, sections: str,
-    chunked: bool, casting: str,
-) -> Angles:  # fmt: skip
+    like: torch.dtype,
+    position_ids: Tensor,
+    inv_freq: Tensor,
+    scaling: float,
+    sections: str,
+    chunked: bool,
+    casting: str,
+) -> Angles:
     rounded = "" if casting == "cohere" else ROUNDED.get(like, "")
     return Angles(
-        "positions", position_ids, inv_freq.contiguous(), 2 * inv_freq.numel(), sections=sections,
-        chunked=chunked, scaling=scaling, round=rounded,
-    )  # fmt: skip
+        "positions",
+        position_ids,
+        inv_freq.contiguous(),
+        2 * inv_freq.numel(),
+        sections=sections,
+        chunked=chunked,
+        scaling=scaling,
+        round=rounded,
+    )
 
 
 def forward(
-    q: Tensor, k: Tensor, position_ids: Tensor, inv_freq: Tensor, scaling: float, sections: str,
-    chunked: bool, style: str, head_axis: int, casting: str, q_order: str, k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    position_ids: Tensor,
+    inv_freq: Tensor,
+    scaling: float,
+    sections: str,
+    chunked: bool,
+    style: str,
+    head_axis: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+) -> tuple[Tensor, Tensor]:
     """Rotate q and k; products and sums in fp32, rounded once."""
     beside, orders = style == "interleaved", (q_order, k_order)
     kind = k.dtype if casting == "cohere" else torch.promote_types(k.dtype, q.dtype)
@@ -44,11 +65,23 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor], dk_out: Optional[Tensor], inv_freq: Tensor, position_ids: Tensor,
-    scaling: float, sections: str, chunked: bool, style: str, head_axis: int, casting: str,
-    q_order: str, k_order: str, q_dtype: torch.dtype, k_dtype: torch.dtype, needs_q: bool,
+    dq_out: Optional[Tensor],
+    dk_out: Optional[Tensor],
+    inv_freq: Tensor,
+    position_ids: Tensor,
+    scaling: float,
+    sections: str,
+    chunked: bool,
+    style: str,
+    head_axis: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    needs_q: bool,
     needs_k: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
     beside, given = (
         style == "interleaved",
@@ -56,6 +89,12 @@ def backward(
     )
     turning = _position_angles(q_dtype, position_ids, inv_freq, scaling, sections, chunked, casting)
     return rotate(
-        "rope_positions", given, (q_order, k_order), (q_dtype, k_dtype), head_axis, turning,
-        (beside, beside), True,
-    )  # fmt: skip
+        "rope_positions",
+        given,
+        (q_order, k_order),
+        (q_dtype, k_dtype),
+        head_axis,
+        turning,
+        (beside, beside),
+        True,
+    )

@@ -15,9 +15,16 @@ from liger_multi.reference.rope.rope import output_dtype
 
 
 def forward(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, head_axis: int, rotary_dim: int,
-    casting: str, q_order: str, k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+) -> tuple[Tensor, Tensor]:
     """Rotate q and k; products and sums in fp32, rounded once."""
     dtypes = (output_dtype(q, cos, sin, casting), output_dtype(k, cos, sin, casting))
     orders, turning = (q_order, k_order), angles("", cos, sin, rotary_dim)
@@ -25,10 +32,20 @@ def forward(
 
 
 def backward(
-    dq_out: Optional[Tensor], dk_out: Optional[Tensor], cos: Tensor, sin: Tensor,
-    head_axis: int, rotary_dim: int, casting: str, q_order: str, k_order: str,
-    q_dtype: torch.dtype, k_dtype: torch.dtype, needs_q: bool, needs_k: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dq_out: Optional[Tensor],
+    dk_out: Optional[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    needs_q: bool,
+    needs_k: bool,
+) -> tuple[Tensor, Tensor]:
     """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
     given = (dq_out if needs_q else None, dk_out if needs_k else None)
     orders, dtypes, turning = (
