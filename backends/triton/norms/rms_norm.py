@@ -381,14 +381,14 @@ def normalize(
 
     With room for codes, those of y are written too; y is empty where it is not wanted.
     """
-    out_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    sum_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     rounds = _rounds(casting, weight)
     dtype = (
-        torch.promote_types(out_dtype, weight.dtype) if weight is not None and rounds else out_dtype
+        torch.promote_types(sum_dtype, weight.dtype) if weight is not None and rounds else sum_dtype
     )
     *lead, cols = x.shape
     rstd = x.new_empty(lead, dtype=torch.float32)
-    s = None if residual is None else empty_contiguous(x, out_dtype)
+    s = None if residual is None else empty_contiguous(x, sum_dtype)
     if x.numel() == 0:
         y = empty_contiguous(x, dtype)
         room.fill(y)
