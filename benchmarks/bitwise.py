@@ -286,12 +286,10 @@ def head(options: argparse.Namespace) -> Row:
     import torch
 
     from benchmarks import bitwise_operators
-    from liger_multi.bench import report
 
-    facts = report.device_facts(torch.device(options.device))
-    versions = {**report.versions(), **bitwise_operators.versions()}
-    data = {"kind": "bitwise", "date": store.now(), "commit": options.commit}
-    return data | {"device": facts, "versions": versions, "tiny": options.tiny}
+    data = store.head("bitwise", options, torch.device(options.device)) | {"tiny": options.tiny}
+    data["versions"] |= bitwise_operators.versions()
+    return data
 
 
 def jobs_of(options: argparse.Namespace) -> list[tuple[str, str]]:

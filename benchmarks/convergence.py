@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from benchmarks import store
 from liger_multi import pictures
-from liger_multi.bench import report
 from liger_multi.memory.sizes import SIZES, config_of
 
 # --- the bounds, stated before any run ---
@@ -470,9 +469,8 @@ def run(
         providers = [name for name in providers if name != "liger"]
     everybody = [*providers, *(f"control-{n + 1}" for n in range(options.controls))]
     jobs = options.jobs if options.jobs is not None else 4 * (device.type != "cpu")
-    versions = {**report.versions(), "transformers": importlib.metadata.version("transformers")}
-    data: dict[str, Any] = {"kind": "convergence", "date": store.now(), "commit": options.commit}
-    data |= {"device": report.device_facts(device), "versions": versions, "rows": []}
+    data = store.head("convergence", options, device) | {"rows": []}
+    data["versions"]["transformers"] = importlib.metadata.version("transformers")
     bad = 0
     for row in rows_of(cases, everybody, device, jobs):
         data["rows"].append(row)

@@ -25,7 +25,6 @@ from torch import Tensor
 
 import liger_multi
 from benchmarks import store
-from liger_multi.bench import report
 
 # --- the bounds, stated before any run ---
 #
@@ -197,9 +196,8 @@ def run(options: argparse.Namespace) -> int:
     results = verdicts(rows)
     for one in results:
         print(json.dumps(one), flush=True)
-    data: dict[str, Any] = {"kind": "float8-convergence", "date": store.now()}
-    data |= {"commit": options.commit, "device": report.device_facts(torch.device(options.device))}
-    data |= {"versions": report.versions(), "steps": steps, "batch": batch, "tokens": tokens}
+    data = store.head("float8-convergence", options, torch.device(options.device))
+    data |= {"steps": steps, "batch": batch, "tokens": tokens}
     store.keep({**data, "verdicts": results, "rows": rows}, options)
     return int(not all(one["good"] for one in results))
 

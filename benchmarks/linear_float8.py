@@ -44,7 +44,6 @@ from torch import Tensor, nn
 import liger_multi
 from benchmarks import models, store
 from liger_multi import ops
-from liger_multi.bench import report
 from liger_multi.patching.float8.code_cache import bit_sums
 from liger_multi.patching.float8.weight import Float8Weight
 
@@ -681,8 +680,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="shapes for a CPU")
     options = parser.parse_args(arguments)
     place, rows = Place(options.tiny), []
-    run = {"kind": "linear-float8", "date": store.now(), "commit": options.commit}
-    run |= {"device": report.device_facts(place.device), "versions": report.versions()}
+    run = store.head("linear-float8", options, place.device)
     for part in options.parts or [name for name in PARTS if name != "model"]:
         for row in PARTS[part](place):
             rows.append(row)

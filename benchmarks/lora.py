@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from benchmarks import store
 from liger_multi import patch
-from liger_multi.bench import report
 from liger_multi.memory import peak_memory
 from liger_multi.patching.swap import Patched
 
@@ -213,8 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tiny = {**TINY, "num_hidden_layers": 2} if options.tiny else {}
     rows += compare({**SMALL, **tiny}, steps, *common)
     print(shown(rows))
-    run: dict[str, Any] = {"kind": "lora", "date": store.now(), "commit": options.commit}
-    run |= {"device": report.device_facts(device), "versions": report.versions()}
+    run = store.head("lora", options, device)
     store.keep({**run, "tokens": tokens, "rank": options.rank, "rows": rows}, options)
 
 

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from benchmarks import store
 from benchmarks.lora import measured
 from liger_multi import patch
-from liger_multi.bench import report
 
 LAYER = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
 SMALL = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8}
@@ -202,8 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check(device, options.rank)
     rows = compare(SMALL if options.tiny else LAYER, tokens, device, options.rank, options.rounds)
     print(shown(rows))
-    run: dict[str, Any] = {"kind": "lora", "date": store.now(), "commit": options.commit}
-    run |= {"device": report.device_facts(device), "versions": report.versions()}
+    run = store.head("lora", options, device)
     store.keep({**run, "tokens": tokens, "rank": options.rank, "rows": rows}, options)
 
 

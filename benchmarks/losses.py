@@ -34,7 +34,6 @@ from torch import Tensor
 import liger_multi
 from benchmarks import store
 from liger_multi import losses
-from liger_multi.bench import report
 from liger_multi.bench.cases import error
 from liger_multi.bench.measure import (
     Clock,
@@ -646,8 +645,7 @@ def whole_losses(arguments: Sequence[str]) -> int:
     shape = Shape(*map(int, text.split("x")))
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     tensors, rows = draw(shape, device, dtype), list[dict[str, Any]]()
-    run: dict[str, Any] = {"kind": "losses", "date": store.now(), "commit": options.commit}
-    run |= {"device": report.device_facts(device), "versions": report.versions(), "rows": rows}
+    run = store.head("losses", options, device) | {"rows": rows}
     for name in options.cases:
         case = CASES[name]
         asked = options.providers.split(",") if options.providers else every(case)
@@ -774,8 +772,7 @@ def float8(arguments: Sequence[str]) -> int:
     if options.shapes:
         shapes = [tuple(map(int, text.split("x"))) for text in options.shapes.split(",")]  # type: ignore[misc]
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    data: dict[str, Any] = {"kind": "float8", "date": store.now(), "commit": options.commit}
-    data |= {"device": report.device_facts(device), "versions": report.versions(), "rows": []}
+    data = store.head("float8", options, device) | {"rows": []}
     for shape in shapes:
         row = float8_row(shape, options.steps)
         data["rows"].append(row)

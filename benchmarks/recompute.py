@@ -386,8 +386,7 @@ def longest(arguments: Sequence[str]) -> int:
         print(json.dumps(measure_longest(options.model, providers[0], options)))
         return 0
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    data: dict[str, Any] = {"kind": "longest", "date": store.now(), "commit": options.commit}
-    data |= {"device": report.device_facts(device), "versions": report.versions()}
+    data = store.head("longest", options, device)
     data |= {"limit_gb": options.limit_gb, "rows": []}
     for provider in providers:
         row = {

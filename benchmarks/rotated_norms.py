@@ -19,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import store
 from liger_multi import patch
-from liger_multi.bench import report
 
 LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-8b": (
@@ -174,8 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         pair = list(compare(name, device, options.tiny, options.rounds))
         print(shown(pair), flush=True)
         rows += pair
-    run: dict[str, Any] = {"kind": "rotated-norms", "date": store.now(), "commit": options.commit}
-    run |= {"device": report.device_facts(device), "versions": report.versions()}
+    run = store.head("rotated-norms", options, device)
     store.keep({**run, "rows": rows}, options)
 
 

@@ -128,8 +128,6 @@ def row(run: Run, variant: str, cards: int, turns: Sequence[dict[str, Any]]) -> 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every run under every variant, and keep the rows after each round."""
-    from liger_multi.bench import report
-
     parser = argparse.ArgumentParser(prog="python -m benchmarks.several_cards", description=__doc__)
     parser.add_argument("runs", nargs="+", help="MODEL:BATCHxTOKENS[+checkpointing] of each card")
     parser.add_argument("--variants", default=",".join(CHOICES))
@@ -151,8 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     cards = options.cards or max(1, torch.accelerator.device_count())
-    data = {"kind": "several-cards", "date": store.now(), "commit": options.commit}
-    data |= {"device": report.device_facts(device), "versions": report.versions()}
+    data = store.head("several-cards", options, device)
     rows: list[dict[str, Any]] = []
     for run in runs:
         turns: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from benchmarks import store
 from benchmarks.lora import measured
 from liger_multi import patch
-from liger_multi.bench import report
 from liger_multi.patching import register_attention
 
 LAYER = {
@@ -168,8 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in rows_of(sizes, variant, lengths, device, options.rounds):
             print(line(row), flush=True)
             rows.append(row)
-    run: dict[str, Any] = {"kind": "sparse-layers", "date": store.now(), "commit": options.commit}
-    run |= {"device": report.device_facts(device), "versions": report.versions()}
+    run = store.head("sparse-layers", options, device)
     store.keep({**run, "rows": rows}, options)
 
 

@@ -25,9 +25,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ci import results
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -287,6 +290,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", action="store_true", help="merge into benchmarks/results")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write what was measured alone")
     parser.add_argument("--commit", default=commit(), help="of what is measured")
+
+
+def head(run_type: str, options: argparse.Namespace, device: torch.device) -> Run:
+    """What stands above the rows of a run: its type, date, commit, device and versions."""
+    from liger_multi.bench import report
+
+    facts = {"device": report.device_facts(device), "versions": report.versions()}
+    return {"kind": run_type, "date": now(), "commit": options.commit, **facts}
 
 
 def keep(measured: Run | Sequence[Run], options: argparse.Namespace) -> list[Path]:

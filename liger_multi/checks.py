@@ -55,10 +55,10 @@ def remembered(check: Callable[Given, Checked]) -> Callable[Given, Checked]:
 
     @functools.wraps(check)
     def run(*args: Given.args, **named: Given.kwargs) -> Checked:
-        kinds = tuple(map(type, args))
-        if named or torch.compiler.is_compiling() or not _VALUES.issuperset(kinds):
+        types = tuple(map(type, args))
+        if named or torch.compiler.is_compiling() or not _VALUES.issuperset(types):
             return check(*args, **named)
-        question = (args, kinds)
+        question = (args, types)
         try:
             answer = known.get(question)
         except TypeError:  # a tuple that holds a list
@@ -128,10 +128,10 @@ def one_dtype(op: str, tensors: Mapping[str, Tensor | None]) -> list[Tensor | No
     if dtype is not None:
         return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in inputs]
     if len({t.dtype for t in inputs if t is not None}) > 1:
-        kinds = {
+        dtypes = {
             n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items() if t is not None
         }
-        shown = ", ".join(f"{n} {k}" for n, k in kinds.items())
+        shown = ", ".join(f"{n} {d}" for n, d in dtypes.items())
         raise TypeError(f"{op}: one dtype is needed outside of autocast, got {shown}")
     return inputs
 

@@ -37,7 +37,7 @@ from ci.docs import status
 from ci.docs.blocks import filled
 from ci.npu import levels
 from tests.sweep import page as coverage
-from tests.trainers.runs import page as trainers
+from tests.trainers import runs
 
 # --- pages ---
 
@@ -418,7 +418,7 @@ def tables() -> dict[str, Callable[[], str]]:
         **traces.BLOCKS,
         "headline": performance.headline,
         "op-table": table,
-        "trainers": trainers.table,
+        "trainers": runs.table,
     }
     return builders | {name: partial(_joined, make) for name, make in lines.items()}
 

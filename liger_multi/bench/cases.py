@@ -1,6 +1,6 @@
 """What the benchmark runs: samples scaled to the device, their inputs, and the fp64 truth.
 
-Beside them stands the peak: the least work of every operator, and what the device reaches.
+They also give the peak: the least work of every operator, and what the device reaches.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CPU_BYTES, CPU_OPERATIONS = 16e6, 2e10
 JUMPS = ("fused_linear_tvd", "gated_mlp_float8")
 """Of these, a rounded logit may turn a sign and a rounded product may get the next code of FP8: no
 bound holds for every element, so that the relative error in the 2-norm decides."""
-JUMPED = 2**-4  # of that error: half a step of E4M3 codes
+JUMPED = 2**-4  # the relative error is half a step of E4M3 codes
 ORACLE_BYTES = 2**30  # of the widest tensor of one chunk of rows
 
 
@@ -71,7 +71,7 @@ class Case:
     Attributes:
         op: Operator's name.
         sample: What is run.
-        divisors: By what the rows and the vocabulary were divided; empty for the full shape.
+        divisors: What the rows and the vocabulary were divided by; empty for the full shape.
     """
 
     op: str
@@ -202,7 +202,7 @@ def draw(sample: Sample, device: torch.device, dtype: torch.dtype) -> dict[str, 
 
 
 def of_pairs(angles: Tensor, turned: Tensor, style: object) -> Tensor:
-    """Both channels of a pair have one angle, as in a model: peers read the half of them only."""
+    """Give both channels of a pair one angle, as in a model: peers read only one half of them."""
     half = angles.shape[-1] // 2
     if angles.shape[-1] < turned.shape[-1]:
         return angles  # one value a pair
@@ -234,7 +234,7 @@ Reference = Callable[["Case", Mapping[str, Tensor]], tuple[Tensor, ...]]
 
 
 def reference(case: Case, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """The operator's own reference, which in fp64 is the equations in order and nothing rounded."""
+    """The operator's own reference, which in fp64 follows the equations and rounds nothing."""
     name = public(case.op)
     options = {k: v for k, v in case.sample.options.items() if k != "inplace"}
     with use(**{name: REFERENCE}):
@@ -242,7 +242,7 @@ def reference(case: Case, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 def differentiable(output: Any) -> tuple[Tensor, ...]:
-    """What has gradients of that which a call returned: of a loss, nothing that stands beside."""
+    """The outputs of a call that have gradients; of a loss with reports, the loss alone."""
     output = getattr(output, "loss", output)
     if isinstance(output, Tensor):
         return (output,)
@@ -298,7 +298,7 @@ def truth(
 
 
 def _widest(case: Case) -> int:
-    """The most columns that a formula has of a row."""
+    """The largest number of columns that a formula keeps for one row."""
     shapes = case.shapes
     widths = [shapes[n][-1] for n, t in case.sample.tensors.items() if not t.classes and shapes[n]]
     widths += [t.classes for t in case.sample.tensors.values()]
@@ -315,7 +315,7 @@ def _widen(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _share(case: Case, tensors: Mapping[str, Tensor], part: slice) -> float:
-    """What a chunk's mean weighs in the mean of all rows; 1 for a sum."""
+    """The weight of a chunk's mean in the mean of all rows; 1 for a sum."""
     if case.sample.options.get("reduction", "mean") != "mean":
         return 1.0
     target = next((n for n, t in case.sample.tensors.items() if t.classes), None)
@@ -339,7 +339,7 @@ def error(got: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]
         # The tolerance refers to the largest value of the whole tensor: hand it to every piece.
         ours, right = torch.cat([ours.to(right), largest]), torch.cat([right, largest])
         worst = max(worst, tolerance.excess(ours, right, acc_dtype))
-        wrong = torch.where(ours == right, 0, ours - right)  # of equal infinities, nothing
+        wrong = torch.where(ours == right, 0, ours - right)  # equal infinities differ by nothing
         squares += float(wrong.double().square().sum())
         norms += float(right[:-1][right[:-1].isfinite()].double().square().sum())
     relative = math.sqrt(squares / norms) if norms else math.sqrt(squares)

@@ -27,7 +27,7 @@ WARM_CALLS, WARM_SECONDS = 3, 0.2
 
 
 class Identity(torch.autograd.Function):
-    """Give a leaf a history at no cost: what is overwritten in place must come from somewhere."""
+    """Give a leaf a history at no cost: autograd lets no leaf be overwritten in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class Runner:
         """Largest error over results and gradients, in tolerances and in the 2-norm."""
         before = [_sum(t) for t in self.tensors.values()]
         results, grads = self.both()
-        # the gradient of an overwritten input may stand in the input itself
+        # the gradient of an overwritten input may be stored in the input itself
         if not self.provider.overwrites and before != [_sum(t) for t in self.tensors.values()]:
             raise AssertionError("overwrote its inputs")
         errors = [error(*pair, dtype) for pair in zip(results, right.results, strict=True)]

@@ -1,4 +1,4 @@
-"""Whom an operator is compared with by name: eager PyTorch, its fused kernels, and other packages.
+"""Peers of every operator by name: eager PyTorch, its fused kernels, and other packages.
 
 A peer takes the operator's tensors and those of its options that it supports, by name. Where a
 sample sets an option that a peer does not have, the provider is skipped with that reason.
@@ -109,7 +109,7 @@ def _sparsemax(x: Tensor) -> Tensor:
 
 
 def _of_heads(rows_of: Rows) -> Formula:
-    """Without the clamp of the count that gives 0 where every target is ignored."""
+    """PyTorch does not clamp the count of targets; the formula gives 0 where all are ignored."""
 
     def call(
         hidden: Tensor,
@@ -448,7 +448,7 @@ def _transformers_moe(by: str) -> Formula:
     return call
 
 
-# Of recurrences: the chunks of transformers, where formulas go token by token.
+# Peers of recurrences: transformers computes in chunks, where formulas go token by token.
 
 
 def _modeling(model: str, name: str) -> Any:
@@ -573,7 +573,7 @@ def _quack_fused_add_rms_norm(
 
 
 class _QuackLayerNorm(torch.autograd.Function):
-    """Its kernels forward and backward, which it does not join; weights are cast to its fp32."""
+    """Join its separate forward and backward kernels; weights are cast to fp32, as they expect."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

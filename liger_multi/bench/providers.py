@@ -1,4 +1,4 @@
-"""Whom the benchmark times, by name: our operator, its backends, plain formulas and peers."""
+"""Providers that the benchmark times: our operator, its backends, plain formulas and peers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _liger_moe(moe: Formula) -> Formula:
     return call
 
 
-# Of log-probabilities; of tvd, of probabilities.
+# Losses of log-probabilities; tvd takes probabilities.
 
 
 def _given(loss: Formula, prepare: Formula) -> Formula:

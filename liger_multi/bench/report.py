@@ -51,7 +51,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything whose numbers these are."""
+    """Versions of every package that was timed."""
     installed = {
         "python": platform.python_version(),
         "liger_multi": __version__,

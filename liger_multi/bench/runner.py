@@ -1,4 +1,4 @@
-"""Time, memory and error of every operator beside others: what a run of the benchmark does.
+"""Time, memory and error of every operator and of its peers: what a run of the benchmark does.
 
 Operator x sample x provider in one process. A provider whose result is outside of the tolerance of
 the tests gets no time. Rounds interleave the providers, medians are reported, and percent of the
@@ -73,7 +73,7 @@ class BenchConfig:
 
 
 class Bench:
-    """A run: what stays the same over all cases, and what was found."""
+    """A run: what stays the same over all cases, and the rows measured so far."""
 
     def __init__(self, plan: BenchConfig, progress: Progress) -> None:
         self.plan, self.progress = plan, progress
@@ -170,7 +170,7 @@ class Bench:
                 row.update(_checked(case, provider, tensors, douts, right, self.plan.dtype))
             except Exception as failure:
                 _failed(row, failure)
-            if row["status"] != "ok":  # whoever failed may have written into the inputs
+            if row["status"] != "ok":  # a provider that failed may have written into the inputs
                 again = draw(case.sample, self.plan.device, self.plan.dtype)
                 with torch.no_grad():
                     for name, tensor in tensors.items():
@@ -281,7 +281,7 @@ def run_plan(
 
 
 def _result(bench: Bench, date: str) -> dict[str, Any]:
-    """What a run found so far; its date is that of its begin, and stays."""
+    """The result of a run so far; its date is that of its start."""
     plan = bench.plan
     return {
         "schema": 1,

@@ -116,16 +116,16 @@ def layer_stats(
     calls = _calls(model, layers, batch, sequence, device, autocast)
     costs: dict[Any, dict[str, Cost]] = {}
     for layer, (args, kwargs) in zip(layers, calls, strict=True):
-        key = _kind(layer)
+        key = _cost_key(layer)
         if key not in costs:
             costs[key] = {}
             for name in POLICIES:
                 one = _Count(device, None, layer, None, sequence, autocast)
                 costs[key][name] = one.cost(name, args, kwargs, flops, bandwidth)
-    return Stats(tuple(costs[_kind(layer)] for layer in layers), batch * sequence)
+    return Stats(tuple(costs[_cost_key(layer)] for layer in layers), batch * sequence)
 
 
-def _kind(layer: nn.Module) -> Any:
+def _cost_key(layer: nn.Module) -> Any:
     """What layers that cost the same have in common."""
     sizes = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layer.named_parameters())
     return type(layer), getattr(layer, "attention_type", None), sizes

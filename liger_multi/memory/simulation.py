@@ -277,8 +277,8 @@ class Simulation(Recorder):
         """Let operators find out what products the meta device has, which is no part of a step."""
         from liger_multi.reference.common.chunking import has_out_dtype
 
-        kinds = {p.dtype for _, p in self._parameters()} | {self._autocast}
-        for dtype in kinds & {torch.float16, torch.bfloat16}:
+        dtypes = {p.dtype for _, p in self._parameters()} | {self._autocast}
+        for dtype in dtypes & {torch.float16, torch.bfloat16}:
             has_out_dtype("meta", dtype)
 
     def forward(self, call: Callable[[], Any]) -> Any:

@@ -17,14 +17,7 @@ from liger_multi.patching.mlp.kinds import MLP_KINDS, MLP_NAMES, MlpKind, MlpNam
 from liger_multi.patching.norms.kinds import NORM_KINDS, NormKind
 from liger_multi.patching.options import BUILT_IN, Options, Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import (
-    Patched,
-    Swap,
-    conflict_of,
-    original,
-    stock_class,
-    swapped,
-)
+from liger_multi.patching.swap import Patched, Swap, conflict_of, original, stock_class, swapped
 
 Row: TypeAlias = NormKind | MlpNames | MlpKind
 

@@ -27,13 +27,7 @@ from liger_multi.patching.evidence.probe import alike, probe_context, random, un
 from liger_multi.patching.evidence.reached import Reached
 from liger_multi.patching.options import Options, Request, run_bound
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import (
-    Patched,
-    Swap,
-    conflict_of,
-    library_of,
-    swapped,
-)
+from liger_multi.patching.swap import Patched, Swap, conflict_of, library_of, swapped
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,9 @@ def check_chunk(op_call: Call, mode: str) -> None:
     for chunk in CHUNKS:
         actual = op_call.run(mode, (*op_call.args[:place], chunk, *op_call.args[place + 1 :]))
         for name, expected, got in zip(prim.returns, whole, actual, strict=True):
-            if spec.axis(name) is not None and got.ndim:  # what is summed has other orders
+            if (
+                spec.axis(name) is not None and got.ndim
+            ):  # sums over chunks are added in other orders
                 _require(
                     op_call, mode, "chunk", (expected,), (got,), f"{name} by chunks of {chunk}"
                 )

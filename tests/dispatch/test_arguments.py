@@ -40,7 +40,7 @@ OTHERS = (
     ("an object", object),
 )
 """Values that no option takes."""
-KINDS: dict[str, tuple[Any, ...]] = {
+VALUES_BY_TYPE: dict[str, tuple[Any, ...]] = {
     "float": (True, "1.0", "", NAN, -INFINITY, INFINITY, 1j, HUGE, -HUGE),
     "bool": ("yes", 1, 0, 1.0, NAN),
     "int": (True, 1.5, "1", NAN, INFINITY, 2**64, HUGE),
@@ -85,7 +85,7 @@ MEANT = {
 """Values that an argument takes, as an exception from the rule."""
 
 
-def kind_of(parameter: inspect.Parameter) -> tuple[str, bool]:
+def type_of(parameter: inspect.Parameter) -> tuple[str, bool]:
     """The name of an argument's type, and whether it may be None."""
     annotation = parameter.annotation
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
@@ -101,18 +101,18 @@ def kind_of(parameter: inspect.Parameter) -> tuple[str, bool]:
     }
     match = next((type_name for part, type_name in compound.items() if part in text), None)
     plain = text.removesuffix(" | None").rsplit(".", 1)[-1]
-    assert match or plain in KINDS, f"{parameter.name}: what kind is {text}?"
+    assert match or plain in VALUES_BY_TYPE, f"{parameter.name}: what type is {text}?"
     return match or plain, optional
 
 
 def values(parameter: inspect.Parameter) -> Iterator[tuple[str, Any]]:
     """Values that an argument cannot have, under a name."""
-    type_name, optional = kind_of(parameter)
+    type_name, optional = type_of(parameter)
     if type_name == "Tensor":
         yield from ((word, make()) for word, make in TENSORS)
     else:
         yield from ((word, make()) for word, make in OTHERS)
-        candidates = (*KINDS[type_name], *RANGES.get(parameter.name, ()))
+        candidates = (*VALUES_BY_TYPE[type_name], *RANGES.get(parameter.name, ()))
         words = (
             (f"{value!r:.40}" if value not in (HUGE, -HUGE) else "huge", value)
             for value in candidates
@@ -178,7 +178,7 @@ def test_operators_refuse_other_dtypes_and_devices(op):
     function, wrong = OPERATORS[op], []
     for name, parameter in inspect.signature(function).parameters.items():
         sample = small(op, name)
-        if kind_of(parameter)[0] != "Tensor" or name not in sample.tensors:
+        if type_of(parameter)[0] != "Tensor" or name not in sample.tensors:
             continue
         tensors = sample.make("cpu", torch.float32)
 
@@ -215,7 +215,7 @@ def test_operators_take_or_refuse_other_shapes(op):
     function, wrong = OPERATORS[op], []
     for name, parameter in inspect.signature(function).parameters.items():
         sample = small(op, name)
-        if kind_of(parameter)[0] != "Tensor" or name not in sample.tensors:
+        if type_of(parameter)[0] != "Tensor" or name not in sample.tensors:
             continue
         for word, value in other_shapes(sample.make("cpu", torch.float32)[name]):
             kwargs = {**sample.make("cpu", torch.float32), **sample.options, name: value}

@@ -340,7 +340,12 @@ def test_any_key_in_any_place(index):
     assert outcome(parse, {"devices": {key: None}}, "x") == there
 
 
-def test_byte_counts_are_exact():
+def test_byte_counts():
+    assert parse_bytes("1.5GiB", "x") == 3 * 2**29
+    assert parse_bytes(4096, "x") == 4096
+    for wrong in (0, -1, True, "1 TX", "1 TiBB", ""):
+        with pytest.raises(ConfigurationError, match="positive number"):
+            parse_bytes(wrong, "x")
     assert parse_bytes("9007199254740993", "x") == 2**53 + 1
     assert parse_bytes(numpy.int64(5), "x") == 5
     assert parse_bytes("0.3KiB", "x") == 307
@@ -469,6 +474,7 @@ REFUSED = {
     "a text of digits": (b"chunk_bytes: '" + b"9" * 400 + b"'", "positive number"),
     "brackets": (b"[" * 3000, "nested deeper than 32 levels"),
     "braces": (b"ops: " + b"{a: " * 3000, "nested deeper than 32 levels"),
+    "an open bracket": (b"ops: {rms_norm: [", "is not YAML"),
     "dashes": (b"- " * 3000, "nested deeper than 32 levels"),
     "a list of operators": (b"ops: []\n", "must be a mapping of operator names"),
     "a list of devices": (b"devices: []\n", "must be a mapping of device types"),
@@ -486,6 +492,7 @@ REFUSED = {
     "itself": (b"ops: &a {x: *a}\n", "the alias 'a' has no anchor before it"),
     "no anchor": (b"ops: *a\n", "the alias 'a' has no anchor"),
     "latin": ("default: réf\n".encode("latin-1"), "is not YAML: its text is not UTF-8, byte 10"),
+    "binary": (b"\xff\xfe\x00\x9f", "is not YAML"),
     "UTF-16": ("default: auto\n".encode("utf-16"), "is not YAML: its text is not UTF-8"),
     "a NUL": (b"default: a\0b\n", r"is not YAML: line 1: it holds the character '\\x00'"),
     "beyond Unicode": (b'default: "\\UFFFFFFFF"\n', "is not YAML"),

@@ -22,7 +22,7 @@ import liger_multi
 from liger_multi import errors, ops
 from liger_multi.dispatch import codegen, registry
 from liger_multi.dispatch.backend import Backend
-from liger_multi.dispatch.config import configure, current, forget, parse_bytes
+from liger_multi.dispatch.config import configure, current, forget
 from liger_multi.dispatch.op import OPS, Op, inline_ops
 from liger_multi.dispatch.resolve import plan_for
 from liger_multi.testing.samples import of
@@ -91,29 +91,6 @@ def test_invalid_configurations(content, message):
     with pytest.raises(errors.ConfigurationError, match=message):
         configure(content)
     assert current() is before
-
-
-def test_files_that_are_no_configuration(tmp_path):
-    broken = tmp_path / "broken.yaml"
-    broken.write_text("ops: {rms_norm: [")
-    with pytest.raises(errors.ConfigurationError, match=r"broken\.yaml' is not YAML"):
-        configure(broken)
-    with pytest.raises(errors.ConfigurationError, match="cannot read the configuration"):
-        configure(tmp_path / "absent.yaml")
-    (tmp_path / "list.yaml").write_text("- rms_norm\n")
-    with pytest.raises(errors.ConfigurationError, match="must be a mapping with the keys"):
-        configure(tmp_path / "list.yaml")
-    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x9f")
-    with pytest.raises(errors.ConfigurationError, match="is not YAML"):
-        configure(tmp_path / "binary.yaml")
-
-
-def test_byte_counts():
-    assert parse_bytes("1.5GiB", "x") == 3 * 2**29
-    assert parse_bytes(4096, "x") == 4096
-    for wrong in (0, -1, True, "1 TX", "1 TiBB", ""):
-        with pytest.raises(errors.ConfigurationError, match="positive number"):
-            parse_bytes(wrong, "x")
 
 
 def test_unknown_operator_to_explain():

@@ -420,7 +420,7 @@ def test_experts_beyond_the_limits_are_by_the_reference(simulated, case):
         torch.testing.assert_close(a.cpu(), b)
 
 
-def test_rows_of_no_expert_say_nothing_whatever_the_product_makes_of_them(simulated):
+def test_rows_of_no_expert_change_no_result(simulated):
     """The last expert's product of them leaves the range of fp16, both ways."""
     torch.manual_seed(0)
     index = torch.tensor([[0, -1], [1, 5], [0, 1]], device=NPU)
@@ -439,7 +439,7 @@ def test_rows_of_no_expert_say_nothing_whatever_the_product_makes_of_them(simula
 
 
 def test_routing_in_fp32_weighs_rows_of_bf16_in_fp32(simulated):
-    """Two experts that say the opposite leave the difference of their weights, 2 ** -9."""
+    """Two experts of opposite outputs leave the difference of their weights, 2 ** -9."""
     torch.manual_seed(0)
     first, down = torch.randn(1, 8, 4).repeat(2, 1, 1), torch.randn(1, 4, 4)
     inputs = {
@@ -555,7 +555,7 @@ def test_inverses_by_doubling(case):
 
 
 @pytest.mark.parametrize("op", launches.CASES)
-def test_hybrids_start_what_torch_npu_has_and_share_it_among_heads(op):
+def test_launches_of_hybrids_by_torch_npu(op):
     """No operator falls back to the CPU, and launches do not depend on the batch."""
     small, large = (launches.run(op, "npu", 128, batch) for batch in (2, 3))
     for way, count in small.items():
@@ -597,7 +597,7 @@ def test_what_kernels_of_hybrids_refuse_runs_by_the_reference(op, tensors):
     torch.testing.assert_close(actual, getattr(ops, op)(**{n: t.cpu() for n, t in inputs.items()}))
 
 
-def test_convolutions_of_sequences_that_32_bits_do_not_count_are_refused():
+def test_convolutions_past_32_bits_are_refused():
     rows = torch.empty(1, 2**18, 8192, device="meta")
     weight = torch.empty(8192, 4, device="meta")
     for op in (causal_conv1d, gated_short_conv):

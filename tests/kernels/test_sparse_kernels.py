@@ -1,4 +1,4 @@
-"""Kernels of sparse attention beside the common suite, on a GPU or interpreted.
+"""Kernels of sparse attention beyond the common suite, on a GPU or interpreted.
 
 Queries in several parts, lists that name wrong keys, the selection among equal and strange scores.
 """

@@ -84,7 +84,7 @@ def test_every_kernel_has_a_case():
 
 
 def test_every_kernel_has_its_rows():
-    """The committed table is made of today's kernels and launches."""
+    """The committed table has the rows of today's kernels and launches."""
     stale = static_table.stale()
     said = "\n".join(f"{name}: {why}" for name, why in stale.items())
     assert not stale, f"run `make static ARGS=--write`:\n{said}"
@@ -316,7 +316,7 @@ def test_a_page_says_what_differs():
     assert text.splitlines()[1:] == ["", named, f"{first}  {rest}"]
 
 
-def test_a_part_of_a_baseline_is_written_by_the_triton_of_the_rest(tmp_path, monkeypatch):
+def test_part_of_a_baseline_needs_the_same_triton(tmp_path, monkeypatch):
     monkeypatch.setattr(static_table, "BASELINE", tmp_path)
     monkeypatch.setattr(static_table, "ROOT", tmp_path)
     names = sorted(kernels())[:2]
@@ -405,7 +405,7 @@ def test_measured_entries_stay(tmp_path, monkeypatch):
     info = TARGETS["gfx942"].info
     path = static_launch.write(info, {"x.forward": [model]})
     assert yaml.safe_load(path.read_text())["entries"] == {"x.forward": [model]}
-    static_launch.write(info, {"x.forward": [measured]})  # found on a card for the same shapes
+    static_launch.write(info, {"x.forward": [measured]})  # measured on a card for the same shapes
     assert yaml.safe_load(path.read_text())["entries"] == {"x.forward": [measured]}
     other = {**model, "when": {"cols": [9, 16]}}
     static_launch.write(info, {"x.forward": [other]})

@@ -1,4 +1,4 @@
-"""Kernels beside the common suite, on a GPU or interpreted.
+"""Kernels beyond the common suite, on a GPU or interpreted.
 
 multi_token_attention: tiles, strides, what is not read. Grouped GEMM: PyTorch's and ours say the
 same, over groups of several tiles and of none. Rounding to 8 bits: bit by bit what PyTorch's casts
@@ -415,7 +415,7 @@ FEW = {"hyper_connections": {"iterations": 1}}
 
 
 def card(monkeypatch, vendor, cores):
-    """What launch formulas are told of a card of which so many cores are there."""
+    """What launch formulas read of a card with this number of cores."""
     facts = types.SimpleNamespace(
         major=9,
         minor=0,
@@ -507,7 +507,7 @@ def test_heads_in_pieces(monkeypatch, by_column):
 def scanned(length, states, upstream=True, state=True, packed=True, cols=37):
     """All results of forward and backward, of the kernels and of the reference in fp64.
 
-    Of 37 channels, there are some blocks, the last one short.
+    37 channels are several blocks, of which the last one is short.
     """
     generator = torch.Generator().manual_seed(length)
 
@@ -559,7 +559,7 @@ def test_scans_of_several_blocks_and_chunks(length, states, upstream):
 def test_scans_whose_tokens_several_programs_share(monkeypatch, length, states, kwargs):
     """Sequences begin within spans, at their first tokens, and nowhere.
 
-    Spans and blocks that nothing is past the last of are kernels of their own.
+    Where the sequence fills its last span and block, the kernels are others.
     """
 
     monkeypatch.setattr(scan_reference, "SPAN", 8)
@@ -717,7 +717,7 @@ def test_columns_that_are_kept_change_no_result(monkeypatch, kept, cols):
 
 
 @pytest.mark.parametrize("mode", [None, True, "rows"])
-def test_equal_bits_ask_for_one_launch_with_and_without_gradient(monkeypatch, mode):
+def test_launches_with_and_without_gradient_are_equal(monkeypatch, mode):
     """A log-probability that no gradient was asked of is that of a training step."""
     asked = []
 
@@ -777,7 +777,7 @@ def same_rows(actual, right):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rows", "cols"), [(3, 37), (2, 2500)])
 def test_codes_of_gradients_are_those_of_the_rounded_gradients(rows, cols, dtype, format):
-    """Of rows in one step and in two; beside gradients and a product, or in their place."""
+    """Rows take one step or two; codes come with gradients and a product, or in their place."""
     dy, gate, up, columns, right = gated_case(rows, cols, dtype)
     for by in (NONE, (0.5, 2.0)) if cols == 37 else (NONE,):
         dy, gate, up, columns, right = gated_case(rows, cols, dtype, by)
@@ -831,8 +831,8 @@ def test_gradients_of_no_rows_and_of_zeros():
 # --- launches that are looked up ---
 
 
-def test_a_rotation_of_equal_sizes_is_launched_by_its_own_strides_and_options():
-    """What is kept of one call must not be another one's."""
+def test_rope_launches_follow_strides_and_options():
+    """A launch that is cached for one call must not serve another."""
     near = torch.randn(2, 4, 4, 16, device=DEVICE)
     far = torch.randn(2, 4, 4, 32, device=DEVICE)[..., ::2]
     angle = torch.randn(2, 1, 4, 16, device=DEVICE)

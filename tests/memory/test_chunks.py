@@ -287,8 +287,8 @@ def test_dropout_draws_the_same_numbers_twice():
 
 
 def test_autocast_of_forward_holds_in_backward():
-    module, kinds = mlp(), []
-    module[1].register_forward_hook(lambda m, args, out: kinds.append(out.dtype))
+    module, dtypes = mlp(), []
+    module[1].register_forward_hook(lambda m, args, out: dtypes.append(out.dtype))
     x = torch.randn(12, WIDTH, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected, y = module(x), nn.TiledMLP(module, 3)(x)
@@ -297,7 +297,7 @@ def test_autocast_of_forward_holds_in_backward():
         expected, [x, *module.parameters()], torch.ones_like(expected)
     )
     gradients = torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
-    assert kinds == [torch.bfloat16] * 7, "once whole, and three pieces twice"
+    assert dtypes == [torch.bfloat16] * 7, "once whole, and three pieces twice"
     for a, b in zip(gradients, expected_gradients, strict=True):
         assert excess(a, b.double(), torch.bfloat16) <= 1
 

@@ -307,9 +307,9 @@ def test_simulated_results_of_views_and_scalars(monkeypatch):
         result = simulation.answered(view, (x, [6, 4]), {})
         assert result.untyped_storage()._cdata == x.untyped_storage()._cdata
     add = torch.ops.aten.add.Tensor
-    kinds = [simulation.answered(add, (x, n), {}).dtype for n in (1, 1.0, True)]
+    dtypes = [simulation.answered(add, (x, n), {}).dtype for n in (1, 1.0, True)]
     ints = torch.empty(2, device="meta", dtype=torch.int64)
-    assert kinds == [torch.float32] * 3
+    assert dtypes == [torch.float32] * 3
     assert simulation.answered(add, (ints, 1), {}).dtype == torch.int64
     assert simulation.answered(add, (ints, 1.0), {}).dtype == torch.float32, "1 == 1.0"
 
@@ -388,8 +388,15 @@ def test_written_files_load(tmp_path, changes):
     assert arguments.per_device_train_batch_size == settings.micro_batch
     accelerate_config = load_config_from_file(str(files["accelerate.yaml"]))
     assert accelerate_config.num_processes == settings.data * settings.tensor
-    kinds = {"fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "ddp": "MULTI_GPU"}
-    assert str(accelerate_config.distributed_type.value) == kinds.get(settings.spread, "NO")
+    distributed_types = {
+        "fsdp2": "FSDP",
+        "zero2": "DEEPSPEED",
+        "zero3": "DEEPSPEED",
+        "ddp": "MULTI_GPU",
+    }
+    assert str(accelerate_config.distributed_type.value) == distributed_types.get(
+        settings.spread, "NO"
+    )
     if settings.spread == "fsdp2":
         assert accelerate_config.fsdp_config["fsdp_version"] == 2
         assert accelerate_config.fsdp_config["fsdp_offload_params"] == bool(settings.offload_states)

@@ -1,4 +1,4 @@
-"""Attention beside what the common suite asks: masks, sizes of memory, PyTorch's own kernels.
+"""Attention beyond the common suite: masks, sizes of memory, PyTorch's own kernels.
 
 The last part is about the kernels of attention over depth.
 """
@@ -148,7 +148,7 @@ def test_no_array_is_of_length_squared(monkeypatch):
 
 
 def test_pytorchs_backward_from_a_sum_with_sinks_is_exact():
-    """What routes to cuDNN and Flash rest on, with PyTorch's kernel for CPUs in their place."""
+    """The property that routes to cuDNN and Flash rest on, shown with PyTorch's kernel for CPUs."""
     from liger_multi.backends.cuda.attention import _with_sinks
 
     q, k, v = heads(23)

@@ -1,4 +1,4 @@
-"""Heads whose products are made in another way than by one matrix product of one process.
+"""Heads whose logits are not one matrix product of one process.
 
 In 8 bits: the maths that a CPU emulates, and where it is asked for. With a vocabulary split over
 processes: the losses and gradients of one process. By PyTorch's own linear_cross_entropy, where a
@@ -51,7 +51,10 @@ def test_rounded_to_the_nearest_value(dtype, size):
     x = torch.randn(40, 32, generator=torch.Generator().manual_seed(1)) * size
     output = PLAIN.rounded(x, dtype)
     value = output.data.float() * output.scale
-    info, eps = torch.finfo(dtype), 2.0 ** (-3 if "e4m3" in str(dtype) else -2)  # torch's is wrong
+    info, eps = (
+        torch.finfo(dtype),
+        2.0 ** (-3 if "e4m3" in str(dtype) else -2),
+    )  # torch's rounding is wrong
     assert output.scale.log2() == output.scale.log2().round()
     assert x.abs().max() / output.scale <= info.max < 2 * x.abs().max() / output.scale
     room = (x.abs() * eps / 2).clamp_min(info.smallest_normal * eps / 2 * output.scale)
@@ -147,7 +150,7 @@ def test_what_does_not_offer_it_is_exact(in_8_bits):
 
 
 class Watched:
-    """A rounding that notes what it is asked for."""
+    """A rounding that records the formats it is asked for."""
 
     def __init__(self):
         self.asked = []
@@ -166,7 +169,7 @@ class Watched:
     [(True, True, "both"), (True, False, float8.FACTOR), (False, True, float8.FACTOR)],
 )
 def test_each_factor_is_rounded_once(gradients, needs_grad, first):
-    """The second layout of the weight is made only where it is multiplied, and with the first."""
+    """The second layout of the weight is rounded with the first, only where it is multiplied."""
     watched, weight = Watched(), torch.randn(32, 16)
     head = float8.Head(weight, gradients, needs_grad, watched)
     out = head.logits(torch.randn(8, 16), None, torch.empty(8, 32))
@@ -557,8 +560,8 @@ def calls_of(run):
 
 @pytest.mark.parametrize("op", ["cross_entropy", "log_prob", "jsd"])
 @pytest.mark.parametrize("chunk", [16, "auto"])
-def test_a_device_waits_for_no_more_than_a_product_after_the_count_is_read(op, chunk):
-    """Launches that stand between would each leave it idle, as the host has waited for it."""
+def test_device_is_not_idle_after_the_count_is_read(op, chunk):
+    """Once the host has the count, each launch before the product leaves the device idle."""
     hidden, weight, target = head(dtype=torch.float32)
     target[::3] = -100
     run = {

@@ -20,7 +20,7 @@ HALF, WIDE = torch.bfloat16, torch.float32
 
 
 def config(**changes):
-    """What the MLPs read of a model's configuration."""
+    """The fields of a model's configuration that MLPs read."""
     fields = {"hidden_size": 16, "intermediate_size": 40, "mlp_bias": False, "hidden_act": "silu"}
     return types.SimpleNamespace(**{**fields, **changes})
 
@@ -368,7 +368,7 @@ def test_cross_entropy_loss_is_that_of_torch(shape, options):
         torch.testing.assert_close(left, right)
 
 
-def test_deprecated_arguments_of_torch_still_choose_the_reduction():
+def test_deprecated_reduction_arguments_of_torch():
     with pytest.warns(UserWarning, match="reduction='sum'"):
         assert nn.CrossEntropyLoss(size_average=False).reduction == "sum"
 

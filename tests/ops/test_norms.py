@@ -1,4 +1,4 @@
-"""Norms and activations of every kind beside what the common suite asks.
+"""Norms and activations of every sort, beyond the common suite.
 
 The classes they stand for, statistics, sums, what is kept, bad input.
 """
@@ -95,7 +95,7 @@ def against_fp64(op, tensors, options=None):
 
 
 def test_statistics_of_bf16_rows_are_fp32(place):
-    """A mean of 100 in bf16 is off by a quarter, and dweight by as much of every dy."""
+    """A mean of 100 in bf16 is off by a quarter, and so is every term of dweight."""
     x = (torch.randn(64, 48) + 100).to(place, HALF)
     weight, bias = (torch.randn(48).to(place, HALF) for _ in range(2))
     assert max(against_fp64("layer_norm", {"x": x, "weight": weight, "bias": bias})) <= 1
@@ -188,7 +188,7 @@ def test_frozen_parameters_have_no_partial_sums(monkeypatch, frozen):
     assert sets == ([] if frozen == "both" else [1])
 
 
-def test_rows_far_apart_are_copied_where_a_tile_of_them_would_span_2_gib():
+def test_rows_of_a_tile_past_2_gib_are_copied():
     """Kernels tell the compiler that it does not: see assume_rows."""
     from liger_multi.backends.triton.common.rows import as_rows
 
@@ -331,7 +331,7 @@ GATED = {
 @pytest.mark.parametrize("model_type", GATED)
 def test_gated_norms_are_bit_exact_to_transformers(model_type, dtypes):
     named, options = GATED[model_type]
-    # FalconH1's is told the number of groups
+    # FalconH1's norm takes the number of groups
     size = {n: v for n, v in options.items() if n == "group_size" and "falcon" not in model_type}
     norm = stock(*named, **size).to(dtypes[1])
     x, gate = (torch.randn(2, 5, 24).to(dtypes[0]) for _ in range(2))
@@ -453,7 +453,7 @@ def test_a_large_mean_leaves_the_variance_of_a_group_alone(home, shape):
 
 
 def test_statistics_of_bf16_groups_are_fp32(home):
-    """A mean of 100 in bf16 is off by a quarter, and dweight by as much of every dy."""
+    """A mean of 100 in bf16 is off by a quarter, and so is every term of dweight."""
     x = (torch.randn(16, 6, 40) + 100).to(home, HALF)
     weight, bias = (torch.randn(6).to(home, HALF) for _ in range(2))
     tensors = {"x": x, "weight": weight, "bias": bias}
@@ -501,7 +501,7 @@ def test_gradients_of_parameters_are_the_same_every_time(home, op):
 
 
 @pytest.mark.parametrize("limit", [1.0, 7.0])
-def test_a_clamp_that_holds_passes_nothing_and_its_edge_passes_all(home, limit):
+def test_gradient_of_a_clamp_and_at_its_edge(home, limit):
     gate = torch.tensor([-20.0, limit - 0.5, limit, limit + 0.5, 30.0]).to(home).requires_grad_()
     up = torch.tensor([-30.0, -limit, 0.5, limit, 30.0]).to(home).requires_grad_()
     y = ops.swiglu_clamped(gate, up, limit=limit, alpha=0.1, up_offset=2.5)

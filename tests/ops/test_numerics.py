@@ -592,7 +592,7 @@ def test_bad_input_is_named(run, error, message):
         run()
 
 
-def test_trained_layers_are_taken_where_nobody_asks_for_gradients():
+def test_trained_layers_without_gradients():
     with torch.no_grad():
         actual = lora_qkv(x, trained, None, narrow)
     assert torch.equal(actual.q, x @ trained.detach().T)

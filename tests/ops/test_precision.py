@@ -40,8 +40,8 @@ OFFSETS = (0.0, 1e4, 1e6, -1e6)
 GAPS = (5.0, 10.0, 20.0, 40.0, 80.0)
 EACH = torch.tensor([1.0, 0.7, 1.3, 1.0, -2.0, 0.4] * len(GAPS))  # upstream gradients
 ROWS = len(EACH)
-RATIO = 2.0  # of PyTorch's own error
-UNITS = 16  # of half a place, 2^-24, are beneath comparison
+RATIO = 2.0  # times PyTorch's own error
+UNITS = 16  # errors of half a place, 2^-24, are not compared
 
 
 def make(offset, dtype=torch.float32):

@@ -1,7 +1,7 @@
-"""Rotary embedding beside the functions that it stands for, its layouts, and bad input.
+"""Rotary embedding against the functions that it replaces, its layouts, and bad input.
 
-The other operators of the family stand beside the functions and modules of Hugging Face, at long
-positions too.
+The other operators of the family are compared with the functions and modules of Hugging Face,
+at long positions too.
 """
 
 import itertools
@@ -475,7 +475,7 @@ def test_complex_is_what_llama4_computes(dtype, batch):
 
 
 @DTYPES
-def test_complex_is_what_deepseek_v2_and_the_vision_of_llama4_compute(dtype):
+def test_complex_is_deepseek_v2_and_llama4_vision(dtype):
     angle = torch.rand(1, TOKENS, PAIRS) * 6
     freqs = torch.polar(torch.ones_like(angle), angle)
     function = stock("deepseek_v2", "apply_rotary_emb")

@@ -1,4 +1,4 @@
-"""Attention over lists of keys, and indexers, beside what the common suite asks.
+"""Attention over lists of keys, and indexers, beyond the common suite.
 
 Extremes, packing, lists that name wrong keys, the loss of an indexer, and dense attention.
 """
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from liger_multi import ops
-from liger_multi.errors import DoubleBackwardError
 from liger_multi.reference.attention.sparse_attention import SumsByKey, add_rows_
 from liger_multi.testing import FORMULAS
 from liger_multi.testing.tolerance import excess
@@ -145,18 +144,6 @@ def test_wrong_indices_are_named():
     scores = (normal()(1, 20, 2, 4), normal()(1, 20, 4), normal()(1, 20, 2), inputs["indices"])
     with pytest.raises(ValueError, match="below the number of keys, 20, or -1, got 20"):
         ops.indexer_scores(*scores)
-
-
-def test_a_second_backward():
-    """The graph may be kept; second derivatives raise."""
-    inputs = latents()
-    q = inputs["q"].requires_grad_()
-    y = ops.sparse_attention(**inputs, **LATENT)
-    once = torch.autograd.grad(y.sum(), q, retain_graph=True)
-    again = torch.autograd.grad(y.sum(), q, create_graph=True)
-    assert torch.equal(once[0], again[0])
-    with pytest.raises(DoubleBackwardError):
-        torch.autograd.grad(again[0].sum(), q)
 
 
 def test_blocks_of_one_query_change_nothing(monkeypatch):

@@ -35,7 +35,7 @@ def launches(op, sample, dtype, launched):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What is launched, without running it."""
+    """The launches of kernels, recorded instead of run."""
     from triton.runtime import interpreter
 
     calls = []
@@ -56,7 +56,7 @@ def launched(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(not harness.interpreted(), reason="counts interpreted launches")
 @pytest.mark.parametrize("op", operators())
-def test_first_samples_of_a_form_reach_every_kernel_flag_and_dtype(op, launched):
+def test_first_samples_reach_every_kernel_flag_and_dtype(op, launched):
     if module("triton", op) is None:
         pytest.skip("no kernels")
     every, kept = set(), set()

@@ -22,12 +22,7 @@ from transformers.models.llama.modeling_llama import (
 
 import liger_multi
 from liger_multi.errors import ConfigurationError, PatchError
-from liger_multi.patching import (
-    PatchReport,
-    patch,
-    patched,
-    unpatch,
-)
+from liger_multi.patching import PatchReport, patch, patched, unpatch
 from tests.models import ARCHITECTURES, KINDS, assert_same_training, batch, build
 
 

@@ -13,14 +13,7 @@ from liger_multi.patching import patch
 from liger_multi.patching.evidence import branches
 from liger_multi.patching.evidence.branches import Outcomes
 from tests.models import build
-from tests.patching.test_evidence_reached import (
-    Mlp,
-    Norm,
-    is_served,
-    of,
-    reasons,
-    report_of,
-)
+from tests.patching.test_evidence_reached import Mlp, Norm, is_served, of, reasons, report_of
 
 # --- other inputs ---
 

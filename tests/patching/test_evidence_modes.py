@@ -13,21 +13,13 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 
-from liger_multi.patching import (
-    patch,
-    rotary,
-)
+from liger_multi.patching import patch, rotary
 from liger_multi.patching.evidence.probe import probe_context
 from liger_multi.patching.experts import find as find_experts
 from liger_multi.patching.mlp import find as find_mlps
 from liger_multi.patching.norms import find as find_norms
 from tests.models import build
-from tests.patching.test_evidence_signature import (
-    Mlp,
-    Norm,
-    in_both_modes,
-    patched_pair,
-)
+from tests.patching.test_evidence_signature import Mlp, Norm, in_both_modes, patched_pair
 
 # --- what a forward does in another mode, and besides ---
 

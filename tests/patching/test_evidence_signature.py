@@ -17,9 +17,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.llama import modeling_llama
 
 from liger_multi import ops
-from liger_multi.patching import (
-    patch,
-)
+from liger_multi.patching import patch
 from liger_multi.patching.mlp import fused as mlp
 from tests.models import Calls, assert_same_training, batch, build, pair
 

@@ -12,21 +12,11 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 
-from liger_multi.patching import (
-    patch,
-    register_experts,
-    unpatch,
-    unregister_experts,
-)
+from liger_multi.patching import patch, register_experts, unpatch, unregister_experts
 from tests.comparing import assert_same_gradients
 from tests.models import assert_same_training, batch, pair
 from tests.patching.test_apply import HEADLESS
-from tests.patching.test_evidence_signature import (
-    ALONE,
-    HOOKS,
-    Holder,
-    patched_pair,
-)
+from tests.patching.test_evidence_signature import ALONE, HOOKS, Holder, patched_pair
 from tests.patching.test_mlp import Odd
 from tests.patching.test_norms_find import (
     OneModule,

@@ -16,11 +16,7 @@ from liger_multi.errors import ConfigurationError
 from liger_multi.patching import patch, register_experts, unpatch, unregister_experts
 from liger_multi.patching.experts.find import experts_kind
 from tests.comparing import assert_same_gradients
-from tests.models import (
-    assert_same_training,
-    batch,
-    build,
-)
+from tests.models import assert_same_training, batch, build
 from tests.patching.test_apply_models import experts_of
 
 # --- experts ---

@@ -12,10 +12,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 
-from liger_multi.patching import (
-    patch,
-    unpatch,
-)
+from liger_multi.patching import patch, unpatch
 from tests.models import assert_same_training, batch, build, pair
 
 

@@ -11,14 +11,9 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from liger_multi.patching import (
-    patch,
-)
+from liger_multi.patching import patch
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import assert_same_training, batch, build
 from tests.patching.test_norms_find import (

@@ -12,16 +12,11 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import (
-    LlamaRMSNorm,
-)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from liger_multi import ops
 from liger_multi.errors import PatchError
-from liger_multi.patching import (
-    patch,
-    unpatch,
-)
+from liger_multi.patching import patch, unpatch
 from tests.comparing import assert_same_gradients, gradients
 from tests.patching.test_apply import HEADLESS
 

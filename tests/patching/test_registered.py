@@ -16,14 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from liger_multi import patching
 from liger_multi.errors import PatchError
-from liger_multi.patching import (
-    MlpNames,
-    NormKind,
-    Replacement,
-    patch,
-    register,
-    unregister,
-)
+from liger_multi.patching import MlpNames, NormKind, Replacement, patch, register, unregister
 from tests.patching.test_norms_find import equal, patched_module
 
 # --- what users add ---

@@ -16,11 +16,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from liger_multi.errors import PatchError
-from liger_multi.patching import (
-    patch,
-    patched,
-    unpatch,
-)
+from liger_multi.patching import patch, patched, unpatch
 from tests.models import Calls, Graphs, assert_same_training, batch, build, pair
 from tests.patching.test_evidence_signature import ALONE, Holder, Tuned, doubled, patched_pair
 from tests.patching.test_norms_find import modeling

@@ -233,7 +233,7 @@ def _body_key(settings: Settings, recompute: str) -> Settings:
     """What layers depend on, besides the number of sequences."""
     return Settings(
         sequence=settings.sequence,
-        precision=_kinds(settings),
+        precision=_precision_key(settings),
         patched=settings.patched,
         recompute=recompute,
         tiles=settings.tiles,
@@ -253,7 +253,7 @@ def _head_key(settings: Settings) -> Settings:
         chunk = 0
     return Settings(
         sequence=settings.sequence,
-        precision=_kinds(settings),
+        precision=_precision_key(settings),
         patched=settings.patched,
         chunk=chunk,
         attention=settings.attention,
@@ -261,7 +261,7 @@ def _head_key(settings: Settings) -> Settings:
     )
 
 
-def _kinds(settings: Settings) -> str:
+def _precision_key(settings: Settings) -> str:
     """The part of a precision that a simulation depends on."""
     dtype, autocast, _ = DTYPES[settings.dtype]
     return f"{dtype} {autocast}{' fp8' * (settings.precision == 'fp8')}"

@@ -121,8 +121,8 @@ class Settings:
             if name not in known:
                 raise ConfigurationError(unknown(f"field of {source}", name, known))
             optional = name in ("chunk", "offload_states") and value is None
-            kinds: dict[str, type] = {"chunk": int, "offload_states": str}
-            value_class = kinds.get(name, type(known[name]))
+            types: dict[str, type] = {"chunk": int, "offload_states": str}
+            value_class = types.get(name, type(known[name]))
             if not optional and type(value) is not value_class:
                 raise ConfigurationError(
                     f"{name} in {source} must be {value_class.__name__}, got {shown(value)}"

@@ -232,14 +232,14 @@ def _check_float8(space: Space, card: Card, device: str) -> None:
 
 
 class _Search:
-    """Candidates of all kinds, the best of each kind kept.
+    """Candidates, of which the best of each way to train is kept.
 
     Args:
         predictor: Of the model.
         space: What may be chosen.
         budget: Bytes that a plan may take.
         processes: That simulate.
-        kinds: Which of the kinds are weighed.
+        weighed: Whether settings are considered.
     """
 
     def __init__(
@@ -248,10 +248,10 @@ class _Search:
         space: Space,
         budget: int,
         processes: int = 1,
-        kinds: Callable[[Settings], bool] = lambda _: True,
+        weighed: Callable[[Settings], bool] = lambda _: True,
     ) -> None:
         self.predictor, self.space, self.budget = predictor, space, budget
-        self.processes, self._wanted = processes, kinds
+        self.processes, self._weighed = processes, weighed
         self.shapes = predictor.shapes
         self._best: dict[Settings, Candidate] = {}
         self._lowest: dict[Settings, Candidate] = {}
@@ -286,19 +286,19 @@ class _Search:
     def _simulate_in_two(self, ways: Sequence[Settings], batch: int | None) -> None:
         """Simulate what the search will ask for, one half of it in a second process.
 
-        Kinds with extras have next to no simulation in common with the others. The first one of
-        all stands before the process is copied: it imports the model's class, and tells whether
+        Settings with extras share next to no simulation with the others. The first one of all is
+        simulated before the process is forked: it imports the model's class, and tells whether
         layers are equal.
         """
         passes = self.predictor.passes
         if not ways or self.shapes.store.names("bodies") or not can_fork():
             return
-        for settings in itertools.islice(self._kinds(ways[0], True), 1):
+        for settings in itertools.islice(self._computations(ways[0], True), 1):
             self.predictor.traces(settings)
         before = passes.simulations
 
-        def simulate(kinds: Callable[[Settings], bool]) -> tuple[int, Any]:
-            half = _Search(self.predictor, self.space, self.budget, kinds=kinds)
+        def simulate(weighed: Callable[[Settings], bool]) -> tuple[int, Any]:
+            half = _Search(self.predictor, self.space, self.budget, weighed=weighed)
             half._tokens = self._tokens
             half._weigh(ways, batch)
             return passes.simulations - before, self.shapes.store.entries()
@@ -331,7 +331,7 @@ class _Search:
             spreads = [s for s in spreads if s in ("ddp", "zero1")] or ["none"]
         if plain.tensor > 1:
             spreads = [s for s in spreads if s in ("none", "ddp", "fsdp2")] or ["ddp"]
-        for settings in filter(self._wanted, self._kinds(plain, first)):
+        for settings in filter(self._weighed, self._computations(plain, first)):
             most = min(LARGEST_MICRO, max(1, LARGEST_PASS // settings.sequence))
             most = 2 ** int(math.log2(most)) if batch is None else batch // settings.data
             self._micros(settings, batch, most & -most if batch else most, spreads)
@@ -379,7 +379,7 @@ class _Search:
         ratio = micro * (self.budget - static) / max(1, growing)
         return int(2 ** max(0, math.floor(math.log2(max(1.0, ratio)))))
 
-    def _kinds(self, plain: Settings, first: bool) -> Iterator[Settings]:
+    def _computations(self, plain: Settings, first: bool) -> Iterator[Settings]:
         """How layers and the head are computed; fewer ways after the first precision."""
         space = self.space
         main = first and plain.precision == space.precisions[0]

@@ -162,11 +162,11 @@ class Forms:
         every = list(layers)
         blocks = blocks_of(model)
         each = [forms(layer.parameters()) for layer in every]
-        kinds = [forms(block.parameters()) for block in blocks]
+        block_forms = [forms(block.parameters()) for block in blocks]
         return cls(
             each[:1] if all(one == each[0] for one in each) else each,
             outside(every),
-            [one for i, one in enumerate(kinds) if one not in kinds[:i]],
+            [one for i, one in enumerate(block_forms) if one not in block_forms[:i]],
             outside(blocks),
         )
 

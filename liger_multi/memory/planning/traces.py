@@ -93,14 +93,14 @@ class Segment:
     """A part of a step.
 
     Attributes:
-        kinds: Category of every event: a birth or a death.
+        categories: Category of every event: a birth or a death.
         sizes: Bytes of every event.
         added: Bytes by number of event that are not allocated where gradients are added to those
             of an earlier micro-batch.
         work: What it does.
     """
 
-    kinds: list[int] = field(default_factory=list)
+    categories: list[int] = field(default_factory=list)
     sizes: list[float] = field(default_factory=list)
     added: dict[int, float] = field(default_factory=dict)
     work: Work = field(default_factory=Work)
@@ -117,7 +117,7 @@ class Segment:
         if key not in self._known:
             best, place, total = -math.inf, 0, 0.0
             added = self.added if accumulating else {}
-            for at, (category, size) in enumerate(zip(self.kinds, self.sizes, strict=True)):
+            for at, (category, size) in enumerate(zip(self.categories, self.sizes, strict=True)):
                 total += size * factors[category]
                 if at in added:
                     total -= added[at] * factors[GRADIENT]
@@ -132,19 +132,19 @@ class Segment:
 
     def _after(self, place: int, added: Mapping[int, float]) -> Bytes:
         live = list(NOTHING)
-        for category, size in zip(self.kinds[: place + 1], self.sizes, strict=False):
+        for category, size in zip(self.categories[: place + 1], self.sizes, strict=False):
             live[category] += size
         live[GRADIENT] -= sum(size for at, size in added.items() if at <= place)
         return tuple(live)
 
     def same(self, other: Segment) -> bool:
         """Whether all events are equal."""
-        return self.kinds == other.kinds and self.sizes == other.sizes
+        return self.categories == other.categories and self.sizes == other.sizes
 
     def alike(self, other: Segment) -> bool:
         """Whether the same events happen in the same order, of any size."""
         return (
-            self.kinds == other.kinds
+            self.categories == other.categories
             and self.added.keys() == other.added.keys()
             and self.work.launches == other.work.launches
             and self.work.flops.keys() == other.work.flops.keys()
@@ -154,22 +154,22 @@ class Segment:
         """A point on the line from this one (0) through another that is :meth:`alike` (1)."""
         sizes = [between(a, b, share) for a, b in zip(self.sizes, other.sizes, strict=True)]
         added = {at: between(size, other.added[at], share) for at, size in self.added.items()}
-        return Segment(self.kinds, sizes, added, self.work.toward(other.work, share))
+        return Segment(self.categories, sizes, added, self.work.toward(other.work, share))
 
     def as_data(self) -> list[Any]:
         """Plain data."""
         work = self.work
         flops = list(work.flops.items())
         added = list(self.added.items())
-        return [self.kinds, self.sizes, added, flops, work.moved, work.launches]
+        return [self.categories, self.sizes, added, flops, work.moved, work.launches]
 
     @classmethod
     def from_data(cls, data: Sequence[Any]) -> Segment:
         """From :meth:`as_data`."""
-        kinds, sizes, added, flops, moved, launches = data
-        if len(kinds) != len(sizes):
-            raise ValueError(f"{len(kinds)} categories of {len(sizes)} events")
-        return cls(kinds, sizes, dict(added), Work(dict(flops), moved, launches))
+        categories, sizes, added, flops, moved, launches = data
+        if len(categories) != len(sizes):
+            raise ValueError(f"{len(categories)} categories of {len(sizes)} events")
+        return cls(categories, sizes, dict(added), Work(dict(flops), moved, launches))
 
 
 def between(a: float, b: float, share: float) -> float:
@@ -582,8 +582,8 @@ class Cutting(Simulation):
 
     @functools.cached_property
     def _narrow(self) -> int:
-        kinds = {self._autocast} if self._autocast else {p.dtype for _, p in self._parameters()}
-        return min((k.itemsize for k in kinds if k and k.is_floating_point), default=4)
+        dtypes = {self._autocast} if self._autocast else {p.dtype for _, p in self._parameters()}
+        return min((d.itemsize for d in dtypes if d and d.is_floating_point), default=4)
 
     def _count_ours(self, name: str, args: Any, result: Any) -> None:
         work, times = self.works[-1], self._times
@@ -665,7 +665,7 @@ class Cutting(Simulation):
 
     def _segment(self, events: Sequence[int], work: Work) -> Segment:
         """The segment of some events."""
-        kinds = [self._kinds[self.events[at][0]] for at in events]
+        categories = [self._categories[self.events[at][0]] for at in events]
         sizes = [float(self.events[at][1]) for at in events]
         added: dict[int, float] = {}
         last = len(self.events) - 1
@@ -675,10 +675,10 @@ class Cutting(Simulation):
             number = places.get(min(at, last))
             if number is not None:
                 added[number] = added.get(number, 0.0) + size
-        return Segment(kinds, sizes, added, work)
+        return Segment(categories, sizes, added, work)
 
     @functools.cached_property
-    def _kinds(self) -> list[int]:
+    def _categories(self) -> list[int]:
         """The category of every block."""
         places = {name: i for i, name in enumerate(CATEGORIES)}
         return [places[block.category] for block in self.blocks]
@@ -702,7 +702,7 @@ class Cutting(Simulation):
         for at in chain.from_iterable(events):
             index, change = self.events[at]
             changes[index] = changes.get(index, 0) + change
-        return tuple((self._kinds[i], float(n)) for i, n in sorted(changes.items()) if n)
+        return tuple((self._categories[i], float(n)) for i, n in sorted(changes.items()) if n)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -26,14 +26,7 @@ from liger_multi.patching.evidence import redirect
 from liger_multi.patching.evidence.probe import probe_context, random, scalars
 from liger_multi.patching.options import SPARSE, Options, Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import (
-    Patched,
-    Swap,
-    apply,
-    conflict_of,
-    swapped,
-    unpatched_class,
-)
+from liger_multi.patching.swap import Patched, Swap, apply, conflict_of, swapped, unpatched_class
 
 INDEXER_NAMES = {"update_indexer", "topk", "relu", "matmul", "masked_fill"}
 """What the forward of an indexer loads by name."""

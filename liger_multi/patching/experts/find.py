@@ -46,12 +46,7 @@ from liger_multi.patching.experts.quantized import stack_of, unparametrized
 from liger_multi.patching.experts.selection import selected
 from liger_multi.patching.options import Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import (
-    Swap,
-    conflict_of,
-    stock_class,
-    unpatched_class,
-)
+from liger_multi.patching.swap import Swap, conflict_of, stock_class, unpatched_class
 
 # --- experts ---
 

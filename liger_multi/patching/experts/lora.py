@@ -38,14 +38,7 @@ from liger_multi.patching.experts.selection import computes_in_weight_dtype
 from liger_multi.patching.lora.fused import Adapter, adapters
 from liger_multi.patching.options import Options, Request, run_bound
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import (
-    Patched,
-    Swap,
-    conflict_of,
-    original,
-    stock_class,
-    stock_of,
-)
+from liger_multi.patching.swap import Patched, Swap, conflict_of, original, stock_class, stock_of
 
 _WRAPPER = ("peft.tuners.lora.layer", "ParamWrapper.forward")
 

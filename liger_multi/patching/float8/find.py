@@ -21,13 +21,7 @@ from liger_multi.patching.linear import LinearByRows, looks_like_linear
 from liger_multi.patching.lora.fused import looks_like_lora, matrices
 from liger_multi.patching.options import Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import (
-    Patched,
-    Swap,
-    conflict_of,
-    stock_class,
-    swapped,
-)
+from liger_multi.patching.swap import Patched, Swap, conflict_of, stock_class, swapped
 
 
 def find_float8(model: nn.Module, request: Request) -> Iterator[Change]:

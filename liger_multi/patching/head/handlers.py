@@ -16,11 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_multi._torch_private import (
-    DisableTorchFunctionSubclass,
-    tensor_base,
-    tree_map,
-)
+from liger_multi._torch_private import DisableTorchFunctionSubclass, tensor_base, tree_map
 from liger_multi.patching.head.deferred import DeferredLogits, finished
 from liger_multi.patching.head.log_probs import REDUCTIONS
 from liger_multi.patching.head.loss import (
@@ -29,12 +25,7 @@ from liger_multi.patching.head.loss import (
     fused,
     negative_log_likelihood,
 )
-from liger_multi.patching.head.rules import (
-    GRADIENT_BY_LOGITS,
-    asked_for,
-    called,
-    is_infrastructure,
-)
+from liger_multi.patching.head.rules import GRADIENT_BY_LOGITS, asked_for, called, is_infrastructure
 from liger_multi.patching.head.steps import JOINS, RECORDED, ROWS, WRITES
 from liger_multi.patching.head.storage import (
     REGISTER_HOOK,

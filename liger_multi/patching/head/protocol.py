@@ -27,13 +27,7 @@ from liger_multi.parameters import Job
 from liger_multi.patching.head.deferred import DeferredLogits
 from liger_multi.patching.head.handlers import HANDLERS, TABLES, joined
 from liger_multi.patching.head.log_probs import REDUCTIONS
-from liger_multi.patching.head.rules import (
-    HOOKS,
-    METADATA,
-    WRITTEN_BELOW,
-    asking,
-    refuse_late_hook,
-)
+from liger_multi.patching.head.rules import HOOKS, METADATA, WRITTEN_BELOW, asking, refuse_late_hook
 from liger_multi.patching.head.steps import JOINS
 from liger_multi.patching.head.storage import (
     LazyTensor,

@@ -25,11 +25,7 @@ from liger_multi._torch_private import (
 )
 from liger_multi.dispatch.double_backward import not_differentiable
 from liger_multi.patching.head.deferred import DeferredLogits
-from liger_multi.patching.head.loss import (
-    SWAPS,
-    loss_logits,
-    without_hooks,
-)
+from liger_multi.patching.head.loss import SWAPS, loss_logits, without_hooks
 from liger_multi.patching.head.rules import (
     WRITTEN_BELOW,
     WRITTEN_SINCE,

@@ -19,13 +19,7 @@ from liger_multi.patching.lora.fused import (
 from liger_multi.patching.options import Request
 from liger_multi.patching.report import Skipped
 from liger_multi.patching.rotary import FusedRotary
-from liger_multi.patching.swap import (
-    Swap,
-    buried,
-    conflict_of,
-    stock_class,
-    swapped,
-)
+from liger_multi.patching.swap import Swap, buried, conflict_of, stock_class, swapped
 
 
 def find_lora(model: nn.Module, request: Request) -> Iterator[Change]:

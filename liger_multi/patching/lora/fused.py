@@ -20,12 +20,7 @@ from liger_multi.patching.evidence.signature import (
 )
 from liger_multi.patching.float8.linear import bare_frozen_float8, shared_codes, wide_parts
 from liger_multi.patching.options import Options, run_bound
-from liger_multi.patching.swap import (
-    Patched,
-    original,
-    stock_of,
-    swapped,
-)
+from liger_multi.patching.swap import Patched, original, stock_of, swapped
 
 PROJECTIONS = (
     ("q_proj", "k_proj", "v_proj"),

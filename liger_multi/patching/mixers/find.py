@@ -13,11 +13,7 @@ from liger_multi.patching.mixers.calls import SERVED, gates, mixer_calls, refusa
 from liger_multi.patching.mixers.fused import FusedMixer, MixerSettings
 from liger_multi.patching.options import MIXER_OPS, Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import (
-    Swap,
-    conflict_of,
-    unpatched_class,
-)
+from liger_multi.patching.swap import Swap, conflict_of, unpatched_class
 
 
 def find_mixers(model: nn.Module, request: Request) -> Iterator[Change]:

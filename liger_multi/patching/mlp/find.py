@@ -33,12 +33,7 @@ from liger_multi.patching.mlp.fused import FusedMlp, MlpSettings
 from liger_multi.patching.mlp.kinds import MLP_KINDS, MLP_OPS, MlpNames
 from liger_multi.patching.options import TOLD, Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import (
-    Swap,
-    conflict_of,
-    stock_class,
-    unpatched_class,
-)
+from liger_multi.patching.swap import Swap, conflict_of, stock_class, unpatched_class
 
 # --- gated MLPs ---
 

@@ -50,12 +50,7 @@ from liger_multi.patching.norms.kinds import (
 )
 from liger_multi.patching.options import Options, Request
 from liger_multi.patching.report import Skipped
-from liger_multi.patching.swap import (
-    Swap,
-    conflict_of,
-    stock_class,
-    unpatched_class,
-)
+from liger_multi.patching.swap import Swap, conflict_of, stock_class, unpatched_class
 
 
 class _Looks(NamedTuple):

@@ -11,12 +11,7 @@ from liger_multi.patching.changes import Change, Replace, Restore
 from liger_multi.patching.options import MIXER_OPS, PACKING, Request
 from liger_multi.patching.packing.checked import CheckedModel, CheckSettings, checked, forget
 from liger_multi.patching.packing.hybrids import PackedModel, SeparateModel, TellingModel, packing
-from liger_multi.patching.swap import (
-    Patched,
-    Swap,
-    conflict_of,
-    unpatched_class,
-)
+from liger_multi.patching.swap import Patched, Swap, conflict_of, unpatched_class
 
 
 def find_packed(model: nn.Module, request: Request) -> Iterator[Change]:

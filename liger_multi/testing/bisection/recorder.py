@@ -1,7 +1,7 @@
 """Record what operators, modules and gradients compute while a model runs.
 
-Operators are seen in :meth:`~liger_multi.dispatch.torch_ops.Primitive.call`, which every eager call
-and every opaque operator of a compiled graph passes. Modules are seen in ``nn.Module._call_impl``:
+Operators are recorded in :meth:`~liger_multi.dispatch.torch_ops.Primitive.call`, which every eager
+call and every opaque operator of a compiled graph passes, and modules in ``nn.Module._call_impl``:
 a forward hook would change what is recorded, since patched modules call their layers one by one
 where somebody watches them. Both are replaced only within :meth:`Recorder.recording`.
 """
@@ -158,7 +158,7 @@ class Recorder:
         tensors: Mapping[str, Tensor],
         where: str = "",
     ) -> None:
-        """Record tensors that nothing recorded has made."""
+        """Record tensors that are the output of no recorded call."""
         record = self.begin(record_type, name, direction)
         record.where = where
         record.outputs = self.take(record, "outputs", tensors)

@@ -33,17 +33,7 @@ import pytest
 import torch
 from fuzz_logits_compare import SAVES_LOGITS, UNCOUNTED, Fuzzer, Verdict
 from fuzz_logits_run import MODELS, MODES, Program, code, inputs, models, names_of, statements
-from fuzz_logits_steps import (
-    CE,
-    CEP,
-    CONTEXTS,
-    EAGER_FORWARDS,
-    FAMILIES,
-    FORWARDS,
-    NLL,
-    PRELUDE,
-    V,
-)
+from fuzz_logits_steps import CE, CEP, CONTEXTS, EAGER_FORWARDS, FAMILIES, FORWARDS, NLL, PRELUDE, V
 from torch import Tensor
 
 from tests.models import FusedCalls
