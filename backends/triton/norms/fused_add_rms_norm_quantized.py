@@ -24,7 +24,7 @@ def forward(
     room = code_room(x, writes_y)
     name = "fused_add_rms_norm"
     y, s, rstd = normalize(name, x, residual, weight, eps, offset, casting, room)
-    first, codes, scale = room.made(y)
+    first, codes, scale = room.outputs(y)
     return first, s, codes, scale, rstd
 
 

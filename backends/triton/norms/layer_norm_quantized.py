@@ -16,7 +16,7 @@ def forward(
     """Y where it is wanted, its codes and scales, mean and rstd (fp32)."""
     room = code_room(x, writes_y)
     y, mean, rstd = layer_norm.normalize(x, weight, bias, eps, room)
-    return *room.made(y), mean, rstd
+    return *room.outputs(y), mean, rstd
 
 
 backward = layer_norm.backward

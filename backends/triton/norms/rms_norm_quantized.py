@@ -22,7 +22,7 @@ def forward(
     """Y where it is wanted, its codes and scales, and rstd (fp32)."""
     room = code_room(x, writes_y)
     y, _, rstd = normalize("rms_norm", x, None, weight, eps, offset, casting, room)
-    return *room.made(y), rstd
+    return *room.outputs(y), rstd
 
 
 backward = rms_norm.backward
