@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 import liger_multi
-from liger_multi import ops
 from liger_multi.bench import cases
 from liger_multi.bench.cases import Case, draw
 from liger_multi.bench.measure import Clock, Runner, Times, call_ms, host_us, memory_bytes, release
@@ -71,10 +70,10 @@ def case_of(op: str, place: Place) -> Case:
 
 def provider_of(case: Case, mode: str) -> Provider:
     """Our operator under a setting."""
-    public = getattr(ops, samples.public(case.op))
+    public = samples.function(case.op, case.sample.options)
     return Provider(
         NAMES[mode],
-        lambda **tensors: public(**tensors, **case.sample.options),
+        lambda **tensors: public(**tensors),
         overwrites=bool(case.sample.options.get("inplace")),
         scope=lambda: use(deterministic=SETTINGS[mode]),
     )

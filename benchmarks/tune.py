@@ -29,7 +29,6 @@ from torch import Tensor
 
 from benchmarks.store import run_command
 from ci.static.launch import Asked, bounds, neighbors, write
-from liger_multi import ops
 from liger_multi.bench.cases import draw
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.op import OPS
@@ -74,7 +73,7 @@ def call_arguments(
             tensors[name].requires_grad_(spec.grad and tensors[name].is_floating_point())
         if sample.options.get("inplace"):  # no leaf may be overwritten
             tensors = {n: t * 1 if t.requires_grad else t for n, t in tensors.items()}
-        result = getattr(ops, samples.public(op))(**tensors, **sample.options)
+        result = samples.call(op, **tensors, **sample.options)
         outs = [result] if isinstance(result, Tensor) else list(result)
         outs = [t for t in outs if isinstance(t, Tensor) and t.requires_grad]
         torch.autograd.backward(outs, [torch.randn_like(t) for t in outs])

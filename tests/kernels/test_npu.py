@@ -98,7 +98,7 @@ def test_every_parameter_gets_its_gradient(op):
                 ).requires_grad_(t.requires_grad)
                 for n, t in tensors.items()
             }
-            actual = getattr(ops, samples.public(op))(**fake, **sample.options)
+            actual = samples.call(op, **fake, **sample.options)
             parts = [actual] if isinstance(actual, torch.Tensor) else list(actual)
             outs = [p for p in parts if isinstance(p, torch.Tensor) and p.requires_grad]
             assert outs, sample.name
@@ -513,7 +513,7 @@ def both_ways(op, device, dtype, tensors, options):
     """Results and gradients."""
     inputs = {n: t.to(device, dtype).requires_grad_() for n, t in tensors.items()}
     more = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in options.items()}
-    outputs = getattr(ops, op)(**inputs, **more, output_final_state=True)
+    outputs = samples.call(op, **inputs, **more, output_final_state=True)
     torch.autograd.backward(outputs, [torch.ones_like(t) / 8 for t in outputs])
     return [t.detach().cpu().double() for t in (*outputs, *(t.grad for t in inputs.values()))]
 

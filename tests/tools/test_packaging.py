@@ -157,7 +157,7 @@ def sources(checkout):
     """Every file below the three folders that an install needs, by its installed path."""
     for folder, package in FOLDERS.items():
         for path in (checkout / folder).rglob("*"):
-            if path.suffix in (".py", ".pyi", ".yaml", ".typed"):
+            if path.suffix in (".py", ".yaml", ".typed"):
                 yield f"{package}/{path.relative_to(checkout / folder).as_posix()}"
 
 

@@ -46,12 +46,20 @@ def test_a_contract_may_state_its_formula(monkeypatch):
 
 @pytest.mark.parametrize("op", operators())
 def test_a_formula_has_the_signature_of_the_public_function(op):
+    public = getattr(ops, samples.public(op))
+    of_public = inspect.signature(public).parameters
+    more = {name for name in samples.RICHER if name not in of_public}
+    if more & {"quantize"}:  # which takes the names of what it returns
+        more.add("outputs")
+
     def arguments(function):
         return [
-            (p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()
+            (p.name, p.kind, p.default)
+            for p in inspect.signature(function).parameters.values()
+            if p.name not in more
         ]
 
-    assert arguments(FORMULAS[op]) == arguments(getattr(ops, samples.public(op)))
+    assert arguments(FORMULAS[op]) == arguments(public)
 
 
 def test_benchmark_times_the_formula():
