@@ -113,8 +113,7 @@ tune: $(ENV)  ## measure this machine's launch table; git diff shows what was fo
 bench: $(ENV)  ## time and memory of every operator on this machine, into benchmarks/results
 	$(RUN) -m benchmarks.ops --store $(ARGS)
 
-docs: $(ENV)  ## refresh stubs, the generated tables of pages, and their pictures (ARGS=--all: every picture)
-	$(RUN) -m ci.stubs
+docs: $(ENV)  ## refresh the generated tables of pages, and their pictures (ARGS=--all: every picture)
 	$(RUN) -m ci.docs
 	$(RUN) -m benchmarks.pictures $(ARGS)
 

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi import ops
-from liger_multi.testing import FORMULAS
+from liger_multi.testing import FORMULAS, samples
 
 Draw = Callable[..., Tensor]
 Arguments = dict[str, Any]
@@ -57,7 +56,7 @@ class Case:
 
     def ours(self, arguments: Arguments) -> Tensor:
         """The operator."""
-        result: Tensor = getattr(ops, self.name)(**arguments, **self.options)
+        result: Tensor = samples.call(self.name, **arguments, **self.options)
         return result
 
     def exact(self, arguments: Arguments) -> Tensor:

@@ -173,18 +173,18 @@ def kernels(place: Place) -> Iterator[Row]:
     format = format_of(place.device)
     tokens, width, out = (TINY_SHAPES if place.tiny else SHAPES)[0]
     x, w, dy = place.normal(tokens, width), place.normal(out, width), place.normal(tokens, out)
-    left, right = to.rows(x, None, format), to.rows(w, None, format)
-    grad = to.rows(dy, right.scale, format)
-    across = to.across(w, right.scale, format)
-    turned = Float8Rows(across, right.scale.new_ones(width))
+    left, expected = to.rows(x, None, format), to.rows(w, None, format)
+    grad = to.rows(dy, expected.scale, format)
+    across = to.across(w, expected.scale, format)
+    turned = Float8Rows(across, expected.scale.new_ones(width))
     calls = {
         "round x": lambda: to.rows(x, None, format),
         "round weight": lambda: to.rows(w, None, format),
-        "round dy": lambda: to.rows(dy, right.scale, format),
-        "weight across": lambda: to.across(w, right.scale, format),
+        "round dy": lambda: to.rows(dy, expected.scale, format),
+        "weight across": lambda: to.across(w, expected.scale, format),
         "sum of the bits of weight": lambda: bit_sums(w),
-        "codes across": lambda: to.across(right.codes, None, format),
-        "y": lambda: product(left, right, torch.bfloat16, True),
+        "codes across": lambda: to.across(expected.codes, None, format),
+        "y": lambda: product(left, expected, torch.bfloat16, True),
         "dx": lambda: product(grad, turned, torch.bfloat16),
         "dx fast": lambda: product(grad, turned, torch.bfloat16, True),
         "y bf16": lambda: x @ w.t(),
@@ -196,13 +196,13 @@ def kernels(place: Place) -> Iterator[Row]:
         yield {"part": "kernels", "name": name, "shape": shape, "variant": "", "both_ms": samples}
 
 
-CODED: dict[str, tuple[tuple[int, int], Callable[..., Any], int]] = {
-    "rms_norm": ((8192, 4096), ops.rms_norm, 1),
-    "fused_add_rms_norm": ((8192, 4096), ops.fused_add_rms_norm, 2),
-    "layer_norm": ((8192, 4096), ops.layer_norm, 1),
-    "swiglu": ((8192, 14336), ops.swiglu, 2),
-    "swiglu wide": ((8192, 18944), ops.swiglu, 2),
-    "geglu": ((8192, 14336), ops.geglu, 2),
+CODED: dict[str, tuple[tuple[int, int], str, int]] = {
+    "rms_norm": ((8192, 4096), "rms_norm", 1),
+    "fused_add_rms_norm": ((8192, 4096), "fused_add_rms_norm", 2),
+    "layer_norm": ((8192, 4096), "layer_norm", 1),
+    "swiglu": ((8192, 14336), "swiglu", 2),
+    "swiglu wide": ((8192, 18944), "swiglu", 2),
+    "geglu": ((8192, 14336), "geglu", 2),
 }
 """Shape, operator, and how many tensors of that shape it takes, by the name of a row."""
 
@@ -215,26 +215,26 @@ def codes(place: Place) -> Iterator[Row]:
     for name, (shape, op, count) in CODED.items():
         rows, cols = (64, 32) if place.tiny else shape
         tensors = [place.normal(rows, cols) for _ in range(count)]
-        keywords = {"quantize": "float8_e4m3"}
+        run, with_codes = getattr(ops, op), getattr(ops, f"{op}_quantized")
 
-        def apart(op: Any = op, tensors: Any = tensors) -> Any:
+        def apart(op: Any = run, tensors: Any = tensors) -> Any:
             y = op(*tensors)
             y = getattr(y, "y", y)
             return y, to.rows(y, None, format)
 
-        def fused(op: Any = op, tensors: Any = tensors, keywords: Any = keywords) -> Any:
-            out = op(*tensors, **keywords)
+        def fused(op: Any = with_codes, tensors: Any = tensors) -> Any:
+            out = op(*tensors)
             return out.y, out.quantized
 
-        def alone(op: Any = op, tensors: Any = tensors, keywords: Any = keywords) -> Any:
-            return op(*tensors, **keywords, outputs=("quantized",)).quantized
+        def alone(op: Any = with_codes, tensors: Any = tensors) -> Any:
+            return op(*tensors, outputs=("quantized",)).quantized
 
-        def plain(op: Any = op, tensors: Any = tensors) -> Any:
+        def plain(op: Any = run, tensors: Any = tensors) -> Any:
             return op(*tensors)
 
         result, quantized = fused()  # another kernel's result may round a sum otherwise
-        for got, right in zip(quantized, to.rows(result, None, format), strict=True):
-            assert torch.equal(got.view(torch.uint8), right.view(torch.uint8)), name
+        for got, expected in zip(quantized, to.rows(result, None, format), strict=True):
+            assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), name
         calls = {"bf16": plain, "apart": apart, "float8": fused, "codes alone": alone}
         for variant, ms in place.in_turns(calls).items():
             yield {
@@ -263,8 +263,8 @@ def _one_by_one(x: Tensor, layers: Any, held: Any, finish: Callable[..., Any]) -
     """Layers in FP8 with adapters one after the other; those of one input share its codes."""
     outputs, rows = [], None
     for (_, a, b), weight in zip(layers, held, strict=True):
-        y, rows = ops.linear_float8(
-            x, weight.codes, weight_scale=weight.scale, quantized=rows, return_quantized=True
+        y, rows = ops.linear_float8_with_codes(
+            x, weight.codes, weight_scale=weight.scale, quantized=rows
         )
         outputs.append(ops.lora_update(y, x, a, b, scale=2.0))
     return finish(*outputs)
@@ -340,7 +340,7 @@ def _both_ways(
     exact = runs["bf16"]()
     times = place.in_turns(runs)
     for variant, run in runs.items():
-        errors = [_error(got, right.float()) for got, right in zip(run(), exact, strict=True)]
+        errors = [_error(got, expected.float()) for got, expected in zip(run(), exact, strict=True)]
         assert max(errors) < 0.2, (name, variant, errors)
         yield {
             "part": part,
@@ -368,9 +368,9 @@ def mlp(place: Place) -> Iterator[Row]:
             ]
 
             def by_layers(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-                first, rows = ops.linear_float8(x, gate, return_quantized=True)
+                first, rows = ops.linear_float8_with_codes(x, gate)
                 second = ops.linear_float8(x, up, quantized=rows)
-                y, codes = ops.swiglu(first, second, quantize="float8_e4m3")
+                y, codes = ops.swiglu_quantized(first, second)
                 assert y is not None
                 return ops.linear_float8(y, down, quantized=codes)
 
@@ -449,7 +449,8 @@ def linear(place: Place) -> Iterator[Row]:
             calls = {name: lambda run=run: both(run) for name, run in variants.items()}
             times = place.in_turns(calls)
             for name, call in calls.items():
-                errors = [_error(got, right) for got, right in zip(call(), exact, strict=False)]  # type: ignore[no-untyped-call]
+                results = call()  # type: ignore[no-untyped-call]
+                errors = [_error(y, e) for y, e in zip(results, exact, strict=False)]
                 yield {
                     "part": "linear",
                     "name": "trained" if trained else "frozen",

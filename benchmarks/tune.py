@@ -29,7 +29,6 @@ from torch import Tensor
 
 from benchmarks.store import run_command
 from ci.static.launch import Asked, bounds, neighbors, write
-from liger_multi import ops
 from liger_multi.bench.cases import draw
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.op import OPS
@@ -74,7 +73,7 @@ def call_arguments(
             tensors[name].requires_grad_(spec.grad and tensors[name].is_floating_point())
         if sample.options.get("inplace"):  # no leaf may be overwritten
             tensors = {n: t * 1 if t.requires_grad else t for n, t in tensors.items()}
-        result = getattr(ops, samples.public(op))(**tensors, **sample.options)
+        result = samples.call(op, **tensors, **sample.options)
         outs = [result] if isinstance(result, Tensor) else list(result)
         outs = [t for t in outs if isinstance(t, Tensor) and t.requires_grad]
         torch.autograd.backward(outs, [torch.randn_like(t) for t in outs])
@@ -121,9 +120,9 @@ def time_us(prim: Any, args: tuple[Any, ...], device: torch.device) -> tuple[flo
     return statistics.median(times), result
 
 
-def agrees(actual: Any, right: Any) -> bool:
+def agrees(actual: Any, expected: Any) -> bool:
     """Whether every tensor is that of the formula's launch, within the suite's table."""
-    pairs = zip(*((x,) if isinstance(x, Tensor) else x for x in (actual, right)), strict=True)
+    pairs = zip(*((x,) if isinstance(x, Tensor) else x for x in (actual, expected)), strict=True)
     return all(excess(a, b, a.dtype) <= 1 for a, b in pairs if a.is_floating_point() and a.numel())
 
 
@@ -144,7 +143,7 @@ def tune(kernel: str, name: str, combinations: str, show: int) -> list[str]:
     prim = getattr(OPS[op], {"forward": "fwd", "backward": "bwd"}[direction])
     args = call_arguments(op, direction, known[name], device)
     with Forced(key, None):
-        base, right = time_us(prim, args, device)
+        base, expected = time_us(prim, args, device)
     rows: list[tuple[float, dict[str, int]]] = []
     failed = []
     for fields in grid(combinations):
@@ -154,7 +153,7 @@ def tune(kernel: str, name: str, combinations: str, show: int) -> list[str]:
             except Exception as wrong:  # a launch that does not fit is an answer
                 failed.append(f"    {fields}: {type(wrong).__name__} {str(wrong)[:80]}")
                 continue
-        rows.append((spent if agrees(microseconds, right) else float("inf"), fields))
+        rows.append((spent if agrees(microseconds, expected) else float("inf"), fields))
     rows.sort(key=lambda row: row[0])
     lines = [f"{kernel} {name}: now {base:.1f} us"]
     return lines + [f"    {us:8.1f} us  {fields}" for us, fields in rows[:show]] + failed[:3]
@@ -219,7 +218,7 @@ def measure(prim: Any, args: tuple[Any, ...], label: str, device: torch.device) 
     measured = {}
     for question in questions(prim, args, label):
         with Forced(question.key, None):
-            base, right = time_us(prim, args, device)
+            base, expected = time_us(prim, args, device)
         best, chosen = base, None
         for config in neighbors(info, question.formula):
             with Forced(question.key, config):
@@ -228,7 +227,7 @@ def measure(prim: Any, args: tuple[Any, ...], label: str, device: torch.device) 
                 except Exception as wrong:  # a launch that does not fit is an answer
                     print(f"    {question.key} {config}: {type(wrong).__name__}")
                     continue
-            if spent < best and agrees(microseconds, right):
+            if spent < best and agrees(microseconds, expected):
                 best, chosen = spent, config
         print(f"{question.key} {label}: {base:.1f} us, best {best:.1f} us {chosen or ''}")
         if chosen is not None and best <= FASTER * base:

@@ -50,7 +50,16 @@ HEADING = re.compile(r"^([A-Z][A-Za-z ]*):$")
 def public_operators() -> dict[str, Callable[..., Any]]:
     """The public function of every operator, by name."""
     ops = importlib.import_module("liger_multi.ops")
-    return {n: getattr(ops, n) for n in sorted(ops.__all__) if inspect.isfunction(getattr(ops, n))}
+    functions = {n: f for n in ops.__all__ if inspect.isfunction(f := getattr(ops, n))}
+    return {n: functions[n] for n in sorted(functions) if functions[n].__module__.endswith(f".{n}")}
+
+
+def forms(name: str) -> list[Callable[..., Any]]:
+    """The public function of an operator, and those of its contract that return more."""
+    ops = importlib.import_module("liger_multi.ops")
+    first = public_operators()[name]
+    functions = [getattr(ops, n) for n in ops.__all__ if inspect.isfunction(getattr(ops, n))]
+    return [first, *(f for f in functions if f.__module__ == first.__module__ and f is not first)]
 
 
 def backend_folders() -> dict[str, Path]:
@@ -181,7 +190,7 @@ def operator_page(name: str) -> str:
     text = sections(function)
     out = [NOTE, "", f"# {name}", "", markdown(text.pop("")), ""]
     out += ["```python", snippet(name), "```", "", "## Signature", ""]
-    out += ["```python", signature(function), "```", ""]
+    out += ["```python", *map(signature, forms(name)), "```", ""]
     for heading, body in text.items():
         if heading in ("Raises", "Args"):
             body = re.sub(r"^(\w+): ", r"- \1: ", body, flags=re.MULTILINE)

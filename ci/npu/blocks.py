@@ -32,12 +32,12 @@ import liger_multi
 from ci.npu import lowering
 from ci.npu.lowering import CHIPS, Chip, Launch, caught
 from ci.npu.simulate import Device
-from liger_multi import ops
 from liger_multi.backends.npu.common import launching as npu
 from liger_multi.dispatch import launch as launching
 from liger_multi.dispatch.backend import DeviceInfo
 from liger_multi.dispatch.op import OPS
 from liger_multi.ops.cross_entropy import EVERYTHING
+from liger_multi.testing import samples
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -199,7 +199,7 @@ def info(chip: Chip) -> DeviceInfo:
 
 def _call(op: str, tensors: dict[str, T], options: dict[str, object], dtype: torch.dtype) -> None:
     arguments = Sample("case", tensors, options).make("npu", dtype)
-    result = getattr(ops, op)(**arguments, **options)
+    result = samples.call(op, **arguments, **options)
     parts = [result] if isinstance(result, torch.Tensor) else list(result)
     outs = [p for p in parts if p is not None and p.requires_grad]
     torch.autograd.backward(outs, [torch.ones_like(p) for p in outs])

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ci.static import TARGETS, StaticCase, kernels, static_cases
-from liger_multi import ops
 from liger_multi.backends.triton.common.gemm import gemm_by_rows
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.config import Configuration, parse, within
@@ -92,7 +91,7 @@ def directions(op: str, sample: Sample, dtype: torch.dtype) -> Directions:
         tensors = {n: t.clone() if t.is_floating_point() else t for n, t in tensors.items()}
     recorder = _Recorder()
     with recorder:
-        result = getattr(ops, samples.public(op))(**tensors, **sample.options)
+        result = samples.call(op, **tensors, **sample.options)
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
         upstream = [torch.empty_like(t) for t in outputs]
         if outputs:

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_multi import ops
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.registry import REFERENCE, operators
 from liger_multi.errors import unknown
 from liger_multi.ops._work import Estimate, Shapes, Work
 from liger_multi.testing import samples, tolerance
-from liger_multi.testing.samples import Sample, public
+from liger_multi.testing.samples import Sample, call, public
 
 # --- the peak ---
 
@@ -238,7 +237,7 @@ def reference(case: Case, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     name = public(case.op)
     options = {k: v for k, v in case.sample.options.items() if k != "inplace"}
     with use(**{name: REFERENCE}):
-        return differentiable(getattr(ops, name)(**tensors, **options))
+        return differentiable(call(name, **tensors, **options))
 
 
 def differentiable(output: Any) -> tuple[Tensor, ...]:

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import liger_multi
-from liger_multi import ops
 from liger_multi.bench.cases import Case
 from liger_multi.bench.peers import FLOORS, PACKAGES, TABLE, missing
 from liger_multi.dispatch.op import OPS
@@ -310,7 +309,7 @@ def find(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
 
 
 def _own(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Provider | str:
-    public = getattr(ops, samples.public(case.op))
+    public = samples.function(case.op, case.sample.options)
     if name != "ours":
         for direction in OPS[case.op].primitives:
             reason = candidate(name, direction, device, dtype).reason
@@ -319,7 +318,7 @@ def _own(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Pro
     chosen = liger_multi.explain(case.op, device, dtype).chosen(case.op)
 
     def call(**arguments: Any) -> Any:
-        return public(**arguments, **case.sample.options)
+        return public(**arguments)
 
     return Provider(
         name,

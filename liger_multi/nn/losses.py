@@ -17,6 +17,17 @@ from liger_multi.ops.cross_entropy import options
 
 # --- cross entropy ---
 
+_OPTIONS = (
+    "ignore_index",
+    "label_smoothing",
+    "z_loss",
+    "softcap",
+    "reduction",
+    "inplace",
+    "validate",
+)
+"""What the operator takes of the module."""
+
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
     """Cross entropy of logits with class ids.
@@ -84,19 +95,11 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
                     "classes are the last axis"
                 )
             input = input.movedim(1, -1)
-        return ops.cross_entropy(
-            input,
-            target,
-            self.weight,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            softcap=self.softcap,
-            reduction=self.reduction,
-            inplace=self.inplace,
-            validate=self.validate,
-            outputs=self.outputs,
-        )
+        options: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
+        if self.outputs:
+            options["outputs"] = self.outputs
+            return ops.cross_entropy_with_outputs(input, target, self.weight, **options)
+        return ops.cross_entropy(input, target, self.weight, **options)
 
     def extra_repr(self) -> str:
         """What was chosen."""

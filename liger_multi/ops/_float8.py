@@ -1,6 +1,6 @@
 """What operators share that hand out FP8 codes of their result: the operator, checks and samples.
 
-Behind ``quantize=`` stands an operator of its own, so that calls without it cost what they did.
+The functions that return codes, such as ``rms_norm_quantized``, call an operator of their own.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def quantized(
     checks.one_of(name, "quantize", quantize, QUANTIZE)
     wanted = checks.names(name, outputs, OUTPUTS).split(",")
     if "quantized" not in wanted:
-        checks.refuse(name, "outputs must name 'quantized' where quantize is given", outputs)
+        checks.refuse(name, "outputs must name 'quantized'", outputs)
     keeps = "y" in wanted
     needed = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
     if needed and not keeps and torch.is_grad_enabled():
@@ -104,22 +104,10 @@ def quantized(
     return y if keeps else None, rest, typed(codes, scale)
 
 
-def either(
-    plain: Op, coded: Op, quantize: object, outputs: object, *given: Any
-) -> Tensor | QuantizedOutput:
-    """Call an operator of one output, or with ``quantize`` the one that rounds it too."""
-    if quantize is not None:
-        y, _, rows = quantized(coded, quantize, outputs, *given)
-        return QuantizedOutput(y, rows)
-    only_quantized(plain.name, outputs)
-    result: Tensor = plain(*given)
-    return result
-
-
-def only_quantized(name: str, outputs: object) -> None:
-    """Refuse ``outputs`` without ``quantize``."""
-    if outputs is not OUTPUTS and checks.names(name, outputs, OUTPUTS) != ",".join(OUTPUTS):
-        checks.refuse(name, f"outputs chooses among {OUTPUTS} where quantize is given", outputs)
+def quantized_output(op: Op, quantize: object, outputs: object, *args: Any) -> QuantizedOutput:
+    """Call an operator of :func:`with_codes` that has one output."""
+    y, _, rows = quantized(op, quantize, outputs, *args)
+    return QuantizedOutput(y, rows)
 
 
 def coded_samples(

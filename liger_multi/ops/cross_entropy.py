@@ -59,13 +59,15 @@ def shapes(like: Tensor, rows: int, reduction: str, outputs: str) -> tuple[Tenso
     )  # fmt: skip
 
 
+def loss_of(results: tuple[Tensor, ...], shape: torch.Size, reduction: str) -> Tensor:
+    """The loss; of rows, in the shape of the targets."""
+    return results[0].view(shape) if reduction == "none" else results[0]
+
+
 def named(
     results: tuple[Tensor, ...], shape: torch.Size, reduction: str, outputs: str
-) -> Tensor | CrossEntropyOutput:
-    """The loss alone, or the named tuple with the wanted outputs in the shape of the targets."""
-    loss = results[0].view(shape) if reduction == "none" else results[0]
-    if not outputs:
-        return loss
+) -> CrossEntropyOutput:
+    """The loss and the outputs that are asked for, in the shape of the targets."""
     each = {"predicted_tokens", "log_prob", "entropy", "lse"} | (
         {"z_loss", "token_accuracy"} if reduction == "none" else set()
     )
@@ -75,7 +77,7 @@ def named(
         for n, x in zip(OUTPUTS, results[1:], strict=True)
         if n in wanted
     }
-    return CrossEntropyOutput(loss, **found)
+    return CrossEntropyOutput(loss_of(results, shape, reduction), **found)
 
 
 @op.forward(
@@ -124,12 +126,19 @@ inplace_op.backward(reads="dloss logits", returns="")
 
 
 def cross_entropy(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int = -100,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-    reduction: str = "mean", inplace: bool = False, validate: bool = False,
-    outputs: tuple[str, ...] = (),
-) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """Cross entropy of logits with class ids, and statistics of the same pass.
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    inplace: bool = False,
+    validate: bool = False,
+) -> Tensor:
+    """Cross entropy of logits with class ids.
 
     Math:
         With ``z = softcap * tanh(logits / softcap)`` (or the logits), ``p = softmax(z)``, ``lse =
@@ -162,9 +171,74 @@ def cross_entropy(
 
     Source:
         ``torch.nn.functional.cross_entropy``; z-loss: PaLM (arXiv:2204.02311); softcap: Gemma 2
-        (arXiv:2408.00118). ``outputs`` may name z_loss, token_accuracy, predicted_tokens (-1 where
-        ignored), log_prob, entropy and lse; they are detached.
+        (arXiv:2408.00118). :func:`cross_entropy_with_outputs` also returns statistics of the pass.
     """
+    results, _ = _results(
+        logits,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        reduction=reduction,
+        inplace=inplace,
+        validate=validate,
+        outputs=(),
+    )
+    return loss_of(results, target.shape, reduction)
+
+
+def cross_entropy_with_outputs(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    inplace: bool = False,
+    validate: bool = False,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> CrossEntropyOutput:
+    """:func:`cross_entropy`, and the statistics of the same pass that ``outputs`` names.
+
+    They are z_loss, token_accuracy, predicted_tokens (-1 where ignored), log_prob, entropy and
+    lse. They are detached.
+    """
+    results, names = _results(
+        logits,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        reduction=reduction,
+        inplace=inplace,
+        validate=validate,
+        outputs=outputs,
+    )
+    return named(results, target.shape, reduction, names)
+
+
+def _results(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    reduction: str,
+    inplace: bool,
+    validate: bool,
+    outputs: tuple[str, ...],
+) -> tuple[tuple[Tensor, ...], str]:
+    """Check the arguments and call the operator: its results, and the names of the outputs."""
     name = "cross_entropy"
     checks.floating(name, logits=logits, weight=weight, optional=("weight",))
     if logits.ndim == 0 or logits.shape[-1] == 0:
@@ -172,11 +246,11 @@ def cross_entropy(
     checks.targets(name, target, logits.shape[:-1], logits)
     checks.vector(name, "weight", weight, logits.shape[-1], "number of classes")
     checks.constant(name, "weight", weight)
-    smoothing, z, cap, wanted = options(name, label_smoothing, z_loss, softcap, reduction, outputs)
+    smoothing, z, cap, names = options(name, label_smoothing, z_loss, softcap, reduction, outputs)
     ids = target.reshape(-1).to(torch.int64)
     args = (
         ids, weight, checks.integer(name, "ignore_index", ignore_index), smoothing, z, cap,
-        reduction, checks.boolean(name, "validate", validate), wanted,
+        reduction, checks.boolean(name, "validate", validate), names,
     )  # fmt: skip
     if (
         checks.boolean(name, "inplace", inplace)
@@ -186,10 +260,8 @@ def cross_entropy(
         and may_overwrite(inplace_op, logits)
     ):
         rows = writable_rows(name, "logits", logits)
-        return named(inplace_op(rows, *args), target.shape, reduction, wanted)
-    return named(
-        op(logits.reshape(ids.numel(), logits.shape[-1]), *args), target.shape, reduction, wanted
-    )
+        return inplace_op(rows, *args), names
+    return op(logits.reshape(ids.numel(), logits.shape[-1]), *args), names
 
 
 # logits read; the gradient written, which one pass can do

@@ -12,7 +12,6 @@ from liger_multi.ops._float8 import (
     OUTPUTS,
     SHAPES,
     coded_samples,
-    only_quantized,
     quantized,
     with_codes,
 )
@@ -43,7 +42,7 @@ class FusedAddRMSNormOutput(NamedTuple):
 
 
 class QuantizedAddRMSNormOutput(NamedTuple):
-    """The same with ``quantize``; y and new_residual have gradients.
+    """What :func:`fused_add_rms_norm_quantized` returns; y and new_residual have gradients.
 
     Attributes:
         y: The normalized sum; None where ``outputs`` does not name it.
@@ -77,10 +76,14 @@ quantized_op = with_codes(op, **BACKWARD)
 
 
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *,
-    offset: float = 0.0, casting: str = "llama", quantize: str | None = None,
-    outputs: tuple[str, ...] = OUTPUTS,
-) -> FusedAddRMSNormOutput | QuantizedAddRMSNormOutput:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> FusedAddRMSNormOutput:
     """Add the residual stream and normalize the sum over the last axis, in one pass.
 
     Math:
@@ -91,9 +94,8 @@ def fused_add_rms_norm(
     Shapes:
         x and residual ``(..., H)`` with any strides, weight ``(H,)`` or None; y and new_residual
         ``(..., H)``, contiguous.
-        With ``quantize="float8_e4m3"``, a ``QuantizedAddRMSNormOutput`` with its rows in FP8, as
-        ``linear_float8`` rounds them; ``outputs=("quantized",)`` leaves y out, which then has no
-        gradient.
+        :func:`fused_add_rms_norm_quantized` also returns the rows of y in FP8, as ``linear_float8``
+        rounds them.
 
     Dtypes:
         In: any floating dtype. Inside: fp32 (fp64 for fp64). Out: new_residual has the promotion
@@ -106,12 +108,39 @@ def fused_add_rms_norm(
     Raises:
         TypeError: An argument is not a floating-point tensor.
         ValueError: x and residual differ in shape, the width of weight differs from theirs, mixed
-            devices, unknown casting; outputs without y where a gradient is needed.
+            devices, unknown casting.
 
     Source:
         Zhang and Sennrich 2019 (arXiv:1910.07467); the two lines between the blocks of
         transformers ``LlamaDecoderLayer``.
     """
+    return FusedAddRMSNormOutput(*op(*_checked(x, residual, weight, eps, offset, casting)))
+
+
+def fused_add_rms_norm_quantized(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+    quantize: str = "float8_e4m3",
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> QuantizedAddRMSNormOutput:
+    """:func:`fused_add_rms_norm`, and the rows of y in FP8 as ``linear_float8`` rounds them.
+
+    ``outputs=("quantized",)`` leaves y out, which then has no gradient.
+    """
+    args = _checked(x, residual, weight, eps, offset, casting)
+    y, (total,), rows = quantized(quantized_op, quantize, outputs, *args)
+    return QuantizedAddRMSNormOutput(y, total, rows)
+
+
+def _checked(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str
+) -> tuple[Tensor, Tensor, Tensor | None, float, float, str]:
+    """The arguments of the operator."""
     name = "fused_add_rms_norm"
     checks.floating(name, x=x, residual=residual, weight=weight, optional=("weight",))
     checks.same_shape(name, x=x, residual=residual)
@@ -119,13 +148,7 @@ def fused_add_rms_norm(
         raise ValueError(f"{name}: x must have at least one axis, got {checks.describe(x)}")
     checks.vector(name, "weight", weight, x.shape[-1], "last axis of x")
     checks.one_of(name, "casting", casting, CASTINGS)
-    by = numbers(name, eps, offset)
-    if quantize is not None:
-        given = (x, residual, weight, *by, casting)
-        y, (total,), rows = quantized(quantized_op, quantize, outputs, *given)
-        return QuantizedAddRMSNormOutput(y, total, rows)
-    only_quantized(name, outputs)
-    return FusedAddRMSNormOutput(*op(x, residual, weight, *by, casting))
+    return (x, residual, weight, *numbers(name, eps, offset), casting)
 
 
 # both terms read, sum and norm written; two gradients and the sum read, one written

@@ -16,6 +16,7 @@ from liger_multi.ops.cross_entropy import (
     OUTPUTS,
     RETURNS,
     CrossEntropyOutput,
+    loss_of,
     named,
     options,
     shapes,
@@ -97,12 +98,23 @@ def _options(
 
 
 def fused_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
-    class_weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
-    logit_scale: float = 1.0, chunk: int | str = "auto", accumulate: torch.dtype = torch.float32,
-    compact: bool = True, validate: bool = False, outputs: tuple[str, ...] = (),
-) -> Tensor | CrossEntropyOutput:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    logit_scale: float = 1.0,
+    chunk: int | str = "auto",
+    accumulate: torch.dtype = torch.float32,
+    compact: bool = True,
+    validate: bool = False,
+) -> Tensor:
     """Cross entropy of ``hidden @ weight.T + bias`` without holding the logits of all rows.
 
     Math:
@@ -139,12 +151,97 @@ def fused_linear_cross_entropy(
         As :func:`cross_entropy`; chunking and gradients in the forward pass: Hsu et al. 2024
         (arXiv:2410.10989), Wijmans et al. 2024 (arXiv:2411.09009).
     """
+    results, _ = _results(
+        hidden,
+        weight,
+        target,
+        bias,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        reduction=reduction,
+        logit_scale=logit_scale,
+        chunk=chunk,
+        accumulate=accumulate,
+        compact=compact,
+        validate=validate,
+        outputs=(),
+    )
+    return loss_of(results, target.shape, reduction)
+
+
+def fused_linear_cross_entropy_with_outputs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    logit_scale: float = 1.0,
+    chunk: int | str = "auto",
+    accumulate: torch.dtype = torch.float32,
+    compact: bool = True,
+    validate: bool = False,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> CrossEntropyOutput:
+    """:func:`fused_linear_cross_entropy`, and the statistics that ``outputs`` names.
+
+    They are those of :func:`cross_entropy_with_outputs`.
+    """
+    results, names = _results(
+        hidden,
+        weight,
+        target,
+        bias,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        reduction=reduction,
+        logit_scale=logit_scale,
+        chunk=chunk,
+        accumulate=accumulate,
+        compact=compact,
+        validate=validate,
+        outputs=outputs,
+    )
+    return named(results, target.shape, reduction, names)
+
+
+def _results(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    *,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    reduction: str,
+    logit_scale: float,
+    chunk: int | str,
+    accumulate: torch.dtype,
+    compact: bool,
+    validate: bool,
+    outputs: tuple[str, ...],
+) -> tuple[tuple[Tensor, ...], str]:
+    """Check the arguments and call the operator: its results, and the names of the outputs."""
     name = op.name
     checks.floating(
         name, hidden=hidden, weight=weight, bias=bias, class_weight=class_weight,
         optional=("bias", "class_weight"),
     )  # fmt: skip
-    smoothing, z, cap, wanted, scale, ignored = _options(
+    smoothing, z, cap, names, scale, ignored = _options(
         label_smoothing, z_loss, softcap, reduction, outputs, logit_scale, accumulate,
         ignore_index, compact, validate,
     )  # fmt: skip
@@ -154,15 +251,14 @@ def fused_linear_cross_entropy(
     checks.vector(name, "class_weight", class_weight, weight.shape[0], "number of classes")
     checks.constant(name, "class_weight", class_weight)
     rows_chunk, budget = head.rows_and_budget(name, chunk)
-    lead = target.shape
-    if len(lead) != 1:  # a view costs the host a tensor and a node of the graph
+    if target.ndim != 1:  # a view costs the host a tensor and a node of the graph
         hidden, target = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
     results = op(
         hidden, weight, target.to(torch.int64), bias, class_weight,
         ignored, smoothing, z, cap, reduction, scale, rows_chunk, budget, accumulate,
-        head.compute_dtype(name, hidden, weight, bias), compact, validate, wanted,
+        head.compute_dtype(name, hidden, weight, bias), compact, validate, names,
     )  # fmt: skip
-    return named(results, lead, reduction, wanted)
+    return results, names
 
 
 work = head_work

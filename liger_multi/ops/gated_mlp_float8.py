@@ -17,7 +17,7 @@ from liger_multi.ops.linear_float8 import (
     CODES,
     Float8Rows,
     fitting,
-    linear_float8,
+    linear_float8_with_codes,
     row_scales,
     weight_scales_fit,
 )
@@ -202,14 +202,13 @@ def _in_layers(
     def layer(i: int, x: Tensor, rows: Float8Rows | None) -> tuple[Tensor, Float8Rows]:
         weight = wide[i]
         assert weight is not None
-        return linear_float8(  # type: ignore[return-value]
+        return linear_float8_with_codes(
             x,
             weight,
             wide[3 + i],
             weight_scale=own[i],
             weight_codes=beside[i],
             quantized=rows,
-            return_quantized=True,
         )
 
     gate, rows = layer(0, x, rows)
@@ -223,13 +222,13 @@ def activated(
     gate: Tensor, up: Tensor, activation: str, outputs: tuple[str, ...] = OUTPUTS
 ) -> QuantizedOutput:
     """``act(gate) * up`` and its codes."""
-    from liger_multi.ops import geglu, swiglu
+    from liger_multi.ops.geglu import geglu_quantized
+    from liger_multi.ops.swiglu import swiglu_quantized
 
     approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
-    how = {} if approximate is None else {"approximate": approximate}
-    act: Any = swiglu if approximate is None else geglu
-    made: QuantizedOutput = act(gate, up, **how, quantize="float8_e4m3", outputs=outputs)
-    return made
+    if approximate is None:
+        return swiglu_quantized(gate, up, outputs=outputs)
+    return geglu_quantized(gate, up, approximate, outputs=outputs)
 
 
 def _case(

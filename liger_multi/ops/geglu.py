@@ -14,7 +14,7 @@ from liger_multi.ops._float8 import (
     SHAPES,
     QuantizedOutput,
     coded_samples,
-    either,
+    quantized_output,
     with_codes,
 )
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
@@ -44,10 +44,7 @@ op.backward(**BACKWARD)
 quantized_op = with_codes(op, **BACKWARD)
 
 
-def geglu(
-    gate: Tensor, up: Tensor, approximate: str = "tanh", *, quantize: str | None = None,
-    outputs: tuple[str, ...] = OUTPUTS,
-) -> Tensor | QuantizedOutput:  # fmt: skip
+def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
     """Gated activation of an MLP: ``gelu(gate) * up``.
 
     Math:
@@ -57,9 +54,8 @@ def geglu(
 
     Shapes:
         gate and up ``(..., F)`` with any strides; y ``(..., F)``, contiguous.
-        With ``quantize="float8_e4m3"``, a :class:`QuantizedOutput` of y and its rows in FP8, as
-        ``linear_float8`` rounds them; ``outputs=("quantized",)`` leaves y out, which then has no
-        gradient.
+        :func:`geglu_quantized` also returns the rows of y in FP8, as ``linear_float8``
+        rounds them.
 
     Dtypes:
         In: any floating dtypes. Inside: fp32 (fp64 for fp64), the activation rounded to the dtype
@@ -70,8 +66,7 @@ def geglu(
 
     Raises:
         TypeError: An argument is not a floating-point tensor.
-        ValueError: Shapes or devices differ, or approximate is neither ``tanh`` nor ``none``;
-            outputs without y where a gradient is needed.
+        ValueError: Shapes or devices differ, or approximate is neither ``tanh`` nor ``none``.
 
     Source:
         Shazeer 2020 (arXiv:2002.05202), Hendrycks and Gimpel 2016 (arXiv:1606.08415); transformers
@@ -79,8 +74,24 @@ def geglu(
     """
     gate_and_up("geglu", gate, up)
     checks.one_of("geglu", "approximate", approximate, APPROXIMATIONS)
-    given = (gate, up, approximate)
-    return either(op, quantized_op, quantize, outputs, *given)
+    return op(gate, up, approximate)  # type: ignore[no-any-return]
+
+
+def geglu_quantized(
+    gate: Tensor,
+    up: Tensor,
+    approximate: str = "tanh",
+    *,
+    quantize: str = "float8_e4m3",
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> QuantizedOutput:
+    """:func:`geglu`, and the rows of y in FP8 as ``linear_float8`` rounds them.
+
+    ``outputs=("quantized",)`` leaves y out, which then has no gradient.
+    """
+    gate_and_up("geglu", gate, up)
+    checks.one_of("geglu", "approximate", approximate, APPROXIMATIONS)
+    return quantized_output(quantized_op, quantize, outputs, gate, up, approximate)
 
 
 work = elementwise(3, 8)

@@ -41,10 +41,18 @@ op.backward(
 
 
 def kimi_delta_attention(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False,
-    qk_l2norm: bool = False, cu_seqlens: Tensor | None = None, documents: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    qk_l2norm: bool = False,
+    cu_seqlens: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> Tensor:
     """Linear attention by the delta rule with a gate per channel, in memory linear in the sequence.
 
     Math:
@@ -60,8 +68,8 @@ def kimi_delta_attention(
         with any strides, HV a multiple of H; initial_state ``(B, HV, K, V)``; cu_seqlens
         ``(N + 1,)``, where documents begin and the last one ends, for B = 1 (what follows is one
         more document), or documents ``(B, T)``, ids whose runs are documents, below 0 for single
-        tokens; y ``(B, T, HV, V)``, and with ``output_final_state`` the states after the last
-        token, ``(B, HV, K, V)``.
+        tokens; y ``(B, T, HV, V)``; :func:`kimi_delta_attention_with_state` also returns the
+        states after the last token, ``(B, HV, K, V)``.
 
     Dtypes:
         In: one floating dtype of q, k and v, any of the others. Inside: fp32 (fp64 for fp64);
@@ -82,18 +90,77 @@ def kimi_delta_attention(
         Linear. Results grow without bound where keys of about one direction have
         ``beta sum(k^2) > 2``; with ``qk_l2norm`` and a beta of at most 2 none has.
     """
+    return _y_and_state(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        qk_l2norm=qk_l2norm,
+        cu_seqlens=cu_seqlens,
+        documents=documents,
+        output_final_state=False,
+    )[0]
+
+
+def kimi_delta_attention_with_state(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    qk_l2norm: bool = False,
+    cu_seqlens: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`kimi_delta_attention`, and the states after the last token, ``(B, HV, K, V)``."""
+    return _y_and_state(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        qk_l2norm=qk_l2norm,
+        cu_seqlens=cu_seqlens,
+        documents=documents,
+        output_final_state=True,
+    )
+
+
+def _y_and_state(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None,
+    initial_state: Tensor | None,
+    qk_l2norm: bool,
+    cu_seqlens: Tensor | None,
+    documents: Tensor | None,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:
+    """Check the arguments and call the operator; without ``output_final_state``, no state."""
     name = op.name
     checks.floating(
         name, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state,
         optional=("initial_state",),
     )  # fmt: skip
     shapes_fit(q, k, v, op=name, gates=k.shape[3:], g=g, beta=beta, initial_state=initial_state)
-    for option, value in (("output_final_state", output_final_state), ("qk_l2norm", qk_l2norm)):
-        checks.boolean(name, option, value)
+    checks.boolean(name, "qk_l2norm", qk_l2norm)
     by = q.shape[3] ** -0.5 if scale is None else checks.number(name, "scale", scale)
     first = first_tokens(v, cu_seqlens, documents, name)
-    y, state = op(q, k, v, g, beta, initial_state, first, by, qk_l2norm, output_final_state)
-    return (y, state) if output_final_state else y
+    return op(  # type: ignore[no-any-return]
+        q, k, v, g, beta, initial_state, first, by, qk_l2norm, output_final_state
+    )
 
 
 _case = functools.partial(case, channels=True)

@@ -13,7 +13,7 @@ from liger_multi.ops._float8 import (
     SHAPES,
     QuantizedOutput,
     coded_samples,
-    either,
+    quantized_output,
     with_codes,
 )
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
@@ -52,9 +52,8 @@ quantized_op = with_codes(op, **BACKWARD)
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
-    quantize: str | None = None, outputs: tuple[str, ...] = OUTPUTS,
-) -> Tensor | QuantizedOutput:  # fmt: skip
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
     """Normalization to mean 0 and variance 1 over the last axis.
 
     Math:
@@ -64,9 +63,8 @@ def layer_norm(
     Shapes:
         x ``(..., H)`` with any strides, weight and bias ``(H,)`` or None, each on its own; y
         ``(..., H)``, contiguous.
-        With ``quantize="float8_e4m3"``, a :class:`QuantizedOutput` of y and its rows in FP8, as
-        ``linear_float8`` rounds them; ``outputs=("quantized",)`` leaves y out, which then has no
-        gradient.
+        :func:`layer_norm_quantized` also returns the rows of y in FP8, as ``linear_float8``
+        rounds them.
 
     Dtypes:
         In: any floating dtype, also different ones. Inside: fp32 (fp64 for fp64), statistics too.
@@ -77,19 +75,41 @@ def layer_norm(
 
     Raises:
         TypeError: An argument is not a floating-point tensor.
-        ValueError: The width of weight or bias differs from that of x, mixed devices; outputs
-            without y where a gradient is needed.
+        ValueError: The width of weight or bias differs from that of x, mixed devices.
 
     Source:
         Ba, Kiros and Hinton 2016 (arXiv:1607.06450); ``torch.nn.functional.layer_norm``.
     """
+    return op(*_checked(x, weight, bias, eps))  # type: ignore[no-any-return]
+
+
+def layer_norm_quantized(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    quantize: str = "float8_e4m3",
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> QuantizedOutput:
+    """:func:`layer_norm`, and the rows of y in FP8 as ``linear_float8`` rounds them.
+
+    ``outputs=("quantized",)`` leaves y out, which then has no gradient.
+    """
+    args = _checked(x, weight, bias, eps)
+    return quantized_output(quantized_op, quantize, outputs, *args)
+
+
+def _checked(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
+    """The arguments of the operator."""
     checks.floating("layer_norm", x=x, weight=weight, bias=bias, optional=("weight", "bias"))
     if x.ndim == 0:
         raise ValueError(f"layer_norm: x must have at least one axis, got {checks.describe(x)}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         checks.vector("layer_norm", name, parameter, x.shape[-1], "last axis of x")
-    given = (x, weight, bias, checks.number("layer_norm", "eps", eps, 0.0))
-    return either(op, quantized_op, quantize, outputs, *given)
+    return x, weight, bias, checks.number("layer_norm", "eps", eps, 0.0)
 
 
 work = elementwise(2, 5)

@@ -79,10 +79,14 @@ op.backward(
 
 
 def linear_float8(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, weight_scale: Tensor | None = None,
-    weight_codes: Tensor | None = None, quantized: Float8Rows | None = None,
-    return_quantized: bool = False,
-) -> Tensor | LinearFloat8Output:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    weight_scale: Tensor | None = None,
+    weight_codes: Tensor | None = None,
+    quantized: Float8Rows | None = None,
+) -> Tensor:
     """A linear layer whose output and input gradient are FP8 GEMMs.
 
     Math:
@@ -95,9 +99,9 @@ def linear_float8(
         x ``(..., K)`` with any strides, weight ``(N, K)``, bias ``(N,)``, weight_scale ``(N,)``;
         weight_codes ``(N, K)``, if a trained weight has been rounded before: then nobody reads the
         numbers of weight, which has the gradient and names its dtype; quantized, if x has been
-        rounded before: codes ``(..., K)`` and scale ``(...)``. y ``(..., N)``, contiguous; with
-        return_quantized a ``LinearFloat8Output`` of y and the rounded x, for the next layer that
-        reads it.
+        rounded before: codes ``(..., K)`` and scale ``(...)``. y ``(..., N)``, contiguous;
+        :func:`linear_float8_with_codes` also returns the rounded x, for the next layer that reads
+        it.
 
     Dtypes:
         In: x, weight and bias of one floating dtype; under autocast, which sets the dtype of x and
@@ -122,6 +126,32 @@ def linear_float8(
     Source:
         torchao's ``rowwise_with_gw_hp``, with the scales of weight in the rows of dy.
     """
+    return _y_and_codes(x, weight, bias, weight_scale, weight_codes, quantized)[0]
+
+
+def linear_float8_with_codes(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    weight_scale: Tensor | None = None,
+    weight_codes: Tensor | None = None,
+    quantized: Float8Rows | None = None,
+) -> LinearFloat8Output:
+    """:func:`linear_float8`, and the rounded x for the next layer that reads it."""
+    y, codes, scale = _y_and_codes(x, weight, bias, weight_scale, weight_codes, quantized)
+    return LinearFloat8Output(y, typed(codes, scale) if quantized is None else quantized)
+
+
+def _y_and_codes(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_scale: Tensor | None,
+    weight_codes: Tensor | None,
+    quantized: Float8Rows | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Check the arguments and call the operator: y, and codes and scales where it rounded x."""
     name = "linear_float8"
     tensors: dict[str, Tensor | None] = {"x": x, "weight": weight, "bias": bias}
     checks.floating(name, **tensors, weight_scale=weight_scale, optional=("bias", "weight_scale"))
@@ -137,10 +167,9 @@ def linear_float8(
     apart = weight_scale is not None or checks.autocast_dtype(x.device.type) is not None
     wide = {"x": x, "bias": bias} if apart else tensors
     cast = dict(zip(wide, checks.one_dtype(name, wide), strict=True))
-    y, *made = op(cast["x"], weight, cast["bias"], weight_scale, codes, scale, weight_codes)
-    if not checks.boolean(name, "return_quantized", return_quantized):
-        return y  # type: ignore[no-any-return]
-    return LinearFloat8Output(y, typed(*made) if quantized is None else quantized)
+    return op(  # type: ignore[no-any-return]
+        cast["x"], weight, cast["bias"], weight_scale, codes, scale, weight_codes
+    )
 
 
 def codes_fit(op: str, name: str, weight: Tensor, scale: Tensor | None, scales: str = "") -> None:

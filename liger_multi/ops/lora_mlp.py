@@ -18,7 +18,7 @@ from liger_multi.ops.linear import linear_of_mode
 from liger_multi.ops.linear_float8 import (
     Float8Rows,
     fitting,
-    linear_float8,
+    linear_float8_with_codes,
     one_dtype_but_codes,
     weight_scales_fit,
 )
@@ -173,8 +173,8 @@ def _in_layers(
         if own[i] is None:
             y = linear_of_mode(x, weight, wide[3 + i])
         else:
-            y, rows = linear_float8(
-                x, weight, wide[3 + i], weight_scale=own[i], quantized=rows, return_quantized=True
+            y, rows = linear_float8_with_codes(
+                x, weight, wide[3 + i], weight_scale=own[i], quantized=rows
             )
         a, b = thin[2 * i], thin[2 * i + 1]
         return y if a is None or b is None else lora_update(y, x, a, b, scale=scales[i]), rows

@@ -13,7 +13,7 @@ from liger_multi.ops._float8 import (
     SHAPES,
     QuantizedOutput,
     coded_samples,
-    either,
+    quantized_output,
     with_codes,
 )
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
@@ -51,9 +51,13 @@ quantized_op = with_codes(op, **BACKWARD)
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0,
-    casting: str = "llama", quantize: str | None = None, outputs: tuple[str, ...] = OUTPUTS,
-) -> Tensor | QuantizedOutput:  # fmt: skip
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> Tensor:
     """Root-mean-square normalization over the last axis.
 
     Math:
@@ -64,9 +68,8 @@ def rms_norm(
 
     Shapes:
         x ``(..., H)`` with any strides, weight ``(H,)`` or None; y ``(..., H)``, contiguous.
-        With ``quantize="float8_e4m3"``, a :class:`QuantizedOutput` of y and its rows in FP8, as
-        ``linear_float8`` rounds them; ``outputs=("quantized",)`` leaves y out, which then has no
-        gradient.
+        :func:`rms_norm_quantized` also returns the rows of y in FP8, as ``linear_float8``
+        rounds them.
 
     Dtypes:
         In: any floating dtype. Inside: fp32 (fp64 for fp64). Out: that of x; with ``llama`` the
@@ -78,12 +81,37 @@ def rms_norm(
     Raises:
         TypeError: An argument is not a floating-point tensor.
         ValueError: The width of weight differs from that of x, mixed devices, unknown casting, a
-            weight under ``factor``; outputs without y where a gradient is needed.
+            weight under ``factor``.
 
     Source:
         Zhang and Sennrich 2019 (arXiv:1910.07467); transformers ``LlamaRMSNorm``, ``Olmo2RMSNorm``,
         ``GemmaRMSNorm``, ``DeepseekV4UnweightedRMSNorm``.
     """
+    return op(*_checked(x, weight, eps, offset, casting))  # type: ignore[no-any-return]
+
+
+def rms_norm_quantized(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+    quantize: str = "float8_e4m3",
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> QuantizedOutput:
+    """:func:`rms_norm`, and the rows of y in FP8 as ``linear_float8`` rounds them.
+
+    ``outputs=("quantized",)`` leaves y out, which then has no gradient.
+    """
+    args = _checked(x, weight, eps, offset, casting)
+    return quantized_output(quantized_op, quantize, outputs, *args)
+
+
+def _checked(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str
+) -> tuple[Tensor, Tensor | None, float, float, str]:
+    """The arguments of the operator."""
     checks.floating("rms_norm", x=x, weight=weight, optional=("weight",))
     shape = x.shape
     if not shape:
@@ -92,8 +120,7 @@ def rms_norm(
     checks.one_of("rms_norm", "casting", casting, (*CASTINGS, FACTOR))
     if casting == FACTOR and weight is not None:
         checks.refuse("rms_norm", "casting 'factor' is that of norms without weight", weight)
-    given = (x, weight, *numbers("rms_norm", eps, offset), casting)
-    return either(op, quantized_op, quantize, outputs, *given)
+    return (x, weight, *numbers("rms_norm", eps, offset), casting)
 
 
 # x read, y written; dy and x read, dx written (statistics and weights are one row)

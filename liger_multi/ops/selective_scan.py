@@ -45,11 +45,20 @@ op.backward(
 
 
 def selective_scan(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None,
-    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
-    initial_state: Tensor | None = None, output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
     """Selective scan of Mamba, in memory linear in the sequence.
 
     Math:
@@ -63,7 +72,8 @@ def selective_scan(
         u, delta and z ``(B, T, D)``, B and C ``(B, T, N)``, with any strides: pass the ``(B, D,
         T)`` of other libraries as ``u.mT``. A ``(D, N)``, D and delta_bias ``(D,)``;
         initial_state ``(B, D, N)``; seq_idx ``(B, T)``, or cu_seqlens ``(N + 1,)`` for B = 1. y
-        as u, and with ``output_final_state`` the states after the last token, ``(B, D, N)``.
+        as u; :func:`selective_scan_with_state` also returns the states after the last token,
+        ``(B, D, N)``.
 
     Dtypes:
         In: any floating dtypes, ids int32 or int64. Inside: fp32 (fp64 for u in fp64). Out: that
@@ -85,6 +95,73 @@ def selective_scan(
         Gu and Dao 2023 (arXiv:2312.00752); ``selective_scan_fn`` of mamba-ssm and
         ``mamba_selective_scan`` of transformers, which take ``(B, D, T)``.
     """
+    return _y_and_state(
+        u,
+        delta,
+        A,
+        B,
+        C,
+        D=D,
+        z=z,
+        delta_bias=delta_bias,
+        delta_softplus=delta_softplus,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        seq_idx=seq_idx,
+        output_final_state=False,
+    )[0]
+
+
+def selective_scan_with_state(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`selective_scan`, and the states after the last token, ``(B, D, N)``."""
+    return _y_and_state(
+        u,
+        delta,
+        A,
+        B,
+        C,
+        D=D,
+        z=z,
+        delta_bias=delta_bias,
+        delta_softplus=delta_softplus,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        seq_idx=seq_idx,
+        output_final_state=True,
+    )
+
+
+def _y_and_state(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    delta_softplus: bool,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:
+    """Check the arguments and call the operator; without ``output_final_state``, no state."""
     name = op.name
     checks.floating(
         name, u=u, delta=delta, A=A, B=B, C=C, D=D, z=z, delta_bias=delta_bias,
@@ -103,12 +180,22 @@ def selective_scan(
         {"delta": rows, "B": pairs, "C": pairs, "D": vector, "z": rows, "delta_bias": vector,
          "initial_state": (batch, *A.shape)},
     )  # fmt: skip
-    checks.boolean(name, "output_final_state", output_final_state)
     checks.boolean(name, "delta_softplus", delta_softplus)
     first = first_tokens(segments_of(name, u, cu_seqlens, seq_idx))
-    y, state = op(u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus,
-                  output_final_state)  # fmt: skip
-    return (y, state) if output_final_state else y
+    return op(  # type: ignore[no-any-return]
+        u,
+        delta,
+        A,
+        B,
+        C,
+        D,
+        z,
+        delta_bias,
+        initial_state,
+        first,
+        delta_softplus,
+        output_final_state,
+    )
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

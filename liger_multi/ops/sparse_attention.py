@@ -22,7 +22,7 @@ op = Op(
 
 
 class SparseAttentionOutput(NamedTuple):
-    """What ``output_weights=True`` returns.
+    """What :func:`sparse_attention_with_weights` returns.
 
     Attributes:
         y: The output.
@@ -68,9 +68,14 @@ op.backward(
 
 
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, *, value_dim: int | None = None,
-    scale: float | None = None, output_weights: bool = False,
-) -> Tensor | SparseAttentionOutput:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    *,
+    value_dim: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
     """Softmax attention of every query over its own list of keys.
 
     Math:
@@ -84,9 +89,9 @@ def sparse_attention(
     Shapes:
         q ``(B, H, L, D)``, k ``(B, G, S, D)``, v ``(B, G, S, E)`` with any strides, H a multiple of
         G. indices ``(B, L, K)`` of int32 or int64, shared by all heads, or ``(B, G, L, K)``. y
-        ``(B, H, L, E)``, in memory ``(B, L, H, E)``, E being ``value_dim`` without v. With
-        ``output_weights`` also weights, of the shape of indices: the mean of p over the heads that
-        share a list, 0 where absent. They have no gradient.
+        ``(B, H, L, E)``, in memory ``(B, L, H, E)``, E being ``value_dim`` without v.
+        :func:`sparse_attention_with_weights` also returns weights, of the shape of indices: the
+        mean of p over the heads that share a list, 0 where absent. They have no gradient.
 
     Dtypes:
         In: one floating dtype, int32 or int64 indices. Inside: fp32 (fp64 for fp64); kernels round
@@ -107,13 +112,38 @@ def sparse_attention(
     Source:
         DeepSeek-AI 2025 (arXiv:2512.02556); Liu et al. 2024 for MLA (arXiv:2405.04434).
     """
+    return _y_and_weights(q, k, v, indices, value_dim, scale, False)[0]
+
+
+def sparse_attention_with_weights(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    *,
+    value_dim: int | None = None,
+    scale: float | None = None,
+) -> SparseAttentionOutput:
+    """:func:`sparse_attention`, and the mean probability of every listed key over the heads."""
+    y, weights = _y_and_weights(q, k, v, indices, value_dim, scale, True)
+    return SparseAttentionOutput(y, weights.view(indices.shape))
+
+
+def _y_and_weights(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    value_dim: int | None,
+    scale: float | None,
+    output_weights: bool,
+) -> tuple[Tensor, Tensor]:
+    """Check the arguments and call the operator; without ``output_weights``, no weights."""
     checks.floating(op.name, q=q, k=k, v=v, optional=("v",))
     size = _shapes_fit(q, k, v, value_dim)
     places = _indices(q, k, indices)
     by = q.shape[3] ** -0.5 if scale is None else checks.number(op.name, "scale", scale)
-    wanted = checks.boolean(op.name, "output_weights", output_weights)
-    y, weights = op(q, k, v, places, size, by, wanted)
-    return SparseAttentionOutput(y, weights.view(indices.shape)) if wanted else y
+    return op(q, k, v, places, size, by, output_weights)  # type: ignore[no-any-return]
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

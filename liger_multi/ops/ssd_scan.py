@@ -43,12 +43,22 @@ op.backward(
 
 
 def ssd_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None,
-    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")), initial_state: Tensor | None = None,
-    output_final_state: bool = False, cu_seqlens: Tensor | None = None,
-    seq_idx: Tensor | None = None, chunk: int = 256,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    chunk: int = 256,
+) -> Tensor:
     """Scan of Mamba-2 (state space duality), in memory linear in the sequence.
 
     Math:
@@ -62,8 +72,9 @@ def ssd_scan(
     Shapes:
         x and z ``(B, T, H, P)``, dt ``(B, T, H)``, B and C ``(B, T, G, N)`` with any strides, H a
         multiple of G; A and dt_bias ``(H,)``, D ``(H,)`` or ``(H, P)``; initial_state ``(B, H, P,
-        N)``; seq_idx ``(B, T)``, or cu_seqlens ``(N + 1,)`` for B = 1. y as x, and with
-        ``output_final_state`` the states after the last token, ``(B, H, P, N)``. ``chunk`` is the
+        N)``; seq_idx ``(B, T)``, or cu_seqlens ``(N + 1,)`` for B = 1. y as x;
+        :func:`ssd_scan_with_state` also returns the states after the last token, ``(B, H, P, N)``.
+        ``chunk`` is the
         largest number of tokens that a backend takes at once (kernels take 16 at least); results
         agree to rounding.
 
@@ -85,6 +96,81 @@ def ssd_scan(
         Dao and Gu 2024 (arXiv:2405.21060); ``mamba_chunk_scan_combined`` of mamba-ssm and
         ``mamba2_chunk_scan`` of transformers.
     """
+    return _y_and_state(
+        x,
+        dt,
+        A,
+        B,
+        C,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        seq_idx=seq_idx,
+        chunk=chunk,
+        output_final_state=False,
+    )[0]
+
+
+def ssd_scan_with_state(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    chunk: int = 256,
+) -> tuple[Tensor, Tensor]:
+    """:func:`ssd_scan`, and the states after the last token, ``(B, H, P, N)``."""
+    return _y_and_state(
+        x,
+        dt,
+        A,
+        B,
+        C,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        seq_idx=seq_idx,
+        chunk=chunk,
+        output_final_state=True,
+    )
+
+
+def _y_and_state(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+    chunk: int,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:
+    """Check the arguments and call the operator; without ``output_final_state``, no state."""
     name = op.name
     checks.floating(
         name, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=initial_state,
@@ -99,15 +185,28 @@ def ssd_scan(
     )  # fmt: skip
     if D is not None and tuple(D.shape) not in ((heads,), (heads, value)):
         checks.refuse(name, f"D must have shape ({heads},) or ({heads}, {value})", D)
-    for option, flag in (("output_final_state", output_final_state), ("dt_softplus", dt_softplus)):
-        checks.boolean(name, option, flag)
+    checks.boolean(name, "dt_softplus", dt_softplus)
     low, high = _limits(dt_limit)
     if checks.integer(name, "chunk", chunk) < 1:
         checks.refuse(name, "chunk must be at least 1", f"{chunk}")
     first = first_tokens(segments_of(name, x, cu_seqlens, seq_idx))
-    y, state = op(x, dt, A, B, C, D, z, dt_bias, initial_state, first, dt_softplus, low, high,
-                  chunk, output_final_state)  # fmt: skip
-    return (y, state) if output_final_state else y
+    return op(  # type: ignore[no-any-return]
+        x,
+        dt,
+        A,
+        B,
+        C,
+        D,
+        z,
+        dt_bias,
+        initial_state,
+        first,
+        dt_softplus,
+        low,
+        high,
+        chunk,
+        output_final_state,
+    )
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -13,7 +13,7 @@ from liger_multi.ops._float8 import (
     SHAPES,
     QuantizedOutput,
     coded_samples,
-    either,
+    quantized_output,
     with_codes,
 )
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
@@ -46,9 +46,12 @@ quantized_op = with_codes(op, **BACKWARD)
 
 
 def swiglu(
-    gate: Tensor, up: Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
-    quantize: str | None = None, outputs: tuple[str, ...] = OUTPUTS,
-) -> Tensor | QuantizedOutput:  # fmt: skip
+    gate: Tensor,
+    up: Tensor,
+    *,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+) -> Tensor:
     """Gated activation of an MLP: ``silu(gate) * up``.
 
     Math:
@@ -57,9 +60,8 @@ def swiglu(
 
     Shapes:
         gate and up ``(..., F)`` with any strides; y ``(..., F)``, contiguous.
-        With ``quantize="float8_e4m3"``, a :class:`QuantizedOutput` of y and its rows in FP8, as
-        ``linear_float8`` rounds them; ``outputs=("quantized",)`` leaves y out, which then has no
-        gradient.
+        :func:`swiglu_quantized` also returns the rows of y in FP8, as ``linear_float8``
+        rounds them.
 
     Dtypes:
         In: any floating dtypes. Inside: fp32 (fp64 for fp64), the activation rounded to the dtype
@@ -70,14 +72,32 @@ def swiglu(
 
     Raises:
         TypeError: An argument is not a floating-point tensor, or a multiplier no number.
-        ValueError: Shapes or devices differ; outputs without y where a gradient is needed.
+        ValueError: Shapes or devices differ.
 
     Source:
         Shazeer 2020 (arXiv:2002.05202); transformers ``LlamaMLP``, ``FalconH1MLP``.
     """
     gate_and_up("swiglu", gate, up)
-    given = (gate, up, *multipliers("swiglu", gate_multiplier, down_multiplier))
-    return either(op, quantized_op, quantize, outputs, *given)
+    by = multipliers("swiglu", gate_multiplier, down_multiplier)
+    return op(gate, up, *by)  # type: ignore[no-any-return]
+
+
+def swiglu_quantized(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+    quantize: str = "float8_e4m3",
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> QuantizedOutput:
+    """:func:`swiglu`, and the rows of y in FP8 as ``linear_float8`` rounds them.
+
+    ``outputs=("quantized",)`` leaves y out, which then has no gradient.
+    """
+    gate_and_up("swiglu", gate, up)
+    by = multipliers("swiglu", gate_multiplier, down_multiplier)
+    return quantized_output(quantized_op, quantize, outputs, gate, up, *by)
 
 
 # gate and up read, y written; dy, gate and up read, two gradients written

@@ -80,7 +80,7 @@ def call(op: str, tensors: Named, options: Mapping[str, Any], **order: Order) ->
         written: Any = OPS[op].inplace
         arguments[written] = arguments[written] * 1
     with use(**order):  # type: ignore[arg-type]
-        return getattr(ops, samples.public(op))(**arguments, **options)
+        return samples.call(op, **arguments, **options)
 
 
 def outputs(result: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -209,7 +209,7 @@ def _code_errors(op: str, result: Any, tensors: Named, sample: Sample) -> dict[s
         y = call(op, tensors, {**sample.options, "outputs": ("y", "quantized")}).y
     y = y.detach()
     with use(linear_float8=REFERENCE):
-        layer = ops.linear_float8(y, y.new_zeros(1, y.shape[-1]), return_quantized=True)
+        layer = ops.linear_float8_with_codes(y, y.new_zeros(1, y.shape[-1]))
     pairs = zip(codes, layer.quantized, strict=True)
     bits = ([t.reshape(-1).view(torch.uint8) for t in pair] for pair in pairs)
     return dict(zip(("codes", "scale"), (float((a != b).sum()) for a, b in bits), strict=True))

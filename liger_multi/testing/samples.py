@@ -7,6 +7,7 @@ model's shape.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Callable, Mapping
@@ -140,6 +141,14 @@ class Sample:
         return max(math.prod(t.shape) for t in self.tensors.values())
 
 
+RICHER = {
+    "quantize": "quantized",
+    "outputs": "with_outputs",
+    "output_final_state": "with_state",
+    "output_weights": "with_weights",
+    "return_quantized": "with_codes",
+}
+"""Options of samples and formulas that ask for more outputs, and the ending of the function."""
 FORMS = ("inplace", "quantized")
 """Endings of operators that an option of a public function chooses."""
 
@@ -154,6 +163,28 @@ def public(op: str) -> str:
 def contract(op: str) -> Any:
     """The module of the public function that calls an operator."""
     return importlib.import_module(f"liger_multi.ops.{public(op)}")
+
+
+def function(op: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The public function that returns what options ask for; it takes the tensors of a sample."""
+    ops = importlib.import_module(contract(op).__package__)  # where callers may have put their own
+    name, options = public(op), dict(options)
+    run = getattr(ops, name)
+    for option in RICHER.keys() & options.keys():
+        richer = getattr(ops, f"{name}_{RICHER[option]}", None)
+        if richer is None:
+            continue
+        value = options.pop(option)
+        if value:
+            run = richer
+        if value and value is not True:  # a function of names takes the names
+            options[option] = value
+    return functools.partial(run, **options)
+
+
+def call(op: str, *args: Any, **options: Any) -> Any:
+    """Call the public function that returns what the options ask for."""
+    return function(op, options)(*args)
 
 
 def declared(op: str, name: str) -> Any:

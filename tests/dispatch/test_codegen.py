@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import liger_multi
-from liger_multi import ops
 from liger_multi.dispatch import autograd
 from liger_multi.dispatch.op import OPS
 from liger_multi.dispatch.registry import operators
@@ -43,7 +42,7 @@ def run(op, sample, tensors):
     args = dict(tensors)
     if sample.options.get("inplace"):  # what is overwritten must come from an operation
         args[OPS[op].inplace] = args[OPS[op].inplace] * 1
-    return outputs(getattr(ops, samples.public(op))(**args, **sample.options))
+    return outputs(samples.call(op, **args, **sample.options))
 
 
 def results(op, sample, device, **choice):

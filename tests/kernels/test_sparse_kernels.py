@@ -95,7 +95,7 @@ def test_few_heads_and_many_take_other_tiles(monkeypatch):
     where = lists(1, 3, 20, keys=6)
 
     def run():
-        y, weights = ops.sparse_attention(q, k, None, where, value_dim=16, output_weights=True)
+        y, weights = ops.sparse_attention_with_weights(q, k, None, where, value_dim=16)
         return y, weights, *all_gradients((q, k), y)
 
     right = run()

@@ -54,7 +54,7 @@ def longer(sample, names, size, more):
 def accepted(op, sample):
     """Whether the operator takes tensors of these sizes."""
     try:
-        getattr(ops, op)(**sample.make("cpu", torch.float32), **sample.options)
+        samples.call(op, **sample.make("cpu", torch.float32), **sample.options)
     except (IndexError, TypeError, ValueError, RuntimeError):
         return False
     return True
@@ -85,8 +85,10 @@ def same_in_every_length(op, sample):
     if cases is None:
         return False
 
+    bound = samples.function(op, sample.options)
+
     def run(**tensors):
-        return getattr(ops, op)(**tensors, **sample.options)
+        return bound(**tensors)
 
     torch._dynamo.reset()
     graphs = Counted()

@@ -111,10 +111,10 @@ def test_the_gradient_of_the_weight_is_not_rounded():
 
 def test_rounded_input_of_one_layer_serves_the_next():
     x, w = torch.randn(2, 5, 32, dtype=torch.bfloat16), torch.randn(16, 32, dtype=torch.bfloat16)
-    y, quantized = ops.linear_float8(x, w, return_quantized=True)
+    y, quantized = ops.linear_float8_with_codes(x, w)
     assert quantized.codes.shape == x.shape
     assert quantized.scale.shape == x.shape[:-1]
-    again, same = ops.linear_float8(x, w, quantized=quantized, return_quantized=True)
+    again, same = ops.linear_float8_with_codes(x, w, quantized=quantized)
     assert torch.equal(y, again)
     assert same is quantized
     other = quantized._replace(scale=quantized.scale * 2)
@@ -308,7 +308,7 @@ def test_codes_of_the_weights_and_the_input_of_a_gated_mlp():
     right = mlp(x, weights, biases)
     codes, scales = zip(*map(rows, weights), strict=True)
     named = dict(zip((f"{n}_weight_scale" for n in ("gate", "up", "down")), scales, strict=True))
-    _, quantized = ops.linear_float8(x, weights[0], return_quantized=True)
+    _, quantized = ops.linear_float8_with_codes(x, weights[0])
     frozen = mlp(x, codes, biases, quantized=quantized, **named)
     assert torch.equal(frozen, right)
     dy = torch.randn_like(right)
@@ -378,16 +378,26 @@ def test_an_mlp_without_rows_has_empty_and_zero_gradients():
 # --- codes of norms and gated activations ---
 
 W = torch.linspace(-2, 2, 32)
-CODED = {
-    "rms_norm": lambda x, **how: ops.rms_norm(x, W.to(x.dtype), **how),
-    "fused_add_rms_norm": lambda x, **how: ops.fused_add_rms_norm(x, x, W.to(x.dtype), **how),
-    "layer_norm": lambda x, **how: ops.layer_norm(x, W.to(x.dtype), W.to(x.dtype), **how),
-    "swiglu": lambda x, **how: ops.swiglu(x, 300 * x, **how),
-    "geglu": lambda x, **how: ops.geglu(x, 300 * x, **how),
+ARGUMENTS = {
+    "rms_norm": lambda x, w: (x, w),
+    "fused_add_rms_norm": lambda x, w: (x, x, w),
+    "layer_norm": lambda x, w: (x, w, w),
+    "swiglu": lambda x, w: (x, 300 * x),
+    "geglu": lambda x, w: (x, 300 * x),
 }
-every_coded = pytest.mark.parametrize("name", CODED)
+"""Arguments of an operator, of x and a weight."""
+
+
+def plain_of(name, x):
+    return getattr(ops, name)(*ARGUMENTS[name](x, W.to(x.dtype)))
+
+
+def coded_of(name, x, **options):
+    return getattr(ops, f"{name}_quantized")(*ARGUMENTS[name](x, W.to(x.dtype)), **options)
+
+
+every_coded = pytest.mark.parametrize("name", ARGUMENTS)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-KIND = {"quantize": "float8_e4m3"}
 
 
 @pytest.fixture(params=CODES, ids=str)
@@ -402,7 +412,7 @@ def format(request, monkeypatch):
 
 def kernels():
     """Interpreted kernels where they are under test, else what the device has."""
-    names = [name for one in CODED for name in (one, f"{one}_quantized")]
+    names = [name for one in ARGUMENTS for name in (one, f"{one}_quantized")]
     return liger_multi.use(**dict.fromkeys(names, "triton") if harness.interpreted() else {})
 
 
@@ -413,8 +423,8 @@ def test_codes_are_those_of_the_rounded_result(name, dtype, format):
     x = torch.randn(7, 32) * torch.tensor([1, 0, 1e-4, 30, 1, 1, 1])[:, None]
     x[3, 5], x[4, 1], x[5, 2] = 900.0, math.inf, math.nan
     with kernels():
-        output = CODED[name](x.to(dtype), **KIND)
-        plain = CODED[name](x.to(dtype))
+        output = coded_of(name, x.to(dtype))
+        plain = plain_of(name, x.to(dtype))
     y = getattr(plain, "y", plain)
     assert torch.equal(output.y.view(torch.uint8), y.view(torch.uint8))
     right = rows(y, None, format)
@@ -429,8 +439,8 @@ def test_codes_are_those_of_the_rounded_result(name, dtype, format):
 def test_codes_alone_are_the_same_codes(name):
     x = torch.randn(3, 4, 32, dtype=torch.bfloat16)
     with kernels():
-        both = CODED[name](x, **KIND)
-        alone = CODED[name](x, **KIND, outputs=("quantized",))
+        both = coded_of(name, x)
+        alone = coded_of(name, x, outputs=("quantized",))
     assert alone.y is None
     assert torch.equal(*(m.quantized.codes.view(torch.uint8) for m in (both, alone)))
     assert torch.equal(both.quantized.scale, alone.quantized.scale)
@@ -442,8 +452,8 @@ def test_codes_alone_are_the_same_codes(name):
 def test_gradients_are_those_of_the_plain_call(name):
     x = torch.randn(3, 32, requires_grad=True)
     actual = []
-    for how in ({}, KIND):
-        output = CODED[name](x, **how)
+    for run in (plain_of, coded_of):
+        output = run(name, x)
         y = getattr(output, "y", output)
         actual.append(torch.autograd.grad(y, x, torch.ones_like(y))[0])
     assert torch.equal(*actual)
@@ -451,18 +461,17 @@ def test_gradients_are_those_of_the_plain_call(name):
 
 def test_a_layer_takes_the_codes_of_a_norm():
     x, w = torch.randn(5, 32, dtype=torch.bfloat16), torch.randn(16, 32, dtype=torch.bfloat16)
-    output = ops.rms_norm(x, **KIND)
+    output = ops.rms_norm_quantized(x)
     layer = ops.linear_float8(output.y, w, quantized=output.quantized)
     assert torch.equal(layer, ops.linear_float8(ops.rms_norm(x), w))
 
 
 WRONG = {
     "another format": ({"quantize": "float8_e5m2"}, ValueError, "float8_e5m2"),
-    "no codes": ({**KIND, "outputs": ("y",)}, ValueError, "must name 'quantized'"),
-    "unknown output": ({**KIND, "outputs": ("z",)}, ValueError, "'z'"),
-    "not a tuple": ({**KIND, "outputs": "y"}, TypeError, "tuple of names"),
-    "outputs of nothing": ({"outputs": ("quantized",)}, ValueError, "where quantize is given"),
-    "codes with a gradient": ({**KIND, "outputs": ("quantized",)}, ValueError, "have no gradient"),
+    "no codes": ({"outputs": ("y",)}, ValueError, "must name 'quantized'"),
+    "unknown output": ({"outputs": ("z",)}, ValueError, "'z'"),
+    "not a tuple": ({"outputs": "y"}, TypeError, "tuple of names"),
+    "codes with a gradient": ({"outputs": ("quantized",)}, ValueError, "have no gradient"),
 }
 
 
@@ -471,4 +480,4 @@ WRONG = {
 def test_wrong_requests_are_refused_by_name(name, case):
     how, error, text = WRONG[case]
     with pytest.raises(error, match=f"{name}.*{text}"):
-        CODED[name](torch.randn(2, 32, requires_grad=True), **how)
+        coded_of(name, torch.randn(2, 32, requires_grad=True), **how)

@@ -1,5 +1,6 @@
 """The gated delta rule beyond the common suite: extremes, packing, transformers' own."""
 
+import functools
 import inspect
 import itertools
 
@@ -9,11 +10,12 @@ import torch
 from liger_multi import ops
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.backend import DeviceInfo
-from liger_multi.testing import FORMULAS
+from liger_multi.testing import FORMULAS, samples
 from liger_multi.testing.tolerance import excess
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 FINAL, NORMED = {"output_final_state": True}, {"qk_l2norm": True}
+rule = functools.partial(samples.call, "gated_delta_rule")
 
 
 def make_inputs(
@@ -99,7 +101,7 @@ def test_extremes_equal_the_recurrence(change, dtype):
     change(tensors)
     right = trained(FORMULAS["gated_delta_rule"], tensors, **FINAL, **NORMED)
     narrow = {n: t.to(dtype) for n, t in tensors.items()}
-    actual = trained(ops.gated_delta_rule, narrow, **FINAL, **NORMED)
+    actual = trained(rule, narrow, **FINAL, **NORMED)
     for got, expected in zip(actual, right, strict=True):
         assert got.isfinite().all()
         error = (got.double() - expected).abs().max() / expected.abs().max().clamp(min=1.0)
@@ -110,7 +112,7 @@ def test_a_large_initial_state():
     tensors = make_inputs(200)
     tensors["initial_state"] *= 100
     right = trained(FORMULAS["gated_delta_rule"], tensors, **FINAL, **NORMED)
-    near(trained(ops.gated_delta_rule, tensors, **FINAL, **NORMED), right)
+    near(trained(rule, tensors, **FINAL, **NORMED), right)
 
 
 @pytest.mark.parametrize("length", [8192, pytest.param(32768, marks=pytest.mark.slow)])
@@ -120,12 +122,10 @@ def test_long_sequences(length):
     tensors["g"] *= 0.1
     with torch.no_grad():
         right = FORMULAS["gated_delta_rule"](**tensors, **FINAL, **NORMED)
-        near(ops.gated_delta_rule(**tensors, **FINAL, **NORMED), right)
-    wide = trained(ops.gated_delta_rule, tensors, **FINAL, **NORMED)
+        near(rule(**tensors, **FINAL, **NORMED), right)
+    wide = trained(rule, tensors, **FINAL, **NORMED)
     narrow = {n: t.float() for n, t in tensors.items()}
-    for got, expected in zip(
-        trained(ops.gated_delta_rule, narrow, **FINAL, **NORMED), wide, strict=True
-    ):
+    for got, expected in zip(trained(rule, narrow, **FINAL, **NORMED), wide, strict=True):
         assert ((got - expected).norm() / expected.norm()) < 1e-5
 
 
@@ -205,15 +205,13 @@ def test_two_calls_that_hand_over_the_state_are_one():
     tensors = make_inputs(170, group=3)
 
     def parts(initial_state, **rest):
-        y, state = ops.gated_delta_rule(
+        y, state = rule(
             **{n: t[:, :77] for n, t in rest.items()}, initial_state=initial_state, **FINAL
         )
-        more, state = ops.gated_delta_rule(
-            **{n: t[:, 77:] for n, t in rest.items()}, initial_state=state, **FINAL
-        )
+        more, state = rule(**{n: t[:, 77:] for n, t in rest.items()}, initial_state=state, **FINAL)
         return torch.cat([y, more], 1), state
 
-    near(trained(parts, tensors), trained(ops.gated_delta_rule, tensors, **FINAL))
+    near(trained(parts, tensors), trained(rule, tensors, **FINAL))
 
 
 # --- transformers, and what callers may rely on ---
@@ -234,9 +232,7 @@ def fallback(q, k, v, **options):
 def test_equals_transformers(length):
     tensors = make_inputs(length, heads=2, group=2, size=16, dtype=torch.float32)
     right = trained(fallback, tensors, **FINAL, **NORMED)
-    for got, expected in zip(
-        trained(ops.gated_delta_rule, tensors, **FINAL, **NORMED), right, strict=True
-    ):
+    for got, expected in zip(trained(rule, tensors, **FINAL, **NORMED), right, strict=True):
         torch.testing.assert_close(
             got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
         )
@@ -259,9 +255,9 @@ def test_spans_and_blocks_change_nothing(monkeypatch):
     from liger_multi.reference.linear_attention import chunks
 
     tensors = make_inputs(1100, batch=2, heads=2, group=2)
-    whole = trained(ops.gated_delta_rule, tensors, **FINAL, **NORMED)
+    whole = trained(rule, tensors, **FINAL, **NORMED)
     monkeypatch.setattr(chunks, "BLOCK_BYTES", 1)
-    near(trained(ops.gated_delta_rule, tensors, **FINAL, **NORMED), whole)
+    near(trained(rule, tensors, **FINAL, **NORMED), whole)
 
 
 Q = torch.ones(1, 4, 2, 8)

@@ -14,10 +14,10 @@ import pytest
 import test_ops
 import torch
 
-from liger_multi import ops
 from liger_multi.dispatch.config import use
 from liger_multi.dispatch.registry import module
 from liger_multi.reference.linear_attention import selective_scan
+from liger_multi.testing import samples
 from tests import harness
 
 MANY = 1 if harness.interpreted() else 5  # a chunk is 16 tokens of interpreted kernels, and 64
@@ -111,7 +111,7 @@ def ran(name, backend, device, tensors, dy, packed=True):
     if "initial_state" in tensors:
         extra["output_final_state"] = True
     with use(**{op: test_ops.bound(op, backend)}):
-        output = getattr(ops, op)(**leaves, **options, **extra)
+        output = samples.call(op, **leaves, **options, **extra)
         y, *last = output if isinstance(output, tuple) else (output,)
         ups = [dy.to(y), *(torch.ones_like(state) for state in last)]
         gradients = torch.autograd.grad([y, *last], [leaves[n] for n in names], ups)

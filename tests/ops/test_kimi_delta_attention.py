@@ -11,10 +11,11 @@ from test_gated_delta_rule import EXTREMES, FINAL, NORMED, near, trained
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_multi import ops
-from liger_multi.testing import FORMULAS
+from liger_multi.testing import FORMULAS, samples
 
 make_inputs = functools.partial(per_head.make_inputs, channels=True)
-run, recurrence = ops.kimi_delta_attention, FORMULAS["kimi_delta_attention"]
+run = functools.partial(samples.call, "kimi_delta_attention")
+recurrence = FORMULAS["kimi_delta_attention"]
 
 
 def errors(actual, right):
@@ -263,7 +264,7 @@ def test_a_gate_of_all_channels_is_the_gated_delta_rule(group):
     def broadcast(g, **rest):
         return run(g=g.unsqueeze(-1).expand(*g.shape, 8), **rest, **FINAL, **NORMED)
 
-    right = trained(ops.gated_delta_rule, tensors, **FINAL, **NORMED)
+    right = trained(ops.gated_delta_rule_with_state, tensors, **NORMED)
     assert max(errors(trained(broadcast, tensors), right)) < 1e-13
 
 
@@ -318,7 +319,7 @@ def test_compiles_to_one_graph():
     table = torch.tensor([0, 30, 70])
 
     def packed(**leaves):
-        return run(**leaves, cu_seqlens=table, **NORMED) * 2
+        return ops.kimi_delta_attention(**leaves, cu_seqlens=table, **NORMED) * 2
 
     actual = trained(torch.compile(packed, fullgraph=True, backend="aot_eager"), tensors)
     right = trained(packed, tensors)

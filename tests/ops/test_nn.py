@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import liger_multi
-from ci import stubs
 from liger_multi import losses, nn, ops
 from tests.comparing import assert_same_gradients
 
@@ -632,27 +631,7 @@ def test_backends_are_chosen_as_for_operators():
         nn.RMSNorm(8)(torch.ones(2, 8))
 
 
-# --- modules made from an operator's signature ---
-
-
-def test_the_stub_is_what_the_generated_modules_are():
-    """What editors and type checkers read, down to the docstrings."""
-    for path, make in stubs.FILES.items():
-        assert path.read_text(encoding="utf-8") == make(), "run `python -m ci.stubs`"
-    listed = {m.__name__ for m in stubs.modules()}
-    assert listed == {n for n in nn.__all__ if n.endswith(("DivLoss", "JSDLoss", "TVDLoss"))} | {
-        "FusedLinearCrossEntropyLoss",
-        "FusedLinearLogProb",
-    }
-
-
-def test_a_generated_method_has_a_source():
-    """For documentation, debuggers and tracebacks."""
-    source = inspect.getsource(nn.JSDLoss.forward)
-    assert "return ops.jsd(" in source
-    shown = "(beta: 'float' = 0.5, *, form: 'str' = 'log_prob', teacher_form: 'str | None' = None, "
-    assert str(inspect.signature(nn.JSDLoss)).startswith(shown)
-    assert nn.JSDLoss.forward.__doc__.startswith("The loss of rows")
+# --- modules of operators ---
 
 
 def test_modules_load_beside_an_operator_that_somebody_wrapped():

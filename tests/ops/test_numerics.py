@@ -122,7 +122,7 @@ def test_masked_vocabulary(device):
     z[:, 3] = float("-inf")
     z = z.requires_grad_()
     t = torch.tensor([0, 1, 2, 4, 11], device=device)
-    out = ops.cross_entropy(z, t, outputs=("entropy", "predicted_tokens"))
+    out = ops.cross_entropy_with_outputs(z, t, outputs=("entropy", "predicted_tokens"))
     torch.testing.assert_close(out.loss, F.cross_entropy(z, t))
     assert out.entropy.isfinite().all()
     (grad,) = torch.autograd.grad(out.loss, z)
@@ -133,7 +133,7 @@ def test_masked_vocabulary(device):
 def test_first_maximum_wins(device):
     z = torch.zeros(3, 70, device=device)
     z[:, 5] = z[:, 41] = 2.0
-    out = ops.cross_entropy(
+    out = ops.cross_entropy_with_outputs(
         z, torch.tensor([5, 41, 0], device=device), outputs=("predicted_tokens", "token_accuracy")
     )
     assert out.predicted_tokens.tolist() == [5, 5, 5]
@@ -407,8 +407,12 @@ BAD = [
         "z_loss must be a number, got str 'a'",
     ),
     (lambda: ops.cross_entropy(x, t, softcap=0.0), ValueError, "softcap must be above 0, got 0.0"),
-    (lambda: ops.cross_entropy(x, t, outputs=("entrpy",)), ValueError, "did you mean 'entropy'"),
-    (lambda: ops.cross_entropy(x, t, outputs="entropy"), TypeError, "tuple of names"),
+    (
+        lambda: ops.cross_entropy_with_outputs(x, t, outputs=("entrpy",)),
+        ValueError,
+        "did you mean 'entropy'",
+    ),
+    (lambda: ops.cross_entropy_with_outputs(x, t, outputs="entropy"), TypeError, "tuple of names"),
     (lambda: ops.cross_entropy(x, t, torch.ones(3)), ValueError, r"weight must have shape \(8,\)"),
     (
         lambda: ops.fused_linear_cross_entropy(x, w[:, :5], t),

@@ -127,7 +127,7 @@ def test_large_scores_do_not_overflow():
 def test_weights_are_the_probabilities_of_listed_keys():
     inputs = latents()
     inputs["indices"][0, :3, 0] = -1
-    y, weights = ops.sparse_attention(**inputs, **LATENT, output_weights=True)
+    y, weights = ops.sparse_attention_with_weights(**inputs, **LATENT)
     assert torch.equal(y, ops.sparse_attention(**inputs, **LATENT))
     assert weights.shape == inputs["indices"].shape
     assert not weights.requires_grad
@@ -249,8 +249,8 @@ def test_the_loss_of_an_indexer():
 
     def loss(**leaves):
         indices, scores = ops.indexer_topk(**leaves, topk=5)
-        weights = ops.sparse_attention(
-            inputs["q"], inputs["k"], None, indices, value_dim=8, output_weights=True
+        weights = ops.sparse_attention_with_weights(
+            inputs["q"], inputs["k"], None, indices, value_dim=8
         ).weights
         return ops.kl_div(scores, weights, form="logits", reduction="none")
 
@@ -281,7 +281,6 @@ WRONG = {
     "groups": ((Q, K, V, LISTS[:, None].repeat(1, 3, 1, 1)), {}, ValueError, "indices must have"),
     "floats": ((Q, K, V, LISTS.float()), {}, TypeError, "indices must be a tensor of int64"),
     "dtypes": ((Q, K, V.double(), LISTS), {}, TypeError, "q is torch.float32, got v"),
-    "flag": ((Q, K, V, LISTS), {"output_weights": 1}, TypeError, "output_weights must be True"),
     "scale": ((Q, K, V, LISTS), {"scale": "1"}, TypeError, "scale must be a number"),
 }
 

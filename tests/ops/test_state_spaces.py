@@ -1,5 +1,6 @@
 """Scans of Mamba beyond the common suite: extremes, packing, transformers' own."""
 
+import functools
 import inspect
 import itertools
 
@@ -8,7 +9,7 @@ import torch
 from test_gated_delta_rule import near, trained
 
 from liger_multi import ops
-from liger_multi.testing import FORMULAS
+from liger_multi.testing import FORMULAS, samples
 
 FINAL = {"output_final_state": True}
 
@@ -61,7 +62,7 @@ OPERATORS = pytest.mark.parametrize("op", SCANS)
 def scan(op):
     """The operator, its formula, what makes its tensors, and its options."""
     build, options = SCANS[op]
-    return getattr(ops, op), FORMULAS[op], build, options
+    return functools.partial(samples.call, op), FORMULAS[op], build, options
 
 
 def steps(tensors):

@@ -33,17 +33,16 @@ from liger_multi.patching import PatchReport
 
 def promised(x: torch.Tensor, names: tuple[str, ...]) -> None:
     assert_type(ops.cross_entropy(x, x), torch.Tensor)
-    assert_type(ops.cross_entropy(x, x, reduction="none", outputs=()), torch.Tensor)
-    assert_type(ops.cross_entropy(x, x, outputs=("lse",)), ops.CrossEntropyOutput)
+    assert_type(ops.cross_entropy_with_outputs(x, x, outputs=names), ops.CrossEntropyOutput)
     assert_type(ops.fused_linear_cross_entropy(x, x, x), torch.Tensor)
     assert_type(
-        ops.fused_linear_cross_entropy(x, x, x, outputs=("lse", "entropy")), ops.CrossEntropyOutput
-    )
-    assert_type(
-        ops.fused_linear_cross_entropy(x, x, x, outputs=names),
-        torch.Tensor | ops.CrossEntropyOutput,
+        ops.fused_linear_cross_entropy_with_outputs(x, x, x, outputs=("lse", "entropy")),
+        ops.CrossEntropyOutput,
     )
     assert_type(ops.rms_norm(x, x), torch.Tensor)
+    assert_type(ops.rms_norm_quantized(x, x), ops.QuantizedOutput)
+    assert_type(ops.ssd_scan_with_state(x, x, x, x, x), tuple[torch.Tensor, torch.Tensor])
+    assert_type(ops.linear_float8_with_codes(x, x), ops.LinearFloat8Output)
     assert_type(losses.dpo_loss(x, x)[0], torch.Tensor)
     assert_type(liger_multi.memory.format_bytes(1), str)
     assert_type(liger_multi.patch("llama"), PatchReport)
@@ -53,7 +52,7 @@ def promised(x: torch.Tensor, names: tuple[str, ...]) -> None:
         assert_type(report, PatchReport)
     assert_type(liger_multi.explain("rms_norm").chosen("rms_norm"), str | None)
     assert_type(memory.estimate("llama-3-8b", 1, 128).peak_bytes, int)
-    ops.cross_entropy(x, x, reductoin="sum")  # type: ignore[call-overload]  # pyright: ignore
+    ops.cross_entropy(x, x, reductoin="sum")  # type: ignore[call-arg]  # pyright: ignore
 """
 
 # of packages without types, or with some, names are Any, as for the package itself
@@ -111,10 +110,10 @@ def test_pyright(code):
     }
     (code / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
     done = checked("pyright", "--pythonpath", sys.executable, "--project", code, "--outputjson")
-    said = json.loads(done.stdout)
-    errors = [d for d in said["generalDiagnostics"] if d["severity"] == "error"]
+    text = json.loads(done.stdout)
+    errors = [d for d in text["generalDiagnostics"] if d["severity"] == "error"]
     assert not errors, json.dumps(errors, indent=1)
-    assert said["summary"]["filesAnalyzed"] == len(list(code.glob("*.py")))
+    assert text["summary"]["filesAnalyzed"] == len(list(code.glob("*.py")))
 
 
 FUNCTIONS = {

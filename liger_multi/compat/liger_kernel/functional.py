@@ -84,6 +84,11 @@ def _captured(x: Tensor) -> bool:
     return capturing(x.device)
 
 
+def _named(options: dict[str, Any]) -> dict[str, Any]:
+    """Options without ``outputs`` that name nothing, which an operator of a loss does not take."""
+    return {k: v for k, v in options.items() if k != "outputs" or v}
+
+
 def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, **options: Any) -> Any:
     """:func:`liger_multi.ops.cross_entropy`; losses have the dtype of the logits.
 
@@ -93,7 +98,10 @@ def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, **optio
     """
     waits = not torch.compiler.is_compiling() and not _captured(logits)
     try:
-        loss = ops.cross_entropy(logits, target, weight, validate=waits, **options)
+        run: Any = ops.cross_entropy
+        if options.get("outputs"):
+            run = ops.cross_entropy_with_outputs
+        loss = run(logits, target, weight, validate=waits, **_named(options))
     except IndexError as error:
         raise TargetError(f"Target is out of bounds: {error}") from error
     return in_dtype(loss, logits.dtype, "loss", "z_loss")
@@ -178,7 +186,10 @@ def liger_fused_linear_cross_entropy(
     }
     more = (label_smoothing, lse_square_scale, options["outputs"], reduction == "none")
     if not use_token_scaling:
-        loss = ops.fused_linear_cross_entropy(input, weight, target, bias, **options)
+        run: Any = ops.fused_linear_cross_entropy
+        if options["outputs"]:
+            run = ops.fused_linear_cross_entropy_with_outputs
+        loss = run(input, weight, target, bias, **_named(options))
     elif ce_weight is not None or any(more):
         loss = _scaled_by_token(input, weight, target, bias, **options)
     else:
@@ -219,7 +230,7 @@ def _scaled_by_token(
         assert likely.log_prob is not None
         scale = torch.where(counted, likely.log_prob.exp(), 0)
         of_target = counted if class_weight is None else class_weight[target * counted] * counted
-    out: Any = ops.fused_linear_cross_entropy(
+    out = ops.fused_linear_cross_entropy_with_outputs(
         input,
         weight,
         target,
@@ -235,6 +246,7 @@ def _scaled_by_token(
         total = (each * scale).sum()
         return total / shares.sum().clamp_min(1e-12) if reduction == "mean" else total
 
+    assert out.z_loss is not None
     z_loss = reduced(out.z_loss, counted)
     loss = reduced(out.loss - out.z_loss, of_target) + z_loss
     if not outputs:

@@ -12,9 +12,9 @@ would round to, so results do not depend on what was learned. Graphs of a compil
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -119,13 +119,15 @@ def hands_out(op: str) -> bool:
     return not torch.compiler.is_compiling() and _process["rounds"] and op in CODED
 
 
-def handed_out(module: nn.Module, op: str, call: Callable[..., Any]) -> Tensor:
+def handed_out(module: nn.Module, op: str, call: functools.partial[Any]) -> Tensor:
     """The output of an operator for a module, with codes where a layer rounded the last output.
 
     Not where a backend was pinned, for it may have no codes, and not under dispatch modes, some of
     which compare the calls of a recomputation with those of forward. A hook may write to the result
     through ``.data``, which no version counts, so not where one stands on the module either.
     """
+    from liger_multi import ops
+
     if torch.is_inference_mode_enabled() or dispatch_mode_count():
         return cast(Tensor, call())
     if is_hooked(module):
@@ -134,7 +136,7 @@ def handed_out(module: nn.Module, op: str, call: Callable[..., Any]) -> Tensor:
     use = _uses.get(module)
     if use is not None and use.taken and automatic(op):
         use.taken = False
-        y, rows = call(quantize="float8_e4m3")
+        y, rows = getattr(ops, f"{op}_quantized")(*call.args, **call.keywords)
         if autocast_dtype(y.device.type) in (None, y.dtype):
             remember(y, rows, use)
         return cast(Tensor, y)
@@ -274,25 +276,28 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def _apply(layer: Any, x: Tensor) -> Tensor:
-    from liger_multi.ops.linear_float8 import Float8Rows, linear_float8, op
+    from liger_multi.ops.linear_float8 import (
+        Float8Rows,
+        linear_float8,
+        linear_float8_with_codes,
+        op,
+    )
 
     weight, scale, codes = wide_parts(layer)
     operands: Any = {"weight_scale": scale, "weight_codes": codes}
     if torch.compiler.is_compiling():
-        return cast(Tensor, linear_float8(x, weight, layer.bias, **operands))
+        return linear_float8(x, weight, layer.bias, **operands)
     known = None if is_hooked(layer) else codes_of(x)
     if known is None:
         _ask(x)
     if autocast_dtype(x.device.type) is not None:
-        y, rows = linear_float8(
-            x, weight, layer.bias, **operands, quantized=known, return_quantized=True
-        )
+        y, rows = linear_float8_with_codes(x, weight, layer.bias, **operands, quantized=known)
     else:  # what the function checks, _served and the report have seen
         y, *quantized = op(x, weight, layer.bias, scale, *(known or (None, None)), codes)
         rows = Float8Rows(*quantized)
     if known is None and not x.is_inference():
         remember(x, rows)
-    return cast(Tensor, y)
+    return y
 
 
 # --- layers of operators that take several of them ---

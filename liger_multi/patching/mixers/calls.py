@@ -287,14 +287,17 @@ def _same_rule(op: str, body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw,
     q, k, v = draw(1, 70, 2, 8), draw(1, 70, 2, 8), draw(1, 70, many, 6)
     g, beta = -draw(1, 70, many, *channels).abs(), draw(1, 70, many).sigmoid()
     state = draw(1, many, 8, 6)
-    options = {"initial_state": state, "output_final_state": True}
     try:
-        theirs = body(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, **options)
+        theirs = body(
+            q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, initial_state=state,
+            output_final_state=True,
+        )  # fmt: skip
     except RuntimeError:
         if many == q.shape[2]:
             raise
         return True  # its callers repeat the keys themselves
-    ours = getattr(ops, op)(q, k, v, g, beta, qk_l2norm=True, **options)
+    rule = getattr(ops, f"{op}_with_state")
+    ours = rule(q, k, v, g, beta, qk_l2norm=True, initial_state=state)
     return all(draw.close(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -313,9 +316,7 @@ def _scans_heads(body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> boo
     theirs = body(
         x, dt, a, b, c, chunk_size=16, initial_states=state, return_final_states=True, **options
     )
-    ours = ops.ssd_scan(
-        x, dt, a, b, c, initial_state=state, output_final_state=True, chunk=16, **options
-    )
+    ours = ops.ssd_scan_with_state(x, dt, a, b, c, initial_state=state, chunk=16, **options)
     return all(draw.close(p, q) for p, q in zip(ours, theirs, strict=True))
 
 
@@ -326,9 +327,7 @@ def _scans_channels(body: Callable[..., tuple[Tensor, Tensor]], draw: _Draw) -> 
     b, c, d, bias = draw(2, 4, 11), draw(2, 4, 11), draw(6), draw(6)
     options: dict[str, Any] = {"D": d, "delta_bias": bias, "delta_softplus": True}
     theirs = body(u, delta, a, b, c, z=z, return_last_state=True, **options)
-    ours = ops.selective_scan(
-        u.mT, delta.mT, a, b.mT, c.mT, z=z.mT, output_final_state=True, **options
-    )
+    ours = ops.selective_scan_with_state(u.mT, delta.mT, a, b.mT, c.mT, z=z.mT, **options)
     return draw.close(ours[0].mT, theirs[0]) and draw.close(ours[1], theirs[1])
 
 

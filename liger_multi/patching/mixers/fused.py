@@ -166,10 +166,9 @@ def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callabl
     ) -> tuple[Tensor, Tensor | None]:
         many = cu_seqlens is not None and seq_idx is None and len(query) == 1
         call = functools.partial(
-            getattr(ops, op),
+            getattr(ops, f"{op}_with_state" if output_final_state else op),
             initial_state=initial_state,
             qk_l2norm=use_qk_l2norm_in_kernel,
-            output_final_state=output_final_state,
             documents=_ids(seq_idx, query.shape[1]),
             cu_seqlens=cu_seqlens if many else None,
         )
@@ -206,8 +205,9 @@ def _heads_scan(op: str, stock: Callable[..., Any], options: Options) -> Callabl
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
+        scan: Any = ops.ssd_scan_with_state if return_final_states else ops.ssd_scan
         call = functools.partial(
-            ops.ssd_scan,
+            scan,
             D=D,
             z=z,
             dt_bias=dt_bias,
@@ -215,7 +215,6 @@ def _heads_scan(op: str, stock: Callable[..., Any], options: Options) -> Callabl
             dt_limit=tuple(dt_limit),
             initial_state=_kept(initial_states),
             chunk=chunk_size,
-            output_final_state=return_final_states,
             cu_seqlens=None if seq_idx is not None else cu_seqlens,
             seq_idx=_ids(seq_idx, hidden_states.shape[1]),
         )
@@ -242,12 +241,11 @@ def _channels_scan(op: str, stock: Callable[..., Any], options: Options) -> Call
         **kwargs: Any,
     ) -> Any:
         call = functools.partial(
-            ops.selective_scan,
+            ops.selective_scan_with_state if return_last_state else ops.selective_scan,
             D=D,
             z=None if z is None else z.mT,
             delta_bias=delta_bias,
             delta_softplus=delta_softplus,
-            output_final_state=return_last_state,
             seq_idx=_ids(seq_idx, hidden_states.shape[2]),
         )
         rows = (hidden_states.mT, dt.mT, A, B.mT, C.mT)
