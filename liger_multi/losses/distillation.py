@@ -88,14 +88,14 @@ DIVERGENCES: dict[str, Divergence] = {
         "fused_linear_jsd", "jsd", _jsd(1.0), "KL(q, p), MiniLLM, arXiv:2306.08543"
     ),
     "jsd": Divergence(
-        "fused_linear_jsd", "jsd", _jsd(None),
+        "fused_linear_jsd",
+        "jsd",
+        _jsd(None),
         "beta KL(p, m) + (1 - beta) KL(q, m), GKD, arXiv:2306.13649 eq. 1",
     ),
-    "tvd": Divergence(
-        "fused_linear_tvd", "tvd", lambda o: {}, "sum |p - q| / 2, arXiv:2307.15190"
-    ),
+    "tvd": Divergence("fused_linear_tvd", "tvd", lambda o: {}, "sum |p - q| / 2, arXiv:2307.15190"),
     "cosine": Divergence(None, cosine, lambda o: {}, "1 - cos of logits, PKD, arXiv:1908.09355"),
-}  # fmt: skip
+}
 RESTS = ("renormalize", "bucket")
 FEW = ("forward_kl", "reverse_kl", "jsd", "tvd")
 
@@ -198,9 +198,12 @@ def distillation_loss(
 
 
 def _soft(
-    student: Head | Logits, teacher: Teacher, target: Tensor, ignore_index: int,
+    student: Head | Logits,
+    teacher: Teacher,
+    target: Tensor,
+    ignore_index: int,
     o: DistillationOptions,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The divergence, summed over the tokens that count."""
     warm = replace(student, temperature=student.temperature * o.temperature)
     if isinstance(teacher, TopK):
@@ -225,9 +228,14 @@ def _alike(student: Head, teacher: Head | Logits) -> bool:
 
 
 def _of_head(
-    student: Head, own: tuple[Any, ...], teacher: Head | Logits, plain: bool, target: Tensor,
-    ignore_index: int, o: DistillationOptions,
-) -> Tensor:  # fmt: skip
+    student: Head,
+    own: tuple[Any, ...],
+    teacher: Head | Logits,
+    plain: bool,
+    target: Tensor,
+    ignore_index: int,
+    o: DistillationOptions,
+) -> Tensor:
     hidden, weight, bias = own
     kind = DIVERGENCES[o.divergence]
     if isinstance(teacher, Logits):
@@ -238,11 +246,22 @@ def _of_head(
     def run(t_hidden: Tensor, t_weight: Tensor, t_bias: Tensor | None) -> Tensor:
         if plain and kind.fused is not None:
             return getattr(ops, kind.fused)(  # type: ignore[no-any-return]
-                hidden, weight, t_hidden.detach(), t_weight.detach(), target, bias, t_bias,
-                temperature=student.temperature / student.logit_scale, vocabulary=o.vocabulary,
-                ignore_index=ignore_index, reduction="sum", chunk=student.chunk,
-                accumulate=student.accumulate, compact=student.compact, **kind.keywords(o),
-            )  # fmt: skip
+                hidden,
+                weight,
+                t_hidden.detach(),
+                t_weight.detach(),
+                target,
+                bias,
+                t_bias,
+                temperature=student.temperature / student.logit_scale,
+                vocabulary=o.vocabulary,
+                ignore_index=ignore_index,
+                reduction="sum",
+                chunk=student.chunk,
+                accumulate=student.accumulate,
+                compact=student.compact,
+                **kind.keywords(o),
+            )
         _same_size(weight.shape[0], t_weight.shape[0], o)
         rows = t_hidden.detach().reshape(target.numel(), -1)
 
@@ -257,9 +276,13 @@ def _of_head(
 
 
 def _tiles(
-    student: Head, own: tuple[Any, ...], teacher: Callable[[Any], Tensor], target: Tensor,
-    ignore_index: int, o: DistillationOptions,
-) -> Tensor:  # fmt: skip
+    student: Head,
+    own: tuple[Any, ...],
+    teacher: Callable[[Any], Tensor],
+    target: Tensor,
+    ignore_index: int,
+    o: DistillationOptions,
+) -> Tensor:
     share = torch.ones(target.shape, dtype=torch.float32, device=target.device)
     return tiled_sum(student, own, teacher, target, share, _rows(o), ignore_index)
 
@@ -274,9 +297,13 @@ def _rows(o: DistillationOptions) -> Callable[[Tensor, Tensor], Tensor]:
         if callable(kind.rows):
             return kind.of_rows(student, teacher)
         return kind.of_rows(
-            student, teacher, form="logits", teacher_form="logits", reduction="none",
+            student,
+            teacher,
+            form="logits",
+            teacher_form="logits",
+            reduction="none",
             **kind.keywords(o),
-        )  # fmt: skip
+        )
 
     return rows
 
@@ -291,9 +318,12 @@ def _same_size(student: int, teacher: int, o: DistillationOptions) -> None:
 
 
 def _given(
-    student: Logits, teacher: Head | Logits, target: Tensor, ignore_index: int,
+    student: Logits,
+    teacher: Head | Logits,
+    target: Tensor,
+    ignore_index: int,
     o: DistillationOptions,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     if isinstance(teacher, Head):
         raise TypeError(
             "Distillation: the student's logits exist and the teacher's do not; give both as "
@@ -309,9 +339,12 @@ def _given(
 
 
 def _few(
-    student: Head | Logits, teacher: TopK, target: Tensor, ignore_index: int,
+    student: Head | Logits,
+    teacher: TopK,
+    target: Tensor,
+    ignore_index: int,
     o: DistillationOptions,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     ids, log_p = teacher.ids, teacher.log_prob.detach()
     if ids.shape != log_p.shape or ids.shape[:-1] != target.shape:
         raise ValueError(
@@ -323,9 +356,15 @@ def _few(
     columns = {"ids": ids, "teacher": log_p}
     passes = "one" if isinstance(student, Head) else "two"
     loss, _ = token_sum(
-        student, target, _few_formula(o), columns, ("lse",), passes=passes,
-        ignore_index=ignore_index, name="Distillation",
-    )  # fmt: skip
+        student,
+        target,
+        _few_formula(o),
+        columns,
+        ("lse",),
+        passes=passes,
+        ignore_index=ignore_index,
+        name="Distillation",
+    )
     return loss
 
 
@@ -343,9 +382,13 @@ def _few_formula(o: DistillationOptions) -> Callable[[LogProbOutput, Columns], T
         else:
             q, p = (x - torch.logsumexp(x, -1, keepdim=True) for x in sides)
         each = kind.of_rows(
-            q, p.detach(), form="log_prob", teacher_form="log_prob", reduction="none",
+            q,
+            p.detach(),
+            form="log_prob",
+            teacher_form="log_prob",
+            reduction="none",
             **kind.keywords(o),
-        )  # fmt: skip
+        )
         return torch.where(some, each, 0)
 
     return formula

@@ -86,10 +86,16 @@ def token_sum(
     if isinstance(found, Head) and passes != "two":
         done: Any = found.run(
             lambda hidden, weight, bias: _fused(
-                found, (hidden, weight, bias), target, formula, columns, outputs, ignore_index,
+                found,
+                (hidden, weight, bias),
+                target,
+                formula,
+                columns,
+                outputs,
+                ignore_index,
                 passes,
             )
-        )  # fmt: skip
+        )
         if done is not None:
             return done[0], LogProbOutput(*done[1:])
     asked = tuple(dict.fromkeys((*outputs, "log_prob", "lse"))) if "ids" in columns else outputs
@@ -127,9 +133,15 @@ def _masked(values: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 
 
 def _fused(
-    head: Head, tensors: tuple[Tensor, Tensor, Tensor | None], target: Tensor, formula: Formula,
-    columns: Columns, outputs: tuple[str, ...], ignore_index: int, passes: str,
-) -> tuple[Any, ...] | None:  # fmt: skip
+    head: Head,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    target: Tensor,
+    formula: Formula,
+    columns: Columns,
+    outputs: tuple[str, ...],
+    ignore_index: int,
+    passes: str,
+) -> tuple[Any, ...] | None:
     """One pass; None where two serve better."""
     hidden, weight, bias = tensors
     args = prepared(
@@ -147,9 +159,12 @@ def _fused(
         return None
     flat = {key: _flat(key, column, target) for key, column in columns.items()}
     found = in_one_pass(
-        args[0], args[1], args[3], kernels.scale,
+        args[0],
+        args[1],
+        args[3],
+        kernels.scale,
         lambda needs: chunk_pass(kernels, args, formula, flat, needs),
-    )  # fmt: skip
+    )
     shaped = [x.view(target.shape) if x.numel() == target.numel() else None for x in found[1:]]
     asked = dict(zip(OUTPUTS, shaped, strict=True))
     return (found[0], *[asked[n] if n in outputs else None for n in OUTPUTS])
@@ -224,8 +239,22 @@ def chunk_pass(
     from liger_multi.reference.cross_entropy.reduction import check_targets
     from liger_multi.reference.cross_entropy.rows import Objective, upstream_of
 
-    (hidden, weight, target, bias, ignore_index, softcap, scale, chunk, budget, accumulate, kind,
-     compact, validate, outputs) = args  # fmt: skip
+    (
+        hidden,
+        weight,
+        target,
+        bias,
+        ignore_index,
+        softcap,
+        scale,
+        chunk,
+        budget,
+        accumulate,
+        kind,
+        compact,
+        validate,
+        outputs,
+    ) = args
     check_targets(target, weight.shape[0], ignore_index, validate)
     spec = Objective(ignore_index, 0.0, 0.0, softcap, scale)
     chunks = Chunks(hidden, weight, target, bias, spec, ChunkSpec(chunk, budget, kind, compact))
@@ -241,9 +270,12 @@ def chunk_pass(
         total += value
         if any(needs):
             upstream = upstream_of(
-                *slopes, entropies=made.entropy, target=t, vocabulary=weight.shape[0],
+                *slopes,
+                entropies=made.entropy,
+                target=t,
+                vocabulary=weight.shape[0],
                 objective=spec,
-            )  # fmt: skip
+            )
             kernels.log_prob_gradient_(raw, t, made.normalizer, spec, upstream.at(slice(None)))
             if dpicked is not None and picked is not None:
                 if spec.softcap is not None:
@@ -263,9 +295,13 @@ def picked_logits(raw: Tensor, ids: Tensor, spec: Any) -> Tensor:
 
 
 def _slopes(
-    formula: Formula, made: Any, columns: Columns, target: Tensor, ignore_index: int,
+    formula: Formula,
+    made: Any,
+    columns: Columns,
+    target: Tensor,
+    ignore_index: int,
     picked: Tensor | None,
-) -> tuple[Tensor, list[Tensor | None], Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
     """The sum over a chunk; its derivatives by log_prob, entropy, lse, and the logits picked."""
     with torch.enable_grad():
         leaves = [
@@ -305,9 +341,14 @@ def curved(raw: Tensor, source: Any) -> Tensor:
 
 
 def tiled_sum(
-    head: Head, tensors: tuple[Tensor, Tensor, Tensor | None], teacher: Callable[[Any], Tensor],
-    target: Tensor, share: Tensor, function: RowLoss, ignore_index: int,
-) -> Tensor:  # fmt: skip
+    head: Head,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    teacher: Callable[[Any], Tensor],
+    target: Tensor,
+    share: Tensor,
+    function: RowLoss,
+    ignore_index: int,
+) -> Tensor:
     """The sum of a function of rows, weighted.
 
     Args:
@@ -339,9 +380,12 @@ LOGITS_AT_ONCE = 2**28
 
 
 def _by_autograd(
-    head: Head, args: tuple[Any, ...], teacher: Callable[[Any], Tensor], share: Tensor,
+    head: Head,
+    args: tuple[Any, ...],
+    teacher: Callable[[Any], Tensor],
+    share: Tensor,
     function: RowLoss,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The same in a compiled graph, in a deterministic mode and of tensors that are no plain ones.
 
     Logits beyond :data:`LOGITS_AT_ONCE` are computed again in backward, a block of rows at a time.
@@ -381,9 +425,13 @@ def _by_autograd(
 
 
 def _pass_over_tiles(
-    head: Head, args: tuple[Any, ...], teacher: Callable[[Any], Tensor], share: Tensor,
-    function: RowLoss, needs: tuple[bool, ...],
-) -> tuple[Tensor, tuple[Tensor, ...], Any]:  # fmt: skip
+    head: Head,
+    args: tuple[Any, ...],
+    teacher: Callable[[Any], Tensor],
+    share: Tensor,
+    function: RowLoss,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor, tuple[Tensor, ...], Any]:
     from liger_multi.reference.common.chunking import row_blocks
     from liger_multi.reference.cross_entropy.fused_linear import Accumulator, Chunks, ChunkSpec
     from liger_multi.reference.cross_entropy.rows import Objective

@@ -141,9 +141,13 @@ def sequences(
 
 
 def reference_sums(
-    name: str, reference: Source, target: Tensor, mask: Tensor, ignore_index: int,
+    name: str,
+    reference: Source,
+    target: Tensor,
+    mask: Tensor,
+    ignore_index: int,
     reduce: Callable[[Tensor], Tensor],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Numbers a sequence of a reference that may bring them already."""
     if isinstance(reference, Tensor) and reference.shape == mask.shape[:1]:
         return reference.detach()
@@ -163,15 +167,17 @@ def paired(
     c, r = ratio.chunk(2)
     (c_score, r_score), (c_own, r_own) = score(ratio).chunk(2), sums.chunk(2)
     (c_before, r_before), (c_length, r_length) = before.chunk(2), lengths(mask).chunk(2)
-    return Pairs(
-        c, r, c_score, r_score, c_own, r_own, c_before, r_before, c_length, r_length, nll
-    )  # fmt: skip
+    return Pairs(c, r, c_score, r_score, c_own, r_own, c_before, r_before, c_length, r_length, nll)
 
 
 def logit_means(
-    name: str, policy: Source, target: Tensor, metrics: tuple[str, ...], ignore_index: int,
+    name: str,
+    policy: Source,
+    target: Tensor,
+    metrics: tuple[str, ...],
+    ignore_index: int,
     rows: tuple[Tensor, Tensor],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor | None, Tensor | None]:
     """The means of logits over the tokens of two groups of answers, where somebody asks."""
     if "logits" not in metrics:
         return None, None
@@ -201,8 +207,14 @@ def pair_metrics(
         first = mask.chunk(2)[0]
         hits = None if own.argmax is None else (own.argmax == target).chunk(2)[0]
         return PreferenceMetrics(
-            up.mean(), down.mean(), (up - down).mean(), (up > down).float().mean(),
-            pairs.chosen_log_prob.detach().mean(), pairs.rejected_log_prob.detach().mean(),
-            pairs.nll.detach(), None if own.entropy is None else masked_mean(own.entropy, mask),
-            None if hits is None else masked_mean(hits.float(), first), *means,
-        )  # fmt: skip
+            up.mean(),
+            down.mean(),
+            (up - down).mean(),
+            (up > down).float().mean(),
+            pairs.chosen_log_prob.detach().mean(),
+            pairs.rejected_log_prob.detach().mean(),
+            pairs.nll.detach(),
+            None if own.entropy is None else masked_mean(own.entropy, mask),
+            None if hits is None else masked_mean(hits.float(), first),
+            *means,
+        )

@@ -118,19 +118,21 @@ POLICY: dict[str, Policy] = {
     "gspo": Policy(
         clipped, _sequence_mean, "GSPO, arXiv:2507.18071 eq. 5", "sequence", reads=_CLIP
     ),
-    "cispo": Policy(
-        cispo, _step_mean, "CISPO, arXiv:2506.13585 eq. 4", reads=("epsilon_high",)
-    ),
+    "cispo": Policy(cispo, _step_mean, "CISPO, arXiv:2506.13585 eq. 4", reads=("epsilon_high",)),
     "sapo": Policy(
-        sapo, _sequence_mean, "SAPO, arXiv:2511.20347",
+        sapo,
+        _sequence_mean,
+        "SAPO, arXiv:2511.20347",
         reads=("sapo_temperature_pos", "sapo_temperature_neg"),
     ),
     "luspo": Policy(clipped, _sequence_sum, "LUSPO, arXiv:2602.05261", "sequence", reads=_CLIP),
     "vespo": Policy(
-        vespo, _step_mean, "VESPO, arXiv:2602.10693",
+        vespo,
+        _step_mean,
+        "VESPO, arXiv:2602.10693",
         reads=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +196,9 @@ class PolicyOptions(Options):
         own = POLICY[self.loss_type].reads
         every = [key for policy in POLICY.values() for key in policy.reads]
         for key in dict.fromkeys(every):
-            self.serves(key, type(self).__dataclass_fields__[key].default, key in own,
-                        self.loss_type)  # fmt: skip
+            self.serves(
+                key, type(self).__dataclass_fields__[key].default, key in own, self.loss_type
+            )
         self.serves("correct_kl", False, self.beta != 0, "beta=0")
         self.serves("level", None, self.loss_type != "vespo", "vespo, whose weights are sequences'")
         for key in ("beta", "epsilon_low", "epsilon_high"):
@@ -307,8 +310,12 @@ def policy_loss(
                 reference, target, ignore_index=ignore_index, name="Policy", role="reference"
             ).log_prob
         columns["reference"] = found  # type: ignore[assignment]
-    batch = Batch(mask, lambda: divisor("Policy", mask, num_items, processes, group), accumulation,
-                  o.max_length)  # fmt: skip
+    batch = Batch(
+        mask,
+        lambda: divisor("Policy", mask, num_items, processes, group),
+        accumulation,
+        o.max_length,
+    )
     weight = POLICY[o.loss_type].weight(batch).to(mask.device)
     columns["share"] = weight.expand(mask.shape)
     if o.entropy_weight:
@@ -318,9 +325,16 @@ def policy_loss(
     if o.own_only:
         formula = _formula(o)
         loss, own = token_sum(
-            policy, target, formula, columns, outputs, passes=o.passes,
-            ignore_index=ignore_index, name="Policy", role="policy",
-        )  # fmt: skip
+            policy,
+            target,
+            formula,
+            columns,
+            outputs,
+            passes=o.passes,
+            ignore_index=ignore_index,
+            name="Policy",
+            role="policy",
+        )
     else:
         if o.passes == "one":
             raise ValueError(

@@ -292,9 +292,13 @@ def _reference(
     if reference is None:
         return torch.zeros(mask.shape[0], device=mask.device)
     return reference_sums(
-        name, reference, target, mask, ignore_index,
+        name,
+        reference,
+        target,
+        mask,
+        ignore_index,
         lambda found: sequences(found, mask, o.tail, o.length_normalized),
-    )  # fmt: skip
+    )
 
 
 # --- pairs without a reference: CPO, SimPO, ORPO, AlphaPO ---
@@ -333,24 +337,31 @@ class MarginFormula(NamedTuple):
 CPO: dict[str, MarginFormula] = {
     "sigmoid": MarginFormula(
         lambda p, o: logistic(o.beta * _cpo_delta(p, o), o.label_smoothing),
-        "CPO, arXiv:2401.08417", smooth=True,
+        "CPO, arXiv:2401.08417",
+        smooth=True,
     ),
     "hinge": MarginFormula(
         lambda p, o: torch.relu(1 - o.beta * _cpo_delta(p, o)), "SLiC, arXiv:2305.10425"
     ),
     "ipo": MarginFormula(
-        lambda p, o: (_cpo_delta(p, o) - 1 / (2 * o.beta)).square(), "IPO, arXiv:2310.12036",
+        lambda p, o: (_cpo_delta(p, o) - 1 / (2 * o.beta)).square(),
+        "IPO, arXiv:2310.12036",
         mean=True,
     ),
     "simpo": MarginFormula(
         lambda p, o: logistic(o.beta * _cpo_delta(p, o) - o.gamma, o.label_smoothing),
-        "SimPO, arXiv:2405.14734", mean=True, smooth=True, gamma=True,
+        "SimPO, arXiv:2405.14734",
+        mean=True,
+        smooth=True,
+        gamma=True,
     ),
     "orpo": MarginFormula(
         lambda p, o: o.beta * logistic(_log_odds(p.chosen) - _log_odds(p.rejected)),
-        "ORPO, arXiv:2403.07691 eq. 4 and 7", mean=True, alpha=False,
+        "ORPO, arXiv:2403.07691 eq. 4 and 7",
+        mean=True,
+        alpha=False,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -573,12 +584,18 @@ def kto_loss(
         ]
         hits = None if own.argmax is None else (own.argmax == target).float()
         metrics = KTOMetrics(
-            means[0], means[1], means[0] - means[1], means[2], means[3], count,
-            good.numel() - count, zero,
+            means[0],
+            means[1],
+            means[0] - means[1],
+            means[2],
+            means[3],
+            count,
+            good.numel() - count,
+            zero,
             None if own.entropy is None else masked_mean(own.entropy, mask),
             None if hits is None else masked_mean(hits, mask & good.unsqueeze(1)),
             *logit_means("KTO", policy, target, o.metrics, ignore_index, (good, ~good)),
-        )  # fmt: skip
+        )
     return loss, metrics
 
 

@@ -130,23 +130,34 @@ def sequence_loss(
     wanted = [needs[m] for m in o.metrics]
     wanted += ["entropy"] * (o.entropy_weight != 0) + ["lse"] * (o.z_loss != 0)
     loss, own = token_sum(
-        policy, target, _formula(o), {"share": share}, tuple(dict.fromkeys(["log_prob", *wanted])),
-        passes=o.passes, ignore_index=ignore_index, name="Sequence", role="policy",
-    )  # fmt: skip
+        policy,
+        target,
+        _formula(o),
+        {"share": share},
+        tuple(dict.fromkeys(["log_prob", *wanted])),
+        passes=o.passes,
+        ignore_index=ignore_index,
+        name="Sequence",
+        role="policy",
+    )
     assert own.log_prob is not None
     hits = None if own.argmax is None else (own.argmax == target).float()
     return loss, SequenceMetrics(
-        masked_mean(-own.log_prob, mask), mask.sum(),
+        masked_mean(-own.log_prob, mask),
+        mask.sum(),
         None if own.entropy is None else masked_mean(own.entropy, mask),
         None if hits is None else masked_mean(hits, mask),
         None if own.lse is None else masked_mean(own.lse.square(), mask),
-    )  # fmt: skip
+    )
 
 
 def _shares(
-    mask: Tensor, token_weight: Tensor | None, segments: Tensor | None, o: SequenceOptions,
+    mask: Tensor,
+    token_weight: Tensor | None,
+    segments: Tensor | None,
+    o: SequenceOptions,
     count: tuple[Tensor | float | None, int, Any],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """What every token's loss is multiplied by in the sum."""
     weight = mask.to(torch.float32)
     if token_weight is not None:

@@ -248,9 +248,12 @@ class _Kept(torch.autograd.Function):
             chunks.widen(kept)
             into = Accumulator(chunks, hidden, weight, ctx.rest[5], ctx.needs_input_grad[:3])
             arrived = upstream_of(
-                *grads[:3], entropies=entropy, target=target, vocabulary=weight.shape[0],
+                *grads[:3],
+                entropies=entropy,
+                target=target,
+                vocabulary=weight.shape[0],
                 objective=chunks.spec,
-            )  # fmt: skip
+            )
             upstream, factor = within_range(arrived, chunks.spec, chunks.dtype)
             for place, where, h, t, raw in chunks.over(kept, ready):
                 ctx.kernels.log_prob_gradient_(
@@ -492,16 +495,26 @@ def tokens(
     def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LogProbOutput:
         if found.keep and torch.is_grad_enabled():
             args = prepared(
-                hidden, weight, target, bias, ignore_index=ignore_index, outputs=outputs,
+                hidden,
+                weight,
+                target,
+                bias,
+                ignore_index=ignore_index,
+                outputs=outputs,
                 **found.options(),
-            )  # fmt: skip
+            )
             made = kept_tokens((hidden, weight, bias), args, target, found.keep)
             if made is not None:
                 return made
         return ops.fused_linear_log_prob(
-            hidden, weight, target, bias, ignore_index=ignore_index, outputs=outputs,
+            hidden,
+            weight,
+            target,
+            bias,
+            ignore_index=ignore_index,
+            outputs=outputs,
             **found.options(),
-        )  # fmt: skip
+        )
 
     result: LogProbOutput = found.run(run)
     return result

@@ -234,9 +234,14 @@ class KTOLoss(_Objective):
     ) -> tuple[Tensor, losses.KTOMetrics]:
         """As :func:`~liger_multi.losses.kto_loss`."""
         return losses.kto_loss(
-            policy, target, desirable, reference, kl, ignore_index=self.ignore_index,
+            policy,
+            target,
+            desirable,
+            reference,
+            kl,
+            ignore_index=self.ignore_index,
             **self.options,
-        )  # fmt: skip
+        )
 
 
 class PolicyLoss(_Objective):
@@ -321,9 +326,13 @@ class MTPLoss(_Objective):
     ) -> tuple[Tensor, losses.MTPMetrics]:
         """As :func:`~liger_multi.losses.mtp_loss`, with what it takes beside options."""
         return losses.mtp_loss(
-            heads, target, ahead_weight=self.ahead_weight, ignore_index=self.ignore_index, **beside,
+            heads,
+            target,
+            ahead_weight=self.ahead_weight,
+            ignore_index=self.ignore_index,
+            **beside,
             **self.options,
-        )  # fmt: skip
+        )
 
 
 class DistillationLoss(_Objective):

@@ -82,9 +82,14 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, log_prob: Tensor, entropy: Tensor | None, lse: Tensor, lse_low: Tensor,
-        mine: Tensor, group: Any,
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        log_prob: Tensor,
+        entropy: Tensor | None,
+        lse: Tensor,
+        lse_low: Tensor,
+        mine: Tensor,
+        group: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         from liger_multi.reference.cross_entropy.rows import LogSumExp
 
         own = torch.stack((lse, lse_low))
@@ -111,9 +116,13 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only("nn.vocab_parallel_cross_entropy")
     def backward(
-        ctx: Any, saved: tuple[Tensor, ...], dlog_prob: Tensor | None, dentropy: Tensor | None,
-        dlse: Tensor | None, dlow: None,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        ctx: Any,
+        saved: tuple[Tensor, ...],
+        dlog_prob: Tensor | None,
+        dentropy: Tensor | None,
+        dlse: Tensor | None,
+        dlow: None,
+    ) -> tuple[Tensor | None, ...]:
         """Everybody has the same upstream gradients, so nothing crosses processes."""
         share, mine, entropy, mixed = saved
         part, made = share.exp(), torch.zeros_like(share)
@@ -143,9 +152,15 @@ class _Part:
     """The classes of this process, and whose target is whose."""
 
     def __init__(
-        self, name: str, local: int, target: Tensor, vocabulary: int, start: int | None,
-        group: Any, ignore_index: int,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        local: int,
+        target: Tensor,
+        vocabulary: int,
+        start: int | None,
+        group: Any,
+        ignore_index: int,
+    ) -> None:
         first, last = vocab_range(checks.integer(name, "vocabulary", vocabulary), group)
         if start is None and last - first != local:
             raise ValueError(
@@ -201,9 +216,14 @@ def _joined_rows(part: _Part, found: _Found, entropies: bool, group: Any) -> _Fo
 
 
 def _loss(
-    part: _Part, log_prob: Tensor, spread: Tensor | None, vocabulary: int,
-    label_smoothing: float, smoothing: str, reduction: str,
-) -> Tensor:  # fmt: skip
+    part: _Part,
+    log_prob: Tensor,
+    spread: Tensor | None,
+    vocabulary: int,
+    label_smoothing: float,
+    smoothing: str,
+    reduction: str,
+) -> Tensor:
     """The loss, with ``spread`` the mean over classes of what each costs."""
     loss = -log_prob
     if spread is not None:
@@ -219,9 +239,14 @@ def _loss(
 
 
 def _options(
-    name: str, target: Tensor, rows: torch.Size, beside: Tensor, label_smoothing: float,
-    smoothing: str, reduction: str,
-) -> None:  # fmt: skip
+    name: str,
+    target: Tensor,
+    rows: torch.Size,
+    beside: Tensor,
+    label_smoothing: float,
+    smoothing: str,
+    reduction: str,
+) -> None:
     checks.targets(name, target, rows, beside)
     checks.number(name, "label_smoothing", label_smoothing, 0.0, 1.0)
     checks.one_of(name, "smoothing", smoothing, SMOOTHINGS)
@@ -271,9 +296,12 @@ def vocab_parallel_cross_entropy(
     part = _Part(name, logits.shape[-1], target, vocabulary, start, group, ignore_index)
     if logits.shape[-1]:
         arguments = prepared_logits(
-            logits, part.target, softcap=softcap, ignore_index=ignore_index,
+            logits,
+            part.target,
+            softcap=softcap,
+            ignore_index=ignore_index,
             outputs=("log_prob", "lse"),
-        )  # fmt: skip
+        )
         found = _Found.of(of_logits(*arguments), target.shape)
     else:
         found = _Found.absent(target.shape, logits)
@@ -322,9 +350,21 @@ def vocab_parallel_fused_linear_cross_entropy(
     if label_smoothing and softcap is not None:
         raise ValueError(f"{name}: label_smoothing has no softcap beside it, got {softcap!r}")
     part, shared, found = _linear(
-        name, hidden, weight, bias, target, group, vocabulary, start, ignore_index, reduce_hidden,
-        ("log_prob", "lse"), softcap=softcap, logit_scale=logit_scale, chunk=chunk,
-    )  # fmt: skip
+        name,
+        hidden,
+        weight,
+        bias,
+        target,
+        group,
+        vocabulary,
+        start,
+        ignore_index,
+        reduce_hidden,
+        ("log_prob", "lse"),
+        softcap=softcap,
+        logit_scale=logit_scale,
+        chunk=chunk,
+    )
     joined = _joined_rows(part, found, False, group)
     spread = None
     if label_smoothing:  # the sum of a row's logits is one product with the sum of the classes
@@ -362,9 +402,21 @@ def vocab_parallel_fused_linear_log_prob(
     wanted = checks.names(name, outputs, ("log_prob", "entropy", "lse")).split(",")
     asked = ("log_prob", "entropy", "lse") if "entropy" in wanted else ("log_prob", "lse")
     part, _, found = _linear(
-        name, hidden, weight, bias, target, group, vocabulary, start, ignore_index, reduce_hidden,
-        asked, softcap=softcap, chunk=chunk, temperature=temperature,
-    )  # fmt: skip
+        name,
+        hidden,
+        weight,
+        bias,
+        target,
+        group,
+        vocabulary,
+        start,
+        ignore_index,
+        reduce_hidden,
+        asked,
+        softcap=softcap,
+        chunk=chunk,
+        temperature=temperature,
+    )
     joined = _joined_rows(part, found, "entropy" in wanted, group)
     zero = torch.zeros((), dtype=joined.lse.dtype, device=joined.lse.device)
     made = joined._asdict() | {"log_prob": torch.where(part.wrong, math.nan, joined.log_prob)}
@@ -372,10 +424,19 @@ def vocab_parallel_fused_linear_log_prob(
 
 
 def _linear(
-    name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, group: Any,
-    vocabulary: int, start: int | None, ignore_index: int, reduce_hidden: bool,
-    outputs: tuple[str, ...], **options: Any,
-) -> tuple[_Part, Tensor, _Found]:  # fmt: skip
+    name: str,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    group: Any,
+    vocabulary: int,
+    start: int | None,
+    ignore_index: int,
+    reduce_hidden: bool,
+    outputs: tuple[str, ...],
+    **options: Any,
+) -> tuple[_Part, Tensor, _Found]:
     """This process's part, the hidden states as it uses them, and what its classes say."""
     part = _Part(name, weight.shape[0], target, vocabulary, start, group, ignore_index)
     shared = _shared(hidden, group) if reduce_hidden else hidden

@@ -49,9 +49,11 @@ def with_codes(plain: Op, **backward: Any) -> Op:
     """
     batched = {**plain.bitwise.batched, "codes": 0, "codes_scale": 0}
     op = Op(
-        f"{plain.name}_quantized", family=plain.family,
-        rowwise=plain.rowwise, bitwise=replace(plain.bitwise, batched=batched),
-    )  # fmt: skip
+        f"{plain.name}_quantized",
+        family=plain.family,
+        rowwise=plain.rowwise,
+        bitwise=replace(plain.bitwise, batched=batched),
+    )
     visible, outputs = (*plain.visible, "codes", "codes_scale"), len(plain.fwd.returns) + 2
     fake = _shapes(plain.fwd.fake, plain.fwd.signature, len(plain.visible), outputs)
     op.forward(returns=" ".join(visible), residuals=" ".join(plain.residuals))(fake)
@@ -97,9 +99,10 @@ def quantized(
     needed = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
     if needed and not keeps and torch.is_grad_enabled():
         checks.refuse(
-            name, "codes have no gradient: outputs must name 'y' too where an input requires one",
+            name,
+            "codes have no gradient: outputs must name 'y' too where an input requires one",
             f"{outputs!r} and {checks.describe(needed[0])} that requires a gradient",
-        )  # fmt: skip
+        )
     y, *rest, codes, scale = op(*given, keeps)
     return y if keeps else None, rest, typed(codes, scale)
 
@@ -111,18 +114,22 @@ def quantized_output(op: Op, quantize: object, outputs: object, *args: Any) -> Q
 
 
 def coded_samples(
-    given: Callable[..., dict[str, T]], shapes: Mapping[str, Sequence[int]], sizes: str,
+    given: Callable[..., dict[str, T]],
+    shapes: Mapping[str, Sequence[int]],
+    sizes: str,
     options: Mapping[str, Mapping[str, Any]] = {},
-) -> tuple[Sample, ...]:  # fmt: skip
+) -> tuple[Sample, ...]:
     """Samples of an operator with codes: shapes by name, options of some of them, real sizes."""
     quantize = {"quantize": QUANTIZE[0]}
     some = [
         Sample(
-            name, given(*shape, layout="sliced" if name == "sliced" else "contiguous"),
-            {**options.get(name, {}), **quantize}, path=name if name.startswith("wide") else "",
+            name,
+            given(*shape, layout="sliced" if name == "sliced" else "contiguous"),
+            {**options.get(name, {}), **quantize},
+            path=name if name.startswith("wide") else "",
         )
         for name, shape in shapes.items()
-    ]  # fmt: skip
+    ]
     tensors = given(3, 5, 48)
     alone = Sample(
         "codes-alone", frozen(tensors, *tensors), {**quantize, "outputs": ("quantized",)}, "thin"
@@ -131,7 +138,13 @@ def coded_samples(
 
 
 SHAPES = {
-    "rows": (2, 3, 24), "odd-width": (4, 37), "one-axis": (31,), "one-row": (1, 200),
-    "no-rows": (0, 16), "no-columns": (3, 0), "sliced": (4, 24), "wide": (2, 16500),
+    "rows": (2, 3, 24),
+    "odd-width": (4, 37),
+    "one-axis": (31,),
+    "one-row": (1, 200),
+    "no-rows": (0, 16),
+    "no-columns": (3, 0),
+    "sliced": (4, 24),
+    "wide": (2, 16500),
     "wide-norm": (2, 8200),
-}  # fmt: skip
+}

@@ -38,8 +38,12 @@ def shapes_fit(name: str, hidden: Tensor, weight: Tensor) -> None:
     if weight.ndim != 2:
         raise ValueError(f"{name}: weight must have shape (V, H), got {checks.describe(weight)}")
     if hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
-        checks.refuse(name, f"the last axis of hidden must be H = {weight.shape[1]} of weight "
-                      f"{tuple(weight.shape)}", hidden)  # fmt: skip
+        checks.refuse(
+            name,
+            f"the last axis of hidden must be H = {weight.shape[1]} of weight "
+            f"{tuple(weight.shape)}",
+            hidden,
+        )
 
 
 @constant_in_graphs
@@ -85,8 +89,11 @@ def rows_and_budget(name: str, chunk: int | str) -> tuple[int, int]:
             chunk, f"chunk of {name}"
         )
     if isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk < 2**63:
-        checks.refuse(name, "chunk must be 'auto', a positive number of rows or a byte budget "
-                      "such as '512MiB'", chunk)  # fmt: skip
+        checks.refuse(
+            name,
+            "chunk must be 'auto', a positive number of rows or a byte budget such as '512MiB'",
+            chunk,
+        )
     return chunk, 0
 
 
@@ -104,9 +111,15 @@ def gradients(**given: Any) -> tuple[Tensor, ...]:
 
 
 def case(
-    rows: int, width: int, classes: int, *, ignored: float = 0.0, bias: bool = False,
-    weighted: bool = False, size: float = 0.6,
-) -> dict[str, T]:  # fmt: skip
+    rows: int,
+    width: int,
+    classes: int,
+    *,
+    ignored: float = 0.0,
+    bias: bool = False,
+    weighted: bool = False,
+    size: float = 0.6,
+) -> dict[str, T]:
     """Tensors of a sample."""
     made = {
         "hidden": T((rows, width)),

@@ -27,8 +27,11 @@ def head_axis(name: str, q: Tensor, unsqueeze_dim: int) -> int:
     axis = given + q.ndim if given < 0 else given
     if not 1 <= axis <= q.ndim - 2:
         known = "1 or 2" if q.ndim == 4 else "1"
-        checks.refuse(name, f"unsqueeze_dim, the axis of the heads, must be {known} for q with "
-                      f"{q.ndim} axes", f"{given}")  # fmt: skip
+        checks.refuse(
+            name,
+            f"unsqueeze_dim, the axis of the heads, must be {known} for q with {q.ndim} axes",
+            f"{given}",
+        )
     return axis
 
 
@@ -36,8 +39,11 @@ def check_queries_and_keys(name: str, q: Tensor, k: Tensor, heads: int) -> None:
     """Queries and keys differ in their heads only."""
     a, b, after = q.shape, k.shape, heads + 1
     if k.ndim != q.ndim or a[:heads] != b[:heads] or a[after:] != b[after:]:
-        checks.refuse(name, f"q and k must have the same shape except for the heads (axis {heads})",
-                      f"{tuple(q.shape)} and {tuple(k.shape)}")  # fmt: skip
+        checks.refuse(
+            name,
+            f"q and k must have the same shape except for the heads (axis {heads})",
+            f"{tuple(q.shape)} and {tuple(k.shape)}",
+        )
 
 
 def check_angles(name: str, q: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
@@ -49,8 +55,12 @@ def check_angles(name: str, q: Tensor, cos: Tensor, sin: Tensor, heads: int) -> 
         wanted = f"({tokens}, R)"
         if q.ndim == 4:
             wanted += f", (1, {tokens}, R) or ({q.shape[0]}, {tokens}, R)"
-        checks.refuse(name, f"cos and sin must have shape {wanted} for q of shape {tuple(q.shape)} "
-                      f"with heads at axis {heads}", cos)  # fmt: skip
+        checks.refuse(
+            name,
+            f"cos and sin must have shape {wanted} for q of shape {tuple(q.shape)} "
+            f"with heads at axis {heads}",
+            cos,
+        )
 
 
 def rotary_width(name: str, q: Tensor, cos: Tensor, rotary_dim: int | None) -> int:
@@ -60,8 +70,12 @@ def rotary_width(name: str, q: Tensor, cos: Tensor, rotary_dim: int | None) -> i
     width = cos.shape[-1]
     given = width if rotary_dim is None else checks.integer(name, "rotary_dim", rotary_dim)
     if given != width and (given % 2 or given // 2 != width):  # 2 * width leaves int64 in graphs
-        checks.refuse(name, "rotary_dim must be the width of cos (one value a channel) or twice "
-                      "that (one value a pair)", f"{given} for {checks.describe(cos)}")  # fmt: skip
+        checks.refuse(
+            name,
+            "rotary_dim must be the width of cos (one value a channel) or twice "
+            "that (one value a pair)",
+            f"{given} for {checks.describe(cos)}",
+        )
     if given % 2 or not 0 < given <= q.shape[-1]:
         raise ValueError(
             f"{name}: rotary_dim must be even and at most {q.shape[-1]}, the last axis of q, got "
@@ -131,9 +145,7 @@ def run(
     return made[0].to(dtypes[0]), made[1].to(dtypes[1])
 
 
-def checked(
-    name: str, q: Tensor, k: Tensor, unsqueeze_dim: int, **constants: Tensor
-) -> int:  # fmt: skip
+def checked(name: str, q: Tensor, k: Tensor, unsqueeze_dim: int, **constants: Tensor) -> int:
     """Check queries, keys and what has no gradient; the axis of the heads."""
     for argument, x in (("k", k), *constants.items()):
         if x is None:  # which passes for an optional tensor elsewhere
@@ -159,9 +171,14 @@ def gradients(**given: Any) -> tuple[Tensor, ...]:
 
 
 def queries_and_keys(
-    batch: int, heads: tuple[int, int], tokens: int, width: int, *, axis: int = 1,
+    batch: int,
+    heads: tuple[int, int],
+    tokens: int,
+    width: int,
+    *,
+    axis: int = 1,
     layout: str = "contiguous",
-) -> dict[str, T]:  # fmt: skip
+) -> dict[str, T]:
     """Tensors of a sample; without a batch, ``(S, H, D)``."""
 
     def shape(count: int) -> tuple[int, ...]:

@@ -15,28 +15,52 @@ LAYOUTS = {n: n for n in ("sliced", "transposed", "expanded")} | {"row-gaps": "r
 NONE: Options = {}
 # rows of norms: a program or several have one
 ROWS = {
-    "one-row": (1, 257), "one-axis": (48,), "one-column": (9, 1), "no-rows": (0, 64),
-    "sliced": (6, 32), "transposed": (2, 16, 24), "row-gaps": (3, 4, 64), "expanded": (5, 64),
-    "many-tiny-rows": (1100, 8), "past-65535-rows": (65537, 2), "past-65536-columns": (2, 65600),
-}  # fmt: skip
+    "one-row": (1, 257),
+    "one-axis": (48,),
+    "one-column": (9, 1),
+    "no-rows": (0, 64),
+    "sliced": (6, 32),
+    "transposed": (2, 16, 24),
+    "row-gaps": (3, 4, 64),
+    "expanded": (5, 64),
+    "many-tiny-rows": (1100, 8),
+    "past-65535-rows": (65537, 2),
+    "past-65536-columns": (2, 65600),
+}
 # rows of elementwise operators: a program has a piece of one
 PIECES = {
-    "odd-width": (4, 37), "one-row": (1, 200), "one-axis": (31,), "no-rows": (0, 16),
-    "sliced": (4, 24), "transposed": (2, 8, 12), "row-gaps": (2, 3, 64), "expanded": (5, 24),
-    "past-65535-rows": (65537, 2), "past-65536-columns": (2, 65600),
-}  # fmt: skip
+    "odd-width": (4, 37),
+    "one-row": (1, 200),
+    "one-axis": (31,),
+    "no-rows": (0, 16),
+    "sliced": (4, 24),
+    "transposed": (2, 8, 12),
+    "row-gaps": (2, 3, 64),
+    "expanded": (5, 24),
+    "past-65535-rows": (65537, 2),
+    "past-65536-columns": (2, 65600),
+}
 # the same with the two halves of a packed projection in a row
 HALVES = {
-    "odd-half": (4, 74), "one-row": (1, 400), "one-axis": (62,), "no-rows": (0, 16),
-    "sliced": (4, 48), "transposed": (2, 8, 12), "row-gaps": (2, 3, 64),
+    "odd-half": (4, 74),
+    "one-row": (1, 400),
+    "one-axis": (62,),
+    "no-rows": (0, 16),
+    "sliced": (4, 48),
+    "transposed": (2, 8, 12),
+    "row-gaps": (2, 3, 64),
     "past-65535-rows": (65537, 4),
-}  # fmt: skip
+}
 
 
 def usual(
-    given: Given, shapes: Mapping[str, tuple[int, ...]], options: Options = NONE, *,
-    but: Mapping[str, Options] = NONE, without: str = "",
-) -> list[Sample]:  # fmt: skip
+    given: Given,
+    shapes: Mapping[str, tuple[int, ...]],
+    options: Options = NONE,
+    *,
+    but: Mapping[str, Options] = NONE,
+    without: str = "",
+) -> list[Sample]:
     """A sample of every shape, from ``given(*shape, layout=...)``.
 
     Args:

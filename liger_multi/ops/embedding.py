@@ -32,9 +32,13 @@ op.backward(
 
 
 def embedding(
-    index: Tensor, weight: Tensor, padding_idx: int | None = None, *, scale: float = 1.0,
+    index: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    *,
+    scale: float = 1.0,
     validate: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Rows of a table, perhaps scaled; the gradient is summed in a fixed order.
 
     Math:

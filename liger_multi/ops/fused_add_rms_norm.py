@@ -24,9 +24,11 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 op = Op(
-    "fused_add_rms_norm", family="norms", rowwise=True,
+    "fused_add_rms_norm",
+    family="norms",
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x residual y new_residual rstd", 1),
-)  # fmt: skip
+)
 
 
 class FusedAddRMSNormOutput(NamedTuple):

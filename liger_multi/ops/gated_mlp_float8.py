@@ -40,21 +40,34 @@ op = Op(
     residuals="gate up gate_scale up_scale down_scale",
 )
 def forward(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-    gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
-    activation: str, gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
-    down_weight_scale: Optional[Tensor], codes: Optional[Tensor], codes_scale: Optional[Tensor],
-    gate_weight_codes: Optional[Tensor], up_weight_codes: Optional[Tensor],
-    down_weight_codes: Optional[Tensor], needs_x: bool, needs_gate_weight: bool,
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: str,
+    gate_weight_scale: Optional[Tensor],
+    up_weight_scale: Optional[Tensor],
+    down_weight_scale: Optional[Tensor],
+    codes: Optional[Tensor],
+    codes_scale: Optional[Tensor],
+    gate_weight_codes: Optional[Tensor],
+    up_weight_codes: Optional[Tensor],
+    down_weight_codes: Optional[Tensor],
+    needs_x: bool,
+    needs_gate_weight: bool,
     needs_up_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule."""
     lead = x.shape[:-1]
     inner = (*lead, gate_weight.shape[0])
     pairs = (
-        (gate_weight, gate_weight_scale), (up_weight, up_weight_scale),
+        (gate_weight, gate_weight_scale),
+        (up_weight, up_weight_scale),
         (down_weight, down_weight_scale),
-    )  # fmt: skip
+    )
     kept = [
         x.new_empty((weight.shape[0] if scale is None else 0,), dtype=torch.float32)
         for weight, scale in pairs
@@ -67,13 +80,15 @@ def _gradients(**given: Any) -> tuple[Tensor, ...]:
     gate, shapes = given["gate"], shapes_of(given)
     kinds = {n: given[f"{n}_weight_dtype"] for n in ("gate", "up")}
     kinds["down"] = given["down_weight"].dtype
-    return tuple([
-        gate.new_empty(
-            shape if given[f"needs_{n}"] else (0,),
-            dtype=kinds[n.removesuffix("_weight")] if n.endswith("_weight") else gate.dtype,
-        )
-        for n, shape in shapes.items()
-    ])  # fmt: skip
+    return tuple(
+        [
+            gate.new_empty(
+                shape if given[f"needs_{n}"] else (0,),
+                dtype=kinds[n.removesuffix("_weight")] if n.endswith("_weight") else gate.dtype,
+            )
+            for n, shape in shapes.items()
+        ]
+    )
 
 
 op.backward(
@@ -87,13 +102,23 @@ op.backward(
 
 
 def gated_mlp_float8(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, *,
-    gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    activation: str = "silu", gate_weight_scale: Tensor | None = None,
-    up_weight_scale: Tensor | None = None, down_weight_scale: Tensor | None = None,
-    gate_weight_codes: Tensor | None = None, up_weight_codes: Tensor | None = None,
-    down_weight_codes: Tensor | None = None, quantized: Float8Rows | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    gate_weight_scale: Tensor | None = None,
+    up_weight_scale: Tensor | None = None,
+    down_weight_scale: Tensor | None = None,
+    gate_weight_codes: Tensor | None = None,
+    up_weight_codes: Tensor | None = None,
+    down_weight_codes: Tensor | None = None,
+    quantized: Float8Rows | None = None,
+) -> Tensor:
     """A whole gated MLP whose outputs and input gradients are FP8 GEMMs.
 
     Math:
@@ -164,12 +189,24 @@ def gated_mlp_float8(
 
 
 def _first(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None, activation: str,
-    gate_own: Tensor | None, up_own: Tensor | None, down_own: Tensor | None,
-    codes: Tensor | None, codes_scale: Tensor | None, gate_codes: Tensor | None,
-    up_codes: Tensor | None, down_codes: Tensor | None, *needs: bool,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:  # fmt: skip
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    gate_own: Tensor | None,
+    up_own: Tensor | None,
+    down_own: Tensor | None,
+    codes: Tensor | None,
+    codes_scale: Tensor | None,
+    gate_codes: Tensor | None,
+    up_codes: Tensor | None,
+    down_codes: Tensor | None,
+    *needs: bool,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """Gate and up, the scales of all weights, and a result that is empty."""
     run, rest = linear_op.fwd.run, (False, False)
     given = (gate_weight, gate_bias, gate_own, codes, codes_scale, gate_codes)
@@ -194,9 +231,13 @@ _early = EarlySave(op, _first, _rest)
 
 
 def _in_layers(
-    x: Tensor, wide: tuple[Tensor | None, ...], own: tuple[Tensor | None, ...],
-    beside: tuple[Tensor | None, ...], activation: str, rows: Float8Rows | None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    wide: tuple[Tensor | None, ...],
+    own: tuple[Tensor | None, ...],
+    beside: tuple[Tensor | None, ...],
+    activation: str,
+    rows: Float8Rows | None,
+) -> Tensor:
     """The same as steps of their own, for a policy that keeps GEMMs and not activations."""
 
     def layer(i: int, x: Tensor, rows: Float8Rows | None) -> tuple[Tensor, Float8Rows]:
@@ -232,18 +273,24 @@ def activated(
 
 
 def _case(
-    rows: tuple[int, ...], hidden: int, inner: int, outer: int = 0, bias: bool = False,
+    rows: tuple[int, ...],
+    hidden: int,
+    inner: int,
+    outer: int = 0,
+    bias: bool = False,
     **frozen: bool,
-) -> dict[str, T]:  # fmt: skip
+) -> dict[str, T]:
     """Tensors of a sample; names in ``frozen`` get no gradient.
 
     Inner rows are rounded to FP8: what 16 bits round before that is no small error of a result.
     """
     outer = outer or hidden
     shapes: dict[str, tuple[int, ...]] = {
-        "x": (*rows, hidden), "gate_weight": (inner, hidden), "up_weight": (inner, hidden),
+        "x": (*rows, hidden),
+        "gate_weight": (inner, hidden),
+        "up_weight": (inner, hidden),
         "down_weight": (outer, inner),
-    }  # fmt: skip
+    }
     if bias:
         shapes |= {"gate_bias": (inner,), "up_bias": (inner,), "down_bias": (outer,)}
     scale = {n: 0.3 if len(s) == 1 else max(1, s[-1]) ** -0.5 for n, s in shapes.items()}
@@ -266,9 +313,7 @@ def _coded(tensors: dict[str, T], *names: str) -> dict[str, T]:
 def _rounded(tensors: dict[str, T], *names: str) -> dict[str, T]:
     """The same of trained weights beside codes."""
     coded, wide = _coded(tensors, *names), [f"{layer}_weight" for layer in names]
-    return {
-        **coded, **{n: tensors[n] for n in wide}, **{f"{n}_codes": coded[n] for n in wide}
-    }  # fmt: skip
+    return {**coded, **{n: tensors[n] for n in wide}, **{f"{n}_codes": coded[n] for n in wide}}
 
 
 _FROZEN: Any = dict.fromkeys(_WIDE, True)

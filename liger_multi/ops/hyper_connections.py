@@ -19,25 +19,35 @@ op = Op(
     family="residuals",
     rowwise=True,
     bitwise=bitwise(
-        BY_PIECES, "x pre post mix mixes rstd", 2,
+        BY_PIECES,
+        "x pre post mix mixes rstd",
+        2,
         backward=promise("repeat recompute", rows="rows", because={"cards": _LIBRARY}),
     ),
-)  # fmt: skip
+)
 
 
 @op.forward(returns="pre post mix", residuals="mixes rstd")
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, iterations: int, rms_eps: float,
-    eps: float, post_scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    iterations: int,
+    rms_eps: float,
+    eps: float,
+    post_scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule."""
     lead, count = x.shape[:-2], x.shape[-2]
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
     return (
-        x.new_empty((*lead, count), dtype=kind), x.new_empty((*lead, count), dtype=kind),
+        x.new_empty((*lead, count), dtype=kind),
+        x.new_empty((*lead, count), dtype=kind),
         x.new_empty((*lead, count, count), dtype=kind),
-        x.new_empty((*lead, count * (count + 2)), dtype=kind), x.new_empty(lead, dtype=kind),
-    )  # fmt: skip
+        x.new_empty((*lead, count * (count + 2)), dtype=kind),
+        x.new_empty(lead, dtype=kind),
+    )
 
 
 op.backward(
@@ -55,9 +65,16 @@ class HyperCoefficients(NamedTuple):
 
 
 def hyper_connections(
-    x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, *, iterations: int = 20,
-    rms_eps: float = 1e-6, eps: float = 1e-6, post_scale: float = 2.0,
-) -> HyperCoefficients:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    *,
+    iterations: int = 20,
+    rms_eps: float = 1e-6,
+    eps: float = 1e-6,
+    post_scale: float = 2.0,
+) -> HyperCoefficients:
     """Coefficients of manifold-constrained hyper-connections, from the streams themselves.
 
     Math:

@@ -104,9 +104,13 @@ def check_indexer(name: str, q: Tensor, k: Tensor, w: Tensor) -> None:
 
 
 def case(
-    shape: tuple[int, int, int, int], keys: int = 0, layout: str = "contiguous",
-    weights: torch.dtype | None = torch.float32, whole: float = 0.0, **more: T,
-) -> dict[str, T]:  # fmt: skip
+    shape: tuple[int, int, int, int],
+    keys: int = 0,
+    layout: str = "contiguous",
+    weights: torch.dtype | None = torch.float32,
+    whole: float = 0.0,
+    **more: T,
+) -> dict[str, T]:
     """Queries of a shape (B, L, H, D), as many keys, and weights; integers up to some ``whole``."""
     batch, length, heads, size = shape
     other = layout if layout != "swapped" else "sliced"

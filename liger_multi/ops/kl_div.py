@@ -36,10 +36,17 @@ declare_inplace(inplace_op)
 
 
 def kl_div(
-    student: Tensor, teacher: Tensor, target: Tensor | None = None, *, form: str = "log_prob",
-    teacher_form: str = "prob", temperature: float = 1.0, ignore_index: int = -100,
-    reduction: str = "mean", inplace: bool = False,
-) -> Tensor:  # fmt: skip
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    form: str = "log_prob",
+    teacher_form: str = "prob",
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    inplace: bool = False,
+) -> Tensor:
     """KL divergence of a student from a teacher, a number a row.
 
     Math:
@@ -79,9 +86,18 @@ def kl_div(
     """
     checks.one_of("kl_div", "teacher_form", teacher_form, FORMS)
     return run(
-        op, student, teacher, target, 0.0, form, teacher_form, temperature, ignore_index,
-        reduction, inplace,
-    )  # fmt: skip
+        op,
+        student,
+        teacher,
+        target,
+        0.0,
+        form,
+        teacher_form,
+        temperature,
+        ignore_index,
+        reduction,
+        inplace,
+    )
 
 
 # student and teacher read; read again, and the gradient written

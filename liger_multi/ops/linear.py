@@ -48,9 +48,7 @@ def _gradients(**given: Any) -> tuple[Tensor, ...]:
     )
 
 
-op.backward(
-    reads="dy x? weight?", returns="dx dweight dbias", not_saved=_unread, shapes=_gradients
-)  # fmt: skip
+op.backward(reads="dy x? weight?", returns="dx dweight dbias", not_saved=_unread, shapes=_gradients)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -87,8 +85,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.ndim != 2:
         checks.refuse("linear", "weight must have shape (N, K)", weight)
     if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-        checks.refuse("linear", f"the last axis of x must be K = {weight.shape[1]} of weight "
-                      f"{tuple(weight.shape)}", x)  # fmt: skip
+        checks.refuse(
+            "linear",
+            f"the last axis of x must be K = {weight.shape[1]} of weight {tuple(weight.shape)}",
+            x,
+        )
     checks.vector("linear", "bias", bias, weight.shape[0], "rows of weight")
     return op(*checks.one_dtype("linear", given))  # type: ignore[no-any-return]
 

@@ -42,10 +42,16 @@ class LinearFloat8Output(NamedTuple):
 
 @op.forward(returns="y x_codes x_scale", residuals="scale")
 def forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], weight_scale: Optional[Tensor],
-    codes: Optional[Tensor], codes_scale: Optional[Tensor], weight_codes: Optional[Tensor],
-    needs_x: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    weight_scale: Optional[Tensor],
+    codes: Optional[Tensor],
+    codes_scale: Optional[Tensor],
+    weight_codes: Optional[Tensor],
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shape rule."""
     lead, made, kept = x.shape[:-1], codes is None, weight_scale is None
     return (
@@ -73,9 +79,11 @@ def _gradients(**given: Any) -> tuple[Tensor, ...]:
 
 
 op.backward(
-    reads="dy x? weight? weight_scale weight_codes scale weight_dtype", returns="dx dweight dbias",
-    not_saved=_unread, shapes=_gradients,
-)  # fmt: skip
+    reads="dy x? weight? weight_scale weight_codes scale weight_dtype",
+    returns="dx dweight dbias",
+    not_saved=_unread,
+    shapes=_gradients,
+)
 
 
 def linear_float8(
@@ -158,8 +166,11 @@ def _y_and_codes(
     if weight.ndim != 2:
         checks.refuse(name, "weight must have shape (N, K)", weight)
     if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-        checks.refuse(name, f"the last axis of x must be K = {weight.shape[1]} of weight "
-                      f"{tuple(weight.shape)}", x)  # fmt: skip
+        checks.refuse(
+            name,
+            f"the last axis of x must be K = {weight.shape[1]} of weight {tuple(weight.shape)}",
+            x,
+        )
     checks.vector(name, "bias", bias, weight.shape[0], "rows of weight")
     checks.vector(name, "weight_scale", weight_scale, weight.shape[0], "rows of weight")
     trained_codes_fit(name, "weight", weight, weight_scale, weight_codes)
@@ -211,9 +222,11 @@ def rounded_rows(x: Tensor) -> Float8Rows:
 
 
 def weight_scales_fit(
-    op: str, weights: Mapping[str, Tensor | None], scales: Sequence[Tensor | None],
+    op: str,
+    weights: Mapping[str, Tensor | None],
+    scales: Sequence[Tensor | None],
     beside: Sequence[Tensor | None] = (None, None, None),
-) -> None:  # fmt: skip
+) -> None:
     """Every weight of several layers holds numbers, or has codes with scales of its rows."""
     for (name, weight), scale, codes in zip(weights.items(), scales, beside, strict=True):
         if weight is None:

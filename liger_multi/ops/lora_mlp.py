@@ -39,14 +39,29 @@ op = Op(
 
 @op.forward(returns="y", residuals="gate up")
 def forward(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-    gate_a: Optional[Tensor], gate_b: Optional[Tensor], up_a: Optional[Tensor],
-    up_b: Optional[Tensor], down_a: Optional[Tensor], down_b: Optional[Tensor],
-    gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
-    gate_scale: float, up_scale: float, down_scale: float, activation: str,
-    gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
-    down_weight_scale: Optional[Tensor], codes: Optional[Tensor], codes_scale: Optional[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_a: Optional[Tensor],
+    gate_b: Optional[Tensor],
+    up_a: Optional[Tensor],
+    up_b: Optional[Tensor],
+    down_a: Optional[Tensor],
+    down_b: Optional[Tensor],
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    gate_scale: float,
+    up_scale: float,
+    down_scale: float,
+    activation: str,
+    gate_weight_scale: Optional[Tensor],
+    up_weight_scale: Optional[Tensor],
+    down_weight_scale: Optional[Tensor],
+    codes: Optional[Tensor],
+    codes_scale: Optional[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
     """Shape rule."""
     lead = x.shape[:-1]
     inner = (*lead, gate_weight.shape[0])
@@ -62,15 +77,29 @@ op.backward(
 
 
 def lora_mlp(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-    gate_a: Tensor | None = None, gate_b: Tensor | None = None, up_a: Tensor | None = None,
-    up_b: Tensor | None = None, down_a: Tensor | None = None, down_b: Tensor | None = None, *,
-    gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    gate_scale: float = 1.0, up_scale: float = 1.0, down_scale: float = 1.0,
-    activation: str = "silu", gate_weight_scale: Tensor | None = None,
-    up_weight_scale: Tensor | None = None, down_weight_scale: Tensor | None = None,
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_a: Tensor | None = None,
+    gate_b: Tensor | None = None,
+    up_a: Tensor | None = None,
+    up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_scale: float = 1.0,
+    up_scale: float = 1.0,
+    down_scale: float = 1.0,
+    activation: str = "silu",
+    gate_weight_scale: Tensor | None = None,
+    up_weight_scale: Tensor | None = None,
+    down_weight_scale: Tensor | None = None,
     quantized: Float8Rows | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """A gated MLP with LoRA adapters that keeps no activation but the outputs of gate and up.
 
     Math:
@@ -161,9 +190,14 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def _in_layers(
-    x: Tensor, wide: list[Tensor | None], thin: list[Tensor | None], scales: tuple[float, ...],
-    activation: str, own: tuple[Tensor | None, ...], rows: Float8Rows | None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    wide: list[Tensor | None],
+    thin: list[Tensor | None],
+    scales: tuple[float, ...],
+    activation: str,
+    own: tuple[Tensor | None, ...],
+    rows: Float8Rows | None,
+) -> Tensor:
     """The same as steps of their own, for a policy that keeps GEMMs and not activations."""
     from liger_multi.ops import geglu, swiglu
 
@@ -233,9 +267,15 @@ _early = EarlySave(op, _first, _rest)
 
 
 def _case(
-    rows: tuple[int, ...], hidden: int, inner: int, rank: int, layers: tuple[str, ...] = LAYERS,
-    out: int = 0, dtype: torch.dtype | None = None, **frozen: bool,
-) -> dict[str, T]:  # fmt: skip
+    rows: tuple[int, ...],
+    hidden: int,
+    inner: int,
+    rank: int,
+    layers: tuple[str, ...] = LAYERS,
+    out: int = 0,
+    dtype: torch.dtype | None = None,
+    **frozen: bool,
+) -> dict[str, T]:
     """Tensors of a sample; adapters stand on ``layers``, names in ``frozen`` get no gradient."""
     sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (out or hidden, inner)}
     made = {"x": T((*rows, hidden), grad=not frozen.get("x", False))}
@@ -277,8 +317,16 @@ SAMPLES = (
     Sample("float8-only-gate-adapted", in_float8(_case((6,), 16, 24, 4, ("gate",)), "down")),
     Sample("past-65535-rows", _case((65537,), 4, 4, 2, **_FROZEN), size="thin"),
     Sample("8192x4096x14336-r16", _case((8192,), 4096, 14336, 16), _SCALES, size="bench"),
-    Sample("8192x4096x14336-r16-fp32", _case((8192,), 4096, 14336, 16, dtype=torch.float32),
-           _SCALES, size="bench"),
-    Sample("8192x4096x14336-r16-float8", in_float8(_case((8192,), 4096, 14336, 16), *LAYERS),
-           _SCALES, size="bench"),
-)  # fmt: skip
+    Sample(
+        "8192x4096x14336-r16-fp32",
+        _case((8192,), 4096, 14336, 16, dtype=torch.float32),
+        _SCALES,
+        size="bench",
+    ),
+    Sample(
+        "8192x4096x14336-r16-float8",
+        in_float8(_case((8192,), 4096, 14336, 16), *LAYERS),
+        _SCALES,
+        size="bench",
+    ),
+)

@@ -34,14 +34,33 @@ op = Op(
 
 @op.forward(returns="y", residuals="gate_up order offsets")
 def forward(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
-    gate_up_a: Optional[Tensor], gate_up_b: Optional[Tensor], down_a: Optional[Tensor],
-    down_b: Optional[Tensor], gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor],
-    gate_up_scale: float, down_scale: float, activation: str, limit: float, alpha: float,
-    up_offset: float, interleaved: bool, transposed: bool, y_dtype: torch.dtype, needs_x: bool,
-    needs_routing: bool, needs_gate_up_a: bool, needs_gate_up_b: bool, needs_down_a: bool,
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_a: Optional[Tensor],
+    gate_up_b: Optional[Tensor],
+    down_a: Optional[Tensor],
+    down_b: Optional[Tensor],
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    gate_up_scale: float,
+    down_scale: float,
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    y_dtype: torch.dtype,
+    needs_x: bool,
+    needs_routing: bool,
+    needs_gate_up_a: bool,
+    needs_gate_up_b: bool,
+    needs_down_a: bool,
     needs_down_b: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shape rule; without gradients no row of gate_up is kept."""
     wanted = needs_x or needs_routing or needs_gate_up_a or needs_gate_up_b
     pairs = index.shape[0] * index.shape[1]
@@ -71,8 +90,10 @@ def _gradients(**given: Any) -> tuple[Tensor, ...]:
 
     thin = [gradient(n, given[n], () if given[n] is None else given[n].shape) for n in _THIN]
     return (
-        gradient("x", gate_up, dy.shape), gradient("routing", routing, routing.shape), *thin,
-    )  # fmt: skip
+        gradient("x", gate_up, dy.shape),
+        gradient("routing", routing, routing.shape),
+        *thin,
+    )
 
 
 op.backward(
@@ -86,14 +107,27 @@ op.backward(
 
 
 def lora_moe(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
-    gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
-    down_a: Tensor | None = None, down_b: Tensor | None = None, *,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    gate_up_scale: float = 1.0, down_scale: float = 1.0, activation: str = "silu",
-    limit: float = 7.0, alpha: float = 1.702, up_offset: float = 1.0, interleaved: bool = False,
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_a: Tensor | None = None,
+    gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_up_scale: float = 1.0,
+    down_scale: float = 1.0,
+    activation: str = "silu",
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    up_offset: float = 1.0,
+    interleaved: bool = False,
     transposed: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """A mixture of gated experts, frozen, with a LoRA adapter for each expert.
 
     Math:
@@ -153,11 +187,20 @@ def lora_moe(
     assert rows is not None
     pairs = index.shape[-1]
     result: Tensor = op(
-        rows.reshape(count(rows), rows.shape[-1]), first, second,
+        rows.reshape(count(rows), rows.shape[-1]),
+        first,
+        second,
         index.reshape(count(index), pairs).to(torch.int64),
-        routing.reshape(count(routing), pairs), *factors, *biases, *scales, activation, *by,
-        interleaved, transposed, x.dtype,
-    )  # fmt: skip
+        routing.reshape(count(routing), pairs),
+        *factors,
+        *biases,
+        *scales,
+        activation,
+        *by,
+        interleaved,
+        transposed,
+        x.dtype,
+    )
     return result.view(x.shape)
 
 
@@ -187,25 +230,43 @@ def _factors(
             )
         if a is not None and b is not None:
             if a.ndim != 3 or (a.shape[0], a.shape[2]) != (experts, into):
-                checks.refuse("lora_moe", f"{layer}_a must have shape ({experts}, r, {into}), an "
-                              "expert's rank by its inputs", a)  # fmt: skip
+                checks.refuse(
+                    "lora_moe",
+                    f"{layer}_a must have shape ({experts}, r, {into}), an "
+                    "expert's rank by its inputs",
+                    a,
+                )
             if b.shape != (experts, out, a.shape[1]):
-                checks.refuse("lora_moe", f"{layer}_b must have shape {(experts, out, a.shape[1])},"
-                              f" an expert's outputs by rows of {layer}_a", b)  # fmt: skip
+                checks.refuse(
+                    "lora_moe",
+                    f"{layer}_b must have shape {(experts, out, a.shape[1])},"
+                    f" an expert's outputs by rows of {layer}_a",
+                    b,
+                )
             _, a, b = adapter_dtypes("lora_moe", {"x": x}, a, b, f"{layer}_")
         found += [a, b]
     return found
 
 
 def _case(
-    rows: tuple[int, ...], top_k: int, experts: int, hidden: int, inner: int, rank: int, *,
-    layers: tuple[str, ...] = LAYERS, dtype: torch.dtype | None = None,
-    frozen: tuple[str, ...] = (), parts: int = 2, **more: Any,
-) -> dict[str, T]:  # fmt: skip
+    rows: tuple[int, ...],
+    top_k: int,
+    experts: int,
+    hidden: int,
+    inner: int,
+    rank: int,
+    *,
+    layers: tuple[str, ...] = LAYERS,
+    dtype: torch.dtype | None = None,
+    frozen: tuple[str, ...] = (),
+    parts: int = 2,
+    **more: Any,
+) -> dict[str, T]:
     """Tensors of a sample; adapters stand on ``layers``, names in ``frozen`` get no gradient."""
     base = ("gate_up_weight", "down_weight", *_BIASES)
-    made = experts_case(rows, top_k, experts, hidden, inner, frozen=(*base, *frozen),
-                        parts=parts, **more)  # fmt: skip
+    made = experts_case(
+        rows, top_k, experts, hidden, inner, frozen=(*base, *frozen), parts=parts, **more
+    )
     sizes = {"gate_up": (parts * inner, hidden), "down": (hidden, inner)}
     for layer in layers:
         out, into = sizes[layer]
@@ -232,17 +293,24 @@ SAMPLES = (
     Sample("no-rows", _case((0,), 2, 3, 8, 4, 2)),
     Sample("odd-widths", _case((13,), 2, 2, 37, 21, 3, bias=True), _SCALES),
     Sample("wider-rank-40", _case((9,), 2, 2, 144, 136, 40)),
-    Sample("strided-factors", _case((6,), 2, 4, 8, 8, 4)
-           | {"gate_up_b": T((4, 16, 4), layout="transposed")}),
+    Sample(
+        "strided-factors",
+        _case((6,), 2, 4, 8, 8, 4) | {"gate_up_b": T((4, 16, 4), layout="transposed")},
+    ),
     Sample("frozen-x", _case((4,), 2, 3, 8, 4, 2, frozen=("x", "routing"))),
     Sample("only-b", _case((4,), 2, 3, 8, 4, 2, frozen=("x", "gate_up_a", "down_a"))),
     Sample("only-x", _case((4,), 2, 3, 8, 4, 2, frozen=("routing", *_THIN))),
     Sample("past-65535-rows", _case((33000,), 2, 3, 2, 2, 1), size="thin"),
-    Sample("8192x2048 768 of 128 r16", _case((8192,), 8, 128, 2048, 768, 16), _SCALES,
-           size="bench"),
-    Sample("8192x2048 768 of 128 r16-fp32",
-           _case((8192,), 8, 128, 2048, 768, 16, dtype=torch.float32), _SCALES, size="bench"),
-)  # fmt: skip
+    Sample(
+        "8192x2048 768 of 128 r16", _case((8192,), 8, 128, 2048, 768, 16), _SCALES, size="bench"
+    ),
+    Sample(
+        "8192x2048 768 of 128 r16-fp32",
+        _case((8192,), 8, 128, 2048, 768, 16, dtype=torch.float32),
+        _SCALES,
+        size="bench",
+    ),
+)
 COMPILE_SAMPLES = (
     Sample("8192x4096 14336 of 8 r64", _case((8192,), 2, 8, 4096, 14336, 64), _SCALES),
 )

@@ -41,13 +41,28 @@ class LoraQKVOutput(NamedTuple):
 
 @op.forward(returns="q k v", residuals="low")
 def forward(
-    x: Tensor, q_weight: Optional[Tensor], k_weight: Optional[Tensor], v_weight: Optional[Tensor],
-    q_a: Optional[Tensor], q_b: Optional[Tensor], k_a: Optional[Tensor], k_b: Optional[Tensor],
-    v_a: Optional[Tensor], v_b: Optional[Tensor], q_bias: Optional[Tensor],
-    k_bias: Optional[Tensor], v_bias: Optional[Tensor], q_scale: float, k_scale: float,
-    v_scale: float, q_weight_scale: Optional[Tensor], k_weight_scale: Optional[Tensor],
-    v_weight_scale: Optional[Tensor], codes: Optional[Tensor], codes_scale: Optional[Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor],
+    v_weight: Optional[Tensor],
+    q_a: Optional[Tensor],
+    q_b: Optional[Tensor],
+    k_a: Optional[Tensor],
+    k_b: Optional[Tensor],
+    v_a: Optional[Tensor],
+    v_b: Optional[Tensor],
+    q_bias: Optional[Tensor],
+    k_bias: Optional[Tensor],
+    v_bias: Optional[Tensor],
+    q_scale: float,
+    k_scale: float,
+    v_scale: float,
+    q_weight_scale: Optional[Tensor],
+    k_weight_scale: Optional[Tensor],
+    v_weight_scale: Optional[Tensor],
+    codes: Optional[Tensor],
+    codes_scale: Optional[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shape rule."""
 
     def made(weight: Optional[Tensor]) -> Tensor:
@@ -77,14 +92,28 @@ op.backward(
 
 
 def lora_qkv(
-    x: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
-    v_weight: Tensor | None = None, q_a: Tensor | None = None, q_b: Tensor | None = None,
-    k_a: Tensor | None = None, k_b: Tensor | None = None, v_a: Tensor | None = None,
-    v_b: Tensor | None = None, *, q_bias: Tensor | None = None, k_bias: Tensor | None = None,
-    v_bias: Tensor | None = None, q_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0,
-    q_weight_scale: Tensor | None = None, k_weight_scale: Tensor | None = None,
-    v_weight_scale: Tensor | None = None, quantized: Float8Rows | None = None,
-) -> LoraQKVOutput:  # fmt: skip
+    x: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    v_weight: Tensor | None = None,
+    q_a: Tensor | None = None,
+    q_b: Tensor | None = None,
+    k_a: Tensor | None = None,
+    k_b: Tensor | None = None,
+    v_a: Tensor | None = None,
+    v_b: Tensor | None = None,
+    *,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+    q_scale: float = 1.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    q_weight_scale: Tensor | None = None,
+    k_weight_scale: Tensor | None = None,
+    v_weight_scale: Tensor | None = None,
+    quantized: Float8Rows | None = None,
+) -> LoraQKVOutput:
     """Up to three linear layers of one input, with LoRA adapters, whose backward is one.
 
     Math:
@@ -176,8 +205,11 @@ def _absent(name: str, parts: dict[str, Tensor | None]) -> None:
 
 def _whole(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if x.ndim == 0 or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-        checks.refuse("lora_qkv", f"{name}_weight must have shape (F, H) for x (..., H)",
-                      f"{tuple(weight.shape)} for {tuple(x.shape)}")  # fmt: skip
+        checks.refuse(
+            "lora_qkv",
+            f"{name}_weight must have shape (F, H) for x (..., H)",
+            f"{tuple(weight.shape)} for {tuple(x.shape)}",
+        )
     checks.vector("lora_qkv", f"{name}_bias", bias, weight.shape[0], f"rows of {name}_weight")
 
 
@@ -185,9 +217,13 @@ _SIZES = {"q": 12, "k": 6, "v": 5}
 
 
 def _case(
-    rows: tuple[int, ...], width: int, ranks: Mapping[str, int], sizes: Mapping[str, int] = _SIZES,
-    dtype: torch.dtype | None = None, frozen: Sequence[str] = (),
-) -> dict[str, T]:  # fmt: skip
+    rows: tuple[int, ...],
+    width: int,
+    ranks: Mapping[str, int],
+    sizes: Mapping[str, int] = _SIZES,
+    dtype: torch.dtype | None = None,
+    frozen: Sequence[str] = (),
+) -> dict[str, T]:
     """Tensors of a sample; layers of rank 0 have no adapter, those ``frozen`` no gradient."""
     made = {"x": T((*rows, width), grad="x" not in frozen)}
     for name, rank in ranks.items():
@@ -224,8 +260,16 @@ SAMPLES = (
     Sample("float8-k-plain", in_float8(_case((6,), 8, _RANK_2) | _bias("q", "k"), "q", "v")),
     Sample("past-65535-rows", _case((65537,), 4, _RANK_2, frozen=_THIN), size="thin"),
     Sample("8192x4096-r16", _case((8192,), 4096, _RANK_16, _LLAMA), _EQUAL, size="bench"),
-    Sample("8192x4096-r16-fp32", _case((8192,), 4096, _RANK_16, _LLAMA, torch.float32), _EQUAL,
-           size="bench"),
-    Sample("8192x4096-r16-float8", in_float8(_case((8192,), 4096, _RANK_16, _LLAMA), *LAYERS),
-           _EQUAL, size="bench"),
-)  # fmt: skip
+    Sample(
+        "8192x4096-r16-fp32",
+        _case((8192,), 4096, _RANK_16, _LLAMA, torch.float32),
+        _EQUAL,
+        size="bench",
+    ),
+    Sample(
+        "8192x4096-r16-float8",
+        in_float8(_case((8192,), 4096, _RANK_16, _LLAMA), *LAYERS),
+        _EQUAL,
+        size="bench",
+    ),
+)

@@ -82,11 +82,18 @@ def fit(op: str, x: Tensor, out: tuple[int, ...], a: Tensor, b: Tensor, of: str 
             op, "x and base must have the same leading axes", f"{tuple(x.shape)} and {tuple(out)}"
         )
     if a.ndim != 2 or a.shape[1] != x.shape[-1]:
-        checks.refuse(op, f"{a_name} must have shape (r, {x.shape[-1]}), a column for each of the "
-                      "layer's inputs", a)  # fmt: skip
+        checks.refuse(
+            op,
+            f"{a_name} must have shape (r, {x.shape[-1]}), a column for each of the layer's inputs",
+            a,
+        )
     if b.shape != (out[-1], a.shape[0]):
-        checks.refuse(op, f"{b_name} must have shape {(out[-1], a.shape[0])}, outputs of the layer "
-                      f"by rows of {a_name}", b)  # fmt: skip
+        checks.refuse(
+            op,
+            f"{b_name} must have shape {(out[-1], a.shape[0])}, outputs of the layer "
+            f"by rows of {a_name}",
+            b,
+        )
 
 
 def adapter_dtypes(
@@ -118,8 +125,11 @@ def frozen(op: str, weights: dict[str, Tensor | None], instead: str) -> None:
         return
     for name, weight in weights.items():
         if weight is not None and weight.requires_grad:
-            checks.refuse(op, "the layers must be frozen",
-                          f"a {name} that requires a gradient; call {instead}")  # fmt: skip
+            checks.refuse(
+                op,
+                "the layers must be frozen",
+                f"a {name} that requires a gradient; call {instead}",
+            )
 
 
 def case(rows: tuple[int, ...], width: int, out: int, rank: int, **specs: T) -> dict[str, T]:

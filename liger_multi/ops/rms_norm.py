@@ -43,9 +43,10 @@ def forward(
 
 
 BACKWARD: dict[str, Any] = {
-    "reads": "dy x weight rstd offset casting", "returns": "dx dweight",
+    "reads": "dy x weight rstd offset casting",
+    "returns": "dx dweight",
     "values_for": {"weight": "x"},
-}  # fmt: skip
+}
 op.backward(**BACKWARD)
 quantized_op = with_codes(op, **BACKWARD)
 
@@ -155,9 +156,11 @@ SAMPLES = (
     *bench(_given, "8192x4096 16384x2048 4096x8192 32768x1536 262144x128"),
 )
 QUANTIZED_SAMPLES = coded_samples(
-    _given, SHAPES, "8192x4096 16384x2048",
+    _given,
+    SHAPES,
+    "8192x4096 16384x2048",
     {"odd-width": GEMMA, "one-row": {"casting": "olmo"}},
-)  # fmt: skip
+)
 COMPILE_SAMPLES = (
     *bench(_given, "2048x16384 1024x65536"),
     Sample("16384x2048 gemma", _given(16384, 2048), GEMMA),

@@ -33,9 +33,17 @@ def gradients(**given: Any) -> tuple[Tensor, ...]:
 
 @op.forward(returns="y", residuals="rstd")
 def forward(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float, casting: str,
-    rope_casting: str, head_axis: int, x_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float,
+    casting: str,
+    rope_casting: str,
+    head_axis: int,
+    x_order: str,
+) -> tuple[Tensor, Tensor]:
     """Shape rule; the order names the axes from the outermost in memory to the innermost."""
     from liger_multi.reference.rope.rms_norm_rope import output_dtype, statistics_shape
     from liger_multi.reference.rope.rope import dense
@@ -55,10 +63,17 @@ op.backward(
 
 
 def rms_norm_rope(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, *,
-    unsqueeze_dim: int = 1, offset: float = 0.0, casting: str = "llama",
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    *,
+    unsqueeze_dim: int = 1,
+    offset: float = 0.0,
+    casting: str = "llama",
     rope_casting: str = "llama",
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Root-mean-square norm of queries or keys, and their rotary position embedding.
 
     Math:
@@ -135,9 +150,18 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def _case(
-    batch: int, heads: int, tokens: int, width: int, *, angles: tuple[int, ...] = (1,),
-    axis: int = 1, whole: bool = False, layout: str = "contiguous", kind: Any = None, **weight: Any,
-) -> dict[str, T]:  # fmt: skip
+    batch: int,
+    heads: int,
+    tokens: int,
+    width: int,
+    *,
+    angles: tuple[int, ...] = (1,),
+    axis: int = 1,
+    whole: bool = False,
+    layout: str = "contiguous",
+    kind: Any = None,
+    **weight: Any,
+) -> dict[str, T]:
     shape: tuple[int, ...] = (batch, heads, tokens, width)
     if axis == 2:
         shape = (batch, tokens, heads, width)
@@ -165,9 +189,7 @@ SAMPLES = (
     Sample("llama-offset", _case(1, 2, 5, 12), {"offset": 1.0}),
     Sample("llama-fp32-weight", _case(2, 2, 7, 32, dtype=torch.float32), {"eps": 1e-5}),
     Sample("fp32-angles", _case(2, 2, 3, 8, kind=torch.float32)),
-    Sample(
-        "fp32-angles-cohere", _case(2, 2, 3, 8, kind=torch.float32), {"rope_casting": "cohere"}
-    ),
+    Sample("fp32-angles-cohere", _case(2, 2, 3, 8, kind=torch.float32), {"rope_casting": "cohere"}),
     Sample("angles-of-a-batch", _case(3, 2, 4, 8, angles=(3,))),
     Sample("angles-of-two-axes", _case(2, 3, 4, 8, angles=())),
     Sample("odd-heads", _case(1, 7, 6, 40)),
@@ -189,12 +211,19 @@ SAMPLES = (
     Sample("past-65535-rows", _case(1, 2, 65537, 4), size="thin"),
     Sample("8x2048 32x128", _case(8, 32, 2048, 128, layout="swapped"), size="bench"),
     Sample("8x2048 8x128", _case(8, 8, 2048, 128, layout="swapped"), size="bench"),
-    Sample("4x2048 32x128 tokens", _case(4, 32, 2048, 128, layout="swapped", whole=True),
-           size="bench"),
-)  # fmt: skip
+    Sample(
+        "4x2048 32x128 tokens", _case(4, 32, 2048, 128, layout="swapped", whole=True), size="bench"
+    ),
+)
 COMPILE_SAMPLES = (
-    Sample("4x2048 8x256 gemma", _case(4, 8, 2048, 256, layout="swapped"),
-           {"casting": "gemma", "offset": 1.0}),
-    Sample("4x2048 64x128 olmo", _case(4, 64, 2048, 128, layout="swapped", whole=True),
-           {"casting": "olmo"}),
-)  # fmt: skip
+    Sample(
+        "4x2048 8x256 gemma",
+        _case(4, 8, 2048, 256, layout="swapped"),
+        {"casting": "gemma", "offset": 1.0},
+    ),
+    Sample(
+        "4x2048 64x128 olmo",
+        _case(4, 64, 2048, 128, layout="swapped", whole=True),
+        {"casting": "olmo"},
+    ),
+)

@@ -22,9 +22,14 @@ op = Op(
 
 @op.forward(returns="q_out k_out")
 def forward(
-    q: Tensor, k: Tensor, freqs: Tensor, head_axis: int, rotary_dim: int, q_order: str,
+    q: Tensor,
+    k: Tensor,
+    freqs: Tensor,
+    head_axis: int,
+    rotary_dim: int,
+    q_order: str,
     k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Shape rule; ``freqs`` has real and imaginary parts on its last axis."""
     from liger_multi.reference.rope.rope import dense
 
@@ -106,9 +111,14 @@ SAMPLES = (
     Sample("swapped", _case((2, 5, 4), 2, (4, 2), 5, 8, layout="swapped"), OUTSIDE),
     Sample("sliced", _case((2, 3, 4), 2, (2, 1), 3, 8, layout="sliced", **INSIDE)),
     Sample("expanded", _case((3, 3, 4), 3, (2, 1), 3, 8, layout="expanded", **INSIDE)),
-    Sample("frozen-k", {**_case((2, 3, 4), 2, (4, 2), 3, 8, **INSIDE),
-                        "k": T((2, 3, 2, 8), grad=False)}),
+    Sample(
+        "frozen-k",
+        {**_case((2, 3, 4), 2, (4, 2), 3, 8, **INSIDE), "k": T((2, 3, 2, 8), grad=False)},
+    ),
     Sample("past-65535-rows", _case((65537, 2), 1, (2, 1), 65537, 4, **INSIDE), size="thin"),
-    Sample("4x2048 40/8x128",
-           _case((4, 2048, 64), 4, (40, 8), 2048, 128, kind=torch.float32, **INSIDE), size="bench"),
-)  # fmt: skip
+    Sample(
+        "4x2048 40/8x128",
+        _case((4, 2048, 64), 4, (40, 8), 2048, 128, kind=torch.float32, **INSIDE),
+        size="bench",
+    ),
+)

@@ -35,9 +35,13 @@ op.backward(reads="dlog_prob logits index lse lse_low scale ignore_index", retur
 
 
 def selective_log_softmax(
-    logits: Tensor, index: Tensor, *, temperature: float = 1.0, ignore_index: int = -100,
+    logits: Tensor,
+    index: Tensor,
+    *,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
     validate: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Log-probabilities of chosen classes, without those of the others.
 
     Math:
@@ -88,9 +92,14 @@ work = elementwise(1, 2)
 
 
 def _case(
-    rows: int, classes: int, k: int = 0, *, scale: float = 2.0, ignored: float = 0.0,
+    rows: int,
+    classes: int,
+    k: int = 0,
+    *,
+    scale: float = 2.0,
+    ignored: float = 0.0,
     layout: str = "contiguous",
-) -> dict[str, T]:  # fmt: skip
+) -> dict[str, T]:
     shape = (rows, k) if k else (rows,)
     return {
         "logits": T((rows, classes), scale=scale, layout=layout),
