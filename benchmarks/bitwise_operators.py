@@ -365,13 +365,13 @@ def _time_gemms(a: Tensor, b: Tensor, rows: dict[str, Row], clock: Clock, calls:
             rows[who]["failure"] = gemms
             continue
         # the package wants weights as (inputs, outputs), which is how its own layer has them
-        right = b.contiguous() if who == "sgemm-bi" else b
+        expected = b.contiguous() if who == "sgemm-bi" else b
         try:
-            whole = gemms(a, right)
-            parts = [gemms(a[:size].clone(), right) for size in (*SIZES, 1000)]
+            whole = gemms(a, expected)
+            parts = [gemms(a[:size].clone(), expected) for size in (*SIZES, 1000)]
             rows[who]["rows"] = all(same_bits(p, whole[: p.shape[0]]) for p in parts)
-            rows[who]["repeat"] = same_bits(whole, gemms(a, right))
-            usable[who] = functools.partial(gemms, a, right)
+            rows[who]["repeat"] = same_bits(whole, gemms(a, expected))
+            usable[who] = functools.partial(gemms, a, expected)
         except Exception as failure:
             rows[who]["failure"] = first_line(failure)
     times: dict[str, Times] = {who: Times() for who in usable}

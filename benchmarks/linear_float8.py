@@ -173,18 +173,18 @@ def kernels(place: Place) -> Iterator[Row]:
     format = format_of(place.device)
     tokens, width, out = (TINY_SHAPES if place.tiny else SHAPES)[0]
     x, w, dy = place.normal(tokens, width), place.normal(out, width), place.normal(tokens, out)
-    left, right = to.rows(x, None, format), to.rows(w, None, format)
-    grad = to.rows(dy, right.scale, format)
-    across = to.across(w, right.scale, format)
-    turned = Float8Rows(across, right.scale.new_ones(width))
+    left, expected = to.rows(x, None, format), to.rows(w, None, format)
+    grad = to.rows(dy, expected.scale, format)
+    across = to.across(w, expected.scale, format)
+    turned = Float8Rows(across, expected.scale.new_ones(width))
     calls = {
         "round x": lambda: to.rows(x, None, format),
         "round weight": lambda: to.rows(w, None, format),
-        "round dy": lambda: to.rows(dy, right.scale, format),
-        "weight across": lambda: to.across(w, right.scale, format),
+        "round dy": lambda: to.rows(dy, expected.scale, format),
+        "weight across": lambda: to.across(w, expected.scale, format),
         "sum of the bits of weight": lambda: bit_sums(w),
-        "codes across": lambda: to.across(right.codes, None, format),
-        "y": lambda: product(left, right, torch.bfloat16, True),
+        "codes across": lambda: to.across(expected.codes, None, format),
+        "y": lambda: product(left, expected, torch.bfloat16, True),
         "dx": lambda: product(grad, turned, torch.bfloat16),
         "dx fast": lambda: product(grad, turned, torch.bfloat16, True),
         "y bf16": lambda: x @ w.t(),
@@ -233,8 +233,8 @@ def codes(place: Place) -> Iterator[Row]:
             return op(*tensors)
 
         result, quantized = fused()  # another kernel's result may round a sum otherwise
-        for got, right in zip(quantized, to.rows(result, None, format), strict=True):
-            assert torch.equal(got.view(torch.uint8), right.view(torch.uint8)), name
+        for got, expected in zip(quantized, to.rows(result, None, format), strict=True):
+            assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), name
         calls = {"bf16": plain, "apart": apart, "float8": fused, "codes alone": alone}
         for variant, ms in place.in_turns(calls).items():
             yield {
@@ -340,7 +340,7 @@ def _both_ways(
     exact = runs["bf16"]()
     times = place.in_turns(runs)
     for variant, run in runs.items():
-        errors = [_error(got, right.float()) for got, right in zip(run(), exact, strict=True)]
+        errors = [_error(got, expected.float()) for got, expected in zip(run(), exact, strict=True)]
         assert max(errors) < 0.2, (name, variant, errors)
         yield {
             "part": part,
@@ -449,7 +449,8 @@ def linear(place: Place) -> Iterator[Row]:
             calls = {name: lambda run=run: both(run) for name, run in variants.items()}
             times = place.in_turns(calls)
             for name, call in calls.items():
-                errors = [_error(got, right) for got, right in zip(call(), exact, strict=False)]  # type: ignore[no-untyped-call]
+                results = call()  # type: ignore[no-untyped-call]
+                errors = [_error(y, e) for y, e in zip(results, exact, strict=False)]
                 yield {
                     "part": "linear",
                     "name": "trained" if trained else "frozen",

@@ -561,13 +561,13 @@ def measured(
     inputs = {name: x for name, x in tensors.items() if name in input_names}
     rows: dict[str, dict[str, Any]] = {}
     runners: dict[str, tuple[Runner, int]] = {}
-    right = _right(case, inputs)
+    expected = _right(case, inputs)
     for provider in _available(case, names, rows):
         release(device)
         runner = Runner.make(provider, inputs, (torch.ones((), device=device),))
         row = rows[provider.name] = {"status": "ok"}
         try:
-            row |= _alone(runner, right, tensors["weight"].numel(), device)
+            row |= _alone(runner, expected, tensors["weight"].numel(), device)
             flushes = clock.flushes(host_us(runner, clock, 3)[1])
         except Exception as failure:
             row |= {"status": f"{type(failure).__name__}: {str(failure)[:120]!r}"}
@@ -601,15 +601,15 @@ def _right(case: Case, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, 
 
 
 def _alone(
-    runner: Runner, right: tuple[Tensor, dict[str, Tensor]], weight: int, device: torch.device
+    runner: Runner, expected: tuple[Tensor, dict[str, Tensor]], weight: int, device: torch.device
 ) -> dict[str, Any]:
     (loss,), grads = runner.both()
     row: dict[str, Any] = {}
     if not runner.provider.floor:
-        row["loss"], row["right"] = float(loss), float(right[0])
+        row["loss"], row["right"] = float(loss), float(expected[0])
         dtype = runner.tensors["weight"].dtype
-        row["error"] = max(error(g, right[1][n], dtype)[0] for n, g in grads.items())
-        row["off"] = dict(zip(grads, _off([*grads.values()], [right[1][n] for n in grads])))
+        row["error"] = max(error(g, expected[1][n], dtype)[0] for n, g in grads.items())
+        row["off"] = dict(zip(grads, _off([*grads.values()], [expected[1][n] for n in grads])))
     del loss, grads
     release(device)
     row["extra_bytes"], row["peak_bytes"] = memory_bytes(runner, 4 * weight, device)

@@ -120,9 +120,9 @@ def time_us(prim: Any, args: tuple[Any, ...], device: torch.device) -> tuple[flo
     return statistics.median(times), result
 
 
-def agrees(actual: Any, right: Any) -> bool:
+def agrees(actual: Any, expected: Any) -> bool:
     """Whether every tensor is that of the formula's launch, within the suite's table."""
-    pairs = zip(*((x,) if isinstance(x, Tensor) else x for x in (actual, right)), strict=True)
+    pairs = zip(*((x,) if isinstance(x, Tensor) else x for x in (actual, expected)), strict=True)
     return all(excess(a, b, a.dtype) <= 1 for a, b in pairs if a.is_floating_point() and a.numel())
 
 
@@ -143,7 +143,7 @@ def tune(kernel: str, name: str, combinations: str, show: int) -> list[str]:
     prim = getattr(OPS[op], {"forward": "fwd", "backward": "bwd"}[direction])
     args = call_arguments(op, direction, known[name], device)
     with Forced(key, None):
-        base, right = time_us(prim, args, device)
+        base, expected = time_us(prim, args, device)
     rows: list[tuple[float, dict[str, int]]] = []
     failed = []
     for fields in grid(combinations):
@@ -153,7 +153,7 @@ def tune(kernel: str, name: str, combinations: str, show: int) -> list[str]:
             except Exception as wrong:  # a launch that does not fit is an answer
                 failed.append(f"    {fields}: {type(wrong).__name__} {str(wrong)[:80]}")
                 continue
-        rows.append((spent if agrees(microseconds, right) else float("inf"), fields))
+        rows.append((spent if agrees(microseconds, expected) else float("inf"), fields))
     rows.sort(key=lambda row: row[0])
     lines = [f"{kernel} {name}: now {base:.1f} us"]
     return lines + [f"    {us:8.1f} us  {fields}" for us, fields in rows[:show]] + failed[:3]
@@ -218,7 +218,7 @@ def measure(prim: Any, args: tuple[Any, ...], label: str, device: torch.device) 
     measured = {}
     for question in questions(prim, args, label):
         with Forced(question.key, None):
-            base, right = time_us(prim, args, device)
+            base, expected = time_us(prim, args, device)
         best, chosen = base, None
         for config in neighbors(info, question.formula):
             with Forced(question.key, config):
@@ -227,7 +227,7 @@ def measure(prim: Any, args: tuple[Any, ...], label: str, device: torch.device) 
                 except Exception as wrong:  # a launch that does not fit is an answer
                     print(f"    {question.key} {config}: {type(wrong).__name__}")
                     continue
-            if spent < best and agrees(microseconds, right):
+            if spent < best and agrees(microseconds, expected):
                 best, chosen = spent, config
         print(f"{question.key} {label}: {base:.1f} us, best {best:.1f} us {chosen or ''}")
         if chosen is not None and best <= FASTER * base:

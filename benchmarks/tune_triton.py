@@ -81,16 +81,16 @@ class Call:
         self.q, self.dy = draw(mask.heads), draw(mask.heads)
         self.k, self.v = draw(mask.groups), draw(mask.groups)
         self.sinks = torch.randn(mask.heads, device=device) if mask.sinks else None
-        left, right = mask.window or (-1, -1)
+        left, expected = mask.window or (-1, -1)
         self.ranges = None
         if mask.window is not None:
             self.ranges = key_ranges(
                 length,
                 length,
                 self.q.device,
-                causal=right == 0,
+                causal=expected == 0,
                 left=left,
-                right=right,
+                right=expected,
                 global_tokens=mask.global_tokens,
                 documents=None,
             )
@@ -142,9 +142,9 @@ class Call:
         return {"f": (y.detach(), lse.detach()), "q": (dq,), "k": (dk, dv)}
 
 
-def error(actual: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> float:
+def error(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
     """The largest distance in the 2-norm, relative."""
-    pairs = zip(actual, right, strict=True)
+    pairs = zip(actual, expected, strict=True)
     return max(float((a.float() - b).norm() / b.norm()) for a, b in pairs)
 
 
@@ -218,8 +218,8 @@ def attention_command(arguments: Sequence[str]) -> int:
     print(f"compiled {len(jobs)} in {time.monotonic() - began:.0f} s", flush=True)
     for name, which in pairs:
         small, large = Call(MASKS[name], SHORT), Call(MASKS[name], 8192)
-        right = small.right()[which]
-        first = error(small.direction(which)(), right)
+        expected = small.right()[which]
+        first = error(small.direction(which)(), expected)
         print(
             f"== {name} {which} {milliseconds(large.direction(which)):.3f} "
             f"err {first:.4f} as it comes"
@@ -228,7 +228,7 @@ def attention_command(arguments: Sequence[str]) -> int:
         for tile in tiles(name, which):
             with numbers(name, which, tile):
                 try:
-                    wrong = error(small.direction(which)(), right)
+                    wrong = error(small.direction(which)(), expected)
                     rows.append((milliseconds(large.direction(which)), tile, wrong))
                 except Exception as failure:
                     print("  ", tile, type(failure).__name__, str(failure)[:60])

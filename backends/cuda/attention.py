@@ -129,10 +129,10 @@ def forward(
         return kernels.forward(q, k, v, sinks, ranges, causal, scale, softcap)
     q, k, v = _dense(q), _dense(k), _dense(v)
     if by == "cudnn":
-        made: Any = cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        outputs: Any = cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
     else:
-        made = flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-    y, lse = _with_sinks(made[0], made[1].reshape(q.shape[:3]), sinks)
+        outputs = flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    y, lse = _with_sinks(outputs[0], outputs[1].reshape(q.shape[:3]), sinks)
     return _ordered(y), lse.contiguous()
 
 
@@ -174,11 +174,11 @@ def backward(
             needs_v,
             needs_sinks,
         )
-    given = (_dense(dy), _dense(q), _dense(k), _dense(v), _dense(y), lse.contiguous())
-    found = _cudnn(*given, causal, scale) if by == "cudnn" else _flash(*given, causal, scale)
+    dense = (_dense(dy), _dense(q), _dense(k), _dense(v), _dense(y), lse.contiguous())
+    gradients = _cudnn(*dense, causal, scale) if by == "cudnn" else _flash(*dense, causal, scale)
     grads = [
         _ordered(x) if needed else q.new_empty(0)
-        for x, needed in zip(found, (needs_q, needs_k, needs_v), strict=True)
+        for x, needed in zip(gradients, (needs_q, needs_k, needs_v), strict=True)
     ]
     dsinks = q.new_empty(0)
     if sinks is not None and needs_sinks:

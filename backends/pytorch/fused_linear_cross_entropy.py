@@ -72,9 +72,9 @@ def forward(
 ]:
     """The loss, and its gradients; zeros where every row is ignored, as the contract states."""
     reduction_of.check_targets(target, weight.shape[0], ignore_index, validate)
-    kind = statistics_dtype(hidden.dtype)
+    acc_dtype = statistics_dtype(hidden.dtype)
     native: Any = F
-    made: Any = torch.nn
+    loss_module: Any = torch.nn
     sums = accumulate if hidden.element_size() < 4 else None
     needs = (needs_hidden, needs_weight, needs_bias)
     with torch.enable_grad():
@@ -90,20 +90,22 @@ def forward(
             weight=class_weight,
             reduction=reduction,
             ignore_index=ignore_index,
-            options=made.LinearCrossEntropyOptions(batch_chunk_size=chunk or None, acc_dtype=sums),
+            options=loss_module.LinearCrossEntropyOptions(
+                batch_chunk_size=chunk or None, acc_dtype=sums
+            ),
         )
     asked = [t for t in leaves if t is not None and t.requires_grad]
-    found = list(torch.autograd.grad(total, asked)) if asked else []
+    grads = list(torch.autograd.grad(total, asked)) if asked else []
     (rows, width), vocabulary = hidden.shape, weight.shape[0]
     whole = is_whole(rows, width, vocabulary, hidden.element_size(), chunk, budget)
     of_weight = weight_gradient_dtype(hidden.dtype, weight.dtype, accumulate, whole)
     empty = (target == ignore_index).all()
     gradients = [
-        found.pop(0).to(to).masked_fill_(empty, 0) if needed else hidden.new_empty(0, dtype=to)
-        for needed, to in zip(needs, (hidden.dtype, of_weight, kind), strict=True)
+        grads.pop(0).to(to).masked_fill_(empty, 0) if needed else hidden.new_empty(0, dtype=to)
+        for needed, to in zip(needs, (hidden.dtype, of_weight, acc_dtype), strict=True)
     ]
-    none = hidden.new_empty(0, dtype=kind)
-    lse = hidden.new_full(target.shape, float("nan"), dtype=kind)
-    loss = total.detach().to(kind).masked_fill(empty, 0)
+    none = hidden.new_empty(0, dtype=acc_dtype)
+    lse = hidden.new_full(target.shape, float("nan"), dtype=acc_dtype)
+    loss = total.detach().to(acc_dtype).masked_fill(empty, 0)
     rest = (none, none, none.to(torch.int64), none, none, lse, none)
     return (loss, *rest, *gradients, none.new_ones(2))

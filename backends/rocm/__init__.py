@@ -36,13 +36,13 @@ def _device_info(device: torch.device) -> DeviceInfo:
 
 
 def _describe() -> dict[str, str]:
-    found = {"ROCm of PyTorch": torch.version.hip or "none"}
+    facts = {"ROCm of PyTorch": torch.version.hip or "none"}
     if _probe() is None:
         for index in range(torch.cuda.device_count()):
             info = _device_info(torch.device("cuda", index))
             limits = f"{info.arch}, waves of {info.warp_size}, {info.shared_bytes} bytes of LDS"
-            found[f"cuda:{index}"] = f"{limits}, launch table of {info.table}"
-    return found
+            facts[f"cuda:{index}"] = f"{limits}, launch table of {info.table}"
+    return facts
 
 
 BACKEND = Backend(

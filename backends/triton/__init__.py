@@ -40,8 +40,8 @@ def _describe() -> dict[str, str]:
 
 def _gemm_by_rows() -> Callable[..., None]:
     """Imported when it is asked for: it needs Triton."""
-    found: Callable[..., None] = importlib.import_module(f"{__name__}.common.gemm").gemm_by_rows
-    return found
+    gemm: Callable[..., None] = importlib.import_module(f"{__name__}.common.gemm").gemm_by_rows
+    return gemm
 
 
 BACKEND = Backend(

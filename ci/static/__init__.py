@@ -112,7 +112,7 @@ class StaticCase:
 
     def constant(self, name: str, default: int) -> int:
         """A number among the constants, or among those that the kernel takes from a tuple."""
-        source = inspect.getsource(self.kernel.fn)
+        source = inspect.getsource(getattr(self.kernel, "fn", self.kernel))
         place = re.search(rf"^    {name}: tl\.constexpr = (\w+)\[(\d+)\]$", source, re.MULTILINE)
         if place is not None:
             return int(self.constants[place[1]][int(place[2])])

@@ -261,9 +261,9 @@ def test_every_form_is_listed_as_todays_sources_have_it():
 
 
 def assert_listed(chip, dtype_name, known):
-    launches = blocks.launches_of(CHIPS[chip], DTYPES[dtype_name])
-    assert set(blocks.grouped(launches.values())) == set(blocks.NAMES)
-    for launch in launches.values():
+    forms = blocks.launches_of(CHIPS[chip], DTYPES[dtype_name])
+    assert set(blocks.grouped(forms.values())) == set(blocks.NAMES)
+    for launch in forms.values():
         said = known.get(launch.key[:16])
         assert said, f"{launch}: run python -m ci.npu.blocks {chip}"
         size = lowering.KINDS[blocks.TYPES[blocks.size_of(launch)]]
@@ -315,8 +315,8 @@ def test_kernels_compile_as_listed(request, chip, dtype_name):
 @compiled
 def test_a_block_that_is_too_large_is_refused():
     chip = CHIPS["Ascend910B3"]
-    launches = blocks.launches_of(chip, torch.float32, dict.fromkeys(blocks.NAMES, 32768))
-    launch = next(x for x in launches.values() if x.name == "_pair_sums_kernel")
+    forms = blocks.launches_of(chip, torch.float32, dict.fromkeys(blocks.NAMES, 32768))
+    launch = next(x for x in forms.values() if x.name == "_pair_sums_kernel")
     assert "overflow" in lowering.compile_by_vendor(launch, chip).error
 
 
@@ -372,15 +372,15 @@ def test_reads_are_counted(simulated):
 
 @pytest.mark.parametrize("name", ["rows", "gpt-oss", "transposed", "sentinels", "fp32-routing"])
 def test_experts_fit_the_meta_functions_one_after_another(name):
-    actual, options = moe(name, torch.bfloat16, "cpu")
+    tensors, options = moe(name, torch.bfloat16, "cpu")
     inputs = {"gate_up_bias": None, "down_bias": None, "activation": "silu", "limit": 7.0}
     inputs |= {"alpha": 1.702, "up_offset": 1.0, "interleaved": False, "transposed": False}
     needs = ("x", "gate_up_weight", "down_weight", "routing", "gate_up_bias", "down_bias")
-    needs = {f"needs_{n}": n in actual for n in needs}
+    needs = {f"needs_{n}": n in tensors for n in needs}
     with FakeTensorMode():
         fake = {
             n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=NPU)
-            for n, t in actual.items()
+            for n, t in tensors.items()
         }
         inputs |= fake | options
         y, *kept = ours.forward(**inputs, y_dtype=torch.bfloat16, **needs)
@@ -391,7 +391,7 @@ def test_experts_fit_the_meta_functions_one_after_another(name):
         values = {"dy": y, **inputs, **needs}
         values |= zip(("gate_up", "order", "offsets"), kept, strict=True)
         right = contract.op.bwd.fake(*[values[name] for name in contract.op.bwd.params])
-    assert y.shape == actual["x"].shape
+    assert y.shape == tensors["x"].shape
     for actual, expected in zip(gradients, right, strict=True):
         assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
 
@@ -461,20 +461,20 @@ def test_routing_in_fp32_weighs_rows_of_bf16_in_fp32(simulated):
 
 def test_a_backward_follows_any_forward_of_experts():
     """Token-expert pairs of an expert come in any order, which forward leaves for backward."""
-    output, _ = moe("sentinels", torch.float32)
-    output = {n: t.detach() for n, t in output.items()}
+    tensors, _ = moe("sentinels", torch.float32)
+    tensors = {n: t.detach() for n, t in tensors.items()}
     how = ("silu", 7.0, 1.702, 1.0, False, False)
-    inputs = [output[n] for n in ("x", "gate_up_weight", "down_weight", "index", "routing")]
+    inputs = [tensors[n] for n in ("x", "gate_up_weight", "down_weight", "index", "routing")]
     both = (ours, theirs)
     kept = [
         m.forward(
-            *inputs, output["gate_up_bias"], output["down_bias"], *how, torch.float32, *[True] * 6
+            *inputs, tensors["gate_up_bias"], tensors["down_bias"], *how, torch.float32, *[True] * 6
         )
         for m in both
     ]
     assert not torch.equal(kept[0][2], kept[1][2])
     gradients = [
-        m.backward(output["x"], *inputs, output["down_bias"], *k[1:], *how, *[True] * 6)
+        m.backward(tensors["x"], *inputs, tensors["down_bias"], *k[1:], *how, *[True] * 6)
         for m in both
         for k in kept
     ]

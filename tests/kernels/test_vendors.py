@@ -160,10 +160,9 @@ def launches(card):
     pytest.importorskip("triton", reason="no Triton on this machine")
     if harness.interpreted():
         pytest.skip("interpreted kernels have no launches to record")
-    from ci.static import static_cases
-    from ci.static.cases import calls
+    from ci.static.cases import launched
 
-    return card, static_cases(launch.device_info(DEVICE), calls())
+    return card, launched(card)
 
 
 def test_every_launch_fits_the_card(launches):

@@ -38,9 +38,9 @@ def real(logits, target):
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def same(ours, theirs, leaves, dtype=WIDE):
-    a, e = (torch.autograd.grad(x, leaves, retain_graph=True) for x in (ours, theirs))
-    assert excess(ours.detach(), theirs.detach(), dtype) <= 1
+def same(ours, expected, leaves, dtype=WIDE):
+    a, e = (torch.autograd.grad(x, leaves, retain_graph=True) for x in (ours, expected))
+    assert excess(ours.detach(), expected.detach(), dtype) <= 1
     for x, y in zip(a, e, strict=True):
         assert excess(x, y, dtype) <= 1
 
@@ -223,9 +223,9 @@ def test_lazy_logits_of_a_patched_model_stay_lazy(loss_type, passes):
         )
         loss.backward()
         results.append((loss.detach(), gradients(model)))
-    (expected_loss, right), (got, grads) = results
+    (expected_loss, expected), (got, grads) = results
     torch.testing.assert_close(got, expected_loss, rtol=2e-4, atol=2e-6)
-    assert_same_gradients(grads, right, rtol=1e-4)
+    assert_same_gradients(grads, expected, rtol=1e-4)
 
 
 def test_the_head_of_a_patched_model_runs_jobs():
@@ -273,7 +273,7 @@ def _rank(rank, meeting, results):
     whole, _ = losses.policy_loss(
         losses.Head(hidden, head.weight, head.bias), target, advantages, old=old, loss_type="dapo"
     )
-    right = torch.autograd.grad(whole, (head.weight, head.bias))
+    expected = torch.autograd.grad(whole, (head.weight, head.bias))
     from torch.distributed.device_mesh import init_device_mesh
 
     fully_shard(head, mesh=init_device_mesh("cpu", (2,)))
@@ -291,7 +291,7 @@ def _rank(rank, meeting, results):
         )
         loss.backward()
         gradients = [p.grad.full_tensor() for p in (head.weight, head.bias)]
-        results.put([float((a - b).abs().max()) for a, b in zip(gradients, right, strict=True)])
+        results.put([float((a - b).abs().max()) for a, b in zip(gradients, expected, strict=True)])
     dist.destroy_process_group()
 
 
@@ -330,8 +330,8 @@ def test_log_prob_output_is_what_the_operator_gives():
     hidden, target = data()
     weight = torch.randn(37, 16)
     tokens = losses.tokens(losses.Head(hidden, weight), target, ops.LogProbOutput._fields)
-    right = ops.fused_linear_log_prob(hidden, weight, target)
-    for a, e in zip(tokens, right, strict=True):
+    expected = ops.fused_linear_log_prob(hidden, weight, target)
+    for a, e in zip(tokens, expected, strict=True):
         assert torch.equal(a, e)
 
 
@@ -430,11 +430,11 @@ def test_never_rows_by_vocabulary(device, name):
     teacher, few = extra["teacher"], extra["few"]
     extra["teacher"] = losses.Head(teacher.hidden.repeat(1, 2, 1), teacher.weight)
     extra["few"] = losses.TopK(few.ids.repeat(1, 2, 1), few.log_prob.repeat(1, 2, 1))
-    with inline_ops(), Widest() as flops:
+    with inline_ops(), Widest() as widest:
         loss, _ = LOSSES[name](losses.Head(*leaves, chunk=5), target, extra)
         torch.autograd.grad(loss, leaves)
-    assert flops.elements <= max(70 * 24, 48 * 24)  # the teacher's weight and hidden states
-    assert flops.elements < 48 * 70
+    assert widest.elements <= max(70 * 24, 48 * 24)  # the teacher's weight and hidden states
+    assert widest.elements < 48 * 70
 
 
 @pytest.mark.usefixtures("kernels")
@@ -450,7 +450,7 @@ def test_a_loss_and_its_gradients(device, name, dtype, source):
     teacher = extra["teacher"]
     exact["teacher"] = losses.Head(teacher.hidden.double().cpu(), teacher.weight.double().cpu())
     exact["few"] = losses.TopK(extra["few"].ids.cpu(), extra["few"].log_prob.double().cpu())
-    right, _ = LOSSES[name](losses.Head(*wide), target.cpu(), exact)
+    expected, _ = LOSSES[name](losses.Head(*wide), target.cpu(), exact)
     if source == "logits":
         if dtype != torch.float32:
             pytest.skip("logits would be rounded before the loss sees them")
@@ -461,9 +461,9 @@ def test_a_loss_and_its_gradients(device, name, dtype, source):
         policy = losses.Head(*leaves, chunk=5, keep="1MiB" if source == "kept" else 0)
     ours, metrics = LOSSES[name](policy, target, extra)
     assert ours.dtype == torch.float32
-    assert excess(ours.detach().cpu(), right.detach(), dtype) <= 1
+    assert excess(ours.detach().cpu(), expected.detach(), dtype) <= 1
     for a, b in zip(
-        torch.autograd.grad(ours, leaves), torch.autograd.grad(right, wide), strict=True
+        torch.autograd.grad(ours, leaves), torch.autograd.grad(expected, wide), strict=True
     ):
         assert excess(a.cpu(), b, dtype) <= 1
     assert all(not m.requires_grad for m in metrics if isinstance(m, torch.Tensor))

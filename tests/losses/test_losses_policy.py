@@ -81,7 +81,7 @@ def trl_policy(b, options, leaves=None, temperature=1.0, accumulation=1, columns
     model = comparing.Toy(*leaves, temperature=temperature)
     stub = comparing.trainer(
         model,
-        **{theirs: getattr(o, ours) for ours, theirs in OPTIONS.items()},
+        **{trl_name: getattr(o, name) for name, trl_name in OPTIONS.items()},
         loss_type="grpo" if o.loss_type == "gspo" else o.loss_type,
         importance_sampling_level="sequence" if o.sequence_level else "token",
         current_gradient_accumulation_steps=accumulation,
@@ -141,11 +141,11 @@ def ours_policy(b, options, columns=(), head=None, **call):
     )
 
 
-def both(ours, theirs, b, dtype=WIDE, wide=None):
-    mine = [x for x in b.leaves if x is not None]
-    right = mine if wide is None else [x for x in wide if x is not None]
-    a, e = torch.autograd.grad(ours, mine), torch.autograd.grad(theirs, right)
-    assert excess(ours.detach(), theirs.detach(), WIDE if dtype == WIDE else dtype) <= 1
+def both(ours, expected, b, dtype=WIDE, wide=None):
+    leaves = [x for x in b.leaves if x is not None]
+    wide_leaves = leaves if wide is None else [x for x in wide if x is not None]
+    a, e = torch.autograd.grad(ours, leaves), torch.autograd.grad(expected, wide_leaves)
+    assert excess(ours.detach(), expected.detach(), WIDE if dtype == WIDE else dtype) <= 1
     for x, y in zip(a, e, strict=True):
         assert excess(x, y, dtype) <= 1
 
@@ -186,10 +186,10 @@ def test_policy_is_trl(options, columns):
     b = Batch()
     if "tools" in columns and "loss_type" not in options:
         columns = (*columns, "ratios")
-    theirs, log = trl_policy(b, options, columns=columns)
+    expected, log = trl_policy(b, options, columns=columns)
     count = b.mask.sum() * 1.0
     ours, metrics = ours_policy(b, options, columns, num_items=count)
-    both(ours, theirs, b)
+    both(ours, expected, b)
     names = {
         "kl": metrics.kl,
         "entropy": metrics.entropy,
@@ -215,11 +215,11 @@ def test_no_chunk_no_dtype_and_no_pass_moves_the_loss(loss_type, passes, dtype, 
     b = Batch(6, 13, dtype=dtype)
     options = {"loss_type": loss_type, "beta": 0.1, "entropy_weight": 0.1}
     wide = b.wide()
-    theirs, _ = trl_policy(b, options, wide, columns=("old",))
+    expected, _ = trl_policy(b, options, wide, columns=("old",))
     ours, _ = ours_policy(
         b, {**options, "passes": passes}, ("old",), b.head(chunk), num_items=b.mask.sum() * 1.0
     )
-    both(ours, theirs, b, dtype, wide)
+    both(ours, expected, b, dtype, wide)
 
 
 @pytest.mark.parametrize("loss_type", POLICY)
@@ -230,17 +230,17 @@ def test_policy_edges(loss_type):
         if empty:
             b.mask = b.mask & False
             b.target = b.ids.masked_fill(~b.mask, -100)
-        theirs, _ = trl_policy(b, KINDS[loss_type], columns=("old",))
+        expected, _ = trl_policy(b, KINDS[loss_type], columns=("old",))
         ours, _ = ours_policy(b, KINDS[loss_type], ("old",), num_items=b.mask.sum() * 1.0)
-        both(ours, theirs, b)
+        both(ours, expected, b)
 
 
 def test_sampler_without_scores_for_some_tokens():
     b = Batch()
     options = {"off_policy_threshold": 0.05}
-    theirs, _ = trl_policy(b, options, columns=("old", "sampled"))
+    expected, _ = trl_policy(b, options, columns=("old", "sampled"))
     ours, _ = ours_policy(b, options, ("old", "sampled"))
-    both(ours, theirs, b)
+    both(ours, expected, b)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "luspo"])
@@ -248,32 +248,32 @@ def test_accumulation_and_temperature(loss_type):
     """What trainers divide by; dapo's count spans the step already."""
     b = Batch()
     options = {"loss_type": loss_type, "entropy_weight": 0.1}
-    theirs, _ = trl_policy(b, options, temperature=0.7, accumulation=3, columns=("old",))
+    expected, _ = trl_policy(b, options, temperature=0.7, accumulation=3, columns=("old",))
     count = b.mask.sum() * 1.0
     ours, _ = ours_policy(
         b, options, ("old",), b.head(temperature=0.7), num_items=count, accumulation=3
     )
-    both(ours, theirs, b)
+    both(ours, expected, b)
 
 
 def test_advantages_of_tokens():
     b = Batch()
     b.advantages = torch.randn(b.ids.shape)
-    theirs, _ = trl_policy(b, {}, columns=("old",))
-    both(ours_policy(b, {}, ("old",))[0], theirs, b)
+    expected, _ = trl_policy(b, {}, columns=("old",))
+    both(ours_policy(b, {}, ("old",))[0], expected, b)
 
 
 @pytest.mark.parametrize("loss_type", POLICY)
 def test_given_logits_and_given_log_probs(loss_type):
     b = Batch()
     options = {**KINDS[loss_type], "beta": 0.1}
-    theirs, _ = trl_policy(b, options, columns=("old",))
+    expected, _ = trl_policy(b, options, columns=("old",))
     count = b.mask.sum() * 1.0
     logits = torch.nn.functional.linear(*b.leaves)
-    both(ours_policy(b, options, ("old",), logits, num_items=count)[0], theirs, b)
+    both(ours_policy(b, options, ("old",), logits, num_items=count)[0], expected, b)
     tokens = losses.tokens(b.head(), b.target, ("log_prob", "entropy"))
-    theirs, _ = trl_policy(b, options, columns=("old",))
-    both(ours_policy(b, options, ("old",), tokens, num_items=count)[0], theirs, b)
+    expected, _ = trl_policy(b, options, columns=("old",))
+    both(ours_policy(b, options, ("old",), tokens, num_items=count)[0], expected, b)
 
 
 # --- one pass ---
@@ -300,7 +300,7 @@ def rows_of_logits(count, dtype=WIDE):
 def test_logits_that_may_stay_are_computed_once(keep, kept):
     """For losses that look at more than a token; above the budget they are computed again."""
     b = Batch(5, 11, empty=False)
-    theirs, _ = trl_policy(b, {"loss_type": "gspo", "beta": 0.1}, columns=("old",))
+    expected, _ = trl_policy(b, {"loss_type": "gspo", "beta": 0.1}, columns=("old",))
     with inline_ops(), FlopCounterMode(display=False) as flops:
         ours, _ = ours_policy(b, {"loss_type": "gspo", "beta": 0.1}, ("old",), b.head(keep=keep))
         first = torch.autograd.grad(ours, b.leaves, retain_graph=True)
@@ -309,7 +309,7 @@ def test_logits_that_may_stay_are_computed_once(keep, kept):
     assert flops.get_total_flops() == 2 * 16 * 53 * (3 * rows + max(0, rows - kept))
     for x, y in zip(first, torch.autograd.grad(ours, b.leaves, retain_graph=True), strict=True):
         assert torch.equal(x, y)  # of a second backward, which has no logits any more
-    both(ours, theirs, b)
+    both(ours, expected, b)
 
 
 @pytest.mark.parametrize("kept", [99, 12])
@@ -318,9 +318,9 @@ def test_logits_that_stay_are_exact(dtype, kept):
     b = Batch(6, 13, dtype=dtype)
     options = {"loss_type": "gspo", "beta": 0.1, "entropy_weight": 0.1}
     wide = b.wide()
-    theirs, _ = trl_policy(b, options, wide, columns=("old",))
+    expected, _ = trl_policy(b, options, wide, columns=("old",))
     ours, _ = ours_policy(b, options, ("old",), b.head(7, keep=rows_of_logits(kept, dtype)))
-    both(ours, theirs, b, dtype, wide)
+    both(ours, expected, b, dtype, wide)
 
 
 def test_one_pass_is_refused_where_tokens_look_at_others():

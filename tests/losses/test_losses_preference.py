@@ -76,12 +76,12 @@ def trl_dpo(leaves, frozen, ids, mask, options, **changes):
     return DPOTrainer._compute_loss(stub, model, inputs, False), comparing.logged(stub)
 
 
-def both(ours, theirs, leaves, dtype=WIDE, wide=None):
-    """Losses and gradients agree; theirs may be in fp32 on the same rounded numbers."""
-    mine = [x for x in leaves if x is not None]
-    right = mine if wide is None else [x for x in wide if x is not None]
-    a, b = torch.autograd.grad(ours, mine), torch.autograd.grad(theirs, right)
-    assert excess(ours.detach(), theirs.detach(), WIDE if dtype == WIDE else dtype) <= 1
+def both(ours, expected, leaves, dtype=WIDE, wide=None):
+    """Losses and gradients agree; those of TRL may be in fp32 on the same rounded numbers."""
+    leaves = [x for x in leaves if x is not None]
+    wide_leaves = leaves if wide is None else [x for x in wide if x is not None]
+    a, b = torch.autograd.grad(ours, leaves), torch.autograd.grad(expected, wide_leaves)
+    assert excess(ours.detach(), expected.detach(), WIDE if dtype == WIDE else dtype) <= 1
     for x, y in zip(a, b, strict=True):
         assert excess(x, y, dtype) <= 1
 
@@ -113,13 +113,13 @@ TYPES = {
 @pytest.mark.parametrize("options", TYPES.values(), ids=TYPES)
 def test_dpo_is_trl(options):
     leaves, frozen, ids, mask = batch(bias=True)
-    theirs, log = trl_dpo(leaves, frozen, ids, mask, options)
+    expected, log = trl_dpo(leaves, frozen, ids, mask, options)
     head, target = shifted(leaves, ids, mask, chunk=7)
     reference, _ = shifted(frozen, ids, mask)
     ours, metrics = losses.dpo_loss(
         head, target, reference, metrics=("entropy", "token_accuracy", "logits"), **options
     )
-    both(ours, theirs, leaves)
+    both(ours, expected, leaves)
     names = {
         "rewards/chosen": metrics.chosen_reward,
         "rewards/rejected": metrics.rejected_reward,
@@ -141,10 +141,10 @@ def test_dpo_is_trl(options):
 def test_no_chunk_and_no_dtype_moves_dpo(loss_type, dtype, chunk):
     leaves, frozen, ids, mask = batch(5, 11, dtype=dtype, bias=True)
     wide = [x.detach().float().requires_grad_() for x in leaves]
-    theirs, _ = trl_dpo(wide, [x.float() for x in frozen], ids, mask, {"loss_type": loss_type})
+    expected, _ = trl_dpo(wide, [x.float() for x in frozen], ids, mask, {"loss_type": loss_type})
     head, target = shifted(leaves, ids, mask, chunk)
     ours, _ = losses.dpo_loss(head, target, shifted(frozen, ids, mask)[0], loss_type=loss_type)
-    both(ours, theirs, leaves, dtype, wide)
+    both(ours, expected, leaves, dtype, wide)
 
 
 @pytest.mark.parametrize("loss_type", DPO)
@@ -154,21 +154,21 @@ def test_dpo_edges(loss_type):
     for pairs, ignored in ((1, False), (4, True)):
         leaves, frozen, ids, mask = batch(pairs, ignored_row=ignored)
         options = {"loss_type": loss_type, **smooth}
-        theirs, _ = trl_dpo(leaves, frozen, ids, mask, options)
+        expected, _ = trl_dpo(leaves, frozen, ids, mask, options)
         head, target = shifted(leaves, ids, mask)
         ours, _ = losses.dpo_loss(head, target, shifted(frozen, ids, mask)[0], **options)
-        both(ours, theirs, leaves)
+        both(ours, expected, leaves)
 
 
 def test_dpo_under_softcap_scale_and_temperature():
     leaves, frozen, ids, mask = batch()
     options = {"temperature": 0.7, "softcap": 3.0}
-    theirs, log = trl_dpo(leaves, frozen, ids, mask, {}, scale=0.6, **options)
+    expected, log = trl_dpo(leaves, frozen, ids, mask, {}, scale=0.6, **options)
     options["logit_scale"] = 0.6
     head, target = shifted(leaves, ids, mask, chunk=5, **options)
     reference, _ = shifted(frozen, ids, mask, **options)
     ours, metrics = losses.dpo_loss(head, target, reference, metrics=("logits",))
-    both(ours, theirs, leaves)
+    both(ours, expected, leaves)
     assert metrics.chosen_logit.item() == pytest.approx(log["logits/chosen"], rel=1e-4)
     logits = losses.Logits(head.hidden @ leaves[1].T, 0.7, 3.0, 0.6)
     _, again = losses.dpo_loss(logits, target, reference, metrics=("logits",))
@@ -319,7 +319,7 @@ def trl_margin(module, name, leaves, ids, mask, **attributes):
 def test_cpo_is_trl(options):
     leaves, _, ids, mask = batch(bias=True)
     o = losses.CPOOptions(**options)
-    theirs, log = trl_margin(
+    expected, log = trl_margin(
         "cpo",
         "CPOTrainer",
         leaves,
@@ -334,7 +334,7 @@ def test_cpo_is_trl(options):
     )
     head, target = shifted(leaves, ids, mask, chunk=5)
     ours, metrics = losses.cpo_loss(head, target, **options)
-    both(ours, theirs, leaves)
+    both(ours, expected, leaves)
     assert metrics.margin.item() == pytest.approx(log["rewards/margins"], rel=1e-4)
     assert metrics.accuracy.item() == pytest.approx(log["rewards/accuracies"])
 
@@ -343,12 +343,12 @@ def test_cpo_is_trl(options):
 def test_orpo_is_trl(beta):
     """Its likelihood term counts the prompt as well."""
     leaves, _, ids, mask = batch(bias=True)
-    theirs, log = trl_margin("orpo", "ORPOTrainer", leaves, ids, mask, beta=beta)
+    expected, log = trl_margin("orpo", "ORPOTrainer", leaves, ids, mask, beta=beta)
     head, target = shifted(leaves, ids, mask)
     ours, metrics = losses.cpo_loss(
         head, target, ids[:3, 1:], loss_type="orpo", beta=beta, metrics=("entropy",)
     )
-    both(ours, theirs, leaves)
+    both(ours, expected, leaves)
     assert metrics.nll.item() == pytest.approx(log["nll_loss"], rel=1e-5)
     assert metrics.chosen_log_prob.item() == pytest.approx(log["logps/chosen"], rel=1e-5)
 
@@ -361,8 +361,8 @@ def test_no_chunk_and_no_dtype_moves_cpo(loss_type, chunk, dtype):
     wide = [None if x is None else x.detach().float().requires_grad_() for x in leaves]
     head, target = shifted(leaves, ids, mask, chunk)
     logits = losses.Logits(shifted(wide, ids, mask)[0].hidden @ wide[1].T)
-    theirs, _ = losses.cpo_loss(logits, target, loss_type=loss_type)
-    both(losses.cpo_loss(head, target, loss_type=loss_type)[0], theirs, leaves, dtype, wide)
+    expected, _ = losses.cpo_loss(logits, target, loss_type=loss_type)
+    both(losses.cpo_loss(head, target, loss_type=loss_type)[0], expected, leaves, dtype, wide)
 
 
 def test_orpo_of_answers_that_are_sure_is_finite():
@@ -428,7 +428,7 @@ def test_kto_is_trl(options, labels):
         other_mask,
         *[x[0].detach() * s for x, s in ((leaves, 0.4), (frozen, 1.3))],
     )
-    theirs, log = trl_kto(leaves, frozen, ids, mask, desirable, others, **options)
+    expected, log = trl_kto(leaves, frozen, ids, mask, desirable, others, **options)
     head, target = shifted(leaves, ids, mask, chunk=7)
     kl = None
     if "loss_type" not in options:
@@ -447,7 +447,7 @@ def test_kto_is_trl(options, labels):
         metrics=("entropy", "logits"),
         **options,
     )
-    both(ours, theirs, leaves)
+    both(ours, expected, leaves)
     assert metrics.kl.item() == pytest.approx(log["kl"], rel=1e-5)
     assert metrics.entropy.item() == pytest.approx(log["entropy"], rel=1e-5)
     for key, value in (
@@ -470,10 +470,10 @@ def test_no_chunk_and_no_dtype_moves_kto(chunk, dtype):
     desirable = torch.arange(8) % 3 == 0
     others = (ids.clone(), mask, *[x[0].detach().float() for x in (leaves, frozen)])
     floats = [None if x is None else x.float() for x in frozen]
-    theirs, log = trl_kto(wide, floats, ids, mask, desirable, others)
+    expected, log = trl_kto(wide, floats, ids, mask, desirable, others)
     head, target = shifted(leaves, ids, mask, chunk)
     ours, _ = losses.kto_loss(head, target, desirable, shifted(frozen, ids, mask)[0], log["kl"])
-    both(ours, theirs, leaves, dtype, wide)
+    both(ours, expected, leaves, dtype, wide)
 
 
 def test_kto_says_what_it_misses():

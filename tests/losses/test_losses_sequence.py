@@ -40,9 +40,9 @@ def exact(leaves, target):
     return own, z.logsumexp(-1) * (target >= 0), -(log_p.exp() * log_p).sum(-1) * (target >= 0)
 
 
-def both(ours, theirs, leaves, dtype=WIDE, wide=None):
-    a, e = torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, wide or leaves)
-    assert excess(ours.detach(), theirs.detach(), WIDE if dtype == WIDE else dtype) <= 1
+def both(ours, expected, leaves, dtype=WIDE, wide=None):
+    a, e = torch.autograd.grad(ours, leaves), torch.autograd.grad(expected, wide or leaves)
+    assert excess(ours.detach(), expected.detach(), WIDE if dtype == WIDE else dtype) <= 1
     for x, y in zip(a, e, strict=True):
         assert excess(x, y, dtype) <= 1
 
@@ -70,7 +70,7 @@ def trl_sft(leaves, target, divergence, num_items):
 def test_sft_is_trl(divergence, dtype, chunk, num_items):
     leaves, target = head(dtype=dtype)
     wide = [x.detach().float().requires_grad_() for x in leaves]
-    theirs, log = trl_sft(wide, target, divergence, num_items)
+    expected, log = trl_sft(wide, target, divergence, num_items)
     ours, metrics = losses.sequence_loss(
         losses.Head(*leaves, chunk=chunk),
         target,
@@ -78,7 +78,7 @@ def test_sft_is_trl(divergence, dtype, chunk, num_items):
         num_items=num_items,
         metrics=("entropy", "token_accuracy"),
     )
-    both(ours, theirs, leaves, dtype, wide)
+    both(ours, expected, leaves, dtype, wide)
     near = {"rel": 1e-5} if dtype == WIDE else {"rel": 2**-6}
     assert metrics.entropy.item() == pytest.approx(log["entropy"], **near)
     if dtype == WIDE:
@@ -89,9 +89,9 @@ def test_sft_is_trl(divergence, dtype, chunk, num_items):
 def test_nothing_to_learn_is_zero_and_connected(divergence):
     leaves, target = head()
     target[:] = -100
-    theirs, _ = trl_sft(leaves, target, divergence, None)
+    expected, _ = trl_sft(leaves, target, divergence, None)
     ours, _ = losses.sequence_loss(losses.Head(*leaves), target, loss_type=divergence)
-    both(ours, theirs, leaves)
+    both(ours, expected, leaves)
     assert ours == 0
 
 
@@ -124,12 +124,12 @@ def test_reductions(reduction, weighted):
     mask, w = target >= 0, torch.ones(target.shape) if weight is None else weight
     loss = -exact(leaves, target)[0] * w
     if reduction == "token":
-        right = loss.sum() / (w * mask).sum()
+        expected = loss.sum() / (w * mask).sum()
     elif reduction == "sum":
-        right = loss.sum()
+        expected = loss.sum()
     else:
-        right = (loss.sum(-1)[:-1] / mask.sum(-1)[:-1]).mean()  # the last row has no token
-    both(ours, right, leaves)
+        expected = (loss.sum(-1)[:-1] / mask.sum(-1)[:-1]).mean()  # the last row has no token
+    both(ours, expected, leaves)
 
 
 def test_packed_rows_are_the_same_as_padded_ones():
@@ -171,7 +171,7 @@ def test_several_heads_predict_further_ahead():
     segments = torch.tensor([[0] * 5 + [1] * 3, [0] * 8])
     sources = [losses.Head(h, *leaves[1:], chunk=3) for h in (leaves[0], *more)]
     ours, metrics = losses.mtp_loss(sources, target, ahead_weight=0.6, segments=segments)
-    right, flops = 0.0, []
+    expected, nlls = 0.0, []
     for k, hidden in enumerate((leaves[0], *more)):
         total, count = 0.0, 0
         own = torch.log_softmax(F.linear(hidden, *leaves[1:]), -1)
@@ -179,10 +179,10 @@ def test_several_heads_predict_further_ahead():
             for t in range(8 - k):
                 if segments[i, t] == segments[i, t + k] and target[i, t + k] >= 0:
                     total, count = total - own[i, t, target[i, t + k]], count + 1
-        flops.append(total / count)
-        right = right + flops[-1] * (1.0 if k == 0 else 0.3)
-    both(ours, right, [*leaves, *more])
-    for a, b in zip((metrics.first.nll, *metrics.ahead), flops, strict=True):
+        nlls.append(total / count)
+        expected = expected + nlls[-1] * (1.0 if k == 0 else 0.3)
+    both(ours, expected, [*leaves, *more])
+    for a, b in zip((metrics.first.nll, *metrics.ahead), nlls, strict=True):
         torch.testing.assert_close(a, b.detach())
 
 
@@ -281,7 +281,7 @@ BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.3}
 @pytest.mark.parametrize("divergence", BETAS)
 def test_distillation_is_trl(divergence, temperature, from_logits):
     pair = Pair()
-    theirs = trl_gkd(pair, beta=BETAS[divergence], temperature=temperature)
+    expected = trl_gkd(pair, beta=BETAS[divergence], temperature=temperature)
     options = {"beta": 0.3} if divergence == "jsd" else {}
     ours, metrics = losses.distillation_loss(
         *pair.sources(5, from_logits),
@@ -290,8 +290,8 @@ def test_distillation_is_trl(divergence, temperature, from_logits):
         temperature=temperature,
         **options,
     )
-    both(ours, theirs, pair.leaves)
-    assert metrics.soft.item() == pytest.approx(theirs.item(), rel=1e-5)
+    both(ours, expected, pair.leaves)
+    assert metrics.soft.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 256, "auto"])
@@ -309,11 +309,11 @@ def test_no_chunk_and_no_dtype_moves_the_loss(divergence, dtype, chunk):
         "cosine": lambda: 1 - (z * t).sum(-1) / (z.norm(dim=-1) * t.norm(dim=-1)),
     }
     if divergence in rows:
-        theirs = (rows[divergence]() * pair.mask).sum() / pair.mask.sum()
+        expected = (rows[divergence]() * pair.mask).sum() / pair.mask.sum()
     else:
-        theirs = trl_gkd(pair, wide, teacher, beta=0.0 if divergence == "forward_kl" else 0.5)
+        expected = trl_gkd(pair, wide, teacher, beta=0.0 if divergence == "forward_kl" else 0.5)
     ours, _ = losses.distillation_loss(*pair.sources(chunk), pair.target, divergence=divergence)
-    both(ours, theirs, pair.leaves, dtype, wide)
+    both(ours, expected, pair.leaves, dtype, wide)
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
@@ -324,7 +324,7 @@ def test_scales_softcaps_and_temperatures_of_each_head(divergence, unlike):
     pair = Pair()
     own = {"logit_scale": 0.6, "softcap": 2.0 if unlike else None}
     other = {"logit_scale": 1.5 if unlike else 0.6, "softcap": None}
-    theirs, entropy, count = module._chunked_divergence_loss(
+    expected, entropy, count = module._chunked_divergence_loss(
         pair.leaves[0],
         pair.teacher[0],
         pair.leaves[1],
@@ -347,7 +347,7 @@ def test_scales_softcaps_and_temperatures_of_each_head(divergence, unlike):
         metrics=("entropy", "token_accuracy"),
         **({"beta": 0.3} if divergence == "jsd" else {}),
     )
-    both(ours, theirs, pair.leaves)
+    both(ours, expected, pair.leaves)
     assert metrics.tokens == count
     warm, _ = losses.distillation_loss(
         losses.Head(*pair.leaves, temperature=1.3, **own),
@@ -418,11 +418,11 @@ def test_vocabularies_of_two_sizes(divergence, classes, from_logits):
     small = Pair(classes=classes[0], other=classes[1])
     cut = [small.teacher[0], *[x[:53] for x in small.teacher[1:]]]
     mine = [small.leaves[0], *[x[:53] for x in small.leaves[1:]]]
-    theirs, _ = losses.distillation_loss(
+    expected, _ = losses.distillation_loss(
         losses.Head(*mine), losses.Head(*cut), pair.target, divergence=divergence
     )
-    a, e = torch.autograd.grad(ours, pair.leaves), torch.autograd.grad(theirs, small.leaves)
-    for x, y in zip((ours, *a), (theirs, *e), strict=True):
+    a, e = torch.autograd.grad(ours, pair.leaves), torch.autograd.grad(expected, small.leaves)
+    for x, y in zip((ours, *a), (expected, *e), strict=True):
         assert excess(x.detach(), y.detach(), WIDE) <= 1
 
 
@@ -475,7 +475,7 @@ def test_few_tokens_are_trl(divergence, rest, from_logits):
     options = {"logit_scale": 0.7, "softcap": 4.0}
     flat = pair.mask.reshape(-1)
     ids, values = (x.reshape(-1, 5)[flat] for x in (top.ids, top.log_prob))
-    theirs = (
+    expected = (
         module._jsd_loss_chunk(
             pair.leaves[0].reshape(-1, 16)[flat],
             *pair.leaves[1:],
@@ -504,7 +504,7 @@ def test_few_tokens_are_trl(divergence, rest, from_logits):
         rest=rest,
         **({"beta": 0.3} if divergence == "jsd" else {}),
     )
-    both(ours, theirs, pair.leaves)
+    both(ours, expected, pair.leaves)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 256])
@@ -513,11 +513,11 @@ def test_all_tokens_are_the_whole_distribution(chunk, dtype):
     """With k = V nothing is left over."""
     pair = Pair(classes=20, dtype=dtype)
     wide, teacher = pair.wide(), [x.float() for x in pair.teacher]
-    theirs = trl_gkd(pair, wide, teacher, beta=0.0)
+    expected = trl_gkd(pair, wide, teacher, beta=0.0)
     ours, _ = losses.distillation_loss(
         pair.sources(chunk)[0], few(pair, 20, False), pair.target, divergence="forward_kl"
     )
-    both(ours, theirs, pair.leaves, dtype, wide)
+    both(ours, expected, pair.leaves, dtype, wide)
 
 
 def test_a_token_without_any_teacher_costs_nothing():

@@ -92,12 +92,12 @@ def packed(
         reason = unlike(results(model, [batch]), expected)
         return ("wrong", reason) if reason else ("apart", "")
     except Exception as error:
-        said = str(error)
-        if not isinstance(error, ValueError) or "several samples" not in said:
+        text = str(error)
+        if not isinstance(error, ValueError) or "several samples" not in text:
             return ("wrong" if _runs_unpatched(model, batch) else "unpatched"), _said(error)
-    if " they are kept apart" not in said:
-        return "refused", said.partition(": ")[2][:160]
-    way = said.partition("With ")[2].partition(" they are kept apart")[0]
+    if " they are kept apart" not in text:
+        return "refused", text.partition(": ")[2][:160]
+    way = text.partition("With ")[2].partition(" they are kept apart")[0]
     if "of shape (4, B, T)" not in way:
         return "other", way
     reason = unlike(results(model, [{**batch, "position_ids": place.expand(4, -1, -1)}]), expected)

@@ -120,8 +120,8 @@ def _packed() -> list[str]:
     for one in sorted(data["pairs"], key=lambda o: (list(PACKED).index(o["status"]), o["why"])):
         first = one["status"], one["why"]
         cells = [first, *(one["beside"].get(name, ("", "")) for name in BESIDE)]
-        said = [PACKED[status].format(why=why) if status else "" for status, why in cells]
-        same = [said[0], *("the same" if cell == said[0] else cell for cell in said[1:])]
+        text = [PACKED[status].format(why=why) if status else "" for status, why in cells]
+        same = [text[0], *("the same" if cell == text[0] else cell for cell in text[1:])]
         groups.setdefault(tuple(same), set()).add(one["type"])
     return [
         (
@@ -132,8 +132,8 @@ def _packed() -> list[str]:
         f"| with `position_ids` | {' | '.join(BESIDE.values())} | types | |",
         "|---|---|---|---|---|",
         *(
-            f"| {' | '.join(said)} | {len(types)} | {', '.join(sorted(types))} |"
-            for said, types in groups.items()
+            f"| {' | '.join(text)} | {len(types)} | {', '.join(sorted(types))} |"
+            for text, types in groups.items()
         ),
     ]
 
@@ -307,11 +307,11 @@ def _of(outcome: dict[str, Any], ops: Sequence[str]) -> str:
 
 def _idle(part: dict[str, Any]) -> str:
     """A part of which nothing ran: what stood in it, and what it had no input of."""
-    said = f"`{part['path']}` did not run"
+    text = f"`{part['path']}` did not run"
     if part["lacks"]:
-        said += f" (no {_listed(part['lacks'], 'or')})"
+        text += f" (no {_listed(part['lacks'], 'or')})"
     modules = ", ".join(f"{n} {op}" for op, n in part["modules"].items())
-    return f"{said}: {modules}" if modules else said
+    return f"{text}: {modules}" if modules else text
 
 
 def _stock(outcome: dict[str, Any]) -> list[str]:

@@ -194,8 +194,8 @@ def test_a_stopped_run_keeps_the_samples_that_are_done(tmp_path, planted):
     arguments = ["--ops", "swiglu", "--samples", "8192x8192,8192x11008", "--providers", "planted"]
     with pytest.raises(KeyboardInterrupt):
         bench.main([*QUICK, "--unchecked", "--out", str(file), *arguments])
-    (kept,) = store.load(file)
-    assert [(row["sample"].split()[0], row["status"]) for row in kept["rows"]] == [
+    (stored,) = store.load(file)
+    assert [(row["sample"].split()[0], row["status"]) for row in stored["rows"]] == [
         ("8192x8192", "ok")
     ]
 
@@ -215,7 +215,7 @@ def test_a_file_that_cannot_be_finished_is_not_left(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "text"),
     [
         (["--ops", "rms_nrom"], "unknown operator 'rms_nrom'; did you mean 'rms_norm'"),
         (["--samples", "8192x4095"], "unknown sample '8192x4095'; did you mean '8192x4096'"),
@@ -225,11 +225,11 @@ def test_a_file_that_cannot_be_finished_is_not_left(tmp_path):
         (["--providers", ","], "--providers names nobody"),
     ],
 )
-def test_unknown_names_end_with_the_nearest(arguments, said, capsys):
+def test_unknown_names_end_with_the_nearest(arguments, text, capsys):
     with pytest.raises(SystemExit) as stop:
         bench.parse([*QUICK, *arguments])
     assert stop.value.code == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert text in " ".join(capsys.readouterr().err.split())
 
 
 # --- the project's runner refuses on a red suite ---
@@ -300,10 +300,10 @@ def test_the_command_saves_where_it_is_told(tmp_path, capsys):
 def test_the_command_fails_where_an_operator_is_wrong(monkeypatch, capsys):
     from liger_multi import ops
 
-    right = ops.swiglu
+    expected = ops.swiglu
 
     def wrong(gate, up):
-        return right(gate, up) if gate.dtype == torch.float64 else right(gate, up) * 1.5
+        return expected(gate, up) if gate.dtype == torch.float64 else expected(gate, up) * 1.5
 
     monkeypatch.setattr(ops, "swiglu", wrong)
     assert command_line(["bench", *QUICK, *SWIGLU]) == 1
@@ -311,7 +311,7 @@ def test_the_command_fails_where_an_operator_is_wrong(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "text"),
     [
         (["--ops", "rms_nrom"], "unknown operator 'rms_nrom'; did you mean 'rms_norm'"),
         (["--providers", "torhc"], "unknown provider 'torhc'; did you mean 'torch'"),
@@ -320,11 +320,11 @@ def test_the_command_fails_where_an_operator_is_wrong(monkeypatch, capsys):
         (["--device", "gpu"], "--device gpu: "),
     ],
 )
-def test_wrong_values_of_the_command(capsys, arguments, said):
+def test_wrong_values_of_the_command(capsys, arguments, text):
     assert command_line(["bench", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("liger-multi: error: ")
-    assert said in captured.err
+    assert text in captured.err
     assert not captured.out
 
 
@@ -357,14 +357,16 @@ def test_the_reference_in_fp64_is_what_the_tests_call_right(op):
             bench_case, torch.device("cpu"), torch.float32, bench_cases.reference
         )
         assert [d.shape for d in douts] == [d.shape for d in again]
-        right, ours = (
+        expected, ours = (
             bench_cases.truth(bench_case, tensors, douts, torch.float64, fp64_reference)
             for fp64_reference in (bench.fp64_reference, bench_cases.reference)
         )
-        for a, b in zip(ours.results, right.results, strict=True):
+        for a, b in zip(ours.results, expected.results, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
-        for leaf in right.grads:
-            torch.testing.assert_close(ours.grads[leaf], right.grads[leaf], rtol=1e-9, atol=1e-11)
+        for leaf in expected.grads:
+            torch.testing.assert_close(
+                ours.grads[leaf], expected.grads[leaf], rtol=1e-9, atol=1e-11
+            )
 
 
 # --- arithmetic ---
@@ -476,9 +478,9 @@ def test_where_a_rounding_turns_a_sign_the_norm_decides(op, status):
     turned = torch.ones(4096)
     turned[7] = -1
     provider = bench_providers.Provider("known", lambda x: (x * turned).sum())
-    right = bench_cases.Truth((turned.sum().double(),), {"x": torch.ones(4096).double()}, "fp64")
+    expected = bench_cases.Truth((turned.sum().double(),), {"x": torch.ones(4096).double()}, "fp64")
     row = bench_runner._checked(
-        bench_case, provider, {"x": x}, (torch.ones(()),), right, torch.bfloat16
+        bench_case, provider, {"x": x}, (torch.ones(()),), expected, torch.bfloat16
     )
     assert row["status"] == status
 
@@ -506,8 +508,8 @@ def test_experts_of_transformers_are_ours(name):
     bench_case = case("fused_moe", "wider")
     tensors = bench_cases.draw(bench_case.sample, torch.device("cpu"), torch.float32)
     peer = bench_providers.find(name, bench_case, torch.device("cpu"), torch.float32)
-    right = FORMULAS["fused_moe"](**tensors)
-    torch.testing.assert_close(peer.call(**tensors), right)
+    expected = FORMULAS["fused_moe"](**tensors)
+    torch.testing.assert_close(peer.call(**tensors), expected)
 
 
 @pytest.mark.parametrize(
@@ -527,8 +529,8 @@ def test_scans_of_transformers_are_ours(op, name):
     if function := bench_peers.missing(op):  # of older versions
         assert peer == f"the installed transformers has no {function}"
         pytest.skip(peer)
-    right = FORMULAS[op](**tensors, **bench_case.sample.options)
-    torch.testing.assert_close(peer.call(**tensors), right)
+    expected = FORMULAS[op](**tensors, **bench_case.sample.options)
+    torch.testing.assert_close(peer.call(**tensors), expected)
 
 
 def test_grouped_experts_with_adapters_are_ours():
@@ -537,9 +539,9 @@ def test_grouped_experts_with_adapters_are_ours():
     tensors = bench_cases.draw(bench_case.sample, device, torch.bfloat16)
     eager = bench_providers.find("torch", bench_case, device, torch.bfloat16)
     wide = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
-    right = FORMULAS["lora_moe"](**wide)
+    expected = FORMULAS["lora_moe"](**wide)
     # weights with what adapters add are rounded, which the formula does not
-    assert (eager.call(**tensors) - right).norm() <= 1e-2 * right.norm()
+    assert (eager.call(**tensors) - expected).norm() <= 1e-2 * expected.norm()
 
 
 def test_errors_in_pieces_use_the_largest_value_of_all(monkeypatch):
@@ -620,10 +622,10 @@ def test_a_peer_that_cannot_run_says_why(monkeypatch):
     (case,) = bench_cases.cases("rms_norm", "8192x4096", torch.bfloat16, None)
     device = torch.device("cuda")
     assert bench_providers.find("quack", case, device, torch.bfloat16) == "quack is not installed"
-    said = bench_providers.find("liger-cute", case, device, torch.bfloat16)
-    assert said == "runs in processes with LIGER_KERNEL_IMPL=cutedsl"
-    said = bench_providers.find("liger-hopper", case, device, torch.bfloat16)
-    assert said == "has no such operator"
+    text = bench_providers.find("liger-cute", case, device, torch.bfloat16)
+    assert text == "runs in processes with LIGER_KERNEL_IMPL=cutedsl"
+    text = bench_providers.find("liger-hopper", case, device, torch.bfloat16)
+    assert text == "has no such operator"
     monkeypatch.setenv(bench_providers.CHOICE, "cutedsl")  # Liger reads it when it is imported
-    said = bench_providers.find("liger", case, device, torch.bfloat16)
-    assert said == "runs in processes without LIGER_KERNEL_IMPL"
+    text = bench_providers.find("liger", case, device, torch.bfloat16)
+    assert text == "runs in processes without LIGER_KERNEL_IMPL"

@@ -80,12 +80,12 @@ def planted(monkeypatch, tmp_path):
 
     def plant(direction, wrong):
         """Let ``wrong(call, outputs)`` give the results of a call, counted from 1."""
-        right, calls = getattr(reference, direction), []
+        expected, calls = getattr(reference, direction), []
 
-        @functools.wraps(right)
+        @functools.wraps(expected)
         def run(*args):
             calls.append(args)
-            return wrong(len(calls), right(*args), *args)
+            return wrong(len(calls), expected(*args), *args)
 
         setattr(importlib.import_module("planted.rms_norm"), direction, run)
 
@@ -232,7 +232,7 @@ def test_nothing_of_the_caller_is_changed():
             return super().forward(self.norm(x))
 
     model, (_, x) = Counted(), norms()
-    model.first.weight.grad = kept = torch.ones(16)
+    model.first.weight.grad = stored = torch.ones(16)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     call, module_call, config = Primitive.call, torch.nn.Module._call_impl, current()
     states = torch.get_rng_state(), random.getstate()
@@ -244,8 +244,8 @@ def test_nothing_of_the_caller_is_changed():
     assert current() is config
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
-    assert model.first.weight.grad is kept
-    assert kept.eq(1).all()
+    assert model.first.weight.grad is stored
+    assert stored.eq(1).all()
     assert x.grad is None
     assert all(p.grad is None for n, p in model.named_parameters() if n != "first.weight")
     assert before.keys() == model.state_dict().keys()
@@ -464,7 +464,7 @@ def test_json_and_the_picture(planted, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "batch", "settings", "said"),
+    ("model", "batch", "settings", "text"),
     [
         (3, torch.ones(2), {}, "model_a must be a torch.nn.Module, got 3"),
         (Norms(), None, {}, "batch must be a tensor, or a tuple or mapping with tensors, got None"),
@@ -477,10 +477,10 @@ def test_json_and_the_picture(planted, tmp_path):
         (Norms(), torch.ones(2, 16), {"checkpoint": True}, "checkpoint=True needs a Hugging Face"),
     ],
 )
-def test_wrong_input_is_named(model, batch, settings, said):
+def test_wrong_input_is_named(model, batch, settings, text):
     with pytest.raises(ConfigurationError) as caught:
         bisect(model, None, batch, a=settings)
-    assert said in str(caught.value)
+    assert text in str(caught.value)
 
 
 # --- the command ---

@@ -73,8 +73,8 @@ def test_the_cpu_is_tested_at_the_edges_of_what_is_supported():
     floor = tuple(map(int, floors_of_python().split(".")))
     assert min(pythons) == floor
     assert len(rows) == len(set(pythons))
-    said = re.findall(r'"Programming Language :: Python :: (\d\.\d+)"', read("pyproject.toml"))
-    assert said == [f"{a}.{b}" for a, b in sorted(pythons)], "classifiers for what a job runs"
+    text = re.findall(r'"Programming Language :: Python :: (\d\.\d+)"', read("pyproject.toml"))
+    assert text == [f"{a}.{b}" for a, b in sorted(pythons)], "classifiers for what a job runs"
     default = re.search(r"^TORCH \?= (\S+)", read("Makefile"), re.MULTILINE)[1]
     assert versions["pinned"]["torch"] == default
     assert versions["newest"]["torch"] == "torch"

@@ -287,7 +287,7 @@ def test_explain_a_dtype_as_json(capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "text"),
     [
         (["explain", "rmsnorm"], "did you mean 'rms_norm'"),
         (["explain", "rms_norm", "--device", "gpu"], "--device gpu: "),
@@ -296,12 +296,12 @@ def test_explain_a_dtype_as_json(capsys):
         (["config", "check", "{tmp}/torn.yaml"], "is not YAML"),
     ],
 )
-def test_wrong_values(capsys, tmp_path, argv, said):
+def test_wrong_values(capsys, tmp_path, argv, text):
     (tmp_path / "bad.yaml").write_text("op: {rms_norm: reference}\n")
     (tmp_path / "torn.yaml").write_text("ops: {rms_norm: [\n")
     assert main([part.format(tmp=tmp_path) for part in argv]) == 2
     captured = capsys.readouterr()
-    assert said in captured.err
+    assert text in captured.err
     assert captured.err.startswith("liger-multi: error: ")
     assert "Traceback" not in captured.err
     assert captured.out == ""
@@ -492,9 +492,9 @@ def test_an_absent_package_has_its_install_line(
         importlib.util, "find_spec", lambda name, *a: None if name == package else find(name, *a)
     )
     assert main(filled(command, a_model)) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"liger-multi: error: {command} needs {package}, which")
-    assert said.endswith(f'pip install "liger-multi[{extras}]"')
+    text = capsys.readouterr().err.splitlines()[-1]
+    assert text.startswith(f"liger-multi: error: {command} needs {package}, which")
+    assert text.endswith(f'pip install "liger-multi[{extras}]"')
 
 
 BLOCKED = """
@@ -544,10 +544,10 @@ def test_an_error_lists_few_names(capsys, a_model, argv, nearest):
     (a_model / "ops.yaml").write_text("ops: {rmsnorm: reference}\n")
     (a_model / "other.json").write_text('{"model_type": "lama"}')
     assert main([part.format(tmp=a_model) for part in argv]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.count(",") <= 10
-    assert len(said) - len(str(a_model)) < 500
-    assert nearest is None or f"did you mean {nearest!r}" in said
+    text = capsys.readouterr().err.splitlines()[-1]
+    assert text.count(",") <= 10
+    assert len(text) - len(str(a_model)) < 500
+    assert nearest is None or f"did you mean {nearest!r}" in text
 
 
 # --- names on the hub ---

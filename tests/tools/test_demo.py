@@ -124,7 +124,7 @@ def run(losses, peak):
 
 
 @pytest.mark.parametrize(
-    ("losses", "peak", "said"),
+    ("losses", "peak", "text"),
     [
         ([5.0, 4.0], 50, []),
         ([5.0, 4.00009], 50, []),
@@ -134,10 +134,10 @@ def run(losses, peak):
         ([6.0, 4.0], 101, ["m: the curves part at step 1", "m: peak memory did not drop"]),
     ],
 )
-def test_verdict(losses, peak, said):
+def test_verdict(losses, peak, text):
     lines = command.judge("m", run([5.0, 4.0], 100), run(losses, peak), bound=1e-4)
-    assert len(lines) == len(said)
-    assert all(a.startswith(b) for a, b in zip(lines, said, strict=True))
+    assert len(lines) == len(text)
+    assert all(a.startswith(b) for a, b in zip(lines, text, strict=True))
 
 
 @pytest.mark.slow
@@ -171,9 +171,9 @@ def test_a_missing_package_is_named(monkeypatch, capsys, name):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == name else find_spec(n))
     assert main(["demo"]) == 2
-    said = capsys.readouterr().err
-    assert f"needs {name}, which" in said
-    assert 'pip install "liger-multi[transformers,cli]"' in said
+    text = capsys.readouterr().err
+    assert f"needs {name}, which" in text
+    assert 'pip install "liger-multi[transformers,cli]"' in text
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:77"])

@@ -265,11 +265,11 @@ def test_the_table_of_commands_has_every_command_and_option():
 
 
 def test_the_first_page_claims_no_device_that_nobody_ran():
-    said = (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
     status = docs_status.page()
     for name, words in (("rocm", "not run on AMD hardware"), ("npu", "not run on an NPU")):
         row = next(line for line in status.splitlines() if line.startswith(f"| {name} "))
-        assert (docs_status.NOT_RUN in row) == (words in said), name
+        assert (docs_status.NOT_RUN in row) == (words in text), name
 
 
 def test_the_chains_of_the_page_are_those_of_the_registry():
@@ -343,8 +343,8 @@ def test_tables_of_performance_name_card_date_and_versions():
             table = tables[name]
             if "Not measured yet" in table:
                 continue
-            said = table.partition("\n| ")[0].replace("\n", " ")
-            assert re.search(r"NVIDIA H[12]00.*, 20\d\d-\d\d-\d\d.*commit \w+.*torch \d", said), (
+            text = table.partition("\n| ")[0].replace("\n", " ")
+            assert re.search(r"NVIDIA H[12]00.*, 20\d\d-\d\d-\d\d.*commit \w+.*torch \d", text), (
                 name
             )
 
@@ -552,6 +552,6 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", HERE_FIRST)
     notebook = nbformat.read(FOLDER / "quickstart.ipynb", as_version=4)
     nbclient.NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}).execute()
-    said = "".join(o.get("text", "") for c in notebook.cells for o in c.get("outputs", ()))
-    assert "LazyLogits (2, 32, 1000)" in said
-    assert said.rstrip().endswith("LlamaRMSNorm True")
+    text = "".join(o.get("text", "") for c in notebook.cells for o in c.get("outputs", ()))
+    assert "LazyLogits (2, 32, 1000)" in text
+    assert text.rstrip().endswith("LlamaRMSNorm True")

@@ -180,9 +180,9 @@ def test_a_report_fits_a_narrow_terminal():
     out = io.StringIO()
     console = rich.Console(file=out, width=80, force_terminal=True, color_system=None)
     console.print(liger_multi.patch(small()))
-    said = out.getvalue()
-    assert "\N{HORIZONTAL ELLIPSIS}" not in said
-    joined = "".join(said.split())
+    text = out.getvalue()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    joined = "".join(text.split())
     for whole in ("fused_linear_cr", "post_attention_"):
         assert whole in joined
 
@@ -260,10 +260,10 @@ def test_config_check_names_what_this_machine_cannot_run(tmp_path, capsys):
     path.write_text("ops: {rms_norm: npu}\ndevices: {npu: {ops: {swiglu: npu}}}\n")
     before = current()
     assert main(["config", "check", str(path)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"{path}: fine\n")
-    assert "no backend may run rms_norm forward and backward on cpu" in " ".join(said.split())
-    assert "swiglu" not in said
+    text = capsys.readouterr().out
+    assert text.startswith(f"{path}: fine\n")
+    assert "no backend may run rms_norm forward and backward on cpu" in " ".join(text.split())
+    assert "swiglu" not in text
     assert current() is before
 
 

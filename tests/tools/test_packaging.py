@@ -120,14 +120,14 @@ def checkout(tmp_path_factory):
 def artefacts(checkout, tmp_path_factory):
     """The sdist, the wheel made from it, and what building said."""
     out = tmp_path_factory.mktemp("dist")
-    said = run(
+    text = run(
         *(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, checkout),
         cwd=out,
         REPOSITORY=f"{ADDRESS}/",
         PYTHONDONTWRITEBYTECODE="",
         PYTHONWARNINGS="default",
     )
-    return {"sdist": next(out.glob("*.tar.gz")), "wheel": next(out.glob("*.whl")), "said": said}
+    return {"sdist": next(out.glob("*.tar.gz")), "wheel": next(out.glob("*.whl")), "said": text}
 
 
 def metadata(artefacts):
@@ -321,7 +321,7 @@ def test_from_clone_to_a_trainer_by_the_first_page(checkout, fresh, tmp_path):
     offline = {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
     path = f"{fresh / 'bin'}:{os.environ['PATH']}"
     script = "set -e\n" + "\n".join(steps)
-    said = run(
+    text = run(
         "bash",
         "-c",
         script,
@@ -331,8 +331,8 @@ def test_from_clone_to_a_trainer_by_the_first_page(checkout, fresh, tmp_path):
         OMP_NUM_THREADS="1",
         **offline,
     )
-    assert "patch LlamaForCausalLM" in said
-    assert "'train_loss'" in said
+    assert "patch LlamaForCausalLM" in text
+    assert "'train_loss'" in text
     assert (desk / "memory-demo-output" / "memory.png").is_file()
 
 

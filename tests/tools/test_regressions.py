@@ -75,7 +75,7 @@ def test_functional_call_logits_are_those_of_the_given_weights():
 def test_logits_of_replaced_weights_are_the_old_ones_or_raise(how):
     stock, ours = patched_pair()
     ids = models.batch()["input_ids"]
-    right, logits = stock(input_ids=ids).logits, ours(input_ids=ids).logits
+    expected, logits = stock(input_ids=ids).logits, ours(input_ids=ids).logits
     if how == "parameter":
         ours.lm_head.weight = torch.nn.Parameter(ours.lm_head.weight.detach() * 2)
     else:
@@ -85,7 +85,7 @@ def test_logits_of_replaced_weights_are_the_old_ones_or_raise(how):
     except RuntimeError as error:
         assert "modified" in str(error) or "replaced" in str(error)  # noqa: PT017
     else:
-        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_logits_of_a_compiled_model_raise_after_a_step():
@@ -94,7 +94,7 @@ def test_logits_of_a_compiled_model_raise_after_a_step():
     batch = models.graph_batch()
     compiled = torch.compile(ours, backend="eager", fullgraph=True)
     out = compiled(**batch)
-    right = stock(**batch).logits
+    expected = stock(**batch).logits
     out.loss.backward()
     torch.optim.SGD(ours.parameters(), 0.5).step()
     try:
@@ -102,7 +102,7 @@ def test_logits_of_a_compiled_model_raise_after_a_step():
     except RuntimeError as error:
         assert "modified in place" in str(error)  # noqa: PT017
     else:
-        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_logits_of_a_compiled_model_keep_their_autocast():
@@ -118,10 +118,10 @@ def test_arithmetic_on_logits_of_a_compiled_model():
     stock, ours = patched_pair()
     inputs = models.graph_batch(labels=False)
     compiled = torch.compile(ours, backend="eager", fullgraph=True)
-    right = stock(**inputs).logits
+    expected = stock(**inputs).logits
     for act in (abs, lambda z: 2**z, lambda z: z // 2, lambda z: z % 2):
         torch.testing.assert_close(
-            act(compiled(**inputs).logits) * 0, act(right) * 0, rtol=0, atol=0
+            act(compiled(**inputs).logits) * 0, act(expected) * 0, rtol=0, atol=0
         )
 
 
@@ -129,9 +129,9 @@ def test_a_loss_of_doubles_is_double():
     """``logits.double()`` asks for fp64; the fused loss computed and returned fp32."""
     stock, ours = patched_pair()
     ids = models.batch()["input_ids"]
-    right = next_token_loss(stock(input_ids=ids).logits.double(), ids)
+    expected = next_token_loss(stock(input_ids=ids).logits.double(), ids)
     got = next_token_loss(ours(input_ids=ids).logits.double(), ids)
-    assert got.dtype == right.dtype == torch.float64
+    assert got.dtype == expected.dtype == torch.float64
 
 
 def test_fused_loss_gradient_of_logits_is_not_none():
@@ -166,8 +166,8 @@ def test_fp16_weight_gradient_of_one_chunk_does_not_overflow(device):
     target = torch.zeros(2048, dtype=torch.int64, device=device)
     (got,) = torch.autograd.grad(ops.fused_linear_cross_entropy(hidden, weight, target), weight)
     wide = weight.detach().double().requires_grad_()
-    (right,) = torch.autograd.grad(F.cross_entropy(hidden.double() @ wide.t(), target), wide)
-    assert excess(got, right, torch.float16) <= 1
+    (expected,) = torch.autograd.grad(F.cross_entropy(hidden.double() @ wide.t(), target), wide)
+    assert excess(got, expected, torch.float16) <= 1
 
 
 def test_smoothed_and_weighted_loss_under_autocast_stays_fp32():
@@ -176,8 +176,8 @@ def test_smoothed_and_weighted_loss_under_autocast_stays_fp32():
     t = torch.randint(300, (8,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = ops.cross_entropy(z, t, w, label_smoothing=0.5)
-    right = F.cross_entropy(z.double(), t, w.double(), label_smoothing=0.5)
-    assert excess(got, right, torch.float32) <= 1
+    expected = F.cross_entropy(z.double(), t, w.double(), label_smoothing=0.5)
+    assert excess(got, expected, torch.float32) <= 1
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -186,10 +186,10 @@ def test_backward_called_under_autocast(reduction):
     h, w = (torch.randn(n, 8, requires_grad=True) for n in (6, 11))
     target = torch.tensor([0, 1, -100, 3, 4, 5])
     loss = ops.fused_linear_cross_entropy(h, w, target, reduction=reduction, chunk=2).sum()
-    right = torch.autograd.grad(loss, (h, w), retain_graph=True)
+    expected = torch.autograd.grad(loss, (h, w), retain_graph=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = torch.autograd.grad(loss, (h, w))
-    assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "fused_linear_cross_entropy"])
@@ -456,9 +456,9 @@ def test_many_rows_and_classes_in_the_fused_loss(rows, vocabulary, device):
     # of the weight alone: a thin fp32 product over 262 144 classes is not that exact in PyTorch
     (got,) = torch.autograd.grad(loss, weight)
     wide = weight.detach().double().requires_grad_()
-    right = F.cross_entropy(hidden.double() @ wide.t(), target, reduction="sum")
-    assert excess(loss.detach(), right.detach(), torch.float32) <= 1
-    assert excess(got, torch.autograd.grad(right, wide)[0], torch.float32) <= 1
+    expected = F.cross_entropy(hidden.double() @ wide.t(), target, reduction="sum")
+    assert excess(loss.detach(), expected.detach(), torch.float32) <= 1
+    assert excess(got, torch.autograd.grad(expected, wide)[0], torch.float32) <= 1
 
 
 SEQUENCE_PARALLEL = """

@@ -106,18 +106,20 @@ def run_on(device, part, failed=0, date="2026-05-01"):
     )
 
 
-def row(name, kept, monkeypatch):
-    monkeypatch.setattr(results, "kept", lambda: sorted(kept, key=lambda r: r.date, reverse=True))
+def row(name, stored, monkeypatch):
+    monkeypatch.setattr(results, "kept", lambda: sorted(stored, key=lambda r: r.date, reverse=True))
     lines = [line for line in docs_status.page().splitlines() if line.startswith(f"| {name} ")]
     return lines[0]
 
 
 def test_a_backend_that_nobody_ran_says_so(monkeypatch):
-    kept = [run_on("cpu", "native"), run_on("npu:0", "npu")]
+    stored = [run_on("cpu", "native"), run_on("npu:0", "npu")]
     for name in ("cuda", "rocm", "triton"):
-        assert docs_status.NOT_RUN in row(name, kept, monkeypatch)
-    assert "passed | a npu machine | 2.13.0 | 7 | 0 | 0 | 2026-05" in row("npu", kept, monkeypatch)
-    assert docs_status.NOT_RUN not in row("reference", kept, monkeypatch)
+        assert docs_status.NOT_RUN in row(name, stored, monkeypatch)
+    assert "passed | a npu machine | 2.13.0 | 7 | 0 | 0 | 2026-05" in row(
+        "npu", stored, monkeypatch
+    )
+    assert docs_status.NOT_RUN not in row("reference", stored, monkeypatch)
 
 
 def test_a_red_compilation_claims_nothing(monkeypatch):
@@ -135,8 +137,8 @@ def test_a_red_compilation_claims_nothing(monkeypatch):
 @pytest.mark.parametrize("part", docs_status.SIMULATED)
 def test_runs_without_a_device_are_shown_and_are_no_run_on_one(part, monkeypatch):
     name = "triton" if part == "interpreted" else "npu"
-    kept = [replace(run_on("cpu", part, failed=1), backends=[name, "reference"])]
-    assert docs_status.NOT_RUN in row(name, kept, monkeypatch)
+    stored = [replace(run_on("cpu", part, failed=1), backends=[name, "reference"])]
+    assert docs_status.NOT_RUN in row(name, stored, monkeypatch)
     assert f"| {part} | {name} | a {part} machine | 2.13.0 | 7 | **1** |" in docs_status.page()
 
 
@@ -144,8 +146,8 @@ def test_architectures_are_those_that_are_compiled_for():
     pytest.importorskip("triton")
     from ci.static import TARGETS
 
-    said = [a for vendor in docs_status.CODE_GENERATORS for a in docs_status.architectures(vendor)]
-    assert said == list(TARGETS)
+    text = [a for vendor in docs_status.CODE_GENERATORS for a in docs_status.architectures(vendor)]
+    assert text == list(TARGETS)
 
 
 # --- the store ---
@@ -214,11 +216,11 @@ def test_what_is_measured_elsewhere_replaces_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "text"),
     [({"kind": "speeds"}, "kind 'speeds'"), ({"date": "2026-01-01"}, "has the date '2026-01-01'")],
 )
-def test_a_run_that_cannot_be_ordered_is_refused(tmp_path, change, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_run_that_cannot_be_ordered_is_refused(tmp_path, change, text):
+    with pytest.raises(ValueError, match=text):
         store.add([bench_run("models", 1, timed(ours=1.0)) | change], tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -101,15 +101,15 @@ def test_check_operator_says_how_many_calls_it_compared():
 
 
 @pytest.mark.parametrize(
-    ("op", "backend", "said"),
+    ("op", "backend", "text"),
     [
         ("sotfmax", "reference", "unknown operator 'sotfmax'; did you mean 'softmax'"),
         ("softmax", "referense", "unknown backend 'referense'; did you mean 'reference'"),
         ("fused_moe", "pytorch", "pytorch does not implement fused_moe"),
     ],
 )
-def test_check_operator_refuses_what_it_cannot_compare(op, backend, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_check_operator_refuses_what_it_cannot_compare(op, backend, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
         check_operator(op, backend)
 
 
@@ -255,11 +255,11 @@ PLANTED = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_fails(toy, name):
-    right, wrong = PLANTED[name]
+    expected, wrong = PLANTED[name]
     file = toy.site / "toy_backend" / "softmax.py"
     text = file.read_text()
-    assert right in text
-    file.write_text(text.replace(right, wrong, 1))
+    assert expected in text
+    file.write_text(text.replace(expected, wrong, 1))
     done = toy("--backend", "toy", *QUIET, "-k", "float32 and not past")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert counts(done)["failed"] > 0
@@ -314,16 +314,16 @@ def test_reference_completes_a_forward_only_backend(toy):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "text"),
     [
         ([], "--backend NAME is needed"),
         (["--backend", "tyo"], "unknown backend 'tyo'; did you mean 'toy'"),
     ],
 )
-def test_wrong_options_are_refused(toy, arguments, said):
+def test_wrong_options_are_refused(toy, arguments, text):
     done = toy(*arguments)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert said in done.stderr
+    assert text in done.stderr
 
 
 @pytest.mark.slow

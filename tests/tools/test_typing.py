@@ -110,10 +110,10 @@ def test_pyright(code):
     }
     (code / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
     done = checked("pyright", "--pythonpath", sys.executable, "--project", code, "--outputjson")
-    said = json.loads(done.stdout)
-    errors = [d for d in said["generalDiagnostics"] if d["severity"] == "error"]
+    text = json.loads(done.stdout)
+    errors = [d for d in text["generalDiagnostics"] if d["severity"] == "error"]
     assert not errors, json.dumps(errors, indent=1)
-    assert said["summary"]["filesAnalyzed"] == len(list(code.glob("*.py")))
+    assert text["summary"]["filesAnalyzed"] == len(list(code.glob("*.py")))
 
 
 FUNCTIONS = {

@@ -383,15 +383,15 @@ def test_functions_match_formulas(case):
     name = case.split()[0]
     ours, wide = leaves(args, torch.float32), leaves(args, torch.float64)
     got = several(function(name).apply(*ours))
-    right = several(formula(*(x for x in wide if isinstance(x, torch.Tensor))))
-    assert len(got) == len(right)
-    for x, y in zip(got, right):
+    expected = several(formula(*(x for x in wide if isinstance(x, torch.Tensor))))
+    assert len(got) == len(expected)
+    for x, y in zip(got, expected):
         assert (x is None) == (y is None)
         if x is not None:
             torch.testing.assert_close(x.to(y.dtype), y, rtol=2e-5, atol=2e-6)
     constant = {id(ours[i]) for i in CONSTANT.get(name, ())}
     inputs = [x for x in ours if isinstance(x, torch.Tensor) and x.requires_grad]
-    for x, mine, exact in zip(inputs, gradients(got, ours), gradients(right, wide)):
+    for x, mine, exact in zip(inputs, gradients(got, ours), gradients(expected, wide)):
         if id(x) in constant:
             assert mine is None
         else:
@@ -769,11 +769,11 @@ def test_neighborhood_attention_layer():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "text"),
     [((9, 2), "9.*divisible.*2"), ((8, 2, 4), "must be odd"), ((8, 2, 3, 0), "must be positive")],
 )
-def test_neighborhood_attention_errors(arguments, said):
-    with pytest.raises(ValueError, match=said):
+def test_neighborhood_attention_errors(arguments, text):
+    with pytest.raises(ValueError, match=text):
         block_modules.LigerFusedNeighborhoodAttention(*arguments)
 
 
@@ -823,7 +823,7 @@ KEPT = LABELS != -100
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "text"),
     [
         ({"reduction": "mean"}, "reduction 'mean'; known: none"),
         ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\), got 1.0"),
@@ -831,8 +831,8 @@ KEPT = LABELS != -100
         ({"label_smoothing_mode": "q"}, "label_smoothing_mode.*'q'"),
     ],
 )
-def test_vocab_parallel_option_errors(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_vocab_parallel_option_errors(options, text):
+    with pytest.raises(ValueError, match=text):
         losses.LigerVocabParallelCrossEntropy(**options)
 
 

@@ -34,14 +34,14 @@ def test_megatron_norm_matches_torch(names, centered, dtype):
         norm.weight.add_(torch.linspace(-0.5, 0.5, 8).to(dtype))
     x = torch.randn(5, 3, 8).to(dtype).requires_grad_()
     wide, weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
-    right = F.rms_norm(wide, (8,), weight + centered, 1e-3)
+    expected = F.rms_norm(wide, (8,), weight + centered, 1e-3)
     up = torch.randn(5, 3, 8)
-    right.backward(up.double())
+    expected.backward(up.double())
     y = norm(x)
     y.backward(up.to(dtype))
     assert y.dtype == dtype
     near = {"rtol": 2e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    for ours, exact in ((y, right), (x.grad, wide.grad), (norm.weight.grad, weight.grad)):
+    for ours, exact in ((y, expected), (x.grad, wide.grad), (norm.weight.grad, weight.grad)):
         torch.testing.assert_close(ours.double(), exact, **near)
 
 
@@ -80,10 +80,10 @@ def test_megatron_cross_entropy_defaults(names):
     shown = "label_smoothing_formula='megatron', label_smoothing_mode='partition')"
     assert repr(loss).endswith(shown)
     logits, target = torch.randn(3, 2, 11), torch.randint(11, (3, 2))
-    right = F.cross_entropy(
+    expected = F.cross_entropy(
         logits.flatten(0, 1), target.flatten(), reduction="none", label_smoothing=0.1 * 11 / 10
     )
-    torch.testing.assert_close(loss(logits, target).flatten(), right)
+    torch.testing.assert_close(loss(logits, target).flatten(), expected)
     with pytest.raises(ValueError, match="reduction 'mean'"):
         names.LigerMegatronCrossEntropy(reduction="mean")
 
@@ -166,8 +166,8 @@ def test_megatron_names_replaced_and_restored(names, megatron):
         (megatron.loss(logits, target), 0.0),
         (megatron.loss(logits, target, 0.1), 0.1 * 11 / 10),
     ):
-        right = F.cross_entropy(*flat, reduction="none", label_smoothing=share)
-        torch.testing.assert_close(module.flatten(), right)
+        expected = F.cross_entropy(*flat, reduction="none", label_smoothing=share)
+        torch.testing.assert_close(module.flatten(), expected)
 
     x = torch.randn(4, 12)
     gate, up = x.chunk(2, -1)

@@ -123,11 +123,11 @@ OPTIONS = [
 def test_forward_options_reach_fused_loss(patch, options):
     stock, model = build(), patch()
     model(IDS, labels=LABELS)  # which readies a forward that was assigned
-    right = formula(stock(IDS).logits, shifted(LABELS), **options)
-    right.backward()
+    expected = formula(stock(IDS).logits, shifted(LABELS), **options)
+    expected.backward()
     actual = model(IDS, labels=LABELS, **options)
     actual.loss.backward()
-    torch.testing.assert_close(actual.loss.double(), right, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual.loss.double(), expected, rtol=1e-5, atol=1e-6)
     for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
 
@@ -136,9 +136,9 @@ def test_forward_options_reach_fused_loss(patch, options):
 def test_model_scale_and_softcap_with_options(family):
     more = {"logits_scaling": 3.0} if family == "Granite" else {}
     stock, model = build(family, **more), patched(family, **more)
-    right = formula(stock(IDS).logits, shifted(LABELS), label_smoothing=0.2)
+    expected = formula(stock(IDS).logits, shifted(LABELS), label_smoothing=0.2)
     actual = model(IDS, labels=LABELS, label_smoothing=0.2).loss
-    torch.testing.assert_close(actual.double(), right, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("patch", [patched, assigned])
@@ -217,8 +217,8 @@ def test_options_with_materialized_logits(why):
     options = {"label_smoothing": 0.1, "ce_weight": WEIGHT, "return_token_accuracy": True}
     actual = model(input_ids=IDS, labels=LABELS, **options)
     options.pop("return_token_accuracy")
-    right = formula(build()(IDS).logits, shifted(LABELS), **options)
-    torch.testing.assert_close(actual.loss.double(), right, rtol=1e-5, atol=1e-6)
+    expected = formula(build()(IDS).logits, shifted(LABELS), **options)
+    torch.testing.assert_close(actual.loss.double(), expected, rtol=1e-5, atol=1e-6)
     assert actual.token_accuracy is not None
     with pytest.raises(NotImplementedError, match="loss_type='dft'"):
         model(input_ids=IDS, labels=LABELS, use_token_scaling=True)
@@ -246,7 +246,7 @@ def test_unreachable_loss_options_raise():
 
 def test_patched_model_copies_and_unpatches():
     model = patched()
-    right = model(IDS, labels=LABELS, label_smoothing=0.1).loss
+    expected = model(IDS, labels=LABELS, label_smoothing=0.1).loss
     saved = io.BytesIO()
     torch.save(model, saved)
     saved.seek(0)
@@ -256,7 +256,7 @@ def test_patched_model_copies_and_unpatches():
         torch.load(saved, weights_only=False),
     )
     for other in copies:
-        assert torch.equal(other(IDS, labels=LABELS, label_smoothing=0.1).loss, right)
+        assert torch.equal(other(IDS, labels=LABELS, label_smoothing=0.1).loss, expected)
     assert inspect.signature(model.forward) == inspect.signature(build().forward)
     assert type(model).__name__ == "LlamaForCausalLM"
     assert model.generate(IDS, max_new_tokens=2, do_sample=False).shape == (2, 11)
@@ -308,9 +308,9 @@ def test_lce_maybe_trainable_lm_head(patch):
     from liger_kernel.transformers.model.llama import lce_maybe_trainable_lm_head as loss_of
 
     model, hidden = patch(), torch.randn(2, 9, 32, requires_grad=True)
-    right = formula(hidden @ build().lm_head.weight.T, shifted(LABELS), label_smoothing=0.1)
+    expected = formula(hidden @ build().lm_head.weight.T, shifted(LABELS), label_smoothing=0.1)
     loss = loss_of(model, hidden, 32, LABELS, None, label_smoothing=0.1)
-    torch.testing.assert_close(loss.double(), right, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
     loss.backward()
     assert hidden.grad.abs().sum() > 0
     asked = loss_of(model, hidden, 32, None, shifted(LABELS), return_token_accuracy=True)
@@ -320,6 +320,6 @@ def test_lce_maybe_trainable_lm_head(patch):
     adapted = peft.get_peft_model(model, config).base_model.model
     with torch.no_grad():
         adapted.lm_head.modules_to_save["default"].weight.mul_(2)
-    right = formula(hidden @ (2 * build().lm_head.weight).T, shifted(LABELS))
+    expected = formula(hidden @ (2 * build().lm_head.weight).T, shifted(LABELS))
     loss = loss_of(adapted, hidden, 32, LABELS, None)
-    torch.testing.assert_close(loss.double(), right, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)

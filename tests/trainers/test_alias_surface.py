@@ -110,7 +110,7 @@ def test_public_names_and_signatures_of_the_package(installed):
 
 
 @pytest.mark.parametrize(
-    ("ours", "said"),
+    ("ours", "text"),
     [
         (lambda x, y=1: None, None),
         (lambda x, y=1, z=3: None, None),
@@ -122,6 +122,6 @@ def test_public_names_and_signatures_of_the_package(installed):
         (lambda x, y=1, *, z: None, "needs ['z']"),
     ],
 )
-def test_signature_differences(ours, said):
+def test_signature_differences(ours, text):
     expected = liger_suite.parameters(lambda x, y=1: None, 0)
-    assert differs(liger_suite.parameters(ours, 0), expected) == said
+    assert differs(liger_suite.parameters(ours, 0), expected) == text

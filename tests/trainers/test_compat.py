@@ -483,7 +483,7 @@ def test_rope_odd_head_dim(width):
     for run in (f.liger_rotary_pos_emb, LigerRopeFunction.apply):
         turned = run(q, k, cos, sin)
         up = [torch.randn_like(x) for x in leaves]
-        right = [
+        expected = [
             torch.cat(
                 (
                     x[..., :pairs] * cos[..., :pairs]
@@ -496,9 +496,9 @@ def test_rope_odd_head_dim(width):
             )
             for x in leaves
         ]
-        torch.testing.assert_close(list(turned[:2]), right)
+        torch.testing.assert_close(list(turned[:2]), expected)
         torch.testing.assert_close(
-            torch.autograd.grad(turned[:2], leaves, up), torch.autograd.grad(right, leaves, up)
+            torch.autograd.grad(turned[:2], leaves, up), torch.autograd.grad(expected, leaves, up)
         )
 
 

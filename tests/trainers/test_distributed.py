@@ -121,14 +121,14 @@ class Run:
         got, expected = (x.detach().double().cpu() for x in (got, expected))
         torch.testing.assert_close(got, expected, rtol=3e-5, atol=0)
 
-    def gradients(self, results, right):
+    def gradients(self, results, expected):
         """Every gradient, gathered where it is sharded."""
-        assert_same_gradients(results, right, rtol=3e-5)
+        assert_same_gradients(results, expected, rtol=3e-5)
 
-    def same(self, model, loss, right, name=lambda n: n):
+    def same(self, model, loss, expected, name=lambda n: n):
         """The loss, and every gradient, gathered where it is sharded."""
-        self.close(loss, right[0])
-        self.gradients({name(n): p.grad for n, p in model.named_parameters()}, right[1])
+        self.close(loss, expected[0])
+        self.gradients({name(n): p.grad for n, p in model.named_parameters()}, expected[1])
 
 
 # --- data parallelism ---
@@ -204,10 +204,10 @@ def in_one_unit(run, wrap):
                 [model.model.norm, model.lm_head], mesh=run.mesh(), reshard_after_forward=freed
             ),
         )
-        right = run.right(stock)
+        expected = run.right(stock)
         for _ in range(2):
             ours.zero_grad()
-            run.same(ours, run.train(ours, fused=0), right)
+            run.same(ours, run.train(ours, fused=0), expected)
 
 
 @case()
@@ -310,20 +310,20 @@ def in_float8(run, stock, wrap, eight=EIGHT):
     wrapped = nn.parallel.DistributedDataParallel(ours) if wrap is id else ours
     with mock.patch.object(Primitive, "call", autospec=True, side_effect=Primitive.call) as calls:
         loss = run.train(wrapped)
-    right, other = run.right(one), run.right(stock)
-    torch.testing.assert_close(loss, right[0], rtol=1e-3, atol=0)
+    expected, other = run.right(one), run.right(stock)
+    torch.testing.assert_close(loss, expected[0], rtol=1e-3, atol=0)
     names = [call.args[0].op.name for call in calls.call_args_list]
     # of two layers forward and backward; under checkpointing forward is two steps
     calls_of_mlp = 0 if "frozen" in eight else 2 if stock.is_gradient_checkpointing else 4
     assert names.count("gated_mlp_float8") == calls_of_mlp
     gradients = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
-    assert gradients.keys() == right[1].keys() > set()
+    assert gradients.keys() == expected[1].keys() > set()
     apart = []
     for name, gradient in gradients.items():
         whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        scale = right[1][name].norm()
-        assert (whole - right[1][name]).norm() < 0.01 * scale, name
-        apart.append((other[1][name] - right[1][name]).norm() > 0.01 * scale)
+        scale = expected[1][name].norm()
+        assert (whole - expected[1][name]).norm() < 0.01 * scale, name
+        apart.append((other[1][name] - expected[1][name]).norm() > 0.01 * scale)
     assert sum(apart) > len(apart) / 2
 
 
@@ -572,10 +572,10 @@ def fsdp2_gathers_codes_of_weights_in_float32_for_steps_in_bfloat16(run):
         loss = ours(**run.batch()).loss
         loss.backward()
         results.append({n: p.grad.full_tensor() for n, p in ours.named_parameters()})
-    for name, right in results[0].items():
+    for name, expected in results[0].items():
         gradient = results[1][name]
-        assert gradient.dtype == right.dtype == torch.float32
-        assert torch.cosine_similarity(gradient.flatten(), right.flatten(), 0) > 0.98, name
+        assert gradient.dtype == expected.dtype == torch.float32
+        assert torch.cosine_similarity(gradient.flatten(), expected.flatten(), 0) > 0.98, name
     layer = ours.model.layers[0]
     layer.unshard()
     weight = layer.self_attn.q_proj.weight
@@ -618,15 +618,15 @@ def fsdp2_with_codes_saves_and_loads_numbers(run):
         file.seek(0)
         for t in torch.load(file, weights_only=True).values():
             assert type(t._local_tensor) is torch.Tensor
-        for name, right in stock.state_dict().items():
+        for name, expected in stock.state_dict().items():
             assert type(state[name]._local_tensor) is torch.Tensor
-            assert torch.equal(state[name].full_tensor(), right), name
+            assert torch.equal(state[name].full_tensor(), expected), name
         whole = StateDictOptions(full_state_dict=True)
         for name, results in get_model_state_dict(ours, options=whole).items():
             assert torch.equal(results, stock.state_dict()[name]), name
         set_model_state_dict(ours, other.state_dict(), options=whole)
-        for name, right in other.state_dict().items():
-            assert torch.equal(ours.state_dict()[name].full_tensor(), right), name
+        for name, expected in other.state_dict().items():
+            assert torch.equal(ours.state_dict()[name].full_tensor(), expected), name
         patch(other, linear_float8=EIGHT)
         with torch.no_grad():
             assert torch.equal(ours(**run.batch()).loss, other(**run.batch()).loss)
@@ -653,8 +653,8 @@ def fsdp2_with_codes_of_a_model_without_numbers(run):
             buffer.copy_(buffers[name])
         whole = StateDictOptions(full_state_dict=True)
         set_model_state_dict(ours, stock.state_dict(), options=whole)
-        for name, right in stock.state_dict().items():
-            assert torch.equal(ours.state_dict()[name].full_tensor(), right), name
+        for name, expected in stock.state_dict().items():
+            assert torch.equal(ours.state_dict()[name].full_tensor(), expected), name
         same_bits(run, stock, lambda _, ours=ours: None, steps=0)
         patch(stock, linear_float8={**EIGHT, "frozen": frozen})
         losses = [m(**run.batch()).loss for m in (ours, stock)]
@@ -717,9 +717,9 @@ def fsdp2_of_models_converted_by_torchao(run):
             loss.backward()
             results.append((loss, {n: p.grad for n, p in model.named_parameters()}))
         run.close(*(loss for loss, _ in results))
-        for name, right in results[0][1].items():
-            right, gradient = right.full_tensor(), results[1][1][name].full_tensor()
-            assert (gradient - right).norm() <= 0.01 * right.norm(), name
+        for name, expected in results[0][1].items():
+            expected, gradient = expected.full_tensor(), results[1][1][name].full_tensor()
+            assert (gradient - expected).norm() <= 0.01 * expected.norm(), name
 
 
 def lora_everywhere(model):
@@ -748,13 +748,13 @@ def fsdp1(run):
         device_id=run.device if run.device.type != "cpu" else torch.device("cpu"),
     )
     loss = run.train(wrapped)
-    right = run.right(stock)
-    run.close(loss, right[0])
+    expected = run.right(stock)
+    run.close(loss, expected[0])
     with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
         gradients = {
             n.replace("_fsdp_wrapped_module.", ""): p.grad for n, p in wrapped.named_parameters()
         }
-        run.gradients(gradients, right[1])
+        run.gradients(gradients, expected[1])
 
 
 # --- a model over ranks ---
@@ -857,7 +857,7 @@ def context_parallel_with_shifted_labels(run):
 @case()
 def pipeline_whose_first_stage_has_no_head(run):
     stock, ours = run.pair()
-    right, batch = run.right(stock), run.batch()
+    expected, batch = run.right(stock), run.batch()
     if run.rank == 0:
         stage = ours.model
         del stage.layers[1:]
@@ -880,13 +880,13 @@ def pipeline_whose_first_stage_has_no_head(run):
         loss = ours(inputs_embeds=hidden, labels=batch["labels"], use_cache=False).loss
         loss.backward()
         dist.send(hidden.grad, 0)
-        run.close(loss, right[0])
+        run.close(loss, expected[0])
         gradients = {
             n.replace("layers.0.", "layers.1."): p.grad
             for n, p in ours.named_parameters()
             if p.grad is not None
         }
-    run.gradients(gradients, {n: right[1][n] for n in gradients})
+    run.gradients(gradients, {n: expected[1][n] for n in gradients})
 
 
 @case()
@@ -952,11 +952,11 @@ def stepped(run, model, options, rate=0.5):
 
 def alike(run, before, stock, ours):
     """Losses, and how far parameters moved."""
-    (expected_loss, right), (got, results) = stock, ours
+    (expected_loss, expected), (got, results) = stock, ours
     run.close(got, expected_loss)
     for name, p in results.items():
-        moved = (right[name] - before[name].to(right[name])).abs().max()
-        off = (p - right[name]).abs().max()
+        moved = (expected[name] - before[name].to(expected[name])).abs().max()
+        off = (p - expected[name]).abs().max()
         assert off <= 1e-4 * moved + 1e-6, f"{name}: {off} of {moved}"
 
 
@@ -971,10 +971,10 @@ def zero(run, stage, offload, adapters=False):
     if offload:
         options["offload_optimizer"] = {"device": "cpu"}
         options |= {"offload_param": {"device": "cpu"}} if stage == 3 else {}
-    right, fused = stepped(run, stock, dict(options)), run.fused
+    expected, fused = stepped(run, stock, dict(options)), run.fused
     results = stepped(run, ours, dict(options))
     assert run.fused - fused == (stage < 3)  # ZeRO-3 detaches what the head returns
-    alike(run, before, right, results)
+    alike(run, before, expected, results)
 
 
 @case(slow=True)
@@ -996,11 +996,11 @@ def deepspeed_zero_3_on_nvme(run):
     stock, ours = run.pair(vocab_size=1 << 15)
     patch(ours)
     before = {n: p.detach().clone() for n, p in stock.named_parameters()}
-    right = stepped(run, stock, dict(options))
+    expected = stepped(run, stock, dict(options))
     results = stepped(run, ours, dict(options))
     swapped = {f.parent.parent.name for f in pathlib.Path(folder[0]).rglob("*.swp")}
     assert len(swapped) == 2, swapped  # a folder of parameters, and the optimizer's
-    alike(run, before, right, results)
+    alike(run, before, expected, results)
 
 
 class OnHiddenStates(nn.Module):
@@ -1054,8 +1054,8 @@ def deepspeed_zero_3_of_hidden_states(run):
     stock, ours = (OnHiddenStates(m, i == 0) for i, m in enumerate(run.pair()))
     before = {n: p.detach().clone() for n, p in stock.named_parameters()}
     options = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    right = stepped(run, stock, dict(options))
-    alike(run, before, right, stepped(run, ours, dict(options)))
+    expected = stepped(run, stock, dict(options))
+    alike(run, before, expected, stepped(run, ours, dict(options)))
 
 
 def rank_of_cases():

@@ -64,15 +64,15 @@ def test_axolotl_patches_by_its_key(axolotl):
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "text"),
     [
         ({"liger_rms_norm": True}, "liger_rms_norm: True"),
         ({"lora_mlp_kernel": True}, "lora_mlp_kernel: true"),
         ({"cut_cross_entropy": True}, "cut_cross_entropy: true"),
     ],
 )
-def test_axolotl_refuses_two_ways_to_replace_a_module(axolotl, keys, said):
-    with pytest.raises(PatchError, match=said):
+def test_axolotl_refuses_two_ways_to_replace_a_module(axolotl, keys, text):
+    with pytest.raises(PatchError, match=text):
         axolotl.LigerMultiPlugin().post_model_build({"liger_multi": True, **keys}, build())
 
 

@@ -90,7 +90,7 @@ def _gated_backward_kernel(
     """Gradients of gate and up, piece by piece.
 
     Program: every num_programs-th piece of BLOCK columns of one row; reads dy, gate and up, writes
-    dup and dgate where they are wanted.
+    dup and dgate where they are needed.
     """
     for piece in range(tl.program_id(0), rows * steps, tl.num_programs(0)):
         row = tl.cast(piece // steps, tl.int64)
@@ -187,9 +187,9 @@ def gated_gradients(
     """Gradients of gate and up; one that nobody needs is an empty tensor."""
     dgate = gate.new_empty(gate.shape if needs_gate else 0)
     dup = up.new_empty(up.shape if needs_up else 0)
-    wanted = [t for t, needed in ((dgate, needs_gate), (dup, needs_up)) if needed]
-    if wanted and dy.numel():
-        dy, gate, up, first, last = flatten(dy, gate, up, wanted[0], wanted[-1])
+    written = [t for t, needed in ((dgate, needs_gate), (dup, needs_up)) if needed]
+    if written and dy.numel():
+        dy, gate, up, first, last = flatten(dy, gate, up, written[0], written[-1])
         rooms = (first if needs_gate else None, last if needs_up else None)
         _backward_rows(activation, by, dy, gate, up, *rooms)
     return dgate, dup
@@ -200,8 +200,8 @@ def packed_gated(activation: str, packed: Tensor, by: tuple[float, float] = (1.0
     half = packed.shape[-1] // 2
     y = packed.new_empty((*packed.shape[:-1], half))
     if y.numel():
-        rows = as_rows(packed)
-        _forward_rows(activation, by, rows[:, :half], rows[:, half:], as_rows(y))
+        packed2d = as_rows(packed)
+        _forward_rows(activation, by, packed2d[:, :half], packed2d[:, half:], as_rows(y))
     return y
 
 
@@ -210,9 +210,9 @@ def packed_gated_gradients(
 ) -> Tensor:
     """Gradients of gate and up, in one tensor."""
     half = packed.shape[-1] // 2
-    made = packed.new_empty(packed.shape)
+    gradient = packed.new_empty(packed.shape)
     if dy.numel():
-        rows, out = as_rows(packed), as_rows(made)
-        halves = (rows[:, :half], rows[:, half:], out[:, :half], out[:, half:])
+        packed2d, out = as_rows(packed), as_rows(gradient)
+        halves = (packed2d[:, :half], packed2d[:, half:], out[:, :half], out[:, half:])
         _backward_rows(activation, by, as_rows(dy), *halves)
-    return made
+    return gradient

@@ -24,9 +24,9 @@ def _how(q: Tensor, causal: bool) -> dict[str, Any]:
     return {"atten_mask": mask, "sparse_mode": 3}
 
 
-def _tokens(*given: Tensor) -> list[Tensor]:
+def _tokens(*tensors: Tensor) -> list[Tensor]:
     """Tokens before heads, as models' projections leave them."""
-    return [x.transpose(1, 2).contiguous() for x in given]
+    return [x.transpose(1, 2).contiguous() for x in tensors]
 
 
 def forward(
@@ -86,7 +86,7 @@ def backward(
         )
     top = lse.unsqueeze(-1).expand(*lse.shape, COPIES).contiguous()
     ours, theirs, values, up, out = _tokens(q, k, v, dy, y)
-    made = torch.ops.npu.npu_fusion_attention_grad_v3(
+    gradients = torch.ops.npu.npu_fusion_attention_grad_v3(
         ours,
         theirs,
         values,
@@ -101,6 +101,6 @@ def backward(
     )
     dq, dk, dv = (
         x.transpose(1, 2) if needed else x.new_empty(0)
-        for x, needed in zip(made[:3], (needs_q, needs_k, needs_v), strict=True)
+        for x, needed in zip(gradients[:3], (needs_q, needs_k, needs_v), strict=True)
     )
     return dq, dk, dv, q.new_empty(0)

@@ -56,8 +56,8 @@ def power_of_2(n: int) -> int:
 
 def block_of(name: str, x: Tensor, cols: int, least: int = 128) -> int:
     """Columns a step of kernel ``name`` on rows of ``cols`` columns like ``x``."""
-    found = launch_config(name, small, x.device, bytes=x.element_size(), cols=cols).block
-    return max(least, min(found, power_of_2(cols)))
+    block = launch_config(name, small, x.device, bytes=x.element_size(), cols=cols).block
+    return max(least, min(block, power_of_2(cols)))
 
 
 def start(kernel: Any, pieces: int, *args: Any, **constants: Any) -> None:

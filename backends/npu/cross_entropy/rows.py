@@ -269,13 +269,13 @@ def _filled(t: Tensor) -> Optional[Tensor]:
 
 def normalizers(raw: Tensor, scale: float) -> LogSumExp:
     """The lse of scaled rows alone."""
-    rows = as_rows(raw)
+    raw2d = as_rows(raw)
     lse = LogSumExp._make(raw.new_empty(raw.shape[0], dtype=torch.float32) for _ in range(2))
-    count, cols = rows.shape
+    count, cols = raw2d.shape
     start(
         _row_statistics_kernel,
         count,
-        rows,
+        raw2d,
         None,
         None,
         *lse,
@@ -283,14 +283,14 @@ def normalizers(raw: Tensor, scale: float) -> LogSumExp:
         None,
         None,
         None,
-        rows.stride(0),
+        raw2d.stride(0),
         0,
         count,
         cols,
         scale,
         1.0,
         CAPPED=False,
-        BLOCK=block_of("row_statistics", rows, cols),
+        BLOCK=block_of("row_statistics", raw2d, cols),
     )
     return lse
 
@@ -350,8 +350,8 @@ def _finished(
         eps = spec.label_smoothing
         ce = (1 - eps) * ce + eps / cols * spread
     zl = spec.z_loss_weight * rows.lse.square()
-    made = (ce, zl, *rows.normalizer, log_prob, rows.entropy)
-    kept = [torch.where(valid, m, 0) if room.numel() else room for m, room in zip(made, rows)]
+    statistics = (ce, zl, *rows.normalizer, log_prob, rows.entropy)
+    kept = [torch.where(valid, m, 0) if room.numel() else room for m, room in zip(statistics, rows)]
     winners = torch.where(valid, argmax.long(), -1) if argmax.numel() else rows.argmax
     return RowStats._make((*kept, winners))
 
@@ -392,19 +392,19 @@ def gradient_into(
     numbers: Coefficients,
 ) -> None:
     """Write the gradient of raw logits; ``out`` may be ``raw``, if its columns are adjacent."""
-    given, (count, cols) = as_rows(raw), raw.shape
+    raw2d, (count, cols) = as_rows(raw), raw.shape
     scale, cap, capped = _curve(spec)
     lse = lse.at(slice(None))
     start(
         _row_gradient_kernel,
         count,
-        given,
+        raw2d,
         target,
         None if weight is None else weight.contiguous(),
         *lse,
         *(None if p is None else p.contiguous() for p in numbers),
         out,
-        given.stride(0),
+        raw2d.stride(0),
         target.stride(0),
         out.stride(0),
         count,
@@ -412,7 +412,7 @@ def gradient_into(
         scale,
         cap,
         CAPPED=capped,
-        BLOCK=block_of("row_gradient", given, cols),
+        BLOCK=block_of("row_gradient", raw2d, cols),
     )
 
 
@@ -437,11 +437,11 @@ class AscendRows:
         """Write the gradient of ``scales``' cross entropies and z-losses; ``out`` may be raw."""
         cols = raw.shape[1]
         numbers = coefficients(target, weight, lse, objective, cols, *scales)
-        room = as_rows(out)
-        given = room if out is raw else raw
-        gradient_into(room, given, target, weight, lse, objective, numbers)
-        if room is not out:
-            out.copy_(room)
+        out2d = as_rows(out)
+        source = out2d if out is raw else raw
+        gradient_into(out2d, source, target, weight, lse, objective, numbers)
+        if out2d is not out:
+            out.copy_(out2d)
 
     @staticmethod
     def statistics_and_gradient_(

@@ -270,25 +270,25 @@ class AscendPairs:
         factor: Tensor,
     ) -> None:
         """Write the gradient times ``factor``; ``out`` may be the student."""
-        given, teacher = as_rows(student), as_rows(teacher)
-        count, cols = given.shape
-        room = given if out is student else out
+        student2d, teacher = as_rows(student), as_rows(teacher)
+        count, cols = student2d.shape
+        room = student2d if out is student else out
         start(
             _pair_gradient_kernel,
             count,
-            given,
+            student2d,
             teacher,
             *rows[1:],
-            _factors(factor, target, count, spec, given),
+            _factors(factor, target, count, spec, student2d),
             room,
-            given.stride(0),
+            student2d.stride(0),
             teacher.stride(0),
             room.stride(0),
             count,
             cols,
             spec.scale,
             spec.beta,
-            **_constants(spec, "pair_gradient", given),
+            **_constants(spec, "pair_gradient", student2d),
         )
         if out is student and room is not out:
             out.copy_(room)

@@ -30,10 +30,10 @@ def grouped_product(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """
     ends = offsets[1:].long()
     ends[-1:].fill_(rows.shape[0])
-    made: list[Tensor] = torch.ops.npu.npu_grouped_matmul(
+    products: list[Tensor] = torch.ops.npu.npu_grouped_matmul(
         [rows], [weight], group_list=ends, split_item=3, group_type=0
     )
-    return made[0]
+    return products[0]
 
 
 def grouped_weight_gradient(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
@@ -43,14 +43,14 @@ def grouped_weight_gradient(left: Tensor, right: Tensor, offsets: Tensor) -> Ten
     in fp32 and for fp16 and bf16. For fp32 there is one GEMM per group, whose bounds the host must
     know.
     """
-    made = left.new_zeros(offsets.shape[0] - 1, left.shape[1], right.shape[1], dtype=torch.float32)
+    out = left.new_zeros(offsets.shape[0] - 1, left.shape[1], right.shape[1], dtype=torch.float32)
     if left.dtype == torch.float32:
         for e, (start, stop) in enumerate(pairwise(reference.bounds_of(offsets, left.shape[0]))):
             if start < stop:
-                made[e] = left[start:stop].mT @ right[start:stop]
-        return made
-    torch.ops.npu.npu_grouped_matmul_add_(made, left, right, offsets[1:].long())
-    return made.to(left.dtype)
+                out[e] = left[start:stop].mT @ right[start:stop]
+        return out
+    torch.ops.npu.npu_grouped_matmul_add_(out, left, right, offsets[1:].long())
+    return out.to(left.dtype)
 
 
 def add_bias_(rows: Tensor, bias: Tensor, ids: Tensor) -> None:
@@ -62,10 +62,10 @@ def add_bias_(rows: Tensor, bias: Tensor, ids: Tensor) -> None:
 
 def dot_with_bias(rows: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
     """The dot product of every row and the bias of its group, in fp32."""
-    bias, found = torch.nn.functional.pad(bias, (0, 0, 0, 1)), []
+    bias, parts = torch.nn.functional.pad(bias, (0, 0, 0, 1)), []
     for block in row_blocks(rows.shape[0], 12 * rows.shape[1]):
-        found.append((rows[block].float() * bias.index_select(0, ids[block]).float()).sum(1))
-    return torch.cat(found)
+        parts.append((rows[block].float() * bias.index_select(0, ids[block]).float()).sum(1))
+    return torch.cat(parts)
 
 
 def sums(rows: Tensor, ids: Tensor, groups: int, weight: Tensor | None = None) -> Tensor:
@@ -96,9 +96,9 @@ def _inverse(order: Tensor) -> Tensor:
 
 def _combined(rows: Tensor, place: Tensor, routing: Tensor, dtype: torch.dtype) -> Tensor:
     """The weighted sum over every token's pairs with experts, in fp32 where dtypes differ."""
-    kind = rows.dtype if rows.dtype == routing.dtype == dtype else torch.float32
+    acc_dtype = rows.dtype if rows.dtype == routing.dtype == dtype else torch.float32
     y: Tensor = torch.ops.npu.npu_moe_token_unpermute(
-        rows.to(kind), place, routing.to(kind).contiguous()
+        rows.to(acc_dtype), place, routing.to(acc_dtype).contiguous()
     )
     return y.to(dtype)
 
@@ -112,10 +112,10 @@ def _activated(gate_up: Tensor, how: Any) -> Tensor:
     """act(gate) * up."""
     if _is_plain(how):
         return swiglu_packed.forward(gate_up, 1.0, 1.0)
-    made = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    for block in row_blocks(made.shape[0], 6 * made.shape[1] * made.element_size()):
-        made[block] = reference.product(gate_up[block], how)
-    return made
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    for block in row_blocks(out.shape[0], 6 * out.shape[1] * out.element_size()):
+        out[block] = reference.product(gate_up[block], how)
+    return out
 
 
 def supports(activation: str) -> Optional[str]:
@@ -182,10 +182,10 @@ def forward(
     if gate_up_bias is not None:
         add_bias_(gate_up, gate_up_bias, ids)
     gate_up.masked_fill_((ids == experts).unsqueeze(1), 0)
-    made = grouped_product(_activated(gate_up, how), second, offsets)
+    products = grouped_product(_activated(gate_up, how), second, offsets)
     if down_bias is not None:
-        add_bias_(made, down_bias, ids)
-    y = _combined(made, place, routing, y_dtype)
+        add_bias_(products, down_bias, ids)
+    y = _combined(products, place, routing, y_dtype)
     return y, gate_up if any(needs) else gate_up.new_empty(0, wide), order, offsets
 
 
@@ -204,9 +204,9 @@ def _through_activation(
             dgate_up[block] = swiglu_packed.backward(weighted, rows, 1.0, 1.0)
         else:
             dgate_up[block] = reference.gradients(weighted, rows, how)
-        made = _activated(rows.float(), how)
-        shares.append((d * made).sum(1))
-        dproduct[block] = (made * by).to(dproduct.dtype)
+        activated = _activated(rows.float(), how)
+        shares.append((d * activated).sum(1))
+        dproduct[block] = (activated * by).to(dproduct.dtype)
     return dgate_up, torch.cat(shares)
 
 
@@ -265,28 +265,28 @@ def backward(
     dproduct = grouped_product(upstream, down_weight.mT if transposed else down_weight, offsets)
     dproduct.masked_fill_((ids == experts).unsqueeze(1), 0)
     dgate_up, share = _through_activation(dproduct, gate_up, weight, how)
-    made = [dy.new_empty(0) for _ in range(6)]
+    gradients = [dy.new_empty(0) for _ in range(6)]
     if needs_down_weight:
-        made[2] = _weight_gradient(upstream, dproduct, offsets, transposed)
+        gradients[2] = _weight_gradient(upstream, dproduct, offsets, transposed)
     if needs_routing and down_bias is not None:
         share = share + dot_with_bias(upstream, down_bias, ids)
     if needs_down_bias:
-        made[5] = sums(upstream, ids, experts, weight)
+        gradients[5] = sums(upstream, ids, experts, weight)
     del upstream, dproduct
     place = _inverse(order)
-    made[3] = routing.new_empty(0)
+    gradients[3] = routing.new_empty(0)
     if needs_routing:
         share = share.index_select(0, place.long())
-        made[3] = share.to(routing.dtype).view(routing.shape)
+        gradients[3] = share.to(routing.dtype).view(routing.shape)
     if needs_gate_up_bias:
-        made[4] = sums(dgate_up, ids, experts)
+        gradients[4] = sums(dgate_up, ids, experts)
     if needs_gate_up_weight and x is not None:
-        made[1] = _weight_gradient(dgate_up, x.index_select(0, token), offsets, transposed)
+        gradients[1] = _weight_gradient(dgate_up, x.index_select(0, token), offsets, transposed)
     if needs_x and gate_up_weight is not None:
         first = gate_up_weight.mT if transposed else gate_up_weight
         rows = grouped_product(dgate_up, first, offsets)
-        made[0] = _combined(rows, place, rows.new_ones(index.shape), dy.dtype)
-    dx, dfirst, dsecond, drouting, dbias, dother = made
+        gradients[0] = _combined(rows, place, rows.new_ones(index.shape), dy.dtype)
+    dx, dfirst, dsecond, drouting, dbias, dother = gradients
     return dx, dfirst, dsecond, drouting, dbias, dother
 
 

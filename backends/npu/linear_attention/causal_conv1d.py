@@ -25,8 +25,8 @@ def forward(
     activation: str,
 ) -> Tensor:
     """One launch, and with sequences a few on their ids."""
-    given = arguments(weight, bias, initial_state, segments)
-    return convolve(x, given, activation == "silu", False)
+    args = arguments(weight, bias, initial_state, segments)
+    return convolve(x, args, activation == "silu", False)
 
 
 def backward(

@@ -63,22 +63,22 @@ class Batched(Span):
     move: Tensor
 
     @classmethod
-    def blocks(cls, given: Inputs) -> tuple[list[Heads], list[slice]]:
+    def blocks(cls, inputs: Inputs) -> tuple[list[Heads], list[slice]]:
         """Blocks of as many heads as possible, then spans of chunks."""
         (batch, length, heads, size), (value, chunk) = (
-            given.k.shape,
-            (given.v.shape[3], given.chunk),
+            inputs.k.shape,
+            (inputs.v.shape[3], inputs.chunk),
         )
-        group = given.v.shape[2] // heads
+        group = inputs.v.shape[2] // heads
         floats = cls.floats(chunk, size, value) + 3 * size * (size + value)
-        each = given.acc_dtype.itemsize * group * floats
+        each = inputs.acc_dtype.itemsize * group * floats
         many, parts = spans(length, chunk, batch * heads, each)
         return head_blocks(batch, heads, group, 1, many), parts
 
     @staticmethod
-    def invert(lower: Tensor, seen: Tensor) -> Tensor:
+    def invert(lower: Tensor, visible: Tensor) -> Tensor:
         """``(I + lower)^-1``, by doubling blocks."""
-        return doubled(lower, seen)
+        return doubled(lower, visible)
 
     @staticmethod
     def _by_chunks(x: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ class Batched(Span):
 
     def _by_heads(self, x: Tensor) -> Tensor:
         """Back to (batch, key heads, group, chunks, ...)."""
-        made: Tensor = x.transpose(0, 1).unflatten(0, self.v.shape[:3])
-        return made
+        heads: Tensor = x.transpose(0, 1).unflatten(0, self.v.shape[:3])
+        return heads
 
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """States before every chunk, corrected values N, and the state after the last one."""

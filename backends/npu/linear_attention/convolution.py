@@ -402,7 +402,7 @@ def _adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def convolve(x: Tensor, given: Arguments, silu: bool, gated: bool) -> Tensor:
+def convolve(x: Tensor, args: Arguments, silu: bool, gated: bool) -> Tensor:
     """The convolution in one launch, with its activation or its gates."""
     batch, length, cols = x.shape
     cols = cols // 3 if gated else cols
@@ -415,14 +415,14 @@ def convolve(x: Tensor, given: Arguments, silu: bool, gated: bool) -> Tensor:
             _conv_forward_kernel,
             work.pieces,
             x,
-            *given,
+            *args,
             y,
             x.stride(0),
             x.stride(1),
             length,
             cols,
             *work,
-            WIDTH=given.width,
+            WIDTH=args.width,
             SILU=silu,
             GATED=gated,
             UNROLL=UNROLL,
@@ -434,7 +434,7 @@ def convolve(x: Tensor, given: Arguments, silu: bool, gated: bool) -> Tensor:
 def _gradients(
     dy: Tensor,
     x: Tensor,
-    given: Arguments,
+    args: Arguments,
     dx: Optional[Tensor],
     dstate: Optional[Tensor],
     silu: bool,
@@ -442,12 +442,12 @@ def _gradients(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    """Write dx and dstate; return the gradients of weight (W, C) and bias in fp32, if wanted."""
+    """Write dx and dstate; return the gradients of weight (W, C) and bias in fp32, if needed."""
     dy, x, (batch, length, cols) = _adjacent(dy), _adjacent(x), dy.shape
     block = block_of("conv_backward", x, cols)
     work = pieces(batch, length, cols, block, device_info(x.device).cores)
     parts = batch * work.chunks
-    shapes = ((parts, given.width, cols), (parts, cols))
+    shapes = ((parts, args.width, cols), (parts, cols))
     sums = [
         x.new_empty(shape, dtype=torch.float32) if needed else None
         for shape, needed in zip(shapes, (needs_weight, needs_bias), strict=True)
@@ -457,7 +457,7 @@ def _gradients(
         work.pieces,
         dy,
         x,
-        *given,
+        *args,
         dx,
         dstate,
         *sums,
@@ -468,7 +468,7 @@ def _gradients(
         length,
         cols,
         *work,
-        WIDTH=given.width,
+        WIDTH=args.width,
         SILU=silu,
         GATED=gated,
         BLOCK=block,
@@ -511,9 +511,9 @@ def gradients(
     dweight = weight.new_zeros(weight.shape if needs_weight else 0)
     dbias = like.new_zeros(like.shape if needs_bias else 0)
     if dy.numel() and any((needs_x, needs_weight, needs_bias, needs_state)):
-        given = arguments(weight, bias, state, ids)
+        args = arguments(weight, bias, state, ids)
         rooms = (_filled(dx), _filled(dstate))
-        by_weight, by_bias = _gradients(dy, x, given, *rooms, silu, gated, needs_weight, needs_bias)
+        by_weight, by_bias = _gradients(dy, x, args, *rooms, silu, gated, needs_weight, needs_bias)
         dweight = dweight if by_weight is None else by_weight.t().to(weight.dtype)
         dbias = dbias if by_bias is None else by_bias.to(like.dtype)
     return dx, dweight.contiguous(), dbias, dstate

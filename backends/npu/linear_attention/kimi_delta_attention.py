@@ -64,8 +64,8 @@ class BatchedChannelSpan(Batched, ChannelSpan):
         self.factors = kept(factors[..., :-2, :, :].unsqueeze(-3), meeting)
         rows = torch.stack([self.q, self.k.expand_as(self.q)], -3).unsqueeze(-4)
         self.scaled = kept(rows * self.factors, meeting)
-        made = (self.scaled @ self.scaled[..., 1:, :, :].mT).masked_fill_(~self.pairs, 0).sum(-4)
-        self.scores, self.inner = made.unbind(-3)
+        pairs = (self.scaled @ self.scaled[..., 1:, :, :].mT).masked_fill_(~self.pairs, 0).sum(-4)
+        self.scores, self.inner = pairs.unbind(-3)
         self.scores.diagonal(dim1=-2, dim2=-1).copy_((self.q * self.k).sum(-1))
 
     def through(

@@ -376,7 +376,7 @@ def _given(
 
 
 def _run(
-    given: Inputs,
+    inputs: Inputs,
     part: slice,
     each: int,
     initial: Optional[Tensor],
@@ -385,38 +385,38 @@ def _run(
     final: Optional[Tensor],
 ) -> None:
     """One launch over some tokens."""
-    batch, size, cols = given.sizes
+    batch, size, cols = inputs.sizes
     # what only y has belongs to no recurrence
-    skip, z = (given.D, given.z) if y is not None else (None, None)
-    pieces = batch * given.steps
+    skip, z = (inputs.D, inputs.z) if y is not None else (None, None)
+    pieces = batch * inputs.steps
     start(
         _scan_forward_kernel,
         pieces,
-        given.u,
-        given.delta,
-        given.A,
-        given.B,
-        given.C,
+        inputs.u,
+        inputs.delta,
+        inputs.A,
+        inputs.B,
+        inputs.C,
         skip,
         z,
-        given.bias,
-        given.first,
+        inputs.bias,
+        inputs.first,
         initial,
         y,
         states,
         final,
-        *given.strides,
-        given.u.shape[1],
+        *inputs.strides,
+        inputs.u.shape[1],
         part.start,
         part.stop,
         each,
         cols,
         size,
-        given.steps,
+        inputs.steps,
         pieces,
-        SOFT=given.soft,
-        STATES=given.states,
-        BLOCK=given.block,
+        SOFT=inputs.soft,
+        STATES=inputs.states,
+        BLOCK=inputs.block,
     )
 
 
@@ -455,10 +455,10 @@ def forward(
     if not y.numel():
         last = final if initial is None or not output_final_state else _across(initial)
         return y, last, kept
-    given = _given("scan_forward", u, delta, A, B, C, D, z, delta_bias, first, delta_softplus)
-    room = given.states_like()[:, 0] if output_final_state else None
+    inputs = _given("scan_forward", u, delta, A, B, C, D, z, delta_bias, first, delta_softplus)
+    room = inputs.states_like()[:, 0] if output_final_state else None
     each, states = (reference.SPAN, kept) if kept.numel() else (u.shape[1], None)
-    _run(given, slice(0, u.shape[1]), each, initial, y, states, room)
+    _run(inputs, slice(0, u.shape[1]), each, initial, y, states, room)
     return y, final if room is None else _across(room), kept
 
 
@@ -481,7 +481,7 @@ class TokenGradients(NamedTuple):
 
 
 def _reverse(
-    given: Inputs,
+    inputs: Inputs,
     dy: Tensor,
     part: slice,
     states: Tensor,
@@ -490,9 +490,9 @@ def _reverse(
     sums: Sums,
 ) -> None:
     """One launch over the tokens of a span, and sums over programs."""
-    batch, size, cols = given.sizes
-    pieces, count = batch * given.steps, part.stop - part.start
-    shape = (batch, count, given.steps, size)
+    batch, size, cols = inputs.sizes
+    pieces, count = batch * inputs.steps, part.stop - part.start
+    shape = (batch, count, inputs.steps, size)
     by_b, by_c = (
         None if x is None else x.new_empty(shape, dtype=torch.float32) for x in (rows.B, rows.C)
     )
@@ -500,15 +500,15 @@ def _reverse(
         _scan_reverse_kernel,
         pieces,
         dy,
-        given.u,
-        given.delta,
-        given.A,
-        given.B,
-        given.C,
-        given.D,
-        given.z,
-        given.bias,
-        given.first,
+        inputs.u,
+        inputs.delta,
+        inputs.A,
+        inputs.B,
+        inputs.C,
+        inputs.D,
+        inputs.z,
+        inputs.bias,
+        inputs.first,
         states,
         dstate,
         rows.u,
@@ -520,25 +520,25 @@ def _reverse(
         sums.D,
         sums.bias,
         *_strides(dy),
-        *given.strides,
-        given.u.shape[1],
+        *inputs.strides,
+        inputs.u.shape[1],
         part.start,
         part.stop,
         cols,
         size,
-        given.steps,
+        inputs.steps,
         pieces,
-        SOFT=given.soft,
-        STATES=given.states,
-        BLOCK=given.block,
+        SOFT=inputs.soft,
+        STATES=inputs.states,
+        BLOCK=inputs.block,
     )
-    for made, parts in ((rows.B, by_b), (rows.C, by_c)):
-        if made is not None and parts is not None:
-            made[:, part] = parts.sum(2).to(made.dtype)
+    for rows_gradient, parts in ((rows.B, by_b), (rows.C, by_c)):
+        if rows_gradient is not None and parts is not None:
+            rows_gradient[:, part] = parts.sum(2).to(rows_gradient.dtype)
 
 
 def _over_spans(
-    given: Inputs,
+    inputs: Inputs,
     dy: Tensor,
     initial: Optional[Tensor],
     dstate: Tensor,
@@ -546,16 +546,16 @@ def _over_spans(
     sums: Sums,
 ) -> None:
     """The states before every span, then the spans in reverse; dstate becomes that of the first."""
-    length = given.u.shape[1]
+    length = inputs.u.shape[1]
     each = max(SPAN, math.isqrt(length))
     count = -(-length // each)
-    before = given.states_like(count)
-    _run(given, slice(0, length), each, initial, None, before, None)
+    before = inputs.states_like(count)
+    _run(inputs, slice(0, length), each, initial, None, before, None)
     for i in reversed(range(count)):
         part = slice(i * each, min(i * each + each, length))
-        states = given.states_like(part.stop - part.start)
-        _run(given, part, 1, before[:, i].contiguous(), None, states, None)
-        _reverse(given, dy, part, states, dstate, rows, sums)
+        states = inputs.states_like(part.stop - part.start)
+        _run(inputs, part, 1, before[:, i].contiguous(), None, states, None)
+        _reverse(inputs, dy, part, states, dstate, rows, sums)
 
 
 def _summed(total: Optional[Tensor], like: Optional[Tensor], u: Tensor) -> Tensor:
@@ -591,8 +591,8 @@ def backward(
     needs_initial_state: bool,
 ) -> Nine:
     """Two launches for every span of tokens."""
-    given = _given("scan_reverse", u, delta, A, B, C, D, z, delta_bias, first, delta_softplus)
-    (batch, size, cols), wide = given.sizes, torch.float32
+    inputs = _given("scan_reverse", u, delta, A, B, C, D, z, delta_bias, first, delta_softplus)
+    (batch, size, cols), wide = inputs.sizes, torch.float32
     rows = TokenGradients(
         *(
             x.new_empty(x.shape) if needed and x is not None else None
@@ -606,11 +606,11 @@ def backward(
         )
     )
     shapes = ((batch, size, cols), (batch, cols), (batch, cols))
-    wanted = (needs_A, needs_D and D is not None, needs_delta_bias and delta_bias is not None)
+    needs_sums = (needs_A, needs_D and D is not None, needs_delta_bias and delta_bias is not None)
     sums = Sums(
         *(
             u.new_zeros(shape, dtype=wide) if needed else None
-            for shape, needed in zip(shapes, wanted, strict=True)
+            for shape, needed in zip(shapes, needs_sums, strict=True)
         )
     )
     dstate = u.new_zeros((batch, size, cols), dtype=wide)
@@ -618,11 +618,11 @@ def backward(
         dstate = _across(dfinal_state)
     if u.numel():
         initial = None if initial_state is None else _across(initial_state)
-        up = torch.zeros_like(given.u) if dy is None else _adjacent(dy)
-        _over_spans(given, up, initial, dstate, rows, sums)
+        up = torch.zeros_like(inputs.u) if dy is None else _adjacent(dy)
+        _over_spans(inputs, up, initial, dstate, rows, sums)
     du, ddelta, dz, dB, dC = (
-        (u if x is None else x).new_empty(0) if made is None else made
-        for x, made in zip((u, delta, z, B, C), rows, strict=True)
+        (u if x is None else x).new_empty(0) if row_gradient is None else row_gradient
+        for x, row_gradient in zip((u, delta, z, B, C), rows, strict=True)
     )
     dA = A.new_empty(0) if sums.A is None else sums.A.sum(0).t().contiguous().to(A.dtype)
     dinitial = u.new_empty(0)

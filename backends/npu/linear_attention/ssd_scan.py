@@ -26,13 +26,13 @@ class BatchedSpan(Span):
     """A span with states by chunks."""
 
     @staticmethod
-    def blocks(given: Inputs) -> tuple[list[Heads], list[slice]]:
+    def blocks(inputs: Inputs) -> tuple[list[Heads], list[slice]]:
         """Blocks of as many groups of heads as possible, then spans of chunks."""
-        (batch, length, many, value), (groups, size) = given.x.shape, given.B.shape[2:]
-        group, chunk = many // groups, given.chunk
+        (batch, length, many, value), (groups, size) = inputs.x.shape, inputs.B.shape[2:]
+        group, chunk = many // groups, inputs.chunk
         head = chunk * (8 * value + 5 * chunk) + 4 * size * value
         shared = chunk * (4 * size + 3 * chunk)
-        each = given.acc_dtype.itemsize * (group * head + shared)
+        each = inputs.acc_dtype.itemsize * (group * head + shared)
         rows, parts = spans(length, chunk, batch * groups, each)
         return head_blocks(batch, groups, group, 1, rows), parts
 

@@ -163,14 +163,14 @@ def run_backward(
     dx: Optional[Tensor],
     sums: tuple[bool, bool, bool],
 ) -> list[Tensor]:
-    """Write dx, contiguous; return the wanted sums over rows for alpha, weight and bias."""
+    """Write dx, contiguous; return the needed sums over rows for alpha, weight and bias."""
     dy, x = as_rows(dy), as_rows(x)
     rows, cols = x.shape
     block = block_of("dyt_backward", x, cols)
     steps = -(-cols // block)
     groups = max(1, min(rows, device_info(x.device).cores // steps))
     parts = [
-        x.new_empty((groups, cols), dtype=torch.float32) if wanted else None for wanted in sums
+        x.new_empty((groups, cols), dtype=torch.float32) if needed else None for needed in sums
     ]
     start(
         _dyt_backward_kernel,
@@ -219,10 +219,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients; one that nobody needs is an empty tensor."""
     dx = x.new_empty(x.shape if needs_x else 0)
-    wanted, cols = (needs_alpha, needs_weight, needs_bias), x.shape[-1]
-    sums = [x.new_zeros(cols if w else 0, dtype=torch.float32) for w in wanted]
+    needs, cols = (needs_alpha, needs_weight, needs_bias), x.shape[-1]
+    sums = [x.new_zeros(cols if w else 0, dtype=torch.float32) for w in needs]
     if x.numel():
-        sums = run_backward(dy, x, alpha, weight, dx if needs_x else None, wanted)
+        sums = run_backward(dy, x, alpha, weight, dx if needs_x else None, needs)
     dalpha = sums[0].sum().to(alpha.dtype).view(alpha.shape) if needs_alpha else None
     return (
         dx,

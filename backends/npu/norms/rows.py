@@ -183,27 +183,29 @@ def normalize(
     offset: float,
     casting: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, what it is the norm of, and rstd (fp32)."""
-    kind = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    """Return y, the sum (or x) that it is the norm of, and rstd (fp32)."""
+    sum_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     wide = weight is not None and casting == "llama"
-    dtype = torch.promote_types(kind, weight.dtype) if weight is not None and wide else kind
+    dtype = (
+        torch.promote_types(sum_dtype, weight.dtype) if weight is not None and wide else sum_dtype
+    )
     y = x.new_empty(x.shape, dtype=dtype)
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    s = None if residual is None else x.new_empty(x.shape, dtype=kind)
+    s = None if residual is None else x.new_empty(x.shape, dtype=sum_dtype)
     if x.numel() == 0:
         return y, x if s is None else s, rstd.fill_(float("nan"))  # the mean of no column
-    rows_of, others = as_rows(x), None if residual is None else as_rows(residual)
-    rows, cols = rows_of.shape
+    x2d, others = as_rows(x), None if residual is None else as_rows(residual)
+    rows, cols = x2d.shape
     start(
         _norm_forward_kernel,
         rows,
-        rows_of,
+        x2d,
         others,
         None if weight is None else weight.contiguous(),
         y,
         s,
         rstd,
-        rows_of.stride(0),
+        x2d.stride(0),
         0 if others is None else others.stride(0),
         rows,
         cols,
@@ -227,7 +229,7 @@ def kernel_gradients(
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of what was normalized and of weight; ``ds``, from other uses of x, is added."""
+    """Gradients of the normalized rows, with ``ds`` of their other uses added, and of weight."""
     dx = x.new_empty(x.shape if needs_x else 0)
     needs_weight = needs_weight and weight is not None
     if x.numel() == 0:

@@ -219,8 +219,8 @@ def rotate_within_limits(
     sin = _exchanged(sin, style) if inverse else sin
     axes = [int(digit) for digit in order]  # its own inverse
     angles = [_batched(a).unsqueeze(head_axis).permute(axes).contiguous() for a in (cos, sin)]
-    made = torch.ops.npu.npu_rotary_mul(x.permute(axes).contiguous(), *angles, MODES[style])
-    return made.permute(axes)
+    rotated = torch.ops.npu.npu_rotary_mul(x.permute(axes).contiguous(), *angles, MODES[style])
+    return rotated.permute(axes)
 
 
 def _batched(angle: Tensor) -> Tensor:

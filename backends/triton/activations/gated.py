@@ -155,8 +155,8 @@ def _gated_forward_kernel(
     mask = col < cols
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
-    kind: tl.constexpr = gate_ptr.dtype.element_ty
-    y = gated_product(gate, up, gate_multiplier, down_multiplier, kind, ACTIVATION)
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    y = gated_product(gate, up, gate_multiplier, down_multiplier, dtype, ACTIVATION)
     tl.store(y_ptr + row * y_stride + col, round_to(y, y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -182,8 +182,8 @@ def _gated_backward_kernel(
     """Gradients of gate and up of one piece of a row; PRODUCT: act(gate) * up overwrites dy.
 
     Program: BLOCK columns of one row; reads dy, gate and, for dgate, up; writes dup and dgate where
-    they are wanted. PRODUCT serves a layer whose next gradient needs act(gate) * up, which forward
-    has not kept; dup and dgate are wanted then.
+    they are needed. PRODUCT serves a layer whose next gradient needs act(gate) * up, which forward
+    has not kept; dup and dgate are needed then.
     """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = (tl.program_id(0) % tiles) * BLOCK
@@ -196,9 +196,9 @@ def _gated_backward_kernel(
         up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
     else:  # its gradient reads no up
         up = dy
-    kind: tl.constexpr = gate_ptr.dtype.element_ty
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
     dgate, dup, act = gated_gradients(
-        dy, gate, up, gate_multiplier, down_multiplier, kind, ACTIVATION
+        dy, gate, up, gate_multiplier, down_multiplier, dtype, ACTIVATION
     )
     if dup_ptr is not None:
         dup = round_to(dup, dup_ptr.dtype.element_ty)
@@ -229,8 +229,8 @@ def by_rows(*tensors: Tensor) -> Rows:
     cols = tensors[0].numel()
     if cols <= LONGEST_ROW.value and False not in [t.is_contiguous() for t in tensors]:
         return tensors, 1, cols, (cols,) * len(tensors)
-    made = tuple([as_rows(t) for t in tensors])
-    return made, *made[0].shape, tuple([t.stride(0) for t in made])
+    views = tuple([as_rows(t) for t in tensors])
+    return views, *views[0].shape, tuple([t.stride(0) for t in views])
 
 
 Multipliers = tuple[Optional[float], Optional[float]]
@@ -242,9 +242,9 @@ def multipliers(gate: float, down: float) -> Multipliers:
     return None if gate == 1.0 else gate, None if down == 1.0 else down
 
 
-def _launch_forward(op: str, activation: str, by: Multipliers, given: Rows) -> None:
+def _launch_forward(op: str, activation: str, by: Multipliers, flat: Rows) -> None:
     """Write y, the last of the tensors after gate and up."""
-    tensors, rows, cols, strides = given
+    tensors, rows, cols, strides = flat
     k = launch_config(f"{op}.forward", tile_config, tensors[0].device, rows=rows, cols=cols)
     tiles = cdiv(cols, k.block)
     launch(
@@ -260,7 +260,7 @@ def _launch_backward(
     op: str,
     activation: str,
     by: Multipliers,
-    given: Rows,
+    flat: Rows,
     needs_gate: bool = True,
     needs_up: bool = True,
     product: bool = False,
@@ -270,7 +270,7 @@ def _launch_backward(
     They have one row stride, and one that nobody needs may be the other. With ``product``, which
     takes both, act(gate) * up is written over dy.
     """
-    (dy, gate, up, dgate, dup), rows, cols, strides = given
+    (dy, gate, up, dgate, dup), rows, cols, strides = flat
     k = launch_config(f"{op}.backward", tile_config, dy.device, rows=rows, cols=cols)
     tiles = cdiv(cols, k.block)
     rooms = (dgate if needs_gate else None, dup if needs_up else None)
@@ -310,8 +310,8 @@ def backward(
     dup = empty_contiguous(up) if needs_up else up.new_empty(0)
     if (needs_gate or needs_up) and dy.numel():
         rooms = (dgate if needs_gate else dup, dup if needs_up else dgate)
-        given = by_rows(dy, gate, up, *rooms)
-        _launch_backward(op, activation, by, given, needs_gate, needs_up, product)
+        rows = by_rows(dy, gate, up, *rooms)
+        _launch_backward(op, activation, by, rows, needs_gate, needs_up, product)
     return dgate, dup
 
 
@@ -320,8 +320,8 @@ def packed_forward(op: str, activation: str, gate_up: Tensor, by: Multipliers = 
     half = gate_up.shape[-1] // 2
     y = gate_up.new_empty((*gate_up.shape[:-1], half))
     if y.numel():
-        packed = as_rows(gate_up)
-        halves = (packed[:, :half], packed[:, half:])
+        gate_up2d = as_rows(gate_up)
+        halves = (gate_up2d[:, :half], gate_up2d[:, half:])
         _launch_forward(op, activation, by, by_rows(*halves, as_rows(y)))
     return y
 
@@ -333,8 +333,13 @@ def packed_backward(
     half = gate_up.shape[-1] // 2
     dgate_up = gate_up.new_empty(gate_up.shape)
     if dy.numel():
-        packed, out = as_rows(gate_up), as_rows(dgate_up)
-        halves = (packed[:, :half], packed[:, half:], out[:, :half], out[:, half:])
+        gate_up2d, dgate_up2d = as_rows(gate_up), as_rows(dgate_up)
+        halves = (
+            gate_up2d[:, :half],
+            gate_up2d[:, half:],
+            dgate_up2d[:, :half],
+            dgate_up2d[:, half:],
+        )
         _launch_backward(op, activation, by, by_rows(as_rows(dy), *halves))
     return dgate_up
 
@@ -495,9 +500,9 @@ def clamped_backward(
     """Gradients of gate and up; one that nobody needs is an empty tensor."""
     dgate = gate.new_empty(gate.shape if needs_gate else 0)
     dup = up.new_empty(up.shape if needs_up else 0)
-    wanted = [t for t, needed in ((dgate, needs_gate), (dup, needs_up)) if needed]
-    if wanted and dy.numel():
-        dy, gate, up, first, last = flatten(dy, gate, up, wanted[0], wanted[-1])
+    written = [t for t, needed in ((dgate, needs_gate), (dup, needs_up)) if needed]
+    if written and dy.numel():
+        dy, gate, up, first, last = flatten(dy, gate, up, written[0], written[-1])
         tensors = (dy, gate, up, first if needs_gate else None, last if needs_up else None)
         name, shape = "swiglu_clamped.backward", dy.shape
         _launch_clamped(name, _clamped_backward_kernel, tensors, shape, numbers, False)
@@ -524,10 +529,12 @@ def packed_clamped_backward(
     out = gate_up.new_empty(gate_up.shape)
     if dy.numel():
         tensors = [gate_up, out, dy]
-        packed, made, dys = flatten(*tensors) if interleaved else [as_rows(t) for t in tensors]
-        parts = (packed, packed, made, made)
+        packed, dgate_up2d, dys = (
+            flatten(*tensors) if interleaved else [as_rows(t) for t in tensors]
+        )
+        parts = (packed, packed, dgate_up2d, dgate_up2d)
         if not interleaved:
-            parts = (packed[:, :half], packed[:, half:], made[:, :half], made[:, half:])
+            parts = (packed[:, :half], packed[:, half:], dgate_up2d[:, :half], dgate_up2d[:, half:])
         name, shape = "swiglu_clamped_packed.backward", dys.shape
         _launch_clamped(name, _clamped_backward_kernel, (dys, *parts), shape, numbers, interleaved)
     return out

@@ -24,9 +24,11 @@ class TritonActivation:
         return gated.forward("gated_mlp", activation, gate, up)
 
     @staticmethod
-    def coded(gate: Tensor, up: Tensor, activation: str, wanted: bool) -> tuple[Tensor, Float8Rows]:
-        """act(gate) * up where it is wanted, and its rows in FP8."""
-        room = code_room(gate, wanted)
+    def coded(
+        gate: Tensor, up: Tensor, activation: str, needs_output: bool
+    ) -> tuple[Tensor, Float8Rows]:
+        """act(gate) * up where it is needed, and its rows in FP8."""
+        room = code_room(gate, needs_output)
         y, codes, scale = gated_rows.forward("gated_mlp", activation, gate, up, gated.NONE, room)
         return y, Float8Rows(codes.view(format_of(gate.device)), scale)
 
@@ -35,8 +37,8 @@ class TritonActivation:
         dproduct: Tensor, gate: Tensor, up: Tensor, activation: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of gate and up; act(gate) * up overwrites ``dproduct``."""
-        given = ("gated_mlp", activation, dproduct, gate, up, True, True)
-        return *gated.backward(*given, product=True), dproduct
+        args = ("gated_mlp", activation, dproduct, gate, up, True, True)
+        return *gated.backward(*args, product=True), dproduct
 
     @staticmethod
     def coded_gradients(
@@ -45,13 +47,13 @@ class TritonActivation:
         up: Tensor,
         activation: str,
         columns: Columns,
-        wanted: tuple[bool, bool],
+        needs_output: tuple[bool, bool],
         product: bool,
     ) -> CodedGradients:
         """The gradients, and codes of each times a number per column; the product on wish."""
         pairs = zip((gate, up), columns, strict=True)
         first, second = rooms = [None if c is None else code_room(x, False) for x, c in pairs]
-        made = gated_rows.backward(
+        gradients = gated_rows.backward(
             "gated_mlp",
             activation,
             dproduct,
@@ -60,11 +62,11 @@ class TritonActivation:
             gated.NONE,
             (first, second),
             columns,
-            wanted,
+            needs_output,
             product,
         )
         codes = [None if room is None else room.rows_of(format_of(gate.device)) for room in rooms]
-        return CodedGradients(*made, dproduct, *codes)
+        return CodedGradients(*gradients, dproduct, *codes)
 
 
 forward, backward = implement_gated_mlp(TritonActivation())

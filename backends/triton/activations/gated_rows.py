@@ -78,9 +78,9 @@ def _gated_rows_forward_kernel(
     up_offset = row[:, None] * up_stride + col[None, :]
     gate = tl.load(gate_ptr + first * gate_stride + gate_offset, mask=mask, other=0.0)
     up = tl.load(up_ptr + first * up_stride + up_offset, mask=mask, other=0.0).to(tl.float32)
-    kind: tl.constexpr = gate_ptr.dtype.element_ty
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
     gate = gate.to(tl.float32)
-    y = gated_product(gate, up, gate_multiplier, down_multiplier, kind, ACTIVATION)
+    y = gated_product(gate, up, gate_multiplier, down_multiplier, dtype, ACTIVATION)
     y = round_to(y, y_ptr.dtype.element_ty)
     y_offset = row[:, None] * cols + col[None, :]
     if WRITES:
@@ -109,14 +109,14 @@ def _coded_gradients_at(
     Pointers are those of a row. A gradient is rounded to its dtype before it is multiplied, as a
     layer would find it.
     """
-    kind: tl.constexpr = gate_ptr.dtype.element_ty
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
     dy = tl.load(dy_ptr + col, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     gate = tl.load(gate_ptr + col, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     up = tl.load(up_ptr + col, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     dgate, dup, act = gated_gradients(
-        dy, gate, up, gate_multiplier, down_multiplier, kind, ACTIVATION
+        dy, gate, up, gate_multiplier, down_multiplier, dtype, ACTIVATION
     )
-    dgate, dup = round_to(dgate, kind), round_to(dup, up_ptr.dtype.element_ty)
+    dgate, dup = round_to(dgate, dtype), round_to(dup, up_ptr.dtype.element_ty)
     gate_times = dgate.to(tl.float32) * load_or(gate_columns_ptr, col, mask, 1.0)
     up_times = dup.to(tl.float32) * load_or(up_columns_ptr, col, mask, 1.0)
     return dgate, dup, gate_times, up_times, act * up
@@ -149,10 +149,10 @@ def _gated_rows_backward_kernel(
     """Gradients of gate and up, and their codes, in two passes of BLOCK columns a step.
 
     Program: one row. The first pass reads dy, gate and up, and finds the largest element of each
-    gradient times its numbers per column. Where both gradients are wanted, it writes them, and with
+    gradient times its numbers per column. Where both gradients are needed, it writes them, and with
     PRODUCT act(gate) * up over dy; the second pass reads its own gradients, from the cache where
     they are still there, and writes codes. Elsewhere the second pass reads and computes all again,
-    and writes codes and what is wanted. To keep gradients in registers in between takes more than
+    and writes codes and what is needed. To keep gradients in registers in between takes more than
     there are: 14,336 columns spilled on sm90 (triton 3.9). To compute twice took 0.78 ms at
     8192 x 14336 (H100, 2026-11).
     """
@@ -237,14 +237,14 @@ def _gated_rows_backward_kernel(
 def forward(
     op: str, activation: str, gate: Tensor, up: Tensor, by: Multipliers, room: CodeRoom
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """act(gate) * up where it is wanted, its codes and scales."""
+    """act(gate) * up where it is needed, its codes and scales."""
     cols = gate.shape[-1]
     rows = gate.numel() // max(cols, 1)
     k = launch_config(f"{op}_quantized.forward", forward_config, gate.device, rows=rows, cols=cols)
     if k.block < cols or not gate.numel():
         y = gated.forward(op, activation, gate, up, by)
         room.fill(y)
-        return room.made(y)
+        return room.outputs(y)
     dtype = torch.promote_types(gate.dtype, up.dtype)
     y = empty_contiguous(gate, dtype) if room.writes else gate.new_empty(0, dtype=dtype)
     (gate, gate_stride), (up, up_stride) = with_stride(gate), with_stride(up)
@@ -255,7 +255,7 @@ def forward(
         (activation, room.bias, room.writes, k.rows, k.block),
         k.num_warps,
     )
-    return room.made(y)
+    return room.outputs(y)
 
 
 def backward_config(info: DeviceInfo, rows: int, cols: int) -> TileConfig:
@@ -276,10 +276,10 @@ def backward(
     by: Multipliers,
     rooms: Rooms,
     columns: Columns,
-    wanted: tuple[bool, bool],
+    needs_output: tuple[bool, bool],
     product: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, empty where they are not wanted; codes go into rooms.
+    """Gradients of gate and up, empty where they are not needed; codes go into rooms.
 
     Args:
         op: Whose launch numbers these are.
@@ -290,21 +290,21 @@ def backward(
         by: Multipliers.
         rooms: For codes of each gradient; None for none.
         columns: Numbers per column that it is multiplied by before it is coded.
-        wanted: Which gradients are wanted themselves.
+        needs_output: Which gradients are needed themselves, besides their codes.
         product: Whether the product is.
     """
     rows, cols = gate.shape
     some = next((room for room in rooms if room is not None), None)
     if some is None or not gate.numel():
-        needs = [w or r is not None or product for w, r in zip(wanted, rooms, strict=True)]
-        made = gated.backward(op, activation, dy, gate, up, needs[0], needs[1], by, product)
-        for room, column, grad in zip(rooms, columns, made, strict=True):
+        needs = [w or r is not None or product for w, r in zip(needs_output, rooms, strict=True)]
+        gradients = gated.backward(op, activation, dy, gate, up, needs[0], needs[1], by, product)
+        for room, column, grad in zip(rooms, columns, gradients, strict=True):
             if room is not None:
                 room.fill(grad, column)
     else:
-        dgate = empty_contiguous(gate) if wanted[0] else gate.new_empty(0)
-        dup = empty_contiguous(up) if wanted[1] else up.new_empty(0)
-        made = dgate, dup
+        dgate = empty_contiguous(gate) if needs_output[0] else gate.new_empty(0)
+        dup = empty_contiguous(up) if needs_output[1] else up.new_empty(0)
+        gradients = dgate, dup
         (dy, dy_stride), (gate, gate_stride), (up, up_stride) = map(with_stride, (dy, gate, up))
         codes = [None if room is None else room.codes for room in rooms]
         scales = [None if room is None else room.scale for room in rooms]
@@ -317,8 +317,8 @@ def backward(
                 dy,
                 gate,
                 up,
-                dgate if wanted[0] else None,
-                dup if wanted[1] else None,
+                dgate if needs_output[0] else None,
+                dup if needs_output[1] else None,
                 *codes,
                 *scales,
                 *columns,
@@ -331,5 +331,7 @@ def backward(
             (activation, some.bias, product, k.block),
             k.num_warps,
         )
-    dgate, dup = [grad if w else grad.new_empty(0) for grad, w in zip(made, wanted, strict=True)]
+    dgate, dup = [
+        grad if w else grad.new_empty(0) for grad, w in zip(gradients, needs_output, strict=True)
+    ]
     return dgate, dup

@@ -105,9 +105,9 @@ def _attention_bounds_kernel(
         at = blocks_ptr + begin  # a scalar base, so that AMD addresses by 32 bits
         low = tl.load(at + lane, mask=mask, other=keys)[None, :]
         high = tl.load(at + blocks + lane, mask=mask, other=0)[None, :]
-        seen = (low < stop) & (high > start)
-        first = tl.minimum(first, tl.where(seen, block, blocks))
-        last = tl.maximum(last, tl.where(seen, block + 1, 0))
+        visible = (low < stop) & (high > start)
+        first = tl.minimum(first, tl.where(visible, block, blocks))
+        last = tl.maximum(last, tl.where(visible, block + 1, 0))
         low = tl.load(at + 2 * blocks + lane, mask=mask, other=keys)[None, :]
         high = tl.load(at + 3 * blocks + lane, mask=mask, other=0)[None, :]
         whole = (low <= start) & (high >= stop)
@@ -140,15 +140,17 @@ def tile_bounds(ranges: Tensor, keys: int, block_m: int, block_n: int) -> Tensor
         (width, block_m, PART_BLOCKS),
         4,
     )
-    found = torch.empty((batch, width // 2, 4, tiles), dtype=torch.int32, device=ranges.device)
+    tile_ranges = torch.empty(
+        (batch, width // 2, 4, tiles), dtype=torch.int32, device=ranges.device
+    )
     launch(
         _attention_bounds_kernel,
         sets * cdiv(tiles, PART_TILES),
-        (bounds, found, keys, blocks, tiles),
+        (bounds, tile_ranges, keys, blocks, tiles),
         (block_n, PART_TILES, CHUNK),
         4,
     )
-    return found
+    return tile_ranges
 
 
 # --- launches ---
@@ -208,7 +210,7 @@ def supports(q: Tensor, v: Tensor) -> str | None:
     shape |= {"item": q.element_size(), "extra": 2, "ranges": 4}
     if all(tabled(f"attention.{direction}", info, **shape) for direction in directions):
         return None  # a kind's registers, and more: this architecture's hold them
-    limit = max(size for kind, size in TILES if kind == kind_of(info))
+    limit = max(size for device_kind, size in TILES if device_kind == kind_of(info))
     return f"takes heads of up to {limit} elements on {info.arch} (registers), got {widest}"
 
 
@@ -225,9 +227,9 @@ def _tile(
     on_chip: Callable[[int, int, int], int],
 ) -> AttentionConfig:
     """The kind's tile, or a smaller one where on-chip memory or the sequences want it."""
-    kind = kind_of(info)
-    small = () if kind == "little memory" else (SMALL,)
-    tiles = TILES.get((kind, _class(dim, value_dim)), (SMALLEST,) * 3)
+    device_kind = kind_of(info)
+    small = () if device_kind == "little memory" else (SMALL,)
+    tiles = TILES.get((device_kind, _class(dim, value_dim)), (SMALLEST,) * 3)
     for m, n, stages, warps in (tiles[which], *small):
         few = (m, n)[rows[0]] <= max(16, power_of_2(rows[1]))
         if few and on_chip(m, n, stages) <= info.shared_bytes:
@@ -289,8 +291,8 @@ def backward_keys_config(
     def on_chip(m: int, n: int, stages: int) -> int:
         return item * ((n + stages * m) * both + 2 * m * n)
 
-    made = _tile(info, 2, dim, value_dim, (1, keys), on_chip)
-    return replace(made, parts=8 if extra == 2 and queries >= 2048 else 1)
+    config = _tile(info, 2, dim, value_dim, (1, keys), on_chip)
+    return replace(config, parts=8 if extra == 2 and queries >= 2048 else 1)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -402,7 +404,7 @@ def backward(
     needs_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries first: that kernel writes the sums of ``dy y`` that keys and sinks need."""
-    made = [
+    gradients = [
         _ordered(x, x.dtype, x.shape[3]) if needed else x.new_empty(0)
         for x, needed in ((q, needs_q), (k, needs_k), (v, needs_v))
     ]
@@ -411,16 +413,18 @@ def backward(
     if lse.numel():
         dy, q, k, v, y = (_rows(x) for x in (dy, q, k, v, y))
         lse = lse.contiguous()
-        _backward_queries(dy, q, k, v, y, lse, inner, made[0] if needs_q else None, *masked)
+        _backward_queries(dy, q, k, v, y, lse, inner, gradients[0] if needs_q else None, *masked)
         if needs_k or needs_v:
-            dk, dv = (made[i] if needed else None for i, needed in ((1, needs_k), (2, needs_v)))
+            dk, dv = (
+                gradients[i] if needed else None for i, needed in ((1, needs_k), (2, needs_v))
+            )
             _backward_keys(dy, q, k, v, lse, inner, dk, dv, *masked)
     else:
-        _ = [x.zero_() for x in made]
+        _ = [x.zero_() for x in gradients]
     if sinks is None or not needs_sinks:
-        return made[0], made[1], made[2], q.new_empty(0)
+        return gradients[0], gradients[1], gradients[2], q.new_empty(0)
     share = inner.mul_(-torch.exp(sinks.float()[None, :, None] - lse)).mT
-    return made[0], made[1], made[2], sum_rows(share.flatten(0, 1), sinks.dtype)
+    return gradients[0], gradients[1], gradients[2], sum_rows(share.flatten(0, 1), sinks.dtype)
 
 
 def _backward_queries(

@@ -279,7 +279,7 @@ def forward_loop(
         k = load_rows(k_ptr, start, k_stride, keys, True, BLOCK, DIM, SIZE)
         s, _ = score(product(q, tl.trans(k)), scale, softcap, CAPPED)
         if masked:
-            seen = seen_by(
+            visible = seen_by(
                 start,
                 second,
                 low,
@@ -293,7 +293,7 @@ def forward_loop(
                 q.shape[0],
                 BLOCK,
             )
-            s = tl.where(seen, s, float("-inf"))
+            s = tl.where(visible, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, axis=1))
         base = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(s - base[:, None])
@@ -350,7 +350,7 @@ def query_loop(
         s, t = score(s, scale, softcap, CAPPED)
         p = tl.exp2(s - lse[:, None])
         if masked:
-            seen = seen_by(
+            visible = seen_by(
                 start,
                 second,
                 low,
@@ -364,7 +364,7 @@ def query_loop(
                 q.shape[0],
                 BLOCK,
             )
-            p = tl.where(seen, p, 0.0)
+            p = tl.where(visible, p, 0.0)
         ds = p * (dp - inner[:, None])
         if CAPPED:
             ds = ds * (1.0 - t * t)
@@ -630,8 +630,8 @@ def _key_steps(
                 low, high = load_bounds(
                     ranges_ptr, start, queries, keys, second, RANGES, CAUSAL, BLOCK
                 )
-                seen = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :])
-                p = tl.where(seen, p, 0.0)
+                visible = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :])
+                p = tl.where(visible, p, 0.0)
         dv = add_product(dv, p, dy)
         ds = p * (product(v, tl.trans(dy)) - inner[None, :])
         if CAPPED:
@@ -883,7 +883,7 @@ def _store(
     VALUE_DIM: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
 ):
-    """Write dk, times the scale of the scores, and dv of a tile of keys; each where it is wanted.
+    """Write dk, times the scale of the scores, and dv of a tile of keys; each where it is needed.
 
     The order in memory is (batch, key, head).
     """

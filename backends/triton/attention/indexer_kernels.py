@@ -71,11 +71,11 @@ def _indexer_scores_kernel(
         place, inside = load_list(indices_ptr + pid * count, start, count, keys, BLOCK_N)
         k = load_places(k_ptr, place, inside, k_strides[1], DIM, SIZE)
         s = _relu(product(k, tl.trans(q)))
-        found = tl.sum(s * w[None, :], axis=1) * scale
-        found = tl.where(place < 0, float("-inf"), found)
-        found = tl.where(place >= keys, float("nan"), found)
+        scores = tl.sum(s * w[None, :], axis=1) * scale
+        scores = tl.where(place < 0, float("-inf"), scores)
+        scores = tl.where(place >= keys, float("nan"), scores)
         slot = start + tl.arange(0, BLOCK_N)
-        tl.store(scores_ptr + pid * count + slot, found, mask=slot < count)
+        tl.store(scores_ptr + pid * count + slot, scores, mask=slot < count)
 
 
 @triton.jit
@@ -127,10 +127,10 @@ def _indexer_backward_kernel(
         k = load_places(k_ptr, place, inside, k_strides[1], DIM, SIZE)
         s = product(k, tl.trans(q))
         dw += tl.sum(_relu(s) * up[:, None], axis=0)
-        given = tl.where(s <= 0.0, 0.0, up[:, None] * w[None, :])
-        dq = add_product(dq, tl.trans(given), k)
+        dproducts = tl.where(s <= 0.0, 0.0, up[:, None] * w[None, :])
+        dq = add_product(dq, tl.trans(dproducts), k)
         if parts_ptr is not None:
-            dk = add_product(tl.zeros([BLOCK_N, SIZE], tl.float32), given, q)
+            dk = add_product(tl.zeros([BLOCK_N, SIZE], tl.float32), dproducts, q)
             store_rows(parts_ptr + row * count * DIM, dk, start, DIM, count, BLOCK_N, DIM, SIZE)
     store_rows(dq_ptr + query * heads * DIM, dq, 0, DIM, heads, BLOCK_H, DIM, SIZE)
     tl.store(dw_ptr + query * heads + head, round_to(dw, dw_ptr.dtype.element_ty), mask=own)
@@ -215,21 +215,21 @@ def _ordered_bits(s):
 
 
 @triton.jit
-def _digit(counts, wanted, SHIFT: tl.constexpr):
-    """The digit of the ``wanted``-th highest number, and how many are wanted of that digit.
+def _digit(counts, rank, SHIFT: tl.constexpr):
+    """The digit of the ``rank``-th highest number, and how many numbers of that digit count.
 
     Args:
         counts: How many numbers have each digit.
-        wanted: At least 1, at most their sum.
+        rank: At least 1, at most their sum.
         SHIFT: Unused bits below the digit.
     """
     digit = tl.arange(0, 256)
     below = tl.cumsum(counts, 0)  # and itself
     above = tl.sum(counts, 0) - below
-    here = (above < wanted) & (above + counts >= wanted)
-    found = tl.sum(tl.where(here, digit, 0), 0)
-    rest = wanted - tl.sum(tl.where(here, above, 0), 0)
-    return found.to(tl.uint32) << SHIFT, rest
+    here = (above < rank) & (above + counts >= rank)
+    chosen = tl.sum(tl.where(here, digit, 0), 0)
+    rest = rank - tl.sum(tl.where(here, above, 0), 0)
+    return chosen.to(tl.uint32) << SHIFT, rest
 
 
 @triton.jit

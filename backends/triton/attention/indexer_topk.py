@@ -92,9 +92,9 @@ def forward(
     (batch, queries, heads, dim), keys = q.shape, k.shape[1]
     count = min(topk, keys)
     indices = q.new_empty((batch, queries, count), dtype=torch.int32)
-    found = q.new_empty(indices.shape, dtype=torch.float32)
+    out = q.new_empty(indices.shape, dtype=torch.float32)
     if not indices.numel():
-        return indices, found
+        return indices, out
     q, k = _queries(q), _near(k)
     ranges = None if ranges is None else ranges.contiguous().expand(batch, -1, -1)
     tile = launch_config("indexer_topk.tile", tile_config, q.device, dim=dim, item=q.element_size())
@@ -103,14 +103,14 @@ def forward(
     rows = max(1, SCORES_BYTES // (4 * width * tile.block_m)) * tile.block_m
     scores = q.new_empty((min(rows, queries), width), dtype=torch.float32)
     for b in range(batch):
-        seen = None if ranges is None else ranges[b]
+        bounds = None if ranges is None else ranges[b]
         for begin in range(0, queries, rows):
             some = min(rows, queries - begin)
             args = (
                 q[b],
                 k[b],
                 w[b],
-                seen,
+                bounds,
                 scores,
                 _steps(q),
                 _steps(k),
@@ -125,6 +125,6 @@ def forward(
             constants = (causal, dim, _padded(dim), tile.block_m, tile.block_n)
             programs = cdiv(some, tile.block_m) * cdiv(keys, tile.block_n)
             launch(_indexer_all_scores_kernel, programs, args, constants, tile.num_warps)
-            chosen = (scores, seen, indices[b], found[b], width, begin, queries, keys, count)
+            chosen = (scores, bounds, indices[b], out[b], width, begin, queries, keys, count)
             launch(_indexer_select_kernel, some, chosen, (causal, select.block), select.num_warps)
-    return indices, found
+    return indices, out

@@ -115,13 +115,13 @@ def _multi_token_forward_kernel(
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     mask = inside & (col[None, :] < _loaded(row)[:, None])
     x = tl.load(x_ptr + (lane[:, None] * row_stride + col[None, :]), mask=mask, other=0.0)
-    seen = (col[None, :] <= row[:, None]) & (col < cols)[None, :]
-    x = tl.where(seen, x.to(tl.float32), float("-inf"))
+    visible = (col[None, :] <= row[:, None]) & (col < cols)[None, :]
+    x = tl.where(visible, x.to(tl.float32), float("-inf"))
     largest = tl.maximum(tl.max(x, axis=1), LOWEST)
     e = tl.exp2((x - largest[:, None]) * LOG2E)
     total = tl.sum(e, axis=1)
     p = e * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
-    p = tl.where(seen, p, 0.0)  # NaN stays where it is seen
+    p = tl.where(visible, p, 0.0)  # NaN stays where it is seen
     p_offset = lane[:, None] * cols + col[None, :]
     tl.store(p_ptr + p_offset, round_to(p, p_ptr.dtype.element_ty), mask=inside)
 
@@ -458,9 +458,9 @@ def _softmax_backward_(p: Tensor, dp: Tensor, sparse: bool) -> None:
 
 def _lower(x: Tensor, lowest: bool) -> Tensor:
     """A contiguous copy that is 0 past the diagonal, or -inf where ``lowest``."""
-    made, x = empty_contiguous(x), _by_rows(x)
-    if not made.numel():
-        return made
+    out, x = empty_contiguous(x), _by_rows(x)
+    if not out.numel():
+        return out
     images, (rows, cols) = x.shape[0] * x.shape[1], x.shape[2:]
     k = launch_config(
         "multi_token_attention.lower", tile_config, x.device, rows=rows, cols=cols, arrays=1
@@ -469,11 +469,11 @@ def _lower(x: Tensor, lowest: bool) -> Tensor:
     launch(
         _multi_token_lower_kernel,
         images * cdiv(rows, tall),
-        (x, made, *_places(x)),
+        (x, out, *_places(x)),
         (lowest, tall, k.block),
         k.num_warps,
     )
-    return made
+    return out
 
 
 def _zero_(y: Tensor) -> Tensor:
@@ -503,25 +503,25 @@ def _transpose(x: Tensor, k: TransposeConfig, to_last: bool) -> Tensor:
         turned = _lower(x, False) if to_last else x
         turned = turned.contiguous(memory_format=layout)
         return turned if to_last else _zero_(turned)
-    made = torch.empty_like(x, memory_format=layout)
-    strides = (x if to_last else made).stride()[:3]
-    if made.numel():
+    out = torch.empty_like(x, memory_format=layout)
+    strides = (x if to_last else out).stride()[:3]
+    if out.numel():
         launch(
             _multi_token_turn_kernel,
             batch * rows * pieces,
-            (x, made, *strides, rows, cols, pieces),
+            (x, out, *strides, rows, cols, pieces),
             (to_last, heads, power_of_2(heads), k.block),
             k.num_warps,
         )
-    return made
+    return out
 
 
 def _transposing(weight: Tensor, p: Tensor, unit: int) -> TransposeConfig:
     sizes = {"heads": p.shape[1], "others": weight.shape[0], "size": p.element_size()}
-    found: TransposeConfig = launch_config(
+    config: TransposeConfig = launch_config(
         "multi_token_attention.transpose", transpose_config, p.device, **sizes, unit=unit
     )
-    return found
+    return config
 
 
 def forward(
@@ -560,7 +560,7 @@ def backward(
     k = _transposing(weight, p, 8)
     sides = (_transpose(dy, k, True), _transpose(p, k, True)) if k.block else (_lower(dy, False), p)
     with ordered_convolutions(p.device):
-        found = torch.ops.aten.convolution_backward(
+        gradients = torch.ops.aten.convolution_backward(
             *sides,
             weight,
             None if bias is None else list(bias.shape),
@@ -572,7 +572,7 @@ def backward(
             groups,
             [needs_scores, needs_weight, bias is not None and needs_bias],
         )
-    dp, dweight, dbias = (weight.new_empty(0) if x is None else x for x in found)
+    dp, dweight, dbias = (weight.new_empty(0) if x is None else x for x in gradients)
     if needs_scores:
         dp = _transpose(dp, k, False) if k.block else dp.contiguous()
         _softmax_backward_(p.contiguous(), dp, sparse)

@@ -91,9 +91,9 @@ def inverse(lists: Tensor, keys: int) -> tuple[Tensor, Tensor]:
     offset = torch.arange(groups, device=lists.device, dtype=torch.int32)[:, None] * keys
     inside = (lists >= 0) & (lists < keys)
     flat = torch.where(inside, lists + offset, groups * keys).flatten()
-    found, order = torch.sort(flat, stable=True)
+    sorted_keys, order = torch.sort(flat, stable=True)
     each = torch.arange(groups * keys + 1, device=lists.device, dtype=torch.int32)
-    return order, torch.searchsorted(found, each)
+    return order, torch.searchsorted(sorted_keys, each)
 
 
 def add_up(total: Tensor, parts: Tensor, lists: Tensor, keys: int) -> None:
@@ -124,7 +124,7 @@ def summed(
     keys: int,
     width: int,
     write: Callable[[Tensor, int, slice], None],
-    beside: int = 0,
+    extra_bytes: int = 0,
 ) -> Tensor:
     """Sums of what pairs give to keys, ``(B, groups, keys, width)`` fp32.
 
@@ -134,11 +134,11 @@ def summed(
         keys: Number of keys.
         width: Numbers that a pair gives.
         write: Fills the parts of some queries of one element of the batch.
-        beside: Bytes of a slot that this takes meanwhile.
+        extra_bytes: Bytes of a slot that ``write`` takes meanwhile.
     """
     batch, _, queries, slots = lists.shape
     total = torch.zeros((batch, groups, keys, width), dtype=torch.float32, device=lists.device)
-    step = max(1, PARTS_BYTES // max(1, slots * (4 * groups * width + beside)))
+    step = max(1, PARTS_BYTES // max(1, slots * (4 * groups * width + extra_bytes)))
     size = (min(step, queries), groups, slots, width)
     parts = torch.empty(size, dtype=torch.float32, device=lists.device)
     for b, rows in _blocks(batch, queries, step):

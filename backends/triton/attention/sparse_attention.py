@@ -114,8 +114,8 @@ def _class(dim: int, value: int, shared: bool) -> int:
 
 def _row(info: DeviceInfo, size: int) -> tuple[str, int]:
     """The key of TILES; narrow channels are as those of 128 where that is the least."""
-    kind = kind_of(info)
-    return kind, size if (kind, size) in TILES else max(128, size)
+    device_kind = kind_of(info)
+    return device_kind, size if (device_kind, size) in TILES else max(128, size)
 
 
 def _tile(info: DeviceInfo, which: int, heads: int, channels: Channels, item: int) -> SparseConfig:
@@ -161,15 +161,15 @@ def supports(q: Tensor, v: Optional[Tensor], value_dim: int) -> str | None:
     if INTERPRETED:
         return None
     info, dim = device_info(q.device), q.shape[3]
-    kind, size = _row(info, _class(dim, value_dim, v is None))
-    most = max(n for k, n in TILES if k == kind)
+    device_kind, size = _row(info, _class(dim, value_dim, v is None))
+    most = max(n for k, n in TILES if k == device_kind)
     widest = WIDEST_FP32 if most > 64 else 0
     if q.element_size() == 4 and max(dim, value_dim) > widest:
         return (
             f"takes fp32 heads of up to {widest} elements on {info.arch} (registers), got "
             f"{max(dim, value_dim)}"
         )
-    if (kind, size) in TILES:
+    if (device_kind, size) in TILES:
         return None
     form = "latents" if v is None else "keys beside values"
     return (
@@ -438,11 +438,11 @@ def _of_keys(c: Call, up: Upstream, dq: Tensor | None) -> Tensor:
         )
         launch(_sparse_attention_keys_kernel, some * tiles, args, constants, n.num_warps)
 
-    beside = 2 * heads * c.q.element_size()
-    return summed(c.lists, groups, keys if slots else 0, channels.width, write, beside)
+    extra_bytes = 2 * heads * c.q.element_size()
+    return summed(c.lists, groups, keys if slots else 0, channels.width, write, extra_bytes)
 
 
 def _as_heads(total: Tensor, x: Tensor) -> Tensor:
     """Sums as a gradient, in memory (B, S, G, D)."""
-    made = x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
-    return made.copy_(total) if total.shape == made.shape else made.zero_()
+    out = x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+    return out.copy_(total) if total.shape == out.shape else out.zero_()

@@ -146,9 +146,9 @@ def gemm_by_rows(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None
     if not out.numel():
         return
     if out.stride(1) != 1 and cols > 1:
-        made = torch.empty(rows, cols, dtype=out.dtype, device=out.device)
-        gemm_by_rows(a, b, bias, made)
-        out.copy_(made)
+        product = torch.empty(rows, cols, dtype=out.dtype, device=out.device)
+        gemm_by_rows(a, b, bias, product)
+        out.copy_(product)
         return
     size = a.element_size()
     narrow = int(inner * size % 16 > 0 or cols * size % 16 > 0)

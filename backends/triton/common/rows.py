@@ -376,12 +376,12 @@ def empty_contiguous(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def tile_rows(wanted: int, *strides: int) -> int:
-    """Rows of a tile: one where ``wanted`` would reach 2 GiB past the first.
+def tile_rows(requested: int, *strides: int) -> int:
+    """Rows of a tile: one where ``requested`` rows would reach 2 GiB past the first.
 
     It makes :func:`assume_rows` true of tiles that are parts of wide rows.
     """
-    return wanted if wanted * max(strides) < 2**28 else 1
+    return requested if requested * max(strides) < 2**28 else 1
 
 
 def checked_cols(cols: int) -> int:

@@ -424,8 +424,8 @@ def reduce_rows(
 
     Without ``rows`` only the denominators are computed.
     """
-    wanted = outputs.split(",") if rows is not None else []
-    keep = (rows is not None, "z_loss" in wanted, "token_accuracy" in wanted)
+    requested = outputs.split(",") if rows is not None else []
+    keep = (rows is not None, "z_loss" in requested, "token_accuracy" in requested)
     loss, z_loss, accuracy = [
         target.new_empty(() if kept else (0,), dtype=torch.float32) for kept in keep
     ]
@@ -462,13 +462,13 @@ def finish(
     outputs: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The outputs of the contract and the denominators; ``ce`` holds ``zl`` too for none."""
-    wanted = outputs.split(",")
-    kept = "predicted_tokens" in wanted or not rows.argmax.numel()
+    requested = outputs.split(",")
+    kept = "predicted_tokens" in requested or not rows.argmax.numel()
     predicted = rows.argmax if kept else rows.argmax.new_empty(0)
     if reduction == "none":
-        z_loss = rows.zl if "z_loss" in wanted else rows.ce.new_empty(0)
+        z_loss = rows.zl if "z_loss" in requested else rows.ce.new_empty(0)
         loss, by, accuracy = rows.ce, rows.ce.new_ones(2), rows.ce.new_empty(0)
-        if "token_accuracy" in wanted:
+        if "token_accuracy" in requested:
             accuracy = ((rows.argmax == target) & (target != ignore_index)).to(torch.float32)
     else:
         loss, z_loss, accuracy, by = reduce_rows(

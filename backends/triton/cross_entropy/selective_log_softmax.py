@@ -106,8 +106,8 @@ def _selective_log_softmax_forward_kernel(
     tl.store(lse_low_ptr + row, lse_low)
     for first in tl.range(0, choices, MANY):
         k, index, inside, z = _chosen(row_ptr, index_ptr, first, choices, cols, scale)
-        found = tl.where(inside, (z - lse) - lse_low, float("nan"))
-        tl.store(log_prob_ptr + k, tl.where(index == ignore_index, 0.0, found), mask=k < choices)
+        log_prob = tl.where(inside, (z - lse) - lse_low, float("nan"))
+        tl.store(log_prob_ptr + k, tl.where(index == ignore_index, 0.0, log_prob), mask=k < choices)
 
 
 @triton.jit
@@ -213,13 +213,13 @@ def forward(
     """Log-probabilities and the lse of every row, in two numbers."""
     (count, cols), choices = logits.shape, index.shape[1]
     check_targets(index, cols, ignore_index, validate, "index")
-    found = logits.new_empty(index.shape, dtype=torch.float32)
+    log_probs = logits.new_empty(index.shape, dtype=torch.float32)
     lse, lse_low = (logits.new_empty(count, dtype=torch.float32) for _ in range(2))
     logits = _columns(logits)
     if count:
         name = "selective_log_softmax.forward"
         k = launch_config(name, row_config, logits.device, rows=count, cols=cols, sums=1)
-        args = (logits, index.contiguous(), found, lse, lse_low, logits.stride(0))
+        args = (logits, index.contiguous(), log_probs, lse, lse_low, logits.stride(0))
         launch(
             _selective_log_softmax_forward_kernel,
             count,
@@ -227,7 +227,7 @@ def forward(
             (k.block, k.unroll),
             k.num_warps,
         )
-    return found, lse, lse_low
+    return log_probs, lse, lse_low
 
 
 def backward(

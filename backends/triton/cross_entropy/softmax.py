@@ -195,19 +195,19 @@ def _softmax_backward_wide_kernel(
 
 def forward(x: Tensor) -> Tensor:
     """Probabilities of rows."""
-    y, rows = x.new_empty(x.shape), as_rows(x)
-    count, cols = rows.shape
+    y, x2d = x.new_empty(x.shape), as_rows(x)
+    count, cols = x2d.shape
     if not y.numel():
         return y
     k = launch_config("softmax.forward", tile_config, x.device, rows=count, cols=cols, arrays=1)
     if k.block < cols:
-        args = (rows, y, rows.stride(0), cols)
+        args = (x2d, y, x2d.stride(0), cols)
         launch(_softmax_forward_wide_kernel, count, args, (k.block,), k.num_warps)
         return y
     launch(
         _softmax_forward_kernel,
         cdiv(count, k.rows),
-        (rows, y, rows.stride(0), count, cols),
+        (x2d, y, x2d.stride(0), count, cols),
         (k.rows, k.block),
         k.num_warps,
     )
@@ -216,17 +216,17 @@ def forward(x: Tensor) -> Tensor:
 
 def backward_of(dy: Tensor, y: Tensor, sparse: bool) -> Tensor:
     """The gradient of x, from y alone."""
-    dx, upstream, given = dy.new_empty(dy.shape), as_rows(dy), as_rows(y)
-    count, cols = upstream.shape
+    dx, dy2d, y2d = dy.new_empty(dy.shape), as_rows(dy), as_rows(y)
+    count, cols = dy2d.shape
     if not dx.numel():
         return dx
     k = launch_config("softmax.backward", tile_config, dy.device, rows=count, cols=cols, arrays=2)
-    strides = (upstream.stride(0), given.stride(0))
+    strides = (dy2d.stride(0), y2d.stride(0))
     if k.block < cols:
         launch(
             _softmax_backward_wide_kernel,
             count,
-            (upstream, given, dx, *strides, cols),
+            (dy2d, y2d, dx, *strides, cols),
             (sparse, k.block),
             k.num_warps,
         )
@@ -234,7 +234,7 @@ def backward_of(dy: Tensor, y: Tensor, sparse: bool) -> Tensor:
     launch(
         _softmax_backward_kernel,
         cdiv(count, k.rows),
-        (upstream, given, dx, *strides, count, cols),
+        (dy2d, y2d, dx, *strides, count, cols),
         (sparse, k.rows, k.block),
         k.num_warps,
     )

@@ -108,14 +108,14 @@ def _sparsemax_forward_wide_kernel(x_ptr, y_ptr, x_stride, cols, BLOCK: tl.const
 
 def forward(x: Tensor) -> Tensor:
     """The rows' projections on the simplex."""
-    y, rows = x.new_empty(x.shape), as_rows(x)
-    count, cols = rows.shape
+    y, x2d = x.new_empty(x.shape), as_rows(x)
+    count, cols = x2d.shape
     if not y.numel():
         return y
     k = launch_config("sparsemax.forward", row_config, x.device, rows=count, cols=cols)
     wide = k.block < cols
     kernel = _sparsemax_forward_wide_kernel if wide else _sparsemax_forward_kernel
-    launch(kernel, count, (rows, y, rows.stride(0), cols), (k.block,), k.num_warps)
+    launch(kernel, count, (x2d, y, x2d.stride(0), cols), (k.block,), k.num_warps)
     return y
 
 

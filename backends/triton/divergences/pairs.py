@@ -538,7 +538,7 @@ def _divergence_forward_kernel(
         factor = tl.load(factor_ptr + row * factor_stride).to(tl.float32)
         if FORM == LOGITS:
             factor *= scale
-        found = write_gradient(
+        written_loss = write_gradient(
             student_ptr,
             teacher_ptr,
             student_ptr,
@@ -558,7 +558,7 @@ def _divergence_forward_kernel(
             BLOCK,
         )
         if LATER:
-            loss = found
+            loss = written_loss
     _store_row(
         loss_ptr,
         lse_ptr,

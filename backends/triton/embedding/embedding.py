@@ -201,8 +201,8 @@ def _embedding_backward_kernel(
         partials = partial_ptr + window.to(tl.int64) * cols
         total += tl.load(partials + offset, mask=mask, other=0.0)
     total = _sum_rows(dy_ptr, order_ptr, dy_stride, tail, stop, col, col_mask, total, ROWS)
-    found = tl.sum(total, axis=0) * scale
-    tl.store(out_ptr + col, round_to(found, out_ptr.dtype.element_ty), mask=col_mask)
+    row_sum = tl.sum(total, axis=0) * scale
+    tl.store(out_ptr + col, round_to(row_sum, out_ptr.dtype.element_ty), mask=col_mask)
 
 
 def _columns(x: Tensor) -> Tensor:

@@ -285,7 +285,7 @@ def _moe_activation_backward_kernel(
 
     Program: one sorted row, in steps of BLOCK columns; the sum for drouting stays in registers.
     Reads d, gate and up, and the routing weight of its pair. Writes over d, and dgate_up and
-    drouting where they are wanted. A pair of no expert gets drouting 0.
+    drouting where they are needed. A pair of no expert gets drouting 0.
     """
     row = tl.program_id(0)
     pair = tl.load(order_ptr + row).to(tl.int64)
@@ -420,10 +420,10 @@ def _moe_bias_gradient_kernel(
             ptrs = rows_ptr + at.to(tl.int64) * row_stride
             ptrs += r[:, None] * row_stride + col[None, :]
         mask = inside[:, None] & (col < cols)[None, :]
-        found = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        rows = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
         if routing_ptr is not None:
-            found *= tl.load(routing_ptr + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
-        total += found
+            rows *= tl.load(routing_ptr + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
+        total += rows
     out = round_to(tl.sum(total, axis=0), out_ptr.dtype.element_ty)
     tl.store(out_ptr + group.to(tl.int64) * cols + col, out, mask=col < cols)
 
@@ -479,7 +479,7 @@ def activated(
         gate_up = library_gemm(k, x, weight, groups)
     if gate_up is not None:
         return activation_of(gate_up, bias, index, groups, how), gate_up if keep else gate_up[:0]
-    made = source.new_empty(groups.rows, cols)
+    out = source.new_empty(groups.rows, cols)
     gate_up = source.new_empty(groups.rows if keep else 0, wide)
     tiles, steps = groups.tiles(k.block_m), cdiv(cols, k.block_n)
     launch(
@@ -490,7 +490,7 @@ def activated(
             weight,
             bias,
             gate_up if keep else None,
-            made,
+            out,
             tiles,
             groups.offsets,
             groups.order if x.gather else None,
@@ -512,7 +512,7 @@ def activated(
         ),
         k.num_warps,
     )
-    return made, gate_up
+    return out, gate_up
 
 
 def activation_of(
@@ -526,7 +526,7 @@ def activation_of(
     activation, numbers, interleaved = how
     layout = layout_of(activation, interleaved)
     cols = gate_up.shape[1] if layout == "single" else gate_up.shape[1] // 2
-    made = gate_up.new_empty(groups.rows, cols)
+    out = gate_up.new_empty(groups.rows, cols)
     k = piece("activation", gate_up, cols)
     pieces = cdiv(cols, k.block)
     launch(
@@ -535,7 +535,7 @@ def activation_of(
         (
             gate_up,
             bias,
-            made,
+            out,
             index,
             groups.order,
             groups.offsets,
@@ -547,7 +547,7 @@ def activation_of(
         (activation, layout, k.block),
         k.num_warps,
     )
-    return made
+    return out
 
 
 def combined(
@@ -627,11 +627,11 @@ def forward(
         return x.new_zeros(x.shape, dtype=y_dtype), gate_up, order, offsets
     groups, how = Groups(offsets, order, index.shape[1], inverse), (limit, alpha, up_offset)
     rows = RowOperand(columns(x), gather=True)
-    made, gate_up = activated(
+    inner, gate_up = activated(
         rows, first, dense(gate_up_bias), index, groups, keep, (activation, how, interleaved)
     )
     del rows
-    pairs = product("fused_moe.down", RowOperand(made), second, groups)
+    pairs = product("fused_moe.down", RowOperand(inner), second, groups)
     y = combined(pairs, groups, routing.contiguous(), dense(down_bias), index, y_dtype)
     return y, gate_up, order, offsets
 
@@ -648,7 +648,7 @@ def inner_gradients(
     """Gradients of gate and up, and of routing; act(gate) * up, weighted, overwrites dproduct."""
     activation, numbers, interleaved = how
     cols = dproduct.shape[1]
-    made = torch.empty_like(gate_up) if needs_inner else None
+    dinner = torch.empty_like(gate_up) if needs_inner else None
     drouting = routing.new_empty(routing.shape if needs_routing else 0)
     k = piece("activation_backward", dproduct, cols)
     launch(
@@ -657,7 +657,7 @@ def inner_gradients(
         (
             dproduct,
             gate_up,
-            made,
+            dinner,
             routing,
             drouting if needs_routing else None,
             groups.order,
@@ -669,7 +669,7 @@ def inner_gradients(
         (activation, layout_of(activation, interleaved), k.block, k.stages),
         k.num_warps,
     )
-    return made, drouting
+    return dinner, drouting
 
 
 def backward(

@@ -222,8 +222,8 @@ def products_by(library: bool) -> Iterator[None]:
 
 def by_library(k: ProductConfig, *tensors: Tensor) -> bool:
     """Whether PyTorch's grouped GEMM takes this call; its requirements are not documented."""
-    wanted = not by_rows() and (_forced[-1] if _forced else k.library) and grouped_mm is not None
-    return wanted and all(
+    requested = not by_rows() and (_forced[-1] if _forced else k.library) and grouped_mm is not None
+    return requested and all(
         t.dtype == torch.bfloat16
         and t.data_ptr() % 16 == 0
         and all(s % 8 == 0 for s in t.shape[1:])
@@ -250,9 +250,9 @@ def product(
     """
     x, (_, cols, inner) = a.source, weight.shape
     k = choice(name, product_config, x, groups, cols, inner)
-    found = library_gemm(k, a, weight, groups) if dtype is None else None
-    if found is not None:
-        return found
+    library_product = library_gemm(k, a, weight, groups) if dtype is None else None
+    if library_product is not None:
+        return library_product
     out, tiles = x.new_empty(groups.rows, cols, dtype=dtype), groups.tiles(k.block_m)
     steps = cdiv(cols, k.block_n)
     launch(
@@ -289,7 +289,7 @@ def choice(
     """Launch configuration of a GEMM; a power of two of rows, so that few enter the cache."""
     checked_cols(2 * MOST_ROWS * max(cols, inner))  # a tile of either stays below 2 GiB
     rows = groups.count * MOST_ROWS if by_rows() else power_of_2(groups.rows)
-    found: ProductConfig = launch_config(
+    config: ProductConfig = launch_config(
         name,
         formula,
         a.device,
@@ -299,7 +299,7 @@ def choice(
         inner=inner,
         element_bytes=a.element_size(),
     )
-    return found
+    return config
 
 
 # --- gradients of weights ---
@@ -396,10 +396,10 @@ def weight_gradient(
     k = choice(name, weight_config, p, groups, m, n)
     if dtype is None and by_library(k, p, q):
         columns = left.written(groups).mT
-        found = grouped_mm(columns, right.written(groups), groups.offsets[1:])
-        args = (found, groups.offsets, m * n, 16)
+        gradient = grouped_mm(columns, right.written(groups), groups.offsets[1:])
+        args = (gradient, groups.offsets, m * n, 16)
         launch(_zero_groups_kernel, groups.count * 16, args, (256,), 4)
-        return found
+        return gradient
     out = p.new_empty(groups.count, m, n, dtype=dtype)
     m_steps, n_steps = cdiv(m, k.block_m), cdiv(n, k.block_n)
     orders = [groups.order if side.gather else None for side in (left, right)]

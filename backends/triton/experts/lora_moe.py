@@ -248,16 +248,16 @@ def forward(
     how = (activation, (limit, alpha, up_offset), interleaved)
     rows, bias = RowOperand(columns(x), gather=True), dense(gate_up_bias)
     if up is None:
-        made, gate_up = activated(rows, first, bias, index, groups, keep, how)
+        inner, gate_up = activated(rows, first, bias, index, groups, keep, how)
     else:
         gate_up = product("fused_moe.up_interleaved", rows, first, groups)
         add_(gate_up, up.low(rows, groups), up.b, up.scale, groups, bias)
-        made = activation_of(gate_up, None, index, groups, how)
+        inner = activation_of(gate_up, None, index, groups, how)
         gate_up = gate_up if keep else gate_up[:0]
     del rows
-    pairs = product("fused_moe.down", RowOperand(made), second, groups)
+    pairs = product("fused_moe.down", RowOperand(inner), second, groups)
     if down is not None:
-        add_(pairs, down.low(RowOperand(made), groups), down.b, down.scale, groups)
+        add_(pairs, down.low(RowOperand(inner), groups), down.b, down.scale, groups)
     y = combined(pairs, groups, routing.contiguous(), dense(down_bias), index, y_dtype)
     return y, gate_up, order, offsets
 
@@ -295,11 +295,11 @@ def backward(
     """Two wide GEMMs, thin ones for the adapters, and one pass over the activation."""
     dy = dy.to(gate_up.dtype)
     needs_up, needs_down = (needs_gate_up_a, needs_gate_up_b), (needs_down_a, needs_down_b)
-    given = (gate_up_a, gate_up_b, down_a, down_b)
-    thin = [dy.new_empty(0) if t is None else t.new_empty(0) for t in given]
+    factors = (gate_up_a, gate_up_b, down_a, down_b)
+    thin = [dy.new_empty(0) if t is None else t.new_empty(0) for t in factors]
     if not order.numel() or not dy.numel():
-        wanted = zip(thin, given, (*needs_up, *needs_down), strict=True)
-        zeros = [t.new_zeros(g.shape) if g is not None and need else t for t, g, need in wanted]
+        needed = zip(thin, factors, (*needs_up, *needs_down), strict=True)
+        zeros = [t.new_zeros(g.shape) if g is not None and need else t for t, g, need in needed]
         dx = dy.new_zeros(dy.shape if needs_x else 0)
         return dx, routing.new_zeros(routing.shape if needs_routing else 0), *zeros  # type: ignore[return-value]
     up, down = _adapter(gate_up_a, gate_up_b, gate_up_scale), _adapter(down_a, down_b, down_scale)

@@ -59,8 +59,8 @@ def piece_config(info: DeviceInfo, cols: int) -> PieceConfig:
 def piece(name: str, some: Tensor, cols: int) -> PieceConfig:
     """Launch configuration of a pass over rows, which may hold gate and up."""
     checked_cols(2 * cols)
-    found: PieceConfig = launch_config(f"fused_moe.{name}", piece_config, some.device, cols=cols)
-    return found
+    config: PieceConfig = launch_config(f"fused_moe.{name}", piece_config, some.device, cols=cols)
+    return config
 
 
 @triton.jit
@@ -208,10 +208,10 @@ def sorted_pairs(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def inverse_of(order: Tensor) -> Tensor:
     """The sorted row of every pair."""
-    found = torch.empty_like(order)
-    args = (order, found, order.shape[0])
+    inverse = torch.empty_like(order)
+    args = (order, inverse, order.shape[0])
     launch(_pairs_inverse_kernel, cdiv(order.shape[0], 1024), args, (1024,), 4)
-    return found
+    return inverse
 
 
 def rows_of_pairs(x: Tensor, inverse: Tensor, offsets: Tensor, per: int) -> Tensor:
@@ -296,20 +296,20 @@ class Groups:
 
     def tiles(self, block: int) -> Tensor:
         """The table for tiles of ``block`` rows, (tiles, 2): group, or -1, and first row."""
-        found = self.tables.get(block)
-        if found is None:
+        table = self.tables.get(block)
+        if table is None:
             most = min(self.rows, cdiv(self.rows, block) + self.count)
-            found = self.tables[block] = self.offsets.new_empty(most, 2)
+            table = self.tables[block] = self.offsets.new_empty(most, 2)
             groups = power_of_2(self.count)
             step = max(16, min(128, 8192 // groups))
             launch(
                 _group_tiles_kernel,
                 cdiv(most, step),
-                (self.offsets, found, self.count, most),
+                (self.offsets, table, self.count, most),
                 (block, groups, step),
                 4,
             )
-        return found
+        return table
 
 
 @dataclass
@@ -318,13 +318,13 @@ class RowOperand:
 
     source: Tensor
     gather: bool = False
-    made: Optional[Tensor] = None
+    cached: Optional[Tensor] = None
 
     def written(self, groups: Groups) -> Tensor:
         """The rows themselves; written down once."""
         if not self.gather:
             return self.source
-        if self.made is None:
+        if self.cached is None:
             at = (groups.inverse, groups.offsets, groups.per)
-            self.made = rows_of_pairs(self.source, *at)
-        return self.made
+            self.cached = rows_of_pairs(self.source, *at)
+        return self.cached

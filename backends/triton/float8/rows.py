@@ -204,10 +204,10 @@ class CodeRoom(NamedTuple):
     """Where a kernel writes codes of its result, and whether it writes the result too.
 
     Attributes:
-        codes: Bytes, with the shape of the result; None where no codes are wanted.
+        codes: Bytes, with the shape of the result; None where no codes are needed.
         scale: fp32, one per row.
         bias: Of the exponent of the format, which names it to kernels; 0 for no codes.
-        writes: Whether the result is wanted.
+        writes: Whether the result is needed.
     """
 
     codes: Optional[Tensor] = None
@@ -219,15 +219,15 @@ class CodeRoom(NamedTuple):
         """The room that a norm fills from registers: none where a row has too many columns."""
         return self if cols <= block <= WIDEST_CODED else NO_CODES
 
-    def wanted(self, y: Tensor) -> Tensor:
-        """The result, or an empty tensor where it is not wanted."""
+    def where_written(self, y: Tensor) -> Tensor:
+        """The result, or an empty tensor where it is not needed."""
         return y if self.writes else y.new_empty(0)
 
-    def made(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The result as far as it is wanted, codes and scales."""
+    def outputs(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The result as far as it is needed, codes and scales."""
         assert self.codes is not None
         assert self.scale is not None
-        return self.wanted(y), self.codes, self.scale
+        return self.where_written(y), self.codes, self.scale
 
     def rows_of(self, format: torch.dtype) -> Float8Rows:
         """The codes, typed, and scales."""
@@ -279,12 +279,12 @@ class TritonQuantizer:
         (x, stride), (rows, cols) = with_stride(x), x.shape
         k = launch_config("float8_across", across_config, x.device)
         tile = tile_rows(k.rows, stride), tile_rows(k.cols, rows)
-        made = torch.empty(cols, rows, dtype=torch.uint8, device=x.device)
+        out = torch.empty(cols, rows, dtype=torch.uint8, device=x.device)
         launch(
             _across_kernel,
             cdiv(rows, tile[0]) * cdiv(cols, tile[1]),
-            (x, scale, made, stride, rows, cols),
+            (x, scale, out, stride, rows, cols),
             (*FORMATS[format], *tile),
             k.num_warps,
         )
-        return made.view(format)
+        return out.view(format)

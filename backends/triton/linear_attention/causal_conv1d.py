@@ -50,8 +50,8 @@ def forward(
     activation: str,
 ) -> Tensor:
     """One launch."""
-    given = arguments(weight, bias, initial_state, segments)
-    return convolve(x, given, activation == "silu", False)
+    args = arguments(weight, bias, initial_state, segments)
+    return convolve(x, args, activation == "silu", False)
 
 
 def backward(
@@ -72,12 +72,12 @@ def backward(
     dx, dstate = x.new_empty(x.shape if needs_x else 0), x.new_empty(0)
     if initial_state is not None:
         shape = initial_state.shape if needs_initial_state else (0,)
-        made = initial_state.new_empty if x.numel() else initial_state.new_zeros
-        dstate = made(shape)
+        new = initial_state.new_empty if x.numel() else initial_state.new_zeros
+        dstate = new(shape)
     total = Partials(x, weight, bias, needs_weight, needs_bias)
     if x.numel():
         dy, x = adjacent(dy), adjacent(x)
-        given = arguments(weight, bias, initial_state, segments)
+        args = arguments(weight, bias, initial_state, segments)
         k = launch_config(
             "causal_conv1d.backward",
             backward_config,
@@ -87,7 +87,7 @@ def backward(
             cols=cols,
             width=width,
             element_bytes=x.element_size(),
-            packed=given.ids is not None,
+            packed=args.ids is not None,
         )
         chunks = cdiv(length, k.rows)
         outs = (dx if dx.numel() else None, dstate if dstate.numel() else None)
@@ -95,7 +95,7 @@ def backward(
         launch(
             _convolution_backward_kernel,
             programs(batch * chunks, cols, width, k),
-            (dy, x, *given, *outs, *total.make(batch * chunks), *strides, length, cols, chunks),
+            (dy, x, *args, *outs, *total.make(batch * chunks), *strides, length, cols, chunks),
             (width, activation == "silu", k.rows, k.step, k.block, k.stages),
             k.num_warps,
         )

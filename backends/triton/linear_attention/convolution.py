@@ -127,10 +127,10 @@ def programs(chunks: int, cols: int, width: int, k: ConvolutionConfig) -> int:
     return chunks * cdiv(cols, k.block)
 
 
-def convolve(x: Tensor, given: Arguments, silu: bool, gated: bool) -> Tensor:
+def convolve(x: Tensor, args: Arguments, silu: bool, gated: bool) -> Tensor:
     """The convolution in one launch, with its activation or its gates."""
     batch, length, cols = x.shape
-    cols, width = cols // 3 if gated else cols, given.weight.shape[1]
+    cols, width = cols // 3 if gated else cols, args.weight.shape[1]
     y = x.new_empty((batch, length, cols))
     if y.numel():
         x = adjacent(x)
@@ -144,13 +144,13 @@ def convolve(x: Tensor, given: Arguments, silu: bool, gated: bool) -> Tensor:
             cols=cols,
             width=width,
             element_bytes=x.element_size(),
-            packed=given.ids is not None,
+            packed=args.ids is not None,
         )
         chunks = cdiv(length, k.rows)
         launch(
             _convolution_forward_kernel,
             programs(batch * chunks, cols, width, k),
-            (x, *given, y, x.stride(0), x.stride(1), length, cols, chunks),
+            (x, *args, y, x.stride(0), x.stride(1), length, cols, chunks),
             (width, silu, gated, k.rows, k.step, k.block, k.stages),
             k.num_warps,
         )
@@ -175,13 +175,13 @@ class Partials:
 
     def make(self, programs: int) -> tuple[Optional[Tensor], Optional[Tensor]]:
         """Memory for so many programs of every channel."""
-        made = [
+        parts = [
             self.like.new_empty((programs, size), dtype=torch.float32) if needed else None
             for needed, size in zip(
                 self.needs, (self.of_weight.numel(), len(self.of_weight)), strict=True
             )
         ]
-        self.weight, self.bias = made
+        self.weight, self.bias = parts
         return self.weight, self.bias
 
     def gradients(self) -> tuple[Tensor, Tensor]:

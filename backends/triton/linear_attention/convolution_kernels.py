@@ -161,10 +161,10 @@ def _add_to_tokens(pending, du, weights, age, PACKED: tl.constexpr, WIDTH: tl.co
 @triton.jit
 def _zeros(BLOCK: tl.constexpr, COUNT: tl.constexpr):
     """Vectors of zeros."""
-    made = ()
+    zeros = ()
     for _ in tl.static_range(COUNT):
-        made = _append(made, tl.zeros([BLOCK], tl.float32))
-    return made
+        zeros = _append(zeros, tl.zeros([BLOCK], tl.float32))
+    return zeros
 
 
 @triton.jit

@@ -112,9 +112,9 @@ def supports(k: Tensor, v: Tensor) -> str | None:
     if _is_tight(info, 2) and not INTERPRETED:
         widest = 32
     if size > widest:
-        kind = str(k.dtype).removeprefix("torch.")
+        dtype = str(k.dtype).removeprefix("torch.")
         return (
-            f"takes {kind} keys of up to {widest} elements on {info.arch} (registers), got {size}"
+            f"takes {dtype} keys of up to {widest} elements on {info.arch} (registers), got {size}"
         )
     if tile_rows(128, max(v.shape[2] * v.shape[3], k.shape[2] * size)) == 1:
         return "takes tokens of less than 8 MiB"  # what the results are stored by
@@ -297,7 +297,7 @@ class States(NamedTuple):
     values: Tensor | None = None
 
 
-def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None:
+def _pass(c: Call, prepared: Prepared, initial: Tensor | None, room: States) -> None:
     k = c.config("forward" if room.y is not None else "states", states_config)
     args = (
         c.q,
@@ -305,10 +305,10 @@ def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None
         c.v,
         c.beta,
         c.first,
-        made.inverse,
-        made.scores,
-        made.gates,
-        made.rstd,
+        prepared.inverse,
+        prepared.scores,
+        prepared.gates,
+        prepared.rstd,
         c.flags,
         None if initial is None else initial.contiguous(),
         *room,
@@ -390,19 +390,19 @@ def backward(
         )
     c = call(RULE, q, k, v, g, beta, first, scale, qk_l2norm)
     dy = torch.zeros_like(v) if dy is None else _rows(dy)
-    made = _prepare(c)
+    prepared = _prepare(c)
     states, dstates = (v.new_empty(c.streams, c.chunks, k.shape[3], v.shape[3]) for _ in range(2))
     values = v.new_empty(c.streams, *v.shape[1::2])
-    _pass(c, made, initial_state, States(states=states, values=values))
+    _pass(c, prepared, initial_state, States(states=states, values=values))
     dq, dk, dg, dbeta = (x.new_empty(x.shape) for x in (q, k, g, beta))
     dv, dinitial = v.new_empty(v.shape), q.new_empty(0)
     if initial_state is not None:
         dinitial = initial_state.new_empty(initial_state.shape if needs_initial_state else 0)
-    _reverse(c, made, dy, dfinal_state, dv, dstates, dinitial)
-    _gradients(c, made, dy, (states, dstates, values, dv), (dq, dk, dg, dbeta))
+    _reverse(c, prepared, dy, dfinal_state, dv, dstates, dinitial)
+    _gradients(c, prepared, dy, (states, dstates, values, dv), (dq, dk, dg, dbeta))
     needs = (needs_q, needs_k, needs_v, needs_g, needs_beta)
-    found = zip((dq, dk, dv, dg, dbeta), needs, strict=True)
-    dq, dk, dv, dg, dbeta = (x if needed else x.new_empty(0) for x, needed in found)
+    pairs = zip((dq, dk, dv, dg, dbeta), needs, strict=True)
+    dq, dk, dv, dg, dbeta = (x if needed else x.new_empty(0) for x, needed in pairs)
     return dq, dk, dv, dg, dbeta, dinitial
 
 
@@ -413,7 +413,7 @@ def _given(x: Tensor | None) -> Tensor | None:
 
 def _reverse(
     c: Call,
-    made: Prepared,
+    prepared: Prepared,
     dy: Tensor,
     dfinal: Tensor | None,
     solved: Tensor,
@@ -427,10 +427,10 @@ def _reverse(
         c.k,
         c.beta,
         c.first,
-        made.inverse,
-        made.scores,
-        made.gates,
-        made.rstd,
+        prepared.inverse,
+        prepared.scores,
+        prepared.gates,
+        prepared.rstd,
         c.flags,
         None if dfinal is None else dfinal.contiguous(),
         solved,
@@ -448,12 +448,12 @@ def _reverse(
 
 
 def _gradients(
-    c: Call, made: Prepared, dy: Tensor, passed: tuple[Tensor, ...], grads: tuple[Tensor, ...]
+    c: Call, prepared: Prepared, dy: Tensor, passed: tuple[Tensor, ...], grads: tuple[Tensor, ...]
 ) -> None:
     """From the states, their gradients, N and Y, which becomes dv."""
     states, dstates, values, solved = passed
     dq, dk, dg, dbeta = grads
-    sums = torch.empty_like(made.gates[:2])
+    sums = torch.empty_like(prepared.gates[:2])
     k = c.config("pairs", pairs_config)
     args: tuple[Any, ...] = (
         dy,
@@ -464,10 +464,10 @@ def _gradients(
         c.first,
         values,
         solved,
-        made.gates,
-        made.rstd,
-        made.scores,
-        made.inverse,
+        prepared.gates,
+        prepared.rstd,
+        prepared.scores,
+        prepared.inverse,
         sums,
         _steps(dy),
         _steps(c.k),
@@ -485,9 +485,9 @@ def _gradients(
         c.q,
         c.k,
         states,
-        made.gates,
-        made.rstd,
-        made.scores,
+        prepared.gates,
+        prepared.rstd,
+        prepared.scores,
         sums,
         dq,
         _steps(dy),
@@ -506,10 +506,10 @@ def _gradients(
         dstates,
         values,
         solved,
-        made.gates,
-        made.rstd,
-        made.scores,
-        made.inverse,
+        prepared.gates,
+        prepared.rstd,
+        prepared.scores,
+        prepared.inverse,
         sums,
         dk,
         _steps(c.k),

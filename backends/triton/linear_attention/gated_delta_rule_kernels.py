@@ -129,12 +129,12 @@ def _seen(first_ptr, start, tokens, CHUNK: tl.constexpr):
     Rows past the last token belong to its document.
     """
     row = tl.arange(0, CHUNK)
-    seen = row[:, None] >= row[None, :]
+    visible = row[:, None] >= row[None, :]
     begins = row * 0
     if first_ptr is not None:
         begins = tl.load(first_ptr + tl.minimum(start + row, tokens - 1))
-        seen = seen & (begins[:, None] <= (start + row)[None, :])
-    return seen, begins
+        visible = visible & (begins[:, None] <= (start + row)[None, :])
+    return visible, begins
 
 
 # --- several documents ---
@@ -148,11 +148,11 @@ def _finite(x):
 
 
 @triton.jit
-def _fits(x, kind: tl.constexpr):
+def _fits(x, dtype: tl.constexpr):
     """Whether fp32 numbers are finite, and stay so in a dtype."""
-    if kind == tl.float16:
+    if dtype == tl.float16:
         return tl.abs(x) < 65520.0
-    elif kind == tl.bfloat16:
+    elif dtype == tl.bfloat16:
         return tl.abs(x) < 3.3961775292304884e38
     else:
         return tl.abs(x) < float("inf")
@@ -252,12 +252,12 @@ def _over(x, begins, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _gates_of(g, seen, begins, start, SEVERAL: tl.constexpr, CHUNK: tl.constexpr):
+def _gates_of(g, visible, begins, start, SEVERAL: tl.constexpr, CHUNK: tl.constexpr):
     """Both parts of G, e and r, from the gates of a chunk; SEVERAL documents may be in it."""
     g = tl.where(g < GONE, GONE, g)
     large = tl.floor(g * STEPS) * (1.0 / STEPS)
-    coarse = tl.sum(tl.where(seen, large[None, :], 0.0), 1)
-    fine = tl.sum(tl.where(seen, (g - large)[None, :], 0.0), 1)
+    coarse = tl.sum(tl.where(visible, large[None, :], 0.0), 1)
+    fine = tl.sum(tl.where(visible, (g - large)[None, :], 0.0), 1)
     end = tl.arange(0, CHUNK) == CHUNK - 1
     rest = tl.sum(tl.where(end, coarse, 0.0), 0) - coarse
     rest += tl.sum(tl.where(end, fine, 0.0), 0) - fine
@@ -269,10 +269,10 @@ def _gates_of(g, seen, begins, start, SEVERAL: tl.constexpr, CHUNK: tl.constexpr
 
 
 @triton.jit
-def _decays(coarse, fine, seen):
+def _decays(coarse, fine, visible):
     """D, from both parts of the sums of gates."""
     apart = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
-    return tl.exp2(tl.where(seen, apart * LOG2E, -float("inf")))
+    return tl.exp2(tl.where(visible, apart * LOG2E, -float("inf")))
 
 
 @triton.jit
@@ -319,7 +319,7 @@ def _unit_inverse(lower, EXACT: tl.constexpr, CHUNK: tl.constexpr):
     """
     row = tl.arange(0, CHUNK)
     i, j = row[:, None], row[None, :]
-    found = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, lower, 0.0)
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, lower, 0.0)
     size: tl.constexpr = CHUNK
     for power in tl.static_range(1, 6):
         if 2**power < size:
@@ -327,8 +327,8 @@ def _unit_inverse(lower, EXACT: tl.constexpr, CHUNK: tl.constexpr):
                 i // 2**power != j // 2**power
             )
             below = tl.where(between, lower, 0.0)
-            found -= _solve_product(found, _solve_product(below, found, EXACT), EXACT)
-    return found
+            inverse -= _solve_product(inverse, _solve_product(below, inverse, EXACT), EXACT)
+    return inverse
 
 
 @triton.jit
@@ -337,7 +337,7 @@ def _isolated_inverse(lower, begins, EXACT: tl.constexpr, CHUNK: tl.constexpr):
     row = tl.arange(0, CHUNK)
     i, j = row[:, None], row[None, :]
     lower, wrong = _finite_rows(lower)
-    found = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, lower, 0.0)
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, lower, 0.0)
     size: tl.constexpr = CHUNK
     for power in tl.static_range(1, 6):
         if 2**power < size:
@@ -345,19 +345,19 @@ def _isolated_inverse(lower, begins, EXACT: tl.constexpr, CHUNK: tl.constexpr):
                 i // 2**power != j // 2**power
             )
             below = tl.where(between, lower, 0.0)
-            read, more = _finite_rows(_solve_product(below, found, EXACT))
+            read, more = _finite_rows(_solve_product(below, inverse, EXACT))
             wrong = tl.maximum(wrong, more)
-            found, more = _finite_rows(found - _solve_product(found, read, EXACT))
+            inverse, more = _finite_rows(inverse - _solve_product(inverse, read, EXACT))
             wrong = tl.maximum(wrong, more)
-    return found, _after(wrong, begins, CHUNK)
+    return inverse, _after(wrong, begins, CHUNK)
 
 
 @triton.jit
 def _spoiled(square, rows, begins, CHUNK: tl.constexpr):
     """A square of pairs with NaN in some rows, where they see others."""
     row = tl.arange(0, CHUNK)
-    seen = (row[:, None] >= row[None, :]) & (row[None, :] >= begins[:, None])
-    return tl.where(rows[:, None] & seen, float("nan"), square)
+    visible = (row[:, None] >= row[None, :]) & (row[None, :] >= begins[:, None])
+    return tl.where(rows[:, None] & visible, float("nan"), square)
 
 
 # --- what needs no state ---
@@ -442,78 +442,78 @@ def _delta_rule_chunks_kernel(
     )
     if first_ptr is not None:
         first_ptr += batch * first_step
-    seen, begins = _seen(first_ptr, start, tokens, CHUNK)
-    coarse, fine, e, r = _gates_of(g, seen, begins, start, first_ptr is not None, CHUNK)
+    visible, begins = _seen(first_ptr, start, tokens, CHUNK)
+    coarse, fine, e, r = _gates_of(g, visible, begins, start, first_ptr is not None, CHUNK)
     whole = (batch * heads * GROUP + value_head) * chunks + chunk
     at = gates_ptr + whole * CHUNK + row
     tl.store(at, e)
     tl.store(at + plane, r)
     tl.store(at + 2 * plane, coarse)
     tl.store(at + 3 * plane, fine)
-    decay = _decays(coarse, fine, seen)
-    kind = inverse_ptr.dtype.element_ty
+    decay = _decays(coarse, fine, visible)
+    dtype = inverse_ptr.dtype.element_ty
     p = product(q, tl.trans(k)) * decay * q_scale[:, None] * k_scale[None, :]
     if first_ptr is not None:
-        p = tl.where(seen, p, 0.0)
-    tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(p, kind))
+        p = tl.where(visible, p, 0.0)
+    tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(p, dtype))
     lower = product(k, tl.trans(k)) * decay * (beta * k_scale)[:, None] * k_scale[None, :]
     lower = tl.where(row[:, None] > row[None, :], lower, 0.0)
     if first_ptr is not None:
-        lower = tl.where(seen, lower, 0.0)
+        lower = tl.where(visible, lower, 0.0)
     if ISOLATED:
         near = _begins(first_ptr, start, tokens, CHUNK)
-        a, spoiled = _isolated_inverse(lower, near, kind == tl.float32, CHUNK)
+        a, spoiled = _isolated_inverse(lower, near, dtype == tl.float32, CHUNK)
         a = _spoiled(a, spoiled, near, CHUNK)
     else:
-        a = _unit_inverse(lower, kind == tl.float32, CHUNK)
+        a = _unit_inverse(lower, dtype == tl.float32, CHUNK)
         if flags_ptr is not None:
             _flag(flags_ptr + batch * heads * GROUP + value_head, a)
-    tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(a, kind))
+    tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(a, dtype))
 
 
 # --- states ---
 
 
 @triton.jit
-def _seen_by(a, rows, wrong, by, begins, kind: tl.constexpr, CHUNK: tl.constexpr):
+def _seen_by(a, rows, wrong, by, begins, dtype: tl.constexpr, CHUNK: tl.constexpr):
     """``a @ rows``, rows of what each sees, with NaN where it sees a wrong one.
 
-    One that is not finite is wrong, too, or not so in ``kind``, times ``by`` if that is not None.
+    One that is not finite is wrong, too, or not so in ``dtype``, times ``by`` if that is not None.
     """
-    is_fine = _fits(rows, kind)
+    is_fine = _fits(rows, dtype)
     wrong = tl.maximum(wrong, _wrong_rows(is_fine))
-    found = product(a, round_to(tl.where(is_fine, rows, 0.0), kind))
-    used = found if by is None else found * by[:, None]
-    wrong = tl.maximum(wrong, _wrong_rows(_fits(used, kind)))
-    return tl.where(_after(wrong, begins, CHUNK)[:, None], float("nan"), found)
+    product_of_fine = product(a, round_to(tl.where(is_fine, rows, 0.0), dtype))
+    used = product_of_fine if by is None else product_of_fine * by[:, None]
+    wrong = tl.maximum(wrong, _wrong_rows(_fits(used, dtype)))
+    return tl.where(_after(wrong, begins, CHUNK)[:, None], float("nan"), product_of_fine)
 
 
 @triton.jit
 def _read(x, state, decay, PACKED: tl.constexpr):
     """``x @ state``; where a call is PACKED, 0 in rows to which nothing is left by their decay."""
-    found = product(x, state)
+    rows = product(x, state)
     if PACKED:
-        found = _not_gone(found, decay[:, None])
-    return found
+        rows = _not_gone(rows, decay[:, None])
+    return rows
 
 
 @triton.jit
-def _isolated_outputs(y, p, n, kind: tl.constexpr):
-    """``y + p @ n``, with NaN where n is: its other numbers fit into ``kind``."""
-    near = round_to(tl.where(n == n, n, 0.0), kind)
+def _isolated_outputs(y, p, n, dtype: tl.constexpr):
+    """``y + p @ n``, with NaN where n is: its other numbers fit into ``dtype``."""
+    near = round_to(tl.where(n == n, n, 0.0), dtype)
     return tl.where(n == n, _plus(y, p, near), n)
 
 
 @triton.jit
-def _seen_later(a, rows, wrong, begins, kind: tl.constexpr, CHUNK: tl.constexpr):
+def _seen_later(a, rows, wrong, begins, dtype: tl.constexpr, CHUNK: tl.constexpr):
     """``a @ rows``, rows of what sees each, with NaN where a wrong one sees it.
 
     One that is not finite is wrong, too.
     """
-    is_fine = _fits(rows, kind)
+    is_fine = _fits(rows, dtype)
     wrong = tl.maximum(wrong, _wrong_rows(is_fine))
-    found = product(a, round_to(tl.where(is_fine, rows, 0.0), kind))
-    return tl.where(_before(wrong, begins, CHUNK)[:, None], float("nan"), found)
+    product_of_fine = product(a, round_to(tl.where(is_fine, rows, 0.0), dtype))
+    return tl.where(_before(wrong, begins, CHUNK)[:, None], float("nan"), product_of_fine)
 
 
 @triton.jit
@@ -594,7 +594,7 @@ def _delta_rule_forward_kernel(
     if values_ptr is not None:
         values_ptr += stream * tokens * VALUE
         states_ptr += stream * chunks * DIM * VALUE
-    kind = k_ptr.dtype.element_ty
+    dtype = k_ptr.dtype.element_ty
     state = tl.zeros([SIZE, BLOCK], tl.float32)
     if initial_ptr is not None:
         state += _tile(initial_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE,
@@ -610,21 +610,21 @@ def _delta_rule_forward_kernel(
         e, r = tl.load(gates_ptr + start + row), tl.load(gates_ptr + plane + start + row)
         z = tl.load(gates_ptr + start + CHUNK - 1)
         by = _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK)
-        k, by = _folded(k, by, NORMED and kind == tl.float16)
+        k, by = _folded(k, by, NORMED and dtype == tl.float16)
         if ISOLATED:
             begins = _begins(first_ptr + batch * first_step, start, tokens, CHUNK)
             by = _finite(by)
             k, wrong = _finite_rows(k)
-        narrow = round_to(state, kind)
+        narrow = round_to(state, dtype)
         if values_ptr is not None:
             _store_tile(states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE, state, 0, VALUE, DIM,
                         column, SIZE, VALUE, BLOCK)  # fmt: skip
         read, left = product(k, narrow), (e * by)[:, None]
         if ISOLATED:
             right = (v - _of_state(read, begins) * left) * beta[:, None]
-            n = _seen_by(a, right, wrong, None, begins, kind, CHUNK)
+            n = _seen_by(a, right, wrong, None, begins, dtype, CHUNK)
         else:
-            n = product(a, round_to((v - read * left) * beta[:, None], kind))
+            n = product(a, round_to((v - read * left) * beta[:, None], dtype))
         if values_ptr is not None:
             _store_tile(values_ptr, n, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         if y_ptr is not None:
@@ -633,15 +633,15 @@ def _delta_rule_forward_kernel(
             q_by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
             y = _read(q, narrow, e, flags_ptr is not None) * (e * q_by)[:, None]
             if ISOLATED:
-                y = _isolated_outputs(_of_state(y, begins), p, n, kind)
+                y = _isolated_outputs(_of_state(y, begins), p, n, dtype)
             else:
-                y = _plus(y, p, round_to(n, kind))
+                y = _plus(y, p, round_to(n, dtype))
             _store_tile(y_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         if ISOLATED:
             n, state = _of_last(n, begins, CHUNK), _over(state, begins, CHUNK)
-        elif flags_ptr is not None and kind == tl.float16:
-            lost = tl.maximum(lost, _wrong_rows(_fits(n, kind)))
-        state = _plus(state * z, tl.trans(k), round_to(n * (r * by)[:, None], kind))
+        elif flags_ptr is not None and dtype == tl.float16:
+            lost = tl.maximum(lost, _wrong_rows(_fits(n, dtype)))
+        state = _plus(state * z, tl.trans(k), round_to(n * (r * by)[:, None], dtype))
     if flags_ptr is not None:
         _flag(flags_ptr + stream, state, lost)
     if final_ptr is not None:
@@ -705,7 +705,7 @@ def _delta_rule_reverse_kernel(
     solved_ptr += (batch * tokens * many + value_head) * VALUE
     if NORMED:
         rstd_ptr += (batch * heads + head) * chunks * CHUNK
-    kind = k_ptr.dtype.element_ty
+    dtype = k_ptr.dtype.element_ty
     dstate = tl.zeros([SIZE, BLOCK], tl.float32)
     if dfinal_ptr is not None:
         dstate += _tile(dfinal_ptr + stream * DIM * VALUE, 0, VALUE, DIM, column, SIZE, VALUE,
@@ -726,8 +726,8 @@ def _delta_rule_reverse_kernel(
         z = tl.load(gates_ptr + start + CHUNK - 1)
         by = _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK)
         q_by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
-        k, by = _folded(k, by, NORMED and kind == tl.float16)
-        q, q_by = _folded(q, q_by, NORMED and kind == tl.float16)
+        k, by = _folded(k, by, NORMED and dtype == tl.float16)
+        q, q_by = _folded(q, q_by, NORMED and dtype == tl.float16)
         if ISOLATED:
             begins = _begins(first_ptr, start, tokens, CHUNK)
             by, q_by = _finite(by), _finite(q_by)
@@ -736,22 +736,22 @@ def _delta_rule_reverse_kernel(
             wrong = tl.maximum(wrong, more)
             dy, more = _finite_rows(dy)
             wrong = tl.maximum(wrong, more)
-        dn = product(k, round_to(dstate, kind)) * (r * by)[:, None]
+        dn = product(k, round_to(dstate, dtype)) * (r * by)[:, None]
         own = dy.to(tl.float32) * (e * q_by)[:, None]
         if ISOLATED:
             dn, own = _of_last(dn, begins, CHUNK), _of_state(own, begins)
             dstate = _over(dstate, begins, CHUNK)
-        dstate = _plus(dstate * z, tl.trans(q), round_to(own, kind))
+        dstate = _plus(dstate * z, tl.trans(q), round_to(own, dtype))
         dn = _plus(dn, tl.trans(p), dy)
         if ISOLATED:
-            y = _seen_later(tl.trans(a), dn, wrong, begins, kind, CHUNK)
+            y = _seen_later(tl.trans(a), dn, wrong, begins, dtype, CHUNK)
         else:
-            y = product(tl.trans(a), round_to(dn, kind))
+            y = product(tl.trans(a), round_to(dn, dtype))
         _store_tile(solved_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         x = y * (beta * e * by)[:, None]
         if ISOLATED:
             x = _of_state(x, begins)
-        dstate = _plus(dstate, tl.trans(k), round_to(-x, kind))
+        dstate = _plus(dstate, tl.trans(k), round_to(-x, dtype))
         dstates_ptr -= DIM * VALUE
         rows = tl.where(chunk > 0, DIM, 0)
         _store_tile(dstates_ptr, dstate, 0, VALUE, rows, column, SIZE, VALUE, BLOCK)
@@ -844,14 +844,14 @@ def _delta_rule_pairs_kernel(
     )
     if first_ptr is not None:
         first_ptr += batch * first_step
-    seen, _ = _seen(first_ptr, start, tokens, CHUNK)
+    visible, _ = _seen(first_ptr, start, tokens, CHUNK)
     whole = stream * chunks + chunk
     at = gates_ptr + whole * CHUNK + row
-    decay = _decays(tl.load(at + 2 * plane), tl.load(at + 3 * plane), seen)
+    decay = _decays(tl.load(at + 2 * plane), tl.load(at + 3 * plane), visible)
     below = row[:, None] > row[None, :]
     PACKED: tl.constexpr = first_ptr is not None
     if PACKED:
-        below = below & seen
+        below = below & visible
     dlower = tl.where(below, -dlower, 0.0)
     inner = product(k, tl.trans(k)) * decay * by[:, None] * by[None, :]
     if PACKED:
@@ -861,12 +861,12 @@ def _delta_rule_pairs_kernel(
     mixed = dlower * decay * beta[:, None]
     if PACKED:
         through, mixed = tl.where(below, through, 0.0), tl.where(below, mixed, 0.0)
-    kind = inverse_ptr.dtype.element_ty
-    tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(mixed, kind))
+    dtype = inverse_ptr.dtype.element_ty
+    tl.store(_square(inverse_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(mixed, dtype))
     dp *= decay
     if PACKED:
-        dp = tl.where(seen, dp, 0.0)
-    tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(dp, kind))
+        dp = tl.where(visible, dp, 0.0)
+    tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(dp, dtype))
     q = _tile(q_ptr + batch * k_steps[0] + head * k_steps[2], start, k_steps[1], tokens, 0,
               CHUNK, DIM, SIZE)  # fmt: skip
     scores = product(q, tl.trans(k)) * q_by[:, None] * by[None, :]
@@ -891,12 +891,12 @@ def _times_states(
     STAGES: tl.constexpr,
 ):
     """The product of a chunk's rows of VALUE columns with a state: x S', (CHUNK, SIZE)."""
-    found = tl.zeros([CHUNK, SIZE], tl.float32)
+    acc = tl.zeros([CHUNK, SIZE], tl.float32)
     for column in tl.range(0, VALUE, BLOCK, num_stages=STAGES):
         x = _tile(ptr, start, stride, tokens, column, CHUNK, VALUE, BLOCK)
         s = _tile(states, 0, VALUE, DIM, column, SIZE, VALUE, BLOCK)
-        found = _plus(found, x, tl.trans(s))
-    return found
+        acc = _plus(acc, x, tl.trans(s))
+    return acc
 
 
 @triton.jit
@@ -954,7 +954,7 @@ def _delta_rule_queries_kernel(
     for member in tl.range(0, GROUP, disable_licm=True):
         value_head = head * GROUP + member
         whole = (batch * many + value_head) * chunks + chunk
-        found = _times_states(
+        of_states = _times_states(
             dy_ptr + batch * dy_steps[0] + value_head * dy_steps[2],
             states_ptr + whole * DIM * VALUE,
             start,
@@ -971,10 +971,10 @@ def _delta_rule_queries_kernel(
         e = tl.load(gates_ptr + whole * CHUNK + row)
         by = _rstds(rstd_ptr, start, scale, NORMED, CHUNK)
         if PACKED:
-            found = _not_gone(found, e[:, None])
+            of_states = _not_gone(of_states, e[:, None])
         at = sums_ptr + whole * CHUNK + row
-        tl.store(at, tl.load(at) + e * by * tl.sum(q * found, 1))
-        dq += found * e[:, None]
+        tl.store(at, tl.load(at) + e * by * tl.sum(q * of_states, 1))
+        dq += of_states * e[:, None]
         k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         k, _ = _folded(k, _rstds(rstd_ptr, rstd_plane + start, 1.0, NORMED, CHUNK), NORMED)
         if PACKED:
@@ -1030,14 +1030,14 @@ def _times_pairs(
     """
     HALF: tl.constexpr = max(16, CHUNK // 2)
     row, half = tl.arange(0, CHUNK), tl.arange(0, HALF)
-    found = tl.zeros([CHUNK, SIZE], tl.float32)
+    acc = tl.zeros([CHUNK, SIZE], tl.float32)
     for part in tl.range(0, CHUNK, HALF):
         q = _tile(q_ptr, start + part, step, tokens, 0, HALF, DIM, SIZE)
         q, _ = _folded(q, _rstds(rstd_ptr, start + part, scale, NORMED, HALF), True)
         if PACKED:
             q = _finite(q)
         pairs = tl.load(pairs_ptr + ((part + half)[:, None] * CHUNK + row[None, :]))
-        found = _plus(found, tl.trans(pairs), q)
+        acc = _plus(acc, tl.trans(pairs), q)
     for part in tl.range(0, CHUNK, HALF):
         k = _tile(k_ptr, start + part, step, tokens, 0, HALF, DIM, SIZE)
         k, _ = _folded(k, _rstds(rstd_ptr, plane + start + part, 1.0, NORMED, HALF), NORMED)
@@ -1046,8 +1046,8 @@ def _times_pairs(
         columns = tl.load(mixed_ptr + (row[:, None] * CHUNK + (part + half)[None, :]))
         rows = tl.load(mixed_ptr + ((part + half)[:, None] * CHUNK + row[None, :]))
         mixed = columns.to(tl.float32) + tl.trans(rows).to(tl.float32)
-        found = _plus(found, round_to(mixed, k.dtype), k)
-    return found
+        acc = _plus(acc, round_to(mixed, k.dtype), k)
+    return acc
 
 
 @triton.jit
@@ -1110,23 +1110,23 @@ def _delta_rule_keys_kernel(
         at = gates_ptr + whole * CHUNK
         e, r, z = tl.load(at + row), tl.load(at + plane + row), tl.load(at + CHUNK - 1)
         room = solved_ptr + (batch * tokens * many + value_head) * VALUE
-        found = _times_states(
+        through = _times_states(
             room, states, start, many * VALUE, tokens, DIM, SIZE, VALUE, BLOCK, CHUNK, STAGES
         )
         if PACKED:
-            found = _not_gone(found, e[:, None])
+            through = _not_gone(through, e[:, None])
         k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
-        read = e * by * tl.sum(k.to(tl.float32) * found, 1)
-        dk -= found * (beta * e)[:, None]
-        found = _times_states(values_ptr + stream * tokens * VALUE, dstates, start, VALUE, tokens,
+        read = e * by * tl.sum(k.to(tl.float32) * through, 1)
+        dk -= through * (beta * e)[:, None]
+        through = _times_states(values_ptr + stream * tokens * VALUE, dstates, start, VALUE, tokens,
                               DIM, SIZE, VALUE, BLOCK, CHUNK, STAGES)  # fmt: skip
         k = _tile(k_ptr, start, k_steps[1], tokens, 0, CHUNK, DIM, SIZE)
         if PACKED:
-            found = _not_gone(found, r[:, None])
-        pushed = r * by * tl.sum(k.to(tl.float32) * found, 1)
+            through = _not_gone(through, r[:, None])
+        pushed = r * by * tl.sum(k.to(tl.float32) * through, 1)
         if PACKED:
             pushed = _not_gone(pushed, r)
-        dk += found * r[:, None]
+        dk += through * r[:, None]
         last = tl.sum(pushed, 0)
         passed = z * _products_of_states(states, dstates, DIM, SIZE, VALUE, BLOCK)
         if PACKED:
@@ -1186,10 +1186,10 @@ def _delta_rule_gates_kernel(
     row = tl.arange(0, BLOCK)
     if first_ptr is not None:
         first_ptr += batch * first_step
-    seen, _ = _seen(first_ptr, start, tokens, BLOCK)
+    visible, _ = _seen(first_ptr, start, tokens, BLOCK)
     dsums = tl.load(sums_ptr + pid * BLOCK + row)
     dbeta = tl.load(sums_ptr + plane + pid * BLOCK + row)
-    dg = tl.sum(tl.where(seen, dsums[:, None], 0.0), 0)
+    dg = tl.sum(tl.where(visible, dsums[:, None], 0.0), 0)
     at, mask = (batch * tokens + start) * many + head + row * many, start + row < tokens
     tl.store(dg_ptr + at, round_to(dg, dg_ptr.dtype.element_ty), mask=mask)
     tl.store(dbeta_ptr + at, round_to(dbeta, dbeta_ptr.dtype.element_ty), mask=mask)

@@ -64,7 +64,7 @@ def backward(
     total = Partials(x, weight, bias, needs_weight, needs_bias)
     if x.numel():
         dy, x = adjacent(dy), adjacent(x)
-        given = arguments(weight, bias, None, segments)
+        args = arguments(weight, bias, None, segments)
         k = launch_config(
             "gated_short_conv.backward",
             gated_backward_config,
@@ -74,7 +74,7 @@ def backward(
             cols=cols,
             width=width,
             element_bytes=x.element_size(),
-            packed=given.ids is not None,
+            packed=args.ids is not None,
         )
         chunks = cdiv(length, k.rows)
         strides = (dy.stride(0), dy.stride(1), x.stride(0), x.stride(1))
@@ -84,9 +84,9 @@ def backward(
             (
                 dy,
                 x,
-                given.weight,
-                given.bias,
-                given.ids,
+                args.weight,
+                args.bias,
+                args.ids,
                 dx if needs_x else None,
                 *total.make(batch * chunks),
                 *strides,

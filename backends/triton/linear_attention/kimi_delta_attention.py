@@ -65,9 +65,9 @@ def tiles_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int)
 
 def scores_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> ChannelConfig:
     """As many warps as hold the tiles of keys, and squares of a chunk, 16 numbers a thread each."""
-    made = tiles_config(info, tokens, dim, value, item)
-    squares = min(8, made.block**2 // (16 * info.warp_size))
-    return ChannelConfig(made.block, made.stages, max(made.num_warps, squares), _padded(dim))
+    config = tiles_config(info, tokens, dim, value, item)
+    squares = min(8, config.block**2 // (16 * info.warp_size))
+    return ChannelConfig(config.block, config.stages, max(config.num_warps, squares), _padded(dim))
 
 
 def gradients_config(
@@ -83,12 +83,12 @@ def gradients_config(
 
 def passes_config(info: DeviceInfo, tokens: int, dim: int, value: int, item: int) -> DeltaConfig:
     """As for the gated delta rule, with one more tile of keys, which 64 KiB on chip do not hold."""
-    made = states_config(info, tokens, dim, value, item)
+    config = states_config(info, tokens, dim, value, item)
     if dim <= 32 and not _is_large(info):
-        return replace(made, stages=1)  # a second one takes registers that are not there
+        return replace(config, stages=1)  # a second one takes registers that are not there
     if dim <= 64:
-        return made
-    return replace(made, stages=1 if info.shared_bytes <= 65536 else FEWEST_STAGES)
+        return config
+    return replace(config, stages=1 if info.shared_bytes <= 65536 else FEWEST_STAGES)
 
 
 class Prepared(NamedTuple):
@@ -118,15 +118,15 @@ def _levels(c: Call) -> int:
 def _prepare(c: Call, backward: bool) -> Prepared:
     """What needs no state; A for backward."""
     (batch, _, heads, dim), padded = c.k.shape, c.chunks * c.chunk
-    size, kind = _padded(dim), torch.float32
+    size, dtype = _padded(dim), torch.float32
     planes = 2 if c.q.element_size() == 4 else 1
-    sums = c.q.new_empty(planes, c.streams, padded, size, dtype=kind)
+    sums = c.q.new_empty(planes, c.streams, padded, size, dtype=dtype)
     queries, keys, kept = (c.q.new_empty(c.streams, padded, dim) for _ in range(3))
-    last = c.q.new_empty(c.streams, c.chunks, size, dtype=kind)
-    rstd = c.q.new_empty(2, batch * heads, padded, dtype=kind) if c.normed else None
+    last = c.q.new_empty(c.streams, c.chunks, size, dtype=dtype)
+    rstd = c.q.new_empty(2, batch * heads, padded, dtype=dtype) if c.normed else None
     scores, solve = (c.q.new_empty(c.streams, padded, c.chunk) for _ in range(2))
     adjoint = torch.empty_like(scores) if backward else None
-    made = Prepared(sums, queries, keys, kept, last, rstd, scores, solve, adjoint)
+    prepared = Prepared(sums, queries, keys, kept, last, rstd, scores, solve, adjoint)
     count = c.streams * c.chunks
     warps = c.config("gates", tiles_config).num_warps
     args: tuple[Any, ...] = (
@@ -134,7 +134,7 @@ def _prepare(c: Call, backward: bool) -> Prepared:
         c.k,
         c.g,
         c.first,
-        *made[:6],
+        *prepared[:6],
         c.flags,
         _steps(c.k),
         _steps(c.g),
@@ -151,7 +151,7 @@ def _prepare(c: Call, backward: bool) -> Prepared:
         c.first,
         sums,
         rstd,
-        *made[6:],
+        *prepared[6:],
         c.flags,
         _steps(c.k),
         c.beta.stride(),
@@ -161,18 +161,18 @@ def _prepare(c: Call, backward: bool) -> Prepared:
     )
     constants = (*c.keys(), c.chunk, min(k.channels, size), _levels(c))
     launch_isolated(c.flags, _kimi_delta_scores_kernel, count, args, constants, k.num_warps)
-    return made
+    return prepared
 
 
-def _pass(c: Call, made: Prepared, initial: Tensor | None, room: States) -> None:
+def _pass(c: Call, prepared: Prepared, initial: Tensor | None, room: States) -> None:
     k = c.config("forward" if room.y is not None else "states", passes_config)
     args = (
         c.v,
         c.beta,
         c.first,
-        *made[1:5],
-        made.scores,
-        made.solve,
+        *prepared[1:5],
+        prepared.scores,
+        prepared.solve,
         c.flags,
         None if initial is None else initial.contiguous(),
         *room,
@@ -284,25 +284,25 @@ def backward(
         )
     c = _call(q, k, v, g, beta, first, scale, qk_l2norm)
     dy = torch.zeros_like(v) if dy is None else _rows(dy)
-    made = _prepare(c, True)
+    prepared = _prepare(c, True)
     states, dstates = (v.new_empty(c.streams, c.chunks, k.shape[3], v.shape[3]) for _ in range(2))
     values = v.new_empty(c.streams, *v.shape[1::2])
-    _pass(c, made, initial_state, States(states=states, values=values))
+    _pass(c, prepared, initial_state, States(states=states, values=values))
     dv, dinitial = v.new_empty(v.shape), q.new_empty(0)
     if initial_state is not None:
         dinitial = initial_state.new_empty(initial_state.shape if needs_initial_state else 0)
-    partial = _reverse(c, made, dy, dfinal_state, values, dv, dstates, dinitial)
-    dbeta = _pairs(c, made, dy, values, dv, partial)
-    dq, dk, dg = _gradients(c, made, dy, (states, dstates, values, dv))
+    partial = _reverse(c, prepared, dy, dfinal_state, values, dv, dstates, dinitial)
+    dbeta = _pairs(c, prepared, dy, values, dv, partial)
+    dq, dk, dg = _gradients(c, prepared, dy, (states, dstates, values, dv))
     needs = (needs_q, needs_k, needs_v, needs_g, needs_beta)
-    found = zip((dq, dk, dv, dg, dbeta), needs, strict=True)
-    dq, dk, dv, dg, dbeta = (x if needed else x.new_empty(0) for x, needed in found)
+    pairs = zip((dq, dk, dv, dg, dbeta), needs, strict=True)
+    dq, dk, dv, dg, dbeta = (x if needed else x.new_empty(0) for x, needed in pairs)
     return dq, dk, dv, dg, dbeta, dinitial
 
 
 def _reverse(
     c: Call,
-    made: Prepared,
+    prepared: Prepared,
     dy: Tensor,
     dfinal: Tensor | None,
     values: Tensor,
@@ -314,14 +314,14 @@ def _reverse(
     k = c.config("reverse", passes_config)
     constants = c.columns(_staged(c, k))
     blocks = cdiv(c.v.shape[3], constants[0][4])
-    partial = made.sums.new_empty(blocks, c.streams, c.chunks * c.chunk)
+    partial = prepared.sums.new_empty(blocks, c.streams, c.chunks * c.chunk)
     args = (
         dy,
         c.beta,
         c.first,
-        *made[1:5],
-        made.scores,
-        made.adjoint,
+        *prepared[1:5],
+        prepared.scores,
+        prepared.adjoint,
         values,
         c.flags,
         None if dfinal is None else dfinal.contiguous(),
@@ -341,7 +341,7 @@ def _reverse(
 
 
 def _pairs(
-    c: Call, made: Prepared, dy: Tensor, values: Tensor, dv: Tensor, partial: Tensor
+    c: Call, prepared: Prepared, dy: Tensor, values: Tensor, dv: Tensor, partial: Tensor
 ) -> Tensor:
     """Write dP in the place of P and M in that of A; return dbeta."""
     dbeta = c.beta.new_empty(c.beta.shape)
@@ -352,8 +352,8 @@ def _pairs(
         c.first,
         values,
         dv,
-        made.scores,
-        made.adjoint,
+        prepared.scores,
+        prepared.adjoint,
         partial,
         dbeta,
         len(partial),
@@ -368,12 +368,12 @@ def _pairs(
 
 
 def _gradients(
-    c: Call, made: Prepared, dy: Tensor, passed: tuple[Tensor, ...]
+    c: Call, prepared: Prepared, dy: Tensor, passed: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dg, from the states, their gradients, N and dv."""
     states, dstates, values, dv = passed
     dq, dk, dg = (x.new_empty(x.shape) for x in (c.q, c.k, c.g))
-    rows = made.sums.new_empty(2, *made.sums.shape[1:])  # of Q; of G, then of K
+    rows = prepared.sums.new_empty(2, *prepared.sums.shape[1:])  # of Q; of G, then of K
     size = rows.shape[3]
     k = c.config("queries", gradients_config)
     width = min(k.channels, size)
@@ -384,10 +384,10 @@ def _gradients(
         c.k,
         c.first,
         states,
-        made.sums,
-        made.queries,
-        made.rstd,
-        made.scores,
+        prepared.sums,
+        prepared.queries,
+        prepared.rstd,
+        prepared.scores,
         *rows,
         c.flags,
         _steps(dy),
@@ -410,13 +410,13 @@ def _gradients(
         dstates,
         values,
         dv,
-        made.sums,
-        made.keys,
-        made.kept,
-        made.last,
-        made.rstd,
-        made.scores,
-        made.adjoint,
+        prepared.sums,
+        prepared.keys,
+        prepared.kept,
+        prepared.last,
+        prepared.rstd,
+        prepared.scores,
+        prepared.adjoint,
         rows[1],
         dg,
         c.flags,
@@ -427,7 +427,7 @@ def _gradients(
     shape, stages = c.columns(k)
     constants = (shape, (stages, width, _levels(c)))
     launch_isolated(c.flags, _kimi_delta_keys_kernel, count, args, constants, k.num_warps)
-    args = (c.q, c.k, made.rstd, *rows, dq, dk, _steps(c.k), c.sizes(), c.scale)
+    args = (c.q, c.k, prepared.rstd, *rows, dq, dk, _steps(c.k), c.sizes(), c.scale)
     warps = c.config("norms", tiles_config).num_warps
     count = c.streams * c.chunks // c.group
     launch(_kimi_delta_norms_kernel, count, args, (*c.keys(), c.chunk), warps)

@@ -96,10 +96,10 @@ def _sums(g, PACKED: tl.constexpr, EXACT: tl.constexpr):
     g = g * LOG2E
     g = tl.where(g < gone, gone, g)
     if PACKED:
-        found = tl.where(g < 128.0, g, 0.0)
-        large = tl.floor(found * steps) * (1.0 / steps)
+        finite = tl.where(g < 128.0, g, 0.0)
+        large = tl.floor(finite * steps) * (1.0 / steps)
         sums = tl.cumsum(large, 0)
-        return tl.where(g < 128.0, sums, float("nan")), tl.cumsum(found - large, 0)
+        return tl.where(g < 128.0, sums, float("nan")), tl.cumsum(finite - large, 0)
     large = tl.floor(g * steps) * (1.0 / steps)
     return tl.cumsum(large, 0), tl.cumsum(g - large, 0)
 
@@ -345,7 +345,7 @@ def _kimi_delta_scores_kernel(
     start = (chunk * CHUNK).to(tl.int32)
     row = tl.arange(0, CHUNK)
     i, j = row[:, None], row[None, :]
-    kind = q_ptr.dtype.element_ty
+    dtype = q_ptr.dtype.element_ty
     whole = (batch * heads * GROUP + value_head) * chunks + chunk
     sums_ptr += whole * CHUNK * SIZE
     if NORMED:
@@ -373,17 +373,17 @@ def _kimi_delta_scores_kernel(
         )
         p += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
         for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
-            decay = _decay(sums_ptr + channel, rest, level, kind == tl.float32, SIZE, WIDTH, CHUNK)
-            x, y = round_to(q * decay, kind), round_to(k * decay, kind)
+            decay = _decay(sums_ptr + channel, rest, level, dtype == tl.float32, SIZE, WIDTH, CHUNK)
+            x, y = round_to(q * decay, dtype), round_to(k * decay, dtype)
             lower, upper = _meet(level, CHUNK)
             meet = lower[:, None] == upper[None, :]
             p += tl.where(meet, product(x, tl.trans(y)), 0.0)
             b += tl.where(meet, product(y, tl.trans(y)), 0.0)
     if first_ptr is not None:
         first_ptr += batch * first_step
-        seen, _ = _seen(first_ptr, start, tokens, CHUNK)
-        p, b = tl.where(seen, p, 0.0), tl.where(seen, b, 0.0)
-    tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(p, kind))
+        visible, _ = _seen(first_ptr, start, tokens, CHUNK)
+        p, b = tl.where(visible, p, 0.0), tl.where(visible, b, 0.0)
+    tl.store(_square(scores_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(p, dtype))
     beta = _numbers(
         beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2],
         start,
@@ -393,22 +393,22 @@ def _kimi_delta_scores_kernel(
     )
     if ISOLATED:
         begins = _begins(first_ptr, start, tokens, CHUNK)
-        a, spoiled = _isolated_inverse(b * beta[:, None], begins, kind == tl.float32, CHUNK)
+        a, spoiled = _isolated_inverse(b * beta[:, None], begins, dtype == tl.float32, CHUNK)
         own = _spoiled(a, spoiled, begins, CHUNK)
     else:
-        a = _unit_inverse(b * beta[:, None], kind == tl.float32, CHUNK)
+        a = _unit_inverse(b * beta[:, None], dtype == tl.float32, CHUNK)
         own = a
     if adjoint_ptr is not None:
-        tl.store(_square(adjoint_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(own, kind))
+        tl.store(_square(adjoint_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(own, dtype))
     if ISOLATED:
-        c = _solve_product(b, a, kind == tl.float32) * beta[None, :]
+        c = _solve_product(b, a, dtype == tl.float32) * beta[None, :]
         c = tl.where(i == j, 1.0, 0.0) - tl.where((i > j) & (j >= begins[:, None]), c, 0.0)
         c = _spoiled(c, spoiled, begins, CHUNK)
     else:
-        c = tl.where(i == j, 1.0, 0.0) - _solve_product(b, a, kind == tl.float32) * beta[None, :]
+        c = tl.where(i == j, 1.0, 0.0) - _solve_product(b, a, dtype == tl.float32) * beta[None, :]
         if flags_ptr is not None:
             _flag(flags_ptr + batch * heads * GROUP + value_head, c)
-    tl.store(_square(solve_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(c, kind))
+    tl.store(_square(solve_ptr + whole * CHUNK * CHUNK, CHUNK), round_to(c, dtype))
 
 
 # --- states ---
@@ -477,7 +477,7 @@ def _kimi_delta_forward_kernel(
         if tl.load(flags_ptr + stream) == 0:
             return
         first_ptr += batch * first_step
-    kind = v_ptr.dtype.element_ty
+    dtype = v_ptr.dtype.element_ty
     padded = chunks * CHUNK
     state = tl.zeros([SIZE, BLOCK], tl.float32)
     if initial_ptr is not None:
@@ -493,19 +493,19 @@ def _kimi_delta_forward_kernel(
         beta = _numbers(beta_ptr, start, beta_steps[1], tokens, CHUNK)
         kept = _tile(kept_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
         z = tl.load(z_ptr + chunk * SIZE + tl.arange(0, SIZE))
-        narrow = round_to(state, kind)
+        narrow = round_to(state, dtype)
         if values_ptr is not None:
             _store_tile(states_ptr + tl.cast(chunk, tl.int64) * DIM * VALUE, state, 0, VALUE, DIM,
                         column, SIZE, VALUE, BLOCK)  # fmt: skip
         read = product(keys, narrow)
         if ISOLATED:
             begins = _begins(first_ptr, start, tokens, CHUNK)
-            n = _seen_by(c, v - _of_state(read, begins), lost, beta, begins, kind, CHUNK)
+            n = _seen_by(c, v - _of_state(read, begins), lost, beta, begins, dtype, CHUNK)
         else:
-            n = product(c, round_to(v - read, kind))
+            n = product(c, round_to(v - read, dtype))
         if values_ptr is not None:
             _store_tile(values_ptr, n, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
-        n = round_to(n * beta[:, None], kind)
+        n = round_to(n * beta[:, None], dtype)
         if y_ptr is not None:
             queries = _tile(queries_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
             p = tl.load(_square(scores_ptr + place * CHUNK, CHUNK))
@@ -518,7 +518,7 @@ def _kimi_delta_forward_kernel(
             _store_tile(y_ptr, y, start, many * VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         if ISOLATED:
             n, state = _of_last(n, begins, CHUNK), _over(state, begins, CHUNK)
-        elif flags_ptr is not None and kind == tl.float16:
+        elif flags_ptr is not None and dtype == tl.float16:
             lost = tl.maximum(lost, _wrong_rows(tl.abs(n.to(tl.float32)) < float("inf")))
         state = _plus(state * z[:, None], tl.trans(kept), n)
     if flags_ptr is not None:
@@ -592,7 +592,7 @@ def _kimi_delta_reverse_kernel(
         if tl.load(flags_ptr + stream) == 0:
             return
         first_ptr += batch * first_step
-    kind = dy_ptr.dtype.element_ty
+    dtype = dy_ptr.dtype.element_ty
     padded = chunks * CHUNK
     dstate = tl.zeros([SIZE, BLOCK], tl.float32)
     if dfinal_ptr is not None:
@@ -613,15 +613,15 @@ def _kimi_delta_reverse_kernel(
         z = tl.load(z_ptr + chunk * SIZE + tl.arange(0, SIZE))
         queries = _tile(queries_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
         keys = _tile(keys_ptr, start, DIM, padded, 0, CHUNK, DIM, SIZE)
-        dn = product(kept, round_to(dstate, kind))
+        dn = product(kept, round_to(dstate, dtype))
         if ISOLATED:
             begins = _begins(first_ptr, start, tokens, CHUNK)
             dy, wrong = _finite_rows(dy)
             dn = _plus(_of_last(dn, begins, CHUNK), tl.trans(p), dy)
-            y = _seen_later(tl.trans(a), dn, wrong, begins, kind, CHUNK)
+            y = _seen_later(tl.trans(a), dn, wrong, begins, dtype, CHUNK)
         else:
             dn = _plus(dn, tl.trans(p), dy)
-            y = product(tl.trans(a), round_to(dn, kind))
+            y = product(tl.trans(a), round_to(dn, dtype))
         n = _tile(values_ptr, start, VALUE, tokens, column, CHUNK, VALUE, BLOCK)
         tl.store(dbeta_ptr + start + tl.arange(0, CHUNK), tl.sum(y * n.to(tl.float32), 1))
         dv = y * beta[:, None]
@@ -630,7 +630,7 @@ def _kimi_delta_reverse_kernel(
             dy, dv = _of_state(dy, begins), _of_state(dv, begins)
             dstate = _over(dstate, begins, CHUNK)
         dstate = _plus(dstate * z[:, None], tl.trans(queries), dy)
-        dstate = _plus(dstate, tl.trans(keys), round_to(-dv, kind))
+        dstate = _plus(dstate, tl.trans(keys), round_to(-dv, dtype))
         dstates_ptr -= DIM * VALUE
         rows = tl.where(chunk > 0, DIM, 0)
         _store_tile(dstates_ptr, dstate, 0, VALUE, rows, column, SIZE, VALUE, BLOCK)
@@ -694,7 +694,7 @@ def _kimi_delta_pairs_kernel(
         mixed = _plus(mixed, dv, tl.trans(n))
     if first_ptr is not None:
         first_ptr += batch * first_step
-    seen, _ = _seen(first_ptr, start, tokens, CHUNK)
+    visible, _ = _seen(first_ptr, start, tokens, CHUNK)
     beta = _numbers(
         beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2],
         start,
@@ -703,11 +703,11 @@ def _kimi_delta_pairs_kernel(
         CHUNK,
     )
     whole = (stream * chunks + chunk) * CHUNK
-    kind = pairs_ptr.dtype.element_ty
-    dp = tl.where(seen, dp * beta[None, :], 0.0)
-    tl.store(_square(pairs_ptr + whole * CHUNK, CHUNK), round_to(dp, kind))
-    mixed = tl.where(seen & (row[:, None] > row[None, :]), mixed * -beta[None, :], 0.0)
-    tl.store(_square(mixed_ptr + whole * CHUNK, CHUNK), round_to(mixed, kind))
+    dtype = pairs_ptr.dtype.element_ty
+    dp = tl.where(visible, dp * beta[None, :], 0.0)
+    tl.store(_square(pairs_ptr + whole * CHUNK, CHUNK), round_to(dp, dtype))
+    mixed = tl.where(visible & (row[:, None] > row[None, :]), mixed * -beta[None, :], 0.0)
+    tl.store(_square(mixed_ptr + whole * CHUNK, CHUNK), round_to(mixed, dtype))
     dbeta = tl.zeros([CHUNK], tl.float32)
     for part in range(parts):
         dbeta += tl.load(partial_ptr + part * plane + whole + row)
@@ -749,12 +749,12 @@ def _level_rows(
     CHUNK: tl.constexpr,
 ):
     """X, Y and D of a level; finite where documents are ISOLATED."""
-    kind = q_ptr.dtype.element_ty
+    dtype = q_ptr.dtype.element_ty
     k_rstd_ptr = rstd_ptr + rstd_plane if NORMED else rstd_ptr
-    decay = _decay(sums_ptr, plane, level, kind == tl.float32, SIZE, WIDTH, CHUNK)
+    decay = _decay(sums_ptr, plane, level, dtype == tl.float32, SIZE, WIDTH, CHUNK)
     k = _scaled(k_ptr, k_rstd_ptr, start, step, tokens, channel, 1.0, NORMED, DIM, WIDTH, CHUNK)
     q = _scaled(q_ptr, rstd_ptr, start, step, tokens, channel, scale, NORMED, DIM, WIDTH, CHUNK)
-    x, y = round_to(q * decay, kind), round_to(k * decay, kind)
+    x, y = round_to(q * decay, dtype), round_to(k * decay, dtype)
     if ISOLATED:
         x, y, decay = _finite(x), _finite(y), _finite(decay)
     return x, y, decay
@@ -782,9 +782,9 @@ def _diagonal(
 
 
 @triton.jit
-def _gathered(pairs, x, kind: tl.constexpr):
+def _gathered(pairs, x, dtype: tl.constexpr):
     """``pairs @ x`` of a matrix of zeros and ones, and fp32 numbers; to 16 bits but for fp32."""
-    if kind == tl.float32:
+    if dtype == tl.float32:
         return tl.dot(pairs.to(tl.float32), x, input_precision="ieee")
     else:
         near = round_to(x, tl.bfloat16)
@@ -808,12 +808,12 @@ def _times_states(
     STAGES: tl.constexpr,
 ):
     """Rows of VALUE columns of a chunk times channels of a state: x S'."""
-    found = tl.zeros([CHUNK, WIDTH], tl.float32)
+    acc = tl.zeros([CHUNK, WIDTH], tl.float32)
     for column in tl.range(0, VALUE, BLOCK, num_stages=STAGES):
         x = _tile(ptr, start, stride, tokens, column, CHUNK, VALUE, BLOCK)
         s = _tile(states, channel, VALUE, DIM, column, WIDTH, VALUE, BLOCK)
-        found = _plus(found, x, tl.trans(s))
-    return found
+        acc = _plus(acc, x, tl.trans(s))
+    return acc
 
 
 @triton.jit
@@ -895,7 +895,7 @@ def _to_end(
 
 
 @triton.jit
-def _to_later(dsums, first_ptr, start, tokens, kind: tl.constexpr, CHUNK: tl.constexpr):
+def _to_later(dsums, first_ptr, start, tokens, dtype: tl.constexpr, CHUNK: tl.constexpr):
     """The gradient of gates from that of their sums: over later tokens of the document."""
     row = tl.arange(0, CHUNK)
     later = row[:, None] <= row[None, :]
@@ -904,8 +904,8 @@ def _to_later(dsums, first_ptr, start, tokens, kind: tl.constexpr, CHUNK: tl.con
         later = later & (begins[None, :] <= (start + row)[:, None])
         dsums, wrong = _finite_rows(dsums)
         wrong = _before(wrong, _begins(first_ptr, start, tokens, CHUNK), CHUNK)
-        return tl.where(wrong[:, None], float("nan"), _gathered(later, dsums, kind))
-    return _gathered(later, dsums, kind)
+        return tl.where(wrong[:, None], float("nan"), _gathered(later, dsums, dtype))
+    return _gathered(later, dsums, dtype)
 
 
 @triton.jit
@@ -1004,9 +1004,9 @@ def _kimi_delta_queries_kernel(
             WIDTH,
             CHUNK,
         )
-        found = product(_of_level(pairs_ptr, level, False, CHUNK), y)
-        dq += found * decay
-        dsums += found * x.to(tl.float32)
+        of_level = product(_of_level(pairs_ptr, level, False, CHUNK), y)
+        dq += of_level * decay
+        dsums += of_level * x.to(tl.float32)
     at = whole * CHUNK * SIZE + channel
     _store_tile(dq_ptr + at, dq, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
     _store_tile(dsums_ptr + at, dsums, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
@@ -1063,8 +1063,8 @@ def _kimi_delta_keys_kernel(
     batch, value_head = stream // many, stream % many
     head = value_head // GROUP
     start = (chunk * CHUNK).to(tl.int32)
-    kind: tl.constexpr = q_ptr.dtype.element_ty
-    EXACT: tl.constexpr = kind == tl.float32
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    EXACT: tl.constexpr = dtype == tl.float32
     q_ptr += batch * k_steps[0] + head * k_steps[2]
     k_ptr += batch * k_steps[0] + head * k_steps[2]
     if NORMED:
@@ -1083,26 +1083,26 @@ def _kimi_delta_keys_kernel(
     mixed_ptr += whole * CHUNK * CHUNK
     dk_ptr += whole * CHUNK * SIZE + channel
     rest = tl.cast(plane, tl.int64) * SIZE
-    dk, found, through = _from_states(
+    dk, back, through = _from_states(
         dv_ptr + (batch * tokens * many + value_head) * VALUE, values_ptr + stream * tokens * VALUE,
         states_ptr + whole * DIM * VALUE, dstates_ptr + whole * DIM * VALUE, start, many * VALUE,
         tokens, channel, DIM, WIDTH, VALUE, BLOCK, CHUNK, TILE[0],
     )  # fmt: skip
-    found *= _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
+    back *= _numbers(beta_ptr + batch * beta_steps[0] + value_head * beta_steps[2], start,
                       beta_steps[1], tokens, CHUNK)[:, None]  # fmt: skip
     if PACKED:
         begins = _begins(first_ptr, start, tokens, CHUNK)
-        dk, found = _of_state(dk, begins), _of_last(found, begins, CHUNK)
+        dk, back = _of_state(dk, begins), _of_last(back, begins, CHUNK)
         through = _over(through, begins, CHUNK)
     through *= tl.load(z_ptr + whole * SIZE + channel + tl.arange(0, WIDTH))
     at = whole * CHUNK * DIM
-    dsums = -found * _tile(kept_ptr + at, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
+    dsums = -back * _tile(kept_ptr + at, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
     through -= tl.sum(dsums, 0)
     dsums += tl.where((tl.arange(0, CHUNK) == CHUNK - 1)[:, None], through[None, :], 0.0)
     dsums -= dk * _tile(keys_ptr + at, 0, DIM, CHUNK, channel, CHUNK, DIM, WIDTH)
     dsums += _tile(dk_ptr, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
     dk *= -_to_start(sums_ptr, first_ptr, start, tokens, rest, EXACT, SIZE, WIDTH, CHUNK)
-    dk += found * _to_end(sums_ptr, first_ptr, start, tokens, rest, EXACT, SIZE, WIDTH, CHUNK)
+    dk += back * _to_end(sums_ptr, first_ptr, start, tokens, rest, EXACT, SIZE, WIDTH, CHUNK)
     dk += _diagonal(pairs_ptr, q_ptr, rstd_ptr, start, k_steps[1], tokens, channel, scale, NORMED,
                     DIM, WIDTH, CHUNK)  # fmt: skip
     for level in tl.range(0, TILE[2], num_stages=1, disable_licm=True):
@@ -1110,19 +1110,19 @@ def _kimi_delta_keys_kernel(
             q_ptr, k_ptr, rstd_ptr, sums_ptr, start, k_steps[1], tokens, channel, rest, rstd_plane,
             scale, level, ISOLATED, NORMED, DIM, SIZE, WIDTH, CHUNK,
         )  # fmt: skip
-        found = product(_of_level(mixed_ptr, level, False, CHUNK), y)
-        dk += found * decay
-        dsums += found * y.to(tl.float32)
-        found = product(_of_level(pairs_ptr, level, True, CHUNK), x)
-        dk += found * decay
-        dsums -= found * y.to(tl.float32)
+        back = product(_of_level(mixed_ptr, level, False, CHUNK), y)
+        dk += back * decay
+        dsums += back * y.to(tl.float32)
+        back = product(_of_level(pairs_ptr, level, True, CHUNK), x)
+        dk += back * decay
+        dsums -= back * y.to(tl.float32)
         # not added to the sum before: Triton gives the first of two such GEMMs to fewer warps
-        found = product(_of_level(mixed_ptr, level, True, CHUNK), y)
-        dk += found * decay
-        dsums -= found * y.to(tl.float32)
+        back = product(_of_level(mixed_ptr, level, True, CHUNK), y)
+        dk += back * decay
+        dsums -= back * y.to(tl.float32)
     tl.debug_barrier()  # other threads have read what is written over
     _store_tile(dk_ptr, dk, 0, SIZE, CHUNK, 0, CHUNK, WIDTH, WIDTH)
-    dg = _to_later(dsums, first_ptr, start, tokens, kind, CHUNK)
+    dg = _to_later(dsums, first_ptr, start, tokens, dtype, CHUNK)
     _store_tile(dg_ptr + (batch * tokens * many + value_head) * DIM, dg, start, many * DIM, tokens,
                 channel, CHUNK, DIM, WIDTH)  # fmt: skip
 

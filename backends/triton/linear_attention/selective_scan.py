@@ -216,10 +216,10 @@ class Call(NamedTuple):
         Every thread reads all of a token's numbers, at distances known to the compiler.
         """
         batch, length, states = self.B.shape
-        made = self.u.new_zeros(batch, tokens, 2, power_of_2(states), dtype=torch.float32)
+        out = self.u.new_zeros(batch, tokens, 2, power_of_2(states), dtype=torch.float32)
         for i, x in enumerate((self.B, self.C)):
-            made[:, :length, i, :states].copy_(x)
-        return made
+            out[:, :length, i, :states].copy_(x)
+        return out
 
 
 FORMULAS: dict[str, Callable[..., Any]] = {
@@ -234,8 +234,8 @@ def _exchanges(c: Call, k: BackwardConfig) -> int:
 
     Each of a warp's threads has one channel, and as many states as threads beside it leave.
     """
-    beside = max(1, device_info(c.u.device).warp_size // k.block)
-    held = power_of_2(c.B.shape[2]) // beside
+    warps = max(1, device_info(c.u.device).warp_size // k.block)
+    held = power_of_2(c.B.shape[2]) // warps
     return held.bit_length() - 1 if k.num_warps == 1 and 1 < held <= k.block else 0
 
 
@@ -345,7 +345,7 @@ def _first_pass(
 
 
 def _join(
-    c: Call, parts: Spans, ends: Tensor, sums: Tensor | None, given: Tensor | None, reverse: bool
+    c: Call, parts: Spans, ends: Tensor, sums: Tensor | None, initial: Tensor | None, reverse: bool
 ) -> Tensor:
     """What is before spans (after them, in reverse), in place of what they leave."""
     batch, length, cols = c.u.shape
@@ -353,7 +353,7 @@ def _join(
     launch(
         _selective_scan_join_kernel,
         batch * cdiv(states * cols, JOINED),
-        (ends, sums, c.A, given, c.first, c.first_step, length, cols, parts.spans, parts.tokens),
+        (ends, sums, c.A, initial, c.first, c.first_step, length, cols, parts.spans, parts.tokens),
         (states, JOINED, reverse),
         4,
     )
@@ -515,14 +515,14 @@ class Gradients(NamedTuple):
 
     def of(self, name: str, like: Tensor) -> Tensor:
         """The gradient of a tensor, its parts summed; empty where nobody needs it."""
-        found: Optional[Tensor] = getattr(self, name)
-        if found is None:
+        gradient: Optional[Tensor] = getattr(self, name)
+        if gradient is None:
             return like.new_empty(0)
         if name == "initial_state":
-            return found.mT.to(like.dtype).contiguous()
+            return gradient.mT.to(like.dtype).contiguous()
         if name not in SUMS:
-            return found
-        total = sum_rows(found.flatten(0, 1).flatten(1), like.dtype)
+            return gradient
+        total = sum_rows(gradient.flatten(0, 1).flatten(1), like.dtype)
         return total.view(like.mT.shape).mT.contiguous() if name == "A" else total.view(like.shape)
 
 
@@ -534,8 +534,8 @@ def _room(c: Call, spans: int, needs: dict[str, bool]) -> Gradients:
     (batch, _, cols), states = c.u.shape, c.B.shape[2]
 
     def new(name: str, like: Tensor | None, *shape: int) -> Optional[Tensor]:
-        kind = torch.float32 if like is None else like.dtype
-        return c.u.new_empty(shape, dtype=kind) if needs[name] else None
+        acc_dtype = torch.float32 if like is None else like.dtype
+        return c.u.new_empty(shape, dtype=acc_dtype) if needs[name] else None
 
     return Gradients(
         new("u", c.u, *c.u.shape),
@@ -549,15 +549,15 @@ def _room(c: Call, spans: int, needs: dict[str, bool]) -> Gradients:
     )
 
 
-def _part(given: Any, some: slice) -> Any:
+def _part(value: Any, some: slice) -> Any:
     """Some sequences of the tensors of a call or of gradients."""
-    whole = ("A", "D", "bias") if isinstance(given, Call) else ()
-    one = isinstance(given, Call) and given.first_step == 0
+    whole = ("A", "D", "bias") if isinstance(value, Call) else ()
+    one = isinstance(value, Call) and value.first_step == 0
     kept = (*whole, "first") if one else whole
-    return given._replace(
+    return value._replace(
         **{
             name: x[some]
-            for name, x in given._asdict().items()
+            for name, x in value._asdict().items()
             if isinstance(x, Tensor) and name not in kept
         }
     )
@@ -648,7 +648,7 @@ def backward(
     needs_initial_state: bool,
 ) -> Nine:
     """The first pass, the reverse pass, and a launch for every sum of parts."""
-    given = {
+    tensors = {
         "u": u,
         "delta": delta,
         "A": A,
@@ -696,15 +696,15 @@ def backward(
         needs_delta_bias,
         needs_initial_state,
     )
-    wanted = {n: need and given[n] is not None for n, need in zip(given, needs, strict=True)}
+    required = {n: need and tensors[n] is not None for n, need in zip(tensors, needs, strict=True)}
     c = _call(u, delta, A, B, C, D, z, delta_bias, initial_state, first, delta_softplus).by_state()
     k = c.config("backward")
     parts = Spans.of(u.shape[1], k, k.parts)
     dy, dfinal = torch.zeros_like(c.u) if dy is None else _adjacent(dy), _by_state(dfinal_state)
-    pairs, out = c.pairs(parts.spans * parts.tokens), _room(c, parts.spans, wanted)
-    summed, totals = wanted["B"] or wanted["C"], []
+    pairs, out = c.pairs(parts.spans * parts.tokens), _room(c, parts.spans, required)
+    summed, totals = required["B"] or required["C"], []
     for some in _groups(c, parts, k.block):
-        made = _reverse(
+        carried = _reverse(
             _part(c, some),
             k,
             parts,
@@ -715,13 +715,13 @@ def backward(
             _part(out, some),
             summed,
         )
-        totals += [] if made is None else [made]
+        totals += [] if carried is None else [carried]
     total = torch.cat(totals) if totals else None
     numbers = {"B": (0, B), "C": (1, C)}
-    found = [
-        _numbers(total if wanted[n] else None, *numbers[n])
+    gradients = [
+        _numbers(total if required[n] else None, *numbers[n])
         if n in numbers
         else out.of(n, u if x is None else x)
-        for n, x in given.items()
+        for n, x in tensors.items()
     ]
-    return tuple(found)  # type: ignore[return-value]
+    return tuple(gradients)  # type: ignore[return-value]

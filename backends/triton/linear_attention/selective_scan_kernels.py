@@ -361,8 +361,8 @@ def _selective_scan_states_kernel(
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
     state = tl.zeros([SIZE, BLOCK], tl.float32)
     if before_ptr is not None:
-        given = before_ptr + place * cols * DIM + start
-        state += _load_states(given, lane, left, cols, zero, DIM, SIZE)
+        state_ptr = before_ptr + place * cols * DIM + start
+        state += _load_states(state_ptr, lane, left, cols, zero, DIM, SIZE)
     through, dstate = tl.full([SIZE, BLOCK], 1.0, tl.float32), tl.zeros([SIZE, BLOCK], tl.float32)
     total, reached = tl.zeros([BLOCK], tl.float32), zero == 0  # by gradients before the span
     gate = z_ptr if dy_ptr is not None else None
@@ -525,8 +525,8 @@ def _selective_scan_forward_kernel(
     bias = load_or(bias_ptr, start + lane, lane < left, 0.0)
     state = tl.zeros([SIZE, BLOCK], tl.float32)
     if before_ptr is not None:
-        given = before_ptr + place * cols * DIM + start
-        state += _load_states(given, lane, left, cols, zero, DIM, SIZE)
+        state_ptr = before_ptr + place * cols * DIM + start
+        state += _load_states(state_ptr, lane, left, cols, zero, DIM, SIZE)
     strides = row_strides[5:9]
     if AHEAD < 3:
         u, raw, _none, z = _load_step(
@@ -613,8 +613,8 @@ def _exchanged(x, factor, lane, ROWS: tl.constexpr, BLOCK: tl.constexpr, FAR: tl
     low, high = tl.split(tl.permute(tl.reshape(x, (2, ROWS, BLOCK)), (1, 2, 0)))
     upper = ((lane & FAR) != 0)[None, :]
     partner = tl.broadcast_to((lane ^ FAR)[None, :], (ROWS, BLOCK))
-    given = tl.gather(tl.where(upper, low, high) * factor, partner, 1)
-    return tl.where(upper, high, low) * factor + given
+    received = tl.gather(tl.where(upper, low, high) * factor, partner, 1)
+    return tl.where(upper, high, low) * factor + received
 
 
 @triton.jit
@@ -813,7 +813,7 @@ def _put_all(
     ddelta_ptr,
     dz_ptr,
     rows,
-    made,
+    grads,
     t,
     cols,
     lane,
@@ -824,9 +824,9 @@ def _put_all(
 ):
     """Write du, ddelta and dz of COUNT tokens from t on; ``rows`` is the first of the sequence."""
     at = rows + tl.cast(t, tl.int64) * cols
-    _put_tokens(du_ptr, at, made[0], t, cols, lane, length, left, True, COUNT, EVEN)
-    _put_tokens(ddelta_ptr, at, made[1], t, cols, lane, length, left, True, COUNT, EVEN)
-    _put_tokens(dz_ptr, at, made[2], t, cols, lane, length, left, True, COUNT, EVEN)
+    _put_tokens(du_ptr, at, grads[0], t, cols, lane, length, left, True, COUNT, EVEN)
+    _put_tokens(ddelta_ptr, at, grads[1], t, cols, lane, length, left, True, COUNT, EVEN)
+    _put_tokens(dz_ptr, at, grads[2], t, cols, lane, length, left, True, COUNT, EVEN)
 
 
 @triton.jit
@@ -924,8 +924,8 @@ def _selective_scan_backward_kernel(
     carry, none = tl.zeros([SIZE, BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     sums = (carry, none, none)
     if after_ptr is not None:
-        given = after_ptr + place * cols * DIM + start
-        carry += _load_states(given, lane, left, cols, zero, DIM, SIZE)
+        state_ptr = after_ptr + place * cols * DIM + start
+        carry += _load_states(state_ptr, lane, left, cols, zero, DIM, SIZE)
     before = origin + tokens - KEPT
     next_u, next_raw, next_dy, next_z = _load_step(
         u_ptr, delta_ptr, dy_ptr, z_ptr, before, strides, before, lane, length, left, KEPT, EVEN
@@ -958,17 +958,17 @@ def _selective_scan_backward_kernel(
         for last in tl.static_range(KEPT - 1, -1, -COUNT):
             if last < KEPT - 1:
                 decays = _decays(sizes[last] * (zero + 1), a)
-            carry, sums, made = _back(
+            carry, sums, grads = _back(
                 carry, sums, (h, sizes, slopes, decays), u, dy, z, begins, at_ptr, a, skip, lane, n,
                 first, length, zero, SIZE, BLOCK, z_ptr is not None, first_ptr is not None,
                 dpairs_ptr is not None, SHAPE[6], EVEN, last, last - COUNT + 1,
             )  # fmt: skip
             t = first + (last - COUNT + 1)
             _put_all(
-                du_ptr, ddelta_ptr, dz_ptr, rows, made, t, cols, lane, length, left, COUNT, EVEN
+                du_ptr, ddelta_ptr, dz_ptr, rows, grads, t, cols, lane, length, left, COUNT, EVEN
             )
             at = of_pairs + (t - origin) * (2 * SIZE)
-            _put_all_sums(dpairs_ptr, at, made[3], made[4], SIZE, SHAPE[6], COUNT)
+            _put_all_sums(dpairs_ptr, at, grads[3], grads[4], SIZE, SHAPE[6], COUNT)
     _put_span_sums(da_ptr, dskip_ptr, dbias_ptr, sums, place, start, cols, lane, left,
                    zero * chunks, DIM, SIZE, EVEN)  # fmt: skip
     if dinitial_ptr is not None:

@@ -51,12 +51,12 @@ def _moved(tile, tokens, stride):
 @triton.jit
 def _load_tiles(tile, stride, inside, TEAM: tl.constexpr, COUNT: tl.constexpr, EVEN: tl.constexpr):
     """COUNT tiles of TEAM tokens each, zeros outside; none where there is no tensor."""
-    found = ()
+    tiles = ()
     if tile is not None:
         for i in tl.static_range(COUNT):
             at = _moved(tile, i * TEAM, stride)
-            found = _append(found, tl.load(at) if EVEN else tl.load(at, mask=inside[i], other=0.0))
-    return found
+            tiles = _append(tiles, tl.load(at) if EVEN else tl.load(at, mask=inside[i], other=0.0))
+    return tiles
 
 
 @triton.jit
@@ -74,10 +74,10 @@ def _load_teams(
 @triton.jit
 def _exist(first, token, lane, length, left, TEAM: tl.constexpr, COUNT: tl.constexpr):
     """Which numbers of COUNT tiles from token ``first`` on there are."""
-    found = ()
+    masks = ()
     for i in tl.static_range(COUNT):
-        found = _append(found, (lane < left) & (first + i * TEAM + token < length))
-    return found
+        masks = _append(masks, (lane < left) & (first + i * TEAM + token < length))
+    return masks
 
 
 @triton.jit
@@ -102,11 +102,11 @@ def _exchanged(parts, token, FAR: tl.constexpr, TEAM: tl.constexpr, BLOCK: tl.co
     """FAR tiles of twice as many: of rows FAR apart, each gives what the other keeps."""
     upper = (token & FAR) != 0
     partner = tl.broadcast_to(token ^ FAR, (TEAM, BLOCK))
-    made = ()
+    halves = ()
     for i in tl.static_range(FAR):
-        given = tl.gather(tl.where(upper, parts[i], parts[i + FAR]), partner, 0)
-        made = _append(made, tl.where(upper, parts[i + FAR], parts[i]) + given)
-    return made
+        received = tl.gather(tl.where(upper, parts[i], parts[i + FAR]), partner, 0)
+        halves = _append(halves, tl.where(upper, parts[i + FAR], parts[i]) + received)
+    return halves
 
 
 @triton.jit

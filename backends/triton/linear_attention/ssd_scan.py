@@ -120,8 +120,8 @@ def supports(x: Tensor, B: Tensor, C: Tensor) -> str | None:
         widest = 64 if x.element_size() == 4 else 256 if _is_large(info) else 128
         widest = 32 if _is_tight(info, 2) else widest
         if size > widest:
-            kind = str(x.dtype).removeprefix("torch.")
-            return f"takes {kind} states of up to {widest} on {info.arch} (registers), got {size}"
+            dtype = str(x.dtype).removeprefix("torch.")
+            return f"takes {dtype} states of up to {widest} on {info.arch} (registers), got {size}"
     if tile_rows(128, max(x.shape[2] * value, B.shape[2] * size)) == 1:
         return "takes tokens of less than 8 MiB"  # what the results are stored by
     return None
@@ -351,7 +351,7 @@ class Pieces:
             return self.heads(x)
         return x.float().unflatten(1, (self.count, -1)).flatten(0, 1)
 
-    def call(self, given: dict[str, Any]) -> dict[str, Any]:
+    def call(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call."""
         how = {
             "x": self.rows,
@@ -364,34 +364,34 @@ class Pieces:
             "initial_state": self.states,
             "dfinal_state": self.states,
         }
-        return {name: how[name](x) if name in how else x for name, x in given.items()}
+        return {name: how[name](x) if name in how else x for name, x in kwargs.items()}
 
-    def joined(self, found: Tensor, like: Optional[Tensor], shared: bool) -> Tensor:
+    def joined(self, result: Tensor, like: Optional[Tensor], shared: bool) -> Tensor:
         """A gradient of pieces as that of heads; the sum over pieces where they share a tensor."""
-        if like is None or not found.numel():
-            return found if like is None else like.new_empty(0)
+        if like is None or not result.numel():
+            return result if like is None else like.new_empty(0)
         if not shared:
-            return found.view(like.shape)
-        pieces = found.unflatten(-1, (-1, self.count)).unbind(-1)
+            return result.view(like.shape)
+        pieces = result.unflatten(-1, (-1, self.count)).unbind(-1)
         return functools.reduce(torch.add, pieces).to(like.dtype)
 
 
-def _forward_in_pieces(**given: Any) -> tuple[Tensor, Tensor]:
-    x, size = given["x"], given["B"].shape[3]
-    y, last = forward(**Pieces(_pieces(x.shape[3], size)).call(given))
+def _forward_in_pieces(**kwargs: Any) -> tuple[Tensor, Tensor]:
+    x, size = kwargs["x"], kwargs["B"].shape[3]
+    y, last = forward(**Pieces(_pieces(x.shape[3], size)).call(kwargs))
     state = (x.shape[0], *x.shape[2:], size)
     return y.view(x.shape), last.view(state) if last.numel() else last
 
 
-def _backward_in_pieces(**given: Any) -> Nine:
-    pieces = Pieces(_pieces(given["x"].shape[3], given["B"].shape[3]))
-    inputs = [given[name] for name in INPUTS]
+def _backward_in_pieces(**kwargs: Any) -> Nine:
+    pieces = Pieces(_pieces(kwargs["x"].shape[3], kwargs["B"].shape[3]))
+    inputs = [kwargs[name] for name in INPUTS]
     by_head = {"dt", "A", "dt_bias"}
-    by_head |= {"D"} if given["D"] is not None and given["D"].ndim == 1 else set()
-    found = backward(**pieces.call(given))
+    by_head |= {"D"} if kwargs["D"] is not None and kwargs["D"].ndim == 1 else set()
+    gradients = backward(**pieces.call(kwargs))
     joined = [
         pieces.joined(grad, like, name in by_head)
-        for name, grad, like in zip(INPUTS, found, inputs, strict=True)
+        for name, grad, like in zip(INPUTS, gradients, inputs, strict=True)
     ]
     return tuple(joined)  # type: ignore[return-value]
 
@@ -541,29 +541,29 @@ def backward(
         else None
     )
     dstates = _reverse(c, gates, dy, _transposed(dfinal_state), dinitial)
-    found = _gradients(c, gates, dy, states, dstates)
-    found |= {"z": dz, "initial_state": None if dinitial is None else dinitial.mT}
+    gradients = _gradients(c, gates, dy, states, dstates)
+    gradients |= {"z": dz, "initial_state": None if dinitial is None else dinitial.mT}
     if D is not None:
-        skips = found["D"].transpose(1, 2).flatten(0, 1)  # by sequence and chunk
+        skips = gradients["D"].transpose(1, 2).flatten(0, 1)  # by sequence and chunk
         skips = skips if D.ndim == 2 else skips.mT
-        found["D"] = sum_rows(skips.reshape(-1, D.numel()), D.dtype).view(D.shape)
+        gradients["D"] = sum_rows(skips.reshape(-1, D.numel()), D.dtype).view(D.shape)
 
-    def given(name: str, like: Tensor | None, needed: bool) -> Tensor:
+    def buffer(name: str, like: Tensor | None, needed: bool) -> Tensor:
         """The gradient of a tensor, empty where nobody needs it."""
         if like is None or not needed:
             return x.new_empty(0) if like is None else like.new_empty(0)
-        return found[name].to(like.dtype).contiguous()
+        return gradients[name].to(like.dtype).contiguous()
 
     return (
-        given("x", x, needs_x),
-        given("dt", dt, needs_dt),
-        given("A", A, needs_A),
-        given("B", B, needs_B),
-        given("C", C, needs_C),
-        given("D", D, needs_D),
-        given("z", z, needs_z),
-        given("dt_bias", dt_bias, needs_dt_bias),
-        given("initial_state", initial_state, needs_initial_state),
+        buffer("x", x, needs_x),
+        buffer("dt", dt, needs_dt),
+        buffer("A", A, needs_A),
+        buffer("B", B, needs_B),
+        buffer("C", C, needs_C),
+        buffer("D", D, needs_D),
+        buffer("z", z, needs_z),
+        buffer("dt_bias", dt_bias, needs_dt_bias),
+        buffer("initial_state", initial_state, needs_initial_state),
     )
 
 

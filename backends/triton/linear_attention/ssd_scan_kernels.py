@@ -103,7 +103,7 @@ def _ssd_gates_kernel(
     row = tl.arange(0, BLOCK)
     if first_ptr is not None:
         first_ptr += batch * first_step
-    seen, begins = _seen(first_ptr, start, tokens, BLOCK)
+    visible, begins = _seen(first_ptr, start, tokens, BLOCK)
     raw = _raw_steps(
         dt_ptr + batch * dt_steps[0] + head * dt_steps[2],
         bias_ptr,
@@ -117,7 +117,7 @@ def _ssd_gates_kernel(
     steps = tl.where(steps < low, low, tl.where(steps > high, high, steps))  # NaN stays NaN
     steps = tl.where(start + row < tokens, steps, 0.0)
     g = steps * tl.load(a_ptr + head).to(tl.float32)
-    coarse, fine, e, r = _gates_of(g, seen, begins, start, first_ptr is not None, BLOCK)
+    coarse, fine, e, r = _gates_of(g, visible, begins, start, first_ptr is not None, BLOCK)
     at = gates_ptr + pid * BLOCK + row
     tl.store(at, e)
     tl.store(at + plane, r)
@@ -162,12 +162,12 @@ def _ssd_steps_kernel(
     row = tl.arange(0, BLOCK)
     if first_ptr is not None:
         first_ptr += batch * first_step
-    seen, _ = _seen(first_ptr, start, tokens, BLOCK)
+    visible, _ = _seen(first_ptr, start, tokens, BLOCK)
     at = sums_ptr + pid * BLOCK + row
     dsteps, dsums = tl.load(at), tl.load(at + plane)
     for part in tl.static_range(2, PARTS + 2):
         dsums += tl.load(at + part * plane)
-    dg = tl.sum(tl.where(seen, dsums[:, None], 0.0), 0)
+    dg = tl.sum(tl.where(visible, dsums[:, None], 0.0), 0)
     dsteps += dg * tl.load(a_ptr + head).to(tl.float32)
     raw = _raw_steps(
         dt_ptr + batch * dt_steps[0] + head * dt_steps[2],
@@ -183,8 +183,10 @@ def _ssd_steps_kernel(
     dsteps = tl.where((start + row < tokens) & ~held, dsteps, 0.0)
     if SOFTPLUS:
         dsteps *= tl.sigmoid(raw)
-    given = (batch * tokens + start) * many + head + row * many
-    tl.store(ddt_ptr + given, round_to(dsteps, ddt_ptr.dtype.element_ty), mask=start + row < tokens)
+    at_steps = (batch * tokens + start) * many + head + row * many
+    tl.store(
+        ddt_ptr + at_steps, round_to(dsteps, ddt_ptr.dtype.element_ty), mask=start + row < tokens
+    )
     steps = tl.load(gates_ptr + 4 * plane + pid * BLOCK + row)
     tl.store(of_heads_ptr + pid, tl.sum(dg * steps, 0))
     tl.store(of_heads_ptr + tl.num_programs(0) + pid, tl.sum(dsteps, 0))
@@ -369,12 +371,12 @@ def _decays_of(gates_ptr, plane, first_ptr, start, tokens, CHUNK: tl.constexpr):
     """D of a chunk as (j, i), with the sums of gates of ``gates_ptr``, and pairs that it is of."""
     row = tl.arange(0, CHUNK)
     coarse, fine = tl.load(gates_ptr + 2 * plane + row), tl.load(gates_ptr + 3 * plane + row)
-    seen = row[:, None] <= row[None, :]
+    visible = row[:, None] <= row[None, :]
     if first_ptr is not None:
         begins = tl.load(first_ptr + tl.minimum(start + row, tokens - 1))
-        seen = seen & (begins[None, :] <= (start + row)[:, None])
+        visible = visible & (begins[None, :] <= (start + row)[:, None])
     apart = (coarse[None, :] - coarse[:, None]) + (fine[None, :] - fine[:, None])
-    return tl.exp2(tl.where(seen, apart * LOG2E, -float("inf"))), seen
+    return tl.exp2(tl.where(visible, apart * LOG2E, -float("inf"))), visible
 
 
 @triton.jit
@@ -452,10 +454,10 @@ def _ssd_outputs_kernel(
         at = gates_ptr + whole * CHUNK
         e, steps = tl.load(at + row), tl.load(at + 4 * plane + row)
         coarse, fine = tl.load(at + 2 * plane + row), tl.load(at + 3 * plane + row)
-        seen, _ = _seen(first_ptr, start, tokens, CHUNK)
-        p = scores * _decays(coarse, fine, seen)
+        visible, _ = _seen(first_ptr, start, tokens, CHUNK)
+        p = scores * _decays(coarse, fine, visible)
         if first_ptr is not None:
-            p = tl.where(seen, p, 0.0)
+            p = tl.where(visible, p, 0.0)
             begins = _begins(first_ptr, start, tokens, CHUNK)
         p = round_to(p, c.dtype)
         for column in tl.static_range(0, VALUE, BLOCK):
@@ -555,10 +557,10 @@ def _ssd_pairs_kernel(
         whole = (batch * many + head) * chunks + chunk
         at = gates_ptr + whole * CHUNK
         r, steps = tl.load(at + plane + row), tl.load(at + 4 * plane + row)
-        decay, seen = _decays_of(at, plane, first_ptr, start, tokens, CHUNK)
+        decay, visible = _decays_of(at, plane, first_ptr, start, tokens, CHUNK)
         p = scores * decay
         if first_ptr is not None:
-            p = tl.where(seen, p, 0.0)
+            p = tl.where(visible, p, 0.0)
         p = round_to(p, b_ptr.dtype.element_ty)
         dpairs = tl.zeros([CHUNK, CHUNK], tl.float32)
         dsteps = tl.zeros([CHUNK], tl.float32)
@@ -589,14 +591,16 @@ def _ssd_pairs_kernel(
                 tl.store(dskips_ptr + whole * VALUE + col, tl.sum(wide * x, 0), mask=col < VALUE)
             _store_tile(dx_ptr + (batch * tokens * many + head) * VALUE, dx, start, many * VALUE,
                         tokens, column, CHUNK, VALUE, BLOCK)  # fmt: skip
-        decay, seen = _decays_of(at, plane, first_ptr, start, tokens, CHUNK)  # not kept: registers
+        decay, visible = _decays_of(
+            at, plane, first_ptr, start, tokens, CHUNK
+        )  # not kept: registers
         dpairs *= decay
         if first_ptr is not None:
-            dpairs = tl.where(seen, dpairs, 0.0)
+            dpairs = tl.where(visible, dpairs, 0.0)
         shared += dpairs
         through = tl.where(row[:, None] < row[None, :], dpairs * scores, 0.0)
         if first_ptr is not None:
-            through = tl.where(seen, through, 0.0)
+            through = tl.where(visible, through, 0.0)
         at = sums_ptr + whole * CHUNK + row
         tl.store(at, dsteps)
         tl.store(at + plane, tl.sum(through, 0) - tl.sum(through, 1))

@@ -207,15 +207,15 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x and the parameters; one that nobody needs is an empty tensor."""
     weight_dtype = x.dtype if weight is None else weight.dtype
-    wanted = [d for d, n in ((weight_dtype, needs_weight), (bias_dtype, needs_bias)) if n and d]
+    sum_dtypes = [d for d, n in ((weight_dtype, needs_weight), (bias_dtype, needs_bias)) if n and d]
     dx = x.new_empty(x.shape if needs_x else 0)
     dalpha = alpha.new_empty(alpha.shape if needs_alpha else 0)
     if x.numel() == 0:
-        sums = [x.new_zeros(x.shape[-1], dtype=d) for d in wanted]
+        sums = [x.new_zeros(x.shape[-1], dtype=d) for d in sum_dtypes]
         dalpha.zero_()
     else:
         sums, total = _gradients(
-            dy, x, alpha, weight, dx if needs_x else None, needs_alpha, needs_weight, wanted
+            dy, x, alpha, weight, dx if needs_x else None, needs_alpha, needs_weight, sum_dtypes
         )
         dalpha = dalpha if total is None else total.view(alpha.shape)
     dweight = sums.pop(0) if needs_weight else x.new_empty(0, dtype=weight_dtype)
@@ -231,7 +231,7 @@ def _gradients(
     dx: Optional[Tensor],
     needs_alpha: bool,
     needs_weight: bool,
-    wanted: list[torch.dtype],
+    sum_dtypes: list[torch.dtype],
 ) -> tuple[list[Tensor], Optional[Tensor]]:
     """Fill dx; sum the gradients of weight and bias in the dtypes wanted, and that of alpha."""
     dy, x, weight = as_rows(dy), as_rows(x), None if weight is None else weight.contiguous()
@@ -241,7 +241,7 @@ def _gradients(
         "dyt.backward", dyt_config, x.device, rows=rows, cols=cols, element_bytes=size
     )
     programs = k.groups * cdiv(cols, k.block)
-    partial = x.new_empty((len(wanted), k.groups, cols), dtype=torch.float32)
+    partial = x.new_empty((len(sum_dtypes), k.groups, cols), dtype=torch.float32)
     dw, db = ([*partial, None, None] if needs_weight else [None, *partial, None])[:2]
     da = x.new_empty((programs, 1), dtype=torch.float32) if needs_alpha else None
     strides = (dy.stride(0), x.stride(0))
@@ -252,5 +252,5 @@ def _gradients(
         (tile_rows(k.rows, *strides, cols), k.block, k.stages),
         k.num_warps,
     )
-    sums = list(sum_all_partials(partial, *wanted)) if wanted else []
+    sums = list(sum_all_partials(partial, *sum_dtypes)) if sum_dtypes else []
     return sums, None if da is None else sum_partials(da, alpha.dtype)

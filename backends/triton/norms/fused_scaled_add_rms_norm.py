@@ -151,10 +151,12 @@ def forward(
     residual_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The norm of the sum, the sum as it was rounded, and rstd (fp32)."""
-    kind = torch.promote_types(x.dtype, residual.dtype)
+    sum_dtype = torch.promote_types(x.dtype, residual.dtype)
     rounds = casting == "llama" and weight is not None
-    dtype = torch.promote_types(kind, weight.dtype) if weight is not None and rounds else kind
-    y, s = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=kind)
+    dtype = (
+        torch.promote_types(sum_dtype, weight.dtype) if weight is not None and rounds else sum_dtype
+    )
+    y, s = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=sum_dtype)
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
     if x.numel() == 0:
         return y, s, rstd

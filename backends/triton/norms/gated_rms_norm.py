@@ -210,7 +210,7 @@ def _gated_rms_norm_backward_kernel(
     """Gradients of x and gate, and partial sums of the weight's; groups fit into registers.
 
     Program: persistent; one group of columns, and every ``row_programs``-th tile of ROWS rows.
-    Reads dy, x, gate and rstd of each tile, writes dgate and dx where they are wanted. The sum for
+    Reads dy, x, gate and rstd of each tile, writes dgate and dx where they are needed. The sum for
     the weight stays in registers over all tiles and leaves as one fp32 partial.
     """
     group = tl.program_id(0) % groups
@@ -506,8 +506,8 @@ def backward(
     dy, x, rstd = as_rows(dy, group_size), as_rows(x, group_size), rstd.contiguous()
     gate = None if gate is None else as_rows(gate, group_size)
     weight = None if weight is None else weight.contiguous()
-    made = (dx if needs_x else None, dgate if needs_gate else None)
-    partial = _launch(dy, x, gate, weight, rstd, made, group_size, how, needs_weight)
+    outputs = (dx if needs_x else None, dgate if needs_gate else None)
+    partial = _launch(dy, x, gate, weight, rstd, outputs, group_size, how, needs_weight)
     if partial is None or weight is None:
         return dx, dgate, x.new_empty(0, dtype=x.dtype if weight is None else weight.dtype)
     return dx, dgate, sum_partials(partial, weight.dtype)
@@ -519,7 +519,7 @@ def _launch(
     gate: Optional[Tensor],
     weight: Optional[Tensor],
     rstd: Tensor,
-    made: tuple[Optional[Tensor], Optional[Tensor]],
+    outputs: tuple[Optional[Tensor], Optional[Tensor]],
     size: int,
     how: tuple[object, ...],
     needs_weight: bool,
@@ -542,16 +542,16 @@ def _launch(
         launch(
             _gated_rms_norm_backward_kernel,
             row_programs * groups,
-            (dy, x, gate, weight, rstd, *made, partial, *strides, rows, size, groups),
+            (dy, x, gate, weight, rstd, *outputs, partial, *strides, rows, size, groups),
             (*how, tile_rows(k.rows, *strides, cols), k.block, k.stages),
             k.num_warps,
         )
         return partial
-    if made != (None, None):
+    if outputs != (None, None):
         launch(
             _gated_rms_norm_backward_wide_kernel,
             rows * groups,
-            (dy, x, gate, weight, rstd, *made, *strides, size, groups),
+            (dy, x, gate, weight, rstd, *outputs, *strides, size, groups),
             (*how, k.block),
             k.num_warps,
         )

@@ -206,7 +206,7 @@ def _group_norm_backward_kernel(
 
     Program: one group of one sample, as in forward; reads dy and x once.
     Writes the sums of dy * n and of dy per channel and sample, the second ``rows`` numbers after
-    the first, and dx where it is wanted.
+    the first, and dx where it is needed.
     """
     group = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, CHANNELS)
@@ -444,7 +444,9 @@ def backward(
     kinds = (x.dtype if weight is None else weight.dtype, bias_dtype or x.dtype)
     dx = x.new_empty(x.shape if needs_x else 0)
     if x.numel() == 0:
-        made: tuple[Tensor, ...] = tuple(x.new_zeros(x.shape[1], dtype=d) for d in kinds)
+        sums_of_parameters: tuple[Tensor, ...] = tuple(
+            x.new_zeros(x.shape[1], dtype=d) for d in kinds
+        )
     else:
         dy, x, mean, rstd = (t.contiguous() for t in (dy, x, mean, rstd))
         weight = None if weight is None else weight.contiguous()
@@ -453,9 +455,11 @@ def backward(
         sums = _launch(dy, x, num_groups, weight, mean, rstd, target)
         if not moves:
             dx.zero_()
-        made = sum_all_partials(sums, *kinds) if needs_weight or needs_bias else (dx, dx)
-    dweight = made[0] if needs_weight else x.new_empty(0, dtype=kinds[0])
-    return dx, dweight, made[1] if needs_bias else x.new_empty(0, dtype=kinds[1])
+        sums_of_parameters = (
+            sum_all_partials(sums, *kinds) if needs_weight or needs_bias else (dx, dx)
+        )
+    dweight = sums_of_parameters[0] if needs_weight else x.new_empty(0, dtype=kinds[0])
+    return dx, dweight, sums_of_parameters[1] if needs_bias else x.new_empty(0, dtype=kinds[1])
 
 
 def _launch(

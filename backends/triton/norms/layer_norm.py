@@ -310,19 +310,19 @@ def forward(
 def normalize(
     x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, room: CodeRoom
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, with codes of y where there is room; y is empty where it is not wanted."""
+    """The same, with codes of y where there is room; y is empty where it is not needed."""
     shape, cols = [*x.shape[:-1]], x.shape[-1]
     mean, rstd = x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
     if x.numel() == 0:  # the mean of no column
         y = empty_contiguous(x)
         room.fill(y)
-        return room.wanted(y), mean.fill_(float("nan")), rstd.fill_(float("nan"))
-    given, (x, stride) = x, with_stride(x)
+        return room.where_written(y), mean.fill_(float("nan")), rstd.fill_(float("nan"))
+    source, (x, stride) = x, with_stride(x)
     weight, bias = [None if p is None else p.contiguous() for p in (weight, bias)]
     rows = x.numel() // cols
     k = launch_config("layer_norm.forward", forward_config, x.device, rows=rows, cols=cols, sums=2)
     inside = room.inside(cols, k.block)
-    y = empty_contiguous(given) if inside.writes else x.new_empty(0)
+    y = empty_contiguous(source) if inside.writes else x.new_empty(0)
     tensors = (x, weight, bias, y, mean, rstd)
     if k.block >= cols:
         launch(
@@ -342,7 +342,7 @@ def normalize(
         )
     if inside is not room:
         room.fill(y)
-        y = room.wanted(y)
+        y = room.where_written(y)
     return y, mean, rstd
 
 
@@ -360,11 +360,11 @@ def backward(
     """Gradients of x, weight and bias; one that nobody needs is an empty tensor."""
     weight_dtype = None if weight is None else weight.dtype
     dx = empty_contiguous(x) if needs_x else x.new_empty(0)
-    wanted = [d for d, n in ((weight_dtype, needs_weight), (bias_dtype, needs_bias)) if n and d]
-    if x.numel() == 0 or not (needs_x or wanted):
-        sums = [x.new_zeros(x.shape[-1], dtype=d) for d in wanted]
+    sum_dtypes = [d for d, n in ((weight_dtype, needs_weight), (bias_dtype, needs_bias)) if n and d]
+    if x.numel() == 0 or not (needs_x or sum_dtypes):
+        sums = [x.new_zeros(x.shape[-1], dtype=d) for d in sum_dtypes]
     else:
-        sums = _gradients(dy, x, weight, mean, rstd, dx, needs_weight, wanted)
+        sums = _gradients(dy, x, weight, mean, rstd, dx, needs_weight, sum_dtypes)
     dweight = sums.pop(0) if needs_weight else x.new_empty(0, dtype=weight_dtype)
     dbias = sums.pop(0) if needs_bias else x.new_empty(0, dtype=bias_dtype)
     return dx, dweight, dbias
@@ -378,7 +378,7 @@ def _gradients(
     rstd: Tensor,
     dx: Tensor,
     needs_weight: bool,
-    wanted: list[torch.dtype],
+    sum_dtypes: list[torch.dtype],
 ) -> list[Tensor]:
     """Fill dx, if it has elements; sum the gradients of weight and bias in the dtypes wanted."""
     (dy, dy_stride), (x, x_stride) = with_stride(dy), with_stride(x)
@@ -395,7 +395,7 @@ def _gradients(
         element_bytes=size,
         sums=2,
     )
-    partial = x.new_empty(len(wanted), k.programs, cols, dtype=torch.float32)
+    partial = x.new_empty(len(sum_dtypes), k.programs, cols, dtype=torch.float32)
     dw, db = ([*partial, None, None] if needs_weight else [None, *partial, None])[:2]
     target, strides = dx if dx.numel() else None, (dy_stride, x_stride)
     if k.block < cols:
@@ -408,7 +408,7 @@ def _gradients(
             (k.rows, k.block, k.stages),
             k.num_warps,
         )
-    return list(sum_all_partials(partial, *wanted)) if wanted else []
+    return list(sum_all_partials(partial, *sum_dtypes)) if sum_dtypes else []
 
 
 def _wide(

@@ -52,10 +52,10 @@ def _modulation(place, each, ROWS: tl.constexpr):
 
     The bounds hold anyway; AMD's compiler needs them for 32-bit offsets and cannot derive them.
     """
-    found = place // each
+    row = place // each
     if short_offsets():  # as the compiler of AMD cannot see
-        found = tl.minimum(tl.maximum(found, 0), ROWS)
-    return found
+        row = tl.minimum(tl.maximum(row, 0), ROWS)
+    return row
 
 
 @triton.jit
@@ -466,12 +466,21 @@ def backward(
     dx = x.new_empty(x.shape if needs_x else 0)
     if x.numel() == 0:
         kinds = ((needs_scale, scale.dtype), (needs_shift, shift_dtype))
-        made = [scale.new_zeros(scale.shape if n else 0, dtype=d) for n, d in kinds]
-        return dx, made[0], made[1], like.new_zeros(like.shape if needs_weight else 0)
+        outputs = [scale.new_zeros(scale.shape if n else 0, dtype=d) for n, d in kinds]
+        return dx, outputs[0], outputs[1], like.new_zeros(like.shape if needs_weight else 0)
     how = _how(x, weight, offset, casting)
-    wanted = [d for n, d in ((needs_scale, scale.dtype), (needs_shift, shift_dtype)) if n and d]
+    sum_dtypes = [d for n, d in ((needs_scale, scale.dtype), (needs_shift, shift_dtype)) if n and d]
     sums, partial = _launch(
-        dy, x, scale, weight, rstd, dx if needs_x else None, wanted, needs_scale, needs_weight, how
+        dy,
+        x,
+        scale,
+        weight,
+        rstd,
+        dx if needs_x else None,
+        sum_dtypes,
+        needs_scale,
+        needs_weight,
+        how,
     )
     dscale = sums.pop(0).view(scale.shape) if needs_scale else scale.new_empty(0)
     dshift = sums.pop(0).view(scale.shape) if needs_shift else x.new_empty(0, dtype=shift_dtype)
@@ -486,7 +495,7 @@ def _launch(
     weight: Optional[Tensor],
     rstd: Tensor,
     dx: Optional[Tensor],
-    wanted: list[torch.dtype],
+    sum_dtypes: list[torch.dtype],
     needs_scale: bool,
     needs_weight: bool,
     how: tuple[object, ...],
@@ -505,8 +514,10 @@ def _launch(
         modulations=count,
         element_bytes=size,
     )
-    partial = x.new_empty((len(wanted), k.splits, count * cols), dtype=torch.float32)
-    sums = list(partial) if k.splits > 1 else [x.new_empty(count * cols, dtype=d) for d in wanted]
+    partial = x.new_empty((len(sum_dtypes), k.splits, count * cols), dtype=torch.float32)
+    sums = (
+        list(partial) if k.splits > 1 else [x.new_empty(count * cols, dtype=d) for d in sum_dtypes]
+    )
     ds, db = ([*sums, None, None] if needs_scale else [None, *sums, None])[:2]
     dw = x.new_empty((k.programs, cols), dtype=torch.float32) if needs_weight else None
     inputs, strides = (dy, x, scale, weight, rstd), (dy.stride(0), x.stride(0))
@@ -527,7 +538,7 @@ def _launch(
             (*how[:2], k.block),
             k.num_warps,
         )
-    if k.block < cols and (wanted or dw is not None):
+    if k.block < cols and (sum_dtypes or dw is not None):
         launch(
             _modulated_rms_norm_backward_wide_sums_kernel,
             k.programs * cdiv(cols, k.block),
@@ -535,6 +546,6 @@ def _launch(
             (*how, k.block, k.stages),
             k.num_warps,
         )
-    if k.splits > 1 and wanted:
-        sums = list(sum_all_partials(partial, *wanted))
+    if k.splits > 1 and sum_dtypes:
+        sums = list(sum_all_partials(partial, *sum_dtypes))
     return sums, dw

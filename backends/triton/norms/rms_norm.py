@@ -379,19 +379,22 @@ def normalize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, what it is the norm of (x, or the new sum x + residual), and rstd (fp32).
 
-    With room for codes, those of y are written too; y is empty where it is not wanted.
+    With room for codes, those of y are written too; y is empty where it is not needed.
     """
-    kind = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    sum_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     rounds = _rounds(casting, weight)
-    dtype = torch.promote_types(kind, weight.dtype) if weight is not None and rounds else kind
+    dtype = (
+        torch.promote_types(sum_dtype, weight.dtype) if weight is not None and rounds else sum_dtype
+    )
     *lead, cols = x.shape
     rstd = x.new_empty(lead, dtype=torch.float32)
-    s = None if residual is None else empty_contiguous(x, kind)
+    s = None if residual is None else empty_contiguous(x, sum_dtype)
     if x.numel() == 0:
         y = empty_contiguous(x, dtype)
         room.fill(y)
-        return room.wanted(y), x if s is None else s, rstd.fill_(float("nan"))  # no column's mean
-    given, (x, x_stride) = x, with_stride(x)
+        # the mean of no column is NaN
+        return room.where_written(y), x if s is None else s, rstd.fill_(float("nan"))
+    source, (x, x_stride) = x, with_stride(x)
     residual, residual_stride = (None, 0) if residual is None else with_stride(residual)
     weight = None if weight is None else weight.contiguous()
     rows = x.numel() // cols
@@ -399,7 +402,7 @@ def normalize(
     constants = (offset, casting == "gemma", rounds)
     strides = (x_stride, residual_stride)
     inside = room.inside(cols, k.block)
-    y = empty_contiguous(given, dtype) if inside.writes else x.new_empty(0, dtype=dtype)
+    y = empty_contiguous(source, dtype) if inside.writes else x.new_empty(0, dtype=dtype)
     tensors = (x, residual, weight, y, s, rstd)
     if k.block >= cols:
         launch(
@@ -419,8 +422,8 @@ def normalize(
         )
     if inside is not room:
         room.fill(y)
-        y = room.wanted(y)
-    return y, given if s is None else s, rstd
+        y = room.where_written(y)
+    return y, source if s is None else s, rstd
 
 
 def gradients(

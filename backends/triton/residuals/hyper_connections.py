@@ -297,19 +297,19 @@ def mixes(rows: Tensor, weight: Tensor, rms_eps: float) -> tuple[Tensor, Tensor]
         return reference.mixes(rows, weight, rms_eps)
     (count, cols), outputs = rows.shape, weight.shape[0]
     rows, weight = rows.contiguous(), weight.contiguous()
-    found = rows.new_empty(count, outputs, dtype=torch.float32)
+    out = rows.new_empty(count, outputs, dtype=torch.float32)
     rstd = rows.new_empty(count, dtype=torch.float32)
     shape = {"rows": count, "cols": cols, "outputs": outputs, "size": rows.element_size()}
     k = launch_config("hyper_mixes.forward", mix_config, rows.device, **shape)
     tiles, per = cdiv(count, k.rows), cdiv(cdiv(cols, k.chunks), k.block) * k.block
     chunks, tall = cdiv(cols, per), _tall(outputs)
-    partial, squares = found.new_empty(chunks, count * outputs), found.new_empty(chunks, count)
+    partial, squares = out.new_empty(chunks, count * outputs), out.new_empty(chunks, count)
     args = (rows, weight, partial, squares, rows.stride(0), count, cols, outputs, per, tiles)
     constants = (_digits(rows), _digits(weight), k.rows, tall, k.block, k.stages)
     launch(_mixes_kernel, chunks * tiles, args, constants, k.num_warps)
-    sums = (partial, squares, found, rstd, count, cols, outputs, chunks, rms_eps)
+    sums = (partial, squares, out, rstd, count, cols, outputs, chunks, rms_eps)
     launch(_mixes_sum_kernel, cdiv(count * outputs, SUMMED), sums, (SUMMED,), 4)
-    return found, rstd
+    return out, rstd
 
 
 def mixes_gradients(
@@ -595,8 +595,8 @@ class TritonParts:
         sums = m.new_empty(programs, wide) if any(needs) else None
         kept = m.new_empty(rows * (2 * steps - 1) * count * count if grads[2] is not None else 0)
         dense = [None if g is None else g.contiguous() for g in grads]
-        given = (m.contiguous(), bias.contiguous(), scale.contiguous(), rstd.contiguous())
-        args = (*given, *dense, d, own, sums, kept, rows, *how[1:], length, wide)
+        inputs = (m.contiguous(), bias.contiguous(), scale.contiguous(), rstd.contiguous())
+        args = (*inputs, *dense, d, own, sums, kept, rows, *how[1:], length, wide)
         constants = (count, power_of_2(count), k.rows)
         launch(_sinkhorn_backward_kernel, programs, args, constants, k.num_warps)
         total = own.new_empty(0) if sums is None else sum_partials(sums, torch.float32)

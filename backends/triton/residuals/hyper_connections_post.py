@@ -125,8 +125,8 @@ def _streams_post_backward_kernel(
             if dmix_ptr is not None:
                 place = x_ptr + j * stream_stride + col
                 x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-                found = _partly(dy * x[None, :], TALL, WIDTH, BLOCK)
-                dmix = tl.where((i == j)[:, None, None], dmix + found[None, :, :], dmix)
+                partials = _partly(dy * x[None, :], TALL, WIDTH, BLOCK)
+                dmix = tl.where((i == j)[:, None, None], dmix + partials[None, :, :], dmix)
             if dx_ptr is not None:
                 m = tl.load(mix_ptr + (i * N + j), mask=i < N, other=0.0)
                 dx = tl.sum(m.to(tl.float32)[:, None] * dy, axis=0)
@@ -172,11 +172,11 @@ def backward(
     """All four gradients."""
     pairs = ((x, needs_x), (out, needs_out), (post, needs_post), (mix, needs_mix))
     dx, dout, dpost, dmix = (t.new_empty(t.shape if needed else 0) for t, needed in pairs)
-    made = [m if n else None for m, (_, n) in zip((dx, dout, dpost, dmix), pairs, strict=True)]
+    outputs = [m if n else None for m, (_, n) in zip((dx, dout, dpost, dmix), pairs, strict=True)]
     if dy.numel():
         up, rows, outs = as_tiles(dy), as_tiles(x), as_outs(out)
         strides = (up.stride(0), up.stride(1), rows.stride(0), rows.stride(1), outs.stride(0))
-        args = (up, rows, outs, post.contiguous(), mix.contiguous(), *made, *strides)
+        args = (up, rows, outs, post.contiguous(), mix.contiguous(), *outputs, *strides)
         constants, threads, _ = tile("hyper_connections_post.backward", rows)
         wide = width_of(rows.shape[1], constants[2], rows.element_size())
         args = (*args, rows.shape[2])

@@ -258,23 +258,23 @@ class Angles:
     """Where the angles of a call are, and how they are read.
 
     Attributes:
-        kind: ``channel``, ``pair``, ``complex`` or ``positions``.
+        layout: ``channel``, ``pair``, ``complex`` or ``positions``.
         first: cos, complex numbers or positions, with the axes grids, batch, tokens and perhaps
             channels.
         second: sin, or frequencies.
         rotary: How many channels are rotated.
-        beside: Whether the two channels of a pair are neighbors in cos and sin.
+        interleaved: Whether the two channels of a pair are neighbors in cos and sin.
         sections: Numbers of pairs of each grid, comma-joined, or empty.
         chunked: Whether a section is a run of pairs.
         scaling: Of cos and sin that are made of positions.
         round: The dtype that those are rounded to, or empty.
     """
 
-    kind: str
+    layout: str
     first: Tensor
     second: Tensor
     rotary: int
-    beside: bool = False
+    interleaved: bool = False
     sections: str = ""
     chunked: bool = True
     scaling: float = 1.0
@@ -291,14 +291,16 @@ class Angles:
         return count, False, count * sizes[1], count * sizes[-1]
 
 
-def angles(kind: str, cos: Tensor, sin: Tensor, rotary: int, **rest: bool | str | float) -> Angles:
+def angles(
+    layout: str, cos: Tensor, sin: Tensor, rotary: int, **rest: bool | str | float
+) -> Angles:
     """Those of cos and sin, with the axes grids, batch and tokens in front of the channels."""
     if cos.stride(-1) != 1 or sin.stride() != cos.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     cos, sin = near_angles(cos), near_angles(sin)
     cos, sin = (t.view((1,) * (4 - t.ndim) + t.shape) if t.ndim < 4 else t for t in (cos, sin))
-    kind = kind or ("channel" if cos.shape[-1] == rotary else "pair")
-    return Angles(kind, cos, sin, rotary, **rest)  # type: ignore[arg-type]
+    layout = layout or ("channel" if cos.shape[-1] == rotary else "pair")
+    return Angles(layout, cos, sin, rotary, **rest)  # type: ignore[arg-type]
 
 
 def _step(x: Tensor, axis: int) -> int:
@@ -307,25 +309,25 @@ def _step(x: Tensor, axis: int) -> int:
 
 def rotate(
     op: str,
-    given: tuple[Optional[Tensor], Optional[Tensor]],
+    sources: tuple[Optional[Tensor], Optional[Tensor]],
     orders: tuple[str, str],
     dtypes: tuple[torch.dtype, torch.dtype],
     head_axis: int,
     turning: Angles,
-    beside: tuple[bool, bool],
+    interleaved: tuple[bool, bool],
     inverse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Rotate q and k, either of which may be absent; ``beside``: how pairs come and go."""
-    made = [
+    outputs = [
         turning.second.new_empty(0, dtype=dtype) if x is None else dense(x, order, dtype)
-        for x, order, dtype in zip(given, orders, dtypes, strict=True)
+        for x, order, dtype in zip(sources, orders, dtypes, strict=True)
     ]
-    near = [None if x is None else near_channels(x) for x in given]
+    near = [None if x is None else near_channels(x) for x in sources]
     some = next((x for x in near if x is not None), None)
-    if some is None or (some.numel() == 0 and sum(x.numel() for x in made) == 0):
-        return made[0], made[1]
-    heads = [0 if x is None else x.shape[head_axis] for x in given]
-    pairs = [(some, some) if x is None else (x, out) for x, out in zip(near, made, strict=True)]
+    if some is None or (some.numel() == 0 and sum(x.numel() for x in outputs) == 0):
+        return outputs[0], outputs[1]
+    heads = [0 if x is None else x.shape[head_axis] for x in sources]
+    pairs = [(some, some) if x is None else (x, out) for x, out in zip(near, outputs, strict=True)]
     (q, q_out), (k, k_out) = pairs
     tokens, width = some.numel() // max(some.shape[head_axis] * some.shape[-1], 1), some.shape[-1]
     n = launch_config(
@@ -373,9 +375,9 @@ def rotate(
         (
             width,
             rotary,
-            turning.kind,
-            turning.beside,
-            *beside,
+            turning.layout,
+            turning.interleaved,
+            *interleaved,
             turning.round,
             turning.constants(),
             inverse,
@@ -383,4 +385,4 @@ def rotate(
         ),
         n.num_warps,
     )
-    return made[0], made[1]
+    return outputs[0], outputs[1]

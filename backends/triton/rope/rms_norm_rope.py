@@ -198,9 +198,9 @@ def _rms_norm_rope_forward_kernel(
         rstd_at = local * rstd_head_stride + token * rstd_token_stride
         tl.store(rstd_ptr + rstd_at, rstd, mask=mask)
     weight_a, weight_b = _weights(weight_ptr, local, heads, OFFSET, EXACT, WHOLE, WIDTH, HALF)
-    kind: tl.constexpr = x_ptr.dtype.element_ty
-    a = _scaled(a, rstd, weight_a, kind, ROUND, NARROW)
-    b = _scaled(b, rstd, weight_b, kind, ROUND, NARROW)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    a = _scaled(a, rstd, weight_a, dtype, ROUND, NARROW)
+    b = _scaled(b, rstd, weight_b, dtype, ROUND, NARROW)
     angle_batch_stride, angle_token_stride = angle_strides
     angle = batch * angle_batch_stride + start.to(tl.int64) * angle_token_stride
     angle_at = token * angle_token_stride

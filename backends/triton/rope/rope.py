@@ -518,8 +518,8 @@ def _geometry(
 
 
 def _launch(
-    given: tuple[Tensor | None, Tensor | None],
-    made: tuple[Tensor, Tensor],
+    sources: tuple[Tensor | None, Tensor | None],
+    outputs: tuple[Tensor, Tensor],
     cos: Tensor,
     sin: Tensor,
     style: str,
@@ -527,22 +527,22 @@ def _launch(
     rotary_dim: int,
     inverse: bool,
 ) -> None:
-    """Rotate q and k into ``made``; one of them may be absent."""
-    some = given[1] if given[0] is None else given[0]
+    """Rotate q and k into ``outputs``; one of them may be absent."""
+    some = sources[1] if sources[0] is None else sources[0]
     assert some is not None
-    q, q_out = (some, some) if given[0] is None else (given[0], made[0])
-    k, k_out = (some, some) if given[1] is None else (given[1], made[1])
+    q, q_out = (some, some) if sources[0] is None else (sources[0], outputs[0])
+    k, k_out = (some, some) if sources[1] is None else (sources[1], outputs[1])
     angle = cos.stride()
     if angle[-1] != 1 or sin.stride() != angle:
         cos, sin = cos.contiguous(), sin.contiguous()
     heads = (
-        0 if given[0] is None else q.shape[head_axis],
-        0 if given[1] is None else k.shape[head_axis],
+        0 if sources[0] is None else q.shape[head_axis],
+        0 if sources[1] is None else k.shape[head_axis],
     )
     tensors = (q, k, cos, sin, q_out, k_out)
     rest = (heads, style, head_axis, rotary_dim, inverse)
-    seen = [(x.shape, x.stride(), x.dtype) for x in tensors]
-    n = kept(("rope", q.device, *rest, *seen), lambda: _geometry(tensors, *rest))
+    layouts = [(x.shape, x.stride(), x.dtype) for x in tensors]
+    n = kept(("rope", q.device, *rest, *layouts), lambda: _geometry(tensors, *rest))
     if not n.programs:
         return
     if True in n.copied:
@@ -566,12 +566,12 @@ def forward(
     k_order: str,
 ) -> tuple[Tensor, Tensor]:
     """Rotate q and k in fp32, rounded once."""
-    made = (
+    outputs = (
         dense(q, q_order, output_dtype(q, cos, sin, casting)),
         dense(k, k_order, output_dtype(k, cos, sin, casting)),
     )
-    _launch((q, k), made, cos, sin, style, head_axis, rotary_dim, False)
-    return made
+    _launch((q, k), outputs, cos, sin, style, head_axis, rotary_dim, False)
+    return outputs
 
 
 def backward(
@@ -592,10 +592,10 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
     dq_out, dk_out = dq_out if needs_q else None, dk_out if needs_k else None
-    made = (
+    outputs = (
         cos.new_empty(0, dtype=q_dtype) if dq_out is None else dense(dq_out, q_order, q_dtype),
         cos.new_empty(0, dtype=k_dtype) if dk_out is None else dense(dk_out, k_order, k_dtype),
     )
     if dq_out is not None or dk_out is not None:
-        _launch((dq_out, dk_out), made, cos, sin, style, head_axis, rotary_dim, True)
-    return made
+        _launch((dq_out, dk_out), outputs, cos, sin, style, head_axis, rotary_dim, True)
+    return outputs

@@ -48,10 +48,10 @@ def backward(
     needs_k: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
-    given = (dq_out if needs_q else None, dk_out if needs_k else None)
+    upstream = (dq_out if needs_q else None, dk_out if needs_k else None)
     orders, dtypes, turning = (
         (q_order, k_order),
         (q_dtype, k_dtype),
         _complex_angles(freqs, rotary_dim),
     )
-    return rotate("rope_complex", given, orders, dtypes, head_axis, turning, (True, True), True)
+    return rotate("rope_complex", upstream, orders, dtypes, head_axis, turning, (True, True), True)

@@ -29,12 +29,21 @@ def forward(
     k_order: str,
 ) -> tuple[Tensor, Tensor]:
     """Rotate q and k; products and sums in fp32, rounded once."""
-    beside = style == "interleaved"
+    interleaved = style == "interleaved"
     dtypes = (output_dtype(q, cos, sin, casting), output_dtype(k, cos, sin, casting))
-    turning = angles("", cos, sin, rotary_dim, beside=beside, sections=sections, chunked=chunked)
+    turning = angles(
+        "", cos, sin, rotary_dim, interleaved=interleaved, sections=sections, chunked=chunked
+    )
     orders = (q_order, k_order)
     return rotate(
-        "rope_multimodal", (q, k), orders, dtypes, head_axis, turning, (beside, beside), False
+        "rope_multimodal",
+        (q, k),
+        orders,
+        dtypes,
+        head_axis,
+        turning,
+        (interleaved, interleaved),
+        False,
     )
 
 
@@ -57,16 +66,18 @@ def backward(
     needs_k: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
-    beside = style == "interleaved"
-    given = (dq_out if needs_q else None, dk_out if needs_k else None)
-    turning = angles("", cos, sin, rotary_dim, beside=beside, sections=sections, chunked=chunked)
+    interleaved = style == "interleaved"
+    upstream = (dq_out if needs_q else None, dk_out if needs_k else None)
+    turning = angles(
+        "", cos, sin, rotary_dim, interleaved=interleaved, sections=sections, chunked=chunked
+    )
     return rotate(
         "rope_multimodal",
-        given,
+        upstream,
         (q_order, k_order),
         (q_dtype, k_dtype),
         head_axis,
         turning,
-        (beside, beside),
+        (interleaved, interleaved),
         True,
     )

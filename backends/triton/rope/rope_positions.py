@@ -49,17 +49,17 @@ def forward(
     k_order: str,
 ) -> tuple[Tensor, Tensor]:
     """Rotate q and k; products and sums in fp32, rounded once."""
-    beside, orders = style == "interleaved", (q_order, k_order)
-    kind = k.dtype if casting == "cohere" else torch.promote_types(k.dtype, q.dtype)
+    interleaved, orders = style == "interleaved", (q_order, k_order)
+    out_dtype = k.dtype if casting == "cohere" else torch.promote_types(k.dtype, q.dtype)
     turning = _position_angles(q.dtype, position_ids, inv_freq, scaling, sections, chunked, casting)
     return rotate(
         "rope_positions",
         (q, k),
         orders,
-        (q.dtype, kind),
+        (q.dtype, out_dtype),
         head_axis,
         turning,
-        (beside, beside),
+        (interleaved, interleaved),
         False,
     )
 
@@ -83,18 +83,18 @@ def backward(
     needs_k: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
-    beside, given = (
+    interleaved, upstream = (
         style == "interleaved",
         (dq_out if needs_q else None, dk_out if needs_k else None),
     )
     turning = _position_angles(q_dtype, position_ids, inv_freq, scaling, sections, chunked, casting)
     return rotate(
         "rope_positions",
-        given,
+        upstream,
         (q_order, k_order),
         (q_dtype, k_dtype),
         head_axis,
         turning,
-        (beside, beside),
+        (interleaved, interleaved),
         True,
     )

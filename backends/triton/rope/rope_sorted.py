@@ -47,10 +47,10 @@ def backward(
     needs_k: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and k; empty where not needed, or where nothing upstream has one."""
-    given = (dq_out if needs_q else None, dk_out if needs_k else None)
+    upstream = (dq_out if needs_q else None, dk_out if needs_k else None)
     orders, dtypes, turning = (
         (q_order, k_order),
         (q_dtype, k_dtype),
         angles("", cos, sin, rotary_dim),
     )
-    return rotate("rope_sorted", given, orders, dtypes, head_axis, turning, (False, True), True)
+    return rotate("rope_sorted", upstream, orders, dtypes, head_axis, turning, (False, True), True)

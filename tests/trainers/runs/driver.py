@@ -71,8 +71,8 @@ def environment(folder: Path, trainer: Trainer) -> Path:
 
 def versions(python: Path, trainer: Trainer) -> dict[str, str]:
     """What is installed of the packages that decide."""
-    said = [*trainer.install, *trainer.without_dependencies]
-    names = {re.split(r"[=<>\[ ]", one)[0] for one in said} & KNOWN_PACKAGES
+    text = [*trainer.install, *trainer.without_dependencies]
+    names = {re.split(r"[=<>\[ ]", one)[0] for one in text} & KNOWN_PACKAGES
     names |= {"torch", "transformers"}
     done = subprocess.run(
         [str(python), "-c", VERSIONS, *sorted(names)], check=True, capture_output=True, text=True

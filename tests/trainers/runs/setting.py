@@ -178,8 +178,8 @@ def write(folder: Path) -> None:
     words = folder / "words"
     words.mkdir(parents=True, exist_ok=True)
     tokenizer().backend_tokenizer.save(str(words / "tokenizer.json"))
-    said = {"bos_token": "<bos>", "eos_token": "<eos>"}
-    (words / "tokenizer_config.json").write_text(json.dumps(said), encoding="utf-8")
+    text = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    (words / "tokenizer_config.json").write_text(json.dumps(text), encoding="utf-8")
     for name, row in FORMATS.items():
         place = folder / "data" / name
         place.mkdir(parents=True, exist_ok=True)

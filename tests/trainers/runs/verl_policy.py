@@ -48,12 +48,12 @@ def sampled(step: int) -> dict[str, Tensor]:
     shown = (prompts != 0).long()
     rows = PROMPTS * ANSWERS
     answers = torch.randint(*WORDS, (rows, after), generator=g)
-    said = torch.randint(2, after + 1, (rows, 1), generator=g)
-    mask = (torch.arange(after) < said).long()
+    text = torch.randint(2, after + 1, (rows, 1), generator=g)
+    mask = (torch.arange(after) < text).long()
     answers = answers * mask
     attention = torch.cat((shown, mask), 1)
     rewards = torch.zeros(rows, after)
-    rewards[torch.arange(rows), said.squeeze(1) - 1] = (answers.sum(1) % 7).float()
+    rewards[torch.arange(rows), text.squeeze(1) - 1] = (answers.sum(1) % 7).float()
     return {
         "prompts": prompts,
         "responses": answers,
