@@ -280,7 +280,7 @@ def _fused_mlp(x: Tensor, layers: Any, held: Any = None) -> Tensor:
 def _given(name: str, weight: Tensor, a: Tensor, b: Tensor, held: Any) -> dict[str, Any]:
     """Arguments of a layer, its weight in bf16 or in FP8."""
     wide, scale = (weight, None) if held is None else (held.codes, held.scale)
-    kwargs = {"weight": wide, "weight_scale": scale, "a": a, "b": b, "scale": 2.0}
+    kwargs = {"weight": wide, "weight_scale": scale, "lora": ops.LoRA(a, b, 2.0)}
     return {f"{name}_{part}": value for part, value in kwargs.items()}
 
 

@@ -210,15 +210,22 @@ def snippet(name: str) -> str:
     sample = next(s for s in samples.of(name) if s.size == "small" and s.elements)
     parameters = inspect.signature(public_operators()[name]).parameters
     free = [p.name for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    tensors = list(sample.tensors)
+    free = ["" if n in sample.options else n for n in free]  # options are named in any case
+    values = {tensor: tensor for tensor in sample.tensors}
+    values |= {option: repr(value) for option, value in sample.options.items()}
+    values = {n: written(v) for n, v in samples.with_tuples(samples.adapted(name), values).items()}
     ordered = sum(
-        1 for _ in itertools.takewhile(lambda pair: len(set(pair)) == 1, zip(tensors, free))
+        1 for _ in itertools.takewhile(lambda pair: len(set(pair)) == 1, zip(values, free))
     )
     lines = ["import torch", "from liger_multi import ops", ""]
     lines += [f"{tensor} = {drawn(spec)}" for tensor, spec in sample.tensors.items()]
-    arguments = [*tensors[:ordered], *[f"{tensor}={tensor}" for tensor in tensors[ordered:]]]
-    arguments += [f"{option}={value!r}" for option, value in sample.options.items()]
+    arguments = [v if at < ordered else f"{n}={v}" for at, (n, v) in enumerate(values.items())]
     return "\n".join([*lines, f"result = ops.{name}({', '.join(arguments)})"])
+
+
+def written(value: Any) -> str:
+    """Code of an argument, which is code itself, or that of an adapter's parts."""
+    return f"ops.LoRA({', '.join(map(str, value))})" if isinstance(value, tuple) else value
 
 
 def drawn(spec: Any) -> str:

@@ -1,5 +1,6 @@
 """The operators; each module is the contract of one."""
 
+from liger_multi.ops._adapters import LoRA as LoRA
 from liger_multi.ops._float8 import QuantizedOutput as QuantizedOutput
 from liger_multi.ops.attention import attention as attention
 from liger_multi.ops.attention_residuals import attention_residuals as attention_residuals

@@ -10,6 +10,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.early_save import EarlySave, empty_of
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._adapters import LoRA, adapters, factors, scales
 from liger_multi.ops._float8 import OUTPUTS
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit
@@ -28,7 +29,7 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 LAYERS = ("gate", "up", "down")
-_OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("bias", "a", "b"))
+_BIASES = tuple(f"{layer}_bias" for layer in LAYERS)
 op = Op(
     "lora_mlp",
     family="adapters",
@@ -81,19 +82,13 @@ def lora_mlp(
     gate_weight: Tensor,
     up_weight: Tensor,
     down_weight: Tensor,
-    gate_a: Tensor | None = None,
-    gate_b: Tensor | None = None,
-    up_a: Tensor | None = None,
-    up_b: Tensor | None = None,
-    down_a: Tensor | None = None,
-    down_b: Tensor | None = None,
+    gate_lora: LoRA | None = None,
+    up_lora: LoRA | None = None,
+    down_lora: LoRA | None = None,
     *,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    gate_scale: float = 1.0,
-    up_scale: float = 1.0,
-    down_scale: float = 1.0,
     activation: str = "silu",
     gate_weight_scale: Tensor | None = None,
     up_weight_scale: Tensor | None = None,
@@ -103,18 +98,19 @@ def lora_mlp(
     """A gated MLP with LoRA adapters that keeps no activation but the outputs of gate and up.
 
     Math:
-        With ``layer(x) = x @ weight.T + bias + scale (x @ a.T) @ b.T``, where a layer without a and
-        b has none of the last term: ``y = down(act(gate(x)) * up(x))``. The weights and biases are
-        frozen: backward makes the gradients of a and b by GEMMs with r columns or rows, and of x
-        in one buffer; it computes ``x @ a.T`` and ``act(gate) * up`` again. A weight in FP8 is
-        multiplied as in ``linear_float8``, with x (and the product) rounded once for all.
+        With ``layer(x) = x @ weight.T + bias + scale (x @ a.T) @ b.T`` and a, b and scale from
+        ``LoRA(a, b, scale)``, where a layer without an adapter has none of the last term: ``y =
+        down(act(gate(x)) * up(x))``. The weights and biases are frozen: backward makes the
+        gradients of a and b by GEMMs with r columns or rows, and of x in one buffer; it computes
+        ``x @ a.T`` and ``act(gate) * up`` again. A weight in FP8 is multiplied as in
+        ``linear_float8``, with x (and the product) rounded once for all.
 
     Shapes:
         x ``(..., H)`` with any strides, gate_weight and up_weight ``(F, H)``, down_weight
-        ``(D, F)``, biases as in ``gated_mlp``; gate_a and up_a ``(r, H)``, gate_b and up_b
-        ``(F, r)``, down_a ``(r, F)``, down_b ``(D, r)``, each with an r of its own; y ``(..., D)``,
-        contiguous. Scales of weights in FP8 ``(F,)`` and ``(D,)``; quantized, if x has been
-        rounded before: codes ``(..., H)`` and scale ``(...)``.
+        ``(D, F)``, biases as in ``gated_mlp``; of gate_lora and up_lora a ``(r, H)`` and b
+        ``(F, r)``, of down_lora a ``(r, F)`` and b ``(D, r)``, each with an r of its own; y
+        ``(..., D)``, contiguous. Scales of weights in FP8 ``(F,)`` and ``(D,)``; quantized, if x
+        has been rounded before: codes ``(..., H)`` and scale ``(...)``.
 
     Dtypes:
         In: x, weights and biases of one floating dtype, adapters of one, which may be wider; any
@@ -128,10 +124,10 @@ def lora_mlp(
         of the adapters.
 
     Raises:
-        TypeError: An argument is not a floating-point tensor, dtypes differ in another way, or
-            codes and scales of a weight do not come together.
-        ValueError: Shapes do not fit together, mixed devices, unknown activation, an a without its
-            b, or a weight that requires a gradient.
+        TypeError: An argument is not a floating-point tensor, an adapter has no a or b, dtypes
+            differ in another way, or codes and scales of a weight do not come together.
+        ValueError: Shapes do not fit together, mixed devices, unknown activation, or a weight that
+            requires a gradient.
 
     Source:
         Hu et al. 2021 (arXiv:2106.09685) in Shazeer 2020 (arXiv:2002.05202); ``peft`` around
@@ -140,9 +136,8 @@ def lora_mlp(
     weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
     biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
     own = (gate_weight_scale, up_weight_scale, down_weight_scale)
-    pairs = {"gate": (gate_a, gate_b), "up": (up_a, up_b), "down": (down_a, down_b)}
-    thin = {f"{n}_{p}": t for n, pair in pairs.items() for p, t in zip("ab", pair, strict=True)}
-    checks.floating("lora_mlp", x=x, **weights, **biases, **thin, optional=_OPTIONAL)
+    loras = adapters("lora_mlp", gate=gate_lora, up=up_lora, down=down_lora)
+    checks.floating("lora_mlp", x=x, **weights, **biases, **factors(loras), optional=_BIASES)
     checks.one_of("lora_mlp", "activation", activation, ACTIVATIONS)
     shapes_fit("lora_mlp", x, gate_weight, up_weight, down_weight)
     for name, bias in biases.items():
@@ -153,29 +148,22 @@ def lora_mlp(
     frozen("lora_mlp", {**weights, **biases}, instead)
     adapted: list[Tensor | None] = []
     inner = x.shape[:-1] + gate_weight.shape[:1]
-    for name, (a, b) in pairs.items():
-        if (a is None) != (b is None):
-            present, missing = ("a", "b") if b is None else ("b", "a")
-            raise ValueError(
-                f"lora_mlp: {name}_{present} needs {name}_{missing} beside it, got None"
-            )
-        if a is not None and b is not None:
-            source = x.new_empty(inner, device="meta") if name == "down" else x
-            out = (*x.shape[:-1], weights[f"{name}_weight"].shape[0])
-            fit("lora_mlp", source, out, a, b, f"{name}_")
-            _, a, b = adapter_dtypes("lora_mlp", {"x": x}, a, b, f"{name}_")
-        adapted += [a, b]
+    for name, lora in loras.items():
+        if lora is None:
+            adapted += [None, None]
+            continue
+        source = x.new_empty(inner, device="meta") if name == "down" else x
+        out = (*x.shape[:-1], weights[f"{name}_weight"].shape[0])
+        fit("lora_mlp", source, out, lora.a, lora.b, f"{name}_lora.")
+        adapted += adapter_dtypes("lora_mlp", {"x": x}, lora.a, lora.b, f"{name}_lora.")[1:]
     x, wide = one_dtype_but_codes("lora_mlp", x, weights, biases)
-    scales = tuple(
-        checks.number("lora_mlp", f"{layer}_scale", scale)
-        for layer, scale in zip(LAYERS, (gate_scale, up_scale, down_scale), strict=True)
-    )
+    by = scales(loras)
     coded = fitting("lora_mlp", x, quantized)
-    every = (x, *wide[:3], *adapted, *wide[3:], *scales, activation, *own, *coded)
+    every = (x, *wide[:3], *adapted, *wide[3:], *by, activation, *own, *coded)
     if not checks.in_checkpoint():
         return op(*every)  # type: ignore[no-any-return]
     if checks.keeps_products.get():
-        return _in_layers(x, wide, adapted, scales, activation, own, quantized)
+        return _in_layers(x, wide, adapted, by, activation, own, quantized)
     return _early(*every)
 
 
@@ -195,7 +183,7 @@ def _in_layers(
     x: Tensor,
     wide: list[Tensor | None],
     thin: list[Tensor | None],
-    scales: tuple[float, ...],
+    by: list[float],
     activation: str,
     own: tuple[Tensor | None, ...],
     rows: Float8Rows | None,
@@ -213,7 +201,7 @@ def _in_layers(
                 x, weight, wide[3 + i], weight_scale=own[i], quantized=rows
             )
         a, b = thin[2 * i], thin[2 * i + 1]
-        return y if a is None or b is None else lora_update(y, x, a, b, scale=scales[i]), rows
+        return y if a is None or b is None else lora_update(y, x, a, b, scale=by[i]), rows
 
     gate, rows = layer(0, x, rows)
     up, _ = layer(1, x, rows)

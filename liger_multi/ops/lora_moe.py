@@ -10,6 +10,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._adapters import LoRA, adapters, factors, scales
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.fused_moe import _GPT_OSS as GPT_OSS
 from liger_multi.ops.fused_moe import ACTIVATIONS, UNGATED
@@ -23,7 +24,7 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 LAYERS = ("gate_up", "down")
-_THIN = tuple(f"{layer}_{part}" for layer in LAYERS for part in "ab")
+_FACTORS = tuple(f"{layer}_{part}" for layer in LAYERS for part in "ab")
 _BIASES = tuple(f"{layer}_bias" for layer in LAYERS)
 op = Op(
     "lora_moe",
@@ -88,7 +89,7 @@ def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
             return gate_up.new_empty(0)  # type: ignore[no-any-return]
         return like.new_empty(shape if kwargs[f"needs_{name}"] else (0,))
 
-    thin = [gradient(n, kwargs[n], () if kwargs[n] is None else kwargs[n].shape) for n in _THIN]
+    thin = [gradient(n, kwargs[n], () if kwargs[n] is None else kwargs[n].shape) for n in _FACTORS]
     return (
         gradient("x", gate_up, dy.shape),
         gradient("routing", routing, routing.shape),
@@ -112,15 +113,11 @@ def lora_moe(
     down_weight: Tensor,
     index: Tensor,
     routing: Tensor,
-    gate_up_a: Tensor | None = None,
-    gate_up_b: Tensor | None = None,
-    down_a: Tensor | None = None,
-    down_b: Tensor | None = None,
+    gate_up_lora: LoRA | None = None,
+    down_lora: LoRA | None = None,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    gate_up_scale: float = 1.0,
-    down_scale: float = 1.0,
     activation: str = "silu",
     limit: float = 7.0,
     alpha: float = 1.702,
@@ -131,17 +128,17 @@ def lora_moe(
     """A mixture of gated experts, frozen, with a LoRA adapter for each expert.
 
     Math:
-        That of ``fused_moe``, with ``gate_up_weight[e] + gate_up_scale * gate_up_b[e] @
-        gate_up_a[e]`` in the place of ``gate_up_weight[e]``, and the same for ``down_weight``.
-        These sums are never made: what an adapter adds to a GEMM are two GEMMs with r columns and
-        r terms, on the rows of its expert. The weights and biases are frozen: backward makes the
-        gradients of the factors by GEMMs with r columns or rows. ``x @ a.T`` and the activation's
-        product are computed again. An expert without tokens has a zero gradient.
+        That of ``fused_moe``, with ``gate_up_weight[e] + scale * b[e] @ a[e]`` of ``gate_up_lora =
+        LoRA(a, b, scale)`` in the place of ``gate_up_weight[e]``, and the same for
+        ``down_weight``. These sums are never made: what an adapter adds to a GEMM are two GEMMs
+        with r columns and r terms, on the rows of its expert. The weights and biases are frozen:
+        backward makes the gradients of a and b by GEMMs with r columns or rows. ``x @ a.T`` and the
+        activation's product are computed again. An expert without tokens has a zero gradient.
 
     Shapes:
-        As ``fused_moe``, and gate_up_a ``(E, r, H)``, gate_up_b ``(E, 2 I, r)``, or ``(E, I, r)``
-        without a gate, down_a ``(E, r, I)``, down_b ``(E, H, r)``, whatever ``transposed`` says of
-        the weights, each pair with an r of its own; any strides.
+        As ``fused_moe``, and of gate_up_lora a ``(E, r, H)`` and b ``(E, 2 I, r)``, or
+        ``(E, I, r)`` without a gate, of down_lora a ``(E, r, I)`` and b ``(E, H, r)``, whatever
+        ``transposed`` says of the weights, each adapter with an r of its own; any strides.
 
     Dtypes:
         In: x, weights and biases of one floating dtype, factors of one, which may be wider; any
@@ -155,8 +152,8 @@ def lora_moe(
 
     Raises:
         TypeError: Wrong kinds of arguments, or dtypes that differ in another way.
-        ValueError: Shapes do not fit together, mixed devices, unknown activation, limit <= 0, an a
-            without its b, or a weight that requires a gradient.
+        ValueError: Shapes do not fit together, mixed devices, unknown activation, limit <= 0, or a
+            weight that requires a gradient.
 
     Source:
         Hu et al. 2021 (arXiv:2106.09685) in Shazeer et al. 2017 (arXiv:1701.06538);
@@ -170,19 +167,15 @@ def lora_moe(
         "gate_up_bias": gate_up_bias,
         "down_bias": down_bias,
     }
-    thin = dict(zip(_THIN, (gate_up_a, gate_up_b, down_a, down_b), strict=True))
-    checks.floating(name, **wide, routing=routing, **thin, optional=(*_BIASES, *_THIN))
+    loras = adapters(name, gate_up=gate_up_lora, down=down_lora)
+    checks.floating(name, **wide, routing=routing, **factors(loras), optional=_BIASES)
     checks.one_of(name, "activation", activation, ACTIVATIONS)
     by = numbers(name, limit, alpha, up_offset)
     checks.boolean(name, "interleaved", interleaved)
     checks.boolean(name, "transposed", transposed)
     shapes_fit(wide, index, routing, transposed, activation, name)
     frozen(name, {n: t for n, t in wide.items() if n != "x"}, "fused_moe of their sums")
-    factors = _factors(x, gate_up_weight, thin, transposed, activation)
-    scales = [
-        checks.number(name, f"{layer}_scale", scale)
-        for layer, scale in zip(LAYERS, (gate_up_scale, down_scale), strict=True)
-    ]
+    adapted = _fitting(x, gate_up_weight, loras, transposed, activation)
     rows, first, second, *biases = checks.one_dtype(name, wide)
     assert rows is not None
     pairs = index.shape[-1]
@@ -192,9 +185,9 @@ def lora_moe(
         second,
         index.reshape(count(index), pairs).to(torch.int64),
         routing.reshape(count(routing), pairs),
-        *factors,
+        *adapted,
         *biases,
-        *scales,
+        *scales(loras),
         activation,
         *by,
         interleaved,
@@ -213,39 +206,35 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
     return replace(moe, both_bytes=both, both_operations=2 * moe.forward_operations)
 
 
-def _factors(
-    x: Tensor, first: Tensor, thin: dict[str, Tensor | None], transposed: bool, activation: str
+def _fitting(
+    x: Tensor, first: Tensor, loras: dict[str, LoRA | None], transposed: bool, activation: str
 ) -> list[Tensor | None]:
-    """The factors in the dtype of their GEMMs; those of a layer fit it and stand together."""
+    """The factors of adapters, which fit their layers, in the dtype of their GEMMs."""
     experts, *sizes = first.shape
     wide, hidden = sizes[::-1] if transposed else sizes
-    factors: list[Tensor | None] = []
+    adapted: list[Tensor | None] = []
     inner = wide if activation == UNGATED else wide // 2
     for layer, (out, into) in {"gate_up": (wide, hidden), "down": (hidden, inner)}.items():
-        a, b = thin[f"{layer}_a"], thin[f"{layer}_b"]
-        if (a is None) != (b is None):
-            present, missing = ("a", "b") if b is None else ("b", "a")
-            raise ValueError(
-                f"lora_moe: {layer}_{present} needs {layer}_{missing} beside it, got None"
+        lora, of = loras[layer], f"{layer}_lora."
+        if lora is None:
+            adapted += [None, None]
+            continue
+        a, b, _ = lora
+        if a.ndim != 3 or (a.shape[0], a.shape[2]) != (experts, into):
+            checks.refuse(
+                "lora_moe",
+                f"{of}a must have shape ({experts}, r, {into}), an expert's rank by its inputs",
+                a,
             )
-        if a is not None and b is not None:
-            if a.ndim != 3 or (a.shape[0], a.shape[2]) != (experts, into):
-                checks.refuse(
-                    "lora_moe",
-                    f"{layer}_a must have shape ({experts}, r, {into}), an "
-                    "expert's rank by its inputs",
-                    a,
-                )
-            if b.shape != (experts, out, a.shape[1]):
-                checks.refuse(
-                    "lora_moe",
-                    f"{layer}_b must have shape {(experts, out, a.shape[1])},"
-                    f" an expert's outputs by rows of {layer}_a",
-                    b,
-                )
-            _, a, b = adapter_dtypes("lora_moe", {"x": x}, a, b, f"{layer}_")
-        factors += [a, b]
-    return factors
+        if b.shape != (experts, out, a.shape[1]):
+            checks.refuse(
+                "lora_moe",
+                f"{of}b must have shape {(experts, out, a.shape[1])}, an expert's outputs by rows "
+                f"of {of}a",
+                b,
+            )
+        adapted += adapter_dtypes("lora_moe", {"x": x}, a, b, of)[1:]
+    return adapted
 
 
 def _case(
@@ -299,7 +288,7 @@ SAMPLES = (
     ),
     Sample("frozen-x", _case((4,), 2, 3, 8, 4, 2, frozen=("x", "routing"))),
     Sample("only-b", _case((4,), 2, 3, 8, 4, 2, frozen=("x", "gate_up_a", "down_a"))),
-    Sample("only-x", _case((4,), 2, 3, 8, 4, 2, frozen=("routing", *_THIN))),
+    Sample("only-x", _case((4,), 2, 3, 8, 4, 2, frozen=("routing", *_FACTORS))),
     Sample("past-65535-rows", _case((33000,), 2, 3, 2, 2, 1), size="thin"),
     Sample(
         "8192x2048 768 of 128 r16", _case((8192,), 8, 128, 2048, 768, 16), _SCALES, size="bench"

@@ -10,6 +10,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._adapters import LoRA, adapters, factors, scales
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.linear_float8 import (
     Float8Rows,
@@ -22,7 +23,7 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 LAYERS = ("q", "k", "v")
-_OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("weight", "bias", "a", "b"))
+_OPTIONAL = tuple(f"{layer}_{part}" for layer in LAYERS for part in ("weight", "bias"))
 op = Op(
     "lora_qkv",
     family="adapters",
@@ -96,19 +97,13 @@ def lora_qkv(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     v_weight: Tensor | None = None,
-    q_a: Tensor | None = None,
-    q_b: Tensor | None = None,
-    k_a: Tensor | None = None,
-    k_b: Tensor | None = None,
-    v_a: Tensor | None = None,
-    v_b: Tensor | None = None,
+    q_lora: LoRA | None = None,
+    k_lora: LoRA | None = None,
+    v_lora: LoRA | None = None,
     *,
     q_bias: Tensor | None = None,
     k_bias: Tensor | None = None,
     v_bias: Tensor | None = None,
-    q_scale: float = 1.0,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
     q_weight_scale: Tensor | None = None,
     k_weight_scale: Tensor | None = None,
     v_weight_scale: Tensor | None = None,
@@ -117,12 +112,12 @@ def lora_qkv(
     """Up to three linear layers of one input, with LoRA adapters, whose backward is one.
 
     Math:
-        Each of q, k and v is ``x @ weight.T + bias + scale (x @ a.T) @ b.T``, without the last term
-        for a layer without a and b; a layer without a weight is absent. The weights and biases are
-        frozen. Backward sums the gradient of x in one buffer, ``dq @ q_weight + dk @ k_weight + dv
-        @ v_weight`` and, as one GEMM, ``scale (dy @ b) @ a`` of all layers; the gradients of all
-        a are one GEMM as well, ``(dy @ b).T @ x``. A weight in FP8 is multiplied as in
-        ``linear_float8``, with x rounded once for all.
+        Each of q, k and v is ``x @ weight.T + bias + scale (x @ a.T) @ b.T``, with a, b and scale
+        from ``LoRA(a, b, scale)`` and without the last term for a layer without an adapter; a layer
+        without a weight is absent. The weights and biases are frozen. Backward sums the gradient of
+        x in one buffer, ``dq @ q_weight + dk @ k_weight + dv @ v_weight`` and, as one GEMM, ``scale
+        (dy @ b) @ a`` of all layers; the gradients of all a are one GEMM as well, ``(dy @ b).T @
+        x``. A weight in FP8 is multiplied as in ``linear_float8``, with x rounded once for all.
 
     Shapes:
         x ``(..., H)`` with any strides; of each layer, with an F and an r of its own, weight
@@ -141,10 +136,10 @@ def lora_qkv(
         keep a copy of x in the dtype of a each.
 
     Raises:
-        TypeError: An argument is not a floating-point tensor, dtypes differ in another way, or
-            codes and scales of a weight do not come together.
-        ValueError: Shapes do not fit together, mixed devices, no weight, an a without its b, parts
-            of an absent layer, or a weight that requires a gradient.
+        TypeError: An argument is not a floating-point tensor, an adapter has no a or b, dtypes
+            differ in another way, or codes and scales of a weight do not come together.
+        ValueError: Shapes do not fit together, mixed devices, no weight, a bias or an adapter of an
+            absent layer, or a weight that requires a gradient.
 
     Source:
         Hu et al. 2021 (arXiv:2106.09685); ``peft.tuners.lora.Linear`` around the projections of
@@ -152,25 +147,20 @@ def lora_qkv(
     """
     weights = {"q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
     biases = {"q_bias": q_bias, "k_bias": k_bias, "v_bias": v_bias}
-    pairs = {"q": (q_a, q_b), "k": (k_a, k_b), "v": (v_a, v_b)}
-    thin = {f"{n}_{p}": t for n, pair in pairs.items() for p, t in zip("ab", pair, strict=True)}
-    checks.floating("lora_qkv", x=x, **weights, **biases, **thin, optional=_OPTIONAL)
-    adapted: dict[str, Tensor | None] = dict.fromkeys(thin)
-    for name, (a, b) in pairs.items():
+    loras = adapters("lora_qkv", q=q_lora, k=k_lora, v=v_lora)
+    checks.floating("lora_qkv", x=x, **weights, **biases, **factors(loras), optional=_OPTIONAL)
+    adapted: dict[str, Tensor | None] = {f"{name}_lora.{p}": None for name in LAYERS for p in "ab"}
+    for name, lora in loras.items():
         weight, bias = weights[f"{name}_weight"], biases[f"{name}_bias"]
         if weight is None:
-            _absent(name, {f"{name}_bias": bias, f"{name}_a": a, f"{name}_b": b})
+            _absent(name, {f"{name}_bias": bias, f"{name}_lora": lora})
             continue
         _whole(name, x, weight, bias)
-        if (a is None) != (b is None):
-            present, missing = ("a", "b") if b is None else ("b", "a")
-            raise ValueError(
-                f"lora_qkv: {name}_{present} needs {name}_{missing} beside it, got None"
-            )
-        if a is not None and b is not None:
-            fit("lora_qkv", x, (*x.shape[:-1], weight.shape[0]), a, b, f"{name}_")
-            _, a, b = adapter_dtypes("lora_qkv", {"x": x}, a, b, f"{name}_")
-            adapted[f"{name}_a"], adapted[f"{name}_b"] = a, b
+        if lora is not None:
+            of = f"{name}_lora."
+            fit("lora_qkv", x, (*x.shape[:-1], weight.shape[0]), lora.a, lora.b, of)
+            _, a, b = adapter_dtypes("lora_qkv", {"x": x}, lora.a, lora.b, of)
+            adapted |= {f"{of}a": a, f"{of}b": b}
     if all(weight is None for weight in weights.values()):
         raise ValueError("lora_qkv: at least one of q_weight, k_weight and v_weight is needed")
     own = (q_weight_scale, k_weight_scale, v_weight_scale)
@@ -180,11 +170,7 @@ def lora_qkv(
     x, wide = one_dtype_but_codes("lora_qkv", x, weights, biases)
     if any(a is not None for a in adapted.values()):
         checks.one_dtype("lora_qkv", {n: a for n, a in adapted.items() if a is not None})
-    scales = tuple(
-        checks.number("lora_qkv", f"{layer}_scale", scale)
-        for layer, scale in zip(LAYERS, (q_scale, k_scale, v_scale), strict=True)
-    )
-    outputs = op(x, *wide[:3], *adapted.values(), *wide[3:], *scales, *own, *rows)
+    outputs = op(x, *wide[:3], *adapted.values(), *wide[3:], *scales(loras), *own, *rows)
     there = [weight is not None for weight in weights.values()]
     return LoraQKVOutput(*(y if kept else None for y, kept in zip(outputs, there, strict=True)))
 
@@ -199,9 +185,9 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
     return Work(forward, 2 * forward + rows * width * size, product, 2 * product)
 
 
-def _absent(name: str, parts: dict[str, Tensor | None]) -> None:
-    for part, tensor in parts.items():
-        if tensor is not None:
+def _absent(name: str, parts: dict[str, Tensor | LoRA | None]) -> None:
+    for part, value in parts.items():
+        if value is not None:
             raise ValueError(f"lora_qkv: {part} needs {name}_weight beside it, got None")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -179,7 +180,42 @@ def function(op: str, options: Mapping[str, Any]) -> Callable[..., Any]:
             run = richer
         if value and value is not True:  # a function of names takes the names
             options[option] = value
-    return functools.partial(run, **options)
+    return functools.partial(_by_parts(op, run), **options)
+
+
+def _parameters(op: str) -> list[str]:
+    return list(inspect.signature(getattr(contract(op), public(op))).parameters)
+
+
+def adapted(op: str) -> tuple[str, ...]:
+    """The layers whose adapters a public function takes as tuples, and samples by parts."""
+    return tuple(n.removesuffix("_lora") for n in _parameters(op) if n.endswith("_lora"))
+
+
+def with_tuples(layers: tuple[str, ...], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a public function: ``gate_lora`` from gate_a, gate_b and gate_scale."""
+    joined = dict(arguments)
+    for layer in layers:
+        a, b = joined.pop(f"{layer}_a", None), joined.pop(f"{layer}_b", None)
+        scale = joined.pop(f"{layer}_scale", 1.0)
+        if a is not None or b is not None:
+            joined.setdefault(f"{layer}_lora", (a, b, scale))
+    return joined
+
+
+def _by_parts(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the parts of adapters as arguments of their own."""
+    layers, names = adapted(op), []
+    if not layers:
+        return run
+    for name in _parameters(op):
+        layer = name.removesuffix("_lora")
+        names += [name] if layer == name else [f"{layer}_a", f"{layer}_b"]
+
+    def run_by_parts(*args: Any, **arguments: Any) -> Any:
+        return run(**with_tuples(layers, {**dict(zip(names, args, strict=False)), **arguments}))
+
+    return run_by_parts
 
 
 def call(op: str, *args: Any, **options: Any) -> Any:

@@ -48,6 +48,7 @@ VALUES_BY_TYPE: dict[str, tuple[Any, ...]] = {
     "str": ("nosuch", "", 1, True, NAN, b"mean"),
     "names": ("x", 1, ("nosuch",), (1,), (None,)),
     "Float8Rows": (True, 1, "x", (1, 2), NAN),
+    "LoRA": (True, 1, "x", (1,), (1, 2), (None, None), NAN),
     "sizes": ("12", 1, (1.5, 2), (True, True), ("1", "1")),
     "chunk": (True, 0, -1, 1.5, "", "512 parrots", "0MiB", NAN, HUGE),
     "window": (True, 1.5, "1", (1,), (1, 2, 3), (1.5, 1), (True, 1), NAN),
@@ -127,8 +128,18 @@ def contract(op: str) -> str:
     return OPERATORS[op].__module__.rpartition(".")[2]
 
 
+def parameters(op: str) -> Iterator[tuple[str, str, inspect.Parameter]]:
+    """Arguments by their names in samples and in messages, and the parts of adapters."""
+    for name, parameter in inspect.signature(OPERATORS[op]).parameters.items():
+        yield name, name, parameter
+        if name.endswith("_lora"):
+            for part, of in inspect.signature(ops.LoRA).parameters.items():
+                yield f"{name.removesuffix('_lora')}_{part}", f"{name}.{part}", of
+
+
 def accepted(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Those arguments of a sample that the function has."""
+    arguments = samples.with_tuples(samples.adapted(contract(op)), arguments)
     return {n: v for n, v in arguments.items() if n in inspect.signature(OPERATORS[op]).parameters}
 
 
@@ -160,14 +171,14 @@ def refusals(call: Any, title: str, name: str, candidates: Iterator[tuple[str, A
 @pytest.mark.parametrize("op", OPERATORS)
 def test_operators_refuse_invalid_arguments(op):
     function, wrong = OPERATORS[op], []
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, title, parameter in parameters(op):
         sample = small(op, name)
 
         def call(value, name=name, sample=sample):
             kwargs = {**sample.make("cpu", torch.float32), **sample.options, name: value}
             return function(**accepted(op, kwargs))
 
-        wrong += refusals(call, contract(op), name, values(parameter))
+        wrong += refusals(call, contract(op), title, values(parameter))
     assert not wrong, "\n".join(wrong)
 
 
@@ -186,7 +197,7 @@ def other_tensors(x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("op", OPERATORS)
 def test_operators_refuse_other_dtypes_and_devices(op):
     function, wrong = OPERATORS[op], []
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, title, parameter in parameters(op):
         sample = small(op, name)
         if type_of(parameter)[0] != "Tensor" or name not in sample.tensors:
             continue
@@ -204,7 +215,7 @@ def test_operators_refuse_other_dtypes_and_devices(op):
         # a device differs between two tensors, of which a message names either
         wrong += [
             w
-            for w in refusals(call, contract(op), name, candidates)
+            for w in refusals(call, contract(op), title, candidates)
             if "on one device, got" not in w
         ]
     assert not wrong, "\n".join(wrong)
@@ -227,7 +238,7 @@ def other_shapes(x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 def test_operators_take_or_refuse_other_shapes(op):
     """A shape either gives results or raises with the name of the operator."""
     function, wrong = OPERATORS[op], []
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, _, parameter in parameters(op):
         sample = small(op, name)
         if type_of(parameter)[0] != "Tensor" or name not in sample.tensors:
             continue

@@ -26,9 +26,10 @@ def lora():
 
 
 WEIGHTS, FROZEN, THIN = mlp(), mlp(False), lora()
+LORAS = [ops.LoRA(a, b) for a, b in zip(THIN[::2], THIN[1::2], strict=True)]
 CALLS = {
     "gated_mlp_float8": (lambda x: ops.gated_mlp_float8(x, *WEIGHTS), WEIGHTS),
-    "lora_mlp": (lambda x: ops.lora_mlp(x, *FROZEN, *THIN), THIN),
+    "lora_mlp": (lambda x: ops.lora_mlp(x, *FROZEN, *LORAS), THIN),
 }
 every_call = pytest.mark.parametrize("name", CALLS)
 

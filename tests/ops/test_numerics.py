@@ -16,7 +16,7 @@ from liger_multi import ops
 from liger_multi.dispatch import launch, torch_ops
 from liger_multi.dispatch.backend import DeviceInfo
 from liger_multi.dispatch.op import OPS, inline_ops
-from liger_multi.ops import lora_mlp, lora_moe, lora_qkv, lora_update
+from liger_multi.ops import LoRA, lora_mlp, lora_moe, lora_qkv, lora_update
 from liger_multi.reference.adapters import low_rank as low_rank_reference
 from liger_multi.reference.common.chunking import add_product_, chunk_rows
 from liger_multi.testing import FORMULAS
@@ -479,6 +479,10 @@ def test_targets_out_of_range_on_a_device(device):
 # --- bad input ---
 
 
+UP = LoRA(torch.randn(3, 2, 8), torch.randn(3, 8, 2))
+DOWN = LoRA(torch.randn(3, 2, 4), torch.randn(3, 8, 2))
+
+
 def mixture(**change):
     """Three experts of 8 and 4, each with adapters of rank 2, and what a case changes."""
     inputs = {
@@ -487,10 +491,8 @@ def mixture(**change):
         "down_weight": torch.randn(3, 8, 4),
         "index": torch.zeros(4, 2, dtype=torch.int64),
         "routing": torch.ones(4, 2),
-        "gate_up_a": torch.randn(3, 2, 8),
-        "gate_up_b": torch.randn(3, 8, 2),
-        "down_a": torch.randn(3, 2, 4),
-        "down_b": torch.randn(3, 8, 2),
+        "gate_up_lora": UP,
+        "down_lora": DOWN,
     }
     return lora_moe(**inputs | change)
 
@@ -518,9 +520,19 @@ BAD += [
     ),
     (lambda: lora_update(base.to(half), x, low_a, low_b), TypeError, "one dtype is needed"),
     (
-        lambda: lora_mlp(x, narrow, narrow, up, low_a),
-        ValueError,
-        "gate_a needs gate_b beside it, got None",
+        lambda: lora_mlp(x, narrow, narrow, up, LoRA(low_a, None)),
+        TypeError,
+        "gate_lora.b must be a floating-point tensor, got NoneType None",
+    ),
+    (
+        lambda: lora_mlp(x, narrow, narrow, up, down_lora=(low_a,)),
+        TypeError,
+        r"lora_mlp: down_lora must be LoRA\(a, b, scale\), got a tuple of 1",
+    ),
+    (
+        lambda: lora_mlp(x, narrow, narrow, up, low_a, low_b),
+        TypeError,
+        r"gate_lora must be LoRA\(a, b, scale\), got a tensor of shape \(2, 8\)",
     ),
     (
         lambda: lora_mlp(x, narrow, trained, up),
@@ -530,17 +542,25 @@ BAD += [
     *(
         (lambda change=change: mixture(**change), error, text)
         for change, error, text in (
-            ({"gate_up_b": None}, ValueError, "gate_up_a needs gate_up_b beside it, got None"),
-            ({"down_a": torch.randn(6, 4)}, ValueError, r"down_a must have shape \(3, r, 4\)"),
+            ({"gate_up_lora": LoRA(UP.a, None)}, TypeError, "gate_up_lora.b .*, got NoneType None"),
             (
-                {"gate_up_a": torch.randn(2, 2, 8)},
+                {"down_lora": LoRA(torch.randn(6, 4), DOWN.b)},
                 ValueError,
-                r"gate_up_a must have shape \(3, r, 8",
+                r"down_lora.a must have shape \(3, r, 4\)",
             ),
-            ({"down_b": torch.randn(3, 8, 3)}, ValueError, r"down_b must have shape \(3, 8, 2\)"),
+            (
+                {"gate_up_lora": LoRA(torch.randn(2, 2, 8), UP.b)},
+                ValueError,
+                r"gate_up_lora.a must have shape \(3, r, 8",
+            ),
+            (
+                {"down_lora": LoRA(DOWN.a, torch.randn(3, 8, 3))},
+                ValueError,
+                r"down_lora.b must have shape \(3, 8, 2\)",
+            ),
             ({"x": torch.randn(4, 6)}, ValueError, r"lora_moe: the last axis of x must be H = 8"),
-            ({"gate_up_scale": "2"}, TypeError, "gate_up_scale"),
-            ({"gate_up_b": torch.randn(3, 8, 2).double()}, TypeError, "one dtype is needed"),
+            ({"gate_up_lora": (*UP[:2], "2")}, TypeError, "gate_up_lora.scale"),
+            ({"gate_up_lora": (UP.a, UP.b.double())}, TypeError, "one dtype is needed"),
             (
                 {"down_weight": torch.randn(3, 8, 4, requires_grad=True)},
                 ValueError,
@@ -550,16 +570,16 @@ BAD += [
     ),
     (lambda: lora_qkv(x), ValueError, "at least one of q_weight, k_weight and v_weight"),
     (
-        lambda: lora_qkv(x, narrow, k_a=low_a, k_b=low_b),
+        lambda: lora_qkv(x, narrow, k_lora=(low_a, low_b)),
         ValueError,
-        "k_a needs k_weight beside it, got None",
+        "k_lora needs k_weight beside it, got None",
     ),
     (
         lambda: lora_qkv(x, narrow, v_bias=low_a[0]),
         ValueError,
         "v_bias needs v_weight beside it, got None",
     ),
-    (lambda: lora_qkv(x, narrow, q_b=low_b), ValueError, "q_b needs q_a beside it, got None"),
+    (lambda: lora_qkv(x, narrow, q_lora=(None, low_b)), TypeError, "q_lora.a must be a .* None"),
     (
         lambda: lora_qkv(x, narrow[:, :5]),
         ValueError,
@@ -571,9 +591,9 @@ BAD += [
         r"q_bias must have shape \(6,\), the rows of",
     ),
     (
-        lambda: lora_qkv(x, narrow, q_a=low_a, q_b=low_b[:5]),
+        lambda: lora_qkv(x, narrow, q_lora=(low_a, low_b[:5])),
         ValueError,
-        r"q_b must have shape \(6, 2\)",
+        r"q_lora.b must have shape \(6, 2\)",
     ),
     (
         lambda: lora_qkv(x, narrow, trained),
@@ -582,9 +602,9 @@ BAD += [
     ),
     (lambda: lora_qkv(x, narrow, narrow.to(half)), TypeError, "one dtype .* k_weight bfloat16"),
     (
-        lambda: lora_qkv(x, narrow, narrow, None, low_a, low_b, low_a.double(), low_b.double()),
+        lambda: lora_qkv(x, narrow, narrow, None, (low_a, low_b), (low_a.double(), low_b.double())),
         TypeError,
-        "one dtype is needed .* k_a float64",
+        "one dtype is needed .* k_lora.a float64",
     ),
     (lambda: lora_qkv(x.long(), narrow), TypeError, "x must be a floating-point tensor"),
 ]
@@ -610,7 +630,7 @@ def test_layers_that_autocast_meets():
         t.detach().clone().requires_grad_() for t in (x, low_a.to(half), low_b.double().float())
     ]
     with torch.autocast("cpu", half):
-        actual = lora_qkv(kinds[0], narrow.to(half), None, narrow, kinds[1], kinds[2], q_scale=2.0)
+        actual = lora_qkv(kinds[0], narrow.to(half), None, narrow, LoRA(kinds[1], kinds[2], 2.0))
     assert (actual.q.dtype, actual.v.dtype) == (half, half)
     expected = torch.nn.functional.linear(x.to(half), narrow.to(half))
     low = x.to(half) @ low_a.to(half).T

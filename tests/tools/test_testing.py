@@ -53,11 +53,16 @@ def test_a_formula_has_the_signature_of_the_public_function(op):
         more.add("outputs")
 
     def arguments(function):
-        return [
-            (p.name, p.kind, p.default)
-            for p in inspect.signature(function).parameters.values()
-            if p.name not in more
-        ]
+        every = []
+        for p in inspect.signature(function).parameters.values():
+            if p.name.endswith("_lora"):  # formulas take the parts of an adapter
+                layer = p.name.removesuffix("_lora")
+                every += [(f"{layer}_{part}", p.kind, None) for part in "ab"]
+                every.append((f"{layer}_scale", p.KEYWORD_ONLY, 1.0))
+            elif p.name not in more:
+                every.append((p.name, p.kind, p.default))
+        by_name = {name: default for name, kind, default in every if kind is p.KEYWORD_ONLY}
+        return [a for a in every if a[0] not in by_name], by_name
 
     assert arguments(FORMULAS[op]) == arguments(public)
 

@@ -221,5 +221,14 @@ def _run(
     options: dict[str, Any] = spec.options
     if biases:
         options |= {"gate_up_bias": biases[0], "down_bias": biases[1]}
-    op = ops.lora_moe if factors else ops.fused_moe
-    return op(x, weight, down, index, routing, **options, **factors)
+    if not factors:
+        return ops.fused_moe(x, weight, down, index, routing, **options)
+    adapters = [_adapter(factors, layer) for layer in ("gate_up", "down")]
+    return ops.lora_moe(x, weight, down, index, routing, *adapters, **options)
+
+
+def _adapter(factors: Mapping[str, Any], layer: str) -> ops.LoRA | None:
+    if f"{layer}_a" not in factors:
+        return None
+    scale = factors.get(f"{layer}_scale", 1.0)
+    return ops.LoRA(factors[f"{layer}_a"], factors[f"{layer}_b"], scale)

@@ -91,7 +91,7 @@ class Factors:
         return f"lora_moe[{self.spec.activation}]"
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of ``lora_moe``: a (E, r, in) and b (E, out, r) as views of PEFT's matrices."""
+        """Parts of adapters: a (E, r, in) and b (E, out, r) as views of PEFT's matrices."""
         experts = stack_declared(self.base, "down_proj").shape[0]
         arguments: dict[str, Any] = {}
         for layer, name in zip(("gate_up", "down"), self.spec.weights, strict=True):

@@ -260,7 +260,7 @@ def _usable(layer: Any, x: Tensor) -> Adapter | None:
 
 
 def _run(adapted: Sequence[tuple[Any, Adapter]], x: Tensor) -> Sequence[Tensor]:
-    from liger_multi.ops import lora_qkv
+    from liger_multi.ops import LoRA, lora_qkv
 
     operands: dict[str, Any] = {}
     scales = []
@@ -269,6 +269,6 @@ def _run(adapted: Sequence[tuple[Any, Adapter]], x: Tensor) -> Sequence[Tensor]:
         scales.append(scale)
         operands |= {f"{slot}_weight": weight, f"{slot}_bias": layer.base_layer.bias}
         operands |= {f"{slot}_weight_scale": scale}
-        operands |= {f"{slot}_a": adapter.a, f"{slot}_b": adapter.b, f"{slot}_scale": adapter.scale}
+        operands[f"{slot}_lora"] = LoRA(adapter.a, adapter.b, adapter.scale)
     known = None if all(scale is None for scale in scales) else shared_codes(x)
     return lora_qkv(x, **operands, quantized=known)  # type: ignore[return-value]

@@ -205,19 +205,15 @@ def _float8(x: Tensor, layers: Sequence[Any], activation: str) -> Tensor | None:
 def _with_adapters(
     x: Tensor, layers: list[Any], thin: list[Adapter | None], activation: str
 ) -> Tensor:
-    pairs = [(None, None) if a is None else (a.a, a.b) for a in thin]
-    scales = [1.0 if a is None else a.scale for a in thin]
+    loras = [None if a is None else ops.LoRA(a.a, a.b, a.scale) for a in thin]
     weights, own, _ = zip(*map(wide_parts, layers), strict=True)
     return ops.lora_mlp(
         x,
         *weights,
-        *(t for pair in pairs for t in pair),
+        *loras,
         gate_bias=layers[0].bias,
         up_bias=layers[1].bias,
         down_bias=layers[2].bias,
-        gate_scale=scales[0],
-        up_scale=scales[1],
-        down_scale=scales[2],
         activation=activation,
         gate_weight_scale=own[0],
         up_weight_scale=own[1],

@@ -1,5 +1,7 @@
 """One plain PyTorch formula per operator, with the signature of the public function.
 
+Parts of adapters are arguments of their own, as in samples.
+
 A formula is differentiable and rounds nothing in fp64: there it is the reference of the suite. In
 16-bit dtypes it casts where Hugging Face casts: there it is what the benchmarks time as ``torch``.
 A function with the name of an operator in one of the families is its formula; a contract may state
