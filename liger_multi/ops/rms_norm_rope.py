@@ -9,10 +9,12 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import rms_normalized, weighted, wide
 from liger_multi.ops._rotary import check_angles, head_axis, order
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.rms_norm import CASTINGS, numbers
+from liger_multi.ops.rope import formula as rope_formula
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -124,6 +126,28 @@ def rms_norm_rope(
         return wide.to(dtype)
     result: Tensor = op(x, weight, cos, sin, *rest)
     return result
+
+
+def formula(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    *,
+    unsqueeze_dim: int = 1,
+    offset: float = 0.0,
+    casting: str = "llama",
+    rope_casting: str = "llama",
+) -> Tensor:
+    """The rotation of the norm of every head, or of every token where weight is as wide."""
+    rows, last = x, x.ndim - 2
+    if weight.shape[0] != x.shape[-1]:
+        rows = x.movedim(unsqueeze_dim, last).flatten(last)
+    u = weighted(rms_normalized(wide(rows), eps).to(x.dtype), weight, offset)
+    if weight.shape[0] != x.shape[-1]:
+        u = u.unflatten(last, (x.shape[unsqueeze_dim], -1)).movedim(last, unsqueeze_dim)
+    return rope_formula(u, u, cos, sin, unsqueeze_dim=unsqueeze_dim)[0]
 
 
 # q, k, cos and sin read, q and k written, twice
