@@ -34,26 +34,32 @@ def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:
 
 @op.forward(returns="y", residuals="lse")
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
-    causal: bool, scale: float, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    ranges: Optional[Tensor],
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
     """Shape rule."""
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
     y = _ordered(q, q.shape[1], q.shape[2], v.shape[3])
     return y, q.new_empty(q.shape[:3], dtype=statistics)
 
 
-def gradients_of_heads(**given: Any) -> tuple[Tensor, ...]:
+def gradients_of_heads(**kwargs: Any) -> tuple[Tensor, ...]:
     """Gradients of queries, keys and values, in memory as a projection's output."""
-    made = [
-        _ordered(x, x.shape[1], x.shape[2], x.shape[3]) if given[f"needs_{n}"] else x.new_empty(0)
-        for n, x in ((n, given[n]) for n in "qkv")
+    outputs = [
+        _ordered(x, x.shape[1], x.shape[2], x.shape[3]) if kwargs[f"needs_{n}"] else x.new_empty(0)
+        for n, x in ((n, kwargs[n]) for n in "qkv")
     ]
-    if "sinks" in given:
-        sinks = given["sinks"]
-        wanted = sinks is not None and given["needs_sinks"]
-        made.append(sinks.new_empty(sinks.shape) if wanted else given["q"].new_empty(0))
-    return tuple(made)
+    if "sinks" in kwargs:
+        sinks = kwargs["sinks"]
+        requested = sinks is not None and kwargs["needs_sinks"]
+        outputs.append(sinks.new_empty(sinks.shape) if requested else kwargs["q"].new_empty(0))
+    return tuple(outputs)
 
 
 op.backward(
@@ -100,9 +106,16 @@ def from_lengths(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 def key_ranges(
-    queries: int, keys: int, device: torch.device, *, causal: bool, left: int, right: int,
-    global_tokens: int, documents: Tensor | None,
-) -> Tensor | None:  # fmt: skip
+    queries: int,
+    keys: int,
+    device: torch.device,
+    *,
+    causal: bool,
+    left: int,
+    right: int,
+    global_tokens: int,
+    documents: Tensor | None,
+) -> Tensor | None:
     """One or two ranges of keys for every query, ``(B or 1, queries, 2 or 4)`` int32.
 
     The queries are the last positions of the keys. None where all is said by ``causal`` alone.
@@ -120,8 +133,8 @@ def key_ranges(
     if documents is None and left < 0 and (right < 0 or causal):
         return None
     offset = keys - queries
-    kind = torch.int32 if documents is None else torch.int64
-    position = torch.arange(offset, keys, device=device, dtype=kind)[None]
+    acc_dtype = torch.int32 if documents is None else torch.int64
+    position = torch.arange(offset, keys, device=device, dtype=acc_dtype)[None]
     first: Any = 0
     last: Any = keys
     if documents is not None:
@@ -151,11 +164,20 @@ def in_graphs(ranges: Tensor | None, keys: int) -> Tensor | None:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False,
-    window: int | tuple[int, int] | None = None, global_tokens: int = 0,
-    documents: Tensor | None = None, cu_seqlens: Tensor | None = None, sinks: Tensor | None = None,
-    softcap: float | None = None, scale: float | None = None, ranges: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    global_tokens: int = 0,
+    documents: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    ranges: Tensor | None = None,
+) -> Tensor:
     """Softmax attention in memory linear in the sequence, with every usual mask.
 
     Math:
@@ -198,9 +220,15 @@ def attention(
         ids = _documents(q, k, documents, cu_seqlens)
         left, right = _window(window, global_tokens)
         ranges = key_ranges(
-            q.shape[2], k.shape[2], q.device, causal=causal, left=left, right=right,
-            global_tokens=global_tokens if left >= 0 or right >= 0 else 0, documents=ids,
-        )  # fmt: skip
+            q.shape[2],
+            k.shape[2],
+            q.device,
+            causal=causal,
+            left=left,
+            right=right,
+            global_tokens=global_tokens if left >= 0 or right >= 0 else 0,
+            documents=ids,
+        )
     else:
         if not isinstance(ranges, Tensor):
             raise TypeError(f"attention: ranges must be a tensor, got {checks.describe(ranges)}")
@@ -328,12 +356,18 @@ def _shapes_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
         if x.dtype != q.dtype:
             raise TypeError(f"attention: q is {q.dtype}, got {name} as {checks.describe(x)}")
     if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        checks.refuse("attention", f"k and v must have shapes (B, G, S, {q.shape[3]}) and (B, G, "
-                      f"S, E) for q {tuple(q.shape)}",
-                      f"{tuple(k.shape)} and {tuple(v.shape)}")  # fmt: skip
+        checks.refuse(
+            "attention",
+            f"k and v must have shapes (B, G, S, {q.shape[3]}) and (B, G, "
+            f"S, E) for q {tuple(q.shape)}",
+            f"{tuple(k.shape)} and {tuple(v.shape)}",
+        )
     if q.shape[3] < 1 or k.shape[1] < 1 or q.shape[1] % k.shape[1]:
-        checks.refuse("attention", "heads of q must be a multiple of heads of k, of at least one "
-                      "element", f"{tuple(q.shape)} and {tuple(k.shape)}")  # fmt: skip
+        checks.refuse(
+            "attention",
+            "heads of q must be a multiple of heads of k, of at least one element",
+            f"{tuple(q.shape)} and {tuple(k.shape)}",
+        )
 
 
 def _documents(
@@ -342,9 +376,11 @@ def _documents(
     if cu_seqlens is not None:
         checks.integers("attention", "cu_seqlens", cu_seqlens)
         if documents is not None or cu_seqlens.ndim != 1 or q.shape[0] != 1:
-            checks.refuse("attention", "cu_seqlens has one axis, is for a batch of one, and "
-                          "stands in place of documents",
-                          f"{checks.describe(cu_seqlens)} for a batch of {q.shape[0]}")  # fmt: skip
+            checks.refuse(
+                "attention",
+                "cu_seqlens has one axis, is for a batch of one, and stands in place of documents",
+                f"{checks.describe(cu_seqlens)} for a batch of {q.shape[0]}",
+            )
         documents = from_lengths(cu_seqlens.to(q.device), k.shape[2])
     if documents is None:
         return None
@@ -352,8 +388,11 @@ def _documents(
         "attention", documents, torch.Size((q.shape[0], k.shape[2])), k, name="documents"
     )
     if q.shape[2] > k.shape[2]:
-        checks.refuse("attention", "with documents every query is a position of the keys",
-                      f"{q.shape[2]} queries and {k.shape[2]} keys")  # fmt: skip
+        checks.refuse(
+            "attention",
+            "with documents every query is a position of the keys",
+            f"{q.shape[2]} queries and {k.shape[2]} keys",
+        )
     return documents
 
 
@@ -375,17 +414,32 @@ def _window(window: int | tuple[int, int] | None, global_tokens: int) -> tuple[i
 
 def _ranges_fit(q: Tensor, ranges: Tensor) -> None:
     fits = ranges.ndim == 3 and ranges.shape[0] in (1, q.shape[0])
-    if ranges.dtype != torch.int32 or not fits or ranges.shape[1:] not in (
-        (q.shape[2], 2), (q.shape[2], 4),
-    ) or ranges.device != q.device:  # fmt: skip
-        checks.refuse("attention", f"ranges must be int32 of shape ({q.shape[0]} or 1, "
-                      f"{q.shape[2]}, 2 or 4) on {q.device}", ranges)  # fmt: skip
+    if (
+        ranges.dtype != torch.int32
+        or not fits
+        or ranges.shape[1:]
+        not in (
+            (q.shape[2], 2),
+            (q.shape[2], 4),
+        )
+        or ranges.device != q.device
+    ):
+        checks.refuse(
+            "attention",
+            f"ranges must be int32 of shape ({q.shape[0]} or 1, "
+            f"{q.shape[2]}, 2 or 4) on {q.device}",
+            ranges,
+        )
 
 
 def _case(
-    shape: tuple[int, int, int, int], groups: int = 0, keys: int = 0, value: int = 0,
-    layout: str = "contiguous", **more: T,
-) -> dict[str, T]:  # fmt: skip
+    shape: tuple[int, int, int, int],
+    groups: int = 0,
+    keys: int = 0,
+    value: int = 0,
+    layout: str = "contiguous",
+    **more: T,
+) -> dict[str, T]:
     """Queries of a shape; keys perhaps of fewer heads or another length, values of another size."""
     batch, heads, length, size = shape
     lead = (batch, groups or heads, keys or length)
@@ -414,16 +468,22 @@ SAMPLES = (
     Sample("groups", _case((1, 4, 21, 16), 2), CAUSAL),
     Sample("wider-values", _case((1, 1, 17, 8), value=40), {"scale": 0.2}),
     Sample("left-alone", _case((1, 1, 29, 8)), {"window": (5, -1)}),
-    Sample("global-causal", _case((1, 1, 70, 8)),
-           {"window": 4, "global_tokens": 3, "causal": True}),
-    Sample("documents-everything",
-           _case((2, 2, 37, 8), 1, documents=_ids(2, 37, 0.2), sinks=T((2,))),
-           {"window": 3, "global_tokens": 1, "softcap": 2.0}),
+    Sample(
+        "global-causal", _case((1, 1, 70, 8)), {"window": 4, "global_tokens": 3, "causal": True}
+    ),
+    Sample(
+        "documents-everything",
+        _case((2, 2, 37, 8), 1, documents=_ids(2, 37, 0.2), sinks=T((2,))),
+        {"window": 3, "global_tokens": 1, "softcap": 2.0},
+    ),
     Sample("all-padding", _case((1, 2, 6, 4), documents=_ids(1, 6, 1.0))),
     Sample("fp32-sinks", _case((1, 2, 9, 8), sinks=T((2,), dtype=torch.float32))),
     Sample("later-queries", _case((2, 1, 5, 8), keys=21), CAUSAL),
-    Sample("later-documents", _case((2, 1, 4, 8), keys=19, documents=_ids(2, 19, 0.1)),
-           {"causal": True, "window": 6}),
+    Sample(
+        "later-documents",
+        _case((2, 1, 4, 8), keys=19, documents=_ids(2, 19, 0.1)),
+        {"causal": True, "window": 6},
+    ),
     Sample("one-query", _case((2, 2, 1, 8), 1, keys=30), CAUSAL),
     Sample("fewer-keys", _case((1, 2, 9, 8), keys=4), CAUSAL),
     Sample("one-token", _case((1, 2, 1, 8), sinks=T((2,))), CAUSAL),
@@ -437,20 +497,42 @@ SAMPLES = (
     Sample("past-65535-rows", _case((1, 1, 65537, 2), keys=3), size="thin"),
     Sample("causal-2x8192x128", _case(LONG, 8, layout="swapped"), CAUSAL, size="bench"),
     Sample("causal-8x4096x64", _case((8, 32, 4096, 64), 8, layout="swapped"), CAUSAL, size="bench"),
-    Sample("window-2x8192x128", _case(LONG, 8, layout="swapped"), {"causal": True, "window": 1024},
-           size="bench"),
-    Sample("sinks-2x8192x64", _case((2, 64, 8192, 64), 8, layout="swapped", sinks=T((64,))),
-           CAUSAL, size="bench"),
-    Sample("sinks-window-2x8192x64", _case((2, 64, 8192, 64), 8, layout="swapped", sinks=T((64,))),
-           {"causal": True, "window": 128}, size="bench"),
-    Sample("softcap-2x8192x128", _case(LONG, 8, layout="swapped"),
-           {"causal": True, "softcap": 50.0}, size="bench"),
-    Sample("global-2x8192x64", _case((2, 12, 8192, 64), layout="swapped"),
-           {"window": (256, 256), "global_tokens": 64}, size="bench"),
-)  # fmt: skip
+    Sample(
+        "window-2x8192x128",
+        _case(LONG, 8, layout="swapped"),
+        {"causal": True, "window": 1024},
+        size="bench",
+    ),
+    Sample(
+        "sinks-2x8192x64",
+        _case((2, 64, 8192, 64), 8, layout="swapped", sinks=T((64,))),
+        CAUSAL,
+        size="bench",
+    ),
+    Sample(
+        "sinks-window-2x8192x64",
+        _case((2, 64, 8192, 64), 8, layout="swapped", sinks=T((64,))),
+        {"causal": True, "window": 128},
+        size="bench",
+    ),
+    Sample(
+        "softcap-2x8192x128",
+        _case(LONG, 8, layout="swapped"),
+        {"causal": True, "softcap": 50.0},
+        size="bench",
+    ),
+    Sample(
+        "global-2x8192x64",
+        _case((2, 12, 8192, 64), layout="swapped"),
+        {"window": (256, 256), "global_tokens": 64},
+        size="bench",
+    ),
+)
 COMPILE_SAMPLES = tuple(
-    Sample(f"everything-2x8192x{size}",
-           _case((2, 8, 8192, size), layout="swapped", documents=_ids(2, 8192), sinks=T((8,))),
-           {"window": (256, 256), "global_tokens": 64, "softcap": 50.0})
+    Sample(
+        f"everything-2x8192x{size}",
+        _case((2, 8, 8192, size), layout="swapped", documents=_ids(2, 8192), sinks=T((8,))),
+        {"window": (256, 256), "global_tokens": 64, "softcap": 50.0},
+    )
     for size in (64, 128)
-)  # fmt: skip
+)

@@ -39,9 +39,11 @@ op.backward(
 
 
 def attention_residuals(
-    blocks: Tensor | Sequence[Tensor], query: Tensor, weight: Tensor | None = None,
+    blocks: Tensor | Sequence[Tensor],
+    query: Tensor,
+    weight: Tensor | None = None,
     eps: float = 1e-6,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Mix the outputs of earlier blocks, each token by attention over depth.
 
     Math:

@@ -91,8 +91,8 @@ work = elementwise(2, 5)
 
 
 def _given(*shape: int, layout: str = "contiguous", **parameters: Any) -> dict[str, T]:
-    made, width = {"x": T(shape, layout=layout)}, T(shape[-1:], **parameters)
-    return made | {"alpha": T((1,), scale=0.7, **parameters), "weight": width, "bias": width}
+    tensors, width = {"x": T(shape, layout=layout)}, T(shape[-1:], **parameters)
+    return tensors | {"alpha": T((1,), scale=0.7, **parameters), "weight": width, "bias": width}
 
 
 SAMPLES = (

@@ -33,9 +33,13 @@ op.backward(
 
 
 def embedding(
-    index: Tensor, weight: Tensor, padding_idx: int | None = None, *, scale: float = 1.0,
+    index: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    *,
+    scale: float = 1.0,
     validate: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Rows of a table, perhaps scaled; the gradient is summed in a fixed order.
 
     Math:
@@ -82,10 +86,10 @@ def embedding(
         padding %= classes
     factor = checks.number(name, "scale", scale)
     ids = index.reshape(-1).to(torch.int64)
-    found: Tensor = op(
+    output: Tensor = op(
         weight, ids, classes, padding, factor, checks.boolean(name, "validate", validate)
     )
-    return found.view(*lead, width)
+    return output.view(*lead, width)
 
 
 def formula(

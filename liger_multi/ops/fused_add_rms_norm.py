@@ -26,9 +26,11 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 op = Op(
-    "fused_add_rms_norm", family="norms", rowwise=True,
+    "fused_add_rms_norm",
+    family="norms",
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x residual y new_residual rstd", 1),
-)  # fmt: skip
+)
 
 
 class FusedAddRMSNormOutput(NamedTuple):
@@ -185,8 +187,8 @@ def terms(
     sliced = "sliced" if layout == "sliced" else "contiguous"
     x, residual = (sliced if layout == other else layout for other in ("rows", "transposed"))
     residual = sliced if layout == "expanded" else residual
-    made = {"x": T(shape, layout=x, **both), "residual": T(shape, layout=residual, **both)}
-    return made | ({"weight": T(shape[-1:], layout=sliced)} if weight else {})
+    tensors = {"x": T(shape, layout=x, **both), "residual": T(shape, layout=residual, **both)}
+    return tensors | ({"weight": T(shape[-1:], layout=sliced)} if weight else {})
 
 
 def fp32_residual() -> dict[str, T]:

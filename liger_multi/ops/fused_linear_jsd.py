@@ -19,12 +19,24 @@ declare(op)
 
 
 def fused_linear_jsd(
-    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
-    target: Tensor | None = None, bias: Tensor | None = None, teacher_bias: Tensor | None = None, *,
-    beta: float = 0.5, temperature: float = 1.0, square_temperature: bool = False,
-    vocabulary: str = "equal", ignore_index: int = -100, reduction: str = "mean",
-    chunk: int | str = "auto", accumulate: torch.dtype = torch.float32, compact: bool = True,
-) -> Tensor:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    square_temperature: bool = False,
+    vocabulary: str = "equal",
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk: int | str = "auto",
+    accumulate: torch.dtype = torch.float32,
+    compact: bool = True,
+) -> Tensor:
     """Jensen-Shannon divergence of two linear heads, without all their logits.
 
     Math:
@@ -71,11 +83,24 @@ def fused_linear_jsd(
     """
     share = checks.number(op.name, "beta", beta, 0.0, 1.0)
     return run(
-        op, hidden, weight, teacher_hidden, teacher_weight, target, bias, teacher_bias,
-        beta=share, temperature=temperature, square_temperature=square_temperature,
-        vocabulary=vocabulary, ignore_index=ignore_index, reduction=reduction, chunk=chunk,
-        accumulate=accumulate, compact=compact,
-    )  # fmt: skip
+        op,
+        hidden,
+        weight,
+        teacher_hidden,
+        teacher_weight,
+        target,
+        bias,
+        teacher_bias,
+        beta=share,
+        temperature=temperature,
+        square_temperature=square_temperature,
+        vocabulary=vocabulary,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        chunk=chunk,
+        accumulate=accumulate,
+        compact=compact,
+    )
 
 
 def formula(

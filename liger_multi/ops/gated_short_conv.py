@@ -34,9 +34,13 @@ op.backward(reads="dy x weight bias segments", returns="dx dweight dbias")
 
 
 def gated_short_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
-    cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
     """Short convolution of LFM2, gated before and after, from one packed projection.
 
     Math:
@@ -97,9 +101,15 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def _case(
-    batch: int, length: int, channels: int, width: int = 3, *, bias: bool = False, ids: int = 0,
+    batch: int,
+    length: int,
+    channels: int,
+    width: int = 3,
+    *,
+    bias: bool = False,
+    ids: int = 0,
     layout: str = "contiguous",
-) -> dict[str, T]:  # fmt: skip
+) -> dict[str, T]:
     tensors = {
         "x": T((batch, length, 3 * channels), layout=layout),
         "weight": T((channels, width), scale=width**-0.5),

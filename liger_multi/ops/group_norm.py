@@ -23,8 +23,8 @@ def forward(
     x: Tensor, num_groups: int, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shape rule."""
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-    mean, rstd = (x.new_empty((x.shape[0], num_groups), dtype=kind) for _ in range(2))
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mean, rstd = (x.new_empty((x.shape[0], num_groups), dtype=acc_dtype) for _ in range(2))
     return x.new_empty(x.shape), mean, rstd
 
 
@@ -37,9 +37,12 @@ op.backward(
 
 
 def group_norm(
-    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Normalization of groups of channels to mean 0 and variance 1.
 
     Math:
@@ -101,8 +104,8 @@ work = elementwise(2, 5)
 
 
 def _given(*shape: int, layout: str = "contiguous", **parameters: object) -> dict[str, T]:
-    made = T(shape[1:2], **parameters)  # type: ignore[arg-type]
-    return {"x": T(shape, layout=layout), "weight": made, "bias": made}
+    tensors = T(shape[1:2], **parameters)  # type: ignore[arg-type]
+    return {"x": T(shape, layout=layout), "weight": tensors, "bias": tensors}
 
 
 TWO, FOUR = {"num_groups": 2}, {"num_groups": 4}

@@ -21,25 +21,35 @@ op = Op(
     family="residuals",
     rowwise=True,
     bitwise=bitwise(
-        BY_PIECES, "x pre post mix mixes rstd", 2,
+        BY_PIECES,
+        "x pre post mix mixes rstd",
+        2,
         backward=promise("repeat recompute", rows="rows", because={"cards": _LIBRARY}),
     ),
-)  # fmt: skip
+)
 
 
 @op.forward(returns="pre post mix", residuals="mixes rstd")
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, iterations: int, rms_eps: float,
-    eps: float, post_scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    iterations: int,
+    rms_eps: float,
+    eps: float,
+    post_scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule."""
     lead, count = x.shape[:-2], x.shape[-2]
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return (
-        x.new_empty((*lead, count), dtype=kind), x.new_empty((*lead, count), dtype=kind),
-        x.new_empty((*lead, count, count), dtype=kind),
-        x.new_empty((*lead, count * (count + 2)), dtype=kind), x.new_empty(lead, dtype=kind),
-    )  # fmt: skip
+        x.new_empty((*lead, count), dtype=acc_dtype),
+        x.new_empty((*lead, count), dtype=acc_dtype),
+        x.new_empty((*lead, count, count), dtype=acc_dtype),
+        x.new_empty((*lead, count * (count + 2)), dtype=acc_dtype),
+        x.new_empty(lead, dtype=acc_dtype),
+    )
 
 
 op.backward(
@@ -57,9 +67,16 @@ class HyperCoefficients(NamedTuple):
 
 
 def hyper_connections(
-    x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, *, iterations: int = 20,
-    rms_eps: float = 1e-6, eps: float = 1e-6, post_scale: float = 2.0,
-) -> HyperCoefficients:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    *,
+    iterations: int = 20,
+    rms_eps: float = 1e-6,
+    eps: float = 1e-6,
+    post_scale: float = 2.0,
+) -> HyperCoefficients:
     """Coefficients of manifold-constrained hyper-connections, from the streams themselves.
 
     Math:
@@ -140,11 +157,11 @@ def _case(
     count, cols = shape[-2:]
     outs = count * (count + 2)
     shapes = {"weight": (outs, count * cols), "bias": (outs,), "scale": (3,)}
-    made = {"x": T(shape, layout=layout, grad="x" not in frozen.split())}
+    tensors = {"x": T(shape, layout=layout, grad="x" not in frozen.split())}
     for name, size in shapes.items():
         spread = (count * cols) ** -0.5 if name == "weight" else 0.5
-        made[name] = T(size, dtype, spread, name not in frozen.split())
-    return made
+        tensors[name] = T(size, dtype, spread, name not in frozen.split())
+    return tensors
 
 
 SAMPLES = (

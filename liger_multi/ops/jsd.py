@@ -38,10 +38,18 @@ declare_inplace(inplace_op)
 
 
 def jsd(
-    student: Tensor, teacher: Tensor, target: Tensor | None = None, *, beta: float = 0.5,
-    form: str = "log_prob", teacher_form: str | None = None, temperature: float = 1.0,
-    ignore_index: int = -100, reduction: str = "mean", inplace: bool = False,
-) -> Tensor:  # fmt: skip
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    form: str = "log_prob",
+    teacher_form: str | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    inplace: bool = False,
+) -> Tensor:
     """Jensen-Shannon divergence of a student and a teacher, a number a row.
 
     Math:
@@ -84,9 +92,18 @@ def jsd(
     """
     share = checks.number(op.name, "beta", beta, 0.0, 1.0)
     return run(
-        op, student, teacher, target, share, form, teacher_form, temperature, ignore_index,
-        reduction, inplace,
-    )  # fmt: skip
+        op,
+        student,
+        teacher,
+        target,
+        share,
+        form,
+        teacher_form,
+        temperature,
+        ignore_index,
+        reduction,
+        inplace,
+    )
 
 
 def formula(

@@ -37,10 +37,17 @@ declare_inplace(inplace_op)
 
 
 def kl_div(
-    student: Tensor, teacher: Tensor, target: Tensor | None = None, *, form: str = "log_prob",
-    teacher_form: str = "prob", temperature: float = 1.0, ignore_index: int = -100,
-    reduction: str = "mean", inplace: bool = False,
-) -> Tensor:  # fmt: skip
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    form: str = "log_prob",
+    teacher_form: str = "prob",
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    inplace: bool = False,
+) -> Tensor:
     """KL divergence of a student from a teacher, a number a row.
 
     Math:
@@ -80,9 +87,18 @@ def kl_div(
     """
     checks.one_of("kl_div", "teacher_form", teacher_form, FORMS)
     return run(
-        op, student, teacher, target, 0.0, form, teacher_form, temperature, ignore_index,
-        reduction, inplace,
-    )  # fmt: skip
+        op,
+        student,
+        teacher,
+        target,
+        0.0,
+        form,
+        teacher_form,
+        temperature,
+        ignore_index,
+        reduction,
+        inplace,
+    )
 
 
 def formula(

@@ -37,8 +37,8 @@ def forward(
     x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shape rule."""
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-    mean, rstd = (x.new_empty(x.shape[:-1], dtype=kind) for _ in range(2))
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=acc_dtype) for _ in range(2))
     return x.new_empty(x.shape), mean, rstd
 
 
@@ -136,8 +136,8 @@ quantized_work = with_code_bytes(work)
 
 def _given(*shape: int, layout: str = "contiguous", **both: Any) -> dict[str, T]:
     sliced = "sliced" if layout == "sliced" else "contiguous"
-    made = T(shape[-1:], layout=sliced, **both)
-    return {"x": T(shape, layout=layout), "weight": made, "bias": made}
+    tensors = T(shape[-1:], layout=sliced, **both)
+    return {"x": T(shape, layout=layout), "weight": tensors, "bias": tensors}
 
 
 SAMPLES = (

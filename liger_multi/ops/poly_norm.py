@@ -26,9 +26,9 @@ op = Op(
 @op.forward(returns="y", residuals="rstd")
 def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tuple[Tensor, Tensor]:
     """Shape rule."""
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     dtype = x.dtype if bias is None else torch.promote_types(x.dtype, bias.dtype)
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 3), dtype=kind)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 3), dtype=acc_dtype)
 
 
 op.backward(
@@ -86,8 +86,8 @@ work = elementwise(2, 5)
 
 
 def _given(*shape: int, layout: str = "contiguous", **parameters: Any) -> dict[str, T]:
-    made = {"x": T(shape, layout=layout)}
-    return made | {"weight": T((3,), **parameters), "bias": T((1,), **parameters)}
+    tensors = {"x": T(shape, layout=layout)}
+    return tensors | {"weight": T((3,), **parameters), "bias": T((1,), **parameters)}
 
 
 SAMPLES = (

@@ -40,14 +40,15 @@ def forward(
     """Shape rule."""
     wide = weight is not None and casting == "llama"
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and wide else x.dtype
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=kind)
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=acc_dtype)
 
 
 BACKWARD: dict[str, Any] = {
-    "reads": "dy x weight rstd offset casting", "returns": "dx dweight",
+    "reads": "dy x weight rstd offset casting",
+    "returns": "dx dweight",
     "values_for": {"weight": "x"},
-}  # fmt: skip
+}
 op.backward(**BACKWARD)
 quantized_op = with_codes(op, **BACKWARD)
 
@@ -171,9 +172,11 @@ SAMPLES = (
     *bench(_given, "8192x4096 16384x2048 4096x8192 32768x1536 262144x128"),
 )
 QUANTIZED_SAMPLES = coded_samples(
-    _given, SHAPES, "8192x4096 16384x2048",
+    _given,
+    SHAPES,
+    "8192x4096 16384x2048",
     {"odd-width": GEMMA, "one-row": {"casting": "olmo"}},
-)  # fmt: skip
+)
 COMPILE_SAMPLES = (
     *bench(_given, "2048x16384 1024x65536"),
     Sample("16384x2048 gemma", _given(16384, 2048), GEMMA),

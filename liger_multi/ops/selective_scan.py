@@ -26,16 +26,25 @@ op = Op(
 
 @op.forward(returns="y final_state", residuals="states")
 def forward(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
-    z: Optional[Tensor], delta_bias: Optional[Tensor], initial_state: Optional[Tensor],
-    first: Optional[Tensor], delta_softplus: bool, output_final_state: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    delta_bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    delta_softplus: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Shape rule."""
     from liger_multi.reference.linear_attention.selective_scan import kept_shape
 
-    kind = torch.float64 if u.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if u.dtype == torch.float64 else torch.float32
     state = (u.shape[0], *A.shape) if output_final_state else (0,)
-    final, kept = (u.new_empty(shape, dtype=kind) for shape in (state, kept_shape(u, A)))
+    final, kept = (u.new_empty(shape, dtype=acc_dtype) for shape in (state, kept_shape(u, A)))
     return u.new_empty(u.shape), final, kept
 
 
@@ -165,9 +174,18 @@ def _y_and_state(
     """Check the arguments and call the operator; without ``output_final_state``, no state."""
     name = op.name
     checks.floating(
-        name, u=u, delta=delta, A=A, B=B, C=C, D=D, z=z, delta_bias=delta_bias,
-        initial_state=initial_state, optional=("D", "z", "delta_bias", "initial_state"),
-    )  # fmt: skip
+        name,
+        u=u,
+        delta=delta,
+        A=A,
+        B=B,
+        C=C,
+        D=D,
+        z=z,
+        delta_bias=delta_bias,
+        initial_state=initial_state,
+        optional=("D", "z", "delta_bias", "initial_state"),
+    )
     if u.ndim != 3:
         checks.refuse(name, "u must have three axes: batch, tokens and channels", u)
     batch, length, width = u.shape
@@ -176,11 +194,25 @@ def _y_and_state(
     pairs, rows, vector = (batch, length, A.shape[1]), tuple(u.shape), (width,)
     shapes_are(
         name,
-        {"delta": delta, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias,
-         "initial_state": initial_state},
-        {"delta": rows, "B": pairs, "C": pairs, "D": vector, "z": rows, "delta_bias": vector,
-         "initial_state": (batch, *A.shape)},
-    )  # fmt: skip
+        {
+            "delta": delta,
+            "B": B,
+            "C": C,
+            "D": D,
+            "z": z,
+            "delta_bias": delta_bias,
+            "initial_state": initial_state,
+        },
+        {
+            "delta": rows,
+            "B": pairs,
+            "C": pairs,
+            "D": vector,
+            "z": rows,
+            "delta_bias": vector,
+            "initial_state": (batch, *A.shape),
+        },
+    )
     checks.boolean(name, "delta_softplus", delta_softplus)
     first = first_tokens(segments_of(name, u, cu_seqlens, seq_idx))
     return op(  # type: ignore[no-any-return]
@@ -246,12 +278,17 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def _case(
-    *shape: int, states: int = 4, layout: str = "contiguous", ids: int = 0,
-    dtype: torch.dtype | None = None, strength: float = 1.0, without: str = "",
-) -> dict[str, T]:  # fmt: skip
+    *shape: int,
+    states: int = 4,
+    layout: str = "contiguous",
+    ids: int = 0,
+    dtype: torch.dtype | None = None,
+    strength: float = 1.0,
+    without: str = "",
+) -> dict[str, T]:
     """Tensors of u (B, T, D), all of them but for those named by ``without``."""
     batch, length, width = shape
-    made = {
+    tensors = {
         "u": T(shape, layout=layout),
         "delta": T(shape, dtype, scale=0.5, layout=layout),
         "A": T((width, states), dtype, strength, negative=True),
@@ -263,8 +300,8 @@ def _case(
         "initial_state": T((batch, width, states), dtype),
     }
     if ids:
-        made["seq_idx"] = T((batch, length), classes=ids, grad=False)
-    return {n: t for n, t in made.items() if n not in without.split()}
+        tensors["seq_idx"] = T((batch, length), classes=ids, grad=False)
+    return {n: t for n, t in tensors.items() if n not in without.split()}
 
 
 SOFT: dict[str, Any] = {"delta_softplus": True}
@@ -289,25 +326,30 @@ SAMPLES = (
     Sample("transposed", _case(2, 20, 8, layout="transposed"), SOFT),
     Sample("sliced", _case(2, 20, 8, layout="sliced"), SOFT),
     Sample("expanded", _case(3, 20, 8, layout="expanded"), SOFT | FINAL),
-    *each_frozen(
-        _case(1, 20, 4), "u delta A B C D z delta_bias initial_state", SOFT | FINAL
-    ),
+    *each_frozen(_case(1, 20, 4), "u delta A B C D z delta_bias initial_state", SOFT | FINAL),
     Sample("past-65535-rows", _case(65537, 1, 2, states=2, without=SCAN), SOFT, size="thin"),
     Sample(
         "2x8192x8192 N16",
-        _case(2, 8192, 8192, states=16, dtype=torch.float32, without="initial_state"), SOFT,
+        _case(2, 8192, 8192, states=16, dtype=torch.float32, without="initial_state"),
+        SOFT,
         "bench",
     ),
-)  # fmt: skip
+)
 COMPILE_SAMPLES = (
     *[
-        Sample(f"2x8192x{channels} N{states}",
-               _case(2, 8192, channels, states=states, dtype=torch.float32,
-                     without="initial_state"), SOFT)
+        Sample(
+            f"2x8192x{channels} N{states}",
+            _case(2, 8192, channels, states=states, dtype=torch.float32, without="initial_state"),
+            SOFT,
+        )
         for channels, states in ((4096, 64), (1024, 256))
     ],
-    Sample("2x8192x8192 N16 plain",
-           _case(2, 8192, 8192, states=16, dtype=torch.float32, without=SCAN)),
-    Sample("2x8192x8192 N16 everything",
-           _case(2, 8192, 8192, states=16, ids=2, dtype=torch.float32), SOFT | FINAL),
-)  # fmt: skip
+    Sample(
+        "2x8192x8192 N16 plain", _case(2, 8192, 8192, states=16, dtype=torch.float32, without=SCAN)
+    ),
+    Sample(
+        "2x8192x8192 N16 everything",
+        _case(2, 8192, 8192, states=16, ids=2, dtype=torch.float32),
+        SOFT | FINAL,
+    ),
+)

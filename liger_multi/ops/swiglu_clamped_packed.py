@@ -35,9 +35,13 @@ op.backward(reads="dy gate_up limit alpha up_offset interleaved", returns="dgate
 
 
 def swiglu_clamped_packed(
-    gate_up: Tensor, *, limit: float = 7.0, alpha: float = 1.702, up_offset: float = 1.0,
+    gate_up: Tensor,
+    *,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    up_offset: float = 1.0,
     interleaved: bool = True,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Gated activation of a packed projection with clamped values, without copying its parts.
 
     Math:

@@ -35,10 +35,17 @@ declare_inplace(inplace_op)
 
 
 def tvd(
-    student: Tensor, teacher: Tensor, target: Tensor | None = None, *, form: str = "prob",
-    teacher_form: str | None = None, temperature: float = 1.0, ignore_index: int = -100,
-    reduction: str = "mean", inplace: bool = False,
-) -> Tensor:  # fmt: skip
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    form: str = "prob",
+    teacher_form: str | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    inplace: bool = False,
+) -> Tensor:
     """Total variation distance of a student from a teacher, a number a row.
 
     Math:
@@ -77,9 +84,18 @@ def tvd(
         2023 (arXiv:2307.15190).
     """
     return run(
-        op, student, teacher, target, 0.0, form, teacher_form, temperature, ignore_index,
-        reduction, inplace,
-    )  # fmt: skip
+        op,
+        student,
+        teacher,
+        target,
+        0.0,
+        form,
+        teacher_form,
+        temperature,
+        ignore_index,
+        reduction,
+        inplace,
+    )
 
 
 def formula(
