@@ -118,32 +118,6 @@ def _of_heads(rows_of: Rows) -> Formula:
     return call
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: Window = None,
-    global_tokens: int = 0,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """All heads at once; the formula takes one at a time where scores are many."""
-    return of_all_heads(
-        q,
-        k,
-        v,
-        sinks,
-        causal=causal,
-        window=window,
-        global_tokens=global_tokens,
-        softcap=softcap,
-        scale=scale,
-    )
-
-
 def _neighborhood(
     q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7, dilation: int = 1
 ) -> Tensor:
@@ -193,7 +167,8 @@ def _grouped_lora_moe(
 
 
 EAGER: dict[str, Formula] = {
-    "attention": _attention,
+    # all heads at once; the formula takes one at a time where scores are many
+    "attention": of_all_heads,
     "cross_entropy": _cross_entropy,
     "cross_entropy_inplace": _cross_entropy,
     "fused_linear_cross_entropy": _linear_cross_entropy,
