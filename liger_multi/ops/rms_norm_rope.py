@@ -183,7 +183,7 @@ def _case(
     axis: int = 1,
     whole: bool = False,
     layout: str = "contiguous",
-    dtype: Any = None,
+    angle_dtype: Any = None,
     **weight: Any,
 ) -> dict[str, T]:
     shape: tuple[int, ...] = (batch, heads, tokens, width)
@@ -191,7 +191,7 @@ def _case(
         shape = (batch, tokens, heads, width)
     if not batch:
         shape = (tokens, heads, width)
-    angle = T((*angles, tokens, width), dtype=dtype, grad=False)
+    angle = T((*angles, tokens, width), dtype=angle_dtype, grad=False)
     return {
         "x": T(shape, layout=layout),
         "weight": T((heads * width if whole else width,), **weight),
@@ -212,9 +212,11 @@ SAMPLES = (
     Sample("olmo", _case(2, 3, 5, 40), {"casting": "olmo"}),
     Sample("llama-offset", _case(1, 2, 5, 12), {"offset": 1.0}),
     Sample("llama-fp32-weight", _case(2, 2, 7, 32, dtype=torch.float32), {"eps": 1e-5}),
-    Sample("fp32-angles", _case(2, 2, 3, 8, dtype=torch.float32)),
+    Sample("fp32-angles", _case(2, 2, 3, 8, angle_dtype=torch.float32)),
     Sample(
-        "fp32-angles-cohere", _case(2, 2, 3, 8, dtype=torch.float32), {"rope_casting": "cohere"}
+        "fp32-angles-cohere",
+        _case(2, 2, 3, 8, angle_dtype=torch.float32),
+        {"rope_casting": "cohere"},
     ),
     Sample("angles-of-a-batch", _case(3, 2, 4, 8, angles=(3,))),
     Sample("angles-of-two-axes", _case(2, 3, 4, 8, angles=())),
