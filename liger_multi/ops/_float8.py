@@ -15,6 +15,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import rounded
 from liger_multi.ops._samples import bench, frozen
 from liger_multi.ops.linear_float8 import Float8Rows, typed
 from liger_multi.testing.samples import Sample
@@ -148,3 +149,15 @@ SHAPES = {
     "wide": (2, 16500),
     "wide-norm": (2, 8200),
 }
+
+
+def coded(y: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor | None, Float8Rows]:
+    """A result where it is wanted, and its rows in FP8."""
+    codes, scale = rounded(y.detach())
+    rows = Float8Rows(codes.to(torch.float8_e4m3fn), scale.squeeze(-1).float())
+    return y if "y" in outputs else None, rows
+
+
+def either(y: Tensor, quantize: str | None, outputs: tuple[str, ...]) -> Tensor | QuantizedOutput:
+    """A result, or with ``quantize`` beside its rows in FP8."""
+    return y if quantize is None else QuantizedOutput(*coded(y, outputs))

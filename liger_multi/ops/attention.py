@@ -3,15 +3,18 @@
 Windows, packing, padding and global tokens become such ranges.
 """
 
+import functools
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.dispatch.torch_ops import LIBRARY
+from liger_multi.ops._formulas import MOST_SCORES, document_ids, statistics_dtype
 from liger_multi.ops._samples import each_frozen, frozen
 from liger_multi.ops._work import Options, Shapes, Work, visible_pairs
 from liger_multi.testing.samples import Sample
@@ -237,6 +240,103 @@ def attention(
     ranges = in_graphs(ranges, k.shape[2])
     result: Tensor = op(q, k, v, sinks, ranges, causal and ranges is None, by, cap)
     return result
+
+
+Window = int | tuple[int, int] | None
+
+
+def _visible(
+    q: Tensor, k: Tensor, causal: bool, window: Window, global_tokens: int, documents: Tensor | None
+) -> Tensor:
+    """Which keys each query sees, pair by pair."""
+    i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None]
+    j = torch.arange(k.shape[2], device=q.device)
+    left, right = (window - 1, window - 1) if isinstance(window, int) else window or (-1, -1)
+    right = 0 if causal else right
+    begin: Tensor | int = 0
+    same = None
+    if documents is not None:
+        edges = (documents[:, 1:] != documents[:, :-1]).cumsum(-1)
+        run = torch.cat([torch.zeros_like(edges[:, :1]), edges], -1)
+        begin = (run[:, None] < run[:, :, None]).sum(-1)[:, -q.shape[2] :, None]
+        same = (run[:, -q.shape[2] :, None] == run[:, None]) & (documents >= 0)[:, None]
+    visible = ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
+    if window is not None:
+        visible = visible | (j < begin + global_tokens) | (i < begin + global_tokens)
+    visible = visible & (j <= i) if causal else visible
+    return visible if same is None else (visible & same)[:, None]
+
+
+def of_all_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    global_tokens: int = 0,
+    documents: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention with the scores of all heads in memory."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = s if softcap is None else torch.tanh(s / softcap) * softcap
+    visible = _visible(q, k, causal, window, global_tokens, documents)
+    s = s.masked_fill(~visible, torch.finfo(s.dtype).min)
+    if sinks is not None:
+        s = torch.cat([s, sinks[None, :, None, None].expand(*s.shape[:3], 1)], -1)
+    p = torch.softmax(s, -1, dtype=statistics_dtype(s))
+    p = p[..., : k.shape[2]].to(v.dtype)
+    if documents is not None or q.shape[2] > k.shape[2]:  # queries that see nothing
+        p = p.masked_fill(~visible, 0)
+    return p @ v
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    global_tokens: int = 0,
+    documents: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    ranges: Tensor | None = None,
+) -> Tensor:
+    """``softmax(q @ k.T * scale + mask) @ v``; many scores are made a head at a time, twice.
+
+    Raises:
+        NotImplementedError: ``ranges`` were given, which say what the other masks say.
+    """
+    if ranges is not None:
+        raise NotImplementedError("the formula takes masks, not ranges")
+    if cu_seqlens is not None:
+        documents = document_ids(cu_seqlens, k.shape[2])
+    run = functools.partial(
+        of_all_heads,
+        causal=causal,
+        window=window,
+        global_tokens=global_tokens,
+        documents=documents,
+        softcap=softcap,
+        scale=scale,
+    )
+    if q.is_meta or q.shape[:3].numel() * k.shape[2] <= MOST_SCORES:
+        return run(q, k, v, sinks)
+    shared = q.shape[1] // k.shape[1]
+    heads = []
+    for h in range(q.shape[1]):
+        one, group = slice(h, h + 1), slice(h // shared, h // shared + 1)
+        part = (q[:, one], k[:, group], v[:, group], None if sinks is None else sinks[one])
+        heads.append(checkpoint(run, *part, use_reentrant=False))
+    return torch.cat(heads, 1)
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -3,11 +3,13 @@
 from typing import Any, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_PIECES, PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import convolved, sequence_runs
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
@@ -110,6 +112,26 @@ def causal_conv1d(
     ids = segments_of(name, tokens, cu_seqlens, seq_idx)
     y: Tensor = op(tokens, weight, bias, state, ids, word)
     return y.mT if first else y
+
+
+def formula(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    channel_axis: int = -1,
+) -> Tensor:
+    """A depthwise convolution over the tokens before, and silu."""
+    first = channel_axis == 1
+    z, before = (x, initial_state) if first else (x.mT, initial_state)
+    before = before.mT if before is not None and not first else before
+    u = convolved(z, weight, bias, before, sequence_runs(seq_idx, cu_seqlens, z.shape[-1]))
+    y = (F.silu(u) if activation == "silu" else u).to(x.dtype)
+    return y if first else y.mT
 
 
 # x read, y written; dy and x read, dx written

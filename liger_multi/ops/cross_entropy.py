@@ -6,6 +6,7 @@ Behind ``inplace=True`` stands an operator of its own, whose gradient replaces t
 from typing import NamedTuple, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
@@ -287,6 +288,59 @@ def _results(
         rows = writable_rows(name, "logits", logits)
         return inplace_op(rows, *args), names
     return op(logits.reshape(ids.numel(), logits.shape[-1]), *args), names
+
+
+def formula(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    inplace: bool = False,
+    validate: bool = False,
+    outputs: tuple[str, ...] = (),
+) -> Tensor | CrossEntropyOutput:
+    """Cross entropy with a z-loss, and what may be reported beside it."""
+    shape, z, target = target.shape, logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    valid = target != ignore_index
+    rows = F.cross_entropy(
+        z,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none",
+    )
+    lse = torch.logsumexp(z, -1)
+    penalty = torch.where(valid, z_loss * lse**2, 0)
+    count = valid.sum().clamp(min=1)
+    if reduction == "none":
+        loss, z_out = (rows + penalty).view(shape), penalty.view(shape)
+    elif reduction == "sum":
+        z_out = penalty.sum()
+        loss = rows.sum() + z_out
+    else:
+        total = (valid if weight is None else weight[target.clamp(min=0)] * valid).sum()
+        z_out = penalty.sum() / count
+        loss = rows.sum() / torch.where(total == 0, 1, total) + z_out
+    if not outputs:
+        return loss
+    label, log_p = target.clamp(min=0, max=max(z.shape[-1] - 1, 0)), torch.log_softmax(z, -1)
+    hit = torch.where(valid, (z.argmax(-1) == target).to(z.dtype), 0)
+    reports = {
+        "z_loss": z_out,
+        "token_accuracy": hit.view(shape) if reduction == "none" else hit.sum() / count,
+        "predicted_tokens": torch.where(valid, z.argmax(-1), -1).view(shape),
+        "log_prob": torch.where(valid, log_p.gather(1, label[:, None])[:, 0], 0).view(shape),
+        "entropy": torch.where(valid, -(log_p.exp() * log_p).sum(-1), 0).view(shape),
+        "lse": torch.where(valid, lse, 0).view(shape),
+    }
+    return CrossEntropyOutput(loss, **{name: reports[name].detach() for name in outputs})
 
 
 # logits read; the gradient written, which one pass can do

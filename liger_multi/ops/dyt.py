@@ -78,6 +78,15 @@ def dyt(
     return result
 
 
+def formula(
+    x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """``weight * tanh(alpha * x) + bias``."""
+    y = torch.tanh(alpha * x)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
 work = elementwise(2, 5)
 
 

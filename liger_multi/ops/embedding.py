@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
@@ -89,6 +90,19 @@ def embedding(
         weight, ids, classes, padding, factor, checks.boolean(name, "validate", validate)
     )
     return output.view(*lead, width)
+
+
+def formula(
+    index: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    *,
+    scale: float = 1.0,
+    validate: bool = False,
+) -> Tensor:
+    """Rows of a table, times a number in their dtype."""
+    y = F.embedding(index, weight, padding_idx)
+    return y if scale == 1.0 else y * torch.tensor(scale, dtype=y.dtype, device=y.device)
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

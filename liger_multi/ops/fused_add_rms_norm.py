@@ -11,10 +11,12 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._float8 import (
     OUTPUTS,
     SHAPES,
+    coded,
     coded_samples,
     quantized,
     with_codes,
 )
+from liger_multi.ops._formulas import weighted_rms_norm
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise, with_code_bytes
 from liger_multi.ops.linear_float8 import Float8Rows
@@ -151,6 +153,26 @@ def _checked(
     checks.vector(name, "weight", weight, x.shape[-1], "last axis of x")
     checks.one_of(name, "casting", casting, CASTINGS)
     return (x, residual, weight, *numbers(name, eps, offset), casting)
+
+
+def formula(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+    quantize: str | None = None,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> FusedAddRMSNormOutput | QuantizedAddRMSNormOutput:
+    """The norm of ``x + residual``, and that sum."""
+    total = x + residual
+    y = weighted_rms_norm(total, weight, eps, offset)
+    if quantize is None:
+        return FusedAddRMSNormOutput(y, total)
+    first, rows = coded(y, outputs)
+    return QuantizedAddRMSNormOutput(first, total, rows)
 
 
 # both terms read, sum and norm written; two gradients and the sum read, one written

@@ -3,6 +3,7 @@
 from typing import Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
@@ -21,6 +22,7 @@ from liger_multi.ops.cross_entropy import (
     options,
     shapes,
 )
+from liger_multi.ops.cross_entropy import formula as cross_entropy_formula
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -309,6 +311,39 @@ def _results(
         names,
     )
     return results, names
+
+
+def formula(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    logit_scale: float = 1.0,
+    chunk: int | str = "auto",
+    accumulate: torch.dtype = torch.float32,
+    compact: bool = True,
+    validate: bool = False,
+    outputs: tuple[str, ...] = (),
+) -> Tensor | CrossEntropyOutput:
+    """Cross entropy of ``logit_scale * (hidden @ weight.T + bias)``."""
+    return cross_entropy_formula(
+        F.linear(hidden, weight, bias) * logit_scale,
+        target,
+        class_weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        reduction=reduction,
+        outputs=outputs,
+    )
 
 
 work = head_work

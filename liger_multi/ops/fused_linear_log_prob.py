@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
@@ -145,6 +146,59 @@ def fused_linear_log_prob(
         outputs=outputs,
     )
     return named(op(*arguments), target, arguments[-1])
+
+
+def formula_of_logits(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    validate: bool = False,
+    outputs: tuple[str, ...] = LogProbOutput._fields,
+) -> LogProbOutput:
+    """Log-probability of each target, and statistics of its row."""
+    z = logits * logit_scale
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    valid, log_p = target != ignore_index, torch.log_softmax(z, -1)
+    reports = {
+        "log_prob": log_p.gather(-1, torch.where(valid, target, 0).unsqueeze(-1)).squeeze(-1),
+        "entropy": torch.special.entr(log_p.exp()).sum(-1),
+        "lse": torch.logsumexp(z, -1),
+    }
+    reports = {name: torch.where(valid, x, 0) for name, x in reports.items()}
+    reports["argmax"] = torch.where(valid, z.argmax(-1), -1)
+    return LogProbOutput(**{name: reports[name] for name in outputs})
+
+
+def formula(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    chunk: int | str = "auto",
+    accumulate: torch.dtype = torch.float32,
+    compact: bool = True,
+    validate: bool = False,
+    outputs: tuple[str, ...] = LogProbOutput._fields,
+) -> LogProbOutput:
+    """The same of ``hidden @ weight.T + bias``."""
+    return formula_of_logits(
+        F.linear(hidden, weight, bias),
+        target,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        ignore_index=ignore_index,
+        outputs=outputs,
+    )
 
 
 # three products: whoever computes the logits twice, to save memory, does four

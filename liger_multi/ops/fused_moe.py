@@ -10,7 +10,10 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import gated_product
 from liger_multi.ops._work import Options, Shapes, Work
+from liger_multi.ops.relu_squared import formula as relu_squared_formula
+from liger_multi.ops.swiglu_clamped import formula as swiglu_clamped_formula
 from liger_multi.ops.swiglu_clamped import numbers
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -176,6 +179,43 @@ def fused_moe(
         x.dtype,
     )
     return result.view(x.shape)
+
+
+def formula(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    up_offset: float = 1.0,
+    interleaved: bool = False,
+    transposed: bool = False,
+) -> Tensor:
+    """Each token's chosen experts, added with its routing weights."""
+    first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
+    rows, chosen = x.reshape(-1, x.shape[-1]), index.reshape(-1, index.shape[-1])
+    weights, y = routing.reshape(chosen.shape), torch.zeros_like(rows)
+    # the gradient of unbind is one stack; that of a subscript has the size of all experts, for each
+    for e, (up_weight, weight) in enumerate(zip(first.unbind(), second.unbind(), strict=True)):
+        share = torch.where(chosen == e, weights, 0).sum(-1, keepdim=True)
+        inner = rows @ up_weight.T + (0 if gate_up_bias is None else gate_up_bias[e])
+        gate, up = (inner[:, ::2], inner[:, 1::2]) if interleaved else inner.chunk(2, dim=-1)
+        if activation == "relu_squared":
+            product = relu_squared_formula(inner)
+        elif activation == "swiglu_clamped":
+            product = swiglu_clamped_formula(
+                gate, up, limit=limit, alpha=alpha, up_offset=up_offset
+            )
+        else:
+            product = gated_product(gate, up, activation)
+        y = y + share * (product @ weight.T + (0 if down_bias is None else down_bias[e]))
+    return y.view(x.shape)
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

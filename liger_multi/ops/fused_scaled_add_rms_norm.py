@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import weighted_rms_norm
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput, fp32_residual, terms
@@ -102,6 +103,24 @@ def fused_scaled_add_rms_norm(
     ]
     output = op(x, residual, weight, *numbers(name, eps, offset), casting, *by)
     return FusedAddRMSNormOutput(*output)
+
+
+def formula(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    x_scale: float = 1.0,
+    residual_scale: float = 1.0,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> FusedAddRMSNormOutput:
+    """The norm of ``x_scale * x + residual_scale * residual``, and that sum."""
+    kept = residual if residual_scale == 1.0 else residual * residual_scale
+    total = kept + x * x_scale
+    y = weighted_rms_norm(total, weight, eps, offset)
+    return FusedAddRMSNormOutput(y, total)
 
 
 # as that, with two gradients written

@@ -5,10 +5,12 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import TOKENS_AT_ONCE, document_ids, statistics_dtype
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.attention import runs
@@ -172,6 +174,90 @@ def _y_and_state(
     first = _first(v, cu_seqlens, documents)
     return op(  # type: ignore[no-any-return]
         q, k, v, g, beta, initial_state, first, by, qk_l2norm, output_final_state
+    )
+
+
+def _delta_steps(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, begins: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Token after token; the state is 0 where a document begins."""
+    outs = []
+    for t in range(q.shape[1]):
+        decay = torch.where(begins[:, t, None, None], 0, g[:, t].exp())
+        state = state * decay[..., None]
+        read = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        d = beta[:, t, :, None] * (v[:, t] - read)
+        state = state + k[:, t, :, :, None] * d[:, :, None]
+        outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(outs, 1), state
+
+
+def formula_of_channel_gates(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    qk_l2norm: bool = False,
+    cu_seqlens: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The recurrence of one state for every value head, token by token, with a gate per channel."""
+    (batch, length, heads, size), value = q.shape, v.shape[3]
+    acc_dtype = statistics_dtype(q)
+    q, k, wide_v, g, beta = (x.to(acc_dtype) for x in (q, k, v, g, beta))
+    if qk_l2norm:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // heads, 2) for x in (q, k))
+    q = q * (size**-0.5 if scale is None else scale)
+    if cu_seqlens is not None:
+        documents = document_ids(cu_seqlens, length)
+        documents = torch.where(documents < 0, len(cu_seqlens), documents)
+    begins = torch.zeros(batch, length, dtype=torch.bool, device=q.device)
+    if documents is not None:
+        begins[:, 1:] = (documents[:, 1:] != documents[:, :-1]) | (documents[:, 1:] < 0)
+    state = q.new_zeros(batch, v.shape[2], size, value)
+    state = state if initial_state is None else state + initial_state.to(acc_dtype)
+    outs = [wide_v[:, :0]]
+    for t in range(0, length, TOKENS_AT_ONCE):
+        part = [x[:, t : t + TOKENS_AT_ONCE] for x in (q, k, wide_v, g, beta, begins)]
+        y, state = checkpoint(_delta_steps, *part, state, use_reentrant=False)
+        outs.append(y)
+    output = torch.cat(outs, 1).to(v.dtype)
+    return (output, state) if output_final_state else output
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    qk_l2norm: bool = False,
+    cu_seqlens: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The recurrence with gates that all channels share."""
+    return formula_of_channel_gates(
+        q,
+        k,
+        v,
+        g.unsqueeze(-1),
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        qk_l2norm=qk_l2norm,
+        cu_seqlens=cu_seqlens,
+        documents=documents,
     )
 
 

@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import gated_product
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.linear import linear_of_mode
 from liger_multi.testing.samples import Sample
@@ -140,6 +142,22 @@ def gated_mlp(
     checks.vector("gated_mlp", "down_bias", down_bias, outer, "rows of down_weight")
     run: Callable[..., Tensor] = _in_steps if checks.in_checkpoint() else op
     return run(*checks.one_dtype(op.name, tensors), activation)
+
+
+def formula(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    """``down(activation(gate(x)) * up(x))``."""
+    gate, up = F.linear(x, gate_weight, gate_bias), F.linear(x, up_weight, up_bias)
+    return F.linear(gated_product(gate, up, activation), down_weight, down_bias)
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -11,6 +11,7 @@ from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.early_save import EarlySave, empty_of
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._float8 import OUTPUTS, QuantizedOutput
+from liger_multi.ops._formulas import gated_product
 from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit, shapes_of, unread
 from liger_multi.ops.gated_mlp import work as work
 from liger_multi.ops.linear_float8 import (
@@ -21,6 +22,7 @@ from liger_multi.ops.linear_float8 import (
     row_scales,
     weight_scales_fit,
 )
+from liger_multi.ops.linear_float8 import formula as linear_float8_formula
 from liger_multi.ops.linear_float8 import op as linear_op
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -317,6 +319,38 @@ def _rounded(tensors: dict[str, T], *names: str) -> dict[str, T]:
 
 
 _FROZEN: Any = dict.fromkeys(_WIDE, True)
+
+
+def formula(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    gate_weight_scale: Tensor | None = None,
+    up_weight_scale: Tensor | None = None,
+    down_weight_scale: Tensor | None = None,
+    gate_weight_codes: Tensor | None = None,
+    up_weight_codes: Tensor | None = None,
+    down_weight_codes: Tensor | None = None,
+    quantized: Any = None,
+) -> Tensor:
+    """A gated MLP of such layers."""
+
+    def layer(x: Tensor, *parameters: Any) -> Tensor:
+        weight, bias, scale, codes = parameters
+        return linear_float8_formula(x, weight, bias, weight_scale=scale, weight_codes=codes)
+
+    gate = layer(x, gate_weight, gate_bias, gate_weight_scale, gate_weight_codes)
+    up = layer(x, up_weight, up_bias, up_weight_scale, up_weight_codes)
+    inner = gated_product(gate, up, activation)
+    return layer(inner, down_weight, down_bias, down_weight_scale, down_weight_codes)
+
+
 SAMPLES = (
     Sample("rows", _case((2, 5), 16, 32)),
     Sample("gelu", _case((6,), 16, 32), {"activation": "gelu"}),

@@ -4,11 +4,13 @@ import math
 from typing import Any, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import rms_normalized, weighted, wide
 from liger_multi.ops._samples import ROWS, bench, each_frozen, frozen, usual
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.rms_norm import CASTINGS, EPS, GEMMA, numbers
@@ -111,6 +113,29 @@ def gated_rms_norm(
     rest = (*numbers(name, eps, offset), casting, max(size, 1), before, activation)
     result: Tensor = op(x, gate, weight, *rest)
     return result
+
+
+def formula(
+    x: Tensor,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    activation: str = "silu",
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> Tensor:
+    """RMSNorm of groups of columns, times an activation of the gate before or after it."""
+    u, act = wide(x), None
+    if gate is not None:
+        act = torch.sigmoid(wide(gate)) if activation == "sigmoid" else F.silu(wide(gate))
+    if act is not None and not norm_before_gate:
+        u = u * act
+    groups = u.unflatten(-1, (-1, group_size or max(x.shape[-1], 1)))
+    y = weighted(rms_normalized(groups, eps).flatten(-2).to(x.dtype), weight, offset)
+    return (y * act).to(x.dtype) if act is not None and norm_before_gate else y
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

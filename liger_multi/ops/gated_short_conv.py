@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_PIECES, PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import convolved, sequence_runs
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.causal_conv1d import check_filter, segments_of
@@ -76,6 +77,20 @@ def gated_short_conv(
     check_filter(name, weight, bias, x.shape[2] // 3)
     result: Tensor = op(x, weight, bias, segments_of(name, x, cu_seqlens, seq_idx))
     return result
+
+
+def formula(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """As transformers' ``Lfm2ShortConv`` computes between its projections."""
+    b, c, v = x.mT.chunk(3, dim=-2)
+    runs = sequence_runs(seq_idx, cu_seqlens, x.shape[1])
+    return (c * convolved(b * v, weight, bias, None, runs)).mT.contiguous()
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

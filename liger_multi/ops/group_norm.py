@@ -1,5 +1,6 @@
 """Contract of ``group_norm``."""
 
+import math
 from typing import Optional
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import rms_normalized, wide
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
@@ -80,6 +82,22 @@ def group_norm(
         checks.vector("group_norm", name, parameter, channels, "channels of x")
     result: Tensor = op(x, groups, weight, bias, checks.number("group_norm", "eps", eps, 0.0))
     return result
+
+
+def formula(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Layer norm of groups of channels, with a weight and a bias per channel."""
+    size = math.prod(x.shape[1:]) // num_groups
+    groups = wide(x).reshape(x.shape[0], num_groups, size)
+    n = rms_normalized(groups - groups.mean(-1, keepdim=True), eps).view(x.shape)
+    channels = (-1, *[1] * (x.ndim - 2))
+    n = n if weight is None else n * weight.view(channels)
+    return (n if bias is None else n + bias.view(channels)).to(x.dtype)
 
 
 work = elementwise(2, 5)

@@ -3,11 +3,13 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_PIECES, bitwise, promise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import rms_normalized, wide
 from liger_multi.ops._work import streamwise
 from liger_multi.ops.hyper_connections_pre import coefficient, streams
 from liger_multi.testing.samples import Sample
@@ -119,6 +121,30 @@ def hyper_connections(
         checks.number(name, "post_scale", post_scale),
     )
     return HyperCoefficients(*op(x, weight, bias, scale, steps, *numbers))
+
+
+def formula(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    *,
+    iterations: int = 20,
+    rms_eps: float = 1e-6,
+    eps: float = 1e-6,
+    post_scale: float = 2.0,
+) -> HyperCoefficients:
+    """Coefficients of n streams; those that mix are made doubly stochastic by Sinkhorn steps."""
+    n = x.shape[-2]
+    m = F.linear(rms_normalized(wide(x.flatten(-2)), rms_eps), wide(weight))
+    (a, b, c), (p, q, r) = (t.split([n, n, n * n], -1) for t in (m, wide(bias)))
+    mix = torch.softmax((c * scale[2] + r).unflatten(-1, (n, n)), -1) + eps
+    mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        mix = mix / (mix.sum(-1, keepdim=True) + eps)
+        mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    pre, post = torch.sigmoid(a * scale[0] + p) + eps, torch.sigmoid(b * scale[1] + q)
+    return HyperCoefficients(pre, post_scale * post, mix)
 
 
 # streams read; read again, their gradient written

@@ -9,6 +9,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import at_listed_keys, scores_of_all_keys
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work, visible_pairs
 from liger_multi.testing.samples import Sample
@@ -76,6 +77,13 @@ def indexer_scores(
     by = q.shape[3] ** -0.5 if scale is None else checks.number(op.name, "scale", scale)
     result: Tensor = op(q, k, w, indices.to(torch.int32), by)
     return result
+
+
+def formula(
+    q: Tensor, k: Tensor, w: Tensor, indices: Tensor, *, scale: float | None = None
+) -> Tensor:
+    """Scores of all keys, of which the listed ones are taken."""
+    return at_listed_keys(scores_of_all_keys(q, k, w, scale), indices, -torch.inf)
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

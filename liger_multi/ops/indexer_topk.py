@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import at_listed_keys, document_ids, scores_of_all_keys
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops.attention import from_lengths, key_ranges
 from liger_multi.ops.indexer_scores import case, check_indexer, statistics
@@ -168,6 +169,42 @@ def _documents(batch: int, length: int, ignored: float = 0.0) -> dict[str, Any]:
 
 def _topk(count: int, **more: Any) -> dict[str, Any]:
     return {"topk": count, **more}
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    topk: int,
+    *,
+    causal: bool = True,
+    documents: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    ranges: Tensor | None = None,
+    scale: float | None = None,
+) -> IndexerTopkOutput:
+    """A stable sort of the scores of all keys.
+
+    Raises:
+        NotImplementedError: ``ranges`` were given, which say what the other masks say.
+    """
+    if ranges is not None:
+        raise NotImplementedError("the formula takes masks, not ranges")
+    if cu_seqlens is not None:
+        documents = document_ids(cu_seqlens, k.shape[1])
+    scores, (queries, keys) = scores_of_all_keys(q, k, w, scale), (q.shape[1], k.shape[1])
+    place = torch.arange(keys, device=q.device)
+    own = torch.arange(queries, device=q.device)[:, None] + (keys - queries)
+    visible = ((place <= own) if causal else place >= 0 * own)[None]
+    if documents is not None:
+        change = torch.nn.functional.pad((documents[:, 1:] != documents[:, :-1]).cumsum(1), (1, 0))
+        same = change[:, keys - queries :, None] == change[:, None]
+        visible = visible & same & (documents >= 0)[:, None]
+    masked = scores.detach().masked_fill(~visible, -torch.inf)
+    best = masked.sort(stable=True, dim=-1, descending=True).indices[..., : min(topk, keys)]
+    selected = torch.where(masked.gather(-1, best).isfinite(), best, keys).sort(-1).values
+    selected = torch.where(selected < keys, selected, -1).to(torch.int32)
+    return IndexerTopkOutput(selected, at_listed_keys(scores, selected, -torch.inf))
 
 
 SAMPLES = (

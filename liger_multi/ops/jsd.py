@@ -14,6 +14,7 @@ from liger_multi.ops._divergence import (
     run,
     samples_of,
 )
+from liger_multi.ops._formulas import jsd_rows, log_probabilities, reduced_rows
 from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
 
@@ -103,6 +104,25 @@ def jsd(
         reduction,
         inplace,
     )
+
+
+def formula(
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    form: str = "log_prob",
+    teacher_form: str | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    inplace: bool = False,
+) -> Tensor:
+    """Generalized Jensen-Shannon divergence."""
+    log_q = log_probabilities(student, form, temperature)
+    log_p = log_probabilities(teacher, teacher_form or form, temperature)
+    return reduced_rows(jsd_rows(beta)(log_q, log_p), target, ignore_index, reduction)
 
 
 work = elementwise(2, 5)

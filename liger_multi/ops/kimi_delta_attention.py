@@ -13,6 +13,7 @@ from liger_multi.ops._samples import each_frozen
 from liger_multi.ops.gated_delta_rule import _case as case
 from liger_multi.ops.gated_delta_rule import _first as first_tokens
 from liger_multi.ops.gated_delta_rule import _shapes_fit as shapes_fit
+from liger_multi.ops.gated_delta_rule import formula_of_channel_gates
 from liger_multi.ops.gated_delta_rule import work as work
 from liger_multi.testing.samples import Sample
 
@@ -179,6 +180,7 @@ def _y_and_state(
 
 _case = functools.partial(case, channels=True)
 L2, FINAL, FP32 = {"qk_l2norm": True}, {"output_final_state": True}, torch.float32
+formula = formula_of_channel_gates
 SAMPLES = (
     Sample("kimi-linear", _case(2, 70, 2, 16, gates=FP32), L2),
     Sample("tiny", _case(1, 5, 1, 4)),

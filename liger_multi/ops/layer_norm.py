@@ -13,9 +13,11 @@ from liger_multi.ops._float8 import (
     SHAPES,
     QuantizedOutput,
     coded_samples,
+    either,
     quantized_output,
     with_codes,
 )
+from liger_multi.ops._formulas import rms_normalized, wide
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise, with_code_bytes
 from liger_multi.ops.rms_norm import EPS
@@ -110,6 +112,22 @@ def _checked(
     for name, parameter in (("weight", weight), ("bias", bias)):
         checks.vector("layer_norm", name, parameter, x.shape[-1], "last axis of x")
     return x, weight, bias, checks.number("layer_norm", "eps", eps, 0.0)
+
+
+def formula(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    quantize: str | None = None,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> Tensor | QuantizedOutput:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias``."""
+    centered = wide(x) - wide(x).mean(-1, keepdim=True)
+    y = rms_normalized(centered, eps)
+    y = y if weight is None else y * weight
+    return either((y if bias is None else y + bias).to(x.dtype), quantize, outputs)
 
 
 work = elementwise(2, 5)

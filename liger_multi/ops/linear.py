@@ -3,6 +3,7 @@
 import math
 from typing import Any, Optional
 
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import functional
 
@@ -92,6 +93,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         )
     checks.vector("linear", "bias", bias, weight.shape[0], "rows of weight")
     return op(*checks.one_dtype("linear", tensors))  # type: ignore[no-any-return]
+
+
+def formula(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``."""
+    return F.linear(x, weight, bias)
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import rounded
 from liger_multi.ops.linear import work as work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -318,6 +320,42 @@ def _rounded(rows: tuple[int, ...], width: int, out: int, bias: bool = False) ->
 
 def _frozen(*shape: int) -> T:
     return T(shape, grad=False)
+
+
+class _LinearFloat8(torch.autograd.Function):
+    """Both rounded products; rounding itself has no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, given_weight: Tensor | None
+    ) -> Tensor:
+        held = weight if given_weight is None else given_weight
+        codes, own = rounded(weight) if scale is None else (held.to(x.dtype), scale[:, None])
+        ctx.save_for_backward(x, codes, own)
+        rows, rows_scale = rounded(x)
+        return F.linear(rows, codes) * rows_scale * own.squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (dy,), (x, codes, scale) = upstream, ctx.saved_tensors
+        rows, rows_scale = rounded(dy * scale.squeeze(1))
+        dweight = torch.atleast_2d(dy).flatten(0, -2).t() @ torch.atleast_2d(x).flatten(0, -2)
+        return (rows @ codes) * rows_scale, dweight, None, None
+
+
+def formula(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    weight_scale: Tensor | None = None,
+    weight_codes: Tensor | None = None,
+    quantized: Any = None,
+    return_quantized: bool = False,
+) -> Tensor:
+    """``q(x) @ q(weight).T + bias``, and the input gradient from the same codes of weight."""
+    y: Tensor = _LinearFloat8.apply(x, weight, weight_scale, weight_codes)  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias
 
 
 SAMPLES = (

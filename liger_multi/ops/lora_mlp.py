@@ -12,6 +12,7 @@ from liger_multi.dispatch.early_save import EarlySave, empty_of
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._adapters import LoRA, adapters, factors, scales
 from liger_multi.ops._float8 import OUTPUTS
+from liger_multi.ops._formulas import gated_product
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit
 from liger_multi.ops.gated_mlp_float8 import activated
@@ -24,7 +25,14 @@ from liger_multi.ops.linear_float8 import (
     weight_scales_fit,
 )
 from liger_multi.ops.lora_qkv import op as qkv_op
-from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen, in_float8, lora_update
+from liger_multi.ops.lora_update import (
+    adapted_layer,
+    adapter_dtypes,
+    fit,
+    frozen,
+    in_float8,
+    lora_update,
+)
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -165,6 +173,39 @@ def lora_mlp(
     if checks.keeps_products.get():
         return _in_layers(x, wide, adapted, by, activation, own, quantized)
     return _early(*every)
+
+
+def formula(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_a: Tensor | None = None,
+    gate_b: Tensor | None = None,
+    up_a: Tensor | None = None,
+    up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_scale: float = 1.0,
+    up_scale: float = 1.0,
+    down_scale: float = 1.0,
+    activation: str = "silu",
+    gate_weight_scale: Tensor | None = None,
+    up_weight_scale: Tensor | None = None,
+    down_weight_scale: Tensor | None = None,
+    quantized: Any = None,
+) -> Tensor:
+    """A gated MLP, each of whose layers may have an adapter, and a weight in FP8."""
+    gate = adapted_layer(x, gate_weight, gate_a, gate_b, gate_bias, gate_scale, gate_weight_scale)
+    up = adapted_layer(x, up_weight, up_a, up_b, up_bias, up_scale, up_weight_scale)
+    inner = gated_product(gate, up, activation)
+    return adapted_layer(
+        inner, down_weight, down_a, down_b, down_bias, down_scale, down_weight_scale
+    )
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -17,6 +17,7 @@ from liger_multi.ops.fused_moe import ACTIVATIONS, UNGATED
 from liger_multi.ops.fused_moe import _case as experts_case
 from liger_multi.ops.fused_moe import _count as count
 from liger_multi.ops.fused_moe import _shapes_fit as shapes_fit
+from liger_multi.ops.fused_moe import formula as fused_moe_formula
 from liger_multi.ops.fused_moe import work as moe_work
 from liger_multi.ops.lora_update import adapter_dtypes, frozen
 from liger_multi.ops.swiglu_clamped import numbers
@@ -195,6 +196,50 @@ def lora_moe(
         x.dtype,
     )
     return result.view(x.shape)
+
+
+def _adapted(weight: Tensor, a: Tensor | None, b: Tensor | None, scale: float) -> Tensor:
+    return weight if a is None or b is None else (weight + scale * (b @ a)).to(weight.dtype)
+
+
+def formula(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_a: Tensor | None = None,
+    gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_up_scale: float = 1.0,
+    down_scale: float = 1.0,
+    activation: str = "silu",
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    up_offset: float = 1.0,
+    interleaved: bool = False,
+    transposed: bool = False,
+) -> Tensor:
+    """:func:`fused_moe` of weights to which the adapters are added first, as PEFT does."""
+    first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
+    return fused_moe_formula(
+        x,
+        _adapted(first, gate_up_a, gate_up_b, gate_up_scale),
+        _adapted(second, down_a, down_b, down_scale),
+        index,
+        routing,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        activation=activation,
+        limit=limit,
+        alpha=alpha,
+        up_offset=up_offset,
+        interleaved=interleaved,
+    )
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -18,7 +18,7 @@ from liger_multi.ops.linear_float8 import (
     one_dtype_but_codes,
     weight_scales_fit,
 )
-from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen, in_float8
+from liger_multi.ops.lora_update import adapted_layer, adapter_dtypes, fit, frozen, in_float8
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -173,6 +173,43 @@ def lora_qkv(
     outputs = op(x, *wide[:3], *adapted.values(), *wide[3:], *scales(loras), *own, *rows)
     there = [weight is not None for weight in weights.values()]
     return LoraQKVOutput(*(y if kept else None for y, kept in zip(outputs, there, strict=True)))
+
+
+def formula(
+    x: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    v_weight: Tensor | None = None,
+    q_a: Tensor | None = None,
+    q_b: Tensor | None = None,
+    k_a: Tensor | None = None,
+    k_b: Tensor | None = None,
+    v_a: Tensor | None = None,
+    v_b: Tensor | None = None,
+    *,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+    q_scale: float = 1.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    q_weight_scale: Tensor | None = None,
+    k_weight_scale: Tensor | None = None,
+    v_weight_scale: Tensor | None = None,
+    quantized: Any = None,
+) -> LoraQKVOutput:
+    """The projections of attention; None for one without a weight."""
+    return LoraQKVOutput(
+        None
+        if q_weight is None
+        else adapted_layer(x, q_weight, q_a, q_b, q_bias, q_scale, q_weight_scale),
+        None
+        if k_weight is None
+        else adapted_layer(x, k_weight, k_a, k_b, k_bias, k_scale, k_weight_scale),
+        None
+        if v_weight is None
+        else adapted_layer(x, v_weight, v_a, v_b, v_bias, v_scale, v_weight_scale),
+    )
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
@@ -11,6 +12,7 @@ from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.linear_float8 import CODES
+from liger_multi.ops.linear_float8 import formula as linear_float8_formula
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -63,6 +65,29 @@ def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float =
     by = checks.number("lora_update", "scale", scale)
     x, a, b = adapter_dtypes("lora_update", {"base": base, "x": x}, a, b)
     return op(base, x, a, b, by)  # type: ignore[no-any-return]
+
+
+def formula(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float = 1.0) -> Tensor:
+    """``base + scale * (x @ a.T) @ b.T``."""
+    low = F.linear(F.linear(x.to(a.dtype), a), b)
+    return (base + low * scale).to(base.dtype)
+
+
+def adapted_layer(
+    x: Tensor,
+    weight: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    weight_scale: Tensor | None,
+) -> Tensor:
+    """A linear layer, its weight in FP8 where it has a scale, and its adapter if it has one."""
+    if weight_scale is None:
+        base = F.linear(x, weight, bias)
+    else:
+        base = linear_float8_formula(x, weight, bias, weight_scale=weight_scale)
+    return base if a is None or b is None else formula(base, x, a, b, scale=scale)
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -9,6 +9,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise, promise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import weighted_rms_norm
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.rms_norm import CASTINGS, numbers
@@ -114,6 +115,33 @@ def modulated_rms_norm(
     checks.one_of(name, "casting", casting, CASTINGS)
     result: Tensor = op(x, scale, shift, weight, *numbers(name, eps, offset), casting)
     return result
+
+
+def formula(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> Tensor:
+    """``rms_norm(x) * (1 + scale) + shift``; a row of scale serves equally many rows of x."""
+    scale = _per_row(x, scale)
+    y = weighted_rms_norm(x, weight, eps, offset) * (1 + scale)
+    return y if shift is None else y + _per_row(x, shift)
+
+
+def _per_row(x: Tensor, by: Tensor) -> Tensor:
+    """A modulation that broadcasts over x: by the leading axes that both have, or row by row."""
+    lead = list(by.shape[:-1])
+    while lead and lead[-1] == 1:
+        lead.pop()
+    if lead != [*x.shape[: len(lead)]]:
+        return by.repeat_interleave(x.shape[0] // lead[0], 0)
+    shape = (*lead, *[1] * (x.ndim - 1 - len(lead)), by.shape[-1])
+    return by if by.shape == shape else by.reshape(shape)
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -3,12 +3,15 @@
 import math
 from typing import Optional
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._work import Options, Shapes, Work
+from liger_multi.ops.sparsemax import formula as sparsemax_formula
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -119,6 +122,26 @@ def multi_token_attention(
             )
     result: Tensor = op(scores, weight, bias, stride, padding, dilation, groups, alone)
     return result
+
+
+def formula(
+    scores: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+    sparse: bool = False,
+) -> Tensor:
+    """A convolution over causal probabilities, of which the causal part stays."""
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    if sparse:
+        p = sparsemax_formula(scores.masked_fill(hidden, -1e30)).masked_fill(hidden, 0)
+    else:
+        p = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+    return F.conv2d(p, weight, bias, stride, padding, dilation, groups).tril()
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -88,6 +88,27 @@ def neighborhood_attention(
     return result
 
 
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel_size: int = 7,
+    dilation: int = 1,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention to the ``kernel_size`` positions around each query, ``dilation`` apart."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    place = torch.arange(q.shape[2], device=q.device)
+    steps = (torch.arange(kernel_size, device=q.device) - kernel_size // 2) * dilation
+    near = place[:, None] + steps
+    inside = (near >= 0) & (near < q.shape[2])
+    near = near.clamp(0, max(0, q.shape[2] - 1))
+    s = torch.einsum("bhld,bhlnd->bhln", q, k[:, :, near])
+    s = s * (q.shape[-1] ** -0.5 if scale is None else scale)
+    p = torch.softmax(s.masked_fill(~inside, -torch.inf), -1)
+    return torch.einsum("bhln,bhlnd->bhld", p, v[:, :, near])
+
+
 def work(shapes: Shapes, size: int, options: Options) -> Work:
     """What a call reads and writes at least, and its operations."""
     reach = options.get("kernel_size", 7) // 2  # a dilation leaves out as many as it reaches

@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import rms_normalized, wide
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise
 from liger_multi.ops.rms_norm import EPS
@@ -71,6 +72,14 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float 
     checks.vector("poly_norm", "bias", bias, 1, "one constant")
     result: Tensor = op(x, weight, bias, checks.number("poly_norm", "eps", eps, 0.0))
     return result
+
+
+def formula(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """``w0 * norm(x^3) + w1 * norm(x^2) + w2 * norm(x) + bias``."""
+    u = wide(x)
+    y = weight[0] * rms_normalized(u**3, eps) + weight[1] * rms_normalized(u**2, eps)
+    y = y + weight[2] * rms_normalized(u, eps)
+    return (y if bias is None else y + bias).to(x.dtype)
 
 
 work = elementwise(2, 5)

@@ -13,9 +13,11 @@ from liger_multi.ops._float8 import (
     SHAPES,
     QuantizedOutput,
     coded_samples,
+    either,
     quantized_output,
     with_codes,
 )
+from liger_multi.ops._formulas import weighted_rms_norm
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise, with_code_bytes
 from liger_multi.testing.samples import Sample
@@ -122,6 +124,20 @@ def _checked(
     if casting == FACTOR and weight is not None:
         checks.refuse("rms_norm", "casting 'factor' is that of norms without weight", weight)
     return (x, weight, *numbers("rms_norm", eps, offset), casting)
+
+
+def formula(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+    quantize: str | None = None,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> Tensor | QuantizedOutput:
+    """``x / sqrt(mean(x^2) + eps) * (weight + offset)``."""
+    return either(weighted_rms_norm(x, weight, eps, offset), quantize, outputs)
 
 
 # x read, y written; dy and x read, dx written (statistics and weights are one row)

@@ -9,10 +9,12 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import rms_normalized, weighted, wide
 from liger_multi.ops._rotary import check_angles, head_axis, order
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.rms_norm import CASTINGS, numbers
+from liger_multi.ops.rope import formula as rope_formula
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -141,6 +143,28 @@ def rms_norm_rope(
     return result
 
 
+def formula(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    *,
+    unsqueeze_dim: int = 1,
+    offset: float = 0.0,
+    casting: str = "llama",
+    rope_casting: str = "llama",
+) -> Tensor:
+    """The rotation of the norm of every head, or of every token where weight is as wide."""
+    rows, last = x, x.ndim - 2
+    if weight.shape[0] != x.shape[-1]:
+        rows = x.movedim(unsqueeze_dim, last).flatten(last)
+    u = weighted(rms_normalized(wide(rows), eps).to(x.dtype), weight, offset)
+    if weight.shape[0] != x.shape[-1]:
+        u = u.unflatten(last, (x.shape[unsqueeze_dim], -1)).movedim(last, unsqueeze_dim)
+    return rope_formula(u, u, cos, sin, unsqueeze_dim=unsqueeze_dim)[0]
+
+
 # q, k, cos and sin read, q and k written, twice
 def work(shapes: Shapes, size: int, options: Options) -> Work:
     """What a call reads and writes at least, and its operations."""
@@ -159,7 +183,7 @@ def _case(
     axis: int = 1,
     whole: bool = False,
     layout: str = "contiguous",
-    dtype: Any = None,
+    angle_dtype: Any = None,
     **weight: Any,
 ) -> dict[str, T]:
     shape: tuple[int, ...] = (batch, heads, tokens, width)
@@ -167,7 +191,7 @@ def _case(
         shape = (batch, tokens, heads, width)
     if not batch:
         shape = (tokens, heads, width)
-    angle = T((*angles, tokens, width), dtype=dtype, grad=False)
+    angle = T((*angles, tokens, width), dtype=angle_dtype, grad=False)
     return {
         "x": T(shape, layout=layout),
         "weight": T((heads * width if whole else width,), **weight),
@@ -188,9 +212,11 @@ SAMPLES = (
     Sample("olmo", _case(2, 3, 5, 40), {"casting": "olmo"}),
     Sample("llama-offset", _case(1, 2, 5, 12), {"offset": 1.0}),
     Sample("llama-fp32-weight", _case(2, 2, 7, 32, dtype=torch.float32), {"eps": 1e-5}),
-    Sample("fp32-angles", _case(2, 2, 3, 8, dtype=torch.float32)),
+    Sample("fp32-angles", _case(2, 2, 3, 8, angle_dtype=torch.float32)),
     Sample(
-        "fp32-angles-cohere", _case(2, 2, 3, 8, dtype=torch.float32), {"rope_casting": "cohere"}
+        "fp32-angles-cohere",
+        _case(2, 2, 3, 8, angle_dtype=torch.float32),
+        {"rope_casting": "cohere"},
     ),
     Sample("angles-of-a-batch", _case(3, 2, 4, 8, angles=(3,))),
     Sample("angles-of-two-axes", _case(2, 3, 4, 8, angles=())),

@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import Pair, per_channel
 from liger_multi.ops._rotary import (
     check_angles,
     check_queries_and_keys,
@@ -126,6 +127,39 @@ def rope(
         return wide[0].to(dtypes[0]), wide[1].to(dtypes[1])
     result: tuple[Tensor, Tensor] = op(q, k, cos, sin, *rest)
     return result
+
+
+def _rotated(x: Tensor, style: str) -> Tensor:
+    """Each pair (a, b) becomes (-b, a)."""
+    if style == "half":
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((-b, a), dim=-1)
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    style: str = "half",
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+    casting: str = "llama",
+) -> Pair:
+    """``x * cos + rotate(x) * sin`` of the first ``rotary_dim`` channels."""
+    width = rotary_dim or cos.shape[-1]
+    if cos.shape[-1] != width:  # one value per pair
+        cos, sin = per_channel(cos, style), per_channel(sin, style)
+    cos, sin = cos.unsqueeze(unsqueeze_dim - q.ndim), sin.unsqueeze(unsqueeze_dim - q.ndim)
+
+    def turned(x: Tensor) -> Tensor:
+        if width < x.shape[-1]:
+            return torch.cat((turned(x[..., :width]), x[..., width:]), dim=-1)
+        return x * cos + _rotated(x, style) * sin
+
+    return turned(q), turned(k)
 
 
 work = rope_work

@@ -9,6 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
+from liger_multi.ops._formulas import Pair, wide
 from liger_multi.ops._rotary import rope_work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -86,6 +87,20 @@ def rope_complex(
     _rotary.check_angles(name, q, parts, parts, heads)
     rotary = _rotary.rotary_width(name, q, parts, 2 * parts.shape[-1])
     return _rotary.run(op, q, k, (freqs,), (heads, rotary), "cohere")
+
+
+def formula(q: Tensor, k: Tensor, freqs: Tensor, *, unsqueeze_dim: int = 2) -> Pair:
+    """Neighboring channels as complex numbers, times ``freqs``; other channels stay."""
+    numbers = torch.view_as_complex(wide(freqs).contiguous()).unsqueeze(unsqueeze_dim - q.ndim)
+    width = 2 * numbers.shape[-1]
+
+    def turned(x: Tensor) -> Tensor:
+        if width < x.shape[-1]:
+            return torch.cat((turned(x[..., :width]), x[..., width:]), dim=-1)
+        pairs = torch.view_as_complex(wide(x).unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * numbers).flatten(-2).type_as(x)
+
+    return turned(q), turned(k)
 
 
 work = rope_work

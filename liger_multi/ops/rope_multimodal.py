@@ -10,8 +10,10 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
+from liger_multi.ops._formulas import Pair, angles_of_sections
 from liger_multi.ops._rotary import rope_work
 from liger_multi.ops._work import Options, Shapes, Work
+from liger_multi.ops.rope import formula as rope_formula
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -116,6 +118,26 @@ def rope_multimodal(
     cos, sin = (t if t.ndim == 4 else t.unsqueeze(1) for t in (cos, sin))
     rest = (word, arrangement == "chunked", style, heads, rotary, casting)
     return _rotary.run(op, q, k, (cos, sin), rest, casting)
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sections: Sequence[int],
+    *,
+    arrangement: str = "chunked",
+    style: str = "half",
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+    casting: str = "llama",
+) -> Pair:
+    """RoPE whose pairs take their angles from different grids (time, height, width)."""
+    cos, sin = (angles_of_sections(t, sections, arrangement, style) for t in (cos, sin))
+    return rope_formula(
+        q, k, cos, sin, style=style, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim
+    )
 
 
 # of three grids, each pair needs the angles of one

@@ -10,7 +10,9 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
+from liger_multi.ops._formulas import Pair, angles_of_sections, per_channel, wide
 from liger_multi.ops._rotary import rope_work
+from liger_multi.ops.rope import formula as rope_formula
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -114,6 +116,33 @@ def rope_positions(
     scale = checks.number(name, "scaling", scaling)
     rest = (scale, word, arrangement == "chunked", style, heads, casting)
     return _rotary.run(op, q, k, (positions, inv_freq), rest, "cohere")
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    position_ids: Tensor,
+    inv_freq: Tensor,
+    *,
+    scaling: float = 1.0,
+    sections: Sequence[int] | None = None,
+    arrangement: str = "chunked",
+    style: str = "half",
+    unsqueeze_dim: int = 1,
+    casting: str = "llama",
+) -> Pair:
+    """RoPE whose angles are ``position_ids * inv_freq``."""
+    frequencies = wide(inv_freq)
+    turns = position_ids[..., None].to(frequencies.dtype) * frequencies
+    if sections is not None:
+        turns = angles_of_sections(turns, sections, arrangement, "half")
+    turns = per_channel(turns, style)
+
+    def cast(wave: Tensor) -> Tensor:
+        return (wave if scaling == 1.0 else wave * scaling).to(q.dtype)
+
+    cos, sin = cast(turns.cos()), cast(turns.sin())
+    return rope_formula(q, k, cos, sin, style=style, unsqueeze_dim=unsqueeze_dim)
 
 
 work = rope_work

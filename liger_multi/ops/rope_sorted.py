@@ -9,6 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
+from liger_multi.ops._formulas import Pair
 from liger_multi.ops._rotary import rope_work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -92,6 +93,32 @@ def rope_sorted(
     _rotary.check_angles(name, q, cos, sin, heads)
     rotary = _rotary.rotary_width(name, q, cos, rotary_dim)
     return _rotary.run(op, q, k, (cos, sin), (heads, rotary, casting), casting)
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+    casting: str = "llama",
+) -> Pair:
+    """RoPE with interleaved input and half-split output (DeepSeek layout)."""
+    width = rotary_dim or cos.shape[-1]
+    both = cos.shape[-1] == width  # a value for each channel of the output
+    cos, sin = cos.unsqueeze(unsqueeze_dim - q.ndim), sin.unsqueeze(unsqueeze_dim - q.ndim)
+    cosines, sines = (t.chunk(2, dim=-1) if both else (t, t) for t in (cos, sin))
+
+    def turned(x: Tensor) -> Tensor:
+        if width < x.shape[-1]:
+            return torch.cat((turned(x[..., :width]), x[..., width:]), dim=-1)
+        a, b = x[..., ::2], x[..., 1::2]
+        first, second = a * cosines[0] - b * sines[0], b * cosines[1] + a * sines[1]
+        return torch.cat((first, second), dim=-1)
+
+    return turned(q), turned(k)
 
 
 work = rope_work

@@ -87,6 +87,23 @@ def selective_log_softmax(
     return output.view(index.shape)
 
 
+def formula(
+    logits: Tensor,
+    index: Tensor,
+    *,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    validate: bool = False,
+) -> Tensor:
+    """Log-probabilities of one class or of several classes per row."""
+    log_p = torch.log_softmax(logits / temperature, -1)
+    several = index.ndim == logits.ndim
+    places = index if several else index.unsqueeze(-1)
+    valid = places != ignore_index
+    log_prob = torch.where(valid, log_p.gather(-1, torch.where(valid, places, 0)), 0)
+    return log_prob if several else log_prob.squeeze(-1)
+
+
 # logits read; the gradient written, which one pass can do
 work = elementwise(1, 2)
 

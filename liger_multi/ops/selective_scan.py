@@ -13,6 +13,7 @@ from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.causal_conv1d import segments_of
 from liger_multi.ops.ssd_scan import first_tokens, shapes_are
+from liger_multi.ops.ssd_scan import formula as ssd_scan_formula
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -228,6 +229,43 @@ def _y_and_state(
         delta_softplus,
         output_final_state,
     )
+
+
+def formula(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The recurrence of heads with one channel, whose decays differ over the state."""
+    outputs = ssd_scan_formula(
+        u.unsqueeze(-1),
+        delta,
+        A.unsqueeze(1),
+        B.unsqueeze(2),
+        C.unsqueeze(2),
+        D=D,
+        z=None if z is None else z.unsqueeze(-1),
+        dt_bias=delta_bias,
+        dt_softplus=delta_softplus,
+        dt_limit=(-torch.inf, torch.inf),
+        initial_state=None if initial_state is None else initial_state.unsqueeze(2),
+        output_final_state=True,
+        cu_seqlens=cu_seqlens,
+        seq_idx=seq_idx,
+    )
+    y, state = outputs[0].squeeze(-1), outputs[1].squeeze(2)
+    return (y, state) if output_final_state else y
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

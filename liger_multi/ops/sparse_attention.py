@@ -5,10 +5,12 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import MOST_SCORES, at_listed_keys, statistics_dtype
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Sample
@@ -147,6 +149,54 @@ def _y_and_weights(
     places = _indices(q, k, indices)
     by = q.shape[3] ** -0.5 if scale is None else checks.number(op.name, "scale", scale)
     return op(q, k, v, places, size, by, output_weights)  # type: ignore[no-any-return]
+
+
+def _counts(indices: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
+    """How often every key is listed: ``(..., K)`` to (..., S)."""
+    inside = (indices >= 0).to(dtype)
+    counts = torch.zeros(*indices.shape[:-1], keys + 1, dtype=dtype, device=indices.device)
+    return counts.scatter_add(-1, indices.long() % (keys + 1), inside)[..., :keys]
+
+
+def _outputs_and_probabilities(
+    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Outputs and probabilities of some heads, (B, H, L, S)."""
+    empty = counts.sum(-1, keepdim=True) == 0
+    s = (q @ k.mT * scale).to(statistics_dtype(q)) + counts.log().masked_fill(empty, 0)
+    p = torch.softmax(s, -1).masked_fill(empty, 0)
+    return p.to(v.dtype) @ v, p
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    *,
+    value_dim: int | None = None,
+    scale: float | None = None,
+    output_weights: bool = False,
+) -> Tensor | SparseAttentionOutput:
+    """Attention with the scores of all keys; many of them are made a head at a time, twice."""
+    v = k[..., :value_dim] if v is None else v
+    lists = indices[:, None] if indices.ndim == 3 else indices
+    by = q.shape[-1] ** -0.5 if scale is None else scale
+    shared = q.shape[1] // k.shape[1]
+    counts = _counts(lists, k.shape[2], statistics_dtype(q)).expand(-1, k.shape[1], -1, -1)
+    if not q.is_meta and q.shape[:3].numel() * k.shape[2] > MOST_SCORES and not output_weights:
+        heads = []
+        for h in range(q.shape[1]):
+            g = slice(h // shared, h // shared + 1)
+            part = (q[:, h : h + 1], k[:, g], v[:, g], counts[:, g], by)
+            heads.append(checkpoint(_outputs_and_probabilities, *part, use_reentrant=False)[0])
+        return torch.cat(heads, 1)
+    k, v, counts = (x.repeat_interleave(shared, 1) for x in (k, v, counts))
+    y, p = _outputs_and_probabilities(q, k, v, counts, by)
+    if not output_weights:
+        return y
+    once = (p / counts.clamp(min=1)).detach().unflatten(1, (lists.shape[1], -1)).mean(2)
+    return SparseAttentionOutput(y, at_listed_keys(once, lists, 0.0).view(indices.shape))
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -4,11 +4,14 @@ import math
 from typing import Any, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import TOKENS_AT_ONCE, sequence_runs, statistics_dtype
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.causal_conv1d import segments_of
@@ -233,6 +236,63 @@ def _y_and_state(
         chunk,
         output_final_state,
     )
+
+
+def _state_steps(
+    dt: Tensor, a: Tensor, rows: Tensor, b: Tensor, c: Tensor, begins: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Token after token; the state is 0 where a sequence begins."""
+    outs = []
+    for t in range(dt.shape[1]):
+        decay = torch.exp(dt[:, t, :, None, None] * a)
+        decay = torch.where(begins[:, t, None, None, None], 0, decay)
+        state = decay * state + rows[:, t, :, :, None] * b[:, t, :, None]
+        outs.append((state * c[:, t, :, None]).sum(-1))
+    return torch.stack(outs, 1), state
+
+
+def formula(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    chunk: int = 256,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The recurrence of one state for every head; A may have a number for each entry of it."""
+    acc_dtype, (batch, length, heads, value) = statistics_dtype(x), x.shape
+    dt = dt.to(acc_dtype) if dt_bias is None else dt.to(acc_dtype) + dt_bias.to(acc_dtype)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    b, c = (t.to(acc_dtype).repeat_interleave(heads // t.shape[2], 2) for t in (B, C))
+    a = A.to(acc_dtype) if A.ndim == 3 else A.to(acc_dtype)[:, None, None]
+    begins = torch.zeros(batch, length, dtype=torch.bool, device=x.device)
+    runs = sequence_runs(seq_idx, cu_seqlens, length)
+    if runs is not None:
+        begins[:, 1:] = runs[:, 1:] != runs[:, :-1]
+    rows, wide = dt.unsqueeze(-1) * x.to(acc_dtype), x.to(acc_dtype)
+    state = rows.new_zeros(batch, heads, value, b.shape[3])
+    state = state if initial_state is None else state + initial_state.to(acc_dtype)
+    outs = [wide[:, :0]]
+    for t in range(0, length, TOKENS_AT_ONCE):
+        part = slice(t, t + TOKENS_AT_ONCE)
+        args = (dt[:, part], a, *(v[:, part] for v in (rows, b, c, begins)), state)
+        y, state = checkpoint(_state_steps, *args, use_reentrant=False)
+        outs.append(y)
+    y = torch.cat(outs, 1)
+    if D is not None:
+        y = y + (D if D.ndim == 2 else D.unsqueeze(-1)).to(acc_dtype) * wide
+    y = y if z is None else y * F.silu(z.to(acc_dtype))
+    return (y.to(x.dtype), state) if output_final_state else y.to(x.dtype)
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -64,6 +64,14 @@ def swiglu_clamped(
     return result
 
 
+def formula(
+    gate: Tensor, up: Tensor, *, limit: float = 7.0, alpha: float = 1.702, up_offset: float = 1.0
+) -> Tensor:
+    """``(up + up_offset) * gate * sigmoid(alpha * gate)`` of clamped inputs."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + up_offset) * (gate * torch.sigmoid(gate * alpha))
+
+
 work = elementwise(3, 8)
 
 

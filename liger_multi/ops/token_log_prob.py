@@ -9,7 +9,12 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._work import elementwise
-from liger_multi.ops.fused_linear_log_prob import OUTPUTS, LogProbOutput, named
+from liger_multi.ops.fused_linear_log_prob import (
+    OUTPUTS,
+    LogProbOutput,
+    formula_of_logits,
+    named,
+)
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -105,6 +110,8 @@ def token_log_prob(
     )
     return named(op(*arguments), target, arguments[-1])
 
+
+formula = formula_of_logits
 
 # logits read; read again, and the gradient written
 work = elementwise(1, 3)
