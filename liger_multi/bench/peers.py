@@ -4,8 +4,7 @@ A peer takes the operator's tensors and those of its options that it supports, b
 sample sets an option that a peer does not have, the provider is skipped with that reason.
 
 Eager forms that differ from the formula in fp64 stand here, each with its reason. They are timed as
-the provider ``torch``. Of every other operator, its formula in :mod:`liger_multi.testing.formulas`
-is timed itself.
+the provider ``torch``. Of every other operator, the ``formula`` of its contract is timed itself.
 """
 
 from __future__ import annotations
@@ -20,15 +19,9 @@ from torch import Tensor
 
 from liger_multi import ops
 from liger_multi._torch_private import grouped_mm
+from liger_multi.ops._formulas import Rows, jsd_rows, kl_rows, rows_of_heads, tvd_rows
+from liger_multi.ops.attention import Window, of_all_heads
 from liger_multi.testing.formulas import FORMULAS, Formula
-from liger_multi.testing.formulas.attention import Window, of_all_heads
-from liger_multi.testing.formulas.losses import (
-    Rows,
-    jsd_rows,
-    kl_rows,
-    rows_of_heads,
-    tvd_rows,
-)
 
 # --- eager forms ---
 
@@ -125,32 +118,6 @@ def _of_heads(rows_of: Rows) -> Formula:
     return call
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: Window = None,
-    global_tokens: int = 0,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """All heads at once; the formula takes one at a time where scores are many."""
-    return of_all_heads(
-        q,
-        k,
-        v,
-        sinks,
-        causal=causal,
-        window=window,
-        global_tokens=global_tokens,
-        softcap=softcap,
-        scale=scale,
-    )
-
-
 def _neighborhood(
     q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7, dilation: int = 1
 ) -> Tensor:
@@ -200,7 +167,8 @@ def _grouped_lora_moe(
 
 
 EAGER: dict[str, Formula] = {
-    "attention": _attention,
+    # all heads at once; the formula takes one at a time where scores are many
+    "attention": of_all_heads,
     "cross_entropy": _cross_entropy,
     "cross_entropy_inplace": _cross_entropy,
     "fused_linear_cross_entropy": _linear_cross_entropy,

@@ -67,8 +67,10 @@ class Divergence(NamedTuple):
     @property
     def of_rows(self) -> Callable[..., Tensor]:
         """What compares two rows."""
-        found: Callable[..., Tensor] = self.rows if callable(self.rows) else getattr(ops, self.rows)
-        return found
+        function: Callable[..., Tensor] = (
+            self.rows if callable(self.rows) else getattr(ops, self.rows)
+        )
+        return function
 
 
 def cosine(student: Tensor, teacher: Tensor) -> Tensor:
@@ -88,14 +90,14 @@ DIVERGENCES: dict[str, Divergence] = {
         "fused_linear_jsd", "jsd", _jsd(1.0), "KL(q, p), MiniLLM, arXiv:2306.08543"
     ),
     "jsd": Divergence(
-        "fused_linear_jsd", "jsd", _jsd(None),
+        "fused_linear_jsd",
+        "jsd",
+        _jsd(None),
         "beta KL(p, m) + (1 - beta) KL(q, m), GKD, arXiv:2306.13649 eq. 1",
     ),
-    "tvd": Divergence(
-        "fused_linear_tvd", "tvd", lambda o: {}, "sum |p - q| / 2, arXiv:2307.15190"
-    ),
+    "tvd": Divergence("fused_linear_tvd", "tvd", lambda o: {}, "sum |p - q| / 2, arXiv:2307.15190"),
     "cosine": Divergence(None, cosine, lambda o: {}, "1 - cos of logits, PKD, arXiv:1908.09355"),
-}  # fmt: skip
+}
 RESTS = ("renormalize", "bucket")
 FEW = ("forward_kl", "reverse_kl", "jsd", "tvd")
 
@@ -173,23 +175,25 @@ def distillation_loss(
         options: As :class:`DistillationOptions`.
     """
     o = DistillationOptions.of(**options)
-    found = as_source("Distillation", student, target, "student")
-    if not isinstance(found, (Head, Logits)):
+    typed_source = as_source("Distillation", student, target, "student")
+    if not isinstance(typed_source, (Head, Logits)):
         raise TypeError("Distillation: the student must be a losses.Head or logits, got numbers")
     mask = counted("Distillation", target, ignore_index)
     by = divisor("Distillation", mask, num_items, processes, group)
-    total = _soft(found, teacher, target, ignore_index, o) if o.soft_weight else by.new_zeros(())
+    total = (
+        _soft(typed_source, teacher, target, ignore_index, o) if o.soft_weight else by.new_zeros(())
+    )
     soft = total / by * (o.temperature**2 if o.square_temperature else 1.0)
     loss, hard = o.soft_weight * soft, None
     if o.hard_weight:
-        hard, _ = sequence_loss(found, target, num_items=by, ignore_index=ignore_index)
+        hard, _ = sequence_loss(typed_source, target, num_items=by, ignore_index=ignore_index)
         loss = loss + o.hard_weight * hard
     entropy = accuracy = None
     if o.metrics:
         names = {"entropy": "entropy", "token_accuracy": "argmax"}
-        wanted = tuple(names[m] for m in o.metrics)
+        requested = tuple(names[m] for m in o.metrics)
         with torch.no_grad():
-            own = tokens(found, target, wanted, ignore_index=ignore_index)
+            own = tokens(typed_source, target, requested, ignore_index=ignore_index)
         entropy = None if own.entropy is None else masked_mean(own.entropy, mask)
         if own.argmax is not None:
             accuracy = masked_mean((own.argmax == target).float(), mask)
@@ -198,9 +202,12 @@ def distillation_loss(
 
 
 def _soft(
-    student: Head | Logits, teacher: Teacher, target: Tensor, ignore_index: int,
+    student: Head | Logits,
+    teacher: Teacher,
+    target: Tensor,
+    ignore_index: int,
     o: DistillationOptions,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The divergence, summed over the tokens that count."""
     warm = replace(student, temperature=student.temperature * o.temperature)
     if isinstance(teacher, TopK):
@@ -225,24 +232,40 @@ def _alike(student: Head, teacher: Head | Logits) -> bool:
 
 
 def _of_head(
-    student: Head, own: tuple[Any, ...], teacher: Head | Logits, plain: bool, target: Tensor,
-    ignore_index: int, o: DistillationOptions,
-) -> Tensor:  # fmt: skip
+    student: Head,
+    own: tuple[Any, ...],
+    teacher: Head | Logits,
+    plain: bool,
+    target: Tensor,
+    ignore_index: int,
+    o: DistillationOptions,
+) -> Tensor:
     hidden, weight, bias = own
-    kind = DIVERGENCES[o.divergence]
+    divergence = DIVERGENCES[o.divergence]
     if isinstance(teacher, Logits):
         flat = teacher.logits.detach().reshape(target.numel(), -1)
         _same_size(weight.shape[0], flat.shape[-1], o)
         return _tiles(student, own, lambda i: curved(flat[i], teacher), target, ignore_index, o)
 
     def run(t_hidden: Tensor, t_weight: Tensor, t_bias: Tensor | None) -> Tensor:
-        if plain and kind.fused is not None:
-            return getattr(ops, kind.fused)(  # type: ignore[no-any-return]
-                hidden, weight, t_hidden.detach(), t_weight.detach(), target, bias, t_bias,
-                temperature=student.temperature / student.logit_scale, vocabulary=o.vocabulary,
-                ignore_index=ignore_index, reduction="sum", chunk=student.chunk,
-                accumulate=student.accumulate, compact=student.compact, **kind.keywords(o),
-            )  # fmt: skip
+        if plain and divergence.fused is not None:
+            return getattr(ops, divergence.fused)(  # type: ignore[no-any-return]
+                hidden,
+                weight,
+                t_hidden.detach(),
+                t_weight.detach(),
+                target,
+                bias,
+                t_bias,
+                temperature=student.temperature / student.logit_scale,
+                vocabulary=o.vocabulary,
+                ignore_index=ignore_index,
+                reduction="sum",
+                chunk=student.chunk,
+                accumulate=student.accumulate,
+                compact=student.compact,
+                **divergence.keywords(o),
+            )
         _same_size(weight.shape[0], t_weight.shape[0], o)
         rows = t_hidden.detach().reshape(target.numel(), -1)
 
@@ -252,31 +275,39 @@ def _of_head(
 
         return _tiles(student, own, logits, target, ignore_index, o)
 
-    found: Tensor = teacher.run(run)
-    return found
+    output: Tensor = teacher.run(run)
+    return output
 
 
 def _tiles(
-    student: Head, own: tuple[Any, ...], teacher: Callable[[Any], Tensor], target: Tensor,
-    ignore_index: int, o: DistillationOptions,
-) -> Tensor:  # fmt: skip
+    student: Head,
+    own: tuple[Any, ...],
+    teacher: Callable[[Any], Tensor],
+    target: Tensor,
+    ignore_index: int,
+    o: DistillationOptions,
+) -> Tensor:
     share = torch.ones(target.shape, dtype=torch.float32, device=target.device)
     return tiled_sum(student, own, teacher, target, share, _rows(o), ignore_index)
 
 
 def _rows(o: DistillationOptions) -> Callable[[Tensor, Tensor], Tensor]:
     """A divergence of rows of logits at no temperature."""
-    kind = DIVERGENCES[o.divergence]
+    divergence = DIVERGENCES[o.divergence]
 
     def rows(student: Tensor, teacher: Tensor) -> Tensor:
         classes = min(student.shape[-1], teacher.shape[-1])
         student, teacher = student[..., :classes], teacher[..., :classes]
-        if callable(kind.rows):
-            return kind.of_rows(student, teacher)
-        return kind.of_rows(
-            student, teacher, form="logits", teacher_form="logits", reduction="none",
-            **kind.keywords(o),
-        )  # fmt: skip
+        if callable(divergence.rows):
+            return divergence.of_rows(student, teacher)
+        return divergence.of_rows(
+            student,
+            teacher,
+            form="logits",
+            teacher_form="logits",
+            reduction="none",
+            **divergence.keywords(o),
+        )
 
     return rows
 
@@ -291,9 +322,12 @@ def _same_size(student: int, teacher: int, o: DistillationOptions) -> None:
 
 
 def _given(
-    student: Logits, teacher: Head | Logits, target: Tensor, ignore_index: int,
+    student: Logits,
+    teacher: Head | Logits,
+    target: Tensor,
+    ignore_index: int,
     o: DistillationOptions,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     if isinstance(teacher, Head):
         raise TypeError(
             "Distillation: the student's logits exist and the teacher's do not; give both as "
@@ -309,9 +343,12 @@ def _given(
 
 
 def _few(
-    student: Head | Logits, teacher: TopK, target: Tensor, ignore_index: int,
+    student: Head | Logits,
+    teacher: TopK,
+    target: Tensor,
+    ignore_index: int,
     o: DistillationOptions,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     ids, log_p = teacher.ids, teacher.log_prob.detach()
     if ids.shape != log_p.shape or ids.shape[:-1] != target.shape:
         raise ValueError(
@@ -323,16 +360,22 @@ def _few(
     columns = {"ids": ids, "teacher": log_p}
     passes = "one" if isinstance(student, Head) else "two"
     loss, _ = token_sum(
-        student, target, _few_formula(o), columns, ("lse",), passes=passes,
-        ignore_index=ignore_index, name="Distillation",
-    )  # fmt: skip
+        student,
+        target,
+        _few_formula(o),
+        columns,
+        ("lse",),
+        passes=passes,
+        ignore_index=ignore_index,
+        name="Distillation",
+    )
     return loss
 
 
 def _few_formula(o: DistillationOptions) -> Callable[[LogProbOutput, Columns], Tensor]:
-    kind = DIVERGENCES[o.divergence]
+    divergence = DIVERGENCES[o.divergence]
 
-    def formula(made: LogProbOutput, c: Columns) -> Tensor:
+    def formula(log_prob_output: LogProbOutput, c: Columns) -> Tensor:
         there = (c["ids"] >= 0) & ~c["teacher"].isneginf()
         sides = [torch.where(there, x.float(), -torch.inf) for x in (c["picked"], c["teacher"])]
         some = there.any(-1)
@@ -342,10 +385,14 @@ def _few_formula(o: DistillationOptions) -> Callable[[LogProbOutput, Columns], T
             q, p = (torch.cat((x, _remainder(x)), -1) for x in sides)
         else:
             q, p = (x - torch.logsumexp(x, -1, keepdim=True) for x in sides)
-        each = kind.of_rows(
-            q, p.detach(), form="log_prob", teacher_form="log_prob", reduction="none",
-            **kind.keywords(o),
-        )  # fmt: skip
+        each = divergence.of_rows(
+            q,
+            p.detach(),
+            form="log_prob",
+            teacher_form="log_prob",
+            reduction="none",
+            **divergence.keywords(o),
+        )
         return torch.where(some, each, 0)
 
     return formula

@@ -80,27 +80,35 @@ def token_sum(
     checks.one_of(name, "passes", passes, PASSES)
     for key, column in columns.items():
         checks.constant(name, key, column)
-    found = as_source(name, source, target, role)
-    if passes == "one" and not isinstance(found, Head):
-        raise ValueError(f"{name}: one pass needs a losses.Head, got {type(found).__name__}")
-    if isinstance(found, Head) and passes != "two":
-        done: Any = found.run(
+    typed_source = as_source(name, source, target, role)
+    if passes == "one" and not isinstance(typed_source, Head):
+        raise ValueError(f"{name}: one pass needs a losses.Head, got {type(typed_source).__name__}")
+    if isinstance(typed_source, Head) and passes != "two":
+        done: Any = typed_source.run(
             lambda hidden, weight, bias: _fused(
-                found, (hidden, weight, bias), target, formula, columns, outputs, ignore_index,
+                typed_source,
+                (hidden, weight, bias),
+                target,
+                formula,
+                columns,
+                outputs,
+                ignore_index,
                 passes,
             )
-        )  # fmt: skip
+        )
         if done is not None:
             return done[0], LogProbOutput(*done[1:])
     asked = tuple(dict.fromkeys((*outputs, "log_prob", "lse"))) if "ids" in columns else outputs
-    made = tokens(found, target, asked, ignore_index=ignore_index, name=name)
+    output = tokens(typed_source, target, asked, ignore_index=ignore_index, name=name)
     if "ids" in columns:
-        columns = {**columns, "picked": _picked(name, found, target, made, columns["ids"])}
-    loss = _masked(formula(made, columns), target, ignore_index).sum()
-    return loss, detached(made)
+        columns = {**columns, "picked": _picked(name, typed_source, target, output, columns["ids"])}
+    loss = _masked(formula(output, columns), target, ignore_index).sum()
+    return loss, detached(output)
 
 
-def _picked(name: str, source: Any, target: Tensor, made: LogProbOutput, ids: Tensor) -> Tensor:
+def _picked(
+    name: str, source: Any, target: Tensor, log_prob_output: LogProbOutput, ids: Tensor
+) -> Tensor:
     """Log-probabilities of a few classes.
 
     What rounding left out of lse is what the target's log-probability has and its logit less lse
@@ -111,12 +119,12 @@ def _picked(name: str, source: Any, target: Tensor, made: LogProbOutput, ids: Te
             f"{name}: classes are picked from given logits, or from a losses.Head in one pass, "
             f"got {type(source).__name__}"
         )
-    assert made.lse is not None
-    assert made.log_prob is not None
-    lse = made.lse.unsqueeze(-1)
+    assert log_prob_output.lse is not None
+    assert log_prob_output.log_prob is not None
+    lse = log_prob_output.lse.unsqueeze(-1)
     with torch.no_grad():
         own = curved(source.logits.gather(-1, target.clamp(min=0).unsqueeze(-1)), source)
-        low = (own - lse) - made.log_prob.unsqueeze(-1)
+        low = (own - lse) - log_prob_output.log_prob.unsqueeze(-1)
         low = torch.where(low.isfinite(), low, 0)
     return curved(source.logits.gather(-1, ids.clamp(min=0)), source) - lse - low
 
@@ -127,9 +135,15 @@ def _masked(values: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 
 
 def _fused(
-    head: Head, tensors: tuple[Tensor, Tensor, Tensor | None], target: Tensor, formula: Formula,
-    columns: Columns, outputs: tuple[str, ...], ignore_index: int, passes: str,
-) -> tuple[Any, ...] | None:  # fmt: skip
+    head: Head,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    target: Tensor,
+    formula: Formula,
+    columns: Columns,
+    outputs: tuple[str, ...],
+    ignore_index: int,
+    passes: str,
+) -> tuple[Any, ...] | None:
     """One pass; None where two serve better."""
     hidden, weight, bias = tensors
     args = prepared(
@@ -138,21 +152,24 @@ def _fused(
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     # the range of float16 does not hold sums whose upstream gradient is not known yet
     narrow = (args[10] or hidden.dtype) == torch.float16
-    wanted = (grad or passes == "one") and not narrow
-    kernels = row_kernels(tensors, args) if wanted else None
+    requested = (grad or passes == "one") and not narrow
+    kernels = row_kernels(tensors, args) if requested else None
     if kernels is None:
         if passes == "one":
             reason = "float16" if narrow else "these tensors, or the backend that they resolve to"
             raise ValueError(f"one pass is not available for {reason}; use passes='auto'")
         return None
     flat = {key: _flat(key, column, target) for key, column in columns.items()}
-    found = in_one_pass(
-        args[0], args[1], args[3], kernels.scale,
+    output = in_one_pass(
+        args[0],
+        args[1],
+        args[3],
+        kernels.scale,
         lambda needs: chunk_pass(kernels, args, formula, flat, needs),
-    )  # fmt: skip
-    shaped = [x.view(target.shape) if x.numel() == target.numel() else None for x in found[1:]]
+    )
+    shaped = [x.view(target.shape) if x.numel() == target.numel() else None for x in output[1:]]
     asked = dict(zip(OUTPUTS, shaped, strict=True))
-    return (found[0], *[asked[n] if n in outputs else None for n in OUTPUTS])
+    return (output[0], *[asked[n] if n in outputs else None for n in OUTPUTS])
 
 
 def _flat(key: str, column: Tensor, target: Tensor) -> Tensor:
@@ -170,8 +187,8 @@ def in_one_pass(
 ) -> tuple[Tensor, ...]:
     """The loss and the statistics of a pass that makes gradients as it goes."""
     apply: Any = _OnePass.apply
-    found: tuple[Tensor, ...] = apply(hidden, weight, bias, scale, one_pass)
-    return found
+    output: tuple[Tensor, ...] = apply(hidden, weight, bias, scale, one_pass)
+    return output
 
 
 class _OnePass(torch.autograd.Function):
@@ -202,12 +219,12 @@ class _OnePass(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         if dloss is None:
             return (None,) * 5
-        found: list[Tensor | None] = [None] * 5
+        gradients: list[Tensor | None] = [None] * 5
         with on_device(dloss):
             for i, gradient in enumerate(saved[:-1]):
                 if ctx.needs_input_grad[i]:
-                    found[i] = ctx.scale(gradient, dloss, ctx.dtypes[i])
-        return tuple(found)
+                    gradients[i] = ctx.scale(gradient, dloss, ctx.dtypes[i])
+        return tuple(gradients)
 
 
 def chunk_pass(
@@ -224,27 +241,46 @@ def chunk_pass(
     from liger_multi.reference.cross_entropy.reduction import check_targets
     from liger_multi.reference.cross_entropy.rows import Objective, upstream_of
 
-    (hidden, weight, target, bias, ignore_index, softcap, scale, chunk, budget, accumulate, kind,
-     compact, validate, outputs) = args  # fmt: skip
+    (
+        hidden,
+        weight,
+        target,
+        bias,
+        ignore_index,
+        softcap,
+        scale,
+        chunk,
+        budget,
+        accumulate,
+        dtype,
+        compact,
+        validate,
+        outputs,
+    ) = args
     check_targets(target, weight.shape[0], ignore_index, validate)
     spec = Objective(ignore_index, 0.0, 0.0, softcap, scale)
-    chunks = Chunks(hidden, weight, target, bias, spec, ChunkSpec(chunk, budget, kind, compact))
+    chunks = Chunks(hidden, weight, target, bias, spec, ChunkSpec(chunk, budget, dtype, compact))
     collected = Collected(chunks, spec, outputs, loss=False)
     into = Accumulator(chunks, hidden, weight, accumulate, needs)
     total = target.new_zeros((), dtype=statistics_dtype(chunks.dtype))
     for place, where, h, t, raw in chunks:
-        made = kernels.statistics(raw, t, None, spec, outputs)
-        collected.put(where, made)
+        statistics = kernels.statistics(raw, t, None, spec, outputs)
+        collected.put(where, statistics)
         part = {key: column[where] for key, column in columns.items()}
         picked = picked_logits(raw, part["ids"], spec) if "ids" in part else None
-        value, slopes, dpicked = _slopes(formula, made, part, t, ignore_index, picked)
+        value, slopes, dpicked = _slopes(formula, statistics, part, t, ignore_index, picked)
         total += value
         if any(needs):
             upstream = upstream_of(
-                *slopes, entropies=made.entropy, target=t, vocabulary=weight.shape[0],
+                *slopes,
+                entropies=statistics.entropy,
+                target=t,
+                vocabulary=weight.shape[0],
                 objective=spec,
-            )  # fmt: skip
-            kernels.log_prob_gradient_(raw, t, made.normalizer, spec, upstream.at(slice(None)))
+            )
+            kernels.log_prob_gradient_(
+                raw, t, statistics.normalizer, spec, upstream.at(slice(None))
+            )
             if dpicked is not None and picked is not None:
                 if spec.softcap is not None:
                     dpicked = dpicked * (1 - (picked / spec.softcap).square())
@@ -263,30 +299,39 @@ def picked_logits(raw: Tensor, ids: Tensor, spec: Any) -> Tensor:
 
 
 def _slopes(
-    formula: Formula, made: Any, columns: Columns, target: Tensor, ignore_index: int,
+    formula: Formula,
+    statistics: Any,
+    columns: Columns,
+    target: Tensor,
+    ignore_index: int,
     picked: Tensor | None,
-) -> tuple[Tensor, list[Tensor | None], Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
     """The sum over a chunk; its derivatives by log_prob, entropy, lse, and the logits picked."""
     with torch.enable_grad():
         leaves = [
             x.detach().requires_grad_() if x.numel() == target.numel() else None
-            for x in (made.log_prob, made.entropy, made.lse)
+            for x in (statistics.log_prob, statistics.entropy, statistics.lse)
         ]
         own, entropy, lse = leaves
-        seen = LogProbOutput(own, entropy, lse, made.argmax if made.argmax.numel() else None)
+        log_prob_output = LogProbOutput(
+            own, entropy, lse, statistics.argmax if statistics.argmax.numel() else None
+        )
         if picked is not None:
             assert lse is not None
             picked = picked.detach().requires_grad_()
             leaves.append(picked)
-            columns = {**columns, "picked": (picked - lse.unsqueeze(1)) - made.lse_low.unsqueeze(1)}
-        value = _masked(formula(seen, columns), target, ignore_index).sum()
-        given = [x for x in leaves if x is not None]
+            columns = {
+                **columns,
+                "picked": (picked - lse.unsqueeze(1)) - statistics.lse_low.unsqueeze(1),
+            }
+        value = _masked(formula(log_prob_output, columns), target, ignore_index).sum()
+        required = [x for x in leaves if x is not None]
         if not value.requires_grad:  # a formula whose coefficients are all constants
-            return value, [torch.zeros_like(given[0]), None, None], None
-        found = iter(torch.autograd.grad(value, given, allow_unused=True))
-        slopes = [None if x is None else next(found) for x in leaves]
+            return value, [torch.zeros_like(required[0]), None, None], None
+        gradients = iter(torch.autograd.grad(value, required, allow_unused=True))
+        slopes = [None if x is None else next(gradients) for x in leaves]
     if all(slope is None for slope in slopes[:3]):
-        slopes[0] = torch.zeros_like(made.lse)
+        slopes[0] = torch.zeros_like(statistics.lse)
     return value.detach(), slopes[:3], slopes[3] if picked is not None else None
 
 
@@ -305,9 +350,14 @@ def curved(raw: Tensor, source: Any) -> Tensor:
 
 
 def tiled_sum(
-    head: Head, tensors: tuple[Tensor, Tensor, Tensor | None], teacher: Callable[[Any], Tensor],
-    target: Tensor, share: Tensor, function: RowLoss, ignore_index: int,
-) -> Tensor:  # fmt: skip
+    head: Head,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    teacher: Callable[[Any], Tensor],
+    target: Tensor,
+    share: Tensor,
+    function: RowLoss,
+    ignore_index: int,
+) -> Tensor:
     """The sum of a function of rows, weighted.
 
     Args:
@@ -339,9 +389,12 @@ LOGITS_AT_ONCE = 2**28
 
 
 def _by_autograd(
-    head: Head, args: tuple[Any, ...], teacher: Callable[[Any], Tensor], share: Tensor,
+    head: Head,
+    args: tuple[Any, ...],
+    teacher: Callable[[Any], Tensor],
+    share: Tensor,
     function: RowLoss,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The same in a compiled graph, in a deterministic mode and of tensors that are no plain ones.
 
     Logits beyond :data:`LOGITS_AT_ONCE` are computed again in backward, a block of rows at a time.
@@ -360,10 +413,10 @@ def _by_autograd(
     compiling = torch.compiler.is_compiling()
     configuration = None if compiling else current()
 
-    def once_more(*given: Any) -> Tensor:
+    def once_more(*args: Any) -> Tensor:
         assert configuration is not None
         with within(configuration):  # backward may run under another one
-            return block(*given)
+            return block(*args)
 
     count, every = len(target), torch.arange(len(target), device=target.device)
     step = count
@@ -371,9 +424,11 @@ def _by_autograd(
         step = max(1, LOGITS_AT_ONCE // weight.shape[0])
     parts = []
     for start in range(0, count, max(1, step)):
-        given = (hidden[start : start + step], weight, bias, every[start : start + step])
+        inputs = (hidden[start : start + step], weight, bias, every[start : start + step])
         again = step < count and torch.is_grad_enabled()
-        parts.append(checkpoint(once_more, *given, use_reentrant=False) if again else block(*given))
+        parts.append(
+            checkpoint(once_more, *inputs, use_reentrant=False) if again else block(*inputs)
+        )
     part = share * (target != ignore_index)
     each = torch.cat(parts) if parts else share.new_zeros(0)
     total: Tensor = (torch.where(part != 0, each, 0) * part).sum()
@@ -381,17 +436,21 @@ def _by_autograd(
 
 
 def _pass_over_tiles(
-    head: Head, args: tuple[Any, ...], teacher: Callable[[Any], Tensor], share: Tensor,
-    function: RowLoss, needs: tuple[bool, ...],
-) -> tuple[Tensor, tuple[Tensor, ...], Any]:  # fmt: skip
+    head: Head,
+    args: tuple[Any, ...],
+    teacher: Callable[[Any], Tensor],
+    share: Tensor,
+    function: RowLoss,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor, tuple[Tensor, ...], Any]:
     from liger_multi.reference.common.chunking import row_blocks
     from liger_multi.reference.cross_entropy.fused_linear import Accumulator, Chunks, ChunkSpec
     from liger_multi.reference.cross_entropy.rows import Objective
 
     hidden, weight, target, bias, ignore_index = args[:5]
-    chunk, budget, accumulate, kind, compact = args[7:12]
+    chunk, budget, accumulate, dtype, compact = args[7:12]
     spec = Objective(ignore_index, 0.0, 0.0, None)
-    chunks = Chunks(hidden, weight, target, bias, spec, ChunkSpec(chunk, budget, kind, compact))
+    chunks = Chunks(hidden, weight, target, bias, spec, ChunkSpec(chunk, budget, dtype, compact))
     into = Accumulator(chunks, hidden, weight, accumulate, needs)
     total = share.new_zeros(())
     for place, where, h, t, raw in chunks:
@@ -412,14 +471,14 @@ def _pass_over_tiles(
 
 def mean_logits(source: Source, target: Tensor, ignore_index: int, name: str) -> Tensor:
     """The mean of every token's logits, without gradients; 0 where the target is ignored."""
-    found = as_source(name, source, target)
-    if isinstance(found, LogProbOutput):
+    typed_source = as_source(name, source, target)
+    if isinstance(typed_source, LogProbOutput):
         raise ValueError(f"{name}: the mean of logits needs a losses.Head or logits, got neither")
     valid = target != ignore_index
     with torch.no_grad():
-        if isinstance(found, Logits):
-            return torch.where(valid, curved(found.logits, found).mean(-1), 0)
-        head = found
+        if isinstance(typed_source, Logits):
+            return torch.where(valid, curved(typed_source.logits, typed_source).mean(-1), 0)
+        head = typed_source
 
         def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             if head.softcap is None:  # linear, so one product with the mean of the classes
@@ -428,8 +487,8 @@ def mean_logits(source: Source, target: Tensor, ignore_index: int, name: str) ->
                 return torch.where(valid, mean * (head.logit_scale / head.temperature), 0)
             return _mean_rows(head, (hidden, weight, bias), target, ignore_index)
 
-        made: Tensor = head.run(run)
-        return made
+        output: Tensor = head.run(run)
+        return output
 
 
 def _mean_rows(
@@ -444,8 +503,8 @@ def _mean_rows(
     )
     spec = Objective(ignore_index, 0.0, 0.0, None)
     plan = ChunkSpec(args[7], args[8], args[10], args[11])
-    found = torch.zeros(target.numel(), dtype=torch.float32, device=target.device)
+    out = torch.zeros(target.numel(), dtype=torch.float32, device=target.device)
     with WithoutAutocast():
         for _, where, _, _, raw in Chunks(args[0], args[1], args[2], args[3], spec, plan):
-            found[where] = curved(raw, head).mean(-1).float()
-    return torch.where(target != ignore_index, found.view(target.shape), 0)
+            out[where] = curved(raw, head).mean(-1).float()
+    return torch.where(target != ignore_index, out.view(target.shape), 0)

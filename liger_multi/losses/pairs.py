@@ -97,8 +97,8 @@ def policy_tokens(
 def with_nll_targets(target: Tensor, nll_target: Tensor, ignore_index: int) -> Tensor:
     """Targets of one pass: those of pairs, and of the chosen rows those of the NLL beside them."""
     chosen, rejected = target.chunk(2)
-    beside = (nll_target != ignore_index) & (chosen == ignore_index)
-    return torch.cat((torch.where(beside, nll_target, chosen), rejected))
+    prompt_only = (nll_target != ignore_index) & (chosen == ignore_index)
+    return torch.cat((torch.where(prompt_only, nll_target, chosen), rejected))
 
 
 def chosen_nll(
@@ -117,14 +117,14 @@ def chosen_nll(
         nll_target: Those of the NLL, of the chosen rows.
         ignore_index: Targets that cost nothing.
     """
-    chosen, wanted = target.chunk(2)[0], nll_target != ignore_index
-    found = log_prob.chunk(2)[0]
-    other = wanted & (chosen != ignore_index) & (nll_target != chosen)
+    chosen, requested = target.chunk(2)[0], nll_target != ignore_index
+    chosen_log_prob = log_prob.chunk(2)[0]
+    other = requested & (chosen != ignore_index) & (nll_target != chosen)
     if torch.compiler.is_compiling() or bool(other.any()):  # in most trainers they are the same
         rest = torch.full_like(target, ignore_index)
         rest[: len(chosen)] = torch.where(other, nll_target, ignore_index)
-        found = torch.where(other, again(rest).chunk(2)[0], found)
-    return -masked_mean(found, wanted)
+        chosen_log_prob = torch.where(other, again(rest).chunk(2)[0], chosen_log_prob)
+    return -masked_mean(chosen_log_prob, requested)
 
 
 def sequences(
@@ -141,18 +141,22 @@ def sequences(
 
 
 def reference_sums(
-    name: str, reference: Source, target: Tensor, mask: Tensor, ignore_index: int,
+    name: str,
+    reference: Source,
+    target: Tensor,
+    mask: Tensor,
+    ignore_index: int,
     reduce: Callable[[Tensor], Tensor],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Numbers a sequence of a reference that may bring them already."""
     if isinstance(reference, Tensor) and reference.shape == mask.shape[:1]:
         return reference.detach()
     with torch.no_grad():
-        found = tokens(
+        statistics = tokens(
             reference, target, ignore_index=ignore_index, name=name, role="reference"
         ).log_prob
-        assert found is not None
-        return reduce(found)
+        assert statistics is not None
+        return reduce(statistics)
 
 
 def paired(
@@ -163,15 +167,17 @@ def paired(
     c, r = ratio.chunk(2)
     (c_score, r_score), (c_own, r_own) = score(ratio).chunk(2), sums.chunk(2)
     (c_before, r_before), (c_length, r_length) = before.chunk(2), lengths(mask).chunk(2)
-    return Pairs(
-        c, r, c_score, r_score, c_own, r_own, c_before, r_before, c_length, r_length, nll
-    )  # fmt: skip
+    return Pairs(c, r, c_score, r_score, c_own, r_own, c_before, r_before, c_length, r_length, nll)
 
 
 def logit_means(
-    name: str, policy: Source, target: Tensor, metrics: tuple[str, ...], ignore_index: int,
+    name: str,
+    policy: Source,
+    target: Tensor,
+    metrics: tuple[str, ...],
+    ignore_index: int,
     rows: tuple[Tensor, Tensor],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor | None, Tensor | None]:
     """The means of logits over the tokens of two groups of answers, where somebody asks."""
     if "logits" not in metrics:
         return None, None
@@ -201,8 +207,14 @@ def pair_metrics(
         first = mask.chunk(2)[0]
         hits = None if own.argmax is None else (own.argmax == target).chunk(2)[0]
         return PreferenceMetrics(
-            up.mean(), down.mean(), (up - down).mean(), (up > down).float().mean(),
-            pairs.chosen_log_prob.detach().mean(), pairs.rejected_log_prob.detach().mean(),
-            pairs.nll.detach(), None if own.entropy is None else masked_mean(own.entropy, mask),
-            None if hits is None else masked_mean(hits.float(), first), *means,
-        )  # fmt: skip
+            up.mean(),
+            down.mean(),
+            (up - down).mean(),
+            (up > down).float().mean(),
+            pairs.chosen_log_prob.detach().mean(),
+            pairs.rejected_log_prob.detach().mean(),
+            pairs.nll.detach(),
+            None if own.entropy is None else masked_mean(own.entropy, mask),
+            None if hits is None else masked_mean(hits.float(), first),
+            *means,
+        )

@@ -118,19 +118,21 @@ POLICY: dict[str, Policy] = {
     "gspo": Policy(
         clipped, _sequence_mean, "GSPO, arXiv:2507.18071 eq. 5", "sequence", reads=_CLIP
     ),
-    "cispo": Policy(
-        cispo, _step_mean, "CISPO, arXiv:2506.13585 eq. 4", reads=("epsilon_high",)
-    ),
+    "cispo": Policy(cispo, _step_mean, "CISPO, arXiv:2506.13585 eq. 4", reads=("epsilon_high",)),
     "sapo": Policy(
-        sapo, _sequence_mean, "SAPO, arXiv:2511.20347",
+        sapo,
+        _sequence_mean,
+        "SAPO, arXiv:2511.20347",
         reads=("sapo_temperature_pos", "sapo_temperature_neg"),
     ),
     "luspo": Policy(clipped, _sequence_sum, "LUSPO, arXiv:2602.05261", "sequence", reads=_CLIP),
     "vespo": Policy(
-        vespo, _step_mean, "VESPO, arXiv:2602.10693",
+        vespo,
+        _step_mean,
+        "VESPO, arXiv:2602.10693",
         reads=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +196,9 @@ class PolicyOptions(Options):
         own = POLICY[self.loss_type].reads
         every = [key for policy in POLICY.values() for key in policy.reads]
         for key in dict.fromkeys(every):
-            self.serves(key, type(self).__dataclass_fields__[key].default, key in own,
-                        self.loss_type)  # fmt: skip
+            self.serves(
+                key, type(self).__dataclass_fields__[key].default, key in own, self.loss_type
+            )
         self.serves("correct_kl", False, self.beta != 0, "beta=0")
         self.serves("level", None, self.loss_type != "vespo", "vespo, whose weights are sequences'")
         for key in ("beta", "epsilon_low", "epsilon_high"):
@@ -291,8 +294,8 @@ def policy_loss(
     target = _target(target, token_mask, ignore_index)
     mask = counted("Policy", target, ignore_index)
     positive("Policy", "accumulation", accumulation)
-    given = {"old": old, "ratios": ratios, "sampled": sampled}
-    columns = _columns(given, advantages, target)
+    args = {"old": old, "ratios": ratios, "sampled": sampled}
+    columns = _columns(args, advantages, target)
     if sampled is not None and o.off_policy_threshold is None:
         raise ValueError("Policy: sampled is read with off_policy_threshold only")
     if (o.beta != 0) != (reference is not None):
@@ -303,12 +306,16 @@ def policy_loss(
         )
     if reference is not None:
         with torch.no_grad():
-            found = tokens(
+            statistics = tokens(
                 reference, target, ignore_index=ignore_index, name="Policy", role="reference"
             ).log_prob
-        columns["reference"] = found  # type: ignore[assignment]
-    batch = Batch(mask, lambda: divisor("Policy", mask, num_items, processes, group), accumulation,
-                  o.max_length)  # fmt: skip
+        columns["reference"] = statistics  # type: ignore[assignment]
+    batch = Batch(
+        mask,
+        lambda: divisor("Policy", mask, num_items, processes, group),
+        accumulation,
+        o.max_length,
+    )
     weight = POLICY[o.loss_type].weight(batch).to(mask.device)
     columns["share"] = weight.expand(mask.shape)
     if o.entropy_weight:
@@ -318,21 +325,28 @@ def policy_loss(
     if o.own_only:
         formula = _formula(o)
         loss, own = token_sum(
-            policy, target, formula, columns, outputs, passes=o.passes,
-            ignore_index=ignore_index, name="Policy", role="policy",
-        )  # fmt: skip
+            policy,
+            target,
+            formula,
+            columns,
+            outputs,
+            passes=o.passes,
+            ignore_index=ignore_index,
+            name="Policy",
+            role="policy",
+        )
     else:
         if o.passes == "one":
             raise ValueError(
                 "Policy: one pass needs losses that depend on a token's own statistics; "
                 f"{o.loss_type} with these options looks at its sequence or batch"
             )
-        made = tokens(
+        output = tokens(
             policy, target, outputs, ignore_index=ignore_index, name="Policy", role="policy"
         )
-        columns |= _beyond(made, columns, mask, o)
-        loss = torch.where(mask, _formula(o)(made, columns), 0).sum()
-        own = detached(made)
+        columns |= _beyond(output, columns, mask, o)
+        loss = torch.where(mask, _formula(o)(output, columns), 0).sum()
+        own = detached(output)
     return loss, _metrics(own, columns, mask, o, loss)
 
 
@@ -349,12 +363,12 @@ def _target(target: Tensor, token_mask: Tensor | None, ignore_index: int) -> Ten
 
 
 def _columns(
-    given: dict[str, Tensor | None], advantages: Tensor, target: Tensor
+    tensors: dict[str, Tensor | None], advantages: Tensor, target: Tensor
 ) -> dict[str, Tensor]:
     """Numbers of tokens by name."""
-    found = {}
+    columns = {}
     checks.floating("Policy", advantages=advantages)
-    for key, x in {"advantage": advantages, **given}.items():
+    for key, x in {"advantage": advantages, **tensors}.items():
         if x is None:
             continue
         checks.floating("Policy", **{key: x}, optional=())
@@ -368,8 +382,8 @@ def _columns(
                 + f", got {checks.describe(x)}"
             )
         checks.constant("Policy", key, x)
-        found[key] = wide.expand(target.shape)
-    return found
+        columns[key] = wide.expand(target.shape)
+    return columns
 
 
 def _ratio(own: Tensor, c: Columns, o: PolicyOptions) -> Tensor:
@@ -385,15 +399,15 @@ def _ratio(own: Tensor, c: Columns, o: PolicyOptions) -> Tensor:
 def _kl(own: Tensor, ratio: Tensor, c: Columns, o: PolicyOptions) -> Tensor:
     """The estimator k3 of the divergence (Schulman 2020), unbiased off policy if asked for."""
     gap = c["reference"] - own
-    found = torch.expm1(gap) - gap
-    return found * ratio if o.correct_kl else found
+    kl = torch.expm1(gap) - gap
+    return kl * ratio if o.correct_kl else kl
 
 
 def _formula(o: PolicyOptions) -> Callable[[LogProbOutput, Columns], Tensor]:
     """The weighted loss of every token."""
 
-    def formula(made: LogProbOutput, c: Columns) -> Tensor:
-        own = made.log_prob
+    def formula(log_prob_output: LogProbOutput, c: Columns) -> Tensor:
+        own = log_prob_output.log_prob
         assert own is not None
         ratio = _ratio(own, c, o)
         loss = POLICY[o.loss_type].surrogate(ratio, own, c, o)
@@ -405,42 +419,44 @@ def _formula(o: PolicyOptions) -> Callable[[LogProbOutput, Columns], Tensor]:
             loss = loss + o.beta * _kl(own, ratio, c, o)
         loss = loss * c["share"]
         if o.entropy_weight:
-            assert made.entropy is not None
-            bonus = c["entropy_share"] * made.entropy
+            assert log_prob_output.entropy is not None
+            bonus = c["entropy_share"] * log_prob_output.entropy
             loss = loss - (torch.where(c["high"], bonus, 0) if "high" in c else bonus)
         return loss
 
     return formula
 
 
-def _beyond(made: LogProbOutput, c: Columns, mask: Tensor, o: PolicyOptions) -> dict[str, Tensor]:
+def _beyond(
+    log_prob_output: LogProbOutput, c: Columns, mask: Tensor, o: PolicyOptions
+) -> dict[str, Tensor]:
     """Columns that are known when all tokens are: weights of answers, and who is left out."""
-    assert made.log_prob is not None
-    own, a = made.log_prob.detach(), c["advantage"]
-    found: dict[str, Tensor] = {"mask": mask}
+    assert log_prob_output.log_prob is not None
+    own, a = log_prob_output.log_prob.detach(), c["advantage"]
+    terms: dict[str, Tensor] = {"mask": mask}
     keep = []
     if o.top_entropy < 1:
-        assert made.entropy is not None
-        entropy = made.entropy.detach()
+        assert log_prob_output.entropy is not None
+        entropy = log_prob_output.entropy.detach()
         if bool(mask.any()):
             limit = torch.quantile(entropy[mask].float(), 1 - o.top_entropy)
-            found["high"] = (entropy >= limit) & mask
+            terms["high"] = (entropy >= limit) & mask
         else:
-            found["high"] = mask
-        keep.append(found["high"])
+            terms["high"] = mask
+        keep.append(terms["high"])
         if o.entropy_weight:  # the mean over the tokens that it acts on
-            part = mask.sum().clamp(min=1) / found["high"].sum().clamp(min=1)
-            found["entropy_share"] = c["entropy_share"] * part
+            part = mask.sum().clamp(min=1) / terms["high"].sum().clamp(min=1)
+            terms["entropy_share"] = c["entropy_share"] * part
     if o.off_policy_threshold is not None:
         before = c.get("sampled", c.get("old", own))
         gap = torch.where(mask, torch.nan_to_num(before - own, nan=0.0), 0).sum(-1)
         near = gap / lengths(mask) <= o.off_policy_threshold
         keep.append((a >= 0) | near.unsqueeze(1))
     if keep:
-        found["keep"] = torch.stack(keep).all(0)
+        terms["keep"] = torch.stack(keep).all(0)
     if o.loss_type == "vespo":
-        found["weight"] = _vespo_weight(own, c, mask, o)
-    return found
+        terms["weight"] = _vespo_weight(own, c, mask, o)
+    return terms
 
 
 def _vespo_weight(own: Tensor, c: Columns, mask: Tensor, o: PolicyOptions) -> Tensor:
@@ -464,18 +480,18 @@ def _metrics(
         c = {"mask": mask, **c}
         assert own.log_prob is not None
         ratio = _ratio(own.log_prob, c, o)
-        found: dict[str, Tensor | None] = {"ratio": masked_mean(ratio, mask)}
-        found["policy_loss"] = loss.detach()
+        metrics: dict[str, Tensor | None] = {"ratio": masked_mean(ratio, mask)}
+        metrics["policy_loss"] = loss.detach()
         if own.entropy is not None:
-            found["entropy"] = masked_mean(own.entropy, mask)
+            metrics["entropy"] = masked_mean(own.entropy, mask)
             if o.entropy_weight:
                 bonus = torch.where(c.get("high", mask), c["entropy_share"] * own.entropy, 0)
-                found["policy_loss"] = loss.detach() + bonus.sum()
+                metrics["policy_loss"] = loss.detach() + bonus.sum()
         if o.beta:
-            found["kl"] = masked_mean(_kl(own.log_prob, ratio, c, o), mask)
+            metrics["kl"] = masked_mean(_kl(own.log_prob, ratio, c, o), mask)
         if "weight" in c:
-            found["weight"] = masked_mean(c["weight"], mask)
-        return PolicyMetrics(**found, **_clips(ratio, c, mask, o))  # type: ignore[arg-type]
+            metrics["weight"] = masked_mean(c["weight"], mask)
+        return PolicyMetrics(**metrics, **_clips(ratio, c, mask, o))  # type: ignore[arg-type]
 
 
 def _clips(ratio: Tensor, c: Columns, mask: Tensor, o: PolicyOptions) -> dict[str, Tensor]:

@@ -196,8 +196,8 @@ class DPOOptions(Options):
                 f"{checks.describe(self.loss_type)}"
             )
         types = self.types
-        for kind in types:
-            checks.one_of(name, "loss_type", kind, DPO)
+        for loss_type in types:
+            checks.one_of(name, "loss_type", loss_type, DPO)
         if self.loss_weights is not None and not isinstance(self.loss_weights, (tuple, list)):
             raise TypeError(
                 f"{name}: loss_weights must be a tuple of numbers, got "
@@ -217,7 +217,7 @@ class DPOOptions(Options):
         self.number("rpo_alpha", 0.0)
         checks.one_of(name, "divergence", self.divergence, SCORES)
         checks.names(name, self.metrics, EXTRA, "metrics")
-        chosen = [DPO[kind] for kind in types]
+        chosen = [DPO[loss_type] for loss_type in types]
         self.serves("label_smoothing", 0.0, any(f.smooth for f in chosen), f"{types}")
         self.serves("divergence", "reverse_kl", all(f.divergence for f in chosen), f"{types}")
         self.serves("weighting", False, all(f.paired for f in chosen), f"{types}, which sort pairs")
@@ -276,8 +276,8 @@ def dpo_loss(
         likely = sequences((own.log_prob - square).detach(), mask, None, True).exp()  # type: ignore[operator]
         factor = likely.chunk(2)[0] * likely.chunk(2)[1]
     loss: Any = 0.0
-    for kind, weight in zip(o.types, o.weights, strict=True):
-        loss = loss + weight * (DPO[kind].pairs(pairs, o) * factor).mean()
+    for loss_type, weight in zip(o.types, o.weights, strict=True):
+        loss = loss + weight * (DPO[loss_type].pairs(pairs, o) * factor).mean()
     if o.rpo_alpha:
         mean = sequences(own.log_prob, mask, None, True).chunk(2)[0]
         loss = loss - o.rpo_alpha * mean.mean()
@@ -292,9 +292,13 @@ def _reference(
     if reference is None:
         return torch.zeros(mask.shape[0], device=mask.device)
     return reference_sums(
-        name, reference, target, mask, ignore_index,
-        lambda found: sequences(found, mask, o.tail, o.length_normalized),
-    )  # fmt: skip
+        name,
+        reference,
+        target,
+        mask,
+        ignore_index,
+        lambda log_prob_output: sequences(log_prob_output, mask, o.tail, o.length_normalized),
+    )
 
 
 # --- pairs without a reference: CPO, SimPO, ORPO, AlphaPO ---
@@ -333,24 +337,31 @@ class MarginFormula(NamedTuple):
 CPO: dict[str, MarginFormula] = {
     "sigmoid": MarginFormula(
         lambda p, o: logistic(o.beta * _cpo_delta(p, o), o.label_smoothing),
-        "CPO, arXiv:2401.08417", smooth=True,
+        "CPO, arXiv:2401.08417",
+        smooth=True,
     ),
     "hinge": MarginFormula(
         lambda p, o: torch.relu(1 - o.beta * _cpo_delta(p, o)), "SLiC, arXiv:2305.10425"
     ),
     "ipo": MarginFormula(
-        lambda p, o: (_cpo_delta(p, o) - 1 / (2 * o.beta)).square(), "IPO, arXiv:2310.12036",
+        lambda p, o: (_cpo_delta(p, o) - 1 / (2 * o.beta)).square(),
+        "IPO, arXiv:2310.12036",
         mean=True,
     ),
     "simpo": MarginFormula(
         lambda p, o: logistic(o.beta * _cpo_delta(p, o) - o.gamma, o.label_smoothing),
-        "SimPO, arXiv:2405.14734", mean=True, smooth=True, gamma=True,
+        "SimPO, arXiv:2405.14734",
+        mean=True,
+        smooth=True,
+        gamma=True,
     ),
     "orpo": MarginFormula(
         lambda p, o: o.beta * logistic(_log_odds(p.chosen) - _log_odds(p.rejected)),
-        "ORPO, arXiv:2403.07691 eq. 4 and 7", mean=True, alpha=False,
+        "ORPO, arXiv:2403.07691 eq. 4 and 7",
+        mean=True,
+        alpha=False,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,9 +440,9 @@ def cpo_loss(
     assert own.log_prob is not None
 
     def again(rest: Tensor) -> Tensor:
-        found = policy_tokens("CPO", policy, rest, (), ignore_index).log_prob
-        assert found is not None
-        return found
+        log_prob = policy_tokens("CPO", policy, rest, (), ignore_index).log_prob
+        assert log_prob is not None
+        return log_prob
 
     if nll_target is None:
         nll = -masked_mean(own.log_prob.chunk(2)[0], mask.chunk(2)[0])
@@ -567,18 +578,24 @@ def kto_loss(
     with torch.no_grad():
         up, count = o.beta * ratio.detach(), good.sum()
         means = [
-            torch.where(kind, x, 0).sum() / kind.sum()
+            torch.where(group_mask, x, 0).sum() / group_mask.sum()
             for x in (up, sums.detach())
-            for kind in (good, ~good)
+            for group_mask in (good, ~good)
         ]
         hits = None if own.argmax is None else (own.argmax == target).float()
         metrics = KTOMetrics(
-            means[0], means[1], means[0] - means[1], means[2], means[3], count,
-            good.numel() - count, zero,
+            means[0],
+            means[1],
+            means[0] - means[1],
+            means[2],
+            means[3],
+            count,
+            good.numel() - count,
+            zero,
             None if own.entropy is None else masked_mean(own.entropy, mask),
             None if hits is None else masked_mean(hits, mask & good.unsqueeze(1)),
             *logit_means("KTO", policy, target, o.metrics, ignore_index, (good, ~good)),
-        )  # fmt: skip
+        )
     return loss, metrics
 
 

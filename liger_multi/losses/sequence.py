@@ -127,26 +127,37 @@ def sequence_loss(
         of_tokens("Sequence", "token_weight", token_weight, target)
     share = _shares(mask, token_weight, segments, o, (num_items, processes, group))
     needs = {"entropy": "entropy", "token_accuracy": "argmax", "z_loss": "lse"}
-    wanted = [needs[m] for m in o.metrics]
-    wanted += ["entropy"] * (o.entropy_weight != 0) + ["lse"] * (o.z_loss != 0)
+    requested = [needs[m] for m in o.metrics]
+    requested += ["entropy"] * (o.entropy_weight != 0) + ["lse"] * (o.z_loss != 0)
     loss, own = token_sum(
-        policy, target, _formula(o), {"share": share}, tuple(dict.fromkeys(["log_prob", *wanted])),
-        passes=o.passes, ignore_index=ignore_index, name="Sequence", role="policy",
-    )  # fmt: skip
+        policy,
+        target,
+        _formula(o),
+        {"share": share},
+        tuple(dict.fromkeys(["log_prob", *requested])),
+        passes=o.passes,
+        ignore_index=ignore_index,
+        name="Sequence",
+        role="policy",
+    )
     assert own.log_prob is not None
     hits = None if own.argmax is None else (own.argmax == target).float()
     return loss, SequenceMetrics(
-        masked_mean(-own.log_prob, mask), mask.sum(),
+        masked_mean(-own.log_prob, mask),
+        mask.sum(),
         None if own.entropy is None else masked_mean(own.entropy, mask),
         None if hits is None else masked_mean(hits, mask),
         None if own.lse is None else masked_mean(own.lse.square(), mask),
-    )  # fmt: skip
+    )
 
 
 def _shares(
-    mask: Tensor, token_weight: Tensor | None, segments: Tensor | None, o: SequenceOptions,
+    mask: Tensor,
+    token_weight: Tensor | None,
+    segments: Tensor | None,
+    o: SequenceOptions,
     count: tuple[Tensor | float | None, int, Any],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """What every token's loss is multiplied by in the sum."""
     weight = mask.to(torch.float32)
     if token_weight is not None:
@@ -176,15 +187,19 @@ def divisor_of_weights(weight: Tensor, group: Any) -> Tensor:
 def _formula(o: SequenceOptions) -> Callable[[LogProbOutput, Columns], Tensor]:
     factor = SEQUENCE[o.loss_type].factor
 
-    def formula(made: LogProbOutput, c: Columns) -> Tensor:
-        assert made.log_prob is not None
-        loss = -made.log_prob if factor is None else -factor(made.log_prob) * made.log_prob
+    def formula(log_prob_output: LogProbOutput, c: Columns) -> Tensor:
+        assert log_prob_output.log_prob is not None
+        loss = (
+            -log_prob_output.log_prob
+            if factor is None
+            else -factor(log_prob_output.log_prob) * log_prob_output.log_prob
+        )
         if o.z_loss:
-            assert made.lse is not None
-            loss = loss + o.z_loss * made.lse.square()
+            assert log_prob_output.lse is not None
+            loss = loss + o.z_loss * log_prob_output.lse.square()
         if o.entropy_weight:
-            assert made.entropy is not None
-            loss = loss - o.entropy_weight * made.entropy
+            assert log_prob_output.entropy is not None
+            loss = loss - o.entropy_weight * log_prob_output.entropy
         return loss * c["share"]
 
     return formula

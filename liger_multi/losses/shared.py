@@ -27,16 +27,16 @@ _KINDS: dict[str, Callable[[str, str, object], Any]] = {
 
 def kinds_of(annotations: Mapping[str, str]) -> Kinds:
     """The fields that are numbers or truth values: name, kind, and whether None is one more."""
-    plain = {name: kind.removesuffix(" | None") for name, kind in annotations.items()}
+    plain = {name: type_name.removesuffix(" | None") for name, type_name in annotations.items()}
     return tuple((n, k, annotations[n] != k) for n, k in plain.items() if k in _KINDS)
 
 
 def check_kinds(title: str, kinds: Kinds, owner: object) -> None:
     """Every field is of its kind."""
-    for name, kind, optional in kinds:
+    for name, type_name, optional in kinds:
         value = getattr(owner, name)
         if not (optional and value is None):
-            _KINDS[kind](title, name, value)
+            _KINDS[type_name](title, name, value)
 
 
 class Options:
@@ -55,12 +55,12 @@ class Options:
         check_kinds(self.title(), self.KINDS, self)
 
     @classmethod
-    def of(cls, **given: Any) -> Any:
+    def of(cls, **options: Any) -> Any:
         """Options by name."""
-        for key in given:
+        for key in options:
             if key not in cls.NAMES:
                 raise TypeError(f"{cls.title()}: {unknown('option', key, cls.NAMES)}")
-        return cls(**given)
+        return cls(**options)
 
     @classmethod
     def title(cls) -> str:
@@ -144,8 +144,8 @@ def divisor(
         checks.number(name, "num_items", num_items, 0.0)
     elif num_items.numel() != 1:
         raise ValueError(f"{name}: num_items must be one number, got {checks.describe(num_items)}")
-    given = torch.as_tensor(num_items, device=mask.device, dtype=torch.float32)
-    return given.clamp(min=1) / processes
+    count = torch.as_tensor(num_items, device=mask.device, dtype=torch.float32)
+    return count.clamp(min=1) / processes
 
 
 def segment_weights(mask: Tensor, segments: Tensor | None) -> Tensor:

@@ -106,11 +106,13 @@ def _refusal(head: nn.Module) -> str | None:
 
 
 def _adapted(head: Any, hidden: Tensor, loss: Loss) -> Any:
-    kind = type(head).__name__
+    module_class = type(head).__name__
     if "forward" in vars(head):
-        raise TypeError(f"somebody replaced the forward of this adapter ({kind})")
+        raise TypeError(f"somebody replaced the forward of this adapter ({module_class})")
     if getattr(head, "disable_adapters", False) and getattr(head, "merged", False):
-        raise TypeError(f"the adapter {kind} is disabled but merged into the weight; unmerge it")
+        raise TypeError(
+            f"the adapter {module_class} is disabled but merged into the weight; unmerge it"
+        )
     if getattr(head, "disable_adapters", False) or getattr(head, "merged", False):
         return _called(head, hidden, lambda h: through(head.base_layer, h, loss))
     names = [n for n in head.active_adapters if n in getattr(head, "lora_A", {})]
@@ -120,9 +122,9 @@ def _adapted(head: Any, hidden: Tensor, loss: Loss) -> Any:
     )
     if strange or any(n not in names for n in head.active_adapters):
         raise TypeError(
-            f"the adapter on the head ({kind}) is no plain LoRA, so its logits are not a product "
-            "of hidden states and a weight; give the loss real logits, or keep the head out of "
-            "target_modules"
+            f"the adapter on the head ({module_class}) is no plain LoRA, so its logits are not a "
+            "product of hidden states and a weight; give the loss real logits, or keep the head "
+            "out of target_modules"
         )
     for name in names:
         if getattr(head.lora_B[name], "bias", None) is not None:
@@ -135,12 +137,12 @@ def _adapted(head: Any, hidden: Tensor, loss: Loss) -> Any:
             low = a(head.lora_dropout[name](h.to(dtype_of(a)))) * head.scaling[name]
             parts.append((low.to(h.dtype), head.lora_B[name].weight))
 
-        def beside(h: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        def with_adapter(h: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
             wide = torch.cat((h, *[low for low, _ in parts]), -1)
             both = torch.cat((weight, *[up.to(weight.dtype) for _, up in parts]), 1)
             return loss(wide, both, bias)
 
-        return through(head.base_layer, h, beside if parts else loss)
+        return through(head.base_layer, h, with_adapter if parts else loss)
 
     return _called(head, hidden, body)
 
@@ -191,10 +193,10 @@ def kept_tokens(
     if kernels is None:
         return None
     apply: Any = _Kept.apply
-    found = apply(hidden, weight, args[3], kernels, args, fit)
+    output = apply(hidden, weight, args[3], kernels, args, fit)
     asked = args[-1].split(",")
     return LogProbOutput(
-        **{n: x.view(target.shape) for n, x in zip(OUTPUTS, found, strict=True) if n in asked}
+        **{n: x.view(target.shape) for n, x in zip(OUTPUTS, output, strict=True) if n in asked}
     )
 
 
@@ -219,11 +221,11 @@ class _Kept(torch.autograd.Function):
         check_targets(target, weight.shape[0], args[4], args[12])
         with WithoutAutocast(), on_device(hidden):
             chunks = _chunks(args, fit)
-            found = Collected(chunks, chunks.spec, outputs, loss=False)
+            collected = Collected(chunks, chunks.spec, outputs, loss=False)
             ctx.kept = chunks.first()
             for _, where, _, t, raw in chunks.over(ctx.kept):
-                found.put(where, kernels.statistics(raw, t, None, chunks.spec, outputs))
-            rows = found.rows
+                collected.put(where, kernels.statistics(raw, t, None, chunks.spec, outputs))
+            rows = collected.rows
         ctx.save_for_backward(*args[:4], rows.entropy, *rows.normalizer)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(rows.argmax)
@@ -248,9 +250,12 @@ class _Kept(torch.autograd.Function):
             chunks.widen(kept)
             into = Accumulator(chunks, hidden, weight, ctx.rest[5], ctx.needs_input_grad[:3])
             arrived = upstream_of(
-                *grads[:3], entropies=entropy, target=target, vocabulary=weight.shape[0],
+                *grads[:3],
+                entropies=entropy,
+                target=target,
+                vocabulary=weight.shape[0],
                 objective=chunks.spec,
-            )  # fmt: skip
+            )
             upstream, factor = within_range(arrived, chunks.spec, chunks.dtype)
             for place, where, h, t, raw in chunks.over(kept, ready):
                 ctx.kernels.log_prob_gradient_(
@@ -259,9 +264,11 @@ class _Kept(torch.autograd.Function):
                 into.add(place, where, h, raw)
             kinds = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
             scale = ctx.kernels.scale
-            made = [scale(g, factor, k) for g, k in zip(into.gradients, kinds, strict=True)]
-        found = [g if need else None for g, need in zip(made, ctx.needs_input_grad, strict=False)]
-        return (*found, None, None, None)
+            scaled = [scale(g, factor, k) for g, k in zip(into.gradients, kinds, strict=True)]
+        gradients = [
+            g if need else None for g, need in zip(scaled, ctx.needs_input_grad, strict=False)
+        ]
+        return (*gradients, None, None, None)
 
 
 def _chunks(args: tuple[Any, ...], fit: int) -> Any:
@@ -406,7 +413,7 @@ class Logits:
         _check(self)
 
 
-_KINDS = {kind: kinds_of(kind.__annotations__) for kind in (Head, Logits)}
+_KINDS = {source_class: kinds_of(source_class.__annotations__) for source_class in (Head, Logits)}
 
 
 def _check(source: Head | Logits) -> None:
@@ -449,15 +456,15 @@ def as_source(
 def _from_lazy(source: Logits) -> Head | Logits:
     """The head behind the lazy logits of a patched model, if these are such."""
     lazy = getattr(source.logits, "as_head", None)
-    found = lazy() if callable(lazy) else None
-    if found is None:
+    recipe_options = lazy() if callable(lazy) else None
+    if recipe_options is None:
         return source
-    if found["softcap"] is None:  # the source's scale and cap come after the model's own
-        scale = found["logit_scale"] * source.logit_scale
-        found |= {"softcap": source.softcap, "logit_scale": scale}
+    if recipe_options["softcap"] is None:  # the source's scale and cap come after the model's own
+        scale = recipe_options["logit_scale"] * source.logit_scale
+        recipe_options |= {"softcap": source.softcap, "logit_scale": scale}
     elif source.softcap is not None or source.logit_scale != 1.0:
         return source
-    return Head(**found, temperature=source.temperature, validate=source.validate)
+    return Head(**recipe_options, temperature=source.temperature, validate=source.validate)
 
 
 def tokens(
@@ -479,55 +486,73 @@ def tokens(
         name: Who asks, for messages.
         role: What the source is there, for messages.
     """
-    found = as_source(name, source, target, role)
+    typed_source = as_source(name, source, target, role)
     checks.names(name, outputs, LogProbOutput._fields)
-    if isinstance(found, LogProbOutput):
-        return _given(name, found, counted(name, target, ignore_index), outputs)
-    if isinstance(found, Logits):
-        options = {k: v for k, v in vars(found).items() if k != "logits"}
+    if isinstance(typed_source, LogProbOutput):
+        return _given(name, typed_source, counted(name, target, ignore_index), outputs)
+    if isinstance(typed_source, Logits):
+        options = {k: v for k, v in vars(typed_source).items() if k != "logits"}
         return ops.token_log_prob(
-            found.logits, target, ignore_index=ignore_index, outputs=outputs, **options
+            typed_source.logits, target, ignore_index=ignore_index, outputs=outputs, **options
         )
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LogProbOutput:
-        if found.keep and torch.is_grad_enabled():
+        if typed_source.keep and torch.is_grad_enabled():
             args = prepared(
-                hidden, weight, target, bias, ignore_index=ignore_index, outputs=outputs,
-                **found.options(),
-            )  # fmt: skip
-            made = kept_tokens((hidden, weight, bias), args, target, found.keep)
-            if made is not None:
-                return made
+                hidden,
+                weight,
+                target,
+                bias,
+                ignore_index=ignore_index,
+                outputs=outputs,
+                **typed_source.options(),
+            )
+            output = kept_tokens((hidden, weight, bias), args, target, typed_source.keep)
+            if output is not None:
+                return output
         return ops.fused_linear_log_prob(
-            hidden, weight, target, bias, ignore_index=ignore_index, outputs=outputs,
-            **found.options(),
-        )  # fmt: skip
+            hidden,
+            weight,
+            target,
+            bias,
+            ignore_index=ignore_index,
+            outputs=outputs,
+            **typed_source.options(),
+        )
 
-    result: LogProbOutput = found.run(run)
+    result: LogProbOutput = typed_source.run(run)
     return result
 
 
-def detached(made: LogProbOutput) -> LogProbOutput:
+def detached(log_prob_output: LogProbOutput) -> LogProbOutput:
     """The same numbers without gradients."""
 
     def cut(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.detach()
 
-    return LogProbOutput(cut(made.log_prob), cut(made.entropy), cut(made.lse), cut(made.argmax))
+    return LogProbOutput(
+        cut(log_prob_output.log_prob),
+        cut(log_prob_output.entropy),
+        cut(log_prob_output.lse),
+        cut(log_prob_output.argmax),
+    )
 
 
 def _given(
-    name: str, found: LogProbOutput, valid: Tensor, outputs: tuple[str, ...]
+    name: str, log_prob_output: LogProbOutput, valid: Tensor, outputs: tuple[str, ...]
 ) -> LogProbOutput:
-    missing = [key for key in outputs if getattr(found, key) is None]
+    missing = [key for key in outputs if getattr(log_prob_output, key) is None]
     if missing:
         raise ValueError(
             f"{name}: needs {', '.join(missing)} of every token, which the given log-probabilities "
             "do not bring; give a losses.Head, logits, or an ops.LogProbOutput that has them"
         )
     fill = LogProbOutput(0.0, 0.0, 0.0, -1)  # type: ignore[arg-type]
-    made = {key: torch.where(valid, getattr(found, key), getattr(fill, key)) for key in outputs}
-    return LogProbOutput(**made)
+    tensors = {
+        key: torch.where(valid, getattr(log_prob_output, key), getattr(fill, key))
+        for key in outputs
+    }
+    return LogProbOutput(**tensors)
 
 
 def log_square_sum(
@@ -538,17 +563,17 @@ def log_square_sum(
     It is ``logsumexp(2 z) - 2 logsumexp(z)``, another look at half the temperature: twice a token's
     log-probability less its log-probability there, which have more digits than both normalizers.
     """
-    found = as_source(name, source, target)
-    if isinstance(found, LogProbOutput):
+    typed_source = as_source(name, source, target)
+    if isinstance(typed_source, LogProbOutput):
         raise ValueError(
             f"{name}: weights by the sum of squared probabilities need a losses.Head or logits, "
             "got log-probabilities"
         )
     with torch.no_grad():
-        sharp = replace(found, temperature=found.temperature / 2)
+        sharp = replace(typed_source, temperature=typed_source.temperature / 2)
         once, twice = (
             tokens(s, target, ("log_prob", "lse"), ignore_index=ignore_index, name=name)
-            for s in (found, sharp)
+            for s in (typed_source, sharp)
         )
         assert once.log_prob is not None
         assert twice.log_prob is not None

@@ -28,10 +28,10 @@ def fits(module: nn.Module, x: Tensor, width: int) -> None:
 
 def changed(module: nn.Module) -> str:
     """The arguments of the constructor that are not at their defaults, as it takes them."""
-    found = []
+    texts = []
     for name, parameter in inspect.signature(type(module)).parameters.items():
         value = getattr(module, name, parameter.default)
         shown = parameter.default is not parameter.empty and not isinstance(value, Tensor)
         if shown and value != parameter.default:
-            found.append(f"{name}={value!r}")
-    return ", ".join(found)
+            texts.append(f"{name}={value!r}")
+    return ", ".join(texts)

@@ -223,10 +223,10 @@ class Embedding(nn.Embedding):
         **others: Any,
     ) -> None:
         name = type(self).__name__
-        given = {n: v for n, v in others.items() if v is not None and v is not False}
-        given.pop("norm_type", None)  # without max_norm it says nothing
-        if given:
-            raise ValueError(f"{name} does not support {', '.join(given)}; use torch.nn.Embedding")
+        args = {n: v for n, v in others.items() if v is not None and v is not False}
+        args.pop("norm_type", None)  # without max_norm it says nothing
+        if args:
+            raise ValueError(f"{name} does not support {', '.join(args)}; use torch.nn.Embedding")
         rows = size(name, "num_embeddings", num_embeddings)
         columns = size(name, "embedding_dim", embedding_dim)
         if padding_idx is not None:

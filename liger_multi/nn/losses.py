@@ -110,14 +110,14 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
 
 class _Objective(nn.Module):
-    kind: ClassVar[type[Options]]
+    options_class: ClassVar[type[Options]]
     defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, *, ignore_index: int = -100, **options: Any) -> None:
         super().__init__()
         self.ignore_index = checks.integer(type(self).__name__, "ignore_index", ignore_index)
         self.options = {**self.defaults, **options}
-        self.kind.of(**self.options)
+        self.options_class.of(**self.options)
 
     def extra_repr(self) -> str:
         """What was chosen."""
@@ -138,7 +138,7 @@ class DPOLoss(_Objective):
         options: As :class:`~liger_multi.losses.DPOOptions`.
     """
 
-    kind = losses.DPOOptions
+    options_class = losses.DPOOptions
 
     def forward(
         self, policy: losses.Source, target: Tensor, reference: losses.Source | None = None
@@ -163,7 +163,7 @@ class CPOLoss(_Objective):
         options: As :class:`~liger_multi.losses.CPOOptions`.
     """
 
-    kind = losses.CPOOptions
+    options_class = losses.CPOOptions
 
     def forward(
         self, policy: losses.Source, target: Tensor, nll_target: Tensor | None = None
@@ -222,7 +222,7 @@ class KTOLoss(_Objective):
         options: As :class:`~liger_multi.losses.KTOOptions`.
     """
 
-    kind = losses.KTOOptions
+    options_class = losses.KTOOptions
 
     def forward(
         self,
@@ -234,9 +234,14 @@ class KTOLoss(_Objective):
     ) -> tuple[Tensor, losses.KTOMetrics]:
         """As :func:`~liger_multi.losses.kto_loss`."""
         return losses.kto_loss(
-            policy, target, desirable, reference, kl, ignore_index=self.ignore_index,
+            policy,
+            target,
+            desirable,
+            reference,
+            kl,
+            ignore_index=self.ignore_index,
             **self.options,
-        )  # fmt: skip
+        )
 
 
 class PolicyLoss(_Objective):
@@ -253,14 +258,14 @@ class PolicyLoss(_Objective):
         options: As :class:`~liger_multi.losses.PolicyOptions`.
     """
 
-    kind = losses.PolicyOptions
+    options_class = losses.PolicyOptions
 
     def forward(
-        self, policy: losses.Source, target: Tensor, advantages: Tensor, **beside: Any
+        self, policy: losses.Source, target: Tensor, advantages: Tensor, **kwargs: Any
     ) -> tuple[Tensor, losses.PolicyMetrics]:
         """As :func:`~liger_multi.losses.policy_loss`, with what it takes beside options."""
         return losses.policy_loss(
-            policy, target, advantages, ignore_index=self.ignore_index, **beside, **self.options
+            policy, target, advantages, ignore_index=self.ignore_index, **kwargs, **self.options
         )
 
 
@@ -278,18 +283,18 @@ class SequenceLoss(_Objective):
         options: As :class:`~liger_multi.losses.SequenceOptions`.
     """
 
-    kind = losses.SequenceOptions
+    options_class = losses.SequenceOptions
 
     def forward(
         self,
         policy: losses.Source,
         target: Tensor,
         token_weight: Tensor | None = None,
-        **beside: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, losses.SequenceMetrics]:
         """As :func:`~liger_multi.losses.sequence_loss`, with what it takes beside options."""
         return losses.sequence_loss(
-            policy, target, token_weight, ignore_index=self.ignore_index, **beside, **self.options
+            policy, target, token_weight, ignore_index=self.ignore_index, **kwargs, **self.options
         )
 
 
@@ -308,7 +313,7 @@ class MTPLoss(_Objective):
         options: As :class:`~liger_multi.losses.SequenceOptions`.
     """
 
-    kind = losses.SequenceOptions
+    options_class = losses.SequenceOptions
 
     def __init__(
         self, ahead_weight: float = 0.3, *, ignore_index: int = -100, **options: Any
@@ -317,13 +322,17 @@ class MTPLoss(_Objective):
         self.ahead_weight = checks.number(type(self).__name__, "ahead_weight", ahead_weight, 0.0)
 
     def forward(
-        self, heads: Sequence[losses.Source], target: Tensor, **beside: Any
+        self, heads: Sequence[losses.Source], target: Tensor, **kwargs: Any
     ) -> tuple[Tensor, losses.MTPMetrics]:
         """As :func:`~liger_multi.losses.mtp_loss`, with what it takes beside options."""
         return losses.mtp_loss(
-            heads, target, ahead_weight=self.ahead_weight, ignore_index=self.ignore_index, **beside,
+            heads,
+            target,
+            ahead_weight=self.ahead_weight,
+            ignore_index=self.ignore_index,
+            **kwargs,
             **self.options,
-        )  # fmt: skip
+        )
 
 
 class DistillationLoss(_Objective):
@@ -340,12 +349,12 @@ class DistillationLoss(_Objective):
         options: As :class:`~liger_multi.losses.DistillationOptions`.
     """
 
-    kind = losses.DistillationOptions
+    options_class = losses.DistillationOptions
 
     def forward(
-        self, student: losses.Source, teacher: losses.Teacher, target: Tensor, **beside: Any
+        self, student: losses.Source, teacher: losses.Teacher, target: Tensor, **kwargs: Any
     ) -> tuple[Tensor, losses.DistillationMetrics]:
         """As :func:`~liger_multi.losses.distillation_loss`, with what it takes beside options."""
         return losses.distillation_loss(
-            student, teacher, target, ignore_index=self.ignore_index, **beside, **self.options
+            student, teacher, target, ignore_index=self.ignore_index, **kwargs, **self.options
         )

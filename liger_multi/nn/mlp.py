@@ -231,9 +231,9 @@ class Experts(nn.Module):
         if act not in ACTIVATIONS:
             raise ValueError(f"{name}: {unknown('activation', str(act), ACTIVATIONS)}")
         self.config, self.activation = config, ACTIVATIONS[act]
-        kind: Any = {"device": device, "dtype": dtype}
-        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, hidden, **kind))
-        self.down_proj = nn.Parameter(torch.empty(count, hidden, inner, **kind))
+        factory: Any = {"device": device, "dtype": dtype}
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, hidden, **factory))
+        self.down_proj = nn.Parameter(torch.empty(count, hidden, inner, **factory))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum of what each token's experts make of it."""
@@ -277,10 +277,10 @@ class HyperConnection(nn.Module):
         self.hc_mult = count
         self.hc_sinkhorn_iters = _first(name, config, "hc_sinkhorn_iters")
         self.hc_eps, self.rms_eps = _first(name, config, "hc_eps"), config.rms_norm_eps
-        outs, kind = count * (count + 2), {"device": device, "dtype": dtype}
-        self.fn = nn.Parameter(torch.empty((outs, count * hidden), **kind))  # type: ignore[arg-type]
-        self.base = nn.Parameter(torch.empty((outs,), **kind))  # type: ignore[arg-type]
-        self.scale = nn.Parameter(torch.empty((3,), **kind))  # type: ignore[arg-type]
+        outs, factory = count * (count + 2), {"device": device, "dtype": dtype}
+        self.fn = nn.Parameter(torch.empty((outs, count * hidden), **factory))  # type: ignore[arg-type]
+        self.base = nn.Parameter(torch.empty((outs,), **factory))  # type: ignore[arg-type]
+        self.scale = nn.Parameter(torch.empty((3,), **factory))  # type: ignore[arg-type]
 
     def forward(self, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Coefficients post and mix, and what the block is given."""
@@ -308,11 +308,14 @@ class _Surroundings:
     """What a second run of a module needs to be the first one again: autocast, random numbers."""
 
     def __init__(self, x: Tensor, random: bool) -> None:
-        kind = x.device.type
-        self.kind, self.random = kind, random
+        device_type = x.device.type
+        self.device_type, self.random = device_type, random
         self.autocast = None
-        if kind != "meta":  # which has none
-            self.autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        if device_type != "meta":  # which has none
+            self.autocast = (
+                torch.get_autocast_dtype(device_type),
+                torch.is_autocast_enabled(device_type),
+            )
         if random:
             self.state = torch.get_rng_state()
             self.devices, self.states = get_device_states(x)
@@ -320,15 +323,15 @@ class _Surroundings:
     def __enter__(self) -> None:
         self.cast: Any = contextlib.nullcontext()
         if self.autocast is not None:
-            self.cast = torch.autocast(self.kind, *self.autocast)
+            self.cast = torch.autocast(self.device_type, *self.autocast)
         self.cast.__enter__()
         if self.random:
-            accelerator = "cuda" if self.kind == "cpu" else self.kind
+            accelerator = "cuda" if self.device_type == "cpu" else self.device_type
             self.fork = torch.random.fork_rng(self.devices, device_type=accelerator)
             self.fork.__enter__()
             torch.set_rng_state(self.state)
             if self.devices:
-                set_device_states(self.devices, self.states, device_type=self.kind)
+                set_device_states(self.devices, self.states, device_type=self.device_type)
 
     def __exit__(self, *error: Any) -> None:
         if self.random:
@@ -357,7 +360,7 @@ def _places(length: int, tiles: int) -> Iterator[tuple[int, int]]:
 
 
 def _forward(module: nn.Module, x: Tensor, tiles: int) -> Tensor:
-    made: Tensor | None = None
+    out: Tensor | None = None
     for start, length in _places(x.shape[-2], tiles):
         y = module(x.narrow(-2, start, length))
         if not isinstance(y, Tensor) or y.shape[:-1] != (*x.shape[:-2], length):
@@ -365,11 +368,11 @@ def _forward(module: nn.Module, x: Tensor, tiles: int) -> Tensor:
                 "TiledMLP: the MLP must return one tensor with the leading axes of its input, got "
                 f"{checks.describe(y)} for {checks.describe(x.narrow(-2, start, length))}"
             )
-        if made is None:
-            made = y.new_empty((*x.shape[:-1], y.shape[-1]))
-        made.narrow(-2, start, length).copy_(y)
-    assert made is not None
-    return made
+        if out is None:
+            out = y.new_empty((*x.shape[:-1], y.shape[-1]))
+        out.narrow(-2, start, length).copy_(y)
+    assert out is not None
+    return out
 
 
 class _Tiled(torch.autograd.Function):
@@ -390,23 +393,26 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> Any:
         """Run each piece again, and through it backwards; sums over pieces are in fp32."""
         x, *parameters = saved
-        needs_x, wanted = ctx.needs_input_grad[3], [p for p in parameters if p.requires_grad]
+        needs_x, requested = ctx.needs_input_grad[3], [p for p in parameters if p.requires_grad]
         dx = torch.empty_like(x) if needs_x else None
-        sums: list[Tensor | None] = [None] * len(wanted)
-        with ctx.around, torch.enable_grad(), _quiet(wanted):
+        sums: list[Tensor | None] = [None] * len(requested)
+        with ctx.around, torch.enable_grad(), _quiet(requested):
             for start, length in _places(x.shape[-2], ctx.tiles):
                 piece = x.narrow(-2, start, length).detach().requires_grad_(needs_x)
                 y, upstream = ctx.module(piece), dy.narrow(-2, start, length)
-                leaves = [*([piece] if needs_x else []), *wanted]
-                found = list(torch.autograd.grad(y, leaves, upstream, allow_unused=True))
+                leaves = [*([piece] if needs_x else []), *requested]
+                gradients = list(torch.autograd.grad(y, leaves, upstream, allow_unused=True))
                 if dx is not None:
-                    dx.narrow(-2, start, length).copy_(_present(found.pop(0), piece))
-                for i, grad in enumerate(found):
+                    dx.narrow(-2, start, length).copy_(_present(gradients.pop(0), piece))
+                for i, grad in enumerate(gradients):
                     sums[i] = _added(sums[i], grad)
         grads = iter(sums)
-        made = [next(grads) if p.requires_grad else None for p in parameters]
-        made = [None if g is None else g.to(p.dtype) for g, p in zip(made, parameters, strict=True)]
-        return (None, None, None, dx, *made)
+        parameter_grads = [next(grads) if p.requires_grad else None for p in parameters]
+        parameter_grads = [
+            None if g is None else g.to(p.dtype)
+            for g, p in zip(parameter_grads, parameters, strict=True)
+        ]
+        return (None, None, None, dx, *parameter_grads)
 
 
 def _present(grad: Tensor | None, like: Tensor) -> Tensor:

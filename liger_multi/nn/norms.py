@@ -301,9 +301,14 @@ class GatedRMSNorm(RMSNorm):
         name = type(self).__name__
         checks.one_of(name, "activation", activation, ACTIVATIONS)
         super().__init__(
-            hidden_size, eps, offset=offset, casting=casting,
-            elementwise_affine=elementwise_affine, device=device, dtype=dtype,
-        )  # fmt: skip
+            hidden_size,
+            eps,
+            offset=offset,
+            casting=casting,
+            elementwise_affine=elementwise_affine,
+            device=device,
+            dtype=dtype,
+        )
         self.group_size = None if group_size is None else size(name, "group_size", group_size)
         if self.group_size is not None and self.hidden_size % self.group_size:
             raise ValueError(

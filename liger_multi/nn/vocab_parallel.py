@@ -63,13 +63,13 @@ class _Shared(torch.autograd.Function):
 
 
 def _sum(x: Tensor, group: Any) -> Tensor:
-    found: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
+    return output
 
 
 def _shared(x: Tensor, group: Any) -> Tensor:
-    found: Tensor = _Shared.apply(x, group)  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor = _Shared.apply(x, group)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _Joined(torch.autograd.Function):
@@ -82,9 +82,14 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, log_prob: Tensor, entropy: Tensor | None, lse: Tensor, lse_low: Tensor,
-        mine: Tensor, group: Any,
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        log_prob: Tensor,
+        entropy: Tensor | None,
+        lse: Tensor,
+        lse_low: Tensor,
+        mine: Tensor,
+        group: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         from liger_multi.reference.cross_entropy.rows import LogSumExp
 
         own = torch.stack((lse, lse_low))
@@ -111,22 +116,26 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only("nn.vocab_parallel_cross_entropy")
     def backward(
-        ctx: Any, saved: tuple[Tensor, ...], dlog_prob: Tensor | None, dentropy: Tensor | None,
-        dlse: Tensor | None, dlow: None,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        ctx: Any,
+        saved: tuple[Tensor, ...],
+        dlog_prob: Tensor | None,
+        dentropy: Tensor | None,
+        dlse: Tensor | None,
+        dlow: None,
+    ) -> tuple[Tensor | None, ...]:
         """Everybody has the same upstream gradients, so nothing crosses processes."""
         share, mine, entropy, mixed = saved
-        part, made = share.exp(), torch.zeros_like(share)
+        part, out = share.exp(), torch.zeros_like(share)
         of_log_prob = of_entropy = None
         if dlog_prob is not None:
             of_log_prob = torch.where(mine, dlog_prob, 0)
-            made = made - dlog_prob * torch.where(mine, torch.expm1(share), part)
+            out = out - dlog_prob * torch.where(mine, torch.expm1(share), part)
         if dlse is not None:
-            made = made + dlse * part
+            out = out + dlse * part
         if dentropy is not None:
             of_entropy = dentropy * part
-            made = made + of_entropy * ((entropy - share) - mixed)
-        return of_log_prob, of_entropy, torch.where(share == -math.inf, 0, made), None, None, None
+            out = out + of_entropy * ((entropy - share) - mixed)
+        return of_log_prob, of_entropy, torch.where(share == -math.inf, 0, out), None, None, None
 
 
 # --- parts of a vocabulary ---
@@ -143,9 +152,15 @@ class _Part:
     """The classes of this process, and whose target is whose."""
 
     def __init__(
-        self, name: str, local: int, target: Tensor, vocabulary: int, start: int | None,
-        group: Any, ignore_index: int,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        local: int,
+        target: Tensor,
+        vocabulary: int,
+        start: int | None,
+        group: Any,
+        ignore_index: int,
+    ) -> None:
         first, last = vocab_range(checks.integer(name, "vocabulary", vocabulary), group)
         if start is None and last - first != local:
             raise ValueError(
@@ -157,8 +172,8 @@ class _Part:
         self.valid = target != checks.integer(name, "ignore_index", ignore_index)
         self.wrong = self.valid & ((target < 0) | (target >= vocabulary))
         if target.device.type == "cpu" and bool(self.wrong.any()):
-            found = int(target[self.wrong][0])
-            raise IndexError(f"{name}: target {found} is outside of [0, {vocabulary})")
+            statistics = int(target[self.wrong][0])
+            raise IndexError(f"{name}: target {statistics} is outside of [0, {vocabulary})")
         here = target - first
         self.mine = self.valid & (here >= 0) & (here < local)
         # of rows whose target is elsewhere, only the normalizer is used
@@ -191,19 +206,24 @@ class _Found(NamedTuple):
         return _Found(nothing, nothing, nothing - math.inf, torch.zeros_like(nothing))
 
 
-def _joined_rows(part: _Part, found: _Found, entropies: bool, group: Any) -> _Found:
+def _joined_rows(part: _Part, statistics: _Found, entropies: bool, group: Any) -> _Found:
     """The target's log-probability, the entropy and the normalizer over all classes."""
     apply: Any = _Joined.apply
-    lse = torch.where(part.valid, found.lse, 0)
-    entropy = found.entropy if entropies else None
-    low = torch.where(part.valid, found.lse_low, 0)
-    return _Found(*apply(found.log_prob, entropy, lse, low, part.mine, group))
+    lse = torch.where(part.valid, statistics.lse, 0)
+    entropy = statistics.entropy if entropies else None
+    low = torch.where(part.valid, statistics.lse_low, 0)
+    return _Found(*apply(statistics.log_prob, entropy, lse, low, part.mine, group))
 
 
 def _loss(
-    part: _Part, log_prob: Tensor, spread: Tensor | None, vocabulary: int,
-    label_smoothing: float, smoothing: str, reduction: str,
-) -> Tensor:  # fmt: skip
+    part: _Part,
+    log_prob: Tensor,
+    spread: Tensor | None,
+    vocabulary: int,
+    label_smoothing: float,
+    smoothing: str,
+    reduction: str,
+) -> Tensor:
     """The loss, with ``spread`` the mean over classes of what each costs."""
     loss = -log_prob
     if spread is not None:
@@ -219,10 +239,15 @@ def _loss(
 
 
 def _options(
-    name: str, target: Tensor, rows: torch.Size, beside: Tensor, label_smoothing: float,
-    smoothing: str, reduction: str,
-) -> None:  # fmt: skip
-    checks.targets(name, target, rows, beside)
+    name: str,
+    target: Tensor,
+    rows: torch.Size,
+    others: Tensor,
+    label_smoothing: float,
+    smoothing: str,
+    reduction: str,
+) -> None:
+    checks.targets(name, target, rows, others)
     checks.number(name, "label_smoothing", label_smoothing, 0.0, 1.0)
     checks.one_of(name, "smoothing", smoothing, SMOOTHINGS)
     checks.one_of(name, "reduction", reduction, REDUCTIONS)
@@ -271,13 +296,16 @@ def vocab_parallel_cross_entropy(
     part = _Part(name, logits.shape[-1], target, vocabulary, start, group, ignore_index)
     if logits.shape[-1]:
         arguments = prepared_logits(
-            logits, part.target, softcap=softcap, ignore_index=ignore_index,
+            logits,
+            part.target,
+            softcap=softcap,
+            ignore_index=ignore_index,
             outputs=("log_prob", "lse"),
-        )  # fmt: skip
-        found = _Found.of(of_logits(*arguments), target.shape)
+        )
+        statistics = _Found.of(of_logits(*arguments), target.shape)
     else:
-        found = _Found.absent(target.shape, logits)
-    joined = _joined_rows(part, found, False, group)
+        statistics = _Found.absent(target.shape, logits)
+    joined = _joined_rows(part, statistics, False, group)
     spread, own = None, smoothed == "part"
     classes = max(1, logits.shape[-1]) if own else vocabulary
     if label_smoothing:
@@ -321,11 +349,23 @@ def vocab_parallel_fused_linear_cross_entropy(
     _options(name, target, hidden.shape[:-1], hidden, label_smoothing, smoothing, reduction)
     if label_smoothing and softcap is not None:
         raise ValueError(f"{name}: label_smoothing has no softcap beside it, got {softcap!r}")
-    part, shared, found = _linear(
-        name, hidden, weight, bias, target, group, vocabulary, start, ignore_index, reduce_hidden,
-        ("log_prob", "lse"), softcap=softcap, logit_scale=logit_scale, chunk=chunk,
-    )  # fmt: skip
-    joined = _joined_rows(part, found, False, group)
+    part, shared, statistics = _linear(
+        name,
+        hidden,
+        weight,
+        bias,
+        target,
+        group,
+        vocabulary,
+        start,
+        ignore_index,
+        reduce_hidden,
+        ("log_prob", "lse"),
+        softcap=softcap,
+        logit_scale=logit_scale,
+        chunk=chunk,
+    )
+    joined = _joined_rows(part, statistics, False, group)
     spread = None
     if label_smoothing:  # the sum of a row's logits is one product with the sum of the classes
         wide = joined.lse.dtype
@@ -359,23 +399,44 @@ def vocab_parallel_fused_linear_log_prob(
     name = "vocab_parallel_fused_linear_log_prob"
     checks.floating(name, hidden=hidden, weight=weight, bias=bias, optional=("bias",))
     checks.targets(name, target, hidden.shape[:-1], hidden)
-    wanted = checks.names(name, outputs, ("log_prob", "entropy", "lse")).split(",")
-    asked = ("log_prob", "entropy", "lse") if "entropy" in wanted else ("log_prob", "lse")
-    part, _, found = _linear(
-        name, hidden, weight, bias, target, group, vocabulary, start, ignore_index, reduce_hidden,
-        asked, softcap=softcap, chunk=chunk, temperature=temperature,
-    )  # fmt: skip
-    joined = _joined_rows(part, found, "entropy" in wanted, group)
+    requested = checks.names(name, outputs, ("log_prob", "entropy", "lse")).split(",")
+    asked = ("log_prob", "entropy", "lse") if "entropy" in requested else ("log_prob", "lse")
+    part, _, statistics = _linear(
+        name,
+        hidden,
+        weight,
+        bias,
+        target,
+        group,
+        vocabulary,
+        start,
+        ignore_index,
+        reduce_hidden,
+        asked,
+        softcap=softcap,
+        chunk=chunk,
+        temperature=temperature,
+    )
+    joined = _joined_rows(part, statistics, "entropy" in requested, group)
     zero = torch.zeros((), dtype=joined.lse.dtype, device=joined.lse.device)
-    made = joined._asdict() | {"log_prob": torch.where(part.wrong, math.nan, joined.log_prob)}
-    return LogProbOutput(**{n: torch.where(part.valid, made[n], zero) for n in wanted})
+    output = joined._asdict() | {"log_prob": torch.where(part.wrong, math.nan, joined.log_prob)}
+    return LogProbOutput(**{n: torch.where(part.valid, output[n], zero) for n in requested})
 
 
 def _linear(
-    name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, group: Any,
-    vocabulary: int, start: int | None, ignore_index: int, reduce_hidden: bool,
-    outputs: tuple[str, ...], **options: Any,
-) -> tuple[_Part, Tensor, _Found]:  # fmt: skip
+    name: str,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    group: Any,
+    vocabulary: int,
+    start: int | None,
+    ignore_index: int,
+    reduce_hidden: bool,
+    outputs: tuple[str, ...],
+    **options: Any,
+) -> tuple[_Part, Tensor, _Found]:
     """This process's part, the hidden states as it uses them, and what its classes say."""
     part = _Part(name, weight.shape[0], target, vocabulary, start, group, ignore_index)
     shared = _shared(hidden, group) if reduce_hidden else hidden
@@ -383,7 +444,7 @@ def _linear(
         arguments = prepared_head(
             shared, weight, part.target, bias, ignore_index=ignore_index, outputs=outputs, **options
         )
-        found = _Found.of(of_head(*arguments), target.shape)
+        statistics = _Found.of(of_head(*arguments), target.shape)
     else:
-        found = _Found.absent(target.shape, shared, weight, *([] if bias is None else [bias]))
-    return part, shared, found
+        statistics = _Found.absent(target.shape, shared, weight, *([] if bias is None else [bias]))
+    return part, shared, statistics

@@ -45,9 +45,12 @@ def pointwise_samples(sizes: str) -> tuple[Sample, ...]:
         return {"x": T(shape, layout=layout, scale=scale)}
 
     return (
-        Sample("rows", x(3, 5, 48)), *usual(x, PIECES), Sample("one-column", x(9, 1)),
-        Sample("large-values", x(4, 64, scale=30.0)), *bench(x, sizes),
-    )  # fmt: skip
+        Sample("rows", x(3, 5, 48)),
+        *usual(x, PIECES),
+        Sample("one-column", x(9, 1)),
+        Sample("large-values", x(4, 64, scale=30.0)),
+        *bench(x, sizes),
+    )
 
 
 # --- gated, of two tensors or of packed halves ---

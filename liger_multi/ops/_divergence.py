@@ -27,9 +27,16 @@ def declare(op: Op) -> None:
     """Forward and backward of a divergence of given rows."""
 
     def forward(
-        student: Tensor, teacher: Tensor, target: Optional[Tensor], beta: float, form: str,
-        teacher_form: str, scale: float, ignore_index: int, reduction: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        student: Tensor,
+        teacher: Tensor,
+        target: Optional[Tensor],
+        beta: float,
+        form: str,
+        teacher_form: str,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Shape rule."""
         rows, raw = student.shape[0], form == "logits"
         return (
@@ -54,9 +61,16 @@ def declare_inplace(op: Op) -> None:
     """Forward and backward of a divergence whose gradient replaces the student."""
 
     def forward(
-        student: Tensor, teacher: Tensor, target: Optional[Tensor], beta: float, form: str,
-        teacher_form: str, scale: float, ignore_index: int, reduction: str,
-    ) -> Tensor:  # fmt: skip
+        student: Tensor,
+        teacher: Tensor,
+        target: Optional[Tensor],
+        beta: float,
+        form: str,
+        teacher_form: str,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+    ) -> Tensor:
         """Shape rule."""
         return statistics(student, (student.shape[0],) if reduction == "none" else ())
 
@@ -65,9 +79,18 @@ def declare_inplace(op: Op) -> None:
 
 
 def run(
-    op: Op, student: Tensor, teacher: Tensor, target: Tensor | None, beta: float, form: str,
-    teacher_form: str | None, temperature: float, ignore_index: int, reduction: str, inplace: bool,
-) -> Tensor:  # fmt: skip
+    op: Op,
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None,
+    beta: float,
+    form: str,
+    teacher_form: str | None,
+    temperature: float,
+    ignore_index: int,
+    reduction: str,
+    inplace: bool,
+) -> Tensor:
     """Check the arguments of a divergence of given rows, and call it."""
     name = op.name
     checks.floating(name, student=student, teacher=teacher)
@@ -92,15 +115,21 @@ def run(
     overwrite = overwrite and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     overwrite = overwrite and may_overwrite(OPS[f"{name}_inplace"], student)
     if overwrite and not share_memory(student, teacher):  # rows of the teacher are read meanwhile
-        op, given = OPS[f"{name}_inplace"], writable_rows(name, "student's rows", student)
+        op, args = OPS[f"{name}_inplace"], writable_rows(name, "student's rows", student)
     else:
-        given = student.reshape(rows, student.shape[-1])
-    found: Tensor = op(
-        given, teacher.reshape(rows, student.shape[-1]),
-        None if target is None else target.reshape(-1).to(torch.int64), beta, form, teacher_form,
-        1 / cool, checks.integer(name, "ignore_index", ignore_index), reduction,
-    )  # fmt: skip
-    return found.view(lead) if reduction == "none" else found
+        args = student.reshape(rows, student.shape[-1])
+    output: Tensor = op(
+        args,
+        teacher.reshape(rows, student.shape[-1]),
+        None if target is None else target.reshape(-1).to(torch.int64),
+        beta,
+        form,
+        teacher_form,
+        1 / cool,
+        checks.integer(name, "ignore_index", ignore_index),
+        reduction,
+    )
+    return output.view(lead) if reduction == "none" else output
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
@@ -122,15 +151,19 @@ def _bytes_of(x: Tensor) -> tuple[int, int]:
 
 
 def pair(
-    rows: int, classes: int, *, marked: float | None = None, layout: str = "contiguous",
+    rows: int,
+    classes: int,
+    *,
+    marked: float | None = None,
+    layout: str = "contiguous",
     scale: float = 1.5,
-) -> dict[str, T]:  # fmt: skip
+) -> dict[str, T]:
     """Tensors of a sample; ``marked`` is the share of ignored rows."""
-    made = {
+    tensors = {
         "student": T((rows, classes), scale=scale, layout=layout),
         "teacher": T((rows, classes), scale=scale, layout=layout, grad=False),
     }
-    return made | ({} if marked is None else {"target": T((rows,), classes=9, ignored=marked)})
+    return tensors | ({} if marked is None else {"target": T((rows,), classes=9, ignored=marked)})
 
 
 def samples_of(**own: Any) -> tuple[Sample, ...]:
@@ -197,10 +230,23 @@ def samples_of(**own: Any) -> tuple[Sample, ...]:
 
 
 _INPLACE = (
-    "mean", "sum", "none", "quarter-ignored", "all-ignored", "cold", "log-prob", "log-prob-none",
-    "prob", "logits-and-prob", "one-row", "sliced", "row-gaps", "three-axes", "large-vocabulary",
+    "mean",
+    "sum",
+    "none",
+    "quarter-ignored",
+    "all-ignored",
+    "cold",
+    "log-prob",
+    "log-prob-none",
+    "prob",
+    "logits-and-prob",
+    "one-row",
+    "sliced",
+    "row-gaps",
+    "three-axes",
+    "large-vocabulary",
     "large-vocabulary-log-prob",
-)  # fmt: skip
+)
 
 
 def inplace_samples_of(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:

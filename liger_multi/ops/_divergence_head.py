@@ -17,33 +17,53 @@ from liger_multi.testing.samples import Tensor as T
 VOCABULARIES = ("equal", "common")
 GRADIENTS = "hidden_gradient weight_gradient bias_gradient denominator"
 CONSUMED = (
-    "hidden", "weight", "teacher_hidden", "teacher_weight", "target", "bias", "teacher_bias",
-)  # fmt: skip
+    "hidden",
+    "weight",
+    "teacher_hidden",
+    "teacher_weight",
+    "target",
+    "bias",
+    "teacher_bias",
+)
 
 
 def declare(op: Op) -> None:
     """Forward and backward of a divergence of two heads."""
 
     def forward(
-        hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
-        target: Optional[Tensor], bias: Optional[Tensor], teacher_bias: Optional[Tensor],
-        beta: float, scale: float, ignore_index: int, reduction: str, chunk: int, budget: int,
-        accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool,
-        needs_hidden: bool, needs_weight: bool, needs_bias: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        target: Optional[Tensor],
+        bias: Optional[Tensor],
+        teacher_bias: Optional[Tensor],
+        beta: float,
+        scale: float,
+        ignore_index: int,
+        reduction: str,
+        chunk: int,
+        budget: int,
+        accumulate: torch.dtype,
+        compute_dtype: Optional[torch.dtype],
+        compact: bool,
+        needs_hidden: bool,
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Shape rule; the residual gradients are as large as the real ones, or empty."""
         from liger_multi.reference.common.chunking import is_whole, weight_gradient_dtype
         from liger_multi.reference.divergences.fused_linear_divergence import student_budget
 
         kept, (rows, width) = reduction != "none", hidden.shape
-        kind = compute_dtype or hidden.dtype
-        like = hidden.new_empty(0, dtype=kind)
+        dtype = compute_dtype or hidden.dtype
+        like = hidden.new_empty(0, dtype=dtype)
         limit = student_budget(budget)
-        whole = is_whole(rows, width, weight.shape[0], kind.itemsize, chunk, limit)
-        total = weight_gradient_dtype(kind, weight.dtype, accumulate, whole)
+        whole = is_whole(rows, width, weight.shape[0], dtype.itemsize, chunk, limit)
+        total = weight_gradient_dtype(dtype, weight.dtype, accumulate, whole)
         return (
             statistics(like, () if kept else (rows,)),
-            hidden.new_empty(hidden.shape if kept and needs_hidden else (0,), dtype=kind),
+            hidden.new_empty(hidden.shape if kept and needs_hidden else (0,), dtype=dtype),
             weight.new_empty(weight.shape if kept and needs_weight else (0,), dtype=total),
             statistics(like, (weight.shape[0] if kept and needs_bias else 0,)),
             statistics(like, ()),
@@ -61,18 +81,37 @@ def declare(op: Op) -> None:
 
 
 def run(
-    op: Op, hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
-    target: Tensor | None, bias: Tensor | None, teacher_bias: Tensor | None, *, beta: float,
-    temperature: float, square_temperature: bool, vocabulary: str, ignore_index: int,
-    reduction: str, chunk: int | str, accumulate: torch.dtype, compact: bool,
-) -> Tensor:  # fmt: skip
+    op: Op,
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None,
+    bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    *,
+    beta: float,
+    temperature: float,
+    square_temperature: bool,
+    vocabulary: str,
+    ignore_index: int,
+    reduction: str,
+    chunk: int | str,
+    accumulate: torch.dtype,
+    compact: bool,
+) -> Tensor:
     """Check the arguments of a divergence of two heads, and call it."""
     name = op.name
     checks.floating(
-        name, hidden=hidden, weight=weight, teacher_hidden=teacher_hidden,
-        teacher_weight=teacher_weight, bias=bias, teacher_bias=teacher_bias,
+        name,
+        hidden=hidden,
+        weight=weight,
+        teacher_hidden=teacher_hidden,
+        teacher_weight=teacher_weight,
+        bias=bias,
+        teacher_bias=teacher_bias,
         optional=("bias", "teacher_bias"),
-    )  # fmt: skip
+    )
     head.accumulator(name, accumulate)
     head.shapes_fit(name, hidden, weight)
     lead = hidden.shape[:-1]
@@ -88,24 +127,31 @@ def run(
     checks.one_of(name, "reduction", reduction, REDUCTIONS)
     cool = checks.number(name, "temperature", temperature, 0.0, above=True)
     squared = checks.boolean(name, "square_temperature", square_temperature)
-    kind = head.compute_dtype(name, hidden, weight, bias)
+    dtype = head.compute_dtype(name, hidden, weight, bias)
     head.compute_dtype(f"{name}, of the teacher", teacher_hidden, teacher_weight, teacher_bias)
     classes = _classes(name, weight.shape[0], teacher_weight.shape[0], vocabulary)
     # a slice of all classes would cost a copy of the gradient
     if classes < weight.shape[0]:
         weight, bias = weight[:classes], None if bias is None else bias[:classes]
-    found: Tensor = op(
-        hidden.reshape(lead.numel(), hidden.shape[-1]), weight,
+    output: Tensor = op(
+        hidden.reshape(lead.numel(), hidden.shape[-1]),
+        weight,
         teacher_hidden.detach().reshape(lead.numel(), teacher_hidden.shape[-1]),
         teacher_weight.detach()[:classes],
-        None if target is None else target.reshape(-1).to(torch.int64), bias,
-        None if teacher_bias is None else teacher_bias.detach()[:classes], beta, 1 / cool,
-        checks.integer(name, "ignore_index", ignore_index), reduction,
-        *head.rows_and_budget(name, chunk), accumulate, kind,
+        None if target is None else target.reshape(-1).to(torch.int64),
+        bias,
+        None if teacher_bias is None else teacher_bias.detach()[:classes],
+        beta,
+        1 / cool,
+        checks.integer(name, "ignore_index", ignore_index),
+        reduction,
+        *head.rows_and_budget(name, chunk),
+        accumulate,
+        dtype,
         checks.boolean(name, "compact", compact),
-    )  # fmt: skip
-    found = found.view(lead) if reduction == "none" else found
-    return found * cool**2 if squared else found
+    )
+    output = output.view(lead) if reduction == "none" else output
+    return output * cool**2 if squared else output
 
 
 def _classes(name: str, student: int, teacher: int, vocabulary: str) -> int:
@@ -123,16 +169,24 @@ def _classes(name: str, student: int, teacher: int, vocabulary: str) -> int:
 
 
 def heads(
-    rows: int, width: int, teacher_width: int, classes: int, *, marked: float | None = None,
-    bias: bool = False, frozen: tuple[str, ...] = (), teacher_classes: int = 0, spread: float = 1.0,
-) -> dict[str, T]:  # fmt: skip
+    rows: int,
+    width: int,
+    teacher_width: int,
+    classes: int,
+    *,
+    marked: float | None = None,
+    bias: bool = False,
+    frozen: tuple[str, ...] = (),
+    teacher_classes: int = 0,
+    spread: float = 1.0,
+) -> dict[str, T]:
     """Tensors of a sample; ``spread`` scales the logits of both heads."""
     other = teacher_classes or classes
 
     def make(name: str, *shape: int, scale: float = 1.0) -> T:
         return T(shape, scale=scale, grad=name not in frozen and "teacher" not in name)
 
-    made = {
+    tensors = {
         "hidden": make("hidden", rows, width),
         "weight": make("weight", classes, width, scale=1.2 * spread / width**0.5),
         "teacher_hidden": make("teacher_hidden", rows, teacher_width),
@@ -140,13 +194,13 @@ def heads(
             "teacher_weight", other, teacher_width, scale=2 * spread / teacher_width**0.5
         ),
     }
-    made |= {} if marked is None else {"target": T((rows,), classes=classes, ignored=marked)}
+    tensors |= {} if marked is None else {"target": T((rows,), classes=classes, ignored=marked)}
     if bias:
-        made |= {
+        tensors |= {
             "bias": make("bias", classes, scale=0.3),
             "teacher_bias": make("teacher_bias", other, scale=0.3),
         }
-    return made
+    return tensors
 
 
 def _real(*sizes: int) -> dict[str, T]:
@@ -174,31 +228,34 @@ def samples_of(**own: Any) -> tuple[Sample, ...]:
         Sample("bias-none", heads(10, 16, 24, 50, bias=True), rows),
         Sample("cold", heads(8, 16, 24, 50), {**own, "temperature": 0.7}),
         Sample(
-            "hot-squared", heads(8, 16, 24, 50, marked=0.2),
+            "hot-squared",
+            heads(8, 16, 24, 50, marked=0.2),
             {**four, "temperature": 2.5, "square_temperature": True},
         ),
         Sample(
-            "hot-squared-none", heads(8, 16, 24, 50),
+            "hot-squared-none",
+            heads(8, 16, 24, 50),
             {**rows, "temperature": 2.5, "square_temperature": True},
         ),
         Sample(
-            "larger-teacher", heads(8, 16, 24, 50, teacher_classes=61, bias=True),
+            "larger-teacher",
+            heads(8, 16, 24, 50, teacher_classes=61, bias=True),
             {**four, "vocabulary": "common"},
         ),
         Sample(
-            "larger-student", heads(7, 16, 24, 50, teacher_classes=43, bias=True),
+            "larger-student",
+            heads(7, 16, 24, 50, teacher_classes=43, bias=True),
             {**four, "vocabulary": "common"},
         ),
         Sample("frozen-weight", heads(10, 16, 24, 50, bias=True, frozen=("weight",)), four),
         Sample("frozen-hidden", heads(10, 16, 24, 50, bias=True, frozen=("hidden",)), four),
         Sample("only-bias", heads(10, 16, 24, 50, bias=True, frozen=("hidden", "weight")), four),
-        Sample(
-            "frozen", heads(4, 16, 24, 50, bias=True, frozen=("hidden", "weight", "bias")), own
-        ),
+        Sample("frozen", heads(4, 16, 24, 50, bias=True, frozen=("hidden", "weight", "bias")), own),
         Sample(
             "three-axes",
             {
-                **heads(6, 8, 8, 20), "hidden": T((2, 3, 8)),
+                **heads(6, 8, 8, 20),
+                "hidden": T((2, 3, 8)),
                 "teacher_hidden": T((2, 3, 8), grad=False),
                 "target": T((2, 3), classes=9, ignored=0.3),
             },
@@ -216,7 +273,8 @@ def samples_of(**own: Any) -> tuple[Sample, ...]:
         Sample(
             "sliced-hidden",
             {
-                **heads(6, 16, 24, 30), "hidden": T((6, 16), layout="sliced"),
+                **heads(6, 16, 24, 30),
+                "hidden": T((6, 16), layout="sliced"),
                 "teacher_hidden": T((6, 24), layout="sliced", grad=False),
             },
             own,
@@ -227,7 +285,7 @@ def samples_of(**own: Any) -> tuple[Sample, ...]:
         Sample("past-65535-rows", heads(65537, 2, 2, 3), {**own, "chunk": 65537}, size="thin"),
         Sample("8192x4096x128256", _real(8192, 4096, 4096, 128256), own, size="bench"),
         Sample("8192x2048x151936", _real(8192, 2048, 4096, 151936), own, size="bench"),
-    )  # fmt: skip
+    )
 
 
 def heads_work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import rounded
 from liger_multi.ops._samples import bench, frozen
 from liger_multi.ops.linear_float8 import Float8Rows, typed
 from liger_multi.testing.samples import Sample
@@ -49,9 +50,11 @@ def with_codes(plain: Op, **backward: Any) -> Op:
     """
     batched = {**plain.bitwise.batched, "codes": 0, "codes_scale": 0}
     op = Op(
-        f"{plain.name}_quantized", family=plain.family,
-        rowwise=plain.rowwise, bitwise=replace(plain.bitwise, batched=batched),
-    )  # fmt: skip
+        f"{plain.name}_quantized",
+        family=plain.family,
+        rowwise=plain.rowwise,
+        bitwise=replace(plain.bitwise, batched=batched),
+    )
     visible, outputs = (*plain.visible, "codes", "codes_scale"), len(plain.fwd.returns) + 2
     fake = _shapes(plain.fwd.fake, plain.fwd.signature, len(plain.visible), outputs)
     op.forward(returns=" ".join(visible), residuals=" ".join(plain.residuals))(fake)
@@ -66,9 +69,9 @@ def _shapes(
 
     def fake(*args: Any, **named: Any) -> Any:
         """Shape rule."""
-        given = made.bind(*args, **named).arguments
-        keeps = given.pop("writes_y")
-        outs = plain(**given)
+        inputs = shape_signature.bind(*args, **named).arguments
+        keeps = inputs.pop("writes_y")
+        outs = plain(**inputs)
         y, *rest = (outs,) if isinstance(outs, Tensor) else outs
         codes = y.new_empty(y.shape, dtype=torch.uint8)
         scale = y.new_empty(y.shape[:-1], dtype=torch.float32)
@@ -76,31 +79,32 @@ def _shapes(
         return first, *rest[: visible - 1], codes, scale, *rest[visible - 1 :]
 
     last = inspect.Parameter("writes_y", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=bool)
-    made = inspect.Signature(
+    shape_signature = inspect.Signature(
         [*signature.parameters.values(), last],
         return_annotation=tuple[tuple(Tensor for _ in range(returns))],  # type: ignore[misc]
     )
-    fake.__signature__ = made  # type: ignore[attr-defined]
+    fake.__signature__ = shape_signature  # type: ignore[attr-defined]
     return fake
 
 
 def quantized(
-    op: Op, quantize: object, outputs: object, *given: Any
+    op: Op, quantize: object, outputs: object, *args: Any
 ) -> tuple[Tensor | None, list[Tensor], Float8Rows]:
     """Call an operator of :func:`with_codes`: y where it is wanted, what follows it, its codes."""
     name = op.name.removesuffix("_quantized")
     checks.one_of(name, "quantize", quantize, QUANTIZE)
-    wanted = checks.names(name, outputs, OUTPUTS).split(",")
-    if "quantized" not in wanted:
+    requested = checks.names(name, outputs, OUTPUTS).split(",")
+    if "quantized" not in requested:
         checks.refuse(name, "outputs must name 'quantized'", outputs)
-    keeps = "y" in wanted
-    needed = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
+    keeps = "y" in requested
+    needed = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
     if needed and not keeps and torch.is_grad_enabled():
         checks.refuse(
-            name, "codes have no gradient: outputs must name 'y' too where an input requires one",
+            name,
+            "codes have no gradient: outputs must name 'y' too where an input requires one",
             f"{outputs!r} and {checks.describe(needed[0])} that requires a gradient",
-        )  # fmt: skip
-    y, *rest, codes, scale = op(*given, keeps)
+        )
+    y, *rest, codes, scale = op(*args, keeps)
     return y if keeps else None, rest, typed(codes, scale)
 
 
@@ -111,27 +115,49 @@ def quantized_output(op: Op, quantize: object, outputs: object, *args: Any) -> Q
 
 
 def coded_samples(
-    given: Callable[..., dict[str, T]], shapes: Mapping[str, Sequence[int]], sizes: str,
+    build: Callable[..., dict[str, T]],
+    shapes: Mapping[str, Sequence[int]],
+    sizes: str,
     options: Mapping[str, Mapping[str, Any]] = {},
-) -> tuple[Sample, ...]:  # fmt: skip
+) -> tuple[Sample, ...]:
     """Samples of an operator with codes: shapes by name, options of some of them, real sizes."""
     quantize = {"quantize": QUANTIZE[0]}
     some = [
         Sample(
-            name, given(*shape, layout="sliced" if name == "sliced" else "contiguous"),
-            {**options.get(name, {}), **quantize}, path=name if name.startswith("wide") else "",
+            name,
+            build(*shape, layout="sliced" if name == "sliced" else "contiguous"),
+            {**options.get(name, {}), **quantize},
+            path=name if name.startswith("wide") else "",
         )
         for name, shape in shapes.items()
-    ]  # fmt: skip
-    tensors = given(3, 5, 48)
+    ]
+    tensors = build(3, 5, 48)
     alone = Sample(
         "codes-alone", frozen(tensors, *tensors), {**quantize, "outputs": ("quantized",)}, "thin"
     )
-    return (*some, alone, *bench(given, sizes, quantize))
+    return (*some, alone, *bench(build, sizes, quantize))
 
 
 SHAPES = {
-    "rows": (2, 3, 24), "odd-width": (4, 37), "one-axis": (31,), "one-row": (1, 200),
-    "no-rows": (0, 16), "no-columns": (3, 0), "sliced": (4, 24), "wide": (2, 16500),
+    "rows": (2, 3, 24),
+    "odd-width": (4, 37),
+    "one-axis": (31,),
+    "one-row": (1, 200),
+    "no-rows": (0, 16),
+    "no-columns": (3, 0),
+    "sliced": (4, 24),
+    "wide": (2, 16500),
     "wide-norm": (2, 8200),
-}  # fmt: skip
+}
+
+
+def coded(y: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor | None, Float8Rows]:
+    """A result where it is wanted, and its rows in FP8."""
+    codes, scale = rounded(y.detach())
+    rows = Float8Rows(codes.to(torch.float8_e4m3fn), scale.squeeze(-1).float())
+    return y if "y" in outputs else None, rows
+
+
+def either(y: Tensor, quantize: str | None, outputs: tuple[str, ...]) -> Tensor | QuantizedOutput:
+    """A result, or with ``quantize`` beside its rows in FP8."""
+    return y if quantize is None else QuantizedOutput(*coded(y, outputs))

@@ -38,8 +38,12 @@ def shapes_fit(name: str, hidden: Tensor, weight: Tensor) -> None:
     if weight.ndim != 2:
         raise ValueError(f"{name}: weight must have shape (V, H), got {checks.describe(weight)}")
     if hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
-        checks.refuse(name, f"the last axis of hidden must be H = {weight.shape[1]} of weight "
-                      f"{tuple(weight.shape)}", hidden)  # fmt: skip
+        checks.refuse(
+            name,
+            f"the last axis of hidden must be H = {weight.shape[1]} of weight "
+            f"{tuple(weight.shape)}",
+            hidden,
+        )
 
 
 @constant_in_graphs
@@ -54,12 +58,12 @@ def compute_dtype(
 
     The FP8 formats that a configuration asks for take the place of both.
     """
-    kind = hidden.device.type
+    device_type = hidden.device.type
     if name in IN_8_BITS and hidden.dtype != torch.float64:
         narrow = _in_8_bits()
         if narrow is not None:
             return narrow
-    asked = checks.autocast_dtype(kind)
+    asked = checks.autocast_dtype(device_type)
     if asked is not None and hidden.dtype != torch.float64:
         return asked
     if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
@@ -85,45 +89,56 @@ def rows_and_budget(name: str, chunk: int | str) -> tuple[int, int]:
             chunk, f"chunk of {name}"
         )
     if isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk < 2**63:
-        checks.refuse(name, "chunk must be 'auto', a positive number of rows or a byte budget "
-                      "such as '512MiB'", chunk)  # fmt: skip
+        checks.refuse(
+            name,
+            "chunk must be 'auto', a positive number of rows or a byte budget such as '512MiB'",
+            chunk,
+        )
     return chunk, 0
 
 
-def gradients(**given: Any) -> tuple[Tensor, ...]:
+def gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     """Shape rule of the gradients of a head, whether its tensors or their gradients were kept."""
-    h, w, classes = (given[f"{n}_gradient"] for n in ("hidden", "weight", "bias"))
-    if given["hidden"] is not None and given["weight"] is not None:
-        h, w, classes = given["hidden"], given["weight"], given["weight"]
+    h, w, classes = (kwargs[f"{n}_gradient"] for n in ("hidden", "weight", "bias"))
+    if kwargs["hidden"] is not None and kwargs["weight"] is not None:
+        h, w, classes = kwargs["hidden"], kwargs["weight"], kwargs["weight"]
     sizes = {"hidden": (h, h.shape), "weight": (w, w.shape), "bias": (w, classes.shape[:1])}
-    kinds = {n: given[f"{n}_dtype"] or given["weight_dtype"] for n in sizes}
+    kinds = {n: kwargs[f"{n}_dtype"] or kwargs["weight_dtype"] for n in sizes}
     return tuple(
-        x.new_empty(size if given[f"needs_{n}"] else (0,), dtype=kinds[n])
+        x.new_empty(size if kwargs[f"needs_{n}"] else (0,), dtype=kinds[n])
         for n, (x, size) in sizes.items()
     )
 
 
 def case(
-    rows: int, width: int, classes: int, *, ignored: float = 0.0, bias: bool = False,
-    weighted: bool = False, size: float = 0.6,
-) -> dict[str, T]:  # fmt: skip
+    rows: int,
+    width: int,
+    classes: int,
+    *,
+    ignored: float = 0.0,
+    bias: bool = False,
+    weighted: bool = False,
+    size: float = 0.6,
+) -> dict[str, T]:
     """Tensors of a sample."""
-    made = {
+    tensors = {
         "hidden": T((rows, width)),
         "weight": T((classes, width), scale=size / width**0.5 * 2),
         "target": T((rows,), classes=classes, ignored=ignored),
     }
-    made |= {"bias": T((classes,), scale=0.3)} if bias else {}
-    return made | ({"class_weight": T((classes,), positive=True, grad=False)} if weighted else {})
+    tensors |= {"bias": T((classes,), scale=0.3)} if bias else {}
+    return tensors | (
+        {"class_weight": T((classes,), positive=True, grad=False)} if weighted else {}
+    )
 
 
 def strided(scale: float) -> list[Sample]:
     """Samples of a weight and of hidden states with other strides."""
-    given = case(6, 16, 24) | {"weight": T((24, 16), scale=scale)}
+    tensors = case(6, 16, 24) | {"weight": T((24, 16), scale=scale)}
     weight = {"weight": T((24, 16), scale=scale, layout="transposed")}
     return [
-        Sample("transposed-weight", given | weight),
-        Sample("sliced-hidden", given | {"hidden": T((6, 16), layout="sliced")}),
+        Sample("transposed-weight", tensors | weight),
+        Sample("sliced-hidden", tensors | {"hidden": T((6, 16), layout="sliced")}),
     ]
 
 

@@ -23,12 +23,15 @@ def head_axis(name: str, q: Tensor, unsqueeze_dim: int) -> int:
     """The axis of the heads, from what callers name ``unsqueeze_dim``."""
     if q.ndim not in (3, 4):
         checks.refuse(name, "q must have shape (B, H, S, D), (B, S, H, D) or (S, H, D)", q)
-    given = checks.integer(name, "unsqueeze_dim", unsqueeze_dim)
-    axis = given + q.ndim if given < 0 else given
+    value = checks.integer(name, "unsqueeze_dim", unsqueeze_dim)
+    axis = value + q.ndim if value < 0 else value
     if not 1 <= axis <= q.ndim - 2:
         known = "1 or 2" if q.ndim == 4 else "1"
-        checks.refuse(name, f"unsqueeze_dim, the axis of the heads, must be {known} for q with "
-                      f"{q.ndim} axes", f"{given}")  # fmt: skip
+        checks.refuse(
+            name,
+            f"unsqueeze_dim, the axis of the heads, must be {known} for q with {q.ndim} axes",
+            f"{value}",
+        )
     return axis
 
 
@@ -36,8 +39,11 @@ def check_queries_and_keys(name: str, q: Tensor, k: Tensor, heads: int) -> None:
     """Queries and keys differ in their heads only."""
     a, b, after = q.shape, k.shape, heads + 1
     if k.ndim != q.ndim or a[:heads] != b[:heads] or a[after:] != b[after:]:
-        checks.refuse(name, f"q and k must have the same shape except for the heads (axis {heads})",
-                      f"{tuple(q.shape)} and {tuple(k.shape)}")  # fmt: skip
+        checks.refuse(
+            name,
+            f"q and k must have the same shape except for the heads (axis {heads})",
+            f"{tuple(q.shape)} and {tuple(k.shape)}",
+        )
 
 
 def check_angles(name: str, q: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
@@ -46,11 +52,15 @@ def check_angles(name: str, q: Tensor, cos: Tensor, sin: Tensor, heads: int) -> 
     tokens = q.shape[3 - heads] if q.ndim == 4 else q.shape[0]
     fits = cos.ndim > 1 and cos.ndim in (2, q.ndim - 1) and cos.shape[-2] == tokens
     if not fits or (cos.ndim == 3 and cos.shape[0] != 1 and cos.shape[0] != q.shape[0]):
-        wanted = f"({tokens}, R)"
+        expected = f"({tokens}, R)"
         if q.ndim == 4:
-            wanted += f", (1, {tokens}, R) or ({q.shape[0]}, {tokens}, R)"
-        checks.refuse(name, f"cos and sin must have shape {wanted} for q of shape {tuple(q.shape)} "
-                      f"with heads at axis {heads}", cos)  # fmt: skip
+            expected += f", (1, {tokens}, R) or ({q.shape[0]}, {tokens}, R)"
+        checks.refuse(
+            name,
+            f"cos and sin must have shape {expected} for q of shape {tuple(q.shape)} "
+            f"with heads at axis {heads}",
+            cos,
+        )
 
 
 def rotary_width(name: str, q: Tensor, cos: Tensor, rotary_dim: int | None) -> int:
@@ -58,16 +68,20 @@ def rotary_width(name: str, q: Tensor, cos: Tensor, rotary_dim: int | None) -> i
     if cos.ndim == 0:
         raise ValueError(f"{name}: cos and sin must have an axis of channels, got a number")
     width = cos.shape[-1]
-    given = width if rotary_dim is None else checks.integer(name, "rotary_dim", rotary_dim)
-    if given != width and (given % 2 or given // 2 != width):  # 2 * width leaves int64 in graphs
-        checks.refuse(name, "rotary_dim must be the width of cos (one value a channel) or twice "
-                      "that (one value a pair)", f"{given} for {checks.describe(cos)}")  # fmt: skip
-    if given % 2 or not 0 < given <= q.shape[-1]:
+    value = width if rotary_dim is None else checks.integer(name, "rotary_dim", rotary_dim)
+    if value != width and (value % 2 or value // 2 != width):  # 2 * width leaves int64 in graphs
+        checks.refuse(
+            name,
+            "rotary_dim must be the width of cos (one value a channel) or twice "
+            "that (one value a pair)",
+            f"{value} for {checks.describe(cos)}",
+        )
+    if value % 2 or not 0 < value <= q.shape[-1]:
         raise ValueError(
             f"{name}: rotary_dim must be even and at most {q.shape[-1]}, the last axis of q, got "
-            f"{given}"
+            f"{value}"
         )
-    return given
+    return value
 
 
 def order(x: Tensor) -> str:
@@ -99,15 +113,15 @@ def sections_word(name: str, sections: object, pairs: int) -> tuple[str, int]:
             f"{name}: sections must be a sequence of integers, got {checks.describe(sections)}"
         )
     # an index, which a compiler takes for a constant where it keeps integers symbolic
-    given = [
+    value = [
         operator.index(checks.integer(name, f"sections[{i}]", s)) for i, s in enumerate(sections)
     ]
-    if len(given) not in (2, 3) or min(given) < 0 or sum(given) != pairs:
+    if len(value) not in (2, 3) or min(value) < 0 or sum(value) != pairs:
         raise ValueError(
             f"{name}: sections must be two or three numbers of pairs that add up to {pairs}, got "
-            f"{tuple(given)}"
+            f"{tuple(value)}"
         )
-    return ",".join(map(str, given)), len(given)
+    return ",".join(map(str, value)), len(value)
 
 
 def run(
@@ -123,17 +137,15 @@ def run(
         result: tuple[Tensor, Tensor] = op(q, k, *angles, *rest, *orders)
         return result
     wide = [x.double() if x.is_floating_point() else x for x in (q, k, *angles)]
-    made = op(*wide, *rest, *orders)
+    output = op(*wide, *rest, *orders)
     dtypes = [q.dtype, k.dtype]
     if casting == "llama":
         for x in angles:
             dtypes = [torch.promote_types(d, x.dtype) for d in dtypes]
-    return made[0].to(dtypes[0]), made[1].to(dtypes[1])
+    return output[0].to(dtypes[0]), output[1].to(dtypes[1])
 
 
-def checked(
-    name: str, q: Tensor, k: Tensor, unsqueeze_dim: int, **constants: Tensor
-) -> int:  # fmt: skip
+def checked(name: str, q: Tensor, k: Tensor, unsqueeze_dim: int, **constants: Tensor) -> int:
     """Check queries, keys and what has no gradient; the axis of the heads."""
     for argument, x in (("k", k), *constants.items()):
         if x is None:  # which passes for an optional tensor elsewhere
@@ -145,23 +157,28 @@ def checked(
     return heads
 
 
-def gradients(**given: Any) -> tuple[Tensor, ...]:
+def gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     """Shape rule of backward; empty where a gradient is not needed or has nothing to come from."""
     from liger_multi.reference.rope.rope import dense
 
-    like = next(x for n, x in given.items() if n not in ("dq_out", "dk_out"))
+    like = next(x for n, x in kwargs.items() if n not in ("dq_out", "dk_out"))
     return tuple(
-        dense(given[f"d{n}_out"], given[f"{n}_order"], given[f"{n}_dtype"])
-        if given[f"needs_{n}"] and given[f"d{n}_out"] is not None
-        else like.new_empty(0, dtype=given[f"{n}_dtype"])
+        dense(kwargs[f"d{n}_out"], kwargs[f"{n}_order"], kwargs[f"{n}_dtype"])
+        if kwargs[f"needs_{n}"] and kwargs[f"d{n}_out"] is not None
+        else like.new_empty(0, dtype=kwargs[f"{n}_dtype"])
         for n in "qk"
     )
 
 
 def queries_and_keys(
-    batch: int, heads: tuple[int, int], tokens: int, width: int, *, axis: int = 1,
+    batch: int,
+    heads: tuple[int, int],
+    tokens: int,
+    width: int,
+    *,
+    axis: int = 1,
     layout: str = "contiguous",
-) -> dict[str, T]:  # fmt: skip
+) -> dict[str, T]:
     """Tensors of a sample; without a batch, ``(S, H, D)``."""
 
     def shape(count: int) -> tuple[int, ...]:

@@ -15,32 +15,56 @@ LAYOUTS = {n: n for n in ("sliced", "transposed", "expanded")} | {"row-gaps": "r
 NONE: Options = {}
 # rows of norms: a program or several have one
 ROWS = {
-    "one-row": (1, 257), "one-axis": (48,), "one-column": (9, 1), "no-rows": (0, 64),
-    "sliced": (6, 32), "transposed": (2, 16, 24), "row-gaps": (3, 4, 64), "expanded": (5, 64),
-    "many-tiny-rows": (1100, 8), "past-65535-rows": (65537, 2), "past-65536-columns": (2, 65600),
-}  # fmt: skip
+    "one-row": (1, 257),
+    "one-axis": (48,),
+    "one-column": (9, 1),
+    "no-rows": (0, 64),
+    "sliced": (6, 32),
+    "transposed": (2, 16, 24),
+    "row-gaps": (3, 4, 64),
+    "expanded": (5, 64),
+    "many-tiny-rows": (1100, 8),
+    "past-65535-rows": (65537, 2),
+    "past-65536-columns": (2, 65600),
+}
 # rows of elementwise operators: a program has a piece of one
 PIECES = {
-    "odd-width": (4, 37), "one-row": (1, 200), "one-axis": (31,), "no-rows": (0, 16),
-    "sliced": (4, 24), "transposed": (2, 8, 12), "row-gaps": (2, 3, 64), "expanded": (5, 24),
-    "past-65535-rows": (65537, 2), "past-65536-columns": (2, 65600),
-}  # fmt: skip
+    "odd-width": (4, 37),
+    "one-row": (1, 200),
+    "one-axis": (31,),
+    "no-rows": (0, 16),
+    "sliced": (4, 24),
+    "transposed": (2, 8, 12),
+    "row-gaps": (2, 3, 64),
+    "expanded": (5, 24),
+    "past-65535-rows": (65537, 2),
+    "past-65536-columns": (2, 65600),
+}
 # the same with the two halves of a packed projection in a row
 HALVES = {
-    "odd-half": (4, 74), "one-row": (1, 400), "one-axis": (62,), "no-rows": (0, 16),
-    "sliced": (4, 48), "transposed": (2, 8, 12), "row-gaps": (2, 3, 64),
+    "odd-half": (4, 74),
+    "one-row": (1, 400),
+    "one-axis": (62,),
+    "no-rows": (0, 16),
+    "sliced": (4, 48),
+    "transposed": (2, 8, 12),
+    "row-gaps": (2, 3, 64),
     "past-65535-rows": (65537, 4),
-}  # fmt: skip
+}
 
 
 def usual(
-    given: Given, shapes: Mapping[str, tuple[int, ...]], options: Options = NONE, *,
-    but: Mapping[str, Options] = NONE, without: str = "",
-) -> list[Sample]:  # fmt: skip
-    """A sample of every shape, from ``given(*shape, layout=...)``.
+    build: Given,
+    shapes: Mapping[str, tuple[int, ...]],
+    options: Options = NONE,
+    *,
+    but: Mapping[str, Options] = NONE,
+    without: str = "",
+) -> list[Sample]:
+    """A sample of every shape, from ``build(*shape, layout=...)``.
 
     Args:
-        given: Makes the tensors.
+        build: Makes the tensors.
         shapes: Shapes by the name of the sample, which also says the strides.
         options: Of every sample.
         but: Options of single samples in their place.
@@ -49,7 +73,7 @@ def usual(
     return [
         Sample(
             name,
-            given(*shape, layout=LAYOUTS.get(name, "contiguous")),
+            build(*shape, layout=LAYOUTS.get(name, "contiguous")),
             but.get(name, options),
             "thin" if name.startswith("past-") else "small",
         )
@@ -68,10 +92,10 @@ def each_frozen(tensors: Mapping[str, T], names: str, options: Options = NONE) -
     return [Sample(f"frozen-{n}", frozen(tensors, n), options) for n in names.split()]
 
 
-def bench(given: Given, sizes: str, options: Options = NONE) -> list[Sample]:
+def bench(build: Given, sizes: str, options: Options = NONE) -> list[Sample]:
     """Samples of real sizes, such as ``8192x4096``."""
     shapes = [tuple(map(int, size.split("x"))) for size in sizes.split()]
     return [
-        Sample(name, given(*shape), options, "bench")
+        Sample(name, build(*shape), options, "bench")
         for name, shape in zip(sizes.split(), shapes, strict=True)
     ]

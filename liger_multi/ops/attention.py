@@ -3,15 +3,18 @@
 Windows, packing, padding and global tokens become such ranges.
 """
 
+import functools
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.dispatch.torch_ops import LIBRARY
+from liger_multi.ops._formulas import MOST_SCORES, document_ids, statistics_dtype
 from liger_multi.ops._samples import each_frozen, frozen
 from liger_multi.ops._work import Options, Shapes, Work, visible_pairs
 from liger_multi.testing.samples import Sample
@@ -31,26 +34,32 @@ def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:
 
 @op.forward(returns="y", residuals="lse")
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Optional[Tensor], ranges: Optional[Tensor],
-    causal: bool, scale: float, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Optional[Tensor],
+    ranges: Optional[Tensor],
+    causal: bool,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
     """Shape rule."""
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
     y = _ordered(q, q.shape[1], q.shape[2], v.shape[3])
     return y, q.new_empty(q.shape[:3], dtype=statistics)
 
 
-def gradients_of_heads(**given: Any) -> tuple[Tensor, ...]:
+def gradients_of_heads(**kwargs: Any) -> tuple[Tensor, ...]:
     """Gradients of queries, keys and values, in memory as a projection's output."""
-    made = [
-        _ordered(x, x.shape[1], x.shape[2], x.shape[3]) if given[f"needs_{n}"] else x.new_empty(0)
-        for n, x in ((n, given[n]) for n in "qkv")
+    outputs = [
+        _ordered(x, x.shape[1], x.shape[2], x.shape[3]) if kwargs[f"needs_{n}"] else x.new_empty(0)
+        for n, x in ((n, kwargs[n]) for n in "qkv")
     ]
-    if "sinks" in given:
-        sinks = given["sinks"]
-        wanted = sinks is not None and given["needs_sinks"]
-        made.append(sinks.new_empty(sinks.shape) if wanted else given["q"].new_empty(0))
-    return tuple(made)
+    if "sinks" in kwargs:
+        sinks = kwargs["sinks"]
+        requested = sinks is not None and kwargs["needs_sinks"]
+        outputs.append(sinks.new_empty(sinks.shape) if requested else kwargs["q"].new_empty(0))
+    return tuple(outputs)
 
 
 op.backward(
@@ -97,9 +106,16 @@ def from_lengths(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 def key_ranges(
-    queries: int, keys: int, device: torch.device, *, causal: bool, left: int, right: int,
-    global_tokens: int, documents: Tensor | None,
-) -> Tensor | None:  # fmt: skip
+    queries: int,
+    keys: int,
+    device: torch.device,
+    *,
+    causal: bool,
+    left: int,
+    right: int,
+    global_tokens: int,
+    documents: Tensor | None,
+) -> Tensor | None:
     """One or two ranges of keys for every query, ``(B or 1, queries, 2 or 4)`` int32.
 
     The queries are the last positions of the keys. None where all is said by ``causal`` alone.
@@ -117,8 +133,8 @@ def key_ranges(
     if documents is None and left < 0 and (right < 0 or causal):
         return None
     offset = keys - queries
-    kind = torch.int32 if documents is None else torch.int64
-    position = torch.arange(offset, keys, device=device, dtype=kind)[None]
+    acc_dtype = torch.int32 if documents is None else torch.int64
+    position = torch.arange(offset, keys, device=device, dtype=acc_dtype)[None]
     first: Any = 0
     last: Any = keys
     if documents is not None:
@@ -148,11 +164,20 @@ def in_graphs(ranges: Tensor | None, keys: int) -> Tensor | None:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False,
-    window: int | tuple[int, int] | None = None, global_tokens: int = 0,
-    documents: Tensor | None = None, cu_seqlens: Tensor | None = None, sinks: Tensor | None = None,
-    softcap: float | None = None, scale: float | None = None, ranges: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    global_tokens: int = 0,
+    documents: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    ranges: Tensor | None = None,
+) -> Tensor:
     """Softmax attention in memory linear in the sequence, with every usual mask.
 
     Math:
@@ -195,9 +220,15 @@ def attention(
         ids = _documents(q, k, documents, cu_seqlens)
         left, right = _window(window, global_tokens)
         ranges = key_ranges(
-            q.shape[2], k.shape[2], q.device, causal=causal, left=left, right=right,
-            global_tokens=global_tokens if left >= 0 or right >= 0 else 0, documents=ids,
-        )  # fmt: skip
+            q.shape[2],
+            k.shape[2],
+            q.device,
+            causal=causal,
+            left=left,
+            right=right,
+            global_tokens=global_tokens if left >= 0 or right >= 0 else 0,
+            documents=ids,
+        )
     else:
         if not isinstance(ranges, Tensor):
             raise TypeError(f"attention: ranges must be a tensor, got {checks.describe(ranges)}")
@@ -209,6 +240,103 @@ def attention(
     ranges = in_graphs(ranges, k.shape[2])
     result: Tensor = op(q, k, v, sinks, ranges, causal and ranges is None, by, cap)
     return result
+
+
+Window = int | tuple[int, int] | None
+
+
+def _visible(
+    q: Tensor, k: Tensor, causal: bool, window: Window, global_tokens: int, documents: Tensor | None
+) -> Tensor:
+    """Which keys each query sees, pair by pair."""
+    i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None]
+    j = torch.arange(k.shape[2], device=q.device)
+    left, right = (window - 1, window - 1) if isinstance(window, int) else window or (-1, -1)
+    right = 0 if causal else right
+    begin: Tensor | int = 0
+    same = None
+    if documents is not None:
+        edges = (documents[:, 1:] != documents[:, :-1]).cumsum(-1)
+        run = torch.cat([torch.zeros_like(edges[:, :1]), edges], -1)
+        begin = (run[:, None] < run[:, :, None]).sum(-1)[:, -q.shape[2] :, None]
+        same = (run[:, -q.shape[2] :, None] == run[:, None]) & (documents >= 0)[:, None]
+    visible = ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
+    if window is not None:
+        visible = visible | (j < begin + global_tokens) | (i < begin + global_tokens)
+    visible = visible & (j <= i) if causal else visible
+    return visible if same is None else (visible & same)[:, None]
+
+
+def of_all_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    global_tokens: int = 0,
+    documents: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention with the scores of all heads in memory."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = s if softcap is None else torch.tanh(s / softcap) * softcap
+    visible = _visible(q, k, causal, window, global_tokens, documents)
+    s = s.masked_fill(~visible, torch.finfo(s.dtype).min)
+    if sinks is not None:
+        s = torch.cat([s, sinks[None, :, None, None].expand(*s.shape[:3], 1)], -1)
+    p = torch.softmax(s, -1, dtype=statistics_dtype(s))
+    p = p[..., : k.shape[2]].to(v.dtype)
+    if documents is not None or q.shape[2] > k.shape[2]:  # queries that see nothing
+        p = p.masked_fill(~visible, 0)
+    return p @ v
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    global_tokens: int = 0,
+    documents: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    ranges: Tensor | None = None,
+) -> Tensor:
+    """``softmax(q @ k.T * scale + mask) @ v``; many scores are made a head at a time, twice.
+
+    Raises:
+        NotImplementedError: ``ranges`` were given, which say what the other masks say.
+    """
+    if ranges is not None:
+        raise NotImplementedError("the formula takes masks, not ranges")
+    if cu_seqlens is not None:
+        documents = document_ids(cu_seqlens, k.shape[2])
+    run = functools.partial(
+        of_all_heads,
+        causal=causal,
+        window=window,
+        global_tokens=global_tokens,
+        documents=documents,
+        softcap=softcap,
+        scale=scale,
+    )
+    if q.is_meta or q.shape[:3].numel() * k.shape[2] <= MOST_SCORES:
+        return run(q, k, v, sinks)
+    shared = q.shape[1] // k.shape[1]
+    heads = []
+    for h in range(q.shape[1]):
+        one, group = slice(h, h + 1), slice(h // shared, h // shared + 1)
+        part = (q[:, one], k[:, group], v[:, group], None if sinks is None else sinks[one])
+        heads.append(checkpoint(run, *part, use_reentrant=False))
+    return torch.cat(heads, 1)
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
@@ -228,12 +356,18 @@ def _shapes_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
         if x.dtype != q.dtype:
             raise TypeError(f"attention: q is {q.dtype}, got {name} as {checks.describe(x)}")
     if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        checks.refuse("attention", f"k and v must have shapes (B, G, S, {q.shape[3]}) and (B, G, "
-                      f"S, E) for q {tuple(q.shape)}",
-                      f"{tuple(k.shape)} and {tuple(v.shape)}")  # fmt: skip
+        checks.refuse(
+            "attention",
+            f"k and v must have shapes (B, G, S, {q.shape[3]}) and (B, G, "
+            f"S, E) for q {tuple(q.shape)}",
+            f"{tuple(k.shape)} and {tuple(v.shape)}",
+        )
     if q.shape[3] < 1 or k.shape[1] < 1 or q.shape[1] % k.shape[1]:
-        checks.refuse("attention", "heads of q must be a multiple of heads of k, of at least one "
-                      "element", f"{tuple(q.shape)} and {tuple(k.shape)}")  # fmt: skip
+        checks.refuse(
+            "attention",
+            "heads of q must be a multiple of heads of k, of at least one element",
+            f"{tuple(q.shape)} and {tuple(k.shape)}",
+        )
 
 
 def _documents(
@@ -242,9 +376,11 @@ def _documents(
     if cu_seqlens is not None:
         checks.integers("attention", "cu_seqlens", cu_seqlens)
         if documents is not None or cu_seqlens.ndim != 1 or q.shape[0] != 1:
-            checks.refuse("attention", "cu_seqlens has one axis, is for a batch of one, and "
-                          "stands in place of documents",
-                          f"{checks.describe(cu_seqlens)} for a batch of {q.shape[0]}")  # fmt: skip
+            checks.refuse(
+                "attention",
+                "cu_seqlens has one axis, is for a batch of one, and stands in place of documents",
+                f"{checks.describe(cu_seqlens)} for a batch of {q.shape[0]}",
+            )
         documents = from_lengths(cu_seqlens.to(q.device), k.shape[2])
     if documents is None:
         return None
@@ -252,8 +388,11 @@ def _documents(
         "attention", documents, torch.Size((q.shape[0], k.shape[2])), k, name="documents"
     )
     if q.shape[2] > k.shape[2]:
-        checks.refuse("attention", "with documents every query is a position of the keys",
-                      f"{q.shape[2]} queries and {k.shape[2]} keys")  # fmt: skip
+        checks.refuse(
+            "attention",
+            "with documents every query is a position of the keys",
+            f"{q.shape[2]} queries and {k.shape[2]} keys",
+        )
     return documents
 
 
@@ -275,17 +414,32 @@ def _window(window: int | tuple[int, int] | None, global_tokens: int) -> tuple[i
 
 def _ranges_fit(q: Tensor, ranges: Tensor) -> None:
     fits = ranges.ndim == 3 and ranges.shape[0] in (1, q.shape[0])
-    if ranges.dtype != torch.int32 or not fits or ranges.shape[1:] not in (
-        (q.shape[2], 2), (q.shape[2], 4),
-    ) or ranges.device != q.device:  # fmt: skip
-        checks.refuse("attention", f"ranges must be int32 of shape ({q.shape[0]} or 1, "
-                      f"{q.shape[2]}, 2 or 4) on {q.device}", ranges)  # fmt: skip
+    if (
+        ranges.dtype != torch.int32
+        or not fits
+        or ranges.shape[1:]
+        not in (
+            (q.shape[2], 2),
+            (q.shape[2], 4),
+        )
+        or ranges.device != q.device
+    ):
+        checks.refuse(
+            "attention",
+            f"ranges must be int32 of shape ({q.shape[0]} or 1, "
+            f"{q.shape[2]}, 2 or 4) on {q.device}",
+            ranges,
+        )
 
 
 def _case(
-    shape: tuple[int, int, int, int], groups: int = 0, keys: int = 0, value: int = 0,
-    layout: str = "contiguous", **more: T,
-) -> dict[str, T]:  # fmt: skip
+    shape: tuple[int, int, int, int],
+    groups: int = 0,
+    keys: int = 0,
+    value: int = 0,
+    layout: str = "contiguous",
+    **more: T,
+) -> dict[str, T]:
     """Queries of a shape; keys perhaps of fewer heads or another length, values of another size."""
     batch, heads, length, size = shape
     lead = (batch, groups or heads, keys or length)
@@ -314,16 +468,22 @@ SAMPLES = (
     Sample("groups", _case((1, 4, 21, 16), 2), CAUSAL),
     Sample("wider-values", _case((1, 1, 17, 8), value=40), {"scale": 0.2}),
     Sample("left-alone", _case((1, 1, 29, 8)), {"window": (5, -1)}),
-    Sample("global-causal", _case((1, 1, 70, 8)),
-           {"window": 4, "global_tokens": 3, "causal": True}),
-    Sample("documents-everything",
-           _case((2, 2, 37, 8), 1, documents=_ids(2, 37, 0.2), sinks=T((2,))),
-           {"window": 3, "global_tokens": 1, "softcap": 2.0}),
+    Sample(
+        "global-causal", _case((1, 1, 70, 8)), {"window": 4, "global_tokens": 3, "causal": True}
+    ),
+    Sample(
+        "documents-everything",
+        _case((2, 2, 37, 8), 1, documents=_ids(2, 37, 0.2), sinks=T((2,))),
+        {"window": 3, "global_tokens": 1, "softcap": 2.0},
+    ),
     Sample("all-padding", _case((1, 2, 6, 4), documents=_ids(1, 6, 1.0))),
     Sample("fp32-sinks", _case((1, 2, 9, 8), sinks=T((2,), dtype=torch.float32))),
     Sample("later-queries", _case((2, 1, 5, 8), keys=21), CAUSAL),
-    Sample("later-documents", _case((2, 1, 4, 8), keys=19, documents=_ids(2, 19, 0.1)),
-           {"causal": True, "window": 6}),
+    Sample(
+        "later-documents",
+        _case((2, 1, 4, 8), keys=19, documents=_ids(2, 19, 0.1)),
+        {"causal": True, "window": 6},
+    ),
     Sample("one-query", _case((2, 2, 1, 8), 1, keys=30), CAUSAL),
     Sample("fewer-keys", _case((1, 2, 9, 8), keys=4), CAUSAL),
     Sample("one-token", _case((1, 2, 1, 8), sinks=T((2,))), CAUSAL),
@@ -337,20 +497,42 @@ SAMPLES = (
     Sample("past-65535-rows", _case((1, 1, 65537, 2), keys=3), size="thin"),
     Sample("causal-2x8192x128", _case(LONG, 8, layout="swapped"), CAUSAL, size="bench"),
     Sample("causal-8x4096x64", _case((8, 32, 4096, 64), 8, layout="swapped"), CAUSAL, size="bench"),
-    Sample("window-2x8192x128", _case(LONG, 8, layout="swapped"), {"causal": True, "window": 1024},
-           size="bench"),
-    Sample("sinks-2x8192x64", _case((2, 64, 8192, 64), 8, layout="swapped", sinks=T((64,))),
-           CAUSAL, size="bench"),
-    Sample("sinks-window-2x8192x64", _case((2, 64, 8192, 64), 8, layout="swapped", sinks=T((64,))),
-           {"causal": True, "window": 128}, size="bench"),
-    Sample("softcap-2x8192x128", _case(LONG, 8, layout="swapped"),
-           {"causal": True, "softcap": 50.0}, size="bench"),
-    Sample("global-2x8192x64", _case((2, 12, 8192, 64), layout="swapped"),
-           {"window": (256, 256), "global_tokens": 64}, size="bench"),
-)  # fmt: skip
+    Sample(
+        "window-2x8192x128",
+        _case(LONG, 8, layout="swapped"),
+        {"causal": True, "window": 1024},
+        size="bench",
+    ),
+    Sample(
+        "sinks-2x8192x64",
+        _case((2, 64, 8192, 64), 8, layout="swapped", sinks=T((64,))),
+        CAUSAL,
+        size="bench",
+    ),
+    Sample(
+        "sinks-window-2x8192x64",
+        _case((2, 64, 8192, 64), 8, layout="swapped", sinks=T((64,))),
+        {"causal": True, "window": 128},
+        size="bench",
+    ),
+    Sample(
+        "softcap-2x8192x128",
+        _case(LONG, 8, layout="swapped"),
+        {"causal": True, "softcap": 50.0},
+        size="bench",
+    ),
+    Sample(
+        "global-2x8192x64",
+        _case((2, 12, 8192, 64), layout="swapped"),
+        {"window": (256, 256), "global_tokens": 64},
+        size="bench",
+    ),
+)
 COMPILE_SAMPLES = tuple(
-    Sample(f"everything-2x8192x{size}",
-           _case((2, 8, 8192, size), layout="swapped", documents=_ids(2, 8192), sinks=T((8,))),
-           {"window": (256, 256), "global_tokens": 64, "softcap": 50.0})
+    Sample(
+        f"everything-2x8192x{size}",
+        _case((2, 8, 8192, size), layout="swapped", documents=_ids(2, 8192), sinks=T((8,))),
+        {"window": (256, 256), "global_tokens": 64, "softcap": 50.0},
+    )
     for size in (64, 128)
-)  # fmt: skip
+)

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from typing import Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import statistics_dtype
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -37,9 +39,11 @@ op.backward(
 
 
 def attention_residuals(
-    blocks: Tensor | Sequence[Tensor], query: Tensor, weight: Tensor | None = None,
+    blocks: Tensor | Sequence[Tensor],
+    query: Tensor,
+    weight: Tensor | None = None,
     eps: float = 1e-6,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Mix the outputs of earlier blocks, each token by attention over depth.
 
     Math:
@@ -73,6 +77,20 @@ def attention_residuals(
     checks.vector(name, "weight", weight, blocks.shape[-1], "last axis of blocks")
     result: Tensor = op(blocks, query, weight, checks.number(name, "eps", eps, 0.0))
     return result
+
+
+def formula(
+    blocks: Tensor | Sequence[Tensor],
+    query: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """A mixture of the outputs of all blocks, by a query to their norms."""
+    stacked = blocks if isinstance(blocks, Tensor) else torch.stack([*blocks])
+    normed = F.rms_norm(stacked, stacked.shape[-1:], weight, eps)
+    scores = (normed * query).sum(-1, dtype=statistics_dtype(stacked))
+    p = torch.softmax(scores, 0).to(stacked.dtype)
+    return torch.einsum("n...,n...d->...d", p, stacked)
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -3,11 +3,13 @@
 from typing import Any, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_PIECES, PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import convolved, sequence_runs
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
@@ -23,9 +25,13 @@ op = Op(
 
 @op.forward(returns="y")
 def forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], initial_state: Optional[Tensor],
-    segments: Optional[Tensor], activation: str,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    segments: Optional[Tensor],
+    activation: str,
+) -> Tensor:
     """Shape rule; channels are the last axis of x and initial_state."""
     return x.new_empty(x.shape)
 
@@ -37,10 +43,16 @@ op.backward(
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None,
-    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    seq_idx: Tensor | None = None, channel_axis: int = -1,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    channel_axis: int = -1,
+) -> Tensor:
     """Causal convolution of every channel with its own filter, for packed sequences too.
 
     Math:
@@ -74,8 +86,14 @@ def causal_conv1d(
         transformers' Mamba, Qwen3-Next and LFM2, which pass ``(B, C, T)``.
     """
     name = "causal_conv1d"
-    checks.floating(name, x=x, weight=weight, bias=bias, initial_state=initial_state,
-                    optional=("bias", "initial_state"))  # fmt: skip
+    checks.floating(
+        name,
+        x=x,
+        weight=weight,
+        bias=bias,
+        initial_state=initial_state,
+        optional=("bias", "initial_state"),
+    )
     if checks.integer(name, "channel_axis", channel_axis) not in (-1, 1, 2):
         checks.refuse(name, "channel_axis must be 1 or the last axis", f"{channel_axis}")
     if x.ndim != 3:
@@ -96,6 +114,26 @@ def causal_conv1d(
     return y.mT if first else y
 
 
+def formula(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    channel_axis: int = -1,
+) -> Tensor:
+    """A depthwise convolution over the tokens before, and silu."""
+    first = channel_axis == 1
+    z, before = (x, initial_state) if first else (x.mT, initial_state)
+    before = before.mT if before is not None and not first else before
+    u = convolved(z, weight, bias, before, sequence_runs(seq_idx, cu_seqlens, z.shape[-1]))
+    y = (F.silu(u) if activation == "silu" else u).to(x.dtype)
+    return y if first else y.mT
+
+
 # x read, y written; dy and x read, dx written
 work = elementwise(2, 5)
 
@@ -114,25 +152,39 @@ def segments_of(
     if cu_seqlens is not None:
         checks.integers(name, "cu_seqlens", cu_seqlens)
         if seq_idx is not None or cu_seqlens.ndim != 1 or x.shape[0] != 1:
-            checks.refuse(name, "cu_seqlens has one axis, is for a batch of one row, and stands in "
-                          "place of seq_idx",
-                          f"{tuple(cu_seqlens.shape)} beside {x.shape[0]} rows")  # fmt: skip
+            checks.refuse(
+                name,
+                "cu_seqlens has one axis, is for a batch of one row, and stands in "
+                "place of seq_idx",
+                f"{tuple(cu_seqlens.shape)} beside {x.shape[0]} rows",
+            )
         starts = cu_seqlens.to(x.device).contiguous()
         place = torch.arange(x.shape[1], device=x.device, dtype=starts.dtype)
         return torch.searchsorted(starts, place, right=True, out_int32=True)[None]
     if seq_idx is not None:
         checks.integers(name, "seq_idx", seq_idx)
         if seq_idx.shape != x.shape[:2] or seq_idx.device != x.device:
-            checks.refuse(name, f"seq_idx must have shape {tuple(x.shape[:2])}, an id a token, and "
-                          f"be on {x.device}", seq_idx)  # fmt: skip
+            checks.refuse(
+                name,
+                f"seq_idx must have shape {tuple(x.shape[:2])}, an id a token, and "
+                f"be on {x.device}",
+                seq_idx,
+            )
     return seq_idx
 
 
 def _case(
-    batch: int, length: int, channels: int, width: int = 4, *, bias: bool = True,
-    state: bool = False, ids: int = 0, layout: str = "contiguous",
+    batch: int,
+    length: int,
+    channels: int,
+    width: int = 4,
+    *,
+    bias: bool = True,
+    state: bool = False,
+    ids: int = 0,
+    layout: str = "contiguous",
     dtype: torch.dtype | None = None,
-) -> dict[str, T]:  # fmt: skip
+) -> dict[str, T]:
     tensors = {
         "x": T((batch, length, channels), layout=layout),
         "weight": T((channels, width), scale=width**-0.5, dtype=dtype),
@@ -149,8 +201,10 @@ def _case(
 SILU: dict[str, Any] = {"activation": "silu"}
 EVERYTHING = _case(2, 37, 8, state=True, ids=2)
 CHANNELS_FIRST = {
-    **_case(2, 19, 8), "x": T((2, 8, 19), layout="transposed"), "initial_state": T((2, 8, 3)),
-}  # fmt: skip
+    **_case(2, 19, 8),
+    "x": T((2, 8, 19), layout="transposed"),
+    "initial_state": T((2, 8, 3)),
+}
 SAMPLES = (
     Sample("silu", _case(2, 19, 8), SILU),
     Sample("plain", _case(2, 19, 8, bias=False)),

@@ -6,6 +6,7 @@ Behind ``inplace=True`` stands an operator of its own, whose gradient replaces t
 from typing import NamedTuple, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
@@ -43,20 +44,24 @@ class CrossEntropyOutput(NamedTuple):
 
 def shapes(like: Tensor, rows: int, reduction: str, outputs: str) -> tuple[Tensor, ...]:
     """Shape rule of the seven outputs named in ``RETURNS``."""
-    kind, wanted = (
+    acc_dtype, requested = (
         torch.float64 if like.dtype == torch.float64 else torch.float32,
         outputs.split(","),
     )
     each = (rows,) if reduction == "none" else ()
 
-    def empty(name: str, shape: tuple[int, ...], dtype: torch.dtype = kind) -> Tensor:
-        return like.new_empty(shape if name in wanted else (0,), dtype=dtype)
+    def empty(name: str, shape: tuple[int, ...], dtype: torch.dtype = acc_dtype) -> Tensor:
+        return like.new_empty(shape if name in requested else (0,), dtype=dtype)
 
     return (
-        like.new_empty(each, dtype=kind), empty("z_loss", each), empty("token_accuracy", each),
-        empty("predicted_tokens", (rows,), torch.int64), empty("log_prob", (rows,)),
-        empty("entropy", (rows,)), like.new_empty(rows, dtype=kind),
-    )  # fmt: skip
+        like.new_empty(each, dtype=acc_dtype),
+        empty("z_loss", each),
+        empty("token_accuracy", each),
+        empty("predicted_tokens", (rows,), torch.int64),
+        empty("log_prob", (rows,)),
+        empty("entropy", (rows,)),
+        like.new_empty(rows, dtype=acc_dtype),
+    )
 
 
 def loss_of(results: tuple[Tensor, ...], shape: torch.Size, reduction: str) -> Tensor:
@@ -71,13 +76,13 @@ def named(
     each = {"predicted_tokens", "log_prob", "entropy", "lse"} | (
         {"z_loss", "token_accuracy"} if reduction == "none" else set()
     )
-    wanted = outputs.split(",")
-    found = {
+    requested = outputs.split(",")
+    statistics = {
         n: x.view(shape) if n in each else x
         for n, x in zip(OUTPUTS, results[1:], strict=True)
-        if n in wanted
+        if n in requested
     }
-    return CrossEntropyOutput(loss_of(results, shape, reduction), **found)
+    return CrossEntropyOutput(loss_of(results, shape, reduction), **statistics)
 
 
 @op.forward(
@@ -85,13 +90,20 @@ def named(
     residuals="lse_low denominators",
 )
 def forward(
-    logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
-    label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,
-    validate: bool, outputs: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    logits: Tensor,
+    target: Tensor,
+    weight: Optional[Tensor],
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: Optional[float],
+    reduction: str,
+    validate: bool,
+    outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule."""
-    made = shapes(logits, logits.shape[0], reduction, outputs)
-    return (*made, torch.empty_like(made[-1]), made[0].new_empty(2))  # type: ignore[return-value]
+    empties = shapes(logits, logits.shape[0], reduction, outputs)
+    return (*empties, torch.empty_like(empties[-1]), empties[0].new_empty(2))  # type: ignore[return-value]
 
 
 op.backward(
@@ -114,10 +126,17 @@ inplace_op = Op(
 
 @inplace_op.forward(returns=RETURNS)
 def forward_inplace(
-    logits: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int,
-    label_smoothing: float, z_loss_weight: float, softcap: Optional[float], reduction: str,
-    validate: bool, outputs: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    logits: Tensor,
+    target: Tensor,
+    weight: Optional[Tensor],
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: Optional[float],
+    reduction: str,
+    validate: bool,
+    outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule."""
     return shapes(logits, logits.shape[0], reduction, outputs)  # type: ignore[return-value]
 
@@ -249,9 +268,16 @@ def _results(
     smoothing, z, cap, names = options(name, label_smoothing, z_loss, softcap, reduction, outputs)
     ids = target.reshape(-1).to(torch.int64)
     args = (
-        ids, weight, checks.integer(name, "ignore_index", ignore_index), smoothing, z, cap,
-        reduction, checks.boolean(name, "validate", validate), names,
-    )  # fmt: skip
+        ids,
+        weight,
+        checks.integer(name, "ignore_index", ignore_index),
+        smoothing,
+        z,
+        cap,
+        reduction,
+        checks.boolean(name, "validate", validate),
+        names,
+    )
     if (
         checks.boolean(name, "inplace", inplace)
         and logits.requires_grad
@@ -264,6 +290,59 @@ def _results(
     return op(logits.reshape(ids.numel(), logits.shape[-1]), *args), names
 
 
+def formula(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    inplace: bool = False,
+    validate: bool = False,
+    outputs: tuple[str, ...] = (),
+) -> Tensor | CrossEntropyOutput:
+    """Cross entropy with a z-loss, and what may be reported beside it."""
+    shape, z, target = target.shape, logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    valid = target != ignore_index
+    rows = F.cross_entropy(
+        z,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none",
+    )
+    lse = torch.logsumexp(z, -1)
+    penalty = torch.where(valid, z_loss * lse**2, 0)
+    count = valid.sum().clamp(min=1)
+    if reduction == "none":
+        loss, z_out = (rows + penalty).view(shape), penalty.view(shape)
+    elif reduction == "sum":
+        z_out = penalty.sum()
+        loss = rows.sum() + z_out
+    else:
+        total = (valid if weight is None else weight[target.clamp(min=0)] * valid).sum()
+        z_out = penalty.sum() / count
+        loss = rows.sum() / torch.where(total == 0, 1, total) + z_out
+    if not outputs:
+        return loss
+    label, log_p = target.clamp(min=0, max=max(z.shape[-1] - 1, 0)), torch.log_softmax(z, -1)
+    hit = torch.where(valid, (z.argmax(-1) == target).to(z.dtype), 0)
+    reports = {
+        "z_loss": z_out,
+        "token_accuracy": hit.view(shape) if reduction == "none" else hit.sum() / count,
+        "predicted_tokens": torch.where(valid, z.argmax(-1), -1).view(shape),
+        "log_prob": torch.where(valid, log_p.gather(1, label[:, None])[:, 0], 0).view(shape),
+        "entropy": torch.where(valid, -(log_p.exp() * log_p).sum(-1), 0).view(shape),
+        "lse": torch.where(valid, lse, 0).view(shape),
+    }
+    return CrossEntropyOutput(loss, **{name: reports[name].detach() for name in outputs})
+
+
 # logits read; the gradient written, which one pass can do
 work = elementwise(1, 2)
 
@@ -271,8 +350,12 @@ work = elementwise(1, 2)
 def writable_rows(op: str, name: str, x: Tensor) -> Tensor:
     """A view ``(rows, V)`` of the caller's tensor; ValueError where there is none to write to."""
     if x.is_leaf:
-        checks.refuse(op, f"inplace=True overwrites the {name} by their gradient, so they must "
-                      "come from an operation", f"a leaf: {checks.describe(x)}")  # fmt: skip
+        checks.refuse(
+            op,
+            f"inplace=True overwrites the {name} by their gradient, so they must "
+            "come from an operation",
+            f"a leaf: {checks.describe(x)}",
+        )
     if x._is_view() and x._base is not None and x._base.is_leaf and x._base.requires_grad:
         raise ValueError(
             f"{op}: a view of a leaf Variable that requires grad is being used in an in-place "
@@ -280,8 +363,11 @@ def writable_rows(op: str, name: str, x: Tensor) -> Tensor:
             f"of the {name}, a view of it"
         )
     if _overlaps_itself(x):
-        checks.refuse(op, f"inplace=True needs {name} whose elements are stored once each",
-                      f"strides {x.stride()}")  # fmt: skip
+        checks.refuse(
+            op,
+            f"inplace=True needs {name} whose elements are stored once each",
+            f"strides {x.stride()}",
+        )
     try:
         return x.view(x.shape[:-1].numel(), x.shape[-1])
     except RuntimeError:
@@ -303,9 +389,13 @@ def _overlaps_itself(x: Tensor) -> bool:
 
 
 def options(
-    op_name: str, label_smoothing: float, z_loss: float, softcap: float | None, reduction: str,
+    op_name: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    reduction: str,
     outputs: tuple[str, ...],
-) -> tuple[float, float, float | None, str]:  # fmt: skip
+) -> tuple[float, float, float | None, str]:
     """Check the options that all cross entropies share."""
     checks.one_of(op_name, "reduction", reduction, REDUCTIONS)
     smoothing = checks.number(op_name, "label_smoothing", label_smoothing, 0.0, 1.0)
@@ -315,14 +405,19 @@ def options(
 
 
 def _case(
-    rows: int, classes: int, *, ignored: float = 0.0, weighted: bool = False, scale: float = 2.0,
+    rows: int,
+    classes: int,
+    *,
+    ignored: float = 0.0,
+    weighted: bool = False,
+    scale: float = 2.0,
     layout: str = "contiguous",
-) -> dict[str, T]:  # fmt: skip
-    made = {
+) -> dict[str, T]:
+    tensors = {
         "logits": T((rows, classes), scale=scale, layout=layout),
         "target": T((rows,), classes=classes, ignored=ignored),
     }
-    return made | ({"weight": T((classes,), positive=True, grad=False)} if weighted else {})
+    return tensors | ({"weight": T((classes,), positive=True, grad=False)} if weighted else {})
 
 
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "outputs": OUTPUTS}
@@ -337,17 +432,26 @@ SAMPLES = (
     Sample("softcap", _case(6, 40, scale=8.0), {"softcap": 5.0}),
     Sample("class-weights", _case(6, 40, ignored=0.2, weighted=True)),
     Sample("everything-mean", _case(9, 61, ignored=0.3, weighted=True), EVERYTHING),
-    Sample("everything-sum", _case(9, 61, ignored=0.3, weighted=True),
-           {**EVERYTHING, "reduction": "sum"}),
-    Sample("everything-none", _case(9, 61, ignored=0.3, weighted=True),
-           {**EVERYTHING, "reduction": "none"}),
+    Sample(
+        "everything-sum",
+        _case(9, 61, ignored=0.3, weighted=True),
+        {**EVERYTHING, "reduction": "sum"},
+    ),
+    Sample(
+        "everything-none",
+        _case(9, 61, ignored=0.3, weighted=True),
+        {**EVERYTHING, "reduction": "none"},
+    ),
     Sample("extreme-logits", _case(6, 40, scale=1e4), {"outputs": ("lse", "log_prob")}),
     Sample("large-logits", _case(8, 40, scale=20.0), {"outputs": OUTPUTS}),
     Sample("one-class", _case(5, 1), {"outputs": OUTPUTS}),
     Sample("one-row", _case(1, 129)),
     Sample("no-rows", _case(0, 12), {"outputs": OUTPUTS}, path="nothing to sum"),
-    Sample("three-axes", {"logits": T((2, 3, 20)), "target": T((2, 3), classes=20)},
-           {"outputs": OUTPUTS}),
+    Sample(
+        "three-axes",
+        {"logits": T((2, 3, 20)), "target": T((2, 3), classes=20)},
+        {"outputs": OUTPUTS},
+    ),
     Sample("sliced", _case(5, 24, layout="sliced")),
     Sample("row-gaps", _case(5, 64, layout="rows")),
     Sample("odd-vocabulary", _case(2, 32777), {"outputs": OUTPUTS}, size="thin"),
@@ -356,7 +460,7 @@ SAMPLES = (
     Sample("8192x32000", _case(8192, 32000), size="bench"),
     Sample("8192x128256", _case(8192, 128256), size="bench"),
     Sample("4096x262144", _case(4096, 262144), size="bench"),
-)  # fmt: skip
+)
 INPLACE_SAMPLES = tuple(
     Sample(s.name, s.tensors, {**s.options, "inplace": True}, s.size)
     for s in SAMPLES

@@ -78,12 +78,21 @@ def dyt(
     return result
 
 
+def formula(
+    x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """``weight * tanh(alpha * x) + bias``."""
+    y = torch.tanh(alpha * x)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
 work = elementwise(2, 5)
 
 
 def _given(*shape: int, layout: str = "contiguous", **parameters: Any) -> dict[str, T]:
-    made, width = {"x": T(shape, layout=layout)}, T(shape[-1:], **parameters)
-    return made | {"alpha": T((1,), scale=0.7, **parameters), "weight": width, "bias": width}
+    tensors, width = {"x": T(shape, layout=layout)}, T(shape[-1:], **parameters)
+    return tensors | {"alpha": T((1,), scale=0.7, **parameters), "weight": width, "bias": width}
 
 
 SAMPLES = (

@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
@@ -32,9 +33,13 @@ op.backward(
 
 
 def embedding(
-    index: Tensor, weight: Tensor, padding_idx: int | None = None, *, scale: float = 1.0,
+    index: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    *,
+    scale: float = 1.0,
     validate: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Rows of a table, perhaps scaled; the gradient is summed in a fixed order.
 
     Math:
@@ -81,10 +86,23 @@ def embedding(
         padding %= classes
     factor = checks.number(name, "scale", scale)
     ids = index.reshape(-1).to(torch.int64)
-    found: Tensor = op(
+    output: Tensor = op(
         weight, ids, classes, padding, factor, checks.boolean(name, "validate", validate)
     )
-    return found.view(*lead, width)
+    return output.view(*lead, width)
+
+
+def formula(
+    index: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    *,
+    scale: float = 1.0,
+    validate: bool = False,
+) -> Tensor:
+    """Rows of a table, times a number in their dtype."""
+    y = F.embedding(index, weight, padding_idx)
+    return y if scale == 1.0 else y * torch.tensor(scale, dtype=y.dtype, device=y.device)
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:

@@ -11,10 +11,12 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._float8 import (
     OUTPUTS,
     SHAPES,
+    coded,
     coded_samples,
     quantized,
     with_codes,
 )
+from liger_multi.ops._formulas import weighted_rms_norm
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise, with_code_bytes
 from liger_multi.ops.linear_float8 import Float8Rows
@@ -24,9 +26,11 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 op = Op(
-    "fused_add_rms_norm", family="norms", rowwise=True,
+    "fused_add_rms_norm",
+    family="norms",
+    rowwise=True,
     bitwise=bitwise(PER_ROW, "x residual y new_residual rstd", 1),
-)  # fmt: skip
+)
 
 
 class FusedAddRMSNormOutput(NamedTuple):
@@ -151,6 +155,26 @@ def _checked(
     return (x, residual, weight, *numbers(name, eps, offset), casting)
 
 
+def formula(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+    quantize: str | None = None,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> FusedAddRMSNormOutput | QuantizedAddRMSNormOutput:
+    """The norm of ``x + residual``, and that sum."""
+    total = x + residual
+    y = weighted_rms_norm(total, weight, eps, offset)
+    if quantize is None:
+        return FusedAddRMSNormOutput(y, total)
+    first, rows = coded(y, outputs)
+    return QuantizedAddRMSNormOutput(first, total, rows)
+
+
 # both terms read, sum and norm written; two gradients and the sum read, one written
 work = elementwise(4, 8)
 quantized_work = with_code_bytes(work)
@@ -163,8 +187,8 @@ def terms(
     sliced = "sliced" if layout == "sliced" else "contiguous"
     x, residual = (sliced if layout == other else layout for other in ("rows", "transposed"))
     residual = sliced if layout == "expanded" else residual
-    made = {"x": T(shape, layout=x, **both), "residual": T(shape, layout=residual, **both)}
-    return made | ({"weight": T(shape[-1:], layout=sliced)} if weight else {})
+    tensors = {"x": T(shape, layout=x, **both), "residual": T(shape, layout=residual, **both)}
+    return tensors | ({"weight": T(shape[-1:], layout=sliced)} if weight else {})
 
 
 def fp32_residual() -> dict[str, T]:

@@ -3,6 +3,7 @@
 from typing import Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
@@ -21,6 +22,7 @@ from liger_multi.ops.cross_entropy import (
     options,
     shapes,
 )
+from liger_multi.ops.cross_entropy import formula as cross_entropy_formula
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -40,32 +42,48 @@ op = Op(
     residuals="lse_low hidden_gradient weight_gradient bias_gradient denominators",
 )
 def forward(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor],
-    class_weight: Optional[Tensor], ignore_index: int, label_smoothing: float, z_loss_weight: float,
-    softcap: Optional[float], reduction: str, logit_scale: float, chunk: int, budget: int,
-    accumulate: torch.dtype, compute_dtype: Optional[torch.dtype], compact: bool, validate: bool,
-    outputs: str, needs_hidden: bool, needs_weight: bool, needs_bias: bool,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Optional[Tensor],
+    class_weight: Optional[Tensor],
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: Optional[float],
+    reduction: str,
+    logit_scale: float,
+    chunk: int,
+    budget: int,
+    accumulate: torch.dtype,
+    compute_dtype: Optional[torch.dtype],
+    compact: bool,
+    validate: bool,
+    outputs: str,
+    needs_hidden: bool,
+    needs_weight: bool,
+    needs_bias: bool,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:  # fmt: skip
+]:
     """Shape rule; the residual gradients are as large as the real ones, or empty."""
     from liger_multi.reference.common.chunking import is_whole, weight_gradient_dtype
     from liger_multi.reference.cross_entropy.float8 import logits_dtype
 
-    made = shapes(hidden, hidden.shape[0], reduction, outputs)
+    empties = shapes(hidden, hidden.shape[0], reduction, outputs)
     kept = reduction != "none"
-    kind = logits_dtype(compute_dtype, hidden.dtype)
+    dtype = logits_dtype(compute_dtype, hidden.dtype)
     rows, width = hidden.shape
-    whole = is_whole(rows, width, weight.shape[0], kind.itemsize, chunk, budget)
-    total = weight_gradient_dtype(kind, weight.dtype, accumulate, whole)
+    whole = is_whole(rows, width, weight.shape[0], dtype.itemsize, chunk, budget)
+    total = weight_gradient_dtype(dtype, weight.dtype, accumulate, whole)
     residuals = (
-        made[0].new_empty(0 if kept else rows),
-        hidden.new_empty(hidden.shape if kept and needs_hidden else (0,), dtype=kind),
+        empties[0].new_empty(0 if kept else rows),
+        hidden.new_empty(hidden.shape if kept and needs_hidden else (0,), dtype=dtype),
         weight.new_empty(weight.shape if kept and needs_weight else (0,), dtype=total),
-        made[0].new_empty(weight.shape[0] if kept and needs_bias else 0),
-        made[0].new_empty(2),
+        empties[0].new_empty(weight.shape[0] if kept and needs_bias else 0),
+        empties[0].new_empty(2),
     )
-    return (*made, *residuals)  # type: ignore[return-value]
+    return (*empties, *residuals)  # type: ignore[return-value]
 
 
 op.backward(
@@ -83,10 +101,17 @@ op.backward(
 
 @checks.remembered
 def _options(
-    label_smoothing: float, z_loss: float, softcap: float | None, reduction: str,
-    outputs: tuple[str, ...], logit_scale: float, accumulate: torch.dtype, ignore_index: int,
-    compact: bool, validate: bool,
-) -> tuple[float, float, float | None, str, float, int]:  # fmt: skip
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    reduction: str,
+    outputs: tuple[str, ...],
+    logit_scale: float,
+    accumulate: torch.dtype,
+    ignore_index: int,
+    compact: bool,
+    validate: bool,
+) -> tuple[float, float, float | None, str, float, int]:
     """What is not a tensor, checked: smoothing, z-loss, softcap, outputs, scale, ignored index."""
     name = op.name
     head.accumulator(name, accumulate)
@@ -238,13 +263,25 @@ def _results(
     """Check the arguments and call the operator: its results, and the names of the outputs."""
     name = op.name
     checks.floating(
-        name, hidden=hidden, weight=weight, bias=bias, class_weight=class_weight,
+        name,
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        class_weight=class_weight,
         optional=("bias", "class_weight"),
-    )  # fmt: skip
+    )
     smoothing, z, cap, names, scale, ignored = _options(
-        label_smoothing, z_loss, softcap, reduction, outputs, logit_scale, accumulate,
-        ignore_index, compact, validate,
-    )  # fmt: skip
+        label_smoothing,
+        z_loss,
+        softcap,
+        reduction,
+        outputs,
+        logit_scale,
+        accumulate,
+        ignore_index,
+        compact,
+        validate,
+    )
     head.shapes_fit(name, hidden, weight)
     checks.targets(name, target, hidden.shape[:-1], hidden)
     checks.vector(name, "bias", bias, weight.shape[0], "number of classes")
@@ -254,11 +291,59 @@ def _results(
     if target.ndim != 1:  # a view costs the host a tensor and a node of the graph
         hidden, target = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
     results = op(
-        hidden, weight, target.to(torch.int64), bias, class_weight,
-        ignored, smoothing, z, cap, reduction, scale, rows_chunk, budget, accumulate,
-        head.compute_dtype(name, hidden, weight, bias), compact, validate, names,
-    )  # fmt: skip
+        hidden,
+        weight,
+        target.to(torch.int64),
+        bias,
+        class_weight,
+        ignored,
+        smoothing,
+        z,
+        cap,
+        reduction,
+        scale,
+        rows_chunk,
+        budget,
+        accumulate,
+        head.compute_dtype(name, hidden, weight, bias),
+        compact,
+        validate,
+        names,
+    )
     return results, names
+
+
+def formula(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    logit_scale: float = 1.0,
+    chunk: int | str = "auto",
+    accumulate: torch.dtype = torch.float32,
+    compact: bool = True,
+    validate: bool = False,
+    outputs: tuple[str, ...] = (),
+) -> Tensor | CrossEntropyOutput:
+    """Cross entropy of ``logit_scale * (hidden @ weight.T + bias)``."""
+    return cross_entropy_formula(
+        F.linear(hidden, weight, bias) * logit_scale,
+        target,
+        class_weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        reduction=reduction,
+        outputs=outputs,
+    )
 
 
 work = head_work
@@ -273,23 +358,35 @@ SAMPLES = (
     Sample("none", case(10, 16, 50, ignored=0.3), {"reduction": "none", "chunk": 4}),
     Sample("not-compact", case(10, 16, 50, ignored=0.3), {"compact": False, "chunk": 4}),
     Sample("all-ignored", case(6, 16, 50, ignored=1.0), {"outputs": OUTPUTS}),
-    Sample("all-ignored-not-compact", case(6, 16, 50, ignored=1.0),
-           {"outputs": OUTPUTS, "compact": False}),
+    Sample(
+        "all-ignored-not-compact",
+        case(6, 16, 50, ignored=1.0),
+        {"outputs": OUTPUTS, "compact": False},
+    ),
     Sample("bias", case(10, 16, 50, bias=True), {"chunk": 4}),
     Sample("bias-none", case(10, 16, 50, bias=True), {"chunk": 4, "reduction": "none"}),
     Sample("logit-scale", case(8, 16, 50), {"logit_scale": 0.25}),
     Sample("everything-mean", case(11, 24, 61, ignored=0.3, bias=True, weighted=True), _ALL),
-    Sample("everything-sum", case(11, 24, 61, ignored=0.3, bias=True, weighted=True),
-           {**_ALL, "reduction": "sum"}),
-    Sample("everything-none", case(11, 24, 61, ignored=0.3, bias=True, weighted=True),
-           {**_ALL, "reduction": "none"}),
+    Sample(
+        "everything-sum",
+        case(11, 24, 61, ignored=0.3, bias=True, weighted=True),
+        {**_ALL, "reduction": "sum"},
+    ),
+    Sample(
+        "everything-none",
+        case(11, 24, 61, ignored=0.3, bias=True, weighted=True),
+        {**_ALL, "reduction": "none"},
+    ),
     Sample("frozen-weight", frozen(case(10, 16, 50, bias=True), "weight"), {"chunk": 4}),
     Sample("frozen-hidden", frozen(case(10, 16, 50, bias=True), "hidden"), {"chunk": 4}),
-    Sample("frozen-all-but-bias", frozen(case(10, 16, 50, bias=True), "hidden", "weight"),
-           {"chunk": 4}),
-    Sample("three-axes",
-           {"hidden": T((2, 3, 8)), "weight": T((20, 8)), "target": T((2, 3), classes=20)},
-           {"outputs": OUTPUTS}),
+    Sample(
+        "frozen-all-but-bias", frozen(case(10, 16, 50, bias=True), "hidden", "weight"), {"chunk": 4}
+    ),
+    Sample(
+        "three-axes",
+        {"hidden": T((2, 3, 8)), "weight": T((20, 8)), "target": T((2, 3), classes=20)},
+        {"outputs": OUTPUTS},
+    ),
     *strided(1.0),
     Sample("one-row", case(1, 16, 33)),
     Sample("no-rows", case(0, 16, 33), {"outputs": OUTPUTS}),
@@ -299,4 +396,4 @@ SAMPLES = (
     Sample("16384x2048x151936", case(16384, 2048, 151936), size="bench"),
     Sample("32768x4096x32000", case(32768, 4096, 32000), size="bench"),
     Sample("4096x8192x128256", case(4096, 8192, 128256), size="bench"),
-)  # fmt: skip
+)

@@ -6,6 +6,7 @@ from torch import Tensor
 from liger_multi.dispatch.bitwise import BY_GEMM, BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._divergence_head import declare, heads_work, run, samples_of
+from liger_multi.ops._formulas import kl_rows, reduced_rows, rows_of_heads
 
 op = Op(
     "fused_linear_kl_div",
@@ -16,12 +17,23 @@ declare(op)
 
 
 def fused_linear_kl_div(
-    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
-    target: Tensor | None = None, bias: Tensor | None = None, teacher_bias: Tensor | None = None, *,
-    temperature: float = 1.0, square_temperature: bool = False, vocabulary: str = "equal",
-    ignore_index: int = -100, reduction: str = "mean", chunk: int | str = "auto",
-    accumulate: torch.dtype = torch.float32, compact: bool = True,
-) -> Tensor:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    square_temperature: bool = False,
+    vocabulary: str = "equal",
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk: int | str = "auto",
+    accumulate: torch.dtype = torch.float32,
+    compact: bool = True,
+) -> Tensor:
     """KL divergence of two linear heads, without all their logits.
 
     Math:
@@ -64,11 +76,49 @@ def fused_linear_kl_div(
         Hinton et al. 2015 (arXiv:1503.02531); chunking as in :func:`fused_linear_cross_entropy`.
     """
     return run(
-        op, hidden, weight, teacher_hidden, teacher_weight, target, bias, teacher_bias,
-        beta=0.0, temperature=temperature, square_temperature=square_temperature,
-        vocabulary=vocabulary, ignore_index=ignore_index, reduction=reduction, chunk=chunk,
-        accumulate=accumulate, compact=compact,
-    )  # fmt: skip
+        op,
+        hidden,
+        weight,
+        teacher_hidden,
+        teacher_weight,
+        target,
+        bias,
+        teacher_bias,
+        beta=0.0,
+        temperature=temperature,
+        square_temperature=square_temperature,
+        vocabulary=vocabulary,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        chunk=chunk,
+        accumulate=accumulate,
+        compact=compact,
+    )
+
+
+def formula(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    square_temperature: bool = False,
+    vocabulary: str = "equal",
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk: int | str = "auto",
+    accumulate: torch.dtype = torch.float32,
+    compact: bool = True,
+) -> Tensor:
+    """KL divergence of two heads' distributions."""
+    states = (hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias)
+    rows = rows_of_heads(kl_rows, *states, temperature=temperature)
+    loss = reduced_rows(rows, target, ignore_index, reduction)
+    return loss * temperature**2 if square_temperature else loss
 
 
 # both logits, and two products for the gradients of the student

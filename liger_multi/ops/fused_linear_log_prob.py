@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
@@ -33,21 +34,32 @@ class LogProbOutput(NamedTuple):
 
 @op.forward(returns=" ".join((*OUTPUTS, "lse_low")))
 def forward(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Optional[Tensor], ignore_index: int,
-    softcap: Optional[float], logit_scale: float, chunk: int, budget: int, accumulate: torch.dtype,
-    compute_dtype: Optional[torch.dtype], compact: bool, validate: bool, outputs: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Optional[Tensor],
+    ignore_index: int,
+    softcap: Optional[float],
+    logit_scale: float,
+    chunk: int,
+    budget: int,
+    accumulate: torch.dtype,
+    compute_dtype: Optional[torch.dtype],
+    compact: bool,
+    validate: bool,
+    outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule; ``lse`` and ``lse_low``, its second part, are kept for backward in any case."""
     from liger_multi.reference.cross_entropy.float8 import logits_dtype
 
-    kind = logits_dtype(compute_dtype, hidden.dtype)
-    wide = torch.float64 if kind == torch.float64 else torch.float32
-    rows, wanted = target.numel(), outputs.split(",")
+    dtype = logits_dtype(compute_dtype, hidden.dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    rows, requested = target.numel(), outputs.split(",")
     return (
-        hidden.new_empty(rows if "log_prob" in wanted else 0, dtype=wide),
-        hidden.new_empty(rows if "entropy" in wanted else 0, dtype=wide),
+        hidden.new_empty(rows if "log_prob" in requested else 0, dtype=wide),
+        hidden.new_empty(rows if "entropy" in requested else 0, dtype=wide),
         hidden.new_empty(rows, dtype=wide),
-        hidden.new_empty(rows if "argmax" in wanted else 0, dtype=torch.int64),
+        hidden.new_empty(rows if "argmax" in requested else 0, dtype=torch.int64),
         hidden.new_empty(rows, dtype=wide),
     )
 
@@ -61,11 +73,21 @@ op.backward(
 
 
 def fused_linear_log_prob(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
-    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
-    ignore_index: int = -100, chunk: int | str = "auto", accumulate: torch.dtype = torch.float32,
-    compact: bool = True, validate: bool = False, outputs: tuple[str, ...] = OUTPUTS,
-) -> LogProbOutput:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    chunk: int | str = "auto",
+    accumulate: torch.dtype = torch.float32,
+    compact: bool = True,
+    validate: bool = False,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> LogProbOutput:
     """Log-probabilities of tokens under ``hidden @ weight.T + bias``, and the rows' entropy.
 
     Losses of preferences, policies and distillation are plain PyTorch on top of its outputs, each
@@ -109,11 +131,74 @@ def fused_linear_log_prob(
         (arXiv:2411.09009).
     """
     arguments = prepared(
-        hidden, weight, target, bias, temperature=temperature, softcap=softcap,
-        logit_scale=logit_scale, ignore_index=ignore_index, chunk=chunk, accumulate=accumulate,
-        compact=compact, validate=validate, outputs=outputs,
-    )  # fmt: skip
+        hidden,
+        weight,
+        target,
+        bias,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        ignore_index=ignore_index,
+        chunk=chunk,
+        accumulate=accumulate,
+        compact=compact,
+        validate=validate,
+        outputs=outputs,
+    )
     return named(op(*arguments), target, arguments[-1])
+
+
+def formula_of_logits(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    validate: bool = False,
+    outputs: tuple[str, ...] = LogProbOutput._fields,
+) -> LogProbOutput:
+    """Log-probability of each target, and statistics of its row."""
+    z = logits * logit_scale
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    valid, log_p = target != ignore_index, torch.log_softmax(z, -1)
+    reports = {
+        "log_prob": log_p.gather(-1, torch.where(valid, target, 0).unsqueeze(-1)).squeeze(-1),
+        "entropy": torch.special.entr(log_p.exp()).sum(-1),
+        "lse": torch.logsumexp(z, -1),
+    }
+    reports = {name: torch.where(valid, x, 0) for name, x in reports.items()}
+    reports["argmax"] = torch.where(valid, z.argmax(-1), -1)
+    return LogProbOutput(**{name: reports[name] for name in outputs})
+
+
+def formula(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    chunk: int | str = "auto",
+    accumulate: torch.dtype = torch.float32,
+    compact: bool = True,
+    validate: bool = False,
+    outputs: tuple[str, ...] = LogProbOutput._fields,
+) -> LogProbOutput:
+    """The same of ``hidden @ weight.T + bias``."""
+    return formula_of_logits(
+        F.linear(hidden, weight, bias),
+        target,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        ignore_index=ignore_index,
+        outputs=outputs,
+    )
 
 
 # three products: whoever computes the logits twice, to save memory, does four
@@ -127,11 +212,21 @@ def named(results: tuple[Tensor, ...], target: Tensor, outputs: str) -> LogProbO
 
 
 def prepared(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *,
-    temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0,
-    ignore_index: int = -100, chunk: int | str = "auto", accumulate: torch.dtype = torch.float32,
-    compact: bool = True, validate: bool = False, outputs: tuple[str, ...] = OUTPUTS,
-) -> tuple[Any, ...]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    chunk: int | str = "auto",
+    accumulate: torch.dtype = torch.float32,
+    compact: bool = True,
+    validate: bool = False,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> tuple[Any, ...]:
     """The checked arguments of the operator."""
     name = "fused_linear_log_prob"
     checks.floating(name, hidden=hidden, weight=weight, bias=bias, optional=("bias",))
@@ -139,22 +234,28 @@ def prepared(
     head.shapes_fit(name, hidden, weight)
     checks.targets(name, target, hidden.shape[:-1], hidden)
     checks.vector(name, "bias", bias, weight.shape[0], "number of classes")
-    wanted = checks.names(name, outputs, OUTPUTS)
-    if not wanted:
+    requested = checks.names(name, outputs, OUTPUTS)
+    if not requested:
         raise ValueError(f"{name}: outputs must name at least one of {', '.join(OUTPUTS)}, got ()")
     cool = checks.number(name, "temperature", temperature, 0.0, above=True)
     cap = None if softcap is None else checks.number(name, "softcap", softcap, 0.0, above=True)
     scale = checks.number(name, "logit_scale", logit_scale)
     return (
-        hidden.reshape(target.numel(), hidden.shape[-1]), weight,
-        target.reshape(-1).to(torch.int64), bias,
+        hidden.reshape(target.numel(), hidden.shape[-1]),
+        weight,
+        target.reshape(-1).to(torch.int64),
+        bias,
         # cap tanh(scale x / cap) / T = (cap / T) tanh((scale / T) x / (cap / T))
-        checks.integer(name, "ignore_index", ignore_index), None if cap is None else cap / cool,
-        scale / cool, *head.rows_and_budget(name, chunk), accumulate,
+        checks.integer(name, "ignore_index", ignore_index),
+        None if cap is None else cap / cool,
+        scale / cool,
+        *head.rows_and_budget(name, chunk),
+        accumulate,
         head.compute_dtype(name, hidden, weight, bias),
-        checks.boolean(name, "compact", compact), checks.boolean(name, "validate", validate),
-        wanted,
-    )  # fmt: skip
+        checks.boolean(name, "compact", compact),
+        checks.boolean(name, "validate", validate),
+        requested,
+    )
 
 
 _EVERY = {"temperature": 0.7, "softcap": 2.0, "logit_scale": 1.5, "chunk": 4}
@@ -171,8 +272,11 @@ SAMPLES = (
     Sample("hot-softcap", case(8, 16, 50, size=2.0), {"temperature": 2.5, "softcap": 1.5}),
     Sample("logit-scale", case(8, 16, 50), {"logit_scale": 0.25}),
     Sample("everything", case(11, 24, 61, ignored=0.3, bias=True), _EVERY),
-    Sample("everything-not-compact", case(11, 24, 61, ignored=0.3, bias=True),
-           {**_EVERY, "compact": False}),
+    Sample(
+        "everything-not-compact",
+        case(11, 24, 61, ignored=0.3, bias=True),
+        {**_EVERY, "compact": False},
+    ),
     Sample("all-ignored", case(6, 16, 50, ignored=1.0)),
     Sample("all-ignored-not-compact", case(6, 16, 50, ignored=1.0), {"compact": False}),
     Sample("frozen-weight", frozen(case(10, 16, 50, bias=True), "weight"), {"chunk": 4}),
@@ -180,8 +284,10 @@ SAMPLES = (
     Sample("only-bias", frozen(case(10, 16, 50, bias=True), "hidden", "weight"), {"chunk": 4}),
     Sample("only-hidden", frozen(case(10, 16, 50, bias=True), "weight", "bias")),
     Sample("frozen", frozen(case(4, 16, 50, bias=True), "hidden", "weight", "bias")),
-    Sample("three-axes",
-           {"hidden": T((2, 3, 8)), "weight": T((20, 8)), "target": T((2, 3), classes=20)}),
+    Sample(
+        "three-axes",
+        {"hidden": T((2, 3, 8)), "weight": T((20, 8)), "target": T((2, 3), classes=20)},
+    ),
     *strided(0.3),
     Sample("one-class", case(5, 8, 1)),
     Sample("one-row", case(1, 16, 33)),
@@ -191,10 +297,17 @@ SAMPLES = (
     Sample("large-vocabulary", frozen(case(2, 4, 262144), "hidden"), size="thin"),
     Sample("past-65535-rows", case(65537, 2, 3), {"chunk": 65537}, size="thin"),
     Sample("8192x4096x128256", case(8192, 4096, 128256), {"outputs": ("log_prob",)}, size="bench"),
-    Sample("4096x2048x151936", case(4096, 2048, 151936),
-           {"outputs": ("log_prob", "entropy"), "temperature": 0.9}, size="bench"),
-)  # fmt: skip
+    Sample(
+        "4096x2048x151936",
+        case(4096, 2048, 151936),
+        {"outputs": ("log_prob", "entropy"), "temperature": 0.9},
+        size="bench",
+    ),
+)
 COMPILE_SAMPLES = (
-    Sample("4096x2048x262144 everything", case(4096, 2048, 262144, bias=True),
-           {**_EVERY, "chunk": "auto"}),
-)  # fmt: skip
+    Sample(
+        "4096x2048x262144 everything",
+        case(4096, 2048, 262144, bias=True),
+        {**_EVERY, "chunk": "auto"},
+    ),
+)

@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import weighted_rms_norm
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput, fp32_residual, terms
@@ -17,16 +18,24 @@ from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
 op = Op(
-    "fused_scaled_add_rms_norm", family="norms",
-    rowwise=True, bitwise=bitwise(PER_ROW, "x residual y new_residual rstd", 1),
-)  # fmt: skip
+    "fused_scaled_add_rms_norm",
+    family="norms",
+    rowwise=True,
+    bitwise=bitwise(PER_ROW, "x residual y new_residual rstd", 1),
+)
 
 
 @op.forward(returns="y new_residual", residuals="rstd")
 def forward(
-    x: Tensor, residual: Tensor, weight: Optional[Tensor], eps: float, offset: float, casting: str,
-    x_scale: float, residual_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
+    casting: str,
+    x_scale: float,
+    residual_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Shape rule."""
     s = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     y, rstd = norm_shapes(s, weight, eps, offset, casting)
@@ -42,9 +51,16 @@ op.backward(
 
 
 def fused_scaled_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *,
-    x_scale: float = 1.0, residual_scale: float = 1.0, offset: float = 0.0, casting: str = "llama",
-) -> FusedAddRMSNormOutput:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    x_scale: float = 1.0,
+    residual_scale: float = 1.0,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> FusedAddRMSNormOutput:
     """Add the residual stream, both terms with a factor, and normalize the sum, in one pass.
 
     Math:
@@ -85,8 +101,26 @@ def fused_scaled_add_rms_norm(
         checks.number(name, n, v)
         for n, v in (("x_scale", x_scale), ("residual_scale", residual_scale))
     ]
-    made = op(x, residual, weight, *numbers(name, eps, offset), casting, *by)
-    return FusedAddRMSNormOutput(*made)
+    output = op(x, residual, weight, *numbers(name, eps, offset), casting, *by)
+    return FusedAddRMSNormOutput(*output)
+
+
+def formula(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    x_scale: float = 1.0,
+    residual_scale: float = 1.0,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> FusedAddRMSNormOutput:
+    """The norm of ``x_scale * x + residual_scale * residual``, and that sum."""
+    kept = residual if residual_scale == 1.0 else residual * residual_scale
+    total = kept + x * x_scale
+    y = weighted_rms_norm(total, weight, eps, offset)
+    return FusedAddRMSNormOutput(y, total)
 
 
 # as that, with two gradients written
@@ -97,9 +131,15 @@ GRANITE, BOTH = {"x_scale": 0.22}, {"x_scale": 1.4, "residual_scale": -0.6}
 SAMPLES = (
     Sample("granite", terms(2, 5, 64), GRANITE),
     *usual(
-        terms, ROWS, GRANITE, without="sliced transposed row-gaps expanded many-tiny-rows",
-        but={"one-axis": BOTH, "one-column": GRANITE | {"eps": 0.5},
-             "past-65535-rows": GRANITE | {"eps": 0.1}},
+        terms,
+        ROWS,
+        GRANITE,
+        without="sliced transposed row-gaps expanded many-tiny-rows",
+        but={
+            "one-axis": BOTH,
+            "one-column": GRANITE | {"eps": 0.5},
+            "past-65535-rows": GRANITE | {"eps": 0.1},
+        },
     ),
     Sample("both", terms(2, 5, 64), BOTH),
     Sample("neither", terms(2, 5, 64)),
@@ -115,5 +155,5 @@ SAMPLES = (
     *each_frozen(terms(6, 64, weight=False), "x residual", BOTH),
     Sample("frozen-terms", terms(6, 64, grad=False), GRANITE),
     *bench(terms, "8192x4096", GRANITE),
-)  # fmt: skip
+)
 COMPILE_SAMPLES = (*bench(terms, "2048x16384 1024x65536", GRANITE),)

@@ -5,10 +5,12 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import TOKENS_AT_ONCE, document_ids, statistics_dtype
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.attention import runs
@@ -24,13 +26,21 @@ op = Op(
 
 @op.forward(returns="y final_state")
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Optional[Tensor],
-    first: Optional[Tensor], scale: float, qk_l2norm: bool, output_final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    scale: float,
+    qk_l2norm: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:
     """Shape rule."""
-    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     state = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
-    return v.new_empty(v.shape), v.new_empty(state if output_final_state else (0,), dtype=kind)
+    return v.new_empty(v.shape), v.new_empty(state if output_final_state else (0,), dtype=acc_dtype)
 
 
 op.backward(
@@ -149,15 +159,105 @@ def _y_and_state(
     """Check the arguments and call the operator; without ``output_final_state``, no state."""
     name = op.name
     checks.floating(
-        name, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state,
+        name,
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        initial_state=initial_state,
         optional=("initial_state",),
-    )  # fmt: skip
+    )
     _shapes_fit(q, k, v, g=g, beta=beta, initial_state=initial_state)
     checks.boolean(name, "qk_l2norm", qk_l2norm)
     by = q.shape[3] ** -0.5 if scale is None else checks.number(name, "scale", scale)
     first = _first(v, cu_seqlens, documents)
     return op(  # type: ignore[no-any-return]
         q, k, v, g, beta, initial_state, first, by, qk_l2norm, output_final_state
+    )
+
+
+def _delta_steps(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, begins: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Token after token; the state is 0 where a document begins."""
+    outs = []
+    for t in range(q.shape[1]):
+        decay = torch.where(begins[:, t, None, None], 0, g[:, t].exp())
+        state = state * decay[..., None]
+        read = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        d = beta[:, t, :, None] * (v[:, t] - read)
+        state = state + k[:, t, :, :, None] * d[:, :, None]
+        outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(outs, 1), state
+
+
+def formula_of_channel_gates(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    qk_l2norm: bool = False,
+    cu_seqlens: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The recurrence of one state for every value head, token by token, with a gate per channel."""
+    (batch, length, heads, size), value = q.shape, v.shape[3]
+    acc_dtype = statistics_dtype(q)
+    q, k, wide_v, g, beta = (x.to(acc_dtype) for x in (q, k, v, g, beta))
+    if qk_l2norm:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // heads, 2) for x in (q, k))
+    q = q * (size**-0.5 if scale is None else scale)
+    if cu_seqlens is not None:
+        documents = document_ids(cu_seqlens, length)
+        documents = torch.where(documents < 0, len(cu_seqlens), documents)
+    begins = torch.zeros(batch, length, dtype=torch.bool, device=q.device)
+    if documents is not None:
+        begins[:, 1:] = (documents[:, 1:] != documents[:, :-1]) | (documents[:, 1:] < 0)
+    state = q.new_zeros(batch, v.shape[2], size, value)
+    state = state if initial_state is None else state + initial_state.to(acc_dtype)
+    outs = [wide_v[:, :0]]
+    for t in range(0, length, TOKENS_AT_ONCE):
+        part = [x[:, t : t + TOKENS_AT_ONCE] for x in (q, k, wide_v, g, beta, begins)]
+        y, state = checkpoint(_delta_steps, *part, state, use_reentrant=False)
+        outs.append(y)
+    output = torch.cat(outs, 1).to(v.dtype)
+    return (output, state) if output_final_state else output
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    qk_l2norm: bool = False,
+    cu_seqlens: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The recurrence with gates that all channels share."""
+    return formula_of_channel_gates(
+        q,
+        k,
+        v,
+        g.unsqueeze(-1),
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        qk_l2norm=qk_l2norm,
+        cu_seqlens=cu_seqlens,
+        documents=documents,
     )
 
 
@@ -176,28 +276,40 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def _shapes_fit(
-    q: Tensor, k: Tensor, v: Tensor, *, op: str = op.name, gates: tuple[int, ...] = (),
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    op: str = op.name,
+    gates: tuple[int, ...] = (),
     **others: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             checks.refuse(op, f"{name} must have four axes", x)
         if x.dtype != q.dtype:
             raise TypeError(f"{op}: q is {q.dtype}, got {name} as {checks.describe(x)}")
     checks.same_shape(op, q=q, k=k)
-    if v.shape[:2] != k.shape[:2] or min(*k.shape[2:], *v.shape[2:]) < 1 or (
-        v.shape[2] % k.shape[2]
-    ):  # fmt: skip
-        checks.refuse(op, f"v must have shape (B, T, HV, V) for k {tuple(k.shape)}, HV a "
-                      "multiple of its heads, sizes of heads at least 1", v)  # fmt: skip
+    if (
+        v.shape[:2] != k.shape[:2]
+        or min(*k.shape[2:], *v.shape[2:]) < 1
+        or (v.shape[2] % k.shape[2])
+    ):
+        checks.refuse(
+            op,
+            f"v must have shape (B, T, HV, V) for k {tuple(k.shape)}, HV a "
+            "multiple of its heads, sizes of heads at least 1",
+            v,
+        )
     batch, length, heads, value = v.shape
-    wanted = {
-        "initial_state": (batch, heads, k.shape[3], value), "g": (batch, length, heads, *gates)
-    }  # fmt: skip
-    for name, given in others.items():
-        shape = wanted.get(name, (batch, length, heads))
-        if given is not None and given.shape != shape:
-            checks.refuse(op, f"{name} must have shape {shape}", given)
+    expected = {
+        "initial_state": (batch, heads, k.shape[3], value),
+        "g": (batch, length, heads, *gates),
+    }
+    for name, tensor in others.items():
+        shape = expected.get(name, (batch, length, heads))
+        if tensor is not None and tensor.shape != shape:
+            checks.refuse(op, f"{name} must have shape {shape}", tensor)
 
 
 def _first(
@@ -207,9 +319,11 @@ def _first(
     if cu_seqlens is not None:
         checks.integers(op, "cu_seqlens", cu_seqlens)
         if documents is not None or cu_seqlens.ndim != 1 or v.shape[0] != 1:
-            checks.refuse(op, "cu_seqlens has one axis, is for a batch of one, and stands in "
-                          "place of documents",
-                          f"{checks.describe(cu_seqlens)} for a batch of {v.shape[0]}")  # fmt: skip
+            checks.refuse(
+                op,
+                "cu_seqlens has one axis, is for a batch of one, and stands in place of documents",
+                f"{checks.describe(cu_seqlens)} for a batch of {v.shape[0]}",
+            )
         begins = cu_seqlens.to(v.device)
         place = torch.arange(v.shape[1], device=v.device, dtype=begins.dtype)
         at = torch.searchsorted(begins.contiguous(), place, right=True)
@@ -221,15 +335,21 @@ def _first(
 
 
 def _case(
-    *shape: int, value: int = 0, group: int = 1, state: bool = False, ids: int = 0,
-    layout: str = "contiguous", gates: torch.dtype | None = None, decay: float = 0.1,
+    *shape: int,
+    value: int = 0,
+    group: int = 1,
+    state: bool = False,
+    ids: int = 0,
+    layout: str = "contiguous",
+    gates: torch.dtype | None = None,
+    decay: float = 0.1,
     channels: bool = False,
-) -> dict[str, T]:  # fmt: skip
+) -> dict[str, T]:
     """Tensors of (B, T, H, K), with keys so short that beta k k' is below 2."""
     batch, length, heads, size = shape
     many = heads * group
     each = (size,) if channels else ()
-    made = {
+    tensors = {
         "q": T(shape, layout=layout),
         "k": T(shape, layout=layout, scale=0.7 * size**-0.5),
         "v": T((batch, length, many, value or size), layout=layout),
@@ -237,10 +357,10 @@ def _case(
         "beta": T((batch, length, many), positive=True, layout=layout),
     }
     if state:
-        made["initial_state"] = T((batch, many, size, value or size), gates)
+        tensors["initial_state"] = T((batch, many, size, value or size), gates)
     if ids:
-        made["documents"] = T((batch, length), classes=ids, ignored=0.1, ignore_index=-1)
-    return made
+        tensors["documents"] = T((batch, length), classes=ids, ignored=0.1, ignore_index=-1)
+    return tensors
 
 
 L2, FINAL, LONG = {"qk_l2norm": True}, {"output_final_state": True}, (2, 8192, 16, 128)
@@ -270,7 +390,10 @@ SAMPLES = (
     Sample("2x8192 16x96", _case(2, 8192, 16, 96, value=192, gates=torch.float32), L2, "bench"),
 )
 COMPILE_SAMPLES = tuple(
-    Sample(f"2x8192 4x{size} everything",
-           _case(2, 8192, 4, size, group=2, state=True, ids=2, gates=torch.float32), FINAL)
+    Sample(
+        f"2x8192 4x{size} everything",
+        _case(2, 8192, 4, size, group=2, state=True, ids=2, gates=torch.float32),
+        FINAL,
+    )
     for size in (32, 64, 128)
-)  # fmt: skip
+)

@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import gated_product
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.linear import linear_of_mode
 from liger_multi.testing.samples import Sample
@@ -27,10 +29,18 @@ op = Op(
 
 @op.forward(returns="y", residuals="gate up")
 def forward(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-    gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
-    activation: str, needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: str,
+    needs_x: bool,
+    needs_gate_weight: bool,
+    needs_up_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Shape rule."""
     lead = x.shape[:-1]
     inner = (*lead, gate_weight.shape[0])
@@ -43,21 +53,25 @@ def unread(needs_x: bool, needs_gate_weight: bool, needs_up_weight: bool) -> tup
     return weights if needs_gate_weight or needs_up_weight else (*weights, "x")
 
 
-def shapes_of(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Of gradients, of a width that is known from whichever tensor was kept, or is not needed."""
-    x, first, down, gate = (given[n] for n in ("x", "gate_weight", "down_weight", "gate"))
+    x, first, down, gate = (tensors[n] for n in ("x", "gate_weight", "down_weight", "gate"))
     inner, outer = gate.shape[-1], down.shape[0]
     width = x.shape[-1] if x is not None else 0 if first is None else first.shape[1]
     return {
-        "x": (*gate.shape[:-1], width), "gate_weight": (inner, width), "up_weight": (inner, width),
-        "down_weight": (outer, inner), "gate_bias": (inner,), "up_bias": (inner,),
+        "x": (*gate.shape[:-1], width),
+        "gate_weight": (inner, width),
+        "up_weight": (inner, width),
+        "down_weight": (outer, inner),
+        "gate_bias": (inner,),
+        "up_bias": (inner,),
         "down_bias": (outer,),
-    }  # fmt: skip
+    }
 
 
-def _gradients(**given: Any) -> tuple[Tensor, ...]:
-    gate, shapes = given["gate"], shapes_of(given)
-    return tuple([gate.new_empty(s if given[f"needs_{n}"] else (0,)) for n, s in shapes.items()])
+def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
+    gate, shapes = kwargs["gate"], shapes_of(kwargs)
+    return tuple([gate.new_empty(s if kwargs[f"needs_{n}"] else (0,)) for n, s in shapes.items()])
 
 
 op.backward(
@@ -69,10 +83,16 @@ op.backward(
 
 
 def gated_mlp(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, *,
-    gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     activation: str = "silu",
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """A whole gated MLP that keeps no activation but the outputs of its first two layers.
 
     Math:
@@ -124,6 +144,22 @@ def gated_mlp(
     return run(*checks.one_dtype(op.name, tensors), activation)
 
 
+def formula(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    """``down(activation(gate(x)) * up(x))``."""
+    gate, up = F.linear(x, gate_weight, gate_bias), F.linear(x, up_weight, up_bias)
+    return F.linear(gated_product(gate, up, activation), down_weight, down_bias)
+
+
 def work(shapes: Shapes, size: int, options: Options) -> Work:
     """What a call reads and writes at least, and its operations."""
     rows, width = math.prod(shapes["x"][:-1]), shapes["x"][-1]
@@ -134,9 +170,15 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def _in_steps(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor,
-    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None, activation: str,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
     """The same as steps of their own.
 
     Checkpointing computes a layer again until all is there that backward needs. Of ``down`` that is
@@ -153,14 +195,23 @@ def _in_steps(
 def shapes_fit(op: str, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
     """Raise for weights that are no layers of one gated MLP of ``x``."""
     if gate.ndim != 2 or up.shape != gate.shape:
-        checks.refuse(op, "gate_weight and up_weight must have one shape (F, H)",
-                      f"{tuple(gate.shape)} and {tuple(up.shape)}")  # fmt: skip
+        checks.refuse(
+            op,
+            "gate_weight and up_weight must have one shape (F, H)",
+            f"{tuple(gate.shape)} and {tuple(up.shape)}",
+        )
     if down.ndim != 2 or down.shape[1] != gate.shape[0]:
-        checks.refuse(op, f"down_weight must have shape (D, {gate.shape[0]}) for gate_weight "
-                      f"{tuple(gate.shape)}", down)  # fmt: skip
+        checks.refuse(
+            op,
+            f"down_weight must have shape (D, {gate.shape[0]}) for gate_weight {tuple(gate.shape)}",
+            down,
+        )
     if x.ndim == 0 or x.shape[-1] != gate.shape[1]:
-        checks.refuse(op, f"the last axis of x must be H = {gate.shape[1]} of gate_weight "
-                      f"{tuple(gate.shape)}", x)  # fmt: skip
+        checks.refuse(
+            op,
+            f"the last axis of x must be H = {gate.shape[1]} of gate_weight {tuple(gate.shape)}",
+            x,
+        )
 
 
 def _case(
@@ -197,13 +248,17 @@ SAMPLES = (
     Sample("sliced", _case((4,), 8, 12) | {"x": T((4, 8), layout="sliced")}),
     Sample("transposed", _case((2, 4), 8, 12) | {"x": T((2, 4, 8), layout="transposed")}),
     Sample("frozen-x", _case((4,), 8, 12, x=True)),
-    Sample("frozen-weights",
-           _case((4,), 8, 12, gate_weight=True, up_weight=True, down_weight=True)),
+    Sample(
+        "frozen-weights", _case((4,), 8, 12, gate_weight=True, up_weight=True, down_weight=True)
+    ),
     Sample("frozen-up", _case((4,), 8, 12, up_weight=True)),
     Sample("only-down", _case((4,), 8, 12, x=True, gate_weight=True, up_weight=True)),
-    Sample("past-65535-rows",
-           _case((65537,), 4, 4, gate_weight=True, up_weight=True, down_weight=True), size="thin"),
+    Sample(
+        "past-65535-rows",
+        _case((65537,), 4, 4, gate_weight=True, up_weight=True, down_weight=True),
+        size="thin",
+    ),
     Sample("8192x2048x8192", _case((8192,), 2048, 8192), size="bench"),
     Sample("8192x4096x14336", _case((8192,), 4096, 14336), size="bench"),
     Sample("8192x896x4864", _case((8192,), 896, 4864), size="bench"),
-)  # fmt: skip
+)

@@ -11,6 +11,7 @@ from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.early_save import EarlySave, empty_of
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._float8 import OUTPUTS, QuantizedOutput
+from liger_multi.ops._formulas import gated_product
 from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit, shapes_of, unread
 from liger_multi.ops.gated_mlp import work as work
 from liger_multi.ops.linear_float8 import (
@@ -21,6 +22,7 @@ from liger_multi.ops.linear_float8 import (
     row_scales,
     weight_scales_fit,
 )
+from liger_multi.ops.linear_float8 import formula as linear_float8_formula
 from liger_multi.ops.linear_float8 import op as linear_op
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -40,21 +42,34 @@ op = Op(
     residuals="gate up gate_scale up_scale down_scale",
 )
 def forward(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-    gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
-    activation: str, gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
-    down_weight_scale: Optional[Tensor], codes: Optional[Tensor], codes_scale: Optional[Tensor],
-    gate_weight_codes: Optional[Tensor], up_weight_codes: Optional[Tensor],
-    down_weight_codes: Optional[Tensor], needs_x: bool, needs_gate_weight: bool,
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    activation: str,
+    gate_weight_scale: Optional[Tensor],
+    up_weight_scale: Optional[Tensor],
+    down_weight_scale: Optional[Tensor],
+    codes: Optional[Tensor],
+    codes_scale: Optional[Tensor],
+    gate_weight_codes: Optional[Tensor],
+    up_weight_codes: Optional[Tensor],
+    down_weight_codes: Optional[Tensor],
+    needs_x: bool,
+    needs_gate_weight: bool,
     needs_up_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule."""
     lead = x.shape[:-1]
     inner = (*lead, gate_weight.shape[0])
     pairs = (
-        (gate_weight, gate_weight_scale), (up_weight, up_weight_scale),
+        (gate_weight, gate_weight_scale),
+        (up_weight, up_weight_scale),
         (down_weight, down_weight_scale),
-    )  # fmt: skip
+    )
     kept = [
         x.new_empty((weight.shape[0] if scale is None else 0,), dtype=torch.float32)
         for weight, scale in pairs
@@ -63,17 +78,19 @@ def forward(
     return y, x.new_empty(inner), x.new_empty(inner), kept[0], kept[1], kept[2]
 
 
-def _gradients(**given: Any) -> tuple[Tensor, ...]:
-    gate, shapes = given["gate"], shapes_of(given)
-    kinds = {n: given[f"{n}_weight_dtype"] for n in ("gate", "up")}
-    kinds["down"] = given["down_weight"].dtype
-    return tuple([
-        gate.new_empty(
-            shape if given[f"needs_{n}"] else (0,),
-            dtype=kinds[n.removesuffix("_weight")] if n.endswith("_weight") else gate.dtype,
-        )
-        for n, shape in shapes.items()
-    ])  # fmt: skip
+def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
+    gate, shapes = kwargs["gate"], shapes_of(kwargs)
+    kinds = {n: kwargs[f"{n}_weight_dtype"] for n in ("gate", "up")}
+    kinds["down"] = kwargs["down_weight"].dtype
+    return tuple(
+        [
+            gate.new_empty(
+                shape if kwargs[f"needs_{n}"] else (0,),
+                dtype=kinds[n.removesuffix("_weight")] if n.endswith("_weight") else gate.dtype,
+            )
+            for n, shape in shapes.items()
+        ]
+    )
 
 
 op.backward(
@@ -87,13 +104,23 @@ op.backward(
 
 
 def gated_mlp_float8(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, *,
-    gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    activation: str = "silu", gate_weight_scale: Tensor | None = None,
-    up_weight_scale: Tensor | None = None, down_weight_scale: Tensor | None = None,
-    gate_weight_codes: Tensor | None = None, up_weight_codes: Tensor | None = None,
-    down_weight_codes: Tensor | None = None, quantized: Float8Rows | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    gate_weight_scale: Tensor | None = None,
+    up_weight_scale: Tensor | None = None,
+    down_weight_scale: Tensor | None = None,
+    gate_weight_codes: Tensor | None = None,
+    up_weight_codes: Tensor | None = None,
+    down_weight_codes: Tensor | None = None,
+    quantized: Float8Rows | None = None,
+) -> Tensor:
     """A whole gated MLP whose outputs and input gradients are FP8 GEMMs.
 
     Math:
@@ -137,14 +164,14 @@ def gated_mlp_float8(
     weights = dict(zip(_WIDE, (gate_weight, up_weight, down_weight), strict=True))
     biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
     own = (gate_weight_scale, up_weight_scale, down_weight_scale)
-    beside = (gate_weight_codes, up_weight_codes, down_weight_codes)
+    others = (gate_weight_codes, up_weight_codes, down_weight_codes)
     checks.floating(name, x=x, **weights, **biases, optional=tuple(biases))
     checks.one_of(name, "activation", activation, ACTIVATIONS)
     shapes_fit(name, x, gate_weight, up_weight, down_weight)
-    for bias, given in biases.items():
+    for bias, tensor in biases.items():
         rows = f"{bias.removesuffix('bias')}weight"
-        checks.vector(name, bias, given, weights[rows].shape[0], f"rows of {rows}")
-    weight_scales_fit(name, weights, own, beside)
+        checks.vector(name, bias, tensor, weights[rows].shape[0], f"rows of {rows}")
+    weight_scales_fit(name, weights, own, others)
     under = checks.autocast_dtype(x.device.type) is not None
     plain = {n: w for n, w in weights.items() if w.dtype not in CODES}
     tensors = {"x": x, **biases} if under else {"x": x, **plain, **biases}
@@ -152,11 +179,11 @@ def gated_mlp_float8(
     first = cast["x"]
     assert first is not None
     wide = (*weights.values(), *(cast[bias] for bias in biases))
-    every = (first, *wide, activation, *own, *fitting(name, x, quantized), *beside)
+    every = (first, *wide, activation, *own, *fitting(name, x, quantized), *others)
     if not checks.in_checkpoint():
         return op(*every)  # type: ignore[no-any-return]
     if checks.keeps_products.get():
-        return _in_layers(first, wide, own, beside, activation, quantized)
+        return _in_layers(first, wide, own, others, activation, quantized)
     return _early(*every)
 
 
@@ -164,29 +191,41 @@ def gated_mlp_float8(
 
 
 def _first(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None, activation: str,
-    gate_own: Tensor | None, up_own: Tensor | None, down_own: Tensor | None,
-    codes: Tensor | None, codes_scale: Tensor | None, gate_codes: Tensor | None,
-    up_codes: Tensor | None, down_codes: Tensor | None, *needs: bool,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:  # fmt: skip
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    gate_own: Tensor | None,
+    up_own: Tensor | None,
+    down_own: Tensor | None,
+    codes: Tensor | None,
+    codes_scale: Tensor | None,
+    gate_codes: Tensor | None,
+    up_codes: Tensor | None,
+    down_codes: Tensor | None,
+    *needs: bool,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """Gate and up, the scales of all weights, and a result that is empty."""
     run, rest = linear_op.fwd.run, (False, False)
-    given = (gate_weight, gate_bias, gate_own, codes, codes_scale, gate_codes)
-    gate, *made, first = run(x, *given, *rest)
-    rows = made if codes is None else (codes, codes_scale)
+    args = (gate_weight, gate_bias, gate_own, codes, codes_scale, gate_codes)
+    gate, *output, first = run(x, *args, *rest)
+    rows = output if codes is None else (codes, codes_scale)
     up, _, _, second = run(x, up_weight, up_bias, up_own, *rows, up_codes, *rest)
     third = row_scales(down_weight) if down_own is None else first.new_empty(0)
     empty = empty_of(x, *x.shape[:-1], down_weight.shape[0])
     return (empty, gate, up, first, second, third), (gate, up)
 
 
-def _rest(handed: tuple[Tensor, Tensor], *given: Any) -> Tensor:
+def _rest(handed: tuple[Tensor, Tensor], *args: Any) -> Tensor:
     """The result, from gate and up; their product is only computed in FP8."""
-    weight, bias, activation, own, beside = (given[i] for i in (3, 6, 7, 10, 15))
+    weight, bias, activation, own, others = (args[i] for i in (3, 6, 7, 10, 15))
     _, rows = activated(*handed, activation, ("quantized",))
     inner = empty_of(handed[0], *handed[0].shape)  # nobody reads it beside its codes
-    y, *_ = linear_op(inner, weight, bias, own, rows.codes.view(torch.uint8), rows.scale, beside)
+    y, *_ = linear_op(inner, weight, bias, own, rows.codes.view(torch.uint8), rows.scale, others)
     return y  # type: ignore[no-any-return]
 
 
@@ -194,9 +233,13 @@ _early = EarlySave(op, _first, _rest)
 
 
 def _in_layers(
-    x: Tensor, wide: tuple[Tensor | None, ...], own: tuple[Tensor | None, ...],
-    beside: tuple[Tensor | None, ...], activation: str, rows: Float8Rows | None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    wide: tuple[Tensor | None, ...],
+    own: tuple[Tensor | None, ...],
+    others: tuple[Tensor | None, ...],
+    activation: str,
+    rows: Float8Rows | None,
+) -> Tensor:
     """The same as steps of their own, for a policy that keeps GEMMs and not activations."""
 
     def layer(i: int, x: Tensor, rows: Float8Rows | None) -> tuple[Tensor, Float8Rows]:
@@ -207,7 +250,7 @@ def _in_layers(
             weight,
             wide[3 + i],
             weight_scale=own[i],
-            weight_codes=beside[i],
+            weight_codes=others[i],
             quantized=rows,
         )
 
@@ -232,18 +275,24 @@ def activated(
 
 
 def _case(
-    rows: tuple[int, ...], hidden: int, inner: int, outer: int = 0, bias: bool = False,
+    rows: tuple[int, ...],
+    hidden: int,
+    inner: int,
+    outer: int = 0,
+    bias: bool = False,
     **frozen: bool,
-) -> dict[str, T]:  # fmt: skip
+) -> dict[str, T]:
     """Tensors of a sample; names in ``frozen`` get no gradient.
 
     Inner rows are rounded to FP8: what 16 bits round before that is no small error of a result.
     """
     outer = outer or hidden
     shapes: dict[str, tuple[int, ...]] = {
-        "x": (*rows, hidden), "gate_weight": (inner, hidden), "up_weight": (inner, hidden),
+        "x": (*rows, hidden),
+        "gate_weight": (inner, hidden),
+        "up_weight": (inner, hidden),
         "down_weight": (outer, inner),
-    }  # fmt: skip
+    }
     if bias:
         shapes |= {"gate_bias": (inner,), "up_bias": (inner,), "down_bias": (outer,)}
     scale = {n: 0.3 if len(s) == 1 else max(1, s[-1]) ** -0.5 for n, s in shapes.items()}
@@ -255,23 +304,53 @@ def _case(
 
 def _coded(tensors: dict[str, T], *names: str) -> dict[str, T]:
     """The same, of which the weights of some layers are codes with scales."""
-    made = dict(tensors)
+    coded = dict(tensors)
     for name in (f"{layer}_weight" for layer in names):
-        rows, columns = made[name].shape
-        made[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
-        made[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
-    return made
+        rows, columns = coded[name].shape
+        coded[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
+        coded[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
+    return coded
 
 
 def _rounded(tensors: dict[str, T], *names: str) -> dict[str, T]:
     """The same of trained weights beside codes."""
     coded, wide = _coded(tensors, *names), [f"{layer}_weight" for layer in names]
-    return {
-        **coded, **{n: tensors[n] for n in wide}, **{f"{n}_codes": coded[n] for n in wide}
-    }  # fmt: skip
+    return {**coded, **{n: tensors[n] for n in wide}, **{f"{n}_codes": coded[n] for n in wide}}
 
 
 _FROZEN: Any = dict.fromkeys(_WIDE, True)
+
+
+def formula(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    gate_weight_scale: Tensor | None = None,
+    up_weight_scale: Tensor | None = None,
+    down_weight_scale: Tensor | None = None,
+    gate_weight_codes: Tensor | None = None,
+    up_weight_codes: Tensor | None = None,
+    down_weight_codes: Tensor | None = None,
+    quantized: Any = None,
+) -> Tensor:
+    """A gated MLP of such layers."""
+
+    def layer(x: Tensor, *parameters: Any) -> Tensor:
+        weight, bias, scale, codes = parameters
+        return linear_float8_formula(x, weight, bias, weight_scale=scale, weight_codes=codes)
+
+    gate = layer(x, gate_weight, gate_bias, gate_weight_scale, gate_weight_codes)
+    up = layer(x, up_weight, up_bias, up_weight_scale, up_weight_codes)
+    inner = gated_product(gate, up, activation)
+    return layer(inner, down_weight, down_bias, down_weight_scale, down_weight_codes)
+
+
 SAMPLES = (
     Sample("rows", _case((2, 5), 16, 32)),
     Sample("gelu", _case((6,), 16, 32), {"activation": "gelu"}),

@@ -4,11 +4,13 @@ import math
 from typing import Any, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import rms_normalized, weighted, wide
 from liger_multi.ops._samples import ROWS, bench, each_frozen, frozen, usual
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.rms_norm import CASTINGS, EPS, GEMMA, numbers
@@ -26,15 +28,22 @@ op = Op(
 
 @op.forward(returns="y", residuals="rstd")
 def forward(
-    x: Tensor, gate: Optional[Tensor], weight: Optional[Tensor], eps: float, offset: float,
-    casting: str, group_size: int, norm_first: bool, activation: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    gate: Optional[Tensor],
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
+    casting: str,
+    group_size: int,
+    norm_first: bool,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
     """Shape rule."""
     wide = weight is not None and casting == "llama" and (gate is None or not norm_first)
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and wide else x.dtype
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     groups = x.shape[-1] // group_size
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], groups), dtype=kind)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], groups), dtype=acc_dtype)
 
 
 op.backward(
@@ -45,10 +54,17 @@ op.backward(
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6, *,
-    group_size: int | None = None, norm_before_gate: bool = True, activation: str = "silu",
-    offset: float = 0.0, casting: str = "llama",
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    activation: str = "silu",
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> Tensor:
     """Root-mean-square norm of groups of channels, times an activated gate after or before it.
 
     Math:
@@ -99,6 +115,29 @@ def gated_rms_norm(
     return result
 
 
+def formula(
+    x: Tensor,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    activation: str = "silu",
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> Tensor:
+    """RMSNorm of groups of columns, times an activation of the gate before or after it."""
+    u, act = wide(x), None
+    if gate is not None:
+        act = torch.sigmoid(wide(gate)) if activation == "sigmoid" else F.silu(wide(gate))
+    if act is not None and not norm_before_gate:
+        u = u * act
+    groups = u.unflatten(-1, (-1, group_size or max(x.shape[-1], 1)))
+    y = weighted(rms_normalized(groups, eps).flatten(-2).to(x.dtype), weight, offset)
+    return (y * act).to(x.dtype) if act is not None and norm_before_gate else y
+
+
 def work(shapes: Shapes, size: int, options: Options) -> Work:
     """What a call reads and writes at least, and its operations."""
     # x (and a gate) read, y written; dy and those read, their gradients written
@@ -108,18 +147,25 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def _case(*shape: int, dtype: torch.dtype | None = None, **both: Any) -> dict[str, T]:
-    made = T(shape, **both)
-    return {"x": made, "gate": made, "weight": T((shape[-1],), dtype=dtype)}
+    tensors = T(shape, **both)
+    return {"x": tensors, "gate": tensors, "weight": T((shape[-1],), dtype=dtype)}
 
 
 AFTER, GROUPED = {"norm_before_gate": False}, {"group_size": 16}
 SAMPLES = (
     Sample("qwen3-next", _case(2, 5, 64)),
     *usual(
-        _case, ROWS,
-        but=EPS | {"one-axis": {"group_size": 12}, "no-rows": GROUPED, "sliced": GROUPED,
-                   "transposed": AFTER, "row-gaps": AFTER | GROUPED,
-                   "many-tiny-rows": {"group_size": 4}},
+        _case,
+        ROWS,
+        but=EPS
+        | {
+            "one-axis": {"group_size": 12},
+            "no-rows": GROUPED,
+            "sliced": GROUPED,
+            "transposed": AFTER,
+            "row-gaps": AFTER | GROUPED,
+            "many-tiny-rows": {"group_size": 4},
+        },
     ),
     Sample("mamba2", _case(2, 5, 64), AFTER),
     Sample("mamba2-groups", _case(3, 4, 64), AFTER | GROUPED),
@@ -143,9 +189,13 @@ SAMPLES = (
     *bench(_case, "262144x128"),
     Sample("8192x4096 after", _case(8192, 4096), AFTER, size="bench"),
     Sample("8192x8192 after, 8 groups", _case(8192, 8192), AFTER | {"group_size": 1024}, "bench"),
-    Sample("8192x4096 gateless", {"x": T((8192, 4096)), "weight": T((4096,))}, {"group_size": 1024},
-           "bench"),
-)  # fmt: skip
+    Sample(
+        "8192x4096 gateless",
+        {"x": T((8192, 4096)), "weight": T((4096,))},
+        {"group_size": 1024},
+        "bench",
+    ),
+)
 COMPILE_SAMPLES = (
     *bench(_case, "2048x16384 1024x65536"),
     Sample("1024x65536 after", _case(1024, 65536), AFTER),

@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_PIECES, PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import convolved, sequence_runs
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.causal_conv1d import check_filter, segments_of
@@ -33,9 +34,13 @@ op.backward(reads="dy x weight bias segments", returns="dx dweight dbias")
 
 
 def gated_short_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
-    cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
     """Short convolution of LFM2, gated before and after, from one packed projection.
 
     Math:
@@ -74,6 +79,20 @@ def gated_short_conv(
     return result
 
 
+def formula(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """As transformers' ``Lfm2ShortConv`` computes between its projections."""
+    b, c, v = x.mT.chunk(3, dim=-2)
+    runs = sequence_runs(seq_idx, cu_seqlens, x.shape[1])
+    return (c * convolved(b * v, weight, bias, None, runs)).mT.contiguous()
+
+
 def work(shapes: Shapes, size: int, options: Options) -> Work:
     """What a call reads and writes at least, and its operations."""
     once = math.prod(shapes["x"]) * size / 3
@@ -82,9 +101,15 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def _case(
-    batch: int, length: int, channels: int, width: int = 3, *, bias: bool = False, ids: int = 0,
+    batch: int,
+    length: int,
+    channels: int,
+    width: int = 3,
+    *,
+    bias: bool = False,
+    ids: int = 0,
     layout: str = "contiguous",
-) -> dict[str, T]:  # fmt: skip
+) -> dict[str, T]:
     tensors = {
         "x": T((batch, length, 3 * channels), layout=layout),
         "weight": T((channels, width), scale=width**-0.5),

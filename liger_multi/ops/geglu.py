@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
@@ -14,6 +15,7 @@ from liger_multi.ops._float8 import (
     SHAPES,
     QuantizedOutput,
     coded_samples,
+    either,
     quantized_output,
     with_codes,
 )
@@ -92,6 +94,18 @@ def geglu_quantized(
     gate_and_up("geglu", gate, up)
     checks.one_of("geglu", "approximate", approximate, APPROXIMATIONS)
     return quantized_output(quantized_op, quantize, outputs, gate, up, approximate)
+
+
+def formula(
+    gate: Tensor,
+    up: Tensor,
+    approximate: str = "tanh",
+    *,
+    quantize: str | None = None,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> Tensor | QuantizedOutput:
+    """``gelu(gate) * up``."""
+    return either(F.gelu(gate, approximate=approximate) * up, quantize, outputs)
 
 
 work = elementwise(3, 8)

@@ -1,5 +1,6 @@
 """Contract of ``geglu_packed``."""
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
@@ -57,6 +58,12 @@ def geglu_packed(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
     checks.one_of("geglu_packed", "approximate", approximate, APPROXIMATIONS)
     result: Tensor = op(gate_up, approximate)
     return result
+
+
+def formula(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
+    """GeGLU of the first and the second half of the last axis."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate=approximate) * up
 
 
 work = packed_work

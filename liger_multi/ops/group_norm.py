@@ -1,5 +1,6 @@
 """Contract of ``group_norm``."""
 
+import math
 from typing import Optional
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import rms_normalized, wide
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
@@ -21,8 +23,8 @@ def forward(
     x: Tensor, num_groups: int, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shape rule."""
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-    mean, rstd = (x.new_empty((x.shape[0], num_groups), dtype=kind) for _ in range(2))
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mean, rstd = (x.new_empty((x.shape[0], num_groups), dtype=acc_dtype) for _ in range(2))
     return x.new_empty(x.shape), mean, rstd
 
 
@@ -35,9 +37,12 @@ op.backward(
 
 
 def group_norm(
-    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Normalization of groups of channels to mean 0 and variance 1.
 
     Math:
@@ -79,12 +84,28 @@ def group_norm(
     return result
 
 
+def formula(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Layer norm of groups of channels, with a weight and a bias per channel."""
+    size = math.prod(x.shape[1:]) // num_groups
+    groups = wide(x).reshape(x.shape[0], num_groups, size)
+    n = rms_normalized(groups - groups.mean(-1, keepdim=True), eps).view(x.shape)
+    channels = (-1, *[1] * (x.ndim - 2))
+    n = n if weight is None else n * weight.view(channels)
+    return (n if bias is None else n + bias.view(channels)).to(x.dtype)
+
+
 work = elementwise(2, 5)
 
 
 def _given(*shape: int, layout: str = "contiguous", **parameters: object) -> dict[str, T]:
-    made = T(shape[1:2], **parameters)  # type: ignore[arg-type]
-    return {"x": T(shape, layout=layout), "weight": made, "bias": made}
+    tensors = T(shape[1:2], **parameters)  # type: ignore[arg-type]
+    return {"x": T(shape, layout=layout), "weight": tensors, "bias": tensors}
 
 
 TWO, FOUR = {"num_groups": 2}, {"num_groups": 4}

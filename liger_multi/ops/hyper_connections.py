@@ -3,11 +3,13 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_PIECES, bitwise, promise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import rms_normalized, wide
 from liger_multi.ops._work import streamwise
 from liger_multi.ops.hyper_connections_pre import coefficient, streams
 from liger_multi.testing.samples import Sample
@@ -19,25 +21,35 @@ op = Op(
     family="residuals",
     rowwise=True,
     bitwise=bitwise(
-        BY_PIECES, "x pre post mix mixes rstd", 2,
+        BY_PIECES,
+        "x pre post mix mixes rstd",
+        2,
         backward=promise("repeat recompute", rows="rows", because={"cards": _LIBRARY}),
     ),
-)  # fmt: skip
+)
 
 
 @op.forward(returns="pre post mix", residuals="mixes rstd")
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, iterations: int, rms_eps: float,
-    eps: float, post_scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    iterations: int,
+    rms_eps: float,
+    eps: float,
+    post_scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule."""
     lead, count = x.shape[:-2], x.shape[-2]
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return (
-        x.new_empty((*lead, count), dtype=kind), x.new_empty((*lead, count), dtype=kind),
-        x.new_empty((*lead, count, count), dtype=kind),
-        x.new_empty((*lead, count * (count + 2)), dtype=kind), x.new_empty(lead, dtype=kind),
-    )  # fmt: skip
+        x.new_empty((*lead, count), dtype=acc_dtype),
+        x.new_empty((*lead, count), dtype=acc_dtype),
+        x.new_empty((*lead, count, count), dtype=acc_dtype),
+        x.new_empty((*lead, count * (count + 2)), dtype=acc_dtype),
+        x.new_empty(lead, dtype=acc_dtype),
+    )
 
 
 op.backward(
@@ -55,9 +67,16 @@ class HyperCoefficients(NamedTuple):
 
 
 def hyper_connections(
-    x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, *, iterations: int = 20,
-    rms_eps: float = 1e-6, eps: float = 1e-6, post_scale: float = 2.0,
-) -> HyperCoefficients:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    *,
+    iterations: int = 20,
+    rms_eps: float = 1e-6,
+    eps: float = 1e-6,
+    post_scale: float = 2.0,
+) -> HyperCoefficients:
     """Coefficients of manifold-constrained hyper-connections, from the streams themselves.
 
     Math:
@@ -104,6 +123,30 @@ def hyper_connections(
     return HyperCoefficients(*op(x, weight, bias, scale, steps, *numbers))
 
 
+def formula(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor,
+    *,
+    iterations: int = 20,
+    rms_eps: float = 1e-6,
+    eps: float = 1e-6,
+    post_scale: float = 2.0,
+) -> HyperCoefficients:
+    """Coefficients of n streams; those that mix are made doubly stochastic by Sinkhorn steps."""
+    n = x.shape[-2]
+    m = F.linear(rms_normalized(wide(x.flatten(-2)), rms_eps), wide(weight))
+    (a, b, c), (p, q, r) = (t.split([n, n, n * n], -1) for t in (m, wide(bias)))
+    mix = torch.softmax((c * scale[2] + r).unflatten(-1, (n, n)), -1) + eps
+    mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        mix = mix / (mix.sum(-1, keepdim=True) + eps)
+        mix = mix / (mix.sum(-2, keepdim=True) + eps)
+    pre, post = torch.sigmoid(a * scale[0] + p) + eps, torch.sigmoid(b * scale[1] + q)
+    return HyperCoefficients(pre, post_scale * post, mix)
+
+
 # streams read; read again, their gradient written
 work = streamwise(1, 3, (0, 0))
 
@@ -114,11 +157,11 @@ def _case(
     count, cols = shape[-2:]
     outs = count * (count + 2)
     shapes = {"weight": (outs, count * cols), "bias": (outs,), "scale": (3,)}
-    made = {"x": T(shape, layout=layout, grad="x" not in frozen.split())}
+    tensors = {"x": T(shape, layout=layout, grad="x" not in frozen.split())}
     for name, size in shapes.items():
         spread = (count * cols) ** -0.5 if name == "weight" else 0.5
-        made[name] = T(size, dtype, spread, name not in frozen.split())
-    return made
+        tensors[name] = T(size, dtype, spread, name not in frozen.split())
+    return tensors
 
 
 SAMPLES = (

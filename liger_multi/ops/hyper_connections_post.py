@@ -63,6 +63,11 @@ def hyper_connections_post(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) ->
     return result
 
 
+def formula(x: Tensor, out: Tensor, post: Tensor, mix: Tensor) -> Tensor:
+    """The streams after a layer: its output to each of them, and the mixed streams."""
+    return post.to(x.dtype).unsqueeze(-1) * out.unsqueeze(-2) + mix.to(x.dtype) @ x
+
+
 # streams and one read, streams written; dy, both read, both gradients written
 work = streamwise(2, 5, (1, 3))
 

@@ -70,6 +70,11 @@ def hyper_connections_pre(x: Tensor, pre: Tensor) -> Tensor:
     return result
 
 
+def formula(x: Tensor, pre: Tensor) -> Tensor:
+    """The input of a layer: a weighted sum of the streams."""
+    return (pre.unsqueeze(-1) * x).sum(-2).to(x.dtype)
+
+
 # streams read, one written; dy and streams read, a gradient written
 work = streamwise(1, 3, (1, 2))
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import at_listed_keys, scores_of_all_keys
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work, visible_pairs
 from liger_multi.testing.samples import Sample
@@ -78,6 +79,13 @@ def indexer_scores(
     return result
 
 
+def formula(
+    q: Tensor, k: Tensor, w: Tensor, indices: Tensor, *, scale: float | None = None
+) -> Tensor:
+    """Scores of all keys, of which the listed ones are taken."""
+    return at_listed_keys(scores_of_all_keys(q, k, w, scale), indices, -torch.inf)
+
+
 def work(shapes: Shapes, size: int, options: Options) -> Work:
     """What a call reads and writes at least, and its operations."""
     (batch, length, heads, width), keys = shapes["q"], shapes["k"][1]
@@ -85,8 +93,8 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
     topk = options.get("topk", 0)
     listed = 2.0 * heads * width * batch * length * (topk or shapes["indices"][-1])
     # the selection has a product of all pairs that are seen, scores of a list one of listed pairs
-    seen = 2.0 * heads * width * batch * visible_pairs(length, keys, {"causal": True})
-    forward = seen if topk else listed
+    flops = 2.0 * heads * width * batch * visible_pairs(length, keys, {"causal": True})
+    forward = flops if topk else listed
     return Work(once, 3 * once, forward, forward + 3 * listed)
 
 
@@ -104,9 +112,13 @@ def check_indexer(name: str, q: Tensor, k: Tensor, w: Tensor) -> None:
 
 
 def case(
-    shape: tuple[int, int, int, int], keys: int = 0, layout: str = "contiguous",
-    weights: torch.dtype | None = torch.float32, whole: float = 0.0, **more: T,
-) -> dict[str, T]:  # fmt: skip
+    shape: tuple[int, int, int, int],
+    keys: int = 0,
+    layout: str = "contiguous",
+    weights: torch.dtype | None = torch.float32,
+    whole: float = 0.0,
+    **more: T,
+) -> dict[str, T]:
     """Queries of a shape (B, L, H, D), as many keys, and weights; integers up to some ``whole``."""
     batch, length, heads, size = shape
     other = layout if layout != "swapped" else "sliced"
@@ -123,10 +135,10 @@ def _case(
     shape: tuple[int, int, int, int], listed: int, keys: int = 0, absent: float = 0.2, **more: Any
 ) -> dict[str, T]:
     """The first lists are of absent keys, and random lists have keys twice."""
-    given = case(shape, keys, **more)
+    tensors = case(shape, keys, **more)
     lists = (*shape[:2], listed)
-    ids = T(lists, classes=given["k"].shape[1], ignored=absent, ignore_index=-1, grad=False)
-    return {**given, "indices": ids}
+    ids = T(lists, classes=tensors["k"].shape[1], ignored=absent, ignore_index=-1, grad=False)
+    return {**tensors, "indices": ids}
 
 
 SAMPLES = (

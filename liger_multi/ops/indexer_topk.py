@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import at_listed_keys, document_ids, scores_of_all_keys
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops.attention import from_lengths, key_ranges
 from liger_multi.ops.indexer_scores import case, check_indexer, statistics
@@ -36,9 +37,14 @@ class IndexerTopkOutput(NamedTuple):
 
 @op.forward(returns="indices scores")
 def forward(
-    q: Tensor, k: Tensor, w: Tensor, ranges: Optional[Tensor], topk: int, causal: bool,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    ranges: Optional[Tensor],
+    topk: int,
+    causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Shape rule."""
     shape = (*q.shape[:2], min(topk, k.shape[1]))
     return q.new_empty(shape, dtype=torch.int32), q.new_empty(shape, dtype=statistics(q))
@@ -48,10 +54,17 @@ op.backward(reads="dscores q k w indices scale", returns="dq dk dw")
 
 
 def indexer_topk(
-    q: Tensor, k: Tensor, w: Tensor, topk: int, *, causal: bool = True,
-    documents: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    ranges: Tensor | None = None, scale: float | None = None,
-) -> IndexerTopkOutput:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    topk: int,
+    *,
+    causal: bool = True,
+    documents: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    ranges: Tensor | None = None,
+    scale: float | None = None,
+) -> IndexerTopkOutput:
     """The keys with the highest scores of a lightning indexer, for every query.
 
     Math:
@@ -106,31 +119,48 @@ def _ranges(
     if cu_seqlens is not None:
         checks.integers(name, "cu_seqlens", cu_seqlens)
         if documents is not None or cu_seqlens.ndim != 1 or q.shape[0] != 1:
-            checks.refuse(name, "cu_seqlens has one axis, is for a batch of one, and stands in "
-                          "place of documents",
-                          f"{checks.describe(cu_seqlens)} for a batch of {q.shape[0]}")  # fmt: skip
+            checks.refuse(
+                name,
+                "cu_seqlens has one axis, is for a batch of one, and stands in place of documents",
+                f"{checks.describe(cu_seqlens)} for a batch of {q.shape[0]}",
+            )
         documents = from_lengths(cu_seqlens.to(q.device), k.shape[1])
     if documents is None:
         return None
     checks.targets(name, documents, torch.Size(shape), k, name="documents")
     if q.shape[1] > k.shape[1]:
-        checks.refuse(name, "with documents every query is a position of the keys",
-                      f"{q.shape[1]} queries and {k.shape[1]} keys")  # fmt: skip
+        checks.refuse(
+            name,
+            "with documents every query is a position of the keys",
+            f"{q.shape[1]} queries and {k.shape[1]} keys",
+        )
     return key_ranges(
-        q.shape[1], k.shape[1], q.device, causal=causal, left=-1, right=-1, global_tokens=0,
+        q.shape[1],
+        k.shape[1],
+        q.device,
+        causal=causal,
+        left=-1,
+        right=-1,
+        global_tokens=0,
         documents=documents,
-    )  # fmt: skip
+    )
 
 
 def _ranges_fit(q: Tensor, ranges: Tensor) -> None:
     if not isinstance(ranges, Tensor):
         raise TypeError(f"{op.name}: ranges must be a tensor, got {checks.describe(ranges)}")
     batches = (1, q.shape[0])
-    if ranges.dtype != torch.int32 or ranges.ndim != 3 or ranges.shape[0] not in batches or (
-        ranges.shape[1:] != (q.shape[1], 2) or ranges.device != q.device
-    ):  # fmt: skip
-        checks.refuse(op.name, f"ranges must be int32 of shape ({q.shape[0]} or 1, {q.shape[1]}, "
-                      f"2) on {q.device}", ranges)  # fmt: skip
+    if (
+        ranges.dtype != torch.int32
+        or ranges.ndim != 3
+        or ranges.shape[0] not in batches
+        or (ranges.shape[1:] != (q.shape[1], 2) or ranges.device != q.device)
+    ):
+        checks.refuse(
+            op.name,
+            f"ranges must be int32 of shape ({q.shape[0]} or 1, {q.shape[1]}, 2) on {q.device}",
+            ranges,
+        )
 
 
 def _documents(batch: int, length: int, ignored: float = 0.0) -> dict[str, Any]:
@@ -139,6 +169,42 @@ def _documents(batch: int, length: int, ignored: float = 0.0) -> dict[str, Any]:
 
 def _topk(count: int, **more: Any) -> dict[str, Any]:
     return {"topk": count, **more}
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    topk: int,
+    *,
+    causal: bool = True,
+    documents: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    ranges: Tensor | None = None,
+    scale: float | None = None,
+) -> IndexerTopkOutput:
+    """A stable sort of the scores of all keys.
+
+    Raises:
+        NotImplementedError: ``ranges`` were given, which say what the other masks say.
+    """
+    if ranges is not None:
+        raise NotImplementedError("the formula takes masks, not ranges")
+    if cu_seqlens is not None:
+        documents = document_ids(cu_seqlens, k.shape[1])
+    scores, (queries, keys) = scores_of_all_keys(q, k, w, scale), (q.shape[1], k.shape[1])
+    place = torch.arange(keys, device=q.device)
+    own = torch.arange(queries, device=q.device)[:, None] + (keys - queries)
+    visible = ((place <= own) if causal else place >= 0 * own)[None]
+    if documents is not None:
+        change = torch.nn.functional.pad((documents[:, 1:] != documents[:, :-1]).cumsum(1), (1, 0))
+        same = change[:, keys - queries :, None] == change[:, None]
+        visible = visible & same & (documents >= 0)[:, None]
+    masked = scores.detach().masked_fill(~visible, -torch.inf)
+    best = masked.sort(stable=True, dim=-1, descending=True).indices[..., : min(topk, keys)]
+    selected = torch.where(masked.gather(-1, best).isfinite(), best, keys).sort(-1).values
+    selected = torch.where(selected < keys, selected, -1).to(torch.int32)
+    return IndexerTopkOutput(selected, at_listed_keys(scores, selected, -torch.inf))
 
 
 SAMPLES = (
@@ -183,6 +249,7 @@ SAMPLES = (
 )
 COMPILE_SAMPLES = (
     Sample("128x8x32-2048", case((1, 128, 8, 32), 8192), _topk(2048)),
-    Sample("8192x64x128-2048 documents", case((1, 8192, 64, 128), **_documents(1, 8192)),
-           _topk(2048)),
-)  # fmt: skip
+    Sample(
+        "8192x64x128-2048 documents", case((1, 8192, 64, 128), **_documents(1, 8192)), _topk(2048)
+    ),
+)

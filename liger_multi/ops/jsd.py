@@ -14,6 +14,7 @@ from liger_multi.ops._divergence import (
     run,
     samples_of,
 )
+from liger_multi.ops._formulas import jsd_rows, log_probabilities, reduced_rows
 from liger_multi.ops._work import elementwise
 from liger_multi.testing.samples import Sample
 
@@ -37,10 +38,18 @@ declare_inplace(inplace_op)
 
 
 def jsd(
-    student: Tensor, teacher: Tensor, target: Tensor | None = None, *, beta: float = 0.5,
-    form: str = "log_prob", teacher_form: str | None = None, temperature: float = 1.0,
-    ignore_index: int = -100, reduction: str = "mean", inplace: bool = False,
-) -> Tensor:  # fmt: skip
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    form: str = "log_prob",
+    teacher_form: str | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    inplace: bool = False,
+) -> Tensor:
     """Jensen-Shannon divergence of a student and a teacher, a number a row.
 
     Math:
@@ -83,9 +92,37 @@ def jsd(
     """
     share = checks.number(op.name, "beta", beta, 0.0, 1.0)
     return run(
-        op, student, teacher, target, share, form, teacher_form, temperature, ignore_index,
-        reduction, inplace,
-    )  # fmt: skip
+        op,
+        student,
+        teacher,
+        target,
+        share,
+        form,
+        teacher_form,
+        temperature,
+        ignore_index,
+        reduction,
+        inplace,
+    )
+
+
+def formula(
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    form: str = "log_prob",
+    teacher_form: str | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    inplace: bool = False,
+) -> Tensor:
+    """Generalized Jensen-Shannon divergence."""
+    log_q = log_probabilities(student, form, temperature)
+    log_p = log_probabilities(teacher, teacher_form or form, temperature)
+    return reduced_rows(jsd_rows(beta)(log_q, log_p), target, ignore_index, reduction)
 
 
 work = elementwise(2, 5)

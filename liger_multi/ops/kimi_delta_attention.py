@@ -13,6 +13,7 @@ from liger_multi.ops._samples import each_frozen
 from liger_multi.ops.gated_delta_rule import _case as case
 from liger_multi.ops.gated_delta_rule import _first as first_tokens
 from liger_multi.ops.gated_delta_rule import _shapes_fit as shapes_fit
+from liger_multi.ops.gated_delta_rule import formula_of_channel_gates
 from liger_multi.ops.gated_delta_rule import work as work
 from liger_multi.testing.samples import Sample
 
@@ -25,13 +26,21 @@ op = Op(
 
 @op.forward(returns="y final_state")
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Optional[Tensor],
-    first: Optional[Tensor], scale: float, qk_l2norm: bool, output_final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    scale: float,
+    qk_l2norm: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:
     """Shape rule."""
-    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     state = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
-    return v.new_empty(v.shape), v.new_empty(state if output_final_state else (0,), dtype=kind)
+    return v.new_empty(v.shape), v.new_empty(state if output_final_state else (0,), dtype=acc_dtype)
 
 
 op.backward(
@@ -151,9 +160,15 @@ def _y_and_state(
     """Check the arguments and call the operator; without ``output_final_state``, no state."""
     name = op.name
     checks.floating(
-        name, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state,
+        name,
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        initial_state=initial_state,
         optional=("initial_state",),
-    )  # fmt: skip
+    )
     shapes_fit(q, k, v, op=name, gates=k.shape[3:], g=g, beta=beta, initial_state=initial_state)
     checks.boolean(name, "qk_l2norm", qk_l2norm)
     by = q.shape[3] ** -0.5 if scale is None else checks.number(name, "scale", scale)
@@ -165,6 +180,7 @@ def _y_and_state(
 
 _case = functools.partial(case, channels=True)
 L2, FINAL, FP32 = {"qk_l2norm": True}, {"output_final_state": True}, torch.float32
+formula = formula_of_channel_gates
 SAMPLES = (
     Sample("kimi-linear", _case(2, 70, 2, 16, gates=FP32), L2),
     Sample("tiny", _case(1, 5, 1, 4)),
@@ -190,7 +206,8 @@ SAMPLES = (
     Sample("2x8192 32x128", _case(2, 8192, 32, 128, gates=FP32), L2, size="bench"),
 )
 COMPILE_SAMPLES = tuple(
-    Sample(f"2x8192 8x{size} everything",
-           _case(2, 8192, 8, size, state=True, ids=2, gates=FP32), FINAL)
+    Sample(
+        f"2x8192 8x{size} everything", _case(2, 8192, 8, size, state=True, ids=2, gates=FP32), FINAL
+    )
     for size in (32, 64, 128)
-)  # fmt: skip
+)

@@ -14,6 +14,7 @@ from liger_multi.ops._divergence import (
     run,
     samples_of,
 )
+from liger_multi.ops._formulas import kl_rows, log_probabilities, reduced_rows
 from liger_multi.ops._work import Options, Shapes, Work, elementwise
 
 op = Op(
@@ -36,10 +37,17 @@ declare_inplace(inplace_op)
 
 
 def kl_div(
-    student: Tensor, teacher: Tensor, target: Tensor | None = None, *, form: str = "log_prob",
-    teacher_form: str = "prob", temperature: float = 1.0, ignore_index: int = -100,
-    reduction: str = "mean", inplace: bool = False,
-) -> Tensor:  # fmt: skip
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    form: str = "log_prob",
+    teacher_form: str = "prob",
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    inplace: bool = False,
+) -> Tensor:
     """KL divergence of a student from a teacher, a number a row.
 
     Math:
@@ -79,9 +87,36 @@ def kl_div(
     """
     checks.one_of("kl_div", "teacher_form", teacher_form, FORMS)
     return run(
-        op, student, teacher, target, 0.0, form, teacher_form, temperature, ignore_index,
-        reduction, inplace,
-    )  # fmt: skip
+        op,
+        student,
+        teacher,
+        target,
+        0.0,
+        form,
+        teacher_form,
+        temperature,
+        ignore_index,
+        reduction,
+        inplace,
+    )
+
+
+def formula(
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    form: str = "log_prob",
+    teacher_form: str = "prob",
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    inplace: bool = False,
+) -> Tensor:
+    """KL divergence of the student from the teacher."""
+    log_q = log_probabilities(student, form, temperature)
+    log_p = log_probabilities(teacher, teacher_form, temperature)
+    return reduced_rows(kl_rows(log_q, log_p), target, ignore_index, reduction)
 
 
 # student and teacher read; read again, and the gradient written

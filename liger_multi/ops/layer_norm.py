@@ -13,9 +13,11 @@ from liger_multi.ops._float8 import (
     SHAPES,
     QuantizedOutput,
     coded_samples,
+    either,
     quantized_output,
     with_codes,
 )
+from liger_multi.ops._formulas import rms_normalized, wide
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise, with_code_bytes
 from liger_multi.ops.rms_norm import EPS
@@ -35,8 +37,8 @@ def forward(
     x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shape rule."""
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-    mean, rstd = (x.new_empty(x.shape[:-1], dtype=kind) for _ in range(2))
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=acc_dtype) for _ in range(2))
     return x.new_empty(x.shape), mean, rstd
 
 
@@ -112,14 +114,30 @@ def _checked(
     return x, weight, bias, checks.number("layer_norm", "eps", eps, 0.0)
 
 
+def formula(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    quantize: str | None = None,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> Tensor | QuantizedOutput:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias``."""
+    centered = wide(x) - wide(x).mean(-1, keepdim=True)
+    y = rms_normalized(centered, eps)
+    y = y if weight is None else y * weight
+    return either((y if bias is None else y + bias).to(x.dtype), quantize, outputs)
+
+
 work = elementwise(2, 5)
 quantized_work = with_code_bytes(work)
 
 
 def _given(*shape: int, layout: str = "contiguous", **both: Any) -> dict[str, T]:
     sliced = "sliced" if layout == "sliced" else "contiguous"
-    made = T(shape[-1:], layout=sliced, **both)
-    return {"x": T(shape, layout=layout), "weight": made, "bias": made}
+    tensors = T(shape[-1:], layout=sliced, **both)
+    return {"x": T(shape, layout=layout), "weight": tensors, "bias": tensors}
 
 
 SAMPLES = (

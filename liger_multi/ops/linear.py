@@ -3,6 +3,7 @@
 import math
 from typing import Any, Optional
 
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import functional
 
@@ -37,20 +38,18 @@ def _unread(needs_x: bool, needs_weight: bool) -> tuple[str, ...]:
     return weight if needs_weight else (*weight, "x")
 
 
-def _gradients(**given: Any) -> tuple[Tensor, ...]:
+def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     """A width is known from the tensor that was kept for the gradient."""
-    dy, x, weight = (given[name] for name in ("dy", "x", "weight"))
+    dy, x, weight = (kwargs[name] for name in ("dy", "x", "weight"))
     outer = dy.shape[-1]
     return (
-        dy.new_empty((*dy.shape[:-1], weight.shape[1]) if given["needs_x"] else (0,)),
-        dy.new_empty((outer, x.shape[-1]) if given["needs_weight"] else (0,)),
-        dy.new_empty((outer,) if given["needs_bias"] else (0,)),
+        dy.new_empty((*dy.shape[:-1], weight.shape[1]) if kwargs["needs_x"] else (0,)),
+        dy.new_empty((outer, x.shape[-1]) if kwargs["needs_weight"] else (0,)),
+        dy.new_empty((outer,) if kwargs["needs_bias"] else (0,)),
     )
 
 
-op.backward(
-    reads="dy x? weight?", returns="dx dweight dbias", not_saved=_unread, shapes=_gradients
-)  # fmt: skip
+op.backward(reads="dy x? weight?", returns="dx dweight dbias", not_saved=_unread, shapes=_gradients)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -82,15 +81,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Source:
         ``torch.nn.functional.linear``.
     """
-    given: dict[str, Tensor | None] = {"x": x, "weight": weight, "bias": bias}
-    checks.floating("linear", **given, optional=("bias",))
+    tensors: dict[str, Tensor | None] = {"x": x, "weight": weight, "bias": bias}
+    checks.floating("linear", **tensors, optional=("bias",))
     if weight.ndim != 2:
         checks.refuse("linear", "weight must have shape (N, K)", weight)
     if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-        checks.refuse("linear", f"the last axis of x must be K = {weight.shape[1]} of weight "
-                      f"{tuple(weight.shape)}", x)  # fmt: skip
+        checks.refuse(
+            "linear",
+            f"the last axis of x must be K = {weight.shape[1]} of weight {tuple(weight.shape)}",
+            x,
+        )
     checks.vector("linear", "bias", bias, weight.shape[0], "rows of weight")
-    return op(*checks.one_dtype("linear", given))  # type: ignore[no-any-return]
+    return op(*checks.one_dtype("linear", tensors))  # type: ignore[no-any-return]
+
+
+def formula(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``."""
+    return F.linear(x, weight, bias)
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
@@ -112,8 +119,8 @@ def _case(
     rows: tuple[int, ...], width: int, out: int, bias: bool = False, **specs: T
 ) -> dict[str, T]:
     """Tensors of a sample; ``specs`` replace some."""
-    made = {"x": T((*rows, width)), "weight": T((out, width), scale=max(1, width) ** -0.5)}
-    return made | ({"bias": T((out,), scale=0.3)} if bias else {}) | specs
+    tensors = {"x": T((*rows, width)), "weight": T((out, width), scale=max(1, width) ** -0.5)}
+    return tensors | ({"bias": T((out,), scale=0.3)} if bias else {}) | specs
 
 
 def _frozen(*shape: int) -> T:

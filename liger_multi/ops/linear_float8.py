@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import rounded
 from liger_multi.ops.linear import work as work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -42,16 +44,22 @@ class LinearFloat8Output(NamedTuple):
 
 @op.forward(returns="y x_codes x_scale", residuals="scale")
 def forward(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], weight_scale: Optional[Tensor],
-    codes: Optional[Tensor], codes_scale: Optional[Tensor], weight_codes: Optional[Tensor],
-    needs_x: bool, needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    weight_scale: Optional[Tensor],
+    codes: Optional[Tensor],
+    codes_scale: Optional[Tensor],
+    weight_codes: Optional[Tensor],
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shape rule."""
-    lead, made, kept = x.shape[:-1], codes is None, weight_scale is None
+    lead, outputs, kept = x.shape[:-1], codes is None, weight_scale is None
     return (
         x.new_empty((*lead, weight.shape[0])),
-        x.new_empty(x.shape if made else (0,), dtype=torch.uint8),
-        x.new_empty(lead if made else (0,), dtype=torch.float32),
+        x.new_empty(x.shape if outputs else (0,), dtype=torch.uint8),
+        x.new_empty(lead if outputs else (0,), dtype=torch.float32),
         x.new_empty((weight.shape[0] if kept else 0,), dtype=torch.float32),
     )
 
@@ -61,21 +69,23 @@ def _unread(needs_x: bool, needs_weight: bool) -> tuple[str, ...]:
     return weight if needs_weight else (*weight, "x")
 
 
-def _gradients(**given: Any) -> tuple[Tensor, ...]:
+def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     """A width is known from the tensor that was kept for the gradient."""
-    dy, x, weight = (given[name] for name in ("dy", "x", "weight"))
-    outer, kind = dy.shape[-1], given["weight_dtype"]
+    dy, x, weight = (kwargs[name] for name in ("dy", "x", "weight"))
+    outer, dtype = dy.shape[-1], kwargs["weight_dtype"]
     return (
-        dy.new_empty((*dy.shape[:-1], weight.shape[1]) if given["needs_x"] else (0,)),
-        dy.new_empty((outer, x.shape[-1]) if given["needs_weight"] else (0,), dtype=kind),
-        dy.new_empty((outer,) if given["needs_bias"] else (0,)),
+        dy.new_empty((*dy.shape[:-1], weight.shape[1]) if kwargs["needs_x"] else (0,)),
+        dy.new_empty((outer, x.shape[-1]) if kwargs["needs_weight"] else (0,), dtype=dtype),
+        dy.new_empty((outer,) if kwargs["needs_bias"] else (0,)),
     )
 
 
 op.backward(
-    reads="dy x? weight? weight_scale weight_codes scale weight_dtype", returns="dx dweight dbias",
-    not_saved=_unread, shapes=_gradients,
-)  # fmt: skip
+    reads="dy x? weight? weight_scale weight_codes scale weight_dtype",
+    returns="dx dweight dbias",
+    not_saved=_unread,
+    shapes=_gradients,
+)
 
 
 def linear_float8(
@@ -158,8 +168,11 @@ def _y_and_codes(
     if weight.ndim != 2:
         checks.refuse(name, "weight must have shape (N, K)", weight)
     if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-        checks.refuse(name, f"the last axis of x must be K = {weight.shape[1]} of weight "
-                      f"{tuple(weight.shape)}", x)  # fmt: skip
+        checks.refuse(
+            name,
+            f"the last axis of x must be K = {weight.shape[1]} of weight {tuple(weight.shape)}",
+            x,
+        )
     checks.vector(name, "bias", bias, weight.shape[0], "rows of weight")
     checks.vector(name, "weight_scale", weight_scale, weight.shape[0], "rows of weight")
     trained_codes_fit(name, "weight", weight, weight_scale, weight_codes)
@@ -176,8 +189,8 @@ def codes_fit(op: str, name: str, weight: Tensor, scale: Tensor | None, scales: 
     """Codes and scales of a weight come together, and have no gradient."""
     coded, scales = weight.dtype in CODES, scales or f"{name}_scale"
     if coded != (scale is not None):
-        wanted = f"{scales} beside codes" if coded else f"codes (float8_e4m3fn) for {scales}"
-        raise TypeError(f"{op}: {wanted} needed, got {name} {checks.describe(weight)}")
+        expected = f"{scales} beside codes" if coded else f"codes (float8_e4m3fn) for {scales}"
+        raise TypeError(f"{op}: {expected} needed, got {name} {checks.describe(weight)}")
     if scale is None:
         return
     if scale.dtype != torch.float32:
@@ -195,8 +208,8 @@ def trained_codes_fit(
         return
     checks.floating(op, optional=(), **{name: weight, f"{name}_codes": codes})
     if weight.dtype in CODES or codes.dtype not in CODES or codes.shape != weight.shape:
-        wanted = f"{name}_codes must hold E4M3 codes of {name}, which is in another dtype"
-        checks.refuse(op, wanted, f"{checks.describe(codes)} and {checks.describe(weight)}")
+        expected = f"{name}_codes must hold E4M3 codes of {name}, which is in another dtype"
+        checks.refuse(op, expected, f"{checks.describe(codes)} and {checks.describe(weight)}")
     codes_fit(op, f"{name}_codes", codes, scale, f"{name}_scale")
 
 
@@ -206,16 +219,18 @@ def rounded_rows(x: Tensor) -> Float8Rows:
     For weights that are rounded apart from their GEMMs; it is a layer without outputs.
     """
     with torch.no_grad():
-        _, *made = op(x, x.new_empty(0, x.shape[1]), None, None, None, None, None)
-    return typed(*made)
+        _, *output = op(x, x.new_empty(0, x.shape[1]), None, None, None, None, None)
+    return typed(*output)
 
 
 def weight_scales_fit(
-    op: str, weights: Mapping[str, Tensor | None], scales: Sequence[Tensor | None],
-    beside: Sequence[Tensor | None] = (None, None, None),
-) -> None:  # fmt: skip
+    op: str,
+    weights: Mapping[str, Tensor | None],
+    scales: Sequence[Tensor | None],
+    others: Sequence[Tensor | None] = (None, None, None),
+) -> None:
     """Every weight of several layers holds numbers, or has codes with scales of its rows."""
-    for (name, weight), scale, codes in zip(weights.items(), scales, beside, strict=True):
+    for (name, weight), scale, codes in zip(weights.items(), scales, others, strict=True):
         if weight is None:
             if scale is not None:
                 raise ValueError(f"{op}: {name}_scale needs {name} beside it, got None")
@@ -230,9 +245,9 @@ def one_dtype_but_codes(
     op: str, x: Tensor, weights: Mapping[str, Tensor | None], biases: Mapping[str, Tensor | None]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """x, and weights and biases, in one dtype; weights that hold codes as they are."""
-    given = {"x": x, **weights, **biases}
+    tensors = {"x": x, **weights, **biases}
     coded = {n: t for n, t in weights.items() if t is not None and t.dtype in CODES}
-    plain = {n: t for n, t in given.items() if n not in coded}
+    plain = {n: t for n, t in tensors.items() if n not in coded}
     cast = dict(zip(plain, checks.one_dtype(op, plain), strict=True)) | coded
     first = cast["x"]
     assert first is not None
@@ -285,8 +300,8 @@ def _case(
     rows: tuple[int, ...], width: int, out: int, bias: bool = False, **specs: T
 ) -> dict[str, T]:
     """Tensors of a sample; ``specs`` replace some."""
-    made = {"x": T((*rows, width)), "weight": T((out, width), scale=max(1, width) ** -0.5)}
-    return made | ({"bias": T((out,), scale=0.3)} if bias else {}) | specs
+    tensors = {"x": T((*rows, width)), "weight": T((out, width), scale=max(1, width) ** -0.5)}
+    return tensors | ({"bias": T((out,), scale=0.3)} if bias else {}) | specs
 
 
 def _coded(rows: tuple[int, ...], width: int, out: int, bias: bool = False) -> dict[str, T]:
@@ -305,6 +320,42 @@ def _rounded(rows: tuple[int, ...], width: int, out: int, bias: bool = False) ->
 
 def _frozen(*shape: int) -> T:
     return T(shape, grad=False)
+
+
+class _LinearFloat8(torch.autograd.Function):
+    """Both rounded products; rounding itself has no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, given_weight: Tensor | None
+    ) -> Tensor:
+        held = weight if given_weight is None else given_weight
+        codes, own = rounded(weight) if scale is None else (held.to(x.dtype), scale[:, None])
+        ctx.save_for_backward(x, codes, own)
+        rows, rows_scale = rounded(x)
+        return F.linear(rows, codes) * rows_scale * own.squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (dy,), (x, codes, scale) = upstream, ctx.saved_tensors
+        rows, rows_scale = rounded(dy * scale.squeeze(1))
+        dweight = torch.atleast_2d(dy).flatten(0, -2).t() @ torch.atleast_2d(x).flatten(0, -2)
+        return (rows @ codes) * rows_scale, dweight, None, None
+
+
+def formula(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    weight_scale: Tensor | None = None,
+    weight_codes: Tensor | None = None,
+    quantized: Any = None,
+    return_quantized: bool = False,
+) -> Tensor:
+    """``q(x) @ q(weight).T + bias``, and the input gradient from the same codes of weight."""
+    y: Tensor = _LinearFloat8.apply(x, weight, weight_scale, weight_codes)  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias
 
 
 SAMPLES = (

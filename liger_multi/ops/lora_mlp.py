@@ -11,6 +11,7 @@ from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.early_save import EarlySave, empty_of
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._float8 import OUTPUTS
+from liger_multi.ops._formulas import gated_product
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.gated_mlp import ACTIVATIONS, shapes_fit
 from liger_multi.ops.gated_mlp_float8 import activated
@@ -23,7 +24,14 @@ from liger_multi.ops.linear_float8 import (
     weight_scales_fit,
 )
 from liger_multi.ops.lora_qkv import op as qkv_op
-from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen, in_float8, lora_update
+from liger_multi.ops.lora_update import (
+    adapted_layer,
+    adapter_dtypes,
+    fit,
+    frozen,
+    in_float8,
+    lora_update,
+)
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -39,14 +47,29 @@ op = Op(
 
 @op.forward(returns="y", residuals="gate up")
 def forward(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-    gate_a: Optional[Tensor], gate_b: Optional[Tensor], up_a: Optional[Tensor],
-    up_b: Optional[Tensor], down_a: Optional[Tensor], down_b: Optional[Tensor],
-    gate_bias: Optional[Tensor], up_bias: Optional[Tensor], down_bias: Optional[Tensor],
-    gate_scale: float, up_scale: float, down_scale: float, activation: str,
-    gate_weight_scale: Optional[Tensor], up_weight_scale: Optional[Tensor],
-    down_weight_scale: Optional[Tensor], codes: Optional[Tensor], codes_scale: Optional[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_a: Optional[Tensor],
+    gate_b: Optional[Tensor],
+    up_a: Optional[Tensor],
+    up_b: Optional[Tensor],
+    down_a: Optional[Tensor],
+    down_b: Optional[Tensor],
+    gate_bias: Optional[Tensor],
+    up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    gate_scale: float,
+    up_scale: float,
+    down_scale: float,
+    activation: str,
+    gate_weight_scale: Optional[Tensor],
+    up_weight_scale: Optional[Tensor],
+    down_weight_scale: Optional[Tensor],
+    codes: Optional[Tensor],
+    codes_scale: Optional[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
     """Shape rule."""
     lead = x.shape[:-1]
     inner = (*lead, gate_weight.shape[0])
@@ -62,15 +85,29 @@ op.backward(
 
 
 def lora_mlp(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
-    gate_a: Tensor | None = None, gate_b: Tensor | None = None, up_a: Tensor | None = None,
-    up_b: Tensor | None = None, down_a: Tensor | None = None, down_b: Tensor | None = None, *,
-    gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    gate_scale: float = 1.0, up_scale: float = 1.0, down_scale: float = 1.0,
-    activation: str = "silu", gate_weight_scale: Tensor | None = None,
-    up_weight_scale: Tensor | None = None, down_weight_scale: Tensor | None = None,
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_a: Tensor | None = None,
+    gate_b: Tensor | None = None,
+    up_a: Tensor | None = None,
+    up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_scale: float = 1.0,
+    up_scale: float = 1.0,
+    down_scale: float = 1.0,
+    activation: str = "silu",
+    gate_weight_scale: Tensor | None = None,
+    up_weight_scale: Tensor | None = None,
+    down_weight_scale: Tensor | None = None,
     quantized: Float8Rows | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """A gated MLP with LoRA adapters that keeps no activation but the outputs of gate and up.
 
     Math:
@@ -126,8 +163,10 @@ def lora_mlp(
     inner = x.shape[:-1] + gate_weight.shape[:1]
     for name, (a, b) in pairs.items():
         if (a is None) != (b is None):
-            given, missing = ("a", "b") if b is None else ("b", "a")
-            raise ValueError(f"lora_mlp: {name}_{given} needs {name}_{missing} beside it, got None")
+            present, missing = ("a", "b") if b is None else ("b", "a")
+            raise ValueError(
+                f"lora_mlp: {name}_{present} needs {name}_{missing} beside it, got None"
+            )
         if a is not None and b is not None:
             source = x.new_empty(inner, device="meta") if name == "down" else x
             out = (*x.shape[:-1], weights[f"{name}_weight"].shape[0])
@@ -148,6 +187,39 @@ def lora_mlp(
     return _early(*every)
 
 
+def formula(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    gate_a: Tensor | None = None,
+    gate_b: Tensor | None = None,
+    up_a: Tensor | None = None,
+    up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_scale: float = 1.0,
+    up_scale: float = 1.0,
+    down_scale: float = 1.0,
+    activation: str = "silu",
+    gate_weight_scale: Tensor | None = None,
+    up_weight_scale: Tensor | None = None,
+    down_weight_scale: Tensor | None = None,
+    quantized: Any = None,
+) -> Tensor:
+    """A gated MLP, each of whose layers may have an adapter, and a weight in FP8."""
+    gate = adapted_layer(x, gate_weight, gate_a, gate_b, gate_bias, gate_scale, gate_weight_scale)
+    up = adapted_layer(x, up_weight, up_a, up_b, up_bias, up_scale, up_weight_scale)
+    inner = gated_product(gate, up, activation)
+    return adapted_layer(
+        inner, down_weight, down_a, down_b, down_bias, down_scale, down_weight_scale
+    )
+
+
 def work(shapes: Shapes, size: int, options: Options) -> Work:
     """What a call reads and writes at least, and its operations."""
     rows, inner = math.prod(shapes["x"][:-1]), shapes["gate_weight"][0]
@@ -161,9 +233,14 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def _in_layers(
-    x: Tensor, wide: list[Tensor | None], thin: list[Tensor | None], scales: tuple[float, ...],
-    activation: str, own: tuple[Tensor | None, ...], rows: Float8Rows | None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    wide: list[Tensor | None],
+    thin: list[Tensor | None],
+    scales: tuple[float, ...],
+    activation: str,
+    own: tuple[Tensor | None, ...],
+    rows: Float8Rows | None,
+) -> Tensor:
     """The same as steps of their own, for a policy that keeps GEMMs and not activations."""
     from liger_multi.ops import geglu, swiglu
 
@@ -190,65 +267,71 @@ def _in_layers(
     return layer(2, inner, None)[0]
 
 
-def _layers(x: Tensor, given: Any, which: tuple[int, ...], *codes: Tensor | None) -> list[Tensor]:
+def _layers(x: Tensor, args: Any, which: tuple[int, ...], *codes: Tensor | None) -> list[Tensor]:
     """Some layers of one input, as ``lora_qkv``; ``given`` are the arguments of the operator."""
 
     def part(place: int, step: int = 1, of: int = 1) -> list[Any]:
-        some = [t for i in which for t in given[place + step * i : place + step * i + of]]
+        some = [t for i in which for t in args[place + step * i : place + step * i + of]]
         return [*some, *[None] * of * (3 - len(which))]
 
-    scales = [given[13 + i] for i in which] + [1.0] * (3 - len(which))
+    scales = [args[13 + i] for i in which] + [1.0] * (3 - len(which))
     return qkv_op.fwd.run(  # type: ignore[no-any-return]
         x, *part(1), *part(4, 2, 2), *part(10), *scales, *part(17), *codes
     )[: len(which)]
 
 
-def _first(*given: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+def _first(*args: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """Gate and up, and a result that is empty."""
-    x, down = given[0], given[3]
-    kinds = {t.dtype for t in (given[4], given[6]) if t is not None}
+    x, down = args[0], args[3]
+    kinds = {t.dtype for t in (args[4], args[6]) if t is not None}
     if len(kinds) < 2:
-        gate, up = _layers(x, given, (0, 1), *given[20:22])
+        gate, up = _layers(x, args, (0, 1), *args[20:22])
     else:
-        gate, up = (_layers(x, given, (i,), *given[20:22])[0] for i in (0, 1))
+        gate, up = (_layers(x, args, (i,), *args[20:22])[0] for i in (0, 1))
     return (empty_of(x, *x.shape[:-1], down.shape[0]), gate, up), (gate, up)
 
 
-def _rest(handed: tuple[Tensor, Tensor], *given: Any) -> Tensor:
+def _rest(handed: tuple[Tensor, Tensor], *args: Any) -> Tensor:
     """The result, from gate and up; without an adapter, their product is only needed in FP8."""
     from liger_multi.ops import geglu, swiglu
 
-    activation, coded = given[16], given[19] is not None
+    activation, coded = args[16], args[19] is not None
     if coded:
-        outputs = OUTPUTS if given[8] is not None else ("quantized",)
+        outputs = OUTPUTS if args[8] is not None else ("quantized",)
         inner, rows = activated(*handed, activation, outputs)
         inner = empty_of(handed[0], *handed[0].shape) if inner is None else inner
-        return _layers(inner, given, (2,), rows.codes.view(torch.uint8), rows.scale)[0]
+        return _layers(inner, args, (2,), rows.codes.view(torch.uint8), rows.scale)[0]
     approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation)
     inner = swiglu(*handed) if approximate is None else geglu(*handed, approximate)
-    return _layers(inner, given, (2,), None, None)[0]
+    return _layers(inner, args, (2,), None, None)[0]
 
 
 _early = EarlySave(op, _first, _rest)
 
 
 def _case(
-    rows: tuple[int, ...], hidden: int, inner: int, rank: int, layers: tuple[str, ...] = LAYERS,
-    out: int = 0, dtype: torch.dtype | None = None, **frozen: bool,
-) -> dict[str, T]:  # fmt: skip
+    rows: tuple[int, ...],
+    hidden: int,
+    inner: int,
+    rank: int,
+    layers: tuple[str, ...] = LAYERS,
+    out: int = 0,
+    dtype: torch.dtype | None = None,
+    **frozen: bool,
+) -> dict[str, T]:
     """Tensors of a sample; adapters stand on ``layers``, names in ``frozen`` get no gradient."""
     sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (out or hidden, inner)}
-    made = {"x": T((*rows, hidden), grad=not frozen.get("x", False))}
+    tensors = {"x": T((*rows, hidden), grad=not frozen.get("x", False))}
     for name, size in sizes.items():
-        made[f"{name}_weight"] = T(size, scale=size[1] ** -0.5, grad=False)
+        tensors[f"{name}_weight"] = T(size, scale=size[1] ** -0.5, grad=False)
     for name in layers:
         wide, narrow = sizes[name]
         shapes = {"a": (rank, narrow), "b": (wide, rank)}
         for part, shape in shapes.items():
             key = f"{name}_{part}"
             scale = shape[1] ** -0.5
-            made[key] = T(shape, dtype, scale, grad=not frozen.get(key, False))
-    return made
+            tensors[key] = T(shape, dtype, scale, grad=not frozen.get(key, False))
+    return tensors
 
 
 def _bias(inner: int, out: int) -> dict[str, T]:
@@ -277,8 +360,16 @@ SAMPLES = (
     Sample("float8-only-gate-adapted", in_float8(_case((6,), 16, 24, 4, ("gate",)), "down")),
     Sample("past-65535-rows", _case((65537,), 4, 4, 2, **_FROZEN), size="thin"),
     Sample("8192x4096x14336-r16", _case((8192,), 4096, 14336, 16), _SCALES, size="bench"),
-    Sample("8192x4096x14336-r16-fp32", _case((8192,), 4096, 14336, 16, dtype=torch.float32),
-           _SCALES, size="bench"),
-    Sample("8192x4096x14336-r16-float8", in_float8(_case((8192,), 4096, 14336, 16), *LAYERS),
-           _SCALES, size="bench"),
-)  # fmt: skip
+    Sample(
+        "8192x4096x14336-r16-fp32",
+        _case((8192,), 4096, 14336, 16, dtype=torch.float32),
+        _SCALES,
+        size="bench",
+    ),
+    Sample(
+        "8192x4096x14336-r16-float8",
+        in_float8(_case((8192,), 4096, 14336, 16), *LAYERS),
+        _SCALES,
+        size="bench",
+    ),
+)

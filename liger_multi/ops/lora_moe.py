@@ -16,6 +16,7 @@ from liger_multi.ops.fused_moe import ACTIVATIONS, UNGATED
 from liger_multi.ops.fused_moe import _case as experts_case
 from liger_multi.ops.fused_moe import _count as count
 from liger_multi.ops.fused_moe import _shapes_fit as shapes_fit
+from liger_multi.ops.fused_moe import formula as fused_moe_formula
 from liger_multi.ops.fused_moe import work as moe_work
 from liger_multi.ops.lora_update import adapter_dtypes, frozen
 from liger_multi.ops.swiglu_clamped import numbers
@@ -34,21 +35,40 @@ op = Op(
 
 @op.forward(returns="y", residuals="gate_up order offsets")
 def forward(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
-    gate_up_a: Optional[Tensor], gate_up_b: Optional[Tensor], down_a: Optional[Tensor],
-    down_b: Optional[Tensor], gate_up_bias: Optional[Tensor], down_bias: Optional[Tensor],
-    gate_up_scale: float, down_scale: float, activation: str, limit: float, alpha: float,
-    up_offset: float, interleaved: bool, transposed: bool, y_dtype: torch.dtype, needs_x: bool,
-    needs_routing: bool, needs_gate_up_a: bool, needs_gate_up_b: bool, needs_down_a: bool,
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_a: Optional[Tensor],
+    gate_up_b: Optional[Tensor],
+    down_a: Optional[Tensor],
+    down_b: Optional[Tensor],
+    gate_up_bias: Optional[Tensor],
+    down_bias: Optional[Tensor],
+    gate_up_scale: float,
+    down_scale: float,
+    activation: str,
+    limit: float,
+    alpha: float,
+    up_offset: float,
+    interleaved: bool,
+    transposed: bool,
+    y_dtype: torch.dtype,
+    needs_x: bool,
+    needs_routing: bool,
+    needs_gate_up_a: bool,
+    needs_gate_up_b: bool,
+    needs_down_a: bool,
     needs_down_b: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shape rule; without gradients no row of gate_up is kept."""
-    wanted = needs_x or needs_routing or needs_gate_up_a or needs_gate_up_b
+    requested = needs_x or needs_routing or needs_gate_up_a or needs_gate_up_b
     pairs = index.shape[0] * index.shape[1]
     return (
         x.new_empty(x.shape, dtype=y_dtype),
         x.new_empty(
-            pairs if wanted or needs_down_a or needs_down_b else 0,
+            pairs if requested or needs_down_a or needs_down_b else 0,
             gate_up_weight.shape[2 if transposed else 1],
         ),
         index.new_empty(pairs, dtype=torch.int32),
@@ -61,18 +81,20 @@ def _unread(needs_x: bool, needs_gate_up_a: bool, needs_gate_up_b: bool) -> tupl
     return weight if needs_gate_up_a or needs_gate_up_b else (*weight, "x")
 
 
-def _gradients(**given: Any) -> tuple[Tensor, ...]:
-    dy, gate_up, routing = (given[n] for n in ("dy", "gate_up", "routing"))
+def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
+    dy, gate_up, routing = (kwargs[n] for n in ("dy", "gate_up", "routing"))
 
     def gradient(name: str, like: Optional[Tensor], shape: Any) -> Tensor:
         if like is None:
             return gate_up.new_empty(0)  # type: ignore[no-any-return]
-        return like.new_empty(shape if given[f"needs_{name}"] else (0,))
+        return like.new_empty(shape if kwargs[f"needs_{name}"] else (0,))
 
-    thin = [gradient(n, given[n], () if given[n] is None else given[n].shape) for n in _THIN]
+    thin = [gradient(n, kwargs[n], () if kwargs[n] is None else kwargs[n].shape) for n in _THIN]
     return (
-        gradient("x", gate_up, dy.shape), gradient("routing", routing, routing.shape), *thin,
-    )  # fmt: skip
+        gradient("x", gate_up, dy.shape),
+        gradient("routing", routing, routing.shape),
+        *thin,
+    )
 
 
 op.backward(
@@ -86,14 +108,27 @@ op.backward(
 
 
 def lora_moe(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, index: Tensor, routing: Tensor,
-    gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
-    down_a: Tensor | None = None, down_b: Tensor | None = None, *,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    gate_up_scale: float = 1.0, down_scale: float = 1.0, activation: str = "silu",
-    limit: float = 7.0, alpha: float = 1.702, up_offset: float = 1.0, interleaved: bool = False,
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_a: Tensor | None = None,
+    gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_up_scale: float = 1.0,
+    down_scale: float = 1.0,
+    activation: str = "silu",
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    up_offset: float = 1.0,
+    interleaved: bool = False,
     transposed: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """A mixture of gated experts, frozen, with a LoRA adapter for each expert.
 
     Math:
@@ -153,12 +188,65 @@ def lora_moe(
     assert rows is not None
     pairs = index.shape[-1]
     result: Tensor = op(
-        rows.reshape(count(rows), rows.shape[-1]), first, second,
+        rows.reshape(count(rows), rows.shape[-1]),
+        first,
+        second,
         index.reshape(count(index), pairs).to(torch.int64),
-        routing.reshape(count(routing), pairs), *factors, *biases, *scales, activation, *by,
-        interleaved, transposed, x.dtype,
-    )  # fmt: skip
+        routing.reshape(count(routing), pairs),
+        *factors,
+        *biases,
+        *scales,
+        activation,
+        *by,
+        interleaved,
+        transposed,
+        x.dtype,
+    )
     return result.view(x.shape)
+
+
+def _adapted(weight: Tensor, a: Tensor | None, b: Tensor | None, scale: float) -> Tensor:
+    return weight if a is None or b is None else (weight + scale * (b @ a)).to(weight.dtype)
+
+
+def formula(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    index: Tensor,
+    routing: Tensor,
+    gate_up_a: Tensor | None = None,
+    gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_up_scale: float = 1.0,
+    down_scale: float = 1.0,
+    activation: str = "silu",
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    up_offset: float = 1.0,
+    interleaved: bool = False,
+    transposed: bool = False,
+) -> Tensor:
+    """:func:`fused_moe` of weights to which the adapters are added first, as PEFT does."""
+    first, second = (w.mT if transposed else w for w in (gate_up_weight, down_weight))
+    return fused_moe_formula(
+        x,
+        _adapted(first, gate_up_a, gate_up_b, gate_up_scale),
+        _adapted(second, down_a, down_b, down_scale),
+        index,
+        routing,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        activation=activation,
+        limit=limit,
+        alpha=alpha,
+        up_offset=up_offset,
+        interleaved=interleaved,
+    )
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
@@ -176,43 +264,61 @@ def _factors(
     """The factors in the dtype of their GEMMs; those of a layer fit it and stand together."""
     experts, *sizes = first.shape
     wide, hidden = sizes[::-1] if transposed else sizes
-    found: list[Tensor | None] = []
+    factors: list[Tensor | None] = []
     inner = wide if activation == UNGATED else wide // 2
     for layer, (out, into) in {"gate_up": (wide, hidden), "down": (hidden, inner)}.items():
         a, b = thin[f"{layer}_a"], thin[f"{layer}_b"]
         if (a is None) != (b is None):
-            given, missing = ("a", "b") if b is None else ("b", "a")
+            present, missing = ("a", "b") if b is None else ("b", "a")
             raise ValueError(
-                f"lora_moe: {layer}_{given} needs {layer}_{missing} beside it, got None"
+                f"lora_moe: {layer}_{present} needs {layer}_{missing} beside it, got None"
             )
         if a is not None and b is not None:
             if a.ndim != 3 or (a.shape[0], a.shape[2]) != (experts, into):
-                checks.refuse("lora_moe", f"{layer}_a must have shape ({experts}, r, {into}), an "
-                              "expert's rank by its inputs", a)  # fmt: skip
+                checks.refuse(
+                    "lora_moe",
+                    f"{layer}_a must have shape ({experts}, r, {into}), an "
+                    "expert's rank by its inputs",
+                    a,
+                )
             if b.shape != (experts, out, a.shape[1]):
-                checks.refuse("lora_moe", f"{layer}_b must have shape {(experts, out, a.shape[1])},"
-                              f" an expert's outputs by rows of {layer}_a", b)  # fmt: skip
+                checks.refuse(
+                    "lora_moe",
+                    f"{layer}_b must have shape {(experts, out, a.shape[1])},"
+                    f" an expert's outputs by rows of {layer}_a",
+                    b,
+                )
             _, a, b = adapter_dtypes("lora_moe", {"x": x}, a, b, f"{layer}_")
-        found += [a, b]
-    return found
+        factors += [a, b]
+    return factors
 
 
 def _case(
-    rows: tuple[int, ...], top_k: int, experts: int, hidden: int, inner: int, rank: int, *,
-    layers: tuple[str, ...] = LAYERS, dtype: torch.dtype | None = None,
-    frozen: tuple[str, ...] = (), parts: int = 2, **more: Any,
-) -> dict[str, T]:  # fmt: skip
+    rows: tuple[int, ...],
+    top_k: int,
+    experts: int,
+    hidden: int,
+    inner: int,
+    rank: int,
+    *,
+    layers: tuple[str, ...] = LAYERS,
+    dtype: torch.dtype | None = None,
+    frozen: tuple[str, ...] = (),
+    parts: int = 2,
+    **more: Any,
+) -> dict[str, T]:
     """Tensors of a sample; adapters stand on ``layers``, names in ``frozen`` get no gradient."""
     base = ("gate_up_weight", "down_weight", *_BIASES)
-    made = experts_case(rows, top_k, experts, hidden, inner, frozen=(*base, *frozen),
-                        parts=parts, **more)  # fmt: skip
+    tensors = experts_case(
+        rows, top_k, experts, hidden, inner, frozen=(*base, *frozen), parts=parts, **more
+    )
     sizes = {"gate_up": (parts * inner, hidden), "down": (hidden, inner)}
     for layer in layers:
         out, into = sizes[layer]
         for part, shape in (("a", (experts, rank, into)), ("b", (experts, out, rank))):
             key = f"{layer}_{part}"
-            made[key] = T(shape, dtype, shape[2] ** -0.5, grad=key not in frozen)
-    return made
+            tensors[key] = T(shape, dtype, shape[2] ** -0.5, grad=key not in frozen)
+    return tensors
 
 
 _SCALES = {"gate_up_scale": 2.0, "down_scale": 0.5}
@@ -232,17 +338,24 @@ SAMPLES = (
     Sample("no-rows", _case((0,), 2, 3, 8, 4, 2)),
     Sample("odd-widths", _case((13,), 2, 2, 37, 21, 3, bias=True), _SCALES),
     Sample("wider-rank-40", _case((9,), 2, 2, 144, 136, 40)),
-    Sample("strided-factors", _case((6,), 2, 4, 8, 8, 4)
-           | {"gate_up_b": T((4, 16, 4), layout="transposed")}),
+    Sample(
+        "strided-factors",
+        _case((6,), 2, 4, 8, 8, 4) | {"gate_up_b": T((4, 16, 4), layout="transposed")},
+    ),
     Sample("frozen-x", _case((4,), 2, 3, 8, 4, 2, frozen=("x", "routing"))),
     Sample("only-b", _case((4,), 2, 3, 8, 4, 2, frozen=("x", "gate_up_a", "down_a"))),
     Sample("only-x", _case((4,), 2, 3, 8, 4, 2, frozen=("routing", *_THIN))),
     Sample("past-65535-rows", _case((33000,), 2, 3, 2, 2, 1), size="thin"),
-    Sample("8192x2048 768 of 128 r16", _case((8192,), 8, 128, 2048, 768, 16), _SCALES,
-           size="bench"),
-    Sample("8192x2048 768 of 128 r16-fp32",
-           _case((8192,), 8, 128, 2048, 768, 16, dtype=torch.float32), _SCALES, size="bench"),
-)  # fmt: skip
+    Sample(
+        "8192x2048 768 of 128 r16", _case((8192,), 8, 128, 2048, 768, 16), _SCALES, size="bench"
+    ),
+    Sample(
+        "8192x2048 768 of 128 r16-fp32",
+        _case((8192,), 8, 128, 2048, 768, 16, dtype=torch.float32),
+        _SCALES,
+        size="bench",
+    ),
+)
 COMPILE_SAMPLES = (
     Sample("8192x4096 14336 of 8 r64", _case((8192,), 2, 8, 4096, 14336, 64), _SCALES),
 )

@@ -17,7 +17,7 @@ from liger_multi.ops.linear_float8 import (
     one_dtype_but_codes,
     weight_scales_fit,
 )
-from liger_multi.ops.lora_update import adapter_dtypes, fit, frozen, in_float8
+from liger_multi.ops.lora_update import adapted_layer, adapter_dtypes, fit, frozen, in_float8
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -41,31 +41,46 @@ class LoraQKVOutput(NamedTuple):
 
 @op.forward(returns="q k v", residuals="low")
 def forward(
-    x: Tensor, q_weight: Optional[Tensor], k_weight: Optional[Tensor], v_weight: Optional[Tensor],
-    q_a: Optional[Tensor], q_b: Optional[Tensor], k_a: Optional[Tensor], k_b: Optional[Tensor],
-    v_a: Optional[Tensor], v_b: Optional[Tensor], q_bias: Optional[Tensor],
-    k_bias: Optional[Tensor], v_bias: Optional[Tensor], q_scale: float, k_scale: float,
-    v_scale: float, q_weight_scale: Optional[Tensor], k_weight_scale: Optional[Tensor],
-    v_weight_scale: Optional[Tensor], codes: Optional[Tensor], codes_scale: Optional[Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor],
+    v_weight: Optional[Tensor],
+    q_a: Optional[Tensor],
+    q_b: Optional[Tensor],
+    k_a: Optional[Tensor],
+    k_b: Optional[Tensor],
+    v_a: Optional[Tensor],
+    v_b: Optional[Tensor],
+    q_bias: Optional[Tensor],
+    k_bias: Optional[Tensor],
+    v_bias: Optional[Tensor],
+    q_scale: float,
+    k_scale: float,
+    v_scale: float,
+    q_weight_scale: Optional[Tensor],
+    k_weight_scale: Optional[Tensor],
+    v_weight_scale: Optional[Tensor],
+    codes: Optional[Tensor],
+    codes_scale: Optional[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shape rule."""
 
-    def made(weight: Optional[Tensor]) -> Tensor:
+    def build(weight: Optional[Tensor]) -> Tensor:
         return x.new_empty((0,) if weight is None else (*x.shape[:-1], weight.shape[0]))
 
     thin = [a for a in (q_a, k_a, v_a) if a is not None]
     low = (thin[0] if thin else x).new_empty((*x.shape[:-1], sum(a.shape[0] for a in thin)))
-    return made(q_weight), made(k_weight), made(v_weight), low
+    return build(q_weight), build(k_weight), build(v_weight), low
 
 
-def _gradients(**given: Any) -> tuple[Tensor, ...]:
+def _gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     """None of an adapter whose layer's output was not used."""
-    x, made = given["x"], []
+    x, outputs = kwargs["x"], []
     for name in [f"{layer}_{part}" for layer in LAYERS for part in "ab"]:
-        thin, used = given[name], given[f"needs_{name}"] and given[f"d{name[0]}"] is not None
+        thin, used = kwargs[name], kwargs[f"needs_{name}"] and kwargs[f"d{name[0]}"] is not None
         like = x if thin is None else thin
-        made.append(like.new_empty(thin.shape if thin is not None and used else (0,)))
-    return x.new_empty(x.shape if given["needs_x"] else (0,)), *made
+        outputs.append(like.new_empty(thin.shape if thin is not None and used else (0,)))
+    return x.new_empty(x.shape if kwargs["needs_x"] else (0,)), *outputs
 
 
 op.backward(
@@ -77,14 +92,28 @@ op.backward(
 
 
 def lora_qkv(
-    x: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
-    v_weight: Tensor | None = None, q_a: Tensor | None = None, q_b: Tensor | None = None,
-    k_a: Tensor | None = None, k_b: Tensor | None = None, v_a: Tensor | None = None,
-    v_b: Tensor | None = None, *, q_bias: Tensor | None = None, k_bias: Tensor | None = None,
-    v_bias: Tensor | None = None, q_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0,
-    q_weight_scale: Tensor | None = None, k_weight_scale: Tensor | None = None,
-    v_weight_scale: Tensor | None = None, quantized: Float8Rows | None = None,
-) -> LoraQKVOutput:  # fmt: skip
+    x: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    v_weight: Tensor | None = None,
+    q_a: Tensor | None = None,
+    q_b: Tensor | None = None,
+    k_a: Tensor | None = None,
+    k_b: Tensor | None = None,
+    v_a: Tensor | None = None,
+    v_b: Tensor | None = None,
+    *,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+    q_scale: float = 1.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    q_weight_scale: Tensor | None = None,
+    k_weight_scale: Tensor | None = None,
+    v_weight_scale: Tensor | None = None,
+    quantized: Float8Rows | None = None,
+) -> LoraQKVOutput:
     """Up to three linear layers of one input, with LoRA adapters, whose backward is one.
 
     Math:
@@ -134,8 +163,10 @@ def lora_qkv(
             continue
         _whole(name, x, weight, bias)
         if (a is None) != (b is None):
-            given, missing = ("a", "b") if b is None else ("b", "a")
-            raise ValueError(f"lora_qkv: {name}_{given} needs {name}_{missing} beside it, got None")
+            present, missing = ("a", "b") if b is None else ("b", "a")
+            raise ValueError(
+                f"lora_qkv: {name}_{present} needs {name}_{missing} beside it, got None"
+            )
         if a is not None and b is not None:
             fit("lora_qkv", x, (*x.shape[:-1], weight.shape[0]), a, b, f"{name}_")
             _, a, b = adapter_dtypes("lora_qkv", {"x": x}, a, b, f"{name}_")
@@ -153,9 +184,46 @@ def lora_qkv(
         checks.number("lora_qkv", f"{layer}_scale", scale)
         for layer, scale in zip(LAYERS, (q_scale, k_scale, v_scale), strict=True)
     )
-    made = op(x, *wide[:3], *adapted.values(), *wide[3:], *scales, *own, *rows)
+    outputs = op(x, *wide[:3], *adapted.values(), *wide[3:], *scales, *own, *rows)
     there = [weight is not None for weight in weights.values()]
-    return LoraQKVOutput(*(y if kept else None for y, kept in zip(made, there, strict=True)))
+    return LoraQKVOutput(*(y if kept else None for y, kept in zip(outputs, there, strict=True)))
+
+
+def formula(
+    x: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    v_weight: Tensor | None = None,
+    q_a: Tensor | None = None,
+    q_b: Tensor | None = None,
+    k_a: Tensor | None = None,
+    k_b: Tensor | None = None,
+    v_a: Tensor | None = None,
+    v_b: Tensor | None = None,
+    *,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+    q_scale: float = 1.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    q_weight_scale: Tensor | None = None,
+    k_weight_scale: Tensor | None = None,
+    v_weight_scale: Tensor | None = None,
+    quantized: Any = None,
+) -> LoraQKVOutput:
+    """The projections of attention; None for one without a weight."""
+    return LoraQKVOutput(
+        None
+        if q_weight is None
+        else adapted_layer(x, q_weight, q_a, q_b, q_bias, q_scale, q_weight_scale),
+        None
+        if k_weight is None
+        else adapted_layer(x, k_weight, k_a, k_b, k_bias, k_scale, k_weight_scale),
+        None
+        if v_weight is None
+        else adapted_layer(x, v_weight, v_a, v_b, v_bias, v_scale, v_weight_scale),
+    )
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
@@ -169,15 +237,18 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def _absent(name: str, parts: dict[str, Tensor | None]) -> None:
-    for part, given in parts.items():
-        if given is not None:
+    for part, tensor in parts.items():
+        if tensor is not None:
             raise ValueError(f"lora_qkv: {part} needs {name}_weight beside it, got None")
 
 
 def _whole(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if x.ndim == 0 or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-        checks.refuse("lora_qkv", f"{name}_weight must have shape (F, H) for x (..., H)",
-                      f"{tuple(weight.shape)} for {tuple(x.shape)}")  # fmt: skip
+        checks.refuse(
+            "lora_qkv",
+            f"{name}_weight must have shape (F, H) for x (..., H)",
+            f"{tuple(weight.shape)} for {tuple(x.shape)}",
+        )
     checks.vector("lora_qkv", f"{name}_bias", bias, weight.shape[0], f"rows of {name}_weight")
 
 
@@ -185,18 +256,22 @@ _SIZES = {"q": 12, "k": 6, "v": 5}
 
 
 def _case(
-    rows: tuple[int, ...], width: int, ranks: Mapping[str, int], sizes: Mapping[str, int] = _SIZES,
-    dtype: torch.dtype | None = None, frozen: Sequence[str] = (),
-) -> dict[str, T]:  # fmt: skip
+    rows: tuple[int, ...],
+    width: int,
+    ranks: Mapping[str, int],
+    sizes: Mapping[str, int] = _SIZES,
+    dtype: torch.dtype | None = None,
+    frozen: Sequence[str] = (),
+) -> dict[str, T]:
     """Tensors of a sample; layers of rank 0 have no adapter, those ``frozen`` no gradient."""
-    made = {"x": T((*rows, width), grad="x" not in frozen)}
+    tensors = {"x": T((*rows, width), grad="x" not in frozen)}
     for name, rank in ranks.items():
-        made[f"{name}_weight"] = T((sizes[name], width), scale=width**-0.5, grad=False)
+        tensors[f"{name}_weight"] = T((sizes[name], width), scale=width**-0.5, grad=False)
         for part, shape in {"a": (rank, width), "b": (sizes[name], rank)}.items():
             if rank:
                 key, scale = f"{name}_{part}", shape[1] ** -0.5
-                made[key] = T(shape, dtype, scale, grad=key not in frozen)
-    return made
+                tensors[key] = T(shape, dtype, scale, grad=key not in frozen)
+    return tensors
 
 
 def _bias(*names: str) -> dict[str, T]:
@@ -224,8 +299,16 @@ SAMPLES = (
     Sample("float8-k-plain", in_float8(_case((6,), 8, _RANK_2) | _bias("q", "k"), "q", "v")),
     Sample("past-65535-rows", _case((65537,), 4, _RANK_2, frozen=_THIN), size="thin"),
     Sample("8192x4096-r16", _case((8192,), 4096, _RANK_16, _LLAMA), _EQUAL, size="bench"),
-    Sample("8192x4096-r16-fp32", _case((8192,), 4096, _RANK_16, _LLAMA, torch.float32), _EQUAL,
-           size="bench"),
-    Sample("8192x4096-r16-float8", in_float8(_case((8192,), 4096, _RANK_16, _LLAMA), *LAYERS),
-           _EQUAL, size="bench"),
-)  # fmt: skip
+    Sample(
+        "8192x4096-r16-fp32",
+        _case((8192,), 4096, _RANK_16, _LLAMA, torch.float32),
+        _EQUAL,
+        size="bench",
+    ),
+    Sample(
+        "8192x4096-r16-float8",
+        in_float8(_case((8192,), 4096, _RANK_16, _LLAMA), *LAYERS),
+        _EQUAL,
+        size="bench",
+    ),
+)

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
@@ -11,6 +12,7 @@ from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.linear_float8 import CODES
+from liger_multi.ops.linear_float8 import formula as linear_float8_formula
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -65,6 +67,29 @@ def lora_update(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float =
     return op(base, x, a, b, by)  # type: ignore[no-any-return]
 
 
+def formula(base: Tensor, x: Tensor, a: Tensor, b: Tensor, *, scale: float = 1.0) -> Tensor:
+    """``base + scale * (x @ a.T) @ b.T``."""
+    low = F.linear(F.linear(x.to(a.dtype), a), b)
+    return (base + low * scale).to(base.dtype)
+
+
+def adapted_layer(
+    x: Tensor,
+    weight: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    weight_scale: Tensor | None,
+) -> Tensor:
+    """A linear layer, its weight in FP8 where it has a scale, and its adapter if it has one."""
+    if weight_scale is None:
+        base = F.linear(x, weight, bias)
+    else:
+        base = linear_float8_formula(x, weight, bias, weight_scale=weight_scale)
+    return base if a is None or b is None else formula(base, x, a, b, scale=scale)
+
+
 def work(shapes: Shapes, size: int, options: Options) -> Work:
     """What a call reads and writes at least, and its operations."""
     inputs, outputs = math.prod(shapes["x"]), math.prod(shapes["base"])
@@ -82,11 +107,18 @@ def fit(op: str, x: Tensor, out: tuple[int, ...], a: Tensor, b: Tensor, of: str 
             op, "x and base must have the same leading axes", f"{tuple(x.shape)} and {tuple(out)}"
         )
     if a.ndim != 2 or a.shape[1] != x.shape[-1]:
-        checks.refuse(op, f"{a_name} must have shape (r, {x.shape[-1]}), a column for each of the "
-                      "layer's inputs", a)  # fmt: skip
+        checks.refuse(
+            op,
+            f"{a_name} must have shape (r, {x.shape[-1]}), a column for each of the layer's inputs",
+            a,
+        )
     if b.shape != (out[-1], a.shape[0]):
-        checks.refuse(op, f"{b_name} must have shape {(out[-1], a.shape[0])}, outputs of the layer "
-                      f"by rows of {a_name}", b)  # fmt: skip
+        checks.refuse(
+            op,
+            f"{b_name} must have shape {(out[-1], a.shape[0])}, outputs of the layer "
+            f"by rows of {a_name}",
+            b,
+        )
 
 
 def adapter_dtypes(
@@ -118,19 +150,22 @@ def frozen(op: str, weights: dict[str, Tensor | None], instead: str) -> None:
         return
     for name, weight in weights.items():
         if weight is not None and weight.requires_grad:
-            checks.refuse(op, "the layers must be frozen",
-                          f"a {name} that requires a gradient; call {instead}")  # fmt: skip
+            checks.refuse(
+                op,
+                "the layers must be frozen",
+                f"a {name} that requires a gradient; call {instead}",
+            )
 
 
 def case(rows: tuple[int, ...], width: int, out: int, rank: int, **specs: T) -> dict[str, T]:
     """Tensors of a sample; ``specs`` replace some."""
-    made = {
+    tensors = {
         "base": T((*rows, out)),
         "x": T((*rows, width)),
         "a": T((rank, width), scale=max(1, width) ** -0.5),
         "b": T((out, rank), scale=max(1, rank) ** -0.5),
     }
-    return made | specs
+    return tensors | specs
 
 
 def in_float8(tensors: dict[str, T], *names: str) -> dict[str, T]:
@@ -138,12 +173,12 @@ def in_float8(tensors: dict[str, T], *names: str) -> dict[str, T]:
 
     Inner rows are rounded to FP8: what 16 bits round before that is no small error of a result.
     """
-    made = {name: replace(t, dtype=torch.float32) for name, t in tensors.items()}
+    coded = {name: replace(t, dtype=torch.float32) for name, t in tensors.items()}
     for name in (f"{layer}_weight" for layer in names):
-        rows, columns = made[name].shape
-        made[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
-        made[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
-    return made
+        rows, columns = coded[name].shape
+        coded[name] = T((rows, columns), CODES[0], columns**-0.5, grad=False)
+        coded[f"{name}_scale"] = T((rows,), torch.float32, positive=True, grad=False)
+    return coded
 
 
 SAMPLES = (

@@ -9,6 +9,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise, promise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import weighted_rms_norm
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.rms_norm import CASTINGS, numbers
@@ -32,9 +33,14 @@ op = Op(
 
 @op.forward(returns="y", residuals="rstd")
 def forward(
-    x: Tensor, scale: Tensor, shift: Optional[Tensor], weight: Optional[Tensor], eps: float,
-    offset: float, casting: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    scale: Tensor,
+    shift: Optional[Tensor],
+    weight: Optional[Tensor],
+    eps: float,
+    offset: float,
+    casting: str,
+) -> tuple[Tensor, Tensor]:
     """Shape rule; scale and shift have a row for so many consecutive rows of x."""
     n, rstd = norm_shapes(x, weight, eps, offset, casting)
     dtype = torch.promote_types(n.dtype, scale.dtype)
@@ -51,9 +57,15 @@ op.backward(
 
 
 def modulated_rms_norm(
-    x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None,
-    eps: float = 1e-6, *, offset: float = 0.0, casting: str = "llama",
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> Tensor:
     """Root-mean-square norm modulated by a condition (AdaLN): ``norm(x) * (1 + scale) + shift``.
 
     Math:
@@ -92,14 +104,44 @@ def modulated_rms_norm(
     if x.ndim == 0:
         raise ValueError(f"{name}: x must have at least one axis, got {checks.describe(x)}")
     if not _fits(x.shape, scale.shape):
-        checks.refuse(name, "scale must have the last axis of x and some of its first axes",
-                      f"{tuple(scale.shape)} for x of shape {tuple(x.shape)}")  # fmt: skip
+        checks.refuse(
+            name,
+            "scale must have the last axis of x and some of its first axes",
+            f"{tuple(scale.shape)} for x of shape {tuple(x.shape)}",
+        )
     if shift is not None:
         checks.same_shape(name, scale=scale, shift=shift)
     checks.vector(name, "weight", weight, x.shape[-1], "last axis of x")
     checks.one_of(name, "casting", casting, CASTINGS)
     result: Tensor = op(x, scale, shift, weight, *numbers(name, eps, offset), casting)
     return result
+
+
+def formula(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+) -> Tensor:
+    """``rms_norm(x) * (1 + scale) + shift``; a row of scale serves equally many rows of x."""
+    scale = _per_row(x, scale)
+    y = weighted_rms_norm(x, weight, eps, offset) * (1 + scale)
+    return y if shift is None else y + _per_row(x, shift)
+
+
+def _per_row(x: Tensor, by: Tensor) -> Tensor:
+    """A modulation that broadcasts over x: by the leading axes that both have, or row by row."""
+    lead = list(by.shape[:-1])
+    while lead and lead[-1] == 1:
+        lead.pop()
+    if lead != [*x.shape[: len(lead)]]:
+        return by.repeat_interleave(x.shape[0] // lead[0], 0)
+    shape = (*lead, *[1] * (x.ndim - 1 - len(lead)), by.shape[-1])
+    return by if by.shape == shape else by.reshape(shape)
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
@@ -123,8 +165,8 @@ def _fits(x: torch.Size, scale: torch.Size) -> bool:
 def _case(
     shape: tuple[int, ...], by: tuple[int, ...], layout: str = "contiguous", weight: bool = True
 ) -> dict[str, T]:
-    made = {"x": T(shape, layout=layout), "scale": T(by, scale=0.5), "shift": T(by)}
-    return made | ({"weight": T(shape[-1:])} if weight else {})
+    tensors = {"x": T(shape, layout=layout), "scale": T(by, scale=0.5), "shift": T(by)}
+    return tensors | ({"weight": T(shape[-1:])} if weight else {})
 
 
 SAMPLES = (
@@ -166,7 +208,7 @@ SAMPLES = (
     Sample("8x1024x1152", _case((8, 1024, 1152), (8, 1, 1152), weight=False), size="bench"),
     Sample("2x4096x3072", _case((2, 4096, 3072), (2, 1, 3072), weight=False), size="bench"),
     Sample("8192x4096 every row", _case((8192, 4096), (8192, 4096), weight=False), size="bench"),
-)  # fmt: skip
+)
 COMPILE_SAMPLES = (
     Sample("8x128x65536", _case((8, 128, 65536), (8, 1, 65536))),
     Sample("1024x65536 every row", _case((1024, 65536), (1024, 65536))),

@@ -3,12 +3,15 @@
 import math
 from typing import Optional
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import BY_OUR_GEMM, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._work import Options, Shapes, Work
+from liger_multi.ops.sparsemax import formula as sparsemax_formula
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -21,9 +24,15 @@ def _length(size: int, kernel: int, stride: int, padding: int, dilation: int) ->
 
 @op.forward(returns="y", residuals="p")
 def forward(
-    scores: Tensor, weight: Tensor, bias: Optional[Tensor], stride: int, padding: int,
-    dilation: int, groups: int, sparse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scores: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    stride: int,
+    padding: int,
+    dilation: int,
+    groups: int,
+    sparse: bool,
+) -> tuple[Tensor, Tensor]:
     """Shape rule."""
     sizes = [_length(scores.shape[i], weight.shape[i], stride, padding, dilation) for i in (2, 3)]
     y = scores.new_empty(scores.shape[0], weight.shape[0], *sizes)
@@ -38,9 +47,16 @@ op.backward(
 
 
 def multi_token_attention(
-    scores: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: int = 1,
-    padding: int = 0, dilation: int = 1, groups: int = 1, sparse: bool = False,
-) -> Tensor:  # fmt: skip
+    scores: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+    sparse: bool = False,
+) -> Tensor:
     """Causal probabilities of given scores, convolved over queries, keys and heads.
 
     Math:
@@ -70,8 +86,11 @@ def multi_token_attention(
     name = "multi_token_attention"
     checks.floating(name, scores=scores, weight=weight, bias=bias, optional=("bias",))
     if scores.ndim != 4 or weight.ndim != 4:
-        checks.refuse(name, "scores and weight must have four axes",
-                      f"{checks.describe(scores)} and {checks.describe(weight)}")  # fmt: skip
+        checks.refuse(
+            name,
+            "scores and weight must have four axes",
+            f"{checks.describe(scores)} and {checks.describe(weight)}",
+        )
     for which, x in (("weight", weight), ("bias", bias)):
         if x is not None and x.dtype != scores.dtype:
             raise TypeError(f"{name}: scores are {scores.dtype}, got {which} {checks.describe(x)}")
@@ -87,9 +106,12 @@ def multi_token_attention(
         or weight.shape[1] * groups != scores.shape[1]
         or weight.shape[0] % groups
     ):
-        checks.refuse(name, f"weight must have shape (C_out, {scores.shape[1]} / groups, K, M), "
-                      f"C_out a multiple of groups {groups}, K and M at least 1",
-                      f"{tuple(weight.shape)}")  # fmt: skip
+        checks.refuse(
+            name,
+            f"weight must have shape (C_out, {scores.shape[1]} / groups, K, M), "
+            f"C_out a multiple of groups {groups}, K and M at least 1",
+            f"{tuple(weight.shape)}",
+        )
     checks.vector(name, "bias", bias, weight.shape[0], "first axis of weight")
     alone = checks.boolean(name, "sparse", sparse)
     for axis in (2, 3):
@@ -102,24 +124,47 @@ def multi_token_attention(
     return result
 
 
+def formula(
+    scores: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+    sparse: bool = False,
+) -> Tensor:
+    """A convolution over causal probabilities, of which the causal part stays."""
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    if sparse:
+        p = sparsemax_formula(scores.masked_fill(hidden, -1e30)).masked_fill(hidden, 0)
+    else:
+        p = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+    return F.conv2d(p, weight, bias, stride, padding, dilation, groups).tril()
+
+
 def work(shapes: Shapes, size: int, options: Options) -> Work:
     """What a call reads and writes at least, and its operations."""
     *_, heads, rows, cols = shapes["scores"]
     scores = math.prod(shapes["scores"])
-    seen = scores * sum(min(row + 1, cols) for row in range(rows)) / (rows * cols)
+    flops = scores * sum(min(row + 1, cols) for row in range(rows)) / (rows * cols)
     wide = shapes["weight"][0] / heads  # what y has to scores, where the convolution keeps sizes
-    product = 2.0 * seen * wide * math.prod(shapes["weight"][1:])
+    product = 2.0 * flops * wide * math.prod(shapes["weight"][1:])
     # seen scores read, probabilities and y written with their zeros; what is seen of dy and the
     # probabilities read, dscores written; no product past the diagonal
-    forward = (seen + scores * (1 + wide)) * size
-    both = forward + (seen * (1 + wide) + scores) * size
+    forward = (flops + scores * (1 + wide)) * size
+    both = forward + (flops * (1 + wide) + scores) * size
     return Work(forward, both, product, 3 * product)
 
 
 def _case(
-    scores: tuple[int, int, int, int], out: int, size: int, groups: int = 1,
+    scores: tuple[int, int, int, int],
+    out: int,
+    size: int,
+    groups: int = 1,
     layout: str = "contiguous",
-) -> dict[str, T]:  # fmt: skip
+) -> dict[str, T]:
     inner = scores[1] // groups
     scale = (inner * size * size) ** -0.5
     return {
@@ -141,15 +186,20 @@ SAMPLES = (
     Sample("no-rows", _case((0, 2, 5, 5), 2, 3), {"padding": 1}),
     Sample("one-token", {**_case((2, 1, 1, 1), 1, 1), "bias": T((1,))}),
     Sample("transposed", _case((1, 2, 6, 6), 2, 3, layout="transposed"), {"padding": 1}),
-    Sample("frozen-weight",
-           {**_case((1, 2, 5, 5), 2, 3), "weight": T((2, 2, 3, 3), grad=False, scale=0.3)},
-           {"padding": 1}),
-    Sample("past-1024-tokens",
-           {**_case((1, 1, 1100, 1100), 1, 3), "weight": T((1, 1, 3, 3), grad=False)},
-           {"padding": 1}, size="thin"),
+    Sample(
+        "frozen-weight",
+        {**_case((1, 2, 5, 5), 2, 3), "weight": T((2, 2, 3, 3), grad=False, scale=0.3)},
+        {"padding": 1},
+    ),
+    Sample(
+        "past-1024-tokens",
+        {**_case((1, 1, 1100, 1100), 1, 3), "weight": T((1, 1, 3, 3), grad=False)},
+        {"padding": 1},
+        size="thin",
+    ),
     Sample("1x16x2048", _case((1, 16, 2048, 2048), 16, 3), {"padding": 1}, size="bench"),
     Sample("1x8x4096", _case((1, 8, 4096, 4096), 8, 3), {"padding": 1}, size="bench"),
-)  # fmt: skip
+)
 COMPILE_SAMPLES = (
     Sample("1x2x16384", _case((1, 2, 16384, 16384), 2, 3), {"padding": 1}),
     Sample("1x1x65536", _case((1, 1, 65536, 65536), 1, 3), {"padding": 1}),

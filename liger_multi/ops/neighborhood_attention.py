@@ -31,9 +31,13 @@ op.backward(
 
 
 def neighborhood_attention(
-    q: Tensor, k: Tensor, v: Tensor, kernel_size: int = 7, dilation: int = 1,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel_size: int = 7,
+    dilation: int = 1,
     scale: float | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention of every token to its neighbors on a line, in work of length x kernel size.
 
     Math:
@@ -68,8 +72,11 @@ def neighborhood_attention(
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: q is {q.dtype}, got {which} as {checks.describe(x)}")
     if k.shape[3] != q.shape[3] or v.shape[1] != k.shape[1] or q.shape[1] % max(1, k.shape[1]):
-        checks.refuse(name, "heads of q must be a multiple of those of k and v, and q as wide as k",
-                      f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}")  # fmt: skip
+        checks.refuse(
+            name,
+            "heads of q must be a multiple of those of k and v, and q as wide as k",
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}",
+        )
     size = checks.integer(name, "kernel_size", kernel_size)
     if size < 1 or size % 2 == 0:
         raise ValueError(f"{name}: kernel_size must be odd and at least 1, got {kernel_size}")
@@ -79,6 +86,27 @@ def neighborhood_attention(
     by = q.shape[3] ** -0.5 if scale is None else checks.number(name, "scale", scale)
     result: Tensor = op(q, k, v, size // 2, steps, by)
     return result
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel_size: int = 7,
+    dilation: int = 1,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention to the ``kernel_size`` positions around each query, ``dilation`` apart."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    place = torch.arange(q.shape[2], device=q.device)
+    steps = (torch.arange(kernel_size, device=q.device) - kernel_size // 2) * dilation
+    near = place[:, None] + steps
+    inside = (near >= 0) & (near < q.shape[2])
+    near = near.clamp(0, max(0, q.shape[2] - 1))
+    s = torch.einsum("bhld,bhlnd->bhln", q, k[:, :, near])
+    s = s * (q.shape[-1] ** -0.5 if scale is None else scale)
+    p = torch.softmax(s.masked_fill(~inside, -torch.inf), -1)
+    return torch.einsum("bhln,bhlnd->bhld", p, v[:, :, near])
 
 
 def work(shapes: Shapes, size: int, options: Options) -> Work:
@@ -113,8 +141,13 @@ SAMPLES = (
     Sample("no-rows", _case((0, 2, 6, 4))),
     Sample("frozen-q", {**_case((1, 2, 9, 4)), "q": T((1, 2, 9, 4), grad=False)}),
     Sample("long", _case((1, 1, 70001, 2)), {"kernel_size": 3}, size="thin"),
-    Sample("2x8192x64", _case((2, 12, 8192, 64), layout="swapped"), {"kernel_size": 63},
-           size="bench"),
-    Sample("1x65536x64-dilated", _case((1, 12, 65536, 64), layout="swapped"),
-           {"kernel_size": 63, "dilation": 4}, size="bench"),
-)  # fmt: skip
+    Sample(
+        "2x8192x64", _case((2, 12, 8192, 64), layout="swapped"), {"kernel_size": 63}, size="bench"
+    ),
+    Sample(
+        "1x65536x64-dilated",
+        _case((1, 12, 65536, 64), layout="swapped"),
+        {"kernel_size": 63, "dilation": 4},
+        size="bench",
+    ),
+)

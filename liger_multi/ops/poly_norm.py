@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import rms_normalized, wide
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise
 from liger_multi.ops.rms_norm import EPS
@@ -25,9 +26,9 @@ op = Op(
 @op.forward(returns="y", residuals="rstd")
 def forward(x: Tensor, weight: Tensor, bias: Optional[Tensor], eps: float) -> tuple[Tensor, Tensor]:
     """Shape rule."""
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     dtype = x.dtype if bias is None else torch.promote_types(x.dtype, bias.dtype)
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 3), dtype=kind)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 3), dtype=acc_dtype)
 
 
 op.backward(
@@ -73,12 +74,20 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float 
     return result
 
 
+def formula(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """``w0 * norm(x^3) + w1 * norm(x^2) + w2 * norm(x) + bias``."""
+    u = wide(x)
+    y = weight[0] * rms_normalized(u**3, eps) + weight[1] * rms_normalized(u**2, eps)
+    y = y + weight[2] * rms_normalized(u, eps)
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
 work = elementwise(2, 5)
 
 
 def _given(*shape: int, layout: str = "contiguous", **parameters: Any) -> dict[str, T]:
-    made = {"x": T(shape, layout=layout)}
-    return made | {"weight": T((3,), **parameters), "bias": T((1,), **parameters)}
+    tensors = {"x": T(shape, layout=layout)}
+    return tensors | {"weight": T((3,), **parameters), "bias": T((1,), **parameters)}
 
 
 SAMPLES = (

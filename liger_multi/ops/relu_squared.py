@@ -1,5 +1,7 @@
 """Contract of ``relu_squared``."""
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_multi.ops._activations import pointwise, pointwise_samples, run_pointwise
@@ -32,6 +34,11 @@ def relu_squared(x: Tensor) -> Tensor:
         So et al. 2021 (arXiv:2109.08668); transformers ``ReLUSquaredActivation``.
     """
     return run_pointwise(op, x)
+
+
+def formula(x: Tensor) -> Tensor:
+    """``relu(x)^2``."""
+    return torch.square(F.relu(x))
 
 
 # x read, y written; dy and x read, dx written

@@ -13,9 +13,11 @@ from liger_multi.ops._float8 import (
     SHAPES,
     QuantizedOutput,
     coded_samples,
+    either,
     quantized_output,
     with_codes,
 )
+from liger_multi.ops._formulas import weighted_rms_norm
 from liger_multi.ops._samples import ROWS, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise, with_code_bytes
 from liger_multi.testing.samples import Sample
@@ -38,14 +40,15 @@ def forward(
     """Shape rule."""
     wide = weight is not None and casting == "llama"
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and wide else x.dtype
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=kind)
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=acc_dtype)
 
 
 BACKWARD: dict[str, Any] = {
-    "reads": "dy x weight rstd offset casting", "returns": "dx dweight",
+    "reads": "dy x weight rstd offset casting",
+    "returns": "dx dweight",
     "values_for": {"weight": "x"},
-}  # fmt: skip
+}
 op.backward(**BACKWARD)
 quantized_op = with_codes(op, **BACKWARD)
 
@@ -123,6 +126,20 @@ def _checked(
     return (x, weight, *numbers("rms_norm", eps, offset), casting)
 
 
+def formula(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "llama",
+    quantize: str | None = None,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> Tensor | QuantizedOutput:
+    """``x / sqrt(mean(x^2) + eps) * (weight + offset)``."""
+    return either(weighted_rms_norm(x, weight, eps, offset), quantize, outputs)
+
+
 # x read, y written; dy and x read, dx written (statistics and weights are one row)
 work = elementwise(2, 5)
 quantized_work = with_code_bytes(work)
@@ -155,9 +172,11 @@ SAMPLES = (
     *bench(_given, "8192x4096 16384x2048 4096x8192 32768x1536 262144x128"),
 )
 QUANTIZED_SAMPLES = coded_samples(
-    _given, SHAPES, "8192x4096 16384x2048",
+    _given,
+    SHAPES,
+    "8192x4096 16384x2048",
     {"odd-width": GEMMA, "one-row": {"casting": "olmo"}},
-)  # fmt: skip
+)
 COMPILE_SAMPLES = (
     *bench(_given, "2048x16384 1024x65536"),
     Sample("16384x2048 gemma", _given(16384, 2048), GEMMA),

@@ -9,10 +9,12 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import rms_normalized, weighted, wide
 from liger_multi.ops._rotary import check_angles, head_axis, order
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.rms_norm import CASTINGS, numbers
+from liger_multi.ops.rope import formula as rope_formula
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -20,30 +22,38 @@ ROPE_CASTINGS = ("llama", "cohere")
 op = Op("rms_norm_rope", family="rope", bitwise=bitwise(PER_ROW, "x y rstd cos sin"))
 
 
-def gradients(**given: Any) -> tuple[Tensor, ...]:
+def gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     """Shape rule of backward; empty where a gradient is not needed."""
     from liger_multi.reference.rope.rope import dense
 
-    x, weight = given["x"], given["weight"]
+    x, weight = kwargs["x"], kwargs["weight"]
     return (
-        dense(x, given["x_order"], x.dtype) if given["needs_x"] else x.new_empty(0),
-        weight.new_empty(weight.shape) if given["needs_weight"] else weight.new_empty(0),
+        dense(x, kwargs["x_order"], x.dtype) if kwargs["needs_x"] else x.new_empty(0),
+        weight.new_empty(weight.shape) if kwargs["needs_weight"] else weight.new_empty(0),
     )
 
 
 @op.forward(returns="y", residuals="rstd")
 def forward(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float, casting: str,
-    rope_casting: str, head_axis: int, x_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float,
+    casting: str,
+    rope_casting: str,
+    head_axis: int,
+    x_order: str,
+) -> tuple[Tensor, Tensor]:
     """Shape rule; the order names the axes from the outermost in memory to the innermost."""
     from liger_multi.reference.rope.rms_norm_rope import output_dtype, statistics_shape
     from liger_multi.reference.rope.rope import dense
 
     dtype = output_dtype(x, weight, cos, sin, casting, rope_casting)
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = statistics_shape(x, weight, head_axis)
-    return dense(x, x_order, dtype), x.new_empty(rows, dtype=kind)
+    return dense(x, x_order, dtype), x.new_empty(rows, dtype=acc_dtype)
 
 
 op.backward(
@@ -55,10 +65,17 @@ op.backward(
 
 
 def rms_norm_rope(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, *,
-    unsqueeze_dim: int = 1, offset: float = 0.0, casting: str = "llama",
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    *,
+    unsqueeze_dim: int = 1,
+    offset: float = 0.0,
+    casting: str = "llama",
     rope_casting: str = "llama",
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Root-mean-square norm of queries or keys, and their rotary position embedding.
 
     Math:
@@ -108,8 +125,8 @@ def rms_norm_rope(
     checks.constant(name, "cos", cos)
     checks.constant(name, "sin", sin)
     if weight.ndim != 1 or weight.shape[0] not in (width, x.shape[heads] * width):
-        wanted = f"({width},), or ({x.shape[heads] * width},) for a norm of all heads"
-        checks.refuse(name, f"weight must have shape {wanted}", weight)
+        expected = f"({width},), or ({x.shape[heads] * width},) for a norm of all heads"
+        checks.refuse(name, f"weight must have shape {expected}", weight)
     if x.ndim == 3:
         how: Any = {"offset": offset, "casting": casting, "rope_casting": rope_casting}
         return rms_norm_rope(x[None], weight, cos, sin, eps, unsqueeze_dim=2, **how)[0]
@@ -126,6 +143,28 @@ def rms_norm_rope(
     return result
 
 
+def formula(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    *,
+    unsqueeze_dim: int = 1,
+    offset: float = 0.0,
+    casting: str = "llama",
+    rope_casting: str = "llama",
+) -> Tensor:
+    """The rotation of the norm of every head, or of every token where weight is as wide."""
+    rows, last = x, x.ndim - 2
+    if weight.shape[0] != x.shape[-1]:
+        rows = x.movedim(unsqueeze_dim, last).flatten(last)
+    u = weighted(rms_normalized(wide(rows), eps).to(x.dtype), weight, offset)
+    if weight.shape[0] != x.shape[-1]:
+        u = u.unflatten(last, (x.shape[unsqueeze_dim], -1)).movedim(last, unsqueeze_dim)
+    return rope_formula(u, u, cos, sin, unsqueeze_dim=unsqueeze_dim)[0]
+
+
 # q, k, cos and sin read, q and k written, twice
 def work(shapes: Shapes, size: int, options: Options) -> Work:
     """What a call reads and writes at least, and its operations."""
@@ -135,15 +174,24 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def _case(
-    batch: int, heads: int, tokens: int, width: int, *, angles: tuple[int, ...] = (1,),
-    axis: int = 1, whole: bool = False, layout: str = "contiguous", kind: Any = None, **weight: Any,
-) -> dict[str, T]:  # fmt: skip
+    batch: int,
+    heads: int,
+    tokens: int,
+    width: int,
+    *,
+    angles: tuple[int, ...] = (1,),
+    axis: int = 1,
+    whole: bool = False,
+    layout: str = "contiguous",
+    angle_dtype: Any = None,
+    **weight: Any,
+) -> dict[str, T]:
     shape: tuple[int, ...] = (batch, heads, tokens, width)
     if axis == 2:
         shape = (batch, tokens, heads, width)
     if not batch:
         shape = (tokens, heads, width)
-    angle = T((*angles, tokens, width), dtype=kind, grad=False)
+    angle = T((*angles, tokens, width), dtype=angle_dtype, grad=False)
     return {
         "x": T(shape, layout=layout),
         "weight": T((heads * width if whole else width,), **weight),
@@ -164,9 +212,11 @@ SAMPLES = (
     Sample("olmo", _case(2, 3, 5, 40), {"casting": "olmo"}),
     Sample("llama-offset", _case(1, 2, 5, 12), {"offset": 1.0}),
     Sample("llama-fp32-weight", _case(2, 2, 7, 32, dtype=torch.float32), {"eps": 1e-5}),
-    Sample("fp32-angles", _case(2, 2, 3, 8, kind=torch.float32)),
+    Sample("fp32-angles", _case(2, 2, 3, 8, angle_dtype=torch.float32)),
     Sample(
-        "fp32-angles-cohere", _case(2, 2, 3, 8, kind=torch.float32), {"rope_casting": "cohere"}
+        "fp32-angles-cohere",
+        _case(2, 2, 3, 8, angle_dtype=torch.float32),
+        {"rope_casting": "cohere"},
     ),
     Sample("angles-of-a-batch", _case(3, 2, 4, 8, angles=(3,))),
     Sample("angles-of-two-axes", _case(2, 3, 4, 8, angles=())),
@@ -189,12 +239,19 @@ SAMPLES = (
     Sample("past-65535-rows", _case(1, 2, 65537, 4), size="thin"),
     Sample("8x2048 32x128", _case(8, 32, 2048, 128, layout="swapped"), size="bench"),
     Sample("8x2048 8x128", _case(8, 8, 2048, 128, layout="swapped"), size="bench"),
-    Sample("4x2048 32x128 tokens", _case(4, 32, 2048, 128, layout="swapped", whole=True),
-           size="bench"),
-)  # fmt: skip
+    Sample(
+        "4x2048 32x128 tokens", _case(4, 32, 2048, 128, layout="swapped", whole=True), size="bench"
+    ),
+)
 COMPILE_SAMPLES = (
-    Sample("4x2048 8x256 gemma", _case(4, 8, 2048, 256, layout="swapped"),
-           {"casting": "gemma", "offset": 1.0}),
-    Sample("4x2048 64x128 olmo", _case(4, 64, 2048, 128, layout="swapped", whole=True),
-           {"casting": "olmo"}),
-)  # fmt: skip
+    Sample(
+        "4x2048 8x256 gemma",
+        _case(4, 8, 2048, 256, layout="swapped"),
+        {"casting": "gemma", "offset": 1.0},
+    ),
+    Sample(
+        "4x2048 64x128 olmo",
+        _case(4, 64, 2048, 128, layout="swapped", whole=True),
+        {"casting": "olmo"},
+    ),
+)

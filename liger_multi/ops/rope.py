@@ -8,6 +8,7 @@ from torch import Tensor
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import Pair, per_channel
 from liger_multi.ops._rotary import (
     check_angles,
     check_queries_and_keys,
@@ -32,9 +33,17 @@ op = Op(
 
 @op.forward(returns="q_out k_out")
 def forward(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, style: str, head_axis: int, rotary_dim: int,
-    casting: str, q_order: str, k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+) -> tuple[Tensor, Tensor]:
     """Shape rule; an order names the axes from the outermost in memory to the innermost."""
     from liger_multi.reference.rope.rope import dense, output_dtype
 
@@ -53,9 +62,16 @@ op.backward(
 
 
 def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, style: str = "half", unsqueeze_dim: int = 1,
-    rotary_dim: int | None = None, casting: str = "llama",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    style: str = "half",
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+    casting: str = "llama",
+) -> tuple[Tensor, Tensor]:
     """Rotary position embedding of queries and keys.
 
     Math:
@@ -113,14 +129,47 @@ def rope(
     return result
 
 
+def _rotated(x: Tensor, style: str) -> Tensor:
+    """Each pair (a, b) becomes (-b, a)."""
+    if style == "half":
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((-b, a), dim=-1)
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    style: str = "half",
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+    casting: str = "llama",
+) -> Pair:
+    """``x * cos + rotate(x) * sin`` of the first ``rotary_dim`` channels."""
+    width = rotary_dim or cos.shape[-1]
+    if cos.shape[-1] != width:  # one value per pair
+        cos, sin = per_channel(cos, style), per_channel(sin, style)
+    cos, sin = cos.unsqueeze(unsqueeze_dim - q.ndim), sin.unsqueeze(unsqueeze_dim - q.ndim)
+
+    def turned(x: Tensor) -> Tensor:
+        if width < x.shape[-1]:
+            return torch.cat((turned(x[..., :width]), x[..., width:]), dim=-1)
+        return x * cos + _rotated(x, style) * sin
+
+    return turned(q), turned(k)
+
+
 work = rope_work
 
 
 def _case(
-    *lead: Any, rotary: int = 0, angles: tuple[int, ...] = (1,), kind: Any = None, **more: Any
+    *lead: Any, rotary: int = 0, angles: tuple[int, ...] = (1,), dtype: Any = None, **more: Any
 ) -> dict[str, T]:
     _, _, tokens, width = lead
-    angle = T((*angles, tokens, rotary or width), dtype=kind, grad=False)
+    angle = T((*angles, tokens, rotary or width), dtype=dtype, grad=False)
     return {**queries_and_keys(*lead, **more), "cos": angle, "sin": angle}
 
 
@@ -150,18 +199,27 @@ SAMPLES = (
     Sample("transposed", _case(2, (2, 1), 4, 8, layout="transposed")),
     Sample("row-gaps", _case(2, (2, 1), 3, 16, layout="rows")),
     Sample("expanded", _case(3, (2, 1), 3, 8, layout="expanded")),
-    Sample("fp32-angles", _case(2, (2, 1), 3, 8, kind=torch.float32)),
-    Sample("fp32-angles-cohere", _case(2, (2, 1), 3, 8, kind=torch.float32), {"casting": "cohere"}),
+    Sample("fp32-angles", _case(2, (2, 1), 3, 8, dtype=torch.float32)),
+    Sample(
+        "fp32-angles-cohere", _case(2, (2, 1), 3, 8, dtype=torch.float32), {"casting": "cohere"}
+    ),
     *each_frozen(_case(2, (2, 1), 3, 8), "q k"),
     Sample("past-65535-rows", _case(1, (2, 1), 65537, 4), size="thin"),
     Sample("8x2048 32/8x128", _case(8, (32, 8), 2048, 128, layout="swapped"), size="bench"),
     Sample("8x1024 32/8x128", _case(8, (32, 8), 1024, 128, layout="swapped"), size="bench"),
     Sample("8x1024 14/2x64", _case(8, (14, 2), 1024, 64, layout="swapped"), size="bench"),
-    Sample("8x1024 32/8x128 interleaved", _case(8, (32, 8), 1024, 128, layout="swapped"),
-           INTERLEAVED, size="bench"),
-)  # fmt: skip
+    Sample(
+        "8x1024 32/8x128 interleaved",
+        _case(8, (32, 8), 1024, 128, layout="swapped"),
+        INTERLEAVED,
+        size="bench",
+    ),
+)
 COMPILE_SAMPLES = (
     Sample("4x2048 16/16x80", _case(4, (16, 16), 2048, 80, layout="swapped")),
-    Sample("4x2048 32/2x128 of 64", _case(4, (32, 2), 2048, 128, rotary=64, layout="swapped"),
-           {"rotary_dim": 64}),
-)  # fmt: skip
+    Sample(
+        "4x2048 32/2x128 of 64",
+        _case(4, (32, 2), 2048, 128, rotary=64, layout="swapped"),
+        {"rotary_dim": 64},
+    ),
+)

@@ -9,6 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
+from liger_multi.ops._formulas import Pair, wide
 from liger_multi.ops._rotary import rope_work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -22,9 +23,14 @@ op = Op(
 
 @op.forward(returns="q_out k_out")
 def forward(
-    q: Tensor, k: Tensor, freqs: Tensor, head_axis: int, rotary_dim: int, q_order: str,
+    q: Tensor,
+    k: Tensor,
+    freqs: Tensor,
+    head_axis: int,
+    rotary_dim: int,
+    q_order: str,
     k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Shape rule; ``freqs`` has real and imaginary parts on its last axis."""
     from liger_multi.reference.rope.rope import dense
 
@@ -83,18 +89,32 @@ def rope_complex(
     return _rotary.run(op, q, k, (freqs,), (heads, rotary), "cohere")
 
 
+def formula(q: Tensor, k: Tensor, freqs: Tensor, *, unsqueeze_dim: int = 2) -> Pair:
+    """Neighboring channels as complex numbers, times ``freqs``; other channels stay."""
+    numbers = torch.view_as_complex(wide(freqs).contiguous()).unsqueeze(unsqueeze_dim - q.ndim)
+    width = 2 * numbers.shape[-1]
+
+    def turned(x: Tensor) -> Tensor:
+        if width < x.shape[-1]:
+            return torch.cat((turned(x[..., :width]), x[..., width:]), dim=-1)
+        pairs = torch.view_as_complex(wide(x).unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * numbers).flatten(-2).type_as(x)
+
+    return turned(q), turned(k)
+
+
 work = rope_work
 
 
-def _case(angles: tuple[int, ...], *lead: Any, kind: Any = None, **more: Any) -> Any:
+def _case(angles: tuple[int, ...], *lead: Any, dtype: Any = None, **more: Any) -> Any:
     tensors = _rotary.queries_and_keys(*lead, **more)
-    return {**tensors, "freqs": T((*angles, 2), dtype=kind, grad=False)}
+    return {**tensors, "freqs": T((*angles, 2), dtype=dtype, grad=False)}
 
 
 INSIDE, OUTSIDE = {"axis": 2}, {"unsqueeze_dim": 1}
 SAMPLES = (
-    Sample("llama4", _case((2, 3, 4), 2, (4, 2), 3, 8, kind=torch.float32, **INSIDE)),
-    Sample("deepseek-v2", _case((2, 3, 4), 2, (4, 1), 3, 8, kind=torch.float32), OUTSIDE),
+    Sample("llama4", _case((2, 3, 4), 2, (4, 2), 3, 8, dtype=torch.float32, **INSIDE)),
+    Sample("deepseek-v2", _case((2, 3, 4), 2, (4, 1), 3, 8, dtype=torch.float32), OUTSIDE),
     Sample("one-for-all", _case((1, 3, 4), 2, (4, 2), 3, 8, **INSIDE)),
     Sample("without-batch", _case((3, 4), 2, (4, 2), 3, 8, **INSIDE)),
     Sample("three-axes", _case((5, 4), 0, (3, 3), 5, 8), OUTSIDE),
@@ -106,9 +126,14 @@ SAMPLES = (
     Sample("swapped", _case((2, 5, 4), 2, (4, 2), 5, 8, layout="swapped"), OUTSIDE),
     Sample("sliced", _case((2, 3, 4), 2, (2, 1), 3, 8, layout="sliced", **INSIDE)),
     Sample("expanded", _case((3, 3, 4), 3, (2, 1), 3, 8, layout="expanded", **INSIDE)),
-    Sample("frozen-k", {**_case((2, 3, 4), 2, (4, 2), 3, 8, **INSIDE),
-                        "k": T((2, 3, 2, 8), grad=False)}),
+    Sample(
+        "frozen-k",
+        {**_case((2, 3, 4), 2, (4, 2), 3, 8, **INSIDE), "k": T((2, 3, 2, 8), grad=False)},
+    ),
     Sample("past-65535-rows", _case((65537, 2), 1, (2, 1), 65537, 4, **INSIDE), size="thin"),
-    Sample("4x2048 40/8x128",
-           _case((4, 2048, 64), 4, (40, 8), 2048, 128, kind=torch.float32, **INSIDE), size="bench"),
-)  # fmt: skip
+    Sample(
+        "4x2048 40/8x128",
+        _case((4, 2048, 64), 4, (40, 8), 2048, 128, dtype=torch.float32, **INSIDE),
+        size="bench",
+    ),
+)

@@ -10,8 +10,10 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
+from liger_multi.ops._formulas import Pair, angles_of_sections
 from liger_multi.ops._rotary import rope_work
 from liger_multi.ops._work import Options, Shapes, Work
+from liger_multi.ops.rope import formula as rope_formula
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -25,9 +27,19 @@ op = Op(
 
 @op.forward(returns="q_out k_out")
 def forward(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sections: str, chunked: bool, style: str,
-    head_axis: int, rotary_dim: int, casting: str, q_order: str, k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sections: str,
+    chunked: bool,
+    style: str,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+) -> tuple[Tensor, Tensor]:
     """Shape rule."""
     from liger_multi.reference.rope.rope import dense, output_dtype
 
@@ -46,10 +58,18 @@ op.backward(
 
 
 def rope_multimodal(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sections: Sequence[int], *,
-    arrangement: str = "chunked", style: str = "half", unsqueeze_dim: int = 1,
-    rotary_dim: int | None = None, casting: str = "llama",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sections: Sequence[int],
+    *,
+    arrangement: str = "chunked",
+    style: str = "half",
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+    casting: str = "llama",
+) -> tuple[Tensor, Tensor]:
     """Rotary position embedding by several grids of positions (M-RoPE): time, height and width.
 
     Math:
@@ -87,13 +107,37 @@ def rope_multimodal(
     rotary = _rotary.rotary_width(name, q, cos, rotary_dim)
     word, count = _rotary.sections_word(name, sections, rotary // 2)
     if cos.ndim not in (3, 4) or cos.shape[0] != count:
-        checks.refuse(name, f"cos and sin must have {count} grids, one a section, on their first "
-                      "axis of three or four", cos)  # fmt: skip
+        checks.refuse(
+            name,
+            f"cos and sin must have {count} grids, one a section, on their first "
+            "axis of three or four",
+            cos,
+        )
     checks.same_shape(name, cos=cos, sin=sin)
     _rotary.check_angles(name, q, cos[0], sin[0], heads)
     cos, sin = (t if t.ndim == 4 else t.unsqueeze(1) for t in (cos, sin))
     rest = (word, arrangement == "chunked", style, heads, rotary, casting)
     return _rotary.run(op, q, k, (cos, sin), rest, casting)
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sections: Sequence[int],
+    *,
+    arrangement: str = "chunked",
+    style: str = "half",
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+    casting: str = "llama",
+) -> Pair:
+    """RoPE whose pairs take their angles from different grids (time, height, width)."""
+    cos, sin = (angles_of_sections(t, sections, arrangement, style) for t in (cos, sin))
+    return rope_formula(
+        q, k, cos, sin, style=style, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim
+    )
 
 
 # of three grids, each pair needs the angles of one
@@ -112,16 +156,24 @@ THREE: dict[str, Any] = {"sections": (1, 2, 1)}
 MIXED = THREE | {"arrangement": "interleaved"}
 SAMPLES = (
     Sample("qwen2-vl", _case(3, (2, 3, 8), 2, (4, 2), 3, 8), THREE),
-    Sample("qwen3-vl", _case(3, (2, 3, 16), 2, (4, 2), 3, 16),
-           {"sections": (4, 2, 2), "arrangement": "interleaved"}),
+    Sample(
+        "qwen3-vl",
+        _case(3, (2, 3, 16), 2, (4, 2), 3, 16),
+        {"sections": (4, 2, 2), "arrangement": "interleaved"},
+    ),
     Sample("uneven-interleaved", _case(3, (1, 3, 8), 2, (2, 1), 3, 8), MIXED),
-    Sample("glm4v", _case(3, (2, 3, 4), 2, (4, 2), 3, 8),
-           THREE | {"style": "interleaved", "rotary_dim": 8}),
-    Sample("interleaved-pairs", _case(3, (2, 3, 8), 2, (4, 2), 3, 8),
-           THREE | {"style": "interleaved"}),
+    Sample(
+        "glm4v",
+        _case(3, (2, 3, 4), 2, (4, 2), 3, 8),
+        THREE | {"style": "interleaved", "rotary_dim": 8},
+    ),
+    Sample(
+        "interleaved-pairs", _case(3, (2, 3, 8), 2, (4, 2), 3, 8), THREE | {"style": "interleaved"}
+    ),
     Sample("one-value-a-pair", _case(3, (2, 5, 4), 2, (2, 1), 5, 8), THREE | {"rotary_dim": 8}),
-    Sample("heads-inside", _case(3, (2, 3, 8), 2, (4, 2), 3, 8, axis=2),
-           THREE | {"unsqueeze_dim": 2}),
+    Sample(
+        "heads-inside", _case(3, (2, 3, 8), 2, (4, 2), 3, 8, axis=2), THREE | {"unsqueeze_dim": 2}
+    ),
     Sample("angles-without-batch", _case(3, (3, 8), 2, (2, 2), 3, 8), THREE),
     Sample("three-axes", _case(3, (5, 8), 0, (2, 2), 5, 8), MIXED),
     Sample("two-grids", _case(2, (4, 8), 0, (2, 2), 4, 8), {"sections": (2, 2)}),
@@ -131,18 +183,36 @@ SAMPLES = (
     Sample("swapped", _case(3, (2, 5, 8), 2, (4, 2), 5, 8, layout="swapped"), THREE),
     Sample("sliced", _case(3, (2, 3, 8), 2, (2, 1), 3, 8, layout="sliced"), MIXED),
     Sample("no-tokens", _case(3, (2, 0, 8), 2, (2, 1), 0, 8), THREE),
-    Sample("fp32-angles", {
-        **_case(3, (1, 3, 8), 2, (2, 1), 3, 8),
-        "cos": T((3, 1, 3, 8), dtype=torch.float32, grad=False),
-        "sin": T((3, 1, 3, 8), dtype=torch.float32, grad=False),
-    }, THREE | {"casting": "cohere"}),
-    Sample("frozen-q", {**_case(3, (1, 3, 8), 2, (2, 1), 3, 8), "q": T((2, 2, 3, 8), grad=False)},
-           THREE),
-    Sample("past-65535-rows", _case(3, (65537, 4), 1, (2, 1), 65537, 4), {"sections": (1, 1, 0)},
-           "thin"),
-    Sample("4x2048 28/4x128", _case(3, (1, 2048, 128), 4, (28, 4), 2048, 128, layout="swapped"),
-           {"sections": (16, 24, 24)}, "bench"),
-    Sample("4x2048 32/8x128 interleaved",
-           _case(3, (1, 2048, 128), 4, (32, 8), 2048, 128, layout="swapped"),
-           {"sections": (24, 20, 20), "arrangement": "interleaved"}, "bench"),
-)  # fmt: skip
+    Sample(
+        "fp32-angles",
+        {
+            **_case(3, (1, 3, 8), 2, (2, 1), 3, 8),
+            "cos": T((3, 1, 3, 8), dtype=torch.float32, grad=False),
+            "sin": T((3, 1, 3, 8), dtype=torch.float32, grad=False),
+        },
+        THREE | {"casting": "cohere"},
+    ),
+    Sample(
+        "frozen-q",
+        {**_case(3, (1, 3, 8), 2, (2, 1), 3, 8), "q": T((2, 2, 3, 8), grad=False)},
+        THREE,
+    ),
+    Sample(
+        "past-65535-rows",
+        _case(3, (65537, 4), 1, (2, 1), 65537, 4),
+        {"sections": (1, 1, 0)},
+        "thin",
+    ),
+    Sample(
+        "4x2048 28/4x128",
+        _case(3, (1, 2048, 128), 4, (28, 4), 2048, 128, layout="swapped"),
+        {"sections": (16, 24, 24)},
+        "bench",
+    ),
+    Sample(
+        "4x2048 32/8x128 interleaved",
+        _case(3, (1, 2048, 128), 4, (32, 8), 2048, 128, layout="swapped"),
+        {"sections": (24, 20, 20), "arrangement": "interleaved"},
+        "bench",
+    ),
+)

@@ -10,7 +10,9 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
+from liger_multi.ops._formulas import Pair, angles_of_sections, per_channel, wide
 from liger_multi.ops._rotary import rope_work
+from liger_multi.ops.rope import formula as rope_formula
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -23,14 +25,24 @@ op = Op(
 
 @op.forward(returns="q_out k_out")
 def forward(
-    q: Tensor, k: Tensor, position_ids: Tensor, inv_freq: Tensor, scaling: float, sections: str,
-    chunked: bool, style: str, head_axis: int, casting: str, q_order: str, k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    position_ids: Tensor,
+    inv_freq: Tensor,
+    scaling: float,
+    sections: str,
+    chunked: bool,
+    style: str,
+    head_axis: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+) -> tuple[Tensor, Tensor]:
     """Shape rule; ``position_ids`` has axes grids, batch (or 1) and tokens."""
     from liger_multi.reference.rope.rope import dense
 
-    kind = k.dtype if casting == "cohere" else torch.promote_types(k.dtype, q.dtype)
-    return dense(q, q_order, q.dtype), dense(k, k_order, kind)
+    acc_dtype = k.dtype if casting == "cohere" else torch.promote_types(k.dtype, q.dtype)
+    return dense(q, q_order, q.dtype), dense(k, k_order, acc_dtype)
 
 
 op.backward(
@@ -42,10 +54,18 @@ op.backward(
 
 
 def rope_positions(
-    q: Tensor, k: Tensor, position_ids: Tensor, inv_freq: Tensor, *, scaling: float = 1.0,
-    sections: Sequence[int] | None = None, arrangement: str = "chunked", style: str = "half",
-    unsqueeze_dim: int = 1, casting: str = "llama",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    position_ids: Tensor,
+    inv_freq: Tensor,
+    *,
+    scaling: float = 1.0,
+    sections: Sequence[int] | None = None,
+    arrangement: str = "chunked",
+    style: str = "half",
+    unsqueeze_dim: int = 1,
+    casting: str = "llama",
+) -> tuple[Tensor, Tensor]:
     """Rotary position embedding from integer positions; cos and sin never stand in memory.
 
     Math:
@@ -83,8 +103,12 @@ def rope_positions(
     checks.one_of(name, "style", style, _rotary.STYLES)
     checks.one_of(name, "casting", casting, _rotary.CASTINGS)
     if inv_freq.ndim != 1 or not 0 < 2 * inv_freq.shape[0] <= q.shape[-1]:
-        checks.refuse(name, f"inv_freq must have one axis with at most {q.shape[-1] // 2} numbers, "
-                      "one a pair of q's channels", inv_freq)  # fmt: skip
+        checks.refuse(
+            name,
+            f"inv_freq must have one axis with at most {q.shape[-1] // 2} numbers, "
+            "one a pair of q's channels",
+            inv_freq,
+        )
     word, count = "", 1
     if sections is not None:
         word, count = _rotary.sections_word(name, sections, inv_freq.shape[0])
@@ -94,35 +118,67 @@ def rope_positions(
     return _rotary.run(op, q, k, (positions, inv_freq), rest, "cohere")
 
 
+def formula(
+    q: Tensor,
+    k: Tensor,
+    position_ids: Tensor,
+    inv_freq: Tensor,
+    *,
+    scaling: float = 1.0,
+    sections: Sequence[int] | None = None,
+    arrangement: str = "chunked",
+    style: str = "half",
+    unsqueeze_dim: int = 1,
+    casting: str = "llama",
+) -> Pair:
+    """RoPE whose angles are ``position_ids * inv_freq``."""
+    frequencies = wide(inv_freq)
+    turns = position_ids[..., None].to(frequencies.dtype) * frequencies
+    if sections is not None:
+        turns = angles_of_sections(turns, sections, arrangement, "half")
+    turns = per_channel(turns, style)
+
+    def cast(wave: Tensor) -> Tensor:
+        return (wave if scaling == 1.0 else wave * scaling).to(q.dtype)
+
+    cos, sin = cast(turns.cos()), cast(turns.sin())
+    return rope_formula(q, k, cos, sin, style=style, unsqueeze_dim=unsqueeze_dim)
+
+
 work = rope_work
 
 
-def _positions(
-    name: str, q: Tensor, ids: Tensor, heads: int, count: int, grids: bool
-) -> Tensor:  # fmt: skip
+def _positions(name: str, q: Tensor, ids: Tensor, heads: int, count: int, grids: bool) -> Tensor:
     """position_ids with the axes grids, batch (or 1) and tokens."""
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(
             f"{name}: position_ids must be an int64 or int32 tensor, got {checks.describe(ids)}"
         )
     if ids.device != q.device:
-        checks.refuse(name, "all tensors must be on one device",
-                      f"position_ids on {ids.device} and q on {q.device}")  # fmt: skip
+        checks.refuse(
+            name,
+            "all tensors must be on one device",
+            f"position_ids on {ids.device} and q on {q.device}",
+        )
     tokens, batch = _rotary.tokens_of(q, heads), q.shape[0] if q.ndim == 4 else 1
     shaped = ids if grids else ids.unsqueeze(0)
     shaped = shaped.unsqueeze(1) if shaped.ndim == 2 else shaped
-    wanted = (count, shaped.shape[1] if shaped.ndim == 3 else 0, tokens)
-    if tuple(shaped.shape) != wanted or shaped.shape[1] not in (1, batch):
+    expected = (count, shaped.shape[1] if shaped.ndim == 3 else 0, tokens)
+    if tuple(shaped.shape) != expected or shaped.shape[1] not in (1, batch):
         lead = f"{count}, " if grids else ""
-        checks.refuse(name, f"position_ids must have shape ({lead}{tokens},), ({lead}1, {tokens}) "
-                      f"or ({lead}{batch}, {tokens})", ids)  # fmt: skip
+        checks.refuse(
+            name,
+            f"position_ids must have shape ({lead}{tokens},), ({lead}1, {tokens}) "
+            f"or ({lead}{batch}, {tokens})",
+            ids,
+        )
     return shaped
 
 
 def _case(ids: tuple[int, ...], *lead: Any, pairs: int, wide: bool = False, **more: Any) -> Any:
     tensors = _rotary.queries_and_keys(*lead, **more)
-    made = T((pairs,), dtype=torch.float32 if wide else None, grad=False, positive=True)
-    return {**tensors, "position_ids": T(ids, classes=8, grad=False), "inv_freq": made}
+    cos_or_sin = T((pairs,), dtype=torch.float32 if wide else None, grad=False, positive=True)
+    return {**tensors, "position_ids": T(ids, classes=8, grad=False), "inv_freq": cos_or_sin}
 
 
 THREE: dict[str, Any] = {"sections": (1, 2, 1)}
@@ -134,8 +190,11 @@ SAMPLES = (
     Sample("one-axis", _case((3,), 2, (4, 2), 3, 8, pairs=4)),
     Sample("heads-inside", _case((2, 3), 2, (4, 2), 3, 8, pairs=4, axis=2), {"unsqueeze_dim": 2}),
     Sample("qwen2-vl", _case((3, 2, 3), 2, (4, 2), 3, 8, pairs=4, wide=True), THREE),
-    Sample("qwen3-vl", _case((3, 2, 3), 2, (4, 2), 3, 16, pairs=8),
-           {"sections": (4, 2, 2), "arrangement": "interleaved"}),
+    Sample(
+        "qwen3-vl",
+        _case((3, 2, 3), 2, (4, 2), 3, 16, pairs=8),
+        {"sections": (4, 2, 2), "arrangement": "interleaved"},
+    ),
     Sample("image", _case((2, 6), 0, (3, 3), 6, 8, pairs=4), {"sections": (2, 2)}),
     Sample("three-axes", _case((5,), 0, (3, 3), 5, 8, pairs=4)),
     Sample("partial", _case((2, 3), 2, (2, 1), 3, 20, pairs=4)),
@@ -144,10 +203,13 @@ SAMPLES = (
     Sample("no-tokens", _case((2, 0), 2, (2, 1), 0, 8, pairs=4)),
     Sample("swapped", _case((2, 5), 2, (4, 2), 5, 8, pairs=4, layout="swapped")),
     Sample("sliced", _case((2, 3), 2, (2, 1), 3, 8, pairs=4, layout="sliced")),
-    Sample("frozen-q", {**_case((2, 3), 2, (4, 2), 3, 8, pairs=4),
-                        "q": T((2, 4, 3, 8), grad=False)}),
+    Sample(
+        "frozen-q", {**_case((2, 3), 2, (4, 2), 3, 8, pairs=4), "q": T((2, 4, 3, 8), grad=False)}
+    ),
     Sample("past-65535-rows", _case((65537,), 1, (2, 1), 65537, 4, pairs=2), size="thin"),
-    Sample("8x1024 32/8x128", _case((8, 1024), 8, (32, 8), 1024, 128, pairs=64, wide=True,
-                                     layout="swapped"),
-           size="bench"),
-)  # fmt: skip
+    Sample(
+        "8x1024 32/8x128",
+        _case((8, 1024), 8, (32, 8), 1024, 128, pairs=64, wide=True, layout="swapped"),
+        size="bench",
+    ),
+)

@@ -9,6 +9,7 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops import _rotary
+from liger_multi.ops._formulas import Pair
 from liger_multi.ops._rotary import rope_work
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
@@ -22,9 +23,16 @@ op = Op(
 
 @op.forward(returns="q_out k_out")
 def forward(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, head_axis: int, rotary_dim: int, casting: str,
-    q_order: str, k_order: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    head_axis: int,
+    rotary_dim: int,
+    casting: str,
+    q_order: str,
+    k_order: str,
+) -> tuple[Tensor, Tensor]:
     """Shape rule."""
     from liger_multi.reference.rope.rope import dense, output_dtype
 
@@ -42,9 +50,15 @@ op.backward(
 
 
 def rope_sorted(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1,
-    rotary_dim: int | None = None, casting: str = "llama",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+    casting: str = "llama",
+) -> tuple[Tensor, Tensor]:
     """Rotary position embedding of interleaved pairs with half-split output, in one pass.
 
     Math:
@@ -81,6 +95,32 @@ def rope_sorted(
     return _rotary.run(op, q, k, (cos, sin), (heads, rotary, casting), casting)
 
 
+def formula(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+    casting: str = "llama",
+) -> Pair:
+    """RoPE with interleaved input and half-split output (DeepSeek layout)."""
+    width = rotary_dim or cos.shape[-1]
+    both = cos.shape[-1] == width  # a value for each channel of the output
+    cos, sin = cos.unsqueeze(unsqueeze_dim - q.ndim), sin.unsqueeze(unsqueeze_dim - q.ndim)
+    cosines, sines = (t.chunk(2, dim=-1) if both else (t, t) for t in (cos, sin))
+
+    def turned(x: Tensor) -> Tensor:
+        if width < x.shape[-1]:
+            return torch.cat((turned(x[..., :width]), x[..., width:]), dim=-1)
+        a, b = x[..., ::2], x[..., 1::2]
+        first, second = a * cosines[0] - b * sines[0], b * cosines[1] + a * sines[1]
+        return torch.cat((first, second), dim=-1)
+
+    return turned(q), turned(k)
+
+
 work = rope_work
 
 
@@ -103,14 +143,23 @@ SAMPLES = (
     Sample("no-tokens", _case((2, 0, 8), 2, (2, 1), 0, 8)),
     Sample("many-tokens", _case((1, 67, 16), 2, (2, 1), 67, 16)),
     Sample("cohere", _case((2, 3, 8), 2, (4, 1), 3, 8), {"casting": "cohere"}),
-    Sample("fp32-angles", {**_case((1, 3, 8), 2, (4, 1), 3, 8),
-                           "cos": T((1, 3, 8), dtype=torch.float32, grad=False),
-                           "sin": T((1, 3, 8), dtype=torch.float32, grad=False)}),
+    Sample(
+        "fp32-angles",
+        {
+            **_case((1, 3, 8), 2, (4, 1), 3, 8),
+            "cos": T((1, 3, 8), dtype=torch.float32, grad=False),
+            "sin": T((1, 3, 8), dtype=torch.float32, grad=False),
+        },
+    ),
     Sample("swapped", _case((2, 5, 8), 2, (4, 2), 5, 8, layout="swapped")),
     Sample("sliced", _case((2, 3, 8), 2, (2, 1), 3, 8, layout="sliced")),
     Sample("expanded", _case((3, 3, 8), 3, (2, 1), 3, 8, layout="expanded")),
     Sample("frozen-q", {**_case((2, 3, 8), 2, (4, 2), 3, 8), "q": T((2, 4, 3, 8), grad=False)}),
     Sample("past-65535-rows", _case((65537, 4), 1, (2, 1), 65537, 4), size="thin"),
-    Sample("4x2048 128/1x64", _case((1, 2048, 32), 4, (128, 1), 2048, 64, layout="swapped"),
-           {"rotary_dim": 64}, size="bench"),
-)  # fmt: skip
+    Sample(
+        "4x2048 128/1x64",
+        _case((1, 2048, 32), 4, (128, 1), 2048, 64, layout="swapped"),
+        {"rotary_dim": 64},
+        size="bench",
+    ),
+)

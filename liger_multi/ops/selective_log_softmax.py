@@ -22,12 +22,12 @@ def forward(
     logits: Tensor, index: Tensor, scale: float, ignore_index: int, validate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shape rule."""
-    kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     rows = index.shape[0]
     return (
-        logits.new_empty(index.shape, dtype=kind),
-        logits.new_empty(rows, dtype=kind),
-        logits.new_empty(rows, dtype=kind),
+        logits.new_empty(index.shape, dtype=acc_dtype),
+        logits.new_empty(rows, dtype=acc_dtype),
+        logits.new_empty(rows, dtype=acc_dtype),
     )
 
 
@@ -35,9 +35,13 @@ op.backward(reads="dlog_prob logits index lse lse_low scale ignore_index", retur
 
 
 def selective_log_softmax(
-    logits: Tensor, index: Tensor, *, temperature: float = 1.0, ignore_index: int = -100,
+    logits: Tensor,
+    index: Tensor,
+    *,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
     validate: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Log-probabilities of chosen classes, without those of the others.
 
     Math:
@@ -73,14 +77,31 @@ def selective_log_softmax(
     shape = (*lead, index.shape[-1]) if several else lead
     checks.targets(name, index, torch.Size(shape), logits, "index")
     rows = lead.numel()
-    found: Tensor = op(
+    output: Tensor = op(
         logits.reshape(rows, logits.shape[-1]),
         index.reshape(rows, index.shape[-1] if several else 1).to(torch.int64),
         1 / checks.number(name, "temperature", temperature, 0.0, above=True),
         checks.integer(name, "ignore_index", ignore_index),
         checks.boolean(name, "validate", validate),
     )
-    return found.view(index.shape)
+    return output.view(index.shape)
+
+
+def formula(
+    logits: Tensor,
+    index: Tensor,
+    *,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    validate: bool = False,
+) -> Tensor:
+    """Log-probabilities of one class or of several classes per row."""
+    log_p = torch.log_softmax(logits / temperature, -1)
+    several = index.ndim == logits.ndim
+    places = index if several else index.unsqueeze(-1)
+    valid = places != ignore_index
+    log_prob = torch.where(valid, log_p.gather(-1, torch.where(valid, places, 0)), 0)
+    return log_prob if several else log_prob.squeeze(-1)
 
 
 # logits read; the gradient written, which one pass can do
@@ -88,9 +109,14 @@ work = elementwise(1, 2)
 
 
 def _case(
-    rows: int, classes: int, k: int = 0, *, scale: float = 2.0, ignored: float = 0.0,
+    rows: int,
+    classes: int,
+    k: int = 0,
+    *,
+    scale: float = 2.0,
+    ignored: float = 0.0,
     layout: str = "contiguous",
-) -> dict[str, T]:  # fmt: skip
+) -> dict[str, T]:
     shape = (rows, k) if k else (rows,)
     return {
         "logits": T((rows, classes), scale=scale, layout=layout),

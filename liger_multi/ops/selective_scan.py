@@ -13,6 +13,7 @@ from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.causal_conv1d import segments_of
 from liger_multi.ops.ssd_scan import first_tokens, shapes_are
+from liger_multi.ops.ssd_scan import formula as ssd_scan_formula
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -25,16 +26,25 @@ op = Op(
 
 @op.forward(returns="y final_state", residuals="states")
 def forward(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
-    z: Optional[Tensor], delta_bias: Optional[Tensor], initial_state: Optional[Tensor],
-    first: Optional[Tensor], delta_softplus: bool, output_final_state: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    delta_bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    delta_softplus: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Shape rule."""
     from liger_multi.reference.linear_attention.selective_scan import kept_shape
 
-    kind = torch.float64 if u.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if u.dtype == torch.float64 else torch.float32
     state = (u.shape[0], *A.shape) if output_final_state else (0,)
-    final, kept = (u.new_empty(shape, dtype=kind) for shape in (state, kept_shape(u, A)))
+    final, kept = (u.new_empty(shape, dtype=acc_dtype) for shape in (state, kept_shape(u, A)))
     return u.new_empty(u.shape), final, kept
 
 
@@ -164,9 +174,18 @@ def _y_and_state(
     """Check the arguments and call the operator; without ``output_final_state``, no state."""
     name = op.name
     checks.floating(
-        name, u=u, delta=delta, A=A, B=B, C=C, D=D, z=z, delta_bias=delta_bias,
-        initial_state=initial_state, optional=("D", "z", "delta_bias", "initial_state"),
-    )  # fmt: skip
+        name,
+        u=u,
+        delta=delta,
+        A=A,
+        B=B,
+        C=C,
+        D=D,
+        z=z,
+        delta_bias=delta_bias,
+        initial_state=initial_state,
+        optional=("D", "z", "delta_bias", "initial_state"),
+    )
     if u.ndim != 3:
         checks.refuse(name, "u must have three axes: batch, tokens and channels", u)
     batch, length, width = u.shape
@@ -175,11 +194,25 @@ def _y_and_state(
     pairs, rows, vector = (batch, length, A.shape[1]), tuple(u.shape), (width,)
     shapes_are(
         name,
-        {"delta": delta, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias,
-         "initial_state": initial_state},
-        {"delta": rows, "B": pairs, "C": pairs, "D": vector, "z": rows, "delta_bias": vector,
-         "initial_state": (batch, *A.shape)},
-    )  # fmt: skip
+        {
+            "delta": delta,
+            "B": B,
+            "C": C,
+            "D": D,
+            "z": z,
+            "delta_bias": delta_bias,
+            "initial_state": initial_state,
+        },
+        {
+            "delta": rows,
+            "B": pairs,
+            "C": pairs,
+            "D": vector,
+            "z": rows,
+            "delta_bias": vector,
+            "initial_state": (batch, *A.shape),
+        },
+    )
     checks.boolean(name, "delta_softplus", delta_softplus)
     first = first_tokens(segments_of(name, u, cu_seqlens, seq_idx))
     return op(  # type: ignore[no-any-return]
@@ -198,6 +231,43 @@ def _y_and_state(
     )
 
 
+def formula(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The recurrence of heads with one channel, whose decays differ over the state."""
+    outputs = ssd_scan_formula(
+        u.unsqueeze(-1),
+        delta,
+        A.unsqueeze(1),
+        B.unsqueeze(2),
+        C.unsqueeze(2),
+        D=D,
+        z=None if z is None else z.unsqueeze(-1),
+        dt_bias=delta_bias,
+        dt_softplus=delta_softplus,
+        dt_limit=(-torch.inf, torch.inf),
+        initial_state=None if initial_state is None else initial_state.unsqueeze(2),
+        output_final_state=True,
+        cu_seqlens=cu_seqlens,
+        seq_idx=seq_idx,
+    )
+    y, state = outputs[0].squeeze(-1), outputs[1].squeeze(2)
+    return (y, state) if output_final_state else y
+
+
 def work(shapes: Shapes, size: int, options: Options) -> Work:
     """What a call reads and writes at least, and its operations."""
     rows, pairs = math.prod(shapes["u"]) * size, math.prod(shapes["B"]) * size
@@ -208,12 +278,17 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def _case(
-    *shape: int, states: int = 4, layout: str = "contiguous", ids: int = 0,
-    dtype: torch.dtype | None = None, strength: float = 1.0, without: str = "",
-) -> dict[str, T]:  # fmt: skip
+    *shape: int,
+    states: int = 4,
+    layout: str = "contiguous",
+    ids: int = 0,
+    dtype: torch.dtype | None = None,
+    strength: float = 1.0,
+    without: str = "",
+) -> dict[str, T]:
     """Tensors of u (B, T, D), all of them but for those named by ``without``."""
     batch, length, width = shape
-    made = {
+    tensors = {
         "u": T(shape, layout=layout),
         "delta": T(shape, dtype, scale=0.5, layout=layout),
         "A": T((width, states), dtype, strength, negative=True),
@@ -225,8 +300,8 @@ def _case(
         "initial_state": T((batch, width, states), dtype),
     }
     if ids:
-        made["seq_idx"] = T((batch, length), classes=ids, grad=False)
-    return {n: t for n, t in made.items() if n not in without.split()}
+        tensors["seq_idx"] = T((batch, length), classes=ids, grad=False)
+    return {n: t for n, t in tensors.items() if n not in without.split()}
 
 
 SOFT: dict[str, Any] = {"delta_softplus": True}
@@ -251,25 +326,30 @@ SAMPLES = (
     Sample("transposed", _case(2, 20, 8, layout="transposed"), SOFT),
     Sample("sliced", _case(2, 20, 8, layout="sliced"), SOFT),
     Sample("expanded", _case(3, 20, 8, layout="expanded"), SOFT | FINAL),
-    *each_frozen(
-        _case(1, 20, 4), "u delta A B C D z delta_bias initial_state", SOFT | FINAL
-    ),
+    *each_frozen(_case(1, 20, 4), "u delta A B C D z delta_bias initial_state", SOFT | FINAL),
     Sample("past-65535-rows", _case(65537, 1, 2, states=2, without=SCAN), SOFT, size="thin"),
     Sample(
         "2x8192x8192 N16",
-        _case(2, 8192, 8192, states=16, dtype=torch.float32, without="initial_state"), SOFT,
+        _case(2, 8192, 8192, states=16, dtype=torch.float32, without="initial_state"),
+        SOFT,
         "bench",
     ),
-)  # fmt: skip
+)
 COMPILE_SAMPLES = (
     *[
-        Sample(f"2x8192x{channels} N{states}",
-               _case(2, 8192, channels, states=states, dtype=torch.float32,
-                     without="initial_state"), SOFT)
+        Sample(
+            f"2x8192x{channels} N{states}",
+            _case(2, 8192, channels, states=states, dtype=torch.float32, without="initial_state"),
+            SOFT,
+        )
         for channels, states in ((4096, 64), (1024, 256))
     ],
-    Sample("2x8192x8192 N16 plain",
-           _case(2, 8192, 8192, states=16, dtype=torch.float32, without=SCAN)),
-    Sample("2x8192x8192 N16 everything",
-           _case(2, 8192, 8192, states=16, ids=2, dtype=torch.float32), SOFT | FINAL),
-)  # fmt: skip
+    Sample(
+        "2x8192x8192 N16 plain", _case(2, 8192, 8192, states=16, dtype=torch.float32, without=SCAN)
+    ),
+    Sample(
+        "2x8192x8192 N16 everything",
+        _case(2, 8192, 8192, states=16, ids=2, dtype=torch.float32),
+        SOFT | FINAL,
+    ),
+)

@@ -1,5 +1,6 @@
 """Contract of ``softmax``, and what it shares with ``sparsemax``."""
 
+import torch
 from torch import Tensor
 
 from liger_multi import checks
@@ -31,8 +32,8 @@ def along(op: Op, x: Tensor, dim: int) -> Tensor:
     if x.shape[dim] == 0:
         raise ValueError(f"{name}: axis {dim} of x has no elements, got {checks.describe(x)}")
     last = dim in (-1, x.ndim - 1)
-    found: Tensor = op(x if last else x.movedim(dim, -1))
-    return found if last else found.movedim(-1, dim)
+    output: Tensor = op(x if last else x.movedim(dim, -1))
+    return output if last else output.movedim(-1, dim)
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -61,6 +62,11 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     return along(op, x, dim)
 
 
+def formula(x: Tensor, dim: int = -1) -> Tensor:
+    """``exp(x) / sum(exp(x))``."""
+    return torch.softmax(x, dim)
+
+
 # x read, y written; dy and y read, dx written
 work = elementwise(2, 5)
 
@@ -73,11 +79,15 @@ def samples_of() -> tuple[Sample, ...]:
 
     return (
         *[Sample(f"rows-{n}", x(n, 37)) for n in (0, 1, 2, 7)],
-        *[Sample(f"cols-{n}", x(5, n)) for n in (1, 8, 129)], Sample("one-axis", x(24)),
-        Sample("four-axes", x(2, 3, 2, 13)), Sample("first-axis", x(9, 5), {"dim": 0}),
-        Sample("middle-axis", x(3, 6, 4), {"dim": -2}), Sample("sliced", x(4, 24, layout="sliced")),
+        *[Sample(f"cols-{n}", x(5, n)) for n in (1, 8, 129)],
+        Sample("one-axis", x(24)),
+        Sample("four-axes", x(2, 3, 2, 13)),
+        Sample("first-axis", x(9, 5), {"dim": 0}),
+        Sample("middle-axis", x(3, 6, 4), {"dim": -2}),
+        Sample("sliced", x(4, 24, layout="sliced")),
         Sample("transposed", x(6, 16, layout="transposed")),
-        Sample("row-gaps", x(4, 64, layout="rows")), Sample("large", x(5, 40, scale=4.0)),
+        Sample("row-gaps", x(4, 64, layout="rows")),
+        Sample("large", x(5, 40, scale=4.0)),
         Sample("wide", x(2, 20000), size="thin"),
         Sample("past-65536-columns", x(2, 70001), size="thin"),
         Sample("past-65535-rows", x(65537, 2), size="thin"),
@@ -85,7 +95,7 @@ def samples_of() -> tuple[Sample, ...]:
         Sample("8192x4096", x(8192, 4096), size="bench"),
         Sample("4096x32768", x(4096, 32768), size="bench"),
         Sample("2048x131072", x(2048, 131072), size="bench"),
-    )  # fmt: skip
+    )
 
 
 SAMPLES = samples_of()

@@ -5,10 +5,12 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import MOST_SCORES, at_listed_keys, statistics_dtype
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.testing.samples import Sample
@@ -40,31 +42,34 @@ def _ordered(like: Tensor, heads: int, length: int, size: int) -> Tensor:
 
 @op.forward(returns="y weights", residuals="lse")
 def forward(
-    q: Tensor, k: Tensor, v: Optional[Tensor], indices: Tensor, value_dim: int, scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Optional[Tensor],
+    indices: Tensor,
+    value_dim: int,
+    scale: float,
     output_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Shape rule."""
-    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     y = _ordered(q, q.shape[1], q.shape[2], value_dim)
-    weights = q.new_empty(indices.shape if output_weights else (0,), dtype=kind)
-    return y, weights, q.new_empty(q.shape[:3], dtype=kind)
+    weights = q.new_empty(indices.shape if output_weights else (0,), dtype=acc_dtype)
+    return y, weights, q.new_empty(q.shape[:3], dtype=acc_dtype)
 
 
-def gradients(**given: Any) -> tuple[Tensor, ...]:
+def gradients(**kwargs: Any) -> tuple[Tensor, ...]:
     """Gradients of queries, keys and values, in memory as a projection's output."""
-    made = []
+    outputs = []
     for name in "qkv":
-        x = given[name]
-        if x is None or not given[f"needs_{name}"]:
-            made.append(given["q"].new_empty(0))
+        x = kwargs[name]
+        if x is None or not kwargs[f"needs_{name}"]:
+            outputs.append(kwargs["q"].new_empty(0))
         else:
-            made.append(_ordered(x, x.shape[1], x.shape[2], x.shape[3]))
-    return tuple(made)
+            outputs.append(_ordered(x, x.shape[1], x.shape[2], x.shape[3]))
+    return tuple(outputs)
 
 
-op.backward(
-    reads="dy q k v indices y lse value_dim scale", returns="dq dk dv", shapes=gradients
-)  # fmt: skip
+op.backward(reads="dy q k v indices y lse value_dim scale", returns="dq dk dv", shapes=gradients)
 
 
 def sparse_attention(
@@ -146,6 +151,54 @@ def _y_and_weights(
     return op(q, k, v, places, size, by, output_weights)  # type: ignore[no-any-return]
 
 
+def _counts(indices: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
+    """How often every key is listed: ``(..., K)`` to (..., S)."""
+    inside = (indices >= 0).to(dtype)
+    counts = torch.zeros(*indices.shape[:-1], keys + 1, dtype=dtype, device=indices.device)
+    return counts.scatter_add(-1, indices.long() % (keys + 1), inside)[..., :keys]
+
+
+def _outputs_and_probabilities(
+    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Outputs and probabilities of some heads, (B, H, L, S)."""
+    empty = counts.sum(-1, keepdim=True) == 0
+    s = (q @ k.mT * scale).to(statistics_dtype(q)) + counts.log().masked_fill(empty, 0)
+    p = torch.softmax(s, -1).masked_fill(empty, 0)
+    return p.to(v.dtype) @ v, p
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    *,
+    value_dim: int | None = None,
+    scale: float | None = None,
+    output_weights: bool = False,
+) -> Tensor | SparseAttentionOutput:
+    """Attention with the scores of all keys; many of them are made a head at a time, twice."""
+    v = k[..., :value_dim] if v is None else v
+    lists = indices[:, None] if indices.ndim == 3 else indices
+    by = q.shape[-1] ** -0.5 if scale is None else scale
+    shared = q.shape[1] // k.shape[1]
+    counts = _counts(lists, k.shape[2], statistics_dtype(q)).expand(-1, k.shape[1], -1, -1)
+    if not q.is_meta and q.shape[:3].numel() * k.shape[2] > MOST_SCORES and not output_weights:
+        heads = []
+        for h in range(q.shape[1]):
+            g = slice(h // shared, h // shared + 1)
+            part = (q[:, h : h + 1], k[:, g], v[:, g], counts[:, g], by)
+            heads.append(checkpoint(_outputs_and_probabilities, *part, use_reentrant=False)[0])
+        return torch.cat(heads, 1)
+    k, v, counts = (x.repeat_interleave(shared, 1) for x in (k, v, counts))
+    y, p = _outputs_and_probabilities(q, k, v, counts, by)
+    if not output_weights:
+        return y
+    once = (p / counts.clamp(min=1)).detach().unflatten(1, (lists.shape[1], -1)).mean(2)
+    return SparseAttentionOutput(y, at_listed_keys(once, lists, 0.0).view(indices.shape))
+
+
 def work(shapes: Shapes, size: int, options: Options) -> Work:
     """What a call reads and writes at least, and its operations."""
     (batch, heads, length, width), listed = shapes["q"], shapes["indices"][-1]
@@ -167,14 +220,24 @@ def _shapes_fit(q: Tensor, k: Tensor, v: Tensor | None, value_dim: int | None) -
             checks.refuse(op.name, f"{name} must have four axes", x)
         if x.dtype != q.dtype:
             raise TypeError(f"{op.name}: q is {q.dtype}, got {name} as {checks.describe(x)}")
-    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or min(k.shape[1], k.shape[3]) < 1 or (
-        q.shape[1] % k.shape[1]
-    ):  # fmt: skip
-        checks.refuse(op.name, f"k must have shape (B, G, S, {q.shape[3]}) for q {tuple(q.shape)}, "
-                      "whose heads are a multiple of G, sizes at least 1", k)  # fmt: skip
+    if (
+        k.shape[0] != q.shape[0]
+        or k.shape[3] != q.shape[3]
+        or min(k.shape[1], k.shape[3]) < 1
+        or (q.shape[1] % k.shape[1])
+    ):
+        checks.refuse(
+            op.name,
+            f"k must have shape (B, G, S, {q.shape[3]}) for q {tuple(q.shape)}, "
+            "whose heads are a multiple of G, sizes at least 1",
+            k,
+        )
     if (v is None) == (value_dim is None):
-        checks.refuse(op.name, "either v or value_dim says what a value is",
-                      "none" if v is None else f"both, value_dim {value_dim}")  # fmt: skip
+        checks.refuse(
+            op.name,
+            "either v or value_dim says what a value is",
+            "none" if v is None else f"both, value_dim {value_dim}",
+        )
     if v is None:
         size = checks.integer(op.name, "value_dim", value_dim)
         if not 1 <= size <= k.shape[3]:
@@ -192,17 +255,27 @@ def _indices(q: Tensor, k: Tensor, indices: Tensor) -> Tensor:
     places = indices[:, None] if indices.ndim == 3 else indices
     lists = (batch, places.shape[1] if places.ndim == 4 else 0, queries)
     if places.ndim != 4 or places.shape[:3] != lists or lists[1] not in (1, k.shape[1]):
-        checks.refuse(op.name, f"indices must have shape ({batch}, {queries}, K) or ({batch}, "
-                      f"{k.shape[1]}, {queries}, K)", indices)  # fmt: skip
+        checks.refuse(
+            op.name,
+            f"indices must have shape ({batch}, {queries}, K) or ({batch}, "
+            f"{k.shape[1]}, {queries}, K)",
+            indices,
+        )
     if indices.device != q.device:
         checks.refuse(op.name, "all tensors must be on one device", indices)
     return places.to(torch.int32)
 
 
 def _case(
-    shape: tuple[int, int, int, int], listed: int, keys: int = 0, groups: int = 1, value: int = 0,
-    layout: str = "contiguous", lists: int = 0, absent: float = 0.2,
-) -> dict[str, T]:  # fmt: skip
+    shape: tuple[int, int, int, int],
+    listed: int,
+    keys: int = 0,
+    groups: int = 1,
+    value: int = 0,
+    layout: str = "contiguous",
+    lists: int = 0,
+    absent: float = 0.2,
+) -> dict[str, T]:
     """Queries of a shape with ``listed`` keys each; values of their own where ``value`` is not 0.
 
     The first lists are of absent keys, and random lists have keys twice.
@@ -250,16 +323,27 @@ SAMPLES = (
     *each_frozen(_case((1, 2, 8, 8), 5, value=8), "q k v"),
     *[Sample("frozen-latent", each_frozen(_case((1, 2, 8, 8), 5), "k")[0].tensors, _latent(4))],
     Sample("past-65535-rows", _case((1, 1, 65537, 2), 2, keys=3), _latent(2), size="thin"),
-    Sample("latent-8192x32x576-2048", _case((1, 32, 8192, 576), 2048, layout="swapped", absent=0.0),
-           _latent(512), size="bench"),
-    Sample("latent-8192x128x576-2048", _case((1, 128, 8192, 576), 2048, layout="swapped",
-           absent=0.0), _latent(512), size="bench"),
-)  # fmt: skip
+    Sample(
+        "latent-8192x32x576-2048",
+        _case((1, 32, 8192, 576), 2048, layout="swapped", absent=0.0),
+        _latent(512),
+        size="bench",
+    ),
+    Sample(
+        "latent-8192x128x576-2048",
+        _case((1, 128, 8192, 576), 2048, layout="swapped", absent=0.0),
+        _latent(512),
+        size="bench",
+    ),
+)
 COMPILE_SAMPLES = (
     Sample("latent-128x32x320-2048", _case((1, 32, 128, 320), 2048, keys=8192), _latent(256)),
     *[
-        Sample(f"128x{heads}x{size}-2048",
-               _case((1, heads, 128, size), 2048, keys=8192, groups=groups, value=value), WEIGHTS)
+        Sample(
+            f"128x{heads}x{size}-2048",
+            _case((1, heads, 128, size), 2048, keys=8192, groups=groups, value=value),
+            WEIGHTS,
+        )
         for heads, groups, size, value in ((32, 2, 128, 128), (16, 16, 192, 128), (8, 2, 64, 64))
     ],
-)  # fmt: skip
+)

@@ -1,5 +1,6 @@
 """Contract of ``sparsemax``."""
 
+import torch
 from torch import Tensor
 
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
@@ -45,6 +46,18 @@ def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
         Martins and Astudillo 2016 (arXiv:1602.02068).
     """
     return along(op, x, dim)
+
+
+def formula(x: Tensor, dim: int = -1) -> Tensor:
+    """The nearest point of the probability simplex."""
+    x = x.movedim(dim, -1)
+    descending = x.sort(-1, descending=True).values
+    count = torch.arange(1, x.shape[-1] + 1, device=x.device)
+    total = descending.cumsum(-1) - 1
+    k = (descending * count > total).sum(-1, keepdim=True)
+    total = total.gather(-1, k - 1)
+    # an entry at the threshold is outside: a clamp would pass its gradient on
+    return torch.where(x * k > total, x - total / k, 0).movedim(-1, dim)
 
 
 work = elementwise(2, 5)

@@ -4,11 +4,14 @@ import math
 from typing import Any, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
+from liger_multi.ops._formulas import TOKENS_AT_ONCE, sequence_runs, statistics_dtype
 from liger_multi.ops._samples import each_frozen
 from liger_multi.ops._work import Options, Shapes, Work
 from liger_multi.ops.causal_conv1d import segments_of
@@ -24,15 +27,26 @@ op = Op(
 
 @op.forward(returns="y final_state")
 def forward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Optional[Tensor],
-    z: Optional[Tensor], dt_bias: Optional[Tensor], initial_state: Optional[Tensor],
-    first: Optional[Tensor], dt_softplus: bool, dt_min: float, dt_max: float, chunk: int,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Optional[Tensor],
+    z: Optional[Tensor],
+    dt_bias: Optional[Tensor],
+    initial_state: Optional[Tensor],
+    first: Optional[Tensor],
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+    chunk: int,
     output_final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Shape rule."""
-    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     state = (x.shape[0], *x.shape[2:], B.shape[3])
-    return x.new_empty(x.shape), x.new_empty(state if output_final_state else (0,), dtype=kind)
+    return x.new_empty(x.shape), x.new_empty(state if output_final_state else (0,), dtype=acc_dtype)
 
 
 op.backward(
@@ -173,16 +187,31 @@ def _y_and_state(
     """Check the arguments and call the operator; without ``output_final_state``, no state."""
     name = op.name
     checks.floating(
-        name, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_state=initial_state,
+        name,
+        x=x,
+        dt=dt,
+        A=A,
+        B=B,
+        C=C,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        initial_state=initial_state,
         optional=("D", "z", "dt_bias", "initial_state"),
-    )  # fmt: skip
+    )
     _shapes_fit(x, B, C)
     batch, length, heads, value = x.shape
     shapes_are(
-        name, {"dt": dt, "A": A, "z": z, "dt_bias": dt_bias, "initial_state": initial_state},
-        {"dt": (batch, length, heads), "A": (heads,), "z": tuple(x.shape), "dt_bias": (heads,),
-         "initial_state": (batch, heads, value, B.shape[3])},
-    )  # fmt: skip
+        name,
+        {"dt": dt, "A": A, "z": z, "dt_bias": dt_bias, "initial_state": initial_state},
+        {
+            "dt": (batch, length, heads),
+            "A": (heads,),
+            "z": tuple(x.shape),
+            "dt_bias": (heads,),
+            "initial_state": (batch, heads, value, B.shape[3]),
+        },
+    )
     if D is not None and tuple(D.shape) not in ((heads,), (heads, value)):
         checks.refuse(name, f"D must have shape ({heads},) or ({heads}, {value})", D)
     checks.boolean(name, "dt_softplus", dt_softplus)
@@ -209,6 +238,63 @@ def _y_and_state(
     )
 
 
+def _state_steps(
+    dt: Tensor, a: Tensor, rows: Tensor, b: Tensor, c: Tensor, begins: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Token after token; the state is 0 where a sequence begins."""
+    outs = []
+    for t in range(dt.shape[1]):
+        decay = torch.exp(dt[:, t, :, None, None] * a)
+        decay = torch.where(begins[:, t, None, None, None], 0, decay)
+        state = decay * state + rows[:, t, :, :, None] * b[:, t, :, None]
+        outs.append((state * c[:, t, :, None]).sum(-1))
+    return torch.stack(outs, 1), state
+
+
+def formula(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    chunk: int = 256,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The recurrence of one state for every head; A may have a number for each entry of it."""
+    acc_dtype, (batch, length, heads, value) = statistics_dtype(x), x.shape
+    dt = dt.to(acc_dtype) if dt_bias is None else dt.to(acc_dtype) + dt_bias.to(acc_dtype)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    b, c = (t.to(acc_dtype).repeat_interleave(heads // t.shape[2], 2) for t in (B, C))
+    a = A.to(acc_dtype) if A.ndim == 3 else A.to(acc_dtype)[:, None, None]
+    begins = torch.zeros(batch, length, dtype=torch.bool, device=x.device)
+    runs = sequence_runs(seq_idx, cu_seqlens, length)
+    if runs is not None:
+        begins[:, 1:] = runs[:, 1:] != runs[:, :-1]
+    rows, wide = dt.unsqueeze(-1) * x.to(acc_dtype), x.to(acc_dtype)
+    state = rows.new_zeros(batch, heads, value, b.shape[3])
+    state = state if initial_state is None else state + initial_state.to(acc_dtype)
+    outs = [wide[:, :0]]
+    for t in range(0, length, TOKENS_AT_ONCE):
+        part = slice(t, t + TOKENS_AT_ONCE)
+        args = (dt[:, part], a, *(v[:, part] for v in (rows, b, c, begins)), state)
+        y, state = checkpoint(_state_steps, *args, use_reentrant=False)
+        outs.append(y)
+    y = torch.cat(outs, 1)
+    if D is not None:
+        y = y + (D if D.ndim == 2 else D.unsqueeze(-1)).to(acc_dtype) * wide
+    y = y if z is None else y * F.silu(z.to(acc_dtype))
+    return (y.to(x.dtype), state) if output_final_state else y.to(x.dtype)
+
+
 def work(shapes: Shapes, size: int, options: Options) -> Work:
     """What a call reads and writes at least, and its operations."""
     rows, groups = math.prod(shapes["x"]) * size, math.prod(shapes["B"]) * size
@@ -223,33 +309,37 @@ def work(shapes: Shapes, size: int, options: Options) -> Work:
 
 
 def _shapes_fit(x: Tensor, B: Tensor, C: Tensor) -> None:
-    for name, given in (("x", x), ("B", B), ("C", C)):
-        if given.ndim != 4:
-            checks.refuse(op.name, f"{name} must have four axes", given)
+    for name, tensor in (("x", x), ("B", B), ("C", C)):
+        if tensor.ndim != 4:
+            checks.refuse(op.name, f"{name} must have four axes", tensor)
     checks.same_shape(op.name, B=B, C=C)
-    if B.shape[:2] != x.shape[:2] or min(*x.shape[2:], *B.shape[2:]) < 1 or (
-        x.shape[2] % B.shape[2]
-    ):  # fmt: skip
-        checks.refuse(op.name, f"B must have shape (B, T, G, N) for x {tuple(x.shape)}, whose "
-                      "heads are a multiple of G, sizes at least 1", B)  # fmt: skip
+    if (
+        B.shape[:2] != x.shape[:2]
+        or min(*x.shape[2:], *B.shape[2:]) < 1
+        or (x.shape[2] % B.shape[2])
+    ):
+        checks.refuse(
+            op.name,
+            f"B must have shape (B, T, G, N) for x {tuple(x.shape)}, whose "
+            "heads are a multiple of G, sizes at least 1",
+            B,
+        )
 
 
 def _limits(limits: object) -> tuple[float, float]:
     if not isinstance(limits, (tuple, list)) or len(limits) != 2:
-        raise TypeError(
-            f"{op.name}: dt_limit must be two numbers, got {checks.describe(limits)}"
-        )  # fmt: skip
+        raise TypeError(f"{op.name}: dt_limit must be two numbers, got {checks.describe(limits)}")
     low = checks.number(op.name, "dt_limit[0]", limits[0])
     return low, checks.number(op.name, "dt_limit[1]", limits[1], low, infinite=True)
 
 
 def shapes_are(
-    name: str, given: dict[str, Tensor | None], wanted: dict[str, tuple[int, ...]]
+    name: str, tensors: dict[str, Tensor | None], expected: dict[str, tuple[int, ...]]
 ) -> None:
     """Tensors have the wanted shapes, where they are given."""
-    for argument, x in given.items():
-        if x is not None and tuple(x.shape) != wanted[argument]:
-            checks.refuse(name, f"{argument} must have shape {wanted[argument]}", x)
+    for argument, x in tensors.items():
+        if x is not None and tuple(x.shape) != expected[argument]:
+            checks.refuse(name, f"{argument} must have shape {expected[argument]}", x)
 
 
 def first_tokens(ids: Tensor | None) -> Tensor | None:
@@ -264,12 +354,19 @@ def first_tokens(ids: Tensor | None) -> Tensor | None:
 
 
 def _case(
-    *shape: int, groups: int = 1, states: int = 8, layout: str = "contiguous", ids: int = 0,
-    dtype: torch.dtype | None = None, strength: float = 1.0, without: str = "", wide: bool = False,
-) -> dict[str, T]:  # fmt: skip
+    *shape: int,
+    groups: int = 1,
+    states: int = 8,
+    layout: str = "contiguous",
+    ids: int = 0,
+    dtype: torch.dtype | None = None,
+    strength: float = 1.0,
+    without: str = "",
+    wide: bool = False,
+) -> dict[str, T]:
     """Tensors of x (B, T, H, P), all of them but for those named by ``without``."""
     batch, length, heads, value = shape
-    made = {
+    tensors = {
         "x": T(shape, layout=layout),
         "dt": T((batch, length, heads), dtype, layout=layout, scale=0.5),
         "A": T((heads,), dtype, strength, negative=True),
@@ -281,8 +378,8 @@ def _case(
         "initial_state": T((batch, heads, value, states), dtype),
     }
     if ids:
-        made["seq_idx"] = T((batch, length), classes=ids, grad=False)
-    return {n: t for n, t in made.items() if n not in without.split()}
+        tensors["seq_idx"] = T((batch, length), classes=ids, grad=False)
+    return {n: t for n, t in tensors.items() if n not in without.split()}
 
 
 SOFT: dict[str, Any] = {"dt_softplus": True}
@@ -308,7 +405,8 @@ SAMPLES = (
     Sample("strong-decay", _case(1, 130, 2, 8, strength=16.0, without=MAMBA2), SOFT),
     Sample(
         "no-decay",
-        _case(1, 130, 2, 8, strength=0.0, dtype=torch.float32, without=MAMBA2), SOFT,
+        _case(1, 130, 2, 8, strength=0.0, dtype=torch.float32, without=MAMBA2),
+        SOFT,
     ),
     Sample("two-parts", _case(1, 20, 4, 8, groups=2, states=136, without="z"), SOFT | FINAL),
     Sample("wide-states", _case(1, 67, 2, 12, states=96, without=MAMBA2), SOFT),
@@ -322,20 +420,38 @@ SAMPLES = (
     Sample("past-65535-rows", _case(65537, 1, 1, 2, states=2, without=MAMBA2), size="thin"),
     Sample(
         "2x8192 128x64 G8 N128",
-        _case(*MANY, groups=8, states=128, dtype=torch.float32, without=MAMBA2), SOFT, "bench",
+        _case(*MANY, groups=8, states=128, dtype=torch.float32, without=MAMBA2),
+        SOFT,
+        "bench",
     ),
     Sample(
         "2x8192 128x64 G1 N256",
-        _case(*MANY, states=256, dtype=torch.float32, without=MAMBA2), SOFT, "bench",
+        _case(*MANY, states=256, dtype=torch.float32, without=MAMBA2),
+        SOFT,
+        "bench",
     ),
-)  # fmt: skip
+)
 COMPILE_SAMPLES = (
     *[
-        Sample(f"2x8192 16x{value} G{groups} N{states}",
-               _case(2, 8192, 16, value, groups=groups, states=states, dtype=torch.float32,
-                     without=MAMBA2), SOFT)
+        Sample(
+            f"2x8192 16x{value} G{groups} N{states}",
+            _case(
+                2,
+                8192,
+                16,
+                value,
+                groups=groups,
+                states=states,
+                dtype=torch.float32,
+                without=MAMBA2,
+            ),
+            SOFT,
+        )
         for groups, value, states in ((8, 64, 64), (16, 32, 128), (2, 64, 32), (2, 128, 128))
     ],
-    Sample("2x8192 16x64 G1 N128 everything",
-           _case(2, 8192, 16, 64, states=128, ids=2, dtype=torch.float32), SOFT | FINAL),
-)  # fmt: skip
+    Sample(
+        "2x8192 16x64 G1 N128 everything",
+        _case(2, 8192, 16, 64, states=128, ids=2, dtype=torch.float32),
+        SOFT | FINAL,
+    ),
+)

@@ -13,9 +13,11 @@ from liger_multi.ops._float8 import (
     SHAPES,
     QuantizedOutput,
     coded_samples,
+    either,
     quantized_output,
     with_codes,
 )
+from liger_multi.ops._formulas import scaled_swiglu
 from liger_multi.ops._samples import PIECES, bench, each_frozen, usual
 from liger_multi.ops._work import elementwise, with_code_bytes
 from liger_multi.testing.samples import Sample
@@ -98,6 +100,19 @@ def swiglu_quantized(
     gate_and_up("swiglu", gate, up)
     by = multipliers("swiglu", gate_multiplier, down_multiplier)
     return quantized_output(quantized_op, quantize, outputs, gate, up, *by)
+
+
+def formula(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+    quantize: str | None = None,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> Tensor | QuantizedOutput:
+    """``silu(gate_multiplier * gate) * up * down_multiplier``."""
+    return either(scaled_swiglu(gate, up, gate_multiplier, down_multiplier), quantize, outputs)
 
 
 # gate and up read, y written; dy, gate and up read, two gradients written

@@ -64,6 +64,14 @@ def swiglu_clamped(
     return result
 
 
+def formula(
+    gate: Tensor, up: Tensor, *, limit: float = 7.0, alpha: float = 1.702, up_offset: float = 1.0
+) -> Tensor:
+    """``(up + up_offset) * gate * sigmoid(alpha * gate)`` of clamped inputs."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + up_offset) * (gate * torch.sigmoid(gate * alpha))
+
+
 work = elementwise(3, 8)
 
 
@@ -81,7 +89,9 @@ CLOSE = {"limit": 1.0}  # so that random inputs meet it
 SAMPLES = (
     Sample("rows", pair(3, 5, 48), CLOSE),
     *usual(
-        pair, PIECES, CLOSE,
+        pair,
+        PIECES,
+        CLOSE,
         but={"no-rows": {}, "row-gaps": PLAIN, "past-65535-rows": {}, "past-65536-columns": {}},
     ),
     Sample("far-limit", pair(3, 5, 48)),
@@ -92,4 +102,4 @@ SAMPLES = (
     *each_frozen(pair(4, 64), "gate up", CLOSE),
     *bench(pair, "32768x2880"),
     Sample("8192x18432 silu", pair(8192, 18432), {**PLAIN, "limit": 10.0}, size="bench"),
-)  # fmt: skip
+)

@@ -10,6 +10,7 @@ from liger_multi.dispatch.op import Op
 from liger_multi.ops._activations import even, packed, packed_work
 from liger_multi.ops._samples import HALVES, usual
 from liger_multi.ops.swiglu_clamped import CLOSE, PLAIN, numbers
+from liger_multi.ops.swiglu_clamped import formula as swiglu_clamped_formula
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -34,9 +35,13 @@ op.backward(reads="dy gate_up limit alpha up_offset interleaved", returns="dgate
 
 
 def swiglu_clamped_packed(
-    gate_up: Tensor, *, limit: float = 7.0, alpha: float = 1.702, up_offset: float = 1.0,
+    gate_up: Tensor,
+    *,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    up_offset: float = 1.0,
     interleaved: bool = True,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Gated activation of a packed projection with clamped values, without copying its parts.
 
     Math:
@@ -66,6 +71,19 @@ def swiglu_clamped_packed(
     by = numbers("swiglu_clamped_packed", limit, alpha, up_offset)
     result: Tensor = op(gate_up, *by, interleaved)
     return result
+
+
+def formula(
+    gate_up: Tensor,
+    *,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    up_offset: float = 1.0,
+    interleaved: bool = True,
+) -> Tensor:
+    """The same of every second column, or of the two halves of the last axis."""
+    pair = (gate_up[..., ::2], gate_up[..., 1::2]) if interleaved else gate_up.chunk(2, dim=-1)
+    return swiglu_clamped_formula(*pair, limit=limit, alpha=alpha, up_offset=up_offset)
 
 
 work = packed_work

@@ -5,6 +5,7 @@ from torch import Tensor
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._activations import BOTH, PACKED_MLPS, even, multipliers, packed, packed_work
+from liger_multi.ops._formulas import scaled_swiglu
 from liger_multi.ops._samples import HALVES, usual
 from liger_multi.testing.samples import Sample
 
@@ -55,6 +56,14 @@ def swiglu_packed(
     by = multipliers("swiglu_packed", gate_multiplier, down_multiplier)
     result: Tensor = op(gate_up, *by)
     return result
+
+
+def formula(
+    gate_up: Tensor, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
+) -> Tensor:
+    """SwiGLU of the first and the second half of the last axis."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return scaled_swiglu(gate, up, gate_multiplier, down_multiplier)
 
 
 work = packed_work

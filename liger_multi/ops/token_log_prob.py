@@ -9,7 +9,12 @@ from liger_multi import checks
 from liger_multi.dispatch.bitwise import PER_ROW, bitwise
 from liger_multi.dispatch.op import Op
 from liger_multi.ops._work import elementwise
-from liger_multi.ops.fused_linear_log_prob import OUTPUTS, LogProbOutput, named
+from liger_multi.ops.fused_linear_log_prob import (
+    OUTPUTS,
+    LogProbOutput,
+    formula_of_logits,
+    named,
+)
 from liger_multi.testing.samples import Sample
 from liger_multi.testing.samples import Tensor as T
 
@@ -22,17 +27,22 @@ op = Op(
 
 @op.forward(returns=" ".join((*OUTPUTS, "lse_low")))
 def forward(
-    logits: Tensor, target: Tensor, ignore_index: int, softcap: Optional[float], logit_scale: float,
-    validate: bool, outputs: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    softcap: Optional[float],
+    logit_scale: float,
+    validate: bool,
+    outputs: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shape rule; ``lse`` and ``lse_low``, its second part, are kept for backward in any case."""
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    rows, wanted = target.numel(), outputs.split(",")
+    rows, requested = target.numel(), outputs.split(",")
     return (
-        logits.new_empty(rows if "log_prob" in wanted else 0, dtype=wide),
-        logits.new_empty(rows if "entropy" in wanted else 0, dtype=wide),
+        logits.new_empty(rows if "log_prob" in requested else 0, dtype=wide),
+        logits.new_empty(rows if "entropy" in requested else 0, dtype=wide),
         logits.new_empty(rows, dtype=wide),
-        logits.new_empty(rows if "argmax" in wanted else 0, dtype=torch.int64),
+        logits.new_empty(rows if "argmax" in requested else 0, dtype=torch.int64),
         logits.new_empty(rows, dtype=wide),
     )
 
@@ -45,10 +55,16 @@ op.backward(
 
 
 def token_log_prob(
-    logits: Tensor, target: Tensor, *, temperature: float = 1.0, softcap: float | None = None,
-    logit_scale: float = 1.0, ignore_index: int = -100, validate: bool = False,
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    validate: bool = False,
     outputs: tuple[str, ...] = OUTPUTS,
-) -> LogProbOutput:  # fmt: skip
+) -> LogProbOutput:
     """Log-probabilities of tokens under given logits, and the rows' entropy.
 
     :func:`fused_linear_log_prob` for logits that exist already: no copy of them in fp32.
@@ -83,38 +99,56 @@ def token_log_prob(
         ``log_softmax`` and ``gather`` of PyTorch.
     """
     arguments = prepared(
-        logits, target, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
-        ignore_index=ignore_index, validate=validate, outputs=outputs,
-    )  # fmt: skip
+        logits,
+        target,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        ignore_index=ignore_index,
+        validate=validate,
+        outputs=outputs,
+    )
     return named(op(*arguments), target, arguments[-1])
 
+
+formula = formula_of_logits
 
 # logits read; read again, and the gradient written
 work = elementwise(1, 3)
 
 
 def prepared(
-    logits: Tensor, target: Tensor, *, temperature: float = 1.0, softcap: float | None = None,
-    logit_scale: float = 1.0, ignore_index: int = -100, validate: bool = False,
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    validate: bool = False,
     outputs: tuple[str, ...] = OUTPUTS,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[Any, ...]:
     """The checked arguments of the operator."""
     name = "token_log_prob"
     checks.floating(name, logits=logits)
     if logits.ndim == 0:
         raise ValueError(f"{name}: logits must have shape (..., V), got {checks.describe(logits)}")
     checks.targets(name, target, logits.shape[:-1], logits)
-    wanted = checks.names(name, outputs, OUTPUTS)
-    if not wanted:
+    requested = checks.names(name, outputs, OUTPUTS)
+    if not requested:
         raise ValueError(f"{name}: outputs must name at least one of {', '.join(OUTPUTS)}, got ()")
     cool = checks.number(name, "temperature", temperature, 0.0, above=True)
     cap = None if softcap is None else checks.number(name, "softcap", softcap, 0.0, above=True)
     scale = checks.number(name, "logit_scale", logit_scale)
     return (
-        logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1).to(torch.int64),
-        checks.integer(name, "ignore_index", ignore_index), None if cap is None else cap / cool,
-        scale / cool, checks.boolean(name, "validate", validate), wanted,
-    )  # fmt: skip
+        logits.reshape(target.numel(), logits.shape[-1]),
+        target.reshape(-1).to(torch.int64),
+        checks.integer(name, "ignore_index", ignore_index),
+        None if cap is None else cap / cool,
+        scale / cool,
+        checks.boolean(name, "validate", validate),
+        requested,
+    )
 
 
 def _case(
@@ -134,8 +168,9 @@ SAMPLES = (
     Sample("cold", _case(8, 50), {"temperature": 0.5}),
     Sample("everything", _case(11, 61, ignored=0.3), _EVERY),
     Sample("all-ignored", _case(6, 50, ignored=1.0)),
-    Sample("three-axes", {"logits": T((2, 3, 20)), "target": T((2, 3), classes=20)},
-           {"logit_scale": 2}),
+    Sample(
+        "three-axes", {"logits": T((2, 3, 20)), "target": T((2, 3), classes=20)}, {"logit_scale": 2}
+    ),
     Sample("transposed", _case(6, 24, layout="transposed")),
     Sample("sliced", _case(6, 24, layout="sliced")),
     Sample("expanded", _case(6, 24, layout="expanded")),
@@ -147,4 +182,4 @@ SAMPLES = (
     Sample("past-65535-rows", _case(65537, 3), size="thin"),
     Sample("8192x128256", _case(8192, 128256), {"outputs": ("log_prob",)}, size="bench"),
     Sample("8192x128256-entropy", _case(8192, 128256), {"outputs": OUTPUTS[:2]}, size="bench"),
-)  # fmt: skip
+)

@@ -12,6 +12,7 @@ from liger_multi.ops._divergence import (
     run,
     samples_of,
 )
+from liger_multi.ops._formulas import log_probabilities, reduced_rows, tvd_rows
 from liger_multi.ops._work import elementwise
 
 op = Op(
@@ -34,10 +35,17 @@ declare_inplace(inplace_op)
 
 
 def tvd(
-    student: Tensor, teacher: Tensor, target: Tensor | None = None, *, form: str = "prob",
-    teacher_form: str | None = None, temperature: float = 1.0, ignore_index: int = -100,
-    reduction: str = "mean", inplace: bool = False,
-) -> Tensor:  # fmt: skip
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    form: str = "prob",
+    teacher_form: str | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    inplace: bool = False,
+) -> Tensor:
     """Total variation distance of a student from a teacher, a number a row.
 
     Math:
@@ -76,9 +84,36 @@ def tvd(
         2023 (arXiv:2307.15190).
     """
     return run(
-        op, student, teacher, target, 0.0, form, teacher_form, temperature, ignore_index,
-        reduction, inplace,
-    )  # fmt: skip
+        op,
+        student,
+        teacher,
+        target,
+        0.0,
+        form,
+        teacher_form,
+        temperature,
+        ignore_index,
+        reduction,
+        inplace,
+    )
+
+
+def formula(
+    student: Tensor,
+    teacher: Tensor,
+    target: Tensor | None = None,
+    *,
+    form: str = "prob",
+    teacher_form: str | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    inplace: bool = False,
+) -> Tensor:
+    """Total variation distance."""
+    log_q = log_probabilities(student, form, temperature)
+    log_p = log_probabilities(teacher, teacher_form or form, temperature)
+    return reduced_rows(tvd_rows(log_q, log_p), target, ignore_index, reduction)
 
 
 work = elementwise(2, 5)

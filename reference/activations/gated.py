@@ -101,7 +101,7 @@ def gradients_into(
     activation: str,
     by: tuple[float, float],
 ) -> None:
-    """Write the wanted gradients, block by block of rows."""
+    """Write the needed gradients, block by block of rows."""
     gate2d, up2d, dy2d = as_rows(gate), as_rows(up), as_rows(dy)
     row_bytes = 4 * gate2d.shape[1] * statistics_dtype(gate.dtype).itemsize
     for block in row_blocks(gate2d.shape[0], row_bytes):

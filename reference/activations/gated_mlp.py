@@ -34,12 +34,12 @@ coded; None: no codes."""
 
 
 class CodedGradients(NamedTuple):
-    """Gradients of a gated activation, empty where they are not wanted, and their codes.
+    """Gradients of a gated activation, empty where they are not needed, and their codes.
 
     Attributes:
         dgate: Of gate.
         dup: Of up.
-        product: act(gate) * up; what was given as its gradient where that is not wanted.
+        product: act(gate) * up; what was given as its gradient where that is not needed.
         dgate_rows: Of gate, times the numbers of columns.
         dup_rows: Of up, times the numbers of columns.
     """
@@ -57,7 +57,7 @@ class CodedActivation(Activation, Protocol):
     def coded(
         self, gate: Tensor, up: Tensor, activation: str, needs_output: bool
     ) -> tuple[Tensor, Float8Rows]:
-        """act(gate) * up where it is wanted, and its rows in FP8."""
+        """act(gate) * up where it is needed, and its rows in FP8."""
 
     def coded_gradients(
         self,
@@ -69,9 +69,9 @@ class CodedActivation(Activation, Protocol):
         needs_output: tuple[bool, bool],
         product: bool,
     ) -> CodedGradients:
-        """The gradients where they are wanted, and codes of those with numbers per column.
+        """The gradients where they are needed, and codes of those with numbers per column.
 
-        All are rows. The product, if it is wanted, may stand in ``dproduct``.
+        All are rows. The product, if it is needed, may stand in ``dproduct``.
         """
 
 
@@ -82,7 +82,7 @@ class ReferenceActivation:
     def coded(
         gate: Tensor, up: Tensor, activation: str, needs_output: bool
     ) -> tuple[Tensor, Float8Rows]:
-        """act(gate) * up where it is wanted, and its rows in FP8."""
+        """act(gate) * up where it is needed, and its rows in FP8."""
         y = gated.forward(gate, up, activation)
         return y if needs_output else y.new_empty(0), rows_of(y, None, PLAIN)
 
@@ -96,7 +96,7 @@ class ReferenceActivation:
         needs_output: tuple[bool, bool],
         product: bool,
     ) -> CodedGradients:
-        """The gradients where they are wanted, and codes of those with numbers per column."""
+        """The gradients where they are needed, and codes of those with numbers per column."""
         if product:
             *output, dproduct = gated.gradients_and_product(dproduct, gate, up, activation)
         else:

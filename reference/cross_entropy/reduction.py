@@ -68,7 +68,7 @@ def results(
 def reduced(
     rows: RowStats, target: Tensor, objective: Objective, reduction: str, by: Tensor, outputs: str
 ) -> tuple[Tensor, ...]:
-    """Loss and the wanted outputs in the order of the contract."""
+    """Loss and the needed outputs in the order of the contract."""
     requested = outputs.split(",")
     if reduction == "none":
         loss, z_loss = rows.ce + rows.zl if rows.zl.numel() else rows.ce, rows.zl

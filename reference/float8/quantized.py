@@ -11,7 +11,7 @@ from liger_multi.reference.float8.rows import PLAIN, Quantizer, rows_of
 
 
 def coded(y: Tensor, writes_y: bool, to: Quantizer = PLAIN) -> tuple[Tensor, Tensor, Tensor]:
-    """A result, empty where it is not wanted, its codes as bytes, and their scales."""
+    """A result, empty where it is not needed, its codes as bytes, and their scales."""
     rows = rows_of(y, None, to)
     codes = rows.codes.view(torch.uint8).view(y.shape)
     return y if writes_y else y.new_empty(0), codes, rows.scale.view(y.shape[:-1])

@@ -8,9 +8,9 @@ import torch
 
 import liger_multi
 from liger_multi import ops
+from liger_multi.ops._formulas import rounded as formula_rows
 from liger_multi.ops.linear_float8 import row_scales
 from liger_multi.reference.float8.rows import CODES, PLAIN, Float8Rows, dequantized, product
-from liger_multi.testing.formulas.float8 import rounded as formula_rows
 from tests import harness
 
 OCP, FNUZ = CODES

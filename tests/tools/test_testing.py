@@ -3,7 +3,6 @@
 The guide for a new operator (three files and one line) is taken from its page and run.
 """
 
-import importlib
 import inspect
 import json
 import os
@@ -19,7 +18,7 @@ import torch
 from liger_multi import ops
 from liger_multi.bench.peers import EAGER, TABLE
 from liger_multi.dispatch.registry import operators
-from liger_multi.testing import FORMULAS, check_operator, checks, formulas, samples
+from liger_multi.testing import FORMULAS, check_operator, checks, samples
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -31,17 +30,7 @@ VENDOR = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
 
 def test_every_operator_has_a_formula():
     assert set(FORMULAS) == set(operators())
-
-
-def test_a_contract_may_state_its_formula(monkeypatch):
-    contract = importlib.import_module("liger_multi.ops.relu_squared")
-
-    def formula(x):
-        return x.clamp(min=0) ** 2
-
-    assert formulas.find("relu_squared") is FORMULAS["relu_squared"] is not None
-    monkeypatch.setattr(contract, "formula", formula, raising=False)
-    assert formulas.find("relu_squared") is formula
+    assert FORMULAS["kl_div_inplace"] is samples.contract("kl_div").formula
 
 
 @pytest.mark.parametrize("op", operators())
@@ -78,13 +67,12 @@ def test_documents_and_the_places_where_they_begin_are_one_mask():
 
 
 def test_many_scores_are_made_a_head_at_a_time(monkeypatch):
-    from liger_multi.testing.formulas import attention
-
+    attention = samples.contract("attention")
     tensors = [torch.randn(1, h, 8, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
     results = []
     for most in (attention.MOST_SCORES, 1):
         monkeypatch.setattr(attention, "MOST_SCORES", most)
-        y = attention.attention(*tensors, causal=True)
+        y = attention.formula(*tensors, causal=True)
         results.append((y, *torch.autograd.grad(y.square().sum(), tensors)))
     for whole, part in zip(*results, strict=True):
         torch.testing.assert_close(whole, part)

@@ -90,7 +90,7 @@ def _gated_backward_kernel(
     """Gradients of gate and up, piece by piece.
 
     Program: every num_programs-th piece of BLOCK columns of one row; reads dy, gate and up, writes
-    dup and dgate where they are wanted.
+    dup and dgate where they are needed.
     """
     for piece in range(tl.program_id(0), rows * steps, tl.num_programs(0)):
         row = tl.cast(piece // steps, tl.int64)

@@ -442,7 +442,7 @@ def _gradients(
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    """Write dx and dstate; return the gradients of weight (W, C) and bias in fp32, if wanted."""
+    """Write dx and dstate; return the gradients of weight (W, C) and bias in fp32, if needed."""
     dy, x, (batch, length, cols) = _adjacent(dy), _adjacent(x), dy.shape
     block = block_of("conv_backward", x, cols)
     work = pieces(batch, length, cols, block, device_info(x.device).cores)

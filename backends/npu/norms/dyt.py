@@ -163,7 +163,7 @@ def run_backward(
     dx: Optional[Tensor],
     sums: tuple[bool, bool, bool],
 ) -> list[Tensor]:
-    """Write dx, contiguous; return the sums over rows for alpha, weight and bias where needed."""
+    """Write dx, contiguous; return the needed sums over rows for alpha, weight and bias."""
     dy, x = as_rows(dy), as_rows(x)
     rows, cols = x.shape
     block = block_of("dyt_backward", x, cols)

@@ -182,8 +182,8 @@ def _gated_backward_kernel(
     """Gradients of gate and up of one piece of a row; PRODUCT: act(gate) * up overwrites dy.
 
     Program: BLOCK columns of one row; reads dy, gate and, for dgate, up; writes dup and dgate where
-    they are wanted. PRODUCT serves a layer whose next gradient needs act(gate) * up, which forward
-    has not kept; dup and dgate are wanted then.
+    they are needed. PRODUCT serves a layer whose next gradient needs act(gate) * up, which forward
+    has not kept; dup and dgate are needed then.
     """
     row = (tl.program_id(0) // tiles).to(tl.int64)
     first = (tl.program_id(0) % tiles) * BLOCK

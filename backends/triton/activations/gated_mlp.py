@@ -27,7 +27,7 @@ class TritonActivation:
     def coded(
         gate: Tensor, up: Tensor, activation: str, needs_output: bool
     ) -> tuple[Tensor, Float8Rows]:
-        """act(gate) * up where it is wanted, and its rows in FP8."""
+        """act(gate) * up where it is needed, and its rows in FP8."""
         room = code_room(gate, needs_output)
         y, codes, scale = gated_rows.forward("gated_mlp", activation, gate, up, gated.NONE, room)
         return y, Float8Rows(codes.view(format_of(gate.device)), scale)

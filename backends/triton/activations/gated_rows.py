@@ -149,10 +149,10 @@ def _gated_rows_backward_kernel(
     """Gradients of gate and up, and their codes, in two passes of BLOCK columns a step.
 
     Program: one row. The first pass reads dy, gate and up, and finds the largest element of each
-    gradient times its numbers per column. Where both gradients are wanted, it writes them, and with
+    gradient times its numbers per column. Where both gradients are needed, it writes them, and with
     PRODUCT act(gate) * up over dy; the second pass reads its own gradients, from the cache where
     they are still there, and writes codes. Elsewhere the second pass reads and computes all again,
-    and writes codes and what is wanted. To keep gradients in registers in between takes more than
+    and writes codes and what is needed. To keep gradients in registers in between takes more than
     there are: 14,336 columns spilled on sm90 (triton 3.9). To compute twice took 0.78 ms at
     8192 x 14336 (H100, 2026-11).
     """
@@ -237,7 +237,7 @@ def _gated_rows_backward_kernel(
 def forward(
     op: str, activation: str, gate: Tensor, up: Tensor, by: Multipliers, room: CodeRoom
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """act(gate) * up where it is wanted, its codes and scales."""
+    """act(gate) * up where it is needed, its codes and scales."""
     cols = gate.shape[-1]
     rows = gate.numel() // max(cols, 1)
     k = launch_config(f"{op}_quantized.forward", forward_config, gate.device, rows=rows, cols=cols)
@@ -279,7 +279,7 @@ def backward(
     needs_output: tuple[bool, bool],
     product: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, empty where they are not wanted; codes go into rooms.
+    """Gradients of gate and up, empty where they are not needed; codes go into rooms.
 
     Args:
         op: Whose launch numbers these are.

@@ -12,7 +12,7 @@ from liger_multi.backends.triton.float8.rows import code_room
 def forward(
     gate: Tensor, up: Tensor, approximate: str, writes_y: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """gelu(gate) * up where it is wanted, its codes and scales."""
+    """gelu(gate) * up where it is needed, its codes and scales."""
     room = code_room(gate, writes_y)
     return gated_rows.forward("geglu", GELU[approximate], gate, up, gated.NONE, room)
 

@@ -12,7 +12,7 @@ from liger_multi.backends.triton.float8.rows import code_room
 def forward(
     gate: Tensor, up: Tensor, gate_multiplier: float, down_multiplier: float, writes_y: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """silu(gate) * up where it is wanted, its codes and scales."""
+    """silu(gate) * up where it is needed, its codes and scales."""
     by = multipliers(gate_multiplier, down_multiplier)
     return gated_rows.forward("swiglu", "silu", gate, up, by, code_room(gate, writes_y))
 

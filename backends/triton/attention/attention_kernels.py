@@ -883,7 +883,7 @@ def _store(
     VALUE_DIM: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
 ):
-    """Write dk, times the scale of the scores, and dv of a tile of keys; each where it is wanted.
+    """Write dk, times the scale of the scores, and dv of a tile of keys; each where it is needed.
 
     The order in memory is (batch, key, head).
     """

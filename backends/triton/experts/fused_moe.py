@@ -285,7 +285,7 @@ def _moe_activation_backward_kernel(
 
     Program: one sorted row, in steps of BLOCK columns; the sum for drouting stays in registers.
     Reads d, gate and up, and the routing weight of its pair. Writes over d, and dgate_up and
-    drouting where they are wanted. A pair of no expert gets drouting 0.
+    drouting where they are needed. A pair of no expert gets drouting 0.
     """
     row = tl.program_id(0)
     pair = tl.load(order_ptr + row).to(tl.int64)

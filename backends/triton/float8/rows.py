@@ -204,10 +204,10 @@ class CodeRoom(NamedTuple):
     """Where a kernel writes codes of its result, and whether it writes the result too.
 
     Attributes:
-        codes: Bytes, with the shape of the result; None where no codes are wanted.
+        codes: Bytes, with the shape of the result; None where no codes are needed.
         scale: fp32, one per row.
         bias: Of the exponent of the format, which names it to kernels; 0 for no codes.
-        writes: Whether the result is wanted.
+        writes: Whether the result is needed.
     """
 
     codes: Optional[Tensor] = None
@@ -220,11 +220,11 @@ class CodeRoom(NamedTuple):
         return self if cols <= block <= WIDEST_CODED else NO_CODES
 
     def where_written(self, y: Tensor) -> Tensor:
-        """The result, or an empty tensor where it is not wanted."""
+        """The result, or an empty tensor where it is not needed."""
         return y if self.writes else y.new_empty(0)
 
     def outputs(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The result as far as it is wanted, codes and scales."""
+        """The result as far as it is needed, codes and scales."""
         assert self.codes is not None
         assert self.scale is not None
         return self.where_written(y), self.codes, self.scale

@@ -20,7 +20,7 @@ def forward(
     casting: str,
     writes_y: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Y where it is wanted, the sum, codes and scales of y, and rstd (fp32)."""
+    """Y where it is needed, the sum, codes and scales of y, and rstd (fp32)."""
     room = code_room(x, writes_y)
     name = "fused_add_rms_norm"
     y, s, rstd = normalize(name, x, residual, weight, eps, offset, casting, room)

@@ -210,7 +210,7 @@ def _gated_rms_norm_backward_kernel(
     """Gradients of x and gate, and partial sums of the weight's; groups fit into registers.
 
     Program: persistent; one group of columns, and every ``row_programs``-th tile of ROWS rows.
-    Reads dy, x, gate and rstd of each tile, writes dgate and dx where they are wanted. The sum for
+    Reads dy, x, gate and rstd of each tile, writes dgate and dx where they are needed. The sum for
     the weight stays in registers over all tiles and leaves as one fp32 partial.
     """
     group = tl.program_id(0) % groups

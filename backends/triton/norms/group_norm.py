@@ -206,7 +206,7 @@ def _group_norm_backward_kernel(
 
     Program: one group of one sample, as in forward; reads dy and x once.
     Writes the sums of dy * n and of dy per channel and sample, the second ``rows`` numbers after
-    the first, and dx where it is wanted.
+    the first, and dx where it is needed.
     """
     group = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, CHANNELS)

@@ -310,7 +310,7 @@ def forward(
 def normalize(
     x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, room: CodeRoom
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, with codes of y where there is room; y is empty where it is not wanted."""
+    """The same, with codes of y where there is room; y is empty where it is not needed."""
     shape, cols = [*x.shape[:-1]], x.shape[-1]
     mean, rstd = x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
     if x.numel() == 0:  # the mean of no column

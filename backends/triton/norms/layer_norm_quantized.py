@@ -13,7 +13,7 @@ from liger_multi.backends.triton.norms import layer_norm
 def forward(
     x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, writes_y: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Y where it is wanted, its codes and scales, mean and rstd (fp32)."""
+    """Y where it is needed, its codes and scales, mean and rstd (fp32)."""
     room = code_room(x, writes_y)
     y, mean, rstd = layer_norm.normalize(x, weight, bias, eps, room)
     return *room.outputs(y), mean, rstd

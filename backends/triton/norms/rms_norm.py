@@ -379,7 +379,7 @@ def normalize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, what it is the norm of (x, or the new sum x + residual), and rstd (fp32).
 
-    With room for codes, those of y are written too; y is empty where it is not wanted.
+    With room for codes, those of y are written too; y is empty where it is not needed.
     """
     sum_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     rounds = _rounds(casting, weight)

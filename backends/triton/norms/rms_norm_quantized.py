@@ -19,7 +19,7 @@ def forward(
     casting: str,
     writes_y: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Y where it is wanted, its codes and scales, and rstd (fp32)."""
+    """Y where it is needed, its codes and scales, and rstd (fp32)."""
     room = code_room(x, writes_y)
     y, _, rstd = normalize("rms_norm", x, None, weight, eps, offset, casting, room)
     return *room.outputs(y), rstd

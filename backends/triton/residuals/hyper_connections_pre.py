@@ -63,7 +63,7 @@ def _streams_pre_backward_kernel(
 ):
     """Gradients of the weighted sum: dx[i] = pre[i] dy, dpre[i] = sum over columns of x[i] dy.
 
-    Program: one row, in steps of BLOCK columns of all streams; reads dy, and x if dpre is wanted.
+    Program: one row, in steps of BLOCK columns of all streams; reads dy, and x if dpre is needed.
     The sums for dpre are reduced over lanes once, at the row's end.
     """
     row = tl.program_id(0).to(tl.int64)
