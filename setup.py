@@ -5,6 +5,9 @@ an editable install also links them into the checkout, and puts ``.editable`` on
 holds a link to the package and nothing else: type checkers and editors follow it, as they do not
 follow the import hook that setuptools would install for folders of other names.
 
+Folders whose ``__init__.py`` would be empty have none here, and have one in a wheel: in a zip,
+Python finds no package without it.
+
 ``REPOSITORY`` in the environment is the address that a release is made from: metadata then names
 it, and the links of the readme lead there, since a package index has none of the files.
 """
@@ -14,6 +17,7 @@ import re
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
+from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).resolve().parent
@@ -78,6 +82,20 @@ def addresses(repository: str) -> dict[str, str]:
     return {name: repository + path for name, path in pages.items() if repository}
 
 
+class BuildWithInits(build_py):
+    """A build in which every folder of modules has an ``__init__.py``."""
+
+    def run(self) -> None:
+        """Build, then add the empty ones."""
+        super().run()
+        if self.editable_mode:
+            return
+        for package in self.packages:
+            folder = Path(self.build_lib, *package.split("."))
+            if any(folder.glob("*.py")):
+                (folder / "__init__.py").touch()
+
+
 class EditableWithLinks(editable_wheel):
     """An editable install that leaves the links behind, and whose path has them."""
 
@@ -92,7 +110,7 @@ REPOSITORY = os.environ.get("REPOSITORY", "").rstrip("/")
 setup(
     package_dir=FOLDERS,
     packages=packages(),
-    cmdclass={"editable_wheel": EditableWithLinks},
+    cmdclass={"build_py": BuildWithInits, "editable_wheel": EditableWithLinks},
     long_description=readme(REPOSITORY),
     long_description_content_type="text/markdown",
     project_urls=addresses(REPOSITORY),

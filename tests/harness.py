@@ -118,7 +118,7 @@ EVERY = 7
 """`make test` runs the first and every seventh case of a test with parameters: a prime number, so
 that the cases it meets vary in every parameter. The others are slow."""
 
-COMPLETE = frozenset({"tests/dispatch/test_codegen.py::test_generated_code_equals_slow_path"})
+COMPLETE = frozenset({"tests/dispatch/test_dispatch.py::test_generated_code_equals_slow_path"})
 """Tests whose cases are all fast: each is a decision about another operator, within a second."""
 
 

@@ -20,6 +20,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -282,13 +283,11 @@ def missing(target: Target) -> str | None:
 def kernels() -> dict[str, Any]:
     """Every jitted ``_*_kernel`` of the shared Triton backend, by name."""
     import importlib
-    import pkgutil
-
-    import liger_multi.backends.triton as package
 
     by_name: dict[str, Any] = {}
-    for entry in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        module = importlib.import_module(entry.name)
+    for path in sorted((Path(__file__).parents[2] / "backends" / "triton").glob("*/*.py")):
+        family, name = path.parent.name, path.stem
+        module = importlib.import_module(f"liger_multi.backends.triton.{family}.{name}")
         for name, value in vars(module).items():
             if not isinstance(value, JITFunction) or not re.fullmatch(r"_\w+_kernel", name):
                 continue

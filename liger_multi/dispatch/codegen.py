@@ -6,7 +6,7 @@ tensor's norm is done by the device before a loop in Python has ended.
 
 Every piece of code asks for what is unusual first, and then leaves it to a slow path that knows
 every case (``Op.slow_path``, ``Primitive.slow_path``, ``autograd.backward_slow_path``). Fast and
-slow path have equal results, as ``tests/dispatch/test_codegen.py`` checks for every operator. The
+slow path have equal results, as ``tests/dispatch/test_dispatch.py`` checks for every operator. The
 call of ``rms_norm`` is::
 
     def call(x, weight, eps, offset, casting):

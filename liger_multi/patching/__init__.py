@@ -1,6 +1,11 @@
 """Let Hugging Face models run this library's operators: ``patch``, ``unpatch``, ``patched``.
 
 Importing this imports no transformers; ``docs/recognition.md`` says how it works.
+
+Every kind of layer has a folder: ``attention``, ``experts`` (mixtures), ``float8`` and ``lora``
+(linear layers), ``head`` (the output embedding and its loss), ``mixers`` (convolutions and
+recurrences), ``mlp`` and ``norms``. ``evidence`` decides whether a module computes a known formula:
+from its code, what that reads, and trials of a replica. ``packing`` keeps packed samples apart.
 """
 
 from liger_multi.patching.apply import patch, patched, unpatch

@@ -306,16 +306,13 @@ def forked(
 def _import() -> None:
     """What nearly every child needs, once."""
     import importlib
-    import pkgutil
 
-    import liger_multi.reference
-    from liger_multi import ops
+    from liger_multi.dispatch import registry
 
     for model_type in ("llama", "bert", "t5", "mixtral", "gemma2"):
         importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    for module in (ops, liger_multi.reference):
-        for info in pkgutil.iter_modules(module.__path__):
-            importlib.import_module(f"{module.__name__}.{info.name}")
+    for op in registry.operators():
+        registry.module("reference", op)
     importlib.import_module("liger_multi.patching")
     importlib.import_module("torch._dynamo")
 

@@ -165,8 +165,19 @@ def sources(checkout):
 def test_the_wheel_holds_every_source_file_and_nothing_else(checkout, artefacts):
     with zipfile.ZipFile(artefacts["wheel"]) as wheel:
         names = {n for n in wheel.namelist() if ".dist-info/" not in n}
-    assert names == set(sources(checkout))
+    files = set(sources(checkout))
+    added = {f"{f.rpartition('/')[0]}/__init__.py" for f in files if f.endswith(".py")}
+    assert names == files | added
     assert f"-{version()}-py3-none-any" in artefacts["wheel"].name
+
+
+@pytest.mark.slow
+def test_the_wheel_is_imported_from_its_zip(artefacts, tmp_path):
+    names = ("backends.triton", "reference.norms.rms_norm", "patching.norms.find", "cli.main")
+    code = "import importlib.util, torch\nfrom liger_multi import ops\n"
+    code += "ops.rms_norm(torch.ones(3, 8), torch.ones(8))\n"
+    code += f"assert all(importlib.util.find_spec('liger_multi.' + n) for n in {names})"
+    run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(artefacts["wheel"]))
 
 
 @pytest.mark.slow

@@ -1,1 +1,0 @@
-"""Gated activations, gated MLPs and the squared ReLU."""

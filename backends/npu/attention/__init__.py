@@ -1,1 +1,0 @@
-"""Attention with masks made of key ranges."""

@@ -1,1 +1,0 @@
-"""Short convolutions, state spaces and delta rules."""

@@ -1,1 +1,0 @@
-"""Cross-entropy, log-probabilities, softmax, and the linear heads fused with them."""

@@ -1,1 +1,0 @@
-"""Linear layers in FP8 with a scale per row."""

@@ -1,1 +1,0 @@
-"""Linear attention and state spaces: recurrences and convolutions over tokens."""

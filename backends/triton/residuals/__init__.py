@@ -1,1 +1,0 @@
-"""Residual streams: hyper-connections and attention over depth."""

@@ -1,1 +1,0 @@
-"""The command line: ``liger-multi doctor | explain | config | demo``."""

@@ -1,1 +1,0 @@
-"""The demo: real Hugging Face models, trained unpatched and patched on real text, side by side."""

@@ -1,1 +1,0 @@
-"""From a contract to a backend: operators, configuration, resolution, autograd, torch.library."""

@@ -1,1 +1,0 @@
-"""Attention: the interface of transformers, and layers whose indexer selects keys."""

@@ -1,1 +1,0 @@
-"""Stacks of experts: a mixture of experts is one operator."""

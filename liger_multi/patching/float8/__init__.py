@@ -1,1 +1,0 @@
-"""Linear layers that multiply in FP8."""

@@ -1,1 +1,0 @@
-"""The output embedding and its loss; logits are computed only if something reads them."""

@@ -1,1 +1,0 @@
-"""LoRA layers of PEFT."""

@@ -1,1 +1,0 @@
-"""Mixers of hybrid models: convolutions and recurrences."""

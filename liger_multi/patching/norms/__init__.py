@@ -1,1 +1,0 @@
-"""Norms, and activations that are one operator."""

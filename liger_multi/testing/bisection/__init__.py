@@ -1,1 +1,0 @@
-"""The first operator, module or gradient that differs between two runs: ``testing.bisect``."""

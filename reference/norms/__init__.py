@@ -1,1 +1,0 @@
-"""Norms over the last axis, group norm and dynamic tanh."""
