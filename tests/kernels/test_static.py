@@ -163,8 +163,9 @@ def test_cases_are_real_launches():
     small, large = (static_cases(TARGETS[arch].info, calls()) for arch in ("gfx90a", "sm90"))
     warps = [[case.options["num_warps"] for case in cases] for cases in (small, large)]
     assert warps[0] != warps[1]
-    # sums of a few numbers a row, index heads of narrow keys, groups of odd widths and chunks of
-    # logits that begin anywhere: vectors of 16 bytes are not demanded of them
+    # sums of a few numbers a row, index heads of narrow keys, groups of odd widths, chunks of
+    # logits that begin anywhere and rows of the gates of four heads: vectors of 16 bytes are not
+    # demanded of them
     narrow = {case.name for case in large if not case.streams}
     assert narrow == {
         "_sum_partials_kernel",
@@ -176,6 +177,9 @@ def test_cases_are_real_launches():
         "_cross_entropy_forward_kernel",
         "_divergence_forward_kernel",
         "_log_prob_gradient_kernel",
+        "_delta_rule_forward_kernel",
+        "_delta_rule_reverse_kernel",
+        "_kimi_delta_keys_kernel",
     }
     assert all(case.options["enable_fp_fusion"] is True for case in large)
 
