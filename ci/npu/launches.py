@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from liger_multi.backends.npu.common import launching
 from liger_multi.dispatch.registry import module, operators
 
 TOKENS = 1024
@@ -134,20 +136,18 @@ class Count(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def counted(modules: Any) -> Iterator[Count]:
-    """Count what runs inside, kernels of this implementation included."""
-    count = Count()
+def counted() -> Iterator[Count]:
+    """Count what runs inside, kernels included: whichever module starts them, none runs."""
+    count, original = Count(), launching.start
 
     def start(kernel: Any, pieces: int, *args: Any, **constants: Any) -> None:
         count.add(kernel.__name__, [t for t in args if isinstance(t, Tensor)])
 
-    home = importlib.import_module(modules.forward.__module__)
-    started = (
-        mock.patch.object(home, "start", start)
-        if hasattr(home, "start")
-        else contextlib.nullcontext()
-    )
-    with started, count:
+    with contextlib.ExitStack() as stack:
+        for loaded in list(sys.modules.values()):
+            if getattr(loaded, "__dict__", {}).get("start") is original:
+                stack.enter_context(mock.patch.object(loaded, "start", start))
+        stack.enter_context(count)
         yield count
 
 
@@ -171,7 +171,7 @@ def run(op: str, backend: str, tokens: int, batch: int = 1) -> dict[str, Count]:
             ("backward", contract.bwd, implementation.backward),
         ):
             absent = {n: n[:6] != "needs_" and None for n in half.params}
-            with counted(implementation) as count:
+            with counted() as count:
                 output = function(**{n: arguments.get(n, absent[n]) for n in half.params})
             arguments["dy"] = output[0] if isinstance(output, tuple) else output
             counts[way] = count
