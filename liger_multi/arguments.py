@@ -146,10 +146,12 @@ def has_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 def fills_cache(arguments: Mapping[str, Any]) -> bool:
     """Whether a call says where its tokens go in a cache that the model is to make or has.
 
-    Generation of transformers 5.0 hands over no cache for the first tokens.
+    Generation of transformers 5.0 hands over no cache for the first tokens. Training does not
+    generate, so a call that autograd records is none, whatever its arguments say.
     """
     places = arguments.get("cache_position")
-    return isinstance(places, Tensor) and bool(arguments.get("use_cache"))
+    generates = isinstance(places, Tensor) and bool(arguments.get("use_cache"))
+    return generates and not torch.is_grad_enabled()
 
 
 def _is_one(name: str, value: Any) -> bool:

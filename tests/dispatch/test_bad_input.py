@@ -28,7 +28,7 @@ from liger_multi import documents, ops
 from liger_multi.cli.main import _parser, main
 from liger_multi.dispatch import registry
 from liger_multi.dispatch import resolve as planning
-from liger_multi.dispatch.config import configure, current, load, parse, parse_bytes
+from liger_multi.dispatch.config import configure, current, forget, load, parse, parse_bytes
 from liger_multi.errors import ConfigurationError, shown, unknown
 from tests.harness import PATIENCE
 
@@ -378,6 +378,7 @@ def built(monkeypatch):
         resolved.append(f"{prim.op.name}.{prim.direction}")
         original(self, prim, *args)
 
+    forget()  # what earlier tests resolved
     monkeypatch.setattr(planning.Dispatch, "__init__", count)
     return resolved
 

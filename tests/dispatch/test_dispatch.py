@@ -26,6 +26,7 @@ from liger_multi.dispatch.config import configure, current, forget
 from liger_multi.dispatch.op import OPS, Op, inline_ops
 from liger_multi.dispatch.registry import operators
 from liger_multi.dispatch.resolve import plan_for
+from liger_multi.dispatch.torch_ops import Primitive
 from liger_multi.testing import samples
 from liger_multi.testing.checks import grads, outputs
 from liger_multi.testing.samples import of
@@ -307,16 +308,15 @@ def test_an_exception_inside_a_kernel_propagates(plugin):
 def spy_backends(monkeypatch, op):
     """The configuration source that each direction was resolved under."""
     observed = []
-    for prim in OPS[op].primitives:
-        original = prim.call
-        monkeypatch.setattr(
-            prim,
-            "call",
-            lambda *a, p=prim, f=original: (
-                observed.append((p.direction, current().choice(op, "cpu").source)),
-                f(*a),
-            )[1],
-        )
+
+    def call(prim, *args):
+        if prim.op.name == op:
+            observed.append((prim.direction, current().choice(op, "cpu").source))
+        return original(prim, *args)
+
+    # of the class: monkeypatch would leave the bound method on an instance, past all recorders
+    original = Primitive.call
+    monkeypatch.setattr(Primitive, "call", call)
     return observed
 
 

@@ -502,12 +502,15 @@ def test_gradients_of_parameters_are_the_same_every_time(home, op):
 
 @pytest.mark.parametrize("limit", [1.0, 7.0])
 def test_gradient_of_a_clamp_and_at_its_edge(home, limit):
+    """At the edge, that of PyTorch's own clamp, which 2.14 changed."""
+    edge = torch.tensor([limit], requires_grad=True)
+    zero_at_edge = not torch.autograd.grad(edge.clamp(-limit, limit).sum(), edge)[0].any()
     gate = torch.tensor([-20.0, limit - 0.5, limit, limit + 0.5, 30.0]).to(home).requires_grad_()
     up = torch.tensor([-30.0, -limit, 0.5, limit, 30.0]).to(home).requires_grad_()
     y = ops.swiglu_clamped(gate, up, limit=limit, alpha=0.1, up_offset=2.5)
     dgate, dup = torch.autograd.grad(y.sum(), (gate, up))
-    assert (dgate == 0).tolist() == [False, False, False, True, True]
-    assert (dup == 0).tolist() == [True, False, False, False, True]
+    assert (dgate == 0).tolist() == [False, False, zero_at_edge, True, True]
+    assert (dup == 0).tolist() == [True, zero_at_edge, False, zero_at_edge, True]
 
 
 def test_what_is_no_number_stays_none(home):

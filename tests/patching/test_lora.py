@@ -442,6 +442,7 @@ def test_split_factors_train_as_pefts(split, calls):
         parameter.data = parameter.data.to(torch.float32 if "lora" in name else torch.bfloat16)
     exact, ours = copy.deepcopy(stock).float(), copy.deepcopy(stock)
     patch(ours, strict=True)
+    calls.clear()  # probes call operators too, the first time that a class is met
     run = lambda m: m(**batch()).loss  # noqa: E731
     assert_as_exact(stock, ours, exact, run, run)
     assert calls == {"lora_mlp": 2, "lora_qkv": 2, "lora_update": 2}

@@ -74,16 +74,18 @@ MASK = {"attention_mask": torch.ones(1, TOKENS, dtype=torch.long)}
     [
         ({}, "use_cache=False"),
         ({"use_cache": True}, "use_cache=False"),
+        ({"use_cache": True, "cache_position": torch.arange(TOKENS)}, "use_cache=False"),
         ({**MASK, **APART}, "no attention_mask"),
         (MASK, "use_cache=False and no attention_mask"),
     ],
-    ids=["default", "cache", "mask", "both"],
+    ids=["default", "cache", "places in a cache", "mask", "both"],
 )
 def test_leaks_raise_with_remedy(arguments, remedy):
     model, ids = patched(), tokens()
     with pytest.raises(PackingError, match=re.escape(f"With {remedy} they are kept apart")):
         model(input_ids=ids, position_ids=positions(), labels=ids, **arguments)
     inputs = {n: v for n, v in arguments.items() if n not in ("use_cache", "attention_mask")}
+    inputs.pop("cache_position", None)
     if "mask" not in remedy:
         inputs |= {n: v for n, v in arguments.items() if n == "attention_mask"}
     assert model(input_ids=ids, position_ids=positions(), labels=ids, **inputs, **APART).loss > 0
