@@ -25,6 +25,7 @@ from liger_multi.backends.triton.common.gemm import gemm_by_rows
 from liger_multi.dispatch import launch
 from liger_multi.dispatch.config import Configuration, parse, within
 from liger_multi.dispatch.registry import OPS, module, operators
+from liger_multi.reference.adapters import low_rank
 from liger_multi.reference.common import strict
 from liger_multi.testing import samples
 from liger_multi.testing.samples import Sample
@@ -116,10 +117,24 @@ def _refused(served: Any, primitive: Any, args: tuple[Any, ...]) -> bool:
     return set(asked) <= known.keys() and supports(**{n: known[n] for n in asked}) is not None
 
 
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
+
+
+def _as_on_devices() -> contextlib.ExitStack:
+    """What GPUs have and the meta device of an older PyTorch may lack."""
+    stack = contextlib.ExitStack()
+    # of targets whose values nobody knows, none is ignored
+    stack.enter_context(mock.patch.object(fx_config, "meta_nonzero_assume_all_nonzero", True))
+    # products of bf16 written in fp32
+    stack.enter_context(mock.patch.object(low_rank, "has_out_dtype", lambda *_: True))
+    stack.enter_context(mock.patch.object(low_rank, "_product", _wide_product))
+    return stack
+
+
 def start(op: str, name: str, dtype: torch.dtype, setting: str) -> None:
     """Start the kernels of a sample, under :func:`ci.static.recorded`."""
-    # of targets whose values nobody knows, none is ignored
-    with mock.patch.object(fx_config, "meta_nonzero_assume_all_nonzero", True):
+    with _as_on_devices():
         calls = _recorded(op, name, dtype, setting)
         with SETTINGS[setting].within():
             for primitive, args in calls:
