@@ -127,7 +127,7 @@ def _as_on_devices() -> contextlib.ExitStack:
     # of targets whose values nobody knows, none is ignored
     stack.enter_context(mock.patch.object(fx_config, "meta_nonzero_assume_all_nonzero", True))
     # products of bf16 written in fp32
-    stack.enter_context(mock.patch.object(low_rank, "has_out_dtype", lambda *_: True))
+    stack.enter_context(mock.patch.object(low_rank, "has_out_dtype", return_value=True))
     stack.enter_context(mock.patch.object(low_rank, "_product", _wide_product))
     return stack
 
