@@ -213,7 +213,8 @@ def _by_parts(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
         names += [name] if layer == name else [f"{layer}_a", f"{layer}_b"]
 
     def run_by_parts(*args: Any, **arguments: Any) -> Any:
-        return run(**with_tuples(layers, {**dict(zip(names, args, strict=False)), **arguments}))
+        positional = dict(zip(names[: len(args)], args, strict=True))
+        return run(**with_tuples(layers, {**positional, **arguments}))
 
     return run_by_parts
 

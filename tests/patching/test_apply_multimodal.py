@@ -39,7 +39,7 @@ TOWERS = {
 """By type the name of the tower within ``model``, and what it takes."""
 DEAD = {
     # its pooling head is not called
-    "gemma3": r"vision_tower\.head\.",
+    "gemma3": r"vision_tower\.(vision_model\.)?head\.",
     # the last layer is not read
     "llava_next": r"vision_tower\.(vision_model\.)?(post_layernorm|encoder\.layers\.1\.)",
     # added behind the last layer that other tokens see
