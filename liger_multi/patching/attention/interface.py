@@ -35,6 +35,7 @@ from liger_multi import checks
 from liger_multi._torch_private import assert_async, constant_in_graphs
 from liger_multi.errors import ConfigurationError
 from liger_multi.ops.attention import attention
+from liger_multi.patching import shards
 from liger_multi.patching.attention import support as attention_support
 
 # --- masks ---
@@ -169,6 +170,9 @@ def mask(
 
     if isinstance(attention_mask, KeyMask):  # made before the forward pass, as generation does
         return attention_mask
+    row = shards.row()
+    if row is not None and q_length == kv_length == row.share:
+        return _of_whole(row, batch_size, mask_function, allow_is_causal_skip, options)
     if cache_position is not None:  # where the queries stand is known to the device alone
         q_length, q_offset = len(cache_position), cache_position[0]
     assert q_length is not None
@@ -204,6 +208,22 @@ def mask(
             yield dense_mask.expand(batch_size, -1, count, kv_length)
 
     return _compressed(shape, dense)
+
+
+def _of_whole(
+    row: shards.Row, batch_size: int, mask_function: Any, skip: bool, options: dict[str, Any]
+) -> KeyMask:
+    """The mask of a whole row, where the model has a rank's share of its tokens."""
+    with shards.suspended():
+        return mask(
+            batch_size,
+            row.tokens,
+            row.tokens,
+            mask_function=row.visible(mask_function),
+            attention_mask=row.mask,
+            allow_is_causal_skip=skip,
+            **options,
+        )
 
 
 def _tracing() -> bool:
@@ -328,10 +348,11 @@ def forward(
             raise _refusal(module, f"does not support {name}")
     dtype = checks.autocast_dtype(value.device.type) or value.dtype
     q, k, v = (x.to(dtype) for x in (query, key, value))
-    if isinstance(attention_mask, Tensor):
-        _dense_fits(module, q, k, attention_mask)
-        y = _by_rows(q, k, v, attention_mask, scaling, softcap, s_aux)
-    else:
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        if isinstance(attention_mask, Tensor):
+            _dense_fits(module, q, k, attention_mask)
+            return _by_rows(q, k, v, attention_mask, scaling, softcap, sinks)
         key_mask = attention_mask
         if key_mask is None:
             key_mask = KeyMask(
@@ -340,18 +361,19 @@ def forward(
             )
         _mask_fits(module, q, k, key_mask, is_causal, others)
         if key_mask.dense is not None:
-            y = _by_rows(q, k, v, key_mask.dense, scaling, softcap, s_aux)
-        else:
-            y = attention(
-                q,
-                k,
-                v,
-                causal=key_mask.causal,
-                sinks=s_aux,
-                softcap=softcap,
-                scale=scaling,
-                ranges=key_mask.ranges,
-            )
+            return _by_rows(q, k, v, key_mask.dense, scaling, softcap, sinks)
+        return attention(
+            q,
+            k,
+            v,
+            causal=key_mask.causal,
+            sinks=sinks,
+            softcap=softcap,
+            scale=scaling,
+            ranges=key_mask.ranges,
+        )
+
+    y = shards.spread("attention", attend, (q, k, v), {"sinks": s_aux})
     return y.transpose(1, 2), None
 
 

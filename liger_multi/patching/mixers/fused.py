@@ -13,6 +13,7 @@ from torch import Tensor
 
 from liger_multi._torch_private import constant_in_graphs
 from liger_multi.arguments import has_cache, parameters_of
+from liger_multi.patching import shards
 from liger_multi.patching.calling import Call, Calling, named
 from liger_multi.patching.evidence import reached
 from liger_multi.patching.mixers.calls import SERVED, WHOLE, differs, masking, mixer_calls, refusal
@@ -83,7 +84,7 @@ def _gated(method: Any, copy: FunctionType, options: Options) -> FunctionType:
         call = functools.partial(ops.gated_short_conv, seq_idx=arguments.get("seq_idx"))
         rows = self.in_proj(masked(hidden_states, arguments.get("attention_mask")))
         weight = inner.weight.squeeze(1)
-        y = run_bound(options, ("gated_short_conv",), call, rows, weight, inner.bias)
+        y = _run("gated_short_conv", options, call, rows, weight, inner.bias)
         return self.out_proj(y)
 
     return cast(FunctionType, forward)
@@ -97,9 +98,21 @@ def _left(called: Callable[..., Any]) -> Callable[..., Any]:
     return left
 
 
+def _run(op: str, options: Options, call: functools.partial[Any], *rows: Any) -> Any:
+    """An operator on the backend of the instance; on whole rows, where ranks have shares."""
+    function = functools.partial(run_bound, options, (op,))
+    if shards.ranks() is None:
+        return function(call, *rows)
+
+    def run(*rows: Any, **named: Any) -> Any:
+        return function(functools.partial(call.func, **named), *rows)
+
+    return shards.spread(op, run, rows, call.keywords)
+
+
 def _ids(seq_idx: Tensor | None, tokens: int) -> Tensor | None:
     """Ids of all tokens: what a cache put before them belongs to the first sample."""
-    if seq_idx is None or seq_idx.shape[1] == tokens:
+    if seq_idx is None or seq_idx.shape[1] == tokens or shards.ranks() is not None:
         return seq_idx
     before = seq_idx[:, :1].expand(-1, tokens - seq_idx.shape[1])
     return torch.cat([before, seq_idx], 1)
@@ -133,7 +146,7 @@ def _convolution(op: str, stock: Callable[..., Any], options: Options) -> Callab
             channel_axis=1,
             seq_idx=_ids(seq_idx, hidden_states.shape[2]),
         )
-        y: Tensor = run_bound(options, (op,), call, hidden_states, weight, bias)
+        y: Tensor = _run(op, options, call, hidden_states, weight, bias)
         return y
 
     return served
@@ -173,7 +186,7 @@ def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callabl
             cu_seqlens=cu_seqlens if many else None,
         )
         rows = (query, key.to(query.dtype), value.to(query.dtype), g, beta)
-        y = run_bound(options, (op,), call, *rows)
+        y = _run(op, options, call, *rows)
         return y if output_final_state else (y, None)
 
     return served
@@ -218,7 +231,7 @@ def _heads_scan(op: str, stock: Callable[..., Any], options: Options) -> Callabl
             cu_seqlens=None if seq_idx is not None else cu_seqlens,
             seq_idx=_ids(seq_idx, hidden_states.shape[1]),
         )
-        return run_bound(options, (op,), call, hidden_states, dt, A, B, C)
+        return _run(op, options, call, hidden_states, dt, A, B, C)
 
     return served
 
@@ -249,7 +262,7 @@ def _channels_scan(op: str, stock: Callable[..., Any], options: Options) -> Call
             seq_idx=_ids(seq_idx, hidden_states.shape[2]),
         )
         rows = (hidden_states.mT, dt.mT, A, B.mT, C.mT)
-        y = run_bound(options, (op,), call, *rows)
+        y = _run(op, options, call, *rows)
         return (y[0].mT, y[1]) if return_last_state else y.mT
 
     return served

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from liger_multi.arguments import by_name, fills_cache, has_cache
 from liger_multi.errors import PackingError
+from liger_multi.patching import shards
 from liger_multi.patching.packing.samples import is_numbered, rows_of, several
 from liger_multi.patching.packing.trial import Verdict, checkpoints, text_config, trial
 from liger_multi.patching.report import warn_once
@@ -116,7 +117,8 @@ def check(model: nn.Module, forward: Callable[..., Any], arguments: Mapping[str,
     with known.lock:
         form = _form(model, arguments)
         if form not in known:
-            known[form] = trial(model, forward, arguments, rows)
+            with shards.suspended():
+                known[form] = trial(model, forward, arguments, rows)
         verdict = known[form]
     if not (verdict.change or verdict.untried) or not several(arguments) or _unpatched(model):
         return

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import assert_async
 from liger_multi.arguments import parameters_of
+from liger_multi.patching import shards
 from liger_multi.patching.mixers.calls import SERVED, WHOLE, mixer_calls, unserved
 from liger_multi.patching.mixers.fused import FusedMixer
 from liger_multi.patching.packing.samples import rows_of, sample_ids
@@ -65,7 +66,7 @@ def _with_forward_kwargs(swap: Swap) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, behavior):
+        if isinstance(self, behavior) and shards.row() is None:  # which tells ids itself
             arguments = {**dict(zip(names, args, strict=False)), **kwargs}
             kwargs = behavior.forward_kwargs(swap, arguments, kwargs)
             return swap.stock.forward(behavior.called(swap, self, arguments), *args, **kwargs)

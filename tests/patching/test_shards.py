@@ -1,0 +1,54 @@
+"""Rows that are spread over ranks: loss and gradients are those of one process."""
+
+import pytest
+
+from tests import harness
+
+pytest.importorskip("transformers")
+
+BODY = """
+import sys
+import torch
+import torch.distributed as dist
+from liger_multi.patching import register_attention
+from tests import shard_models
+
+rank, meeting = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+register_attention()
+torch.set_num_threads(1)
+for name in NAMES:
+    shard_models.check(name, CHECKPOINTING)
+dist.destroy_process_group()
+print("done")
+"""
+
+
+def run(folder, count, names, checkpointing=False):
+    body = BODY.replace("RANKS", str(count)).replace("NAMES", repr(names))
+    body = body.replace("CHECKPOINTING", str(checkpointing))
+    harness.in_processes(folder, body, count)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("LlamaForCausalLM", "MixtralForCausalLM", "Gemma3ForCausalLM", "gpt_oss"),
+        ("Qwen3NextForCausalLM", "Lfm2ForCausalLM", "Mamba2ForCausalLM", "BambaForCausalLM"),
+        ("Qwen3_5ForCausalLM", "FalconH1ForCausalLM", "KimiLinearForCausalLM"),
+    ],
+    ids=lambda names: names[0],
+)
+def test_spread_rows_train_as_whole_ones(names, count, tmp_path):
+    run(tmp_path, count, names)
+
+
+def test_layers_that_are_computed_again(tmp_path):
+    run(tmp_path, 2, ("LlamaForCausalLM", "Qwen3_5ForCausalLM"), checkpointing=True)
+
+
+def test_generation_and_undivided_heads_are_refused(tmp_path):
+    body = BODY.replace("RANKS", "3")
+    body = body.replace("shard_models.check(name, CHECKPOINTING)", "shard_models.refuse()")
+    harness.in_processes(tmp_path, body.replace("NAMES", "[0]"), 3)

@@ -1,0 +1,117 @@
+"""Models whose rows are spread over ranks, beside one process, for ``test_shards``."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import liger_multi
+from liger_multi.distributed import shard_sequence, unshard_sequence
+from liger_multi.errors import PatchError
+from tests import models
+from tests.sweep import cases
+
+LOSS, GRADIENT = 1e-5, 5e-4
+"""Relative difference of losses; of gradients, to the largest number of their tensor."""
+NOISE = 1e-6  # of the largest gradient of a model: what is zero but for rounding
+
+UNPACKED = ("gpt_oss",)  # in one process, packed rows are refused
+
+
+def build(name: str) -> Any:
+    """A tiny patched model, by its class, with weights that let tokens matter."""
+    if name in models.ARCHITECTURES:
+        model = models.build(name)
+    else:
+        model = cases.build(next(p for p in cases.registered() if p.cls == name))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(drawn * parameter[0].numel() ** -0.5)
+            else:
+                parameter.add_(drawn * 0.1)
+    if hasattr(model, "router_aux_loss_coef"):
+        model.config.output_router_logits = True
+        model.router_aux_loss_coef = 0.3
+    if model.config._attn_implementation != "liger_multi":
+        model.set_attn_implementation("liger_multi")
+    liger_multi.patch(model)
+    return model.eval()
+
+
+def batches(vocabulary: int) -> dict[str, dict[str, torch.Tensor]]:
+    """A row that ranks do not divide, packed rows whose samples cross shares, rows with padding."""
+    generator = torch.Generator().manual_seed(2)
+
+    def ids(rows: int, length: int) -> torch.Tensor:
+        return torch.randint(3, vocabulary, (rows, length), generator=generator)
+
+    row, packed, padded = ids(1, 37), ids(1, 40), ids(2, 24)
+    positions = torch.cat([torch.arange(n) for n in (11, 6, 23)])[None]
+    mask = torch.ones_like(padded)
+    mask[1, 17:] = 0
+    masked = padded.masked_fill(mask == 0, -100)
+    return {
+        "row": {"input_ids": row, "labels": row},
+        "packed": {"input_ids": packed, "labels": packed, "position_ids": positions},
+        "padded": {"input_ids": padded, "labels": masked, "attention_mask": mask},
+    }
+
+
+def step(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of a batch, and all gradients."""
+    model.zero_grad()
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return float(loss), gradients
+
+
+def check(name: str, checkpointing: bool = False) -> None:
+    """Compare a model on all ranks with one process."""
+    one = build(name)
+    spread = copy.deepcopy(one)
+    if checkpointing:
+        spread.gradient_checkpointing_enable()
+        spread.train()
+    shard_sequence(spread)
+    size = dist.get_world_size()
+    for form, batch in batches(one.config.get_text_config().vocab_size).items():
+        if form == "packed" and name in UNPACKED:
+            continue
+        loss, expected = step(one, batch)
+        actual_loss, gradients = step(spread, batch)
+        assert abs(actual_loss - loss) <= LOSS * abs(loss), (name, form, actual_loss, loss)
+        scale = max(float(g.abs().max()) for g in expected.values())
+        for key, gradient in expected.items():
+            actual = gradients.get(key, torch.zeros_like(gradient)) / size
+            dist.all_reduce(actual)
+            limit = GRADIENT * float(gradient.abs().max()) + NOISE * scale
+            error = float((actual - gradient).abs().max())
+            assert error <= limit, (name, form, key, error, limit)
+    unshard_sequence(spread)
+
+
+def refuse() -> None:
+    """Three ranks do not divide four heads; what is sharded has no cache, until it is no more."""
+    model = build("LlamaForCausalLM")
+    ids = batches(model.config.vocab_size)["row"]["input_ids"]
+    expected = model.generate(ids, max_new_tokens=2, do_sample=False)
+    with pytest.raises(ValueError, match="attention has 4 heads or channels, which 3 ranks"):
+        shard_sequence(model)
+    shard_sequence(model, check=False)
+    for call in (
+        lambda: model.generate(ids, max_new_tokens=2),
+        lambda: model(input_ids=ids, use_cache=True),
+        lambda: model(input_ids=ids, logits_to_keep=1),
+    ):
+        with pytest.raises(ValueError, match="is sharded over the sequence and cannot generate"):
+            call()
+    with pytest.raises(PatchError, match="is sharded"):
+        shard_sequence(model)
+    unshard_sequence(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=2, do_sample=False), expected)
