@@ -40,15 +40,7 @@ REGISTRY = "liger_multi.dispatch.registry"  # finds backends by path
 HUGGING_FACE = ("transformers", "tokenizers", "accelerate", "peft", "datasets", "trl", "kernels")
 LIGHTNING = ("lightning", "pytorch_lightning")
 OPTIONAL = (*HUGGING_FACE, *LIGHTNING, "triton", "torch_npu", "rich", "matplotlib", "pytest")
-OPTIONAL_EXEMPT = (
-    "patching",
-    "distributed",
-    "integrations",
-    "bench",
-    "cli",
-    "demo",
-    "testing.suite",
-)
+OPTIONAL_EXEMPT = ("patching", "integrations", "bench", "cli", "demo", "testing.suite")
 VENDOR_WORDS = re.compile(
     r"is_hip|torch\.version\.hip|torch_npu|\bgfx\d+|\bsm_?\d\d|is_npu|\bnpu\b|\bis_rocm\b",
     re.IGNORECASE,

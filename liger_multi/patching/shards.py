@@ -145,7 +145,8 @@ def _to_tokens(x: Tensor, ranks: Ranks) -> Tensor:
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=ranks.group)
     received = received.movedim(0, 2)
-    return received.reshape(*received.shape[:2], -1, *received.shape[4:])
+    # a reshape may leave strides with which modeling files cannot call view
+    return received.reshape(*received.shape[:2], -1, *received.shape[4:]).contiguous()
 
 
 class _Exchange(torch.autograd.Function):

@@ -1,10 +1,15 @@
 """Rows that are spread over ranks: loss and gradients are those of one process."""
 
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+
 import pytest
+import torch
 
+transformers = pytest.importorskip("transformers")
+from transformers import masking_utils
+
+from liger_multi.patching.attention import interface
 from tests import harness
-
-pytest.importorskip("transformers")
 
 BODY = """
 import sys
@@ -52,3 +57,24 @@ def test_generation_and_undivided_heads_are_refused(tmp_path):
     body = BODY.replace("RANKS", "3")
     body = body.replace("shard_models.check(name, CHECKPOINTING)", "shard_models.refuse()")
     harness.in_processes(tmp_path, body.replace("NAMES", "[0]"), 3)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("lengths", [(40,), (11, 6, 23)])
+def test_bisected_ranges_equal_dense_masks(window, lengths, monkeypatch):
+    config = transformers.MistralConfig(sliding_window=window, num_hidden_layers=1)
+    config._attn_implementation = interface.NAME
+    interface.register_attention()
+    create = masking_utils.create_causal_mask
+    create = masking_utils.create_sliding_window_causal_mask if window else create
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    embeds = torch.zeros(1, 40, 8)
+    masks = []
+    for long in (10**9, 1):
+        monkeypatch.setattr(interface, "LONG", long)
+        masks.append(create(config, embeds, None, None, position_ids=positions))
+    assert (masks[0].ranges is None) == (window is None and len(lengths) == 1)
+    if masks[0].ranges is None:
+        assert masks[1].plain
+    else:
+        assert torch.equal(masks[0].ranges, masks[1].ranges)

@@ -23,6 +23,7 @@ it as well, and add it to their scores. So what we return is no tensor and never
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ from liger_multi.patching.attention import support as attention_support
 
 NAME = "liger_multi"
 ELEMENTS = 2**26  # of a dense mask that exist at a time
+LONG = 8192  # tokens from which ranges are found by bisection
 
 
 class MaskReadError(ConfigurationError, AttributeError, TypeError):
@@ -187,6 +189,11 @@ def mask(
         if mask_function is bidirectional_mask_function and allow_is_bidirectional_skip:
             return KeyMask(shape)
 
+    device = options.get("device")
+    whole = queries == kv_length >= LONG and isinstance(q_offset, int) and q_offset == kv_offset
+    if whole and attention_mask is None and device is not None and _is_interval(mask_function):
+        return KeyMask(shape, ranges=_bisected(mask_function, batch_size, queries, device))
+
     def dense() -> Iterator[Tensor]:
         step = max(1, ELEMENTS // max(1, batch_size * kv_length))
         for start in range(0, queries, step):
@@ -208,6 +215,45 @@ def mask(
             yield dense_mask.expand(batch_size, -1, count, kv_length)
 
     return _compressed(shape, dense)
+
+
+INTERVALS = (
+    *("causal_mask_function", "bidirectional_mask_function", "and_masks"),
+    *("sliding_window_overlay", "sliding_window_bidirectional_overlay", "chunked_overlay"),
+    *("packed_sequence_mask_function", "remap_positions_for_packed_sequence"),
+)
+"""Mask functions of transformers by which a query sees itself and keys on both sides, no gaps."""
+
+
+def _is_interval(function: Any) -> bool:
+    """Whether a mask function is made of those in ``INTERVALS`` alone."""
+    name = str(getattr(function, "__qualname__", "")).partition(".")[0]
+    ours = getattr(function, "__module__", "") == shards.__name__
+    if not ours and (function.__module__ != "transformers.masking_utils" or name not in INTERVALS):
+        return False
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    parts = [part for v in cells for part in (v if isinstance(v, tuple) else (v,))]
+    return all(
+        _is_interval(part) for part in parts if callable(part) and not isinstance(part, Tensor)
+    )
+
+
+def _bisected(function: Any, batch: int, tokens: int, device: Any) -> Tensor:
+    """Ranges ``(B, T, 2)`` of a mask function of intervals, in ``log2(T)`` steps over all rows."""
+    place = torch.arange(tokens, device=device)
+
+    def edge(row: int, outside: int) -> Tensor:
+        inner, outer = place, torch.full_like(place, outside)
+        for _ in range(tokens.bit_length()):
+            middle = (inner + outer) // 2
+            between = (middle - inner) * (middle - outer) < 0
+            visible = function(row, 0, place, middle.clamp(0, tokens - 1)) & between
+            inner = torch.where(visible, middle, inner)
+            outer = torch.where(between & ~visible, middle, outer)
+        return inner
+
+    rows = [torch.stack([edge(row, -1), edge(row, tokens) + 1], -1) for row in range(batch)]
+    return torch.stack(rows).to(torch.int32)
 
 
 def _of_whole(
