@@ -47,7 +47,6 @@ class _Sharded:
     ranks: shards.Ranks
     handles: list[Any] = field(default_factory=list)
     ends: list[Callable[[], None]] = field(default_factory=list)  # of calls that run
-    calls: list[tuple[int, int] | None] = field(default_factory=list)  # tokens and padding
 
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, _Sharded] = weakref.WeakKeyDictionary()
@@ -79,7 +78,7 @@ def shard_sequence(model: nn.Module, mesh: Any = None, *, check: bool = True) ->
             before, with FSDP2 or DDP before or after.
         mesh: A device mesh of one dimension (``mesh["sp"]``) or a process group; None for all
             processes.
-        check: Compare a short packed row with the same row in one process now, in two forward
+        check: Compare a short packed row with the same row in one process now, in four forward
             passes of ``TRIAL_TOKENS`` tokens. Models on the meta device are not compared.
 
     Returns:
@@ -234,7 +233,6 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
     if rows is None:
         raise ValueError("shard_sequence: the model was called without input_ids or inputs_embeds")
     padding = -rows.shape[1] % sharded.ranks.size
-    sharded.calls.append((rows.shape[1], padding))
     labels, targets = arguments.get("labels"), arguments.get("shift_labels")
     if labels is None and targets is None:
         return None
@@ -278,10 +276,7 @@ def _refuse_generation(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 
 def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
-    if shards.is_suspended() or not sharded.calls:
-        return None
-    sharded.calls.pop()
-    if output is None:  # the call has failed
+    if shards.is_suspended() or output is None:  # the call has failed
         return None
     if isinstance(output, tuple):
         has_loss = isinstance(output[0], Tensor) and output[0].ndim == 0
@@ -416,18 +411,17 @@ def _compare(model: nn.Module, ranks: shards.Ranks) -> None:
     size = getattr(embedding, "num_embeddings", None) or model.config.vocab_size
     ids = (7 * ids * ids + 3 * ids) % min(size, 512)
     call = {"input_ids": ids, "use_cache": False}
+    if "labels" in parameters_of(_forward(model)):
+        call["labels"] = ids
     for arguments in ({}, {"position_ids": positions}):
         with _evaluating(model):
             try:
                 with shards.suspended():
-                    whole = _result(model(**call, **arguments))
+                    whole = model(**call, **arguments)
             except PackingError:  # the model takes no packed rows, spread or not
                 continue
-            part = _result(model(**call, **arguments))
-        expected = ranks.share(F.pad(whole, (0, 0, 0, -TRIAL_TOKENS % ranks.size)), 1)
-        real = min(expected.shape[1], max(0, TRIAL_TOKENS - ranks.rank * expected.shape[1]))
-        difference = (part - expected)[:, :real].norm() / whole.norm()
-        worst = difference.detach().clone()
+            part = model(**call, **arguments)
+        worst = _difference(part, whole, ranks)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=ranks.group)
         limit = COARSE if any(p.dtype.itemsize < 4 for p in model.parameters()) else FINE
         if not float(worst) < limit:
@@ -437,6 +431,20 @@ def _compare(model: nn.Module, ranks: shards.Ranks) -> None:
                 f"{float(worst):.1e}{', packed' if arguments else ''}): something in it mixes "
                 "tokens that is not known"
             )
+
+
+def _difference(part: Any, whole: Any, ranks: shards.Ranks) -> Tensor:
+    """The larger relative difference of logits or hidden states, and of losses."""
+    expected, actual = _result(whole), _result(part)
+    norm = expected.norm()
+    expected = ranks.share(F.pad(expected, (0, 0, 0, -TRIAL_TOKENS % ranks.size)), 1)
+    real = min(expected.shape[1], max(0, TRIAL_TOKENS - ranks.rank * expected.shape[1]))
+    difference: Tensor = (actual - expected)[:, :real].norm() / norm
+    losses = [getattr(output, "loss", None) for output in (part, whole)]
+    if all(isinstance(loss, Tensor) for loss in losses):
+        by_loss = (losses[0] - losses[1]).abs() / losses[1].abs()
+        difference = torch.maximum(difference, by_loss.float().to(difference.device))
+    return difference.detach().clone()
 
 
 def _result(output: Any) -> Tensor:

@@ -398,7 +398,7 @@ def test_a_row_is_of_one_run(monkeypatch):
 FOLDER = ROOT / "examples"
 EXAMPLES = example_runs.names()
 FAST = "plain_loop"  # of the others each takes as long as what it imports
-RANKS = ("fsdp2", "deepspeed_zero3")
+RANKS = ("fsdp2", "million_tokens", "deepspeed_zero3")
 HERE_FIRST = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 

@@ -233,9 +233,7 @@ def _is_interval(function: Any) -> bool:
         return False
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     parts = [part for v in cells for part in (v if isinstance(v, tuple) else (v,))]
-    return all(
-        _is_interval(part) for part in parts if callable(part) and not isinstance(part, Tensor)
-    )
+    return all(_is_interval(part) for part in parts if inspect.isfunction(part))
 
 
 def _bisected(function: Any, batch: int, tokens: int, device: Any) -> Tensor:
