@@ -14,7 +14,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -112,6 +112,7 @@ def shard_sequence(model: nn.Module, mesh: Any = None, *, check: bool = True) ->
             module.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
     _sharded[model] = sharded
+    torch.compiler.reset()  # no graph knows of ranks
     if check and not any(p.is_meta for p in model.parameters()):
         try:
             _compare(model, ranks)
@@ -158,7 +159,7 @@ def _base(model: nn.Module) -> nn.Module:
     unable = {k.get("rope_type") for k in kinds} & set(LENGTH_DEPENDENT)
     if unable:
         raise PatchError(
-            f"shard_sequence: rotary embeddings of type {sorted(unable)[0]!r} depend on the length "
+            f"shard_sequence: rotary embeddings of type {unable.pop()!r} depend on the length "
             "of a row, of which a rank has a part"
         )
     return base
@@ -175,7 +176,7 @@ def _mixers(base: nn.Module) -> list[nn.Module]:
     mixers, attention = [], False
     for module in list(base.modules())[1:]:
         module_class = unpatched_class(module)
-        asks, mixes = _asks_attention(module_class), bool(mixer_calls(module_class))
+        asks, mixes = _asks_attention(cast(Any, module_class)), bool(mixer_calls(module_class))
         if mixes:
             lacking = unserved(module_class)
             if lacking or not isinstance(module, FusedMixer):
@@ -233,7 +234,8 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
     if rows is None:
         raise ValueError("shard_sequence: the model was called without input_ids or inputs_embeds")
     padding = -rows.shape[1] % sharded.ranks.size
-    labels, targets = arguments.get("labels"), arguments.get("shift_labels")
+    labels: Any = arguments.get("labels")
+    targets: Any = arguments.get("shift_labels")
     if labels is None and targets is None:
         return None
     if targets is None:
@@ -286,7 +288,7 @@ def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: 
         return None
     balance = getattr(output, "aux_loss", None)
     if isinstance(balance, Tensor):  # every rank has all of it
-        scale = getattr(model, "router_aux_loss_coef", None)
+        scale: Any = getattr(model, "router_aux_loss_coef", None)
         scale = getattr(model.config, "router_aux_loss_coef", 0.0) if scale is None else scale
         once = scale * balance.detach() * (1 - 1 / sharded.ranks.size)
         loss = loss - once.to(loss.device)
@@ -300,6 +302,10 @@ def _after_model(sharded: _Sharded, model: Any, args: Any, kwargs: Any, output: 
 def _before_base(sharded: _Sharded, base: nn.Module, args: Any, kwargs: Any) -> Any:
     if shards.is_suspended():
         return None
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "shard_sequence works on eager models; unshard_sequence(model) before it is compiled"
+        )
     forward = _forward(base)
     names = parameters_of(forward)
     arguments = by_name(forward, args, kwargs)
@@ -308,7 +314,7 @@ def _before_base(sharded: _Sharded, base: nn.Module, args: Any, kwargs: Any) -> 
     assert rows is not None
     length, ranks = rows.shape[1], sharded.ranks
     padding = -length % ranks.size
-    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    mask, positions = (cast(Any, arguments.get(n)) for n in ("attention_mask", "position_ids"))
     mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
     ids = sample_ids(arguments)
     plain = isinstance(positions, Tensor) and positions.ndim == 2
@@ -339,7 +345,7 @@ def _before_base(sharded: _Sharded, base: nn.Module, args: Any, kwargs: Any) -> 
         new = {**new, "seq_idx": told} if told is not None else new
     if "use_cache" in names or "use_cache" in new:
         new["use_cache"] = False
-    sharded.ends.append(shards.enter("row", row))
+    sharded.ends.append(shards.enter(row))
     return (), new
 
 
@@ -377,8 +383,10 @@ def _all_tokens(routed: Tensor, row: shards.Row, ranks: shards.Ranks) -> Tensor:
 
 
 def _before_mixer(sharded: _Sharded, mixer: nn.Module, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        raise RuntimeError("shard_sequence works on eager models: a layer of it is compiled")
     if not shards.is_suspended():
-        sharded.ends.append(shards.enter("ranks", sharded.ranks))
+        sharded.ends.append(shards.enter(sharded.ranks))
 
 
 def _after_mixer(sharded: _Sharded, mixer: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -401,7 +409,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = was
 
 
-def _compare(model: nn.Module, ranks: shards.Ranks) -> None:
+def _compare(model: Any, ranks: shards.Ranks) -> None:
     """Run a packed row in one process and over ranks; every rank does both."""
     embedding = _embedding(model)
     parameter = next(model.parameters())
@@ -440,7 +448,7 @@ def _difference(part: Any, whole: Any, ranks: shards.Ranks) -> Tensor:
     expected = ranks.share(F.pad(expected, (0, 0, 0, -TRIAL_TOKENS % ranks.size)), 1)
     real = min(expected.shape[1], max(0, TRIAL_TOKENS - ranks.rank * expected.shape[1]))
     difference: Tensor = (actual - expected)[:, :real].norm() / norm
-    losses = [getattr(output, "loss", None) for output in (part, whole)]
+    losses: list[Any] = [getattr(output, "loss", None) for output in (part, whole)]
     if all(isinstance(loss, Tensor) for loss in losses):
         by_loss = (losses[0] - losses[1]).abs() / losses[1].abs()
         difference = torch.maximum(difference, by_loss.float().to(difference.device))

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_multi._torch_private import constant_in_graphs
+
 # --- what is in force ---
 
 
@@ -86,22 +88,28 @@ _row: ContextVar[Row | None] = ContextVar("row", default=None)
 _suspended: ContextVar[bool] = ContextVar("suspended", default=False)
 
 
+@constant_in_graphs
 def ranks() -> Ranks | None:
     """The ranks over which the tokens of the running mixer are spread."""
     return _ranks.get()
 
 
+@constant_in_graphs
 def row() -> Row | None:
     """The whole row of the running model, of which its tensors are a share."""
     return _row.get()
 
 
-def enter(variable: str, value: Any) -> Callable[[], None]:
-    """Set ``ranks`` or ``row``, and return what ends it."""
-    place: ContextVar[Any] = {"ranks": _ranks, "row": _row}[variable]
+def enter(value: Ranks | Row) -> Callable[[], None]:
+    """Set what :func:`ranks` or :func:`row` returns, and return what ends it."""
+    place: ContextVar[Any] = _ranks if isinstance(value, Ranks) else _row
     before = place.get()
     place.set(value)
-    return lambda: place.set(before)
+
+    def end() -> None:
+        place.set(before)
+
+    return end
 
 
 @contextlib.contextmanager
@@ -119,6 +127,7 @@ def suspended() -> Iterator[None]:
         _row.set(values[1])
 
 
+@constant_in_graphs
 def is_suspended() -> bool:
     """Whether rows are whole."""
     return _suspended.get()
@@ -165,7 +174,7 @@ class _Exchange(torch.autograd.Function):
 
 def _exchange(x: Tensor, ranks: Ranks, tokens: int, heads: int, to_heads: bool) -> Tensor:
     """The all-to-all of a tensor with these axes, which keep their places."""
-    moved = _Exchange.apply(x.movedim((tokens, heads), (1, 2)), ranks, to_heads)
+    moved = _Exchange.apply(x.movedim((tokens, heads), (1, 2)), ranks, to_heads)  # type: ignore[no-untyped-call]
     result: Tensor = moved.movedim((1, 2), (tokens, heads))
     return result
 
@@ -191,7 +200,7 @@ class _Gather(torch.autograd.Function):
 
 def gather(x: Tensor, ranks: Ranks) -> Tensor:
     """``(B, T / P, ...)`` of every rank as ``(B, T, ...)`` on all of them."""
-    whole: Tensor = _Gather.apply(x, ranks)
+    whole: Tensor = _Gather.apply(x, ranks)  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -216,7 +225,7 @@ class _Sum(torch.autograd.Function):
 
 def total(x: Tensor, ranks: Ranks) -> Tensor:
     """The sum of every rank's part of a loss, on all ranks."""
-    loss: Tensor = _Sum.apply(x, ranks)
+    loss: Tensor = _Sum.apply(x, ranks)  # type: ignore[no-untyped-call]
     return loss
 
 
