@@ -18,19 +18,20 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import store
+from benchmarks import harness, store
 from liger_multi import pictures
 from liger_multi.memory.sizes import SIZES, config_of
 
@@ -177,8 +178,6 @@ def _panel(pair: Sequence[Any], model: str, rows: Sequence[Mapping[str, Any]]) -
 
 # --- cases ---
 
-ROOT = Path(__file__).parent.parent
-
 WARM_STEPS, RATE, WIDE_RATE, CLIP = 10, 1e-3, 2e-4, 1.0
 TINY: dict[str, Any] = {
     "vocab_size": 512,
@@ -301,15 +300,19 @@ PROVIDERS: dict[str, Callable[[Any], None]] = {
 # --- training ---
 
 
-def text(case: Case) -> Tensor:
-    """Token ids, steps x batch x tokens; no network is asked."""
+def tokens(vocabulary: int, steps: int, batch: int, length: int) -> Tensor:
+    """Token ids of Python's own sources, steps x batch x tokens; no network is asked."""
     from liger_multi.demo import training
 
-    count = case.steps * case.batch
-    content = training.read(min(9_000_000, 6 * count * case.tokens + 200_000))
-    learnt = training.learn_tokenizer(content, case.vocabulary)
-    cut = training.blocks(content, learnt, count, case.tokens, 0).tokens
-    return cut.view(case.steps, case.batch, case.tokens)
+    count = steps * batch
+    content = training.read(min(9_000_000, 6 * count * length + 200_000))
+    tokenizer = training.learn_tokenizer(content, vocabulary)
+    return training.blocks(content, tokenizer, count, length, 0).tokens.view(steps, batch, length)
+
+
+def text(case: Case) -> Tensor:
+    """Token ids of a case."""
+    return tokens(case.vocabulary, case.steps, case.batch, case.tokens)
 
 
 def build(case: Case, device: torch.device, seed: int) -> Any:
@@ -348,15 +351,38 @@ def train(case: Case, provider: str, ids: Tensor, device: torch.device) -> Curve
         PROVIDERS[provider](model)
     rate = RATE if case.model in KINDS else WIDE_RATE
     optimizer = torch.optim.AdamW(parameters, lr=rate, fused=device.type == "cuda")
+    prepare = (lambda grads: None) if noise is None else partial(disturb, generator=noise)
+    return descend(model, optimizer, ids.to(device), WARM_STEPS, prepare)
+
+
+def descend(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    ids: Tensor,
+    warm: int,
+    prepare: Callable[[list[Tensor]], None] = lambda grads: None,
+    scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Curves:
+    """Train on every batch; loss, and norm of the gradient before it is clipped, of every step.
+
+    Args:
+        model: A language model.
+        optimizer: Of what is trained, at its full rate.
+        ids: Steps x batch x tokens.
+        warm: Steps in which the rate rises to the full one.
+        prepare: Changes gradients before they are clipped.
+        scope: What is in force in forward.
+    """
     curves: dict[str, list[Tensor]] = {name: [] for name in CURVES}
-    for step, some in enumerate(ids.to(device)):
-        for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / WARM_STEPS)
-        loss = model(input_ids=some, labels=some).loss
+    (group,) = optimizer.param_groups
+    rate, parameters = group["lr"], group["params"]
+    for step, some in enumerate(ids):
+        group["lr"] = rate * min(1.0, (step + 1) / warm)
+        with scope():
+            loss = model(input_ids=some, labels=some).loss
         loss.backward()
         grads = [p.grad for p in parameters if p.grad is not None]
-        if noise is not None:
-            disturb(grads, noise)
+        prepare(grads)
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)
@@ -373,15 +399,14 @@ def train(case: Case, provider: str, ids: Tensor, device: torch.device) -> Curve
 
 def child(case: Case, provider: str, file: Path, device: torch.device) -> Curves:
     """Train in a process of its own, since a peer patches modules of the whole process."""
-    command = [sys.executable, "-m", "benchmarks.convergence", "--child", json.dumps(asdict(case))]
-    command += ["--providers", provider, "--of", str(file), "--device", str(device)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if not done.returncode:
-        return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
-    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    command = ["--child", json.dumps(asdict(case)), "--providers", provider]
+    command += ["--of", str(file), "--device", str(device)]
+    curves = harness.child("benchmarks.convergence", *command)
+    if "failure" not in curves:
+        return curves
     if provider != "liger":
-        raise RuntimeError(f"{case.model} {case.dtype} {provider}: {last[:300]}")
-    print(f"{case.model} {case.dtype} liger failed: {last[:300]}", flush=True)
+        raise RuntimeError(f"{case.model} {case.dtype} {provider}: {curves['failure']}")
+    print(f"{case.model} {case.dtype} liger failed: {curves['failure']}", flush=True)
     return {}
 
 

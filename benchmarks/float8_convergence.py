@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import liger_multi
-from benchmarks import store
+from benchmarks import convergence, harness, store
 
 # --- the bounds, stated before any run ---
 #
@@ -35,10 +35,9 @@ from benchmarks import store
 # gradient over these steps may differ by NORM. No loss may be NaN.
 LAST, FINAL, NORM = 100, 0.01, 0.10
 
-ROOT = Path(__file__).parent.parent
 RATES = (6e-4, 4e-3)
 SEEDS = (0, 1, 2)
-WARM, CLIP, VOCABULARY = 50, 1.0, 8192
+WARM, VOCABULARY = 50, 8192
 SIZES: dict[bool, dict[str, Any]] = {
     False: {
         "hidden_size": 768,
@@ -57,7 +56,6 @@ SIZES: dict[bool, dict[str, Any]] = {
         "vocab_size": VOCABULARY,
     },
 }
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -77,17 +75,6 @@ class Case:
     lora: bool = False
 
 
-def text(steps: int, batch: int, tokens: int) -> Tensor:
-    """Token ids, steps x batch x tokens."""
-    from liger_multi.demo import training
-
-    count = steps * batch
-    content = training.read(6 * count * tokens + 200_000)
-    learnt = training.learn_tokenizer(content, VOCABULARY)
-    cut = training.blocks(content, learnt, count, tokens, 0).tokens
-    return cut.view(steps, batch, tokens)
-
-
 def build(case: Case, tiny: bool, tokens: int, weights: Path, device: torch.device) -> Any:
     """The patched model, or adapters on one, and the file of its weights is read or written."""
     import transformers
@@ -99,6 +86,8 @@ def build(case: Case, tiny: bool, tokens: int, weights: Path, device: torch.devi
         model: Any = transformers.LlamaForCausalLM(config)
     if case.lora:
         import peft
+
+        from benchmarks.lora import TARGETS
 
         model.load_state_dict(torch.load(weights, map_location=device))
         settings = peft.LoraConfig(r=16, lora_alpha=32, target_modules=list(TARGETS))
@@ -116,33 +105,21 @@ def train(
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=case.rate, fused=device.type == "cuda")
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(case.seed))
-    curves: dict[str, list[Tensor]] = {"loss": [], "gradient_norm": []}
-    for step, some in enumerate(ids[order].to(device)):
-        for group in optimizer.param_groups:
-            group["lr"] = case.rate * min(1.0, (step + 1) / WARM)
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = model(input_ids=some, labels=some).loss
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        curves["loss"].append(loss.detach().float())
-        curves["gradient_norm"].append(norm.float())
+    scope = partial(torch.autocast, device.type, torch.bfloat16)
+    curves = convergence.descend(model, optimizer, ids[order].to(device), WARM, scope=scope)
     if not case.lora and case == Case("bf16", RATES[0], SEEDS[0]):
         torch.save(model.state_dict(), weights)
-    numbers = {name: torch.stack(values).tolist() for name, values in curves.items()}
-    return {name: [float(f"{x:.6g}") for x in values] for name, values in numbers.items()}
+    return curves
 
 
 def child(case: Case, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Train in a process of its own: runs of one card take turns on it."""
-    command = [sys.executable, "-m", "benchmarks.float8_convergence", "--device", options.device]
-    command += ["--child", json.dumps(asdict(case)), "--folder", str(folder)]
-    command += ["--tiny"] * options.tiny
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{case}: {done.stderr[-400:]}")
-    return {**asdict(case), "curves": json.loads(done.stdout.splitlines()[-1])}
+    command = ["--device", options.device, "--child", json.dumps(asdict(case))]
+    command += ["--folder", str(folder), *["--tiny"] * options.tiny]
+    curves = harness.child("benchmarks.float8_convergence", *command)
+    if "failure" in curves:
+        raise RuntimeError(f"{case}: {curves['failure']}")
+    return {**asdict(case), "curves": curves}
 
 
 def final(row: Mapping[str, Any]) -> float:
@@ -187,7 +164,7 @@ def run(options: argparse.Namespace) -> int:
     cases = [Case(v, rate, seed) for v in ("bf16", "float8") for rate in RATES for seed in SEEDS]
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.jobs) as pool:
         folder = Path(name)
-        ids = text(steps + lora_steps, batch, tokens)
+        ids = convergence.tokens(VOCABULARY, steps + lora_steps, batch, tokens)
         torch.save(ids[:steps], folder / "ids.pt")
         torch.save(ids[steps:], folder / "lora-ids.pt")
         rows = list(pool.map(lambda case: child(case, folder, options), cases))

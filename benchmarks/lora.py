@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks import store
+from benchmarks.harness import Call, added_bytes, device_of, in_turns
 from liger_multi import patch
-from liger_multi.memory import peak_memory
 from liger_multi.patching.swap import Patched
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -112,42 +109,6 @@ def steps(model: Any, tokens: int, device: torch.device) -> dict[str, Callable[[
     return {"step": lambda: model(input_ids=ids, labels=ids).loss}
 
 
-def measured(
-    run: Callable[[], Tensor],
-    model: nn.Module,
-    scope: Callable[[], AbstractContextManager[Any]],
-    device: torch.device,
-    rounds: int,
-) -> dict[str, float]:
-    """Median milliseconds of forward and backward, the peak beside the start, and the value."""
-
-    def once() -> Tensor:
-        with scope():
-            value = run()
-        value.backward()
-        for parameter in model.parameters():
-            parameter.grad = None
-        return value.detach()
-
-    def wait() -> None:
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
-
-    value, times = once(), []
-    for _ in range(rounds):
-        wait()
-        start = time.perf_counter()
-        once()
-        wait()
-        times.append(1e3 * (time.perf_counter() - start))
-    peak = peak_memory(once, device=device)[1]
-    return {
-        "milliseconds": statistics.median(times),
-        "added_bytes": peak.added_bytes,
-        "value": float(value),
-    }
-
-
 def compare(
     config: dict[str, Any],
     make: Callable[[Any, int, torch.device], dict[str, Callable[[], Tensor]]],
@@ -167,12 +128,17 @@ def compare(
         for name, run in make(model, tokens, device).items():
             for form in FORMS:
 
-                def scope(form: str = form) -> AbstractContextManager[Any]:
-                    asked = form == "autocast"
-                    return torch.autocast(device.type, torch.bfloat16) if asked else nullcontext()
+                def once(run: Call = run, form: str = form, model: Any = model) -> Tensor:
+                    with torch.autocast(device.type, torch.bfloat16, form == "autocast"):
+                        value: Tensor = run()
+                    value.backward()
+                    for parameter in model.parameters():
+                        parameter.grad = None
+                    return value.detach()
 
-                result = measured(run, model, scope, device, rounds)
-                rows.append({"part": name, "form": form, "variant": variant, **result})
+                row = {"part": name, "form": form, "variant": variant, "value": float(once())}
+                row["milliseconds"] = in_turns({"": once}, device, rounds, 0)[""]
+                rows.append(row | {"added_bytes": added_bytes(once, device)})
     return rows
 
 
@@ -202,10 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tiny", action="store_true", help="shapes for a CPU")
     options = parser.parse_args(arguments)
-    accelerator = (
-        None if options.tiny else torch.accelerator.current_accelerator(check_available=True)
-    )
-    device = accelerator or torch.device("cpu")
+    device = device_of(options.tiny)
     tokens = 256 if options.tiny else options.tokens
     common = (tokens, device, options.rank, options.rounds)
     rows = compare({**LAYER, **(TINY if options.tiny else {})}, parts, *common)

@@ -19,9 +19,7 @@ import functools
 import importlib
 import importlib.util
 import re
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +31,7 @@ from torch import Tensor
 
 import liger_multi
 from benchmarks import store
+from benchmarks.harness import device_of, in_turns
 from liger_multi import losses
 from liger_multi.bench.cases import error
 from liger_multi.bench.measure import (
@@ -45,8 +44,7 @@ from liger_multi.bench.measure import (
 )
 from liger_multi.bench.peers import TABLE
 from liger_multi.bench.providers import Provider
-from liger_multi.memory import measure
-from liger_multi.memory.measure import format_bytes, resolve_device
+from liger_multi.memory.measure import format_bytes, peak_memory
 from liger_multi.ops import fused_linear_cross_entropy
 
 ROOT = Path(__file__).parent.parent
@@ -640,7 +638,7 @@ def whole_losses(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=5.0)
     store.add_options(parser)
     options = parser.parse_args(arguments)
-    device = resolve_device(None)
+    device = device_of()
     text = options.shape or ("256x32x500" if device.type == "cpu" else "8192x4096x128256")
     shape = Shape(*map(int, text.split("x")))
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -679,19 +677,6 @@ def _float8_step(hidden: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]
     return [loss.detach(), hidden.grad, weight.grad]
 
 
-def _timed(run: Any, steps: int, device: torch.device) -> float:
-    times = []
-    for _ in range(steps):
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        start = time.perf_counter()
-        run()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def _off(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
     """Relative distance of the loss, and of each gradient by its norm."""
     return [((a.float() - b).norm() / b.norm()).item() for a, b in zip(actual, exact, strict=True)]
@@ -700,7 +685,7 @@ def _off(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
 def float8_row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
     """One shape: exact and in FP8."""
     rows, width, classes = shape
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = device_of()
     generator = torch.Generator(device).manual_seed(0)
     options: dict[str, Any] = {"generator": generator, "device": device}
     hidden = torch.randn(rows, width, **options).bfloat16().requires_grad_()
@@ -714,11 +699,9 @@ def float8_row(shape: tuple[int, int, int], steps: int) -> dict[str, Any]:
         liger_multi.configure({"head_gemms": products})
         small = hidden[:few].detach().requires_grad_()
         errors = _off(_float8_step(small, weight, target[:few]), exact)
-        for _ in range(2):
-            _float8_step(hidden, weight, target)
-        seconds = _timed(lambda: _float8_step(hidden, weight, target), steps, device)
-        with measure(device) as peak:
-            _float8_step(hidden, weight, target)
+        step = functools.partial(_float8_step, hidden, weight, target)
+        seconds = in_turns({"": step}, device, steps, 2)[""] / 1e3
+        peak = peak_memory(step, device=device)[1]
         names = ("loss", "hidden_gradient", "weight_gradient")
         row[products] = {"seconds": seconds, "peak_bytes": peak.peak_bytes}
         row[products]["error"] = dict(zip(names, errors, strict=True))
@@ -751,12 +734,8 @@ def float8_parts(hidden: Tensor, weight: Tensor, steps: int) -> dict[str, float]
         "gradient exact": lambda: torch.mm(raw, weight, out=out),
         "gradient in 8 bits": lambda: multiply(g, across, out),
     }
-    row_parts = {}
-    for name, call in calls.items():
-        for _ in range(2):
-            call()
-        row_parts[name] = _timed(call, steps, device)
-    return row_parts
+    times = {name: in_turns({"": call}, device, steps, 2)[""] for name, call in calls.items()}
+    return {name: ms / 1e3 for name, ms in times.items()}
 
 
 def float8(arguments: Sequence[str]) -> int:
@@ -771,7 +750,7 @@ def float8(arguments: Sequence[str]) -> int:
     shapes = list(FLOAT8_SHAPES)
     if options.shapes:
         shapes = [tuple(map(int, text.split("x"))) for text in options.shapes.split(",")]  # type: ignore[misc]
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = device_of()
     data = store.head("float8", options, device) | {"rows": []}
     for shape in shapes:
         row = float8_row(shape, options.steps)

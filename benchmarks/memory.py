@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import gc
 import json
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import store
-from liger_multi.bench import report
+from benchmarks.harness import adamw, child, device_of
 from liger_multi.memory import Estimate, estimate, measure, profile
 from liger_multi.memory.setup import DTYPES
 from liger_multi.memory.sizes import config_of
@@ -167,8 +166,7 @@ class Case:
         """An optimizer and a function that trains one step and returns the loss."""
         device = next(model.parameters()).device
         trained = [p for p in model.parameters() if p.requires_grad]
-        options = {"foreach": False} if device.type == "cpu" else {"fused": True}
-        optimizer = torch.optim.AdamW(trained, lr=1e-5, **options)  # type: ignore[arg-type]
+        optimizer = adamw(trained, device)
         generator = torch.Generator(device).manual_seed(1)
         shape = (self.batch, self.sequence)
         count = model.config.vocab_size
@@ -230,7 +228,6 @@ ACCELERATOR = [*_SMALL_CARD, *_LARGE]
 
 # --- measuring ---
 
-ROOT = Path(__file__).parent.parent
 # model, batch, sequence, and how the training is spread
 STORIES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("qwen2-0.5b", 2, 128, {}),
@@ -443,18 +440,6 @@ def reused(rows: int = 32768, width: int = 2048, vocabulary: int = 128256) -> di
     }
 
 
-def child(*arguments: str) -> dict[str, Any]:
-    """One measurement in a process of its own; a failure is a row too."""
-    command = [sys.executable, "-m", "benchmarks.memory", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode == 0 and lines:
-        return json.loads(lines[-1])  # type: ignore[no-any-return]
-    memory = "out of memory" in done.stderr or "OutOfMemoryError" in done.stderr
-    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    return {"failure": "out of memory" if memory else last[:300]}
-
-
 def rows_of(cases: Sequence[Case], device_type: str, steps: int) -> list[dict[str, Any]]:
     """Measured beside estimated, with progress on the screen."""
     from rich.console import Console
@@ -465,7 +450,9 @@ def rows_of(cases: Sequence[Case], device_type: str, steps: int) -> list[dict[st
         if device_type == "cpu":
             data = on_cpu(case)
         else:
-            data = child("--case", json.dumps(case.as_data()), "--steps", str(steps))
+            data = child(
+                "benchmarks.memory", "--case", json.dumps(case.as_data()), "--steps", str(steps)
+            )
         guess = case.estimated(device_type).peak_bytes
         row = {"case": case.as_data(), **data, "estimated_bytes": guess}
         got = data.get("measured_bytes")
@@ -507,28 +494,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
         return 0
-    head: dict[str, Any] = {"date": store.now(), "commit": options.commit}
-    head["versions"] = report.versions()
+    device = device_of(tiny=options.cpu)
+    head = store.head("memory", options, device)
     if options.explain:
-        run = {"kind": "memory-estimates", **head, "device": store.ESTIMATED, "rows": explained()}
-        said(store.keep(run, options))
+        run = {"kind": "memory-estimates", "device": store.ESTIMATED, "rows": explained()}
+        said(store.keep(head | run, options))
         return 0
-    device = torch.device("cpu")
-    if not options.cpu:
-        device = torch.accelerator.current_accelerator() or device
     cases = CPU if device.type == "cpu" else ACCELERATOR
-    head["device"] = report.device_facts(device)
     if device.type == "cpu":  # storages are counted, whatever processor runs
         head["device"] = {"name": "CPU, storages tracked"}
     parts = options.parts.split(",")
     chosen = [c for c in cases if options.only in str(c)] if "cases" in parts else []
     rows = rows_of(chosen, device.type, options.steps)
-    runs = [{"kind": "memory", **head, "rows": rows}]
+    runs = [{**head, "rows": rows}]
     if device.type != "cpu" and not options.only:
         for part in sorted({"reuse", "profile"} & set(parts)):
-            data = child("--part", part)
+            data = child("benchmarks.memory", "--part", part)
             own = data.get("profiles", [data])
-            runs.append({"kind": f"memory-{part}", **head, "rows": own})
+            runs.append({**head, "kind": f"memory-{part}", "rows": own})
     said(store.keep([run for run in runs if run["rows"]], options))
     return int(any(abs(row.get("error_percent", 0)) > 10 for row in rows))
 

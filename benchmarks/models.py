@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import importlib
 import itertools
 import json
@@ -33,6 +32,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import store
+from benchmarks.harness import Call, adamw, device_of, medians, timed_steps
+from benchmarks.memory import HYBRIDS
+from liger_multi.bench.measure import release
 from liger_multi.memory.sizes import SIZES
 
 ROOT = Path(__file__).parent.parent
@@ -49,6 +51,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2,
             "vocab_size": 512,
             "tie_word_embeddings": True,
+        },
+    ),
+    # the layers of Mamba-2 and attention of a Bamba of 24 layers
+    "bamba-24-layers": (
+        "Bamba",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "mamba_n_heads": 64,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "vocab_size": 128256,
+            "attn_layer_indices": [9, 18],
+            "max_position_embeddings": 262144,
         },
     ),
     "llama-4-layers": ("Llama", {**SIZES["llama-3.2-1b"][1], "num_hidden_layers": 4}),
@@ -115,8 +135,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+MODELS |= {f"qwen3.5-{name.lower()}": ("Qwen3_5", sizes) for name, sizes in HYBRIDS.items()}
 NAMES = {
     "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "Qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
     "Qwen2_5_VL": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration"),
 }
 """Classes of a family that does not name them as most do."""
@@ -241,9 +263,7 @@ class Training:
 
     def __init__(self, run: Run, variant: str, limit_gb: float | None) -> None:
         self.run, self.variant, self.limit_gb = run, variant, limit_gb
-        self.device = torch.accelerator.current_accelerator(check_available=True) or torch.device(
-            "cpu"
-        )
+        self.device = device_of()
         self.model: Any = None
 
     def turn(self, steps: int) -> dict[str, Any]:
@@ -270,24 +290,18 @@ class Training:
             module.set_per_process_memory_fraction(self.limit_gb * 1e9 / total)
         if self.model is None:
             self.model = VARIANTS[self.variant](build(self.run, device))
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=device.type == "cuda")
+        optimizer = adamw(self.model.parameters(), device)
         generator = torch.Generator(device).manual_seed(1)
-        times, loss = [], torch.zeros(())
-        for step in range(WARM_STEPS + steps):
-            batch = self.batch(generator)
-            if step == WARM_STEPS and device.type != "cpu":
-                module.reset_peak_memory_stats()
-            self.wait()
-            start = time.perf_counter()
-            loss = self.model(**batch).loss
+
+        def step() -> Tensor:
+            loss: Tensor = self.model(**self.batch(generator)).loss
             loss.backward()
             if steps:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            self.wait()
-            times.append(time.perf_counter() - start)
-        peak = module.max_memory_allocated() if device.type != "cpu" else None
-        return {"seconds": times[WARM_STEPS:], "peak_bytes": peak, "loss": loss.item()}
+            return loss.detach()
+
+        return timed_steps(step, device, steps, WARM_STEPS)
 
     def batch(self, generator: torch.Generator) -> dict[str, Tensor]:
         """Random tokens, and pictures where the model sees them."""
@@ -301,14 +315,7 @@ class Training:
         """Free what the next process needs."""
         if failed or not compiled(self.variant):
             self.model = None
-        gc.collect()
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).empty_cache()
-
-    def wait(self) -> None:
-        """Until the device is idle."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+        release(self.device)
 
 
 def child(run: Run, variant: str, limit_gb: float | None) -> None:
@@ -376,16 +383,9 @@ class Worker:
 
     def result(self) -> dict[str, Any]:
         """Medians of all turns; a failure is a row too."""
-        if self.failure is not None or not self.turns:
-            return {"failure": self.failure or "no turn"}
-        times = [seconds for turn in self.turns for seconds in turn["seconds"]]
-        middle = statistics.median(times)
-        return {
-            "tokens_per_second": self.run.batch * self.run.tokens / middle,
-            "spread_percent": 100 * (max(times) - min(times)) / middle,
-            "peak_bytes": max(turn["peak_bytes"] or 0 for turn in self.turns) or None,
-            "loss": self.turns[0]["loss"],  # later, a compiled model is trained further
-        }
+        if self.failure is not None:
+            return {"failure": self.failure}
+        return medians(self.turns, self.run.batch * self.run.tokens)
 
 
 def compiled(variant: str) -> bool:
@@ -451,21 +451,16 @@ def whole_models(arguments: Sequence[str]) -> int:
 
 def report(runs: list[Run], variants: list[str], options: argparse.Namespace) -> int:
     """Run everything, and print how it went; what is done is kept after every round."""
-    from liger_multi.bench import report as bench_report
-
     # all load their packages at once; the device's memory is taken at the first turn
     workers = {run: [Worker(run, name, options.limit_gb) for name in variants] for run in runs}
-    head = {"kind": "models", "date": store.now(), "commit": options.commit}
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    head = store.head("models", options, device_of()) | {"limit_gb": options.limit_gb}
     rows: list[dict[str, Any]] = []
     paths: list[Path] = []
     for run, own in workers.items():
         for _ in in_turns(own, options.rounds, options.steps):
             results = {one.variant: one.result() for one in own}
             new = [{"run": str(run), "variant": name, **row} for name, row in results.items()]
-            facts = bench_report.device_facts(device)
-            kept = {**head, "device": facts, "versions": bench_report.versions()}
-            paths = store.keep({**kept, "limit_gb": options.limit_gb, "rows": rows + new}, options)
+            paths = store.keep({**head, "rows": rows + new}, options)
         rows += new
         for one in own:
             text = line(run, one.variant, results[one.variant], results.get("stock", {}))
@@ -480,7 +475,6 @@ def report(runs: list[Run], variants: list[str], options: argparse.Namespace) ->
 # --- host time ---
 
 BATCHES, CALLS = 200, 10
-Call = Callable[[], Any]
 
 
 def stub_launches() -> None:
@@ -601,8 +595,7 @@ class Trained:
         options = HOST_VARIANTS[name]
         if options is not None:
             liger_multi.patch(self.model, **options)
-        fused = device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=fused)
+        self.optimizer = adamw(self.model.parameters(), device)
         self.times: list[tuple[float, ...]] = []
 
     def step(self, ids: Tensor, wait: Call) -> None:
@@ -664,7 +657,7 @@ def host_time(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--variant", action="append", choices=HOST_VARIANTS)
     options = parser.parse_args(arguments)
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = device_of()
     import liger_multi
 
     if device.type == "cpu":

@@ -375,13 +375,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.explain:
         example = explained()
         whole = example.as_data()
-        run = {"kind": "plan-example", "date": store.now(), "commit": options.commit}
-        run |= {"device": store.ESTIMATED, "versions": report.versions()}
+        run = store.head("plan-example", options, torch.device("cpu"))
+        run["device"] = store.ESTIMATED
         store.keep({**run, "rows": whole.pop("candidates"), "plan": whole}, options)
         print(example)
         return 0
-    data: dict[str, Any] = {"kind": "plans", "date": store.now(), "commit": options.commit}
-    data |= {"versions": report.versions(), "card": options.card}
+    data = store.head("plans", options, torch.device("cpu")) | {"card": options.card}
     if options.write_plans is not None:
         data["plans"] = plans_of(options)
         options.write_plans.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -11,17 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from benchmarks import store
+from benchmarks import harness, store
+from benchmarks.harness import adamw, device_of, medians, timed_steps
 from benchmarks.models import MODELS, VARIANTS, WARM_STEPS, Run, build
 
 CHOICES = ("stock", "liger", "ours")
@@ -44,35 +43,25 @@ def train(run: Run, variant: str, steps: int) -> dict[str, Any]:
     """Seconds of every step, the peak of this card and the last loss; a step ends on all cards."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    if module is not None:
+    device = device_of()
+    if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),))
     model = sharded(run, variant, device, mesh)
-    fused = {"fused": True} if device.type == "cuda" else {"foreach": False}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **fused)  # type: ignore[arg-type]
+    optimizer = adamw(model.parameters(), device)
     generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
     vocabulary = MODELS[run.model][1]["vocab_size"]
-    times, loss = [], torch.zeros(())
-    for step in range(WARM_STEPS + steps):
+
+    def step() -> Tensor:
         ids = torch.randint(vocabulary, (run.batch, run.tokens), generator=generator, device=device)
-        if step == WARM_STEPS and module is not None:
-            module.empty_cache()
-            module.reset_peak_memory_stats()
-        dist.barrier()
-        start = time.perf_counter()
-        loss = model(input_ids=ids, labels=ids).loss
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if module is not None:
-            torch.accelerator.synchronize()
-        dist.barrier()
-        times.append(time.perf_counter() - start)
-    peak = module.max_memory_allocated() if module is not None else 0
-    return {"seconds": times[WARM_STEPS:], "peak_bytes": peak, "loss": loss.item()}
+        return loss.detach()
+
+    return timed_steps(step, device, steps, WARM_STEPS, dist.barrier)
 
 
 def child(run: Run, variant: str, steps: int) -> None:
@@ -86,7 +75,7 @@ def child(run: Run, variant: str, steps: int) -> None:
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, report)
     if dist.get_rank() == 0:
-        peak = max(one["peak_bytes"] for one in reports)
+        peak = max(one["peak_bytes"] or 0 for one in reports)
         sys.stdout.write(json.dumps({**report, "peak_bytes": peak}) + "\n")
         sys.stdout.flush()
     dist.destroy_process_group()
@@ -94,36 +83,9 @@ def child(run: Run, variant: str, steps: int) -> None:
 
 def turn(run: Run, variant: str, cards: int, steps: int) -> dict[str, Any]:
     """The same over all cards, in processes of their own; a failure is an answer too."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(cards), "-m", "benchmarks.several_cards", "--child"]
-    command += [str(run), "--variants", variant, "--steps", str(steps)]
-    done = subprocess.run(command, cwd=store.ROOT, capture_output=True, text=True, check=False)
-    answers: list[dict[str, Any]] = [
-        json.loads(text) for text in done.stdout.splitlines() if text.startswith("{")
-    ]
-    failures = [one for one in answers if "failure" in one]
-    if failures or not answers:
-        lines = done.stderr.strip().splitlines() or ["the processes ended without a word"]
-        errors = [text for text in lines if "Error" in text and "ChildFailed" not in text]
-        return failures[0] if failures else {"failure": (errors or lines)[0][:200]}
-    return answers[0]
-
-
-def row(run: Run, variant: str, cards: int, turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of all turns, as a row of results."""
-    head = {"run": str(run), "cards": cards, "variant": variant}
-    failures = [one["failure"] for one in turns if "failure" in one]
-    if failures or not turns:
-        return {**head, "failure": (failures or ["no turn"])[0]}
-    times = [seconds for one in turns for seconds in one["seconds"]]
-    middle = statistics.median(times)
-    return {
-        **head,
-        "tokens_per_second": cards * run.batch * run.tokens / middle,
-        "spread_percent": 100 * (max(times) - min(times)) / middle,
-        "peak_bytes": max(one["peak_bytes"] for one in turns) or None,
-        "loss": turns[0]["loss"],
-    }
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(cards)]
+    command += ["-m", "benchmarks.several_cards", "--child", str(run)]
+    return harness.child(*command, "--variants", variant, "--steps", str(steps))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -147,16 +109,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.child:
         child(runs[0], variants[0], options.steps)
         return 0
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = device_of()
     cards = options.cards or max(1, torch.accelerator.device_count())
     data = store.head("several-cards", options, device)
     rows: list[dict[str, Any]] = []
     for run in runs:
+        tokens = cards * run.batch * run.tokens
         turns: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
         for number in range(options.rounds):
             for name in variants[:: 1 if number % 2 == 0 else -1]:
                 turns[name].append(turn(run, name, cards, options.steps))
-            new = [row(run, name, cards, turns[name]) for name in variants]
+            new = [
+                {"run": str(run), "cards": cards, "variant": name, **medians(turns[name], tokens)}
+                for name in variants
+            ]
             store.keep({**data, "rows": rows + new}, options)
         rows += new
         for one in new:

@@ -12,7 +12,6 @@ from benchmarks.linear_float8 import KERNELS
 PARTS = {
     "linear": "one layer, weight {name}",
     "mlp": "a gated MLP, weights {name}",
-    "codes": "{name} with codes, forward",
     "adapters": "{name} over a frozen base",
     "layer": "a decoder layer of {name}",
     "small": "a step of {name}",

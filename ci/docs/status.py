@@ -22,7 +22,7 @@ CODE_GENERATORS = {"cuda": "_nvidia", "rocm": "_amd"}
 HEAD = """\
 # Verification
 
-What ran where, from the newest results of the test suite (`benchmarks/results/suite-*.json`). See
+What ran where, from the newest results of the test suite (`benchmarks/results/suites.json`). See
 [runners](runners.md) to run the suite on your device and add the result.
 
 ## On devices

@@ -13,11 +13,11 @@ from tests import models
 KINDS = ("llama", "qwen3_moe")
 
 
-def maker(model_type, checkpointing):
+def maker(model_type, checkpointing, device="cpu"):
     """Builds a patched model, the same every time."""
 
     def make():
-        model = models.build(model_type)
+        model = models.build(model_type).to(device)
         liger_multi.patch(model)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -28,9 +28,9 @@ def maker(model_type, checkpointing):
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("model_type", KINDS)
-def test_a_repeated_run_has_equal_bits(model_type, checkpointing):
+def test_a_repeated_run_has_equal_bits(model_type, checkpointing, device):
     first, second = train_twice(
-        maker(model_type, checkpointing), lambda: batches(models.VOCABULARY, "cpu")
+        maker(model_type, checkpointing, device), lambda: batches(models.VOCABULARY, device)
     )
     assert first == second
     assert first.last < first.first, f"nothing was learnt in {STEPS} steps"
