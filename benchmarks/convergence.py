@@ -4,9 +4,9 @@ Every provider trains the same weights on the same batches of Python's own sourc
 the norm of the gradient of every step are kept, and held against the bounds stated here.
 ``stock`` is Hugging Face's model, ``ours`` a patched one, ``liger`` one that Liger-Kernel patched,
 ``seed`` the same from other weights; ``control-N`` is ``stock``, disturbed by as much as rounding
-is (there are ``--controls`` of them). ``--models`` takes names of this module, or
-NAME:BATCHxTOKENS of a size in :data:`liger_multi.memory.sizes.SIZES`. ``--draw`` makes a picture,
-also of a file (``--of``).
+is (there are ``--controls`` of them). ``float8`` has linear layers in FP8, whose rounding no bound
+allows. ``--models`` takes names of this module, or NAME:BATCHxTOKENS of a size in
+:data:`liger_multi.memory.sizes.SIZES`. ``--draw`` makes a picture, also of a file (``--of``).
 
 A row of a result file names what was trained, and has the curves of every provider.
 """
@@ -22,9 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +251,12 @@ def _ours(model: Any) -> None:
     liger_multi.patch(model, strict=True)
 
 
+def _float8(model: Any) -> None:
+    import liger_multi
+
+    liger_multi.patch(model, linear_float8={"smallest": 0})
+
+
 def _liger(model: Any) -> None:
     peer = importlib.import_module("liger_kernel.transformers")
     peer._apply_liger_kernel_to_instance(model=model)
@@ -292,6 +296,7 @@ PROVIDERS: dict[str, Callable[[Any], None]] = {
     "stock": lambda model: None,
     "ours": _ours,
     "liger": _liger,
+    "float8": _float8,
     "seed": lambda model: None,
     **BUGS,
 }
@@ -300,19 +305,15 @@ PROVIDERS: dict[str, Callable[[Any], None]] = {
 # --- training ---
 
 
-def tokens(vocabulary: int, steps: int, batch: int, length: int) -> Tensor:
+def text(case: Case) -> Tensor:
     """Token ids of Python's own sources, steps x batch x tokens; no network is asked."""
     from liger_multi.demo import training
 
-    count = steps * batch
-    content = training.read(min(9_000_000, 6 * count * length + 200_000))
-    tokenizer = training.learn_tokenizer(content, vocabulary)
-    return training.blocks(content, tokenizer, count, length, 0).tokens.view(steps, batch, length)
-
-
-def text(case: Case) -> Tensor:
-    """Token ids of a case."""
-    return tokens(case.vocabulary, case.steps, case.batch, case.tokens)
+    count = case.steps * case.batch
+    content = training.read(min(9_000_000, 6 * count * case.tokens + 200_000))
+    tokenizer = training.learn_tokenizer(content, case.vocabulary)
+    cut = training.blocks(content, tokenizer, count, case.tokens, 0).tokens
+    return cut.view(case.steps, case.batch, case.tokens)
 
 
 def build(case: Case, device: torch.device, seed: int) -> Any:
@@ -351,38 +352,15 @@ def train(case: Case, provider: str, ids: Tensor, device: torch.device) -> Curve
         PROVIDERS[provider](model)
     rate = RATE if case.model in KINDS else WIDE_RATE
     optimizer = torch.optim.AdamW(parameters, lr=rate, fused=device.type == "cuda")
-    prepare = (lambda grads: None) if noise is None else partial(disturb, generator=noise)
-    return descend(model, optimizer, ids.to(device), WARM_STEPS, prepare)
-
-
-def descend(
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    ids: Tensor,
-    warm: int,
-    prepare: Callable[[list[Tensor]], None] = lambda grads: None,
-    scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Curves:
-    """Train on every batch; loss, and norm of the gradient before it is clipped, of every step.
-
-    Args:
-        model: A language model.
-        optimizer: Of what is trained, at its full rate.
-        ids: Steps x batch x tokens.
-        warm: Steps in which the rate rises to the full one.
-        prepare: Changes gradients before they are clipped.
-        scope: What is in force in forward.
-    """
     curves: dict[str, list[Tensor]] = {name: [] for name in CURVES}
-    (group,) = optimizer.param_groups
-    rate, parameters = group["lr"], group["params"]
-    for step, some in enumerate(ids):
-        group["lr"] = rate * min(1.0, (step + 1) / warm)
-        with scope():
-            loss = model(input_ids=some, labels=some).loss
+    for step, some in enumerate(ids.to(device)):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (step + 1) / WARM_STEPS)
+        loss = model(input_ids=some, labels=some).loss
         loss.backward()
         grads = [p.grad for p in parameters if p.grad is not None]
-        prepare(grads)
+        if noise is not None:
+            disturb(grads, noise)
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)

@@ -31,6 +31,14 @@ def wait(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
+def limit_memory(device: torch.device, room: float | None) -> None:
+    """Let this process take no more bytes of an accelerator; None is no limit."""
+    if room and device.type != "cpu":
+        module = torch.get_device_module(device)
+        total = module.get_device_properties(device).total_memory
+        module.set_per_process_memory_fraction(min(1.0, room / total))
+
+
 def milliseconds(call: Call, device: torch.device) -> float:
     """The time of one call that begins and ends at an idle device."""
     wait(device)

@@ -15,7 +15,6 @@ device is touched.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -28,8 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import store
+from benchmarks.harness import adamw, limit_memory, spread_percent, timed_steps
 from benchmarks.memory import LARGE_MOE
 from liger_multi.bench import report
 from liger_multi.memory import Settings, Space, TrainingPlan, apply, measure, plan
@@ -40,7 +41,6 @@ from liger_multi.memory.sizes import config_of
 
 # --- one candidate in a process of its own ---
 
-ROOT = Path(__file__).parent.parent
 WARM = 2
 
 
@@ -95,59 +95,38 @@ def executed(case: Case, settings: Settings, steps: int, device: torch.device) -
 
     from liger_multi.dispatch.config import parse_bytes
 
-    module = torch.get_device_module(device)
-    if device.type != "cpu":
-        total = module.get_device_properties(0).total_memory
-        module.set_per_process_memory_fraction(min(1.0, parse_bytes(case.memory, "memory") / total))
+    limit_memory(device, parse_bytes(case.memory, "memory"))
     torch.manual_seed(0)
     dtype = torch.bfloat16 if settings.precision in ("bf16", "fp8") else torch.float32
     with device:
         model: Any = AutoModelForCausalLM.from_config(case.config(), dtype=dtype)
     model.tie_weights()
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    optimizer = adamw(model.parameters(), device)
     shape = (settings.micro_batch, settings.sequence)
     ids = torch.randint(model.config.vocab_size, shape, device=device)
-    loss = torch.zeros(())
 
-    def step() -> float:
-        nonlocal loss
-        begin = time.perf_counter()
+    def step() -> Tensor:
         for _ in range(settings.accumulation):
-            with contextlib.ExitStack() as stack:
-                if settings.precision == "amp":
-                    stack.enter_context(torch.autocast(device.type, dtype=torch.bfloat16))
-                loss = model(input_ids=ids, labels=ids).loss
+            with torch.autocast(device.type, torch.bfloat16, settings.precision == "amp"):
+                loss: Tensor = model(input_ids=ids, labels=ids).loss
             loss.backward()
-            loss = loss.detach()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        module.synchronize()
-        return time.perf_counter() - begin
+        return loss.detach()
 
     with apply(settings, model):
-        begin = time.perf_counter()
-        for _ in range(WARM):
-            step()
-        warm = time.perf_counter() - begin
-        states = [t for s in optimizer.state.values() for t in s.values()]
+        report = timed_steps(step, device, steps, WARM)
         if device.type == "cpu":
+            states = [t for s in optimizer.state.values() for t in s.values()]
             with measure("cpu", known=[*model.parameters(), *model.buffers(), *states]) as peak:
                 step()
-            measured = {"measured_bytes": peak.peak_bytes}
-            times = [step() for _ in range(steps)]
-        else:
-            module.reset_peak_memory_stats()
-            times = [step() for _ in range(steps)]
-            measured = {"measured_bytes": module.max_memory_allocated()}
-            measured["reserved_bytes"] = module.max_memory_reserved()
-    middle = statistics.median(times)
+            report["peak_bytes"] = peak.peak_bytes
     return {
-        **measured,
-        "measured_seconds": middle,
-        "spread_percent": 100 * (max(times) - min(times)) / middle,
-        "warm_seconds": warm,
-        "loss": loss.item(),
+        "measured_bytes": report["peak_bytes"],
+        "measured_seconds": statistics.median(report["seconds"]),
+        "spread_percent": spread_percent(report["seconds"]),
+        "loss": report["loss"],
     }
 
 
@@ -163,7 +142,7 @@ class Worker:
         command_line = command or (sys.executable, "-m", "benchmarks.plans", "--worker", device)
         self._process = subprocess.Popen(
             command_line,
-            cwd=ROOT,
+            cwd=store.ROOT,
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

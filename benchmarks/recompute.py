@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import liger_multi
 from benchmarks import harness, store
-from benchmarks.harness import adamw, device_of, spread_percent, timed_steps
+from benchmarks.harness import adamw, device_of, limit_memory, spread_percent, timed_steps
 from benchmarks.models import MODELS, Run, build
 from liger_multi.bench.measure import release
 from liger_multi.memory import (
@@ -273,11 +273,10 @@ def measure_longest(model_name: str, provider: str, options: argparse.Namespace)
     device = device_of()
     module = torch.get_device_module(device)
     room = int((options.limit_gb or 0) * 1e9)
+    limit_memory(device, room)
     if device.type != "cpu":
-        total = module.get_device_properties(0).total_memory
-        if room:
-            module.set_per_process_memory_fraction(min(1.0, room / total))
-        room = min(room or total, module.mem_get_info()[0])
+        free, total = module.mem_get_info()
+        room = min(room or total, free)
     guess = options.start or foretold(model_name, provider, room)
     model = build(Run(model_name, 1, options.most, False), device)
     PROVIDERS[provider](model)

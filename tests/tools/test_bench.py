@@ -91,27 +91,32 @@ def test_a_quick_run_leaves_a_result_file_and_charts(tmp_path, capsys):
     assert "ours (reference)" in shown
 
 
-def test_a_wrong_provider_gets_no_time(tmp_path, planted, capsys):
-    planted(lambda gate, up: gate * up)
+def wrote(gate, up):
+    result = torch.nn.functional.silu(gate) * up
+    gate.data.mul_(2)
+    return result
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda gate, up: gate * up,
+        lambda gate, up: torch.nn.functional.silu(gate) * up.detach() + 0 * up,
+        wrote,
+    ],
+    ids=["result", "gradient alone", "writes its inputs"],
+)
+def test_a_wrong_provider_gets_no_time_and_spoils_nobody(tmp_path, planted, capsys, formula):
+    planted(formula)
     _, result, _ = run(
         tmp_path,
-        *("--ops", "swiglu", "--samples", "8192x8192", "--providers", "ours,planted"),
+        *("--ops", "swiglu", "--samples", "8192x8192", "--providers", "planted,torch,ours"),
     )
     (wrong,) = rows_of(result, "planted")
     assert wrong["status"] == "wrong"
-    assert wrong["error"]["tolerances"] > 1
-    assert "both_ms" not in wrong
-    assert "forward_ms" not in wrong
-    assert rows_of(result, "ours")[0]["both_ms"] > 0
+    assert not {"both_ms", "forward_ms"} & set(wrong)
+    assert [rows_of(result, n)[0]["status"] for n in ("torch", "ours")] == ["ok", "ok"]
     assert "wrong" in capsys.readouterr().out
-
-
-def test_a_wrong_gradient_alone_is_enough(tmp_path, planted):
-    planted(lambda gate, up: torch.nn.functional.silu(gate) * up.detach() + 0 * up)
-    _, result, _ = run(
-        tmp_path, "--ops", "swiglu", "--samples", "8192x8192", "--providers", "planted"
-    )
-    assert result["rows"][0]["status"] == "wrong"
 
 
 def test_of_several_outputs_a_wrong_gradient_of_one_is_enough(tmp_path, monkeypatch):
@@ -126,21 +131,6 @@ def test_of_several_outputs_a_wrong_gradient_of_one_is_enough(tmp_path, monkeypa
     assert code == 0
     status = {row["provider"]: row["status"] for row in result["rows"]}
     assert status == {"planted": "wrong", "ours": "ok", "torch": "ok", "aten": "ok"}
-
-
-def test_whoever_writes_its_inputs_is_wrong_and_spoils_nobody(tmp_path, planted):
-    def greedy(gate, up):
-        result = torch.nn.functional.silu(gate) * up
-        gate.data.mul_(2)
-        return result
-
-    planted(greedy)
-    _, result, _ = run(
-        tmp_path,
-        *("--ops", "swiglu", "--samples", "8192x8192", "--providers", "planted,torch,ours"),
-    )
-    assert rows_of(result, "planted")[0]["status"] == "wrong"
-    assert [rows_of(result, n)[0]["status"] for n in ("torch", "ours")] == ["ok", "ok"]
 
 
 @pytest.mark.parametrize(
@@ -216,24 +206,6 @@ def test_a_file_that_cannot_be_finished_is_not_left(tmp_path):
         stop_halfway(temporary)
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--ops", "rms_nrom"], "unknown operator 'rms_nrom'; did you mean 'rms_norm'"),
-        (["--samples", "8192x4095"], "unknown sample '8192x4095'; did you mean '8192x4096'"),
-        (["--providers", "ours,torhc"], "unknown provider 'torhc'; did you mean 'torch'"),
-        (["--dtype", "bf61"], "unknown dtype 'bf61'; did you mean 'bf16'"),
-        (["--seconds", "-1"], "--seconds must be positive"),
-        (["--providers", ","], "--providers names nobody"),
-    ],
-)
-def test_unknown_names_end_with_the_nearest(arguments, text, capsys):
-    with pytest.raises(SystemExit) as stop:
-        bench.parse([*QUICK, *arguments])
-    assert stop.value.code == 2
-    assert text in " ".join(capsys.readouterr().err.split())
 
 
 # --- the project's runner refuses on a red suite ---
@@ -318,7 +290,9 @@ def test_the_command_fails_where_an_operator_is_wrong(monkeypatch, capsys):
     ("arguments", "text"),
     [
         (["--ops", "rms_nrom"], "unknown operator 'rms_nrom'; did you mean 'rms_norm'"),
-        (["--providers", "torhc"], "unknown provider 'torhc'; did you mean 'torch'"),
+        (["--samples", "8192x4095"], "unknown sample '8192x4095'; did you mean '8192x4096'"),
+        (["--providers", "ours,torhc"], "unknown provider 'torhc'; did you mean 'torch'"),
+        (["--providers", ","], "--providers names nobody"),
         (["--dtype", "bf61"], "unknown dtype 'bf61'; did you mean 'bf16'"),
         (["--seconds", "0"], "--seconds must be positive, got 0"),
         (["--device", "gpu"], "--device gpu: "),
@@ -506,30 +480,21 @@ def test_ours_with_a_smaller_chunk_is_ours():
     torch.testing.assert_close(less.call(**tensors), ours.call(**tensors))
 
 
-@pytest.mark.parametrize("name", sorted(bench_peers.EXPERTS))
-def test_experts_of_transformers_are_ours(name):
-    pytest.importorskip("transformers")
-    bench_case = case("fused_moe", "wider")
-    tensors = bench_cases.draw(bench_case.sample, torch.device("cpu"), torch.float32)
-    peer = bench_providers.find(name, bench_case, torch.device("cpu"), torch.float32)
-    expected = FORMULAS["fused_moe"](**tensors)
-    torch.testing.assert_close(peer.call(**tensors), expected)
-
-
 @pytest.mark.parametrize(
-    ("op", "name"),
+    ("op", "name", "provider"),
     [
-        ("gated_delta_rule", "qwen3-next"),
-        ("kimi_delta_attention", "kimi-linear"),
-        ("selective_scan", "mamba"),
-        ("ssd_scan", "mamba2"),
+        *(("fused_moe", "wider", name) for name in sorted(bench_peers.EXPERTS)),
+        ("gated_delta_rule", "qwen3-next", "transformers"),
+        ("kimi_delta_attention", "kimi-linear", "transformers"),
+        ("selective_scan", "mamba", "transformers"),
+        ("ssd_scan", "mamba2", "transformers"),
     ],
 )
-def test_scans_of_transformers_are_ours(op, name):
+def test_functions_of_transformers_are_ours(op, name, provider):
     pytest.importorskip("transformers")
-    bench_case = case(op, name)
-    tensors = bench_cases.draw(bench_case.sample, torch.device("cpu"), torch.float32)
-    peer = bench_providers.find("transformers", bench_case, torch.device("cpu"), torch.float32)
+    bench_case, device = case(op, name), torch.device("cpu")
+    tensors = bench_cases.draw(bench_case.sample, device, torch.float32)
+    peer = bench_providers.find(provider, bench_case, device, torch.float32)
     if function := bench_peers.missing(op):  # of older versions
         assert peer == f"the installed transformers has no {function}"
         pytest.skip(peer)
@@ -660,66 +625,22 @@ def test_a_trial_keeps_rows_of_operators_and_of_a_step(tmp_path):
 
 # --- traces ---
 
-STEP = [
-    Span("_rms_norm_forward_kernel", 0, 5),
-    Span("nvjet_gemm", 28, 40),
-    Span("_cross_entropy_forward_kernel", 40, 50),
-    Span("nvjet_gemm", 50, 60),
-    Span("_cross_entropy_forward_kernel", 61, 70),  # a second chunk, of the same head
-    Span("_rms_norm_backward_kernel", 90, 95),
-]
 
-
-def test_idle_time_is_where_nothing_runs():
-    assert traces.idle([]) == 0
-    assert traces.idle([Span("a", 0, 10), Span("b", 2, 5), Span("c", 9, 12)]) == 0
-    assert traces.idle([Span("c", 20, 21), Span("a", 0, 10), Span("b", 2, 5)]) == 10
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["heads", "--shapes", "64x32x500", "--chunks", "auto,64KiB", "--rounds", "2"],
-        ["operators", "--ops", "layer_norm", "--samples", "8192x4096", "--calls", "1"],
-    ],
-    ids=lambda case: case[0],
-)
-def test_a_trial_on_a_cpu(arguments, capsys):
-    assert traces.main(arguments) == 0
+def test_a_trial_on_a_cpu(capsys):
+    assert traces.main(["--ops", "layer_norm", "--samples", "8192x4096", "--calls", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    expected = {"heads": 5 + 2 * 4, "operators": 3}[arguments[0]]
-    assert (
-        len([line for line in lines if " us" in line or " ms" in line or "TB/s" in line])
-        == expected
-    )
+    assert len([line for line in lines if " us" in line or "TB/s" in line]) == 3
 
 
-def test_a_gemm_is_known_by_its_name():
-    for name in ("nvjet_tst_128x256", "sm90_xmma_gemm_bf16", "cutlass_80_tensorop", "aten::mm"):
-        assert traces.GEMM.search(name)
-    for name in ("_cross_entropy_forward_kernel", "aten::mul", "elementwise_kernel"):
-        assert not traces.GEMM.search(name)
-
-
-CASE = SimpleNamespace(op="jsd", label="logits-8x9")
-PEAK = SimpleNamespace(copy_bytes_per_second=3e12)
-KERNELS = [Span("_jsd_kernel", 0, 8), Span("void at::reduce<int, 4>(int)", 9, 60)]
-LINES = {
-    "heads": [
-        traces.head_line("8x4x9 three GEMMs", [STEP], 0),
-        traces.head_line("8x4x9 chunk=auto", [STEP], 30.0),
-    ],
-    "operators": [
-        traces.operator_line(CASE, "forward", [KERNELS], 2**20, PEAK),
-        traces.operator_line(CASE, "backward", [KERNELS[:1]], 2**21, PEAK),
-    ],
-}
-
-
-@pytest.mark.parametrize("name", LINES)
-def test_the_page_has_every_line_that_is_printed(name):
-    table = trace_pages.TABLES[name]
-    rows = trace_pages.rows(table, [*LINES[name], "    12.0 us in 3: a kernel"])
-    assert len(rows) == {"heads": 2}.get(name, 1)
-    assert all(len(cells) == len(table.heads) for cells in rows)
-    assert all(cells[-1] for cells in rows)
+def test_the_page_has_every_line_that_is_printed():
+    case = SimpleNamespace(op="jsd", label="logits-8x9")
+    peak = SimpleNamespace(copy_bytes_per_second=3e12)
+    kernels = [Span("_jsd_kernel", 0, 8), Span("void at::reduce<int, 4>(int)", 9, 60)]
+    lines = [
+        traces.operator_line(case, "forward", [kernels], 2**20, peak),
+        traces.operator_line(case, "backward", [kernels[:1]], 2**21, peak),
+    ]
+    table = trace_pages.TABLES["operators"]
+    (cells,) = trace_pages.rows(table, [*lines, "    12.0 us in 3: a kernel"])
+    assert len(cells) == len(table.heads)
+    assert cells[-1]

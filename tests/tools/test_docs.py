@@ -22,11 +22,9 @@ import liger_multi
 from benchmarks import examples as example_runs
 from benchmarks import pictures, store
 from benchmarks.tables import measured as docs_benchmarks
-from benchmarks.tables import operators_h100
 from benchmarks.tables import performance as docs_performance
 from ci import docs
-from ci.docs import blocks as docs_blocks
-from ci.docs import status as docs_status
+from ci import verification as docs_status
 from liger_multi.cli import main as command_line
 from liger_multi.dispatch import config
 from tests import comparing, harness
@@ -136,7 +134,7 @@ def test_a_page_has_at_most_200_lines(path):
     """A page answers one question; what is longer is two pages. Rows of tables do not count."""
     lines = path.read_text(encoding="utf-8").splitlines()
     assert len([line for line in lines if not line.startswith("|")]) <= 200
-    long = [x for x in lines if len(x) > docs_blocks.WIDTH and not x.startswith("|")]
+    long = [x for x in lines if len(x) > docs.WIDTH and not x.startswith("|")]
     assert not long
 
 
@@ -215,20 +213,13 @@ def test_the_site_loads_nothing_from_elsewhere(site):
     assert not re.search("@import|url\\(", (site / "docs" / "site.css").read_text())
 
 
-def test_every_operator_is_beside_its_peers():
-    text = (ROOT / "docs" / "operators-h100.md").read_text(encoding="utf-8")
-    table = operators_h100.every()
-    assert table.partition("\n\n")[2] in text, "make docs"
-    assert all(f"`{name}`" in table for name in docs.public_operators())
-
-
 def test_what_is_under_80_percent_has_its_limit():
     page = (ROOT / "docs" / "operators-h100.md").read_text(encoding="utf-8")
     limits = page.partition("\n## Below the target")[2].partition("\n## ")[0]
     under = {
         op
-        for (op, _), rows in operators_h100.measured().items()
-        if (operators_h100.peak(rows["ours"]) or 100) < 79.5
+        for (op, _), rows in docs_performance.operators_measured().items()
+        if (docs_performance.peak(rows["ours"]) or 100) < 79.5
     }
     assert sorted(op for op in under if f"`{op}`" not in limits) == []
 
@@ -293,11 +284,6 @@ def test_every_table_has_its_place_in_a_page():
         assert text.count(f"<!-- {name}:end -->") == 1, name
 
 
-def test_a_page_quotes_no_single_number():
-    for path in EVERY:
-        assert "<!-- = " not in path.read_text(encoding="utf-8"), path.name
-
-
 # --- pictures ---
 
 
@@ -309,44 +295,7 @@ def test_a_picture_shows_what_the_results_have(name):
     assert path.stat().st_size < 80_000
 
 
-def test_the_headline_shows_the_rows_of_the_table_below_it():
-    (memory, speed) = pictures.headline().data["panels"].values()
-    table = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    rows = [
-        line.split("|")[1:-1] for line in table if re.search(r"^\|.*, (peak memory|speed) \|", line)
-    ]
-    shown = {"peak memory": memory, "speed": speed}
-    compared = 0
-    for what, *cells in rows:
-        name, _, metric = what.strip().rpartition(", ")
-        if name in shown[metric]:
-            numbers = [re.search(r"[\d.]+", cell)[0] for cell in cells]
-            assert numbers == list(shown[metric][name].values()), what
-            compared += 1
-    assert compared >= 2
-
-
 # --- one provenance ---
-
-
-def made_tables(text):
-    """The generated parts of a page, by name."""
-    return dict(re.findall(r"<!-- ([\w-]+):start -->(.*?)<!-- \1:end -->", text, re.DOTALL))
-
-
-def test_tables_of_performance_name_card_date_and_versions():
-    pages = {"README.md": ["headline"], "docs/performance.md": list(docs_performance.BLOCKS)}
-    pages["docs/operators-h100.md"] = ["operators-h100"]
-    for page, names in pages.items():
-        tables = made_tables((ROOT / page).read_text(encoding="utf-8"))
-        for name in names:
-            table = tables[name]
-            if "Not measured yet" in table:
-                continue
-            text = table.partition("\n| ")[0].replace("\n", " ")
-            assert re.search(r"NVIDIA H[12]00.*, 20\d\d-\d\d-\d\d.*commit \w+.*torch \d", text), (
-                name
-            )
 
 
 def measured(date, card, rows, run_type="longest", **more):

@@ -20,7 +20,7 @@ import torch._inductor  # inner sessions forget what they import first, and it a
 
 from benchmarks import convergence, recompute, store
 from ci import results
-from ci.docs import status as docs_status
+from ci import verification as docs_status
 from liger_multi.cli import doctor  # noqa: F401, inner sessions forget what they import first
 from liger_multi.dispatch.registry import backends
 

@@ -16,7 +16,7 @@ from ci.results import Result
 
 # --- verification ---
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 NOT_RUN = "**not run on hardware**"
 CODE_GENERATORS = {"cuda": "_nvidia", "rocm": "_amd"}
 HEAD = """\
