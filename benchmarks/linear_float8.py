@@ -51,6 +51,7 @@ SHAPES = (
 )
 MLPS = ((8192, 4096, 14336), (16384, 2048, 8192))
 TINY_SHAPES = ((64, 32, 48),)
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KERNELS = {
     "FP8 GEMM": "e4m3|f8f8|nvjet_(sm[0-9]+_)?qq",
     "rounding": "quantize|_across_kernel",
@@ -327,10 +328,8 @@ def lora(place: Place) -> Iterator[Row]:
     """Checkpointed steps of LoRA on all layers of an 8B model."""
     import peft
 
-    from benchmarks.lora import TARGETS
-
     model, ids = _built(place, "lora")
-    settings = peft.LoraConfig(r=16, lora_alpha=32, target_modules=list(TARGETS))
+    settings = peft.LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS)
     wrapped = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     wrapped.enable_input_require_grads()
     thin = [p for p in wrapped.parameters() if p.requires_grad]

@@ -364,9 +364,17 @@ class Turns:
         self.turns: list[dict[str, Any]] = []
         self.failure: str | None = None
 
+    def ask(self, steps: int) -> None:
+        """Begin a turn, where that can be done ahead of the answer."""
+
+    def answer(self) -> dict[str, Any]:
+        """What the turn found, once it has ended."""
+        return {}
+
     def measure(self, steps: int) -> dict[str, Any]:
         """One turn."""
-        raise NotImplementedError
+        self.ask(steps)
+        return self.answer()
 
     def turn(self, steps: int) -> None:
         """Measure some steps, unless an earlier turn failed."""
@@ -421,11 +429,6 @@ class Worker(Turns):
         lines = self.errors.read().strip().splitlines() or ["the process ended without a word"]
         errors = [text for text in lines if re.match(r"[\w.]*Error\b", text)]
         return {"failure": (errors or lines)[-1][:200]}
-
-    def measure(self, steps: int) -> dict[str, Any]:
-        """One turn, while the process waits for the next."""
-        self.ask(steps)
-        return self.answer()
 
     def end(self) -> None:
         """Let the process go."""
@@ -514,7 +517,7 @@ def compiled(variant: str) -> bool:
 
 def in_turns(workers: Sequence[Turns], rounds: int, steps: int) -> Iterator[int]:
     """Give every process its turns, one after the other; those that compile do so together."""
-    compiling = [one for one in workers if isinstance(one, Worker) and compiled(one.variant)]
+    compiling = [one for one in workers if compiled(one.variant)]
     for one in compiling:
         one.ask(0)
     for one in compiling:

@@ -41,8 +41,10 @@ def spans(call: Call, device: torch.device) -> list[Span]:
         call()
         wait(device)
     events: Any = profiler.events()
-    on_device = lambda e: e.device_type.name != "CPU" and not e.is_user_annotation  # noqa: E731
-    kept = [e for e in events if (e.cpu_parent is None if cpu else on_device(e))]
+    if cpu:
+        kept = [e for e in events if e.cpu_parent is None]
+    else:
+        kept = [e for e in events if e.device_type.name != "CPU" and not e.is_user_annotation]
     times = [Span(e.name, e.time_range.start, e.time_range.end) for e in kept]
     return sorted(times, key=lambda span: span.start)
 

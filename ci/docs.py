@@ -366,7 +366,7 @@ def _schemas(op: Any) -> list[str]:
 TASKS = (
     ("Fine-tune a model", "`liger_multi.patch(model)`", "docs/patching.md"),
     ("Use the Trainer, TRL, Lightning or accelerate", "`TrainerCallback()`", "docs/trainers.md"),
-    ("Use axolotl, LLaMA-Factory, ms-swift, verl or torchtitan", "a plugin", "docs/plugins.md"),
+    ("Use axolotl, LLaMA-Factory, ms-swift, verl", "a plugin", "docs/trainers.md#plugins"),
     ("Use LoRA or QLoRA", "patch the model of PEFT", "docs/peft.md"),
     ("Multiply in FP8, or keep a frozen base in it", "`linear_float8`", "docs/fp8.md"),
     ("Read logits of a patched model", "`outputs.logits`", "docs/logits.md"),

@@ -1,7 +1,7 @@
 """Tables of measured numbers: memory, plans, recomputation, FP8 heads, LoRA, examples, curves.
 
 They are made of what ``python -m benchmarks.memory``, ``benchmarks.plans``,
-``benchmarks.recompute``, ``benchmarks.losses``, ``benchmarks.lora``, ``benchmarks.examples`` and
+``benchmarks.recompute``, ``benchmarks.examples`` and
 ``benchmarks.convergence`` write.
 """
 

@@ -7,9 +7,8 @@ import argparse
 import copy
 import json
 import subprocess
-import sys
-import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ pytest.importorskip("transformers")
 from benchmarks import plans
 from benchmarks.memory import Case as Small
 from benchmarks.plans import Case as Run
-from benchmarks.plans import Worker, executed
+from benchmarks.plans import executed
 from liger_multi import configure
 from liger_multi.cli.main import main
 from liger_multi.errors import ConfigurationError, PlanError
@@ -697,74 +696,24 @@ def test_the_command(tmp_path, capsys):
 
 SETTINGS = Settings(sequence=64, micro_batch=2, chunk=64, recompute="full", layers=1)
 CASE = Run("nothing", 64, 2, "1GiB")
-MEASURED = {"measured_bytes": 100, "measured_seconds": 2.0, "loss": 1.0}
-
-
-def pretending(code):
-    """A worker that runs ``code`` once it has its candidate."""
-    command = [sys.executable, "-c", f"import json, sys; line = sys.stdin.readline()\n{code}"]
-    return Worker("cpu", command)
-
-
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        ("raise MemoryError('of the host')", "MemoryError: of the host"),
-        ("sys.exit('torch.OutOfMemoryError: tried to allocate 2 GiB')", "out of memory"),
-        ("import os; os.kill(os.getpid(), 9)", "ended by signal 9"),
-        ("import time; time.sleep(60)", "no end within 2 s"),
-        ("pass", "no output"),
-    ],
-)
-def test_failing_process_row(code, message):
-    limit = 2 if "sleep" in code else 30
-    assert pretending(code).run(CASE, SETTINGS, 1, limit)["failure"] == message
-
-
-def test_process_candidate():
-    code = "print(json.dumps({'got': json.loads(line)}))"
-    result = pretending(code).run(CASE, SETTINGS, 3, 30)
-    assert result["got"] == [vars(CASE), SETTINGS.as_data(), 3]
-    assert result["process_seconds"] > 0
 
 
 def candidate(seconds, host=0):
     return Candidate(SETTINGS, 100, {}, seconds, host_bytes=host)
 
 
-def options_of(**options):
-    until = time.monotonic() + 60
-    return argparse.Namespace(**{"steps": 1, "most": 3, "limit": 30, "until": until} | options)
-
-
-def two_plans():
-    data = {"case": vars(CASE), "plan_seconds": 1, "ways": 3, "fit": 3}
-    candidates = [candidate(seconds).as_data() for seconds in (1.0, 2.0, 3.0)]
-    return [{**data, "candidates": candidates}, {**data, "candidates": candidates[:1]}]
-
-
-def test_rows_written_after_every_candidate():
-    """In rounds over the cases; a failed candidate has no rank and does not stop the others."""
-    written = []
-    codes = iter([f"print({json.dumps(json.dumps(MEASURED))})"] * 2 + ["raise ValueError('x')"] * 2)
-    rows = plans.execute(
-        two_plans(),
-        lambda: pretending(next(codes)),
-        options_of(),
-        lambda rows: written.append([len(row["runs"]) for row in rows]),
-    )
-    assert written == [[1, 0], [1, 1], [2, 1], [3, 1]]
-    assert [run.get("failure") for run in rows[0]["runs"]] == [None, *["ValueError: x"] * 2]
-    assert rows[0]["runs"][0]["error_percent"] == 0
-    assert rows[0]["order_agrees"]
-    assert "candidates" not in rows[0]
-
-
-def test_no_candidate_starts_after_deadline(capsys):
-    late = options_of(until=time.monotonic() + 10, limit=30)
-    rows = plans.execute(two_plans(), lambda: pretending("pass"), late, lambda rows: None)
-    assert [row["runs"] for row in rows] == [[], []]
-    assert "4 candidates are left" in capsys.readouterr().out
+def test_a_row_of_executed_candidates(monkeypatch):
+    """A failed candidate has no rank and does not stop the others."""
+    measured = {"measured_bytes": 100, "measured_seconds": 2.0, "loss": 1.0}
+    answers = iter([measured, {"failure": "out of memory"}])
+    monkeypatch.setattr(plans.harness, "child", lambda *_, **__: next(answers))
+    options = argparse.Namespace(most=2, steps=1, device="cpu")
+    training_plan = SimpleNamespace(candidates=[1, 2, 3], fitting=[candidate(1.0), candidate(2.0)])
+    row = plans.execute(CASE, training_plan, options)
+    assert [run.get("failure") for run in row["runs"]] == [None, "out of memory"]
+    assert row["runs"][0]["error_percent"] == 0
+    assert row["order_agrees"]
+    assert (row["ways"], row["fit"]) == (3, 2)
 
 
 def test_which_candidates_are_executed():
