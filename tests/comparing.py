@@ -7,7 +7,7 @@ are, on replicas with given hidden states.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +31,30 @@ def largest(tensor: torch.Tensor) -> float:
     """The largest finite magnitude; 0 for an empty tensor."""
     finite = tensor.detach().double().nan_to_num(0.0, 0.0, 0.0)
     return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def saved(
+    call: Callable[[], Any], but: Iterable[torch.Tensor] = ()
+) -> tuple[Any, list[torch.Tensor]]:
+    """The result of a call, and what autograd keeps for it: one tensor of each storage.
+
+    ``but`` are tensors of the caller, which are kept in any case.
+    """
+    tensors: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = call()
+    own = {tensor.untyped_storage().data_ptr() for tensor in but}
+    return result, [tensor for place, tensor in tensors.items() if place not in own]
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of tensors that share none."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def resolution(expected: Iterable[torch.Tensor], eps: float) -> float:

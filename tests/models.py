@@ -6,6 +6,7 @@ Tiny data, tokenizers and arguments for tests with trainers.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from liger_multi.arguments import cache_parameter, caches
 from liger_multi.dispatch.op import inline_ops
+from liger_multi.patching import patch
 from tests.comparing import assert_same_gradients, gradients, resolution
 
 transformers = pytest.importorskip("transformers")
@@ -183,11 +185,19 @@ def build(
 
 
 def pair(
-    model_type: str = "llama", device: Any = "cpu", dtype: Any = torch.float32, **config: Any
+    model_type: str = "llama",
+    device: Any = "cpu",
+    dtype: Any = torch.float32,
+    *,
+    patching: dict[str, Any] | None = None,
+    **config: Any,
 ) -> tuple[Any, Any]:
-    """Two equal models, neither patched."""
+    """Two equal models; the second one is patched with these options, or is not where None."""
     stock = build(model_type, **config).to(device=device, dtype=dtype)
-    return stock, copy.deepcopy(stock)
+    ours = copy.deepcopy(stock)
+    if patching is not None:
+        patch(ours, **patching)
+    return stock, ours
 
 
 def batch(
@@ -313,6 +323,44 @@ class FusedCalls:
             return stock(*args, **kwargs)
 
         monkeypatch.setattr(ops, "fused_linear_cross_entropy", counted)
+
+
+def recorded(monkeypatch: Any, owner: Any, name: str) -> list[tuple[tuple[Any, ...], Any]]:
+    """The calls of a function that still runs: arguments and keywords of each."""
+    calls, function = [], getattr(owner, name)
+
+    @functools.wraps(function)
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, spy)
+    return calls
+
+
+def adapters(
+    model: Any,
+    targets: Any = (),
+    *,
+    seed: int = 3,
+    std: float = 0.1,
+    name: str = "default",
+    **config: Any,
+) -> Any:
+    """The model in PEFT, with LoRA on layers of these names that adds something."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(seed)
+    config = {"r": 4, "lora_alpha": 8, "target_modules": list(targets), **config}
+    return filled(peft.get_peft_model(model, peft.LoraConfig(**config), adapter_name=name), std)
+
+
+def filled(model: Any, std: float = 0.1) -> Any:
+    """The model with random second factors of its adapters, which begin as zeros."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=std)
+    return model
 
 
 class Calls(Counter[str]):

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from liger_multi.dispatch.op import OPS, inline_ops
 from liger_multi.patching import patch, unpatch
 from tests.comparing import assert_same_gradients, gradients, largest, resolution
-from tests.models import Graphs, assert_same_training
+from tests.models import Graphs, adapters, assert_same_training
 from tests.sweep.cases import build, inputs, registered
 from tests.sweep.multimodal import modalities
 from tests.sweep.run import executed
@@ -269,16 +269,8 @@ def linears(model_type, model, tower):
 
 def adapted(model, targets):
     """Two equal models with adapters that add something."""
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(3)
-    adapted_model = peft.get_peft_model(
-        model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
-    )
-    with torch.no_grad():
-        for name, parameter in adapted_model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.2)
-    return adapted_model, copy.deepcopy(adapted_model)
+    stock = adapters(model, targets, std=0.2)
+    return stock, copy.deepcopy(stock)
 
 
 @every

@@ -17,7 +17,7 @@ import liger_multi
 from liger_multi import losses
 from liger_multi.patching.rotary import recognized
 from tests.comparing import assert_same_gradients, gradients
-from tests.models import batch, build
+from tests.models import assert_same_training, batch, build
 
 SIZE = 32
 
@@ -41,52 +41,6 @@ class Plain(nn.Module):
         return self.after(x, self.weight * n.to(x.dtype))
 
 
-class ZeroRows(Plain):
-    def after(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.where((x == 0).all(-1, keepdim=True), torch.ones_like(y), y)
-
-
-class ZeroRowsWithoutGradient(Plain):
-    def before(self, x: Tensor) -> Tensor:
-        return torch.where((x == 0).all(-1, keepdim=True), torch.zeros_like(x), x)
-
-
-class TinyInputs(Plain):
-    def before(self, x: Tensor) -> Tensor:
-        return x.masked_fill(x.abs() < 1e-5, 0)
-
-
-class TiniestInputs(Plain):
-    def before(self, x: Tensor) -> Tensor:
-        return x.masked_fill(x.abs() < 1e-20, 0)
-
-
-class TinyRows(Plain):
-    def after(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.where(x.abs().amax(-1, keepdim=True) < 1e-12, torch.zeros_like(y), y)
-
-
-class TinyOutputs(Plain):
-    def after(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.hardshrink(y, 1e-7)
-
-
-class HugeInputs(Plain):
-    def before(self, x: Tensor) -> Tensor:
-        return x.clamp(-1e10, 1e10)
-
-
-class ConstantRows(Plain):
-    def after(self, x: Tensor, y: Tensor) -> Tensor:
-        flat = x.amax(-1, keepdim=True) == x.amin(-1, keepdim=True)
-        return torch.where(flat, torch.zeros_like(y), y)
-
-
-class Infinite(Plain):
-    def before(self, x: Tensor) -> Tensor:
-        return torch.nan_to_num(x, neginf=-1.0)
-
-
 class PlainLayerNorm(Plain):
     """The same around PyTorch's layer norm."""
 
@@ -97,19 +51,6 @@ class PlainLayerNorm(Plain):
     def forward(self, x: Tensor) -> Tensor:
         y = F.layer_norm(self.before(x), x.shape[-1:], self.weight, self.bias, self.eps)
         return self.after(x, y)
-
-
-class LayerNormOfConstants(PlainLayerNorm):
-    after = ConstantRows.after
-
-
-class LayerNormOfTinyRows(PlainLayerNorm):
-    def before(self, x: Tensor) -> Tensor:
-        return torch.where(x.abs().amax(-1, keepdim=True) < 1e-10, torch.zeros_like(x), x)
-
-
-class LayerNormOfZeros(PlainLayerNorm):
-    after = ZeroRows.after
 
 
 class Gated(nn.Module):
@@ -127,11 +68,6 @@ class Gated(nn.Module):
         n = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
         y = self.weight * n.to(hidden_states.dtype)
         return (y * F.silu(self.closed(gate).float())).to(hidden_states.dtype)
-
-
-class GatedUnlessTiny(Gated):
-    def closed(self, gate: Tensor) -> Tensor:
-        return gate.masked_fill(gate.abs() < 1e-6, 1.0)
 
 
 def replaced(module: nn.Module) -> set[str]:
@@ -152,16 +88,50 @@ def test_norms_of_any_width_are_replaced(size: int, eps: float) -> None:
     assert replaced(nn.RMSNorm(size, eps=eps))
 
 
-@pytest.mark.parametrize(
-    "module_class",
-    [
-        *(ZeroRows, ZeroRowsWithoutGradient, TinyInputs, TiniestInputs, TinyRows, TinyOutputs),
-        *(HugeInputs, ConstantRows, Infinite, GatedUnlessTiny),
-        *(LayerNormOfConstants, LayerNormOfTinyRows, LayerNormOfZeros),
-    ],
-)
-def test_norms_with_a_way_of_their_own_are_left(module_class: Any) -> None:
-    assert not replaced(module_class())
+def ones_for_zeros(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return torch.where((x == 0).all(-1, keepdim=True), torch.ones_like(y), y)
+
+
+def zeros_for_constants(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    flat = x.amax(-1, keepdim=True) == x.amin(-1, keepdim=True)
+    return torch.where(flat, torch.zeros_like(y), y)
+
+
+def zeros_for_tiny_rows(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return torch.where(x.abs().amax(-1, keepdim=True) < 1e-10, torch.zeros_like(y), y)
+
+
+OTHER_WAYS: dict[str, Any] = {
+    "zero rows": (Plain, {"after": ones_for_zeros}),
+    "zero rows without gradient": (
+        Plain,
+        {
+            "before": lambda m, x: torch.where(
+                (x == 0).all(-1, keepdim=True), torch.zeros_like(x), x
+            )
+        },
+    ),
+    "tiny inputs": (Plain, {"before": lambda m, x: x.masked_fill(x.abs() < 1e-5, 0)}),
+    "tiniest inputs": (Plain, {"before": lambda m, x: x.masked_fill(x.abs() < 1e-20, 0)}),
+    "tiny rows": (Plain, {"after": zeros_for_tiny_rows}),
+    "tiny outputs": (Plain, {"after": lambda m, x, y: F.hardshrink(y, 1e-7)}),
+    "huge inputs": (Plain, {"before": lambda m, x: x.clamp(-1e10, 1e10)}),
+    "constant rows": (Plain, {"after": zeros_for_constants}),
+    "infinity": (Plain, {"before": lambda m, x: torch.nan_to_num(x, neginf=-1.0)}),
+    "tiny gates": (Gated, {"closed": lambda m, gate: gate.masked_fill(gate.abs() < 1e-6, 1.0)}),
+    "layer norm of constants": (PlainLayerNorm, {"after": zeros_for_constants}),
+    "layer norm of tiny rows": (
+        PlainLayerNorm,
+        {"before": lambda m, x: zeros_for_tiny_rows(m, x, x)},
+    ),
+    "layer norm of zeros": (PlainLayerNorm, {"after": ones_for_zeros}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_WAYS)
+def test_norms_with_a_way_of_their_own_are_left(name: str) -> None:
+    base, methods = OTHER_WAYS[name]
+    assert not replaced(type("Other", (base,), methods)())
 
 
 class Mlp(nn.Module):
@@ -183,30 +153,18 @@ class Mlp(nn.Module):
         return self.after(x, self.down_proj(gate * self.up_proj(x)))
 
 
-class MlpOfZeros(Mlp):
-    def after(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.where((x == 0).all(-1, keepdim=True), torch.ones_like(y), y)
-
-
-class MlpOfTinyGates(Mlp):
-    def inner(self, gate: Tensor) -> Tensor:
-        return gate.masked_fill(gate.abs() < 1e-7, 0)
-
-
-class MlpOfTinyOutputs(Mlp):
-    def after(self, x: Tensor, y: Tensor) -> Tensor:
-        return y.masked_fill(y.abs() < 1e-9, 0)
+MLPS: dict[str, Any] = {
+    "plain": {},
+    "zero rows": {"after": ones_for_zeros},
+    "tiny gates": {"inner": lambda m, gate: gate.masked_fill(gate.abs() < 1e-7, 0)},
+    "tiny outputs": {"after": lambda m, x, y: y.masked_fill(y.abs() < 1e-9, 0)},
+}
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_plain_mlp_is_replaced(bias: bool) -> None:
-    assert replaced(Mlp(bias))
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("module_class", [MlpOfZeros, MlpOfTinyGates, MlpOfTinyOutputs])
-def test_mlps_with_a_way_of_their_own_are_left(module_class: Any, bias: bool) -> None:
-    assert not replaced(module_class(bias))
+@pytest.mark.parametrize("name", MLPS)
+def test_mlps_with_a_way_of_their_own_are_left(name: str, bias: bool) -> None:
+    assert bool(replaced(type("Other", (Mlp,), MLPS[name])(bias))) == (name == "plain")
 
 
 def _half(x: Tensor) -> Tensor:
@@ -219,48 +177,37 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     return q * cos + _half(q) * sin, k * cos + _half(k) * sin
 
 
-def rotated_unless_tiny(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> Any:
-    a, b = rotated(q, k, cos, sin, unsqueeze_dim)
-    return a, b.masked_fill(b.abs() < 1e-7, 0)
-
-
-def rotated_unless_huge(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> Any:
-    a, b = rotated(q, k, cos, sin, unsqueeze_dim)
-    return a.clamp(-1e4, 1e4), b
-
-
 def test_rotary_functions() -> None:
+    def unless_tiny(*args: Tensor, **options: int) -> Any:
+        a, b = rotated(*args, **options)
+        return a, b.masked_fill(b.abs() < 1e-7, 0)
+
+    def unless_huge(*args: Tensor, **options: int) -> Any:
+        a, b = rotated(*args, **options)
+        return a.clamp(-1e4, 1e4), b
+
     assert not isinstance(recognized(rotated), str)
-    assert isinstance(recognized(rotated_unless_tiny), str)
-    assert isinstance(recognized(rotated_unless_huge), str)
+    assert isinstance(recognized(unless_tiny), str)
+    assert isinstance(recognized(unless_huge), str)
 
 
 def test_experts() -> None:
-    from tests.models import build
-
     model = build("mixtral")
     assert any(e.op == "fused_moe" for e in liger_multi.patch(model).entries)
     liger_multi.unpatch(model)
     experts = type(model.model.layers[0].mlp.experts)
 
-    class Cut(experts):  # type: ignore[misc, valid-type]
-        def forward(self, hidden_states: Tensor, *routes: Any) -> Tensor:
-            y = super().forward(hidden_states, *routes)
-            return y.masked_fill(y.abs() < 1e-8, 0)
+    def cut(m: Any, x: Tensor, *routes: Any) -> Tensor:
+        y = experts.forward(m, x, *routes)
+        return y.masked_fill(y.abs() < 1e-8, 0)
 
-    class OfZeros(experts):  # type: ignore[misc, valid-type]
-        def forward(self, hidden_states: Tensor, *routes: Any) -> Tensor:
-            y = super().forward(hidden_states, *routes)
-            zero = (hidden_states == 0).all(-1, keepdim=True)
-            return torch.where(zero, torch.full_like(y, math.pi), y)
+    def of_zeros(m: Any, x: Tensor, *routes: Any) -> Tensor:
+        y = experts.forward(m, x, *routes)
+        return torch.where((x == 0).all(-1, keepdim=True), torch.full_like(y, math.pi), y)
 
-    for module_class in (Cut, OfZeros):
+    for forward in (cut, of_zeros):
         for layer in model.model.layers:
-            layer.mlp.experts.__class__ = module_class
+            layer.mlp.experts.__class__ = type("Other", (experts,), {"forward": forward})
         assert not any(e.op == "fused_moe" for e in liger_multi.patch(model).entries)
         liger_multi.unpatch(model)
 
@@ -321,18 +268,23 @@ def step(model: Any, inputs: Any) -> Tensor:
     return loss.detach()
 
 
+def parametrized_and_patched(architecture: str, first: str, **options: Any) -> Any:
+    """A patched model with computed weights, and how often the patch computed each."""
+    model, in_patch = build(architecture, tied=False), Counter[str]()
+    if first == "patched":
+        liger_multi.patch(model, **options)
+    parametrize_all(model)
+    if first == "parametrized":
+        _, in_patch = counted(lambda: liger_multi.patch(model, **options))
+    return model, in_patch
+
+
 @pytest.mark.parametrize("first", ["parametrized", "patched"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mixtral", "gpt_oss"])
 def test_every_weight_is_computed_once(architecture: str, first: str) -> None:
-    stock = parametrize_all(build(architecture, tied=False))
-    ours, inputs = build(architecture, tied=False), batch()
-    if first == "parametrized":
-        parametrize_all(ours)
-        _, in_patch = counted(lambda: liger_multi.patch(ours))
-        assert not in_patch
-    else:
-        liger_multi.patch(ours)
-        parametrize_all(ours)
+    stock, inputs = parametrize_all(build(architecture, tied=False)), batch()
+    ours, in_patch = parametrized_and_patched(architecture, first)
+    assert not in_patch
     expected, times = counted(lambda: step(stock, inputs))
     actual, ours_times = counted(lambda: step(ours, inputs))
     assert ours_times.keys() == times.keys()
@@ -478,25 +430,19 @@ def test_compiled() -> None:
     stock, inputs = parametrize_head(build(tied=False)), batch()
     ours = copy.deepcopy(stock)
     liger_multi.patch(ours)
-    expected = step(stock, inputs)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(step(compiled, inputs), expected)
-    assert_same_gradients(gradients(ours), gradients(stock))
+    assert_same_training(
+        stock, ours, lambda m: (compiled if m is ours else m)(**inputs).loss, rtol=2e-5
+    )
 
 
+@pytest.mark.parametrize("first", ["parametrized", "patched"])
 @pytest.mark.parametrize("options", [{"linear": True}, {"linear_float8": {"smallest": 1}}], ids=str)
-def test_linear_layers(options: dict[str, Any]) -> None:
+def test_linear_layers(options: dict[str, Any], first: str) -> None:
     stock, inputs = parametrize_all(build(tied=False)), batch()
-    for first in ("parametrized", "patched"):
-        ours = build(tied=False)
-        if first == "parametrized":
-            parametrize_all(ours)
-            _, in_patch = counted(lambda ours=ours: liger_multi.patch(ours, **options))
-            assert not in_patch
-        else:
-            liger_multi.patch(ours, **options)
-            parametrize_all(ours)
-        _, times = counted(lambda: step(stock, inputs))
-        with liger_multi.use(deterministic="rows"):
-            _, ours_times = counted(lambda ours=ours: step(ours, inputs))
-        assert ours_times == times
+    ours, in_patch = parametrized_and_patched("llama", first, **options)
+    assert not in_patch
+    _, times = counted(lambda: step(stock, inputs))
+    with liger_multi.use(deterministic="rows"):
+        _, ours_times = counted(lambda: step(ours, inputs))
+    assert ours_times == times

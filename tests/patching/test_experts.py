@@ -211,8 +211,7 @@ def test_changed_experts(change):
 
 
 def test_a_replaced_gate_of_an_experts_class(monkeypatch):
-    stock, ours = pair("mixtral")
-    patch(ours)
+    stock, ours = pair("mixtral", patching={})
     module_class = type(experts_of(stock)[0])
     monkeypatch.setattr(module_class, "_apply_gate", lambda self, x: x.chunk(2, -1)[1])
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
@@ -309,8 +308,7 @@ def test_the_interface_compiles_after_a_call(interface):
 
 def test_the_routing_before_the_index():
     """What came first was taken for the index."""
-    stock, ours = pair("mixtral", num_hidden_layers=1)
-    patch(ours)
+    stock, ours = pair("mixtral", num_hidden_layers=1, patching={})
     x, index, routing = torch.randn(5, 32), torch.tensor([[0, 2]] * 5), torch.rand(5, 2)
     actual = [experts_of(m)[0](x, top_k_weights=routing, top_k_index=index) for m in (stock, ours)]
     torch.testing.assert_close(actual[1], actual[0])

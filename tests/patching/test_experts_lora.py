@@ -18,7 +18,14 @@ from liger_multi import ops
 from liger_multi.dispatch.op import inline_ops
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.experts import lora as expert_lora
-from tests.models import assert_as_exact, assert_same_training, batch, build
+from tests.models import (
+    adapters,
+    assert_as_exact,
+    assert_same_training,
+    batch,
+    build,
+    filled,
+)
 
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 EXPERTS, HIDDEN, INNER = 4, 32, 16
@@ -82,20 +89,10 @@ def adapted_model(model_type="qwen3_moe", dtype=torch.float32):
     return (OWN[model_type]() if model_type in OWN else build(model_type)).to(dtype)
 
 
-def adapted(model, name="default", seed=3, **config):
+def adapted(model, target_parameters=STACKS, **config):
     """The model with adapters on its experts, whose factors differ from expert to expert."""
-    torch.manual_seed(seed)
-    config = {"r": 3, "lora_alpha": 8, "target_modules": [], "target_parameters": STACKS} | config
-    config["target_parameters"] = list(config["target_parameters"])
-    return filled(peft.get_peft_model(model, peft.LoraConfig(**config), adapter_name=name))
-
-
-def filled(model):
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    return model
+    config = {"r": 3, "target_parameters": list(target_parameters)} | config
+    return adapters(model, config.pop("target_modules", []), **config)
 
 
 def pair(model_type="qwen3_moe", dtype=torch.float32, **config):
@@ -109,15 +106,13 @@ def loss_of(model):
 
 @pytest.fixture
 def calls(monkeypatch):
+    """Calls of the operators of experts."""
     counter = Counter()
     for name in ("lora_moe", "fused_moe"):
-        stock = getattr(ops, name)
-
-        def counted(*args, name=name, stock=stock, **options):
-            counter[name] += 1
-            return stock(*args, **options)
-
-        monkeypatch.setattr(ops, name, counted)
+        own = getattr(ops, name)
+        monkeypatch.setattr(
+            ops, name, lambda *a, name=name, own=own, **k: (counter.update([name]), own(*a, **k))[1]
+        )
     return counter
 
 
@@ -367,34 +362,29 @@ def test_no_tensor_has_the_size_of_a_stack(model_type):
 # --- left to PEFT ---
 
 
-def trained(ours):
-    ours.base_model.model.model.layers[
-        1
-    ].mlp.experts.base_layer.base_layer.down_proj.requires_grad_()
+LEFT = {
+    "are trained as well": lambda experts: experts.down_proj.requires_grad_(),
+    "something stands around": lambda experts: experts.register_forward_hook(
+        lambda module, args, output: output * 1.5
+    ),
+}
 
 
-def watched(ours):
-    inner = wrappers(ours)[0].base_layer.base_layer
-    inner.register_forward_hook(lambda module, args, output: output * 1.5)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"), [(trained, "are trained as well"), (watched, "something stands around")]
-)
-def test_other_adapters_run_peft_forward(change, reason, calls):
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("reason", LEFT)
+def test_other_adapters_run_peft_forward(reason, when, calls):
     """Before a patch, with the reason in its report, and after it."""
-    for when in ("before", "after"):
-        stock, ours = pair()
-        if when == "after":
-            patch(ours, strict=True)
-        change(stock)
-        change(ours)
-        if when == "before":
-            report = patch(ours)
-            assert [s.reason for s in report.skipped if s.op == "lora" and reason in s.reason]
-        calls.clear()
-        assert_same_training(stock, ours, loss_of)
-        assert calls["lora_moe"] == 0
+    stock, ours = pair()
+    if when == "after":
+        patch(ours, strict=True)
+    for model in (stock, ours):
+        LEFT[reason](wrappers(model)[0].base_layer.base_layer)
+    if when == "before":
+        report = patch(ours)
+        assert [s.reason for s in report.skipped if s.op == "lora" and reason in s.reason]
+    calls.clear()
+    assert_same_training(stock, ours, loss_of)
+    assert calls["lora_moe"] == 0
 
 
 def test_another_layout_is_left_to_peft():

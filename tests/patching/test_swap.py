@@ -83,8 +83,7 @@ def test_a_captured_forward_works_after_the_patch(part, copied, how, monkeypatch
 
 
 def test_a_captured_forward_is_pickled():
-    stock, ours = pair()
-    patch(ours)
+    stock, ours = pair(patching={})
     mlp_of = ours.model.layers[0].mlp
     mlp_of._old_forward = mlp_of.forward
     twin = pickle.loads(pickle.dumps(ours))
@@ -97,8 +96,7 @@ def test_a_captured_forward_is_pickled():
 
 def test_accelerates_hooks_before_and_after_unpatching():
     accelerate = pytest.importorskip("accelerate")
-    stock, ours = pair()
-    patch(ours, **ALONE)
+    stock, ours = pair(patching=ALONE)
     accelerate.cpu_offload(ours, execution_device=torch.device("cpu"))
     with torch.no_grad():
         expected = stock(**batch()).loss
@@ -108,8 +106,7 @@ def test_accelerates_hooks_before_and_after_unpatching():
 
 
 def test_a_compiled_forward_after_unpatching():
-    stock, ours = pair(num_hidden_layers=1)
-    patch(ours)
+    stock, ours = pair(num_hidden_layers=1, patching={})
     module = ours.model.layers[0].mlp
     module.forward = torch.compile(module.forward, backend="eager", fullgraph=True)
     assert_same_training(stock, ours, lambda m: m(**batch()).loss)
@@ -157,8 +154,7 @@ def test_captured_forwards_of_adapters():
 
 
 def test_compiled_graphs_keep_compiled_code():
-    stock, ours = pair(num_hidden_layers=1)
-    patch(ours)
+    stock, ours = pair(num_hidden_layers=1, patching={})
     graphs = Graphs()
     for model in (stock, ours):
         model.model.layers[0].mlp.act_fn.register_forward_hook(doubled)
