@@ -24,8 +24,7 @@ from transformers.models.llama import modeling_llama
 from liger_multi.patching import patch
 from liger_multi.patching.evidence import branches
 from liger_multi.patching.evidence.branches import Outcomes
-from tests.models import assert_same_training, batch, build, pair
-from tests.modules import Mlp, Norm, variant
+from tests.models import Mlp, Norm, assert_same_training, batch, build, pair, variant
 
 ALONE = {"fused_linear_cross_entropy": False}
 FACTOR = 1.0

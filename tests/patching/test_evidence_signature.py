@@ -20,14 +20,11 @@ from transformers.models.gemma import modeling_gemma
 from transformers.models.llama import modeling_llama
 
 from liger_multi import ops
-from liger_multi.patching import patch, rotary
+from liger_multi.patching import patch
 from liger_multi.patching.evidence.probe import probe_context
-from liger_multi.patching.experts import find as find_experts
-from liger_multi.patching.mlp import find as find_mlps
 from liger_multi.patching.mlp import fused as mlp
-from liger_multi.patching.norms import find as find_norms
-from tests.models import Calls, assert_same_training, batch, build, pair
-from tests.modules import Holder, Mlp, Norm, variant
+from tests.models import Calls, Holder, Mlp, Norm, assert_same_training, batch, build, pair, variant
+from tests.patching.test_apply import forget_probes
 
 ALONE = {"fused_linear_cross_entropy": False}
 
@@ -608,14 +605,6 @@ def test_dropout_layers_are_served_and_stay(inner, training):
 # --- surroundings of the patch ---
 
 
-def probes_forgotten():
-    for known in (
-        find_experts._known_experts,
-        *(m._known for m in (find_mlps, find_norms, rotary)),
-    ):
-        known.clear()
-
-
 META = torch.device("meta")
 SURROUNDINGS = {
     "fp64 by default": (
@@ -647,9 +636,9 @@ SURROUNDINGS = {
 def test_global_state_does_not_change_the_report(surroundings, module_class):
     """Under a default dtype of fp64, the first patch of a process left every MLP alone."""
     models = [build(module_class) for _ in range(3)]
-    probes_forgotten()
+    forget_probes()
     expected = str(patch(models[0]))
-    probes_forgotten()
+    forget_probes()
     enter, leave = SURROUNDINGS[surroundings]
     random.seed(0)
     before = (torch.get_rng_state(), random.getstate())

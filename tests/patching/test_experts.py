@@ -14,12 +14,11 @@ transformers = pytest.importorskip("transformers")
 
 from liger_multi.patching import patch, register_experts, unpatch, unregister_experts
 from tests.comparing import assert_same_gradients
-from tests.models import assert_same_training, batch, pair
+from tests.models import Holder, assert_same_training, batch, pair
 from tests.patching.test_apply import HEADLESS
-from tests.patching.test_evidence_signature import ALONE, HOOKS, Holder, patched_pair
+from tests.patching.test_evidence_signature import ALONE, HOOKS, patched_pair
 from tests.patching.test_mlp import Odd
 from tests.patching.test_norms_find import (
-    OneModule,
     calls_of,
     equal,
     modeling,
@@ -60,7 +59,7 @@ def test_shared_experts():
         with pytest.raises(RuntimeError):
             module(torch.randn(10, 16), torch.rand(10, 2))
         assert len(calls) == 6
-    unpatch(OneModule(module))
+    unpatch(Holder(module))
     assert type(module) is type(stock)
 
 
@@ -109,25 +108,15 @@ def test_experts_without_a_gate():
     stock = copy.deepcopy(module)
     index = torch.randint(4, (10, 2))
     assert patched_module(module)[0] == ["fused_moe[relu_squared]", "relu_squared"]
-    report = patch(OneModule(module), **HEADLESS)
+    report = patch(Holder(module), **HEADLESS)
     assert {e.status for e in report.entries} == {"already patched"}
-
-    def experts(own):
-        return type(
-            "Called",
-            (),
-            {
-                "__call__": lambda self, x, routing: own(x, index, routing),
-                "parameters": lambda self: own.parameters(),
-            },
-        )()
 
     inputs = torch.randn(10, 16), torch.rand(10, 2)
     for change in (None, nn.SiLU()):
         if change is not None:  # no longer what was probed
             stock.act_fn = module.act_fn = change
         with calls_of("fused_moe") as calls:
-            equal(experts(stock), experts(module), *inputs)
+            equal(OfRoutes(stock, index), OfRoutes(module, index), *inputs)
         assert len(calls) == (change is None)
 
 
@@ -139,7 +128,7 @@ def test_experts_of_modules_are_named_once():
             return sum(expert(x) for expert in self)
 
     for inner, is_named in ((nn.Linear(16, 16), True), (Odd(nn.SiLU()), False)):
-        report = patch(OneModule(OwnExperts([inner])), **HEADLESS)
+        report = patch(Holder(OwnExperts([inner])), **HEADLESS)
         actual = [(s.reason, s.strict) for s in report.skipped if s.op == "fused_moe"]
         said = "OwnExperts does not use the experts interface of transformers"
         assert actual == [(said, False)] * is_named

@@ -26,8 +26,7 @@ from liger_multi import ops, patch, unpatch
 from liger_multi.patching.head.protocol import LazyLogits
 from liger_multi.patching.lora.fused import SharedInput, together
 from liger_multi.patching.swap import swapped
-from tests.models import batch, build, filled
-from tests.modules import variant
+from tests.models import batch, build, filled, variant
 
 # --- calls in every form ---
 

@@ -17,8 +17,7 @@ from liger_multi import ops
 from liger_multi.patching import patch
 from liger_multi.patching.mlp import find as find_mlps
 from tests.comparing import assert_same_gradients, gradients, saved
-from tests.models import Calls, assert_same_training, batch, build, recorded
-from tests.modules import Holder, variant
+from tests.models import Calls, Holder, assert_same_training, batch, build, recorded, variant
 from tests.patching.test_norms_find import (
     calls_of,
     equal,

@@ -132,6 +132,17 @@ def test_the_served_function_equals_the_stock_one(function, dtypes, calls):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # compares dtypes as well
 
 
+def assert_equal_to(function, served, calls, leaves, *arguments, **named):
+    """Results and gradients of both are equal, and one call of the operator was made."""
+    calls.clear()
+    results = [f(*arguments, **named) for f in (function, served)]
+    assert calls["rope"] == 1
+    upstream = [torch.randn_like(leaf) for leaf in leaves]
+    grads = [torch.autograd.grad(result, leaves, upstream) for result in results]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-5)
+
+
 SHARED = {  # positions of two axes, for all rows of a batch: q, unsqueeze_dim
     "pixtral": (half, (2, 6, 5, 8), {"unsqueeze_dim": 0}),
     "kimi_k25": (vision, (2, 5, 6, 8), {}),
@@ -145,14 +156,7 @@ def test_positions_shared_by_rows(tower, batch, calls):
     served = served_function(f"shared_{tower}", function, Options())
     q, k = (torch.randn(batch, *shape[1:], requires_grad=True) for _ in range(2))
     angles = torch.randn(5, 8)
-    cos, sin = angles.cos(), angles.sin()
-    calls.clear()
-    results = [f(q, k, cos, sin, **named) for f in (function, served)]
-    assert calls["rope"] == 1
-    upstream = [torch.randn_like(q), torch.randn_like(k)]
-    grads = [torch.autograd.grad(r, (q, k), upstream) for r in results]
-    for a, b in zip((*results[1], *grads[1]), (*results[0], *grads[0]), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert_equal_to(function, served, calls, (q, k), q, k, angles.cos(), angles.sin(), **named)
 
 
 FILES = {
@@ -186,18 +190,9 @@ def test_one_tensor_with_sin_before_cos(form, calls):
     served = served_function("sin_first", stock, Options())
     x, angles = torch.randn(2, 5, 6, 8, requires_grad=True), torch.randn(2, 5, 4)
     inputs = {"tensor": x, "sin": angles.sin(), "cos": angles.cos()}
-    args, named = {
-        "positions": ([*inputs.values()], {}),
-        "names": ([], inputs),
-        "both": ([x], {n: t for n, t in inputs.items() if n != "tensor"}),
-    }[form]
-    calls.clear()
-    results = [f(*args, **named) for f in (stock, served)]
-    assert calls["rope"] == 1
-    upstream = torch.randn_like(x)
-    grads = [torch.autograd.grad(r, x, upstream)[0] for r in results]
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-5)
+    by_position = [] if form == "names" else [x] if form == "both" else [*inputs.values()]
+    named = dict([*inputs.items()][len(by_position) :])
+    assert_equal_to(stock, served, calls, [x], *by_position, **named)
 
 
 def shifted(q, k, cos, sin, unsqueeze_dim=1):
