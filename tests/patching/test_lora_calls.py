@@ -5,6 +5,7 @@ q, k and v with adapters are one operator: whatever a module does with its layer
 
 # ruff: noqa: E402  (what needs transformers and peft is imported after the skip)
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.comparing import assert_same_gradients
+from tests.comparing import assert_same_gradients, saved, storage_bytes
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -580,22 +581,13 @@ def test_tensors_saved_for_backward():
     """The input once and 3 r numbers a row, where PEFT keeps three copies of it."""
     stock, ours = adapted(dtype=torch.bfloat16)
     rows, width, rank = 7, 16, 4
-    for module, kept in ((stock, 3 * rows * (width + rank) * 4), (ours, 3 * rows * rank * 4)):
+    after = 2 * rows * 24 * 2 + 2 * rows * 12 * 2  # of tanh, cat, sigmoid and sin
+    runs = functools.partial(Attention.forward, stock), ours
+    sizes = 3 * rows * (width + rank) * 4, 3 * rows * rank * 4
+    for run, module, size in zip(runs, (stock, ours), sizes, strict=True):
         x = torch.randn(rows, width, dtype=torch.bfloat16, requires_grad=True) * 1
-        own = {p.untyped_storage().data_ptr() for p in (*module.parameters(), x)}
-        held = {}
-
-        def note(tensor, own=own, held=held):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                held[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            output = Attention.forward(module, x) if module is stock else module(x)
-        after = 2 * rows * 24 * 2 + 2 * rows * 12 * 2  # of tanh, cat, sigmoid and sin
-        assert sum(held.values()) == kept + after
-        del output
+        _, kept = saved(functools.partial(run, x), but=[x, *module.parameters()])
+        assert storage_bytes(kept) == size + after
 
 
 def test_copies_pickles_and_states(calls):
