@@ -71,6 +71,7 @@ def only(cache):
 # --- hits ---
 
 
+@pytest.mark.slow
 def test_repeated_plan_needs_no_simulation(cache):
     first = cached_plan()
     assert first.simulations > 5
@@ -80,6 +81,7 @@ def test_repeated_plan_needs_no_simulation(cache):
     assert plan(config_of(), "80MiB", sequence=LENGTH, space=SMALL).simulations, "by default"
 
 
+@pytest.mark.slow
 def test_simulations_shared_between_plans(cache):
     most = cached_plan().simulations
     assert cached_plan(memory="2GiB", limits=False).simulations < most / 2
@@ -108,6 +110,7 @@ def test_published_size_identity():
     assert len(set(identities)) == len(SIZES)
 
 
+@pytest.mark.slow
 def test_plans_of_models_are_not_cached(cache):
     """A model may have code and adapters of its own."""
     from transformers import AutoModelForCausalLM
@@ -121,6 +124,7 @@ def test_plans_of_models_are_not_cached(cache):
 # --- misses ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -141,6 +145,7 @@ def test_a_broken_file_is_replaced(cache, spoil):
     assert file.read_text() == whole
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_decoded_or_read(cache):
     first = cached_plan()
     file = only(cache)
@@ -252,6 +257,7 @@ def test_cache_folder(monkeypatch, named, home, expected):
 ARGV = ["--gpu", "80MiB", "--seq", "64", "--precision", "bf16", "--data-parallel", "--no-limits"]
 
 
+@pytest.mark.slow
 def test_the_command_keeps_simulations(cache, model, capsys):
     argv = ["plan", str(model), *ARGV, "--json"]
     plans = []
@@ -265,6 +271,7 @@ def test_the_command_keeps_simulations(cache, model, capsys):
     assert plans[0] == plans[1] == plans[2] == plans[3]
 
 
+@pytest.mark.slow
 def test_cached_plan_imports_no_transformers(cache, model):
     """Its import takes longer than everything else."""
     assert main(["plan", str(model), *ARGV]) == 0
@@ -740,6 +747,7 @@ def test_recomputed_layer_work():
 # --- number of simulations ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "options", "most"),
     [

@@ -239,6 +239,7 @@ def test_a_result_says_what_the_suite_said(tmp_path):
     assert unchecked["suite"] is None
 
 
+@pytest.mark.slow
 def test_the_suite_is_that_of_the_operators():
     plan, _ = bench.parse([*QUICK, "--ops", "swiglu", "--samples", "8192x8192"])
     bench_case = bench.suite(plan)

@@ -48,6 +48,7 @@ def test_table_names_resolve(installed):
         assert module.__spec__ is not None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is not None, reason="the real package is installed"
 )
@@ -317,6 +318,7 @@ def curve(model, place, **options):
     return [first, *steps, trained.evaluate()["eval_loss"]]
 
 
+@pytest.mark.slow
 def test_trainer_use_liger_kernel(installed, tmp_path, monkeypatch):
     from tests.models import FusedCalls, pair
 

@@ -94,6 +94,7 @@ def ops_of(model):
     return {swapped(m).op for m in model.modules() if isinstance(m, Patched)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_callback(name, stock, saved, tmp_path, monkeypatch):
     expected, callback = stock(name), TrainerCallback()
@@ -208,6 +209,7 @@ def test_the_first_page_runs(tmp_path, saved_padded, monkeypatch):
 # --- supervised: a subclass's compute_loss, or compute_loss_func ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["subclass", "function", "function on a patched model"])
 def test_sft(tmp_path, saved_padded, way):
     """Two micro-batches a step, whose tokens are counted together."""
