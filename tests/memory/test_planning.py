@@ -254,26 +254,6 @@ def test_refuses_with_the_nearest():
 # --- few simulations ---
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"patched": False, "chunk": None}, {"recompute": "full", "layers": 3}, {"tiles": 4}],
-    ids=str,
-)
-def test_prediction_from_two_batch_sizes(changes):
-    settings = replace(BASE, **{"chunk": 16 * LENGTH, "precision": "amp", **changes})
-    short = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
-    for n in (6, 8):  # with few tokens a head does not count rows
-        short.predict(replace(settings, micro_batch=n))
-    before = short.simulations
-    actual = short.predict(replace(settings, micro_batch=16))
-    assert short.simulations == before
-    full = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
-    expected = full.predict(replace(settings, micro_batch=16))
-    assert actual.peak_bytes == expected.peak_bytes
-    assert actual.parts == expected.parts
-    assert actual.seconds == pytest.approx(expected.seconds, rel=1e-9)
-
-
 @pytest.mark.parametrize("changes", [{"chunk": LENGTH}, {"offload_activations": True}], ids=str)
 def test_nonlinear_sizes_are_simulated(changes):
     settings = replace(BASE, **changes)

@@ -18,7 +18,7 @@ from liger_multi.cli.main import main
 from liger_multi.dispatch.config import parse_bytes
 from liger_multi.errors import ConfigurationError, PlanError
 from liger_multi.memory import Settings, Space, TrainingPlan, plan
-from liger_multi.memory.planning import Candidate, cost, forked, passes, search, store
+from liger_multi.memory.planning import Candidate, cost, passes, search, store
 from liger_multi.memory.planning.cost import CARDS, card_of
 from liger_multi.memory.planning.passes import Passes
 from liger_multi.memory.planning.predict import Predictor
@@ -338,21 +338,21 @@ def test_cached_plan_starts_no_process(two, monkeypatch, cache):
 
 
 def test_no_fork_with_threads(monkeypatch):
-    monkeypatch.setattr(forked.threading, "active_count", lambda: 1)
-    monkeypatch.setattr(forked.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    monkeypatch.setattr(forked.sys, "platform", "linux")
+    monkeypatch.setattr(search.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(search.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(search.sys, "platform", "linux")
     # an earlier test of the process may have used its card
-    monkeypatch.setattr(forked.torch.cuda, "is_initialized", lambda: False)
-    assert forked.can_fork()
+    monkeypatch.setattr(search.torch.cuda, "is_initialized", lambda: False)
+    assert search.can_fork()
     for place, name, state in (
-        (forked.threading, "active_count", lambda: 2),
-        (forked.os, "sched_getaffinity", lambda _: {1}),
-        (forked.torch.cuda, "is_initialized", lambda: True),
-        (forked.sys, "platform", "darwin"),
+        (search.threading, "active_count", lambda: 2),
+        (search.os, "sched_getaffinity", lambda _: {1}),
+        (search.torch.cuda, "is_initialized", lambda: True),
+        (search.sys, "platform", "darwin"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, state)
-            assert not forked.can_fork()
+            assert not search.can_fork()
 
 
 # Limits and rank of candidates: sizes with units, the host's memory, order.

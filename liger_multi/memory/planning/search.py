@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import multiprocessing
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any
+
+import torch
 
 from liger_multi.dispatch.registry import device_type
 from liger_multi.dtypes import short_name
 from liger_multi.errors import PlanError, shown
 from liger_multi.memory.measure import format_bytes
 from liger_multi.memory.planning.cost import Card, card_of, host_bytes
-from liger_multi.memory.planning.forked import can_fork, forked
 from liger_multi.memory.planning.predict import Predictor
 from liger_multi.memory.planning.result import (
     PRECISIONS,
@@ -569,6 +576,49 @@ def _group(settings: Settings) -> Settings:
     return replace(
         settings, micro_batch=1, accumulation=1, spread="none", offload_states=None, layers=0
     )
+
+
+# --- a second process, where the machine has a core for it ---
+
+
+def can_fork() -> bool:
+    """Whether a copy of this process may work: no thread is lost in it, and a second core waits."""
+    if sys.platform != "linux" or threading.active_count() > 1:
+        return False
+    return len(os.sched_getaffinity(0)) > 1 and not torch.cuda.is_initialized()
+
+
+@contextlib.contextmanager
+def forked(work: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """Run ``work`` in a copy of this process, which has imported what is slow to import.
+
+    Yields a function that waits for what ``work`` returned, plain data. It returns None where the
+    process failed: whoever does the work instead meets the error.
+    """
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(work, there), daemon=True)
+    process.start()
+    there.close()
+
+    def result() -> Any:
+        try:
+            return here.recv()
+        except (EOFError, OSError):
+            return None
+
+    try:
+        yield result
+    finally:
+        process.terminate()
+        process.join()
+        here.close()
+
+
+def _work(work: Callable[[], Any], to: Connection) -> None:
+    torch.set_num_threads(1)  # those of the first process are not here
+    with contextlib.suppress(Exception):
+        to.send(work())
 
 
 # --- what a plan cannot do by itself ---

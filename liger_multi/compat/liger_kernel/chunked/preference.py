@@ -13,7 +13,7 @@ from liger_multi.compat.liger_kernel.chunked.bases import (
     by_side,
     chosen_labels,
     every_logit,
-    pair_tokens,
+    pair_answers,
     reference_answers,
 )
 from liger_multi.compat.liger_kernel.losses import Options, defaults_of
@@ -21,6 +21,14 @@ from liger_multi.compat.liger_kernel.outputs import ArgumentError
 from liger_multi.losses.pairs import sequences
 from liger_multi.losses.preference import DPO, _log_odds
 from liger_multi.ops import LogProbOutput
+
+
+def _reference(loss: Options, tensors: tuple[Any, Any, Any], target: Tensor) -> Tensor:
+    """Log-probabilities of sequences under the reference; zeros without one."""
+    o, name = loss, type(loss).__name__
+    use, average = o.use_ref_model, o.average_log_prob
+    sums = reference_answers(name, use, tensors, target, o.ignore_index, average)
+    return torch.zeros(target.shape[0], device=target.device) if sums is None else sums
 
 
 class _Pairs(Options):
@@ -33,7 +41,7 @@ class _Pairs(Options):
         self, head: losses.Head, target: Tensor, nll_target: Tensor | None
     ) -> tuple[LogProbOutput, Tensor, Tensor, tuple[Tensor, ...]]:
         """Log-probabilities of tokens, of sequences, the chosen NLL, and what is returned first."""
-        own, sums, nll = pair_tokens(head, target, nll_target, self.ignore_index, self.average)
+        own, sums, nll = pair_answers(head, target, nll_target, self.ignore_index, self.average)
         means = [x.mean() for x in every_logit(head, target).chunk(2)]
         shown = nll.detach() if self.compute_nll_loss else torch.zeros_like(nll)
         return own, sums, nll, (*sums.detach().chunk(2), *means, shown)
@@ -98,17 +106,7 @@ class LigerFusedLinearDPOLoss(_Pairs):
         ref_bias: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Loss, and the chosen and rejected rewards after the rest."""
-        reference = reference_answers(
-            "LigerFusedLinearDPOLoss",
-            self.use_ref_model,
-            (ref_input, ref_weight, ref_bias),
-            target,
-            self.ignore_index,
-            self.average,
-        )
-        before = (
-            torch.zeros(target.shape[0], device=target.device) if reference is None else reference
-        )
+        before = _reference(self, (ref_input, ref_weight, ref_bias), target)
         own, sums, nll, first = self.tokens(losses.Head(_input, lin_weight, bias), target, None)
         loss, _ = losses.dpo_loss(
             own, target, before, ignore_index=self.ignore_index, **self.loss_options
@@ -121,6 +119,11 @@ class LigerFusedLinearDPOLoss(_Pairs):
 
 class _Margins(_Pairs):
     loss_type = "sigmoid"
+
+    def check(self) -> None:
+        """Check that the options are known and consistent."""
+        self.average = self.options.get("average_log_prob", self.average)
+        losses.CPOOptions(**self.loss_options)
 
     @property
     def loss_options(self) -> dict[str, Any]:
@@ -168,11 +171,6 @@ class LigerFusedLinearCPOLoss(_Margins):
         average_log_prob=False,
     )
 
-    def check(self) -> None:
-        """Check that the options are known and consistent."""
-        self.average = self.average_log_prob
-        losses.CPOOptions(**self.loss_options)
-
 
 class LigerFusedLinearSimPOLoss(_Margins):
     """:func:`liger_multi.losses.cpo_loss` of SimPO."""
@@ -186,10 +184,6 @@ class LigerFusedLinearSimPOLoss(_Margins):
         gamma=0.5,
     )
 
-    def check(self) -> None:
-        """Check that the options are known and consistent."""
-        losses.CPOOptions(**self.loss_options)
-
 
 class LigerFusedLinearORPOLoss(_Margins):
     """:func:`liger_multi.losses.cpo_loss` of ORPO; after the rewards, log-odds."""
@@ -200,10 +194,6 @@ class LigerFusedLinearORPOLoss(_Margins):
         "ignore_index beta compute_nll_loss compiled chunk_size",
         bases.LigerFusedLinearPreferenceBase.forward,
     )
-
-    def check(self) -> None:
-        """Check that the options are known and consistent."""
-        losses.CPOOptions(**self.loss_options)
 
     def more_metrics(self, sums: Tensor) -> tuple[Tensor, ...]:
         """The rewards, the mean of the log-odds ratio's log-sigmoid, and the mean log-odds."""
@@ -241,17 +231,7 @@ class LigerFusedLinearKTOLoss(Options):
         if preference_labels is None:
             raise ArgumentError("LigerFusedLinearKTOLoss: needs preference_labels")
         average, ignored = self.average_log_prob, self.ignore_index
-        reference = reference_answers(
-            "LigerFusedLinearKTOLoss",
-            self.use_ref_model,
-            (ref_input, ref_weight, ref_bias),
-            target,
-            ignored,
-            average,
-        )
-        before = (
-            torch.zeros(target.shape[0], device=target.device) if reference is None else reference
-        )
+        before = _reference(self, (ref_input, ref_weight, ref_bias), target)
         head = losses.Head(_input, lin_weight, bias)
         tokens = losses.tokens(head, target, ignore_index=ignored).log_prob
         own = sequences(tokens, target != ignored, None, average)
