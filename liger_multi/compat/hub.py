@@ -97,7 +97,7 @@ def _normed(module: nn.Module, x: Tensor, *gate: Tensor | None) -> Tensor:
     settings, behind = _settled(module, _norm), gate[0] if gate else None
     operands = norms.operands(module, x, behind, settings) if settings else None
     if operands is None:
-        return type(module).forward(module, x, *gate)  # type: ignore[no-any-return, operator]
+        return type(module).forward(module, x, *gate)  # type: ignore[no-any-return]
     return norms.apply_norm(module, x, behind, operands, settings)
 
 

@@ -8,8 +8,11 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -256,9 +259,6 @@ def test_losses_compile_whole(name):
 
 
 def _rank(rank, meeting, results):
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     torch.manual_seed(0)
     head = torch.nn.Linear(16, 37)
@@ -269,8 +269,6 @@ def _rank(rank, meeting, results):
         losses.Head(hidden, head.weight, head.bias), target, advantages, old=old, loss_type="dapo"
     )
     expected = torch.autograd.grad(whole, (head.weight, head.bias))
-    from torch.distributed.device_mesh import init_device_mesh
-
     fully_shard(head, mesh=init_device_mesh("cpu", (2,)))
     mine = slice(2 * rank, 2 * rank + 2)
     for passes in ("one", "two"):
@@ -308,8 +306,6 @@ def test_sharded_heads_and_counts_of_all_ranks(tmp_path):
 
 def test_counts_are_reduced_once_a_call(monkeypatch):
     """Never inside of a chunk, and only where a loss divides by what all ranks have."""
-    import torch.distributed as dist
-
     calls = []
     monkeypatch.setattr(dist, "all_reduce", lambda x, group=None: calls.append(x))
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)

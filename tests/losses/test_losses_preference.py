@@ -13,7 +13,7 @@ from liger_multi.testing.tolerance import excess
 from tests import comparing
 from tests.comparing import assert_same_loss
 
-pytest.importorskip("trl")
+trl = pytest.importorskip("trl")
 HALF, WIDE = torch.bfloat16, torch.float32
 
 
@@ -66,15 +66,13 @@ def dpo_trainer(leaves, frozen, options, **changes):
 
 def trl_dpo(leaves, frozen, ids, mask, options, **changes):
     comparing.require_trl()
-    from trl import DPOTrainer
-
     model, stub = dpo_trainer(leaves, frozen, options, **changes)
     inputs = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
         "completion_mask": mask.long(),
     }
-    return DPOTrainer._compute_loss(stub, model, inputs, False), comparing.logged(stub)
+    return trl.DPOTrainer._compute_loss(stub, model, inputs, False), comparing.logged(stub)
 
 
 TYPES = {
@@ -373,8 +371,6 @@ def test_orpo_of_answers_that_are_sure_is_finite():
 
 def trl_kto(leaves, frozen, ids, mask, desirable, others, **options):
     comparing.require_trl()
-    from trl import KTOTrainer
-
     model, ref = comparing.Toy(*leaves), comparing.Toy(*frozen)
     other_ids, other_mask, *hidden = others
     model.others, ref.others = [(other_ids, hidden[0])], [(other_ids, hidden[1])]
@@ -390,7 +386,7 @@ def trl_kto(leaves, frozen, ids, mask, desirable, others, **options):
         desirable_weight=o.desirable_weight,
         undesirable_weight=o.undesirable_weight,
     )
-    stub._compute_kl_logps = KTOTrainer._compute_kl_logps.__get__(stub)
+    stub._compute_kl_logps = trl.KTOTrainer._compute_kl_logps.__get__(stub)
     inputs = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
@@ -400,7 +396,7 @@ def trl_kto(leaves, frozen, ids, mask, desirable, others, **options):
         "KL_completion_mask": other_mask.long(),
         "label": desirable,
     }
-    return KTOTrainer._compute_loss(stub, model, inputs, False), comparing.logged(stub)
+    return trl.KTOTrainer._compute_loss(stub, model, inputs, False), comparing.logged(stub)
 
 
 @pytest.mark.parametrize("labels", [[1, 0, 1, 1, 0, 0], [1] * 6, [0] * 6])

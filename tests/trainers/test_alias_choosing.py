@@ -1,6 +1,5 @@
 """Choosing an implementation by the names of Liger-Kernel."""
 
-import importlib
 import inspect
 import types
 import warnings
@@ -163,16 +162,7 @@ def test_functional_covers_operators():
     assert {*choosing.OPERATORS} <= {*liger_multi.ops.__all__}
 
 
-@pytest.fixture
-def importable(monkeypatch):
-    if importlib.util.find_spec("liger_kernel"):
-        pytest.skip("the real package is installed")
-    yield
-    alias.uninstall()
-
-
-def test_top_level_set_impl(importable):
-    alias.install()
+def test_top_level_set_impl(installed):
     import liger_kernel
 
     liger_kernel.set_impl("triton")
@@ -185,7 +175,8 @@ def test_top_level_set_impl(importable):
         _ = liger_kernel.nothing
 
 
-def test_impl_variable_at_install(importable, monkeypatch):
+def test_impl_variable_at_install(installed, monkeypatch):
+    alias.uninstall()
     liger_multi.configure(None)
     monkeypatch.setenv("LIGER_KERNEL_IMPL", "cutile")
     with pytest.warns(choosing.LigerImplFallbackWarning, match="every operator: 'nvidia-cutile'"):

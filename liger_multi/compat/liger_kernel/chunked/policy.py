@@ -382,7 +382,7 @@ def _reduced(
 GrpoLossFunction = function_class("GrpoLossFunction", grpo_loss)
 
 
-_VESPO_OPTIONS = {
+_VESPO_OPTIONS: dict[str, Any] = {
     "vespo_k_pos": 2.0,
     "vespo_lambda_pos": 3.0,
     "vespo_k_neg": 3.0,
