@@ -9,7 +9,6 @@ from liger_multi import ops
 from liger_multi.compat.liger_kernel import functional, losses
 from liger_multi.compat.liger_kernel.chunked import (
     bases,
-    distillation,
     functions,
     policy,
     preference,
@@ -184,7 +183,7 @@ def test_grpo(pairs, loss_type, beta):
 @pytest.mark.parametrize("loss_type", ["JSD", "CosineSimilarity"])
 def test_distillation(pairs, loss_type):
     b = pairs
-    loss = getattr(distillation, f"LigerFusedLinear{loss_type}Loss")(
+    loss = getattr(preference, f"LigerFusedLinear{loss_type}Loss")(
         0.4, 0.6, beta=0.3, temperature=2.0, return_soft_hard_loss=True
     )
     got, soft, hard = loss(

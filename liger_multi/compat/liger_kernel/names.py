@@ -112,8 +112,11 @@ HOMES: dict[str, dict[str, str]] = {
     "chunked.preference": {
         "chunked_loss": (
             "LigerFusedLinearDPOLoss LigerFusedLinearORPOLoss LigerFusedLinearCPOLoss "
-            "LigerFusedLinearSimPOLoss LigerFusedLinearKTOLoss"
+            "LigerFusedLinearSimPOLoss LigerFusedLinearKTOLoss LigerFusedLinearJSDLoss "
+            "LigerFusedLinearCosineSimilarityLoss"
         ),
+        "chunked_loss.jsd_loss": "LigerFusedLinearJSDLoss",
+        "chunked_loss.cosine_similarity_loss": "LigerFusedLinearCosineSimilarityLoss",
         **{
             f"chunked_loss.{name.lower()}_loss": f"LigerFusedLinear{name}Loss"
             for name in ("DPO", "ORPO", "CPO", "SimPO", "KTO")
@@ -127,11 +130,6 @@ HOMES: dict[str, dict[str, str]] = {
         "chunked_loss.grpo_loss": (
             "LigerFusedLinearGRPOLoss k3_loss_fn get_gamma_weights sapo_loss_fn clip_coef_fn"
         ),
-    },
-    "chunked.distillation": {
-        "chunked_loss": "LigerFusedLinearJSDLoss LigerFusedLinearCosineSimilarityLoss",
-        "chunked_loss.jsd_loss": "LigerFusedLinearJSDLoss",
-        "chunked_loss.cosine_similarity_loss": "LigerFusedLinearCosineSimilarityLoss",
     },
     "chunked.functions": {
         "chunked_loss.functional": (

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from liger_multi.compat.liger_kernel.chunked import bases, distillation, policy, preference
+from liger_multi.compat.liger_kernel.chunked import bases, policy, preference
 
 _HOOKS = ("forward", "preference_loss_fn", "ppo_loss_fn", "distillation_loss_fn")
 
@@ -108,8 +108,8 @@ liger_fused_linear_grpo = _applied(
     "temperature compiled use_ref_model chunk_size vllm_is_ratio delta use_bias_correction_kl "
     "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg num_items_in_batch",
 )
-liger_fused_linear_jsd = _applied(distillation.LigerFusedLinearJSDLoss, _TEACHER)
-liger_fused_linear_cosine = _applied(distillation.LigerFusedLinearCosineSimilarityLoss, _TEACHER)
+liger_fused_linear_jsd = _applied(preference.LigerFusedLinearJSDLoss, _TEACHER)
+liger_fused_linear_cosine = _applied(preference.LigerFusedLinearCosineSimilarityLoss, _TEACHER)
 
 
 _PAIR_BASE = bases.LigerFusedLinearPreferenceBase
