@@ -359,6 +359,7 @@ def sources_in_threads():
     return [(thread == threading.get_ident(), source) for thread, source in observed]
 
 
+@pytest.mark.slow
 def test_scope_in_autograd_threads():
     """As the backward of a compiled forward does on a device.
 

@@ -288,6 +288,7 @@ def _rank(rank, meeting, results):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_sharded_heads_and_counts_of_all_ranks(tmp_path):
     """FSDP2 on two ranks: the gradient is that of one rank with all answers."""
     context = processes.forks() if harness.accelerator() is None else mp.get_context("spawn")

@@ -299,6 +299,7 @@ def test_simulated_results_of_views_and_scalars(monkeypatch):
 # --- positions and ties ---
 
 
+@pytest.mark.slow
 def test_positions_cap_the_longest_sequence():
     """A plan proposed a sequence of 6,068,224 tokens for a model with 32,768 positions."""
     config = config_of()
@@ -600,6 +601,7 @@ def test_fp8_is_planned_and_estimated():
     assert "patched, fp8" in str(training_plan)
 
 
+@pytest.mark.slow
 def test_fp8_keeps_a_frozen_base_in_half_of_the_memory():
     peft = pytest.importorskip("peft")
     with torch.device("meta"):
@@ -636,6 +638,7 @@ def test_fp8_of_several_devices():
     assert {"ddp", "fsdp2"} <= {c.settings.spread for c in training_plan.candidates}
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     config_of(layers=4).save_pretrained(tmp_path)
     argv = [
@@ -761,6 +764,7 @@ def test_the_order_of_speeds():
     assert not plans.in_order([run(1, 2), run(2, 3), run(3, 2.5)])
 
 
+@pytest.mark.slow
 def test_a_candidate_trains_on_a_cpu(tmp_path):
     """Execution reaches the predicted peak, and applies all settings."""
     config = Small("dense", 2, 64).config()

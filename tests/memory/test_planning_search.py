@@ -74,6 +74,7 @@ def only(cache):
 # --- hits ---
 
 
+@pytest.mark.slow
 def test_repeated_plan_needs_no_simulation(cache):
     first = cached_plan()
     assert first.simulations > 5
@@ -83,6 +84,7 @@ def test_repeated_plan_needs_no_simulation(cache):
     assert plan(config_of(), "80MiB", sequence=LENGTH, space=SMALL).simulations, "by default"
 
 
+@pytest.mark.slow
 def test_simulations_shared_between_plans(cache):
     most = cached_plan().simulations
     assert cached_plan(memory="2GiB", limits=False).simulations < most / 2
@@ -111,6 +113,7 @@ def test_published_size_identity():
     assert len(set(identities)) == len(SIZES)
 
 
+@pytest.mark.slow
 def test_plans_of_models_are_not_cached(cache):
     """A model may have code and adapters of its own."""
     model = transformers.AutoModelForCausalLM.from_config(config_of())
@@ -131,6 +134,7 @@ def edited(change):
     return lambda file: file.write_text(change(file.read_text()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -252,6 +256,7 @@ def test_cache_folder(monkeypatch, named, home, expected):
 ARGV = ["--gpu", "80MiB", "--seq", "64", "--precision", "bf16", "--data-parallel", "--no-limits"]
 
 
+@pytest.mark.slow
 def test_the_command_keeps_simulations(cache, model, capsys):
     argv = ["plan", str(model), *ARGV, "--json"]
     plans = []
@@ -265,6 +270,7 @@ def test_the_command_keeps_simulations(cache, model, capsys):
     assert plans[0] == plans[1] == plans[2] == plans[3]
 
 
+@pytest.mark.slow
 def test_cached_plan_imports_no_transformers(cache, model):
     """Its import takes longer than everything else."""
     assert main(["plan", str(model), *ARGV]) == 0
@@ -736,6 +742,7 @@ def test_recomputed_layer_work():
 # --- number of simulations ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "options", "most"),
     [

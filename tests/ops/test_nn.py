@@ -635,6 +635,7 @@ def test_backends_are_chosen_as_for_operators():
 # --- modules of operators ---
 
 
+@pytest.mark.slow
 def test_modules_load_beside_an_operator_that_somebody_wrapped():
     """Modules load when they are first asked for; their signatures are those of the contracts."""
     code = """

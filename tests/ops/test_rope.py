@@ -255,6 +255,7 @@ def test_one_fp64_tensor_makes_the_call_fp64(device, wide, casting):
 # --- compilers ---
 
 
+@pytest.mark.slow
 def test_one_graph_serves_every_length(device):
     torch._dynamo.reset()
     compiled = torch.compile(ops.rope, backend="aot_eager", dynamic=True, fullgraph=True)

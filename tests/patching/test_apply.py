@@ -340,6 +340,7 @@ def test_unpatch_refuses_where_the_class_is_no_longer_ours():
         norm.__class__ = type("FSDPLlamaRMSNorm", (type(norm),), {})
 
 
+@pytest.mark.slow
 def test_import_pulls_neither_transformers_nor_rich():
     code = (
         "import sys, liger_multi\n"

@@ -97,6 +97,7 @@ def test_loss_object_keeps_patch_options():
         torch.compile(ours, fullgraph=True, backend="eager")(**graph_batch())
 
 
+@pytest.mark.slow
 def test_compiled_model_returns_usable_logits():
     stock, ours = pair("llama", num_hidden_layers=1)
     patch(ours)

@@ -321,6 +321,7 @@ def test_lora_with_checkpointing(model_type, reentrant):
 # --- the compiler ---
 
 
+@pytest.mark.slow
 @every
 def test_compiled(model_type):
     """As many graphs as unpatched, with operators of both parts in them.

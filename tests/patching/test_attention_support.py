@@ -422,6 +422,7 @@ def test_compiled_step_takes_earlier_mask():
     assert steps.frame_count <= 2, "prefill and decoding"
 
 
+@pytest.mark.slow
 def test_a_compiled_model_with_checkpoints_and_padding():
     other = build("llama")
     other.set_attn_implementation(OURS)
@@ -793,6 +794,7 @@ def test_graph_checks_causal_mask_once_per_pass(monkeypatch):
         assert getattr(met[0], kernels.MARK) is (pads == 0)
 
 
+@pytest.mark.slow
 def test_one_graph_with_padding():
     eager, other = pair("mistral")
     torch._dynamo.reset()

@@ -474,6 +474,7 @@ def test_weight_as_property() -> None:
     assert_same_gradients(gradients(ours), gradients(stock))
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     stock, inputs = parametrize_head(build(tied=False)), batch()
     ours = copy.deepcopy(stock)

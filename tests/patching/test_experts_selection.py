@@ -97,6 +97,7 @@ def test_unregistered_name_raises_as_unpatched():
             trained(one)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_follows(registered):
     unpatched, model = pair()
     liger_multi.patch(model)

@@ -212,6 +212,7 @@ def test_a_checkpointed_function_may_read_logits(models, name, parts):
     assert_same_training(*models, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("name", CHECKPOINTED)
@@ -490,6 +491,7 @@ def test_a_function_gets_logits_as_they_are_when_it_is_called(models):
             loss.backward()
 
 
+@pytest.mark.slow
 def test_a_function_refuses_the_object_of_a_compiled_model(models):
     compiled = torch.compile(models[1], backend="eager")
     with pytest.raises(RuntimeError, match="are no tensor"):
@@ -663,6 +665,7 @@ def test_reshape_views_agree_with_pytorch():
     assert min(observed.values()) > 100
 
 
+@pytest.mark.slow
 def test_products_in_a_graph_keep_the_order_of_factors(models):
     """Dynamo exchanges those of ``logits @ w``: it runs outside of the graph, or raises."""
     stock, ours = models

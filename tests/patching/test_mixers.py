@@ -827,6 +827,7 @@ def test_later_turns_with_a_cache(model_type, form):
     assert_close(model_type, run(patched), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["tokens", "kinds of layers"])
 @pytest.mark.parametrize("model_type", ["granitemoehybrid", "qwen3_5_text"])
 def test_compiled(model_type, form):

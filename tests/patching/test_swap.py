@@ -156,6 +156,7 @@ def test_captured_forwards_of_adapters():
 # --- compiled ---
 
 
+@pytest.mark.slow
 def test_compiled_graphs_keep_compiled_code():
     stock, ours = pair(num_hidden_layers=1)
     patch(ours)
@@ -301,6 +302,7 @@ def cases():
             yield pytest.param(model_type, other, id=f"{model_type}-{name}", marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "other"), cases())
 def test_at_every_line(model_type, other):
     model = build_case(model_type)

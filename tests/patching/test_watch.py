@@ -121,6 +121,7 @@ def test_blocks_may_overlap_and_leave_nothing_behind(watched):
     assert (nn.Module._call_impl, Op.__call__) == before
 
 
+@pytest.mark.slow
 def test_compiled_models_are_not_recorded(watched):
     model, report = watched
     graphs = Graphs()

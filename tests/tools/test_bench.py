@@ -270,6 +270,7 @@ def test_a_result_says_what_the_suite_said(tmp_path):
     assert unchecked["suite"] is None
 
 
+@pytest.mark.slow
 def test_the_suite_is_that_of_the_operators():
     plan, _ = bench.parse([*QUICK, "--ops", "swiglu", "--samples", "8192x8192"])
     bench_case = bench.suite(plan)
@@ -692,6 +693,7 @@ def test_gemms_have_a_time_or_a_reason():
     assert all(row["rows"] is not None for row in rows if "both_ms" in row)
 
 
+@pytest.mark.slow
 def test_a_step_has_every_variant():
     rows = list(bitwise_models.step(CPU))
     assert {row["variant"] for row in rows} == set(bitwise_pages.WHO)
@@ -728,6 +730,7 @@ def test_a_head_reaches_from_the_last_norm_to_the_first_loss():
     assert traces.heads_of(STEP[1:3]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -425,6 +425,7 @@ def learned(text, steps=12):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != FAST)) for n in EXAMPLES]
 )

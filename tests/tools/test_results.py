@@ -75,6 +75,7 @@ def test_a_run_leaves_its_counts_and_where_it_ran(run):
     assert result.seconds > 0
 
 
+@pytest.mark.slow
 def test_green_runs_have_tests_and_no_failures(run):
     assert run(SUITE, "-k", "not fails").green
     assert not run(SUITE, "-k", "skipped").green

@@ -53,10 +53,10 @@ def test_every_run_of_the_suite_takes_its_part(commands):
     assert all("--part 2/3" in call for call in calls)
 
 
-def test_make_test_runs_every_sixth_sample_on_ascend(commands):
+def test_make_test_runs_every_twelfth_sample_on_ascend(commands):
     ascend = [call for call in commands() if "ci.npu.simulate" in call]
     assert len(ascend) == 3
-    assert all("--share 6" in call for call in ascend)
+    assert all("--share 12" in call for call in ascend)
     assert all("--share 1" in call for call in commands("--backend", "ascend"))
 
 

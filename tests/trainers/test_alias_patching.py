@@ -294,6 +294,7 @@ def curve(model, place, **options):
     return [first, *steps, trained.evaluate()["eval_loss"]]
 
 
+@pytest.mark.slow
 def test_trainer_use_liger_kernel(installed, tmp_path, monkeypatch):
     fused = FusedCalls(monkeypatch)
     stock, ours = pair()

@@ -145,6 +145,7 @@ def test_table_names_resolve(installed):
         assert module.__spec__ is not None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is not None, reason="the real package is installed"
 )

@@ -42,6 +42,7 @@ def patched_modules(model):
     return [path for path, m in model.named_modules() if isinstance(m, Patched)]
 
 
+@pytest.mark.slow
 def test_loss_curve_is_that_of_the_stock_trainer(tmp_path, fused, caplog):
     stock, ours = pair()
     callback = TrainerCallback(rms_norm="reference", fused_linear_cross_entropy={"chunk": 5})
@@ -67,6 +68,7 @@ def test_a_model_outlives_its_trainer_patched(tmp_path):
     assert patched_modules(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [False, True], ids=["stock before", "patched before"])
 def test_unpatch_at_end_brings_the_very_same_classes_back(tmp_path, before):
     model = build()
@@ -82,6 +84,7 @@ def test_unpatch_at_end_brings_the_very_same_classes_back(tmp_path, before):
     assert callback.report.count("swiglu") == 2
 
 
+@pytest.mark.slow
 def test_a_model_of_model_init_is_patched_too(tmp_path, fused):
     hf_trainer = []
 
@@ -99,6 +102,7 @@ def test_a_model_of_model_init_is_patched_too(tmp_path, fused):
     assert patched_modules(hf_trainer[-1])
 
 
+@pytest.mark.slow
 def test_evaluation_before_and_after_training(tmp_path, fused):
     stock, ours = pair()
     results = []
@@ -136,6 +140,7 @@ def test_resume_and_what_is_saved(tmp_path):
         torch.testing.assert_close(b, a, **TRAINED)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_and_accumulation(tmp_path, fused):
     options = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "max_steps": 2}
     stock, ours = pair()

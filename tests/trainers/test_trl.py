@@ -94,6 +94,7 @@ def stock(saved, tmp_path_factory):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_callback(name, stock, saved, tmp_path, monkeypatch):
     expected, callback = stock(name), TrainerCallback()
@@ -171,6 +172,7 @@ def test_the_first_page_runs(tmp_path, saved, monkeypatch):
 # --- supervised: a subclass's compute_loss, or compute_loss_func ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["subclass", "function", "function on a patched model"])
 def test_sft(tmp_path, saved, way):
     """Two micro-batches a step, whose tokens are counted together."""

@@ -87,6 +87,7 @@ def test_eager_with_lazy_logits_unchanged(seed, fused, monkeypatch):
     judge_all(run(seed, 200, fused=fused))
 
 
+@pytest.mark.slow
 @SOME_SEEDS
 def test_compiled_models(seeds, fused, often):
     actual = [pair for seed in seeds for pair in run(seed, COMPILED, "compiled", fused=fused)]
@@ -95,6 +96,7 @@ def test_compiled_models(seeds, fused, often):
     assert verdicts["equal"] >= len(actual) // 4, verdicts
 
 
+@pytest.mark.slow
 @SOME_SEEDS
 def test_programs_compiled_with_their_model(seeds, fused, often):
     actual = [pair for seed in seeds for pair in run(seed, WHOLE, "whole", fused=fused)]
@@ -223,6 +225,7 @@ def test_writes_reach_every_later_use(write, aliased):
     assert verdict.outcome == ("refused" if refused else "equal"), verdict.why
 
 
+@pytest.mark.slow
 def test_writes_to_logits_of_compiled_models(often):
     """The same outside of a compiled model, and some in one graph with it."""
     failed = {}
@@ -395,6 +398,7 @@ def test_a_seed_determines_its_programs():
         assert Program.parse(str(program)) == program
 
 
+@pytest.mark.slow
 def test_plain_logits_are_equal():
     """A patch that leaves the head alone: what the comparison finds is not of its own making."""
     actual = [replace(program, model="plain") for program in programs(4, 20)]
@@ -539,6 +543,7 @@ def differences(fuzz_modules, seed, modules):
     return summary.counts
 
 
+@pytest.mark.slow
 def test_fifty_modules(fuzz_modules):
     counts = differences(fuzz_modules, 0, 50)
     assert counts["patched"] > 15
