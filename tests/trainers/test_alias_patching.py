@@ -78,7 +78,7 @@ LOSS = "fused_linear_cross_entropy"
     [
         ((), {}, OPS),
         ((), {"rope": False, "swiglu": None}, without("rope", "swiglu")),
-        ((), {"cross_entropy": True, LOSS: False}, without(LOSS)),
+        ((), {"cross_entropy": True, LOSS: False}, {**without(LOSS), "cross_entropy": 1}),
         ((), {"rms_norm": "reference", LOSS: {"chunk": 3}}, OPS),
         ((False, False, True, False), {}, without("rope", "rms_norm")),
     ],
