@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_multi.dispatch.op import inline_ops
-
 from liger_multi.testing.tolerance import excess
 
 # --- gradients ---
