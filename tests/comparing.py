@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_multi.dispatch.op import inline_ops
+from liger_multi.testing.tolerance import excess
 
 # --- gradients ---
 
@@ -29,6 +30,18 @@ Gradients = Mapping[str, "torch.Tensor | None"] | Iterable["torch.Tensor | None"
 def gradients(model: Any) -> dict[str, torch.Tensor]:
     """Gradients by name; parameters without one are left out."""
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_loss(
+    ours: Any, expected: Any, leaves: Any, dtype: torch.dtype = torch.float32, wide: Any = None
+) -> None:
+    """A loss and its gradients are those of another one, perhaps in fp32 on the same numbers."""
+    mine, theirs = ([x for x in xs if x is not None] for xs in (leaves, wide or leaves))
+    actual = torch.autograd.grad(ours, mine, retain_graph=True)
+    exact = torch.autograd.grad(expected, theirs, retain_graph=True)
+    assert excess(ours.detach(), expected.detach(), dtype) <= 1
+    for x, y in zip(actual, exact, strict=True):
+        assert excess(x, y, dtype) <= 1
 
 
 def largest(tensor: torch.Tensor) -> float:

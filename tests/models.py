@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from liger_multi.arguments import cache_parameter, caches
 from liger_multi.dispatch.op import inline_ops
 from liger_multi.patching import patch
+from liger_multi.patching.swap import Patched, swapped
 from tests.comparing import assert_same_gradients, gradients, resolution
 
 transformers = pytest.importorskip("transformers")
@@ -324,6 +325,12 @@ class FusedCalls:
             return stock(*args, **kwargs)
 
         monkeypatch.setattr(ops, "fused_linear_cross_entropy", counted)
+
+
+def patched_ops(model: Any) -> dict[str, int]:
+    """How many modules each operator replaces; options of the model's own loss are no operator."""
+    ops = Counter(swapped(m).op for m in model.modules() if isinstance(m, Patched))
+    return {op: n for op, n in sorted(ops.items()) if op != "loss options"}
 
 
 def recorded(monkeypatch: Any, owner: Any, name: str) -> list[tuple[tuple[Any, ...], Any]]:

@@ -18,12 +18,15 @@ from tests.comparing import assert_same_gradients
 
 pytest.importorskip("transformers")
 
+import transformers
+
 from benchmarks import plans
 from benchmarks.memory import Case as Small
 from benchmarks.plans import Case as Run
 from benchmarks.plans import executed
 from liger_multi import configure
 from liger_multi.cli.main import main
+from liger_multi.dispatch import config as configuration
 from liger_multi.errors import ConfigurationError, PlanError
 from liger_multi.memory import (
     Settings,
@@ -42,6 +45,7 @@ from liger_multi.memory.planning.predict import Predictor
 from liger_multi.memory.planning.result import deepspeed
 from liger_multi.memory.planning.shapes import Shapes
 from liger_multi.memory.planning.traces import Work
+from liger_multi.memory.recorder import stored
 
 # --- predictions ---
 
@@ -67,10 +71,8 @@ def config_of(model_name="dense", layers=LAYERS):
 
 
 def model_of(model_name="dense", layers=LAYERS):
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(
+    return transformers.AutoModelForCausalLM.from_config(
         config_of(model_name, layers), dtype=torch.float32
     ).train()
 
@@ -253,26 +255,6 @@ def test_refuses_with_the_nearest():
 # --- few simulations ---
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"patched": False, "chunk": None}, {"recompute": "full", "layers": 3}, {"tiles": 4}],
-    ids=str,
-)
-def test_prediction_from_two_batch_sizes(changes):
-    settings = replace(BASE, **{"chunk": 16 * LENGTH, "precision": "amp", **changes})
-    short = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
-    for n in (6, 8):  # with few tokens a head does not count rows
-        short.predict(replace(settings, micro_batch=n))
-    before = short.simulations
-    actual = short.predict(replace(settings, micro_batch=16))
-    assert short.simulations == before
-    full = Predictor(Shapes(config_of(), LENGTH), CARDS["h200"])
-    expected = full.predict(replace(settings, micro_batch=16))
-    assert actual.peak_bytes == expected.peak_bytes
-    assert actual.parts == expected.parts
-    assert actual.seconds == pytest.approx(expected.seconds, rel=1e-9)
-
-
 @pytest.mark.parametrize("changes", [{"chunk": LENGTH}, {"offload_activations": True}], ids=str)
 def test_nonlinear_sizes_are_simulated(changes):
     settings = replace(BASE, **changes)
@@ -371,12 +353,9 @@ SPREADS = [
 def test_written_files_load(tmp_path, changes):
     files, settings = written(tmp_path, **changes)
     assert load(files["plan.yaml"]) == settings
-    from liger_multi.dispatch.config import load as configuration
-
-    assert configuration(files["liger_multi.yaml"]).chunk_bytes >= 64 * 1999 * 2
+    assert configuration.load(files["liger_multi.yaml"]).chunk_bytes >= 64 * 1999 * 2
     pytest.importorskip("accelerate")
     from accelerate.commands.config.config_args import load_config_from_file
-    from transformers import TrainingArguments
 
     kwargs = json.loads(files["training_arguments.json"].read_text())
     kwargs["output_dir"] = str(tmp_path / "out")
@@ -384,7 +363,7 @@ def test_written_files_load(tmp_path, changes):
         kwargs["use_cpu"] = True  # where this is tested
     shell = ["bash", "-c", f"source {files['environment.sh']}; echo $PYTORCH_CUDA_ALLOC_CONF"]
     assert subprocess.check_output(shell, text=True) == "expandable_segments:True\n"
-    arguments = TrainingArguments(**kwargs)
+    arguments = transformers.TrainingArguments(**kwargs)
     assert arguments.per_device_train_batch_size == settings.micro_batch
     accelerate_config = load_config_from_file(str(files["accelerate.yaml"]))
     assert accelerate_config.num_processes == settings.data * settings.tensor
@@ -624,12 +603,10 @@ def test_fp8_is_planned_and_estimated():
 @pytest.mark.slow
 def test_fp8_keeps_a_frozen_base_in_half_of_the_memory():
     peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
-
-    from liger_multi.memory.recorder import stored
-
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(wide_config(3), dtype=torch.bfloat16).train()
+        base = transformers.AutoModelForCausalLM.from_config(
+            wide_config(3), dtype=torch.bfloat16
+        ).train()
         model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear"))
     by_precision = ways(plan(model, "h200", batch=2, sequence=4096, space=WIDE, limits=False))
     assert by_precision["fp8"].seconds < by_precision["bf16"].seconds
