@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from liger_multi.bench import command as bench
-from liger_multi.cli import bisect, checking, doctor, plan
+from liger_multi.cli import bisect, checking, doctor, plan, verify
 from liger_multi.demo import command as demo
 from liger_multi.demo import command as memory_demo
 from liger_multi.dtypes import long_name
@@ -119,6 +119,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     checking.add_json(command)
     command.set_defaults(run=_explain)
+
+    text = "which operators are right on this machine, and a quarantine of those that are not"
+    command = commands.add_parser("verify", help=text, description=text)
+    verify.add_arguments(command)
+    command.set_defaults(run=verify.run)
 
     text = "time, memory and error of the operators on this machine, beside plain PyTorch"
     command = commands.add_parser("bench", help=text, description=text)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from liger_multi.testing.suite.plugin import poison_value
+from liger_multi.testing.poison import poison_value
 from tests import harness
 
 ROOT = Path(__file__).parents[2]
