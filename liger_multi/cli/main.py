@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from liger_multi.bench import command as bench
-from liger_multi.cli import bisect, checking, doctor, plan
+from liger_multi.cli import bisect, checking, doctor, plan, verify
 from liger_multi.demo import command as demo
 from liger_multi.dtypes import long_name
 from liger_multi.errors import LigerMultiError
@@ -180,6 +180,11 @@ COMMANDS: dict[str, tuple[str, Declare, Run | None]] = {
         "say which backend an operator would use, and why not the others",
         _explain_arguments,
         _explain,
+    ),
+    "verify": (
+        "which operators are right on this machine, and a quarantine of those that are not",
+        verify.add_arguments,
+        verify.run,
     ),
     "bench": (
         "time, memory and error of the operators on this machine, beside plain PyTorch",

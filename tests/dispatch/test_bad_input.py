@@ -319,8 +319,8 @@ def test_configure_within_scope_resolves_once(built):
         identities = {id(current()) for _ in range(3)}
         for _ in range(4):
             step()
-        assert current().choice("rms_norm", "cpu").source == "use()"
-        assert current().choice("swiglu", "cpu").source == "configure()"
+        assert current().choice_in("rms_norm", ("cpu", "")).source == "use()"
+        assert current().choice_in("swiglu", ("cpu", "")).source == "configure()"
     assert len(identities) == 1
     assert sorted(built) == ["rms_norm.backward", "rms_norm.forward"]
 
@@ -343,8 +343,8 @@ def test_equal_configuration_resolves_nothing(built, tmp_path):
 def test_patterns_count_in_their_order():
     first = {"ops": {"rms_*": "reference", "rms_n*": ["triton", "reference"]}}
     second = {"ops": dict(reversed(first["ops"].items()))}
-    assert configure(first).choice("rms_norm", "cpu").order == ("reference",)
-    assert configure(second).choice("rms_norm", "cpu").order == ("triton", "reference")
+    assert configure(first).choice_in("rms_norm", ("cpu", "")).order == ("reference",)
+    assert configure(second).choice_in("rms_norm", ("cpu", "")).order == ("triton", "reference")
 
 
 def test_configurations_do_not_pile_up():
@@ -473,7 +473,7 @@ def test_a_file_that_is_taken(content, keys, tmp_path):
 def test_an_alias_stands_for_its_value(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("ops: {rms_norm: &a [triton, reference], swiglu: *a}\n")
-    assert load(path).choice("swiglu", "cpu").order == ("triton", "reference")
+    assert load(path).choice_in("swiglu", ("cpu", "")).order == ("triton", "reference")
 
 
 def test_places_that_are_no_file(tmp_path):

@@ -49,14 +49,14 @@ def test_precedence(tmp_path, monkeypatch):
     file.write_text("ops: {rms_norm: [reference], swiglu: [reference]}\nchunk_bytes: 3MiB\n")
     monkeypatch.setenv("LIGER_MULTI_CONFIG", str(file))
     configure(None)
-    assert current().choice("rms_norm", "cpu").source == str(file)
+    assert current().choice_in("rms_norm", ("cpu", "")).source == str(file)
     assert current().chunk_bytes == 3 * 2**20
     configure({"ops": {"rms_norm": "reference"}})
-    assert current().choice("rms_norm", "cpu").source == "configure()"
-    assert current().choice("swiglu", "cpu").source == str(file)
+    assert current().choice_in("rms_norm", ("cpu", "")).source == "configure()"
+    assert current().choice_in("swiglu", ("cpu", "")).source == str(file)
     with liger_multi.use(rms_norm="reference"):
-        assert current().choice("rms_norm", "cpu").source == "use()"
-    assert current().choice("rms_norm", "cpu").source == "configure()"
+        assert current().choice_in("rms_norm", ("cpu", "")).source == "use()"
+    assert current().choice_in("rms_norm", ("cpu", "")).source == "configure()"
 
 
 def test_globs_devices_and_defaults():
@@ -299,7 +299,7 @@ def spy_backends(monkeypatch, op):
 
     def call(prim, *args):
         if prim.op.name == op:
-            observed.append((prim.direction, current().choice(op, "cpu").source))
+            observed.append((prim.direction, current().choice_in(op, ("cpu", "")).source))
         return original(prim, *args)
 
     # of the class: monkeypatch would leave the bound method on an instance, past all recorders
@@ -332,7 +332,7 @@ class Nested(torch.autograd.Function):
                 inner = Nested.apply(grad.detach().requires_grad_(), ctx.depth - 1, ctx.observed)
                 inner.sum().backward()
         else:
-            source = current().choice("rms_norm", "cpu").source
+            source = current().choice_in("rms_norm", ("cpu", "")).source
             ctx.observed.append((threading.get_ident(), source))
         return grad, None, None
 
