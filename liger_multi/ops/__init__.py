@@ -8,6 +8,7 @@ from liger_multi.ops.causal_conv1d import causal_conv1d as causal_conv1d
 from liger_multi.ops.cross_entropy import CrossEntropyOutput as CrossEntropyOutput
 from liger_multi.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_multi.ops.cross_entropy import cross_entropy_with_outputs as cross_entropy_with_outputs
+from liger_multi.ops.dequantize import dequantize as dequantize
 from liger_multi.ops.dyt import dyt as dyt
 from liger_multi.ops.embedding import embedding as embedding
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput as FusedAddRMSNormOutput
