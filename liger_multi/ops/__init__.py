@@ -2,6 +2,7 @@
 
 from liger_multi.ops._adapters import LoRA as LoRA
 from liger_multi.ops._float8 import QuantizedOutput as QuantizedOutput
+from liger_multi.ops._quantized import QuantizedWeight as QuantizedWeight
 from liger_multi.ops.attention import attention as attention
 from liger_multi.ops.attention_residuals import attention_residuals as attention_residuals
 from liger_multi.ops.causal_conv1d import causal_conv1d as causal_conv1d
