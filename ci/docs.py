@@ -369,6 +369,7 @@ TASKS = (
     ("Use axolotl, LLaMA-Factory, ms-swift, verl", "a plugin", "docs/trainers.md#plugins"),
     ("Use LoRA or QLoRA", "patch the model of PEFT", "docs/peft.md"),
     ("Multiply in FP8, or keep a frozen base in it", "`linear_float8`", "docs/fp8.md"),
+    ("Train on a frozen base in 4 bits", "`load_mxfp4`, bitsandbytes", "docs/four-bits.md"),
     ("Read logits of a patched model", "`outputs.logits`", "docs/logits.md"),
     ("Use our attention", '`attn_implementation="liger_multi"`', "docs/attention.md"),
     ("Find out why a module was skipped", "`print(report)`", "docs/recognition.md"),
