@@ -66,6 +66,7 @@ KINDS = {
     "float8-convergence": Kind(()),
     "lora": Kind(("tokens", "rank", "part", "form"), "variant", ("ours", "stock")),
     "sparse-layers": Kind(("tokens",), "variant", ("ours", "stock")),
+    "shared-prefixes": Kind(("model", "shape"), "variant", ("floor", "unshared")),
     "rotated-norms": Kind(("layer",), "variant", ("apart", "together")),
     # a search that nothing stopped goes on where an older one ended
     "longest": Kind(("model", "limit_gb"), "provider", whole="shortest_failed"),

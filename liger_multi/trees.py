@@ -109,8 +109,7 @@ class Batch:
     def unshared(self) -> tuple[Tensor, Tensor]:
         """The same sequences as a batch of rows: ids and mask, ``(paths, longest)``, both int64."""
         ids = self.inputs["input_ids"][0]
-        ends = [n.segment if n.segment >= 0 else n.parent for n in self.nodes if n.leaf]
-        paths = [ids[self.tree.path(end)] if end >= 0 else ids[:0] for end in ends]
+        paths = [ids[self.tree.path(end)] if end >= 0 else ids[:0] for end in self.tree.ends]
         padded = torch.nn.utils.rnn.pad_sequence(paths, batch_first=True)
         mask = torch.nn.utils.rnn.pad_sequence(
             [torch.ones_like(p) for p in paths], batch_first=True

@@ -10,10 +10,16 @@ from liger_multi.errors import loading
 
 if TYPE_CHECKING:
     from liger_multi.integrations.lightning import LightningCallback
+    from liger_multi.integrations.prefixes import SharedPrefixes, share_prefixes
     from liger_multi.integrations.trainer import TrainerCallback
 
-__all__ = ["LightningCallback", "TrainerCallback"]
-_HOMES = {"LightningCallback": "lightning", "TrainerCallback": "trainer"}
+__all__ = ["LightningCallback", "SharedPrefixes", "TrainerCallback", "share_prefixes"]
+_HOMES = {
+    "LightningCallback": "lightning",
+    "SharedPrefixes": "prefixes",
+    "TrainerCallback": "trainer",
+    "share_prefixes": "prefixes",
+}
 
 
 def __getattr__(name: str) -> Any:

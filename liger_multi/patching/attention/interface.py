@@ -170,8 +170,8 @@ def mask(
 
     if isinstance(attention_mask, KeyMask):  # made before the forward pass, as generation does
         return attention_mask
-    tree = running()
-    if tree is not None and (batch_size, kv_length) == (1, tree.tokens):
+    tree = running(kv_length, batch_size)
+    if tree is not None:
         device = options.get("device") or getattr(attention_mask, "device", None)
         return _of_tree(tree, mask_function, cache_position is None, device, options)
     if cache_position is not None:  # where the queries stand is known to the device alone

@@ -78,10 +78,11 @@ def _with_forward_kwargs(swap: Swap) -> Callable[..., Any]:
 
 def _told_ids(arguments: dict[str, Any]) -> Tensor | None:
     """What mixers are told, ``(B, T)``: ids of samples, or of segments with the tree of a row."""
-    ids, rows, tree = sample_ids(arguments), rows_of(arguments), running()
+    ids, rows = sample_ids(arguments), rows_of(arguments)
     if rows is None or rows.shape[1] == 1:
         return None
-    if tree is not None and rows.shape[:2] == (1, tree.tokens):
+    tree = running(rows.shape[1], rows.shape[0])
+    if tree is not None:
         return tree.ids(rows.device)
     return None if ids is None else ids.expand(rows.shape[0], -1)
 

@@ -93,13 +93,21 @@ def weighted(model: nn.Module, arguments: Arguments, tree: Tree) -> Iterator[Arg
 
 
 def call(model: nn.Module, forward: Callable[..., Any], arguments: Arguments, offer: Offer) -> Any:
-    """Call the forward of a model whose layers follow a tree."""
-    offer.taken = True
-    with run(offer.tree):
-        if offer.once:
-            return forward(**arguments)
-        with weighted(model, arguments, offer.tree) as weighed:
-            return forward(**weighed)
+    """Call the forward of a model whose layers follow a tree.
+
+    Raises:
+        PackingError: None of its layers asked for the tree.
+    """
+    offer.taken, plain = True, contextlib.nullcontext(arguments)
+    weighing = plain if offer.once else weighted(model, arguments, offer.tree)
+    with run(offer.tree) as running, weighing as weighed:
+        output = forward(**weighed)
+    if not running.asked:
+        raise PackingError(
+            f"{unpatched_class(model).__name__} did not ask which tokens a branch follows: compile "
+            "its layers, not the model around them"
+        )
+    return output
 
 
 # --- a trial ---

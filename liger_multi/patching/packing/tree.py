@@ -44,6 +44,7 @@ class ScanCall(NamedTuple):
         places: Tokens in the row, ``(segments, longest)``; the first one in place of padding.
         mask: Which of them are no padding; None where all are.
         parents: Numbers among the states of all calls before; None for roots.
+        parent: The only one of them; None where they differ.
         states: Whether a segment of the call has children.
         start: The first token, where the call has all tokens from there on, row after row.
     """
@@ -51,6 +52,7 @@ class ScanCall(NamedTuple):
     places: Tensor
     mask: Tensor | None
     parents: Tensor | None
+    parent: int | None
     states: bool
     start: int | None
 
@@ -76,13 +78,13 @@ class Tree:
     Attributes:
         lengths: Tokens of every segment, depth first.
         parents: Number of the segment before it on its path; -1 for a root.
-        leaves: Paths that go through the segment, which is how often an unshared batch has it.
+        ends: For every path, in order, the segment that it ends with; -1 where it has no tokens.
         tokens: Of the row, with padding.
     """
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
-    leaves: tuple[int, ...]
+    ends: tuple[int, ...]
     tokens: int
     _cache: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
 
@@ -109,6 +111,15 @@ class Tree:
         for parent in self.parents:
             levels.append(levels[parent] + 1 if parent >= 0 else 0)
         return levels
+
+    @functools.cached_property
+    def leaves(self) -> list[int]:
+        """Paths that go through every segment, which is how often an unshared batch has it."""
+        leaves = [self.ends.count(number) for number in range(len(self.lengths))]
+        for number in range(len(leaves) - 1, 0, -1):
+            if self.parents[number] >= 0:
+                leaves[self.parents[number]] += leaves[number]
+        return leaves
 
     @property
     def padding(self) -> int:
@@ -191,7 +202,7 @@ class Tree:
 
     def weights(self, device: torch.device) -> Tensor:
         """How often an unshared batch has every token, ``(1, tokens)`` int64; 0 for padding."""
-        return self._of_tokens(device, "leaves", list(self.leaves), 0)[None]
+        return self._of_tokens(device, "leaves", self.leaves, 0)[None]
 
     def ids(self, device: torch.device) -> Tensor:
         """Ids of segments ``(1, tokens)`` int32 that carry the tree, for mixers."""
@@ -235,7 +246,7 @@ class Tree:
 
         Args:
             device: Of the tensors.
-            equal: Let a call have segments of one length only, and no padding.
+            equal: Let segments with children have no padding.
         """
         key = ("scans", device, equal)
         if key not in self._cache:
@@ -247,19 +258,19 @@ class Tree:
         starts, levels = [*self.starts], [*self.levels]
         if self.padding:  # a sequence by itself, like any other root
             lengths, parents = [*lengths, self.padding], [*parents, -1]
-            starts, levels = [*starts, sum(self.lengths)], [*levels, 0]
+            starts, levels = [*starts, self.tokens - self.padding], [*levels, 0]
         calls: list[ScanCall] = []
-        order: list[Tensor] = []
+        order = torch.empty(self.tokens, dtype=torch.int64)
         state_of: dict[int, int] = {}
-        with_children = set(parents)
-        for group in _groups(lengths, levels, equal):
-            longest = max(lengths[n] for n in group)
-            place = torch.arange(longest)[None]
+        with_children, count = set(parents), 0
+        for group in _groups(lengths, levels, with_children if equal else set()):
             own = torch.tensor([lengths[n] for n in group])[:, None]
             first = torch.tensor([starts[n] for n in group])[:, None]
+            place = torch.arange(int(own.max()))[None]
             mask = place < own
             places = torch.where(mask, first + place, 0)
-            order.append(places[mask])
+            order[places[mask]] = mask.flatten().nonzero()[:, 0] + count
+            count += places.numel()
             whole = bool(mask.all())
             in_order = whole and bool((places.flatten().diff() == 1).all())
             before = [state_of.get(parents[n], -1) for n in group]
@@ -271,14 +282,14 @@ class Tree:
                     places.to(device),
                     None if whole else mask.to(device),
                     None if before[0] < 0 else torch.tensor(before, device=device),
+                    before[0] if len({*before}) == 1 else None,
                     has_children,
                     int(places[0, 0]) if in_order else None,
                 )
             )
-        every = torch.cat(order)
-        if bool((every.diff() == 1).all()):
+        if count == self.tokens and bool((order.diff() == 1).all()):
             return calls, None
-        return calls, every.argsort().to(device)
+        return calls, order.to(device)
 
     def window(self, device: torch.device, before: int) -> Window | None:
         """Every segment after up to ``before`` tokens of its path; None where the row is a path."""
@@ -324,21 +335,23 @@ def _tail(runs: tuple[Run, ...], count: int) -> list[int]:
     return tail
 
 
-def _groups(lengths: list[int], levels: list[int], equal: bool) -> Iterator[list[int]]:
-    """Numbers of segments that one call takes: of a level, in falling order of lengths."""
+def _groups(lengths: list[int], levels: list[int], alone: set[int]) -> Iterator[list[int]]:
+    """Numbers of segments that one call takes: of a level, in falling order of lengths.
+
+    Those that stand in ``alone`` share a call with segments of their length only.
+    """
     for level in range(max(levels, default=-1) + 1):
         numbers = [n for n, own in enumerate(levels) if own == level]
         if len({lengths[n] for n in numbers}) > 1:
-            numbers.sort(key=lambda n: -lengths[n])
+            numbers.sort(key=lambda n: (n in alone, -lengths[n]))
         group: list[int] = []
         for n in numbers:
             longest = lengths[group[0]] if group else lengths[n]
-            if lengths[n] * 2 < longest or (equal and lengths[n] != longest):
+            if lengths[n] * 2 < longest or (n in alone and lengths[n] != longest):
                 yield group
                 group = []
             group.append(n)
-        if group:
-            yield group
+        yield group
 
 
 # --- trees from nested lengths ---
@@ -383,14 +396,8 @@ def planted(roots: Sequence[Branch], tokens: int | None = None) -> tuple[Tree, l
             parents.append(parent)
         last = segment if length else parent
         waiting += [(child, last, root) for child in children[::-1]]
-    leaves = [0] * len(lengths)
-    for node in nodes:
-        at = node.segment if node.segment >= 0 else node.parent
-        while node.leaf and at >= 0:
-            leaves[at] += 1
-            at = parents[at]
-    tree = Tree(tuple(lengths), tuple(parents), tuple(leaves), tokens or sum(lengths))
-    return tree, nodes
+    ends = tuple(max(node.segment, node.parent) for node in nodes if node.leaf)
+    return Tree(tuple(lengths), tuple(parents), ends, tokens or sum(lengths)), nodes
 
 
 def tree_of(ids: Tensor | None) -> Tree | None:
@@ -410,20 +417,37 @@ class Offer:
     taken: bool = False
 
 
+@dataclass
+class Forward:
+    """A forward whose layers follow a tree, and whether any of them asked for it."""
+
+    tree: Tree | None
+    asked: bool = False
+
+
 _offered: ContextVar[Offer | None] = ContextVar("liger_multi_tree_offered", default=None)
-_running: ContextVar[Tree | None] = ContextVar("liger_multi_tree_running", default=None)
+_running: ContextVar[Forward | None] = ContextVar("liger_multi_tree_running", default=None)
 
 
-def running() -> Tree | None:
-    """The tree of the forward that is under way."""
-    return _running.get()
+def running(tokens: int, rows: int) -> Tree | None:
+    """The tree of the forward that is under way, if it has so many tokens.
+
+    A compiled graph has none: a whole model that is compiled does not follow trees, and whoever
+    called it sees that nobody asked.
+    """
+    forward = None if torch.compiler.is_compiling() else _running.get()
+    if forward is None or forward.tree is None or (rows, tokens) != (1, forward.tree.tokens):
+        return None
+    forward.asked = True
+    return forward.tree
 
 
 def offered(tokens: int, rows: int) -> Offer | None:
     """What a caller announced for a call with so many tokens in so many rows."""
-    offer = _offered.get()
-    fits = offer is not None and _running.get() is None and (rows, tokens) == (1, offer.tree.tokens)
-    return offer if fits else None
+    announced = None if torch.compiler.is_compiling() else _offered.get()
+    if announced is None or _running.get() is not None:
+        return None
+    return announced if (rows, tokens) == (1, announced.tree.tokens) else None
 
 
 @contextlib.contextmanager
@@ -438,10 +462,11 @@ def offer(tree: Tree, *, once: bool = False) -> Iterator[Offer]:
 
 
 @contextlib.contextmanager
-def run(tree: Tree | None) -> Iterator[None]:
+def run(tree: Tree | None) -> Iterator[Forward]:
     """Let the layers of a forward follow a tree."""
-    token = _running.set(tree)
+    forward = Forward(tree)
+    token = _running.set(forward)
     try:
-        yield
+        yield forward
     finally:
         _running.reset(token)
