@@ -1,4 +1,4 @@
-"""A step with shared prefixes beside the same step without: ``python -m benchmarks.shared_prefixes``.
+"""A step with shared prefixes beside one without: ``python -m benchmarks.shared_prefixes``.
 
 Forward and backward of a policy in bf16 with random weights, with log-probabilities of the answers:
 G answers of R tokens to a prompt of P. Variants: unpatched transformers with ``sdpa`` and padded
@@ -246,7 +246,8 @@ def line(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"{head} {row['failed']}"
     gib = row["peak_bytes"] / 2**30
-    return f"{head} {row['milliseconds']:9.1f} ms {gib:7.2f} GiB {row['tokens_per_second']:9.0f} tokens/s"
+    speed = row["tokens_per_second"]
+    return f"{head} {row['milliseconds']:9.1f} ms {gib:7.2f} GiB {speed:9.0f} tokens/s"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -30,10 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from liger_multi import checks
 from liger_multi.arguments import by_name
 from liger_multi.errors import LigerMultiError
 from liger_multi.patching.packing.samples import rows_of, visible_tokens
 from liger_multi.patching.packing.tree import offered
+from liger_multi.patching.packing.trial import trying
 from liger_multi.patching.swap import unpatched_class
 
 __all__ = ["Routes", "RoutesError", "record", "replay"]
@@ -63,7 +65,8 @@ class Routes:
         """
         if not isinstance(indices, Tensor) or indices.ndim != 3 or indices.is_floating_point():
             raise RoutesError(
-                f"routes: indices must be integers (layers, tokens, k), got {indices}"
+                f"routes: indices must be integers (layers, tokens, k), got "
+                f"{checks.describe(indices)}"
             )
         return cls(list(indices))
 
@@ -73,7 +76,7 @@ class Routes:
         return len(self.layers[0]) if self.layers else 0
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file that :meth:`load` reads, with the smallest integers that hold the indices."""
+        """Write a file that :meth:`load` reads, in the smallest integers that hold the indices."""
         most = max((int(x.max()) for x in self.layers if x.numel()), default=0)
         dtype = next(
             d for d in (torch.uint8, torch.int16, torch.int32) if torch.iinfo(d).max >= most
@@ -155,7 +158,7 @@ class _Pass:
     chosen: dict[int, Tensor] = field(default_factory=dict)
 
     def indices(self, number: int, today: Tensor) -> Tensor:
-        """The experts of all rows, ``(rows, k)``: by the routes, or today's where they have none."""
+        """The experts of all rows, ``(rows, k)``: by the routes, or today's without any."""
         if number not in self.chosen:
             self.chosen[number] = today if self.known is None else self._replayed(number, today)
         return self.chosen[number]
@@ -164,8 +167,8 @@ class _Pass:
         known = self.known[number][self.first : self.first + len(self.sources)]  # type: ignore[index]
         if known.shape[1] != today.shape[1]:
             raise RoutesError(
-                f"routes: layer {number} chooses {today.shape[1]} experts of a token, and the routes "
-                f"have {known.shape[1]}"
+                f"routes: layer {number} chooses {today.shape[1]} experts of a token, and the "
+                f"routes have {known.shape[1]}"
             )
         return today.index_copy(0, self.sources, known.to(today))
 
@@ -256,7 +259,7 @@ class _Following:
     def within(self, number: int, function: Callable[..., Any]) -> Callable[..., Any]:
         """A layer's forward that chooses by the routes of this pass, whenever it is called."""
         forward, router = self.forward, self.routers[number]
-        if forward is None:
+        if forward is None or trying():
             return function
 
         @functools.wraps(function)

@@ -166,5 +166,8 @@ class SharedPrefixes:
         trainer: Any = self
         for model in (trainer.model, getattr(trainer, "ref_model", None)):
             if model is not None:
+                module, scored, _ = _scored(model)
+                vars(module).pop("forward")  # a module with a forward of its own is not patched
                 patch(model)
+                vars(module)["forward"] = scored
                 share_prefixes(model)

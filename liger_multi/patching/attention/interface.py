@@ -233,8 +233,8 @@ def _of_tree(
         ranges[:, 1] = length
     if path.dense is not None or bool((ranges > place[:, None] + 1).any()):
         raise PackingError(
-            f"attn_implementation={NAME!r} serves shared prefixes where a token sees earlier ones, "
-            f"in two ranges of positions at most, got {path}"
+            f"attn_implementation={NAME!r} serves shared prefixes where a token sees no later "
+            f"ones, and earlier ones in two ranges of positions at most, got {path}"
         )
     shape = (1, 1, tree.tokens, tree.tokens)
     return KeyMask(shape, ranges=tree.ranges(ranges))

@@ -21,6 +21,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -443,8 +444,25 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     cache only if there are.
     """
     grad = torch.is_grad_enabled() and checkpoints(model)
-    with torch.set_grad_enabled(grad), _state_of_process, _no_cached_casts(), _attributes(model):
-        yield
+    token = _trying.set(True)
+    try:
+        with (
+            torch.set_grad_enabled(grad),
+            _state_of_process,
+            _no_cached_casts(),
+            _attributes(model),
+        ):
+            yield
+    finally:
+        _trying.reset(token)
+
+
+_trying: ContextVar[bool] = ContextVar("liger_multi_trying", default=False)
+
+
+def trying() -> bool:
+    """Whether a model runs with made-up tokens, of which nobody is to keep anything."""
+    return _trying.get()
 
 
 class _StateOfProcess:
