@@ -11,6 +11,8 @@ from liger_multi.errors import PackingError
 from liger_multi.patching import patch, register_attention
 from tests.comparing import assert_same_gradients, gradients
 from tests.models import build
+from tests.sweep import cases
+from tests.sweep.run import liven
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -135,6 +137,42 @@ def test_checkpointing(reentrant):
     if reentrant:
         model.enable_input_require_grads()
     assert_equal_to_unshared(model, trees.pack(NESTED))
+
+
+def hybrid(model_type):
+    """A tiny hybrid, patched."""
+    pairs = {p.type: p for p in cases.registered() if p.cls.endswith("ForCausalLM")}
+    if model_type not in pairs:
+        pytest.skip(f"this transformers has no {model_type}")
+    model = cases.build(pairs[model_type])
+    liven(model)
+    model.set_attn_implementation("liger_multi")
+    patch(model)
+    return model.train()
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "again", "reentrant"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "lfm2"])
+def test_hybrids(model_type, reentrant):
+    """Layers that run again in backward, outside of the block, follow the tree too."""
+    model = hybrid(model_type)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    groups = [(tokens(9, 1), [(tokens(3, 2), [tokens(2, 3), tokens(5, 4)]), tokens(1, 5)])]
+    assert_equal_to_unshared(model, trees.pack(below(groups), pad_to=16))
+
+
+def below(groups, most=60):
+    """The same trees with ids that a tiny model has."""
+
+    def ids(answer):
+        if isinstance(answer, tuple):
+            return ids(answer[0]), [ids(part) for part in answer[1]]
+        return [token % most for token in answer]
+
+    return [ids(group) for group in groups]
 
 
 def test_padding():
