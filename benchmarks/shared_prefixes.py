@@ -118,7 +118,8 @@ def groups(shape: tuple[int, int, int], vocabulary: int) -> list[Any]:
 def _padded_log_probs(model: Any, inputs: dict[str, Any], ids: Tensor, kept: slice) -> Tensor:
     logits = model(**inputs, logits_to_keep=ids.shape[1] - kept.start + 1).logits[:, :-1]
     log_p = logits.log_softmax(-1, dtype=torch.float32)
-    return log_p.gather(-1, ids[:, kept, None])[..., 0]
+    chosen: Tensor = log_p.gather(-1, ids[:, kept, None])[..., 0]
+    return chosen
 
 
 def run_of(variant: str, model: Any, shape: tuple[int, int, int], device: Any) -> Callable[[], Any]:
@@ -137,7 +138,8 @@ def run_of(variant: str, model: Any, shape: tuple[int, int, int], device: Any) -
         def packed() -> Tensor:
             logits = model(input_ids=row, position_ids=place, use_cache=False).logits[:, sources]
             log_p = logits.log_softmax(-1, dtype=torch.float32)
-            return log_p.gather(-1, row[:, prompt:, None]).sum()
+            total: Tensor = log_p.gather(-1, row[:, prompt:, None]).sum()
+            return total
 
         return packed
     return lambda: _padded_log_probs(

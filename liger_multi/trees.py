@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias, overload
 
@@ -439,7 +439,7 @@ class Scores(NamedTuple):
 
 
 def scores(
-    model: nn.Module,
+    model: Callable[..., Any],
     batch: Batch,
     *,
     temperature: float = 1.0,
@@ -447,7 +447,10 @@ def scores(
     router_counts: str = "unshared",
     **arguments: Any,
 ) -> Scores:
-    """Log-probabilities of all branches' tokens, one after another; see :func:`log_probs`."""
+    """Log-probabilities of all branches' tokens, one after another; see :func:`log_probs`.
+
+    ``model`` may also be the forward of a patched model.
+    """
     by = checks.number("trees", "temperature", temperature, 0, above=True)
     with shared(batch, router_counts=router_counts):
         output = model(**batch.inputs, **arguments)

@@ -475,7 +475,7 @@ def shared_prefixes() -> list[str]:
         cells = [model, shape.replace("x", ", ")]
         for who in (*_VARIANTS, "ours"):
             row = rows.get(who, {})
-            cells += [_milliseconds(row), _gib(row), f"{row.get('tokens_per_second', 0):,.0f}"]
+            cells += [_milliseconds(row), _peak(row), f"{row.get('tokens_per_second', 0):,.0f}"]
         for base in ("unshared", "floor"):
             ours, other = rows.get("ours", {}), rows.get(base, {})
             both = "milliseconds" in ours and "milliseconds" in other
@@ -498,8 +498,8 @@ def _milliseconds(row: Mapping[str, Any]) -> str:
     return f"{row['milliseconds']:.0f}" if "milliseconds" in row else row.get("failed", "")[:13]
 
 
-def _gib(row: Mapping[str, Any]) -> str:
-    return f"{row['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in row else ""
+def _peak(row: Mapping[str, Any]) -> str:
+    return _gib(row["peak_bytes"]) if "peak_bytes" in row else ""
 
 
 # --- by the names of their markers ---

@@ -113,18 +113,19 @@ def _output(
     from trl.trainer.utils import FusedCausalLMOutput
 
     names, routed = set(options["outputs"]), bool(kwargs.get("output_router_logits"))
+    arguments: dict[str, Any] = {"output_router_logits": True} if routed else {}
     scores = trees.scores(
         functools.partial(type(module).forward, module),
         batch,
         temperature=options["temperature"],
         entropy="entropy" in names,
-        **({"output_router_logits": True} if routed else {}),
+        **arguments,
     )
     labels = kwargs["labels"][:, 1:]
     mask = labels != -100
 
-    def placed(values: Tensor | None) -> Tensor | None:
-        return None if values is None else batch.to_rows(values)[:, 1:].masked_fill(~mask, 0)
+    def placed(values: Tensor) -> Tensor:
+        return batch.to_rows(values)[:, 1:].masked_fill(~mask, 0)
 
     others: dict[str, Any] = {}
     with torch.no_grad():
@@ -145,7 +146,7 @@ def _output(
     return FusedCausalLMOutput(
         loss=loss,
         log_probs=log_probs,
-        entropy=placed(scores.entropy),
+        entropy=None if scores.entropy is None else placed(scores.entropy),
         label_mask=mask,
         aux_loss=aux_loss,
         **others,

@@ -6,6 +6,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import liger_multi
 from liger_multi import trees
 from liger_multi.errors import PackingError
 from liger_multi.patching import patch, register_attention
@@ -230,7 +231,62 @@ def test_entropy_and_temperature():
     torch.testing.assert_close(entropies[0][0], -(first.exp() * first).sum(-1))
 
 
+# --- prompts with pixels ---
+
+
+@pytest.mark.parametrize("model_type", ["llava", "internvl", "gemma3", "idefics3"])
+def test_prompts_with_pixels(model_type):
+    """Images stand in the prompt, once for all branches."""
+    model, inputs, batch = with_pixels(model_type)
+    with trees.shared(batch):
+        logits = model(**batch.inputs, **inputs).logits[0]
+    for segment in range(1, len(batch.tree.lengths)):
+        path = batch.tree.path(segment)
+        ids = batch.inputs["input_ids"][:, path]
+        alone = model(input_ids=ids, use_cache=False, **inputs).logits[0]
+        torch.testing.assert_close(logits[path], alone, rtol=1e-4, atol=1e-4)
+    blank = {name: torch.zeros_like(value) for name, value in inputs.items()}
+    with trees.shared(batch):
+        assert not torch.allclose(model(**batch.inputs, **blank).logits[0], logits, rtol=1e-2)
+
+
+def test_positions_of_images_are_asked_for():
+    model, inputs, batch = with_pixels("qwen2_vl")
+    match = r"pass position_ids \(3 or 4, 1, 35\)"
+    with trees.shared(batch), pytest.raises(PackingError, match=match):
+        model(**batch.inputs, **inputs)
+
+
+def with_pixels(model_type):
+    """A tiny model, what it takes beside tokens, and a tree whose prompt has images."""
+    pairs = {p.type: p for p in cases.registered() if p.kind == "image-text"}
+    if model_type not in pairs:
+        pytest.skip(f"this transformers has no {model_type}")
+    model = cases.build(pairs[model_type])
+    liven(model)
+    model.set_attn_implementation("liger_multi")
+    patch(model)
+    whole = cases.inputs(pairs[model_type], model)
+    ids = whole["input_ids"]
+    inputs = {n: v[: len(v) // len(ids)] for n, v in whole.items() if "pixel" in n or "grid" in n}
+    answers = [[10 + token % 50 for token in tokens(count, count)] for count in (4, 1, 6)]
+    return model, inputs, trees.pack([(ids[0].tolist(), answers)])
+
+
 # --- branches do not see each other ---
+
+
+def test_rows_do_not_depend_on_siblings():
+    """Under ``deterministic="rows"``: the same branch beside others, longer ones and none."""
+    answer, others = tokens(6, 2), [tokens(11, 3), tokens(1, 4)]
+    with liger_multi.use(deterministic="rows"), torch.no_grad():
+        model = served("gemma2")
+        bits = [
+            trees.log_probs(model, trees.pack([(tokens(9, 1), answers)]))[0][at]
+            for answers, at in (([answer], 0), ([answer, *others], 0), ([*others, answer], 2))
+        ]
+    assert torch.equal(bits[0], bits[1])
+    assert torch.equal(bits[0], bits[2])
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])

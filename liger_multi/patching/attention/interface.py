@@ -222,7 +222,9 @@ def _of_tree(
             "position alone are served"
         )
     length = tree.longest
-    places = {} if by_length else {"cache_position": torch.arange(length, device=device)}
+    places: dict[str, Any] = (
+        {} if by_length else {"cache_position": torch.arange(length, device=device)}
+    )
     with run(None):
         path = mask(1, length, length, mask_function=mask_function, **places, **options)
     place = torch.arange(length, device=device, dtype=torch.int32)

@@ -39,8 +39,9 @@ class PerToken(NamedTuple):
             return None
         count = call.places.numel()
         if call.start is not None:
-            return x[0, call.start : call.start + count].unflatten(0, call.places.shape)
-        part = x[0].index_select(0, call.places.flatten()).unflatten(0, call.places.shape)
+            segments: Tensor = x[0, call.start : call.start + count].unflatten(0, call.places.shape)
+            return segments
+        part: Tensor = x[0].index_select(0, call.places.flatten()).unflatten(0, call.places.shape)
         if call.mask is None:
             return part
         mask = call.mask.view(*call.mask.shape, *[1] * (part.ndim - 2))

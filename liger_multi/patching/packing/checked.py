@@ -61,9 +61,10 @@ def _checked(cls: Any) -> Callable[..., Any]:
             rows = rows_of(arguments)
             offer = offered(rows.shape[1], rows.shape[0]) if isinstance(rows, Tensor) else None
             if offer is not None:
+                offer.taken = True
                 inner = functools.partial(below.forward, self)
-                arguments = shared.arguments_of(self, arguments, offer.tree)
-                check_shared(self, inner, arguments, offer.tree)
+                arguments = shared.arguments_of(self, arguments, rows, offer.tree)
+                check_shared(self, inner, arguments, rows, offer.tree)
                 return shared.call(self, inner, arguments, offer)
             if any(arguments.get(name) is not None for name in TOLD_BY):
                 check(self, functools.partial(below.forward, self), arguments)
@@ -140,7 +141,11 @@ def check(model: nn.Module, forward: Callable[..., Any], arguments: Mapping[str,
 
 
 def check_shared(
-    model: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], tree: Tree
+    model: nn.Module,
+    forward: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    rows: Tensor,
+    tree: Tree,
 ) -> None:
     """Try a model with shared prefixes, unless that is known.
 
@@ -153,7 +158,7 @@ def check_shared(
     with known.lock:
         form = ("shared", nested, _form(model, arguments))
         if form not in known:
-            known[form] = shared.trial(model, forward, arguments, nested)
+            known[form] = shared.trial(model, forward, arguments, rows, nested)
         verdict = known[form]
     name, attention = unpatched_class(model).__name__, set(_attentions(model)) - {NAME}
     way = f"; {_SELECT.format(', '.join(sorted(attention)))}" if attention else ""

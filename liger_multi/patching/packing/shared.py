@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from liger_multi.arguments import parameters_of
 from liger_multi.errors import PackingError, summary
 from liger_multi.patching.packing import trial as trials
-from liger_multi.patching.packing.samples import rows_of
 from liger_multi.patching.packing.tree import Branch, Offer, Tree, planted, run
 from liger_multi.patching.packing.trial import SHIFT, Arguments, Verdict
 from liger_multi.patching.swap import unpatched_class
@@ -34,7 +33,9 @@ _SAMPLES = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_le
 # --- the arguments of a call ---
 
 
-def arguments_of(model: nn.Module, called_with: Mapping[str, Any], tree: Tree) -> Arguments:
+def arguments_of(
+    model: nn.Module, called_with: Mapping[str, Any], tokens: Tensor, tree: Tree
+) -> Arguments:
     """The arguments of a call whose tokens are a tree: positions that go on, and what is padding.
 
     Positions in several axes, as those of images, are the caller's.
@@ -54,13 +55,31 @@ def arguments_of(model: nn.Module, called_with: Mapping[str, Any], tree: Tree) -
             f"{name} has {most} positions (max_position_embeddings), and the longest path of the "
             f"shared prefixes has {tree.longest} tokens"
         )
-    tokens = rows_of(called_with)
     positions = called_with.get("position_ids")
     if not (isinstance(positions, Tensor) and positions.ndim == 3):
         positions = tree.positions(tokens.device)
     mask = tree.visible(tokens.device).to(torch.int64)[None]
+    others = [n for n, v in called_with.items() if _is_no_text(v, tokens)]
+    if others and positions.ndim < 3 and _has_axes(model):
+        raise PackingError(
+            f"{name} got {', '.join(others)} beside shared prefixes, and its positions have "
+            f"several axes: pass position_ids (3 or 4, 1, {tree.tokens}) of the tree, in which "
+            "branches go on from the prompt"
+        )
     values = {"position_ids": positions, "attention_mask": mask}
     return {**called_with, **{n: v for n, v in values.items() if n in names or n in called_with}}
+
+
+def _is_no_text(value: Any, tokens: Tensor) -> bool:
+    """Whether an argument is a tensor of other things than the tokens of a row."""
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[-1:] != tokens.shape[1:2]
+
+
+def _has_axes(model: nn.Module) -> bool:
+    """Whether positions of a model have an axis each for time, height and width."""
+    config = trials.text_config(model)
+    tables = (getattr(config, n, None) for n in ("rope_parameters", "rope_scaling"))
+    return any("mrope_section" in str(table) for table in tables)
 
 
 @contextlib.contextmanager
@@ -98,7 +117,7 @@ def call(model: nn.Module, forward: Callable[..., Any], arguments: Arguments, of
     Raises:
         PackingError: None of its layers asked for the tree.
     """
-    offer.taken, plain = True, contextlib.nullcontext(arguments)
+    plain = contextlib.nullcontext(arguments)
     weighing = plain if offer.once else weighted(model, arguments, offer.tree)
     with run(offer.tree) as running, weighing as weighed:
         output = forward(**weighed)
@@ -114,13 +133,16 @@ def call(model: nn.Module, forward: Callable[..., Any], arguments: Arguments, of
 
 
 def trial(
-    model: nn.Module, forward: Callable[..., Any], called_with: Mapping[str, Any], nested: bool
+    model: nn.Module,
+    forward: Callable[..., Any],
+    called_with: Mapping[str, Any],
+    rows: Tensor,
+    nested: bool,
 ) -> Verdict:
     """Try a model on a small tree, with the form of the arguments of a call.
 
     The model is afterwards what it was, as after :func:`.trial.trial`.
     """
-    rows = rows_of(called_with)
     row = trials.row_of(model, called_with, rows)
     tree, _ = planted([EXAMPLES[nested]])
     plain = trials.arguments_of(called_with, row, rows)
@@ -184,7 +206,8 @@ class _Trial:
 
     def _shared(self, moved: Any) -> Tensor:
         row = self._tokens(list(range(self.tree.tokens)), set(moved))
-        arguments = arguments_of(self.model, {**self.plain, **row}, self.tree)
+        arguments = {**self.plain, **row}
+        arguments = arguments_of(self.model, arguments, row["input_ids"], self.tree)
         torch.manual_seed(0)
         with run(self.tree):
             return trials.per_token(self.forward(**arguments), self.tree.tokens)

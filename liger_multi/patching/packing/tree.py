@@ -291,8 +291,8 @@ class Tree:
             return calls, None
         return calls, order.to(device)
 
-    def window(self, device: torch.device, before: int) -> Window | None:
-        """Every segment after up to ``before`` tokens of its path; None where the row is a path."""
+    def window(self, device: torch.device, before: int) -> Window:
+        """Every segment after up to ``before`` tokens of its path."""
         key = ("window", device, before)
         if key not in self._cache:
             self._cache[key] = self._window(device, before)
