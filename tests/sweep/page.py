@@ -170,7 +170,7 @@ _REASONS = (
     (r"nothing keeps branches apart in (.*)", r"nothing keeps branches apart in \1"),
     (r".*reads the attention mask itself.*", "attention of its own reads the mask"),
     (r".*its attention is .*", "attention that does not use transformers' interface"),
-    (r".*sees no later ones.*", "a token sees later ones"),
+    (r".*where a token sees .*", "a token sees later ones"),
     (r".*made of tokens.*", "a mask that is made of tokens"),
     (r".*could not be tried with shared prefixes: (.*)", r"it could not be tried: \1"),
     (r".*the output of a branch differs.*", "its layers mix tokens in a way that no tree reaches"),

@@ -60,7 +60,7 @@ def _checked(cls: Any) -> Callable[..., Any]:
             arguments = by_name(swap.stock.forward, args, kwargs)
             rows = rows_of(arguments)
             offer = offered(rows.shape[1], rows.shape[0]) if isinstance(rows, Tensor) else None
-            if offer is not None:
+            if offer is not None and isinstance(rows, Tensor):
                 offer.taken = True
                 inner = functools.partial(below.forward, self)
                 arguments = shared.arguments_of(self, arguments, rows, offer.tree)
