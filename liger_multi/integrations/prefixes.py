@@ -90,10 +90,10 @@ def _forwards(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def _is_served(kwargs: Mapping[str, Any]) -> bool:
-    given = {name for name, value in kwargs.items() if value is not None}
+    names = {name for name, value in kwargs.items() if value is not None}
     tensors = [kwargs.get(n) for n in ("input_ids", "attention_mask", "labels")]
     alike = all(isinstance(x, Tensor) and x.ndim == 2 for x in tensors)
-    return given <= _SERVED and alike and len(kwargs["input_ids"]) > 1
+    return names <= _SERVED and alike and len(kwargs["input_ids"]) > 1
 
 
 def _batch(kwargs: Mapping[str, Any], shortest: int) -> trees.Batch:

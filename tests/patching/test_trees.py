@@ -14,6 +14,7 @@ from tests.comparing import assert_same_gradients, gradients
 from tests.models import build
 from tests.sweep import cases
 from tests.sweep.run import liven
+from tests.sweep.trees import judge
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -355,7 +356,47 @@ def test_batches_of_limited_size():
         trees.pack(PAIR, max_tokens=19)
 
 
+# --- compiled ---
+
+
+def test_compiled_layers():
+    model, batch = served(), trees.pack(NESTED)
+    expected = trees.scores(model, batch).log_probs
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    torch.testing.assert_close(trees.scores(model, batch).log_probs, expected)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "backbone"])
+def test_compiled_models_are_refused(whole):
+    """A graph that was made without a tree would not follow one."""
+    model, batch = served(), trees.pack(FLAT)
+    trees.scores(model, batch)
+    compiled = torch.compile(model, backend="eager") if whole else model
+    if not whole:
+        model.model.compile(backend="eager")
+    match = "no patched model was called" if whole else "compile its layers, not the model"
+    with pytest.raises(PackingError, match=match):
+        trees.scores(compiled, batch)
+
+
 # --- refused ---
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("bloom", "its attention is eager"),
+        ("bert", "a token sees no later ones"),
+        ("mamba", "nothing keeps branches apart in MambaMixer, mamba_selective_scan"),
+        ("recurrent_gemma", "does not serve shared prefixes: the output of a branch differs"),
+    ],
+)
+def test_types_that_are_refused(model_type, why):
+    pair = next(p for p in cases.registered() if p.type == model_type and p.kind == "causal")
+    verdict = judge(pair)
+    assert verdict.status == "refused"
+    assert why in verdict.why
 
 
 def test_attention_of_others_is_refused():

@@ -76,7 +76,7 @@ def _with_forward_kwargs(swap: Swap) -> Callable[..., Any]:
     return forward
 
 
-def _told_ids(arguments: dict[str, Any]) -> Tensor | None:
+def _ids_for_mixers(arguments: dict[str, Any]) -> Tensor | None:
     """What mixers are told, ``(B, T)``: ids of samples, or of segments with the tree of a row."""
     ids, rows = sample_ids(arguments), rows_of(arguments)
     if rows is None or rows.shape[1] == 1:
@@ -95,7 +95,7 @@ class PackedModel(_Model):
         swap: Swap, arguments: dict[str, Any], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Add the ids, unless there is one token a row."""
-        ids = _told_ids(arguments)
+        ids = _ids_for_mixers(arguments)
         return kwargs if ids is None else {**kwargs, "seq_idx": ids}
 
 
@@ -123,7 +123,7 @@ class TellingModel(_Model):
     @staticmethod
     def called(swap: Swap, model: Any, arguments: dict[str, Any]) -> Any:
         """What stands for the model in its forward: itself, where samples are not told."""
-        ids = _told_ids(arguments)
+        ids = _ids_for_mixers(arguments)
         inner = cast(TellingSettings, swap.settings).inner
         return model if ids is None else _Telling(model, inner, ids)
 

@@ -228,8 +228,8 @@ class Tree:
         ]
         runs = self._on(device, "runs", bounds).view(-1, width, 3)[self.segments(device)]
         first, last, start = (part[:, :, None] for part in runs.unbind(-1))
-        seen = by_position.to(torch.int64)[self.positions(device)[0]].unflatten(-1, (-1, 2))
-        low, high = (part[:, None] for part in seen.unbind(-1))  # (tokens, 1, ranges)
+        visible = by_position.to(torch.int64)[self.positions(device)[0]].unflatten(-1, (-1, 2))
+        low, high = (part[:, None] for part in visible.unbind(-1))  # (tokens, 1, ranges)
         low, high = torch.maximum(low, first), torch.minimum(high, last)
         moved = torch.stack([low, torch.maximum(low, high)], -1) + (start - first)[..., None]
         return moved.flatten(1).to(torch.int32)[None]
