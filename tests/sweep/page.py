@@ -157,7 +157,7 @@ def shared_prefixes() -> list[str]:
         (
             "A tree of three levels and a second tree in one row, logits and every gradient in "
             f"fp32, equal to those of every path by itself: **{len(served)} model types**, "
-            f"transformers {data['transformers']} (`python -m tests.sweep --trees`).\n"
+            f"transformers {data['transformers']}, on text (`python -m tests.sweep --trees`).\n"
         ),
         f"Served: {', '.join(served)}.\n",
         "| refused, why | types | |",
