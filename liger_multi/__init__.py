@@ -14,7 +14,7 @@ from liger_multi.dispatch.explain import explain
 from liger_multi.errors import loading
 
 if TYPE_CHECKING:
-    from liger_multi import distributed, losses, memory, nn
+    from liger_multi import distributed, losses, memory, nn, routes, trees
     from liger_multi.patching import patch, patched, unpatch
 
 __all__ = [
@@ -28,6 +28,8 @@ __all__ = [
     "ops",
     "patch",
     "patched",
+    "routes",
+    "trees",
     "unpatch",
     "use",
 ]
@@ -38,7 +40,7 @@ patcher.provide(lambda: importlib.import_module("liger_multi.patching"))
 
 def __getattr__(name: str) -> Any:
     """Load modules and the patching layer on first use; what is found then stands in globals."""
-    if name in ("distributed", "losses", "memory", "nn"):
+    if name in ("distributed", "losses", "memory", "nn", "routes", "trees"):
         with loading(f"liger_multi.{name}"):
             return importlib.import_module(f"liger_multi.{name}")
     if name in ("patch", "patched", "unpatch"):

@@ -29,6 +29,7 @@ from liger_multi.patching.mixers.calls import mixer_calls, unserved
 from liger_multi.patching.mixers.fused import FusedMixer
 from liger_multi.patching.packing.hybrids import PackedModel
 from liger_multi.patching.packing.samples import rows_of, sample_ids
+from liger_multi.patching.packing.tree import offered
 from liger_multi.patching.swap import unpatched_class
 
 __all__ = ["shard_sequence", "unshard_sequence"]
@@ -233,6 +234,8 @@ def _before_model(sharded: _Sharded, model: nn.Module, args: Any, kwargs: Any) -
     rows = rows_of(arguments)
     if rows is None:
         raise ValueError("shard_sequence: the model was called without input_ids or inputs_embeds")
+    if offered(rows.shape[1], rows.shape[0]) is not None:
+        raise ValueError("shard_sequence: rows of shared prefixes are not spread over ranks")
     padding = -rows.shape[1] % sharded.ranks.size
     labels: Any = arguments.get("labels")
     targets: Any = arguments.get("shift_labels")

@@ -1,7 +1,7 @@
 """Tables of measured numbers: memory, plans, recomputation, FP8 heads, LoRA, examples, curves.
 
 They are made of what ``python -m benchmarks.memory``, ``benchmarks.plans``,
-``benchmarks.recompute``, ``benchmarks.losses``, ``benchmarks.lora``, ``benchmarks.examples`` and
+``benchmarks.recompute``, ``benchmarks.examples`` and
 ``benchmarks.convergence`` write.
 """
 
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import convergence, store
 from benchmarks.convergence import EARLIEST, FACTOR, FINAL, LAST, Verdict
+from benchmarks.tables import table
 
 # --- rows of operators ---
 
@@ -401,12 +402,6 @@ def measured(run: Mapping[str, Any]) -> str:
     return f"{store.device(run)}, {versions}, {run['date'][:10]}, commit {run['commit']}:"
 
 
-def _rows(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> list[str]:
-    every = [list(heads), *map(list, lines)]
-    every.insert(1, ["---"] * len(every[0]))
-    return [f"| {' | '.join(cells)} |" for cells in every]
-
-
 def float8_heads() -> list[str]:
     """Time, peak and errors of the loss on an LM head, by the GEMMs that run in FP8."""
     run = store.read("float8")[-1]
@@ -429,7 +424,7 @@ def float8_heads() -> list[str]:
         parts.append([shape, *(f"{ratio:.2f}" for ratio in ratios), rounding])
     heads_of_parts = ["parts of the loss", "GEMM of logits, FP8 / exact"]
     heads_of_parts += ["GEMM of the gradient, FP8 / exact", "rounding the gradient of logits, ms"]
-    tables = [*_rows(heads, lines), "", *_rows(heads_of_parts, parts)]
+    tables = [*table(heads, lines), "", *table(heads_of_parts, parts)]
     return [measured(run), "", *tables]
 
 
@@ -453,7 +448,53 @@ def lora_layers() -> list[str]:
         ratio = rows["ours"]["milliseconds"] / rows["stock"]["milliseconds"]
         lines.append([*cells, f"{ratio:.2f}"])
     heads = ["Part, adapters", "PEFT, ms", "added, MiB", "ours, ms", "added, MiB", "ours / PEFT"]
-    return [measured(runs[-1]), "", *_rows(heads, lines)]
+    return [measured(runs[-1]), "", *table(heads, lines)]
+
+
+# --- shared prefixes ---
+
+_VARIANTS = {"stock": "transformers", "unshared": "unshared, patched", "floor": "packed floor"}
+
+
+def shared_prefixes() -> list[str]:
+    """A step with shared prefixes beside the same step without, and beside the packed floor."""
+    groups: dict[tuple[str, str], dict[str, Any]] = {}
+    runs = store.read("shared-prefixes")
+    for run in runs:
+        for row in run["rows"]:
+            groups.setdefault((row["model"], row["shape"]), {})[row["variant"]] = row
+    if not runs:
+        return []
+    lines = []
+    for (model, shape), rows in groups.items():
+        cells = [model, shape.replace("x", ", ")]
+        for who in (*_VARIANTS, "ours"):
+            row = rows.get(who, {})
+            cells += [_milliseconds(row), _peak(row), f"{row.get('tokens_per_second', 0):,.0f}"]
+        for base in ("unshared", "floor"):
+            ours, other = rows.get("ours", {}), rows.get(base, {})
+            both = "milliseconds" in ours and "milliseconds" in other
+            pair = ("milliseconds", "peak_bytes")
+            cells.append(", ".join(f"{ours[k] / other[k]:.2f}" for k in pair) if both else "")
+        lines.append([cell if cell != "0" else "" for cell in cells])
+    units = [f"{who}, {unit}" for who in (*_VARIANTS.values(), "tree") for unit in _UNITS]
+    heads = ["Model", "G, P, R", *units, "tree / unshared", "tree / floor"]
+    said = (
+        "Forward and backward in bf16 with log-probabilities of the answers; medians. Ratios are "
+        "those of time and of memory. Tokens are those of the unshared batch."
+    )
+    return [said, "", measured(runs[-1]), "", *table(heads, lines)]
+
+
+_UNITS = ("ms", "GiB", "tokens/s")
+
+
+def _milliseconds(row: Mapping[str, Any]) -> str:
+    return f"{row['milliseconds']:.0f}" if "milliseconds" in row else row.get("failed", "")[:13]
+
+
+def _peak(row: Mapping[str, Any]) -> str:
+    return _gib(row["peak_bytes"]) if "peak_bytes" in row else ""
 
 
 # --- by the names of their markers ---
@@ -480,4 +521,5 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "float8-heads": float8_heads,
     "lora-layers": lora_layers,
     "examples": examples,
+    "shared-prefixes": shared_prefixes,
 }

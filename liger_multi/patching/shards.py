@@ -254,7 +254,7 @@ class Axes:
 _RULE = Axes(("btg", "btg", "bth", "bth", "bth"), {}, "bth")
 AXES = {
     "attention": Axes(("bht", "bgt", "bgt"), {"sinks": "h"}, "bht"),
-    "causal_conv1d": Axes(("bht", "h", "h"), {}, "bht"),
+    "causal_conv1d": Axes(("bth", "h", "h"), {}, "bth"),
     "gated_short_conv": Axes(("btph", "h", "h"), {}, "bth"),
     "gated_delta_rule": _RULE,
     "kimi_delta_attention": _RULE,

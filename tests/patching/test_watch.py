@@ -16,8 +16,7 @@ import liger_multi
 from liger_multi.dispatch.op import Op
 from liger_multi.patching import patch, unpatch
 from liger_multi.patching.watch import Executed, serves
-from tests.models import Graphs, batch, build
-from tests.patching.test_norms_find import Holder
+from tests.models import Graphs, Holder, batch, build
 
 
 def paths(entries):
