@@ -175,7 +175,7 @@ def newest_of(run_type: str, path: Path) -> Run:
 
 
 def _has_runs(path: Path) -> bool:
-    return not path.name.startswith("suite-")
+    return not path.name.startswith(("suite-", "verify-"))
 
 
 def rows(run_type: str, folder: Path | None = None) -> list[tuple[Run, dict[str, Any]]]:

@@ -33,7 +33,7 @@ from benchmarks.tables import (
     performance,
     traces,
 )
-from ci.docs import status
+from ci.docs import status, verified
 from ci.docs.blocks import filled
 from ci.npu import levels
 from tests.sweep import page as coverage
@@ -426,6 +426,8 @@ def tables() -> dict[str, Callable[[], str]]:
         "bitwise-costs": bitwise.costs,
         "loss-head": head,
         "loss-families": families,
+        "support": verified.support,
+        "verified": verified.rows,
     }
     builders: dict[str, Callable[[], str]] = {
         **float8.BLOCKS,
