@@ -9,7 +9,7 @@ import sys
 
 from ci.npu import lowering, simulate
 from liger_multi.cli.main import main as command
-from liger_multi.testing.verify import child, run
+from liger_multi.testing.verify import cases, child, run
 
 LABEL = "Ascend 910B, simulated on a CPU"
 
@@ -22,6 +22,7 @@ def main() -> int:
             sys.argv = [__file__, *words[1:]]
             child.main()
             return 0
+        cases.IS_SIMULATED = True
         run.CHILD[:] = ["-m", "ci.npu.verify", "child"]
         return command(["verify", "--device", "npu", "--label", LABEL, *words])
 

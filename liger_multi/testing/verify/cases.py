@@ -17,6 +17,8 @@ from liger_multi.dispatch.registry import REFERENCE, operators, serving
 from liger_multi.testing import checks, samples
 from liger_multi.testing.samples import Sample
 
+IS_SIMULATED = False
+"""Whether devices are simulated, and as slow as an interpreter (:mod:`ci.npu.verify`)."""
 LEVELS = ("quick", "default", "full")
 
 
@@ -111,13 +113,14 @@ def _of_operator(target: Target, op: str, level: str) -> Iterator[Case]:
     several = [s for s in samples.of(op) if s.size != "bench"]
     small = [s for s in several if s.size == "small"]
     filled = [s for s in small if all(math.prod(t.shape) for t in s.tensors.values())] or small
-    if level == "quick" or (target.interpreted and level == "default"):
-        thin = [] if target.interpreted else [s for s in several if s.size == "thin"]
+    slow = target.interpreted or IS_SIMULATED
+    if level == "quick" or (slow and level == "default"):
+        thin = [] if slow or target.device == "cpu" else [s for s in several if s.size == "thin"]
         several = [*_distinct(filled, level == "default"), *thin]
     for sample in several:
         for dtype in _dtypes(target, sample, level):
             yield Case(op, target.backend, sample.name, str(dtype).removeprefix("torch."))
-    first = 0 if target.interpreted and level == "quick" else 1  # a promise is many calls
+    first = 0 if slow and level == "quick" else 1  # a promise is many calls
     for sample in small if level == "full" else filled[:first]:
         yield Case(op, target.backend, sample.name, "float32", "promises")
     if level == "full":
@@ -140,7 +143,7 @@ def _distinct(small: list[Sample], numbers: bool) -> list[Sample]:
 
 def _dtypes(target: Target, sample: Sample, level: str) -> tuple[torch.dtype, ...]:
     dtypes = checks.dtypes_of(sample, target.backend)
-    if target.interpreted:  # bf16 is fp32 there
+    if target.interpreted or IS_SIMULATED:  # bf16 is fp32 in an interpreter
         return dtypes if level == "full" else dtypes[:1]
     return dtypes[:2] if level == "quick" else dtypes
 
