@@ -108,8 +108,7 @@ static: $(ENV)  ## compile some launches of every kernel for 8 GPUs (ARGS=--full
 	$(RUN) -m ci.static --store build/static.txt $(ARGS)
 
 verify: $(ENV)  ## which operators are right on this machine, with its driver and compiler (docs/verified.md)
-	$(if $(RESULTS),mkdir -p $(RESULTS)/verify)
-	$(RUN) -m liger_multi verify $(if $(DEVICE),,--quick) $(RESULTS:%=--report %/verify/report.json) $(ARGS)
+	$(if $(RESULTS),mkdir -p $(RESULTS)/verify && )$(RUN) -m liger_multi verify $(if $(DEVICE),,--quick) $(RESULTS:%=--report %/verify/report.json) $(ARGS)
 
 tune: $(ENV)  ## measure this machine's launch table; git diff shows what was found
 	$(RUN) -m benchmarks.tune table $(ARGS)

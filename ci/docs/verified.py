@@ -19,7 +19,13 @@ HEADER = (
 VENDORS = (
     ("NVIDIA", "cuda", "sm", "", "the whole suite ran on an H100 and an H200"),
     ("AMD", "rocm", "gfx", "[ROCm](docs/rocm.md)", ""),
-    ("Ascend", "npu", "Ascend", "[Ascend](docs/ascend.md)", ""),
+    (
+        "Ascend",
+        "npu",
+        "-",
+        "[Ascend](docs/ascend.md)",
+        "compiled by the vendor's compiler, run on a simulated device",
+    ),
     ("CPU", "cpu", "-", "", "the reference runs natively, Triton kernels in their interpreter"),
 )
 """Of README's table: name, backend, prefix of compiled architectures, page, what else ran."""
@@ -51,7 +57,7 @@ def rows() -> list[str]:
             cells += [", ".join(f"`{op}`" for op in wrong) or "none"]
             cells += [report["level"], report["date"], report["by"] or "-"]
             lines.append(f"| {' | '.join(cells)} |")
-    amd = ", ".join(sorted(path.stem for path in (ROOT / "ci" / "baseline").glob("gfx*.txt")))
+    amd = ", ".join(_compiled("gfx"))
     lines.append(f"| AMD {amd} | rocm | - | - | - | - | - | compiled, {NOT_RUN} | - | - | - |")
     return lines
 
@@ -66,13 +72,19 @@ def support() -> list[str]:
         verified = dict.fromkeys(
             f"{name_of(r)} (torch {_short(r, 'torch')}, Triton {_short(r, 'triton')})" for r in mine
         )
-        archs = sorted(p.stem for p in (ROOT / "ci" / "baseline").glob(f"{prefix}*.txt"))
+        archs = _compiled(prefix)
         parts = [also] if also else []
         parts += [f"[verified](docs/verified.md) on {', '.join(verified)}"] if verified else []
-        parts += [COMPILED.format(f"{archs[0]} to {archs[-1]}")] if archs else []
+        parts += [COMPILED.format(", ".join(archs))] if archs else []
         parts += [NOT_RUN] if backend in ("rocm", "npu") else []
         lines.append(f"| {vendor} | {'; '.join(parts)}{f' ({page})' if page else ''} |")
     return lines
+
+
+def _compiled(prefix: str) -> list[str]:
+    """Architectures of the static baseline, by length and then by name."""
+    names = [path.stem for path in (ROOT / "ci" / "baseline").glob(f"{prefix}*.txt")]
+    return sorted(names, key=lambda name: (len(name), name))
 
 
 def _short(report: Mapping[str, Any], package: str) -> str:

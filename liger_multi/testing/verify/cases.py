@@ -18,7 +18,7 @@ from liger_multi.testing import checks, samples
 from liger_multi.testing.samples import Sample
 
 IS_SIMULATED = False
-"""Whether devices are simulated, and as slow as an interpreter (:mod:`ci.npu.verify`)."""
+"""Whether devices are simulated, and as slow as an interpreter; a simulation sets it."""
 LEVELS = ("quick", "default", "full")
 
 
