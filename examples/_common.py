@@ -99,7 +99,7 @@ def load(options: argparse.Namespace) -> tuple[Any, Any]:
     )
     config = hf.LlamaConfig(
         vocab_size=len(words),
-        hidden_size=32,
+        hidden_size=getattr(options, "width", 32),
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -164,6 +164,20 @@ def started(options: argparse.Namespace) -> bool:
 
     main(["--standalone", "--nproc-per-node=2", *sys.argv])
     return False
+
+
+def adapted(options: argparse.Namespace, model: Any, data: Any) -> list[float]:
+    """Train what requires a gradient, in plain PyTorch; the losses."""
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.AdamW(weights, options.rate), []
+    for batch in batches(options, data):
+        loss = model(**{name: t.to(model.device) for name, t in batch.items()}).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        print(f"loss {losses[-1]:.3f}")
+    return losses
 
 
 def batches(options: argparse.Namespace, data: Any, rank: int = 0, ranks: int = 1) -> Iterator[Any]:

@@ -20,7 +20,8 @@ def _probe() -> str | None:
 def _supports(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "runs on a CPU only under its interpreter (TRITON_INTERPRET=1)"
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    # bytes hold codes of 4 bits
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.uint8):
         name = str(dtype).removeprefix("torch.")
         return f"has kernels for float32, float16 and bfloat16, not {name}"
     return None

@@ -77,8 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     chosen = list(cases.targets(device, arguments.backend))
     if not chosen:
-        known = [target.backend for target in cases.targets(device)]
-        raise LigerMultiError(unknown(f"backend of {device.type}", arguments.backend, known))
+        names = [target.backend for target in cases.targets(device)]
+        raise LigerMultiError(unknown(f"backend of {device.type}", arguments.backend, names))
     results = verify(device, chosen, arguments.ops, level, arguments.limit, arguments.jobs)
     known = facts(device)
     data = report.as_data(

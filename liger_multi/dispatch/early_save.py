@@ -23,6 +23,7 @@ from liger_multi.dispatch import codegen
 from liger_multi.dispatch.autograd import make_function, transforming
 from liger_multi.dispatch.config import Configuration
 from liger_multi.dispatch.op import Op
+from liger_multi.dispatch.stored import StoredWeight
 
 
 class _Result(torch.autograd.Function):
@@ -78,7 +79,7 @@ class EarlySave:
         tensors = [a for a in args if isinstance(a, Tensor)]
         needed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         unusual = is_tracing() or transforming()
-        if not needed or unusual or any(type(t) not in codegen.PLAIN for t in tensors):
+        if not needed or unusual or any(not _is_plain(t) for t in tensors):
             return self._op(*args)  # type: ignore[no-any-return]
         flagged = (args[i] for i in self._flags)
         flags = [isinstance(a, Tensor) and a.requires_grad for a in flagged]
@@ -89,6 +90,10 @@ class EarlySave:
             self._handover.value = None
         empty = outputs[0] if isinstance(outputs, tuple) else outputs
         return _Result.apply(empty, lambda: self._rest(handover, *args))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in codegen.PLAIN or isinstance(tensor, StoredWeight)
 
 
 def empty_of(x: Tensor, *shape: int) -> Tensor:

@@ -72,6 +72,8 @@ class Op:
             rows (those that ``bitwise`` names). Every rank needs the other tensors whole; their
             gradients are partial sums.
         bitwise: What it promises about bits, and which of its tensors have rows.
+        opens: Whether its functions take weights that are stored in another form, and open each
+            before its GEMM (:mod:`~liger_multi.dispatch.stored`).
     """
 
     def __init__(
@@ -83,9 +85,10 @@ class Op:
         inplace: str | None = None,
         rowwise: bool = False,
         bitwise: Bitwise = NO_PROMISE,
+        opens: bool = False,
     ) -> None:
         self.name, self.family, self.compile, self.inplace = name, family, compile, inplace
-        self.rowwise, self.bitwise = rowwise, bitwise
+        self.rowwise, self.bitwise, self.opens = rowwise, bitwise, opens
         self.mutates = (inplace,) if inplace else ()
         OPS[name] = self
 

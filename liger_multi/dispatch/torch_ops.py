@@ -28,6 +28,7 @@ from liger_multi.dispatch import codegen
 from liger_multi.dispatch.double_backward import only_whole
 from liger_multi.dispatch.registry import REFERENCE, module
 from liger_multi.dispatch.resolve import resolve
+from liger_multi.dispatch.stored import has_stored, with_numbers
 
 if TYPE_CHECKING:
     from liger_multi.dispatch.op import Op
@@ -118,6 +119,8 @@ class Primitive:
             return self.overload(*args)
         if dispatch_mode_count() and not _inline.get():
             return self.overload(*args)
+        if has_stored(args):
+            return self.call(*args) if self.op.opens else self(*with_numbers(args))
         for i in self.tensor_indices:
             a = args[i]
             # Kernels read memory, and not the bit of a negated view (the imaginary part of a

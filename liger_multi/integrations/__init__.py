@@ -1,4 +1,4 @@
-"""Callbacks for trainers, each made when its trainer is installed and somebody asks for it.
+"""Callbacks for trainers, and gpt-oss in 4 bits; each loads its library when somebody asks for it.
 
 Plain loops and accelerate need none: call :func:`liger_multi.patch` on the model.
 """
@@ -10,10 +10,16 @@ from liger_multi.errors import loading
 
 if TYPE_CHECKING:
     from liger_multi.integrations.lightning import LightningCallback
+    from liger_multi.integrations.mxfp4 import load_mxfp4, merge_mxfp4
     from liger_multi.integrations.trainer import TrainerCallback
 
-__all__ = ["LightningCallback", "TrainerCallback"]
-_HOMES = {"LightningCallback": "lightning", "TrainerCallback": "trainer"}
+__all__ = ["LightningCallback", "TrainerCallback", "load_mxfp4", "merge_mxfp4"]
+_HOMES = {
+    "LightningCallback": "lightning",
+    "TrainerCallback": "trainer",
+    "load_mxfp4": "mxfp4",
+    "merge_mxfp4": "mxfp4",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,12 +2,14 @@
 
 from liger_multi.ops._adapters import LoRA as LoRA
 from liger_multi.ops._float8 import QuantizedOutput as QuantizedOutput
+from liger_multi.ops._quantized import QuantizedWeight as QuantizedWeight
 from liger_multi.ops.attention import attention as attention
 from liger_multi.ops.attention_residuals import attention_residuals as attention_residuals
 from liger_multi.ops.causal_conv1d import causal_conv1d as causal_conv1d
 from liger_multi.ops.cross_entropy import CrossEntropyOutput as CrossEntropyOutput
 from liger_multi.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_multi.ops.cross_entropy import cross_entropy_with_outputs as cross_entropy_with_outputs
+from liger_multi.ops.dequantize import dequantize as dequantize
 from liger_multi.ops.dyt import dyt as dyt
 from liger_multi.ops.embedding import embedding as embedding
 from liger_multi.ops.fused_add_rms_norm import FusedAddRMSNormOutput as FusedAddRMSNormOutput

@@ -24,6 +24,7 @@ op = Op(
     "fused_moe",
     family="experts",
     bitwise=bitwise(BY_OUR_GEMM, "x index routing y", backward=BY_GEMM),
+    opens=True,
 )
 
 

@@ -43,6 +43,7 @@ op = Op(
     family="adapters",
     rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x y gate up codes codes_scale", 1),
+    opens=True,
 )
 
 

@@ -31,6 +31,7 @@ op = Op(
     "lora_moe",
     family="experts",
     bitwise=bitwise(BY_OUR_GEMM, "x index routing y", backward=BY_GEMM),
+    opens=True,
 )
 
 

@@ -29,6 +29,7 @@ op = Op(
     family="adapters",
     rowwise=True,
     bitwise=bitwise(BY_OUR_GEMM, "x q k v low codes codes_scale", 1),
+    opens=True,
 )
 
 

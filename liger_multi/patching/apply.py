@@ -17,6 +17,7 @@ from liger_multi.patching.changes import Change, Relabel, Replace, Restore
 from liger_multi.patching.experts.find import find_experts
 from liger_multi.patching.experts.lora import find_expert_adapters
 from liger_multi.patching.float8.find import find_float8
+from liger_multi.patching.four_bits.find import find_four_bits
 from liger_multi.patching.head.find import find_loss_head
 from liger_multi.patching.linear import find_linear
 from liger_multi.patching.lora.find import find_lora, find_shared_inputs
@@ -56,7 +57,7 @@ def patch(model: nn.Module | str, *, strict: bool = False, **ops: OpChoice) -> P
             now on.
         strict: Raise when anything that was asked for is skipped; the model is then left as it was.
         **ops: Operator name to True, False, a backend's name, or a mapping of options.
-            ``rms_norm``, ``swiglu``, ``geglu``, ``fused_moe``, ``rope``, ``lora``,
+            ``rms_norm``, ``swiglu``, ``geglu``, ``fused_moe``, ``rope``, ``lora``, ``four_bits``,
             ``causal_conv1d``, ``gated_delta_rule``, ``kimi_delta_attention``, ``ssd_scan``,
             ``selective_scan``, ``sparse_attention`` and ``fused_linear_cross_entropy`` are on by
             default, and so is ``rms_norm_rope`` where ``rms_norm`` and ``rope`` name no backend.
@@ -176,7 +177,7 @@ def _patch(model: nn.Module, request: Request, strict: bool) -> PatchReport:
 
 Find: TypeAlias = Callable[[nn.Module, Request], Iterator[Change]]
 PARTS: tuple[tuple[Find, ...], ...] = (
-    (find_float8,),  # whether an MLP is one operator depends on its layers
+    (find_float8, find_four_bits),  # whether an MLP is one operator depends on its layers
     (find_norms, find_mlps, find_experts, find_rotary, find_mixers, find_lora, find_registered),
     (find_expert_adapters,),  # after the experts: the wrappers of PEFT stand around them
     (find_shared_inputs,),
@@ -254,6 +255,7 @@ _ALONE = (
     ("lora",),
     ("linear",),
     ("linear_float8",),
+    ("four_bits",),
     (SPARSE,),
     (ROTATED,),
 )

@@ -30,6 +30,8 @@ SPARSE = "sparse_attention"
 TOLD = ("rms_norm", "swiglu", "geglu", "rope")
 """Operators whose absence is worth a line where nobody named them."""
 
+_OPERATORS = {"lora": "lora_update", "four_bits": "linear"}
+"""Operators of patch keys that are none themselves."""
 PATCH = "patch()"
 """Who chose a backend, in messages."""
 OpChoice: TypeAlias = bool | str | Mapping[str, Any]
@@ -132,6 +134,7 @@ _OPTIONS: dict[str, type[Options]] = {
             "rope",
             "lora",
             "linear",
+            "four_bits",
             PACKING,
             ROTATED,
         ),
@@ -144,7 +147,18 @@ _OPTIONS: dict[str, type[Options]] = {
 }
 _DEFAULTS: dict[str, bool | Callable[[], bool]] = {
     **dict.fromkeys(
-        (*NORM_OPS, *MLP_OPS, *MIXER_OPS, SPARSE, "fused_moe", "rope", "lora", PACKING), True
+        (
+            *NORM_OPS,
+            *MLP_OPS,
+            *MIXER_OPS,
+            SPARSE,
+            "fused_moe",
+            "rope",
+            "lora",
+            "four_bits",
+            PACKING,
+        ),
+        True,
     ),
     "linear": by_rows,
     "linear_float8": False,
@@ -261,7 +275,7 @@ def _checked(op: str, options: Options) -> Options:
         from liger_multi.dispatch.config import parse
 
         # raises on an unknown backend
-        parse({"ops": {"lora_update" if op == "lora" else op: options.backend}}, PATCH)
+        parse({"ops": {_OPERATORS.get(op, op): options.backend}}, PATCH)
     return options
 
 

@@ -27,7 +27,8 @@ class Tensor:
         dtype: Fixed dtype; None follows the test's dtype.
         scale: Standard deviation of the values.
         grad: Whether the input gets a gradient.
-        classes: Draw int64 ids below this number instead.
+        classes: Draw ids below this number instead, int64 where no other dtype is fixed.
+        least: The smallest id that is drawn.
         ignored: Share of ids replaced by ``ignore_index``.
         ignore_index: The id of an ignored target.
         positive: Draw values in [0.5, 1.5) (class weights).
@@ -44,6 +45,7 @@ class Tensor:
     scale: float = 1.0
     grad: bool = True
     classes: int = 0
+    least: int = 0
     ignored: float = 0.0
     ignore_index: int = -100
     positive: bool = False
@@ -56,9 +58,10 @@ class Tensor:
     ) -> torch.Tensor:
         """Draw the tensor on the CPU, the same for every device, and move it."""
         if self.classes:
-            ids = torch.randint(self.classes, self.shape, generator=generator)
+            ids = torch.randint(self.least, self.classes, self.shape, generator=generator)
             drop = torch.arange(ids.numel()).reshape(self.shape) < round(self.ignored * ids.numel())
-            return ids.masked_fill(drop, self.ignore_index).to(device)
+            ids = ids.masked_fill(drop, self.ignore_index).to(device, self.dtype)
+            return _LAYOUTS[self.layout](ids, self.shape)
         shape = (1, *self.shape[1:]) if self.layout == "expanded" else self.shape
         values = torch.randn(shape, generator=generator, dtype=torch.float64) * self.scale
         if self.positive:
@@ -68,7 +71,7 @@ class Tensor:
 
     def empty(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """The tensor without values, for devices that have none."""
-        dtype = torch.int64 if self.classes else self.dtype or dtype
+        dtype = self.dtype or (torch.int64 if self.classes else dtype)
         shape = (1, *self.shape[1:]) if self.layout == "expanded" else self.shape
         return _LAYOUTS[self.layout](torch.empty(shape, dtype=dtype, device=device), self.shape)
 

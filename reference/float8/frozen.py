@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_multi.reference.common.chunking import as_rows
+from liger_multi.reference.common.stored import opened
 from liger_multi.reference.common.strict import apart, linear, matmul
 from liger_multi.reference.float8.rows import (
     Float8Rows,
@@ -72,7 +73,7 @@ def frozen_linear(
 ) -> Tensor:
     """``rows @ weight.T + bias``; ``left`` are the rows in FP8, for a weight that is."""
     if isinstance(weight, Tensor):
-        return linear(rows, weight, bias)
+        return linear(rows, opened(weight), bias)
     assert left is not None
     return coded_linear(left, weight, bias, rows.dtype)
 
@@ -112,6 +113,6 @@ def frozen_gradient(
 ) -> Tensor:
     """``dy @ weight``, added to ``onto`` in its buffer; ``left`` are its rows in FP8, if known."""
     if isinstance(weight, Tensor):
-        return matmul(dy, weight, onto)
+        return matmul(dy, opened(weight), onto)
     left = rows_of(dy, weight.scale, to) if left is None else left
     return coded_gradient(left, weight.codes, None, to, dy.dtype, onto)

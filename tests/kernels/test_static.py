@@ -78,6 +78,15 @@ def test_kernels_fit(arch, rows):
     assert not verdicts(mine), "\n".join(verdicts(mine))
 
 
+def test_front_end_of_an_older_triton():
+    """Where code is not judged, every kernel still passes Triton's front end."""
+    if not missing(TARGETS["sm90"]):
+        pytest.skip("this Triton compiles every kernel in the tests above")
+    first = {case.name: case for case in reversed(launches("sm90"))}
+    for case in first.values():
+        lower(case, TARGETS["sm90"])
+
+
 def test_every_kernel_has_its_turn():
     mine = [{case.name for case, _ in turn(arch)} for arch in TURNS]
     assert sorted(name for names in mine for name in names) == sorted(kernels())
@@ -97,14 +106,13 @@ def test_every_kernel_has_its_rows():
 
 
 def test_the_committed_table_has_every_target_and_variant():
+    blocks = static_table.kept()
+    assert set(blocks) == set(kernels())
     for arch in TARGETS:
-        blocks = static_table.blocks_of(arch)
-        assert set(blocks) == set(kernels())
         for name in kernels():
             expected = {(c.identity, v) for c, v in suite(arch) if c.name == name}
-            lines = blocks[name][1:]
+            lines = [line for line in blocks[name][1:] if static_table.label_of([line], arch)]
             assert len(lines) == len({identity for identity, _ in expected}), f"{name} on {arch}"
-            assert all(re.match(r"  \S.* +\d+ threads ", line) for line in lines), name
             assert sum(line.count(";") for line in lines) == len(expected) - len(lines)
 
 
@@ -400,15 +408,17 @@ def test_a_page_says_what_differs():
     case = dataclasses.replace(CASE, kernel=next(iter(kernels().values())))
     other = dataclasses.replace(GOOD, registers=70, instructions=400, spills=4)
     rows = [Row(case, "gfx942", Variant(), GOOD), Row(case, "gfx942", Variant(False), other)]
-    text = page("gfx942", {case.name: block(case.name, rows)})
-    first = f"  {'a call':<48}  256 threads    64 registers   100 %       0 B  ld 16x4  st 16x2"
+    text = page({case.name: block(case.name, rows)})
+    first = (
+        f"  gfx942  {'a call':<48}  256 threads    64 registers   100 %       0 B  ld 16x4  st 16x2"
+    )
     rest = "300 instructions; unaligned 70 r, 100 %, 400 i, 4 B spilled"
     named = f"{case.name} {static_table.sources(case.name)}"
     assert text.splitlines()[1:] == ["", named, f"{first}  {rest}"]
 
 
 def test_part_of_a_baseline_needs_the_same_triton(tmp_path, monkeypatch):
-    monkeypatch.setattr(static_table, "BASELINE", tmp_path)
+    monkeypatch.setattr(static_table, "BASELINE", tmp_path / "baseline.txt")
     monkeypatch.setattr(static_table, "ROOT", tmp_path)
     names = sorted(kernels())[:2]
 
@@ -419,7 +429,7 @@ def test_part_of_a_baseline_needs_the_same_triton(tmp_path, monkeypatch):
 
     static_table.write_baseline(rows(*names))
     static_table.write_baseline(rows(names[0], registers=65))
-    kept = static_table.blocks_of("sm90")
+    kept = static_table.kept()
     assert [" 65 registers" in kept[name][1] for name in names] == [True, False]
     stale = static_table.stale()
     assert set(stale) == set(kernels()) - set(names)

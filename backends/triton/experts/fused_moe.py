@@ -53,6 +53,7 @@ from liger_multi.backends.triton.experts.grouped import (
 )
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand, piece, sorted_pairs
 from liger_multi.dispatch.launch import DeviceInfo
+from liger_multi.reference.common.stored import opened
 
 # --- kernels ---
 
@@ -470,6 +471,7 @@ def activated(
 ) -> tuple[Tensor, Tensor]:
     """act(gate) * up of every row, and gate and up where they are kept."""
     activation, numbers, interleaved = how
+    weight = opened(weight)
     source, (_, wide, inner) = x.source, weight.shape
     cols = wide // 2
     k = choice("fused_moe.up", up_config, source, groups, cols, inner)

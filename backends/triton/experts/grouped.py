@@ -38,6 +38,7 @@ from liger_multi.backends.triton.common.rows import (
 )
 from liger_multi.backends.triton.experts.pairs import Groups, RowOperand
 from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.reference.common.stored import opened
 from liger_multi.reference.common.strict import by_rows
 
 # --- a product of every group ---
@@ -247,6 +248,7 @@ def product(
 
     The result has the dtype of the rows, if no other one is given.
     """
+    weight = opened(weight)
     x, (_, cols, inner) = a.source, weight.shape
     k = choice(name, product_config, x, groups, cols, inner)
     library_product = library_gemm(k, a, weight, groups) if dtype is None else None

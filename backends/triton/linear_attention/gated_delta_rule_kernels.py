@@ -1029,7 +1029,7 @@ def _times_pairs(
 
     A loop for each: Triton gives the first of two GEMMs with one sum to fewer warps.
     """
-    HALF: tl.constexpr = max(16, CHUNK // 2)
+    HALF: tl.constexpr = CHUNK // 2 if CHUNK > 32 else 16
     row, half = tl.arange(0, CHUNK), tl.arange(0, HALF)
     acc = tl.zeros([CHUNK, SIZE], tl.float32)
     for part in tl.range(0, CHUNK, HALF):

@@ -949,7 +949,7 @@ def _kimi_delta_queries_kernel(
     pid = tl.program_id(0).to(tl.int64)
     channel, whole = (pid % (SIZE // WIDTH)).to(tl.int32) * WIDTH, pid // (SIZE // WIDTH)
     chunk, stream = whole % chunks, whole // chunks
-    _assume_heads(heads, GROUP * max(VALUE, DIM))
+    _assume_heads(heads, GROUP * (VALUE if VALUE > DIM else DIM))
     many = heads * GROUP
     batch, value_head = stream // many, stream % many
     head = value_head // GROUP
@@ -1058,7 +1058,7 @@ def _kimi_delta_keys_kernel(
     pid = tl.program_id(0).to(tl.int64)
     channel, whole = (pid % (SIZE // WIDTH)).to(tl.int32) * WIDTH, pid // (SIZE // WIDTH)
     chunk, stream = whole % chunks, whole // chunks
-    _assume_heads(heads, GROUP * max(VALUE, DIM))
+    _assume_heads(heads, GROUP * (VALUE if VALUE > DIM else DIM))
     many = heads * GROUP
     batch, value_head = stream // many, stream % many
     head = value_head // GROUP

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from liger_multi import ops
 from liger_multi.checks import autocast_dtype
 from liger_multi.patching.evidence.signature import Signature, code_holds, globally_hooked, holds
-from liger_multi.patching.experts.quantized import Stack, in_groups, stack_declared, stacked
+from liger_multi.patching.experts.quantized import (
+    Stack,
+    in_groups,
+    in_one_piece,
+    stack_declared,
+    stacked,
+    viewed,
+)
 from liger_multi.patching.experts.selection import autocast_of, computes_in_weight_dtype, selected
 from liger_multi.patching.options import Options, run_bound
 from liger_multi.patching.swap import Patched, original
@@ -33,7 +40,7 @@ def bias_names(weights: tuple[str, ...]) -> tuple[str, str]:
     return (f"{weights[0]}_bias", f"{weights[1]}_bias")
 
 
-WEIGHT_TYPES = (Tensor, nn.Parameter)
+WEIGHT_TYPES = (Tensor, nn.Parameter, ops.QuantizedWeight)
 
 
 FORMS = ("routed", "identity", "blocks", "shared")
@@ -201,7 +208,8 @@ def _summed(
     if spec.form == "identity":
         parts[0] = parts[0][:experts]
     run = functools.partial(_run, spec)
-    whole = not any(isinstance(part, Stack) for part in parts)
+    whole = in_one_piece(parts)
+    parts = [viewed(part) for part in parts] if whole else parts
     with autocast_of(module, x.device.type):
         y = (run if whole else functools.partial(in_groups, run))(parts, x, index, routing, factors)
     if spec.form == "identity":

@@ -20,10 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from liger_multi._torch_private import outside_of_graphs
+from liger_multi.checks import autocast, autocast_dtype
+from liger_multi.dispatch.config import current
 from liger_multi.dispatch.double_backward import first_derivatives_only
+from liger_multi.ops import QuantizedWeight
 from liger_multi.parameters import declared
 
-GROUP_BYTES = 2**29  # of dequantized weights at a time; the host needs some ms a group
+GROUP_BYTES = 5 * 2**28
+"""Of dequantized weights at a time, where the configuration has no ``chunk_bytes``; the host needs
+some ms a group."""
 _PARAMETRIZATION = ("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
 
 
@@ -72,6 +77,42 @@ class Stack:
         part = _like(state, state.absmax[first * blocks : last * blocks], shape)
         bytes_ = self.packed.view(-1)[first * self.expert // 2 : last * self.expert // 2]
         return cast(Tensor, _theirs().dequantize_4bit(bytes_.unsqueeze(1), part))
+
+
+def most_bytes() -> int:
+    """Of dequantized weights at a time."""
+    return current().chunk_bytes or GROUP_BYTES
+
+
+def _bytes(stack: Any) -> int:
+    return math.prod(stack.shape) * cast(int, stack.dtype.itemsize)
+
+
+def in_one_piece(parts: Sequence[Any]) -> bool:
+    """Whether every stack may be dequantized whole; they are not at the same time."""
+    return all(_bytes(p) <= most_bytes() for p in parts if isinstance(p, PACKED))
+
+
+def viewed(part: Any) -> Any:
+    """A packed stack as the weight that operators take; whatever else as it is."""
+    if not isinstance(part, Stack):
+        return part
+    state, more = part.state, {}
+    if state.nested:
+        own = state.state2
+        more = {"scale_levels": own.code, "scale_absmax": own.absmax, "scale_offset": state.offset}
+    return QuantizedWeight(
+        part.packed.view(torch.uint8).view(*part.shape[:-1], part.shape[-1] // 2),
+        state.absmax,
+        format=state.quant_type,
+        dtype=part.dtype,
+        group=state.blocksize,
+        **more,
+    )
+
+
+PACKED = (Stack, QuantizedWeight)
+"""What holds a stack in 4 bits."""
 
 
 def _theirs() -> Any:
@@ -146,20 +187,20 @@ class _Groups:
         parts: Parameters, stacks or tensors.
         names: Of the factors that are tensors, with an expert each on the first axis.
         others: The rest of the factors.
-        autocast: Device, whether it is on, and its dtype.
+        autocast: Device, and the dtype of its autocast.
     """
 
     run: Callable[..., Tensor]
     parts: Sequence[Any]
     names: tuple[str, ...]
     others: Mapping[str, Any]
-    autocast: tuple[str, bool, torch.dtype]
+    autocast: tuple[str, torch.dtype | None]
 
     def slices(self) -> Iterator[tuple[slice, list[Tensor]]]:
         """Every group: its experts, and their weights, which exist until the next is asked for."""
         experts = self.parts[1].shape[0]
-        each = sum(p.expert * p.dtype.itemsize for p in self.parts if isinstance(p, Stack))
-        step = max(1, min(experts, GROUP_BYTES // each))
+        each = sum(_bytes(p) // experts for p in self.parts if isinstance(p, PACKED))
+        step = max(1, min(experts, most_bytes() // each))
         parts = [p.opened() if isinstance(p, Stack) else p for p in self.parts]
         for first in range(0, experts, step):
             some = slice(first, min(experts, first + step))
@@ -176,8 +217,7 @@ class _Groups:
     ) -> Tensor:
         """The sum of a group, of whose experts ``thin`` are the factors."""
         named = {**self.others, **dict(zip(self.names, thin, strict=True))}
-        device, on, dtype = self.autocast
-        with torch.autocast(device, dtype, enabled=on):
+        with autocast(*self.autocast):
             return self.run(weights, x, index - some.start, routing, named)
 
 
@@ -252,9 +292,9 @@ def in_groups(
     """
     thin = {name: f for name, f in factors.items() if isinstance(f, Tensor)}
     others = {name: f for name, f in factors.items() if name not in thin}
-    device = x.device.type
-    autocast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    groups = _Groups(run, parts, tuple(thin), others, autocast)
+    device_type = x.device.type
+    under = device_type, autocast_dtype(device_type)
+    groups = _Groups(run, parts, tuple(thin), others, under)
     return cast(Tensor, cast(Any, _InGroups).apply(groups, x, index, routing, *thin.values()))
 
 

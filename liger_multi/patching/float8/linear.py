@@ -44,6 +44,7 @@ from liger_multi.patching.float8.shards import (
     saved,
 )
 from liger_multi.patching.float8.weight import Float8Weight, freeze, held, thaw
+from liger_multi.patching.four_bits.linear import four_bit_weight
 from liger_multi.patching.linear import linear_refusal
 from liger_multi.patching.options import Float8Options, run_bound
 from liger_multi.patching.swap import Patched, original
@@ -348,12 +349,21 @@ class Wide(NamedTuple):
 
 def wide_parts(layer: Any) -> Wide:
     """The weight of a layer: codes where it is kept in FP8, or was gathered in it."""
+    quantized = four_bit_weight(layer)
+    if quantized is not None:
+        return Wide(quantized)
     weight = layer.weight
     if not isinstance(weight, Float8Weight):
         return Wide(weight, *_kept(layer, weight))
     if isinstance(weight, GatheredWeight) and weight.requires_grad:
         return Wide(weight.master(), weight.scale, weight.codes)
     return Wide(weight.codes, weight.scale)
+
+
+def wide_dtype(layer: Any) -> torch.dtype:
+    """The dtype that the weight of a layer has for operators."""
+    quantized = four_bit_weight(layer)
+    return cast(torch.dtype, layer.weight.dtype if quantized is None else quantized.dtype)
 
 
 def shared_codes(x: Tensor) -> Any:

@@ -18,7 +18,13 @@ from liger_multi.patching.evidence.signature import (
     is_plain_linear,
     is_watched,
 )
-from liger_multi.patching.float8.linear import bare_frozen_float8, shared_codes, wide_parts
+from liger_multi.patching.float8.linear import (
+    bare_frozen_float8,
+    shared_codes,
+    wide_dtype,
+    wide_parts,
+)
+from liger_multi.patching.four_bits.linear import is_four_bit
 from liger_multi.patching.options import Options, run_bound
 from liger_multi.patching.swap import Patched, original, stock_of, swapped
 
@@ -105,7 +111,7 @@ def one_adapter(layer: Any) -> Adapter | None:
     base = getattr(layer, "base_layer", None)
     if base is None or not looks_like_lora(layer) or is_watched(layer):
         return None
-    if not is_plain_linear(base) and not bare_frozen_float8(base):
+    if not is_plain_linear(base) and not bare_frozen_float8(base) and not is_four_bit(base):
         return None
     # FSDP and nn.DataParallel put tensors that are no parameters there
     if any(p is not None and p.requires_grad for p in (base.weight, base.bias)):
@@ -255,7 +261,7 @@ def _usable(layer: Any, x: Tensor) -> Adapter | None:
     adapter = one_adapter(layer)
     if adapter is None or not fits(x, adapter):
         return None
-    same = layer.base_layer.weight.dtype == x.dtype
+    same = wide_dtype(layer.base_layer) == x.dtype
     return adapter if same or autocast_dtype(x.device.type) is not None else None
 
 

@@ -30,8 +30,10 @@ from liger_multi.patching.float8.linear import (
     handed_out,
     hands_out,
     shared_codes,
+    wide_dtype,
     wide_parts,
 )
+from liger_multi.patching.four_bits.linear import is_four_bit
 from liger_multi.patching.lora.fused import Adapter, fits, one_adapter
 from liger_multi.patching.mlp.kinds import MlpKind, MlpNames
 from liger_multi.patching.options import MlpOptions, run_bound
@@ -154,14 +156,12 @@ def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
         if thin is None:
             return None
         layers = [getattr(layer, "base_layer", layer) for layer in layers]
-        if _one_dtype(x, *[layer.weight for layer in layers]) and all(
-            a is None or fits(x, a) for a in thin
-        ):
+        if _one_dtype(x, *map(wide_dtype, layers)) and all(a is None or fits(x, a) for a in thin):
             return _with_adapters(x, layers, thin, settings.spec.activation)
         return None
     layer_parts: Any = parts
     (gate, gate_bias), (up, up_bias), (down, down_bias) = layer_parts
-    if globally_hooked() or not _one_dtype(x, gate, up, down):
+    if globally_hooked() or not _one_dtype(x, gate.dtype, up.dtype, down.dtype):
         return None
     if not settings.options.whole:
         wide = linear_of_mode(x, gate, gate_bias), linear_of_mode(x, up, up_bias)
@@ -181,7 +181,7 @@ def _by_weights(module: Any, x: Tensor, settings: MlpSettings) -> Tensor | None:
 
 def _float8(x: Tensor, layers: Sequence[Any], activation: str) -> Tensor | None:
     """The MLP by layers that multiply in FP8; None for an input that they do not take."""
-    if not _one_dtype(x, *[layer.weight for layer in layers]):
+    if not _one_dtype(x, *[layer.weight.dtype for layer in layers]):
         return None
     weights, own, codes = zip(*map(wide_parts, layers), strict=True)
     biases = [layer.bias for layer in layers]
@@ -266,7 +266,7 @@ def _adapted(module: nn.Module, names: MlpNames) -> list[Adapter | None] | None:
     low_rank = []
     for name in names.all:
         layer: Any = module._modules[name]
-        bare = is_plain_linear(layer) or bare_frozen_float8(layer)
+        bare = is_plain_linear(layer) or bare_frozen_float8(layer) or is_four_bit(layer)
         adapter = None if bare else one_adapter(layer)
         if adapter is None and not (bare and _frozen(layer)):
             return None
@@ -278,9 +278,9 @@ def _frozen(layer: nn.Module) -> bool:
     return not any(p is not None and p.requires_grad for p in (layer.weight, layer.bias))
 
 
-def _one_dtype(x: Tensor, *weights: Tensor) -> bool:
+def _one_dtype(x: Tensor, *dtypes: torch.dtype) -> bool:
     if type(x) is not Tensor:
         return False
     if autocast_dtype(x.device.type) is not None:
         return True
-    return {x.dtype, *[weight.dtype for weight in weights]} == {x.dtype}
+    return {x.dtype, *dtypes} == {x.dtype}

@@ -1,0 +1,202 @@
+"""Codes of 4 bits as numbers, y = level(code) * scale of the block.
+
+A program owns some pieces of blocks: adjacent bytes that share a scale, so that a scale is loaded
+once for all of them. Levels of nf4 and fp4 are looked up in a table of 16 numbers, which stays in
+the first cache; those of E2M1 are made of the bits,
+
+    4 bits s e e m: |level| = 0.5 m for e = 0, else 2^(e - 1) (1 + m / 2),
+
+which are exponent and mantissa of fp32 with another bias. Both codes of a byte are decoded at once
+and joined, so that stores are contiguous. Everything is fp32, rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_multi.backends.triton.common.launching import launch
+from liger_multi.backends.triton.common.rows import cdiv, round_to, warps
+from liger_multi.dispatch.launch import DeviceInfo, launch_config
+from liger_multi.reference.quantized.dequantize import HIGH_FIRST, LEVELS, NESTED_GROUP
+
+_TABLES = ("nf4", "fp4")
+_NESTED: tl.constexpr = tl.constexpr(NESTED_GROUP)
+
+
+@dataclass(frozen=True)
+class DequantizeConfig:
+    """Bytes a program, and its warps."""
+
+    bytes: int
+    num_warps: int
+
+
+def dequantize_config(info: DeviceInfo, piece: int) -> DequantizeConfig:
+    """16 bytes a thread, of which 64 are written in 16 bits."""
+    size = max(2048, piece)
+    return DequantizeConfig(size, warps(size // 16, info.warp_size))
+
+
+@triton.jit
+def _e2m1(code):
+    """Levels of E2M1 codes; the sign of zero is kept."""
+    magnitude = code & 7
+    # exponent and mantissa, from bit 22 on; the exponent 1 of a code is 2^0
+    bits = (magnitude << 22) + (126 << 23)
+    level = tl.where(
+        magnitude < 2, magnitude.to(tl.float32) * 0.5, bits.to(tl.float32, bitcast=True)
+    )
+    sign = (code & 8) << 28
+    return (level.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _level(code, zero, levels_ptr, FORMAT: tl.constexpr):
+    """The number that a code of 4 bits (int32) stands for."""
+    if FORMAT == "int4":
+        return code.to(tl.float32) - zero
+    elif FORMAT == "nf4" or FORMAT == "fp4":
+        return tl.load(levels_ptr + code)
+    else:
+        return _e2m1(code)
+
+
+@triton.jit
+def _block_scale(
+    scales_ptr, scale_levels_ptr, scale_absmax_ptr, extra, block, mask, hidden_zero,
+    FORMAT: tl.constexpr, DIVIDES: tl.constexpr,
+):  # fmt: skip
+    """Scales of blocks in fp32; ``extra`` is the global scale, or the offset of nested ones."""
+    raw = tl.load(scales_ptr + block, mask=mask, other=0)
+    if FORMAT == "mxfp4":
+        exponent = raw.to(tl.int32)
+        bits = tl.where(exponent == 0, 1 << 22, exponent << 23)
+        return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    elif FORMAT == "nvfp4":
+        # E4M3: exponent and mantissa, from bit 20 on, with another bias; below 2^-6 integers
+        code = raw.to(tl.int32)
+        size = code & 127
+        bits = tl.where(size == 127, 0x7FC00000, (size << 20) + (120 << 23))
+        scale = tl.where(
+            size < 8, size.to(tl.float32) * 0.001953125, bits.to(tl.float32, bitcast=True)
+        )
+        scale = tl.where(code > 127, -scale, scale)
+        if extra is None:
+            return scale
+        elif DIVIDES:
+            return tl.div_rn(scale, tl.zeros_like(scale) + extra)
+        else:
+            return scale * extra
+    elif scale_levels_ptr is not None:
+        product = tl.load(scale_levels_ptr + raw.to(tl.int32))
+        product = product * tl.load(scale_absmax_ptr + block // _NESTED, mask=mask, other=0.0)
+        # product and sum are rounded apart, as bitsandbytes does: no compiler fuses them through
+        # a number that it does not know to be zero
+        bits = product.to(tl.int32, bitcast=True) ^ hidden_zero
+        return bits.to(tl.float32, bitcast=True) + extra
+    else:
+        return raw.to(tl.float32)
+
+
+@triton.jit
+def _dequantize_forward_kernel(
+    codes_ptr,
+    scales_ptr,
+    extra_ptr,
+    zeros_ptr,
+    levels_ptr,
+    scale_levels_ptr,
+    scale_absmax_ptr,
+    y_ptr,
+    total,
+    pieces_of_block,
+    FORMAT: tl.constexpr,
+    DIVIDES: tl.constexpr,
+    HIGH_FIRST: tl.constexpr,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Decode PIECES pieces of PIECE bytes, each of one block.
+
+    Program: bytes ``program * PIECES * PIECE`` and on, of ``total``. Reads them and the scale (and
+    zero) of every piece, writes two numbers a byte.
+    """
+    first = tl.program_id(0).to(tl.int64) * PIECES
+    piece = first + tl.arange(0, PIECES)
+    block, here = piece // pieces_of_block, piece * PIECE < total
+    extra = None
+    if extra_ptr is not None:
+        extra = tl.load(extra_ptr)
+    hidden_zero = (tl.cast(total, tl.int64) >> 62).to(tl.int32)
+    scale = _block_scale(
+        scales_ptr, scale_levels_ptr, scale_absmax_ptr, extra, block, here, hidden_zero,
+        FORMAT, DIVIDES,
+    )  # fmt: skip
+    zero = tl.full([PIECES], 8.0, tl.float32)
+    if zeros_ptr is not None:
+        zero = tl.load(zeros_ptr + block, mask=here, other=0).to(tl.float32)
+    at = piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    byte = tl.load(codes_ptr + at, mask=at < total, other=0).to(tl.int32)
+    low = _level(byte & 15, zero[:, None], levels_ptr, FORMAT) * scale[:, None]
+    high = _level(byte >> 4, zero[:, None], levels_ptr, FORMAT) * scale[:, None]
+    if HIGH_FIRST:
+        y = tl.join(high, low)
+    else:
+        y = tl.join(low, high)
+    y = tl.reshape(round_to(y, y_ptr.dtype.element_ty), [PIECES, 2 * PIECE])
+    out = piece[:, None] * (2 * PIECE) + tl.arange(0, 2 * PIECE)[None, :]
+    tl.store(y_ptr + out, y, mask=out < 2 * total)
+
+
+def supports(codes: Optional[Tensor], scales: Tensor) -> str | None:
+    """fp64 is left to the reference."""
+    return "fp64 is left to the reference" if scales.dtype == torch.float64 else None
+
+
+@functools.cache
+def table_of(format: str, device: torch.device) -> Optional[Tensor]:
+    """The levels of a format on a device, where its kernel looks them up."""
+    if format not in _TABLES:
+        return None
+    return torch.tensor(LEVELS[format], dtype=torch.float32, device=device)
+
+
+def forward(
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Optional[Tensor],
+    zeros: Optional[Tensor],
+    scale_levels: Optional[Tensor],
+    scale_absmax: Optional[Tensor],
+    scale_offset: Optional[Tensor],
+    format: str,
+    group: int,
+    divides: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """One pass over codes; a piece is the largest power of two of bytes that divides a block."""
+    y = codes.new_empty((*codes.shape[:-1], 2 * codes.shape[-1]), dtype=dtype)
+    if not codes.numel():
+        return y
+    half = group // 2
+    piece = min(128, half & -half)
+    k = launch_config("dequantize.forward", dequantize_config, codes.device, piece=piece)
+    if scales.itemsize == 1:  # not every code generator knows the formats of scales
+        scales = scales.view(torch.uint8)
+    extra = global_scale if scale_offset is None else scale_offset
+    tables = (table_of(format, codes.device), scale_levels, scale_absmax)
+    launch(
+        _dequantize_forward_kernel,
+        cdiv(codes.numel(), k.bytes),
+        (codes, scales, extra, zeros, *tables, y, codes.numel(), half // piece),
+        (format, divides, format in HIGH_FIRST, piece, k.bytes // piece),
+        k.num_warps,
+    )
+    return y

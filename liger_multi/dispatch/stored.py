@@ -1,0 +1,32 @@
+"""Weights that are stored in another form than operators compute with.
+
+An operator sees such a weight as one of its dtype. What autograd keeps is the stored form; numbers
+exist while forward or backward runs. Operators that say so (``opens`` of
+:class:`~liger_multi.dispatch.op.Op`) get the weight itself and open it right before its GEMM, so
+that the numbers of one weight exist at a time. All others get numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+class StoredWeight(Tensor):
+    """A weight in another form; :meth:`dequantized` has its numbers."""
+
+    def dequantized(self) -> Tensor:
+        """The numbers, in memory of their own."""
+        raise NotImplementedError
+
+
+def has_stored(args: Sequence[Any]) -> bool:
+    """Whether any argument is such a weight."""
+    return any(isinstance(a, StoredWeight) for a in args)
+
+
+def with_numbers(args: Sequence[Any]) -> list[Any]:
+    """The arguments with numbers in the place of such weights."""
+    return [a.dequantized() if isinstance(a, StoredWeight) else a for a in args]

@@ -1,0 +1,253 @@
+"""A frozen weight in 4 bits: a view on the storage of the library that loaded it.
+
+To everybody else it is a weight of 16 bits. Operators dequantize it for as long as a GEMM of theirs
+runs; autograd keeps the codes. An operation of PyTorch that knows nothing of codes gets numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_multi._torch_private import (
+    make_wrapper_subclass,
+    no_torch_function,
+    say,
+    to_copy,
+    tree_map_only,
+)
+from liger_multi.dispatch.stored import StoredWeight
+from liger_multi.ops.dequantize import FORMATS, dequantize
+
+aten = torch.ops.aten
+MORE = ("global_scale", "zeros", "scale_levels", "scale_absmax", "scale_offset")
+"""Tensors beside codes and scales."""
+
+
+class QuantizedWeight(StoredWeight):
+    """Codes and scales with the shape and dtype of the weight that they stand for.
+
+    Attributes:
+        codes: uint8 ``(..., K / 2)``, as ``dequantize`` takes them.
+        scales: Of their blocks.
+        format: ``nf4``, ``fp4``, ``mxfp4``, ``nvfp4`` or ``int4``.
+        group: Elements of a block; None for that of the format.
+        divides: Whether the global scale divides.
+        more: The other tensors of ``dequantize`` by name.
+        turned: Whether the last two axes are exchanged: the weight is ``(..., K, N)``.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    format: str
+    group: int | None
+    divides: bool
+    more: dict[str, Tensor]
+    turned: bool
+
+    @staticmethod
+    def __new__(
+        cls: type[QuantizedWeight],
+        codes: Tensor,
+        scales: Tensor,
+        *,
+        format: str,
+        dtype: torch.dtype = torch.bfloat16,
+        group: int | None = None,
+        divides: bool = False,
+        turned: bool = False,
+        **more: Tensor | None,
+    ) -> QuantizedWeight:
+        """A view on codes and scales; nothing is copied or checked until numbers are needed.
+
+        Raises:
+            TypeError: A tensor by a name that ``dequantize`` does not have.
+            PatchError: This PyTorch has no tensors without storage.
+        """
+        if unknown := more.keys() - set(MORE):
+            raise TypeError(f"QuantizedWeight: unknown tensors {sorted(unknown)}, known are {MORE}")
+        if make_wrapper_subclass is None:
+            say("make_wrapper_subclass")
+        shape = [*codes.shape[:-1], 2 * codes.shape[-1]]
+        if turned:
+            shape[-2:] = shape[:-3:-1]
+        weight: QuantizedWeight = make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=codes.device, requires_grad=False
+        )
+        weight.codes, weight.scales, weight.format = codes, scales, format
+        weight.group, weight.divides, weight.turned = group, divides, turned
+        weight.more = {name: t for name, t in more.items() if t is not None}
+        return weight
+
+    @torch.no_grad()
+    def dequantized(self) -> Tensor:
+        """The numbers, in memory of their own."""
+        y = dequantize(
+            self.codes,
+            self.scales,
+            format=self.format,
+            group=self.group,
+            divides=self.divides,
+            dtype=self.dtype,
+            **self.more,  # type: ignore[arg-type]
+        )
+        return y.mT if self.turned else y
+
+    @property
+    def stored_bytes(self) -> int:
+        """Memory of codes and scales."""
+        tensors = (self.codes, self.scales, *self.more.values())
+        return sum(t.numel() * t.itemsize for t in tensors)
+
+    def changed(self, **values: Any) -> QuantizedWeight:
+        """The same with other tensors or another dtype."""
+        fields = {
+            "codes": self.codes,
+            "scales": self.scales,
+            "format": self.format,
+            "dtype": self.dtype,
+            "group": self.group,
+            "divides": self.divides,
+            "turned": self.turned,
+            **self.more,
+            **values,
+        }
+        return type(self)(fields.pop("codes"), fields.pop("scales"), **fields)
+
+    def mapped(self, change: Callable[[Tensor], Tensor], **values: Any) -> QuantizedWeight:
+        """The same with every tensor changed."""
+        tensors = {"codes": self.codes, "scales": self.scales, **self.more}
+        return self.changed(**{n: change(t) for n, t in tensors.items()}, **values)
+
+    def __getitem__(self, index: Any) -> Any:
+        """A range of a stack, or whatever else, which is of numbers."""
+        if isinstance(index, slice) and self.ndim > 2:
+            first, last, step = index.indices(self.shape[0])
+            part = _range(self, first, last) if step == 1 else None
+            if part is not None:
+                return part
+        return super().__getitem__(index)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Shape and format; the numbers would have to be dequantized."""
+        return f"QuantizedWeight({self.format}, {tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """For compilers: the tensors inside, and the rest."""
+        rest = {"format": self.format, "dtype": self.dtype, "group": self.group}
+        rest |= {"divides": self.divides, "turned": self.turned, "more": tuple(self.more)}
+        for name, tensor in self.more.items():
+            setattr(self, f"_{name}", tensor)
+        return ["codes", "scales", *(f"_{name}" for name in self.more)], rest
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], rest: Any, outer_size: Any, outer_stride: Any
+    ) -> QuantizedWeight:
+        """The opposite."""
+        options = {**rest, **{n: inner[f"_{n}"] for n in rest["more"]}}
+        del options["more"]
+        return cls(inner["codes"], inner["scales"], **options)
+
+    __torch_function__ = no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Operations that keep codes, and everything else on numbers.
+
+        Raises:
+            TypeError: The operation writes to the weight.
+        """
+        kwargs = kwargs or {}
+        handler = _KEPT.get(func)
+        if handler is not None and isinstance(args[0], QuantizedWeight):
+            output = handler(*args, **kwargs)
+            if output is not None:
+                return output
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and isinstance(value, QuantizedWeight):
+                raise TypeError(
+                    f"{func} writes to a frozen weight in 4 bits, {value!r}; dequantize it first"
+                )
+        args, kwargs = tree_map_only(QuantizedWeight, QuantizedWeight.dequantized, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _range(weight: QuantizedWeight, first: int, last: int) -> QuantizedWeight | None:
+    """Some members of a stack; None where a block belongs to two of them."""
+    codes = weight.codes[first:last]
+    if not FORMATS[weight.format].flat:
+        own = {n: weight.more[n][first:last] for n in ("zeros",) if n in weight.more}
+        return weight.changed(codes=codes, scales=weight.scales[first:last], **own)
+    member = 2 * math.prod(weight.codes.shape[1:])
+    group = weight.group or FORMATS[weight.format].group
+    if member % group or "scale_levels" in weight.more:
+        return None
+    blocks = member // group
+    scales = weight.scales.reshape(-1)[first * blocks : last * blocks]
+    return weight.changed(codes=codes, scales=scales)
+
+
+def _select(weight: QuantizedWeight, dim: int, index: int) -> QuantizedWeight | None:
+    if dim or weight.ndim < 3:
+        return None
+    index = int(index) % weight.shape[0]
+    part = _range(weight, index, index + 1)
+    if part is None:
+        return None
+    flat = FORMATS[weight.format].flat
+    own = {n: part.more[n][0] for n in ("zeros",) if n in part.more}
+    return part.changed(codes=part.codes[0], scales=part.scales if flat else part.scales[0], **own)
+
+
+def _transpose(weight: QuantizedWeight, first: int, second: int) -> QuantizedWeight | None:
+    axes = {first % weight.ndim, second % weight.ndim}
+    last = {weight.ndim - 2, weight.ndim - 1}
+    return weight.changed(turned=not weight.turned) if axes == last else None
+
+
+def _t(weight: QuantizedWeight) -> QuantizedWeight | None:
+    return _transpose(weight, 0, 1)
+
+
+def _detach(weight: QuantizedWeight) -> QuantizedWeight:
+    return weight.mapped(Tensor.detach)
+
+
+def _clone(weight: QuantizedWeight, *, memory_format: Any = None) -> QuantizedWeight:
+    return weight.mapped(Tensor.clone)
+
+
+def _to(
+    weight: QuantizedWeight,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    layout: Any = None,
+    pin_memory: Any = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> QuantizedWeight:
+    """Another device moves codes; another dtype is the one that operations see."""
+    return weight.mapped(
+        lambda t: t.to(device=device, non_blocking=non_blocking), dtype=dtype or weight.dtype
+    )
+
+
+_KEPT: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _detach,
+    aten.alias.default: _detach,
+    aten.clone.default: _clone,
+    to_copy: _to,
+    aten.select.int: _select,
+    aten.transpose.int: _transpose,
+    aten.t.default: _t,
+}
+"""Operations that have a weight in 4 bits, but where they return None."""

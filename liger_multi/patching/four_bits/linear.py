@@ -1,0 +1,84 @@
+"""Linear layers whose frozen weight another library keeps in 4 bits.
+
+The operator dequantizes the weight for one GEMM, in forward and again in backward. The layer stays
+its owner's: what it saves, loads and moves, and the bits of its numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi.checks import autocast_dtype
+from liger_multi.ops import QuantizedWeight
+from liger_multi.patching.evidence.signature import PLAIN, code_holds, is_watched
+from liger_multi.patching.four_bits.weights import quantized_weight
+from liger_multi.patching.options import Options, run_bound
+from liger_multi.patching.swap import Patched, original
+
+
+class FourBitLinear(Patched):
+    """A linear layer over codes; what the operator does not take runs the owner's forward."""
+
+    bias: Tensor | None
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """``x @ weight.T + bias``."""
+        module_class = type(self)
+        if not issubclass(module_class, FourBitLinear):
+            return cast(Tensor, module_class.forward(self, x, *args, **kwargs))
+        simple = not (args or kwargs) and code_holds(module_class)
+        weight = weight_for(self, x) if simple else None
+        if weight is None:
+            return cast(Tensor, original(module_class)(self, x, *args, **kwargs))
+        options = cast(Options, module_class._liger_multi_swap.settings)
+        return cast(Tensor, run_bound(options, ("linear",), _apply, self, x, weight))
+
+
+def _apply(layer: Any, x: Tensor, weight: QuantizedWeight) -> Tensor:
+    from liger_multi.ops import linear
+
+    return linear(x, weight, layer.bias)
+
+
+def four_bit_weight(layer: Any) -> QuantizedWeight | None:
+    """The weight of a patched layer, where its call is nothing but a GEMM with it."""
+    module_class = type(layer)
+    if not issubclass(module_class, FourBitLinear) or torch.compiler.is_compiling():
+        return None
+    options = cast(Options, module_class._liger_multi_swap.settings)
+    if options.backend is not None or not code_holds(module_class) or is_watched(layer):
+        return None
+    weight = quantized_weight(layer)
+    if isinstance(weight, str) or not _computes_in(layer, weight.dtype):
+        return None
+    return weight if autocast_dtype(weight.device.type) in (None, weight.dtype) else None
+
+
+def weight_for(layer: Any, x: Any) -> QuantizedWeight | None:
+    """The weight for the operator; None where the owner computes another way, or a graph is made.
+
+    Graphs call the layer as it is: a compiler would merge the two times that a weight is
+    dequantized, and keep its numbers.
+    """
+    if type(x) not in PLAIN or torch.compiler.is_compiling():
+        return None
+    weight = quantized_weight(layer)
+    if isinstance(weight, str) or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        return None
+    same = x.dtype == weight.dtype and x.device == weight.device
+    cast_to = autocast_dtype(x.device.type)
+    return weight if same and cast_to in (None, x.dtype) and _computes_in(layer, x.dtype) else None
+
+
+def _computes_in(layer: Any, dtype: torch.dtype) -> bool:
+    """Whether the owner's layer multiplies in a dtype, and its bias has it."""
+    computes, bias = getattr(layer, "compute_dtype", None), layer.bias
+    return computes in (None, dtype) and (bias is None or bias.dtype == dtype)
+
+
+def is_four_bit(layer: nn.Module | None) -> bool:
+    """Whether a layer is patched, and nothing stands around its call."""
+    return layer is not None and four_bit_weight(layer) is not None

@@ -1,0 +1,103 @@
+"""Weights in 4 bits as their owners keep them: views for our operators, or why there is none.
+
+A view is made at every call, of the tensors that the layer has then: loading, moving and merging
+need no notice. A layer of a format that no reader knows stays as it is, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi._torch_private import constant_in_graphs
+from liger_multi.ops import QuantizedWeight
+from liger_multi.parameters import stored
+
+Reader = Callable[[Any, Any], "QuantizedWeight | str"]
+"""From a layer and its weight."""
+
+
+def _of_bitsandbytes(layer: Any, weight: Any) -> QuantizedWeight | str:
+    """``Params4bit``, whose state may stand at the layer (FSDP makes new parameters)."""
+    state = getattr(weight, "quant_state", None) or getattr(layer, "quant_state", None)
+    if state is None:
+        return "its weight is not quantized yet (bitsandbytes does it when a layer moves)"
+    if getattr(state, "packing_format_for_cpu", False):
+        return "bitsandbytes has packed its weight for inference on a CPU"
+    rows, columns = state.shape
+    if columns % 2:
+        return f"its rows of {columns} codes end within a byte"
+    more: dict[str, Any] = {}
+    if state.nested:
+        if state.state2.blocksize != 256:
+            return f"its scales are quantized in blocks of {state.state2.blocksize}"
+        own = state.state2
+        more = {"scale_levels": own.code, "scale_absmax": own.absmax, "scale_offset": state.offset}
+    return QuantizedWeight(
+        weight.data.view(torch.uint8).view(rows, columns // 2),
+        state.absmax,
+        format=state.quant_type,
+        dtype=state.dtype,
+        group=state.blocksize,
+        **more,
+    )
+
+
+def _of_torchao(format: str, group: int) -> Reader:
+    def read(layer: Any, weight: Any) -> QuantizedWeight | str:
+        if weight.is_swizzled_scales or weight.block_size != group:
+            return f"torchao keeps its scales in the order of a device, or blocks of {group} differ"
+        codes = weight.qdata.view(torch.uint8)
+        if codes.shape[-1] * 2 != weight.shape[-1]:
+            return f"its codes are of the format {getattr(weight, 'elem_dtype', codes.dtype)}"
+        if not codes.is_contiguous():
+            return "its codes are transposed"
+        scale, one = weight.scale, getattr(weight, "per_tensor_scale", None)
+        scale = scale.view(torch.uint8) if format == "mxfp4" else scale
+        scale = scale.view(codes.shape[0], -1)
+        return QuantizedWeight(
+            codes, scale, format=format, dtype=weight.orig_dtype, global_scale=one
+        )
+
+    return read
+
+
+READERS: dict[tuple[str, str], Reader] = {
+    ("bitsandbytes.nn.modules", "Params4bit"): _of_bitsandbytes,
+    ("torchao.prototype.mx_formats.nvfp4_tensor", "NVFP4Tensor"): _of_torchao("nvfp4", 16),
+    ("torchao.prototype.mx_formats.mx_tensor", "MXTensor"): _of_torchao("mxfp4", 32),
+}
+"""Readers by module and name of a weight's class."""
+PACKED = ("weight_packed", "qweight")
+"""Names of packed weights of compressed-tensors, and of GPTQ and AWQ."""
+
+
+@constant_in_graphs
+def _reader_of(weight_class: type) -> Reader | None:
+    return READERS.get((weight_class.__module__, weight_class.__name__))
+
+
+def in_four_bits(layer: nn.Module) -> bool:
+    """Whether a layer keeps its weight in 4 bits, in any form that is known."""
+    weight = stored(layer)
+    if weight is not None:
+        return _reader_of(type(weight)) is not None
+    return any(isinstance(stored(layer, name), Tensor) for name in PACKED)
+
+
+def quantized_weight(layer: Any) -> QuantizedWeight | str:
+    """The weight of a layer as operators take it, or why they cannot."""
+    weight = stored(layer)
+    reader = None if weight is None else _reader_of(type(weight))
+    if reader is None:
+        return f"{type(layer).__name__} packs its weight in a form that only its own call reads"
+    return reader(layer, weight)
+
+
+def shown(weight: QuantizedWeight) -> str:
+    """Format and bytes for a report."""
+    bits = 8 * weight.stored_bytes / max(1, weight.numel())
+    return f"{weight.format}, {bits:.2f} bits, {weight.stored_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,11 @@
+"""Weights that are stored in another form, at the GEMM that needs their numbers."""
+
+from typing import Any
+
+from torch import Tensor
+
+
+def opened(weight: Tensor) -> Tensor:
+    """The numbers of a weight: as it is, or what its ``dequantized`` makes for this one GEMM."""
+    dequantized: Any = getattr(weight, "dequantized", None)
+    return weight if dequantized is None else dequantized()  # type: ignore[no-any-return]

@@ -1,0 +1,212 @@
+"""Operators with a frozen weight in 4 bits: the bits of its numbers, which are not kept."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import liger_multi
+from liger_multi import ops
+from liger_multi.dispatch.registry import REFERENCE
+from liger_multi.ops import LoRA, QuantizedWeight
+from liger_multi.testing.bitwise import same_bits
+from tests import harness
+
+BACKENDS = [b for b in (REFERENCE, "triton") if harness.device_of(b) is not None]
+HIDDEN, INNER, EXPERTS, ROWS = 64, 128, 3, 9
+
+
+def quantized(format, *shape):
+    codes = torch.randint(256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8)
+    group = {"nf4": 64, "mxfp4": 32, "nvfp4": 16, "int4": 32}[format]
+    blocks = (*shape[:-1], shape[-1] // group)
+    scales = {
+        "nf4": lambda: torch.rand(blocks).flatten() * 0.2,
+        "mxfp4": lambda: torch.randint(120, 124, blocks, dtype=torch.uint8),
+        "nvfp4": lambda: (torch.rand(blocks) * 0.2).to(torch.float8_e4m3fn),
+        "int4": lambda: torch.rand(blocks) * 0.05,
+    }[format]()
+    return QuantizedWeight(codes, scales, format=format, dtype=torch.float32)
+
+
+def lora(out, into, rank=4):
+    a, b = torch.randn(rank, into) * into**-0.5, torch.randn(out, rank) * 0.5
+    return LoRA(a.requires_grad_(), b.requires_grad_(), 0.5)
+
+
+def _linear(weights, x):
+    return ops.linear(x, weights[0], torch.ones(INNER))
+
+
+def _gated_mlp(weights, x):
+    return ops.gated_mlp(x, *weights)
+
+
+def _lora_mlp(weights, x):
+    return ops.lora_mlp(x, *weights, *ADAPTERS["mlp"])
+
+
+def _lora_qkv(weights, x):
+    layers = zip("qkv", weights, ADAPTERS["qkv"], strict=True)
+    named = {}
+    for name, weight, adapter in layers:
+        named |= {f"{name}_weight": weight, f"{name}_lora": adapter}
+    return torch.cat(ops.lora_qkv(x, **named), -1)
+
+
+def _routed(x):
+    generator = torch.Generator().manual_seed(3)
+    index = torch.randint(EXPERTS, (x.shape[0], 2), generator=generator).to(x.device)
+    return index, torch.rand(index.shape, generator=generator).to(x)
+
+
+def _fused_moe(weights, x):
+    return ops.fused_moe(x, *weights, *_routed(x), activation="silu")
+
+
+def _lora_moe(weights, x):
+    return ops.lora_moe(x, *weights, *_routed(x), *ADAPTERS["moe"], activation="silu")
+
+
+def _transposed_moe(weights, x):
+    turned = [w.mT for w in weights]
+    return ops.lora_moe(x, *turned, *_routed(x), *ADAPTERS["moe"], transposed=True)
+
+
+def _head(weights, x):
+    target = torch.arange(x.shape[0], device=x.device)
+    return ops.fused_linear_cross_entropy(x, weights[0], target, reduction="none")
+
+
+def _log_prob(weights, x):
+    target = torch.arange(x.shape[0], device=x.device)
+    return ops.fused_linear_log_prob(x, weights[0], target).log_prob
+
+
+def _embedding(weights, x):
+    return ops.embedding(torch.tensor([3, 1, 3], device=x.device), weights[0]) * x[:3]
+
+
+MLP = ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
+MOE = ((EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER))
+CALLS = {
+    "linear": (_linear, ((INNER, HIDDEN),)),
+    "gated_mlp": (_gated_mlp, MLP),
+    "lora_mlp": (_lora_mlp, MLP),
+    "lora_qkv": (_lora_qkv, ((INNER, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, HIDDEN))),
+    "fused_moe": (_fused_moe, MOE),
+    "lora_moe": (_lora_moe, MOE),
+    "lora_moe transposed": (_transposed_moe, MOE),
+    "fused_linear_cross_entropy": (_head, ((INNER, HIDDEN),)),
+    "fused_linear_log_prob": (_log_prob, ((INNER, HIDDEN),)),
+    "embedding": (_embedding, ((INNER, HIDDEN),)),
+}
+
+
+def _stacked(out, into):
+    a = (torch.randn(EXPERTS, 4, into) * into**-0.5).requires_grad_()
+    return LoRA(a, torch.randn(EXPERTS, out, 4).requires_grad_(), 0.5)
+
+
+torch.manual_seed(1)
+ADAPTERS = {
+    "mlp": [lora(*shape) for shape in MLP],
+    "qkv": [lora(*shape) for shape in ((INNER, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, HIDDEN))],
+    "moe": [_stacked(2 * INNER, HIDDEN), _stacked(HIDDEN, INNER)],
+}
+LEAVES = [t for every in ADAPTERS.values() for one in every for t in one[:2]]
+
+
+def step(call, weights, backend, wrapped=lambda run, x: run(x)):
+    """The output and the gradients of x and of all adapters."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(ROWS, HIDDEN, generator=generator).requires_grad_()
+    for leaf in LEAVES:
+        leaf.grad = None
+    with liger_multi.use(**{"*": list(dict.fromkeys([backend, REFERENCE]))}):
+        y = wrapped(lambda rows: call(weights, rows), x)
+        y.backward(torch.randn(y.shape, generator=generator).to(y))
+    return [y.detach(), x.grad, *[leaf.grad for leaf in LEAVES]]
+
+
+def checkpointed(run, x):
+    return checkpoint(run, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("wrapped", [lambda run, x: run(x), checkpointed], ids=["", "checkpoint"])
+def test_the_bits_of_the_dequantized_weight(backend, name, wrapped):
+    if harness.device_of(backend).type != "cpu":
+        pytest.skip("tensors of this test are on the CPU")
+    torch.manual_seed(4)
+    call, shapes = CALLS[name]
+    weights = [quantized("mxfp4", *shape) for shape in shapes]
+    numbers = [w.dequantized() for w in weights]
+    assert same_bits(step(call, weights, backend, wrapped), step(call, numbers, backend, wrapped))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_of_16_bits_is_kept(name):
+    """Autograd keeps codes: of no saved tensor the storage is as large as a weight."""
+    torch.manual_seed(4)
+    call, shapes = CALLS[name]
+    weights = [quantized("nf4", *shape) for shape in shapes]
+    owned = {t.data_ptr() for w in weights for t in (w.codes, w.scales)}
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        x = torch.randn(2, HIDDEN, requires_grad=True)
+        call(weights, x) if name != "embedding" else call(
+            weights, torch.randn(3, 64).requires_grad_()
+        )
+    smallest = min(w.numel() for w in weights)
+    for tensor in kept:
+        if isinstance(tensor, QuantizedWeight):
+            assert {tensor.codes.data_ptr(), tensor.scales.data_ptr()} <= owned
+        elif all(tensor is not leaf for leaf in LEAVES):
+            assert tensor.numel() < smallest
+
+
+@pytest.mark.parametrize("format", ["nf4", "mxfp4", "nvfp4", "int4"])
+def test_views_of_a_stack(format):
+    torch.manual_seed(5)
+    weight = quantized(format, EXPERTS, INNER, HIDDEN)
+    numbers = weight.dequantized()
+    assert weight.shape == numbers.shape == (EXPERTS, INNER, HIDDEN)
+    assert same_bits(weight[1].dequantized(), numbers[1])
+    assert same_bits(weight[1:].dequantized(), numbers[1:])
+    assert same_bits(weight.mT[2].dequantized().contiguous(), numbers[2].mT.contiguous())
+    assert same_bits(copy.deepcopy(weight).dequantized(), numbers)
+    assert weight.to(torch.bfloat16).dequantized().dtype == torch.bfloat16
+    assert same_bits(weight * 2, numbers * 2)
+    assert same_bits(weight[..., :5], numbers[..., :5])
+    assert "4" in repr(weight)
+    assert weight.stored_bytes < numbers.numel() * 0.7
+    assert torch.nn.Parameter(weight, requires_grad=False).stored_bytes == weight.stored_bytes
+
+
+def test_it_is_frozen():
+    weight = quantized("nf4", INNER, HIDDEN)
+    with pytest.raises(TypeError, match="writes to a frozen weight in 4 bits"):
+        weight.mul_(2)
+    with pytest.raises(TypeError, match="unknown tensors"):
+        QuantizedWeight(weight.codes, weight.scales, format="nf4", zero=weight.scales)
+
+
+def test_other_linear_layers_keep_codes():
+    """A GEMM of PyTorch dequantizes in forward and again in backward."""
+    weight, x = quantized("mxfp4", INNER, HIDDEN), torch.randn(3, HIDDEN, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = torch.nn.functional.linear(x, weight)
+    assert [type(t) for t in kept if t.numel() == weight.numel()] == [QuantizedWeight]
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert same_bits(grad, weight.dequantized().sum(0).expand(3, -1)) or torch.allclose(
+        grad, weight.dequantized().sum(0).expand(3, -1), atol=1e-5
+    )
