@@ -75,8 +75,8 @@ class Child:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        with contextlib.suppress(ValueError):  # closed, or half a line of a process that was killed
-            for line in self.process.stdout:
+        for line in self.process.stdout:
+            with contextlib.suppress(ValueError):  # what libraries print as they are imported
                 self.lines.put(json.loads(line))
         self.lines.put(None)
 
