@@ -65,6 +65,7 @@ KINDS = {
     "linear-float8": Kind(("part", "name", "shape"), "variant", ("bf16",)),
     "float8-convergence": Kind(()),
     "lora": Kind(("tokens", "rank", "part", "form"), "variant", ("ours", "stock")),
+    "shared-prefixes": Kind(("model", "shape"), "variant", ("floor", "unshared")),
     # a search that nothing stopped goes on where an older one ended
     "longest": Kind(("model", "limit_gb"), "provider", whole="shortest_failed"),
     "memory": Kind(("case",)),

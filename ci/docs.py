@@ -425,6 +425,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "bitwise-costs": bitwise.costs,
         "loss-head": head,
         "loss-families": families,
+        "trees-types": coverage.shared_prefixes,
         "support": verified.support,
         "verified": verified.rows,
     }

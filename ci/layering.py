@@ -31,6 +31,7 @@ LAYERS = (
     ("ops",),
     ("nn", "losses", "memory", "testing"),
     ("patching",),
+    ("routes", "trees"),
     ("bench", "cli", "demo"),
     ("compat", "integrations"),
     ("__main__", "__init__"),

@@ -14,7 +14,7 @@ from liger_multi.dispatch.explain import explain
 from liger_multi.errors import loading
 
 if TYPE_CHECKING:
-    from liger_multi import losses, memory, nn
+    from liger_multi import losses, memory, nn, routes, trees
     from liger_multi.patching import patch, patched, unpatch
 
 __all__ = [
@@ -27,6 +27,8 @@ __all__ = [
     "ops",
     "patch",
     "patched",
+    "routes",
+    "trees",
     "unpatch",
     "use",
 ]
@@ -37,7 +39,7 @@ patcher.provide(lambda: importlib.import_module("liger_multi.patching"))
 
 def __getattr__(name: str) -> Any:
     """Load modules and the patching layer on first use; what is found then stands in globals."""
-    if name in ("losses", "memory", "nn"):
+    if name in ("losses", "memory", "nn", "routes", "trees"):
         with loading(f"liger_multi.{name}"):
             return importlib.import_module(f"liger_multi.{name}")
     if name in ("patch", "patched", "unpatch"):

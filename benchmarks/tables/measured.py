@@ -451,6 +451,52 @@ def lora_layers() -> list[str]:
     return [measured(runs[-1]), "", *table(heads, lines)]
 
 
+# --- shared prefixes ---
+
+_VARIANTS = {"stock": "transformers", "unshared": "unshared, patched", "floor": "packed floor"}
+
+
+def shared_prefixes() -> list[str]:
+    """A step with shared prefixes beside the same step without, and beside the packed floor."""
+    groups: dict[tuple[str, str], dict[str, Any]] = {}
+    runs = store.read("shared-prefixes")
+    for run in runs:
+        for row in run["rows"]:
+            groups.setdefault((row["model"], row["shape"]), {})[row["variant"]] = row
+    if not runs:
+        return []
+    lines = []
+    for (model, shape), rows in groups.items():
+        cells = [model, shape.replace("x", ", ")]
+        for who in (*_VARIANTS, "ours"):
+            row = rows.get(who, {})
+            cells += [_milliseconds(row), _peak(row), f"{row.get('tokens_per_second', 0):,.0f}"]
+        for base in ("unshared", "floor"):
+            ours, other = rows.get("ours", {}), rows.get(base, {})
+            both = "milliseconds" in ours and "milliseconds" in other
+            pair = ("milliseconds", "peak_bytes")
+            cells.append(", ".join(f"{ours[k] / other[k]:.2f}" for k in pair) if both else "")
+        lines.append([cell if cell != "0" else "" for cell in cells])
+    units = [f"{who}, {unit}" for who in (*_VARIANTS.values(), "tree") for unit in _UNITS]
+    heads = ["Model", "G, P, R", *units, "tree / unshared", "tree / floor"]
+    said = (
+        "Forward and backward in bf16 with log-probabilities of the answers; medians. Ratios are "
+        "those of time and of memory. Tokens are those of the unshared batch."
+    )
+    return [said, "", measured(runs[-1]), "", *table(heads, lines)]
+
+
+_UNITS = ("ms", "GiB", "tokens/s")
+
+
+def _milliseconds(row: Mapping[str, Any]) -> str:
+    return f"{row['milliseconds']:.0f}" if "milliseconds" in row else row.get("failed", "")[:13]
+
+
+def _peak(row: Mapping[str, Any]) -> str:
+    return _gib(row["peak_bytes"]) if "peak_bytes" in row else ""
+
+
 # --- by the names of their markers ---
 
 
@@ -475,4 +521,5 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "float8-heads": float8_heads,
     "lora-layers": lora_layers,
     "examples": examples,
+    "shared-prefixes": shared_prefixes,
 }

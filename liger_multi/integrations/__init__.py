@@ -11,14 +11,24 @@ from liger_multi.errors import loading
 if TYPE_CHECKING:
     from liger_multi.integrations.lightning import LightningCallback
     from liger_multi.integrations.mxfp4 import load_mxfp4, merge_mxfp4
+    from liger_multi.integrations.prefixes import SharedPrefixes, share_prefixes
     from liger_multi.integrations.trainer import TrainerCallback
 
-__all__ = ["LightningCallback", "TrainerCallback", "load_mxfp4", "merge_mxfp4"]
+__all__ = [
+    "LightningCallback",
+    "SharedPrefixes",
+    "TrainerCallback",
+    "load_mxfp4",
+    "merge_mxfp4",
+    "share_prefixes",
+]
 _HOMES = {
     "LightningCallback": "lightning",
+    "SharedPrefixes": "prefixes",
     "TrainerCallback": "trainer",
     "load_mxfp4": "mxfp4",
     "merge_mxfp4": "mxfp4",
+    "share_prefixes": "prefixes",
 }
 
 

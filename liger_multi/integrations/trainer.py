@@ -7,6 +7,7 @@ from typing import Any
 import transformers
 
 from liger_multi.errors import PatchError
+from liger_multi.integrations.prefixes import share_prefixes, unshare_prefixes
 from liger_multi.patching import PatchReport
 from liger_multi.patching.held import HeldPatch
 from liger_multi.patching.options import OpChoice
@@ -21,6 +22,9 @@ class TrainerCallback(transformers.TrainerCallback):
 
     Args:
         strict: Raise when anything that was asked for is skipped.
+        shared_prefixes: Let the trainers of TRL that score several answers to a prompt (GRPO, RLOO,
+            DPO) compute it once, from the beginning of training on; see
+            :func:`liger_multi.integrations.share_prefixes`. Attention is then ours.
         unpatch_at_end: When training ends, give every module the class that it had before: the
             original one, or an earlier patch of yours.
         ops: Operators and their options, as for :func:`liger_multi.patch`.
@@ -31,9 +35,14 @@ class TrainerCallback(transformers.TrainerCallback):
     """
 
     def __init__(
-        self, *, strict: bool = False, unpatch_at_end: bool = False, **ops: OpChoice
+        self,
+        *,
+        strict: bool = False,
+        unpatch_at_end: bool = False,
+        shared_prefixes: bool = False,
+        **ops: OpChoice,
     ) -> None:
-        self.unpatch_at_end = unpatch_at_end
+        self.unpatch_at_end, self.shared_prefixes = unpatch_at_end, shared_prefixes
         self._held = HeldPatch(strict, ops)
 
     @property
@@ -59,8 +68,14 @@ class TrainerCallback(transformers.TrainerCallback):
         """Patch a model that ``model_init`` made, or one that was unpatched at the last end."""
         if model is not None:
             self._held.hold(model)
+        if model is not None and self.shared_prefixes:
+            share_prefixes(model)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         """Take the patch back, where that was asked for."""
         if self.unpatch_at_end:
+            if model is not None:
+                unshare_prefixes(model)
             self._held.release()

@@ -162,6 +162,9 @@ def in_graphs(ranges: Tensor | None, keys: int) -> Tensor | None:
 
 # --- the operator ---
 
+MOST_RANGES = 16
+"""Ranges of keys of one query; kernels take two at a time."""
+
 
 def attention(
     q: Tensor,
@@ -192,8 +195,8 @@ def attention(
         q ``(B, H, L, D)``, k ``(B, G, S, D)``, v ``(B, G, S, E)`` with any strides, H a multiple of
         G; sinks ``(H,)``; documents ``(B, S)``, ids whose runs are documents, below 0 for padding,
         or cu_seqlens ``(N + 1,)``, where documents begin and the last one ends, for B = 1; ranges
-        ``(B or 1, L, 2 or 4)`` int32, in place of all other masks: one or two disjoint ranges of
-        keys for each query; y ``(B, H, L, E)``, in memory ``(B, L, H, E)``.
+        ``(B or 1, L, 2 n)`` int32, in place of all other masks: n disjoint ranges of keys for each
+        query, at most 16; y ``(B, H, L, E)``, in memory ``(B, L, H, E)``.
 
     Dtypes:
         In: one floating dtype, sinks of any. Inside: fp32 (fp64 for fp64); kernels round the
@@ -414,20 +417,13 @@ def _window(window: int | tuple[int, int] | None, global_tokens: int) -> tuple[i
 
 def _ranges_fit(q: Tensor, ranges: Tensor) -> None:
     fits = ranges.ndim == 3 and ranges.shape[0] in (1, q.shape[0])
-    if (
-        ranges.dtype != torch.int32
-        or not fits
-        or ranges.shape[1:]
-        not in (
-            (q.shape[2], 2),
-            (q.shape[2], 4),
-        )
-        or ranges.device != q.device
-    ):
+    fits = fits and ranges.shape[1] == q.shape[2]
+    fits = fits and ranges.shape[2] in range(2, 2 * MOST_RANGES + 1, 2)
+    if ranges.dtype != torch.int32 or not fits or ranges.device != q.device:
         checks.refuse(
             "attention",
-            f"ranges must be int32 of shape ({q.shape[0]} or 1, "
-            f"{q.shape[2]}, 2 or 4) on {q.device}",
+            f"ranges must be int32 of shape ({q.shape[0]} or 1, {q.shape[2]}, 2 n) on {q.device}, "
+            f"n from 1 to {MOST_RANGES}",
             ranges,
         )
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import liger_multi
 from liger_multi import ops
 from liger_multi.dispatch import launch
 from liger_multi.ops.attention import from_lengths, key_ranges
@@ -116,6 +117,47 @@ def test_programs_share_a_long_walk(parts, monkeypatch):
     assert (kernels._attention_parts_kernel in launched) == (parts > 1)
     for got, exact in zip(actual[:3], right[:3], strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-6)
+
+
+def many_ranges(length, count, seed=0):
+    """Disjoint ranges of earlier keys, some of them empty, and a query that sees nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.arange(1, length + 1)[:, None]
+    cuts = (torch.rand(length, 2 * count, generator=generator) * places).floor().sort(-1).values
+    cuts[length // 2] = 0
+    return cuts.to(torch.int32)[None]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 7])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_many_ranges(backend, softcap, count):
+    """Kernels take two at a time, and add up the parts."""
+    device = "cpu" if backend == "reference" else harness.device_of(backend)
+    if device is None:
+        pytest.skip("kernels on a CPU need TRITON_INTERPRET=1")
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    leaves = [*heads(45, dtype=dtype), torch.randn(2, dtype=dtype)]
+    leaves = [x.to(device).requires_grad_() for x in leaves]
+    q, k, v, sinks = leaves
+    ranges = many_ranges(45, count).to(device)
+    with liger_multi.use(attention=backend):
+        y = ops.attention(q, k, v, ranges=ranges, sinks=sinks, softcap=softcap, scale=0.4)
+    s = 0.4 * q @ k.mT
+    s = s if softcap is None else softcap * torch.tanh(s / softcap)
+    place = torch.arange(45, device=device)
+    bounds = ranges[0].view(45, count, 2)
+    visible = ((place >= bounds[..., :1]) & (place < bounds[..., 1:])).any(1)
+    s = torch.cat(
+        [s.masked_fill(~visible, -torch.inf), sinks.view(1, 2, 1, 1).expand(1, 2, 45, 1)], -1
+    )
+    right = s.softmax(-1)[..., :-1] @ v
+    tolerance = 1e-10 if backend == "reference" else 1e-5
+    torch.testing.assert_close(y, right, rtol=tolerance, atol=tolerance)
+    upstream = torch.randn_like(y)
+    actual, expected = (torch.autograd.grad(x, leaves, upstream) for x in (y, right))
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=10 * tolerance, atol=10 * tolerance)
 
 
 def test_blocks_do_not_change_the_result(monkeypatch):

@@ -15,6 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 RESULTS = Path(__file__).with_name("results.json")
 PACKED = RESULTS.with_name("packing.json")
+TREES = RESULTS.with_name("trees.json")
 ELSEWHERE = RESULTS.with_name("elsewhere.json")
 
 
@@ -28,6 +29,7 @@ def main() -> int:
     parser.add_argument(
         "--packing", action="store_true", help="judge rows of several samples instead"
     )
+    parser.add_argument("--trees", action="store_true", help="judge shared prefixes instead")
     parser.add_argument("--backend", help="backend that serves the operators, e.g. cuda or triton")
     parser.add_argument("--device", help="device of the models; that of the backend by default")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth pair")
@@ -66,6 +68,9 @@ def main() -> int:
     if options.packing:
         file = PACKED if options.write else ELSEWHERE if options.generation else options.json
         return judged("packing", pairs[options.first :: options.every], options.jobs, file)
+    if options.trees:
+        file = TREES if options.write else options.json
+        return judged("trees", pairs[options.first :: options.every], options.jobs, file)
     started, outcomes = time.monotonic(), []
     for outcome in sweep(pairs[options.first :: options.every], options.jobs, str(device)):
         outcomes.append(outcome)
@@ -101,7 +106,7 @@ def main() -> int:
 
 
 def judged(what: str, pairs: list[Any], jobs: int, file: Path | None) -> int:
-    """One line per pair, on what its attention does under our name, or its packed rows."""
+    """One line per pair: on our attention, on packed rows, or on shared prefixes."""
     from tests.sweep.run import forked
 
     judging = importlib.import_module(f"tests.sweep.{what}")
@@ -113,7 +118,7 @@ def judged(what: str, pairs: list[Any], jobs: int, file: Path | None) -> int:
         outcomes.append(verdict)
         print(f"{verdict.status:10} {pair.name} {verdict.why}", flush=True)
     print(dict(Counter(v.status for v in outcomes)))
-    if file == PACKED:
+    if file in (PACKED, TREES):
         import transformers
 
         lines = ",\n".join(json.dumps(vars(v)) for v in outcomes)

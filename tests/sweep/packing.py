@@ -133,7 +133,7 @@ def results(model: Any, batches: list[dict[str, Any]]) -> tuple[torch.Tensor, di
     return logits.detach(), grads
 
 
-def unlike(got: Any, expected: Any) -> str:
+def unlike(got: Any, expected: Any, gradient: float = EQUAL) -> str:
     """What is not equal within rounding, or nothing."""
     (ours, grads), (logits, right) = got, expected
     moved = float((ours - logits).abs().max() / logits.abs().max())
@@ -141,7 +141,7 @@ def unlike(got: Any, expected: Any) -> str:
         return f"logits differ by {moved:.1e} of the largest"
     if grads.keys() != right.keys():
         return f"gradients of other parameters: {sorted(grads.keys() ^ right.keys())[:3]}"
-    reason = comparing.difference(grads, right, EQUAL, torch.float32)
+    reason = comparing.difference(grads, right, gradient, torch.float32)
     return f"the gradient of {reason}" if reason else ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -136,6 +137,53 @@ def _packed() -> list[str]:
             for text, types in groups.items()
         ),
     ]
+
+
+TREES = RESULTS.with_name("trees.json")
+
+
+def shared_prefixes() -> list[str]:
+    """Types of the sweep by what becomes of a row of trees, and why they are refused."""
+    data = json.loads(TREES.read_text(encoding="utf-8"))
+    built = [one for one in data["pairs"] if one["status"] != "not built"]
+    types: dict[str, set[str]] = {}
+    for one in built:
+        status = {"equal": "", "refused": _reason(one["why"])}.get(one["status"])
+        text = f"**not equal, no error**: {one['why']}" if status is None else status
+        types.setdefault(text, set()).add(one["type"])
+    served = sorted(types.pop("", ()))
+    others = sorted(types.items(), key=lambda item: (-len(item[1]), item[0]))
+    return [
+        (
+            "A tree of three levels and a second tree in one row, logits and every gradient in "
+            f"fp32, equal to those of every path by itself: **{len(served)} model types**, "
+            f"transformers {data['transformers']}, on text (`python -m tests.sweep --trees`).\n"
+        ),
+        f"Served: {', '.join(served)}.\n",
+        "| refused, why | types | |",
+        "|---|---|---|",
+        *(f"| {why} | {len(names)} | {', '.join(sorted(names))} |" for why, names in others),
+    ]
+
+
+_REASONS = (
+    (r"nothing keeps branches apart in (.*)", r"nothing keeps branches apart in \1"),
+    (r".*reads the attention mask itself.*", "attention of its own reads the mask"),
+    (r".*its attention is .*", "attention that does not use transformers' interface"),
+    (r".*where a token sees .*", "a token sees later ones"),
+    (r".*made of tokens.*", "a mask that is made of tokens"),
+    (r".*could not be tried with shared prefixes: (.*)", r"it could not be tried: \1"),
+    (r".*the output of a branch differs.*", "its layers mix tokens in a way that no tree reaches"),
+)
+"""Ends of messages, and how the page calls them; the first that matches."""
+
+
+def _reason(why: str) -> str:
+    for pattern, text in _REASONS:
+        match = re.search(pattern, why)
+        if match:
+            return match.expand(text).replace("|", "\\|")[:160]
+    return why[:160]
 
 
 def _devices() -> list[str]:

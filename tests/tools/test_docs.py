@@ -389,7 +389,7 @@ def test_an_example_runs_and_learns(name, tmp_path):
         pytest.skip("torch without torch.distributed")
     text = tiny(name, tmp_path)
     assert name == "custom_model" or re.search(r"^patch(ed)? \w+ForCausalLM", text, re.M)
-    if name == "grpo":
+    if name in ("grpo", "grpo_shared"):
         assert len(re.findall("'reward': ", text)) == 3
     elif name == "yaml_override":
         assert "rms_norm  forward    cpu     reference  chosen  " in text
@@ -632,7 +632,10 @@ def test_help_shows_signature_and_docstring(function):
     first = " ".join(" ".join(shown.splitlines()[2:]).partition(summary)[0].split())
     parameters = list(signature.parameters.values())
     assert first.startswith(f"{function.__name__}(")
-    assert first.endswith(f" -> {inspect.formatannotation(signature.return_annotation)}")
+    # Python 3.14 shows annotations without quotes and modules
+    annotation = inspect.formatannotation(signature.return_annotation)
+    bare = [re.sub(r"'|\w+\.", "", text) for text in (first.rpartition(" -> ")[2], annotation)]
+    assert bare[0] == bare[1] != ""
     assert [p.name for p in parameters] != ["args", "kwargs"]
     assert all(p.name in first for p in parameters)
     assert len(summary) > 20

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import liger_multi
-from liger_multi import losses
+from liger_multi import losses, trees
 from liger_multi.compat import liger_kernel as alias
-from liger_multi.integrations import TrainerCallback
+from liger_multi.errors import PatchError
+from liger_multi.integrations import SharedPrefixes, TrainerCallback, share_prefixes
 from tests.models import Calls, arguments, build, patched_ops, rows, tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -125,6 +126,53 @@ def test_use_liger_kernel(name, stock, saved, tmp_path, monkeypatch):
     assert {*patched_ops(got[2])} == {"rms_norm", "swiglu"}
     assert calls["rms_norm"] >= 10
     assert calls["rope"] == 0
+
+
+# --- shared prefixes ---
+
+
+SHARED = {
+    "DPO": KINDS["DPO"],
+    "GRPO": KINDS["GRPO"],
+    "RLOO": KINDS["GRPO"],
+}
+
+
+@pytest.fixture
+def tree_tokens(monkeypatch):
+    """Tokens of every row of trees, and of the rows that it stands for."""
+    counts, scores = [], trees.scores
+
+    def counting(model, batch, **options):
+        counts.append((batch.tree.tokens, int(batch.unshared()[1].sum())))
+        return scores(model, batch, **options)
+
+    monkeypatch.setattr(trees, "scores", counting)
+    return counts
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("way", ["callback", "mixin"])
+def test_shared_prefixes(name, way, saved, tmp_path, tree_tokens, monkeypatch):
+    monkeypatch.setitem(KINDS, name, SHARED[name])
+    expected = run(name, saved, tmp_path / "stock")
+    assert not tree_tokens
+    callbacks = []
+    if way == "callback":
+        callbacks.append(TrainerCallback(shared_prefixes=True))
+    else:
+        trainer = getattr(trl, f"{name}Trainer")
+        shared = type("Shared", (SharedPrefixes, trainer), {})
+        monkeypatch.setattr(trl, f"{name}Trainer", shared)
+    got = run(name, saved, tmp_path / "shared", callbacks)
+    assert_same(expected, got)
+    assert len(tree_tokens) >= 2
+    assert all(tokens < unshared for tokens, unshared in tree_tokens)
+
+
+def test_shared_prefixes_need_a_head_of_trl():
+    with pytest.raises(PatchError, match="TRL gave LlamaForCausalLM no fused head"):
+        share_prefixes(build())
 
 
 # --- losses ---

@@ -357,7 +357,9 @@ def forward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """One program per tile of queries."""
+    """One program per tile of queries; more than two ranges in several passes."""
+    if ranges is not None and ranges.shape[2] > 4:
+        return _forward_by_pairs(q, k, v, sinks, ranges, scale, softcap)
     y, lse = _ordered(q, q.dtype, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     if not y.numel():
         return y, lse.fill_(-torch.inf)
@@ -404,6 +406,9 @@ def backward(
     needs_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries first: that kernel writes the sums of ``dy y`` that keys and sinks need."""
+    needs = (needs_q, needs_k, needs_v, needs_sinks)
+    if ranges is not None and ranges.shape[2] > 4:
+        return _backward_by_pairs(dy, q, k, v, sinks, ranges, y, lse, scale, softcap, needs)
     gradients = [
         _ordered(x, x.dtype, x.shape[3]) if needed else x.new_empty(0)
         for x, needed in ((q, needs_q), (k, needs_k), (v, needs_v))
@@ -425,6 +430,53 @@ def backward(
         return gradients[0], gradients[1], gradients[2], q.new_empty(0)
     share = inner.mul_(-torch.exp(sinks.float()[None, :, None] - lse)).mT
     return gradients[0], gradients[1], gradients[2], sum_rows(share.flatten(0, 1), sinks.dtype)
+
+
+def _forward_by_pairs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    ranges: Tensor,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Two ranges at a time; their results are added by their shares of the sum of exponentials."""
+    first, *others = ranges.split(4, -1)
+    y, lse = forward(q, k, v, sinks, first, False, scale, softcap)
+    total = y.float()
+    for pair in others:
+        part, part_lse = forward(q, k, v, None, pair, False, scale, softcap)
+        both = torch.logaddexp(lse, part_lse)
+        base = both.masked_fill(both == -torch.inf, 0)  # of queries that see nothing
+        shares = [torch.exp(x - base).unsqueeze(-1) for x in (lse, part_lse)]
+        total, lse = total * shares[0] + part * shares[1], both
+    return y.copy_(total), lse
+
+
+def _backward_by_pairs(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    ranges: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float,
+    needs: tuple[bool, bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Every pair of ranges has its part of each gradient, with y and lse of all; sums in fp32."""
+    first, *others = ranges.split(4, -1)
+    gradients = backward(dy, q, k, v, sinks, first, y, lse, False, scale, softcap, *needs)
+    totals = [x.float() for x in gradients[:3]]
+    for pair in others:
+        more = (False, scale, softcap, *needs[:3], False)
+        parts = backward(dy, q, k, v, None, pair, y, lse, *more)
+        totals = [total.add_(part) for total, part in zip(totals, parts, strict=False)]
+    dq, dk, dv = (x.copy_(total) for x, total in zip(gradients, totals, strict=False))
+    return dq, dk, dv, gradients[3]
 
 
 def _backward_queries(

@@ -33,9 +33,10 @@ from torch import Tensor, nn
 
 from liger_multi import checks
 from liger_multi._torch_private import assert_async, constant_in_graphs
-from liger_multi.errors import ConfigurationError
+from liger_multi.errors import ConfigurationError, PackingError
 from liger_multi.ops.attention import attention
 from liger_multi.patching.attention import support as attention_support
+from liger_multi.patching.packing.tree import Tree, run, running
 
 # --- masks ---
 
@@ -53,7 +54,7 @@ class KeyMask:
     Attributes:
         causal: Without tensors: the queries are the last keys, and see none after them. Without
             tensors and not causal, every query sees every key.
-        ranges: ``(B, L, 2 or 4)`` int32, as ``ops.attention`` takes them.
+        ranges: ``(B or 1, L, 2 n)`` int32, as ``ops.attention`` takes them.
         dense: ``(B, 1, L, S)`` bool, for a mask of another form.
         shape: ``(B, 1, L, S)``, of the mask that this one stands for.
     """
@@ -169,6 +170,10 @@ def mask(
 
     if isinstance(attention_mask, KeyMask):  # made before the forward pass, as generation does
         return attention_mask
+    tree = running(kv_length, batch_size)
+    if tree is not None:
+        device = options.get("device") or getattr(attention_mask, "device", None)
+        return _of_tree(tree, mask_function, cache_position is None, device, options)
     if cache_position is not None:  # where the queries stand is known to the device alone
         q_length, q_offset = len(cache_position), cache_position[0]
     assert q_length is not None
@@ -204,6 +209,46 @@ def mask(
             yield dense_mask.expand(batch_size, -1, count, kv_length)
 
     return _compressed(shape, dense)
+
+
+def _of_tree(
+    tree: Tree, mask_function: Any, by_length: bool, device: Any, options: dict[str, Any]
+) -> KeyMask:
+    """The mask of a row of trees: what a sequence sees by position, on the path of every token."""
+    if _reads_tensors(mask_function):
+        raise PackingError(
+            f"attn_implementation={NAME!r} cannot serve shared prefixes with a mask that is made "
+            f"of tokens, got {getattr(mask_function, '__qualname__', mask_function)}; masks by "
+            "position alone are served"
+        )
+    length = tree.longest
+    places: dict[str, Any] = (
+        {} if by_length else {"cache_position": torch.arange(length, device=device)}
+    )
+    with run(None):
+        path = mask(1, length, length, mask_function=mask_function, **places, **options)
+    place = torch.arange(length, device=device, dtype=torch.int32)
+    ranges = torch.stack([torch.zeros_like(place), place + 1], -1)
+    if path.ranges is not None:
+        ranges = path.ranges[0].to(ranges.device)
+    elif not path.causal:
+        ranges[:, 1] = length
+    if path.dense is not None or bool((ranges > place[:, None] + 1).any()):
+        raise PackingError(
+            f"attn_implementation={NAME!r} serves shared prefixes where a token sees no later "
+            f"ones, and earlier ones in two ranges of positions at most, got {path}"
+        )
+    shape = (1, 1, tree.tokens, tree.tokens)
+    return KeyMask(shape, ranges=tree.ranges(ranges))
+
+
+def _reads_tensors(function: Any) -> bool:
+    """Whether a mask function looks up tokens in a tensor: positions on a path are no places."""
+    cells = getattr(function, "__closure__", None) or ()
+    values = [cell.cell_contents for cell in cells]
+    values += [part for v in values if isinstance(v, tuple) for part in v]
+    tensors = [v for v in values if isinstance(v, Tensor) and v.numel() > 1]
+    return bool(tensors) or any(_reads_tensors(v) for v in values if callable(v))
 
 
 def _tracing() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, cast
@@ -16,7 +16,16 @@ from liger_multi.arguments import has_cache, parameters_of
 from liger_multi.patching.calling import Call, Calling, named
 from liger_multi.patching.evidence import reached
 from liger_multi.patching.mixers.calls import SERVED, WHOLE, differs, masking, mixer_calls, refusal
+from liger_multi.patching.mixers.levels import (
+    STILL,
+    PerToken,
+    Run,
+    refuse_states,
+    scan,
+    windowed,
+)
 from liger_multi.patching.options import Options, run_bound
+from liger_multi.patching.packing.tree import tree_of
 
 
 @dataclass(frozen=True)
@@ -80,13 +89,30 @@ def _gated(method: Any, copy: FunctionType, options: Options) -> FunctionType:
         by_parts = by_parts or (reads and torch.compiler.is_compiling()) or not unchanged()
         if by_parts or type(inner.weight).__name__ == "DTensor":
             return copy(self, *args, **kwargs)
-        call = functools.partial(ops.gated_short_conv, seq_idx=arguments.get("seq_idx"))
         rows = self.in_proj(masked(hidden_states, arguments.get("attention_mask")))
         weight = inner.weight.squeeze(1)
-        y = run_bound(options, ("gated_short_conv",), call, rows, weight, inner.bias)
-        return self.out_proj(y)
+
+        def convolve(rows: Tensor, ids: Tensor | None) -> Tensor:
+            call = functools.partial(ops.gated_short_conv, seq_idx=ids)
+            y: Tensor = run_bound(options, ("gated_short_conv",), call, rows, weight, inner.bias)
+            return y
+
+        return self.out_proj(_along(arguments.get("seq_idx"), rows, weight, convolve))
 
     return cast(FunctionType, forward)
+
+
+def _along(
+    ids: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    convolve: Callable[[Tensor, Tensor | None], Tensor],
+) -> Tensor:
+    """A convolution ``(B, T, C)`` along samples, or along the paths of a row of trees."""
+    tree = tree_of(ids)
+    if tree is None:
+        return convolve(x, ids)
+    return windowed(tree, x, weight.shape[-1] - 1, convolve)
 
 
 def _left(called: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,19 +148,20 @@ def _convolution(op: str, stock: Callable[..., Any], options: Options) -> Callab
             or function_name not in (None, "silu")
             or type(hidden_states).__name__ == "DTensor"
         ):
+            refuse_states(op, tree_of(seq_idx) is not None)
             options_of_call = kwargs if seq_idx is None else kwargs | {"seq_idx": seq_idx}
             result: Tensor = stock(
                 hidden_states, weight, bias, activation=activation, **options_of_call
             )
             return result
-        call = functools.partial(
-            ops.causal_conv1d,
-            activation=function_name,
-            channel_axis=1,
-            seq_idx=_ids(seq_idx, hidden_states.shape[2]),
-        )
-        y: Tensor = run_bound(options, (op,), call, hidden_states, weight, bias)
-        return y
+
+        def convolve(rows: Tensor, ids: Tensor | None) -> Tensor:
+            call = functools.partial(ops.causal_conv1d, activation=function_name, seq_idx=ids)
+            y: Tensor = run_bound(options, (op,), call, rows, weight, bias)
+            return y
+
+        ids = _ids(seq_idx, hidden_states.shape[2])
+        return _along(ids, hidden_states.mT, weight, convolve).mT
 
     return served
 
@@ -164,6 +191,13 @@ def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callabl
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        tree = tree_of(seq_idx)
+        if tree is not None:
+            refuse_states(op, initial_state is not None or output_final_state)
+            norm = {"qk_l2norm": use_qk_l2norm_in_kernel}
+            run = _from_state(op, options, lambda *rows: (rows, norm))
+            inputs = (query, key.to(query.dtype), value.to(query.dtype), g, beta)
+            return scan(tree, [*map(PerToken, inputs)], run), None
         many = cu_seqlens is not None and seq_idx is None and len(query) == 1
         call = functools.partial(
             getattr(ops, f"{op}_with_state" if output_final_state else op),
@@ -177,6 +211,23 @@ def _delta_rule(op: str, stock: Callable[..., Any], options: Options) -> Callabl
         return y if output_final_state else (y, None)
 
     return served
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _from_state(op: str, options: Options, arguments: Callable[..., Arguments]) -> Run:
+    """One call of a recurrence over a tree; its arguments follow from the tensors per token."""
+    from liger_multi import ops
+
+    def run(rows: Sequence[Any], state: Tensor | None, output_state: bool) -> Any:
+        args, kwargs = arguments(*rows)
+        function = getattr(ops, f"{op}_with_state" if output_state else op)
+        call = functools.partial(function, initial_state=state, **kwargs)
+        y = run_bound(options, (op,), call, *args)
+        return y if output_state else (y, None)
+
+    return run
 
 
 def _kept(state: Tensor | None) -> Tensor | None:
@@ -205,9 +256,20 @@ def _heads_scan(op: str, stock: Callable[..., Any], options: Options) -> Callabl
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        scan: Any = ops.ssd_scan_with_state if return_final_states else ops.ssd_scan
+        tree = tree_of(seq_idx)
+        if tree is not None:
+            refuse_states(op, initial_states is not None or return_final_states)
+            limits = {"dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit), "chunk": chunk_size}
+            more = {"D": D, "dt_bias": dt_bias, **limits}
+            run = _from_state(
+                op, options, lambda x, dt, B, C, z: ((x, dt, A, B, C), {"z": z, **more})
+            )
+            steps = PerToken(dt, STILL if dt_softplus else 0.0)
+            rows = [PerToken(hidden_states), steps, PerToken(B), PerToken(C), PerToken(z)]
+            return scan(tree, rows, run, equal=dt_limit[0] > 0)
+        function: Any = ops.ssd_scan_with_state if return_final_states else ops.ssd_scan
         call = functools.partial(
-            scan,
+            function,
             D=D,
             z=z,
             dt_bias=dt_bias,
@@ -240,6 +302,16 @@ def _channels_scan(op: str, stock: Callable[..., Any], options: Options) -> Call
         seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
+        tree = tree_of(seq_idx)
+        if tree is not None:
+            refuse_states(op, return_last_state)
+            more = {"D": D, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+            run = _from_state(
+                op, options, lambda u, dt, B, C, z: ((u, dt, A, B, C), {"z": z, **more})
+            )
+            steps = PerToken(dt.mT, STILL if delta_softplus else 0.0)
+            inputs = [PerToken(hidden_states.mT), steps, PerToken(B.mT), PerToken(C.mT)]
+            return scan(tree, [*inputs, PerToken(None if z is None else z.mT)], run).mT
         call = functools.partial(
             ops.selective_scan_with_state if return_last_state else ops.selective_scan,
             D=D,

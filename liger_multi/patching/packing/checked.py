@@ -21,7 +21,10 @@ from torch import Tensor, nn
 
 from liger_multi.arguments import by_name, fills_cache, has_cache
 from liger_multi.errors import PackingError
+from liger_multi.patching.attention.interface import NAME
+from liger_multi.patching.packing import shared
 from liger_multi.patching.packing.samples import is_numbered, rows_of, several
+from liger_multi.patching.packing.tree import Tree, offered
 from liger_multi.patching.packing.trial import Verdict, checkpoints, text_config, trial
 from liger_multi.patching.report import warn_once
 from liger_multi.patching.swap import Patched, Swap, swapped, unpatched_class
@@ -55,6 +58,14 @@ def _checked(cls: Any) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and isinstance(self, CheckedModel):
             arguments = by_name(swap.stock.forward, args, kwargs)
+            rows = rows_of(arguments)
+            offer = offered(rows.shape[1], rows.shape[0]) if isinstance(rows, Tensor) else None
+            if offer is not None and isinstance(rows, Tensor):
+                offer.taken = True
+                inner = functools.partial(below.forward, self)
+                arguments = shared.arguments_of(self, arguments, rows, offer.tree)
+                check_shared(self, inner, arguments, rows, offer.tree)
+                return shared.call(self, inner, arguments, offer)
             if any(arguments.get(name) is not None for name in TOLD_BY):
                 check(self, functools.partial(below.forward, self), arguments)
             elif _has_numbered_masks(self, arguments):
@@ -127,6 +138,53 @@ def check(model: nn.Module, forward: Callable[..., Any], arguments: Mapping[str,
         f"whether it keeps them apart: {verdict.untried}",
         f"packing {unpatched_class(model).__name__}",
     )
+
+
+def check_shared(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    rows: Tensor,
+    tree: Tree,
+) -> None:
+    """Try a model with shared prefixes, unless that is known.
+
+    Raises:
+        PackingError: It computes something else than for every path by itself, or cannot be tried.
+    """
+    nested = max(tree.levels, default=0) > 1
+    with _first_call:
+        known = _verdicts.setdefault(model, _Verdicts())
+    with known.lock:
+        form = ("shared", nested, _form(model, arguments))
+        if form not in known:
+            known[form] = shared.trial(model, forward, arguments, rows, nested)
+        verdict = known[form]
+    name, attention = unpatched_class(model).__name__, set(_attentions(model)) - {NAME}
+    way = f"; {_SELECT.format(', '.join(sorted(attention)))}" if attention else ""
+    if verdict.untried:
+        raise PackingError(
+            f"{name} could not be tried with shared prefixes: {verdict.untried}{way}"
+        )
+    if verdict.change:
+        raise PackingError(
+            f"{name} does not serve shared prefixes: the output of a branch differs by "
+            f"{verdict.change:.1%} from that of its path by itself, or with another branch's "
+            f"tokens{way}"
+        )
+
+
+_SELECT = (
+    "its attention is {}: call liger_multi.patching.register_attention() and "
+    f"model.set_attn_implementation({NAME!r})"
+)
+
+
+def _attentions(model: nn.Module) -> list[str]:
+    """The attention implementations that the configurations of a model name."""
+    configs = (getattr(model, "config", None), text_config(model))
+    names = (getattr(config, "_attn_implementation", None) for config in configs)
+    return [name for name in names if isinstance(name, str)]
 
 
 def forget(model: nn.Module) -> None:

@@ -22,9 +22,11 @@ from torch import Tensor, nn
 
 from liger_multi._torch_private import assert_async
 from liger_multi.arguments import parameters_of
+from liger_multi.errors import PackingError
 from liger_multi.patching.mixers.calls import SERVED, WHOLE, mixer_calls, unserved
 from liger_multi.patching.mixers.fused import FusedMixer
 from liger_multi.patching.packing.samples import rows_of, sample_ids
+from liger_multi.patching.packing.tree import offered, running
 from liger_multi.patching.swap import Patched, Swap, unpatched_class
 
 # --- which samples the tokens belong to ---
@@ -74,6 +76,17 @@ def _with_forward_kwargs(swap: Swap) -> Callable[..., Any]:
     return forward
 
 
+def _ids_for_mixers(arguments: dict[str, Any]) -> Tensor | None:
+    """What mixers are told, ``(B, T)``: ids of samples, or of segments with the tree of a row."""
+    ids, rows = sample_ids(arguments), rows_of(arguments)
+    if rows is None or rows.shape[1] == 1:
+        return None
+    tree = running(rows.shape[1], rows.shape[0])
+    if tree is not None:
+        return tree.ids(rows.device)
+    return None if ids is None else ids.expand(rows.shape[0], -1)
+
+
 class PackedModel(_Model):
     """A model that tells its mixers which sample a token belongs to, as ``seq_idx``."""
 
@@ -82,10 +95,8 @@ class PackedModel(_Model):
         swap: Swap, arguments: dict[str, Any], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Add the ids, unless there is one token a row."""
-        ids, rows = sample_ids(arguments), rows_of(arguments)
-        if ids is None or rows is None or rows.shape[1] == 1:
-            return kwargs
-        return {**kwargs, "seq_idx": ids.expand(rows.shape[0], -1)}
+        ids = _ids_for_mixers(arguments)
+        return kwargs if ids is None else {**kwargs, "seq_idx": ids}
 
 
 @dataclass(frozen=True)
@@ -112,11 +123,9 @@ class TellingModel(_Model):
     @staticmethod
     def called(swap: Swap, model: Any, arguments: dict[str, Any]) -> Any:
         """What stands for the model in its forward: itself, where samples are not told."""
-        ids, rows = sample_ids(arguments), rows_of(arguments)
-        if ids is None or rows is None or rows.shape[1] == 1:
-            return model
+        ids = _ids_for_mixers(arguments)
         inner = cast(TellingSettings, swap.settings).inner
-        return _Telling(model, inner, ids.expand(rows.shape[0], -1))
+        return model if ids is None else _Telling(model, inner, ids)
 
 
 def tells(forward: Callable[..., Any], inner: str) -> bool:
@@ -149,11 +158,16 @@ class SeparateModel(_Model):
         Raises:
             ValueError: A row has several samples.
         """
-        ids = sample_ids(arguments)
+        ids, rows = sample_ids(arguments), rows_of(arguments)
+        lacking = ", ".join(cast(Any, swap.settings).lacking)
+        if rows is not None and offered(rows.shape[1], rows.shape[0]) is not None:
+            raise PackingError(
+                f"{swap.stock.__name__} does not serve shared prefixes: nothing keeps branches "
+                f"apart in {lacking}"
+            )
         if ids is None or ids.shape[-1] < 2:
             return kwargs
         begins = ids[:, 1:] != ids[:, :-1]
-        lacking = ", ".join(cast(Any, swap.settings).lacking)
         message = (
             f"{swap.stock.__name__} got rows of several samples, which it would mix: nothing keeps "
             f"them apart in {lacking}. Pass one sample a row, with an attention mask."

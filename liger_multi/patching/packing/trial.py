@@ -21,6 +21,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -260,8 +261,8 @@ def trial(
     embeds = None
     if called_with.get("input_ids") is None:  # as many as needed, over and over
         embeds = rows[:1].detach()[:, torch.arange(row.tokens, device=rows.device) % rows.shape[1]]
-    with undisturbed(model), _short_chunks(model):
-        tried = Trial(forward, row, embeds, _coarse(model, rows.device))
+    with undisturbed(model), short_chunks(model):
+        tried = Trial(forward, row, embeds, is_coarse(model, rows.device))
         try:
             change = tried.change(arguments)
             if change and tried.varies(arguments, seed=0):
@@ -290,7 +291,7 @@ def checkpoints(model: nn.Module) -> bool:
     return any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
 
 
-def _coarse(model: nn.Module, device: torch.device) -> bool:
+def is_coarse(model: nn.Module, device: torch.device) -> bool:
     """Whether anything is computed in 16 bits or fewer, or by GEMMs that round to so many."""
     small = any(p.dtype.itemsize < 4 for p in model.parameters())
     rounded = device.type != "cpu" and torch.get_float32_matmul_precision() != "highest"
@@ -322,19 +323,19 @@ class Trial:
         limit, change = COARSE if self.coarse else FINE, 0.0
         for mine, theirs, moved in zip(parts, parts[::-1], ((0, SHIFT), (SHIFT, 0)), strict=True):
             other = self._run(arguments, *moved)
-            changes = _relative(plain[mine], other[mine])
-            change = max(change, _above(float(changes.max()), limit))
+            changes = relative(plain[mine], other[mine])
+            change = max(change, above(float(changes.max()), limit))
             for of_both, part, by in (
                 () if self.noisy else ((plain, mine, 0), (other, theirs, SHIFT))
             ):
-                changes = _relative(of_both[part], self._alone(arguments, part, by))
-                change = max(change, _above(self._most(changes), ALONE * limit))
+                changes = relative(of_both[part], self._alone(arguments, part, by))
+                change = max(change, above(self._most(changes), ALONE * limit))
         return change
 
     def varies(self, arguments: Arguments, seed: int) -> bool:
         """Whether a second run of the same tokens gives something else, with random numbers so."""
-        changes = _relative(self._run(arguments), self._run(arguments, seed=seed))
-        return _above(self._most(changes), COARSE if self.coarse else FINE) > 0
+        changes = relative(self._run(arguments), self._run(arguments, seed=seed))
+        return above(self._most(changes), COARSE if self.coarse else FINE) > 0
 
     def _most(self, changes: Tensor) -> float:
         return float(changes.median() if self.coarse else changes.max())
@@ -344,7 +345,7 @@ class Trial:
     ) -> Tensor:
         """What comes out for every token, with the tokens of a sample moved on."""
         torch.manual_seed(seed)
-        return _per_token(self.forward(**self._rows(first, second), **arguments), self.row.tokens)
+        return per_token(self.forward(**self._rows(first, second), **arguments), self.row.tokens)
 
     def _alone(self, arguments: Arguments, part: slice, by: int) -> Tensor:
         """The same for the tokens of one sample, which nothing stands beside."""
@@ -353,7 +354,7 @@ class Trial:
         kwargs["use_cache"] = False  # and the positions that the model makes itself
         torch.manual_seed(0)
         tokens = self.row.first if part.start is None else self.row.tokens - self.row.first
-        return _per_token(self.forward(**kwargs), tokens)
+        return per_token(self.forward(**kwargs), tokens)
 
     def _rows(self, first: int, second: int) -> Arguments:
         if self.embeds is None:
@@ -366,13 +367,23 @@ def _long(value: Any, row: Row) -> bool:
     return isinstance(value, Tensor) and value.shape[:2] == (1, row.tokens)
 
 
-def _above(change: float, limit: float) -> float:
+def above(change: float, limit: float) -> float:
+    """A change that rounding does not explain, or 0.
+
+    Raises:
+        ValueError: It is not finite.
+    """
     if not 0 <= change < float("inf"):
         raise ValueError("what comes out is not finite")
     return change if change > limit else 0.0
 
 
-def _per_token(output: Any, tokens: int) -> Tensor:
+def per_token(output: Any, tokens: int) -> Tensor:
+    """What a model gives for every token of a row: logits, or hidden states.
+
+    Raises:
+        ValueError: It gives neither.
+    """
     for name in ("logits", "last_hidden_state"):
         tensor = getattr(output, name, None)
         if isinstance(tensor, Tensor) and tensor.shape[:2] == (1, tokens):
@@ -380,7 +391,7 @@ def _per_token(output: Any, tokens: int) -> Tensor:
     raise ValueError("the model gives neither logits nor hidden states of every token")
 
 
-def _relative(plain: Tensor, other: Tensor) -> Tensor:
+def relative(plain: Tensor, other: Tensor) -> Tensor:
     """Changes of tokens, relative to the size of their numbers."""
     size = plain.norm(dim=-1).clamp_min(1e-30)
     changes: Tensor = (other - plain).norm(dim=-1) / size
@@ -398,7 +409,7 @@ _CHUNK, SHORT = "attention_chunk_size", 8
 
 
 @contextlib.contextmanager
-def _short_chunks(model: nn.Module) -> Iterator[None]:
+def short_chunks(model: nn.Module) -> Iterator[None]:
     """Chunks of attention that the tokens of a trial fill, in copies of the configurations.
 
     transformers 5.0 counts them from the beginning of the row, so that they end within a sample
@@ -433,8 +444,25 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     cache only if there are.
     """
     grad = torch.is_grad_enabled() and checkpoints(model)
-    with torch.set_grad_enabled(grad), _state_of_process, _no_cached_casts(), _attributes(model):
-        yield
+    token = _trying.set(True)
+    try:
+        with (
+            torch.set_grad_enabled(grad),
+            _state_of_process,
+            _no_cached_casts(),
+            _attributes(model),
+        ):
+            yield
+    finally:
+        _trying.reset(token)
+
+
+_trying: ContextVar[bool] = ContextVar("liger_multi_trying", default=False)
+
+
+def trying() -> bool:
+    """Whether a model runs with made-up tokens, of which nobody is to keep anything."""
+    return _trying.get()
 
 
 class _StateOfProcess:

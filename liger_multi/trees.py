@@ -1,0 +1,502 @@
+"""Shared prefixes: a tree of sequences is computed once, token by token.
+
+Completions of one prompt, turns of a conversation that branch, and the two answers of a preference
+have a prefix in common. A :class:`Batch` holds it once, in one row of tokens with its branches
+behind it, and a patched model computes for every branch what it computes for the whole sequence.
+
+    batch = trees.pack([(prompt, [answer, answer, (answer, [answer, answer])]), ...])
+    with trees.shared(batch):
+        output = model(**batch.inputs)
+    log_probs = trees.log_probs(model, batch)  # for every tree, a tensor for each branch
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias, overload
+
+import torch
+from torch import Tensor, nn
+
+from liger_multi import checks
+from liger_multi.errors import PackingError
+from liger_multi.patching.packing.tree import MOST_RANGES, Branch, Node, Tree, offer, planted
+
+__all__ = ["Batch", "Scores", "from_batch", "log_probs", "pack", "scores", "shared"]
+
+Tokens: TypeAlias = "Sequence[int] | Tensor"
+Answer: TypeAlias = "Tokens | tuple[Tokens, list[Answer]]"
+"""Ids of tokens, or these and the answers that go on from them."""
+
+
+# --- a batch ---
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Trees in one row of tokens.
+
+    Attributes:
+        inputs: Arguments of a model's forward.
+        tree: The segments of the row.
+        nodes: Prompts and branches, depth first, in the order of the row.
+        sources: Places ``(N,)`` of the hidden states that predict a token of a branch.
+        targets: These tokens, ``(N,)``, branch after branch.
+        rows: For a batch of :func:`from_batch`, the index among the N tokens of every token of the
+            original rows, ``(B, T)``; -1 for tokens that nothing predicts.
+    """
+
+    inputs: dict[str, Any]
+    tree: Tree
+    nodes: tuple[Node, ...]
+    sources: Tensor
+    targets: Tensor
+    rows: Tensor | None = field(default=None, repr=False)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch on another device."""
+        moved = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in self.inputs.items()}
+        sources, targets = self.sources.to(device), self.targets.to(device)
+        rows = None if self.rows is None else self.rows.to(device)
+        return replace(self, inputs=moved, sources=sources, targets=targets, rows=rows)
+
+    @property
+    def counts(self) -> list[list[int]]:
+        """For every tree, how many tokens of each branch are predicted.
+
+        All of them, but the first one of a branch that nothing precedes.
+        """
+        counts: list[list[int]] = []
+        for node, is_root in self._nodes():
+            if is_root:
+                counts.append([])
+            elif node.segment < 0:
+                counts[-1].append(0)
+            else:
+                counts[-1].append(self.tree.lengths[node.segment] - (node.parent < 0))
+        return counts
+
+    def _nodes(self) -> Iterator[tuple[Node, bool]]:
+        before = -1
+        for node in self.nodes:
+            yield node, node.root != before
+            before = node.root
+
+    def split(self, values: Tensor) -> list[list[Tensor]]:
+        """Numbers of the N predicted tokens, as a tensor for each branch of each tree."""
+        counts = self.counts
+        parts = iter(values.split([n for each in counts for n in each]))
+        return [list(itertools.islice(parts, len(each))) for each in counts]
+
+    def to_rows(self, values: Tensor) -> Tensor:
+        """Numbers of the N predicted tokens at the places of the original rows, ``(B, T)``.
+
+        0 where nothing predicts a token. A token that rows share has its number in each of them.
+
+        Raises:
+            ValueError: The batch is none of :func:`from_batch`.
+        """
+        if self.rows is None:
+            raise ValueError("Batch.to_rows: the batch was made by pack, which has no rows")
+        if not values.numel():
+            return values.new_zeros(self.rows.shape)
+        placed = values.index_select(0, self.rows.clamp(min=0).flatten()).view(self.rows.shape)
+        return torch.where(self.rows >= 0, placed, 0)
+
+    def unshared(self) -> tuple[Tensor, Tensor]:
+        """The same sequences as a batch of rows: ids and mask, ``(paths, longest)``, both int64."""
+        ids = self.inputs["input_ids"][0]
+        paths = [ids[self.tree.path(end)] if end >= 0 else ids[:0] for end in self.tree.ends]
+        padded = torch.nn.utils.rnn.pad_sequence(paths, batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence(
+            [torch.ones_like(p) for p in paths], batch_first=True
+        )
+        return padded, mask
+
+
+class _Grown(NamedTuple):
+    """A branch as its tokens, what follows, and the row of a batch that ends here, if any."""
+
+    tokens: list[int]
+    children: list[_Grown]
+    row: int = -1
+
+    @property
+    def lengths(self) -> Branch:
+        return len(self.tokens), [child.lengths for child in self.children]
+
+    def each(self) -> Iterator[_Grown]:
+        """The branch and all below it, depth first."""
+        yield self
+        for child in self.children:
+            yield from child.each()
+
+
+def _batch(roots: list[_Grown], pad_to: int | None, device: torch.device | None) -> Batch:
+    """The row of some trees."""
+    if not roots:
+        raise ValueError("trees: a batch needs at least one tree, got none")
+    tree, nodes = planted([root.lengths for root in roots])
+    count, total = tree.tokens, tree.tokens
+    if pad_to is not None:
+        total = -(-count // _positive("pad_to", pad_to)) * pad_to
+    if not total:
+        raise ValueError(f"trees: a batch needs at least one token, got {len(roots)} empty trees")
+    tree = replace(tree, tokens=total)
+    if tree.width > MOST_RANGES:
+        raise ValueError(
+            f"trees: a path may have {MOST_RANGES} segments that lie apart in the row, got "
+            f"{tree.width} in a tree of {max(tree.levels) + 1} levels"
+        )
+    tokens = [token for root in roots for part in root.each() for token in part.tokens]
+    ids = torch.tensor([*tokens, *[0] * (total - count)], device=device)
+    places = []
+    for number, node in enumerate(nodes):
+        if node.segment < 0 or (number == 0 or nodes[number - 1].root != node.root):
+            continue
+        start, parent = tree.starts[node.segment], node.parent
+        if parent >= 0:
+            places.append(torch.tensor([tree.starts[parent] + tree.lengths[parent] - 1]))
+        places.append(torch.arange(start, start + tree.lengths[node.segment] - 1))
+    sources = torch.cat([torch.zeros(0, dtype=torch.int64), *places]).to(ids.device)
+    inputs = {
+        "input_ids": ids[None],
+        "position_ids": tree.positions(ids.device),
+        "attention_mask": tree.visible(ids.device).to(torch.int64)[None],
+        "use_cache": False,
+    }
+    return Batch(inputs, tree, tuple(nodes), sources, _targets(ids, tree, nodes))
+
+
+def _targets(ids: Tensor, tree: Tree, nodes: Sequence[Node]) -> Tensor:
+    """The tokens of all branches, without those that nothing precedes."""
+    parts = [ids[:0]]
+    for before, node in itertools.pairwise(nodes):
+        if node.segment >= 0 and before.root == node.root:
+            start = tree.starts[node.segment]
+            parts.append(ids[start + (node.parent < 0) : start + tree.lengths[node.segment]])
+    return torch.cat(parts)
+
+
+def _positive(name: str, value: object) -> int:
+    number = checks.integer("trees", name, value)
+    if number < 1:
+        raise ValueError(f"trees: {name} must be at least 1, got {number}")
+    return number
+
+
+# --- from prompts and answers ---
+
+
+def _tokens(value: object, what: str) -> list[int]:
+    """Ids as a list."""
+    if isinstance(value, Tensor):
+        if value.ndim != 1 or value.is_floating_point() or value.dtype == torch.bool:
+            raise TypeError(f"trees: {what} must be ids of one axis, got {checks.describe(value)}")
+        return value.tolist()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise TypeError(f"trees: {what} must be a list or a tensor of ids, got {value!r:.80}")
+    if not all(isinstance(token, int) for token in value):
+        raise TypeError(f"trees: {what} must be ids, got {value!r:.80}")
+    return list(value)
+
+
+def _grown(answer: object, what: str, depth: int = 0) -> _Grown:
+    """An answer and what follows it."""
+    children: Sequence[object] = []
+    if isinstance(answer, tuple):
+        if len(answer) != 2 or not isinstance(answer[1], (list, tuple)):
+            raise TypeError(
+                f"trees: {what} must be ids, or a tuple of ids and a list of answers, got "
+                f"{answer!r:.80}"
+            )
+        answer, children = answer
+    below = [_grown(child, f"an answer to {what}", depth + 1) for child in children]
+    return _Grown(_tokens(answer, what), below)
+
+
+@overload
+def pack(
+    groups: Sequence[tuple[Tokens, list[Answer]]],
+    *,
+    pad_to: int | None = None,
+    max_tokens: None = None,
+    device: torch.device | str | None = None,
+) -> Batch: ...
+@overload
+def pack(
+    groups: Sequence[tuple[Tokens, list[Answer]]],
+    *,
+    pad_to: int | None = None,
+    max_tokens: int,
+    device: torch.device | str | None = None,
+) -> list[Batch]: ...
+def pack(
+    groups: Sequence[tuple[Tokens, list[Answer]]],
+    *,
+    pad_to: int | None = None,
+    max_tokens: int | None = None,
+    device: torch.device | str | None = None,
+) -> Batch | list[Batch]:
+    """Prompts with their answers as a batch, or as batches of limited size.
+
+    Args:
+        groups: The trees: a prompt and its answers, each a list or a tensor ``(n,)`` of ids. An
+            answer may be a tuple of ids and of the answers that follow. All may be empty.
+        pad_to: Fill the row up to a multiple of so many tokens.
+        max_tokens: Return a list of batches of at most so many tokens; trees stay in order, and a
+            batch is full when the next one does not fit. A tree is not split.
+        device: Of the tensors.
+
+    Returns:
+        A batch with all trees in one row; with ``max_tokens`` a list of batches.
+
+    Raises:
+        TypeError: Something is neither ids nor a tuple of ids and answers.
+        ValueError: No tokens; a tree of more than ``max_tokens``; a path of more segments than
+            attention has ranges of keys (16 that lie apart: the first answers to an answer do not).
+    """
+    grown = [_grown(group, "a prompt") for group in groups]
+    where = None if device is None else torch.device(device)
+    if max_tokens is None:
+        return _batch(grown, pad_to, where)
+    most = _positive("max_tokens", max_tokens)
+    parts: list[list[_Grown]] = []
+    room = 0
+    for number, tree in enumerate(grown):
+        tokens = sum(len(part.tokens) for part in tree.each())
+        if tokens > most:
+            raise ValueError(f"trees: tree {number} has {tokens} tokens, max_tokens is {most}")
+        if not parts or tokens > room:
+            parts.append([])
+            room = most
+        parts[-1].append(tree)
+        room -= tokens
+    return [_batch(part, pad_to, where) for part in parts]
+
+
+# --- from rows ---
+
+
+def from_batch(
+    ids: Tensor,
+    mask: Tensor,
+    *,
+    prompt_lengths: Sequence[int] | Tensor | None = None,
+    shortest: int = 16,
+    depth: int = 8,
+    pad_to: int | None = None,
+) -> Batch:
+    """The rows of a padded batch as trees of their common prefixes.
+
+    Rows with the same prompt become one tree. Below it, rows that go on alike for ``shortest``
+    tokens or more share these too. Without ``prompt_lengths``, the prompt of a tree is what its
+    rows have in common. Looking at the tokens waits for the device.
+
+    Args:
+        ids: Ids ``(B, T)``.
+        mask: Which of them are tokens, ``(B, T)``; padding may stand on either side.
+        prompt_lengths: Tokens of every row's prompt, which are not predicted.
+        shortest: Tokens that rows have in common at least.
+        depth: Most segments of a path.
+        pad_to: As for :func:`pack`.
+
+    Returns:
+        A batch whose :meth:`Batch.to_rows` gives numbers of tokens back at their places.
+
+    Raises:
+        TypeError: The arguments are no tensors.
+        ValueError: Their shapes differ; no tokens; a prompt that is longer than its row.
+    """
+    if not isinstance(ids, Tensor) or not isinstance(mask, Tensor):
+        raise TypeError(f"from_batch: ids and mask must be tensors, got {type(mask).__name__}")
+    if ids.ndim != 2 or mask.shape != ids.shape:
+        raise ValueError(
+            f"from_batch: ids and mask must have one shape (B, T), got {tuple(ids.shape)} and "
+            f"{tuple(mask.shape)}"
+        )
+    columns = [row.nonzero()[:, 0].tolist() for row in mask.cpu() != 0]
+    rows = [[row[c] for c in at] for row, at in zip(ids.tolist(), columns, strict=True)]
+    numbers = list(range(len(rows)))
+    if prompt_lengths is None:
+        roots = [
+            node if node.children else _Grown([], [node])
+            for node in _joined(rows, numbers, _positive("shortest", shortest), depth)
+        ]
+    else:
+        prompts: dict[tuple[int, ...], list[int]] = {}
+        lengths = [int(n) for n in prompt_lengths]
+        sizes = [len(row) for row in rows]
+        if len(lengths) != len(sizes) or any(not 0 <= n <= m for n, m in zip(lengths, sizes)):
+            raise ValueError(
+                f"from_batch: prompt_lengths must be within the rows' {sizes}, got {lengths}"
+            )
+        for number, n in enumerate(lengths):
+            prompts.setdefault(tuple(rows[number][:n]), []).append(number)
+        answers = [row[n:] for row, n in zip(rows, lengths, strict=True)]
+        roots = [
+            _Grown(list(prompt), _joined(answers, members, shortest, depth - 1))
+            for prompt, members in prompts.items()
+        ]
+    batch = _batch(roots, pad_to, ids.device)
+    return replace(batch, rows=_places(batch, roots, columns, ids))
+
+
+def _joined(rows: list[list[int]], numbers: list[int], shortest: int, depth: int) -> list[_Grown]:
+    """Branches of some rows, which share what they have in common at their beginning."""
+    ordered = sorted(numbers, key=lambda n: rows[n])
+    groups: list[list[int]] = []
+    for n in ordered:
+        if groups and depth > 1 and _common(rows[groups[-1][-1]], rows[n]) >= shortest:
+            groups[-1].append(n)
+        else:
+            groups.append([n])
+    branches = []
+    for group in groups:
+        first = rows[group[0]]
+        if len(group) == 1:
+            branches.append(_Grown(first, [], group[0]))
+            continue
+        length = _common(first, rows[group[-1]])
+        rest = {n: rows[n][length:] for n in group}
+        below = _joined([rest.get(n, []) for n in range(len(rows))], group, shortest, depth - 1)
+        branches.append(_Grown(first[:length], below))
+    return branches
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """How many tokens two rows have in common at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _places(batch: Batch, roots: list[_Grown], columns: list[list[int]], ids: Tensor) -> Tensor:
+    """The number among the predicted tokens of every token of the rows; -1 where it has none."""
+    places = torch.full(ids.shape, -1)
+    paths: dict[int, list[int]] = {}  # by segment, of predicted tokens; -1 for others
+    count = 0
+    parts = [part for root in roots for part in root.each()]
+    for (node, is_root), part in zip(batch._nodes(), parts, strict=True):
+        path = list(paths.get(node.parent, []))
+        if node.segment >= 0:
+            length = batch.tree.lengths[node.segment]
+            first = -1 if is_root else count
+            unpredicted = length if is_root else int(node.parent < 0)
+            path += [-1] * unpredicted + list(range(first, first + length - unpredicted))
+            count += length - unpredicted
+            paths[node.segment] = path
+        if part.row >= 0:
+            places[part.row, columns[part.row]] = torch.tensor(path, dtype=torch.int64)
+    return places.to(ids.device)
+
+
+# --- models ---
+
+
+@contextlib.contextmanager
+def shared(batch: Batch, *, router_counts: str = "unshared") -> Iterator[Batch]:
+    """Let patched models compute the rows of a batch as a tree.
+
+    Calls with as many tokens as the batch follow its tree; others are not affected. The first one
+    of a model computes a small tree and each of its paths by itself, and compares.
+
+    Args:
+        batch: Whose ``inputs`` the model is called with.
+        router_counts: How often a token counts in the load-balancing loss of routers: "unshared",
+            as often as a batch without sharing has it, or "once".
+
+    Raises:
+        PackingError: The model computes something else for a tree than for its paths, or no patched
+            model was called.
+        ValueError: An unknown ``router_counts``.
+    """
+    checks.one_of("shared", "router_counts", router_counts, ("unshared", "once"))
+    with offer(batch.tree, once=router_counts == "once") as announced:
+        yield batch
+    if not announced.taken:
+        raise PackingError(
+            f"trees.shared: no patched model was called with {batch.tree.tokens} tokens. Call "
+            "liger_multi.patch(model) before, without packing=False; a model that is compiled as a "
+            "whole is not served, its layers may be"
+        )
+
+
+class Scores(NamedTuple):
+    """What :func:`scores` returns.
+
+    Attributes:
+        log_probs: Of the N predicted tokens, fp32.
+        entropy: Of their distributions, fp32; None where it was not asked for.
+        output: What the model returned.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    output: Any
+
+
+def scores(
+    model: Callable[..., Any],
+    batch: Batch,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    router_counts: str = "unshared",
+    **arguments: Any,
+) -> Scores:
+    """Log-probabilities of all branches' tokens, one after another; see :func:`log_probs`.
+
+    ``model`` may also be the forward of a patched model.
+    """
+    by = checks.number("trees", "temperature", temperature, 0, above=True)
+    with shared(batch, router_counts=router_counts):
+        output = model(**batch.inputs, **arguments)
+    logits = output.logits[:, batch.sources]
+    if by != 1:
+        logits = logits / by
+    log_p = logits.log_softmax(-1, dtype=torch.float32)
+    log_prob = log_p.gather(-1, batch.targets[None, :, None])[0, :, 0]
+    return Scores(log_prob, -(log_p.exp() * log_p).sum(-1)[0] if entropy else None, output)
+
+
+def log_probs(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    **arguments: Any,
+) -> Any:
+    """Log-probabilities of the tokens of every branch, with gradients.
+
+    Math:
+        ``log softmax(z / temperature)[token]`` of the logits z at the token before it; for the
+        first token of a branch, that is the last one of its parent.
+
+    Shapes:
+        For every tree a list with a tensor ``(n,)`` for each branch, depth first; n is the number
+        of its tokens, and one less where nothing precedes it (an empty prompt).
+
+    Dtypes:
+        Out: fp32.
+
+    Memory:
+        The head is computed for the predicted tokens only, in chunks. With the head patched, no
+        logits are kept.
+
+    Args:
+        model: A patched model.
+        batch: The trees.
+        temperature: By which the logits are divided.
+        entropy: Return entropies too, as a second list of the same form.
+        **arguments: Of the model's forward, such as ``output_router_logits``.
+
+    Raises:
+        PackingError: As :func:`shared`.
+    """
+    result = scores(model, batch, temperature=temperature, entropy=entropy, **arguments)
+    parts = batch.split(result.log_probs)
+    return parts if result.entropy is None else (parts, batch.split(result.entropy))

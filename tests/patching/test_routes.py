@@ -1,0 +1,245 @@
+"""Routes of experts: recorded, replayed in other layouts of the same sequences, and refused."""
+
+# ruff: noqa: E402  (what needs transformers is imported after the skip)
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from liger_multi import routes, trees
+from liger_multi.patching import patch, register_attention
+from liger_multi.routes import Routes, RoutesError
+from tests.comparing import assert_same_gradients, gradients
+from tests.models import build
+
+QUIET = {"output_router_logits": False}
+LENGTHS = (9, 6, 4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def attention():
+    register_attention()
+
+
+def deepseek(**config):
+    """Routers that choose within groups of experts."""
+    sizes = {
+        "vocab_size": 223,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "max_position_embeddings": 64,
+    }
+    torch.manual_seed(0)
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes, **config))
+
+
+BUILDERS = {
+    "mixtral": lambda: build("mixtral", **QUIET),
+    "qwen3_moe": lambda: build("qwen3_moe", **QUIET),
+    "gpt_oss": lambda: build("gpt_oss", **QUIET),
+    "deepseek_v3": deepseek,
+}
+
+
+def model_of(name, *, patched=True):
+    model = BUILDERS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.2)
+    model.set_attn_implementation("liger_multi")
+    if patched:
+        patch(model)
+    return model.train()
+
+
+def moved(model):
+    """The same model with other routers, which choose other experts."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if ("gate.weight" in name or "router.weight" in name) and parameter.ndim == 2:
+                parameter.copy_(parameter.flip(0))
+    return other
+
+
+def rows():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 200, (n,), generator=generator) for n in LENGTHS]
+
+
+def padded(side="right"):
+    ids, mask = torch.zeros(3, max(LENGTHS), dtype=torch.long), torch.zeros(3, max(LENGTHS)).long()
+    for number, row in enumerate(rows()):
+        at = slice(0, len(row)) if side == "right" else slice(max(LENGTHS) - len(row), None)
+        ids[number, at], mask[number, at] = row, 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+
+
+def recorded_by(model, batch):
+    with torch.no_grad(), routes.record(model) as recorded:
+        model(**batch, use_cache=False)
+    return recorded
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.layers, other.layers, strict=True))
+
+
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_replayed_routes_of_the_same_model_change_nothing(name, patched):
+    model = model_of(name, patched=patched)
+    batch = padded()
+    plain = model(**batch, use_cache=False).logits
+    (plain * batch["attention_mask"][..., None]).sin().sum().backward()
+    right = {n: g.clone() for n, g in gradients(model).items()}
+    model.zero_grad()
+    recorded = recorded_by(model, batch)
+    assert recorded.tokens == sum(LENGTHS)
+    with routes.replay(model, recorded):
+        logits = model(**batch, use_cache=False).logits
+        (logits * batch["attention_mask"][..., None]).sin().sum().backward()
+    torch.testing.assert_close(logits, plain)
+    assert_same_gradients(gradients(model), right)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_other_routers_replay_the_choice_with_weights_of_today(name):
+    model = model_of(name)
+    other, batch = moved(model), padded()
+    recorded, today = recorded_by(model, batch), recorded_by(other, batch)
+    assert not same(recorded, today)
+    with routes.record(other) as again, routes.replay(other, recorded):
+        logits = other(**batch, use_cache=False).logits
+        (logits * batch["attention_mask"][..., None]).sin().sum().backward()
+    assert same(again, recorded)
+    routers = [
+        p.grad
+        for n, p in other.named_parameters()
+        if ("gate.weight" in n or "router.weight" in n) and p.ndim == 2
+    ]
+    assert routers
+    assert all(grad is not None and grad.abs().sum() > 0 for grad in routers)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_layouts_of_the_same_sequences(name):
+    model = model_of(name)
+    recorded = recorded_by(model, padded())
+    assert same(recorded_by(model, padded("left")), recorded)
+    parts = rows()
+    packed = {
+        "input_ids": torch.cat(parts)[None],
+        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
+    }
+    assert same(recorded_by(model, packed), recorded)
+    with torch.no_grad(), routes.record(model) as micro:
+        for row in parts:
+            model(input_ids=row[None], use_cache=False)
+    assert same(micro, recorded)
+
+
+def test_shared_prefixes():
+    model = model_of("qwen3_moe")
+    one, two, three = (row.tolist() for row in rows())
+    batch = trees.pack([(one, [two, (three, [two[:2], two])]), (two, [one])])
+    ids, mask = batch.unshared()
+    unshared = recorded_by(model, {"input_ids": ids, "attention_mask": mask})
+    with torch.no_grad(), routes.record(model) as recorded:
+        trees.log_probs(model, batch)
+    assert recorded.tokens == int(mask.sum())
+    assert same(recorded, unshared)
+    other = moved(model)
+    with torch.no_grad(), routes.record(other) as again, routes.replay(other, unshared):
+        trees.log_probs(other, batch)
+    assert same(again, unshared)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+def test_layers_that_run_again_choose_the_same(reentrant, inside):
+    model = model_of("qwen3_moe")
+    other, batch = moved(model), padded()
+    recorded = recorded_by(model, batch)
+
+    def gradients_of(backward_inside):
+        other.zero_grad()
+        with routes.replay(other, recorded):
+            loss = other(**batch, use_cache=False).logits.sin().sum()
+            if backward_inside:
+                loss.backward()
+        if not backward_inside:
+            loss.backward()
+        return {n: g.clone() for n, g in gradients(other).items()}
+
+    right = gradients_of(True)
+    other.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        other.enable_input_require_grads()
+    assert_same_gradients(gradients_of(inside), right)
+    assert not any("forward" in vars(m) for m in other.modules())
+
+
+def test_files_and_indices(tmp_path):
+    model = model_of("mixtral")
+    recorded = recorded_by(model, padded())
+    recorded.save(tmp_path / "routes")
+    loaded = Routes.load(tmp_path / "routes")
+    indices = Routes.from_indices(torch.stack([x.long() for x in recorded.layers]))
+    expected = model(**padded(), use_cache=False).logits
+    for each in (loaded, indices):
+        with routes.replay(model, each):
+            torch.testing.assert_close(model(**padded(), use_cache=False).logits, expected)
+
+
+def test_routes_that_do_not_fit():
+    model, batch = model_of("mixtral"), padded()
+    recorded = recorded_by(model, batch)
+    short = Routes([x[:-1] for x in recorded.layers])
+    with routes.replay(model, short), pytest.raises(RoutesError, match=r"got 19 .* have 18"):
+        model(**batch)
+    with pytest.raises(RoutesError, match="2 layers with experts, and the routes have 1"):
+        routes.replay(model, Routes(recorded.layers[:1])).__enter__()
+    narrow = Routes([x[:, :1] for x in recorded.layers])
+    with routes.replay(model, narrow), pytest.raises(RoutesError, match=r"chooses 2 .* have 1"):
+        model(**batch)
+    with pytest.raises(RoutesError, match="LlamaForCausalLM has no module with experts"):
+        routes.record(build()).__enter__()
+    with pytest.raises(RoutesError, match="integers"):
+        Routes.from_indices(torch.ones(2, 3, 1))
+
+
+def test_a_router_without_topk_is_refused(monkeypatch):
+    model = model_of("mixtral", patched=False)
+    router = type(model.model.layers[0].mlp.gate)
+
+    def forward(self, hidden_states):
+        logits = torch.nn.functional.linear(hidden_states.flatten(0, -2), self.weight)
+        values, indices = logits.softmax(-1).sort(-1, descending=True)
+        return logits, values[:, :2], indices[:, :2]
+
+    monkeypatch.setattr(router, "forward", forward)
+    with (
+        routes.record(model),
+        pytest.raises(RoutesError, match=r"mlp is not recognized: .* 0 times"),
+    ):
+        model(**padded(), use_cache=False)
