@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by", type=checking.name, metavar="NAME", help="who ran it, for the report"
     )
-    parser.add_argument("--label", type=checking.name, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--label", type=checking.name, help="what a simulated device is, for the report"
+    )
     parser.add_argument(
         "--jobs", type=checking.processes, help="processes (default: by the machine)"
     )

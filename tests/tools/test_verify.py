@@ -138,7 +138,7 @@ def command(root, *words, **environment):
     env = {**os.environ, "PYTHONPATH": path, **environment}
     env.pop("LIGER_MULTI_CONFIG", None) if not environment else None
     run = [sys.executable, "-m", "liger_multi", *words]
-    return subprocess.run(run, env=env, capture_output=True, text=True, timeout=600)
+    return subprocess.run(run, env=env, capture_output=True, text=True)
 
 
 MODEL = """
